@@ -1,0 +1,44 @@
+# The commands of the lab. Each sets up .venv first, which takes minutes once and no time after that.
+# PYTHON=/path/to/python3.12 chooses the interpreter; without it, the first one that is new enough is taken.
+.DEFAULT_GOAL := help
+.PHONY: help setup report test lab clean lock
+MAKEFLAGS += --no-print-directory
+unexport PYTHONPATH PYTHONHOME
+
+BIN := .venv/bin
+CHROMIUM := $(shell which chromium chromium-browser google-chrome 2>/dev/null)
+# Without a GPU its tests are deselected; pytest's last line counts them.
+TESTS := $(if $(shell nvidia-smi -L 2>/dev/null),,-m 'not gpu')
+# In a container one is often root, and JupyterLab then wants to be told that this is meant.
+ROOT := $(if $(filter 0,$(shell id -u)),--allow-root)
+
+help: ## Show this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
+
+setup: ## Make or repair .venv, and nothing else
+	@sh scripts/setup.sh
+
+report: setup ## Run every notebook and write reports/index.html
+	@$(BIN)/labkit run
+
+test: setup ## Check everything: style, notebooks, tests
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/nbstripout --verify notebooks/*.ipynb
+	$(BIN)/pytest --nbmake --nbmake-timeout=300 notebooks
+	@$(if $(CHROMIUM),,printf '\n*** NO CHROMIUM FOUND: THE BROWSER TEST WILL NOT RUN (Debian: apt install chromium) ***\n\n')
+	$(BIN)/pytest $(TESTS)
+
+lab: setup ## Open JupyterLab at 127.0.0.1
+	@$(BIN)/jupyter-lab --ip=127.0.0.1 --notebook-dir=notebooks $(ROOT)
+
+clean: ## Remove .venv, caches and reports; measurements stay
+	rm -rf .venv .cache .hypothesis .pytest_cache .ruff_cache reports labkit.egg-info
+	find labkit notebooks tests \( -name __pycache__ -o -name .ipynb_checkpoints \) -prune -exec rm -rf {} +
+
+lock: ## Choose the newest versions and write requirements.lock (needs uv)
+	@mkdir -p .cache
+	@uv pip compile --quiet --upgrade --universal --python-version 3.11 --fork-strategy fewest \
+	    --extra test --no-header --no-annotate --output-file .cache/lock pyproject.toml
+	@{ grep '^#' requirements.lock; awk '!/^(cuda|nvidia)-/ || /^nvidia-ml-py/' .cache/lock; } > .cache/lock.new
+	@mv .cache/lock.new requirements.lock

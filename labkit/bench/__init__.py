@@ -1,0 +1,1 @@
+"""How long, on what, and how sure."""

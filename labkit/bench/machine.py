@@ -1,0 +1,226 @@
+"""On what: the GPU of this process, its identity, and how calls are timed on it."""
+
+import json
+import os
+import re
+import subprocess
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from labkit import __version__, paths
+from labkit.bench.timing import State
+
+SAMPLE_US = 300.0  # a sample lasts at least this long, so that the events' resolution does not matter
+DELAY_CYCLES = 400_000  # keeps the GPU busy (about 0.2 ms) while the first replays of a block are enqueued
+MAX_CALLS = 4096
+
+# nvmlClocksThrottleReason… bits that say why a clock is lower than asked for; idle and application settings do not count.
+_REASONS = {
+    0x04: "power cap",
+    0x08: "hardware slowdown",
+    0x20: "software thermal",
+    0x40: "hardware thermal",
+    0x80: "hardware power brake",
+}
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A GPU. l2_bytes, memory_bytes: bytes; datasheet_tbs: memory clock × bus width, TB/s; sm_mhz: highest SM clock."""
+
+    slug: str
+    name: str
+    driver: str
+    capability: int
+    sms: int
+    l2_bytes: int
+    memory_bytes: int
+    datasheet_tbs: float
+    sm_mhz: int
+    power_w: int
+
+    @classmethod
+    def load(cls, folder: Path) -> "Machine | None":
+        """The machine of a data or runs folder; None if it has no readable machine.json."""
+        try:
+            return cls(**json.loads((folder / "machine.json").read_text()))
+        except (OSError, ValueError, TypeError):
+            return None
+
+    def to_json(self) -> bytes:
+        """The content of machine.json."""
+        return (json.dumps(asdict(self), indent=1) + "\n").encode()
+
+
+def slug(name: str) -> str:
+    """Folder name of a GPU: "NVIDIA H100 80GB HBM3" -> "nvidia-h100-80gb-hbm3"."""
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+
+
+def has_gpu() -> bool:
+    """Whether this process can measure: an NVIDIA GPU, a torch that sees it, and Triton outside its interpreter."""
+    return why_no_gpu() == ""
+
+
+@cache
+def why_no_gpu() -> str:
+    """Why this process cannot measure; empty if it can."""
+    try:
+        import torch
+    except ImportError:
+        return "torch is not installed"
+    if not torch.cuda.is_available():
+        return "torch sees no NVIDIA GPU here"
+    if torch.version.hip:
+        return "the lab measures NVIDIA GPUs only"
+    try:
+        import triton
+    except ImportError:
+        return "Triton is not installed"
+    if triton.knobs.runtime.interpret:
+        return "Triton is in its interpreter (TRITON_INTERPRET), which is never timed"
+    return ""
+
+
+@cache
+def this_machine() -> Machine:
+    """The GPU that this process uses. RuntimeError saying why if there is none."""
+    if problem := why_no_gpu():
+        raise RuntimeError(f"no GPU to measure: {problem}")
+    import torch
+
+    properties = torch.cuda.get_device_properties(0)
+    nvml, handle = _nvml()
+    mhz = nvml.nvmlDeviceGetMaxClockInfo(handle, nvml.NVML_CLOCK_MEM)
+    bus = nvml.nvmlDeviceGetMemoryBusWidth(handle)
+    return Machine(
+        slug=slug(properties.name),
+        name=properties.name,
+        driver=nvml.nvmlSystemGetDriverVersion(),
+        capability=10 * properties.major + properties.minor,
+        sms=properties.multi_processor_count,
+        l2_bytes=properties.L2_cache_size,
+        memory_bytes=properties.total_memory,
+        datasheet_tbs=2 * mhz * 1e6 * bus / 8 / 1e12,  # two transfers a clock
+        sm_mhz=nvml.nvmlDeviceGetMaxClockInfo(handle, nvml.NVML_CLOCK_SM),
+        power_w=nvml.nvmlDeviceGetPowerManagementLimit(handle) // 1000,
+    )
+
+
+@cache
+def _nvml() -> tuple[Any, Any]:
+    import pynvml
+    import torch
+
+    pynvml.nvmlInit()
+    # torch numbers the devices that CUDA_VISIBLE_DEVICES leaves; the UUID is the same for both.
+    uuid = str(torch.cuda.get_device_properties(0).uuid)
+    return pynvml, pynvml.nvmlDeviceGetHandleByUUID(uuid if uuid.startswith("GPU-") else f"GPU-{uuid}")
+
+
+def provenance(seed: int) -> dict[str, Any]:
+    """The provenance columns of a row, without `utc`."""
+    import torch
+    import triton
+
+    return {
+        "gpu": this_machine().name,
+        "driver": this_machine().driver,
+        "cuda": torch.version.cuda or "",
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "labkit": __version__,
+        "revision": revision(),
+        "seed": seed,
+    }
+
+
+@cache
+def revision() -> str:
+    """Commit of the lab's tree, with "+" where it differs; outside a checkout, LABKIT_REVISION from the environment."""
+
+    def git(*words: str) -> str:
+        return subprocess.run(["git", "-C", paths.ROOT, *words], capture_output=True, text=True, check=True).stdout
+
+    try:
+        changed = git("status", "--porcelain", "--untracked-files=no", "--", "labkit")
+        return git("rev-parse", "--short=12", "HEAD").strip() + ("+" if changed.strip() else "")
+    except (OSError, subprocess.CalledProcessError):
+        return os.environ.get("LABKIT_REVISION", "")
+
+
+@dataclass
+class Timed:
+    """Calls made ready for timing: `replay` enqueues `calls` of them. eager: the host's pace is what is timed."""
+
+    replay: Callable[[], Any]
+    calls: int
+    eager: bool = False
+
+
+class CudaDevice:
+    """The GPU as the timing sees it: CUDA events around graph replays (or eager launches), a whole block at a time."""
+
+    def __init__(self) -> None:
+        import torch
+
+        self.torch = torch
+        self.machine = this_machine()
+        self.stream = torch.cuda.Stream()
+
+    def prepare(self, calls: Sequence[Callable[[], Any]], mode: str) -> Timed:
+        """Warm up and make one sample's worth of calls: all buffer sets in turn, as often as a sample needs."""
+        with self.torch.cuda.stream(self.stream):
+            for call in calls[:2]:
+                call()
+            self.stream.synchronize()
+            if mode == "eager":
+                return self._enough(lambda n: Timed(lambda: _loop(calls, n), n, eager=True), len(calls))
+            return self._enough(lambda n: Timed(self._capture(calls, n), n), len(calls))
+
+    def _enough(self, make: Callable[[int], Timed], sets: int) -> Timed:
+        """Grow the sample, in whole rounds over the buffer sets, until it lasts SAMPLE_US."""
+        timed = make(sets)
+        self.time([timed], hot=True)
+        us = min(self.time([timed], hot=True)[0] for _ in range(2)) * timed.calls / 1e3
+        rounds = min(int(SAMPLE_US / max(us, 1.0)) + 1, max(1, MAX_CALLS // sets))
+        return timed if rounds == 1 else make(sets * rounds)
+
+    def _capture(self, calls: Sequence[Callable[[], Any]], count: int) -> Callable[[], Any]:
+        graph = self.torch.cuda.CUDAGraph()
+        with self.torch.cuda.graph(graph, stream=self.stream):
+            _loop(calls, count)
+        return graph.replay
+
+    def time(self, timed: Sequence[Timed], hot: bool) -> list[int]:
+        """ns per call of each; graphs are all enqueued before the GPU begins, so that the host's pace does not show."""
+        event = self.torch.cuda.Event
+        marks = [(event(enable_timing=True), event(enable_timing=True)) for _ in timed]
+        with self.torch.cuda.stream(self.stream):
+            if not any(item.eager for item in timed):
+                self.torch.cuda._sleep(DELAY_CYCLES)
+            for item, (start, end) in zip(timed, marks, strict=True):
+                if hot:
+                    item.replay()
+                start.record()
+                item.replay()
+                end.record()
+            self.stream.synchronize()
+        return [
+            round(1e6 * start.elapsed_time(end) / item.calls) for item, (start, end) in zip(timed, marks, strict=True)
+        ]
+
+    def state(self) -> State:
+        """Clock and throttle reasons, from NVML."""
+        nvml, handle = _nvml()
+        bits = nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)
+        reasons = frozenset(name for bit, name in _REASONS.items() if bits & bit)
+        return State(nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM), reasons)
+
+
+def _loop(calls: Sequence[Callable[[], Any]], count: int) -> None:
+    for i in range(count):
+        calls[i % len(calls)]()

@@ -1,0 +1,204 @@
+"""Measurements on disk: one Parquet file a study and GPU, with a fixed schema, checked on read."""
+
+import json
+import math
+import os
+import tempfile
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+SCHEMA_VERSION = "1"
+
+# Name, type, unit or meaning. data/README.md is made from this table (`labkit record` writes it).
+COLUMNS: tuple[tuple[str, pa.DataType, str], ...] = (
+    ("study", pa.string(), "study, as in `labkit list`"),
+    ("op", pa.string(), "operation of the study"),
+    ("case", pa.string(), "JSON object with sorted keys: model, dimensions, batch or tokens, dtype"),
+    ("variant", pa.string(), "name of the variant, unique in its case"),
+    ("options", pa.string(), "JSON object: what distinguishes the variant (layout, tile, warps)"),
+    ("role", pa.string(), "`ours`, `step`, `baseline`, `peer`, `ceiling` or `control`"),
+    ("cache", pa.string(), "`cold`: inputs rotate over at least 4 × L2; `hot`: the same buffers every call"),
+    ("mode", pa.string(), "`graph`: replay of a CUDA graph; `eager`: launches from Python"),
+    ("run", pa.list_(pa.int32()), "process that took each sample, from 0"),
+    (
+        "block",
+        pa.list_(pa.int32()),
+        "block of that process that each sample is from, from 0; ratios pair by (run, block)",
+    ),
+    ("samples_ns", pa.list_(pa.int32()), "time per call of each sample, ns"),
+    ("calls_per_sample", pa.int32(), "calls between the two events of a sample"),
+    ("throttled", pa.list_(pa.string()), "throttle reasons read around each sample's block; empty where none"),
+    ("sm_mhz", pa.list_(pa.int32()), "SM clock read after each sample's block, MHz"),
+    ("floor_bytes", pa.int64(), "least bytes through device memory"),
+    ("floor_flops", pa.int64(), "least floating-point operations"),
+    (
+        "ceiling",
+        pa.float64(),
+        "ceiling that the prediction used, TB/s (or TFLOP/s for matrix products); NaN if unknown",
+    ),
+    ("predicted_us", pa.float64(), "prediction, fixed before the timing, µs; NaN if the ceiling was unknown"),
+    (
+        "error",
+        pa.float64(),
+        "relative RMSE against the float64 reference, the larger of before and after timing; NaN if not checked",
+    ),
+    ("ok", pa.bool_(), "whether the row may be used"),
+    ("reason", pa.string(), "why not, or a remark"),
+    (
+        "evidence",
+        pa.string(),
+        "JSON object: registers, spills, widths … of the kernel that ran; `{}` for library calls",
+    ),
+    ("counters", pa.string(), "JSON object: hardware counters; `{}` if not taken"),
+    ("kernel_sha", pa.string(), "hash of the syntax tree of the source that ran, helpers included"),
+    ("gpu", pa.string(), "name of the GPU, as the driver gives it"),
+    ("driver", pa.string(), "version of the driver"),
+    ("cuda", pa.string(), "CUDA version that torch was built with"),
+    ("torch", pa.string(), "version of torch"),
+    ("triton", pa.string(), "version of Triton"),
+    ("labkit", pa.string(), "version of labkit"),
+    ("revision", pa.string(), "commit of the lab's tree, with `+` where it had changes; empty outside a checkout"),
+    ("utc", pa.string(), "when the case was finished, ISO 8601"),
+    ("seed", pa.int64(), "seed of the inputs and of the order"),
+)
+SCHEMA = pa.schema([(name, kind) for name, kind, _ in COLUMNS], metadata={"labkit_schema": SCHEMA_VERSION})
+PROVENANCE = ("gpu", "driver", "cuda", "torch", "triton", "labkit", "revision", "utc", "seed")
+
+
+class RecordError(ValueError):
+    """A data file that cannot be used; the message names the file and the column."""
+
+
+def write_atomic(path: Path, data: bytes) -> None:
+    """Write a file so that a reader, or a crash, sees either the old content or the new one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(name, 0o644)
+        os.replace(name, path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
+def write(path: Path, rows: pd.DataFrame | list[Mapping[str, Any]]) -> None:
+    """Write rows to a Parquet file, atomically. RecordError if a column is missing, unknown or of another type."""
+    frame = pd.DataFrame(rows, columns=SCHEMA.names) if isinstance(rows, list) and not rows else pd.DataFrame(rows)
+    if odd := sorted(set(frame.columns) ^ set(SCHEMA.names)):
+        raise RecordError(f"{path}: columns missing or unknown: {', '.join(odd)}")
+    try:
+        table = pa.Table.from_pandas(frame[SCHEMA.names], schema=SCHEMA, preserve_index=False)
+    except (pa.ArrowException, TypeError, ValueError) as problem:
+        raise RecordError(f"{path}: {problem}") from problem
+    table = table.replace_schema_metadata(SCHEMA.metadata)
+    sink = pa.BufferOutputStream()
+    pq.write_table(table, sink, compression="zstd")
+    write_atomic(path, sink.getvalue().to_pybytes())
+
+
+def read(path: Path) -> pd.DataFrame:
+    """Read a Parquet file of measurements. RecordError naming file and column if it is not one, or an older one."""
+    try:
+        table = pq.read_table(path)
+    except FileNotFoundError:
+        raise RecordError(f"{path}: no such file") from None
+    except (pa.ArrowException, OSError) as problem:
+        raise RecordError(f"{path}: not a readable Parquet file ({str(problem).splitlines()[0]})") from None
+    version = (table.schema.metadata or {}).get(b"labkit_schema", b"").decode()
+    if not version:
+        raise RecordError(f"{path}: not a file of this lab (no labkit_schema in its metadata)")
+    for name, kind, _ in COLUMNS:
+        if name not in table.column_names:
+            raise RecordError(f"{path}: column {name} is missing (file schema {version}, this lab {SCHEMA_VERSION})")
+        found = table.schema.field(name).type
+        if found != kind:
+            raise RecordError(f"{path}: column {name} is {found}, expected {kind}")
+    if unknown := sorted(set(table.column_names) - set(SCHEMA.names)):
+        raise RecordError(f"{path}: unknown column {unknown[0]} (file schema {version}, this lab {SCHEMA_VERSION})")
+    if version != SCHEMA_VERSION:
+        raise RecordError(f"{path}: schema {version}, this lab reads {SCHEMA_VERSION}")
+    frame = table.to_pandas()
+    _check_lists(path, frame)
+    return frame
+
+
+def _check_lists(path: Path, frame: pd.DataFrame) -> None:
+    for name in ("run", "block", "throttled", "sm_mhz"):
+        if (frame[name].map(len) != frame["samples_ns"].map(len)).any():
+            raise RecordError(f"{path}: column {name} has another length than samples_ns")
+    for name in ("case", "options", "evidence", "counters"):
+        for text in frame[name].unique():
+            try:
+                json.loads(text)
+            except (TypeError, ValueError):
+                raise RecordError(f"{path}: column {name} holds text that is not JSON: {text!r:.60}") from None
+
+
+def merge(old: pd.DataFrame | None, new: pd.DataFrame) -> pd.DataFrame:
+    """`old` with every case that `new` has replaced whole (all its variants), in a stable order."""
+    if old is not None and len(old):
+        replaced = set(zip(new["op"], new["case"], strict=True))
+        keep = [key not in replaced for key in zip(old["op"], old["case"], strict=True)]
+        new = pd.concat([old[keep], new], ignore_index=True)
+    return new.sort_values(["op", "case", "cache", "mode", "variant"], kind="stable", ignore_index=True)
+
+
+def expanded(rows: pd.DataFrame) -> pd.DataFrame:
+    """The rows with a column for each key of `case` and of `options`, and the median time `us` (µs per call)."""
+    parts = [pd.DataFrame([json.loads(text) for text in rows[name]], index=rows.index) for name in ("case", "options")]
+    extra = pd.concat(parts, axis=1)
+    us = rows["samples_ns"].map(lambda samples: float(np.median(samples)) / 1e3 if len(samples) else math.nan)
+    return pd.concat([rows, extra[[name for name in extra if name not in rows]]], axis=1).assign(us=us.astype(float))
+
+
+class Journal:
+    """Finished parts of a sweep, one JSON line each, flushed to disk before `append` returns.
+
+    A last line that was cut off by a crash is dropped on read.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def append(self, entry: Mapping[str, Any]) -> None:
+        """Add one entry, atomically as far as a reader is concerned."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with open(self.path, "ab+") as file:
+            if file.tell() and not self._ends_with_newline(file):
+                file.write(b"\n")  # closes a line that a crash cut off
+            file.write(json.dumps(entry).encode() + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+    @staticmethod
+    def _ends_with_newline(file: Any) -> bool:
+        file.seek(-1, os.SEEK_END)
+        return file.read(1) == b"\n"
+
+    def entries(self) -> list[dict[str, Any]]:
+        """Every complete entry, in the order of writing."""
+        if not self.path.exists():
+            return []
+        return [entry for line in self.path.read_bytes().split(b"\n") if (entry := _parse(line)) is not None]
+
+    def rewrite(self, entries: Iterable[Mapping[str, Any]]) -> None:
+        """Replace the journal's content, atomically."""
+        write_atomic(self.path, b"".join(json.dumps(entry).encode() + b"\n" for entry in entries))
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    try:
+        entry = json.loads(line)
+    except ValueError:
+        return None
+    return entry if isinstance(entry, dict) else None

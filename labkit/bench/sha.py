@@ -1,0 +1,78 @@
+"""A hash of the source that runs, so that a figure and the code behind it cannot drift apart unseen.
+
+The hash covers a launcher, its kernels and every helper of the lab that they name, as syntax trees: comments, formatting
+and docstrings do not count. It needs neither torch nor Triton, and does not depend on the Python version.
+"""
+
+import ast
+import hashlib
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+
+# Machinery that hands a kernel its arguments or times it, but does not change what the kernel does.
+_NOT_HASHED = ("labkit.launch", "labkit.bench", "labkit.paths")
+
+
+def kernel_sha(source: str) -> str:
+    """Hash of "module:function" and of all it names in the lab, 12 hexadecimal digits.
+
+    Argument checks (functions called `check_…`) are left out. ValueError if there is no such function.
+    """
+    module, _, name = source.partition(":")
+    if not name or name not in _definitions(module):
+        raise ValueError(f"no function {name!r} in {module!r} to hash (given: {source!r})")
+    parts: dict[tuple[str, str], str] = {}
+    _collect(module, name, parts)
+    text = "\n".join(f"{key}={parts[key]}" for key in sorted(parts))
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def _collect(module: str, name: str, parts: dict[tuple[str, str], str]) -> None:
+    if (module, name) in parts or name.startswith("check_"):
+        return
+    node = _definitions(module).get(name)
+    if isinstance(node, ast.ImportFrom):
+        if (node.module or "").startswith("labkit") and not node.module.startswith(_NOT_HASHED):
+            original = next(a.name for a in node.names if (a.asname or a.name) == name)
+            _collect(node.module, original, parts)
+        return
+    if node is None:
+        return
+    parts[module, name] = _canonical(node)
+    for used in sorted({n.id for n in ast.walk(node) if isinstance(n, ast.Name)}):
+        _collect(module, used, parts)
+
+
+@cache
+def _definitions(module: str) -> dict[str, ast.AST]:
+    try:
+        spec = find_spec(module)
+    except ModuleNotFoundError:
+        spec = None
+    if spec is None or not spec.origin:
+        raise ValueError(f"no module {module!r} to hash")
+    found: dict[str, ast.AST] = {}
+    for node in ast.parse(Path(spec.origin).read_text()).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found[node.name] = node
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            found.update({n.id: node for target in targets for n in ast.walk(target) if isinstance(n, ast.Name)})
+        elif isinstance(node, ast.ImportFrom):
+            found.update({alias.asname or alias.name: node for alias in node.names})
+    return found
+
+
+def _canonical(node: object) -> str:
+    """The syntax tree as text; empty fields are left out, since which exist differs between Python versions."""
+    if isinstance(node, list):
+        return "[" + ",".join(map(_canonical, node)) + "]"
+    if not isinstance(node, ast.AST):
+        return repr(node)
+    fields = {name: value for name, value in ast.iter_fields(node) if name not in ("ctx", "kind", "type_comment")}
+    body = fields.get("body")
+    if isinstance(body, list) and body and isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant):
+        fields["body"] = body[1:]  # the docstring
+    inner = ",".join(f"{name}={_canonical(value)}" for name, value in sorted(fields.items()) if value not in (None, []))
+    return f"{type(node).__name__}({inner})"

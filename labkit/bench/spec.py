@@ -1,0 +1,174 @@
+"""What a study declares: cases, variants, floors, claims. Plain data; imports neither torch nor Triton."""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+ROLES = ("ours", "step", "baseline", "peer", "ceiling", "control")
+CACHES = ("cold", "hot")
+MODES = ("graph", "eager")
+VERDICTS = ("reproduced", "not reproduced", "consistent", "not testable here")
+
+CONTROL = "A/A control"  # the variant that is timed a second time, with its own buffers, in every case
+
+
+@dataclass(frozen=True)
+class Case:
+    """One point of a study: an operation at given dimensions, whatever kernel computes it.
+
+    params: JSON scalars only (model, dimensions, batch, dtype); no layout, tile or variant.
+    """
+
+    op: str
+    params: Mapping[str, Any]
+
+    @property
+    def key(self) -> str:
+        """The `case` column: the parameters as a JSON object with sorted keys."""
+        return json.dumps(dict(self.params), sort_keys=True)
+
+    def __getitem__(self, name: str) -> Any:
+        return self.params[name]
+
+
+@dataclass
+class Trial:
+    """One variant made ready for one case.
+
+    calls:     one callable per buffer set; each enqueues one call on its own buffers.
+    poison:    overwrites every output with NaN.
+    written:   whether no output holds NaN any more.
+    check:     runs set 0 once on a snapshot of its inputs; relative RMSE of each output against the float64 reference.
+    tolerance: the largest error of each output that counts as correct.
+    launch:    the kernel launch of set 0, for evidence; None for library calls.
+    timer:     takes the samples itself (a foreign timer, shown beside ours): () -> ns per call, one a sample.
+    poison, written and check are None where there is nothing to check (a ceiling that only reads).
+    """
+
+    calls: Sequence[Callable[[], Any]]
+    poison: Callable[[], None] | None = None
+    written: Callable[[], bool] | None = None
+    check: Callable[[], Mapping[str, float]] | None = None
+    tolerance: Mapping[str, float] = field(default_factory=dict)
+    launch: Any | None = None
+    timer: Callable[[], list[float]] | None = None
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to compute a case.
+
+    name:    unique in its case, in the study's own terms ("V-first BV=8, 1 warp").
+    role:    one of `ROLES`.
+    source:  "module:function" of the launcher whose source, helpers included, is hashed into `kernel_sha`.
+    prepare: (case, device, sets, seed) -> Trial; allocates `sets` independent buffer sets on `device`.
+    options: what distinguishes the variant (layout, tile, warps), for tables.
+    caches, mode: what is timed.
+    """
+
+    name: str
+    role: str
+    source: str
+    prepare: Callable[["Case", Any, int, int], Trial]
+    options: Mapping[str, Any] = field(default_factory=dict)
+    caches: tuple[str, ...] = ("cold", "hot")
+    mode: str = "graph"
+
+
+@dataclass(frozen=True)
+class Floor:
+    """The least work of a case: bytes through device memory, and floating-point operations.
+
+    set_bytes: bytes of one buffer set, which decides how many sets make the L2 cold (defaults to `bytes`).
+    limit:     which ceiling bounds it: "read", "in_place", "copy", "bf16", "fp16", "fp8" or "int8"; empty where the case
+               is itself the measurement of a ceiling, and nothing is predicted.
+    """
+
+    bytes: int
+    flops: int = 0
+    limit: str = "in_place"
+    set_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """What the data of one GPU say of a claim. verdict: one of `VERDICTS`; why: one line, made from the data."""
+
+    verdict: str
+    measured: str
+    why: str
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A published number. judge: the rows of one GPU (a DataFrame) -> Judgement."""
+
+    id: str
+    source: str
+    url: str
+    statement: str
+    condition: str
+    published: str
+    judge: Callable[[Any], Judgement]
+
+
+class Rule(Protocol):
+    """Checks one notebook parameter: returns None, or what is allowed if the value is not."""
+
+    def __call__(self, value: Any) -> str | None: ...
+
+
+def one_of(*allowed: Any) -> Rule:
+    """The value is one of `allowed`."""
+    return lambda value: None if value in allowed else "one of " + ", ".join(map(str, allowed))
+
+
+def integer(low: int, high: int) -> Rule:
+    """The value is an integer from `low` to `high`."""
+    text = f"an integer from {low} to {high}"
+    return lambda value: None if type(value) is int and low <= value <= high else text
+
+
+def list_of(rule: Rule) -> Rule:
+    """The value is a non-empty list, each of whose items obeys `rule`."""
+
+    def check(value: Any) -> str | None:
+        if not isinstance(value, list) or not value:
+            return "a list with at least one item"
+        return next((f"a list, each item {problem}" for item in value if (problem := rule(item))), None)
+
+    return check
+
+
+@dataclass(frozen=True)
+class Study:
+    """One study: a name shared by its notebook, folder, data and test.
+
+    cases:      the notebook's parameters -> the cases to time.
+    variants:   case -> its variants, the A/A control not included (the sweep adds it).
+    control:    case -> name of the variant that the A/A control repeats.
+    floor:      case -> least work.
+    parameters: rules for the notebook's parameters beside `source`, `gpu` and `processes`.
+    tiny:       cases small enough for Triton's interpreter; every variant is checked on each.
+    """
+
+    name: str
+    title: str
+    summary: str
+    cases: Callable[[Mapping[str, Any]], list[Case]]
+    variants: Callable[[Case], list[Variant]]
+    control: Callable[[Case], str]
+    floor: Callable[[Case], Floor]
+    claims: tuple[Claim, ...] = ()
+    parameters: Mapping[str, Rule] = field(default_factory=dict)
+    tiny: tuple[Case, ...] = ()
+
+    def check(self, parameters: Mapping[str, Any]) -> None:
+        """Raise ValueError for a parameter that this study does not have or a value that it does not allow."""
+        for name, value in parameters.items():
+            if name not in self.parameters:
+                known = ", ".join(self.parameters)
+                raise ValueError(f"{self.name}: unknown parameter {name!r}; allowed: {known}")
+            if problem := self.parameters[name](value):
+                raise ValueError(f"{self.name}: parameter {name} is {value!r}; allowed: {problem}")

@@ -1,0 +1,138 @@
+"""How sure: paired bootstrap ratios and the words for them.
+
+A ratio is taken inside one block of one process, where two variants ran within milliseconds of each other, so that a
+drift of the clocks cancels. Its interval resamples processes first and blocks second (a hierarchical bootstrap), since
+two processes differ in ways (addresses, clocks) that the blocks of one do not show.
+"""
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from labkit.bench.spec import CONTROL
+
+BAND = 0.01  # what counts as the same, and the widest A/A interval that still lets a pair be judged
+RESAMPLES = 2000
+NO_SLOWER = 0.99
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A ratio of times with its 95 % interval. runs: processes; pairs: blocks in which both variants have a sample."""
+
+    mid: float
+    low: float
+    high: float
+    runs: int
+    pairs: int
+
+    @property
+    def half_width(self) -> float:
+        """The largest distance of the interval's ends from 1."""
+        return max(abs(self.low - 1), abs(self.high - 1))
+
+    @property
+    def no_slower(self) -> bool:
+        """Whether the lower bound is at least 0.99."""
+        return self.low >= NO_SLOWER
+
+    def __str__(self) -> str:
+        return f"{self.mid:.3f} [{self.low:.3f}, {self.high:.3f}]"
+
+
+NAN = Interval(float("nan"), float("nan"), float("nan"), 0, 0)
+
+
+def ratio(slow: "Samples", fast: "Samples", seed: int = 0) -> Interval:
+    """time(slow) / time(fast), paired by (run, block): above 1 where `fast` is the faster one.
+
+    The centre is the mean over processes of the median log ratio of the process's blocks.
+    """
+    logs = _paired_logs(slow, fast)
+    if not logs:
+        return NAN
+    rng = np.random.default_rng(seed)
+    centre = np.mean([np.median(values) for values in logs])
+    # medians[r]: RESAMPLES medians of resampled blocks of process r; then processes are resampled over them.
+    medians = np.stack([np.median(rng.choice(v, size=(RESAMPLES, len(v))), axis=1) for v in logs])
+    chosen = rng.integers(0, len(logs), size=(len(logs), RESAMPLES))
+    draws = np.stack([medians[chosen[i], rng.permutation(RESAMPLES)] for i in range(len(logs))]).mean(axis=0)
+    low, high = np.exp(np.percentile(draws, [2.5, 97.5]))
+    return Interval(float(np.exp(centre)), float(low), float(high), len(logs), sum(map(len, logs)))
+
+
+@dataclass(frozen=True)
+class Samples:
+    """The samples of one row: which process, which block, and ns per call; equally long."""
+
+    run: np.ndarray
+    block: np.ndarray
+    ns: np.ndarray
+
+    @classmethod
+    def of(cls, row: Any) -> "Samples":
+        """From a row of a records table."""
+        return cls(np.asarray(row["run"]), np.asarray(row["block"]), np.asarray(row["samples_ns"], dtype=float))
+
+
+def _paired_logs(a: Samples, b: Samples) -> list[np.ndarray]:
+    left = pd.Series(np.log(a.ns), index=pd.MultiIndex.from_arrays([a.run, a.block]))
+    right = pd.Series(np.log(b.ns), index=pd.MultiIndex.from_arrays([b.run, b.block]))
+    both = (left - right).dropna()
+    return [group.to_numpy() for _, group in both.groupby(level=0)]
+
+
+def verdict(interval: Interval, noise: Interval) -> str:
+    """faster, slower, same or unclear: the second of the ratio's two against the first.
+
+    A pair is judged only where the A/A interval lies inside ±1 %, and is faster or slower only by more than that noise.
+    """
+    if not (noise.half_width <= BAND) or not np.isfinite(interval.mid):
+        return "unclear"
+    if interval.half_width <= BAND:
+        return "same"
+    if interval.low > 1 + noise.half_width:
+        return "faster"
+    if interval.high < 1 - noise.half_width:
+        return "slower"
+    return "unclear"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """`variant` against `against` in one case. ratio above 1: `variant` is faster; noise: the case's A/A interval."""
+
+    variant: str
+    against: str
+    ratio: Interval
+    noise: Interval
+    verdict: str
+
+    @property
+    def no_slower(self) -> bool:
+        """Lower bound at least 0.99 and not unclear."""
+        return self.verdict != "unclear" and self.ratio.no_slower
+
+
+def compare(rows: pd.DataFrame, variant: str, against: str) -> Comparison:
+    """Compare two variants. rows: the rows of one case, cache and mode; unusable (not ok) rows compare as unclear."""
+    fast, slow, noise = _samples(rows, variant), _samples(rows, against), aa(rows)
+    interval = ratio(slow, fast) if fast and slow else NAN
+    return Comparison(variant, against, interval, noise, verdict(interval, noise))
+
+
+def aa(rows: pd.DataFrame) -> Interval:
+    """The A/A interval of one case, cache and mode: the control against the variant that it repeats."""
+    control = rows[rows["variant"] == CONTROL]
+    if control.empty:
+        return NAN
+    twin, again = _samples(rows, json.loads(control["options"].iloc[0])["repeats"]), _samples(rows, CONTROL)
+    return ratio(twin, again) if twin and again else NAN
+
+
+def _samples(rows: pd.DataFrame, variant: str) -> Samples | None:
+    found = rows[(rows["variant"] == variant) & rows["ok"]]
+    return Samples.of(found.iloc[0]) if len(found) else None

@@ -1,0 +1,296 @@
+"""The command `labkit`. Heavy modules are imported by the commands that need them: help and completion are fast."""
+
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import click
+from click.shell_completion import CompletionItem, get_completion_class
+
+from labkit import __version__, paths, studies
+
+OK, FAILED, USAGE = 0, 1, 2  # click itself exits with 2 on a UsageError
+INTERRUPTED, TERMINATED = 128 + signal.SIGINT, 128 + signal.SIGTERM
+
+EXIT_CODES = """\b
+Exit codes:
+  0    all went well
+  1    a notebook or a measurement failed, data cannot be used, or rows are stale
+  2    wrong usage: nothing was run
+  130  interrupted (Ctrl-C); 143 terminated. What was measured is kept."""
+
+
+def _study(text: str) -> str | None:
+    """A study's name from its name, its notebook ("01_state_layout") or its number ("01", "1")."""
+    for name, notebook in studies.NOTEBOOKS.items():
+        number = notebook.partition("_")[0]
+        if text in (name, notebook, f"{notebook}.ipynb", number) or (text.isdecimal() and int(text) == int(number)):
+            return name
+    return None
+
+
+class StudyName(click.ParamType):
+    """A study, by name, notebook or number."""
+
+    name = "study"
+
+    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        if (found := _study(value)) is None:
+            known = ", ".join(f"{name} ({notebook})" for name, notebook in studies.NOTEBOOKS.items())
+            self.fail(f"unknown study {value!r}; the studies: {known}", param, ctx)
+        return found
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        return [CompletionItem(name) for name in studies.NOTEBOOKS if name.startswith(incomplete)]
+
+
+class GpuName(click.ParamType):
+    """A recorded GPU, by its folder's name in data/."""
+
+    name = "gpu"
+
+    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        known = _recorded_gpus()
+        if value not in known:
+            self.fail(f"no recorded GPU {value!r}; recorded: {', '.join(known) or 'none'}", param, ctx)
+        return value
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        return [CompletionItem(name) for name in _recorded_gpus() if name.startswith(incomplete)]
+
+
+class Assignment(click.ParamType):
+    """NAME=VALUE or STUDY.NAME=VALUE; names are checked against the notebooks once the studies are known."""
+
+    name = "name=value"
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        from labkit.workflow import notebooks
+
+        chosen = ctx.params.get("chosen") or studies.NOTEBOOKS
+        found = {}
+        for study in chosen:
+            path = notebooks.source_path(study)
+            known = notebooks.parameters(path).values() if path.exists() else ()
+            found.update({p.name: f"{p.type}: {p.help}" for p in known})
+        return [CompletionItem(f"{n}=", help=text) for n, text in found.items() if n.startswith(incomplete)]
+
+
+def _recorded_gpus() -> list[str]:
+    return sorted({path.parent.name for path in paths.DATA.glob("*/*.parquet")})
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]}, epilog=EXIT_CODES)
+@click.version_option(__version__, prog_name="labkit")
+def main() -> None:
+    """Settle claims about GPU inference kernels: run the notebooks, on this GPU or from recorded measurements.
+
+    \b
+    labkit run                          every notebook, then reports/index.html
+    labkit run state_layout             one study
+    labkit doctor                       what this machine can measure
+    labkit COMMAND --help               more about a command
+    """
+
+
+# run
+
+
+@main.command(epilog=EXIT_CODES)
+@click.argument("chosen", metavar="[STUDY]...", nargs=-1, type=StudyName())
+@click.option("-p", "given", metavar="NAME=VALUE", multiple=True, type=Assignment(), help="Set a notebook's parameter.")
+@click.option("--source", type=click.Choice(("auto", "measure", "recorded")), help="Measure here, or replay data/.")
+@click.option("--gpu", type=GpuName(), help="Recorded GPU to show; default: all.")
+@click.option("--jobs", type=click.IntRange(min=1), help="Notebooks at once; default: one per core, or per GPU.")
+def run(chosen: Sequence[str], given: Sequence[str], source: str | None, gpu: str | None, jobs: int | None) -> None:
+    """Run notebooks and write their pages and reports/index.html.
+
+    STUDY is a study's name, notebook or number (state_layout, 01_state_layout, 01); all of them by default.
+    -p sets a parameter in every chosen study that has it, or in one: -p STUDY.NAME=VALUE. Lists are written 1,8,64 or
+    as JSON. Everything is checked before anything runs. A measuring run that was stopped goes on where it was.
+
+    \b
+    labkit run
+    labkit run state_layout -p batches=1,64 -p processes=1
+    labkit run 01 --source recorded --gpu nvidia-h100-80gb-hbm3
+    labkit run --source measure --jobs 1
+    """
+    from labkit.workflow import notebooks, reports
+
+    names = [name for name in studies.NOTEBOOKS if name in chosen] or list(studies.NOTEBOOKS)
+    can_measure = False
+    try:
+        values = notebooks.assign([studies.load(name) for name in names], [*given, *_shorthands(given, source, gpu)])
+        wants = {name: notebooks.source_of(name, values[name]) for name in names}
+        if set(wants.values()) - {"recorded"}:
+            problem = notebooks.why_not_measure()
+            can_measure = not problem
+            if problem and "measure" in wants.values():
+                raise notebooks.UsageError(f"source=measure, but nothing can be measured here: {problem}")
+    except notebooks.UsageError as problem:
+        raise click.UsageError(str(problem)) from None
+    results = _until_stopped(lambda: notebooks.run(names, values, jobs, can_measure=can_measure))
+    failed = {result.study: result.error for result in results if not result.ok}
+    problems = reports.write(failed)
+    for name, error in failed.items():
+        click.echo(f"failed: {studies.NOTEBOOKS[name]}: {error}", err=True)
+    _finish(problems, bool(failed))
+
+
+def _finish(problems: Sequence[str], failed: bool = False) -> None:
+    for problem in problems:
+        click.echo(problem, err=True)
+    click.echo(paths.REPORTS / "index.html")
+    sys.exit(FAILED if problems or failed else OK)
+
+
+def _shorthands(given: Sequence[str], source: str | None, gpu: str | None) -> list[str]:
+    """--source and --gpu as parameters. UsageError if -p gives the same again."""
+    short = [f"{name}={value}" for name, value in (("source", source), ("gpu", gpu)) if value is not None]
+    for text in short:
+        name = text.partition("=")[0]
+        if any(other.partition("=")[0].strip() == name for other in given):
+            raise click.UsageError(f"both --{name} and -p {name}=… are given")
+    return short
+
+
+def _until_stopped(action: Callable[[], Any]) -> Any:
+    """Run something that ends its processes on an exception; exit as shells expect after Ctrl-C or SIGTERM."""
+
+    def terminate(number: int, frame: FrameType | None) -> None:
+        sys.exit(TERMINATED)
+
+    before = signal.signal(signal.SIGTERM, terminate)
+    try:
+        return action()
+    except KeyboardInterrupt:
+        click.echo("interrupted; what was measured is kept, and the same command goes on from there", err=True)
+        sys.exit(INTERRUPTED)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@main.command(epilog=EXIT_CODES)
+def report() -> None:
+    """Write the pages and reports/index.html again from the notebooks that were run, without running any."""
+    from labkit.workflow import reports
+
+    _finish(reports.write())
+
+
+# list and doctor
+
+
+@main.command("list", epilog=EXIT_CODES)
+@click.option("--stale", is_flag=True, help="Name the rows recorded with an earlier kernel; exit 1 if there are any.")
+def list_(stale: bool) -> None:
+    """List the studies, the claims that each tests, and the GPUs recorded for it."""
+    from labkit.bench.records import RecordError
+    from labkit.workflow import recorded
+
+    try:
+        old = _list_stale(recorded) if stale else _list_all(recorded)
+    except RecordError as problem:
+        raise click.ClickException(str(problem)) from None
+    sys.exit(FAILED if old else OK)
+
+
+def _list_all(recorded: Any) -> bool:
+    for name, notebook in studies.NOTEBOOKS.items():
+        study = studies.load(name)
+        click.echo(f"{notebook}  {study.title}\n  {study.summary}")
+        for claim in study.claims:
+            click.echo(f"  claim {claim.id}: {claim.statement} ({claim.source}; published: {claim.published})")
+        for found in recorded.all_rows(name):
+            where = "measured here" if found.here else "recorded"
+            dates = sorted(day for day in set(found.rows["utc"].str[:10]))
+            when = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}" if dates else "no rows"
+            old = int(recorded.stale(found.rows).sum())
+            note = f", {old} with an earlier kernel (labkit list --stale)" if old else ""
+            click.echo(f"  {where}: {found.gpu}, {when}, {len(found.rows)} rows{note}")
+        click.echo()
+    return False
+
+
+def _list_stale(recorded: Any) -> bool:
+    total = 0
+    for name in studies.NOTEBOOKS:
+        for found in recorded.all_rows(name, runs=False):
+            old = found.rows[recorded.stale(found.rows)]
+            total += len(old)
+            for row in old.itertuples():
+                what = f"{row.op} {row.case} {row.variant}, {row.cache}, {row.mode}"
+                click.echo(f"{found.gpu}/{name}: {what} (kernel {row.kernel_sha}, {row.utc[:10]})")
+    click.echo(f"{total} rows recorded with an earlier kernel", err=True)
+    return total > 0
+
+
+@main.command(epilog=EXIT_CODES)
+def doctor() -> None:
+    """Say what this machine has, what will be measured here and what replayed, and why."""
+    from labkit.workflow import doctor as examination
+
+    findings = examination.examine()
+    width = max(len(finding.what) for finding in findings)
+    for finding in findings:
+        click.echo(f"{finding.what:<{width}}  {finding.text}")
+    sys.exit(FAILED if any(finding.broken for finding in findings) else OK)
+
+
+# record
+
+
+@main.command(epilog=EXIT_CODES)
+@click.argument("archive", required=False, type=click.Path(exists=True, path_type=Path))
+@click.option(
+    "--pack", metavar="OUT", type=click.Path(dir_okay=False, path_type=Path), help="Only pack runs/ into OUT."
+)
+def record(archive: Path | None, pack: Path | None) -> None:
+    """Check measurements and promote them into data/<gpu>/.
+
+    Takes what was measured here (runs/), or an archive or folder that came from another machine, which holds
+    runs/<gpu>/… or <gpu>/…. A case is replaced whole. If anything is wrong, nothing is promoted.
+
+    \b
+    labkit record                       what was measured here
+    labkit record --pack runs.tar.gz    on another machine; then, here:
+    labkit record runs.tar.gz
+    """
+    from labkit.bench.records import RecordError
+    from labkit.workflow import archive as archives
+
+    if archive and pack:
+        raise click.UsageError("ARCHIVE and --pack exclude each other")
+    try:
+        if pack:
+            click.echo(f"{pack}: {archives.pack(pack)} files")
+            return
+        done = archives.promote(archive)
+    except RecordError as problem:
+        raise click.ClickException(str(problem)) from None
+    except ValueError as problem:
+        raise click.UsageError(str(problem)) from None
+    for (gpu, study), (cases, rows) in done.promoted.items():
+        click.echo(f"data/{gpu}/{study}.parquet: {cases} cases, {rows} rows promoted")
+    for text in done.left:
+        click.echo(f"left: {text}", err=True)
+    if not done.promoted:
+        sys.exit(FAILED)
+
+
+@main.command()
+@click.argument("shell", type=click.Choice(("bash", "zsh", "fish")))
+def completion(shell: str) -> None:
+    """Print the completion script of a shell.
+
+    \b
+    bash: eval "$(labkit completion bash)"      in ~/.bashrc
+    zsh:  eval "$(labkit completion zsh)"       in ~/.zshrc
+    fish: labkit completion fish | source       in ~/.config/fish/config.fish
+    """
+    found = get_completion_class(shell)
+    assert found is not None
+    click.echo(found(main, {}, "labkit", "_LABKIT_COMPLETE").source())

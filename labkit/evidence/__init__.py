@@ -1,0 +1,1 @@
+"""Why: compiled code, memory access patterns, and the roofline."""

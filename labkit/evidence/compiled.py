@@ -1,0 +1,257 @@
+"""What the compiler made of a kernel: registers, load widths, matrix instructions; with or without a GPU.
+
+Everything is read from the cubin with the tools that Triton carries, so that a figure means the same for a kernel that
+was compiled here for another GPU and for the very kernel that ran. It depends on Triton's version: evidence made here
+does not explain a timing that was recorded with another one.
+"""
+
+import hashlib
+import json
+import re
+import subprocess
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from labkit import paths, studies
+from labkit.bench.records import write_atomic
+from labkit.bench.spec import Case
+from labkit.evidence import roofline, workers
+from labkit.launch import Launch
+
+CAPABILITIES = (80, 90, 100, 120)
+
+# Where a worker gets a Launch with CPU tensors from: "module:function" and its keyword arguments, JSON.
+Source = tuple[str, Mapping[str, Any]]
+
+
+class _Offline:
+    """As much of a Triton driver as compiling asks for."""
+
+    def __init__(self, capability: int):
+        self.capability = capability
+
+    def get_current_device(self) -> str:
+        return f"sm_{self.capability}"  # keys Triton's cache of compiled kernels, so it differs for every target
+
+    def get_current_stream(self, device: str) -> int:
+        return 0
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", self.capability, 32)
+
+
+@contextmanager
+def offline(capability: int) -> Iterator[None]:
+    """Inside, Triton compiles for sm_80, sm_90, sm_100 or sm_120 (`capability` 80 …) and needs no GPU to do so.
+
+    Kernels can be compiled (`Launch.compile`), not run. ValueError for another capability.
+    """
+    if capability not in CAPABILITIES:
+        raise ValueError(f"capability is {capability!r}; allowed: {', '.join(map(str, CAPABILITIES))}")
+    from triton.runtime import driver
+
+    previous = driver._active  # the property `active` would start a driver, which fails without a GPU
+    driver.set_active(_Offline(capability))
+    try:
+        yield
+    finally:
+        driver.set_active(previous)
+
+
+def build(launch: Launch, capability: int | None = None) -> Any:
+    """Triton's compiled kernel of a launch: for `capability` without a GPU, for the active GPU if None.
+
+    RuntimeError if the kernel was decorated for Triton's interpreter.
+    """
+    from triton.runtime.interpreter import InterpretedFunction
+
+    if isinstance(launch.kernel, InterpretedFunction):
+        name = launch.kernel.fn.__name__
+        raise RuntimeError(f"{name} was made for the interpreter (TRITON_INTERPRET=1): compile it in another process")
+    if capability is None:
+        return launch.compile()
+    with offline(capability):
+        return launch.compile()
+
+
+def evidence(launch: Launch, capability: int | None = None) -> dict[str, Any]:
+    """`describe` of a launch, compiled for `capability` without a GPU or, if None, for the active GPU.
+
+    Adds ctas_per_sm, the CTAs that fit on one SM at once (None for a GPU whose limits roofline.py does not have).
+    """
+    found = describe(build(launch, capability))
+    size = (found["registers"], found["shared_bytes"], found["num_warps"])
+    known = found["arch"] in roofline.LIMITS
+    return found | {"ctas_per_sm": roofline.occupancy(*size, found["arch"]) if known else None}
+
+
+def describe(compiled: Any) -> dict[str, Any]:
+    """What is in a compiled kernel (Triton's CompiledKernel), as a JSON object.
+
+    arch (90 for sm_90), triton, num_warps, num_stages; registers a thread; spill_bytes of stack a thread, with the
+    instructions that move them in spill_stores and spill_loads; shared_bytes a CTA (Triton's are all dynamic); loads and stores of global memory: instructions by bits a thread ("tma" and "bulk" where the copy engine does it);
+    atomics, shuffles, barriers (of a CTA), matrix (instructions by mnemonic) and instructions, each as it stands in the
+    code, however often it runs.
+    FileNotFoundError if Triton's cuobjdump is missing, RuntimeError if it fails.
+    """
+    meta = compiled.metadata
+    head = {
+        "arch": meta.target.arch,
+        "triton": meta.triton_version,
+        "num_warps": meta.num_warps,
+        "num_stages": meta.num_stages,
+        "shared_bytes": meta.shared,
+    }
+    return head | _dissect(compiled.asm["cubin"])
+
+
+def _dissect(cubin: bytes) -> dict[str, Any]:
+    """The counts of `describe` for a cubin, kept on disk: kernels of many cases are the same, and cuobjdump is slow."""
+    code = hashlib.sha256(cubin + Path(__file__).read_bytes()).hexdigest()[:40]
+    file = paths.CACHE / "cubins" / f"{code}.json"
+    if not file.exists():
+        write_atomic(file, json.dumps(parse(_cuobjdump(cubin))).encode())
+    return json.loads(file.read_text())
+
+
+def _cuobjdump(cubin: bytes) -> str:
+    from triton import knobs
+
+    try:
+        tool = knobs.nvidia.cuobjdump.path
+    except RuntimeError as problem:
+        raise FileNotFoundError(f"Triton's cuobjdump, which disassembles kernels, is missing: {problem}") from None
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        done = subprocess.run([tool, "-res-usage", "-sass", file.name], capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{tool} cannot read the kernel: {done.stderr.strip()}")
+    return done.stdout
+
+
+# A line of SASS: address, predicate if any, mnemonic with its modifiers.
+_INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:\{\s*)?(?:@!?\w+\s+)?([A-Z][\w.:]*)", re.MULTILINE)
+_RESOURCES = re.compile(r"REG:(\d+) STACK:(\d+)")
+_LOADS = {"LDG", "LD", "LDGSTS", "UBLKCP", "UTMALDG"}
+_STORES = {"STG", "ST", "UTMASTG"}
+_COPIES = {"UBLKCP": "bulk", "UTMALDG": "tma", "UTMASTG": "tma"}
+_ATOMICS = {"ATOM", "ATOMG", "RED", "REDG", "UTMAREDG"}
+
+
+def parse(listing: str) -> dict[str, Any]:
+    """The counts of `describe` from what `cuobjdump -res-usage -sass` prints. ValueError if there is no kernel in it."""
+    resources = _RESOURCES.findall(listing)
+    names = [name for name in _INSTRUCTION.findall(listing) if name != "NOP"]
+    if not resources or not names:
+        raise ValueError(f"no kernel in cuobjdump's listing: {listing[:200]!r}")
+    registers, stack = (max(map(int, column)) for column in zip(*resources, strict=True))
+    operations = Counter(name.partition(".")[0] for name in names)
+    return {
+        "registers": registers,
+        "spill_bytes": stack,
+        "spill_stores": operations["STL"],
+        "spill_loads": operations["LDL"],
+        "loads": _widths(names, _LOADS),
+        "stores": _widths(names, _STORES),
+        "atomics": sum(operations[name] for name in _ATOMICS),
+        "shuffles": operations["SHFL"],
+        "barriers": operations["BAR"],
+        "matrix": dict(sorted(Counter(n for n in names if n.partition(".")[0].endswith("MMA")).items())),
+        "instructions": len(names),
+    }
+
+
+def _widths(names: Sequence[str], wanted: set[str]) -> dict[str, int]:
+    counts: Counter[str] = Counter()
+    for name in names:
+        operation, *modifiers = name.split(".")
+        if operation in wanted:
+            counts[_COPIES.get(operation) or _bits(modifiers)] += 1
+    return dict(sorted(counts.items()))
+
+
+def _bits(modifiers: Sequence[str]) -> str:
+    """Bits a thread, from the modifiers of an instruction: .64, .128, .256 (as .ENL2.256), .U8, .S16 …; else 32."""
+    found = (re.fullmatch(r"[US]?(8|16|64|128|256)", text) for text in modifiers)
+    return next((match[1] for match in found if match), "32")
+
+
+def table(sources: Mapping[str, Source], capabilities: Sequence[int] = CAPABILITIES) -> pd.DataFrame:
+    """`evidence` of many kernels, compiled in worker processes and kept on disk; works beside a GPU or without.
+
+    sources: name -> source.
+    One row a source and capability: columns source, capability and those of `evidence`. isolated.Failure if one fails.
+    """
+    wanted = [(name, capability) for name in sources for capability in capabilities]
+    requests = [{"source": list(sources[name]), "capability": capability} for name, capability in wanted]
+    found = workers.ask("labkit.evidence.compiled:evidence_of", requests, modules_of(sources))
+    rows = [{"source": name, "capability": c} | one for (name, c), one in zip(wanted, found, strict=True)]
+    return pd.DataFrame(rows)
+
+
+def evidence_of(source: Source, capability: int) -> dict[str, Any]:
+    """In a worker: `evidence` of the Launch that the source returns."""
+    return evidence(launch_of(source), capability)
+
+
+def launch_of(source: Source) -> Launch:
+    """The Launch that a source returns."""
+    function, arguments = source
+    return workers.resolve(function)(**arguments)
+
+
+def modules_of(sources: Mapping[str, Source]) -> list[str]:
+    """The modules of the sources' functions that are not part of the lab."""
+    modules = {function.partition(":")[0] for function, _ in sources.values()}
+    return sorted(name for name in modules if not name.startswith("labkit."))
+
+
+def for_variants(
+    study_name: str, wanted: Sequence[tuple[Case, str]], capabilities: Sequence[int] = CAPABILITIES
+) -> pd.DataFrame:
+    """`table` for variants of a study: one row for every (case, variant name) and capability.
+
+    Columns op, case, variant, capability and those of `evidence`. KeyError for an unknown study or variant;
+    isolated.Failure for a variant that is a library call and so has no kernel of its own.
+    """
+    return with_cases(study_name, wanted, lambda sources: table(sources, capabilities))
+
+
+def with_cases(
+    study_name: str, wanted: Sequence[tuple[Case, str]], ask: Callable[[Mapping[str, Source]], pd.DataFrame]
+) -> pd.DataFrame:
+    """What `ask` answers for the launches of (case, variant name), its column `source` replaced by op, case, variant."""
+    known = studies.load(study_name)
+    for case, name in wanted:
+        if name not in (names := [variant.name for variant in known.variants(case)]):
+            raise KeyError(f"{study_name} has no variant {name!r} for {case.key}; known: {', '.join(names)}")
+    pairs = {f"{case.op} {case.key} {name}": (case, name) for case, name in wanted}
+    found = ask({key: variant_source(study_name, case, name) for key, (case, name) in pairs.items()})
+    labels = [{"op": pairs[s][0].op, "case": pairs[s][0].key, "variant": pairs[s][1]} for s in found["source"]]
+    labels = pd.DataFrame(labels, index=found.index, columns=["op", "case", "variant"])
+    return pd.concat([labels, found.drop(columns="source")], axis=1)
+
+
+def variant_source(study_name: str, case: Case, variant: str) -> Source:
+    """A source, as `table` takes it, for a variant of a study."""
+    arguments = {"study": study_name, "op": case.op, "params": dict(case.params), "variant": variant}
+    return "labkit.evidence.compiled:variant_launch", arguments
+
+
+def variant_launch(study: str, op: str, params: Mapping[str, Any], variant: str) -> Launch:
+    """The launch of a variant, prepared on the CPU. ValueError if it is a library call, which has none."""
+    case = Case(op, params)
+    found = next(one for one in studies.load(study).variants(case) if one.name == variant)
+    launch = found.prepare(case, "cpu", 1, 0).launch
+    if launch is None:
+        raise ValueError(f"{study}: {variant} is a library call and has no kernel of its own")
+    return launch

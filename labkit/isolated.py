@@ -1,0 +1,234 @@
+"""Call a function in a fresh Python process: another environment, and a crash that stays there.
+
+Triton reads its variables when a kernel is decorated, CUDA when a device is first used; later changes have no effect.
+Whatever needs another environment (the interpreter, a compiler without a GPU, a device of its own) is called here.
+"""
+
+import ctypes
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+GRACE_S = 5.0  # between asking a process to end and killing it
+_POLL_S = 0.1
+_TRACE_LINES = 12
+_LOG_LINES = 20
+_NOTHING: Mapping[str, Any] = MappingProxyType({})
+
+
+class IsolatedError(RuntimeError):
+    """The called function raised, or its process ended without an answer.
+
+    kind:    the exception's type name, or "crash" (a signal, or an exit without an answer), "timeout", "stopped".
+    message: the exception's message, or how the process ended.
+    trace:   tail of the traceback, or of what the process wrote to its standard error.
+    """
+
+    def __init__(self, target: str, kind: str, message: str, trace: str = ""):
+        super().__init__(target, kind, message, trace)
+        self.target, self.kind, self.message, self.trace = target, kind, message, trace
+
+    def __str__(self) -> str:
+        text = f"{self.target}: {self.kind}: {self.message}"
+        return f"{text}\n{self.trace.rstrip()}" if self.trace.strip() else text
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of `call_many`; the fields are the arguments of `call`."""
+
+    target: str
+    args: Sequence[Any] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    env: Mapping[str, str | None] = field(default_factory=dict)
+    timeout: float | None = None
+
+
+def call(
+    target: str,
+    *args: Any,
+    env: Mapping[str, str | None] = _NOTHING,
+    timeout: float | None = None,
+    stop: threading.Event | None = None,
+    on_line: Callable[[str], None] | None = None,
+    **kwargs: Any,
+) -> Any:
+    """Call "module:function" in a fresh Python process and return its result.
+
+    args, kwargs and the result are JSON values. env: changes to the environment; None removes a variable.
+    timeout: seconds. stop: an event that ends the process. on_line: gets each line that the process prints (to either
+    stream), as it comes; by default they go to this process's standard error. The process dies with this one.
+    IsolatedError if the function raises, or its process dies, takes too long or is stopped.
+    """
+    request = {"target": target, "args": args, "kwargs": kwargs, "parent": os.getpid(), "path": sys.path}
+    with tempfile.TemporaryFile() as question, tempfile.TemporaryFile() as answer:
+        question.write(json.dumps(request).encode())
+        question.seek(0)
+        child = _start(question, answer, env)
+        log: deque[str] = deque(maxlen=_LOG_LINES)
+        try:
+            ended = _follow(child, log, on_line or _to_stderr, timeout, stop)
+        finally:
+            _end(child)
+        if ended:
+            raise IsolatedError(target, *ended, "".join(log))
+        answer.seek(0)
+        return _unpack(target, child.returncode, answer.read(), "".join(log))
+
+
+def call_many(calls: Sequence[Call], workers: int) -> list[Any]:
+    """Results of several calls, in their order, at most `workers` processes at once.
+
+    The first IsolatedError is raised; the calls that have not ended then are stopped.
+    """
+    stop = threading.Event()
+    with ThreadPoolExecutor(workers) as pool:
+        futures = [
+            pool.submit(call, one.target, *one.args, env=one.env, timeout=one.timeout, stop=stop, **one.kwargs)
+            for one in calls
+        ]
+        try:
+            done, _ = wait(futures, return_when=FIRST_EXCEPTION)
+            for future in done:
+                future.result()
+        except BaseException:
+            stop.set()
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+        return [future.result() for future in futures]
+
+
+def _start(question: Any, answer: Any, env: Mapping[str, str | None]) -> subprocess.Popen:
+    merged = {**os.environ, **env}
+    package = str(Path(__file__).resolve().parents[1])
+    merged["PYTHONPATH"] = os.pathsep.join(filter(None, [package, merged.get("PYTHONPATH")]))
+    return subprocess.Popen(
+        [sys.executable, "-P", "-u", "-m", "labkit.isolated"],
+        stdin=question,
+        stdout=answer,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        env={name: value for name, value in merged.items() if value is not None},
+        start_new_session=True,  # Ctrl-C reaches this process only, which then ends the child
+    )
+
+
+def _follow(
+    child: subprocess.Popen,
+    log: deque[str],
+    on_line: Callable[[str], None],
+    timeout: float | None,
+    stop: threading.Event | None,
+) -> tuple[str, str] | None:
+    """Pass the child's lines on until it has ended; kind and message if it was ended from here."""
+    lines: queue.Queue[str | None] = queue.Queue()
+    threading.Thread(target=_pump, args=(child.stderr, lines), daemon=True).start()
+    deadline = time.monotonic() + (timeout if timeout is not None else float("inf"))
+    while (line := _next(child, lines)) is not None:
+        if line:
+            log.append(line)
+            on_line(line)
+        if stop is not None and stop.is_set():
+            return "stopped", "the call was stopped"
+        if time.monotonic() > deadline:
+            return "timeout", f"no answer within {timeout:g} s"
+    return None
+
+
+def _next(child: subprocess.Popen, lines: "queue.Queue[str | None]") -> str | None:
+    """The child's next line; empty if there is none yet; None when it has ended."""
+    try:
+        line = lines.get(timeout=_POLL_S)
+    except queue.Empty:
+        return "" if child.poll() is None else None  # a process that it left behind may hold the pipe open
+    if line is not None:
+        return line
+    lines.put(None)
+    try:
+        child.wait(_POLL_S)
+    except subprocess.TimeoutExpired:
+        return ""
+    return None
+
+
+def _pump(stream: Any, lines: "queue.Queue[str | None]") -> None:
+    with stream:
+        for line in stream:
+            lines.put(line)
+    lines.put(None)
+
+
+def _to_stderr(line: str) -> None:
+    sys.stderr.write(line)  # in a Jupyter kernel this is no file, so it cannot be handed to the child
+    sys.stderr.flush()
+
+
+def _end(child: subprocess.Popen) -> None:
+    """End the child if it has not, politely first."""
+    if child.poll() is None:
+        child.terminate()
+        try:
+            child.wait(GRACE_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
+
+
+def _unpack(target: str, returncode: int, answer: bytes, log: str) -> Any:
+    try:
+        reply = json.loads(answer)
+    except ValueError:
+        how = f"exit status {returncode}"
+        if returncode < 0:
+            how = f"killed by signal {-returncode} ({signal.strsignal(-returncode)})"
+        raise IsolatedError(target, "crash", f"the process ended without an answer: {how}", log) from None
+    if "error" in reply:
+        raise IsolatedError(target, *reply["error"])
+    return reply["result"]
+
+
+def die_with_parent(parent: int) -> None:
+    """Have the kernel kill this process when its parent ends (Linux; elsewhere nothing). parent: its process id."""
+    if sys.platform != "linux":
+        return
+    set_death_signal = 1  # PR_SET_PDEATHSIG
+    ctypes.CDLL(None).prctl(set_death_signal, signal.SIGKILL)
+    if os.getppid() != parent:  # it ended before the line above
+        os._exit(1)
+
+
+def _main() -> None:
+    request = json.load(sys.stdin.buffer)
+    answer = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever the function prints, or a library below Python, is progress and not the answer
+    die_with_parent(request["parent"])
+    sys.path.extend(folder for folder in request["path"] if folder not in sys.path)
+    try:
+        module, _, name = request["target"].partition(":")
+        function = getattr(import_module(module), name)
+        reply = json.dumps({"result": function(*request["args"], **request["kwargs"])})
+    except BaseException as problem:
+        trace = "".join(traceback.format_exc().splitlines(keepends=True)[-_TRACE_LINES:])
+        reply = json.dumps({"error": [type(problem).__name__, str(problem), trace]})
+    with answer:
+        answer.write(reply)
+
+
+if __name__ == "__main__":
+    _main()

@@ -1,0 +1,255 @@
+"""What the cells of a notebook use: one study, opened for the GPUs at hand.
+
+    x = lab.open("state_layout", source="auto", models=[...], batches=[...], states=[...])
+    x.provenance()                     # what is measured here, what is replayed, and why
+    x.correctness()                    # every variant against its float64 reference
+    x.figure("times", views.times)     # one figure a GPU
+
+With a GPU the study is measured here and shown beside the recorded GPUs; without one the recorded rows are shown, and
+every figure says which GPU, driver and date they are from.
+"""
+
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
+
+import pandas as pd
+
+from labkit import isolated, paths, studies
+from labkit.bench import machine, records, sweep
+from labkit.bench.spec import Case, Study
+from labkit.report import figures
+from labkit.workflow import lease, recorded
+
+SOURCES = ("auto", "measure", "recorded")
+INTERPRETER = {"TRITON_INTERPRET": "1"}
+COMPILER = {"TRITON_INTERPRET": None}
+
+Draw = Callable[[pd.DataFrame], Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Shown:
+    """One GPU's rows. here: measured by this machine; else recorded in data/."""
+
+    machine: machine.Machine
+    rows: pd.DataFrame
+    here: bool
+
+    @property
+    def label(self) -> str:
+        """The GPU's name, with where its figures are from."""
+        return f"{self.machine.name} ({'measured here' if self.here else 'recorded'})"
+
+    @property
+    def origin(self) -> str:
+        """One sentence for captions: GPU, driver, versions, date."""
+        first = self.rows.iloc[0]
+        how = "Measured on this machine" if self.here else "Recorded measurement, not of this machine"
+        versions = f"driver {first['driver']}, torch {first['torch']}, Triton {first['triton']}"
+        old = " Some rows are of an earlier version of the kernels." if recorded.stale(self.rows).any() else ""
+        return f"{how}: {self.machine.name}, {versions}, {first['utc'][:10]}.{old}"
+
+
+def open(name: str, source: str = "auto", gpu: str = "", processes: int = 3, **parameters: Any) -> "Lab":
+    """Open a study: measure it here if asked to and possible, and load what is recorded.
+
+    source: auto (measure if there is a GPU, else replay), measure, recorded. gpu: slug of the one recorded GPU to show;
+    empty: all of them. processes: independent measuring processes. parameters: the study's own.
+    Raises KeyError for an unknown study, ValueError for a wrong parameter, RuntimeError if source is "measure" without a
+    GPU or if there is nothing to show.
+    """
+    study = studies.load(name)
+    study.check(parameters)
+    known = [entry.gpu for entry in recorded.all_rows(name, runs=False)]
+    if source not in SOURCES:
+        raise ValueError(f"source is {source!r}; allowed: {', '.join(SOURCES)}")
+    if gpu and gpu not in known:
+        raise ValueError(f"gpu is {gpu!r}; recorded: {', '.join(known) or 'none'}")
+    if type(processes) is not int or processes < 1:
+        raise ValueError(f"processes is {processes!r}; allowed: an integer from 1")
+    problem = "source is 'recorded'" if source == "recorded" else machine.why_no_gpu()
+    if source == "measure" and problem:
+        raise RuntimeError(f"cannot measure here: {problem}")
+    here = [] if problem else [_measure(study, parameters, processes)]
+    there = [_recorded(study, parameters, slug) for slug in known if gpu in ("", slug)]
+    shown = here + [entry for entry in there if len(entry.rows)]
+    if not shown:
+        raise RuntimeError(f"{name}: nothing to show: not measured here ({problem}), and no recorded GPU has these cases")
+    return Lab(study, parameters, shown, problem)
+
+
+class Lab:
+    """A study with the rows of every GPU shown. shown: measured here first; problem: why nothing is measured here."""
+
+    def __init__(self, study: Study, parameters: Mapping[str, Any], shown: Sequence[Shown], problem: str):
+        self.study, self.parameters, self.shown, self.problem = study, parameters, shown, problem
+        self.cases = study.cases(parameters)
+
+    def provenance(self) -> figures.Html:
+        """What is measured here and what is replayed, and why; one row a GPU."""
+        table = pd.DataFrame([self._provenance(entry) for entry in self.shown])
+        why = "" if not self.problem else f"Nothing was measured on this machine: {self.problem}."
+        return figures.table(table, caption=f"Where the figures on this page are from. {why}".strip())
+
+    def _provenance(self, entry: Shown) -> dict[str, Any]:
+        first = entry.rows.iloc[0]
+        absent = len(self.cases) - entry.rows.groupby(["op", "case"]).ngroups
+        row = {"GPU": entry.machine.name, "figures": "measured here" if entry.here else "recorded"}
+        row |= {"date": first["utc"][:10], "driver": first["driver"], "torch": first["torch"], "Triton": first["triton"]}
+        row |= {"rows": len(entry.rows), "unusable": int((~entry.rows["ok"]).sum()), "cases absent": absent}
+        return row | {"earlier kernel": int(recorded.stale(entry.rows).sum())}
+
+    def correctness(self) -> figures.Html:
+        """Every variant on the study's tiny cases, here; and the largest error of the timed cases on each GPU."""
+        rows = [
+            {"where": entry.label, "variants": part["variant"].nunique(), "cases": part["case"].nunique()}
+            | {"largest error": part["error"].max(), "wrong": int((~part["ok"]).sum())}
+            for entry in self.shown
+            if len(part := entry.rows[entry.rows["error"].notna()])
+        ]
+        if find_spec("triton"):
+            interpreted = bool(machine.why_no_gpu())
+            tiny = check_here(self.study.name, interpreted)
+            where = "this machine, tiny inputs" + (", Triton's interpreter" if interpreted else "")
+            row = {"where": where, "variants": tiny["variant"].nunique(), "cases": tiny["case"].nunique()}
+            rows.insert(0, row | {"largest error": tiny["error"].max(), "wrong": int((~tiny["ok"]).sum())})
+        return figures.table(pd.DataFrame(rows), "Relative RMSE against the float64 reference", {"largest error": "{:.1e}"})
+
+    def figure(self, name: str, draw: Draw) -> "Gallery":
+        """One figure a GPU. draw: that GPU's rows -> fig, alt, caption, table (the arguments of `figures.show`)."""
+        return Gallery([self._one_figure(name, draw, entry) for entry in self.shown])
+
+    def _one_figure(self, name: str, draw: Draw, entry: Shown) -> figures.Html:
+        parts = dict(draw(entry.rows))
+        alt, caption = (f"{entry.machine.name}: {parts.pop('alt')}", f"{parts.pop('caption')} {entry.origin}")
+        folder = entry.machine.slug + ("-here" if entry.here else "")
+        return figures.show(**parts, alt=alt, caption=caption, name=f"{self.study.name}-{name}", gpu=folder)
+
+    def table(self, make: Callable[[pd.DataFrame], pd.DataFrame], caption: str, formats: Mapping | None = None) -> "Gallery":
+        """One table a GPU, made from its rows."""
+        return Gallery([figures.table(make(e.rows), f"{caption} {e.origin}", formats) for e in self.shown])
+
+    def say(self, sentence: Callable[[pd.DataFrame], str]) -> "Gallery":
+        """One generated sentence a GPU: results are never typed into prose, since they differ from GPU to GPU."""
+        return Gallery([figures.note(f"{e.label}: {sentence(e.rows)}") for e in self.shown])
+
+    def claims(self) -> figures.Html:
+        """The published numbers, what each GPU measured, and the verdict."""
+        rows = [
+            {"claim": f"{claim.source}: {claim.statement}", "published": claim.published, "GPU": entry.label}
+            | self._judged(claim, entry)
+            for claim in self.study.claims
+            for entry in self.shown
+        ]
+        return figures.table(pd.DataFrame(rows), caption="The claims, judged from the rows shown on this page")
+
+    @staticmethod
+    def _judged(claim: Any, entry: Shown) -> dict[str, Any]:
+        judgement = claim.judge(entry.rows)
+        return {"measured": judgement.measured, "verdict": figures.badge(judgement.verdict), "why": judgement.why}
+
+    def accesses(self, wanted: Sequence[tuple[Case, str]], capability: int = 90) -> pd.DataFrame:
+        """Sectors and lines a request of every global access, derived without a GPU; empty where Triton is missing."""
+        from labkit.evidence import coalescing
+
+        return coalescing.for_variants(self.study.name, wanted, capability) if find_spec("triton") else pd.DataFrame()
+
+    def compiled(self, wanted: Sequence[tuple[Case, str]], capabilities: Sequence[int]) -> pd.DataFrame:
+        """Compiled evidence for several GPUs' generations, made here; where Triton is missing, of the recorded rows."""
+        from labkit.evidence import compiled
+
+        if find_spec("triton"):
+            return compiled.for_variants(self.study.name, wanted, capabilities)
+        return pd.concat([recorded_evidence(entry.rows, wanted) for entry in self.shown], ignore_index=True)
+
+
+class Gallery:
+    """Several pieces of HTML, shown one under the other."""
+
+    def __init__(self, parts: Sequence[figures.Html]):
+        self.parts = list(parts)
+
+    def _repr_html_(self) -> str:
+        return "\n".join(part.html for part in self.parts)
+
+    def __repr__(self) -> str:
+        return "\n".join(map(repr, self.parts))
+
+
+def recorded_evidence(rows: pd.DataFrame, wanted: Sequence[tuple[Case, str]]) -> pd.DataFrame:
+    """What the recorded kernels were compiled to, in the columns of `compiled.for_variants`."""
+    keys = {(case.op, case.key, variant) for case, variant in wanted}
+    found = rows[[key in keys for key in zip(rows["op"], rows["case"], rows["variant"], strict=True)]]
+    found = found.drop_duplicates(["op", "case", "variant"])
+    evidence = pd.DataFrame([json.loads(text) for text in found["evidence"]], index=found.index)
+    return pd.concat([found[["op", "case", "variant"]], evidence.drop(columns="accesses", errors="ignore")], axis=1)
+
+
+def check_here(study: str, interpreted: bool) -> pd.DataFrame:
+    """Check every variant of the study's tiny cases in a process of its own: interpreted, or on the GPU."""
+    env = INTERPRETER if interpreted else COMPILER
+    return pd.DataFrame(isolated.call("labkit.lab:check_tiny", study, "cpu" if interpreted else "cuda", env=env))
+
+
+def check_tiny(name: str, device: str) -> list[dict[str, Any]]:
+    """In the checking process: prepare, poison, call and compare. Variants that have nothing to check are left out."""
+    study, rows = studies.load(name), []
+    for case in study.tiny:
+        for variant in study.variants(case):
+            trial = variant.prepare(case, device, 2, 0)
+            if trial.check is None:
+                continue
+            if trial.poison:
+                trial.poison()
+            errors = trial.check()
+            ok = all(error <= trial.tolerance[key] for key, error in errors.items())
+            rows.append({"case": case.key, "variant": variant.name, "error": max(errors.values()), "ok": ok})
+    return rows
+
+
+def _recorded(study: Study, parameters: Mapping[str, Any], slug: str) -> Shown:
+    folder = paths.DATA / slug
+    keys = {(case.op, case.key) for case in study.cases(parameters)}
+    rows = records.read(folder / f"{study.name}.parquet")
+    rows = rows[[key in keys for key in zip(rows["op"], rows["case"], strict=True)]].reset_index(drop=True)
+    here = machine.Machine.load(folder)
+    if here is None:
+        raise records.RecordError(f"{folder / 'machine.json'}: missing or not readable")
+    return Shown(here, rows, here=False)
+
+
+def _measure(study: Study, parameters: Mapping[str, Any], processes: int) -> Shown:
+    with _leased() as env:
+        rows = sweep.run(study, parameters, processes, env, _progress())
+    return Shown(machine.this_machine(), rows, here=True)
+
+
+@contextmanager
+def _leased() -> Iterator[Mapping[str, str]]:
+    """Hold this process's GPU while it measures; a process under `labkit run` has it already."""
+    with lease.gpu_lease(say=_progress()) as gpu:
+        env = lease.environment(gpu)
+        os.environ.update({lease.VISIBLE: gpu.id})  # before this process first touches CUDA
+        yield env
+
+
+def _progress() -> Callable[[str], None]:
+    """Show one line that the next one replaces, so that the page does not keep a log."""
+    try:
+        from IPython import get_ipython
+        from IPython.display import clear_output
+    except ImportError:
+        return print
+    if get_ipython() is None:
+        return print
+
+    def say(line: str) -> None:
+        clear_output(wait=True)
+        print(line)
+
+    return say

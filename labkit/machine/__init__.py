@@ -1,0 +1,1 @@
+"""Study 00: what this GPU can do."""

@@ -1,0 +1,203 @@
+"""The report: one HTML page a notebook, and the index. No scripts, and nothing is requested from anywhere."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import nbformat
+from markupsafe import Markup
+from nbconvert import HTMLExporter
+from nbconvert.filters import strip_ansi
+from traitlets.config import Config
+
+from labkit.bench import spec
+from labkit.bench.records import write_atomic
+from labkit.report.figures import badge
+
+TITLE = "Kernel claims, measured"
+TEMPLATES = Path(__file__).parent / "template"
+POLICY = "default-src 'none'; img-src 'self' data: file:; style-src 'unsafe-inline'"  # the browser enforces what we promise
+SHOWN = ("text/html", "text/markdown", "image/svg+xml", "image/png", "image/jpeg", "text/plain")  # best first
+
+
+@dataclass(frozen=True)
+class StudyEntry:
+    """A study in the index. page: its HTML file relative to the index, or empty; status: one line, such as
+    "measured here on NVIDIA H100" or "recorded on NVIDIA H100, 2025-11-21"."""
+
+    title: str
+    summary: str
+    page: str
+    status: str
+    failed: bool = False
+
+
+@dataclass(frozen=True)
+class Result:
+    """A claim on one GPU: its judgement, or the error for which there is none."""
+
+    judgement: spec.Judgement | None
+    earlier_kernel: bool = False
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class ClaimRow:
+    """A claim in the index. study, page: title and HTML file of its study; results: by `Machine.slug`."""
+
+    claim: spec.Claim
+    study: str
+    page: str
+    results: Mapping[str, Result]
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A GPU in the index: one column of the claims. status: "measured here, 2025-11-21" or "recorded 2025-11-21";
+    facts: what to tell of it, such as driver and ceilings, with units."""
+
+    slug: str
+    name: str
+    status: str
+    facts: Mapping[str, str] = field(default_factory=dict)
+
+
+def page(
+    executed: Path,
+    out: Path,
+    *,
+    previous: StudyEntry | None = None,
+    following: StudyEntry | None = None,
+    status: str = "",
+    index: str = "index.html",
+) -> list[str]:
+    """Write the page of an executed notebook; returns its errors ("ValueError: …"), none if it ran to the end.
+
+    Cells tagged `lab-only` are left out, links to other notebooks become links to their pages. status: a line under
+    the title that says where the numbers are from. ValueError if the page would request something from outside.
+    """
+    notebook = nbformat.read(executed, as_version=4)
+    failures = _prepare(notebook)
+    lab = {
+        "title": _title(notebook) or executed.stem,
+        "css": _css(),
+        "policy": POLICY,
+        "failures": failures,
+        "index": index,
+        "previous": previous,
+        "following": following,
+    }
+    config = Config(
+        TagRemovePreprocessor={"enabled": True, "remove_cell_tags": {"lab-only", "papermill-error-cell-tag"}},
+        NbConvertBase={"display_data_priority": list(SHOWN)},
+    )
+    exporter = HTMLExporter(
+        config=config,
+        template_name=TEMPLATES.name,
+        template_file="page.html.j2",
+        extra_template_basedirs=[str(TEMPLATES.parent)],
+    )
+    html, _ = exporter.from_notebook_node(notebook, {"lab": lab})
+    _write(out, html.replace("</h1>", "</h1>" + _lead(html, status), 1))
+    return failures
+
+
+def index(
+    studies: Sequence[StudyEntry],
+    claims: Sequence[ClaimRow],
+    machines: Sequence[Machine],
+    out: Path,
+    built: Mapping[str, Any],
+) -> None:
+    """Write the index: claims, studies, machines, and `built`, what the report was made with (name -> text)."""
+    environment = jinja2.Environment(loader=jinja2.FileSystemLoader(TEMPLATES), autoescape=True)
+    facts = dict.fromkeys(fact for machine in machines for fact in machine.facts)
+    html = environment.get_template("index.html.j2").render(
+        title=TITLE,
+        css=Markup(_css()),
+        policy=Markup(POLICY),
+        badge=badge,
+        studies=studies,
+        claims=claims,
+        machines=machines,
+        facts=facts,
+        built=built,
+    )
+    _write(out, html)
+
+
+def outside_requests(html: str) -> list[str]:
+    """What a browser would fetch from another host to show this HTML; plain links (`<a href>`) do not count."""
+    finder = _Finder()
+    finder.feed(html)
+    return finder.found
+
+
+class _Finder(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+        self.style = False
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.style = tag == "style"
+        for name, value in attrs:
+            if name in ("src", "srcset", "poster", "data", "action") or (name == "href" and tag != "a"):
+                self.found += re.findall(r"^\s*((?:https?:)?//\S*)", value or "", re.IGNORECASE)
+            elif name == "style":
+                self._search_css(value or "")
+
+    def handle_data(self, data: str) -> None:
+        if self.style:
+            self._search_css(data)
+
+    def handle_endtag(self, tag: str) -> None:
+        self.style = False
+
+    def _search_css(self, text: str) -> None:
+        self.found += re.findall(r"(?:url\(|@import)\s*[\"']?((?:https?:)?//[^\"')\s]*)", text, re.IGNORECASE)
+
+
+def _write(out: Path, html: str) -> None:
+    if found := outside_requests(html):
+        raise ValueError(f"{out.name}: would be requested from outside: {', '.join(found)}; a report stands alone")
+    write_atomic(out, html.encode())
+
+
+def _css() -> str:
+    return (TEMPLATES / "lab.css").read_text("utf-8")
+
+
+def _prepare(notebook: Any) -> list[str]:
+    """Mark the cells that failed, turn links to notebooks into links to pages; the errors found."""
+    failures = []
+    for cell in notebook.cells:
+        if cell.cell_type == "markdown":
+            cell.source = re.sub(r"\]\((\w[\w.-]*)\.ipynb(#[^)]*)?\)", r"](\1.html\2)", cell.source)
+        errors = [output for output in cell.get("outputs", []) if output.output_type == "error"]
+        if errors and not failures:
+            cell.metadata["lab_failed"] = True
+        failures += [f"{error.ename}: {strip_ansi(error.evalue)}" for error in errors]
+    return failures
+
+
+def _title(notebook: Any) -> str:
+    """The first heading, as plain text."""
+    for cell in notebook.cells:
+        if cell.cell_type == "markdown" and (found := re.search(r"^#{1,6}\s+(.+?)\s*#*$", cell.source, re.MULTILINE)):
+            return re.sub(r"[*_`]|\[([^]]*)\]\([^)]*\)", r"\1", found[1])
+    return ""
+
+
+def _lead(html: str, status: str) -> str:
+    """What stands beneath the title: the status, and links to the sections if there are several."""
+    heads = re.findall(r'<h2 id="([^"]*)">(.*?)<a class="anchor-link"', html, re.DOTALL)
+    items = [Markup('<li><a href="#{}">{}</a></li>').format(Markup(name), Markup(text).striptags()) for name, text in heads]
+    lead = Markup('<p class="status">{}</p>').format(status) if status else Markup()
+    if len(items) > 2:
+        lead += Markup('<nav class="contents" aria-label="On this page"><ol>{}</ol></nav>').format(Markup().join(items))
+    return str(lead)

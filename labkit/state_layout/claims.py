@@ -1,0 +1,107 @@
+"""The published numbers that the study tests, and the functions that judge them from one GPU's rows."""
+
+import pandas as pd
+
+from labkit.bench.spec import Claim, Judgement
+from labkit.shapes import QWEN3_NEXT
+from labkit.state_layout import tables
+from labkit.state_layout.share import NVFP4_BYTES
+
+NARROW, WIDE = 8, 32  # the tile of the pull request's example, and the one that engines ship
+CONTEXT = 2048  # tokens of KV cache a sequence: no source states its own
+SLACK = 1.5  # percentage points within which an end-to-end figure counts as explained: engines repeat to about 1 %
+VLLM_TABLE = {1: 0.9, 16: -1.2, 64: -1.0, 256: 1.4, 1024: 4.8}  # batch: percent of tokens a second
+
+
+def _untestable(why: str) -> Judgement:
+    return Judgement("not testable here", "–", why)
+
+
+def judge_mechanism(rows: pd.DataFrame) -> Judgement:
+    """Do narrow K-first tiles touch more lines, and is that what makes them slower?"""
+    table = tables.ratios(rows)
+    table = table[(table["warps"] == 1) & (table["state"] == "fp32")]
+    narrow, wide = (table[table["BV"] == tile] for tile in (NARROW, WIDE))
+    access = tables.state_access(rows)
+    if narrow.empty or wide.empty or access.empty:
+        return _untestable("needs fp32 rows of both layouts at tiles 8 and 32")
+    access = access[(access["state"] == "fp32") & (access["BV"] == NARROW) & (access["warps"] == 1) & ~access["folded"]]
+    lines = access.groupby("layout")["lines"].max()
+    largest = int(narrow["batch"].max())
+    narrow_gain, wide_gain = (t.loc[t["batch"] == largest, "ratio"].median() for t in (narrow, wide))
+    faster = (narrow["verdict"] == "faster").sum()
+    measured = f"{lines['KV']:.0f} → {lines['VK']:.0f} lines a request; KV/VK {narrow_gain:.2f} at BV=8"
+    why = (
+        f"at BV={NARROW} VK is faster in {faster} of {len(narrow)} fp32 cases; "
+        f"at BV={WIDE}, where a K row already fills a line, KV/VK is {wide_gain:.2f} (batch {largest})"
+    )
+    shown = lines["KV"] > lines["VK"] and faster > len(narrow) / 2
+    return Judgement("reproduced" if shown else "not reproduced", measured, why)
+
+
+def judge_sglang_end_to_end(rows: pd.DataFrame) -> Judgement:
+    """Could the kernel's ratio, at its share of a decode step, give 7 to 8 %?"""
+    estimates = {tile: tables.end_to_end_estimate(rows, tile, context=CONTEXT) for tile in (NARROW, WIDE)}
+    if any(table.empty for table in estimates.values()):
+        return _untestable(f"needs fp32 rows of {QWEN3_NEXT.name}")
+    highest = {tile: table.loc[table["gain %"].idxmax()] for tile, table in estimates.items()}
+    measured = "; ".join(f"BV={t}: at most {row['gain %']:+.1f} % (batch {row['batch']:.0f})" for t, row in highest.items())
+    reached = [tile for tile, table in estimates.items() if (table["high %"] >= 7.0 - SLACK).any()]
+    if reached:
+        first = estimates[reached[0]]
+        batch = first.loc[first["high %"] >= 7.0 - SLACK, "batch"].min()
+        why = f"the kernel alone can give it with tiles of {' and '.join(map(str, reached))}, from batch {batch:.0f} on"
+        return Judgement("consistent", measured, why + "; GPU, model and batch are not stated")
+    return Judgement("not reproduced", measured, "the state's share of a decode step is too small for it at any batch")
+
+
+def judge_vllm_table(rows: pd.DataFrame) -> Judgement:
+    """Does the estimate follow vLLM's five batches?"""
+    estimates = {
+        tile: tables.end_to_end_estimate(rows, tile, context=CONTEXT, weight_bytes=NVFP4_BYTES).set_index("batch")
+        for tile in (NARROW, WIDE)
+    }
+    batches = [batch for batch in VLLM_TABLE if all(batch in table.index for table in estimates.values())]
+    if not batches:
+        return _untestable(f"needs fp32 rows of {QWEN3_NEXT.name} at the table's batches")
+    gains = {tile: table.loc[batches, "gain %"] for tile, table in estimates.items()}
+    near = {t: [b for b in batches if abs(g[b] - VLLM_TABLE[b]) <= SLACK] for t, g in gains.items()}
+    closest = max(near, key=lambda tile: len(near[tile]))
+    measured = "; ".join(
+        f"BV={tile}: " + ", ".join(f"{g[b]:+.1f}" for b in batches) + " %" for tile, g in gains.items()
+    )
+    missing = [str(batch) for batch in VLLM_TABLE if batch not in batches]
+    why = f"BV={closest} is within {SLACK} points at {len(near[closest])} of batches {', '.join(map(str, batches))}"
+    why += f"; batch {', '.join(missing)} not measured" if missing else ""
+    return Judgement("consistent" if len(near[closest]) == len(batches) else "not reproduced", measured, why)
+
+
+CLAIMS = (
+    Claim(
+        "sglang-20283-mechanism",
+        "SGLang pull request 20283",
+        "https://github.com/sgl-project/sglang/pull/20283",
+        "A decode tile of [8, 256] instead of [256, 8] makes each row's contiguous run 256 elements instead of 8",
+        "GPU and shapes not stated; the example has K = 256, which none of the served models has",
+        "run 8 → 256 elements",
+        judge_mechanism,
+    ),
+    Claim(
+        "sglang-20283-end-to-end",
+        "SGLang pull request 20283",
+        "https://github.com/sgl-project/sglang/pull/20283",
+        "State layout [V, K] shortens end-to-end latency by 8 % and time to first token by 7 %",
+        "GPU, model, batch and bench command not stated; judged here for decode alone",
+        "+7 % to +8 %",
+        judge_sglang_end_to_end,
+    ),
+    Claim(
+        "vllm-33291-table",
+        "vLLM pull request 33291",
+        "https://github.com/vllm-project/vllm/pull/33291",
+        "The same change in vLLM, tokens a second at batch " + ", ".join(map(str, VLLM_TABLE)),
+        "Qwen3-Next-80B-A3B NVFP4 on two GPUs; GPU not stated",
+        ", ".join(f"{gain:+.1f}" for gain in VLLM_TABLE.values()) + " %",
+        judge_vllm_table,
+    ),
+)

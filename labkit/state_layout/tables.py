@@ -1,0 +1,123 @@
+"""Tables of the study: what the notebook shows and the claims are judged by, made from the measured rows."""
+
+import json
+import math
+from collections.abc import Iterator
+
+import pandas as pd
+
+from labkit.bench.records import expanded
+from labkit.bench.verdict import compare
+from labkit.shapes import QWEN3_NEXT, GatedDeltaModel
+from labkit.state_layout.share import BF16_BYTES, end_to_end, state_share
+
+LAYOUTS = {"KV": "[N, HV, K, V]", "VK": "[N, HV, V, K]"}
+TILES = (8, 16, 32)
+WARPS = (1, 2, 4)
+CEILING = "in-place multiply"
+SHAPE = ["model", "HV", "K", "state", "batch"]
+
+
+def variant_name(layout: str, tile: int, warps: int = 1, folded: bool = False) -> str:
+    """Name of a variant, as the tables show it."""
+    return f"{layout} BV={tile}, {warps} warp{'s' if warps > 1 else ''}{', folded' if folded else ''}"
+
+
+def times(rows: pd.DataFrame, cache: str = "cold") -> pd.DataFrame:
+    """A row a usable measurement: shape, variant, µs, percent of the in-place ceiling of the same case, prediction."""
+    table = expanded(rows[(rows["cache"] == cache) & rows["ok"]])
+    roof = table[table["variant"] == CEILING].set_index(["op", "case"])["us"]
+    table["percent"] = 100 * pd.MultiIndex.from_frame(table[["op", "case"]]).map(roof) / table["us"]
+    table["tbs"] = table["floor_bytes"] / table["us"] / 1e6
+    table["off"] = 100 * (table["us"] / table["predicted_us"] - 1)
+    return table.sort_values([*SHAPE, "us"], ignore_index=True)
+
+
+def ratios(rows: pd.DataFrame, cache: str = "cold") -> pd.DataFrame:
+    """KV / VK of equal tile and warps, with interval and verdict: above 1, the layout [V, K] is faster."""
+    found = []
+    for case, group in _cases(rows, cache):
+        for tile in TILES:
+            for warps in WARPS:
+                result = compare(group, variant_name("VK", tile, warps), variant_name("KV", tile, warps))
+                if result.ratio.pairs:
+                    found.append(case | {"BV": tile, "warps": warps} | _columns(result))
+    columns = [*SHAPE, "BV", "warps", "ratio", "low", "high", "noise", "verdict"]
+    return pd.DataFrame(found, columns=columns).sort_values(columns[:7], ignore_index=True)
+
+
+def folding(rows: pd.DataFrame, cache: str = "cold") -> pd.DataFrame:
+    """V-first with two passes over the tile / folded into one, with interval and verdict: above 1, folding pays."""
+    found = []
+    for case, group in _cases(rows, cache):
+        for tile in TILES:
+            result = compare(group, variant_name("VK", tile, 1, True), variant_name("VK", tile))
+            if result.ratio.pairs:
+                found.append(case | {"BV": tile} | _columns(result))
+    columns = [*SHAPE, "BV", "ratio", "low", "high", "noise", "verdict"]
+    return pd.DataFrame(found, columns=columns).sort_values(columns[:6], ignore_index=True)
+
+
+def best(rows: pd.DataFrame, cache: str = "cold") -> pd.DataFrame:
+    """The fastest variant of either layout in each case, and what an engine gains by its free choice of tile."""
+    table = times(rows, cache)
+    table = table[table["layout"].isin(LAYOUTS)]
+    found = []
+    for key, group in table.groupby(SHAPE):
+        fastest = {layout: part.loc[part["us"].idxmin()] for layout, part in group.groupby("layout")}
+        if len(fastest) == 2:
+            kv, vk = fastest["KV"], fastest["VK"]
+            line = {"best KV": kv["variant"], "KV µs": kv["us"], "best VK": vk["variant"], "VK µs": vk["us"]}
+            found.append(dict(zip(SHAPE, key, strict=True)) | line | {"KV / VK": kv["us"] / vk["us"]})
+    return pd.DataFrame(found)
+
+
+def state_access(rows: pd.DataFrame, kind: str = "load") -> pd.DataFrame:
+    """Sectors and lines a request of the state's tile, as derived from the code that ran; one row a shape and tile."""
+    table = expanded(rows[rows["ok"] & (rows["evidence"] != "{}")])
+    table = table[table["layout"].isin(LAYOUTS)].drop_duplicates(["K", "state", "variant"])
+    found = []
+    for _, row in table.iterrows():
+        access = widest_access(json.loads(row["evidence"]), kind)
+        if access:
+            found.append({name: row[name] for name in ("K", "state", "layout", "BV", "warps", "folded")} | access)
+    return pd.DataFrame(found)
+
+
+def widest_access(evidence: dict, kind: str) -> dict | None:
+    """The access that moves the most bytes of a program: the state's tile."""
+    accesses = [access for access in evidence.get("accesses", []) if access["kind"] == kind]
+    return max(accesses, key=lambda access: access["bytes_used"], default=None)
+
+
+def end_to_end_estimate(
+    rows: pd.DataFrame,
+    tile: int,
+    warps: int = 1,
+    model: GatedDeltaModel = QWEN3_NEXT,
+    context: int = 2048,
+    weight_bytes: float = BF16_BYTES,
+) -> pd.DataFrame:
+    """Gain of a whole decode step for each batch that was measured: the state's share of bytes × the kernel's ratio."""
+    table = ratios(rows)
+    chosen = (table["model"] == model.name) & (table["state"] == "fp32") & (table["BV"] == tile)
+    table = table[chosen & (table["warps"] == warps)].set_index("batch")
+    found = []
+    for batch, row in table.iterrows():
+        share = state_share(model, int(batch), context, weight_bytes)
+        gains = {name: 100 * (end_to_end(row[name], share) - 1) for name in ("ratio", "low", "high")}
+        line = {"batch": batch, "share %": 100 * share, "kernel KV / VK": row["ratio"], "verdict": row["verdict"]}
+        found.append(line | {"gain %": gains["ratio"], "low %": gains["low"], "high %": gains["high"]})
+    columns = ["batch", "share %", "kernel KV / VK", "verdict", "gain %", "low %", "high %"]
+    return pd.DataFrame(found, columns=columns)
+
+
+def _cases(rows: pd.DataFrame, cache: str) -> Iterator[tuple[dict, pd.DataFrame]]:
+    for key, group in rows[(rows["cache"] == cache) & (rows["op"] == "decode")].groupby("case"):
+        yield {name: value for name, value in json.loads(key).items() if name in SHAPE}, group
+
+
+def _columns(result) -> dict:
+    noise = result.noise.half_width if result.noise.pairs else math.nan
+    ratio = result.ratio
+    return {"ratio": ratio.mid, "low": ratio.low, "high": ratio.high, "noise": noise, "verdict": result.verdict}

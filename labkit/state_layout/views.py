@@ -1,0 +1,207 @@
+"""Figures and sentences of the study, each made from the rows of one GPU."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pandas as pd
+
+from labkit.report import figures
+from labkit.shapes import QWEN3_NEXT
+from labkit.state_layout import tables
+from labkit.state_layout.claims import CONTEXT, NARROW, VLLM_TABLE, WIDE
+from labkit.state_layout.share import NVFP4_BYTES
+
+MAIN = [tables.variant_name(layout, tile) for tile in (NARROW, WIDE) for layout in tables.LAYOUTS]
+Drawing = Mapping[str, Any]
+
+
+def _main_shape(table: pd.DataFrame) -> pd.DataFrame:
+    """The rows of Qwen3-Next's shape, or of the first shape shown where that was left out."""
+    name = QWEN3_NEXT.name if QWEN3_NEXT.name in set(table["model"]) else table["model"].iloc[0]
+    return table[table["model"] == name]
+
+
+def times(rows: pd.DataFrame) -> Drawing:
+    """µs against batch, both layouts at the narrow and the wide tile, with the in-place multiply."""
+    table = _main_shape(tables.times(rows))
+    table = table[table["variant"].isin([*MAIN, tables.CEILING])]
+    model = table["model"].iloc[0]
+    fig = figures.lines(
+        table, "batch", "us", "variant", panel="state", logx=True, logy=True, xlabel="batch", ylabel="µs (log), cold L2",
+        title=f"One decode step of one layer, {model}",
+    )  # fmt: skip
+    largest = table[table["batch"] == table["batch"].max()]
+    ends = "; ".join(f"{v}, {s}: {us:.0f} µs" for v, s, us in zip(largest["variant"], largest["state"], largest["us"], strict=True))
+    return {
+        "fig": fig,
+        "alt": f"Lines of time against batch for {model}, fp32 and bf16 state. At batch {table['batch'].max()}: {ends}.",
+        "caption": f"Time of one decode step, {model}. The in-place multiply of the same states is the least it can take.",
+        "table": table[["state", "batch", "variant", "us", "percent", "error"]],
+    }
+
+
+def percent(rows: pd.DataFrame) -> Drawing:
+    """Percent of the in-place ceiling of the same run against batch."""
+    table = _main_shape(tables.times(rows))
+    table = table[table["variant"].isin(MAIN)]
+    model = table["model"].iloc[0]
+    fig = figures.lines(
+        table, "batch", "percent", "variant", panel="state", logx=True, xlabel="batch", ylabel="% of in-place multiply",
+        title=f"How near the memory's limit, {model}", reference=[(100, "in-place multiply")],
+    )  # fmt: skip
+    worst = table.loc[table["percent"].idxmin()]
+    said = f"Lowest: {worst['percent']:.0f} % ({worst['variant']}, {worst['state']}, batch {worst['batch']})"
+    return {
+        "fig": fig,
+        "alt": f"Lines of percent of the in-place ceiling against batch, by layout and tile. {said}.",
+        "caption": f"Rate of each kernel as a share of an in-place multiply of the same states in the same run. {said}.",
+        "table": table[["state", "batch", "variant", "percent", "us", "tbs"]],
+    }
+
+
+def ratio_by_tile(rows: pd.DataFrame) -> Drawing:
+    """KV / VK against tile and warps at the largest batch."""
+    table = _main_shape(tables.ratios(rows))
+    batch = table["batch"].max()
+    table = table[table["batch"] == batch]
+    table = table.assign(tile=[f"BV={b}, {w} warp{'s' * (w > 1)}" for b, w in zip(table["BV"], table["warps"], strict=True)])
+    fig = figures.ratios(
+        table, "tile", "ratio", "low", "high", group="state", verdict="verdict", xlabel="time KV / time VK (above 1: [V, K] faster)",
+        title=f"What the layout is worth, by tile (batch {batch})",
+    )  # fmt: skip
+    said = "; ".join(f"{s}, {t}: {r:.2f}" for s, t, r in zip(table["state"], table["tile"], table["ratio"], strict=True))
+    return {
+        "fig": fig,
+        "alt": f"Ratios KV/VK with 95 % intervals: {said}.",
+        "caption": "Ratio of times at equal tile and warps, paired block by block, with 95 % intervals; grey: within ±1 %.",
+        "table": table[["state", "BV", "warps", "ratio", "low", "high", "noise", "verdict"]],
+    }
+
+
+def ratio_by_batch(rows: pd.DataFrame) -> Drawing:
+    """KV / VK against batch for every tile, one warp."""
+    table = _main_shape(tables.ratios(rows))
+    table = table[table["warps"] == 1].assign(tile=lambda t: "BV=" + t["BV"].astype(str))
+    fig = figures.lines(
+        table, "batch", "ratio", "tile", panel="state", low="low", high="high", logx=True, xlabel="batch",
+        ylabel="time KV / time VK", title="Where the layout matters: batch", reference=[(1, "equal")],
+    )  # fmt: skip
+    top = table.loc[table["ratio"].idxmax()]
+    said = f"Largest: {top['ratio']:.2f} ({top['state']}, {top['tile']}, batch {top['batch']})"
+    return {
+        "fig": fig,
+        "alt": f"Lines of KV/VK against batch by tile and state type. {said}.",
+        "caption": f"The same ratio against batch, one warp a program, 95 % intervals. {said}.",
+        "table": table[["state", "batch", "BV", "ratio", "low", "high", "verdict"]],
+    }
+
+
+def ratio_by_shape(rows: pd.DataFrame) -> Drawing:
+    """KV / VK of the narrow tile for every model, at the largest batch that all have."""
+    table = tables.ratios(rows)
+    table = table[(table["warps"] == 1) & (table["BV"] == NARROW)]
+    batch = min(group["batch"].max() for _, group in table.groupby("model"))
+    table = table[table["batch"] == batch]
+    table = table.assign(shape=[f"{m} (HV={h}, K={k})" for m, h, k in zip(table["model"], table["HV"], table["K"], strict=True)])
+    fig = figures.ratios(
+        table, "shape", "ratio", "low", "high", group="state", verdict="verdict",
+        xlabel="time KV / time VK (above 1: [V, K] faster)", title=f"Does it hold for other shapes? BV={NARROW}, batch {batch}",
+    )  # fmt: skip
+    lowest, highest = table["ratio"].min(), table["ratio"].max()
+    return {
+        "fig": fig,
+        "alt": f"Ratios KV/VK of {len(table)} shapes and state types, from {lowest:.2f} to {highest:.2f}.",
+        "caption": f"The narrow tile at batch {batch} in every shape: from {lowest:.2f} to {highest:.2f}.",
+        "table": table[["shape", "state", "ratio", "low", "high", "noise", "verdict"]],
+    }
+
+
+def prediction_error(rows: pd.DataFrame) -> Drawing:
+    """Measured over predicted: what the bytes alone do not explain."""
+    table = _main_shape(tables.times(rows))
+    table = table[table["variant"].isin(MAIN) & table["predicted_us"].notna()]
+    table = table.assign(factor=table["us"] / table["predicted_us"])
+    if table.empty:
+        return {"fig": figures.lines(
+            _main_shape(tables.times(rows)), "batch", "us", "variant", xlabel="batch", ylabel="µs", title="No prediction",
+        ), "alt": "Times only.", "caption": "This GPU's ceilings were not known when it was measured: no prediction."}  # fmt: skip
+    fig = figures.lines(
+        table, "batch", "factor", "variant", panel="state", logx=True, xlabel="batch", ylabel="measured / predicted",
+        title="What bytes alone do not explain", reference=[(1, "as predicted")],
+    )  # fmt: skip
+    near = (table["factor"].sub(1).abs() <= 0.1).mean()
+    return {
+        "fig": fig,
+        "alt": f"Lines of measured over predicted time; {100 * near:.0f} % of the points lie within 10 %.",
+        "caption": f"The prediction knows bytes, ceilings and waves, not sectors or arithmetic; {100 * near:.0f} % within 10 %.",
+        "table": table[["state", "batch", "variant", "predicted_us", "us", "factor"]],
+    }
+
+
+def end_to_end(rows: pd.DataFrame) -> Drawing:
+    """The estimated gain of a whole decode step beside vLLM's published table."""
+    parts = [
+        tables.end_to_end_estimate(rows, tile, context=CONTEXT, weight_bytes=NVFP4_BYTES).assign(series=f"estimate, BV={tile}")
+        for tile in (NARROW, WIDE)
+    ]
+    published = pd.DataFrame({"batch": list(VLLM_TABLE), "gain %": list(VLLM_TABLE.values())}).assign(series="vLLM 33291, published")
+    table = pd.concat([*parts, published], ignore_index=True)
+    fig = figures.lines(
+        table, "batch", "gain %", "series", low="low %", high="high %", logx=True, xlabel="batch", ylabel="tokens a second, % more",
+        title="What it could mean for a whole decode step", reference=[(0, "no change")],
+    )  # fmt: skip
+    top = parts[0]["gain %"].max() if len(parts[0]) else float("nan")
+    return {
+        "fig": fig,
+        "alt": f"Estimated end-to-end gain against batch for both tiles, beside vLLM's five figures; at most {top:.1f} % at BV=8.",
+        "caption": f"Amdahl's law: the state's share of a step's bytes ({QWEN3_NEXT.name}, NVFP4 weights, fp32 state, "
+        f"{CONTEXT} tokens of context) × the measured kernel ratio.",
+        "table": table,
+    }
+
+
+def summary(rows: pd.DataFrame) -> str:
+    """The result in one sentence."""
+    table = tables.ratios(rows)
+    table = table[table["warps"] == 1]
+    parts = []
+    for state in dict.fromkeys(table["state"]):
+        for tile in (NARROW, WIDE):
+            some = table[(table["state"] == state) & (table["BV"] == tile)]
+            counts = some["verdict"].value_counts()
+            words = ", ".join(f"{name} in {counts[name]}" for name in ("faster", "same", "slower", "unclear") if name in counts)
+            parts.append(f"{state} at BV={tile}: [V, K] is {words} of {len(some)} cases")
+    return "; ".join(parts) + "."
+
+
+def free_choice(rows: pd.DataFrame) -> str:
+    """What the layout is worth to an engine that chooses its tile."""
+    table = tables.best(rows)
+    low, high = table["KV / VK"].min(), table["KV / VK"].max()
+    return (
+        f"with the best tile and warps for each layout, KV/VK lies between {low:.2f} and {high:.2f}; "
+        f"the fastest [K, V] kernel wins in {int((table['KV / VK'] < 0.99).sum())} of {len(table)} cases."
+    )
+
+
+def wanted(study: Any, parameters: Mapping[str, Sequence[Any]]) -> list[tuple[Any, str]]:
+    """The kernels whose code is shown: both layouts, every tile, one warp, the first model and smallest batch."""
+    some = {name: values[:1] if name != "states" else values for name, values in parameters.items()}
+    return [
+        (case, tables.variant_name(layout, tile))
+        for case in study.cases(some)
+        for layout in tables.LAYOUTS
+        for tile in tables.TILES
+    ]
+
+
+def access_prediction(accesses: pd.DataFrame) -> pd.DataFrame:
+    """The state's tile among all accesses of each kernel: run, sectors and lines a request."""
+    if accesses.empty:
+        return accesses
+    table = accesses[accesses["kind"].isin(["load", "store"])]
+    table = table.loc[table.groupby(["case", "variant", "kind"])["bytes_used"].idxmax()]
+    columns = ["variant", "dtype", "kind", "bits", "sectors", "lines", "requests", "efficiency"]
+    return table.sort_values(["dtype", "kind", "variant"])[columns].reset_index(drop=True)
+
+

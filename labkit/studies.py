@@ -1,0 +1,17 @@
+"""The studies, in the order in which they are read. A new study adds one line."""
+
+from importlib import import_module
+
+from labkit.bench.spec import Study
+
+NOTEBOOKS = {
+    "machine": "00_machine",
+    "state_layout": "01_state_layout",
+}
+
+
+def load(name: str) -> Study:
+    """The study called `name`; KeyError naming the known ones if there is none."""
+    if name not in NOTEBOOKS:
+        raise KeyError(f"unknown study {name!r}; known: {', '.join(NOTEBOOKS)}")
+    return import_module(f"labkit.{name}.study").STUDY

@@ -1,0 +1,1 @@
+"""Running notebooks: processes, progress, and the lease of a GPU."""

@@ -1,0 +1,273 @@
+"""Measurements from runs/ into data/: checked whole, then merged case by case; also from another machine's archive."""
+
+import json
+import re
+import shutil
+import tarfile
+import tempfile
+import zipfile
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from io import BytesIO
+from pathlib import Path, PurePosixPath
+from typing import IO, Any
+
+import pandas as pd
+import pyarrow as pa
+
+from labkit import paths, studies
+from labkit.bench import records, spec, sweep
+from labkit.bench.machine import Machine, slug
+from labkit.bench.records import RecordError
+from labkit.workflow import recorded
+
+MAX_MEMBERS = 10_000
+MAX_BYTES = 1 << 30  # unpacked, all members together
+_SLUG = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
+_FILE = re.compile(r"machine\.json|[a-z][a-z0-9_]*(\.parquet|\.journal\.jsonl)")
+_FORMATS = {".tar": "w", ".tar.gz": "w:gz", ".tgz": "w:gz", ".zip": "zip"}
+_ONE_RUN = ("driver", "cuda", "torch", "triton", "labkit")  # equal in all rows of a case, since one run made them
+
+
+@dataclass
+class Report:
+    """What was promoted: (gpu, study) -> number of cases and of rows; and what was left, and why."""
+
+    promoted: dict[tuple[str, str], tuple[int, int]] = field(default_factory=dict)
+    left: list[str] = field(default_factory=list)
+
+
+def pack(out: Path) -> int:
+    """Write what runs/ holds of every GPU as one archive (.tar, .tar.gz, .tgz or .zip); returns the number of files.
+
+    RecordError if there is nothing to pack; ValueError for another ending.
+    """
+    mode = next((mode for ending, mode in _FORMATS.items() if out.name.endswith(ending)), None)
+    if mode is None:
+        raise ValueError(f"{out}: the archive's name must end in {', '.join(_FORMATS)}")
+    files = [path for path in sorted(paths.RUNS.glob("*/*")) if _member(path.relative_to(paths.RUNS.parent).as_posix())]
+    if not any(path.suffix == ".parquet" or path.suffix == ".jsonl" for path in files):
+        raise RecordError(f"{paths.RUNS}: nothing has been measured here")
+    content = BytesIO()
+    if mode == "zip":
+        with zipfile.ZipFile(content, "w", zipfile.ZIP_DEFLATED) as archive:
+            for path in files:
+                archive.write(path, f"runs/{path.parent.name}/{path.name}")
+    else:
+        with tarfile.open(fileobj=content, mode=mode) as archive:
+            for path in files:
+                archive.add(path, f"runs/{path.parent.name}/{path.name}", filter=_anonymous)
+    records.write_atomic(out, content.getvalue())
+    return len(files)
+
+
+def _anonymous(member: tarfile.TarInfo) -> tarfile.TarInfo:
+    member.uid = member.gid = 0
+    member.uname = member.gname = ""
+    return member
+
+
+def promote(source: Path | None = None) -> Report:
+    """Check measurements and merge them into data/, and write data/README.md.
+
+    source: a folder (default runs/) or an archive that holds runs/<gpu>/… or <gpu>/…. Either everything is promoted, or
+    nothing, with a RecordError that names file, column and row. Cases of an unfinished sweep stay where they are.
+    """
+    with _folders(source) as found:
+        if not found:
+            raise RecordError(f"{source or paths.RUNS}: holds no measurements (<gpu>/<study>.parquet)")
+        report = Report()
+        ready: list[tuple[Path, Any]] = []
+        for folder in found:
+            try:
+                ready += _check_folder(folder, report)
+            except RecordError as problem:
+                name = f"{source or paths.RUNS}: {folder.name}"
+                raise RecordError(str(problem).replace(str(folder), name)) from None
+    for target, content in ready:
+        if isinstance(content, bytes):
+            records.write_atomic(target, content)
+        else:
+            records.write(target, content)
+    write_readme()
+    return report
+
+
+# Where the measurements are
+
+
+@contextmanager
+def _folders(source: Path | None) -> Iterator[list[Path]]:
+    """The folders, one a GPU, of a source; those of an archive only for as long as the context lasts."""
+    source = source or paths.RUNS
+    if source.is_file():
+        with tempfile.TemporaryDirectory() as unpacked:
+            _unpack(source, Path(unpacked))
+            yield _with_measurements(Path(unpacked))
+    elif _has_measurements(source):
+        yield [source]
+    else:
+        yield _with_measurements(source / "runs" if (source / "runs").is_dir() else source)
+
+
+def _with_measurements(base: Path) -> list[Path]:
+    return sorted(folder for folder in base.glob("*") if _has_measurements(folder))
+
+
+def _has_measurements(folder: Path) -> bool:
+    return any(folder.glob("*.parquet")) or any(folder.glob("*.journal.jsonl"))
+
+
+def _member(name: str) -> tuple[str, str] | None:
+    """GPU and file name of an archive's member; None if it is something else."""
+    parts = [part for part in PurePosixPath(name).parts if part != "."]
+    if not (len(parts) == 2 or (len(parts) > 2 and parts[-3] == "runs")):
+        return None
+    gpu, file = parts[-2:]
+    return (gpu, file) if _SLUG.fullmatch(gpu) and _FILE.fullmatch(file) else None
+
+
+def _unpack(source: Path, target: Path) -> None:
+    """Write the measurements of an archive to target/<gpu>/<file>; nothing else of it, and no path that it chose."""
+    total = 0
+    try:
+        for count, (name, size, file) in enumerate(_members(source), 1):
+            total += size
+            if count > MAX_MEMBERS or total > MAX_BYTES:
+                raise RecordError(f"{source}: more than {MAX_MEMBERS} members or {MAX_BYTES >> 20} MiB; not unpacked")
+            if file is None or (found := _member(name)) is None:
+                continue
+            path = target / found[0] / found[1]
+            if path.exists():
+                raise RecordError(f"{source}: holds {found[0]}/{found[1]} twice")
+            path.parent.mkdir(exist_ok=True)
+            with file, open(path, "xb") as out:
+                shutil.copyfileobj(file, out)
+            if path.stat().st_size != size:
+                raise RecordError(f"{source}: {name} is not as long as the archive says")
+    except (tarfile.TarError, zipfile.BadZipFile, zlib.error, EOFError, OSError, RuntimeError) as problem:
+        raise RecordError(f"{source}: not a readable archive ({problem})") from None
+
+
+def _members(source: Path) -> Iterator[tuple[str, int, IO[bytes] | None]]:
+    """Name, size and, for a regular file, content of each member."""
+    if zipfile.is_zipfile(source):
+        with zipfile.ZipFile(source) as archive:
+            for info in archive.infolist():
+                yield info.filename, info.file_size, None if info.is_dir() else archive.open(info)
+        return
+    with tarfile.open(source) as archive:
+        for member in archive:
+            yield member.name, member.size, archive.extractfile(member) if member.isreg() else None
+
+
+# Checks
+
+
+def _check_folder(folder: Path, report: Report) -> list[tuple[Path, Any]]:
+    """What is to be written into data/ for one GPU. RecordError if anything is wrong."""
+    here = _check_machine(folder)
+    ready: list[tuple[Path, Any]] = []
+    for path in sorted(folder.glob("*.parquet")):
+        new = records.read(path)
+        if new.empty:
+            report.left.append(f"{folder.name}/{path.name}: no rows")
+            continue
+        _check_rows(path, new, folder.name, here)
+        target = paths.DATA / folder.name / path.name
+        old = records.read(target) if target.exists() else None
+        ready.append((target, records.merge(old, new)))
+        report.promoted[folder.name, path.stem] = (len(new.groupby(["op", "case"])), len(new))
+    for path in sorted(folder.glob("*.journal.jsonl")):
+        if cases := {str(entry.get("case")) for entry in records.Journal(path).entries()}:
+            study = path.name.removesuffix(".journal.jsonl")
+            report.left.append(
+                f"{folder.name}/{study}: {len(cases)} cases of a sweep that has not finished; "
+                f"`labkit run {study}` goes on with it"
+            )
+    if ready:
+        ready.append((paths.DATA / folder.name / "machine.json", here.to_json()))
+    return ready
+
+
+def _check_machine(folder: Path) -> Machine:
+    path = folder / "machine.json"
+    here = Machine.load(folder)
+    if here is None:
+        raise RecordError(f"{path}: missing, or not the description of a machine that labkit writes")
+    if not isinstance(here.name, str) or slug(here.name) != here.slug or here.slug != folder.name:
+        raise RecordError(f"{path}: describes {here.name!r} ({here.slug!r}), but the folder is {folder.name!r}")
+    return here
+
+
+def _check_rows(path: Path, rows: pd.DataFrame, gpu: str, here: Machine) -> None:
+    study = path.stem
+    if study not in studies.NOTEBOOKS:
+        raise RecordError(f"{path}: no study {study!r} in this tree; it has: {', '.join(studies.NOTEBOOKS)}")
+    _refuse(path, rows, "study", rows["study"] != study, f"is not {study!r}")
+    _refuse(path, rows, "gpu", rows["gpu"] != here.name, f"is not {here.name!r}, the machine of {gpu}")
+    for name, allowed in (("role", spec.ROLES), ("cache", spec.CACHES), ("mode", spec.MODES)):
+        _refuse(path, rows, name, ~rows[name].isin(allowed), f"is not one of {', '.join(allowed)}")
+    no_gpu = "is empty: not timed on a GPU (the interpreter is never timed)"
+    for name in ("driver", "cuda", "torch", "triton"):
+        _refuse(path, rows, name, rows[name].fillna("") == "", no_gpu)
+    unsampled = rows["ok"] & rows["samples_ns"].map(lambda samples: len(samples) == 0 or min(samples) <= 0)
+    _refuse(path, rows, "samples_ns", unsampled, "has no time, or one that is not positive, though the row is ok")
+    _refuse(path, rows, "kernel_sha", recorded.stale(rows), "is not that of the present kernel: measure again")
+    twice = rows.duplicated(["op", "case", "variant", "cache", "mode"])
+    _refuse(path, rows, "variant", twice, "is there twice in its case, cache and mode")
+    for (op, case), group in rows.groupby(["op", "case"]):
+        _check_case(path, study, op, case, group)
+
+
+def _check_case(path: Path, study: str, op: str, case: str, group: pd.DataFrame) -> None:
+    wanted = {variant.name for variant in sweep.with_control(studies.load(study), spec.Case(op, json.loads(case)))}
+    if missing := sorted(wanted - set(group["variant"])):
+        raise RecordError(f"{path}: column variant, {op} {case}: not complete, {missing[0]!r} is missing")
+    for name in _ONE_RUN:
+        if group[name].nunique() > 1:
+            values = ", ".join(sorted(set(group[name])))
+            raise RecordError(f"{path}: column {name}, {op} {case}: rows of several runs ({values})")
+
+
+def _refuse(path: Path, rows: pd.DataFrame, column: str, bad: pd.Series, why: str) -> None:
+    if bad.any():
+        index = rows.index[bad.to_numpy()][0]
+        row = rows.loc[index]
+        what = f"{row['op']} {row['case']} {row['variant']}"
+        value = row[column] if isinstance(row[column], str) else list(row[column])
+        raise RecordError(f"{path}: column {column}, row {index} ({what}): {value!r:.80} {why}")
+
+
+# data/README.md
+
+
+def readme() -> str:
+    """The text of data/README.md, made from the schema."""
+    lines = [
+        "# Recorded measurements",
+        "",
+        "`<gpu>/<study>.parquet`: one row per case, variant, cache and mode. `<gpu>/machine.json`: the GPU. Written by",
+        "`labkit record`, which also writes this page; read with any Parquet reader, for example",
+        '`pandas.read_parquet("data/<gpu>/<study>.parquet")`.',
+        "",
+        f"Schema {records.SCHEMA_VERSION} (`labkit_schema` in each file's metadata):",
+        "",
+        "| column | type | meaning |",
+        "|---|---|---|",
+    ]
+    lines += [f"| `{name}` | {_type_name(kind)} | {text} |" for name, kind, text in records.COLUMNS]
+    return "\n".join(lines) + "\n"
+
+
+def _type_name(kind: pa.DataType) -> str:
+    return f"list of {kind.value_type}" if pa.types.is_list(kind) else str(kind)
+
+
+def write_readme() -> None:
+    """Write data/README.md if it is not current."""
+    path = paths.DATA / "README.md"
+    if not path.exists() or path.read_text() != readme():
+        records.write_atomic(path, readme().encode())

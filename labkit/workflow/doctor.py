@@ -1,0 +1,113 @@
+"""What this machine has, and so what will be measured here and what replayed."""
+
+import platform
+import shutil
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import metadata
+from typing import Any
+
+from labkit import __version__, isolated, paths, studies
+from labkit.bench import records
+from labkit.workflow import lease, notebooks, recorded
+
+_NEEDED = ("ipykernel", "jinja2", "matplotlib", "nbconvert", "numpy", "pandas", "papermill", "pyarrow", "torch")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the examination. broken: the installation cannot work like this."""
+
+    what: str
+    text: str
+    broken: bool = False
+
+
+def examine() -> list[Finding]:
+    """Look at everything; takes some seconds, since torch is imported in a process of its own."""
+    try:
+        seen = isolated.call("labkit.workflow.doctor:versions", timeout=300, on_line=lambda line: None)
+    except isolated.IsolatedError as problem:
+        seen = {"problem": f"{problem.kind}: {problem.message.strip()}"}
+    return [
+        Finding("labkit", f"{__version__}, Python {platform.python_version()} ({sys.executable})"),
+        *_installation(),
+        *_gpus(),
+        _torch(seen),
+        _triton(seen),
+        Finding("ncu", shutil.which("ncu") or "not found: no hardware counters, everything else works"),
+        *_ceilings(),
+        *_studies(seen),
+    ]
+
+
+def versions() -> dict[str, Any]:
+    """Versions of torch and Triton and whether they can measure; called in a process of its own."""
+    import torch
+
+    from labkit.bench import machine
+
+    try:
+        import triton
+
+        found = triton.__version__
+    except ImportError:
+        found = ""
+    why = machine.why_no_gpu()
+    return {"torch": torch.__version__, "cuda": torch.version.cuda or "", "triton": found, "why_not": why}
+
+
+def _installation() -> Iterator[Finding]:
+    for name in _NEEDED:
+        try:
+            metadata.version(name)
+        except metadata.PackageNotFoundError:
+            yield Finding("install", f"{name} is not installed: repeat `make setup`", broken=True)
+    for name in studies.NOTEBOOKS:
+        if not notebooks.source_path(name).is_file():
+            yield Finding("install", f"{notebooks.source_path(name)} is missing", broken=True)
+
+
+def _gpus() -> Iterator[Finding]:
+    every, mine = lease.installed(), lease.visible()
+    for gpu in every:
+        hidden = "" if gpu in mine else f" (hidden by {lease.VISIBLE})"
+        yield Finding("GPU", f"{gpu.index}: {gpu.name}, driver {lease.driver()}{hidden}")
+    if not mine:
+        yield Finding("GPU", lease.why_none())
+
+
+def _torch(seen: dict[str, Any]) -> Finding:
+    if "problem" in seen:
+        return Finding("torch", f"cannot be used: {seen['problem']}", broken=True)
+    return Finding("torch", f"{seen['torch']}, " + (f"CUDA {seen['cuda']}" if seen["cuda"] else "built without CUDA"))
+
+
+def _triton(seen: dict[str, Any]) -> Finding:
+    without = "not installed: kernels are neither interpreted nor compiled here, recorded evidence is shown"
+    return Finding("Triton", seen.get("triton") or without)
+
+
+def _ceilings() -> Iterator[Finding]:
+    try:
+        found = list(recorded.all_rows("machine"))
+    except records.RecordError as problem:
+        yield Finding("ceilings", str(problem), broken=True)
+        return
+    for one in found:
+        where = "measured here" if one.here else "recorded"
+        yield Finding("ceilings", f"{one.gpu}: {where}, {max(one.rows['utc'].str[:10], default='no rows')}")
+    if not found:
+        yield Finding("ceilings", "none known: predictions need `labkit run machine` on a GPU")
+
+
+def _studies(seen: dict[str, Any]) -> Iterator[Finding]:
+    why_not = seen.get("why_not", "torch cannot be used")
+    for name, notebook in studies.NOTEBOOKS.items():
+        gpus = sorted({path.parent.name for path in paths.DATA.glob(f"*/{name}.parquet")})
+        beside = f"recorded: {', '.join(gpus)}" if gpus else "nothing is recorded"
+        if why_not:
+            yield Finding(notebook, f"will be replayed ({why_not}); {beside}")
+        else:
+            yield Finding(notebook, f"will be measured here; {beside}")

@@ -1,0 +1,452 @@
+"""Notebooks as jobs: their typed parameters, and running them with papermill, each in a process of its own."""
+
+import ast
+import fcntl
+import functools
+import json
+import os
+import re
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from labkit import isolated, paths, studies
+from labkit.bench import records, spec
+from labkit.workflow import lease
+from labkit.workflow.progress import Progress
+
+SOURCES = ("auto", "measure", "recorded")
+FIRST = "machine"  # the study whose ceilings the others use: it measures first, and alone
+MAX_PROCESSES = 100
+_RETRY = re.compile("Address already in use|Kernel died before replying|Kernel didn't respond")
+_CELL = re.compile(r"Executing Cell (\d+)-")
+_CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|[\x00-\x1f\x7f]")
+_MARK = re.compile(r"(Executing|Ending) Cell \d+-|(Input|Output) Notebook:|Working directory:|Executing notebook")
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A notebook's parameter, as papermill infers it. type: "int", "list[int]" …; default: its source text."""
+
+    name: str
+    type: str
+    default: str
+    help: str
+
+    @property
+    def value(self) -> Any:
+        """The default as a value; its source text if that is no literal."""
+        try:
+            return ast.literal_eval(self.default)
+        except (ValueError, SyntaxError):
+            return self.default
+
+
+@dataclass(frozen=True)
+class Result:
+    """How one notebook ended. executed: the executed notebook, if there is one; error: empty if all went well."""
+
+    study: str
+    notebook: str
+    seconds: float
+    executed: Path | None = None
+    error: str = ""
+
+    @property
+    def ok(self) -> bool:
+        """Whether every cell ran."""
+        return not self.error
+
+
+class UsageError(ValueError):
+    """Something asked for does not exist or is not allowed; the message names what is."""
+
+
+def source_path(study: str) -> Path:
+    """The notebook of a study."""
+    return paths.NOTEBOOKS / f"{studies.NOTEBOOKS[study]}.ipynb"
+
+
+def executed_path(study: str) -> Path:
+    """Where the executed notebook of a study goes."""
+    return paths.REPORTS / "notebooks" / f"{studies.NOTEBOOKS[study]}.ipynb"
+
+
+def recorded_gpus() -> list[str]:
+    """The GPUs, as folder names, that data/ holds measurements of."""
+    return sorted({path.parent.name for path in paths.DATA.glob("*/*.parquet")})
+
+
+# Parameters
+
+
+@functools.cache
+def parameters(notebook: Path) -> dict[str, Parameter]:
+    """The parameters of a notebook by name. UsageError if the file does not exist or is not a notebook."""
+    import papermill
+
+    try:
+        found = papermill.inspect_notebook(str(notebook))
+    except FileNotFoundError:
+        raise UsageError(f"{notebook}: no such notebook") from None
+    except Exception as problem:  # nbformat and papermill raise many kinds
+        raise UsageError(f"{notebook}: not a notebook ({str(problem).splitlines()[0]})") from problem
+    return {
+        name: Parameter(name, _known_type(p["inferred_type_name"], p["default"]), p["default"], p["help"])
+        for name, p in found.items()
+    }
+
+
+def _known_type(annotation: str, default: str) -> str:
+    """The annotation in lower case without spaces; the default's type where there is no annotation."""
+    if annotation not in ("None", "NoneType"):
+        return annotation.replace(" ", "").lower()
+    with suppress(ValueError, SyntaxError):
+        return type(ast.literal_eval(default)).__name__
+    return "str"
+
+
+def coerce(study: spec.Study, given: Sequence[str]) -> dict[str, Any]:
+    """ "NAME=VALUE" texts as typed values for a study's notebook.
+
+    UsageError for text of another form, a parameter that the notebook does not have, or a value that is not allowed.
+    """
+    known = parameters(source_path(study.name))
+    values: dict[str, Any] = {}
+    for text in given:
+        name, value = _split(text)
+        if name not in known:
+            raise UsageError(f"{study.name} has no parameter {name!r}; it has: {', '.join(known)}")
+        if name in values:
+            raise UsageError(f"parameter {name} is given twice")
+        values[name] = parse(known[name], value)
+    check(study, values)
+    return values
+
+
+def assign(chosen: Sequence[spec.Study], given: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Distribute "NAME=VALUE" over the studies that have NAME, and "STUDY.NAME=VALUE" to that study alone.
+
+    The more specific one wins. UsageError as in `coerce`, or if no chosen study has the parameter.
+    """
+    common: dict[str, list[str]] = {study.name: [] for study in chosen}
+    special: dict[str, list[str]] = {study.name: [] for study in chosen}
+    for text in given:
+        name, value = _split(text)
+        target, _, rest = name.rpartition(".")
+        if target:
+            if target not in special:
+                raise UsageError(f"-p {text}: study {target!r} is not among those to run: {', '.join(special)}")
+            special[target].append(f"{rest}={value}")
+            continue
+        owners = [study.name for study in chosen if name in parameters(source_path(study.name))]
+        if not owners:
+            known = dict.fromkeys(known for study in chosen for known in parameters(source_path(study.name)))
+            raise UsageError(f"no parameter {name!r} in {', '.join(common)}; allowed: {', '.join(known)}")
+        for owner in owners:
+            common[owner].append(text)
+    return {study.name: coerce(study, common[study.name]) | coerce(study, special[study.name]) for study in chosen}
+
+
+def check(study: spec.Study, values: Mapping[str, Any]) -> None:
+    """UsageError for a value that the notebook of this study does not allow."""
+    rules: dict[str, spec.Rule] = {
+        "source": spec.one_of(*SOURCES),
+        "gpu": lambda value: None if value in ("", *recorded_gpus()) else _gpus_allowed(),
+        "processes": spec.integer(1, MAX_PROCESSES),
+    }
+    for name in values.keys() & rules.keys():
+        if problem := rules[name](values[name]):
+            raise UsageError(f"{study.name}: parameter {name} is {values[name]!r}; allowed: {problem}")
+    try:
+        study.check({name: value for name, value in values.items() if name not in rules})
+    except ValueError as problem:
+        raise UsageError(str(problem)) from problem
+
+
+def _gpus_allowed() -> str:
+    return "empty for all, or a recorded GPU: " + (", ".join(recorded_gpus()) or "(none is recorded)")
+
+
+def _split(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not equals or not name.strip():
+        raise UsageError(f"{text!r} is not NAME=VALUE")
+    return name.strip(), value.strip()
+
+
+_EXAMPLES = {
+    "int": "8",
+    "float": "0.5",
+    "bool": "true or false",
+    "str": "text",
+    "list[int]": "1,8,64 or [1, 8, 64]",
+    "list[float]": "0.5,1,2 or [0.5, 1, 2]",
+    "list[str]": 'bf16,fp32 or ["bf16", "fp32"]',
+}
+_TRUTH = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+
+
+def parse(parameter: Parameter, text: str) -> Any:
+    """The value of a parameter from its text. UsageError naming the type and an example if it is of another type."""
+    try:
+        if parameter.type.startswith("list"):
+            return _parse_list(parameter.type.removeprefix("list").strip("[]") or "str", text)
+        return _parse_scalar(parameter.type, text)
+    except ValueError:
+        example = _EXAMPLES.get(parameter.type, "JSON")
+        raise UsageError(
+            f"parameter {parameter.name} is {text!r}; allowed: {parameter.type}, for example {example}"
+        ) from None
+
+
+def _parse_scalar(kind: str, text: str) -> Any:
+    if kind == "str":
+        return text
+    if kind == "bool":
+        if text.lower() not in _TRUTH:
+            raise ValueError
+        return _TRUTH[text.lower()]
+    if kind == "int":
+        if not re.fullmatch(r"[+-]?[0-9]+", text):
+            raise ValueError
+        return int(text)
+    if kind == "float":
+        if not re.fullmatch(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?", text):
+            raise ValueError
+        return float(text)
+    return json.loads(text)
+
+
+def _parse_list(kind: str, text: str) -> list[Any]:
+    if not text.startswith("["):
+        return [_parse_scalar(kind, item.strip()) for item in text.split(",")] if text else []
+    items = json.loads(text)
+    if kind == "str":
+        if not all(isinstance(item, str) for item in items):
+            raise ValueError
+        return items
+    if any(isinstance(item, str) for item in items):
+        raise ValueError
+    return [_parse_scalar(kind, json.dumps(item)) for item in items]
+
+
+# Running
+
+
+def why_not_measure() -> str:
+    """Why the notebooks cannot measure on this machine; empty if they can. Starts no CUDA context here."""
+    if not lease.visible():
+        return lease.why_none()
+    try:
+        return isolated.call("labkit.bench.machine:why_no_gpu", timeout=120)
+    except isolated.IsolatedError as problem:
+        return f"torch cannot be asked ({problem.kind}: {problem.message.strip().splitlines()[-1:]})"
+
+
+def source_of(study: str, values: Mapping[str, Any]) -> str:
+    """Where a notebook takes its timings from: its parameter `source`, given or by default."""
+    known = parameters(source_path(study))
+    return values.get("source", known["source"].value if "source" in known else "recorded")
+
+
+def run(
+    chosen: Sequence[str],
+    values: Mapping[str, Mapping[str, Any]],
+    jobs: int | None = None,
+    *,
+    can_measure: bool = False,
+    progress: Progress | None = None,
+) -> list[Result]:
+    """Run the notebooks of `chosen` studies and return how each ended, in the same order; one failure stops no other.
+
+    values: parameters of each study. jobs: how many at once, at most (default: one per GPU if anything is measured,
+    else one per core). On an exception (Ctrl-C) every process is ended first.
+    """
+    progress = progress or Progress()
+    measuring = {name for name in chosen if can_measure and source_of(name, values.get(name, {})) != "recorded"}
+    gpus = lease.visible() if measuring else []
+    limit = max(1, len(gpus)) if measuring else cores()
+    limit = max(1, min(limit, jobs or limit, len(chosen)))
+    threads = {} if measuring else _threads(limit)
+    stop = threading.Event()
+    results: dict[str, Result] = {}
+
+    def one(name: str) -> Result:
+        held: AbstractContextManager[lease.Gpu | None] = nullcontext()
+        if name in measuring:
+            held = lease.gpu_lease(gpus, stop=stop, say=functools.partial(progress.note, name))
+        return _run_one(name, values.get(name, {}), held, threads, stop, progress)
+
+    alone = [name for name in chosen if name == FIRST and name in measuring]
+    progress.start([(name, studies.NOTEBOOKS[name]) for name in chosen])
+    try:
+        for group in (alone, [name for name in chosen if name not in alone]):
+            with _pool(limit, stop) as pool:
+                futures: list[Future[Result]] = [pool.submit(one, name) for name in group]
+                for future in as_completed(futures):
+                    result = future.result()
+                    results[result.study] = result
+                    progress.end(result.study, result.error, result.seconds)
+    finally:
+        progress.close()
+    return [results[name] for name in chosen]
+
+
+@contextmanager
+def _pool(workers: int, stop: threading.Event) -> Iterator[ThreadPoolExecutor]:
+    pool = ThreadPoolExecutor(workers)
+    try:
+        yield pool
+    except BaseException:
+        stop.set()
+        raise
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def cores() -> int:
+    """How many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _threads(at_once: int) -> dict[str, str]:
+    """Notebooks that run at once share the cores, unless the reader has said otherwise."""
+    share = str(max(1, cores() // at_once))
+    return {name: share for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS") if name not in os.environ}
+
+
+def _run_one(
+    name: str,
+    values: Mapping[str, Any],
+    held: AbstractContextManager[lease.Gpu | None],
+    env: Mapping[str, str],
+    stop: threading.Event,
+    progress: Progress,
+) -> Result:
+    out = executed_path(name)
+    partial = out.with_name(f".{out.stem}.partial.ipynb")  # an earlier result stays until this one is complete
+    start = time.monotonic()
+
+    def result(error: str) -> Result:
+        return Result(name, out.stem, time.monotonic() - start, out if out.exists() else None, error)
+
+    try:
+        with _only_run(out), held as gpu:
+            leased = lease.environment(gpu) if gpu else {}
+            error = _execute_twice(name, values, partial, {**env, **leased}, stop, progress)
+            if stop.is_set():
+                partial.unlink(missing_ok=True)
+            elif partial.exists():
+                os.replace(partial, out)
+            return result(error)
+    except (OSError, ValueError, RuntimeError) as problem:
+        return result(f"{type(problem).__name__}: {problem}")
+
+
+def _execute_twice(
+    name: str,
+    values: Mapping[str, Any],
+    partial: Path,
+    env: Mapping[str, str],
+    stop: threading.Event,
+    progress: Progress,
+) -> str:
+    """Execute; once more if the kernel did not start, as when two took one port. Returns the error, or nothing."""
+    source = source_path(name)
+    cells = len(json.loads(source.read_text())["cells"]) + bool(values)  # papermill adds a cell for the values
+    for last in (False, True):
+        try:
+            isolated.call(
+                "labkit.workflow.notebooks:execute",
+                str(source),
+                str(partial),
+                dict(values),
+                env={**_kernel_environment(), **env},
+                stop=stop,
+                on_line=lambda line: _show(progress, name, cells, line),
+            )
+            return ""
+        except isolated.IsolatedError as problem:
+            if last or stop.is_set() or not _RETRY.search(f"{problem.message}\n{problem.trace}"):
+                return cell_error(partial) or f"{problem.kind}: {_last_line(problem.message)}"
+            progress.note(name, "the kernel did not start; once more")
+    raise AssertionError("unreachable")
+
+
+def execute(notebook: str, out: str, values: Mapping[str, Any]) -> None:
+    """Execute a notebook with papermill, in its own folder; called in a process of its own."""
+    import logging
+
+    import papermill
+
+    logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(message)s")
+    papermill.execute_notebook(
+        notebook,
+        out,
+        parameters=dict(values),
+        kernel_name="python3",
+        cwd=str(Path(notebook).parent),
+        progress_bar=False,
+        log_output=True,
+    )
+
+
+def _kernel_environment() -> dict[str, str]:
+    """A `python3` kernel that is this very Python, whatever else of that name is installed."""
+    folder = paths.CACHE / "jupyter"
+    kernel = {
+        "argv": [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"],
+        "display_name": "Python 3",
+        "language": "python",
+    }
+    path, content = folder / "kernels" / "python3" / "kernel.json", json.dumps(kernel).encode()
+    if not path.exists() or path.read_bytes() != content:
+        records.write_atomic(path, content)
+    return {
+        "JUPYTER_PATH": os.pathsep.join(filter(None, [str(folder), os.environ.get("JUPYTER_PATH")])),
+        "PYDEVD_DISABLE_FILE_VALIDATION": "1",  # keeps a warning about the debugger out of the log
+    }
+
+
+@contextmanager
+def _only_run(out: Path) -> Iterator[None]:
+    """Two runs of one notebook in one tree would write the same files."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with open(out.with_name(f".{out.stem}.lock"), "w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise RuntimeError(f"{out.stem} is being run by another labkit just now") from None
+        yield
+
+
+def _show(progress: Progress, name: str, cells: int, line: str) -> None:
+    if found := _CELL.match(line):
+        progress.cell(name, int(found[1]), cells)
+    elif not _MARK.match(line) and (text := _CONTROL.sub("", line).strip()) and not text.startswith("<"):
+        progress.output(name, text)
+
+
+def _last_line(text: str) -> str:
+    return (text.strip().splitlines() or [""])[-1]
+
+
+def cell_error(executed: Path) -> str:
+    """The error that an executed notebook ends with: which cell, type and message; empty if there is none."""
+    try:
+        cells = json.loads(executed.read_text())["cells"]
+    except (OSError, ValueError, KeyError):
+        return ""
+    for cell in cells:
+        for output in cell.get("outputs", []):
+            if output.get("output_type") == "error":
+                message = (str(output.get("evalue", "")).strip().splitlines() or [""])[0]
+                return f"In [{cell.get('execution_count')}]: {output.get('ename')}: {message}"
+    return ""

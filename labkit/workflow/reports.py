@@ -1,0 +1,147 @@
+"""The pages and the index, from the notebooks that were run and the measurements that there are."""
+
+import json
+import math
+import platform
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from types import MappingProxyType
+
+import pandas as pd
+
+from labkit import __version__, paths, studies
+from labkit.bench import machine, records
+from labkit.evidence import roofline
+from labkit.report import pages
+from labkit.workflow import notebooks, recorded
+
+_NONE: Mapping[str, str] = MappingProxyType({})
+_UNITS = {"read": "TB/s", "in_place": "TB/s", "copy": "TB/s", "bf16": "TFLOP/s", "fp8": "TFLOP/s"}  # shown in the index
+
+
+def write(failed: Mapping[str, str] = _NONE) -> list[str]:
+    """Write a page for every notebook that was run, and reports/index.html; returns what went wrong with that.
+
+    failed: study -> error, of notebooks that did not run to their end just now.
+    """
+    problems: list[str] = []
+    found, broken = _readable()
+    problems += broken.values()
+    executed = {name: notebooks.executed_path(name) for name in studies.NOTEBOOKS}
+    entries = {name: _entry(name, path, found[name], failed.get(name, "")) for name, path in executed.items()}
+    shown = [name for name, path in executed.items() if path.exists()]
+    for before, name, after in zip([None, *shown], shown, [*shown[1:], None], strict=False):
+        try:
+            pages.page(
+                executed[name],
+                paths.REPORTS / f"{executed[name].stem}.html",
+                previous=entries[before] if before else None,
+                following=entries[after] if after else None,
+                status=entries[name].status,
+            )
+        except (ValueError, OSError, KeyError) as problem:  # an executed notebook that something else wrote
+            problems.append(f"{executed[name]}: no page: {type(problem).__name__}: {problem}")
+    claims = _claims(found, broken, entries)
+    pages.index(list(entries.values()), claims, _machines(found), paths.REPORTS / "index.html", _built())
+    return problems
+
+
+def _readable() -> tuple[dict[str, list[recorded.Rows]], dict[tuple[str, str, bool], str]]:
+    """Study -> rows, those measured here first; and (study, GPU, here) -> why its file cannot be used."""
+    found: dict[str, list[recorded.Rows]] = {}
+    broken: dict[tuple[str, str, bool], str] = {}
+    for name in studies.NOTEBOOKS:
+        found[name] = []
+        for gpu, here, path in reversed(recorded.files(name)):
+            try:
+                found[name].append(recorded.Rows(name, gpu, here, path, records.read(path)))
+            except records.RecordError as problem:
+                broken[name, gpu, here] = str(problem)
+    return found, broken
+
+
+def _entry(name: str, executed: Path, found: list[recorded.Rows], error: str) -> pages.StudyEntry:
+    study = studies.load(name)
+    page, status, failed = "", "not run yet: `labkit run`", bool(error)
+    if executed.exists():
+        page = f"{executed.stem}.html"
+        status = "; ".join(f"{_how(one)} on {_gpu_name(one)}, {_date(one.rows)}" for one in _shown_in(executed, found))
+        failed = failed or bool(notebooks.cell_error(executed))
+    return pages.StudyEntry(study.title, study.summary, page, error or status or "no measurements", failed)
+
+
+def _shown_in(executed: Path, found: list[recorded.Rows]) -> list[recorded.Rows]:
+    """The rows that an executed notebook could show, with the parameters it was run with."""
+    try:
+        used = json.loads(executed.read_text())["metadata"]["papermill"]["parameters"]
+    except (ValueError, KeyError, TypeError):
+        used = {}
+    found = [one for one in found if len(one.rows) and not (one.here and used.get("source") == "recorded")]
+    return [one for one in found if one.here or used.get("gpu", "") in ("", one.gpu)]
+
+
+def _claims(
+    found: Mapping[str, list[recorded.Rows]],
+    broken: Mapping[tuple[str, str, bool], str],
+    entries: Mapping[str, pages.StudyEntry],
+) -> list[pages.ClaimRow]:
+    rows = []
+    for name, entry in entries.items():
+        old = {_key(one.gpu, one.here): bool(recorded.stale(one.rows).any()) for one in found[name]}
+        unusable = {_key(gpu, here): why for (study, gpu, here), why in broken.items() if study == name}
+        for claim in studies.load(name).claims:
+            results = {key: pages.Result(None, error=why) for key, why in unusable.items()}
+            for one in found[name]:
+                judgement, error = recorded.judge(claim, one.rows)
+                results[_key(one.gpu, one.here)] = pages.Result(judgement, old[_key(one.gpu, one.here)], error)
+            rows.append(pages.ClaimRow(claim, entry.title, entry.page, results))
+    return rows
+
+
+def _machines(found: Mapping[str, list[recorded.Rows]]) -> list[pages.Machine]:
+    """One column a GPU; one that is both recorded and measured here has two."""
+    by_key: dict[str, list[recorded.Rows]] = {}
+    for one in (one for rows in found.values() for one in rows if len(one.rows)):
+        by_key.setdefault(_key(one.gpu, one.here), []).append(one)
+    ordered = sorted(by_key.items(), key=lambda item: (not item[1][0].here, item[0]))
+    return [_machine(key, group) for key, group in ordered]
+
+
+def _machine(key: str, group: list[recorded.Rows]) -> pages.Machine:
+    rows = pd.concat([one.rows[["utc", "driver"]] for one in group])
+    facts = {"driver": ", ".join(sorted(set(rows["driver"])))}
+    ceilings = [roofline.Ceilings.from_rows(one.rows) for one in group if one.study == notebooks.FIRST]
+    for limit, unit in _UNITS.items() if ceilings else ():
+        if not math.isnan(best := ceilings[0].best(limit)):
+            facts[limit.replace("_", " ")] = f"{best / 1e12:.3g} {unit}"
+    return pages.Machine(key, _gpu_name(group[0]), f"{_how(group[0])} {_date(rows)}", facts)
+
+
+def _key(gpu: str, here: bool) -> str:
+    return f"{gpu}-here" if here else gpu
+
+
+def _how(one: recorded.Rows) -> str:
+    return "measured here" if one.here else "recorded"
+
+
+def _gpu_name(one: recorded.Rows) -> str:
+    return str(one.rows["gpu"].iloc[0])
+
+
+def _date(rows: pd.DataFrame) -> str:
+    return str(rows["utc"].max())[:10]
+
+
+def _built() -> dict[str, str]:
+    versions = {}
+    for name in ("torch", "triton"):
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            versions[name] = "not installed"
+    made = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
+    about = {"labkit": f"{__version__} {machine.revision()}".strip(), "Python": platform.python_version()}
+    return about | {"torch": versions["torch"], "Triton": versions["triton"], "made": made}

@@ -1,0 +1,52 @@
+"""Markers, shared fixtures, and a loud line for every kind of test that this machine could not run."""
+
+from pathlib import Path
+
+import pytest
+
+from labkit import paths
+
+NO_BROWSER = "no Chromium on this machine: the pages were not opened in a browser"
+NO_GPU = "no CUDA device: the GPU tests did not run"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "gpu: needs a CUDA device")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    if marked and not _has_cuda():
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason=NO_GPU))
+
+
+def _has_cuda() -> bool:
+    import torch  # slow to import, so only where a GPU test was collected
+
+    return torch.cuda.is_available()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    skipped = [str(report.longrepr) for report in terminalreporter.stats.get("skipped", [])]
+    for reason in (NO_BROWSER, NO_GPU):
+        if count := sum(reason in text for text in skipped):
+            terminalreporter.write_line(f"NOT RUN ({count}): {reason}", red=True, bold=True)
+
+
+@pytest.fixture
+def reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder for what goes to REPORTS."""
+    monkeypatch.setattr(paths, "REPORTS", tmp_path / "reports")
+    (tmp_path / "reports").mkdir()
+    return tmp_path / "reports"
+
+
+@pytest.fixture(params=["sample", "real"] if (paths.REPORTS / "index.html").exists() else ["sample"])
+def report_folder(request: pytest.FixtureRequest) -> Path:
+    """A report: the small one of sample_report.py, and the real one where `make report` has made it."""
+    if request.param == "real":
+        return paths.REPORTS
+    import sample_report
+
+    return sample_report.write(request.getfixturevalue("reports"))

@@ -1,0 +1,204 @@
+"""The lease of a GPU, with real processes and made-up devices."""
+
+import itertools
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from labkit.workflow import lease
+from labkit.workflow.lease import Busy, Gpu, NoGpu, gpu_lease
+
+ROOT = Path(__file__).resolve().parents[1]
+GPUS = [Gpu(0, "GPU-aaaa-1", "first"), Gpu(1, "GPU-aabb-2", "second")]
+
+
+@pytest.fixture(autouse=True)
+def no_lease_of_our_own(monkeypatch):
+    monkeypatch.delenv(lease.LEASED, raising=False)
+    monkeypatch.delenv(lease.VISIBLE, raising=False)
+
+
+def silent(text):
+    pass
+
+
+def python(code, **env):
+    """A process that runs code with the lab importable."""
+    return subprocess.Popen(
+        [sys.executable, "-u", "-c", textwrap.dedent(code)],
+        env={**os.environ, "PYTHONPATH": str(ROOT), **env},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+HOLD = """
+    import time
+    from pathlib import Path
+    from labkit.workflow.lease import Gpu, gpu_lease
+    with gpu_lease([Gpu(0, "GPU-aaaa-1", "first")], folder=Path({folder!r})) as gpu:
+        print("held", gpu.id)
+        time.sleep(600)
+"""
+
+
+@pytest.fixture
+def holder(tmp_path):
+    process = python(HOLD.format(folder=str(tmp_path)))
+    assert process.stdout.readline().startswith("held")
+    yield process
+    process.kill()
+    process.communicate()
+
+
+def test_a_leased_gpu_is_not_given_twice_and_the_other_one_is(tmp_path, holder):
+    with pytest.raises(Busy, match=str(holder.pid)):
+        gpu_lease(GPUS[:1], timeout=0, say=silent, folder=tmp_path).__enter__()
+    with gpu_lease(GPUS, timeout=0, say=silent, folder=tmp_path) as gpu:
+        assert gpu == GPUS[1]
+
+
+def test_one_process_cannot_take_a_gpu_twice_either(tmp_path):
+    with (
+        gpu_lease(GPUS[:1], folder=tmp_path),
+        pytest.raises(Busy),
+        gpu_lease(GPUS[:1], timeout=0, say=silent, folder=tmp_path),
+    ):
+        pass
+
+
+def test_a_killed_holder_frees_its_gpu_and_who_waits_gets_it(tmp_path, holder):
+    said = []
+    threading.Timer(0.5, holder.send_signal, [signal.SIGKILL]).start()
+    start = time.monotonic()
+    with gpu_lease(GPUS[:1], timeout=20, say=said.append, folder=tmp_path):
+        assert time.monotonic() - start >= 0.4
+    assert len(said) == 1
+    assert str(holder.pid) in said[0]
+
+
+def test_waiting_can_be_stopped(tmp_path, holder):
+    stop = threading.Event()
+    threading.Timer(0.3, stop.set).start()
+    with pytest.raises(Busy):
+        gpu_lease(GPUS[:1], stop=stop, say=silent, folder=tmp_path).__enter__()
+
+
+def test_no_two_timings_on_one_gpu(tmp_path):
+    """Eight processes and two devices: each writes when it begins and ends, and intervals on a device never overlap."""
+    code = f"""
+        import time
+        from pathlib import Path
+        from labkit.workflow.lease import Gpu, gpu_lease
+        gpus = [Gpu(0, "GPU-a", "first"), Gpu(1, "GPU-b", "second")]
+        for _ in range(3):
+            with gpu_lease(gpus, say=lambda text: None, folder=Path({str(tmp_path)!r})) as gpu:
+                start = time.monotonic_ns()
+                time.sleep(0.05)
+                print(gpu.id, start, time.monotonic_ns())
+    """
+    processes = [python(code) for _ in range(8)]
+    found: dict[str, list[tuple[int, int]]] = {}
+    for process in processes:
+        for line in process.communicate(timeout=120)[0].splitlines():
+            name, start, end = line.split()
+            found.setdefault(name, []).append((int(start), int(end)))
+    assert set(found) == {"GPU-a", "GPU-b"}
+    assert sum(map(len, found.values())) == 24
+    for spans in found.values():
+        spans.sort()
+        assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))
+
+
+def test_a_process_started_under_a_lease_does_not_wait_for_it(tmp_path):
+    code = f"""
+        from pathlib import Path
+        from labkit.workflow.lease import gpu_lease
+        with gpu_lease(folder=Path({str(tmp_path)!r}), timeout=0) as gpu:
+            print(gpu.id)
+    """
+    with gpu_lease(GPUS[:1], folder=tmp_path) as gpu:
+        assert python(code, **lease.environment(gpu)).communicate(timeout=60)[0].strip() == gpu.id
+
+
+def test_what_a_killed_holder_started_keeps_its_gpu_until_it_ends(tmp_path):
+    child = python(HOLD.format(folder=str(tmp_path)), **lease.environment(GPUS[0]))
+    assert child.stdout.readline().strip() == "held GPU-aaaa-1"
+    try:  # nobody holds the lease itself: its holder was killed
+        with pytest.raises(Busy):
+            gpu_lease(GPUS[:1], timeout=0.5, say=silent, folder=tmp_path).__enter__()
+    finally:
+        child.kill()
+        child.communicate()
+    with gpu_lease(GPUS[:1], timeout=10, say=silent, folder=tmp_path):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("wanted", "expected"),
+    [
+        (None, [0, 1]),
+        ("0,1", [0, 1]),
+        ("1", [1]),
+        ("1,0", [1, 0]),
+        ("GPU-aabb-2", [1]),
+        ("GPU-aab", [1]),
+        ("GPU-a", []),
+        ("", []),
+        ("-1", []),
+        ("1,-1,0", [1]),
+        ("7", []),
+        ("0,0", [0]),
+        (" 1 , 0 ", [1, 0]),
+    ],
+)
+def test_visible_devices_as_in_cuda(monkeypatch, wanted, expected):
+    if wanted is not None:
+        monkeypatch.setenv(lease.VISIBLE, wanted)
+    assert [gpu.index for gpu in lease.visible(GPUS)] == expected
+
+
+def test_a_part_of_a_gpu_is_leased_under_its_own_name(monkeypatch):
+    monkeypatch.setenv(lease.VISIBLE, "MIG-1234")
+    assert [gpu.id for gpu in lease.visible(GPUS)] == ["MIG-1234"]
+
+
+def test_no_gpu_says_why(tmp_path, monkeypatch):
+    with pytest.raises(NoGpu, match="lists no NVIDIA GPU"):
+        gpu_lease([], folder=tmp_path).__enter__()
+    monkeypatch.setattr(lease, "installed", lambda: GPUS)
+    monkeypatch.setenv(lease.VISIBLE, "5")
+    with pytest.raises(NoGpu, match="'5' leaves none"):
+        gpu_lease([], folder=tmp_path).__enter__()
+
+
+def test_lock_files_are_not_put_where_a_link_leads(tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "link").symlink_to("elsewhere")
+    with pytest.raises(PermissionError, match="not a folder of this user"):
+        gpu_lease(GPUS, folder=tmp_path / "link").__enter__()
+    assert not list((tmp_path / "elsewhere").iterdir())
+
+
+def test_devices_come_from_the_driver_library(tmp_path):
+    (tmp_path / "pynvml.py").write_text(
+        textwrap.dedent("""
+            def nvmlInit(): pass
+            def nvmlShutdown(): pass
+            def nvmlDeviceGetCount(): return 2
+            def nvmlDeviceGetHandleByIndex(i): return i
+            def nvmlDeviceGetUUID(handle): return f"GPU-{handle}".encode()
+            def nvmlDeviceGetName(handle): return "NVIDIA Made-Up"
+            def nvmlSystemGetDriverVersion(): return "1.2"
+        """)
+    )
+    code = "from labkit.workflow import lease; print([g.id for g in lease.installed()], lease.driver())"
+    answer = python(code, PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}").communicate(timeout=60)[0]
+    assert answer.strip() == "['GPU-0', 'GPU-1'] 1.2"

@@ -1,0 +1,170 @@
+"""The pages and the index, as HTML."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import nbformat
+import pytest
+import sample_report
+from nbformat import v4
+
+from labkit.report import pages
+
+
+def page(folder: Path, book: v4.nbbase.NotebookNode, **options: object) -> str:
+    nbformat.write(book, folder / "book.ipynb")
+    pages.page(folder / "book.ipynb", folder / "book.html", **options)
+    return (folder / "book.html").read_text("utf-8")
+
+
+@pytest.fixture
+def text(reports: Path) -> str:
+    before = pages.StudyEntry("The <machine>", "", "00_machine.html", "")
+    return page(reports, sample_report.notebook(), previous=before, status="recorded 2025-11-21")
+
+
+def test_page_is_a_whole_document(text: str) -> None:
+    assert text.startswith("<!DOCTYPE html>")
+    assert '<html lang="en">' in text
+    assert "<title>State layout of decode</title>" in text
+    assert text.count("<main") == text.count("</main>") == text.count("<h1") == 1
+    assert 'name="viewport"' in text
+    assert "prefers-color-scheme: dark" in text
+    assert "<script" not in text
+
+
+def test_page_requests_nothing_from_outside(text: str) -> None:
+    assert pages.outside_requests(text) == []
+    assert "https://example.org/x" in text  # a plain link stays
+
+
+def test_page_shows_outputs_and_folds_code(text: str) -> None:
+    assert text.count("<figure") == 2
+    assert re.search(r'<img alt="Alt of lines" src="data:image/svg\+xml;base64,', text)
+    assert "Caption of bars." in text
+    assert text.count("<summary>Table</summary>") == 2
+    assert text.count("<summary>Parameters</summary>") == 1
+    assert '<details class="code"><summary>Code</summary>' in text
+    assert "<details open" not in text
+    assert "A &lt;note&gt; &amp; more." in text
+
+
+def test_cells_for_the_lab_alone_are_left_out(text: str) -> None:
+    assert "SLIDER" not in text
+    assert "widgets()" not in text
+
+
+def test_page_has_anchors_contents_and_ways_out(text: str) -> None:
+    assert '<h2 id="Measurement">' in text
+    for name in re.findall(r'href="#([^"]*)"', text):
+        assert f'id="{name}"' in text
+    assert '<nav aria-label="On this page" class="contents">' in text
+    assert text.count('href="index.html"') == 2
+    assert text.count("← The &lt;machine&gt;") == 2
+    assert 'href="00_machine.html#launch"' in text  # was a link to the notebook
+    assert '<p class="status">recorded 2025-11-21</p>' in text
+
+
+def test_page_that_ran_has_no_banner(text: str) -> None:
+    assert "stopped at an error" not in text
+
+
+def test_failed_notebook_has_a_banner_and_its_error(reports: Path) -> None:
+    nbformat.write(sample_report.notebook(error=True), reports / "book.ipynb")
+    assert pages.page(reports / "book.ipynb", reports / "book.html") == ["ValueError: batch is <0>"]
+    text = (reports / "book.html").read_text("utf-8")
+    assert text.index("stopped at an error") < text.index("<h1")
+    assert text.count("batch is &lt;0&gt;") == 2
+    assert 'id="failed"' in text
+    assert '<details class="code" open="">' in text
+    assert "\x1b" not in text
+
+
+def test_page_is_small(reports: Path, text: str) -> None:
+    figures = sum(map(len, re.findall(r'src="data:[^"]*"', text)))
+    assert len(text) - figures < 100_000
+
+
+@pytest.mark.parametrize(
+    "html",
+    [
+        '<img alt="x" src="https://example.org/x.png">',
+        '<script src="//example.org/x.js"></script>',
+        '<link rel="stylesheet" href="http://example.org/x.css">',
+        "<style>@import 'https://example.org/x.css';</style>",
+        '<p style="background:url(https://example.org/x.png)">x</p>',
+    ],
+)
+def test_page_with_an_outside_request_is_refused(reports: Path, html: str) -> None:
+    book = v4.new_notebook(cells=[v4.new_markdown_cell("# Title"), sample_report.code("x", sample_report.output(html))])
+    with pytest.raises(ValueError, match=r"book\.html.*example\.org"):
+        page(reports, book)
+    assert not (reports / "book.html").exists()
+
+
+def test_page_of_an_empty_notebook_has_the_file_name_as_title(reports: Path) -> None:
+    assert "<title>book</title>" in page(reports, v4.new_notebook())
+
+
+def test_progress_widgets_and_scripts_are_not_shown(reports: Path) -> None:
+    widget = v4.new_output("display_data", {"application/vnd.jupyter.widget-view+json": {"model_id": "1"}, "text/plain": "bar"})
+    script = v4.new_output("display_data", {"application/javascript": "alert(1)"})
+    text = page(reports, v4.new_notebook(cells=[sample_report.code("x", widget, script)]))
+    assert "model_id" not in text
+    assert "alert" not in text
+
+
+def write_index(folder: Path, **parts: object) -> str:
+    arguments = {
+        "studies": [pages.StudyEntry("Layout <1>", "Which?", "01.html", "measured here", failed=True)],
+        "claims": sample_report.claims(),
+        "machines": sample_report.machines(),
+        "built": {"labkit": "0.1.0"},
+    }
+    pages.index(**(arguments | parts), out=folder / "index.html")
+    return (folder / "index.html").read_text("utf-8")
+
+
+def test_index_opens_with_the_claims(tmp_path: Path) -> None:
+    text = write_index(tmp_path)
+    order = [text.index(part) for part in ('id="claims"', "<table", 'id="studies"', 'id="machines"', 'id="made"')]
+    assert order == sorted(order)
+    heads = re.findall(r'<th scope="col">([^<]*)', text[: text.index("</thead>")])
+    assert heads == ["Claim", "Source", "Published", "NVIDIA H100 80GB HBM3", "NVIDIA H200"]
+
+
+def test_index_row_has_source_figures_verdict_and_reason(tmp_path: Path) -> None:
+    rows = re.findall(r'<tr id="claim-.*?</tr>', write_index(tmp_path), re.DOTALL)
+    assert len(rows) == 3
+    first, second, third = rows
+    assert 'href="https://github.com/sgl-project/sglang/pull/20283"' in first
+    assert "&lt;makes&gt;" in first
+    for part in ("7–8 % of the whole step", "1.09 [1.08, 1.10]", "✓ reproduced", "contiguous runs", "✗ not reproduced"):
+        assert part in first
+    assert first.count("recorded with an earlier kernel") == 1
+    assert "earlier kernel" not in second
+    assert "≈ consistent" in second
+    assert "not measured" in second
+    assert "could not be judged" in third
+    assert "no rows for batch 64" in third
+
+
+def test_index_lists_studies_and_machines(tmp_path: Path) -> None:
+    text = write_index(tmp_path)
+    assert '<a href="01.html">Layout &lt;1&gt;</a>' in text
+    assert "✗ failed" in text
+    assert "3.00 TB/s" in text
+    assert pages.outside_requests(text) == []
+
+
+def test_index_of_nothing_says_so(tmp_path: Path) -> None:
+    text = write_index(tmp_path, studies=[], claims=[], machines=[], built={})
+    for part in ("No study states a claim yet", "No study has been run yet", "Nothing is recorded"):
+        assert part in text
+
+
+def test_index_escapes_what_it_is_given(tmp_path: Path) -> None:
+    machine = replace(sample_report.machines()[0], name="<b>GPU</b>", facts={"<i>": "<u>"})
+    text = write_index(tmp_path, machines=[machine], built={"<s>": "<q>"})
+    assert not re.search(r"<[biusq]>", text)

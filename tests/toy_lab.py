@@ -1,0 +1,249 @@
+"""A lab of two toy studies in a folder of its own, for the tests of the command and of what it does."""
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from nbformat import v4
+
+import labkit
+from labkit import paths, studies
+
+CODE = Path(labkit.__file__).resolve().parents[1]
+NOTEBOOKS = {"machine": "00_machine", "layers": "01_layers"}
+GPU, SLUG = "NVIDIA Made-Up 9", "nvidia-made-up-9"
+
+PARAMETERS = """\
+source: str = "auto"  # auto, measure or recorded
+gpu: str = ""  # recorded GPU to show
+processes: int = 3  # independent processes
+"""
+MORE = """\
+batches: list[int] = [1, 8]  # sequences in the batch
+states: list[str] = ["fp32"]  # dtype of the state
+scale: float = 1.0  # a number
+deep: bool = False  # a switch
+label: str = "x"  # a text
+"""
+ONLY_MACHINE = """\
+sizes: list[int] = [1, 2]  # MiB
+"""
+
+STUDY = """
+from labkit.bench.spec import Case, Claim, Floor, Judgement, Study, Variant, integer, list_of, one_of
+
+def launch():
+    return 1
+
+def cases(parameters):
+    return [Case("op", {"n": n}) for n in (1, 2)]
+
+def variants(case):
+    return [Variant(name, "ours", "labkit.NAME.study:launch", None) for name in ("a", "b")]
+
+def mean(rows):
+    us = sum(map(sum, rows["samples_ns"])) / 1e3
+    return Judgement("reproduced", f"{us:.0f} µs", "as said")
+
+def broken(rows):
+    raise RuntimeError("this claim cannot be judged")
+
+STUDY = Study(
+    name="NAME", title="Title of NAME", summary="Summary of NAME.", cases=cases, variants=variants,
+    control=lambda case: "a", floor=lambda case: Floor(1),
+    claims=CLAIMS,
+    parameters=RULES,
+)
+"""
+CLAIMS = """(
+    Claim("fine", "Source 1", "https://example.org/1", "It is fast", "any GPU", "7 %", mean),
+    Claim("odd", "Source 2", "https://example.org/2", "It is odd", "any GPU", "8 %", broken),
+)"""
+RULES = """{
+    "batches": list_of(integer(1, 64)), "states": list_of(one_of("fp32", "bf16")), "scale": lambda value: None,
+    "deep": one_of(True, False), "label": lambda value: None,
+}"""
+ONLY_MACHINE_RULES = '{"sizes": list_of(integer(1, 64))}'
+
+DRIVER = """
+import os, sys
+import labkit
+labkit.__path__.append(os.path.join(os.environ["LABKIT_ROOT"], "toys"))
+from labkit import studies
+studies.NOTEBOOKS.clear()
+studies.NOTEBOOKS.update(NOTEBOOKS)
+if os.environ.get("TOY_MEASURES"):
+    from labkit.workflow import notebooks
+    notebooks.why_not_measure = lambda: ""
+from labkit.cli import main
+main(prog_name="labkit")
+"""
+
+NVML = """
+def nvmlInit(): pass
+def nvmlShutdown(): pass
+def nvmlDeviceGetCount(): return 1
+def nvmlDeviceGetHandleByIndex(i): return i
+def nvmlDeviceGetUUID(handle): return f"GPU-toy-{handle}"
+def nvmlDeviceGetName(handle): return "NVIDIA Made-Up 9"
+def nvmlSystemGetDriverVersion(): return "1.2"
+"""
+
+
+class Toy:
+    """The toy lab in `root`. Its studies are called `machine` and `layers`."""
+
+    def __init__(self, root: Path):
+        self.root = root
+        for name, rules, claims in (("machine", ONLY_MACHINE_RULES, "()"), ("layers", RULES, CLAIMS)):
+            text = STUDY.replace("NAME", name).replace("RULES", rules).replace("CLAIMS", claims)
+            self.write(f"toys/{name}/study.py", text)
+            self.write(f"toys/{name}/__init__.py", "")
+        self.write("driver.py", DRIVER.replace("NOTEBOOKS)", f"{NOTEBOOKS!r})"))
+        self.write("nvml/pynvml.py", NVML)
+        self.notebook("machine", "print(sizes)", parameters=PARAMETERS + ONLY_MACHINE)
+        self.notebook("layers", "print(batches)", parameters=PARAMETERS + MORE)
+
+    def write(self, name: str, text: str) -> Path:
+        path = self.root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        return path
+
+    def notebook(self, study: str, *code: str, parameters: str | None = None) -> None:
+        """(Re)write a notebook; its parameters stay if none are given."""
+        path = self.root / "notebooks" / f"{NOTEBOOKS[study]}.ipynb"
+        if parameters is None:
+            parameters = "".join(json.loads(path.read_text())["cells"][1]["source"])
+        cells = [
+            v4.new_markdown_cell(f"# Title of {study}"),
+            v4.new_code_cell(parameters, metadata={"tags": ["parameters"]}),
+            *(v4.new_code_cell(textwrap.dedent(source)) for source in code),
+        ]
+        book = v4.new_notebook(cells=cells, metadata={"kernelspec": {"name": "python3", "language": "python"}})
+        book.metadata["kernelspec"]["display_name"] = "Python 3"
+        self.write(f"notebooks/{NOTEBOOKS[study]}.ipynb", json.dumps(book))
+
+    def executed(self, study: str) -> str:
+        """Text of an executed notebook."""
+        return (self.root / "reports" / "notebooks" / f"{NOTEBOOKS[study]}.ipynb").read_text()
+
+    def printed(self, study: str) -> list[str]:
+        """What the cells of an executed notebook printed to standard output, line by line."""
+        outputs = [o for cell in json.loads(self.executed(study))["cells"] for o in cell.get("outputs", [])]
+        text = "".join("".join(o["text"]) for o in outputs if o.get("name") == "stdout")
+        return text.splitlines()
+
+    def start(self, *words: str, gpu: bool = False, cwd: Path | None = None, **env: str) -> subprocess.Popen:
+        """Start `labkit WORDS` in this lab, as its own process group."""
+        folders = [str(CODE), *([str(self.root / "nvml")] if gpu else [])]
+        env |= {"LABKIT_ROOT": str(self.root), "PYTHONPATH": os.pathsep.join(folders), "TMPDIR": str(self.tmp())}
+        env |= {"TOY_MEASURES": "1"} if gpu else {}
+        return subprocess.Popen(
+            [sys.executable, str(self.root / "driver.py"), *words],
+            env={**os.environ, **env},
+            cwd=cwd or self.root,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+    def labkit(self, *words: str, **options: Any) -> subprocess.CompletedProcess:
+        """Run `labkit WORDS` to its end."""
+        process = self.start(*words, **options)
+        out, err = process.communicate(timeout=180)
+        return subprocess.CompletedProcess(words, process.returncode, out, err)
+
+    def tmp(self) -> Path:
+        (self.root / "tmp").mkdir(exist_ok=True)
+        return self.root / "tmp"
+
+    def rows(self, study: str = "layers", ns: Sequence[int] = (1000, 1100), **changes: Any) -> list[dict[str, Any]]:
+        """Rows as a sweep makes them, of every case and variant, with the present kernel."""
+        from labkit.bench import sweep
+        from labkit.bench.sha import kernel_sha
+
+        declared = studies.load(study)
+        return [
+            row(study, case.op, case.key, variant.name, variant.role, kernel_sha(variant.source), ns) | changes
+            for case in declared.cases({})
+            for variant in sweep.with_control(declared, case)
+        ]
+
+    def measured(self, rows: Sequence[Mapping[str, Any]], base: str = "runs", gpu: str = SLUG) -> Path:
+        """Write rows, and the machine, as a sweep leaves them. Returns the GPU's folder."""
+        from labkit.bench import records
+
+        folder = self.root / base / gpu
+        records.write(folder / f"{rows[0]['study']}.parquet", list(rows))
+        self.write(f"{base}/{gpu}/machine.json", json.dumps(MACHINE))
+        return folder
+
+    def enter(self, monkeypatch: Any) -> None:
+        """Make this process use the lab."""
+        monkeypatch.setattr(labkit, "__path__", [*labkit.__path__, str(self.root / "toys")])
+        monkeypatch.setattr(studies, "NOTEBOOKS", dict(NOTEBOOKS))
+        for name in ("NOTEBOOKS", "DATA", "FIGURES", "RUNS", "REPORTS", "CACHE"):
+            folder = getattr(paths, name).relative_to(paths.ROOT)
+            monkeypatch.setattr(paths, name, self.root / folder)
+        monkeypatch.setattr(paths, "ROOT", self.root)
+
+
+MACHINE = {
+    "slug": SLUG,
+    "name": GPU,
+    "driver": "1.2",
+    "capability": 90,
+    "sms": 132,
+    "l2_bytes": 50 << 20,
+    "memory_bytes": 80 << 30,
+    "datasheet_tbs": 3.3,
+    "sm_mhz": 1980,
+    "power_w": 700,
+}
+
+
+def row(study: str, op: str, case: str, variant: str, role: str, sha: str, ns: Sequence[int]) -> dict[str, Any]:
+    """One row with everything that the schema wants."""
+    count = len(ns)
+    return {
+        "study": study,
+        "op": op,
+        "case": case,
+        "variant": variant,
+        "options": "{}",
+        "role": role,
+        "cache": "cold",
+        "mode": "graph",
+        "run": [0] * count,
+        "block": list(range(count)),
+        "samples_ns": list(ns),
+        "calls_per_sample": 1,
+        "throttled": [""] * count,
+        "sm_mhz": [1980] * count,
+        "floor_bytes": 1,
+        "floor_flops": 0,
+        "ceiling": 3.0,
+        "predicted_us": 1.0,
+        "error": 0.0,
+        "ok": True,
+        "reason": "",
+        "evidence": "{}",
+        "counters": "{}",
+        "kernel_sha": sha,
+        "gpu": GPU,
+        "driver": "1.2",
+        "cuda": "13.0",
+        "torch": "2.13.0",
+        "triton": "3.7.1",
+        "labkit": "0.1.0",
+        "revision": "abc",
+        "utc": "2025-11-21T10:00:00+00:00",
+        "seed": 1000,
+    }
