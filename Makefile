@@ -6,9 +6,6 @@ MAKEFLAGS += --no-print-directory
 unexport PYTHONPATH PYTHONHOME
 
 BIN := .venv/bin
-CHROMIUM := $(shell which chromium chromium-browser google-chrome 2>/dev/null)
-# Without a GPU its tests are deselected; pytest's last line counts them.
-TESTS := $(if $(shell nvidia-smi -L 2>/dev/null),,-m 'not gpu')
 # In a container one is often root, and JupyterLab then wants to be told that this is meant.
 ROOT := $(if $(filter 0,$(shell id -u)),--allow-root)
 
@@ -24,10 +21,9 @@ report: setup ## Run every notebook and write reports/index.html
 test: setup ## Check everything: style, notebooks, tests
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/nbstripout --verify notebooks/*.ipynb
+	$(BIN)/nbstripout --keep-id --verify notebooks/*.ipynb
 	$(BIN)/pytest --nbmake --nbmake-timeout=300 notebooks
-	@$(if $(CHROMIUM),,printf '\n*** NO CHROMIUM FOUND: THE BROWSER TEST WILL NOT RUN (Debian: apt install chromium) ***\n\n')
-	$(BIN)/pytest $(TESTS)
+	$(BIN)/pytest
 
 lab: setup ## Open JupyterLab at 127.0.0.1
 	@$(BIN)/jupyter-lab --ip=127.0.0.1 --notebook-dir=notebooks $(ROOT)

@@ -1,5 +1,6 @@
 """The command `labkit`. Heavy modules are imported by the commands that need them: help and completion are fast."""
 
+import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -70,7 +71,9 @@ class Assignment(click.ParamType):
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
         from labkit.workflow import notebooks
 
-        chosen = ctx.params.get("chosen") or studies.NOTEBOOKS
+        # After an unfinished `-p`, click has not parsed the studies yet; every shell passes the words in COMP_WORDS.
+        words = os.environ.get("COMP_WORDS", "").split()
+        chosen = [study for word in words if (study := _study(word))] or studies.NOTEBOOKS
         found = {}
         for study in chosen:
             path = notebooks.source_path(study)

@@ -9,19 +9,24 @@ With a GPU the study is measured here and shown beside the recorded GPUs; withou
 every figure says which GPU, driver and date they are from.
 """
 
+import ast
 import json
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from html import escape
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
 from labkit import isolated, paths, studies
 from labkit.bench import machine, records, sweep
-from labkit.bench.spec import Case, Study
+from labkit.bench.spec import Case, Floor, Study
+from labkit.evidence import roofline
 from labkit.report import figures
 from labkit.workflow import lease, recorded
 
@@ -79,7 +84,9 @@ def open(name: str, source: str = "auto", gpu: str = "", processes: int = 3, **p
     there = [_recorded(study, parameters, slug) for slug in known if gpu in ("", slug)]
     shown = here + [entry for entry in there if len(entry.rows)]
     if not shown:
-        raise RuntimeError(f"{name}: nothing to show: not measured here ({problem}), and no recorded GPU has these cases")
+        raise RuntimeError(
+            f"{name}: nothing to show: not measured here ({problem}), and no recorded GPU has these cases"
+        )
     return Lab(study, parameters, shown, problem)
 
 
@@ -93,16 +100,69 @@ class Lab:
     def provenance(self) -> figures.Html:
         """What is measured here and what is replayed, and why; one row a GPU."""
         table = pd.DataFrame([self._provenance(entry) for entry in self.shown])
-        why = "" if not self.problem else f"Nothing was measured on this machine: {self.problem}."
+        why = f"Nothing was measured on this machine: {self.problem}." if self.problem else ""
         return figures.table(table, caption=f"Where the figures on this page are from. {why}".strip())
 
     def _provenance(self, entry: Shown) -> dict[str, Any]:
         first = entry.rows.iloc[0]
         absent = len(self.cases) - entry.rows.groupby(["op", "case"]).ngroups
         row = {"GPU": entry.machine.name, "figures": "measured here" if entry.here else "recorded"}
-        row |= {"date": first["utc"][:10], "driver": first["driver"], "torch": first["torch"], "Triton": first["triton"]}
-        row |= {"rows": len(entry.rows), "unusable": int((~entry.rows["ok"]).sum()), "cases absent": absent}
-        return row | {"earlier kernel": int(recorded.stale(entry.rows).sum())}
+        row |= {
+            "date": first["utc"][:10],
+            "driver": first["driver"],
+            "torch": first["torch"],
+            "Triton": first["triton"],
+        }
+        row |= {"processes": int(max(map(max, filter(len, entry.rows["run"])), default=-1)) + 1}
+        row |= {"rows": len(entry.rows), "not usable": int((~entry.rows["ok"]).sum()), "cases missing": absent}
+        return row | {"of earlier kernels": int(recorded.stale(entry.rows).sum())}
+
+    def published(self) -> figures.Html:
+        """The published numbers that this page tests, before anything is measured."""
+        rows = [
+            {"source": link(claim.source, claim.url), "claim": claim.statement, "published": claim.published}
+            | {"condition": claim.condition}
+            for claim in self.study.claims
+        ]
+        return figures.table(pd.DataFrame(rows), caption="What was published")
+
+    def floors(self, cases: Sequence[Case]) -> figures.Html:
+        """Least bytes and operations of cases, and the least time at each GPU's ceiling; columns that do not vary go."""
+        rows = []
+        for case in cases:
+            floor = self.study.floor(case)
+            row = dict(case.params) | {"MB moved": floor.bytes / 1e6, "FLOP a byte": floor.flops / floor.bytes}
+            least = {f"least µs, {e.machine.name}": self._least_us(floor, e) for e in self.shown}
+            rows.append(row | {name: us for name, us in least.items() if us == us})
+        table = pd.DataFrame(rows)
+        varying = [name for name in table if len(table) == 1 or table[name].nunique() > 1]
+        return figures.table(table[varying], "The floor of each case: bytes over the machine's measured ceiling")
+
+    @staticmethod
+    def _least_us(floor: Floor, entry: Shown) -> float:
+        path = (paths.RUNS if entry.here else paths.DATA) / entry.machine.slug / "machine.parquet"
+        if not path.exists():
+            return math.nan
+        return roofline.predict(floor, roofline.Ceilings.from_rows(records.read(path))).floor_us
+
+    @staticmethod
+    def source(module: str, *names: str) -> Any:
+        """The source of functions, highlighted; read from the file, so that it works without Triton."""
+        from IPython.display import Code
+
+        found = find_spec(module)
+        text = Path(found.origin).read_text()
+        nodes = {node.name: node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef)}
+        lines = text.splitlines()
+        parts = ["\n".join(lines[_first(nodes[name]) - 1 : nodes[name].end_lineno]) for name in names]
+        return Code("\n\n\n".join(parts), language="python")
+
+    @staticmethod
+    def show_table(table: pd.DataFrame, caption: str, formats: Mapping | None = None) -> figures.Html:
+        """A table that belongs to no GPU."""
+        if table.empty:
+            return figures.note(f"{caption} Not available: Triton is not installed here.")
+        return figures.table(table, caption, formats)
 
     def correctness(self) -> figures.Html:
         """Every variant on the study's tiny cases, here; and the largest error of the timed cases on each GPU."""
@@ -118,7 +178,9 @@ class Lab:
             where = "this machine, tiny inputs" + (", Triton's interpreter" if interpreted else "")
             row = {"where": where, "variants": tiny["variant"].nunique(), "cases": tiny["case"].nunique()}
             rows.insert(0, row | {"largest error": tiny["error"].max(), "wrong": int((~tiny["ok"]).sum())})
-        return figures.table(pd.DataFrame(rows), "Relative RMSE against the float64 reference", {"largest error": "{:.1e}"})
+        return figures.table(
+            pd.DataFrame(rows), "Relative RMSE against the float64 reference", {"largest error": "{:.1e}"}
+        )
 
     def figure(self, name: str, draw: Draw) -> "Gallery":
         """One figure a GPU. draw: that GPU's rows -> fig, alt, caption, table (the arguments of `figures.show`)."""
@@ -130,7 +192,9 @@ class Lab:
         folder = entry.machine.slug + ("-here" if entry.here else "")
         return figures.show(**parts, alt=alt, caption=caption, name=f"{self.study.name}-{name}", gpu=folder)
 
-    def table(self, make: Callable[[pd.DataFrame], pd.DataFrame], caption: str, formats: Mapping | None = None) -> "Gallery":
+    def table(
+        self, make: Callable[[pd.DataFrame], pd.DataFrame], caption: str, formats: Mapping | None = None
+    ) -> "Gallery":
         """One table a GPU, made from its rows."""
         return Gallery([figures.table(make(e.rows), f"{caption} {e.origin}", formats) for e in self.shown])
 
@@ -141,8 +205,9 @@ class Lab:
     def claims(self) -> figures.Html:
         """The published numbers, what each GPU measured, and the verdict."""
         rows = [
-            {"claim": f"{claim.source}: {claim.statement}", "published": claim.published, "GPU": entry.label}
+            {"claim": f"{claim.source}: {claim.statement}", "published": claim.published}
             | self._judged(claim, entry)
+            | {"on": entry.label}
             for claim in self.study.claims
             for entry in self.shown
         ]
@@ -151,7 +216,7 @@ class Lab:
     @staticmethod
     def _judged(claim: Any, entry: Shown) -> dict[str, Any]:
         judgement = claim.judge(entry.rows)
-        return {"measured": judgement.measured, "verdict": figures.badge(judgement.verdict), "why": judgement.why}
+        return {"verdict": figures.badge(judgement.verdict), "measured": judgement.measured, "why": judgement.why}
 
     def accesses(self, wanted: Sequence[tuple[Case, str]], capability: int = 90) -> pd.DataFrame:
         """Sectors and lines a request of every global access, derived without a GPU; empty where Triton is missing."""
@@ -166,6 +231,16 @@ class Lab:
         if find_spec("triton"):
             return compiled.for_variants(self.study.name, wanted, capabilities)
         return pd.concat([recorded_evidence(entry.rows, wanted) for entry in self.shown], ignore_index=True)
+
+
+def _first(node: ast.FunctionDef) -> int:
+    """First line of a function, decorators included."""
+    return min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+
+
+def link(text: str, url: str) -> figures.Html:
+    """A link for a table's cell."""
+    return figures.Html(f'<a href="{escape(url)}">{escape(text)}</a>', text)
 
 
 class Gallery:

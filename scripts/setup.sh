@@ -1,10 +1,10 @@
 #!/bin/sh
 # Makes .venv with the versions in requirements.lock; repairs it; does nothing when it is as it should be.
 #
-# PYTHON in the environment names the interpreter; without it, that of .venv stays, or else the first new enough is taken.
-# The stamp .venv/labkit.stamp is written last. Its first line says which folder and Python .venv is for: if that is wrong,
-# or there is no stamp because a set-up was interrupted, .venv is made anew, since pip takes a half-installed package for a
-# whole one. Its second line is a checksum of what is to be installed: if only that differs, pip updates.
+# PYTHON in the environment names the interpreter; without it that of .venv stays, or else the first new enough.
+# The stamp .venv/labkit.stamp is written last. Its first line says which folder and Python .venv is for: if that is
+# wrong, or there is no stamp because a set-up was interrupted, .venv is made anew, since pip takes a half-installed
+# package for a whole one. Its second line is a checksum of what is to be installed: if only that differs, pip updates.
 set -eu
 cd "$(dirname "$0")/.."
 unset PYTHONPATH PYTHONHOME # packages found there would count as installed
@@ -61,7 +61,7 @@ install() {
             /^FAILED$/ { failed = 1; next }
             { print > out }
             /^ *Downloading .*MB\)/ { sub(/^ *Downloading ([^ ]*\/)?/, "    "); print; fflush() }
-            /^Installing collected/ { print "    installing " NF - 3 " packages"; fflush() }
+            /^Installing collected/ { print "    installing packages: " NF - 3; fflush() }
             END { exit failed }' && return
     tail -n 20 "$log" >&2
     fail "pip could not install; its whole output is in $log"

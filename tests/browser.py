@@ -1,4 +1,4 @@
-"""Headless Chromium through its DevTools protocol, and a checker of pages: what would a reader's browser complain of?"""
+"""Headless Chromium through its DevTools protocol, and a checker: what would a reader's browser complain of?"""
 
 import json
 import os
@@ -15,10 +15,19 @@ import websocket
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 FLAGS = (
-    "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
-    "--disable-component-update --disable-sync --disable-dev-shm-usage --hide-scrollbars "
-    "--remote-debugging-port=0 --remote-allow-origins=*"
-).split()
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--disable-dev-shm-usage",
+    "--hide-scrollbars",
+    "--remote-debugging-port=0",
+    "--remote-allow-origins=*",
+)
 WIDTHS, SCHEMES = (1280, 390), ("light", "dark")
 INSIDE = ("file", "data", "about", "blob")
 
@@ -87,7 +96,9 @@ class Browser:
         """Load a page; what `SCRIPT` finds on it."""
         self.call("Page.navigate", url="about:blank")
         self._until_loaded()
-        self.call("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=width < 600)
+        self.call(
+            "Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=width < 600
+        )
         self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
         self.events.clear()
         self.call("Page.navigate", url=page.resolve().as_uri())
@@ -163,4 +174,6 @@ def _wait(read: Any, process: subprocess.Popen, seconds: float = 60) -> str:
         except (OSError, IndexError):
             time.sleep(0.05)
     process.kill()
-    raise RuntimeError(f"the browser did not start (exit code {process.poll()}, pid {process.pid}, {os.uname().sysname})")
+    raise RuntimeError(
+        f"the browser did not start (exit code {process.poll()}, pid {process.pid}, {os.uname().sysname})"
+    )

@@ -1,4 +1,4 @@
-"""Markers, shared fixtures, and a loud line for every kind of test that this machine could not run."""
+"""Shared fixtures, and a loud line for every kind of test that this machine could not run."""
 
 from pathlib import Path
 
@@ -8,10 +8,6 @@ from labkit import paths
 
 NO_BROWSER = "no Chromium on this machine: the pages were not opened in a browser"
 NO_GPU = "no CUDA device: the GPU tests did not run"
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "gpu: needs a CUDA device")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -18,8 +18,8 @@ def copy(n=4096, block=128, stride=1, dtype="float32", num_warps=1, offset=0):
     """y = x[::stride], x starting `offset` elements after an aligned address."""
     x = torch.zeros(n * stride + offset, dtype=getattr(torch, dtype))[offset:]
     y = torch.zeros(n, dtype=x.dtype)
-    constants = {"BLOCK": block, "STRIDE": stride}
-    return Launch(_copy_kernel, (triton.cdiv(n, block),), {"x": x, "y": y, "n": n} | constants, {"num_warps": num_warps})
+    args = {"x": x, "y": y, "n": n, "BLOCK": block, "STRIDE": stride}
+    return Launch(_copy_kernel, (triton.cdiv(n, block),), args, {"num_warps": num_warps})
 
 
 @triton.jit
@@ -81,10 +81,9 @@ def _branch_kernel(x, y, flags, BLOCK: tl.constexpr, STEPS: tl.constexpr):
     shift = 0
     for step in range(STEPS):
         shift += step + flag
-    if flag > 5:
-        start = shift
-    else:
-        start = pid * BLOCK
+    start = pid * BLOCK
+    if flag > 5:  # with a load inside, the compiler keeps it as a branch
+        start = shift + tl.load(flags)
     value = _load_twice(x + start + i)
     tl.store(y + pid * BLOCK + i, value)
 
@@ -109,3 +108,14 @@ def _spill_kernel(x, y, N: tl.constexpr):
 def spill(n=128):
     """Two whole tiles in the registers of one warp: more than there are."""
     return Launch(_spill_kernel, (1,), {"x": torch.zeros(n, n), "y": torch.zeros(n, n), "N": n}, {"num_warps": 1})
+
+
+@triton.jit
+def _float_kernel(x, y):
+    i = tl.arange(0, 32)
+    tl.store(y + tl.exp(tl.load(x + i)).to(tl.int32), i)
+
+
+def address_from_floats():
+    """Stores to where the exponentials of loaded values say: nothing that an address should depend on."""
+    return Launch(_float_kernel, (1,), {"x": torch.zeros(32), "y": torch.zeros(32, dtype=torch.int32)})

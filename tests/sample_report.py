@@ -50,9 +50,13 @@ def notebook(*, error: bool = False) -> NotebookNode:
     cells = [
         v4.new_markdown_cell("# State layout of *decode*\n\nWhich layout, and [the machine](00_machine.ipynb#launch)?"),
         code('source: str = "auto"  # auto, measure or recorded', tags=("parameters",)),
-        v4.new_markdown_cell(f"## Claim & source\n\n`{LONG.replace(' ', '_')}`\n\nSee [upstream](https://example.org/x)."),
+        v4.new_markdown_cell(
+            f"## Claim & source\n\n`{LONG.replace(' ', '_')}`\n\nSee [upstream](https://example.org/x)."
+        ),
         code(f"x = '{LONG}'  # a long line", v4.new_output("stream", name="stdout", text=LONG + "\n")),
-        v4.new_markdown_cell("## Measurement\n\n| layout | tile |\n|---|---|\n| `[V, K]` | 8 |\n\n- one\n- two\n\n### Detail"),
+        v4.new_markdown_cell(
+            "## Measurement\n\n| layout | tile |\n|---|---|\n| `[V, K]` | 8 |\n\n- one\n- two\n\n### Detail"
+        ),
         code("show(lines)", shown("lines", lines, df)),
         code("show(bars)", shown("bars", bars, figures.table(wide, "A wide table", {"us": "{:.1f}"}))),
         code("widgets()", output("<b>SLIDER</b>"), tags=("lab-only",)),
@@ -61,7 +65,9 @@ def notebook(*, error: bool = False) -> NotebookNode:
         code("frame", output(wide._repr_html_())),
     ]
     if error:
-        raised = v4.new_output("error", ename="ValueError", evalue="batch is <0>", traceback=["\x1b[31mValueError\x1b[0m"])
+        raised = v4.new_output(
+            "error", ename="ValueError", evalue="batch is <0>", traceback=["\x1b[31mValueError\x1b[0m"]
+        )
         cells.insert(4, code("raise ValueError", raised))
     return v4.new_notebook(
         cells=cells, metadata={"language_info": {"name": "python", "pygments_lexer": "ipython3"}, "title": ""}
@@ -71,7 +77,9 @@ def notebook(*, error: bool = False) -> NotebookNode:
 def write(folder: Path) -> Path:
     """A whole report: index, two pages. Returns its folder."""
     entries = [
-        pages.StudyEntry("What this GPU can do", "Ceilings and launch cost.", "00_machine.html", "recorded on NVIDIA H100"),
+        pages.StudyEntry(
+            "What this GPU can do", "Ceilings and launch cost.", "00_machine.html", "recorded on NVIDIA H100"
+        ),
         pages.StudyEntry("State layout of decode", "Is [V, K] faster?", "01_layout.html", "measured here", failed=True),
     ]
     machine = v4.new_notebook(cells=[v4.new_markdown_cell("# What this GPU can do\n\n## launch\n\nText.")])
@@ -99,12 +107,14 @@ def claims() -> list[pages.ClaimRow]:
             url="https://github.com/sgl-project/sglang/pull/20283",
             statement="State [V, K] <makes> decode faster than [K, V]",
             condition="H100, Qwen3-Next, fp32 state",
-            published="7–8 % of the whole step",
+            published="7 to 8 % of the whole step",
             judge=lambda rows: None,
         )
 
     good = pages.Result(spec.Judgement("reproduced", "1.09 [1.08, 1.10]", "contiguous runs of 256 elements, not 8"))
-    bad = pages.Result(spec.Judgement("not reproduced", "1.00 [0.99, 1.01]", "both layouts reach 97 %"), earlier_kernel=True)
+    bad = pages.Result(
+        spec.Judgement("not reproduced", "1.00 [0.99, 1.01]", "both layouts reach 97 %"), earlier_kernel=True
+    )
     weak = pages.Result(spec.Judgement("consistent", "estimated 6.1 %", "decode is 71 % of the step, its ratio 1.09"))
     no = pages.Result(None, error="no rows for batch 64")
     h100, h200 = "nvidia-h100-80gb-hbm3", "nvidia-h200"

@@ -1,4 +1,4 @@
-"""Pages in a real browser: nothing missing, nothing requested from outside, readable wide and narrow, light and dark."""
+"""Pages in a real browser: nothing missing, nothing from outside, readable wide and narrow, in light and in dark."""
 
 import os
 import socket
@@ -9,12 +9,15 @@ import browser as driver
 import pytest
 from conftest import NO_BROWSER
 
+pytestmark = pytest.mark.browser
+
 GOOD = """<!DOCTYPE html><html lang="en"><head><meta name="viewport" content="width=device-width"><title>t</title>
 <style>body { background: white } @media (prefers-color-scheme: dark) { body { background: black } }</style></head>
 <body><h1 id="top">Page</h1><a href="#top">up</a> <a href="https://example.org">a plain link</a>
-<img alt="A square" width="200" src="data:image/svg+xml,%3Csvg xmlns='http://www.w3.org/2000/svg' width='9' height='9'/%3E">
+<img alt="A square" width="200"
+src="data:image/svg+xml,%3Csvg xmlns='http://www.w3.org/2000/svg' width='9' height='9'/%3E">
 </body></html>"""
-SQUARE = "<img alt=\"A square\""
+SQUARE = '<img alt="A square"'
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +68,7 @@ def test_checker_passes_a_good_page(browser: driver.Browser, tmp_path: Path) -> 
         (SQUARE, "<img style='display:none' alt='A square'", "invisible image"),
         ("#top", "#bottom", "anchor that is not there"),
         ("#top", "gone.html", "dead link"),
-        ("</body>", "<pre style='width:600px'>wide</pre>", "at 390 px, light: 600"),
+        ("</body>", "<pre style='width:600px'>wide</pre>", "at 390 px, light: 608"),
         ('<meta name="viewport" content="width=device-width">', "", "at 390 px, light: 980"),
         ("black", "white", "in light and in dark"),
     ],

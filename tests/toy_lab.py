@@ -15,7 +15,7 @@ import labkit
 from labkit import paths, studies
 
 CODE = Path(labkit.__file__).resolve().parents[1]
-NOTEBOOKS = {"machine": "00_machine", "layers": "01_layers"}
+NOTEBOOKS = {"ground": "00_ground", "layers": "01_layers"}
 GPU, SLUG = "NVIDIA Made-Up 9", "nvidia-made-up-9"
 
 PARAMETERS = """\
@@ -30,7 +30,7 @@ scale: float = 1.0  # a number
 deep: bool = False  # a switch
 label: str = "x"  # a text
 """
-ONLY_MACHINE = """\
+ONLY_GROUND = """\
 sizes: list[int] = [1, 2]  # MiB
 """
 
@@ -68,7 +68,7 @@ RULES = """{
     "batches": list_of(integer(1, 64)), "states": list_of(one_of("fp32", "bf16")), "scale": lambda value: None,
     "deep": one_of(True, False), "label": lambda value: None,
 }"""
-ONLY_MACHINE_RULES = '{"sizes": list_of(integer(1, 64))}'
+ONLY_GROUND_RULES = '{"sizes": list_of(integer(1, 64))}'
 
 DRIVER = """
 import os, sys
@@ -79,7 +79,7 @@ studies.NOTEBOOKS.clear()
 studies.NOTEBOOKS.update(NOTEBOOKS)
 if os.environ.get("TOY_MEASURES"):
     from labkit.workflow import notebooks
-    notebooks.why_not_measure = lambda: ""
+    notebooks.why_not_measure, notebooks.FIRST = lambda: "", "ground"
 from labkit.cli import main
 main(prog_name="labkit")
 """
@@ -96,17 +96,17 @@ def nvmlSystemGetDriverVersion(): return "1.2"
 
 
 class Toy:
-    """The toy lab in `root`. Its studies are called `machine` and `layers`."""
+    """The toy lab in `root`. Its studies are called `ground` and `layers`."""
 
     def __init__(self, root: Path):
         self.root = root
-        for name, rules, claims in (("machine", ONLY_MACHINE_RULES, "()"), ("layers", RULES, CLAIMS)):
+        for name, rules, claims in (("ground", ONLY_GROUND_RULES, "()"), ("layers", RULES, CLAIMS)):
             text = STUDY.replace("NAME", name).replace("RULES", rules).replace("CLAIMS", claims)
             self.write(f"toys/{name}/study.py", text)
             self.write(f"toys/{name}/__init__.py", "")
         self.write("driver.py", DRIVER.replace("NOTEBOOKS)", f"{NOTEBOOKS!r})"))
         self.write("nvml/pynvml.py", NVML)
-        self.notebook("machine", "print(sizes)", parameters=PARAMETERS + ONLY_MACHINE)
+        self.notebook("ground", "print(sizes)", parameters=PARAMETERS + ONLY_GROUND)
         self.notebook("layers", "print(batches)", parameters=PARAMETERS + MORE)
 
     def write(self, name: str, text: str) -> Path:
@@ -125,8 +125,8 @@ class Toy:
             v4.new_code_cell(parameters, metadata={"tags": ["parameters"]}),
             *(v4.new_code_cell(textwrap.dedent(source)) for source in code),
         ]
-        book = v4.new_notebook(cells=cells, metadata={"kernelspec": {"name": "python3", "language": "python"}})
-        book.metadata["kernelspec"]["display_name"] = "Python 3"
+        kernel = {"name": "python3", "language": "python", "display_name": "Python 3"}
+        book = v4.new_notebook(cells=cells, metadata={"kernelspec": kernel})
         self.write(f"notebooks/{NOTEBOOKS[study]}.ipynb", json.dumps(book))
 
     def executed(self, study: str) -> str:
@@ -193,6 +193,7 @@ class Toy:
             folder = getattr(paths, name).relative_to(paths.ROOT)
             monkeypatch.setattr(paths, name, self.root / folder)
         monkeypatch.setattr(paths, "ROOT", self.root)
+        monkeypatch.setenv("LABKIT_ROOT", str(self.root))  # for the processes that this one starts
 
 
 MACHINE = {

@@ -169,6 +169,7 @@ class CudaDevice:
 
         self.torch = torch
         self.machine = this_machine()
+        self.torch_device = torch.device("cuda")
         self.stream = torch.cuda.Stream()
 
     def prepare(self, calls: Sequence[Callable[[], Any]], mode: str) -> Timed:
@@ -212,6 +213,11 @@ class CudaDevice:
         return [
             round(1e6 * start.elapsed_time(end) / item.calls) for item, (start, end) in zip(timed, marks, strict=True)
         ]
+
+    def recover(self) -> None:
+        """Free what a failed variant held; raises, and so ends the process, if it broke the GPU's context."""
+        self.torch.cuda.empty_cache()
+        self.torch.cuda.synchronize()
 
     def state(self) -> State:
         """Clock and throttle reasons, from NVML."""

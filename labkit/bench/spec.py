@@ -81,6 +81,7 @@ class Floor:
     """The least work of a case: bytes through device memory, and floating-point operations.
 
     set_bytes: bytes of one buffer set, which decides how many sets make the L2 cold (defaults to `bytes`).
+    hot_at_any_size: time hot rows even where a set is larger than half the L2 (elsewhere they would repeat the cold).
     limit:     which ceiling bounds it: "read", "in_place", "copy", "bf16", "fp16", "fp8" or "int8"; empty where the case
                is itself the measurement of a ceiling, and nothing is predicted.
     """
@@ -89,6 +90,7 @@ class Floor:
     flops: int = 0
     limit: str = "in_place"
     set_bytes: int | None = None
+    hot_at_any_size: bool = False
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ pointers of one program are evaluated with the arguments of a `Launch`, and the 
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ import pandas as pd
 
 from labkit.bench.spec import Case
 from labkit.evidence import compiled, workers
-from labkit.evidence.ttgir import Evaluator, Module, Op, Unsupported, lane_offsets
+from labkit.evidence.ttgir import Evaluator, Module, Op, Place, Unsupported, lane_offsets
 from labkit.launch import Launch
 
 SECTOR = 32
@@ -39,7 +39,9 @@ class Access:
 
     kind:         "load", "async copy" (global to shared memory) or "store"; "atomic" and "descriptor" (the copy engine)
                   are named only, their figures are NaN.
-    file, line, text: the source line; of a helper, the innermost line that is not Triton's own.
+    tensor:       the kernel parameter whose memory it is; empty if no lane is active.
+    file, line, text: the source line; of a helper, the innermost line that is not Triton's own, and in `call` the text
+                  of the kernel's own line that calls it.
     dtype:        element, as the compiler calls it (f32, bf16, i32).
     bits:         bits a thread moves with one instruction; bits_from "ptx", or "addresses" if PTX names no width there.
     instructions: a thread's.
@@ -56,6 +58,8 @@ class Access:
     line: int
     text: str
     dtype: str
+    call: str = ""
+    tensor: str = ""
     bits: float = _NAN
     bits_from: str = ""
     instructions: float = _NAN
@@ -72,9 +76,7 @@ class Access:
     note: str = ""
 
 
-def requests(
-    launch: Launch, capability: int | None = 90, program: tuple[int, int, int] = (0, 0, 0)
-) -> list[Access]:
+def requests(launch: Launch, capability: int | None = 90, program: tuple[int, int, int] = (0, 0, 0)) -> list[Access]:
     """The global loads and stores of a launch as its program `program` makes them, in the order of the code.
 
     Compiles for `capability` without a GPU, or for the active GPU if None. Index tensors are read, so they hold what
@@ -96,20 +98,19 @@ def _kind(op: Op) -> str | None:
 
 def _access(op: Op, kind: str, evaluator: Evaluator, widths: Mapping[Any, set[int]]) -> Access:
     chain = evaluator.module.places(op.location)
-    file, line, text = _source(chain)
-    known = {"kind": kind, "file": file, "line": line, "text": text, "dtype": "" if kind == "descriptor" else op.element}
+    known = {"kind": kind, "dtype": "" if kind == "descriptor" else op.element} | _source(chain)
     if kind in ("descriptor", "atomic"):
         return Access(**known, note="lanes not derived")
-    executions = evaluator.executions(op)
-    if executions == 0:
-        return Access(**known, executions=0, note="this program does not come here")
-    note = "first iteration of a loop" if any(parent.name == "scf.for" for parent, _ in op.above()) else ""
-    addresses, mask = evaluator.addresses(op)
-    lanes = _lanes(evaluator.module, op, addresses, mask, kind == "store")
-    size = op.itemsize
+    known["executions"] = evaluator.executions(op)
+    if known["executions"] == 0:
+        return Access(**known, note="this program does not come here")
+    in_loop = any(parent.name == "scf.for" for parent, _ in op.above())
+    known["note"] = "first iteration of a loop" if in_loop else ""
+    addresses, active = _lanes(evaluator.module, op, *evaluator.addresses(op), kind == "store")
     place = tuple((Path(name).name, row, column) for name, row, column in chain)
-    bits, bits_from = _width(*lanes, size, widths.get((kind, place), set()), op)
-    return Access(**known, **_count(*lanes, size, bits // 8), bits=bits, bits_from=bits_from, executions=executions, note=note)
+    bits, bits_from = _width(addresses, active, op, widths.get((kind, place), set()))
+    known |= {"tensor": evaluator.owner(addresses[active]), "bits": bits, "bits_from": bits_from}
+    return Access(**known, **_count(addresses, active, op.itemsize, bits // 8))
 
 
 def _lanes(
@@ -126,16 +127,14 @@ def _lanes(
     return addresses[index], active
 
 
-def _width(
-    addresses: np.ndarray, active: np.ndarray, size: int, emitted: set[int], op: Op
-) -> tuple[int, str]:
+def _width(addresses: np.ndarray, active: np.ndarray, op: Op, emitted: set[int]) -> tuple[int, str]:
     """Bits a thread moves at once: of the widths in PTX (else of all up to 128) the widest that the addresses allow."""
     registers = addresses.shape[1]
     for bits in sorted(emitted or {8, 16, 32, 64, 128}, reverse=True):
-        count = bits // 8 // size
-        if count and registers % count == 0 and _contiguous(addresses, active, size, count):
+        count = bits // 8 // op.itemsize
+        if count and registers % count == 0 and _contiguous(addresses, active, op.itemsize, count):
             return bits, "ptx" if emitted else "addresses"
-    raise Unsupported(f"{op.name} in {op.kernel}: PTX moves {sorted(emitted)} bits a thread, its addresses are apart")
+    raise op.unsupported(f"moves {sorted(emitted)} bits a thread in PTX, but its addresses are further apart")
 
 
 def _contiguous(addresses: np.ndarray, active: np.ndarray, size: int, count: int) -> bool:
@@ -176,14 +175,18 @@ def _units(starts: np.ndarray, width: int, unit: int) -> np.ndarray:
     return np.unique(np.concatenate([starts // unit, (starts + width - 1) // unit]))
 
 
-def _source(chain: Sequence[tuple[str, int, int]]) -> tuple[str, int, str]:
-    """File name, line and text of the innermost place that is not in Triton's own library."""
-    own = [place for place in chain if "/triton/language/" not in place[0]] or list(chain)
-    if not own:
-        return "", 0, ""
+def _source(chain: Sequence[Place]) -> dict[str, Any]:
+    """File name, line and text of the innermost place that is not in Triton's own library; text of the outermost."""
+    own = [place for place in chain if "/triton/language/" not in place[0]] or [("", 0, 0)]
     file, line, _ = own[0]
-    lines = Path(file).read_text().splitlines() if Path(file).is_file() else []
-    return Path(file).name, line, lines[line - 1].strip() if line <= len(lines) else ""
+    text, call = _line(own[0]), _line(own[-1])
+    return {"file": Path(file).name, "line": line, "text": text, "call": call if len(own) > 1 else ""}
+
+
+def _line(place: Place) -> str:
+    path = Path(place[0])
+    lines = path.read_text().splitlines() if path.is_file() else []
+    return lines[place[1] - 1].strip() if place[1] <= len(lines) else ""
 
 
 _PLACE = re.compile(r"([^\s@\[\]]+):(\d+):(\d+)")
@@ -200,7 +203,8 @@ def _ptx_widths(ptx: str) -> dict[tuple[str, tuple], set[int]]:
     place: tuple = ()
     for line in ptx.splitlines():
         if "\t.loc\t" in line:
-            place = tuple((name, int(row), int(column)) for name, row, column in _PLACE.findall(line.partition("//")[2]))
+            chain = _PLACE.findall(line.partition("//")[2])
+            place = tuple((name, int(row), int(column)) for name, row, column in chain)
         elif match := _CP_ASYNC.search(line):
             found.setdefault(("async copy", place), set()).add(int(match[1], 0) * 8)
         else:
@@ -208,6 +212,24 @@ def _ptx_widths(ptx: str) -> dict[tuple[str, tuple], set[int]]:
                 if match := pattern.search(line):
                     found.setdefault((kind, place), set()).add(int(match[1] or 1) * int(match[2]))
     return found
+
+
+_KEPT = (
+    "kind", "tensor", "line", "text", "call", "bits", "requests", "sectors", "lines", "sectors_total", "sectors_unique",
+    "bytes_used", "executions",
+)  # fmt: skip
+
+
+def summary(launch: Launch) -> list[dict[str, Any]]:
+    """Those accesses with figures of the kernel that runs on the active GPU, as they are kept in a row's evidence.
+
+    An access pattern that cannot be derived is one entry with its reason, since it must not stop a measurement.
+    """
+    try:
+        found = requests(launch, None)
+    except (Unsupported, IndexError) as problem:
+        return [{"kind": "unknown", "text": str(problem)}]
+    return [{name: getattr(one, name) for name in _KEPT} for one in found if not math.isnan(one.requests)]
 
 
 def table(
@@ -235,17 +257,4 @@ def for_variants(
     program: tuple[int, int, int] = (0, 0, 0),
 ) -> pd.DataFrame:
     """`table` for variants of a study, (case, variant name) each: columns op, case, variant and those of `Access`."""
-    ask: Callable[[Mapping[str, compiled.Source]], pd.DataFrame] = lambda sources: table(sources, capability, program)  # noqa: E731
-    return compiled.with_cases(study_name, wanted, ask)
-
-
-def summary(launch: Launch) -> list[dict[str, Any]]:
-    """The accesses of the kernel that runs on the active GPU, as they are kept in a row's evidence.
-
-    An access pattern that cannot be derived is an entry with its reason, since it must not stop a measurement.
-    """
-    kept = ("kind", "line", "text", "bits", "requests", "sectors", "lines", "sectors_total", "sectors_unique", "bytes_used")
-    try:
-        return [{name: getattr(one, name) for name in kept} for one in requests(launch, None)]
-    except (Unsupported, IndexError) as problem:
-        return [{"kind": "unknown", "text": str(problem)}]
+    return compiled.with_cases(study_name, wanted, lambda sources: table(sources, capability, program))

@@ -97,9 +97,10 @@ def describe(compiled: Any) -> dict[str, Any]:
     """What is in a compiled kernel (Triton's CompiledKernel), as a JSON object.
 
     arch (90 for sm_90), triton, num_warps, num_stages; registers a thread; spill_bytes of stack a thread, with the
-    instructions that move them in spill_stores and spill_loads; shared_bytes a CTA (Triton's are all dynamic); loads and stores of global memory: instructions by bits a thread ("tma" and "bulk" where the copy engine does it);
-    atomics, shuffles, barriers (of a CTA), matrix (instructions by mnemonic) and instructions, each as it stands in the
-    code, however often it runs.
+    instructions that move them in spill_stores and spill_loads; shared_bytes a CTA (Triton's are all dynamic); loads
+    and stores of global memory: instructions by bits a thread ("tma" and "bulk" where the copy engine does it);
+    atomics, shuffles, barriers (of a CTA), matrix (instructions by mnemonic) and instructions: each counted as it
+    stands in the code, however often it runs.
     FileNotFoundError if Triton's cuobjdump is missing, RuntimeError if it fails.
     """
     meta = compiled.metadata
@@ -148,7 +149,7 @@ _ATOMICS = {"ATOM", "ATOMG", "RED", "REDG", "UTMAREDG"}
 
 
 def parse(listing: str) -> dict[str, Any]:
-    """The counts of `describe` from what `cuobjdump -res-usage -sass` prints. ValueError if there is no kernel in it."""
+    """The counts of `describe` from what `cuobjdump -res-usage -sass` prints. ValueError if no kernel is in it."""
     resources = _RESOURCES.findall(listing)
     names = [name for name in _INSTRUCTION.findall(listing) if name != "NOP"]
     if not resources or not names:
@@ -189,7 +190,7 @@ def table(sources: Mapping[str, Source], capabilities: Sequence[int] = CAPABILIT
     """`evidence` of many kernels, compiled in worker processes and kept on disk; works beside a GPU or without.
 
     sources: name -> source.
-    One row a source and capability: columns source, capability and those of `evidence`. isolated.Failure if one fails.
+    One row a source and capability: columns source, capability and those of `evidence`. IsolatedError if one fails.
     """
     wanted = [(name, capability) for name in sources for capability in capabilities]
     requests = [{"source": list(sources[name]), "capability": capability} for name, capability in wanted]
@@ -220,8 +221,10 @@ def for_variants(
 ) -> pd.DataFrame:
     """`table` for variants of a study: one row for every (case, variant name) and capability.
 
+    Every case is prepared on the CPU at its full size: ask for small batches where the code does not depend on it.
+
     Columns op, case, variant, capability and those of `evidence`. KeyError for an unknown study or variant;
-    isolated.Failure for a variant that is a library call and so has no kernel of its own.
+    isolated.IsolatedError for a variant that is a library call and so has no kernel of its own.
     """
     return with_cases(study_name, wanted, lambda sources: table(sources, capabilities))
 
@@ -229,7 +232,7 @@ def for_variants(
 def with_cases(
     study_name: str, wanted: Sequence[tuple[Case, str]], ask: Callable[[Mapping[str, Source]], pd.DataFrame]
 ) -> pd.DataFrame:
-    """What `ask` answers for the launches of (case, variant name), its column `source` replaced by op, case, variant."""
+    """What `ask` answers for the sources of (case, variant name), its column `source` replaced by op, case, variant."""
     known = studies.load(study_name)
     for case, name in wanted:
         if name not in (names := [variant.name for variant in known.variants(case)]):

@@ -94,22 +94,24 @@ class Ceilings:
     def from_rows(cls, rows: pd.DataFrame) -> "Ceilings":
         """From the rows of study `machine` (columns as in bench.records), of one GPU.
 
-        Counts rows that are ok with op "ceiling" (case: what, and mib or n) and op "launch" (case: what "empty").
-        Of several variants of one size the one with the least median counts.
+        Counts rows that are ok and no control: op "ceiling" (case: what, and mib or n), replayed from a graph, and op
+        "launch" (case: what "empty"). Of several variants of one size the one with the least median counts.
         """
         points: dict[tuple[str, str], dict[int, float]] = {}
         flops: dict[str, float] = {}
         launches: dict[str, float] = {}
         for row in rows.to_dict("records"):
-            if not row["ok"] or not len(row["samples_ns"]):
+            if not row["ok"] or row["role"] == "control" or not len(row["samples_ns"]):
                 continue
             us = float(np.median(row["samples_ns"])) / 1e3
             what = json.loads(row["case"])["what"]
             if row["op"] == "launch" and what == "empty":
                 launches[row["mode"]] = min(us, launches.get(row["mode"], math.inf))
-            elif row["op"] == "ceiling" and what in MATRIX:
+            elif row["op"] != "ceiling" or row["mode"] != "graph":
+                continue
+            elif what in MATRIX:
                 flops[what] = max(row["floor_flops"] / us * 1e6, flops.get(what, 0.0))
-            elif row["op"] == "ceiling" and what in MEMORY:
+            elif what in MEMORY:
                 curve = points.setdefault((what, row["cache"]), {})
                 size = int(row["floor_bytes"])
                 curve[size] = min(us, curve.get(size, math.inf))
@@ -174,8 +176,11 @@ def predict(
 
     Moving bytes: from the measured curve of time against bytes of `floor.limit`. Matrix products: one launch plus
     FLOPs at the ceiling, or plus the bytes at the best read rate if that is longer. If `ctas`, `sms` and `per_sm` are
-    known and fill the GPU more than once, all beyond one launch grows by the last wave's empty part.
+    known and fill the GPU more than once, all beyond one launch grows by the last wave's empty part. All NaN if the
+    ceiling was not measured or the floor has no limit ("").
     """
+    if not floor.limit:
+        return Prediction(math.nan, math.nan, math.nan)
     best = ceilings.best(floor.limit, cache)
     launch = ceilings.launches.get(mode, math.nan)
     if floor.limit in MATRIX:

@@ -33,7 +33,7 @@ class Unsupported(NotImplementedError):
 
 @dataclass(eq=False)
 class Op:
-    """One operation. text: what follows its name, types included, without its location; block: its label in `region`."""
+    """One operation. text: what follows its name, with types, without location; block: label in `region`."""
 
     name: str
     text: str
@@ -113,7 +113,7 @@ class Region:
 
 @dataclass
 class Module:
-    """A compiled kernel's TTGIR. parameters: (value, kernel parameter, type); preamble: what types refer to."""
+    """A compiled kernel's TTGIR. parameters: (value, type, kernel parameter); preamble: what types refer to."""
 
     kernel: str = ""
     header: str = ""
@@ -237,6 +237,11 @@ class Evaluator:
         mask = self._value(name, frame) if name else True
         return address, np.broadcast_to(mask, address.shape)
 
+    def owner(self, addresses: np.ndarray) -> str:
+        """Name of the kernel parameter in whose memory the addresses are."""
+        names = ["", *self.launch.args]
+        return " or ".join(names[space] for space in np.unique(addresses >> _SPACE) if 0 < space < len(names))
+
     def executions(self, op: Op) -> float:
         """How often the program runs an operation; NaN if that cannot be evaluated."""
         try:
@@ -353,10 +358,11 @@ class Evaluator:
 
         address, mask = np.asarray(address), np.broadcast_to(mask, np.shape(address))
         found = np.broadcast_to(np.asarray(other, _DTYPES.get(op.element, np.float32)), address.shape).copy()
-        for space in np.unique(address[mask] >> _SPACE):
+        tensors = dict(enumerate(self.launch.args.values(), 1))
+        for space in map(int, np.unique(address[mask] >> _SPACE)):
             here = mask & (address >> _SPACE == space)
-            tensor = list(self.launch.args.values())[space - 1] if 0 < space <= len(self.launch.args) else torch.empty(0)
-            index = (address[here] - (int(space) << _SPACE)) // tensor.element_size()
+            tensor = tensors.get(space, torch.empty(0))
+            index = (address[here] - (space << _SPACE)) // tensor.element_size()
             items = tensor.untyped_storage().nbytes() // tensor.element_size()
             if index.min() < 0 or index.max() >= items:
                 raise IndexError(
@@ -365,7 +371,6 @@ class Evaluator:
             values = tensor.as_strided((items,), (1,), 0)[torch.from_numpy(index).to(tensor.device)]
             found[here] = (values.float() if values.is_floating_point() else values).cpu().numpy()
         return found
-
 
 
 def _compute(op: Op, args: list[Any]) -> Any:
@@ -424,7 +429,9 @@ _BINARY: dict[str, Callable[..., Any]] = {
 _UNSIGNED = {
     "divui": np.floor_divide, "remui": np.remainder, "shrui": np.right_shift, "maxui": np.maximum, "minui": np.minimum,
 }  # fmt: skip
-_COMPARE = {"lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal, "eq": np.equal, "ne": np.not_equal}
+_COMPARE = {
+    "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal, "eq": np.equal, "ne": np.not_equal,
+}  # fmt: skip
 _CASTS = ("extsi", "trunci", "index_cast", "sitofp", "fptosi", "extf", "truncf")
 
 
@@ -469,7 +476,8 @@ def lane_offsets(module: Module, op: Op) -> tuple[tuple[np.ndarray, ...], np.nda
     """
     layout = _linear_layout(module, op)
     kept = [base for base in layout.reg_bases if any(base)]
-    warps, registers, lanes = (_span(bases, len(op.pointer_shape)) for bases in (layout.warp_bases, kept, layout.lane_bases))
+    dims = len(op.pointer_shape)
+    warps, registers, lanes = (_span(bases, dims) for bases in (layout.warp_bases, kept, layout.lane_bases))
     offsets = warps[:, None, None] ^ registers[None, :, None] ^ lanes[None, None]
     first = _first_of(layout.warp_bases)[:, None, None] & _first_of(layout.lane_bases)[None, None]
     return tuple(np.moveaxis(offsets, -1, 0)), np.broadcast_to(first, offsets.shape[:-1])

@@ -25,7 +25,7 @@ def ask(function: str, requests: Sequence[Mapping[str, Any]], modules: Sequence[
     """What "module:function" answers to each request (its keyword arguments), in their order.
 
     requests and answers are JSON. modules: modules outside the lab whose source the answers depend on.
-    At most as many processes as there are cores, none of which sees a GPU. isolated.Failure if a call fails; the
+    At most as many processes as there are cores, none of which sees a GPU. isolated.IsolatedError if a call fails; the
     answers that were there before stay on disk.
     """
     stamp = _stamp(modules)

@@ -37,7 +37,9 @@ def memory_curve(rows: pd.DataFrame) -> Mapping[str, Any]:
         table, "mib", "tbs", "kind", panel="cache", logx=True, xlabel="size of the tensor, MiB", ylabel="TB/s, all bytes moved",
         title="What memory gives, by size",
     )  # fmt: skip
-    caption = f"Bytes read and written per second. Best cold rates: {ends}. Hot buffers are the same in every call; their "
+    caption = (
+        f"Bytes read and written per second. Best cold rates: {ends}. Hot buffers are the same in every call; their "
+    )
     caption += "rows end where a buffer no longer fits in half the L2."
     return {"fig": fig, "alt": f"Lines of bandwidth against tensor size, cold and hot. Cold maxima: {ends}.",
             "caption": caption, "table": table}  # fmt: skip
@@ -53,7 +55,9 @@ def matrix_rates(rows: pd.DataFrame) -> Mapping[str, Any]:
     fig = figures.bars(
         table, "what", "tflops", "size", xlabel="operands", ylabel="TFLOP/s (int8: Top/s)", title="What the matrix units give"
     )  # fmt: skip
-    caption = f"Square products of random data through PyTorch; best TFLOP/s: {best}. Zeros would run faster and mean less."
+    caption = (
+        f"Square products of random data through PyTorch; best TFLOP/s: {best}. Zeros would run faster and mean less."
+    )
     shown = table[["what", "size", "us", "tflops"]]
     return {"fig": fig, "alt": f"Bars of matrix throughput by type; best: {best}.", "caption": caption, "table": shown}
 
@@ -68,14 +72,21 @@ def launch_cost(rows: pd.DataFrame) -> Mapping[str, Any]:
         table, "mode", "us", "kernel", xlabel="how it is launched", ylabel="µs a launch", title="What a launch costs"
     )
     caption = f"Time per launch in a row of many: {words}. Eager is bound by the host, a graph by the GPU."
-    return {"fig": fig, "alt": f"Bars of launch cost: {words}.", "caption": caption, "table": table[["kernel", "mode", "us"]]}
+    return {
+        "fig": fig,
+        "alt": f"Bars of launch cost: {words}.",
+        "caption": caption,
+        "table": table[["kernel", "mode", "us"]],
+    }
 
 
 def host_copies(rows: pd.DataFrame) -> Mapping[str, Any]:
     """Host-to-device copies, small and large, from pageable and from pinned memory."""
     table = _usable(rows, "copy").sort_values(["bytes", "memory"])
     table = table.assign(gbs=1e3 * table["tbs"], size=[_size(b) for b in table["bytes"]])
-    words = ", ".join(f"{s} {m} {us:.1f} µs" for s, m, us in zip(table["size"], table["memory"], table["us"], strict=True))
+    words = ", ".join(
+        f"{s} {m} {us:.1f} µs" for s, m, us in zip(table["size"], table["memory"], table["us"], strict=True)
+    )
     fig = figures.bars(
         table, "size", "us", "memory", logy=True, xlabel="bytes a copy", ylabel="µs a copy (log)",
         title="What a copy to the GPU costs",

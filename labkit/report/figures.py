@@ -1,7 +1,7 @@
-"""Figures and tables of the notebooks: matplotlib as SVG that reads in light and in dark, with alt text and its table.
+"""Figures and tables of the notebooks: matplotlib as SVG that reads in light and in dark, with alt text and table.
 
-The plots take tidy DataFrames (one row a point) and return a matplotlib `Figure`, which `show` turns into HTML. Importing
-this module changes no global setting of matplotlib. Colours are drawn as in light mode; a style sheet inside the SVG
+The plots take tidy DataFrames (one row a point) and return a matplotlib `Figure`, which `show` turns into HTML. No
+global setting of matplotlib is changed. Colours are drawn as in light mode; a style sheet inside the SVG
 replaces each by its dark twin where the reader prefers dark, also when the SVG is an `<img>`.
 """
 
@@ -46,8 +46,8 @@ FONTS = "system-ui,-apple-system,'Segoe UI',Roboto,'Helvetica Neue',Arial,'Liber
 
 WIDTH, HEIGHT = 7.5, 4.2  # inches
 STYLE = {
-    "font.family": "DejaVu Sans", "font.size": 10.5, "axes.titlesize": 10.5, "axes.labelsize": 10.5, "figure.titlesize": 12.5,
-    "xtick.labelsize": 10, "ytick.labelsize": 10, "legend.fontsize": 10,
+    "font.family": "DejaVu Sans", "font.size": 10.5, "axes.titlesize": 10.5, "axes.labelsize": 10.5,
+    "figure.titlesize": 12.5,    "xtick.labelsize": 10, "ytick.labelsize": 10, "legend.fontsize": 10,
     "axes.titleweight": "bold", "axes.titlelocation": "left", "figure.titleweight": "bold",
     "figure.facecolor": PAPER, "axes.facecolor": PAPER, "savefig.facecolor": PAPER,
     "text.color": INK, "axes.titlecolor": INK, "axes.labelcolor": SOFT, "xtick.labelcolor": SOFT,
@@ -78,8 +78,8 @@ class Html:
     def _repr_html_(self) -> str:
         return self.html
 
-    def __html__(self) -> str:
-        return self.html
+    def __html__(self) -> Markup:
+        return Markup(self.html)
 
     def __repr__(self) -> str:
         return self.plain
@@ -123,7 +123,7 @@ def lines(
             ax.errorbar(line["_at"], line[y], yerr=bars, capsize=2.5, elinewidth=1.1, **_look(index))
         if logx:
             ax.set_xscale("log", base=2)
-        _ticks(ax, marks, labels)
+        _ticks(ax, marks, labels, 52 if reference else 66)
     _values(cells, ylabel, logy, reference)
     _xlabel(cells, xlabel)
     _legend(fig, [Line2D([], [], label=str(name), **_look(i)) for i, name in enumerate(names)])
@@ -159,7 +159,7 @@ def bars(
             if low and high:
                 ax.errorbar(at, bar[y], _bars(bar, y, low, high), fmt="none", ecolor=INK, elinewidth=1.1, capsize=2.5)
         ax.grid(axis="x", visible=False)
-        _ticks(ax, range(len(groups)), groups)
+        _ticks(ax, range(len(groups)), groups, 52 if reference else 66)
         ax.set_xlim(-0.6, len(groups) - 0.4)
     _values(cells, ylabel, logy, reference)
     _xlabel(cells, xlabel)
@@ -190,7 +190,11 @@ def ratios(
              interval lies (knowing nothing of the A/A noise).
     """
     df = _rows(df, mid, label, group, panel, low, high, verdict)
-    df = df.assign(_kind=df[verdict] if verdict else [_side(*ends, band) for ends in zip(df[low], df[high], strict=True)])
+    df = df.assign(
+        _kind=df[verdict] if verdict else [_side(*ends, band) for ends in zip(df[low], df[high], strict=True)]
+    )
+    if odd := sorted(set(df["_kind"]) - set(SIDES)):
+        raise ValueError(f"ratios: verdict {odd[0]!r}; allowed: {', '.join(SIDES)}")
     rows = _outline(df, label, group)
     fig, cells = _grid(df, panel, title, height=1.5 + 0.29 * len(rows))
     looks = {kind: _look(index) | {"linestyle": "none", "markersize": 6.5} for kind, index in SIDES.items()}
@@ -210,7 +214,7 @@ def ratios(
         ax.set_yticks(range(len(rows)), [_wrap(b if b is not None else a, 40) for a, b in rows])
         for tick, (_, name) in zip(ax.get_yticklabels(), rows, strict=False):  # only the first axes has labels
             tick.set(color=INK, weight="bold" if name is None else "normal")
-    _xlabel(cells, xlabel)
+    _xlabel(cells, xlabel, 54)
     ends = [end for ax, _ in cells for end in ax.get_xlim()]
     for ax, _ in cells:
         ax.set_xlim(min(ends), max(ends))
@@ -251,7 +255,7 @@ def heat(
     ax = fig.subplots()
     mesh = ax.pcolormesh(grid, cmap=TWO_SIDED if norm else ONE_SIDED, norm=norm, edgecolors=PAPER, linewidth=1.5)
     for (row, column), cell in np.ndenumerate(grid):
-        text = "–" if math.isnan(cell) else fmt.format(cell)
+        text = "—" if math.isnan(cell) else fmt.format(cell)
         ink = SOFT if math.isnan(cell) else _ink_on(mesh.cmap(mesh.norm(cell)))
         ax.text(column + 0.5, row + 0.5, text, ha="center", va="center", color=ink, fontsize=9.5)
     ax.grid(visible=False)
@@ -259,7 +263,7 @@ def heat(
     ax.invert_yaxis()
     _ticks(ax, np.arange(len(columns)) + 0.5, columns)
     ax.set_yticks(np.arange(len(rows)) + 0.5, [_wrap(_plain(row), 30) for row in rows])
-    ax.set(xlabel=xlabel, ylabel=ylabel)
+    ax.set(xlabel=_wrap(xlabel, 48), ylabel=ylabel)
     bar = fig.colorbar(mesh, ax=ax, pad=0.02, aspect=24)
     bar.outline.set_visible(False)
     bar.solids.set_edgecolor("face")  # or hairlines show between the steps
@@ -279,7 +283,9 @@ def show(
     table: "pd.DataFrame | Html | None" = None,
     gpu: str | None = None,
 ) -> Html:
-    """The figure as HTML: image, caption and its table folded beneath. Also writes REPORTS/figures/<gpu or all>/<name>.svg.
+    """The figure as HTML: image, caption and its table folded beneath.
+
+    Also writes REPORTS/figures/<gpu or all>/<name>.svg.
 
     alt: what a reader who does not see the figure should know. ValueError if alt or caption is empty, or if name or gpu
     is not a plain file name. The figure is closed.
@@ -320,7 +326,7 @@ def svg(fig: Figure, alt: str) -> bytes:
     head = f"<title>{escape(alt)}</title><style>text{{font-family:{FONTS}!important}}"
     head += f"@media (prefers-color-scheme:dark){{{rules}}}</style>"
     opening, rest = text.split(">", 1)
-    return f"{opening} role=\"img\">{head}{rest}".encode()
+    return f'{opening} role="img">{head}{rest}'.encode()
 
 
 def table(
@@ -349,14 +355,20 @@ def _table(df: pd.DataFrame, caption: str | None = None, formats: Mapping[str, A
     box = Markup('<div class="lab-scroll" style="overflow-x:auto" role="region" tabindex="0" aria-label="{}">').format(
         caption or "Table"
     )
-    title = Markup("<caption>{}</caption>").format(caption) if caption else Markup("")
-    text = Markup('{}<table class="lab">{}<thead><tr>{}</tr></thead><tbody>{}</tbody></table></div>')
-    return Html(str(text.format(box, title, head, body)), df.to_string(index=False))
+    text = Markup('{}<table class="lab"><thead><tr>{}</tr></thead><tbody>{}</tbody></table></div>')
+    html = text.format(box, head, body)
+    if caption:  # not <caption>, which is as wide as its table and scrolls away with it
+        html = Markup('<figure class="lab-table"><figcaption>{}</figcaption>{}</figure>').format(caption, html)
+    return Html(str(html), df.to_string(index=False))
 
 
-def _cells(row: Sequence[Any], columns: Iterable[Any], kinds: Sequence[Markup], formats: Mapping[Any, Any]) -> Iterable[Markup]:
+def _cells(
+    row: Sequence[Any], columns: Iterable[Any], kinds: Sequence[Markup], formats: Mapping[Any, Any]
+) -> Iterable[Markup]:
     for place, (item, column, kind) in enumerate(zip(row, columns, kinds, strict=True)):
         text = _text(item, formats.get(column))
+        if len(str(text)) > 40 and not hasattr(text, "__html__"):
+            kind = Markup(' class="t"')  # text that may wrap
         if place == 0:
             yield Markup('<th scope="row"{}>{}</th>').format(kind, text)
         else:
@@ -367,14 +379,17 @@ def _text(item: Any, form: str | Callable[[Any], str] | None) -> Any:
     if hasattr(item, "__html__"):
         return item
     if item is None or (np.isscalar(item) and pd.isna(item)):
-        return "–"
+        return "—"
     if form is not None:
         return form.format(item) if isinstance(form, str) else form(item)
     if isinstance(item, bool | np.bool_):
         return "yes" if item else "no"
     if isinstance(item, int | np.integer):
         return str(item)
-    return f"{item:.4g}" if isinstance(item, float | np.floating) else str(item)
+    if isinstance(item, float | np.floating):
+        whole = abs(item) < 1e15 and (item == int(item) or abs(item) >= 1e4)
+        return f"{item:.0f}" if whole else f"{item:#.4g}".rstrip(".")
+    return str(item)
 
 
 def note(text: str) -> Html:
@@ -388,7 +403,7 @@ SIGNS = {
 
 
 def badge(verdict: str) -> Html:
-    """A verdict of a claim (`spec.VERDICTS`) or of a pair (faster, slower, same, unclear), with a sign beside its colour."""
+    """A verdict of a claim (`spec.VERDICTS`) or of a pair (faster, slower, same, unclear): sign, word and colour."""
     kind = re.sub(r"\W+", "-", verdict.lower())
     text = f"{SIGNS.get(verdict, '?')} {verdict}"
     return Html(f'<span class="lab-badge lab-{kind}">{escape(text)}</span>', text)
@@ -418,22 +433,27 @@ def _levels(column: pd.Series) -> list[Any]:
     return sorted(values) if pd.api.types.is_numeric_dtype(column) else values
 
 
-def _grid(df: pd.DataFrame, panel: str | None, title: str, height: float = HEIGHT) -> tuple[Figure, list[tuple[Axes, pd.DataFrame]]]:
+def _grid(
+    df: pd.DataFrame, panel: str | None, title: str, height: float = HEIGHT
+) -> tuple[Figure, list[tuple[Axes, pd.DataFrame]]]:
     parts = [(name, df[df[panel] == name]) for name in _levels(df[panel])] if panel else [("", df)]
     columns = len(parts) if len(parts) <= 3 else math.ceil(len(parts) / math.ceil(len(parts) / 3))
     rows = math.ceil(len(parts) / columns)
+    heads = [_wrap(name, 54 // columns) for name, _ in parts]
+    height += 0.2 * max(head.count("\n") for head in heads)
     fig = Figure(figsize=(WIDTH, height if rows == 1 else height * 0.75 * rows), layout="constrained")
     _title(fig, title)
     axes = list(fig.subplots(rows, columns, sharey=True, squeeze=False).flat)
     for ax in axes[len(parts) :]:
         ax.remove()
-    for ax, (name, _) in zip(axes, parts, strict=False):
-        ax.set_title(_wrap(name, 54 // columns))
+    for ax, head in zip(axes, heads, strict=False):
+        ax.set_title(head)
     return fig, [(ax, part) for ax, (_, part) in zip(axes, parts, strict=False)]
 
 
 def _title(fig: Figure, title: str) -> None:
-    fig.suptitle(_wrap(title, 64), x=0.012, ha="left")
+    text = fig.suptitle(_wrap(title, 64), x=0.012, ha="left").get_text()
+    fig.set_figheight(fig.get_figheight() + 0.22 * text.count("\n"))
 
 
 def _look(index: int) -> dict[str, Any]:
@@ -458,12 +478,12 @@ def _bars(df: pd.DataFrame, mid: str, low: str | None, high: str | None) -> np.n
     return np.array([df[mid] - df[low], df[high] - df[mid]]).clip(min=0)
 
 
-def _xlabel(cells: list[tuple[Axes, pd.DataFrame]], xlabel: str) -> None:
+def _xlabel(cells: list[tuple[Axes, pd.DataFrame]], xlabel: str, width: int = 76) -> None:
     places = [ax.get_subplotspec() for ax, _ in cells]
     lowest = {place.colspan.start: place.rowspan.start for place in places}  # the last row may be shorter
     for (ax, _), place in zip(cells, places, strict=True):
         if lowest[place.colspan.start] == place.rowspan.start:
-            ax.set_xlabel(_wrap(xlabel, 76 // place.get_gridspec().ncols))
+            ax.set_xlabel(_wrap(xlabel, width // place.get_gridspec().ncols))
 
 
 def _values(cells: list[tuple[Axes, pd.DataFrame]], ylabel: str, log: bool, reference: Reference | None) -> None:
@@ -514,7 +534,7 @@ def _legend(fig: Figure, handles: list[Any], alone: bool = False) -> None:
     for handle in handles:
         handle.set_label(_wrap(handle.get_label(), 80))
     widest = max(len(line) for handle in handles for line in handle.get_label().split("\n"))
-    columns = max(1, min(len(handles), 88 // (widest + 6)))
+    columns = max(1, min(len(handles), 84 // (widest + 7)))
     rows = math.ceil(len(handles) / columns)
     columns = math.ceil(len(handles) / rows)  # rows of even length
     fig.set_figheight(fig.get_figheight() + 0.2 * (rows - 1))  # a long legend does not squeeze the plot
@@ -535,9 +555,9 @@ def _places(column: pd.Series, log: bool, panels: int) -> tuple[Callable[[Any], 
     return float, marks, marks
 
 
-def _ticks(ax: Axes, marks: Iterable[float], names: Sequence[Any]) -> None:
-    """Labels of the x axis: wrapped, or tilted where a word is too long for its place."""
-    room = 80 // ax.get_subplotspec().get_gridspec().ncols // len(names)
+def _ticks(ax: Axes, marks: Iterable[float], names: Sequence[Any], width: int = 66) -> None:
+    """Labels of the x axis: wrapped, or tilted where a word is too long for its place. width: letters in the figure."""
+    room = width // ax.get_subplotspec().get_gridspec().ncols // len(names)
     texts = [_wrap(_plain(name), max(room, 3)) for name in names]
     tilted = max(len(line) for text in texts for line in text.split("\n")) > max(room, 3)
     ax.xaxis.set_minor_locator(NullLocator())

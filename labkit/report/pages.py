@@ -20,8 +20,11 @@ from labkit.report.figures import badge
 
 TITLE = "Kernel claims, measured"
 TEMPLATES = Path(__file__).parent / "template"
-POLICY = "default-src 'none'; img-src 'self' data: file:; style-src 'unsafe-inline'"  # the browser enforces what we promise
+POLICY = (
+    "default-src 'none'; img-src 'self' data: file:; style-src 'unsafe-inline'"  # the browser enforces what we promise
+)
 SHOWN = ("text/html", "text/markdown", "image/svg+xml", "image/png", "image/jpeg", "text/plain")  # best first
+EMPTY = ("application/vnd.jupyter.widget-view+json", "application/javascript")  # known, but nothing on a page
 
 
 @dataclass(frozen=True)
@@ -93,7 +96,7 @@ def page(
     }
     config = Config(
         TagRemovePreprocessor={"enabled": True, "remove_cell_tags": {"lab-only", "papermill-error-cell-tag"}},
-        NbConvertBase={"display_data_priority": list(SHOWN)},
+        NbConvertBase={"display_data_priority": [*SHOWN, *EMPTY]},
     )
     exporter = HTMLExporter(
         config=config,
@@ -196,7 +199,9 @@ def _title(notebook: Any) -> str:
 def _lead(html: str, status: str) -> str:
     """What stands beneath the title: the status, and links to the sections if there are several."""
     heads = re.findall(r'<h2 id="([^"]*)">(.*?)<a class="anchor-link"', html, re.DOTALL)
-    items = [Markup('<li><a href="#{}">{}</a></li>').format(Markup(name), Markup(text).striptags()) for name, text in heads]
+    items = [
+        Markup('<li><a href="#{}">{}</a></li>').format(Markup(name), Markup(text).striptags()) for name, text in heads
+    ]
     lead = Markup('<p class="status">{}</p>').format(status) if status else Markup()
     if len(items) > 2:
         lead += Markup('<nav class="contents" aria-label="On this page"><ol>{}</ol></nav>').format(Markup().join(items))

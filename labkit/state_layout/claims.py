@@ -45,7 +45,9 @@ def judge_sglang_end_to_end(rows: pd.DataFrame) -> Judgement:
     if any(table.empty for table in estimates.values()):
         return _untestable(f"needs fp32 rows of {QWEN3_NEXT.name}")
     highest = {tile: table.loc[table["gain %"].idxmax()] for tile, table in estimates.items()}
-    measured = "; ".join(f"BV={t}: at most {row['gain %']:+.1f} % (batch {row['batch']:.0f})" for t, row in highest.items())
+    measured = "; ".join(
+        f"BV={t}: at most {row['gain %']:+.1f} % (batch {row['batch']:.0f})" for t, row in highest.items()
+    )
     reached = [tile for tile, table in estimates.items() if (table["high %"] >= 7.0 - SLACK).any()]
     if reached:
         first = estimates[reached[0]]
@@ -55,24 +57,27 @@ def judge_sglang_end_to_end(rows: pd.DataFrame) -> Judgement:
     return Judgement("not reproduced", measured, "the state's share of a decode step is too small for it at any batch")
 
 
+def vllm_estimate(rows: pd.DataFrame, tile: int) -> pd.DataFrame:
+    """Estimated gain at vLLM's batches, weights in NVFP4 as there."""
+    batches = list(VLLM_TABLE)
+    return tables.end_to_end_estimate(rows, tile, context=CONTEXT, weight_bytes=NVFP4_BYTES, batches=batches)
+
+
 def judge_vllm_table(rows: pd.DataFrame) -> Judgement:
     """Does the estimate follow vLLM's five batches?"""
-    estimates = {
-        tile: tables.end_to_end_estimate(rows, tile, context=CONTEXT, weight_bytes=NVFP4_BYTES).set_index("batch")
-        for tile in (NARROW, WIDE)
-    }
-    batches = [batch for batch in VLLM_TABLE if all(batch in table.index for table in estimates.values())]
-    if not batches:
-        return _untestable(f"needs fp32 rows of {QWEN3_NEXT.name} at the table's batches")
-    gains = {tile: table.loc[batches, "gain %"] for tile, table in estimates.items()}
+    estimates = {tile: vllm_estimate(rows, tile) for tile in (NARROW, WIDE)}
+    batches = list(estimates[NARROW]["batch"])
+    if not batches or list(estimates[WIDE]["batch"]) != batches:
+        return _untestable(f"needs fp32 rows of {QWEN3_NEXT.name}")
+    gains = {tile: table.set_index("batch")["gain %"] for tile, table in estimates.items()}
     near = {t: [b for b in batches if abs(g[b] - VLLM_TABLE[b]) <= SLACK] for t, g in gains.items()}
     closest = max(near, key=lambda tile: len(near[tile]))
     measured = "; ".join(
         f"BV={tile}: " + ", ".join(f"{g[b]:+.1f}" for b in batches) + " %" for tile, g in gains.items()
     )
-    missing = [str(batch) for batch in VLLM_TABLE if batch not in batches]
+    taken = {int(b): int(m) for b, m in zip(batches, estimates[NARROW]["ratio of batch"], strict=True) if b != m}
     why = f"BV={closest} is within {SLACK} points at {len(near[closest])} of batches {', '.join(map(str, batches))}"
-    why += f"; batch {', '.join(missing)} not measured" if missing else ""
+    why += "".join(f"; batch {b} uses the ratio of batch {m}" for b, m in taken.items())
     return Judgement("consistent" if len(near[closest]) == len(batches) else "not reproduced", measured, why)
 
 

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pandas as pd
 
@@ -16,6 +16,7 @@ TILES = (8, 16, 32)
 WARPS = (1, 2, 4)
 CEILING = "in-place multiply"
 SHAPE = ["model", "HV", "K", "state", "batch"]
+STATES = ("fp32", "bf16")  # in the order of the pages
 
 
 def variant_name(layout: str, tile: int, warps: int = 1, folded: bool = False) -> str:
@@ -23,14 +24,26 @@ def variant_name(layout: str, tile: int, warps: int = 1, folded: bool = False) -
     return f"{layout} BV={tile}, {warps} warp{'s' if warps > 1 else ''}{', folded' if folded else ''}"
 
 
+def ordered(table: pd.DataFrame, columns: Sequence[str]) -> pd.DataFrame:
+    """The table sorted, states and variants in the order of the pages rather than of the alphabet."""
+    first = [variant_name(layout, tile) for tile in TILES for layout in LAYOUTS]
+    places = {"state": STATES, "variant": [CEILING, *first]}
+
+    def key(column: pd.Series) -> pd.Series:
+        known = list(places.get(column.name, ()))
+        return column.map(lambda value: known.index(value) if value in known else len(known)) if known else column
+
+    return table.sort_values(list(columns), key=key, kind="stable", ignore_index=True)
+
+
 def times(rows: pd.DataFrame, cache: str = "cold") -> pd.DataFrame:
     """A row a usable measurement: shape, variant, µs, percent of the in-place ceiling of the same case, prediction."""
-    table = expanded(rows[(rows["cache"] == cache) & rows["ok"]])
+    table = expanded(rows[(rows["cache"] == cache) & rows["ok"] & (rows["role"] != "control")])
     roof = table[table["variant"] == CEILING].set_index(["op", "case"])["us"]
     table["percent"] = 100 * pd.MultiIndex.from_frame(table[["op", "case"]]).map(roof) / table["us"]
     table["tbs"] = table["floor_bytes"] / table["us"] / 1e6
     table["off"] = 100 * (table["us"] / table["predicted_us"] - 1)
-    return table.sort_values([*SHAPE, "us"], ignore_index=True)
+    return ordered(table, [*SHAPE, "us"])
 
 
 def ratios(rows: pd.DataFrame, cache: str = "cold") -> pd.DataFrame:
@@ -43,7 +56,7 @@ def ratios(rows: pd.DataFrame, cache: str = "cold") -> pd.DataFrame:
                 if result.ratio.pairs:
                     found.append(case | {"BV": tile, "warps": warps} | _columns(result))
     columns = [*SHAPE, "BV", "warps", "ratio", "low", "high", "noise", "verdict"]
-    return pd.DataFrame(found, columns=columns).sort_values(columns[:7], ignore_index=True)
+    return ordered(pd.DataFrame(found, columns=columns), columns[:7])
 
 
 def folding(rows: pd.DataFrame, cache: str = "cold") -> pd.DataFrame:
@@ -55,7 +68,7 @@ def folding(rows: pd.DataFrame, cache: str = "cold") -> pd.DataFrame:
             if result.ratio.pairs:
                 found.append(case | {"BV": tile} | _columns(result))
     columns = [*SHAPE, "BV", "ratio", "low", "high", "noise", "verdict"]
-    return pd.DataFrame(found, columns=columns).sort_values(columns[:6], ignore_index=True)
+    return ordered(pd.DataFrame(found, columns=columns), columns[:6])
 
 
 def best(rows: pd.DataFrame, cache: str = "cold") -> pd.DataFrame:
@@ -63,7 +76,7 @@ def best(rows: pd.DataFrame, cache: str = "cold") -> pd.DataFrame:
     table = times(rows, cache)
     table = table[table["layout"].isin(LAYOUTS)]
     found = []
-    for key, group in table.groupby(SHAPE):
+    for key, group in table.groupby(SHAPE, sort=False):
         fastest = {layout: part.loc[part["us"].idxmin()] for layout, part in group.groupby("layout")}
         if len(fastest) == 2:
             kv, vk = fastest["KV"], fastest["VK"]
@@ -74,7 +87,7 @@ def best(rows: pd.DataFrame, cache: str = "cold") -> pd.DataFrame:
 
 def state_access(rows: pd.DataFrame, kind: str = "load") -> pd.DataFrame:
     """Sectors and lines a request of the state's tile, as derived from the code that ran; one row a shape and tile."""
-    table = expanded(rows[rows["ok"] & (rows["evidence"] != "{}")])
+    table = expanded(rows[rows["ok"] & (rows["evidence"] != "{}") & (rows["role"] != "control")])
     table = table[table["layout"].isin(LAYOUTS)].drop_duplicates(["K", "state", "variant"])
     found = []
     for _, row in table.iterrows():
@@ -97,18 +110,28 @@ def end_to_end_estimate(
     model: GatedDeltaModel = QWEN3_NEXT,
     context: int = 2048,
     weight_bytes: float = BF16_BYTES,
+    batches: Sequence[int] = (),
 ) -> pd.DataFrame:
-    """Gain of a whole decode step for each batch that was measured: the state's share of bytes × the kernel's ratio."""
+    """Gain of a whole decode step: the state's share of its bytes × the kernel's ratio.
+
+    batches: default those measured; another takes the ratio of the largest measured batch below it (column `ratio of
+    batch`), since the ratio levels off once the GPU is full.
+    """
     table = ratios(rows)
     chosen = (table["model"] == model.name) & (table["state"] == "fp32") & (table["BV"] == tile)
     table = table[chosen & (table["warps"] == warps)].set_index("batch")
     found = []
-    for batch, row in table.iterrows():
+    for batch in batches or table.index:
+        below = table.index[table.index <= batch]
+        if not len(below):
+            continue
+        row = table.loc[below.max()]
         share = state_share(model, int(batch), context, weight_bytes)
         gains = {name: 100 * (end_to_end(row[name], share) - 1) for name in ("ratio", "low", "high")}
-        line = {"batch": batch, "share %": 100 * share, "kernel KV / VK": row["ratio"], "verdict": row["verdict"]}
+        line = {"batch": batch, "ratio of batch": below.max(), "share %": 100 * share}
+        line |= {"kernel KV / VK": row["ratio"], "verdict": row["verdict"]}
         found.append(line | {"gain %": gains["ratio"], "low %": gains["low"], "high %": gains["high"]})
-    columns = ["batch", "share %", "kernel KV / VK", "verdict", "gain %", "low %", "high %"]
+    columns = ["batch", "ratio of batch", "share %", "kernel KV / VK", "verdict", "gain %", "low %", "high %"]
     return pd.DataFrame(found, columns=columns)
 
 

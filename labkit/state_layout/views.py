@@ -1,5 +1,6 @@
 """Figures and sentences of the study, each made from the rows of one GPU."""
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -8,8 +9,7 @@ import pandas as pd
 from labkit.report import figures
 from labkit.shapes import QWEN3_NEXT
 from labkit.state_layout import tables
-from labkit.state_layout.claims import CONTEXT, NARROW, VLLM_TABLE, WIDE
-from labkit.state_layout.share import NVFP4_BYTES
+from labkit.state_layout.claims import CONTEXT, NARROW, VLLM_TABLE, WIDE, vllm_estimate
 
 MAIN = [tables.variant_name(layout, tile) for tile in (NARROW, WIDE) for layout in tables.LAYOUTS]
 Drawing = Mapping[str, Any]
@@ -18,7 +18,8 @@ Drawing = Mapping[str, Any]
 def _main_shape(table: pd.DataFrame) -> pd.DataFrame:
     """The rows of Qwen3-Next's shape, or of the first shape shown where that was left out."""
     name = QWEN3_NEXT.name if QWEN3_NEXT.name in set(table["model"]) else table["model"].iloc[0]
-    return table[table["model"] == name]
+    keys = ["state", "variant", "batch"] if "variant" in table else ["state", "batch", "BV", "warps"]
+    return tables.ordered(table[table["model"] == name], keys)
 
 
 def times(rows: pd.DataFrame) -> Drawing:
@@ -31,7 +32,9 @@ def times(rows: pd.DataFrame) -> Drawing:
         title=f"One decode step of one layer, {model}",
     )  # fmt: skip
     largest = table[table["batch"] == table["batch"].max()]
-    ends = "; ".join(f"{v}, {s}: {us:.0f} µs" for v, s, us in zip(largest["variant"], largest["state"], largest["us"], strict=True))
+    ends = "; ".join(
+        f"{v}, {s}: {us:.0f} µs" for v, s, us in zip(largest["variant"], largest["state"], largest["us"], strict=True)
+    )
     return {
         "fig": fig,
         "alt": f"Lines of time against batch for {model}, fp32 and bf16 state. At batch {table['batch'].max()}: {ends}.",
@@ -64,12 +67,16 @@ def ratio_by_tile(rows: pd.DataFrame) -> Drawing:
     table = _main_shape(tables.ratios(rows))
     batch = table["batch"].max()
     table = table[table["batch"] == batch]
-    table = table.assign(tile=[f"BV={b}, {w} warp{'s' * (w > 1)}" for b, w in zip(table["BV"], table["warps"], strict=True)])
+    table = table.assign(
+        tile=[f"BV={b}, {w} warp{'s' * (w > 1)}" for b, w in zip(table["BV"], table["warps"], strict=True)]
+    )
     fig = figures.ratios(
         table, "tile", "ratio", "low", "high", group="state", verdict="verdict", xlabel="time KV / time VK (above 1: [V, K] faster)",
         title=f"What the layout is worth, by tile (batch {batch})",
     )  # fmt: skip
-    said = "; ".join(f"{s}, {t}: {r:.2f}" for s, t, r in zip(table["state"], table["tile"], table["ratio"], strict=True))
+    said = "; ".join(
+        f"{s}, {t}: {r:.2f}" for s, t, r in zip(table["state"], table["tile"], table["ratio"], strict=True)
+    )
     return {
         "fig": fig,
         "alt": f"Ratios KV/VK with 95 % intervals: {said}.",
@@ -102,7 +109,9 @@ def ratio_by_shape(rows: pd.DataFrame) -> Drawing:
     table = table[(table["warps"] == 1) & (table["BV"] == NARROW)]
     batch = min(group["batch"].max() for _, group in table.groupby("model"))
     table = table[table["batch"] == batch]
-    table = table.assign(shape=[f"{m} (HV={h}, K={k})" for m, h, k in zip(table["model"], table["HV"], table["K"], strict=True)])
+    table = table.assign(
+        shape=[f"{m} (HV={h}, K={k})" for m, h, k in zip(table["model"], table["HV"], table["K"], strict=True)]
+    )
     fig = figures.ratios(
         table, "shape", "ratio", "low", "high", group="state", verdict="verdict",
         xlabel="time KV / time VK (above 1: [V, K] faster)", title=f"Does it hold for other shapes? BV={NARROW}, batch {batch}",
@@ -140,11 +149,10 @@ def prediction_error(rows: pd.DataFrame) -> Drawing:
 
 def end_to_end(rows: pd.DataFrame) -> Drawing:
     """The estimated gain of a whole decode step beside vLLM's published table."""
-    parts = [
-        tables.end_to_end_estimate(rows, tile, context=CONTEXT, weight_bytes=NVFP4_BYTES).assign(series=f"estimate, BV={tile}")
-        for tile in (NARROW, WIDE)
-    ]
-    published = pd.DataFrame({"batch": list(VLLM_TABLE), "gain %": list(VLLM_TABLE.values())}).assign(series="vLLM 33291, published")
+    parts = [vllm_estimate(rows, tile).assign(series=f"estimate, BV={tile}") for tile in (NARROW, WIDE)]
+    published = pd.DataFrame({"batch": list(VLLM_TABLE), "gain %": list(VLLM_TABLE.values())}).assign(
+        series="vLLM 33291, published"
+    )
     table = pd.concat([*parts, published], ignore_index=True)
     fig = figures.lines(
         table, "batch", "gain %", "series", low="low %", high="high %", logx=True, xlabel="batch", ylabel="tokens a second, % more",
@@ -169,7 +177,9 @@ def summary(rows: pd.DataFrame) -> str:
         for tile in (NARROW, WIDE):
             some = table[(table["state"] == state) & (table["BV"] == tile)]
             counts = some["verdict"].value_counts()
-            words = ", ".join(f"{name} in {counts[name]}" for name in ("faster", "same", "slower", "unclear") if name in counts)
+            words = ", ".join(
+                f"{name} in {counts[name]}" for name in ("faster", "same", "slower", "unclear") if name in counts
+            )
             parts.append(f"{state} at BV={tile}: [V, K] is {words} of {len(some)} cases")
     return "; ".join(parts) + "."
 
@@ -196,12 +206,63 @@ def wanted(study: Any, parameters: Mapping[str, Sequence[Any]]) -> list[tuple[An
 
 
 def access_prediction(accesses: pd.DataFrame) -> pd.DataFrame:
-    """The state's tile among all accesses of each kernel: run, sectors and lines a request."""
+    """The load of the state's tile in each kernel: what one request costs in both layouts."""
     if accesses.empty:
         return accesses
-    table = accesses[accesses["kind"].isin(["load", "store"])]
-    table = table.loc[table.groupby(["case", "variant", "kind"])["bytes_used"].idxmax()]
-    columns = ["variant", "dtype", "kind", "bits", "sectors", "lines", "requests", "efficiency"]
-    return table.sort_values(["dtype", "kind", "variant"])[columns].reset_index(drop=True)
+    loads = accesses[accesses["kind"] == "load"]
+    loads = loads.loc[loads.groupby(["case", "variant"])["bytes_used"].idxmax()]
+    loads = _with_choice(loads).rename(columns={"sectors": "sectors a request", "lines": "lines a request"})
+    loads["% of fetched bytes used"] = 100 * loads["efficiency"]
+    return _by_layout(loads, ["sectors a request", "lines a request", "% of fetched bytes used"])
 
 
+def _with_choice(table: pd.DataFrame) -> pd.DataFrame:
+    """Columns state, layout and BV from the case and the variant's name."""
+    names = {tables.variant_name(layout, tile): (layout, tile) for layout in tables.LAYOUTS for tile in tables.TILES}
+    chosen = pd.DataFrame([names[name] for name in table["variant"]], columns=["layout", "BV"], index=table.index)
+    return table.assign(state=[json.loads(case)["state"] for case in table["case"]], **chosen)
+
+
+def _by_layout(table: pd.DataFrame, values: Sequence[str]) -> pd.DataFrame:
+    """One row a state and tile, each value in both layouts side by side."""
+    wide = table.pivot(index=["state", "BV"], columns="layout", values=list(values)).reset_index()
+    wide.columns = [f"{what}, {layout}" if layout else what for what, layout in wide.columns]
+    return tables.ordered(wide, ["state", "BV"])
+
+
+def compiled_table(evidence: pd.DataFrame) -> pd.DataFrame:
+    """What each kernel was compiled to: widths and shuffles, and registers and CTAs an SM for every target."""
+    table = _with_choice(evidence)
+    found = []
+    for (state, tile, layout), group in table.groupby(["state", "BV", "layout"]):
+        shown = group[group["arch"] == 90] if 90 in set(group["arch"]) else group
+        one = shown.iloc[0]
+        line = {"state": state, "BV": tile, "layout": layout, "shuffles": one["shuffles"], "barriers": one["barriers"]}
+        line |= {"loads of 128 bits": one["loads"].get("128", 0), "stores of 128 bits": one["stores"].get("128", 0)}
+        line |= {"spills": group["spill_bytes"].max()}
+        line |= {f"registers, sm_{arch}": count for arch, count in zip(group["arch"], group["registers"], strict=True)}
+        line |= {f"CTAs an SM, sm_{arch}": n for arch, n in zip(group["arch"], group["ctas_per_sm"], strict=True)}
+        found.append(line)
+    return tables.ordered(pd.DataFrame(found), ["state", "BV", "layout"])
+
+
+def hot(rows: pd.DataFrame) -> pd.DataFrame:
+    """KV / VK where the states of a batch stay in the L2, one warp."""
+    table = tables.ratios(rows, "hot")
+    table = table[(table["warps"] == 1) & table["BV"].isin([NARROW, WIDE])]
+    return table[["model", "state", "batch", "BV", "ratio", "low", "high", "noise", "verdict"]].reset_index(drop=True)
+
+
+def lines_and_ratio(rows: pd.DataFrame) -> pd.DataFrame:
+    """Lines a request in both layouts beside the ratio of their times, Qwen3-Next's shape at the largest batch."""
+    access = tables.state_access(rows)
+    ratio = _main_shape(tables.ratios(rows))
+    ratio = ratio[(ratio["batch"] == ratio["batch"].max()) & (ratio["warps"] == 1)]
+    if access.empty:
+        return ratio[["state", "BV", "ratio", "verdict"]]
+    access = access[(access["warps"] == 1) & ~access["folded"].astype(bool)]
+    access = access[access["K"] == ratio["K"].iloc[0]].rename(
+        columns={"sectors": "sectors a request", "lines": "lines a request"}
+    )
+    wide = _by_layout(access, ["sectors a request", "lines a request"])
+    return wide.merge(ratio[["state", "BV", "ratio", "low", "high", "verdict"]], on=["state", "BV"])

@@ -161,6 +161,8 @@ def _members(source: Path) -> Iterator[tuple[str, int, IO[bytes] | None]]:
     with tarfile.open(source) as archive:
         for member in archive:
             yield member.name, member.size, archive.extractfile(member) if member.isreg() else None
+        while rest := archive.fileobj.read(1 << 20):  # to the end, where the compressed file's checksum is
+            yield "", len(rest), None
 
 
 # Checks
@@ -237,7 +239,7 @@ def _refuse(path: Path, rows: pd.DataFrame, column: str, bad: pd.Series, why: st
         index = rows.index[bad.to_numpy()][0]
         row = rows.loc[index]
         what = f"{row['op']} {row['case']} {row['variant']}"
-        value = row[column] if isinstance(row[column], str) else list(row[column])
+        value = row[column].tolist() if hasattr(row[column], "tolist") else row[column]
         raise RecordError(f"{path}: column {column}, row {index} ({what}): {value!r:.80} {why}")
 
 

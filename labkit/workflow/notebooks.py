@@ -368,7 +368,7 @@ def _execute_twice(
                 str(source),
                 str(partial),
                 dict(values),
-                env={**_kernel_environment(), **env},
+                env=env,
                 stop=stop,
                 on_line=lambda line: _show(progress, name, cells, line),
             )
@@ -386,6 +386,7 @@ def execute(notebook: str, out: str, values: Mapping[str, Any]) -> None:
 
     import papermill
 
+    _use_this_python()
     logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(message)s")
     papermill.execute_notebook(
         notebook,
@@ -398,21 +399,16 @@ def execute(notebook: str, out: str, values: Mapping[str, Any]) -> None:
     )
 
 
-def _kernel_environment() -> dict[str, str]:
-    """A `python3` kernel that is this very Python, whatever else of that name is installed."""
+def _use_this_python() -> None:
+    """Make `python3` a kernel that is this very Python, whatever else of that name is installed."""
+    from ipykernel.kernelspec import get_kernel_dict
+
     folder = paths.CACHE / "jupyter"
-    kernel = {
-        "argv": [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"],
-        "display_name": "Python 3",
-        "language": "python",
-    }
-    path, content = folder / "kernels" / "python3" / "kernel.json", json.dumps(kernel).encode()
+    path, content = folder / "kernels" / "python3" / "kernel.json", json.dumps(get_kernel_dict()).encode()
     if not path.exists() or path.read_bytes() != content:
         records.write_atomic(path, content)
-    return {
-        "JUPYTER_PATH": os.pathsep.join(filter(None, [str(folder), os.environ.get("JUPYTER_PATH")])),
-        "PYDEVD_DISABLE_FILE_VALIDATION": "1",  # keeps a warning about the debugger out of the log
-    }
+    os.environ["JUPYTER_PATH"] = os.pathsep.join(filter(None, [str(folder), os.environ.get("JUPYTER_PATH")]))
+    os.environ["PYDEVD_DISABLE_FILE_VALIDATION"] = "1"  # keeps a warning about the debugger out of the log
 
 
 @contextmanager

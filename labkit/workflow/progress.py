@@ -45,8 +45,9 @@ class Progress:
         """A line that the running cell printed."""
         with self._lock:
             state = self._states[name]
-            state.output = line
-            self._update(state)
+            if state.running:
+                state.output = line
+                self._update(state)
 
     def note(self, name: str, text: str) -> None:
         """Something to say at once, and to keep."""

@@ -116,7 +116,8 @@ def _machine(key: str, group: list[recorded.Rows]) -> pages.Machine:
     for limit, unit in _UNITS.items() if ceilings else ():
         if not math.isnan(best := ceilings[0].best(limit)):
             facts[limit.replace("_", " ")] = f"{best / 1e12:.3g} {unit}"
-    return pages.Machine(key, _gpu_name(group[0]), f"{_how(group[0])} {_date(rows)}", facts)
+    status = f"{_how(group[0])}{',' if group[0].here else ''} {_date(rows)}"
+    return pages.Machine(key, _gpu_name(group[0]), status, facts)
 
 
 def _key(gpu: str, here: bool) -> str:

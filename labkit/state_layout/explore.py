@@ -1,0 +1,37 @@
+"""Widgets: the prediction for a shape of one's own. Needs a running kernel; left out of exported pages."""
+
+from typing import Any
+
+from labkit.bench.spec import Case
+from labkit.state_layout import tables, views
+
+
+def widget(x: Any) -> Any:
+    """Controls for one shape and tile; below them the bytes, the least time on each GPU, and the cost of a request.
+
+    x: the notebook's `lab.Lab`.
+    """
+    import ipywidgets as w
+
+    def show(HV: int, K: int, V: int, batch: int, state: str, tile: int) -> None:
+        from IPython.display import display
+
+        shape = {"H": HV, "HV": HV, "K": K, "V": V}
+        case = Case("decode", {"model": "your shape", "batch": batch, "state": state, "activations": "bf16"} | shape)
+        display(x.floors([case]))
+        small = Case("decode", dict(case.params) | {"batch": 1})  # the access pattern does not depend on the batch
+        wanted = [(small, tables.variant_name(layout, tile)) for layout in tables.LAYOUTS]
+        display(x.show_table(views.access_prediction(x.accesses(wanted)), "The state's tile: what one request costs."))
+
+    controls = {
+        "HV": w.IntSlider(32, 1, 128, description="HV"),
+        "K": w.Dropdown(options=[64, 128, 256], value=128, description="K"),
+        "V": w.Dropdown(options=[64, 128, 256], value=128, description="V"),
+        "batch": w.IntSlider(64, 1, 512, description="batch"),
+        "state": w.Dropdown(options=["fp32", "bf16"], description="state"),
+        "tile": w.Dropdown(options=list(tables.TILES), description="BV"),
+    }
+    for control in controls.values():
+        control.continuous_update = False  # each change compiles two kernels
+    return w.VBox([w.HBox(list(controls.values())[:3]), w.HBox(list(controls.values())[3:]),
+                   w.interactive_output(show, controls)])  # fmt: skip

@@ -1,0 +1,290 @@
+"""The command, as a script calls it: output, exit codes, completion."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+from toy_lab import CODE, SLUG, Toy
+
+from labkit import paths
+
+
+@pytest.fixture
+def toy(tmp_path):
+    return Toy(tmp_path)
+
+
+@pytest.fixture
+def inside(toy, monkeypatch):
+    """The toy lab, used by this process too."""
+    toy.enter(monkeypatch)
+    return toy
+
+
+def labkit(*words, **env):
+    """The real lab's command, as `python -m labkit`."""
+    env = {**os.environ, "PYTHONPATH": str(CODE), **env}
+    return subprocess.run(
+        [sys.executable, "-m", "labkit", *words], env=env, capture_output=True, text=True, timeout=120
+    )
+
+
+# run
+
+
+def test_run_writes_pages_and_index_from_any_folder(toy, tmp_path_factory):
+    done = toy.labkit("run", cwd=tmp_path_factory.mktemp("elsewhere"))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == str(toy.root / "reports" / "index.html")
+    index = (toy.root / "reports" / "index.html").read_text()
+    for name in ("00_ground", "01_layers"):
+        assert f'href="{name}.html"' in index
+        assert (toy.root / "reports" / f"{name}.html").exists()
+    assert "[1/2] 00_ground: cell 1/3" in done.stderr
+    assert re.search(r"\[2/2\] 01_layers: done \(\d+ s\)", done.stderr)
+
+
+def test_a_failed_notebook_is_exit_1_and_a_page_that_shows_it(toy):
+    toy.notebook("ground", "raise ValueError('seven is not allowed')")
+    done = toy.labkit("run", "0")
+    assert done.returncode == 1
+    assert "failed: 00_ground: In [2]: ValueError: seven is not allowed" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert "seven is not allowed" in (toy.root / "reports" / "00_ground.html").read_text()
+    assert "failed" in (toy.root / "reports" / "index.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["nothing"], "unknown study 'nothing'; the studies: ground (00_ground), layers (01_layers)"),
+        (["7"], "unknown study '7'"),
+        (["-p", "nothing=1"], "no parameter 'nothing' in ground, layers; allowed: source, gpu"),
+        (["ground", "-p", "batches=1"], "no parameter 'batches' in ground; allowed: source, gpu, processes, sizes"),
+        (["-p", "batches"], "'batches' is not NAME=VALUE"),
+        (["-p", "batches=x"], "batches is 'x'; allowed: list[int], for example 1,8,64"),
+        (["-p", "batches=99"], "parameter batches is [99]; allowed: a list, each item an integer from 1 to 64"),
+        (
+            ["-p", "gpu=other"],
+            "parameter gpu is 'other'; allowed: empty for all, or a recorded GPU: (none is recorded)",
+        ),
+        (["--gpu", "other"], "no recorded GPU 'other'; recorded: none"),
+        (["--source", "web"], "'web' is not one of 'auto', 'measure', 'recorded'"),
+        (["--source", "recorded", "-p", "source=auto"], "both --source and -p source="),
+        (["--jobs", "0"], "0 is not in the range x>=1"),
+        (["--jobs", "many"], "'many' is not a valid integer"),
+        (["--nothing"], "No such option"),
+    ],
+)
+def test_wrong_usage_is_exit_2_before_anything_runs(toy, words, message):
+    done = toy.labkit("run", *words)
+    assert done.returncode == 2
+    assert message in " ".join(done.stderr.split())
+    assert not (toy.root / "reports").exists()
+
+
+def test_measuring_without_a_gpu_says_why(toy):
+    done = toy.labkit("run", "--source", "measure", CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == 2
+    assert "source=measure, but nothing can be measured here: " in done.stderr
+    assert not (toy.root / "reports").exists()
+
+
+@pytest.mark.parametrize("name", ["layers", "01_layers", "01_layers.ipynb", "01", "1"])
+def test_a_study_by_name_notebook_or_number(inside, name):
+    from labkit.cli import _study
+
+    assert _study(name) == "layers"
+    assert _study("00" if name == "01" else "no " + name) in ("ground", None)
+
+
+# report and the claims
+
+
+def test_report_shows_the_claims_of_what_was_recorded_and_measured(inside):
+    inside.measured(inside.rows(), base="data")
+    inside.measured(inside.rows(ns=[2000, 2200], kernel_sha="0" * 12))
+    shutil.copytree(inside.root / "notebooks", inside.root / "reports" / "notebooks")
+    done = inside.labkit("report")
+    assert done.returncode == 0, done.stderr
+    index = (inside.root / "reports" / "index.html").read_text()
+    assert "It is fast" in index
+    assert "13 µs" in index  # 6 rows of two samples each, recorded
+    assert "25 µs" in index  # and measured here
+    assert "this claim cannot be judged" in index
+    assert "earlier kernel" in index
+    assert index.index("measured here, 2025-11-21") < index.index("recorded 2025-11-21")
+    assert (inside.root / "reports" / "01_layers.html").exists()
+
+
+def test_report_without_a_run_says_what_to_do(toy):
+    done = toy.labkit("report")
+    assert done.returncode == 0, done.stderr
+    assert "not run yet" in (toy.root / "reports" / "index.html").read_text()
+
+
+def test_a_data_file_that_cannot_be_used_is_named_and_the_index_still_written(inside):
+    folder = inside.measured(inside.rows(), base="data")
+    (folder / "layers.parquet").write_bytes(b"cut off")
+    done = inside.labkit("report")
+    assert done.returncode == 1
+    assert "layers.parquet: not a readable Parquet file" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert "It is fast" in (inside.root / "reports" / "index.html").read_text()
+    listed = inside.labkit("list")
+    assert listed.returncode == 1
+    assert "layers.parquet: not a readable Parquet file" in listed.stderr
+    assert "Traceback" not in listed.stderr
+
+
+# list
+
+
+def test_list_names_studies_claims_and_recorded_gpus(inside):
+    inside.measured(inside.rows(), base="data")
+    inside.measured(inside.rows(utc="2025-12-01T08:00:00+00:00"))
+    done = inside.labkit("list")
+    assert done.returncode == 0, done.stderr
+    assert "01_layers  Title of layers" in done.stdout
+    assert "claim fine: It is fast (Source 1; published: 7 %)" in done.stdout
+    assert f"recorded: {SLUG}, 2025-11-21, 6 rows" in done.stdout
+    assert f"measured here: {SLUG}, 2025-12-01, 6 rows" in done.stdout
+
+
+def test_list_stale_is_exit_1_if_a_kernel_has_changed_and_not_if_only_a_comment_has(inside):
+    inside.measured(inside.rows(), base="data")
+    assert inside.labkit("list", "--stale").returncode == 0
+    study = inside.root / "toys" / "layers" / "study.py"
+    text = study.read_text()
+    study.write_text(text.replace("return 1", "return 1  # a comment"))
+    assert inside.labkit("list", "--stale").returncode == 0
+    study.write_text(text.replace("return 1", "return 2"))
+    done = inside.labkit("list", "--stale")
+    assert done.returncode == 1
+    assert len(done.stdout.splitlines()) == 6
+    assert f'{SLUG}/layers: op {{"n": 1}} a, cold, graph (kernel ' in done.stdout
+    assert "6 rows recorded with an earlier kernel" in done.stderr
+    assert "6 with an earlier kernel" in inside.labkit("list").stdout
+
+
+# record
+
+
+def test_record_promotes_and_an_archive_travels(inside):
+    inside.measured(inside.rows())
+    packed = inside.labkit("record", "--pack", "out.tar.gz")
+    assert packed.returncode == 0, packed.stderr
+    shutil.rmtree(inside.root / "runs")
+    done = inside.labkit("record", "out.tar.gz")
+    assert done.returncode == 0, done.stderr
+    assert f"data/{SLUG}/layers.parquet: 2 cases, 6 rows promoted" in done.stdout
+    assert (inside.root / "data" / SLUG / "machine.json").exists()
+
+
+def test_record_refuses_with_exit_1_and_usage_with_2(inside):
+    assert inside.labkit("record").returncode == 1
+    inside.measured(inside.rows(kernel_sha="0" * 12))
+    done = inside.labkit("record")
+    assert done.returncode == 1
+    assert "column kernel_sha, row 0" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert inside.labkit("record", "no-such-file").returncode == 2
+    assert inside.labkit("record", "--pack", "out.rar").returncode == 2
+    assert inside.labkit("record", "driver.py", "--pack", "x.tar").returncode == 2
+    assert inside.labkit("record", "driver.py").returncode == 1
+
+
+# doctor
+
+
+def test_doctor_says_what_is_measured_and_what_replayed_and_why(inside):
+    inside.measured(inside.rows(), base="data")
+    done = inside.labkit("doctor", CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = {line.split("  ")[0].strip(): line for line in done.stdout.splitlines()}
+    assert {"labkit", "GPU", "torch", "Triton", "ncu", "ceilings", "00_ground", "01_layers"} <= set(lines)
+    assert "will be replayed (torch sees no NVIDIA GPU here)" in lines["01_layers"]
+    assert f"recorded: {SLUG}" in lines["01_layers"]
+    assert "nothing is recorded" in lines["00_ground"]
+
+
+def test_doctor_names_a_broken_installation_with_exit_1(toy):
+    (toy.root / "notebooks" / "00_ground.ipynb").unlink()
+    toy.write("broken/torch.py", "raise ImportError('libcudart is missing')")
+    folders = os.pathsep.join([str(CODE), str(toy.root / "broken")])
+    code = f"import sys; sys.argv[1:] = ['doctor']; exec(open({str(toy.root / 'driver.py')!r}).read())"
+    env = {**os.environ, "LABKIT_ROOT": str(toy.root), "PYTHONPATH": folders}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    assert "00_ground.ipynb is missing" in done.stdout
+    assert "libcudart is missing" in done.stdout
+
+
+# Help and completion
+
+
+def test_help_is_quick_and_names_commands_and_exit_codes():
+    done = labkit("--help")
+    assert done.returncode == 0
+    for word in ("doctor", "list", "run", "report", "record", "completion", "Exit codes", "143"):
+        assert word in done.stdout
+    heavy = "import sys, labkit.cli; print([m for m in ('torch', 'triton', 'pandas', 'papermill') if m in sys.modules])"
+    env = {**os.environ, "PYTHONPATH": str(CODE)}
+    assert subprocess.check_output([sys.executable, "-c", heavy], env=env, text=True).strip() == "[]"
+
+
+@pytest.mark.parametrize("command", ["doctor", "list", "run", "report", "record", "completion"])
+def test_every_command_explains_itself(command):
+    done = labkit(command, "--help")
+    assert done.returncode == 0
+    assert "Usage: labkit" in done.stdout
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_scripts(shell):
+    if shell == "bash":
+        assert shutil.which("bash"), "needs bash"
+    done = labkit("completion", shell)
+    assert done.returncode == 0, done.stderr
+    assert "_LABKIT_COMPLETE" in done.stdout
+    assert labkit("completion", "tcsh").returncode == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("labkit r", {"run", "report", "record"}),
+        ("labkit run la", {"layers"}),
+        ("labkit run --gpu n", {SLUG}),
+        ("labkit run -p ba", {"batches="}),
+        ("labkit run ground -p s", {"source=", "sizes="}),
+        ("labkit run --source ", {"auto", "measure", "recorded"}),
+    ],
+)
+def test_completion_knows_studies_gpus_and_parameters(inside, words, expected):
+    inside.measured(inside.rows(), base="data")
+    parts = words.split(" ")
+    done = inside.labkit(COMP_WORDS=words, COMP_CWORD=str(len(parts) - 1), _LABKIT_COMPLETE="bash_complete")
+    assert {line.partition(",")[2] for line in done.stdout.splitlines()} == expected
+
+
+def test_the_bash_script_completes_in_bash(toy):
+    script = labkit("completion", "bash").stdout
+    bin_folder = toy.root / "bin"
+    toy.write("bin/labkit", f'#!/bin/sh\nexec {sys.executable} {toy.root / "driver.py"} "$@"\n').chmod(0o755)
+    code = f"""{script}
+        COMP_WORDS=(labkit run gr); COMP_CWORD=2; _labkit_completion labkit gr run; echo "${{COMPREPLY[@]}}"
+    """
+    env = {**os.environ, "PATH": f"{bin_folder}:{os.environ['PATH']}", "LABKIT_ROOT": str(toy.root)}
+    env["PYTHONPATH"] = str(CODE)
+    done = subprocess.run(["bash", "-c", code], env=env, capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == "ground", done.stderr
+
+
+def test_nothing_of_the_tests_was_written_into_the_real_tree(toy):
+    assert not str(paths.ROOT).startswith(str(toy.root))
+    assert json.loads((toy.root / "notebooks" / "00_ground.ipynb").read_text())["cells"]

@@ -1,0 +1,416 @@
+"""Notebooks as jobs: parameters, and running them in processes."""
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from toy_lab import NOTEBOOKS, Toy
+
+from labkit import isolated, paths, studies
+from labkit.workflow import notebooks
+from labkit.workflow.notebooks import Parameter, UsageError, parse
+from labkit.workflow.progress import Progress
+
+
+@pytest.fixture
+def toy(tmp_path, monkeypatch):
+    found = Toy(tmp_path)
+    found.enter(monkeypatch)
+    return found
+
+
+@pytest.fixture
+def layers(toy):
+    return studies.load("layers")
+
+
+# Parameters
+
+
+def test_parameters_have_types_defaults_and_help(toy):
+    found = notebooks.parameters(notebooks.source_path("layers"))
+    assert found["batches"] == Parameter("batches", "list[int]", "[1, 8]", "sequences in the batch")
+    assert found["batches"].value == [1, 8]
+    assert {name: p.type for name, p in found.items()} == {
+        "source": "str",
+        "gpu": "str",
+        "processes": "int",
+        "batches": "list[int]",
+        "states": "list[str]",
+        "scale": "float",
+        "deep": "bool",
+        "label": "str",
+    }
+
+
+def test_a_missing_notebook_and_a_file_that_is_none_are_named(toy):
+    with pytest.raises(UsageError, match=r"99_none\.ipynb: no such notebook"):
+        notebooks.parameters(toy.root / "99_none.ipynb")
+    with pytest.raises(UsageError, match=r"98_text\.ipynb: not a notebook"):
+        notebooks.parameters(toy.write("98_text.ipynb", "no JSON"))
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("batches=1,64", [1, 64]),
+        ("batches=[1, 64]", [1, 64]),
+        ("batches=7", [7]),
+        (" batches = 1 , 2 ", [1, 2]),
+        ("states=fp32,bf16", ["fp32", "bf16"]),
+        ('states=["bf16"]', ["bf16"]),
+        ("scale=2", 2.0),
+        ("scale=-1e-3", -0.001),
+        ("deep=true", True),
+        ("deep=No", False),
+        ("label=a=b, c", "a=b, c"),
+        ("label=", ""),
+        ("source=recorded", "recorded"),
+        ("processes=5", 5),
+    ],
+)
+def test_values_get_the_type_of_their_parameter(layers, text, value):
+    (found,) = notebooks.coerce(layers, [text]).values()
+    assert found == value
+    assert type(found) is type(value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("batch=1", "no parameter 'batch'; it has: source, gpu, processes, batches"),
+        ("batches", "'batches' is not NAME=VALUE"),
+        ("=1", "is not NAME=VALUE"),
+        ("batches=one", r"batches is 'one'; allowed: list\[int\], for example 1,8,64"),
+        ("batches=1.5", r"allowed: list\[int\]"),
+        ("batches=1,,2", r"allowed: list\[int\]"),
+        ('batches=["1"]', r"allowed: list\[int\]"),
+        ("batches=[true]", r"allowed: list\[int\]"),
+        ("batches=[1", r"allowed: list\[int\]"),
+        ("batches=", "a list with at least one item"),
+        ("batches=65", "an integer from 1 to 64"),
+        ("states=[1]", r"allowed: list\[str\]"),
+        ("states=fp8", "one of fp32, bf16"),
+        ("processes=three", "allowed: int, for example 8"),
+        ("processes=0", "an integer from 1 to 100"),
+        ("scale=nan", "allowed: float"),
+        ("deep=2", "allowed: bool, for example true or false"),
+        ("source=web", "one of auto, measure, recorded"),
+        ("gpu=nvidia-none", r"a recorded GPU: \(none is recorded\)"),
+    ],
+)
+def test_what_is_not_allowed_is_named_with_what_is(layers, text, message):
+    with pytest.raises(UsageError, match=message):
+        notebooks.coerce(layers, [text])
+
+
+def test_a_recorded_gpu_is_allowed(toy, layers):
+    toy.measured(toy.rows(), base="data")
+    assert notebooks.coerce(layers, ["gpu=nvidia-made-up-9"]) == {"gpu": "nvidia-made-up-9"}
+    with pytest.raises(UsageError, match="a recorded GPU: nvidia-made-up-9"):
+        notebooks.coerce(layers, ["gpu=NVIDIA"])
+
+
+def test_a_parameter_goes_to_the_studies_that_have_it(toy):
+    both = [studies.load(name) for name in NOTEBOOKS]
+    assert notebooks.assign(both, ["processes=2", "batches=4", "sizes=3"]) == {
+        "ground": {"processes": 2, "sizes": [3]},
+        "layers": {"processes": 2, "batches": [4]},
+    }
+    assert notebooks.assign(both, ["processes=2", "layers.processes=1"]) == {
+        "ground": {"processes": 2},
+        "layers": {"processes": 1},
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("nothing=1", "no parameter 'nothing' in ground, layers; allowed: source, gpu, processes, sizes, batches"),
+        ("other.sizes=1", "study 'other' is not among those to run: ground, layers"),
+        ("layers.sizes=1", "layers has no parameter 'sizes'"),
+        ("layers.batches=x", "batches is 'x'"),
+    ],
+)
+def test_a_parameter_that_no_chosen_study_has_is_an_error(toy, text, message):
+    with pytest.raises(UsageError, match=message):
+        notebooks.assign([studies.load(name) for name in NOTEBOOKS], [text])
+
+
+def test_a_parameter_given_twice_is_an_error(layers):
+    with pytest.raises(UsageError, match="given twice"):
+        notebooks.coerce(layers, ["scale=1", "scale=2"])
+
+
+@given(st.lists(st.integers()))
+def test_lists_of_integers_in_both_ways_of_writing(values):
+    parameter = Parameter("n", "list[int]", "[]", "")
+    assert parse(parameter, json.dumps(values)) == values
+    assert parse(parameter, ",".join(map(str, values))) == values
+
+
+@given(st.floats(allow_nan=False, allow_infinity=False))
+def test_floats_survive(value):
+    assert parse(Parameter("x", "float", "0", ""), repr(value)) == value
+
+
+@given(st.text(max_size=20), st.sampled_from(["int", "float", "bool", "str", "list[int]", "list[float]", "list[str]"]))
+def test_any_text_is_a_value_of_the_type_or_a_usage_error(text, kind):
+    parameter = Parameter("x", kind, "0", "")
+    try:
+        found = parse(parameter, text)
+    except UsageError:
+        return
+    item = {"int": int, "float": float, "bool": bool, "str": str}[kind.removeprefix("list[").removesuffix("]")]
+    if not kind.startswith("list"):
+        found = [found]
+    assert type(found) is list
+    assert all(type(x) is item for x in found)
+
+
+@pytest.mark.parametrize("study", studies.NOTEBOOKS)
+def test_the_real_notebooks_declare_the_parameters_of_their_study(study):
+    declared = notebooks.parameters(notebooks.source_path(study))
+    assert set(declared) == {"source", "gpu", "processes", *studies.load(study).parameters}
+    for parameter in declared.values():
+        assert parameter.help, f"{parameter.name} has no comment"
+        assert parse(parameter, parameter.default.strip("\"'")) == parameter.value
+    notebooks.check(studies.load(study), {name: parameter.value for name, parameter in declared.items()})
+
+
+# Running
+
+
+def run(names=tuple(NOTEBOOKS), values=None, **options):
+    return notebooks.run(names, values or {}, progress=Progress(open(os.devnull, "w")), **options)
+
+
+def test_notebooks_run_with_their_parameters_in_this_python(toy):
+    toy.notebook("layers", "import os, sys, labkit\nprint(batches, sys.executable, os.getcwd(), labkit.__file__)")
+    ground, layers = run(values={"layers": {"batches": [4, 5]}})
+    assert ground.ok, ground.error
+    assert layers.ok, layers.error
+    assert toy.printed("ground") == ["[1, 2]"]
+    where = f"{paths.NOTEBOOKS} {Path(isolated.__file__).with_name('__init__.py')}"
+    assert toy.printed("layers") == [f"[4, 5] {sys.executable} {where}"]
+
+
+def test_another_kernel_of_the_same_name_is_not_used(toy, monkeypatch):
+    kernel = {"argv": ["/bin/false", "{connection_file}"], "display_name": "Python 3", "language": "python"}
+    toy.write("jupyter/kernels/python3/kernel.json", json.dumps(kernel))
+    monkeypatch.setenv("JUPYTER_PATH", str(toy.root / "jupyter"))
+    monkeypatch.setenv("JUPYTER_DATA_DIR", str(toy.root / "jupyter"))
+    (result,) = run(["ground"])
+    assert result.ok, result.error
+
+
+def test_a_failing_cell_stops_no_other_notebook_and_is_shown(toy):
+    toy.notebook("ground", "print('before')", "1 / 0", "print('after')")
+    ground, layers = run()
+    assert ground.error == "In [3]: ZeroDivisionError: division by zero"
+    assert ground.executed == toy.root / "reports/notebooks/00_ground.ipynb"
+    assert toy.printed("ground") == ["before"]
+    assert layers.ok, layers.error
+
+
+def test_a_kernel_that_dies_fails_its_notebook_only(toy):
+    toy.notebook("ground", "print('before')", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
+    ground, layers = run()
+    assert "died" in ground.error
+    assert toy.printed("ground") == ["before"]
+    assert layers.ok, layers.error
+
+
+def test_a_kernel_that_does_not_start_is_tried_once_more(toy, monkeypatch):
+    real, calls = isolated.call, []
+
+    def flaky(*args, **options):
+        calls.append(args)
+        if len(calls) <= failures:
+            raise isolated.IsolatedError(args[0], "RuntimeError", "Kernel died before replying to kernel_info")
+        return real(*args, **options)
+
+    monkeypatch.setattr(isolated, "call", flaky)
+    failures = 1
+    assert run(["ground"])[0].ok
+    assert len(calls) == 2
+    failures = 4
+    assert "Kernel died" in run(["ground"])[0].error
+    assert len(calls) == 4
+
+
+def test_an_earlier_result_stays_until_the_new_one_is_complete_and_two_runs_exclude_each_other(toy):
+    run(["ground"])
+    before = toy.executed("ground")
+    toy.notebook("ground", LONG)
+    process = toy.start("run", "ground")
+    try:
+        assert wait_for(toy.root / "notebooks" / "pid")
+        assert "is being run by another labkit" in run(["ground"])[0].error
+        assert toy.executed("ground") == before
+    finally:
+        process.kill()
+        process.communicate()
+    assert toy.executed("ground") == before
+
+
+def test_as_many_at_once_as_jobs_allow_and_they_share_the_cores(toy, monkeypatch):
+    monkeypatch.setattr(notebooks, "cores", lambda: 8)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    code = "import os, time; print(os.environ['OMP_NUM_THREADS'], time.time()); time.sleep(1); print(time.time())"
+    for name in NOTEBOOKS:
+        toy.notebook(name, code)
+    for jobs, threads, overlap in ((1, "8", False), (2, "4", True)):
+        assert all(result.ok for result in run(jobs=jobs))
+        spans = [" ".join(toy.printed(name)).split() for name in NOTEBOOKS]
+        assert {span[0] for span in spans} == {threads}
+        (a, b), (c, d) = (tuple(map(float, span[1:])) for span in spans)
+        assert (a < d and c < b) is overlap
+
+
+KERNEL = "import os; open('kernel', 'w').write(str(os.getpid())); os.rename('kernel', 'pid')"
+LONG = KERNEL + "\nimport time\ntime.sleep(600)"
+
+
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -signal.SIGKILL)]
+)
+def test_a_stopped_run_leaves_no_process_and_can_be_repeated(toy, number, status):
+    toy.notebook("layers", LONG)
+    process = toy.start("run", "layers")
+    pid = toy.root / "notebooks" / "pid"
+    assert wait_for(pid)
+    process.send_signal(number)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == status, err
+    assert "Traceback" not in err
+    assert gone(int(pid.read_text()))
+    toy.notebook("layers", "print('again')")
+    assert toy.labkit("run", "layers").returncode == 0
+    assert toy.printed("layers") == ["again"]
+
+
+def test_the_whole_group_may_be_interrupted_as_a_terminal_does(toy):
+    toy.notebook("layers", LONG)
+    process = toy.start("run")
+    pid = toy.root / "notebooks" / "pid"
+    assert wait_for(pid)
+    os.killpg(process.pid, signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "interrupted" in err
+    assert gone(int(pid.read_text()))
+
+
+def test_measuring_notebooks_get_the_gpu_one_at_a_time_and_the_ceilings_come_first(toy):
+    code = """
+        import os, time
+        print(os.environ["CUDA_VISIBLE_DEVICES"], os.environ["LABKIT_LEASED_GPU"], time.time())
+        time.sleep(0.5)
+        print(time.time())
+    """
+    for name in NOTEBOOKS:
+        toy.notebook(name, code)
+    done = toy.labkit("run", "layers", "ground", gpu=True)
+    assert done.returncode == 0, done.stderr
+    ground, layers = (" ".join(toy.printed(name)).split() for name in NOTEBOOKS)
+    assert ground[:2] == layers[:2] == ["GPU-toy-0", "GPU-toy-0"]
+    assert float(ground[3]) <= float(layers[2])
+
+
+def test_two_measuring_runs_wait_for_each_other(toy):
+    for name in NOTEBOOKS:
+        toy.notebook(name, "import time; print(time.time()); time.sleep(2); print(time.time())")
+    processes = [toy.start("run", name, gpu=True) for name in NOTEBOOKS]
+    texts = [process.communicate(timeout=120)[1] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], texts
+    assert sum("waiting for a free GPU" in text for text in texts) == 1
+    (a, b), (c, d) = (tuple(map(float, toy.printed(name))) for name in NOTEBOOKS)
+    assert b <= c or d <= a
+
+
+def test_waiting_for_a_gpu_can_be_interrupted(toy):
+    toy.notebook("ground", LONG)
+    holder = toy.start("run", "ground", gpu=True)
+    assert wait_for(toy.root / "notebooks" / "pid")
+    waiting = toy.start("run", "layers", gpu=True)
+    try:
+        assert "waiting for a free GPU" in waiting.stderr.readline()
+        waiting.send_signal(signal.SIGINT)
+        assert waiting.wait(timeout=30) == 130
+    finally:
+        for process in (holder, waiting):
+            process.terminate()
+            process.communicate()
+
+
+def test_nothing_is_leased_for_recorded_measurements(toy):
+    toy.notebook("ground", "import os; print(os.environ.get('LABKIT_LEASED_GPU'))")
+    done = toy.labkit("run", "ground", "--source", "recorded", gpu=True)
+    assert done.returncode == 0, done.stderr
+    assert toy.printed("ground") == ["None"]
+
+
+# Progress
+
+
+def test_progress_is_plain_lines_without_a_terminal(tmp_path):
+    with open(tmp_path / "log", "w+") as stream:
+        progress = Progress(stream)
+        progress.start([("a", "00_a"), ("b", "01_b")])
+        progress.cell("a", 1, 3)
+        progress.cell("a", 2, 3)  # too soon for another line
+        progress.note("b", "waiting for a free GPU")
+        progress.end("a", "", 2.4)
+        progress.end("b", "In [3]: ValueError: no", 0.6)
+        progress.close()
+        stream.seek(0)
+        assert stream.read().splitlines() == [
+            "[1/2] 00_a: cell 1/3",
+            "[2/2] 01_b: waiting for a free GPU",
+            "[1/2] 00_a: done (2 s)",
+            "[2/2] 01_b: FAILED: In [3]: ValueError: no (1 s)",
+        ]
+
+
+def test_progress_is_one_line_that_changes_on_a_terminal(tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    with open(tmp_path / "log", "w+", newline="") as stream:
+        progress = Progress(stream, live=True)
+        progress.start([("a", "00_a"), ("b", "01_b")])
+        progress.cell("a", 1, 3)
+        progress.output("a", "x" * 100)
+        progress.end("a", "", 2.4)
+        progress.close()
+        stream.seek(0)
+        shown = stream.read()
+    assert shown.count("\n") == 1
+    assert all(len(part) < 40 for part in shown.replace("\n", "").split("\r\033[K"))
+    assert "[1/2] 00_a: cell 1/3 · xxx" in shown
+
+
+def wait_for(path, seconds=60):
+    deadline = time.monotonic() + seconds
+    while not path.exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return path.exists()
+
+
+def gone(pid, seconds=15):
+    """Whether a process ends: gone, or dead and not yet waited for."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            return True
+        if state == "Z":
+            return True
+        time.sleep(0.1)
+    return False
