@@ -138,8 +138,8 @@ def run(chosen: Sequence[str], given: Sequence[str], source: str | None, gpu: st
     results = _until_stopped(lambda: notebooks.run(names, values, jobs, can_measure=can_measure))
     failed = {result.study: result.error for result in results if not result.ok}
     problems = reports.write(failed)
-    for name, error in failed.items():
-        click.echo(f"failed: {studies.NOTEBOOKS[name]}: {error}", err=True)
+    if failed:
+        click.echo(f"failed: {', '.join(studies.NOTEBOOKS[name] for name in failed)}; their pages show where", err=True)
     _finish(problems, bool(failed))
 
 

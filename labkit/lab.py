@@ -77,12 +77,11 @@ def open(name: str, source: str = "auto", gpu: str = "", processes: int = 3, **p
         raise ValueError(f"gpu is {gpu!r}; recorded: {', '.join(known) or 'none'}")
     if type(processes) is not int or processes < 1:
         raise ValueError(f"processes is {processes!r}; allowed: an integer from 1")
-    problem = "source is 'recorded'" if source == "recorded" else machine.why_no_gpu()
+    here, problem = (None, "source is 'recorded'") if source == "recorded" else _measure(study, parameters, processes)
     if source == "measure" and problem:
         raise RuntimeError(f"cannot measure here: {problem}")
-    here = [] if problem else [_measure(study, parameters, processes)]
     there = [_recorded(study, parameters, slug) for slug in known if gpu in ("", slug)]
-    shown = here + [entry for entry in there if len(entry.rows)]
+    shown = [*([here] if here else []), *(entry for entry in there if len(entry.rows))]
     if not shown:
         raise RuntimeError(
             f"{name}: nothing to show: not measured here ({problem}), and no recorded GPU has these cases"
@@ -298,10 +297,15 @@ def _recorded(study: Study, parameters: Mapping[str, Any], slug: str) -> Shown:
     return Shown(here, rows, here=False)
 
 
-def _measure(study: Study, parameters: Mapping[str, Any], processes: int) -> Shown:
+def _measure(study: Study, parameters: Mapping[str, Any], processes: int) -> tuple[Shown | None, str]:
+    """The study measured here and "", or None and why not."""
+    if not lease.visible():
+        return None, lease.why_none()
     with _leased() as env:
+        if problem := machine.why_no_gpu():
+            return None, problem
         rows = sweep.run(study, parameters, processes, env, _progress())
-    return Shown(machine.this_machine(), rows, here=True)
+    return Shown(machine.this_machine(), rows, here=True), ""
 
 
 @contextmanager

@@ -50,6 +50,6 @@ GATED_DELTA = {
         GatedDeltaModel("Qwen3.5-27B", 16, 48, 48, 64),
         GatedDeltaModel("Qwen3.5-122B-A10B", 16, 64, 36, 48),
         # No published model: the pull request's example tile [256, 8] needs K = 256.
-        GatedDeltaModel("K=256 example", 16, 32, 36, 48, k=256, v=256),
+        GatedDeltaModel("K-256 example", 16, 32, 36, 48, k=256, v=256),
     )
 }

@@ -52,7 +52,8 @@ def test_a_failed_notebook_is_exit_1_and_a_page_that_shows_it(toy):
     toy.notebook("ground", "raise ValueError('seven is not allowed')")
     done = toy.labkit("run", "0")
     assert done.returncode == 1
-    assert "failed: 00_ground: In [2]: ValueError: seven is not allowed" in done.stderr
+    assert "FAILED: In [2]: ValueError: seven is not allowed" in done.stderr
+    assert "failed: 00_ground; " in done.stderr
     assert "Traceback" not in done.stderr
     assert "seven is not allowed" in (toy.root / "reports" / "00_ground.html").read_text()
     assert "failed" in (toy.root / "reports" / "index.html").read_text()

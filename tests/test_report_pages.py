@@ -40,7 +40,7 @@ def test_page_requests_nothing_from_outside(text: str) -> None:
 
 
 def test_page_shows_outputs_and_folds_code(text: str) -> None:
-    assert text.count("<figure") == 2
+    assert text.count('<figure class="lab"') == 2
     assert re.search(r'<img alt="Alt of lines" src="data:image/svg\+xml;base64,', text)
     assert "Caption of bars." in text
     assert text.count("<summary>Table</summary>") == 2
