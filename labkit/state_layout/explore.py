@@ -3,6 +3,7 @@
 from typing import Any
 
 from labkit.bench.spec import Case
+from labkit.report import figures
 from labkit.state_layout import tables, views
 
 
@@ -11,7 +12,10 @@ def widget(x: Any) -> Any:
 
     x: the notebook's `lab.Lab`.
     """
-    import ipywidgets as w
+    try:
+        import ipywidgets as w
+    except ImportError:
+        return figures.note("The controls need ipywidgets, which is not installed here.")
 
     def show(HV: int, K: int, V: int, batch: int, state: str, tile: int) -> None:
         from IPython.display import display

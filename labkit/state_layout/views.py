@@ -194,6 +194,23 @@ def free_choice(rows: pd.DataFrame) -> str:
     )
 
 
+def spills(rows: pd.DataFrame) -> str:
+    """Which kernels spill registers to memory, and what that costs."""
+    table = tables.times(rows)
+    table = table[table["evidence"] != "{}"]
+    table = table.assign(spill=[json.loads(text).get("spill_bytes", 0) for text in table["evidence"]])
+    some = table[table["spill"] > 0]
+    if some.empty:
+        return "no kernel that was timed spills registers."
+    fastest = table.groupby(["op", "case"])["us"].transform("min")
+    slower = (table["us"] / fastest)[some.index]
+    names = ", ".join(
+        f"{variant} at K={k}, {state} ({spill} bytes a thread)"
+        for variant, k, state, spill in sorted(set(zip(some["variant"], some["K"], some["state"], some["spill"], strict=True)))
+    )
+    return f"registers run out in {names}: these take {slower.min():.1f} to {slower.max():.1f} times the fastest variant."
+
+
 def wanted(study: Any, parameters: Mapping[str, Sequence[Any]]) -> list[tuple[Any, str]]:
     """The kernels whose code is shown: both layouts, every tile, one warp, the first model and smallest batch."""
     some = {name: values[:1] if name != "states" else values for name, values in parameters.items()}

@@ -1,0 +1,124 @@
+"""Rows of the real studies as a sweep leaves them, with made-up times: what views, claims and pages are tried on."""
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from toy_lab import MACHINE, row
+
+from labkit import studies
+from labkit.bench import records, sweep
+from labkit.bench.sha import kernel_sha
+from labkit.bench.spec import Case, Variant
+
+Us = Callable[[Case, Variant], float]
+
+LAYOUT = {"models": ["Qwen3-Next-80B-A3B"], "batches": [1, 64], "states": ["fp32", "bf16"]}
+MACHINE_PAGE = {
+    "kinds": ["launch", "h2d", "read", "in_place", "copy", "bf16", "fp8"],
+    "sizes_mib": [1, 256],
+    "matrix_sizes": [4096],
+}
+PROVENANCE = {"gpu": MACHINE["name"], "driver": "1.2", "torch": "2.13.0", "triton": "3.7.1"}
+
+
+def make(study: str, parameters: Mapping[str, Any], us: Us, spread: float = 1e-3, **changes: Any) -> pd.DataFrame:
+    """Rows of every case, variant and cache of a study, three processes of ten blocks each.
+
+    us: µs of a variant in a case. spread: relative noise of a sample. changes: columns that are the same in all rows.
+    """
+    declared = studies.load(study)
+    found = []
+    for case in declared.cases(parameters):
+        floor = declared.floor(case)
+        small = 2 * (floor.set_bytes or floor.bytes) <= MACHINE["l2_bytes"]
+        for variant in sweep.with_control(declared, case):
+            for cache in variant.caches:
+                if cache == "cold" or small or floor.hot_at_any_size:
+                    found.append(_row(study, case, variant, floor, us(case, variant), spread, cache) | changes)
+    return pd.DataFrame(found)
+
+
+def _row(
+    study: str, case: Case, variant: Variant, floor: Any, us: float, spread: float, cache: str
+) -> dict[str, Any]:
+    runs, blocks = 3, 10
+    seed = abs(hash((case.key, variant.name, cache))) if spread > 0.1 else 0
+    wave = np.sin(np.arange(runs * blocks) + len(variant.name) + seed % 7)  # the same in every process of the tests
+    ns = [round(1e3 * us * (1 + spread * float(w))) for w in wave]
+    evidence = access(case, variant) if case.op == "decode" and variant.options else {}
+    return row(study, case.op, case.key, variant.name, variant.role, kernel_sha(variant.source), ns) | {
+        "options": json.dumps(dict(variant.options), sort_keys=True),
+        "cache": cache,
+        "mode": variant.mode,
+        "run": [run for run in range(runs) for _ in range(blocks)],
+        "block": [block for _ in range(runs) for block in range(blocks)],
+        "floor_bytes": floor.bytes,
+        "floor_flops": floor.flops,
+        "predicted_us": us * 1.05 if floor.limit else math.nan,
+        "error": 1e-4,
+        "evidence": json.dumps(evidence),
+    }
+
+
+def layout_us(ratios: Mapping[int, float] | float = 1.0, ceiling_tbs: float = 3.0) -> Us:
+    """Times of the state layout study. ratios: KV / VK, by tile or for all; the in-place multiply runs at ceiling_tbs."""
+
+    def us(case: Case, variant: Variant) -> float:
+        least = studies.load("state_layout").floor(case).bytes / ceiling_tbs / 1e6
+        if variant.role == "ceiling":
+            return least + 2
+        ratio = ratios if isinstance(ratios, float | int) else ratios.get(variant.options["BV"], 1.0)
+        return (least + 2) * 1.05 * (ratio if variant.options["layout"] == "KV" else 1.0)
+
+    return us
+
+
+def machine_us(case: Case, variant: Variant) -> float:
+    """Times of the machine study: 3 TB/s, 800 TFLOP/s, launches of 2 µs."""
+    floor = studies.load("machine").floor(case)
+    return 2.0 + floor.bytes / 3e6 + floor.flops / 800e6
+
+
+def access(case: Case, variant: Variant) -> dict[str, Any]:
+    """Evidence of a decode kernel: a request of 512 bytes over rows of BV (KV) or K (VK) numbers."""
+    itemsize = 4 if case["state"] == "fp32" else 2
+    tile, layout = variant.options["BV"], variant.options["layout"]
+    run = itemsize * (tile if layout == "KV" else case["K"])
+    state = {"kind": "load", "tensor": "state", "bytes_used": 1024.0 * itemsize, "bits": 128, "requests": 8}
+    state |= {"lines": 512 / min(run, 128), "sectors": 512 / min(run, 32)}
+    compiled = {"arch": MACHINE["capability"], "registers": 64, "spill_bytes": 0, "shuffles": 10, "barriers": 0}
+    compiled |= {"loads": {"128": 8}, "stores": {"128": 8}, "ctas_per_sm": 28}
+    return compiled | {"accesses": [state, state | {"kind": "store"}, {**state, "tensor": "a", "bytes_used": 2.0}]}
+
+
+def store(folder: Path, *frames: pd.DataFrame, **changes: Any) -> Path:
+    """Write rows and machine.json as a sweep leaves them. folder: of one GPU; changes: what differs in machine.json."""
+    for frame in frames:
+        records.write(folder / f"{frame['study'].iloc[0]}.parquet", frame)
+    machine = MACHINE | {"slug": folder.name} | changes
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "machine.json").write_text(json.dumps(machine))
+    return folder
+
+
+def without(frame: pd.DataFrame, **match: Any) -> pd.DataFrame:
+    """The rows that do not have all these values."""
+    same = np.logical_and.reduce([frame[name] == value for name, value in match.items()])
+    return frame[~same].reset_index(drop=True)
+
+
+def unusable(frame: pd.DataFrame, where: Sequence[bool] | None = None, reason: str = "out of memory") -> pd.DataFrame:
+    """The rows, those of `where` (default: all) as they are after a failure: not ok, and without samples."""
+    where = [True] * len(frame) if where is None else list(where)
+    lists = ("run", "block", "samples_ns", "throttled", "sm_mhz")
+    new = frame.to_dict("records")
+    for one, failed in zip(new, where, strict=True):
+        if failed:
+            one |= {name: [] for name in lists} | {"ok": False, "reason": reason, "evidence": "{}", "error": math.nan}
+            one |= {"predicted_us": math.nan, "ceiling": math.nan, "calls_per_sample": 0}
+    return pd.DataFrame(new)
