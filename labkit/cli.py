@@ -256,6 +256,7 @@ def record(archive: Path | None, pack: Path | None) -> None:
 
     Takes what was measured here (runs/), or an archive or folder that came from another machine, which holds
     runs/<gpu>/… or <gpu>/…. A case is replaced whole. If anything is wrong, nothing is promoted.
+    Then the notebooks are run on what is recorded, and their figures are kept in figures/<gpu>/.
 
     \b
     labkit record                       what was measured here
@@ -282,6 +283,19 @@ def record(archive: Path | None, pack: Path | None) -> None:
         click.echo(f"left: {text}", err=True)
     if not done.promoted:
         sys.exit(FAILED)
+    _draw(sorted({study for _, study in done.promoted}))
+
+
+def _draw(chosen: list[str]) -> None:
+    """Run the notebooks on the recorded measurements, and keep their figures beside the data."""
+    from labkit.workflow import notebooks, reports
+
+    values = {name: {"source": "recorded"} for name in chosen}
+    results = notebooks.run(chosen, values, can_measure=False)
+    for path in reports.keep_figures(chosen):
+        click.echo(path)
+    if failed := [result.study for result in results if not result.ok]:
+        raise click.ClickException(f"recorded, but these notebooks fail on it: {', '.join(failed)}")
 
 
 @main.command()

@@ -34,7 +34,7 @@ SOURCES = ("auto", "measure", "recorded")
 INTERPRETER = {"TRITON_INTERPRET": "1"}
 COMPILER = {"TRITON_INTERPRET": None}
 
-Draw = Callable[[pd.DataFrame], Mapping[str, Any]]
+Draw = Callable[[pd.DataFrame], Mapping[str, Any] | str]
 
 
 @dataclass(frozen=True)
@@ -53,11 +53,19 @@ class Shown:
     @property
     def origin(self) -> str:
         """One sentence for captions: GPU, driver, versions, date."""
-        first = self.rows.iloc[0]
         how = "Measured on this machine" if self.here else "Recorded measurement, not of this machine"
-        versions = f"driver {first['driver']}, torch {first['torch']}, Triton {first['triton']}"
+        about = origins(self.rows)
+        versions = f"driver {about['driver']}, torch {about['torch']}, Triton {about['Triton']}"
         old = " Some rows are of an earlier version of the kernels." if recorded.stale(self.rows).any() else ""
-        return f"{how}: {self.machine.name}, {versions}, {first['utc'][:10]}.{old}"
+        return f"{how}: {self.machine.name}, {versions}, {about['date']}.{old}"
+
+
+def origins(rows: pd.DataFrame) -> dict[str, str]:
+    """Date, driver and versions of rows; all of them where the rows were not measured in one go."""
+    days = sorted(set(rows["utc"].str[:10]))
+    columns = {"driver": "driver", "torch": "torch", "Triton": "triton"}
+    versions = {name: ", ".join(sorted(set(rows[column]))) for name, column in columns.items()}
+    return {"date": " to ".join(dict.fromkeys([days[0], days[-1]]))} | versions
 
 
 def open(name: str, source: str = "auto", gpu: str = "", processes: int = 3, **parameters: Any) -> "Lab":
@@ -70,7 +78,9 @@ def open(name: str, source: str = "auto", gpu: str = "", processes: int = 3, **p
     """
     study = studies.load(name)
     study.check(parameters)
-    known = [entry.gpu for entry in recorded.all_rows(name, runs=False)]
+    if missing := [rule for rule in study.parameters if rule not in parameters]:
+        raise ValueError(f"{name}: parameter {missing[0]!r} is missing; needed: {', '.join(study.parameters)}")
+    known = [slug for slug, _, _ in recorded.files(name, runs=False)]
     if source not in SOURCES:
         raise ValueError(f"source is {source!r}; allowed: {', '.join(SOURCES)}")
     if gpu and gpu not in known:
@@ -103,18 +113,12 @@ class Lab:
         return figures.table(table, caption=f"Where the figures on this page are from. {why}".strip())
 
     def _provenance(self, entry: Shown) -> dict[str, Any]:
-        first = entry.rows.iloc[0]
         absent = len(self.cases) - entry.rows.groupby(["op", "case"]).ngroups
         row = {"GPU": entry.machine.name, "figures": "measured here" if entry.here else "recorded"}
-        row |= {
-            "date": first["utc"][:10],
-            "driver": first["driver"],
-            "torch": first["torch"],
-            "Triton": first["triton"],
-        }
+        row |= origins(entry.rows)
         row |= {"processes": int(max(map(max, filter(len, entry.rows["run"])), default=-1)) + 1}
-        row |= {"rows": len(entry.rows), "not usable": int((~entry.rows["ok"]).sum()), "cases missing": absent}
-        return row | {"of earlier kernels": int(recorded.stale(entry.rows).sum())}
+        row |= {"rows": len(entry.rows), "unusable": int((~entry.rows["ok"]).sum()), "missing cases": absent}
+        return row | {"stale": int(recorded.stale(entry.rows).sum())}
 
     def published(self) -> figures.Html:
         """The published numbers that this page tests, before anything is measured."""
@@ -131,7 +135,7 @@ class Lab:
         for case in cases:
             floor = self.study.floor(case)
             row = dict(case.params) | {"MB moved": floor.bytes / 1e6, "FLOP a byte": floor.flops / floor.bytes}
-            least = {f"least µs, {e.machine.name}": self._least_us(floor, e) for e in self.shown}
+            least = {f"least µs, {e.label}": self._least_us(floor, e) for e in self.shown}
             rows.append(row | {name: us for name, us in least.items() if us == us})
         table = pd.DataFrame(rows)
         varying = [name for name in table if len(table) == 1 or table[name].nunique() > 1]
@@ -177,16 +181,26 @@ class Lab:
             where = "this machine, tiny inputs" + (", Triton's interpreter" if interpreted else "")
             row = {"where": where, "variants": tiny["variant"].nunique(), "cases": tiny["case"].nunique()}
             rows.insert(0, row | {"largest error": tiny["error"].max(), "wrong": int((~tiny["ok"]).sum())})
+        if not rows:
+            return figures.note("Nothing was checked: Triton is not installed here, and no row shown has an error.")
         return figures.table(
             pd.DataFrame(rows), "Relative RMSE against the float64 reference", {"largest error": "{:.1e}"}
         )
 
     def figure(self, name: str, draw: Draw) -> "Gallery":
-        """One figure a GPU. draw: that GPU's rows -> fig, alt, caption, table (the arguments of `figures.show`)."""
+        """One figure a GPU.
+
+        draw: that GPU's rows -> fig, alt, caption, table (the arguments of `figures.show`), or a sentence that says why
+        there is nothing to draw.
+        """
         return Gallery([self._one_figure(name, draw, entry) for entry in self.shown])
 
     def _one_figure(self, name: str, draw: Draw, entry: Shown) -> figures.Html:
-        parts = dict(draw(entry.rows))
+        drawn = draw(entry.rows)
+        if isinstance(drawn, str):
+            return figures.note(f"{entry.label}: {drawn}")
+        parts = dict(drawn)
+        figures.add_to_title(parts["fig"], entry.machine.name)
         alt, caption = (f"{entry.machine.name}: {parts.pop('alt')}", f"{parts.pop('caption')} {entry.origin}")
         folder = entry.machine.slug + ("-here" if entry.here else "")
         return figures.show(**parts, alt=alt, caption=caption, name=f"{self.study.name}-{name}", gpu=folder)
@@ -195,7 +209,20 @@ class Lab:
         self, make: Callable[[pd.DataFrame], pd.DataFrame], caption: str, formats: Mapping | None = None
     ) -> "Gallery":
         """One table a GPU, made from its rows."""
-        return Gallery([figures.table(make(e.rows), f"{caption} {e.origin}", formats) for e in self.shown])
+        return Gallery([self._one_table(make(e.rows), caption, formats, e) for e in self.shown])
+
+    @staticmethod
+    def _one_table(table: pd.DataFrame, caption: str, formats: Mapping | None, entry: Shown) -> figures.Html:
+        if table.empty:
+            return figures.note(f"{entry.label}: {caption} There is no such measurement.")
+        return figures.table(table, f"{caption} {entry.origin}", formats)
+
+    def side_by_side(
+        self, make: Callable[[pd.DataFrame], pd.DataFrame], key: str, value: str, caption: str
+    ) -> figures.Html:
+        """One table for all GPUs, a column each. make: rows -> a table with the columns `key` and `value`."""
+        columns = {entry.label: make(entry.rows).set_index(key)[value] for entry in self.shown}
+        return figures.table(pd.DataFrame(columns).rename_axis(key), caption)
 
     def say(self, sentence: Callable[[pd.DataFrame], str]) -> "Gallery":
         """One generated sentence a GPU: results are never typed into prose, since they differ from GPU to GPU."""
@@ -259,7 +286,7 @@ def recorded_evidence(rows: pd.DataFrame, wanted: Sequence[tuple[Case, str]]) ->
     """What the recorded kernels were compiled to, in the columns of `compiled.for_variants`."""
     keys = {(case.op, case.key, variant) for case, variant in wanted}
     found = rows[[key in keys for key in zip(rows["op"], rows["case"], rows["variant"], strict=True)]]
-    found = found.drop_duplicates(["op", "case", "variant"])
+    found = found[found["evidence"] != "{}"].drop_duplicates(["op", "case", "variant"])
     evidence = pd.DataFrame([json.loads(text) for text in found["evidence"]], index=found.index)
     return pd.concat([found[["op", "case", "variant"]], evidence.drop(columns="accesses", errors="ignore")], axis=1)
 

@@ -120,7 +120,16 @@ def _first_look(trial: Trial, evidence: bool) -> dict[str, Any]:
 def _time_own(
     study: Study, case: Case, group: Mapping[str, Ready], cache: str, mode: str, device: machine.CudaDevice, seed: int
 ) -> list[dict[str, Any]]:
-    timed = {name: device.prepare(_calls(trial, cache), mode) for name, (_, trial, _) in group.items()}
+    timed, rows = {}, []
+    for name, (_, trial, base) in group.items():
+        try:
+            timed[name] = device.prepare(_calls(trial, cache), mode)
+        except Exception as problem:  # it cannot be launched or captured; the others go on
+            rows.append(base | _not_ok(cache, mode, _first_line(problem)))
+            device.recover()
+    if not timed:
+        return rows
+    group = {name: group[name] for name in timed}
     twin = study.control(case)
     twins = (twin, CONTROL) if twin in timed and CONTROL in timed else None
 
@@ -131,7 +140,6 @@ def _time_own(
     if cache == "cold" and _above_ceiling(group, result):
         result = once(1)
     above = _above_ceiling(group, result) if cache == "cold" else set()
-    rows = []
     for name, (_, trial, base) in group.items():
         row = base | {
             "cache": cache,

@@ -17,7 +17,7 @@ SAMPLE_US = 300.0  # a sample lasts at least this long, so that the events' reso
 DELAY_CYCLES = 400_000  # keeps the GPU busy (about 0.2 ms) while the first replays of a block are enqueued
 MAX_CALLS = 4096
 
-# nvmlClocksThrottleReason… bits that say why a clock is lower than asked for; idle and application settings do not count.
+# nvmlClocksThrottleReason… bits that say why a clock is lower than asked for; idle and user settings do not count.
 _REASONS = {
     0x04: "power cap",
     0x08: "hardware slowdown",

@@ -102,31 +102,36 @@ def write(path: Path, rows: pd.DataFrame | list[Mapping[str, Any]]) -> None:
         raise RecordError(f"{path}: {problem}") from problem
     table = table.replace_schema_metadata(SCHEMA.metadata)
     sink = pa.BufferOutputStream()
-    pq.write_table(table, sink, compression="zstd")
+    pq.write_table(table, sink, compression="zstd", write_page_checksum=True)
     write_atomic(path, sink.getvalue().to_pybytes())
 
 
 def read(path: Path) -> pd.DataFrame:
     """Read a Parquet file of measurements. RecordError naming file and column if it is not one, or an older one."""
     try:
-        table = pq.read_table(path)
+        table = pq.read_table(path, page_checksum_verification=True)
+        table.validate(full=True)  # that text is UTF-8, which nothing else checks before it is used
+        names = table.column_names
     except FileNotFoundError:
         raise RecordError(f"{path}: no such file") from None
-    except (pa.ArrowException, OSError) as problem:
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as problem:
         raise RecordError(f"{path}: not a readable Parquet file ({str(problem).splitlines()[0]})") from None
-    version = (table.schema.metadata or {}).get(b"labkit_schema", b"").decode()
+    version = (table.schema.metadata or {}).get(b"labkit_schema", b"").decode(errors="replace")
     if not version:
         raise RecordError(f"{path}: not a file of this lab (no labkit_schema in its metadata)")
     for name, kind, _ in COLUMNS:
-        if name not in table.column_names:
+        if name not in names:
             raise RecordError(f"{path}: column {name} is missing (file schema {version}, this lab {SCHEMA_VERSION})")
         found = table.schema.field(name).type
         if found != kind:
             raise RecordError(f"{path}: column {name} is {found}, expected {kind}")
-    if unknown := sorted(set(table.column_names) - set(SCHEMA.names)):
+    if unknown := sorted(set(names) - set(SCHEMA.names)):
         raise RecordError(f"{path}: unknown column {unknown[0]} (file schema {version}, this lab {SCHEMA_VERSION})")
     if version != SCHEMA_VERSION:
         raise RecordError(f"{path}: schema {version}, this lab reads {SCHEMA_VERSION}")
+    for name, kind, _ in COLUMNS:
+        if table[name].null_count and kind != pa.float64():  # there NaN is stored as null
+            raise RecordError(f"{path}: column {name} has no value in some rows")
     frame = table.to_pandas()
     _check_lists(path, frame)
     return frame
@@ -138,10 +143,8 @@ def _check_lists(path: Path, frame: pd.DataFrame) -> None:
             raise RecordError(f"{path}: column {name} has another length than samples_ns")
     for name in ("case", "options", "evidence", "counters"):
         for text in frame[name].unique():
-            try:
-                json.loads(text)
-            except (TypeError, ValueError):
-                raise RecordError(f"{path}: column {name} holds text that is not JSON: {text!r:.60}") from None
+            if _parse(text) is None:
+                raise RecordError(f"{path}: column {name} holds text that is not a JSON object: {text!r:.60}")
 
 
 def merge(old: pd.DataFrame | None, new: pd.DataFrame) -> pd.DataFrame:
@@ -196,7 +199,7 @@ class Journal:
         write_atomic(self.path, b"".join(json.dumps(entry).encode() + b"\n" for entry in entries))
 
 
-def _parse(line: bytes) -> dict[str, Any] | None:
+def _parse(line: str | bytes) -> dict[str, Any] | None:
     try:
         entry = json.loads(line)
     except ValueError:

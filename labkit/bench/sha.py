@@ -1,7 +1,7 @@
 """A hash of the source that runs, so that a figure and the code behind it cannot drift apart unseen.
 
-The hash covers a launcher, its kernels and every helper of the lab that they name, as syntax trees: comments, formatting
-and docstrings do not count. It needs neither torch nor Triton, and does not depend on the Python version.
+The hash covers a launcher, its kernels and every helper of the lab that they name, as syntax trees: comments,
+formatting and docstrings do not count. It needs neither torch nor Triton, and does not depend on the Python version.
 """
 
 import ast
@@ -53,7 +53,7 @@ def _definitions(module: str) -> dict[str, ast.AST]:
     if spec is None or not spec.origin:
         raise ValueError(f"no module {module!r} to hash")
     found: dict[str, ast.AST] = {}
-    for node in ast.parse(Path(spec.origin).read_text()).body:
+    for node in ast.parse(Path(spec.origin).read_text(encoding="utf-8")).body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             found[node.name] = node
         elif isinstance(node, ast.Assign | ast.AnnAssign):

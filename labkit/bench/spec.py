@@ -82,8 +82,8 @@ class Floor:
 
     set_bytes: bytes of one buffer set, which decides how many sets make the L2 cold (defaults to `bytes`).
     hot_at_any_size: time hot rows even where a set is larger than half the L2 (elsewhere they would repeat the cold).
-    limit:     which ceiling bounds it: "read", "in_place", "copy", "bf16", "fp16", "fp8" or "int8"; empty where the case
-               is itself the measurement of a ceiling, and nothing is predicted.
+    limit:     which ceiling bounds it: "read", "in_place", "copy", "bf16", "fp16", "fp8" or "int8"; empty where the
+               case is itself the measurement of a ceiling, and nothing is predicted.
     """
 
     bytes: int

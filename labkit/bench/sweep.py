@@ -40,11 +40,11 @@ def run(
     path = folder(here.slug) / f"{study.name}.parquet"
     journal = records.Journal(path.with_suffix(".journal.jsonl"))
     cases = study.cases(parameters)
-    have = _recorded(study, cases, path)
+    have = _recorded(study, cases, path, processes)
     wanted = [case for case in cases if (case.op, case.key) not in have]
     for index in range(processes):
         _one_process(study, parameters, wanted, index, journal, env, say)
-    _compact(study, wanted, processes, journal, path)
+    _compact(study, cases, wanted, processes, journal, path)
     keys = {(case.op, case.key) for case in cases}
     rows = records.read(path)
     return rows[[key in keys for key in zip(rows["op"], rows["case"], strict=True)]].reset_index(drop=True)
@@ -65,15 +65,19 @@ def _one_process(
         say(f"{study.name}: process {index + 1}, {len(missing)} of {len(wanted)} cases to measure")
         keys = [[case.op, case.key] for case in missing]
         arguments = (study.name, keys, dict(parameters), index, str(journal.path))
+        before = len(journal.entries())
         try:
             isolated.call(target, *arguments, env=dict(env) | {"TRITON_INTERPRET": None}, on_line=say)
         except isolated.IsolatedError as failure:
-            last = [entry for entry in journal.entries() if entry["run"] == index][-1:]
+            last = journal.entries()[before:][-1:]  # an older one may be of a case at which a run was stopped
             if not last or "rows" in last[0]:
                 raise  # it died outside any case: that would repeat for ever
             case = next(case for case in wanted if [case.op, case.key] == last[0]["case"])
             reason = f"the process died: {failure.kind}: {failure.message}"
             journal.append(_entry(case, index, case_runner.failed_case(study, case, index, reason)))
+        else:
+            if _missing(study, wanted, index, journal):
+                raise RuntimeError(f"{study.name}: the source changed while it was measured; restart this process")
 
 
 def measure_process(
@@ -121,17 +125,28 @@ def _missing(study: Study, wanted: Sequence[Case], index: int, journal: records.
     return [case for case in wanted if (case.op, case.key, index) not in done]
 
 
-def _recorded(study: Study, cases: Sequence[Case], path: Path) -> set[tuple[str, str]]:
-    """The cases that the Parquet file already holds as the present sources measure them here."""
+def _recorded(study: Study, cases: Sequence[Case], path: Path, processes: int) -> set[tuple[str, str]]:
+    """The cases that the Parquet file already holds as the present sources, in as many processes, measure them here."""
     if not path.exists():
         return set()
     groups = {key: rows.to_dict("records") for key, rows in records.read(path).groupby(["op", "case"])}
     keys = {(case.op, case.key): case for case in cases}
-    return {key for key, rows in groups.items() if key in keys and _is_current(study, keys[key], rows)}
+    current = {key for key, rows in groups.items() if key in keys and _is_current(study, keys[key], rows)}
+    return {key for key in current if not 0 < _processes(groups[key]) < processes}
 
 
-def _compact(study: Study, wanted: Sequence[Case], processes: int, journal: records.Journal, path: Path) -> None:
-    """Move finished cases from the journal into the Parquet file; they leave the journal once the file is safe."""
+def _processes(rows: Iterable[Mapping[str, Any]]) -> int:
+    """How many processes the samples of a case are from; 0 if nothing in it could run."""
+    return max((max(row["run"]) + 1 for row in rows if len(row["run"])), default=0)
+
+
+def _compact(
+    study: Study, cases: Sequence[Case], wanted: Sequence[Case], processes: int, journal: records.Journal, path: Path
+) -> None:
+    """Move finished cases from the journal into the Parquet file; they leave the journal once the file is safe.
+
+    So do `cases` that the file held already: a run that ended between the two steps leaves them behind.
+    """
     done = _finished(study, wanted, journal)
     rows: list[dict[str, Any]] = []
     for case in wanted:
@@ -139,7 +154,7 @@ def _compact(study: Study, wanted: Sequence[Case], processes: int, journal: reco
     if rows:
         old = records.read(path) if path.exists() else None
         records.write(path, records.merge(old, pd.DataFrame(rows)))
-    moved = {(case.op, case.key) for case in wanted}
+    moved = {(case.op, case.key) for case in cases}
     if left := [entry for entry in journal.entries() if tuple(entry["case"]) not in moved]:
         journal.rewrite(left)
     else:

@@ -6,8 +6,8 @@ two processes differ in ways (addresses, clocks) that the blocks of one do not s
 """
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -72,13 +72,12 @@ class Samples:
     block: np.ndarray
     ns: np.ndarray
 
-    @classmethod
-    def of(cls, row: Any) -> "Samples":
-        """From a row of a records table."""
-        return cls(np.asarray(row["run"]), np.asarray(row["block"]), np.asarray(row["samples_ns"], dtype=float))
-
 
 def _paired_logs(a: Samples, b: Samples) -> list[np.ndarray]:
+    """Log ratios of the blocks that both have, one array a process."""
+    if np.array_equal(a.run, b.run) and np.array_equal(a.block, b.block):  # timed together: the usual case
+        logs = np.log(a.ns) - np.log(b.ns)
+        return [logs[a.run == run] for run in np.unique(a.run)]
     left = pd.Series(np.log(a.ns), index=pd.MultiIndex.from_arrays([a.run, a.block]))
     right = pd.Series(np.log(b.ns), index=pd.MultiIndex.from_arrays([b.run, b.block]))
     both = (left - right).dropna()
@@ -119,20 +118,34 @@ class Comparison:
 
 def compare(rows: pd.DataFrame, variant: str, against: str) -> Comparison:
     """Compare two variants. rows: the rows of one case, cache and mode; unusable (not ok) rows compare as unclear."""
-    fast, slow, noise = _samples(rows, variant), _samples(rows, against), aa(rows)
-    interval = ratio(slow, fast) if fast and slow else NAN
-    return Comparison(variant, against, interval, noise, verdict(interval, noise))
+    return compare_many(rows, [(variant, against)])[0]
+
+
+def compare_many(rows: pd.DataFrame, pairs: Sequence[tuple[str, str]]) -> list[Comparison]:
+    """`compare` for several (variant, against) of one case, cache and mode."""
+    samples, noise = _samples(rows), aa(rows)
+    found = []
+    for variant, against in pairs:
+        both = variant in samples and against in samples
+        interval = ratio(samples[against], samples[variant]) if both else NAN
+        found.append(Comparison(variant, against, interval, noise, verdict(interval, noise)))
+    return found
 
 
 def aa(rows: pd.DataFrame) -> Interval:
     """The A/A interval of one case, cache and mode: the control against the variant that it repeats."""
-    control = rows[rows["variant"] == CONTROL]
-    if control.empty:
+    samples, control = _samples(rows), rows[rows["variant"] == CONTROL]
+    if control.empty or CONTROL not in samples:
         return NAN
-    twin, again = _samples(rows, json.loads(control["options"].iloc[0])["repeats"]), _samples(rows, CONTROL)
-    return ratio(twin, again) if twin and again else NAN
+    twin = json.loads(control["options"].iloc[0])["repeats"]
+    return ratio(samples[twin], samples[CONTROL]) if twin in samples else NAN
 
 
-def _samples(rows: pd.DataFrame, variant: str) -> Samples | None:
-    found = rows[(rows["variant"] == variant) & rows["ok"]]
-    return Samples.of(found.iloc[0]) if len(found) else None
+def _samples(rows: pd.DataFrame) -> dict[str, Samples]:
+    """Usable samples by variant."""
+    columns = (rows[name] for name in ("variant", "ok", "run", "block", "samples_ns"))
+    return {
+        variant: Samples(np.asarray(run), np.asarray(block), np.asarray(ns, dtype=float))
+        for variant, ok, run, block, ns in zip(*columns, strict=True)
+        if ok and len(ns)
+    }

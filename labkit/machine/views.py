@@ -1,6 +1,7 @@
 """Figures and tables of the machine page, each made from the rows of one GPU."""
 
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,44 +12,51 @@ from labkit.bench.spec import CONTROL
 from labkit.machine.study import MATRIX, MEMORY, SANITY_MIB
 from labkit.report import figures
 
+Drawing = Mapping[str, Any] | str  # a sentence where there is nothing to draw
 NAMES = {"read": "read only", "in_place": "in place", "copy": "copy"}
 
 
-def _usable(rows: pd.DataFrame, op: str) -> pd.DataFrame:
-    table = expanded(rows[(rows["op"] == op) & rows["ok"] & (rows["variant"] != CONTROL)])
+def _usable(rows: pd.DataFrame, op: str, kinds: Sequence[str] = ()) -> pd.DataFrame:
+    """The usable rows of an operation, of some kinds of it; without any, the columns of the cases are missing too."""
+    table = rows[(rows["op"] == op) & rows["ok"] & (rows["variant"] != CONTROL)]
+    if kinds:
+        table = table[[json.loads(case)["what"] in kinds for case in table["case"]] if len(table) else slice(None)]
+    table = expanded(table)
     return table.assign(tbs=table["floor_bytes"] / table["us"] / 1e6, tflops=table["floor_flops"] / table["us"] / 1e6)
 
 
 def memory_rates(rows: pd.DataFrame) -> pd.DataFrame:
     """TB/s of every memory ceiling: the faster of PyTorch and the plain Triton kernel, by size and cache."""
-    table = _usable(rows, "ceiling")
-    table = table[table["what"].isin(MEMORY) & (table["role"] == "ceiling")]
+    table = _usable(rows, "ceiling", MEMORY)
+    if table.empty:
+        return table
+    table = table[table["role"] == "ceiling"]
     table = table.loc[table.groupby(["what", "mib", "cache"])["us"].idxmin()]
     table = table.assign(kind=table["what"].map(NAMES), by=table["variant"])
     return table[["kind", "mib", "cache", "tbs", "us", "by"]].sort_values(["kind", "mib", "cache"], ignore_index=True)
 
 
-def memory_curve(rows: pd.DataFrame) -> Mapping[str, Any]:
+def memory_curve(rows: pd.DataFrame) -> Drawing:
     """Rate against size, cold beside hot: the step in the hot panel is the L2."""
     table = memory_rates(rows)
+    if table.empty:
+        return "no reading, updating or copying of memory was measured."
     best = table[table["cache"] == "cold"].groupby("kind")["tbs"].max()
     ends = ", ".join(f"{kind} {rate:.2f} TB/s" for kind, rate in best.items())
     fig = figures.lines(
         table, "mib", "tbs", "kind", panel="cache", logx=True, xlabel="size of the tensor, MiB", ylabel="TB/s, all bytes moved",
         title="What memory gives, by size",
     )  # fmt: skip
-    caption = (
-        f"Bytes read and written per second. Best cold rates: {ends}. Hot buffers are the same in every call; their "
-    )
-    caption += "rows end where a buffer no longer fits in half the L2."
+    caption = f"Bytes read and written per second. Best cold rates: {ends}. Hot buffers are the same in every call."
     return {"fig": fig, "alt": f"Lines of bandwidth against tensor size, cold and hot. Cold maxima: {ends}.",
             "caption": caption, "table": table}  # fmt: skip
 
 
-def matrix_rates(rows: pd.DataFrame) -> Mapping[str, Any]:
+def matrix_rates(rows: pd.DataFrame) -> Drawing:
     """Matrix products through the vendor's library, by dtype and size."""
-    table = _usable(rows, "ceiling")
-    table = table[table["what"].isin(MATRIX)].sort_values(["what", "n"])
+    table = _usable(rows, "ceiling", MATRIX)
+    if table.empty:
+        return "no matrix product was measured."
     table = table.assign(size=[f"{n} × {n}" for n in table["n"].astype(int)], order=table["what"].map(MATRIX.index))
     table = table.sort_values(["order", "n"])
     best = ", ".join(f"{what} {rate:.0f}" for what, rate in table.groupby("what", sort=False)["tflops"].max().items())
@@ -62,10 +70,13 @@ def matrix_rates(rows: pd.DataFrame) -> Mapping[str, Any]:
     return {"fig": fig, "alt": f"Bars of matrix throughput by type; best: {best}.", "caption": caption, "table": shown}
 
 
-def launch_cost(rows: pd.DataFrame) -> Mapping[str, Any]:
+def launch_cost(rows: pd.DataFrame) -> Drawing:
     """What one launch costs, inside a graph and from Python."""
-    table = _usable(rows, "launch").assign(kernel=lambda t: t["library"] + (" empty kernel"))
-    table["kernel"] = table["library"].map({"Triton": "Triton, empty kernel", "torch": "PyTorch, zero_ of one value"})
+    table = _usable(rows, "launch")
+    if table.empty:
+        return "no launch was measured."
+    names = {"Triton": "Triton, empty kernel", "torch": "PyTorch, zero_ of one value"}
+    table = table.assign(kernel=table["library"].map(names))
     cost = {(lib, mode): us for lib, mode, us in zip(table["library"], table["mode"], table["us"], strict=True)}
     words = ", ".join(f"{library} {mode} {us:.2f} µs" for (library, mode), us in cost.items())
     fig = figures.bars(
@@ -80,9 +91,12 @@ def launch_cost(rows: pd.DataFrame) -> Mapping[str, Any]:
     }
 
 
-def host_copies(rows: pd.DataFrame) -> Mapping[str, Any]:
+def host_copies(rows: pd.DataFrame) -> Drawing:
     """Host-to-device copies, small and large, from pageable and from pinned memory."""
-    table = _usable(rows, "copy").sort_values(["bytes", "memory"])
+    table = _usable(rows, "copy")
+    if table.empty:
+        return "no copy from the host was measured."
+    table = table.sort_values(["bytes", "memory"])
     table = table.assign(gbs=1e3 * table["tbs"], size=[_size(b) for b in table["bytes"]])
     words = ", ".join(
         f"{s} {m} {us:.1f} µs" for s, m, us in zip(table["size"], table["memory"], table["us"], strict=True)
@@ -96,9 +110,11 @@ def host_copies(rows: pd.DataFrame) -> Mapping[str, Any]:
     return {"fig": fig, "alt": f"Bars of copy time: {words}.", "caption": caption, "table": shown}
 
 
-def clocks(rows: pd.DataFrame) -> Mapping[str, Any]:
+def clocks(rows: pd.DataFrame) -> Drawing:
     """SM clock read after each block of timing, by kind of work."""
     table = _usable(rows, "ceiling")
+    if table.empty:
+        return "no memory or matrix work was measured."
     samples = table[["what", "sm_mhz"]].explode("sm_mhz").astype({"sm_mhz": float})
     stats = samples.groupby("what", sort=False)["sm_mhz"].agg(["min", "median", "max"]).reset_index()
     reasons = sorted({reason for listed in rows["throttled"] for reason in listed if reason})
@@ -115,20 +131,26 @@ def ceilings(rows: pd.DataFrame) -> pd.DataFrame:
     """The best cold rate of each kind: what percentages and predictions in the other studies are of."""
     table = _usable(rows, "ceiling")
     table = table[(table["cache"] == "cold") & (table["role"] == "ceiling")]
+    if table.empty:
+        return table
     found = []
     for what, group in table.groupby("what", sort=False):
         memory = what in MEMORY
         top = group.loc[group["tbs" if memory else "tflops"].idxmax()]
         rate = f"{top['tbs']:.2f} TB/s" if memory else f"{top['tflops']:.0f} TFLOP/s"
         at = f"{top['mib']:.0f} MiB" if memory else f"n = {top['n']:.0f}"
-        found.append({"ceiling": NAMES.get(what, f"matrix, {what}"), "rate": rate, "at": at, "by": top["variant"]})
+        found.append(
+            {"ceiling": NAMES.get(what, f"matrix, {what}"), "best cold rate": f"{rate} ({at}, {top['variant']})"}
+        )
     return pd.DataFrame(found)
 
 
 def sanity(rows: pd.DataFrame) -> pd.DataFrame:
     """Our timing of one in-place multiply beside `triton.testing.do_bench` of the same call."""
-    table = _usable(rows, "ceiling")
-    table = table[(table["what"] == "in_place") & (table["mib"] == SANITY_MIB) & (table["cache"] == "cold")]
+    table = _usable(rows, "ceiling", ("in_place",))
+    if table.empty:
+        return table
+    table = table[(table["mib"] == SANITY_MIB) & (table["cache"] == "cold")]
     table = table[table["variant"].isin(["torch", "torch, timed by do_bench"])].sort_values("variant")
     spread = [np.percentile(samples, [5, 95]) / 1e3 for samples in table["samples_ns"]]
     return pd.DataFrame(
@@ -149,7 +171,8 @@ def noise(rows: pd.DataFrame) -> pd.DataFrame:
             inside = sum(width <= BAND for width in widths)
             line = {"median ± %": 100 * float(np.median(widths)), "widest ± %": 100 * max(widths)}
             found.append({"op": op, "cache": cache, "mode": mode, "cases": len(widths), "within ±1 %": inside} | line)
-    return pd.DataFrame(found)
+    columns = ["op", "cache", "mode", "cases", "within ±1 %", "median ± %", "widest ± %"]
+    return pd.DataFrame(found, columns=columns)
 
 
 def resolution(rows: pd.DataFrame) -> str:
@@ -157,6 +180,8 @@ def resolution(rows: pd.DataFrame) -> str:
     table = noise(rows)
     chosen = table[(table["op"] == "ceiling") & (table["cache"] == "cold")]
     inside, cases = int(chosen["within ±1 %"].sum()), int(chosen["cases"].sum())
+    if not cases:
+        return "no memory or matrix work was timed twice, so nothing says how far to trust a difference."
     return f"the A/A interval lies within ±1 % in {inside} of {cases} cold ceiling cases; the others judge nothing."
 
 

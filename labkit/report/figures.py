@@ -310,6 +310,15 @@ def show(
     return Html(str(html), f"{caption}\n[{alt}]")
 
 
+def add_to_title(fig: Figure, text: str) -> None:
+    """Add a second line to the figure's title: the machine, say."""
+    for title in fig.texts:
+        if title.get_text() == fig.get_suptitle():
+            title.set_text(f"{title.get_text()}\n{text}")
+            fig.set_figheight(fig.get_figheight() + 0.22)
+            return
+
+
 def svg(fig: Figure, alt: str) -> bytes:
     """The figure as an SVG file for light and dark, the same bytes for the same figure, with `alt` as its title."""
     buffer = io.StringIO()

@@ -25,10 +25,10 @@ def judge_mechanism(rows: pd.DataFrame) -> Judgement:
     table = table[(table["warps"] == 1) & (table["state"] == "fp32")]
     narrow, wide = (table[table["BV"] == tile] for tile in (NARROW, WIDE))
     access = tables.state_access(rows)
-    if narrow.empty or wide.empty or access.empty:
-        return _untestable("needs fp32 rows of both layouts at tiles 8 and 32")
-    access = access[(access["state"] == "fp32") & (access["BV"] == NARROW) & (access["warps"] == 1) & ~access["folded"]]
-    lines = access.groupby("layout")["lines"].max()
+    access = access[(access["state"] == "fp32") & (access["BV"] == NARROW) & (access["warps"] == 1)]
+    lines = access[~access["folded"].astype(bool)].groupby("layout")["lines"].max()
+    if narrow.empty or wide.empty or set(lines.index) != set(tables.LAYOUTS):
+        return _untestable("needs fp32 rows of both layouts at tiles 8 and 32, and what a request costs there")
     largest = int(narrow["batch"].max())
     narrow_gain, wide_gain = (t.loc[t["batch"] == largest, "ratio"].median() for t in (narrow, wide))
     faster = (narrow["verdict"] == "faster").sum()
@@ -61,7 +61,9 @@ def judge_sglang_end_to_end(rows: pd.DataFrame) -> Judgement:
         if (table["high %"] >= LOWEST).any()
     ]
     if reached:
-        why = f"the kernel alone reaches {LOWEST:.0f} % only with {' or '.join(reached)}; the source states none of these"
+        why = (
+            f"the kernel alone reaches {LOWEST:.0f} % only with {' or '.join(reached)}; the source states none of these"
+        )
         return Judgement("consistent", measured, why)
     return Judgement("not reproduced", measured, "the state's share of a decode step is too small for it at any batch")
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import pandas as pd
 
 from labkit.bench.records import expanded
-from labkit.bench.verdict import compare
+from labkit.bench.verdict import compare_many
 from labkit.shapes import QWEN3_NEXT, GatedDeltaModel
 from labkit.state_layout.share import BF16_BYTES, end_to_end, state_share
 
@@ -16,6 +16,7 @@ TILES = (8, 16, 32)
 WARPS = (1, 2, 4)
 CEILING = "in-place multiply"
 SHAPE = ["model", "HV", "K", "state", "batch"]
+CHOICE = ["layout", "BV", "warps", "folded"]
 STATES = ("fp32", "bf16")  # in the order of the pages
 
 
@@ -36,9 +37,15 @@ def ordered(table: pd.DataFrame, columns: Sequence[str]) -> pd.DataFrame:
     return table.sort_values(list(columns), key=key, kind="stable", ignore_index=True)
 
 
+def _expanded(rows: pd.DataFrame) -> pd.DataFrame:
+    """`expanded`, with the columns of cases and options even where no row has them."""
+    table = expanded(rows)
+    return table.reindex(columns=[*table, *(name for name in [*SHAPE, *CHOICE] if name not in table)])
+
+
 def times(rows: pd.DataFrame, cache: str = "cold") -> pd.DataFrame:
     """A row a usable measurement: shape, variant, µs, percent of the in-place ceiling of the same case, prediction."""
-    table = expanded(rows[(rows["cache"] == cache) & rows["ok"] & (rows["role"] != "control")])
+    table = _expanded(rows[(rows["cache"] == cache) & rows["ok"] & (rows["role"] != "control")])
     roof = table[table["variant"] == CEILING].set_index(["op", "case"])["us"]
     table["percent"] = 100 * pd.MultiIndex.from_frame(table[["op", "case"]]).map(roof) / table["us"]
     table["tbs"] = table["floor_bytes"] / table["us"] / 1e6
@@ -50,11 +57,11 @@ def ratios(rows: pd.DataFrame, cache: str = "cold") -> pd.DataFrame:
     """KV / VK of equal tile and warps, with interval and verdict: above 1, the layout [V, K] is faster."""
     found = []
     for case, group in _cases(rows, cache):
-        for tile in TILES:
-            for warps in WARPS:
-                result = compare(group, variant_name("VK", tile, warps), variant_name("KV", tile, warps))
-                if result.ratio.pairs:
-                    found.append(case | {"BV": tile, "warps": warps} | _columns(result))
+        choices = [(tile, warps) for tile in TILES for warps in WARPS]
+        results = compare_many(group, [tuple(variant_name(layout, *c) for layout in ("VK", "KV")) for c in choices])
+        for (tile, warps), result in zip(choices, results, strict=True):
+            if result.ratio.pairs:
+                found.append(case | {"BV": tile, "warps": warps} | _columns(result))
     columns = [*SHAPE, "BV", "warps", "ratio", "low", "high", "noise", "verdict"]
     return ordered(pd.DataFrame(found, columns=columns), columns[:7])
 
@@ -63,8 +70,8 @@ def folding(rows: pd.DataFrame, cache: str = "cold") -> pd.DataFrame:
     """V-first with two passes over the tile / folded into one, with interval and verdict: above 1, folding pays."""
     found = []
     for case, group in _cases(rows, cache):
-        for tile in TILES:
-            result = compare(group, variant_name("VK", tile, 1, True), variant_name("VK", tile))
+        results = compare_many(group, [(variant_name("VK", tile, 1, True), variant_name("VK", tile)) for tile in TILES])
+        for tile, result in zip(TILES, results, strict=True):
             if result.ratio.pairs:
                 found.append(case | {"BV": tile} | _columns(result))
     columns = [*SHAPE, "BV", "ratio", "low", "high", "noise", "verdict"]
@@ -87,14 +94,15 @@ def best(rows: pd.DataFrame, cache: str = "cold") -> pd.DataFrame:
 
 def state_access(rows: pd.DataFrame, kind: str = "load") -> pd.DataFrame:
     """Sectors and lines a request of the state's tile, as derived from the code that ran; one row a shape and tile."""
-    table = expanded(rows[rows["ok"] & (rows["evidence"] != "{}") & (rows["role"] != "control")])
+    table = _expanded(rows[rows["ok"] & (rows["evidence"] != "{}") & (rows["role"] != "control")])
     table = table[table["layout"].isin(LAYOUTS)].drop_duplicates(["K", "state", "variant"])
+    keys = ["K", "state", *CHOICE]
     found = []
     for _, row in table.iterrows():
         access = widest_access(json.loads(row["evidence"]), kind)
         if access:
-            found.append({name: row[name] for name in ("K", "state", "layout", "BV", "warps", "folded")} | access)
-    return pd.DataFrame(found)
+            found.append({name: row[name] for name in keys} | access)
+    return pd.DataFrame(found, columns=None if found else [*keys, "lines", "sectors"])
 
 
 def widest_access(evidence: dict, kind: str) -> dict | None:

@@ -12,11 +12,14 @@ from labkit.state_layout import tables
 from labkit.state_layout.claims import CONTEXT, NARROW, VLLM_TABLE, WIDE, vllm_estimate
 
 MAIN = [tables.variant_name(layout, tile) for tile in (NARROW, WIDE) for layout in tables.LAYOUTS]
-Drawing = Mapping[str, Any]
+Drawing = Mapping[str, Any] | str  # a sentence where there is nothing to draw
+NOTHING = "no usable rows of both layouts at these shapes."
 
 
 def _main_shape(table: pd.DataFrame) -> pd.DataFrame:
     """The rows of Qwen3-Next's shape, or of the first shape shown where that was left out."""
+    if table.empty:
+        return table
     name = QWEN3_NEXT.name if QWEN3_NEXT.name in set(table["model"]) else table["model"].iloc[0]
     keys = ["state", "variant", "batch"] if "variant" in table else ["state", "batch", "BV", "warps"]
     return tables.ordered(table[table["model"] == name], keys)
@@ -26,6 +29,8 @@ def times(rows: pd.DataFrame) -> Drawing:
     """µs against batch, both layouts at the narrow and the wide tile, with the in-place multiply."""
     table = _main_shape(tables.times(rows))
     table = table[table["variant"].isin([*MAIN, tables.CEILING])]
+    if table.empty:
+        return NOTHING
     model = table["model"].iloc[0]
     fig = figures.lines(
         table, "batch", "us", "variant", panel="state", logx=True, logy=True, xlabel="batch", ylabel="µs (log), cold L2",
@@ -46,7 +51,9 @@ def times(rows: pd.DataFrame) -> Drawing:
 def percent(rows: pd.DataFrame) -> Drawing:
     """Percent of the in-place ceiling of the same run against batch."""
     table = _main_shape(tables.times(rows))
-    table = table[table["variant"].isin(MAIN)]
+    table = table[table["variant"].isin(MAIN) & table["percent"].notna()]
+    if table.empty:
+        return "no usable rows beside an in-place multiply of the same run."
     model = table["model"].iloc[0]
     fig = figures.lines(
         table, "batch", "percent", "variant", panel="state", logx=True, xlabel="batch", ylabel="% of in-place multiply",
@@ -65,6 +72,8 @@ def percent(rows: pd.DataFrame) -> Drawing:
 def ratio_by_tile(rows: pd.DataFrame) -> Drawing:
     """KV / VK against tile and warps at the largest batch."""
     table = _main_shape(tables.ratios(rows))
+    if table.empty:
+        return NOTHING
     batch = table["batch"].max()
     table = table[table["batch"] == batch]
     table = table.assign(
@@ -88,7 +97,10 @@ def ratio_by_tile(rows: pd.DataFrame) -> Drawing:
 def ratio_by_batch(rows: pd.DataFrame) -> Drawing:
     """KV / VK against batch for every tile, one warp."""
     table = _main_shape(tables.ratios(rows))
-    table = table[table["warps"] == 1].assign(tile=lambda t: "BV=" + t["BV"].astype(str))
+    table = table[table["warps"] == 1]
+    if table.empty:
+        return NOTHING
+    table = table.assign(tile=lambda t: "BV=" + t["BV"].astype(str))
     fig = figures.lines(
         table, "batch", "ratio", "tile", panel="state", low="low", high="high", logx=True, xlabel="batch",
         ylabel="time KV / time VK", title="Where the layout matters: batch", reference=[(1, "equal")],
@@ -107,6 +119,8 @@ def ratio_by_shape(rows: pd.DataFrame) -> Drawing:
     """KV / VK of the narrow tile for every model, at the largest batch that all have."""
     table = tables.ratios(rows)
     table = table[(table["warps"] == 1) & (table["BV"] == NARROW)]
+    if table.empty:
+        return NOTHING
     batch = min(group["batch"].max() for _, group in table.groupby("model"))
     table = table[table["batch"] == batch]
     table = table.assign(
@@ -129,11 +143,9 @@ def prediction_error(rows: pd.DataFrame) -> Drawing:
     """Measured over predicted: what the bytes alone do not explain."""
     table = _main_shape(tables.times(rows))
     table = table[table["variant"].isin(MAIN) & table["predicted_us"].notna()]
-    table = table.assign(factor=table["us"] / table["predicted_us"])
     if table.empty:
-        return {"fig": figures.lines(
-            _main_shape(tables.times(rows)), "batch", "us", "variant", xlabel="batch", ylabel="µs", title="No prediction",
-        ), "alt": "Times only.", "caption": "This GPU's ceilings were not known when it was measured: no prediction."}  # fmt: skip
+        return "nothing was predicted, since this GPU's ceilings were not known when it was measured."
+    table = table.assign(factor=table["us"] / table["predicted_us"])
     fig = figures.lines(
         table, "batch", "factor", "variant", panel="state", logx=True, xlabel="batch", ylabel="measured / predicted",
         title="What bytes alone do not explain", reference=[(1, "as predicted")],
@@ -150,6 +162,9 @@ def prediction_error(rows: pd.DataFrame) -> Drawing:
 def end_to_end(rows: pd.DataFrame) -> Drawing:
     """The estimated gain of a whole decode step beside vLLM's published table."""
     parts = [vllm_estimate(rows, tile).assign(series=f"estimate, BV={tile}") for tile in (NARROW, WIDE)]
+    parts = [part for part in parts if len(part)]
+    if not parts:
+        return f"no estimate without fp32 rows of {QWEN3_NEXT.name} at its batches."
     published = pd.DataFrame({"batch": list(VLLM_TABLE), "gain %": list(VLLM_TABLE.values())}).assign(
         series="vLLM 33291, published"
     )
@@ -158,14 +173,21 @@ def end_to_end(rows: pd.DataFrame) -> Drawing:
         table, "batch", "gain %", "series", low="low %", high="high %", logx=True, xlabel="batch", ylabel="tokens a second, % more",
         title="What it could mean for a whole decode step", reference=[(0, "no change")],
     )  # fmt: skip
-    top = parts[0]["gain %"].max() if len(parts[0]) else float("nan")
+    ends = "; ".join(f"{part['series'].iloc[0]}: at most {part['gain %'].max():.1f} %" for part in parts)
     return {
         "fig": fig,
-        "alt": f"Estimated end-to-end gain against batch for both tiles, beside vLLM's five figures; at most {top:.1f} % at BV=8.",
+        "alt": f"Estimated end-to-end gain against batch, beside vLLM's five figures. {ends}.",
         "caption": f"Amdahl's law: the state's share of a step's bytes ({QWEN3_NEXT.name}, NVFP4 weights, fp32 state, "
         f"{CONTEXT} tokens of context) × the measured kernel ratio.",
         "table": table,
     }
+
+
+def best(rows: pd.DataFrame) -> pd.DataFrame:
+    """The fastest variant of each layout for Qwen3-Next's shape."""
+    table = tables.best(rows)
+    name = QWEN3_NEXT.name if QWEN3_NEXT.name in set(table["model"]) else table["model"].iloc[0]
+    return table[table["model"] == name].drop(columns=["HV", "K"])
 
 
 def summary(rows: pd.DataFrame) -> str:
@@ -176,17 +198,21 @@ def summary(rows: pd.DataFrame) -> str:
     for state in dict.fromkeys(table["state"]):
         for tile in (NARROW, WIDE):
             some = table[(table["state"] == state) & (table["BV"] == tile)]
+            if some.empty:
+                continue
             counts = some["verdict"].value_counts()
             words = ", ".join(
                 f"{name} in {counts[name]}" for name in ("faster", "same", "slower", "unclear") if name in counts
             )
             parts.append(f"{state} at BV={tile}: [V, K] is {words} of {len(some)} cases")
-    return "; ".join(parts) + "."
+    return ("; ".join(parts) or "no pair of both layouts could be compared") + "."
 
 
 def free_choice(rows: pd.DataFrame) -> str:
     """What the layout is worth to an engine that chooses its tile."""
     table = tables.best(rows)
+    if table.empty:
+        return "no case has a usable row of both layouts."
     low, high = table["KV / VK"].min(), table["KV / VK"].max()
     return (
         f"with the best tile and warps for each layout, KV/VK lies between {low:.2f} and {high:.2f}; "
@@ -198,6 +224,8 @@ def spills(rows: pd.DataFrame) -> str:
     """Which kernels spill registers to memory, and what that costs."""
     table = tables.times(rows)
     table = table[table["evidence"] != "{}"]
+    if table.empty:
+        return "what the timed kernels were compiled to is not recorded."
     table = table.assign(spill=[json.loads(text).get("spill_bytes", 0) for text in table["evidence"]])
     some = table[table["spill"] > 0]
     if some.empty:
@@ -206,9 +234,13 @@ def spills(rows: pd.DataFrame) -> str:
     slower = (table["us"] / fastest)[some.index]
     names = ", ".join(
         f"{variant} at K={k}, {state} ({spill} bytes a thread)"
-        for variant, k, state, spill in sorted(set(zip(some["variant"], some["K"], some["state"], some["spill"], strict=True)))
+        for variant, k, state, spill in sorted(
+            set(zip(some["variant"], some["K"], some["state"], some["spill"], strict=True))
+        )
     )
-    return f"registers run out in {names}: these take {slower.min():.1f} to {slower.max():.1f} times the fastest variant."
+    return (
+        f"registers run out in {names}: these take {slower.min():.1f} to {slower.max():.1f} times the fastest variant."
+    )
 
 
 def wanted(study: Any, parameters: Mapping[str, Sequence[Any]]) -> list[tuple[Any, str]]:
@@ -249,16 +281,17 @@ def _by_layout(table: pd.DataFrame, values: Sequence[str]) -> pd.DataFrame:
 
 def compiled_table(evidence: pd.DataFrame) -> pd.DataFrame:
     """What each kernel was compiled to: widths and shuffles, and registers and CTAs an SM for every target."""
+    if evidence.empty:
+        return evidence
     table = _with_choice(evidence)
     found = []
     for (state, tile, layout), group in table.groupby(["state", "BV", "layout"]):
         shown = group[group["arch"] == 90] if 90 in set(group["arch"]) else group
         one = shown.iloc[0]
-        line = {"state": state, "BV": tile, "layout": layout, "shuffles": one["shuffles"], "barriers": one["barriers"]}
-        line |= {"loads of 128 bits": one["loads"].get("128", 0), "stores of 128 bits": one["stores"].get("128", 0)}
-        line |= {"spills": group["spill_bytes"].max()}
+        line = {"state": state, "BV": tile, "layout": layout, "shuffles": one["shuffles"]}
+        line |= {"128-bit loads": one["loads"].get("128", 0), "spill bytes": group["spill_bytes"].max()}
         line |= {f"registers, sm_{arch}": count for arch, count in zip(group["arch"], group["registers"], strict=True)}
-        line |= {f"CTAs an SM, sm_{arch}": n for arch, n in zip(group["arch"], group["ctas_per_sm"], strict=True)}
+        line |= {f"CTAs/SM, sm_{arch}": n for arch, n in zip(group["arch"], group["ctas_per_sm"], strict=True)}
         found.append(line)
     return tables.ordered(pd.DataFrame(found), ["state", "BV", "layout"])
 
@@ -267,6 +300,7 @@ def hot(rows: pd.DataFrame) -> pd.DataFrame:
     """KV / VK where the states of a batch stay in the L2, one warp."""
     table = tables.ratios(rows, "hot")
     table = table[(table["warps"] == 1) & table["BV"].isin([NARROW, WIDE])]
+    table = _main_shape(table) if len(table) else table
     return table[["model", "state", "batch", "BV", "ratio", "low", "high", "noise", "verdict"]].reset_index(drop=True)
 
 
@@ -275,11 +309,10 @@ def lines_and_ratio(rows: pd.DataFrame) -> pd.DataFrame:
     access = tables.state_access(rows)
     ratio = _main_shape(tables.ratios(rows))
     ratio = ratio[(ratio["batch"] == ratio["batch"].max()) & (ratio["warps"] == 1)]
+    shown = ratio[["state", "BV", "ratio", "low", "high", "verdict"]]
+    access = access[(access["warps"] == 1) & ~access["folded"].astype(bool) & access["K"].isin(ratio["K"])]
     if access.empty:
-        return ratio[["state", "BV", "ratio", "verdict"]]
-    access = access[(access["warps"] == 1) & ~access["folded"].astype(bool)]
-    access = access[access["K"] == ratio["K"].iloc[0]].rename(
-        columns={"sectors": "sectors a request", "lines": "lines a request"}
-    )
+        return shown
+    access = access.rename(columns={"sectors": "sectors a request", "lines": "lines a request"})
     wide = _by_layout(access, ["sectors a request", "lines a request"])
-    return wide.merge(ratio[["state", "BV", "ratio", "low", "high", "verdict"]], on=["state", "BV"])
+    return tables.ordered(wide.merge(shown, on=["state", "BV"], how="right"), ["state", "BV"])

@@ -27,7 +27,7 @@ MAX_PROCESSES = 100
 _RETRY = re.compile("Address already in use|Kernel died before replying|Kernel didn't respond")
 _CELL = re.compile(r"Executing Cell (\d+)-")
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|[\x00-\x1f\x7f]")
-_MARK = re.compile(r"(Executing|Ending) Cell \d+-|(Input|Output) Notebook:|Working directory:|Executing notebook")
+_MEASURING = re.compile(r"\w+: process \d+, ")  # progress of a sweep; other outputs belong to the page alone
 
 
 @dataclass(frozen=True)
@@ -426,7 +426,7 @@ def _only_run(out: Path) -> Iterator[None]:
 def _show(progress: Progress, name: str, cells: int, line: str) -> None:
     if found := _CELL.match(line):
         progress.cell(name, int(found[1]), cells)
-    elif not _MARK.match(line) and (text := _CONTROL.sub("", line).strip()) and not text.startswith("<"):
+    elif _MEASURING.match(text := _CONTROL.sub("", line).strip()):
         progress.output(name, text)
 
 

@@ -3,7 +3,7 @@
 import json
 import math
 import platform
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -46,6 +46,20 @@ def write(failed: Mapping[str, str] = _NONE) -> list[str]:
     claims = _claims(found, broken, entries)
     pages.index(list(entries.values()), claims, _machines(found), paths.REPORTS / "index.html", _built())
     return problems
+
+
+def keep_figures(chosen: Iterable[str]) -> list[Path]:
+    """Copy the figures that these studies' notebooks drew of recorded GPUs into figures/; returns the copies."""
+    drawn = [
+        path
+        for gpu in notebooks.recorded_gpus()
+        for name in chosen
+        for path in sorted((paths.REPORTS / "figures" / gpu).glob(f"{name}-*.svg"))
+    ]
+    kept = [paths.FIGURES / path.relative_to(paths.REPORTS / "figures") for path in drawn]
+    for path, copy in zip(drawn, kept, strict=True):
+        records.write_atomic(copy, path.read_bytes())
+    return kept
 
 
 def _readable() -> tuple[dict[str, list[recorded.Rows]], dict[tuple[str, str, bool], str]]:
@@ -115,7 +129,8 @@ def _machine(key: str, group: list[recorded.Rows]) -> pages.Machine:
     ceilings = [roofline.Ceilings.from_rows(one.rows) for one in group if one.study == notebooks.FIRST]
     for limit, unit in _UNITS.items() if ceilings else ():
         if not math.isnan(best := ceilings[0].best(limit)):
-            facts[limit.replace("_", " ")] = f"{best / 1e12:.3g} {unit}"
+            digits = 2 if unit == "TB/s" else 0
+            facts[limit.replace("_", " ")] = f"{best / 1e12:.{digits}f} {unit}"
     status = f"{_how(group[0])}{',' if group[0].here else ''} {_date(rows)}"
     return pages.Machine(key, _gpu_name(group[0]), status, facts)
 

@@ -1,0 +1,566 @@
+"""What a notebook shows, tried on rows with made-up times: nothing raises, and nothing is said to be what it is not."""
+
+import ast
+import json
+import math
+import re
+from contextlib import nullcontext
+from importlib.util import find_spec
+
+import numpy as np
+import pandas as pd
+import pytest
+import rows as made
+from toy_lab import MACHINE
+
+from labkit import lab, paths, studies
+from labkit.bench import machine, records, spec, sweep, verdict
+from labkit.shapes import QWEN3_NEXT
+from labkit.state_layout import explore, share, tables
+from labkit.state_layout.claims import CLAIMS, CONTEXT, VLLM_TABLE
+from labkit.workflow import lease, notebooks
+
+GPU, OTHER = "nvidia-made-up-9", "nvidia-other-1"
+NO_GPU = "torch sees no NVIDIA GPU here"
+
+
+@pytest.fixture
+def folders(tmp_path, monkeypatch):
+    """Empty folders for data, runs and reports, on a machine without a GPU; few resamples, for speed."""
+    for name in ("DATA", "RUNS", "REPORTS"):
+        monkeypatch.setattr(paths, name, tmp_path / name.lower())
+    monkeypatch.setattr(lease, "visible", list)
+    monkeypatch.setattr(lease, "why_none", lambda: NO_GPU)
+    monkeypatch.setattr(machine, "why_no_gpu", lambda: NO_GPU)
+    monkeypatch.setattr(verdict, "RESAMPLES", 100)
+    return tmp_path
+
+
+@pytest.fixture
+def without_triton(monkeypatch):
+    """The notebooks' code then takes what the rows hold, and compiles and checks nothing."""
+    monkeypatch.setattr(lab, "find_spec", lambda name: None if name == "triton" else find_spec(name))
+
+
+@pytest.fixture(scope="session")
+def layout():
+    return made.make("state_layout", made.LAYOUT, made.layout_us(lambda batch, tile: 1.2 if tile == 8 else 1.0))
+
+
+@pytest.fixture(scope="session")
+def ceilings():
+    return made.make("machine", made.MACHINE_PAGE, made.machine_us)
+
+
+def replayed(study, parameters, *frames, gpu=GPU, **changes):
+    """A study opened on recorded rows."""
+    made.store(paths.DATA / gpu, *frames, **changes)
+    return lab.open(study, source="recorded", **parameters)
+
+
+def html(shown):
+    """What a cell shows, without the drawings."""
+    return re.sub(r'src="data:[^"]*"', "", shown._repr_html_())
+
+
+def cells(study, **parameters):
+    """Run the code cells of a study's notebook here, on what is recorded; the HTML of each cell that shows any."""
+    book = json.loads(notebooks.source_path(study).read_text())
+    code = ["".join(cell["source"]) for cell in book["cells"] if cell["cell_type"] == "code"]
+    defaults = {name: one.value for name, one in notebooks.parameters(notebooks.source_path(study)).items()}
+    space = defaults | {"source": "recorded"} | parameters
+    found = []
+    for text in code[1:]:
+        tree = ast.parse(text)
+        last = ast.Expression(tree.body.pop().value)
+        exec(compile(tree, text, "exec"), space)
+        shown = eval(compile(last, text, "eval"), space)
+        if hasattr(shown, "_repr_html_"):
+            found.append(html(shown))
+    return found
+
+
+# open
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "error", "message"),
+    [
+        ("layout", {}, KeyError, "unknown study 'layout'; known: machine, state_layout"),
+        ("state_layout", {"tiles": [8]}, ValueError, "unknown parameter 'tiles'; allowed: models, batches, states"),
+        (
+            "state_layout",
+            {"batches": [0]},
+            ValueError,
+            "batches is [0]; allowed: a list, each item an integer from 1 to",
+        ),
+        ("state_layout", {"batches": 1}, ValueError, "batches is 1; allowed: a list with at least one item"),
+        ("state_layout", {"states": []}, ValueError, "states is []; allowed: a list with at least one item"),
+        (
+            "state_layout",
+            {"states": ["fp8"]},
+            ValueError,
+            "states is ['fp8']; allowed: a list, each item one of fp32, bf16",
+        ),
+        (
+            "state_layout",
+            {"models": ["x"]},
+            ValueError,
+            "allowed: a list, each item one of Qwen3-Next-80B-A3B, Qwen3.5",
+        ),
+        ("state_layout", {"source": "web"}, ValueError, "source is 'web'; allowed: auto, measure, recorded"),
+        ("state_layout", {"gpu": "nvidia-none"}, ValueError, f"gpu is 'nvidia-none'; recorded: {GPU}"),
+        ("state_layout", {"processes": 0}, ValueError, "processes is 0; allowed: an integer from 1"),
+        ("state_layout", {"processes": True}, ValueError, "processes is True; allowed: an integer from 1"),
+        ("state_layout", {"source": "measure"}, RuntimeError, f"cannot measure here: {NO_GPU}"),
+        ("state_layout", {"batches": [7]}, RuntimeError, "state_layout: nothing to show: not measured here"),
+    ],
+)
+def test_open_says_what_is_allowed(folders, layout, name, changes, error, message):
+    made.store(paths.DATA / GPU, layout)
+    with pytest.raises(error) as raised:
+        lab.open(name, **made.LAYOUT | changes)
+    assert message in str(raised.value)
+
+
+def test_open_names_a_parameter_that_was_left_out(folders, layout):
+    made.store(paths.DATA / GPU, layout)
+    with pytest.raises(ValueError, match="parameter 'states' is missing; needed: models, batches, states"):
+        lab.open("state_layout", models=made.LAYOUT["models"], batches=[1])
+
+
+def test_open_without_any_data_says_so(folders):
+    with pytest.raises(RuntimeError, match=f"nothing to show: not measured here .{NO_GPU}., and no recorded GPU"):
+        lab.open("state_layout", **made.LAYOUT)
+    with pytest.raises(ValueError, match="recorded: none"):
+        lab.open("state_layout", gpu="x", **made.LAYOUT)
+
+
+def test_open_refuses_rows_of_an_unknown_machine(folders, layout):
+    made.store(paths.DATA / GPU, layout)
+    (paths.DATA / GPU / "machine.json").write_text("{")
+    with pytest.raises(records.RecordError, match=r"machine\.json: missing or not readable"):
+        lab.open("state_layout", **made.LAYOUT)
+
+
+# where figures are from
+
+
+def test_recorded_rows_are_never_said_to_be_measured_here(folders, without_triton, layout, ceilings):
+    made.store(paths.DATA / GPU, layout, ceilings)
+    for study, parameters in (("machine", made.MACHINE_PAGE), ("state_layout", made.LAYOUT)):
+        shown = cells(study, **parameters)
+        page = "\n".join(shown)
+        assert "measured here" not in page
+        assert "Measured on this machine" not in page
+        assert f"Nothing was measured on this machine: source is {chr(39)}recorded{chr(39)}" in page.replace(
+            "&#39;", "'"
+        )
+        assert f"{MACHINE['name']} (recorded)" in page
+        figures = [text for text in shown if "<img" in text]
+        assert figures
+        for text in figures:
+            where = (
+                f"Recorded measurement, not of this machine: {MACHINE['name']}, driver 1.2, torch 2.13.0, Triton 3.7.1"
+            )
+            assert f"{where}, 2025-11-21." in text
+            assert f'alt="{MACHINE["name"]}: ' in text
+
+
+def test_auto_replays_and_says_why_nothing_was_measured(folders, layout):
+    made.store(paths.DATA / GPU, layout)
+    page = html(lab.open("state_layout", **made.LAYOUT).provenance())
+    assert f"Nothing was measured on this machine: {NO_GPU}." in page
+    assert "measured here" not in page
+
+
+def test_rows_of_this_machine_are_said_to_be_measured_here_and_not_measured_again(folders, monkeypatch, layout):
+    made.store(paths.RUNS / GPU, layout.assign(utc="2025-12-01T00:00:00+00:00"))
+    made.store(paths.DATA / GPU, layout)
+    row = layout.iloc[0]
+    here = {name: row[name] for name in ("gpu", "driver", "torch", "triton")}
+    monkeypatch.setattr(lease, "visible", lambda: ["a GPU"])
+    monkeypatch.setattr(lab, "_leased", lambda: nullcontext({}))
+    monkeypatch.setattr(machine, "why_no_gpu", lambda: "")
+    monkeypatch.setattr(machine, "this_machine", lambda: machine.Machine(**MACHINE))
+    monkeypatch.setattr(machine, "provenance", lambda seed: here)
+    monkeypatch.setattr(sweep.isolated, "call", lambda *a, **k: pytest.fail("measured again"))
+    x = lab.open("state_layout", source="measure", **made.LAYOUT)
+    assert [entry.here for entry in x.shown] == [True, False]
+    page = html(x.provenance())
+    assert page.index("measured here") < page.index("recorded")
+    assert "Nothing was measured" not in page
+    first, second = (html(part) for part in x.table(tables.best, "Best.").parts)
+    assert f"Measured on this machine: {MACHINE['name']}" in first
+    assert "2025-12-01." in first
+    assert "Recorded measurement, not of this machine" in second
+    x.figure("times", lambda rows: _drawing())
+    written = {path.parent.name for path in paths.REPORTS.rglob("*.svg")}
+    assert written == {f"{GPU}-here", GPU}  # neither overwrites the other
+
+
+def _drawing():
+    from labkit.report import figures
+
+    table = pd.DataFrame({"x": [1, 2], "y": [1.0, 2.0], "s": "a"})
+    fig = figures.lines(table, "x", "y", "s", xlabel="x", ylabel="y", title="t")
+    return {"fig": fig, "alt": "Two points.", "caption": "Points.", "table": table}
+
+
+def test_rows_of_an_earlier_kernel_are_counted_and_said_to_be(folders, layout):
+    old = [
+        sha if variant != "KV BV=8, 1 warp" else "0" * 12 for sha, variant in layout[["kernel_sha", "variant"]].values
+    ]
+    count = old.count("0" * 12)
+    x = replayed("state_layout", made.LAYOUT, layout.assign(kernel_sha=old))
+    assert x.provenance().plain.split()[-1] == str(count) != "0"
+    assert "Some rows are of an earlier version of the kernels." in html(x.table(tables.best, "Best."))
+    x = replayed("state_layout", made.LAYOUT, layout)
+    assert x.provenance().plain.split()[-1] == "0"
+    assert "earlier version" not in html(x.table(tables.best, "Best."))
+
+
+def test_provenance_counts_what_is_missing_and_what_failed(folders, layout):
+    failed = layout["variant"] == "KV BV=8, 1 warp"
+    x = replayed("state_layout", made.LAYOUT | {"batches": [1, 64, 256]}, made.unusable(layout, failed))
+    (row,) = (x._provenance(entry) for entry in x.shown)
+    assert row["missing cases"] == 2  # batch 256, with either state
+    assert row["unusable"] == failed.sum()
+    assert row["processes"] == 3
+
+
+def test_every_date_and_version_of_a_gpu_is_named(folders, layout):
+    late = layout["case"].str.contains('"batch": 64')
+    mixed = layout.assign(
+        utc=np.where(late, "2025-12-24T00:00:00+00:00", layout["utc"]), driver=np.where(late, "1.3", layout["driver"])
+    )
+    x = replayed("state_layout", made.LAYOUT, mixed)
+    assert "driver 1.2, 1.3, torch 2.13.0, Triton 3.7.1, 2025-11-21 to 2025-12-24." in html(
+        x.table(tables.best, "Best.")
+    )
+
+
+def test_each_gpu_is_shown_or_the_one_asked_for(folders, layout):
+    made.store(paths.DATA / GPU, layout)
+    made.store(paths.DATA / OTHER, layout.assign(gpu="NVIDIA Other 1"), name="NVIDIA Other 1")
+    both = lab.open("state_layout", **made.LAYOUT)
+    assert [entry.label for entry in both.shown] == ["NVIDIA Made-Up 9 (recorded)", "NVIDIA Other 1 (recorded)"]
+    assert len(both.table(tables.best, "Best.").parts) == 2
+    assert html(both.claims()).count("NVIDIA Other 1 (recorded)") == len(CLAIMS)
+    one = lab.open("state_layout", gpu=OTHER, **made.LAYOUT)
+    assert [entry.label for entry in one.shown] == ["NVIDIA Other 1 (recorded)"]
+
+
+# every cell of the notebooks, for parameters that are allowed and rows that are poor
+
+STATE_LAYOUT = {
+    "as usual": {},
+    "one batch": {"batches": [1]},
+    "a large batch": {"batches": [4096]},
+    "one state": {"states": ["bf16"]},
+    "one point": {"states": ["fp32"], "batches": [1]},
+    "another model": {"models": ["Qwen3.5-0.8B"]},
+    "two other models": {"models": ["K-256 example", "Qwen3.5-27B"]},
+}
+
+
+def _no_evidence(frame, *starts):
+    keep = ["{}" if v.startswith(starts) else e for v, e in zip(frame["variant"], frame["evidence"], strict=True)]
+    return frame.assign(evidence=keep)
+
+
+POOR = {
+    "nothing usable": made.unusable,
+    "one variant failed": lambda frame: made.unusable(frame, frame["variant"] == "KV BV=8, 1 warp"),
+    "one variant missing": lambda frame: made.without(frame, variant="VK BV=32, 1 warp"),
+    "only the ceiling": lambda frame: frame[frame["variant"] == tables.CEILING],
+    "no ceiling": lambda frame: made.unusable(frame, frame["variant"] == tables.CEILING),
+    "no control": lambda frame: made.without(frame, role="control"),
+    "no prediction": lambda frame: frame.assign(predicted_us=math.nan, ceiling=math.nan),
+    "no evidence": lambda frame: _no_evidence(frame, ""),
+    "evidence of one layout": lambda frame: _no_evidence(frame, "KV"),
+    "noise": lambda frame: frame.assign(
+        samples_ns=[list(np.random.default_rng(0).permutation(range(900, 930)) * (i + 1)) for i in range(len(frame))]
+    ),
+}
+
+
+def _shows(shown, study):
+    """Every cell shows something that a reader can read."""
+    assert len(shown) > 8
+    for text in shown:
+        words = re.sub(r"<[^>]*>", " ", text)
+        assert words.strip()
+        assert not re.search(r"\bnan\b|\bNone\b|\bNaN\b|<NA>|Timestamp|dtype", words), f"{study}: {words[:2000]}"
+
+
+@pytest.mark.parametrize("changes", STATE_LAYOUT.values(), ids=STATE_LAYOUT)
+def test_cells_of_state_layout_for_other_parameters(folders, without_triton, changes):
+    parameters = made.LAYOUT | changes
+    made.store(paths.DATA / GPU, made.make("state_layout", parameters, made.layout_us(1.1)))
+    _shows(cells("state_layout", **parameters), "state_layout")
+
+
+@pytest.mark.parametrize("poor", POOR.values(), ids=POOR)
+def test_cells_of_state_layout_on_poor_rows(folders, without_triton, layout, poor):
+    made.store(paths.DATA / GPU, poor(layout).reset_index(drop=True))
+    _shows(cells("state_layout", **made.LAYOUT), "state_layout")
+
+
+@pytest.mark.parametrize("kind", ["launch", "h2d", "read", "in_place", "copy", "bf16", "fp16", "fp8", "int8"])
+def test_cells_of_machine_for_one_kind(folders, without_triton, kind):
+    parameters = made.MACHINE_PAGE | {"kinds": [kind]}
+    made.store(paths.DATA / GPU, made.make("machine", parameters, made.machine_us))
+    _shows(cells("machine", **parameters), "machine")
+
+
+@pytest.mark.parametrize("poor", [made.unusable, lambda frame: made.without(frame, role="control")])
+def test_cells_of_machine_on_poor_rows(folders, without_triton, ceilings, poor):
+    made.store(paths.DATA / GPU, poor(ceilings))
+    _shows(cells("machine", **made.MACHINE_PAGE), "machine")
+
+
+def test_cells_are_really_run(folders, without_triton, layout, monkeypatch):
+    from labkit.state_layout import views
+
+    made.store(paths.DATA / GPU, layout)
+    monkeypatch.setattr(views, "hot", lambda rows: pd.DataFrame())
+    with_hot = "KV / VK with hot L2, one warp. There is no such measurement."
+    assert any(with_hot in text for text in cells("state_layout", **made.LAYOUT))
+    monkeypatch.setattr(views, "times", lambda rows: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        cells("state_layout", **made.LAYOUT)
+
+
+# what the pieces say
+
+
+def test_floors_are_bytes_over_the_best_recorded_rate(folders, ceilings, layout):
+    x = replayed("state_layout", made.LAYOUT, layout, ceilings)
+    best = ceilings[(ceilings["role"] == "ceiling") & ceilings["case"].str.contains('"in_place"')]
+    rate = max(b / np.median(ns) for b, ns in zip(best["floor_bytes"], best["samples_ns"], strict=True))  # GB/s
+    case = x.cases[0]
+    least = studies.load("state_layout").floor(case).bytes / rate / 1e3
+    text = x.floors([case]).plain
+    assert f"least µs, {MACHINE['name']} (recorded)" in text
+    assert float(text.split()[-1]) == pytest.approx(least, rel=1e-4)
+
+
+def test_floors_without_known_ceilings_show_the_bytes(folders, layout):
+    x = replayed("state_layout", made.LAYOUT, layout)
+    text = x.floors(x.cases).plain
+    assert "MB moved" in text
+    assert "least" not in text
+
+
+def test_published_numbers_come_with_their_source(folders, layout):
+    page = html(replayed("state_layout", made.LAYOUT, layout).published())
+    for claim in CLAIMS:
+        assert f'<a href="{claim.url}">{claim.source}</a>' in page
+        assert claim.published.split(",")[0] in page
+
+
+def test_source_is_read_from_the_file_with_its_decorator():
+    code = lab.Lab.source("labkit.state_layout.kernels", "_decode_kernel", "_normalised").data
+    assert code.startswith("@triton.jit\ndef _decode_kernel(")
+    assert "\n\n\n@triton.jit\ndef _normalised(" in code
+    assert "class DecodeInputs" not in code
+
+
+def test_what_was_compiled_comes_from_the_rows_without_triton(folders, without_triton, layout):
+    from labkit.state_layout import views
+
+    x = replayed("state_layout", made.LAYOUT, layout)
+    wanted = views.wanted(x.study, x.parameters)
+    found = x.compiled(wanted, (80, 90))
+    assert len(found) == len(wanted) == 12
+    assert set(found["arch"]) == {90}
+    assert "accesses" not in found
+    assert x.accesses(wanted).empty
+    assert "Triton is not installed here" in html(x.show_table(x.accesses(wanted), "Requests."))
+    assert lab.recorded_evidence(_no_evidence(layout, ""), wanted).empty
+
+
+def test_text_is_escaped_everywhere(folders, without_triton, layout, monkeypatch):
+    bad = "<script>alert('x')</script> & \"quoted\""
+    claim = spec.Claim("c", bad, 'https://example.org/?a="b"&c', bad, bad, bad, lambda rows: _judged(bad))
+    x = replayed("state_layout", made.LAYOUT, layout.assign(driver=bad), name=bad)
+    monkeypatch.setattr(x, "study", x.study.__class__(**vars(x.study) | {"claims": (claim,)}))
+    pieces = [x.provenance(), x.published(), x.claims(), x.say(lambda rows: bad), x.correctness()]
+    pieces += [x.table(lambda rows: pd.DataFrame({bad: [bad]}), bad), x.table(lambda rows: pd.DataFrame(), bad)]
+    pieces += [x.figure("f", lambda rows: bad), x.figure("f", lambda rows: _drawing() | {"alt": bad, "caption": bad})]
+    for piece in pieces:
+        text = html(piece)
+        assert "&lt;script&gt;" in text
+        assert "<script" not in text
+        assert not re.search(r'(alt|aria-label|href)="[^"]*"[^ >=]', text)  # a quote inside would end the attribute
+    assert 'href="https://example.org/?a=&quot;b&quot;&amp;c"' in html(x.published())
+
+
+def _judged(text, verdict="consistent"):
+    return spec.Judgement(verdict, text, text)
+
+
+# checking
+
+
+def test_correctness_runs_every_variant_here_and_reads_the_rows(folders, layout):
+    wrong = layout["variant"] == "KV BV=8, 1 warp"
+    x = replayed("state_layout", made.LAYOUT, layout.assign(ok=~wrong, error=np.where(wrong, 0.5, 1e-4)))
+    here, recorded = pd.read_html(_file(x.correctness()), keep_default_na=False)[0].to_dict("records")
+    study = studies.load("state_layout")
+    assert here["where"] == "this machine, tiny inputs, Triton's interpreter"
+    assert here["cases"] == len(study.tiny)
+    assert here["variants"] == len(study.variants(study.tiny[0])) - 1  # the ceiling computes nothing to check
+    assert here["wrong"] == 0
+    assert 0 < float(here["largest error"]) < 4e-3
+    assert recorded["wrong"] == wrong.sum()
+    assert float(recorded["largest error"]) == 0.5
+
+
+def _file(piece):
+    from io import StringIO
+
+    return StringIO(html(piece))
+
+
+def test_a_wrong_or_unwritten_result_is_counted_as_wrong(monkeypatch):
+    calls = []
+
+    def trial(error):
+        def prepare(case, device, sets, seed):
+            check = None if error is None else lambda: calls.append("check") or {"out": error, "other": 0.0}
+            return spec.Trial([], lambda: calls.append("poison"), None, check, {"out": 0.1, "other": 0.1})
+
+        return prepare
+
+    errors = {"right": 0.1, "wrong": 0.2, "unwritten": math.nan, "nothing to check": None}
+    case = spec.Case("op", {})
+    study = type("Study", (), {"tiny": (case,), "variants": staticmethod(
+        lambda case: [spec.Variant(name, "ours", "", trial(error)) for name, error in errors.items()])})  # fmt: skip
+    monkeypatch.setattr(studies, "load", lambda name: study)
+    assert {row["variant"]: row["ok"] for row in lab.check_tiny("x", "cpu")} == {
+        "right": True,
+        "wrong": False,
+        "unwritten": False,
+    }
+    assert calls == ["poison", "check"] * 3
+
+
+def test_correctness_without_triton_and_without_errors_says_so(folders, without_triton, ceilings):
+    x = replayed("machine", made.MACHINE_PAGE, ceilings.assign(error=math.nan))
+    assert "Nothing was checked" in html(x.correctness())
+
+
+# claims
+
+
+def judged(index, frame):
+    return CLAIMS[index].judge(frame)
+
+
+def at_vllm_batches(ratio):
+    parameters = {"models": [QWEN3_NEXT.name], "batches": list(VLLM_TABLE), "states": ["fp32"]}
+    return made.make("state_layout", parameters, made.layout_us(ratio))
+
+
+def test_mechanism_needs_both_fewer_lines_and_less_time(folders, layout):
+    found = judged(0, layout)
+    assert found.verdict == "reproduced"
+    assert "16 → 4 lines a request; KV/VK 1.20 at BV=8" in found.measured
+    assert "faster in 2 of 2 fp32 cases" in found.why
+    assert "at BV=32, where a K row already fills a line, KV/VK is 1.00 (batch 64)" in found.why
+    alike = made.make("state_layout", made.LAYOUT, made.layout_us(1.0))
+    assert judged(0, alike).verdict == "not reproduced"
+    slower = made.make("state_layout", made.LAYOUT, made.layout_us(0.8))
+    assert judged(0, slower).verdict == "not reproduced"
+    same_lines = layout.assign(evidence=layout["evidence"].str.replace(r'"lines": [\d.]+', '"lines": 4.0', regex=True))
+    assert judged(0, same_lines).verdict == "not reproduced"
+    noisy = made.make("state_layout", made.LAYOUT, made.layout_us(1.2), spread=0.3)
+    assert "faster in 0 of 2" in judged(0, noisy).why
+    assert judged(0, noisy).verdict == "not reproduced"
+
+
+def test_end_to_end_claim_of_sglang(folders):
+    found = judged(1, at_vllm_batches(2.0))
+    assert found.verdict == "consistent"
+    assert "BV=8 and bf16 weights from batch" in found.why
+    # By hand: the state's share of the bytes at batch 1024, bf16 weights; all of it twice as fast.
+    part = share.state_share(QWEN3_NEXT, 1024, CONTEXT)
+    gain = 100 * (share.end_to_end(2.0, part) - 1)
+    assert f"BV=8: {gain:+.1f} % (bf16 weights)" in found.measured
+    none = judged(1, at_vllm_batches(1.0))
+    assert none.verdict == "not reproduced"
+    assert re.search(r"at most BV=8: [+-]0\.\d % ", none.measured)
+    assert judged(1, at_vllm_batches(lambda batch, tile: 2.0 if tile == 32 else 1.0)).why.count("BV=8") == 0
+
+
+def _needed(batch):
+    """The kernel's ratio that gives vLLM's figure at a batch: Amdahl's law solved for it."""
+    part = share.state_share(QWEN3_NEXT, batch, CONTEXT, share.NVFP4_BYTES)
+    return part / (1 / (1 + VLLM_TABLE[batch] / 100) - 1 + part)
+
+
+def test_table_of_vllm(folders):
+    follows = judged(2, at_vllm_batches(lambda batch, tile: _needed(batch) if tile == 32 and batch > 64 else 1.0))
+    assert follows.verdict == "consistent"
+    assert "tiles of BV=32 follow it within 1.5 points at 5 of 5 batches, tiles of BV=8 at 4" in follows.why
+    assert re.search(r"BV=32: .*, \+4\.8 %", follows.measured)
+    flat = judged(2, at_vllm_batches(1.0))
+    assert flat.verdict == "not reproduced"
+    assert "at 4 of 5 batches" in flat.why
+    assert "uses the ratio of batch" not in flat.why
+    few = made.make("state_layout", made.LAYOUT | {"states": ["fp32"]}, made.layout_us(1.0))
+    assert "; batch 16 uses the ratio of batch 1; batch 256 uses the ratio of batch 64" in judged(2, few).why
+
+
+MISSING = {
+    "only bf16": ([0, 1, 2], lambda frame: frame[~frame["case"].str.contains("fp32")]),
+    "a narrow tile failed": ([0, 1, 2], lambda frame: made.unusable(frame, frame["variant"] == "VK BV=8, 1 warp")),
+    "a wide tile is missing": ([0, 1, 2], lambda frame: made.without(frame, variant="KV BV=32, 1 warp")),
+    "no evidence": ([0], lambda frame: _no_evidence(frame, "")),
+    "evidence of one layout": ([0], lambda frame: _no_evidence(frame, "VK")),
+    "another model": ([1, 2], lambda frame: frame.assign(case=frame["case"].str.replace(QWEN3_NEXT.name, "other"))),
+    "nothing usable": ([0, 1, 2], made.unusable),
+    "no rows": ([0, 1, 2], lambda frame: frame.iloc[:0]),
+    "hot rows only": ([0, 1, 2], lambda frame: frame[frame["cache"] == "hot"]),
+}
+
+
+@pytest.mark.parametrize(("claims", "change"), MISSING.values(), ids=MISSING)
+def test_what_cannot_be_judged_is_not_testable_here(folders, layout, claims, change):
+    found = [judged(index, change(layout).reset_index(drop=True)) for index in range(3)]
+    untestable = [index for index, one in enumerate(found) if one.verdict == "not testable here"]
+    assert untestable == claims
+    assert all(found[index].why.startswith("needs fp32 rows") for index in claims)
+
+
+def test_claims_show_verdict_and_reason_of_each_gpu(folders, layout):
+    made.store(paths.DATA / OTHER, made.unusable(layout), name="NVIDIA Other 1")
+    shown = pd.read_html(_file(replayed("state_layout", made.LAYOUT, layout).claims()), keep_default_na=False)[0]
+    assert len(shown) == 2 * len(CLAIMS)
+    first = shown[shown["claim"].str.contains("8, 256")].set_index("on")
+    assert first.loc["NVIDIA Made-Up 9 (recorded)", "verdict"] == "✓ reproduced"
+    assert first.loc["NVIDIA Other 1 (recorded)", "verdict"] == "? not testable here"
+    assert set(shown["published"]) == {claim.published for claim in CLAIMS}
+
+
+# trying one's own shape
+
+
+def test_widget_answers_every_control(folders, without_triton, layout, ceilings, monkeypatch):
+    shown = []
+    monkeypatch.setattr("IPython.display.display", shown.append)
+    box = explore.widget(replayed("state_layout", made.LAYOUT, layout, ceilings))
+    controls = {control.description: control for row in box.children[:2] for control in row.children}
+    assert set(controls) == {"HV", "K", "V", "batch", "state", "BV"}
+    floors = [text for text in map(str, shown) if "MB moved" in text]
+    assert floors
+    for name, value in {"HV": 1, "K": 256, "V": 64, "batch": 512, "state": "bf16", "BV": 32}.items():
+        shown.clear()
+        controls[name].value = value
+        assert any("MB moved" in str(piece) for piece in shown), name
+    last = shown[0].plain
+    state = 2 * 512 * 1 * 256 * 64 * 2
+    small = 512 * ((2 * 256 + 2 * 64 + 2) * 2 + 4)
+    assert f"{(state + small) / 1e6:.6f}"[:6] in last
