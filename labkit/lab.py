@@ -73,8 +73,8 @@ def open(name: str, source: str = "auto", gpu: str = "", processes: int = 3, **p
 
     source: auto (measure if there is a GPU, else replay), measure, recorded. gpu: slug of the one recorded GPU to show;
     empty: all of them. processes: independent measuring processes. parameters: the study's own.
-    Raises KeyError for an unknown study, ValueError for a wrong parameter, RuntimeError if source is "measure" without a
-    GPU or if there is nothing to show.
+    Raises KeyError for an unknown study, ValueError for a wrong parameter, RuntimeError if source is "measure" and
+    there is no GPU or if there is nothing to show.
     """
     study = studies.load(name)
     study.check(parameters)
@@ -130,7 +130,7 @@ class Lab:
         return figures.table(pd.DataFrame(rows), caption="What was published")
 
     def floors(self, cases: Sequence[Case]) -> figures.Html:
-        """Least bytes and operations of cases, and the least time at each GPU's ceiling; columns that do not vary go."""
+        """Least bytes and operations of cases, least time at each GPU's ceiling; no constant columns."""
         rows = []
         for case in cases:
             floor = self.study.floor(case)

@@ -65,7 +65,7 @@ def measure(
 ) -> Timing:
     """Time prepared variants in `blocks` blocks, in a new random order each.
 
-    twins: a variant and its A/A control; while their interval is wider than ±1 % the blocks are extended, at most twice.
+    twins: a variant and its A/A control; while their interval is wider than ±1 % blocks are added, at most twice.
     A block under a hardware or thermal throttle is repeated, three times at most, then kept and marked; a power cap is
     recorded, since it is how the GPU runs.
     """

@@ -44,12 +44,23 @@ def memory_curve(rows: pd.DataFrame) -> Drawing:
     best = table[table["cache"] == "cold"].groupby("kind")["tbs"].max()
     ends = ", ".join(f"{kind} {rate:.2f} TB/s" for kind, rate in best.items())
     fig = figures.lines(
-        table, "mib", "tbs", "kind", panel="cache", logx=True, xlabel="size of the tensor, MiB", ylabel="TB/s, all bytes moved",
+        table,
+        "mib",
+        "tbs",
+        "kind",
+        panel="cache",
+        logx=True,
+        xlabel="size of the tensor, MiB",
+        ylabel="TB/s, all bytes moved",
         title="What memory gives, by size",
-    )  # fmt: skip
+    )
     caption = f"Bytes read and written per second. Best cold rates: {ends}. Hot buffers are the same in every call."
-    return {"fig": fig, "alt": f"Lines of bandwidth against tensor size, cold and hot. Cold maxima: {ends}.",
-            "caption": caption, "table": table}  # fmt: skip
+    return {
+        "fig": fig,
+        "alt": f"Lines of bandwidth against tensor size, cold and hot. Cold maxima: {ends}.",
+        "caption": caption,
+        "table": table,
+    }
 
 
 def matrix_rates(rows: pd.DataFrame) -> Drawing:
@@ -61,8 +72,14 @@ def matrix_rates(rows: pd.DataFrame) -> Drawing:
     table = table.sort_values(["order", "n"])
     best = ", ".join(f"{what} {rate:.0f}" for what, rate in table.groupby("what", sort=False)["tflops"].max().items())
     fig = figures.bars(
-        table, "what", "tflops", "size", xlabel="operands", ylabel="TFLOP/s (int8: Top/s)", title="What the matrix units give"
-    )  # fmt: skip
+        table,
+        "what",
+        "tflops",
+        "size",
+        xlabel="operands",
+        ylabel="TFLOP/s (int8: Top/s)",
+        title="What the matrix units give",
+    )
     caption = (
         f"Square products of random data through PyTorch; best TFLOP/s: {best}. Zeros would run faster and mean less."
     )
@@ -102,9 +119,15 @@ def host_copies(rows: pd.DataFrame) -> Drawing:
         f"{s} {m} {us:.1f} µs" for s, m, us in zip(table["size"], table["memory"], table["us"], strict=True)
     )
     fig = figures.bars(
-        table, "size", "us", "memory", logy=True, xlabel="bytes a copy", ylabel="µs a copy (log)",
+        table,
+        "size",
+        "us",
+        "memory",
+        logy=True,
+        xlabel="bytes a copy",
+        ylabel="µs a copy (log)",
         title="What a copy to the GPU costs",
-    )  # fmt: skip
+    )
     caption = f"Copies in a row from Python: {words}. The small ones cost their launch, the large ones the bus."
     shown = table[["size", "memory", "us", "gbs"]]
     return {"fig": fig, "alt": f"Bars of copy time: {words}.", "caption": caption, "table": shown}
@@ -120,9 +143,16 @@ def clocks(rows: pd.DataFrame) -> Drawing:
     reasons = sorted({reason for listed in rows["throttled"] for reason in listed if reason})
     said = f"Throttle reasons seen: {', '.join(reasons)}." if reasons else "No throttle reason was seen."
     fig = figures.bars(
-        stats.assign(work="SM clock"), "what", "median", "work", low="min", high="max", xlabel="kind of work",
-        ylabel="SM clock, MHz", title="Clocks under load",
-    )  # fmt: skip
+        stats.assign(work="SM clock"),
+        "what",
+        "median",
+        "work",
+        low="min",
+        high="max",
+        xlabel="kind of work",
+        ylabel="SM clock, MHz",
+        title="Clocks under load",
+    )
     caption = f"Median SM clock over all blocks, with lowest and highest. {said}"
     return {"fig": fig, "alt": f"Bars of the SM clock by kind of work. {said}", "caption": caption, "table": stats}
 
@@ -160,7 +190,7 @@ def sanity(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def noise(rows: pd.DataFrame) -> pd.DataFrame:
-    """The A/A control: one variant timed twice with its own buffers; its interval says what this machine can resolve."""
+    """The A/A control: one variant timed twice with its own buffers; its interval is what this machine resolves."""
     from labkit.bench.verdict import BAND, aa
 
     found = []

@@ -37,5 +37,6 @@ def widget(x: Any) -> Any:
     }
     for control in controls.values():
         control.continuous_update = False  # each change compiles two kernels
-    return w.VBox([w.HBox(list(controls.values())[:3]), w.HBox(list(controls.values())[3:]),
-                   w.interactive_output(show, controls)])  # fmt: skip
+    return w.VBox(
+        [w.HBox(list(controls.values())[:3]), w.HBox(list(controls.values())[3:]), w.interactive_output(show, controls)]
+    )

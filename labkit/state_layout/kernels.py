@@ -2,18 +2,19 @@
 
 Variants, and what each one tests:
 
-| launcher        | state          | hypothesis                                                                          |
-|-----------------|----------------|-------------------------------------------------------------------------------------|
-| decode_k_first  | [.., HV, K, V] | a tile of BV columns touches K rows with BV contiguous values each: narrow tiles    |
-|                 |                | waste sectors, wide tiles do not; the reduction over K stays mostly in one thread   |
-| decode_v_first  | [.., HV, V, K] | a tile of BV rows is one contiguous run of BV·K values: no sector is wasted at any  |
-|                 |                | tile, but the reduction over K crosses the lanes of a warp (shuffles)               |
-| decode_v_first, | [.., HV, V, K] | o = α (S q) + (k·q) u needs only the old state, so both reductions run in one pass  |
-| folded=True     |                | and the updated state is never read again                                           |
+| launcher                     | state          | hypothesis |
+|------------------------------|----------------|------------|
+| decode_k_first               | [.., HV, K, V] | a tile of BV columns has K rows of BV contiguous values each: narrow |
+|                              |                | tiles waste sectors and lines, wide tiles do not; the sums over K |
+|                              |                | stay mostly inside one thread |
+| decode_v_first               | [.., HV, V, K] | a tile of BV rows is one contiguous run of BV·K values: nothing is |
+|                              |                | wasted at any tile, but the sums over K cross the lanes of a warp |
+| decode_v_first, folded=True  | [.., HV, V, K] | o = α (S q) + (k·q) u needs only the old state, so both sums run in |
+|                              |                | one pass and the updated state is never read again |
 
-Both layouts run the same arithmetic in fp32, differ in nothing but the two strides of the state, and take the same
-arguments, so that a difference in time is one of layout. The grid's fastest axis is the tile of V, so that programs that
-share cache lines run at the same time. Source of the change: SGLang pull request 20283.
+Both layouts run the same arithmetic in fp32, differ in nothing but the strides of the state and the axis of the sums, and
+take the same arguments, so that a difference in time is one of layout. The grid's fastest axis is the tile of V, so that
+programs that share cache lines run at the same time. Source of the change: SGLang pull request 20283.
 """
 
 from dataclasses import dataclass

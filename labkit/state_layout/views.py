@@ -33,17 +33,25 @@ def times(rows: pd.DataFrame) -> Drawing:
         return NOTHING
     model = table["model"].iloc[0]
     fig = figures.lines(
-        table, "batch", "us", "variant", panel="state", logx=True, logy=True, xlabel="batch", ylabel="µs (log), cold L2",
+        table,
+        "batch",
+        "us",
+        "variant",
+        panel="state",
+        logx=True,
+        logy=True,
+        xlabel="batch",
+        ylabel="µs (log), cold L2",
         title=f"One decode step of one layer, {model}",
-    )  # fmt: skip
+    )
     largest = table[table["batch"] == table["batch"].max()]
     ends = "; ".join(
         f"{v}, {s}: {us:.0f} µs" for v, s, us in zip(largest["variant"], largest["state"], largest["us"], strict=True)
     )
     return {
         "fig": fig,
-        "alt": f"Lines of time against batch for {model}, fp32 and bf16 state. At batch {table['batch'].max()}: {ends}.",
-        "caption": f"Time of one decode step, {model}. The in-place multiply of the same states is the least it can take.",
+        "alt": f"Lines of time against batch, {model}, fp32 and bf16 state. At batch {table['batch'].max()}: {ends}.",
+        "caption": f"Time of one decode step, {model}. An in-place multiply of the same states is the least it takes.",
         "table": table[["state", "batch", "variant", "us", "percent", "error"]],
     }
 
@@ -56,15 +64,23 @@ def percent(rows: pd.DataFrame) -> Drawing:
         return "no usable rows beside an in-place multiply of the same run."
     model = table["model"].iloc[0]
     fig = figures.lines(
-        table, "batch", "percent", "variant", panel="state", logx=True, xlabel="batch", ylabel="% of in-place multiply",
-        title=f"How near the memory's limit, {model}", reference=[(100, "in-place multiply")],
-    )  # fmt: skip
+        table,
+        "batch",
+        "percent",
+        "variant",
+        panel="state",
+        logx=True,
+        xlabel="batch",
+        ylabel="% of in-place multiply",
+        title=f"How near the memory's limit, {model}",
+        reference=[(100, "in-place multiply")],
+    )
     worst = table.loc[table["percent"].idxmin()]
     said = f"Lowest: {worst['percent']:.0f} % ({worst['variant']}, {worst['state']}, batch {worst['batch']})"
     return {
         "fig": fig,
         "alt": f"Lines of percent of the in-place ceiling against batch, by layout and tile. {said}.",
-        "caption": f"Rate of each kernel as a share of an in-place multiply of the same states in the same run. {said}.",
+        "caption": f"Rate of each kernel as a share of an in-place multiply of the same states, same run. {said}.",
         "table": table[["state", "batch", "variant", "percent", "us", "tbs"]],
     }
 
@@ -80,16 +96,23 @@ def ratio_by_tile(rows: pd.DataFrame) -> Drawing:
         tile=[f"BV={b}, {w} warp{'s' * (w > 1)}" for b, w in zip(table["BV"], table["warps"], strict=True)]
     )
     fig = figures.ratios(
-        table, "tile", "ratio", "low", "high", group="state", verdict="verdict", xlabel="time KV / time VK (above 1: [V, K] faster)",
+        table,
+        "tile",
+        "ratio",
+        "low",
+        "high",
+        group="state",
+        verdict="verdict",
+        xlabel="time KV / time VK (above 1: [V, K] faster)",
         title=f"What the layout is worth, by tile (batch {batch})",
-    )  # fmt: skip
+    )
     said = "; ".join(
         f"{s}, {t}: {r:.2f}" for s, t, r in zip(table["state"], table["tile"], table["ratio"], strict=True)
     )
     return {
         "fig": fig,
         "alt": f"Ratios KV/VK with 95 % intervals: {said}.",
-        "caption": "Ratio of times at equal tile and warps, paired block by block, with 95 % intervals; grey: within ±1 %.",
+        "caption": "Ratio of times at equal tile and warps, paired block by block, 95 % intervals; grey band: ±1 %.",
         "table": table[["state", "BV", "warps", "ratio", "low", "high", "noise", "verdict"]],
     }
 
@@ -102,9 +125,19 @@ def ratio_by_batch(rows: pd.DataFrame) -> Drawing:
         return NOTHING
     table = table.assign(tile=lambda t: "BV=" + t["BV"].astype(str))
     fig = figures.lines(
-        table, "batch", "ratio", "tile", panel="state", low="low", high="high", logx=True, xlabel="batch",
-        ylabel="time KV / time VK", title="Where the layout matters: batch", reference=[(1, "equal")],
-    )  # fmt: skip
+        table,
+        "batch",
+        "ratio",
+        "tile",
+        panel="state",
+        low="low",
+        high="high",
+        logx=True,
+        xlabel="batch",
+        ylabel="time KV / time VK",
+        title="Where the layout matters: batch",
+        reference=[(1, "equal")],
+    )
     top = table.loc[table["ratio"].idxmax()]
     said = f"Largest: {top['ratio']:.2f} ({top['state']}, {top['tile']}, batch {top['batch']})"
     return {
@@ -127,9 +160,16 @@ def ratio_by_shape(rows: pd.DataFrame) -> Drawing:
         shape=[f"{m} (HV={h}, K={k})" for m, h, k in zip(table["model"], table["HV"], table["K"], strict=True)]
     )
     fig = figures.ratios(
-        table, "shape", "ratio", "low", "high", group="state", verdict="verdict",
-        xlabel="time KV / time VK (above 1: [V, K] faster)", title=f"Does it hold for other shapes? BV={NARROW}, batch {batch}",
-    )  # fmt: skip
+        table,
+        "shape",
+        "ratio",
+        "low",
+        "high",
+        group="state",
+        verdict="verdict",
+        xlabel="time KV / time VK (above 1: [V, K] faster)",
+        title=f"Does it hold for other shapes? BV={NARROW}, batch {batch}",
+    )
     lowest, highest = table["ratio"].min(), table["ratio"].max()
     return {
         "fig": fig,
@@ -147,14 +187,22 @@ def prediction_error(rows: pd.DataFrame) -> Drawing:
         return "nothing was predicted, since this GPU's ceilings were not known when it was measured."
     table = table.assign(factor=table["us"] / table["predicted_us"])
     fig = figures.lines(
-        table, "batch", "factor", "variant", panel="state", logx=True, xlabel="batch", ylabel="measured / predicted",
-        title="What bytes alone do not explain", reference=[(1, "as predicted")],
-    )  # fmt: skip
+        table,
+        "batch",
+        "factor",
+        "variant",
+        panel="state",
+        logx=True,
+        xlabel="batch",
+        ylabel="measured / predicted",
+        title="What bytes alone do not explain",
+        reference=[(1, "as predicted")],
+    )
     near = (table["factor"].sub(1).abs() <= 0.1).mean()
     return {
         "fig": fig,
         "alt": f"Lines of measured over predicted time; {100 * near:.0f} % of the points lie within 10 %.",
-        "caption": f"The prediction knows bytes, ceilings and waves, not sectors or arithmetic; {100 * near:.0f} % within 10 %.",
+        "caption": f"The prediction knows bytes, ceilings and waves; {100 * near:.0f} % of the points lie within 10 %.",
         "table": table[["state", "batch", "variant", "predicted_us", "us", "factor"]],
     }
 
@@ -170,9 +218,18 @@ def end_to_end(rows: pd.DataFrame) -> Drawing:
     )
     table = pd.concat([*parts, published], ignore_index=True)
     fig = figures.lines(
-        table, "batch", "gain %", "series", low="low %", high="high %", logx=True, xlabel="batch", ylabel="tokens a second, % more",
-        title="What it could mean for a whole decode step", reference=[(0, "no change")],
-    )  # fmt: skip
+        table,
+        "batch",
+        "gain %",
+        "series",
+        low="low %",
+        high="high %",
+        logx=True,
+        xlabel="batch",
+        ylabel="tokens a second, % more",
+        title="What it could mean for a whole decode step",
+        reference=[(0, "no change")],
+    )
     ends = "; ".join(f"{part['series'].iloc[0]}: at most {part['gain %'].max():.1f} %" for part in parts)
     return {
         "fig": fig,

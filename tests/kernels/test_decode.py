@@ -148,9 +148,9 @@ def test_zero_key_is_not_divided_by_zero(form):
 
 
 def test_large_pool_is_addressed_in_64_bits(device):
-    """A slot beyond 2^31 values; only where memory allows it (GPU), since the interpreter has 64-bit addresses anyway."""
+    """A slot beyond 2^31 values, where there is memory for it (the GPU)."""
     slots = 2**31 // (2 * 128 * 128) + 2 if device == "cuda" else 4
-    x, gap = make(1, 1, 2, 128, 128, torch.bfloat16, slots=4)
+    x, _ = make(1, 1, 2, 128, 128, torch.bfloat16, slots=4)
     pool = torch.zeros((slots, 2, 128, 128), dtype=torch.bfloat16, device=device)
     pool[-1] = x.state[0]
     y = DecodeInputs(
