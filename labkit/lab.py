@@ -221,7 +221,10 @@ class Lab:
         self, make: Callable[[pd.DataFrame], pd.DataFrame], key: str, value: str, caption: str
     ) -> figures.Html:
         """One table for all GPUs, a column each. make: rows -> a table with the columns `key` and `value`."""
-        columns = {entry.label: make(entry.rows).set_index(key)[value] for entry in self.shown}
+        tables = {entry.label: make(entry.rows) for entry in self.shown}
+        columns = {label: table.set_index(key)[value] for label, table in tables.items() if len(table)}
+        if not columns:
+            return figures.note(f"{caption} There is no such measurement.")
         return figures.table(pd.DataFrame(columns).rename_axis(key), caption)
 
     def say(self, sentence: Callable[[pd.DataFrame], str]) -> "Gallery":

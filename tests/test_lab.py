@@ -5,6 +5,7 @@ import json
 import math
 import re
 from contextlib import nullcontext
+from html import unescape
 from importlib.util import find_spec
 
 import numpy as np
@@ -422,7 +423,10 @@ def test_correctness_runs_every_variant_here_and_reads_the_rows(folders, layout)
 def table_of(piece):
     """The rows of a table that is shown: heading -> text."""
     rows = re.findall(r"<tr>(.*?)</tr>", html(piece), re.DOTALL)
-    texts = [[re.sub("<[^>]*>", "", cell) for cell in re.findall(r"<t[hd].*?</t[hd]>", row, re.DOTALL)] for row in rows]
+    texts = [
+        [unescape(re.sub("<[^>]*>", "", cell)) for cell in re.findall(r"<t[hd].*?</t[hd]>", row, re.DOTALL)]
+        for row in rows
+    ]
     return [dict(zip(texts[0], row, strict=True)) for row in texts[1:]]
 
 

@@ -12,8 +12,8 @@ Variants, and what each one tests:
 | decode_v_first, folded=True  | [.., HV, V, K] | o = α (S q) + (k·q) u needs only the old state, so both sums run in |
 |                              |                | one pass and the updated state is never read again |
 
-Both layouts run the same arithmetic in fp32, differ in nothing but the strides of the state and the axis of the sums, and
-take the same arguments, so that a difference in time is one of layout. The grid's fastest axis is the tile of V, so that
+Both layouts run the same arithmetic in fp32 and take the same arguments; they differ in nothing but the strides of the
+state and the axis of the sums, so that a difference in time is one of layout. The grid's fastest axis is the tile of V:
 programs that share cache lines run at the same time. Source of the change: SGLang pull request 20283.
 """
 

@@ -243,6 +243,8 @@ def end_to_end(rows: pd.DataFrame) -> Drawing:
 def best(rows: pd.DataFrame) -> pd.DataFrame:
     """The fastest variant of each layout for Qwen3-Next's shape."""
     table = tables.best(rows)
+    if table.empty:
+        return table
     name = QWEN3_NEXT.name if QWEN3_NEXT.name in set(table["model"]) else table["model"].iloc[0]
     return table[table["model"] == name].drop(columns=["HV", "K"])
 

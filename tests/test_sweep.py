@@ -1,0 +1,659 @@
+"""Whole sweeps of a toy study without a GPU: every row there, stopped and continued anywhere, failures kept apart."""
+
+import contextlib
+import dataclasses
+import io
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+import simulated
+import torch
+
+from labkit import isolated, paths, studies
+from labkit.bench import case as case_runner
+from labkit.bench import machine, records, sweep, timing
+from labkit.bench.spec import CONTROL, Case, Floor, Study, Trial, Variant
+
+SIZES = [1, 2]
+PROCESSES = 3
+L2 = 64  # bytes
+NAMES = ["copy", "double", "add", CONTROL]
+GRAPH_ROWS = [(name, cache) for name in NAMES for cache in ("cold", "hot")]
+ROWS = sorted([*GRAPH_ROWS, ("eager", "cold")])
+
+
+@dataclass
+class Call:
+    """y = 2x on one buffer set. ns: the time that the device reports for it; nothing: y is left as it is."""
+
+    x: torch.Tensor
+    y: torch.Tensor
+    ns: int
+    factor: float = 2.0
+    nothing: bool = False
+
+    def __call__(self) -> None:
+        if not self.nothing:
+            torch.mul(self.x, self.factor, out=self.y)
+
+
+@dataclass
+class Toy:
+    """A study y = 2x, [n, 4] fp32, and what is wrong with it. ns: by variant; prepare: called before it, may raise."""
+
+    ns: dict[str, int] = field(
+        default_factory=lambda: {"copy": 9_000, "double": 10_000, "add": 20_000, "eager": 50_000}
+    )
+    prepare: Callable[[Case, str], None] = lambda case, name: None
+    calls: Callable[[Case, str, list[Call]], None] = lambda case, name, calls: None
+    sets: list[int] = field(default_factory=list)
+    floor: Floor = Floor(32, 4, limit="")
+
+    def study(self) -> Study:
+        return Study(
+            "toy",
+            "Toy",
+            "A toy.",
+            lambda parameters: [Case("double", {"n": n}) for n in parameters["sizes"]],
+            self.variants,
+            lambda case: "double",
+            lambda case: self.floor,
+        )
+
+    def variants(self, case: Case) -> list[Variant]:
+        def variant(name: str, role: str, caches: tuple[str, ...] = ("cold", "hot"), mode: str = "graph") -> Variant:
+            def prepare(case: Case, device: Any, sets: int, seed: int) -> Trial:
+                return self.trial(case, name, device, sets, seed)
+
+            return Variant(name, role, "test_sweep:source", prepare, {"name": name}, caches, mode)
+
+        found = [variant("copy", "ceiling"), variant("double", "ours"), variant("add", "peer")]
+        return [*found, variant("eager", "peer", ("cold",), "eager")]
+
+    def trial(self, case: Case, name: str, device: Any, sets: int, seed: int) -> Trial:
+        self.prepare(case, name)
+        self.sets.append(sets)
+        x = torch.randn((sets, case["n"], 4), generator=torch.Generator(device).manual_seed(seed))
+        y = torch.empty_like(x)
+        calls = [Call(a, b, self.ns[name]) for a, b in zip(x, y, strict=True)]
+
+        def check() -> dict[str, float]:
+            calls[0]()
+            return {"y": float((y[0] - 2 * x[0]).norm() / x[0].norm())}
+
+        self.calls(case, name, calls)
+        return Trial(calls, lambda: y.fill_(math.nan), lambda: not bool(y.isnan().any()), check, {"y": 1e-6})
+
+
+def source() -> None:
+    """What `kernel_sha` hashes for every variant of the toy."""
+
+
+class Lab:
+    """The toy in a lab of its own, whose measuring processes are plain calls."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch):
+        self.toy = Toy()
+        self.measured: list[tuple[int, int]] = []  # (n, process), in the order of measuring
+        self.lines: list[str] = []
+        self.patch = monkeypatch
+        self.machine = dataclasses.replace(simulated.MACHINE, l2_bytes=L2)
+        self.path = folder / "runs" / self.machine.slug / "toy.parquet"
+        self.journal = records.Journal(self.path.with_suffix(".journal.jsonl"))
+        monkeypatch.setattr(paths, "RUNS", folder / "runs")
+        monkeypatch.setattr(paths, "DATA", folder / "data")
+        monkeypatch.setattr(studies, "load", lambda name: self.toy.study())
+        monkeypatch.setattr(machine, "this_machine", lambda: self.machine)
+        monkeypatch.setattr(machine, "CudaDevice", self.device)
+        monkeypatch.setattr(isolated, "call", self.call)
+        monkeypatch.setattr(case_runner, "measure", self.measure)
+        self.real_measure: Callable[..., Any] = _MEASURE
+
+    def device(self) -> simulated.HostDevice:
+        device = simulated.HostDevice()
+        device.machine = self.machine
+        return device
+
+    def call(self, target: str, *args: Any, env: Mapping[str, str | None], on_line: Callable[[str], None]) -> Any:
+        assert target == "labkit.bench.sweep:measure_process"
+        assert env == {"CUDA_VISIBLE_DEVICES": "GPU-7", "TRITON_INTERPRET": None}
+        args = json.loads(json.dumps(args))  # as they would travel
+        with contextlib.redirect_stdout(_Lines(on_line)):
+            return sweep.measure_process(*args)
+
+    def measure(self, study: Study, case: Case, index: int, *rest: Any) -> list[dict[str, Any]]:
+        self.measured.append((case["n"], index))
+        return self.real_measure(study, case, index, *rest)
+
+    def run(self, sizes: list[int] = SIZES, processes: int = PROCESSES) -> pd.DataFrame:
+        """Run the sweep; `measured` then holds what this run measured."""
+        self.measured.clear()
+        env = {"CUDA_VISIBLE_DEVICES": "GPU-7"}
+        return sweep.run(self.toy.study(), {"sizes": sizes}, processes, env, self.lines.append)
+
+    def row(self, n: int, variant: str, cache: str = "cold") -> pd.Series:
+        rows = records.expanded(records.read(self.path))
+        return rows[(rows["n"] == n) & (rows["variant"] == variant) & (rows["cache"] == cache)].iloc[0]
+
+
+_MEASURE = case_runner.measure
+
+
+class _Lines(io.TextIOBase):
+    """Hands each line that is printed to a function."""
+
+    def __init__(self, on_line: Callable[[str], None]):
+        self.on_line = on_line
+
+    def write(self, text: str) -> int:
+        if text.strip():
+            self.on_line(text)
+        return len(text)
+
+
+@pytest.fixture
+def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Lab:
+    return Lab(tmp_path, monkeypatch)
+
+
+def every(sizes: list[int] = SIZES, processes: int = PROCESSES) -> list[tuple[int, int]]:
+    return [(n, index) for index in range(processes) for n in sizes]
+
+
+def complete(rows: pd.DataFrame, sizes: list[int] = SIZES, processes: int = PROCESSES) -> None:
+    """Every case, variant and cache once, ok, with the samples of every process."""
+    for n in sizes:
+        found = rows[rows["case"] == json.dumps({"n": n})]
+        assert sorted(zip(found["variant"], found["cache"], strict=True)) == ROWS
+        assert found["ok"].all(), found["reason"].tolist()
+        for row in found.to_dict("records"):
+            blocks = [list(row["block"][row["run"] == index]) for index in range(processes)]
+            assert all(block and block == list(range(len(block))) for block in blocks), row["variant"]
+            assert max(row["run"]) == processes - 1
+            assert (row["error"] < 1e-6) & (row["reason"] == "")
+    assert len(rows) == len(sizes) * len(ROWS)
+
+
+def test_a_whole_run(lab: Lab):
+    rows = lab.run()
+    complete(rows)
+    assert lab.measured == every()
+    assert machine.Machine.load(lab.path.parent) == lab.machine
+    assert not lab.journal.path.exists()
+    assert sorted(path.name for path in lab.path.parent.iterdir()) == ["machine.json", "toy.parquet"]
+    control = lab.row(1, CONTROL)
+    assert json.loads(control["options"]) == {"name": "double", "repeats": "double"}
+    assert (control["role"], lab.row(1, "double")["role"]) == ("control", "ours")
+    assert lab.row(1, "eager")["mode"] == "eager"
+    assert lab.row(1, "add")["us"] == pytest.approx(20, rel=0.01)
+    assert set(rows["study"]) == {"toy"}
+    assert set(rows["floor_bytes"]) == {32}
+    assert (rows["calls_per_sample"] == rows["cache"].map({"cold": 8, "hot": 1})).all()
+    assert any("case 2 of 2" in line for line in lab.lines)
+
+
+def test_buffers_rotate_over_four_l2_and_hot_rows_need_half_of_it(lab: Lab):
+    lab.run([1], 1)
+    assert set(lab.toy.sets) == {4 * L2 // 32}
+    lab.toy.floor = Floor(32, limit="", set_bytes=L2)
+    lab.toy.sets.clear()
+    assert set(lab.run([2], 1)["cache"]) == {"cold"}
+    assert set(lab.toy.sets) == {4}
+    lab.toy.floor = Floor(32, limit="", set_bytes=L2, hot_at_any_size=True)
+    assert set(lab.run([3], 1)["cache"]) == {"cold", "hot"}
+
+
+def test_what_is_recorded_is_not_measured_again(lab: Lab):
+    first = lab.run()
+    again = lab.run()
+    assert lab.measured == []
+    pd.testing.assert_frame_equal(first, again)
+    more = lab.run([2, 3])
+    assert lab.measured == every([3])
+    complete(more, [2, 3])
+    complete(records.read(lab.path), [1, 2, 3])
+
+
+def test_fewer_processes_than_asked_for_are_measured_again(lab: Lab):
+    complete(lab.run([1], 1), [1], 1)
+    complete(lab.run([1], 3), [1], 3)
+    assert lab.measured == every([1], 3)
+    complete(lab.run([1], 2), [1], 3)  # more than asked for are welcome
+    assert lab.measured == []
+
+
+class Killed(BaseException):
+    """The end of the whole run, at any point; no code handles it."""
+
+
+@contextlib.contextmanager
+def killed_at(lab: Lab, moment: int) -> Iterator[None]:
+    """Points of a run at which it could end: before and after each write, in the middle of one, and at each line."""
+    count = 0
+
+    def step() -> None:
+        nonlocal count
+        count += 1
+        if count == moment:
+            raise Killed
+
+    append, rewrite = records.Journal.append, records.Journal.rewrite
+    write, unlink = records.write_atomic, Path.unlink
+
+    def torn_append(self: records.Journal, entry: Mapping[str, Any]) -> None:
+        step()
+        append(self, entry)
+        whole = self.path.read_bytes()
+        with open(self.path, "ab") as file:
+            file.truncate(len(whole) - len(json.dumps(entry)) // 2)
+        step()
+        self.path.write_bytes(whole)
+        step()
+
+    def around(function: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(*args: Any, **options: Any) -> Any:
+            step()
+            result = function(*args, **options)
+            step()
+            return result
+
+        return wrapped
+
+    class Lines(list):
+        def append(self, line: str) -> None:
+            super().append(line)
+            step()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(records.Journal, "append", torn_append)
+        patch.setattr(records.Journal, "rewrite", around(rewrite))
+        patch.setattr(records, "write_atomic", around(write))
+        patch.setattr(Path, "unlink", around(unlink))
+        patch.setattr(lab, "lines", Lines())
+        yield
+
+
+def test_killed_at_any_point_it_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    kills = 0
+    while True:
+        lab = Lab(tmp_path / str(kills), monkeypatch)
+        try:
+            with killed_at(lab, kills + 1):
+                lab.run([1, 2], 2)
+            break  # it ended before the moment came
+        except Killed:
+            kills += 1
+        started = list(lab.measured)
+        rows = lab.run([1, 2], 2)
+        complete(rows, [1, 2], 2)
+        # What was journalled is kept: at most the last case that was started is measured again.
+        assert lab.measured in (every([1, 2], 2)[len(started) :], every([1, 2], 2)[max(0, len(started) - 1) :])
+        assert not lab.journal.path.exists()
+        assert lab.run([1, 2], 2).equals(rows)
+        assert lab.measured == []
+    assert kills > 30
+
+
+def test_stopped_after_each_case_only_the_missing_are_measured(lab: Lab):
+    for done in range(len(every())):
+        lab.measured.clear()
+
+        def stop(line: str) -> None:
+            if ", case " in line:
+                raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            sweep.run(lab.toy.study(), {"sizes": SIZES}, PROCESSES, {"CUDA_VISIBLE_DEVICES": "GPU-7"}, stop)
+        assert lab.measured == [every()[done]]
+    complete(lab.run())
+    assert lab.measured == []
+
+
+def test_the_journal_of_other_cases_survives(lab: Lab):
+    def stop(line: str) -> None:
+        if ", case 1" in line:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        sweep.run(lab.toy.study(), {"sizes": [7, 8]}, 1, {"CUDA_VISIBLE_DEVICES": "GPU-7"}, stop)
+    before = lab.journal.entries()
+    assert [entry["case"] for entry in before] == [["double", '{"n": 7}']] * 2  # the marker and the rows
+    complete(lab.run())
+    assert lab.journal.entries() == before
+    complete(lab.run([7, 8], 1), [7, 8], 1)
+    assert lab.measured == [(8, 0)]
+
+
+def test_a_variant_that_cannot_be_prepared_is_a_row_and_the_others_go_on(lab: Lab):
+    def prepare(case: Case, name: str) -> None:
+        if name == "add" and case["n"] == 2:
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB.\nmore lines")
+
+    lab.toy.prepare = prepare
+    recovered = []
+    lab.patch.setattr(simulated.HostDevice, "recover", lambda self: recovered.append(1))
+    rows = lab.run()
+    failed = rows[~rows["ok"]]
+    assert sorted(zip(failed["variant"], failed["cache"], failed["case"], strict=True)) == [
+        ("add", "cold", '{"n": 2}'),
+        ("add", "hot", '{"n": 2}'),
+    ]
+    assert set(failed["reason"]) == {"OutOfMemoryError: CUDA out of memory. Tried to allocate 9 GiB."}
+    assert failed["samples_ns"].map(len).eq(0).all()
+    assert len(recovered) == PROCESSES
+    complete(rows[rows["case"] == '{"n": 1}'], [1])
+    assert len(lab.row(2, "double")["samples_ns"]) == timing.BLOCKS * PROCESSES
+    lab.run()
+    assert lab.measured == []  # it is recorded that it cannot run
+
+
+def test_a_variant_that_cannot_be_captured_is_a_row_and_the_others_go_on(lab: Lab):
+    prepare = simulated.HostDevice.prepare
+
+    def fails(self: simulated.HostDevice, calls: Any, mode: str) -> Any:
+        if calls[0].ns == lab.toy.ns["add"]:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return prepare(self, calls, mode)
+
+    lab.patch.setattr(simulated.HostDevice, "prepare", fails)
+    rows = lab.run([1])
+    failed = rows[~rows["ok"]]
+    assert sorted(zip(failed["variant"], failed["cache"], strict=True)) == [("add", "cold"), ("add", "hot")]
+    assert failed["reason"].str.startswith("RuntimeError: operation not permitted").all()
+    assert sorted(zip(rows["variant"], rows["cache"], strict=True)) == ROWS
+
+
+def test_a_case_of_which_nothing_can_run_is_recorded(lab: Lab):
+    def prepare(case: Case, name: str) -> None:
+        raise RuntimeError("no kernel image")
+
+    lab.toy.prepare = prepare
+    rows = lab.run([1])
+    assert not rows["ok"].any()
+    assert sorted(zip(rows["variant"], rows["cache"], strict=True)) == ROWS
+    lab.run([1])
+    assert lab.measured == []
+
+
+def dies(lab: Lab, when: Callable[[int, int], bool]) -> None:
+    """Have the measuring process die in the case n of process `index` when `when(n, index)`."""
+
+    def measure(study: Study, case: Case, index: int, *rest: Any) -> Any:
+        if when(case["n"], index):
+            raise isolated.IsolatedError("t", "crash", "killed by signal 11")
+        return _MEASURE(study, case, index, *rest)
+
+    lab.real_measure = measure
+
+
+def test_a_process_that_dies_in_a_case_costs_that_case(lab: Lab):
+    dies(lab, lambda n, index: n == 2 and index == 1)
+    rows = lab.run([1, 2, 3])
+    assert lab.measured == every([1, 2, 3])  # the case is not tried again, the next one goes on
+    bad = rows[rows["case"] == '{"n": 2}']
+    assert not bad["ok"].any()
+    assert set(bad["reason"]) == {"the process died: crash: killed by signal 11"}
+    assert sorted(zip(bad["variant"], bad["cache"], strict=True)) == ROWS
+    assert all(set(run) == {0, 2} for run in bad["run"])  # the samples of the others are kept
+    complete(rows[rows["case"] != '{"n": 2}'], [1, 3])
+    lab.run([1, 2, 3])
+    assert lab.measured == []
+
+
+def test_a_process_that_dies_in_every_case_ends(lab: Lab):
+    dies(lab, lambda n, index: True)
+    rows = lab.run()
+    assert lab.measured == every()
+    assert not rows["ok"].any()
+
+
+def test_death_outside_any_case_is_raised(lab: Lab):
+    def call(*_: Any, **__: Any) -> None:
+        raise isolated.IsolatedError("t", "RuntimeError", "CUDA driver is too old")
+
+    lab.patch.setattr(isolated, "call", call)
+    with pytest.raises(isolated.IsolatedError, match="too old"):
+        lab.run()
+    assert lab.journal.entries() == []
+
+
+def test_death_before_the_first_case_is_not_blamed_on_the_case_at_which_the_last_run_was_stopped(lab: Lab):
+    def stop(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    lab.real_measure = stop
+    with pytest.raises(KeyboardInterrupt):
+        lab.run()
+    assert [entry.get("rows") for entry in lab.journal.entries()] == [None]  # a case was started, and is not done
+
+    def call(*_: Any, **__: Any) -> None:
+        raise isolated.IsolatedError("t", "RuntimeError", "CUDA driver is too old")
+
+    lab.patch.setattr(isolated, "call", call)
+    with pytest.raises(isolated.IsolatedError, match="too old"):
+        lab.run()
+    lab.patch.setattr(isolated, "call", lab.call)
+    lab.real_measure = _MEASURE
+    complete(lab.run())
+
+
+def test_rows_of_another_source_than_this_process_sees_do_not_repeat_for_ever(lab: Lab):
+    """A notebook's kernel that outlives an edit hashes the old source, its measuring processes the new one."""
+    lab.patch.setattr(case_runner, "kernel_sha", lambda source: "edited")
+    with pytest.raises(RuntimeError, match="toy: the source changed while it was measured"):
+        lab.run()
+    assert lab.measured == every(processes=1)
+
+
+@pytest.mark.parametrize("change", ["kernel", "driver", "gpu"])
+@pytest.mark.parametrize("finished", [True, False])
+def test_rows_of_another_kernel_or_machine_are_measured_again(lab: Lab, change: str, finished: bool):
+    if finished:
+        lab.run()
+    else:
+        dies(lab, lambda n, index: (n, index) == (2, 2))
+        real = lab.call
+
+        def call(*args: Any, **options: Any) -> Any:
+            try:
+                return real(*args, **options)
+            except isolated.IsolatedError:
+                raise KeyboardInterrupt from None
+
+        lab.patch.setattr(isolated, "call", call)
+        with pytest.raises(KeyboardInterrupt):
+            lab.run()
+        assert len([entry for entry in lab.journal.entries() if "rows" in entry]) == len(every()) - 1
+        lab.patch.setattr(isolated, "call", lab.call)
+        lab.real_measure = _MEASURE
+    if change == "kernel":
+        for module in (sweep, case_runner):
+            lab.patch.setattr(module, "kernel_sha", lambda source: "changed")
+    elif change == "driver":
+        lab.machine = dataclasses.replace(lab.machine, driver="2.0")
+    else:
+        lab.machine = dataclasses.replace(lab.machine, name="Simulated GPU, rev. 2")  # of the same slug
+    rows = lab.run()
+    assert lab.measured == every()
+    complete(rows)
+    values = {"kernel": ("kernel_sha", "changed"), "driver": ("driver", "2.0"), "gpu": ("gpu", lab.machine.name)}
+    column, value = values[change]
+    assert set(rows[column]) == {value}
+    lab.run()
+    assert lab.measured == []
+
+
+def test_a_study_with_another_variant_is_measured_again(lab: Lab):
+    lab.run([1], 1)
+    variants = lab.toy.variants
+    lab.toy.variants = lambda case: [v for v in variants(case) if v.name != "add"]
+    rows = lab.run([1], 1)
+    assert lab.measured == [(1, 0)]
+    assert "add" not in set(rows["variant"])
+
+
+def test_wrong_results_are_not_ok(lab: Lab):
+    def calls(case: Case, name: str, calls: list[Call]) -> None:
+        if name == "add":
+            calls[0].factor = 2.1
+
+    lab.toy.calls = calls
+    rows = lab.run([1])
+    bad = rows[~rows["ok"]]
+    assert set(bad["variant"]) == {"add"}
+    assert bad["error"].between(0.09, 0.11).all()
+    assert set(bad["reason"]) == {"wrong: error of y 1.0e-01 (allowed 1e-06)"}
+    assert bad["samples_ns"].map(len).eq(timing.BLOCKS * PROCESSES).all()  # it is timed all the same, for the eye
+
+
+def test_results_that_turn_wrong_while_it_is_timed_are_not_ok(lab: Lab):
+    def calls(case: Case, name: str, calls: list[Call]) -> None:
+        if name == "add":
+            calls[0] = Worsening(calls[0])
+
+    class Worsening:
+        def __init__(self, call: Call):
+            self.call, self.ns, self.count = call, call.ns, 0
+
+        def __call__(self) -> None:
+            self.count += 1
+            self.call.factor = 2.0 if self.count < 4 else math.nan
+            self.call()
+
+    lab.toy.calls = calls
+    rows = lab.run([1])
+    bad = rows[~rows["ok"]]
+    assert set(bad["variant"]) == {"add"}
+    assert bad["reason"].str.contains("wrong: error of y nan").all()
+
+
+def test_outputs_that_are_not_written_while_it_is_timed_are_not_ok(lab: Lab):
+    def calls(case: Case, name: str, calls: list[Call]) -> None:
+        if name == "add":
+            calls[3].nothing = True  # the check looks at set 0 only
+
+    lab.toy.calls = calls
+    lab.run([1])
+    row = lab.row(1, "add")
+    assert not row["ok"]
+    assert row["reason"] == "an output was not written while it was timed"
+    assert lab.row(1, "double")["ok"]
+
+
+def test_a_rate_above_the_datasheet_is_refused(lab: Lab):
+    lab.toy.floor = Floor(32, limit="")
+    lab.machine = dataclasses.replace(lab.machine, datasheet_tbs=32 / 15_000 / 1e3)  # between double and add
+    rows = lab.run([1])
+    assert set(rows[~rows["ok"]]["variant"]) == {"copy", "double", CONTROL}
+    assert set(rows[~rows["ok"]]["cache"]) == {"cold"}  # a hot rate is of the L2
+    assert lab.row(1, "double")["reason"].startswith("refused: 0.00 TB/s is above the datasheet's")
+    assert lab.row(1, "add")["ok"]
+
+
+def count_timings(lab: Lab) -> list[tuple[int, bool, tuple[str, ...]]]:
+    real, found = timing.measure, []
+
+    def measure(device: Any, timed: Mapping[str, Any], **options: Any) -> timing.Timing:
+        found.append((options["seed"], options["hot"], tuple(timed)))
+        return real(device, timed, **options)
+
+    lab.patch.setattr(timing, "measure", measure)
+    return found
+
+
+def test_above_the_ceiling_it_is_timed_again_once_and_remarked(lab: Lab):
+    lab.toy.ns["add"] = 8_000  # the ceiling: 9000
+    timings = count_timings(lab)
+    lab.run([1], 1)
+    cold = [seed for seed, hot, names in timings if not hot and "add" in names]
+    assert cold == [1000, 1001]  # again, in another order
+    assert len([1 for _, hot, _ in timings if hot]) == 1
+    row = lab.row(1, "add")
+    assert row["ok"]
+    assert row["reason"] == "above the ceiling timed in the same run, twice"
+    assert {lab.row(1, name)["reason"] for name in ("copy", "double")} == {""}
+    assert lab.row(1, "add", "hot")["reason"] == ""
+    assert len(row["samples_ns"]) == timing.BLOCKS
+
+
+def test_above_the_ceiling_once_is_no_remark(lab: Lab):
+    timings = count_timings(lab)
+    lab.toy.ns["add"] = 8_000
+    real = simulated.HostDevice.time
+
+    def time(self: simulated.HostDevice, timed: Any, hot: bool) -> list[int]:
+        again = timings[-1][0] > 1000
+        return [ns + 4_000 * (again and 7_500 < ns < 8_500) for ns in real(self, timed, hot)]
+
+    lab.patch.setattr(simulated.HostDevice, "time", time)
+    lab.run([1], 1)
+    assert [seed for seed, hot, names in timings if not hot and "add" in names] == [1000, 1001]
+    assert lab.row(1, "add")["reason"] == ""
+    assert lab.row(1, "add")["us"] == pytest.approx(12, rel=0.01)  # the second timing is the one that is kept
+
+
+def test_a_little_above_the_ceiling_is_let_be(lab: Lab):
+    lab.toy.ns["add"] = 8_900
+    timings = count_timings(lab)
+    lab.run([1], 1)
+    assert [seed for seed, hot, names in timings if not hot and "add" in names] == [1000]
+
+
+def test_predictions_come_from_the_ceilings_of_this_machine_and_are_kept_with_the_rows(lab: Lab):
+    lab.toy.floor = Floor(4 * 2**20, limit="copy", set_bytes=16)
+    assert lab.run([1], 1)["predicted_us"].isna().all()  # no ceiling known
+    for folder, us in ((paths.DATA, 30.0), (paths.RUNS, 40.0)):  # recorded ones, and then its own
+        row = records.read(lab.path).iloc[0].to_dict()
+        row |= {"study": "machine", "op": "ceiling", "case": '{"mib": 2, "what": "copy"}', "variant": "torch"}
+        row |= {"role": "ceiling", "cache": "cold", "mode": "graph", "floor_bytes": 4 * 2**20, "ok": True}
+        row |= {"run": [0], "block": [0], "samples_ns": [round(1e3 * us)], "throttled": [""], "sm_mhz": [1]}
+        records.write(folder / lab.machine.slug / "machine.parquet", [row])
+        rows = lab.run([round(us)], 1)
+        cold = rows[(rows["cache"] == "cold") & (rows["mode"] == "graph")]
+        assert cold["predicted_us"].tolist() == pytest.approx([us] * 4)
+        assert cold["ceiling"].tolist() == pytest.approx([4 * 2**20 / us / 1e6] * 4)
+
+
+def test_without_a_gpu_it_says_so_and_writes_nothing(lab: Lab):
+    def none() -> None:
+        raise RuntimeError("no GPU to measure: torch sees no NVIDIA GPU here")
+
+    lab.patch.setattr(machine, "this_machine", none)
+    with pytest.raises(RuntimeError, match="no GPU to measure"):
+        lab.run()
+    assert not lab.path.parent.exists()
+
+
+def test_a_damaged_file_is_an_error_before_anything_is_measured(lab: Lab):
+    lab.run([1], 1)
+    lab.path.write_bytes(lab.path.read_bytes()[:-10])
+    with pytest.raises(records.RecordError, match=r"toy\.parquet"):
+        lab.run([2], 1)
+    assert lab.measured == []
+
+
+def test_a_timer_of_its_own_is_shown_beside_and_not_compared(lab: Lab):
+    trial = Toy.trial
+
+    def foreign(self: Toy, case: Case, name: str, *rest: Any) -> Trial:
+        found = trial(self, case, name, *rest)
+        if name == "eager":
+            found.timer = lambda: [1500.4, 1500.6]
+            for call in found.calls:
+                call()
+        return found
+
+    lab.patch.setattr(Toy, "trial", foreign)
+    timings = count_timings(lab)
+    lab.run([1], 2)
+    assert not any("eager" in names for _, _, names in timings)
+    row = lab.row(1, "eager")
+    assert list(row["samples_ns"]) == [1500, 1501] * 2
+    assert list(row["run"]) == [0, 0, 1, 1]
+    assert row["calls_per_sample"] == 1
