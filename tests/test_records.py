@@ -153,6 +153,13 @@ def test_a_file_that_is_no_parquet_is_refused(path: Path, content: bytes):
     refused(path, "not a readable Parquet file")
 
 
+def test_text_that_is_no_utf8_is_refused(path: Path):
+    found = table([row()])
+    at = found.column_names.index("variant")
+    damaged(path, found.set_column(at, "variant", pa.array([b"\xff"]).view(pa.string())))
+    refused(path, "not a readable Parquet file")
+
+
 def test_no_file_and_a_folder_are_refused(path: Path):
     refused(path, "no such file")
     path.mkdir(parents=True)

@@ -23,6 +23,7 @@ from labkit.bench.spec import CONTROL, Case, Floor, Study, Trial, Variant
 SIZES = [1, 2]
 PROCESSES = 3
 L2 = 64  # bytes
+NS = {"copy": 9_000, "double": 10_000, "add": 20_000, "eager": 50_000}
 NAMES = ["copy", "double", "add", CONTROL]
 GRAPH_ROWS = [(name, cache) for name in NAMES for cache in ("cold", "hot")]
 ROWS = sorted([*GRAPH_ROWS, ("eager", "cold")])
@@ -47,13 +48,11 @@ class Call:
 class Toy:
     """A study y = 2x, [n, 4] fp32, and what is wrong with it. ns: by variant; prepare: called before it, may raise."""
 
-    ns: dict[str, int] = field(
-        default_factory=lambda: {"copy": 9_000, "double": 10_000, "add": 20_000, "eager": 50_000}
-    )
+    ns: dict[str, int] = field(default_factory=NS.copy)
     prepare: Callable[[Case, str], None] = lambda case, name: None
     calls: Callable[[Case, str, list[Call]], None] = lambda case, name, calls: None
     sets: list[int] = field(default_factory=list)
-    floor: Floor = Floor(32, 4, limit="")
+    floor: Floor = field(default_factory=lambda: Floor(32, 4, limit=""))
 
     def study(self) -> Study:
         return Study(
@@ -523,14 +522,14 @@ def test_results_that_turn_wrong_while_it_is_timed_are_not_ok(lab: Lab):
 
         def __call__(self) -> None:
             self.count += 1
-            self.call.factor = 2.0 if self.count < 4 else math.nan
+            self.call.factor = 2.0 if self.count < 4 else 2.5
             self.call()
 
     lab.toy.calls = calls
     rows = lab.run([1])
     bad = rows[~rows["ok"]]
     assert set(bad["variant"]) == {"add"}
-    assert bad["reason"].str.contains("wrong: error of y nan").all()
+    assert bad["reason"].eq("wrong: error of y 5.0e-01 (allowed 1e-06)").all()
 
 
 def test_outputs_that_are_not_written_while_it_is_timed_are_not_ok(lab: Lab):

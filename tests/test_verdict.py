@@ -44,6 +44,7 @@ def samples(by_run: dict[int, list[float]]) -> Samples:
         (interval(2.0, 2.1), NOISY, "unclear"),  # nothing is judged where the A/A pair differs
         (interval(0.995, 1.005), NOISY, "unclear"),
         (interval(2.0, 2.1), verdict.NAN, "unclear"),
+        (interval(0.995, 1.005), verdict.NAN, "unclear"),
         (verdict.NAN, QUIET, "unclear"),
         (verdict.NAN, verdict.NAN, "unclear"),
     ],
@@ -66,11 +67,11 @@ def test_no_slower_has_its_bound_at_099():
 
 
 def test_the_centre_is_the_mean_over_processes_of_the_median_log_ratio():
-    fast = samples({0: [100, 100, 100], 1: [100, 100, 100]})
-    slow = samples({0: [100, 200, 800], 1: [800, 800, 50]})  # medians of the ratios: 2 and 8
+    fast = samples({0: [100, 100, 100], 1: [100, 100, 100], 2: [10, 10, 10]})
+    slow = samples({0: [50, 100, 800], 1: [200, 300, 200], 2: [320, 320, 10]})  # medians of the ratios: 1, 2 and 32
     found = ratio(slow, fast)
     assert found.mid == pytest.approx(4)
-    assert (found.runs, found.pairs) == (2, 6)
+    assert (found.runs, found.pairs) == (3, 9)
     assert found.low < 4 < found.high
 
 
@@ -216,6 +217,14 @@ def test_rows_that_are_not_ok_compare_as_unclear():
         assert not found.no_slower
     assert verdict.compare(rows, "new", "no such variant").verdict == "unclear"
     assert math.isnan(verdict.aa(rows[rows["variant"] != CONTROL]).mid)
+
+
+def test_many_pairs_are_compared_as_one_by_one():
+    rows = simulated.experiment({"old": 200, "new": 100, "none": 100}, "old")
+    pairs = [("new", "old"), ("old", "new"), ("none", "new"), ("gone", "old")]
+    found = verdict.compare_many(rows, pairs)
+    assert [one.verdict for one in found] == ["faster", "slower", "same", "unclear"]
+    assert found[:3] == [verdict.compare(rows, *pair) for pair in pairs[:3]]
 
 
 def test_the_control_is_compared_with_what_it_repeats():

@@ -1,0 +1,447 @@
+"""The state layout study: reference, floors, shares, tables and arguments by hand; what its kernels compile to."""
+
+import itertools
+import json
+import math
+from dataclasses import replace
+
+import pytest
+import rows as made
+import torch
+
+from labkit.bench import sweep
+from labkit.bench.sha import kernel_sha
+from labkit.bench.spec import Case
+from labkit.evidence import coalescing, compiled
+from labkit.shapes import GATED_DELTA, QWEN3_NEXT, GatedDeltaModel
+from labkit.state_layout import kernels, reference, share, study, tables
+
+STATES = ("fp32", "bf16")
+
+
+# reference
+
+
+def test_one_step_by_hand():
+    state = torch.tensor([[1.0, 2.0], [3.0, 4.0]]).view(1, 1, 2, 2)  # [V, K]
+    q, k, v = (torch.tensor(x).view(1, 1, 2) for x in ([3.0, 4.0], [2.0, 0.0], [5.0, 6.0]))
+    half = torch.tensor([[0.5]])
+    o, new = reference.decode_step(state, q, k, v, half, half, scale=10.0)
+    # Faded: [[.5, 1], [1.5, 2]]; k is (1, 0), so S k is (.5, 1.5) and u half of (4.5, 4.5); q is (.6, .8), times 10.
+    assert torch.allclose(new.squeeze(), torch.tensor([[2.75, 1.0], [3.75, 2.0]], dtype=torch.float64), atol=1e-5)
+    assert torch.allclose(o.squeeze(), torch.tensor([24.5, 38.5], dtype=torch.float64), atol=1e-4)
+    assert o.dtype == new.dtype == torch.float64
+    assert state.squeeze()[0, 0] == 1.0  # the input is not changed
+
+
+def test_step_agrees_with_plain_loops():
+    N, H, HV, K, V = 2, 2, 4, 3, 5
+    g = torch.Generator().manual_seed(0)
+    state = torch.randn(N, HV, V, K, generator=g)
+    q, k, v = (torch.randn(N, heads, size, generator=g) for heads, size in ((H, K), (H, K), (HV, V)))
+    alpha, beta = torch.rand(N, HV, generator=g), torch.rand(N, HV, generator=g)
+    o, new = reference.decode_step(state, q, k, v, alpha, beta, 0.7)
+    for n in range(N):
+        for hv in range(HV):
+            h = hv // (HV // H)  # neighbouring value heads share a key head
+            unit = [math.sqrt(sum(float(x) ** 2 for x in vector[n, h]) + 1e-6) for vector in (q, k)]
+            query, key = ([float(x) / size for x in t[n, h]] for t, size in zip((q, k), unit, strict=True))
+            for i in range(V):
+                row = [float(alpha[n, hv]) * float(x) for x in state[n, hv, i]]
+                u = float(beta[n, hv]) * (float(v[n, hv, i]) - sum(map(float.__mul__, row, key)))
+                row = [x + u * y for x, y in zip(row, key, strict=True)]
+                assert new[n, hv, i].tolist() == pytest.approx(row, rel=1e-12)
+                assert float(o[n, hv, i]) == pytest.approx(0.7 * sum(map(float.__mul__, row, query)), rel=1e-11)
+
+
+def test_decay_and_beta_agree_with_torch():
+    g = torch.Generator().manual_seed(1)
+    a, b = 4 * torch.randn(7, 3, generator=g), 4 * torch.randn(7, 3, generator=g)
+    A_log, dt_bias = torch.randn(3, generator=g), torch.randn(3, generator=g)
+    alpha, beta = reference.decay_and_beta(a, b, A_log, dt_bias)
+    softplus = torch.nn.functional.softplus(a.double() + dt_bias.double())
+    assert torch.allclose(alpha, torch.exp(-torch.exp(A_log.double()) * softplus), rtol=1e-12)
+    assert torch.allclose(beta, torch.sigmoid(b.double()), rtol=1e-12)
+    assert alpha.dtype == beta.dtype == torch.float64
+
+
+def test_softplus_is_linear_above_twenty_and_never_overflows():
+    x = torch.tensor([[-1000.0, 19.0, 20.0, 21.0, 30.0, 1000.0]]).T  # the loop of heads is over N here
+    rate = torch.tensor([-6.0])
+    alpha, _ = reference.decay_and_beta(x, x, rate, torch.zeros(1))
+    softplus = -(alpha.log() / math.exp(-6.0)).squeeze()
+    assert softplus[3:].tolist() == pytest.approx([21.0, 30.0, 1000.0], rel=1e-12)  # exactly: no log(1 + exp(-21))
+    assert softplus[1].item() == pytest.approx(19.0 + math.log1p(math.exp(-19.0)), rel=1e-12)
+    assert abs(softplus[1].item() - 19.0) > 1e-9
+    assert softplus[0] == 0.0
+
+
+# floors, cases, variants
+
+
+@pytest.mark.parametrize(("state", "state_bytes"), [("fp32", 2 * 2**20), ("bf16", 2**20)])
+def test_floor_of_qwen3_next_by_hand(state, state_bytes):
+    found = study.floor(study.case(QWEN3_NEXT, 1, state))
+    small = 2 * (2 * 16 * 128 + 2 * 32 * 128 + 2 * 32) + 4  # q and k, v and output, two gates in bf16; an index
+    assert found.bytes == 2 * state_bytes + small
+    assert found.flops == 7 * 32 * 128 * 128
+    assert found.set_bytes == state_bytes == QWEN3_NEXT.state_bytes(4 if state == "fp32" else 2)
+    assert found.limit == "in_place"
+    assert study.floor(study.case(QWEN3_NEXT, 64, state)).bytes == 64 * found.bytes
+
+
+def test_floor_counts_what_the_kernel_is_given():
+    case = Case(
+        "decode", {"model": "odd", "batch": 3, "state": "bf16", "activations": "fp32", "H": 2, "HV": 4, "K": 8, "V": 16}
+    )
+    inputs = study._inputs(case, torch.empty(1, 3, 4, 16), 0, "KV")[0]
+    moved = [inputs.q, inputs.k, inputs.v, inputs.a, inputs.b, inputs.out, inputs.indices]
+    sizes = [x.numel() * x.element_size() for x in moved]
+    assert study.floor(case).bytes == 2 * inputs.state.numel() * 2 + sum(sizes)
+
+
+def test_cases_are_every_model_state_and_batch_and_hold_no_choice_of_a_kernel():
+    parameters = {"models": ["Qwen3.5-0.8B", "K-256 example"], "states": ["bf16", "fp32"], "batches": [1, 8]}
+    found = study.cases(parameters)
+    assert len(found) == len({case.key for case in found}) == 8
+    for case in found:
+        assert set(case.params) == {"model", "batch", "state", "activations", "H", "HV", "K", "V"}
+    assert (found[0]["H"], found[0]["HV"], found[0]["K"]) == (16, 16, 128)
+    assert (found[-1]["K"], found[-1]["V"], found[-1]["batch"], found[-1]["state"]) == (256, 256, 8, "fp32")
+
+
+@pytest.mark.parametrize(
+    ("model", "count"), [(QWEN3_NEXT, 1 + 2 * 3 * 3 + 3), (GATED_DELTA["Qwen3.5-27B"], 1 + 2 * 3 + 3)]
+)
+def test_variants_of_a_case(model, count):
+    case = study.case(model, 8, "fp32")
+    found = study.variants(case)
+    names = [one.name for one in found]
+    assert len(found) == len(set(names)) == count
+    assert [one.name for one in found if one.role == "baseline"] == ["KV BV=8, 1 warp"]
+    assert [one.name for one in found if one.role == "ceiling"] == [tables.CEILING]
+    assert study.control(case) in names
+    assert sweep.with_control(study.STUDY, case)[-1].options["repeats"] == study.control(case)
+    hashes = {one.options.get("layout", "ceiling"): kernel_sha(one.source) for one in found}
+    assert len(set(hashes.values())) == 3
+    for one in found:
+        if one.role != "ceiling":
+            choice = one.options
+            assert one.name == tables.variant_name(choice["layout"], choice["BV"], choice["warps"], choice["folded"])
+
+
+# the share of a whole step
+
+DENSE = GatedDeltaModel("dense", 1, 2, layers=3, all_layers=4, k=4, v=8, total=1000, kv_heads=1, head_dim=16)
+ROUTED = replace(DENSE, experts=4, top_k=1, hidden=2, expert_width=3)
+PUBLISHED = [QWEN3_NEXT, DENSE, ROUTED]
+
+
+def test_share_of_a_dense_model_by_hand():
+    state = 2 * 3 * (2 * 4 * 8 * 4)  # read and written, three layers, two heads of 4 × 8 fp32
+    cache = 10 * 1 * 2 * (1 * 16) * 2  # ten tokens, one full-attention layer, K and V of 16 bf16
+    assert share.state_share(DENSE, 1, 10) == pytest.approx(state / (state + cache + 2000))
+    assert share.state_share(DENSE, 8, 10) == pytest.approx(8 * state / (8 * (state + cache) + 2000))
+    assert share.state_share(DENSE, 1, 10, weight_bytes=0.5) == pytest.approx(state / (state + cache + 500))
+    assert share.state_share(DENSE, 1, 0, state_itemsize=2) == pytest.approx(state / 2 / (state / 2 + 2000))
+
+
+def test_share_of_a_model_with_experts_by_hand():
+    state, expert = 2 * 3 * 256, 3 * 2 * 3  # gate, up and down of 2 × 3
+    rest = 1000 - 4 * 4 * expert  # four layers of four experts
+    one, two = rest + 4 * expert, rest + 4 * 1.75 * expert  # two tokens meet 4 (1 - (3/4)²) = 1.75 of four
+    assert share.state_share(ROUTED, 1, 0) == pytest.approx(state / (state + 2 * one))
+    assert share.state_share(ROUTED, 2, 0) == pytest.approx(2 * state / (2 * state + 2 * two))
+    assert share.state_share(ROUTED, 10**9, 0) == pytest.approx(1.0, rel=1e-5)
+
+
+@pytest.mark.parametrize("model", PUBLISHED, ids=lambda model: model.name)
+def test_share_grows_with_the_batch_and_stays_a_share(model):
+    found = [share.state_share(model, batch, 2048) for batch in (1, 2, 8, 64, 512, 4096, 10**6)]
+    assert all(0 < low < high < 1 for low, high in itertools.pairwise(found))
+    assert share.state_share(model, 64, 4096) < share.state_share(model, 64, 2048)  # longer contexts dilute it
+    assert share.state_share(model, 64, 2048, share.NVFP4_BYTES) > share.state_share(model, 64, 2048)
+
+
+def test_active_weights_of_qwen3_next_are_those_of_its_name():
+    assert 3e9 < share._weights(QWEN3_NEXT, 1) < 4.5e9  # "A3B" and the rounding of "80B", by the model's name
+    assert share._weights(QWEN3_NEXT, 10**6) == pytest.approx(80e9, rel=1e-6)
+
+
+def test_amdahl():
+    assert share.end_to_end(2.0, 0.5) == pytest.approx(4 / 3)
+    assert share.end_to_end(0.5, 0.5) == pytest.approx(2 / 3)
+    assert share.end_to_end(1.7, 0.0) == share.end_to_end(1.0, 0.3) == 1.0
+    assert share.end_to_end(1.7, 1.0) == pytest.approx(1.7)
+
+
+# tables
+
+
+@pytest.fixture(scope="module")
+def layout():
+    us = made.layout_us(lambda batch, tile: {8: 1.2, 16: 1.1, 32: 0.9}[tile])
+    return made.make("state_layout", made.LAYOUT, us)
+
+
+def test_ratios_are_those_of_the_times(layout):
+    table = tables.ratios(layout)
+    assert len(table) == 2 * 2 * 3 * 3  # state, batch, tile, warps
+    for tile, ratio, verdict in ((8, 1.2, "faster"), (16, 1.1, "faster"), (32, 0.9, "slower")):
+        some = table[table["BV"] == tile]
+        assert some["ratio"].tolist() == pytest.approx([ratio] * len(some), rel=2e-3)
+        assert (some["low"] <= some["ratio"]).all()
+        assert (some["ratio"] <= some["high"]).all()
+        assert set(some["verdict"]) == {verdict}
+    assert list(table["state"].drop_duplicates()) == ["fp32", "bf16"]
+    assert set(tables.ratios(layout, "hot")["batch"]) == {1}  # 64 states do not fit the L2
+
+
+def test_times_are_percent_of_the_ceiling_of_the_same_case(layout):
+    table = tables.times(layout).set_index(["state", "batch", "variant"])
+    assert table.loc[("fp32", 64, tables.CEILING), "percent"] == pytest.approx(100)
+    assert table.loc[("fp32", 64, "VK BV=8, 1 warp"), "percent"] == pytest.approx(100 / 1.05, rel=2e-3)
+    assert table.loc[("bf16", 1, "KV BV=8, 1 warp"), "percent"] == pytest.approx(100 / 1.05 / 1.2, rel=2e-3)
+    one = table.loc[("fp32", 64, "VK BV=8, 1 warp")]
+    assert one["tbs"] == pytest.approx(one["floor_bytes"] / (one["us"] * 1e6))
+    assert one["off"] == pytest.approx(100 * (one["us"] / one["predicted_us"] - 1))
+
+
+def test_best_takes_the_fastest_of_each_layout(layout):
+    slow = layout["variant"].str.startswith("VK") & ~layout["variant"].str.startswith("VK BV=16, 2 warps")
+    double = [[2 * ns for ns in one] if late else one for one, late in zip(layout["samples_ns"], slow, strict=True)]
+    found = tables.best(layout.assign(samples_ns=double))
+    assert len(found) == 4
+    assert set(found["best VK"]) == {"VK BV=16, 2 warps"}
+    assert set(found["best KV"].str[:8]) == {"KV BV=32"}
+    assert found["KV / VK"].tolist() == pytest.approx([0.9] * 4, rel=3e-3)
+
+
+def test_folding_compares_the_two_forms_of_one_layout(layout):
+    folded = layout["variant"].str.endswith("folded")
+    quick = [[ns // 2 for ns in one] if fold else one for one, fold in zip(layout["samples_ns"], folded, strict=True)]
+    found = tables.folding(layout.assign(samples_ns=quick))
+    assert len(found) == 2 * 2 * 3
+    assert found["ratio"].tolist() == pytest.approx([2.0] * len(found), rel=3e-3)
+    assert set(found["verdict"]) == {"faster"}
+
+
+def test_state_access_is_of_the_state_and_of_one_row_a_kernel(layout):
+    found = tables.state_access(layout)
+    assert len(found) == 2 * 21  # every kernel of the two states, whatever the batch
+    assert set(found["tensor"]) == {"state"}
+    narrow = found[(found["BV"] == 8) & (found["warps"] == 1) & ~found["folded"]].set_index(["state", "layout"])[
+        "lines"
+    ]
+    assert narrow.to_dict() == {("fp32", "KV"): 16, ("fp32", "VK"): 4, ("bf16", "KV"): 32, ("bf16", "VK"): 4}
+    assert set(tables.state_access(layout, "store")["kind"]) == {"store"}
+
+
+def test_estimate_takes_the_ratio_of_the_batch_below(layout):
+    found = tables.end_to_end_estimate(layout, 8, context=2048, batches=[1, 16, 64, 1024]).set_index("batch")
+    assert found["ratio of batch"].to_dict() == {1: 1, 16: 1, 64: 64, 1024: 64}
+    part = share.state_share(QWEN3_NEXT, 1024, 2048)
+    assert found.loc[1024, "share %"] == pytest.approx(100 * part)
+    assert found.loc[1024, "gain %"] == pytest.approx(
+        100 * (share.end_to_end(found.loc[64, "kernel KV / VK"], part) - 1)
+    )
+    assert (found["low %"] <= found["gain %"]).all()
+    assert (found["gain %"] <= found["high %"]).all()
+    only_64 = layout[layout["case"].str.contains('"batch": 64')]
+    assert list(tables.end_to_end_estimate(only_64, 8, batches=[1, 64])["batch"]) == [64]  # nothing measured below
+
+
+# arguments
+
+N, H, HV, K, V = 3, 2, 4, 16, 8
+
+
+def inputs(v_first=True, **changes):
+    state = torch.zeros(5, HV, *((V, K) if v_first else (K, V)))
+    given = {"state": state, "indices": torch.tensor([4, -1, 0], dtype=torch.int32), "scale": 0.25}
+    given |= {"q": torch.zeros(N, H, K), "k": torch.zeros(N, H, K), "v": torch.zeros(N, HV, V)}
+    given |= {"a": torch.zeros(N, HV), "b": torch.zeros(N, HV), "out": torch.zeros(N, HV, V)}
+    given |= {"A_log": torch.zeros(HV), "dt_bias": torch.zeros(HV)}
+    return kernels.DecodeInputs(**given | changes)
+
+
+@pytest.mark.parametrize("v_first", [True, False])
+@pytest.mark.parametrize("tile", [1, 8, 16, 32])
+@pytest.mark.parametrize("warps", [1, 2, 4])
+def test_what_is_allowed_becomes_a_launch(v_first, tile, warps):
+    launcher = kernels.decode_v_first if v_first else kernels.decode_k_first
+    for changes in (
+        {},
+        {"indices": torch.zeros(N, dtype=torch.int64)},
+        {"q": torch.zeros(N, H, K, dtype=torch.bfloat16)},
+    ):
+        launch = launcher(inputs(v_first, **changes), tile, warps)
+        assert launch.grid == (-(-V // tile), N * HV)
+        assert launch.options == {"num_warps": warps}
+        assert (launch.args["V_FIRST"], launch.args["FOLDED"]) == (v_first, False)
+
+
+def test_slots_may_lie_apart_and_be_none():
+    apart = torch.zeros(10, HV, V, K)[::2]
+    launch = kernels.decode_v_first(inputs(state=apart), 8, 1, folded=True)
+    assert launch.args["state_slot_stride"] == 2 * HV * V * K
+    assert launch.args["FOLDED"] is True
+    kernels.check_decode(inputs(state=torch.zeros(0, HV, V, K)), 8, 1, v_first=True)
+
+
+def _transposed(*shape):
+    return torch.zeros(*shape[:-2], shape[-1], shape[-2]).transpose(-1, -2)
+
+
+BAD = {
+    "q of two dimensions": (
+        {"q": torch.zeros(N, K)},
+        "q is (3, 16) and v is (3, 4, 8); allowed: [N, H, K] and [N, HV, V]",
+    ),
+    "v of two dimensions": ({"v": torch.zeros(N, V)}, "v is (3, 8); allowed: [N, H, K] and [N, HV, V]"),
+    "heads": ({"v": torch.zeros(N, 5, V)}, "v has 5 heads and q has 2; allowed: a multiple of q's"),
+    "no heads": ({"q": torch.zeros(N, 0, K)}, "q has 0; allowed"),
+    "other layout": (
+        {"state": torch.zeros(5, HV, K, V)},
+        "state is (5, 4, 16, 8); allowed: [slots, HV, V, K] with (4, 8, 16) inside",
+    ),
+    "no slots": ({"state": torch.zeros(HV, V, K)}, "state is (4, 8, 16); allowed: [slots, HV, V, K]"),
+    "state dtype": (
+        {"state": torch.zeros(5, HV, V, K, dtype=torch.float16)},
+        "state is torch.float16; allowed: torch.float32, torch.bfloat16",
+    ),
+    "state strides": (
+        {"state": _transposed(5, HV, V, K)},
+        "state has strides (512, 128, 1, 8); allowed: contiguous inside a slot",
+    ),
+    "indices dtype": (
+        {"indices": torch.zeros(N, dtype=torch.int16)},
+        "indices is torch.int16; allowed: torch.int32, torch.int64",
+    ),
+    "indices of floats": ({"indices": torch.zeros(N)}, "indices is torch.float32; allowed: torch.int32, torch.int64"),
+    "integers": ({"a": torch.zeros(N, HV, dtype=torch.int64)}, "a is torch.int64; allowed: a floating-point dtype"),
+    "other device": ({"b": torch.zeros(N, HV, device="meta")}, "b is on meta; allowed: the state's device, cpu"),
+    "q strides": ({"q": _transposed(N, H, K)}, "q has strides (32, 1, 2); allowed: contiguous"),
+    "out strides": ({"out": torch.zeros(2 * N, HV, V)[::2]}, "out has strides (64, 8, 1); allowed: contiguous"),
+    "indices strides": (
+        {"indices": torch.zeros(2 * N, dtype=torch.int32)[::2]},
+        "indices has strides (2,); allowed: contiguous",
+    ),
+    **{
+        f"shape of {name}": ({name: torch.zeros(shape)}, f"{name} is {shape}; allowed: {allowed}")
+        for name, shape, allowed in (
+            ("indices", (N + 1,), (N,)),
+            ("k", (N, H, K + 1), (N, H, K)),
+            ("a", (N, H), (N, HV)),
+            ("b", (HV, N), (N, HV)),
+            ("A_log", (H,), (HV,)),
+            ("dt_bias", (1, HV), (HV,)),
+            ("out", (N, V, HV), (N, HV, V)),
+        )
+    },
+}
+
+
+@pytest.mark.parametrize(("changes", "message"), BAD.values(), ids=BAD)
+def test_a_bad_tensor_is_named_with_what_is_allowed(changes, message):
+    with pytest.raises(ValueError) as raised:  # noqa: PT011 (the whole message is compared)
+        kernels.decode_v_first(inputs(**changes), 8, 1)
+    assert message in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("tile", "warps", "message"),
+    [
+        (0, 1, "tile is 0; allowed: a power of two"),
+        (12, 1, "tile is 12; allowed: a power of two"),
+        (-8, 1, "tile is -8; allowed: a power of two"),
+        (8, 3, "num_warps is 3; allowed: 1, 2, 4"),
+        (8, 8, "num_warps is 8; allowed: 1, 2, 4"),
+    ],
+)
+def test_a_bad_launch_choice_is_named_with_what_is_allowed(tile, warps, message):
+    for v_first, launcher in ((True, kernels.decode_v_first), (False, kernels.decode_k_first)):
+        with pytest.raises(ValueError) as raised:  # noqa: PT011
+            launcher(inputs(v_first), tile, warps)
+        assert message in str(raised.value)
+
+
+def test_each_layout_refuses_the_other():
+    with pytest.raises(ValueError, match=r"state is \(5, 4, 8, 16\); allowed: \[slots, HV, K, V\] with \(4, 16, 8\)"):
+        kernels.decode_k_first(inputs(v_first=True), 8, 1)
+
+
+# what the compiler makes of the kernels: every variant of Qwen3-Next's shape, for sm_90 and the Triton installed here
+
+
+def _wanted():
+    cases = [study.case(QWEN3_NEXT, 1, state) for state in STATES]
+    return [(case, one.name) for case in cases for one in study.variants(case) if one.role != "ceiling"]
+
+
+def _chosen(table):
+    """Columns state, layout, BV, warps and folded."""
+    options = {(case.key, one.name): one.options for case, _ in _wanted() for one in study.variants(case)}
+    keys = list(zip(table["case"], table["variant"], strict=True))
+    chosen = {name: [options[key][name] for key in keys] for name in tables.CHOICE}
+    return table.assign(state=[json.loads(case)["state"] for case, _ in keys], **chosen)
+
+
+@pytest.fixture(scope="module")
+def code():
+    return _chosen(compiled.for_variants("state_layout", _wanted(), (90,)))
+
+
+@pytest.fixture(scope="module")
+def accesses():
+    found = _chosen(coalescing.for_variants("state_layout", _wanted()))
+    return found[found["tensor"] == "state"]
+
+
+def test_every_kernel_is_compiled_and_none_spills_with_narrow_tiles(code):
+    assert len(code) == 2 * 21
+    assert set(code["arch"]) == {90}
+    narrow = code[code["BV"] <= 16]
+    assert len(narrow) == 2 * 14
+    assert narrow["spill_bytes"].max() == narrow["spill_loads"].max() == 0
+    assert (code["ctas_per_sm"] > 0).all()
+    assert (code["atomics"] == 0).all()
+
+
+def test_the_state_moves_sixteen_bytes_a_thread_in_every_kernel(code, accesses):
+    assert len(accesses) == 2 * 42  # a load and a store each
+    assert sorted(set(accesses["kind"])) == ["load", "store"]
+    assert set(accesses["bits"]) == {128}
+    assert set(accesses["bits_from"]) == {"ptx"}
+    for row in code.itertuples():  # as many instructions as the tile has 16 bytes a thread: read once, written once
+        pieces = row.BV * 128 * (4 if row.state == "fp32" else 2) // (16 * 32 * row.warps)
+        assert row.stores["128"] == pieces
+        assert row.loads["128"] >= pieces
+
+
+@pytest.mark.parametrize("kind", ["load", "store"])
+def test_lines_and_sectors_a_request(accesses, kind):
+    some = accesses[accesses["kind"] == kind].set_index(["state", "layout", "BV"])
+    for state, itemsize in (("fp32", 4), ("bf16", 2)):
+        for tile in tables.TILES:
+            run = tile * itemsize  # bytes next to each other in [K, V]; a request is 512 bytes
+            narrow, long = some.loc[(state, "KV", tile)], some.loc[(state, "VK", tile)]
+            assert set(narrow["lines"]) == {512 / min(run, 128)}
+            assert set(narrow["sectors"]) == {512 / min(run, 32)}
+            assert set(narrow["efficiency"]) == {min(run, 32) / 32}
+            assert set(long["lines"]) == {4}
+            assert set(long["sectors"]) == {16}
+            assert set(long["efficiency"]) == {1.0}
+    shown = some.loc[("fp32", "KV", 8), "lines"].iloc[0], some.loc[("bf16", "KV", 8), "lines"].iloc[0]
+    assert shown == (16, 32)
+    assert some.loc[("bf16", "KV", 8), "efficiency"].iloc[0] == 0.5
+
+
+def test_sums_over_k_cost_more_shuffles_on_wide_tiles_of_the_new_layout_only(code):
+    plain = code[~code["folded"]].set_index(["state", "layout", "warps", "BV"])["shuffles"]
+    for state in STATES:
+        for warps in tables.WARPS:
+            new, old = ([int(plain[state, layout, warps, tile]) for tile in tables.TILES] for layout in ("VK", "KV"))
+            assert new[0] < new[1] < new[2]
+            assert old[0] > old[1] > old[2]
+    assert plain["fp32", "VK", 1, 32] > 8 * plain["fp32", "KV", 1, 32]
