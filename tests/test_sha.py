@@ -183,6 +183,23 @@ def test_a_change_in_a_helper_in_another_module_counts(toy: Callable[..., str], 
     assert toy(helpers=changed(HELPERS, '"""Between."""', '"""From low to high."""')) == toy()
 
 
+def test_helpers_named_through_their_module_count(toy: Callable[..., str]):
+    for kernels in (
+        "from labkit import toy_helpers\n\n\ndef launch(x):\n    return toy_helpers.clamp(x)\n",
+        "def launch(x):\n    from labkit import toy_helpers as h\n\n    return h.clamp(x)\n",
+        "def launch(x):\n    from labkit.toy_helpers import clamp as c\n\n    return c(x)\n",
+    ):
+        assert toy(kernels, changed(HELPERS, "high=255", "high=127")) != toy(kernels)
+        assert toy(kernels, changed(HELPERS, "BLOCK = 128", "BLOCK = 64")) == toy(kernels)  # not named
+
+
+def test_a_kernel_of_the_machine_study_counts():
+    """Its launchers import their kernels where they need them."""
+    parts: dict[tuple[str, str], str] = {}
+    sha._collect("labkit.machine.study", "_prepare_read", parts)
+    assert ("labkit.machine.kernels", "_read_kernel") in parts
+
+
 def test_two_functions_that_name_each_other(toy: Callable[..., str]):
     cycle = "def launch(x):\n    return back(x)\n\n\ndef back(x):\n    return launch(x - 1)\n"
     found = toy(cycle)

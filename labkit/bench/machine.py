@@ -143,7 +143,9 @@ def revision() -> str:
     """Commit of the lab's tree, with "+" where it differs; outside a checkout, LABKIT_REVISION from the environment."""
 
     def git(*words: str) -> str:
-        return subprocess.run(["git", "-C", paths.ROOT, *words], capture_output=True, text=True, check=True).stdout
+        # Whoever owns the files: reading the commit of a tree that was copied here is safe.
+        command = ["git", "-c", f"safe.directory={paths.ROOT}", "-C", str(paths.ROOT), *words]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
     try:
         changed = git("status", "--porcelain", "--untracked-files=no", "--", "labkit")

@@ -6,6 +6,7 @@ formatting and docstrings do not count. It needs neither torch nor Triton, and d
 
 import ast
 import hashlib
+from collections.abc import Iterable
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -33,15 +34,41 @@ def _collect(module: str, name: str, parts: dict[tuple[str, str], str]) -> None:
         return
     node = _definitions(module).get(name)
     if isinstance(node, ast.ImportFrom):
-        if (node.module or "").startswith("labkit") and not node.module.startswith(_NOT_HASHED):
-            original = next(a.name for a in node.names if (a.asname or a.name) == name)
-            _collect(node.module, original, parts)
-        return
-    if node is None:
+        _follow(node, name, "", parts)
+    if node is None or isinstance(node, ast.ImportFrom):
         return
     parts[module, name] = _canonical(node)
-    for used in sorted({n.id for n in ast.walk(node) if isinstance(n, ast.Name)}):
-        _collect(module, used, parts)
+    local = _imports(ast.walk(node))  # a study imports its kernels where it needs them
+    known = _definitions(module) | local
+    for used in ast.walk(node):
+        if isinstance(used, ast.Name) and used.id in local:
+            _follow(local[used.id], used.id, "", parts)
+        elif isinstance(used, ast.Name):
+            _collect(module, used.id, parts)
+        elif isinstance(used, ast.Attribute) and isinstance(used.value, ast.Name):
+            source = known.get(used.value.id)
+            if isinstance(source, ast.ImportFrom):
+                _follow(source, used.value.id, used.attr, parts)
+
+
+def _follow(node: ast.ImportFrom, name: str, attribute: str, parts: dict[tuple[str, str], str]) -> None:
+    """Collect what is imported as `name`; with an attribute, that of the module which `name` stands for, if it does."""
+    original = next(alias.name for alias in node.names if (alias.asname or alias.name) == name)
+    module, wanted = (f"{node.module}.{original}", attribute) if attribute else (node.module or "", original)
+    if module.startswith("labkit") and not module.startswith(_NOT_HASHED) and _exists(module):
+        _collect(module, wanted, parts)
+
+
+def _imports(nodes: Iterable[ast.AST]) -> dict[str, ast.ImportFrom]:
+    found = [node for node in nodes if isinstance(node, ast.ImportFrom)]
+    return {alias.asname or alias.name: node for node in found for alias in node.names}
+
+
+def _exists(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:  # what should be its package is a module
+        return False
 
 
 @cache
@@ -60,7 +87,7 @@ def _definitions(module: str) -> dict[str, ast.AST]:
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
             found.update({n.id: node for target in targets for n in ast.walk(target) if isinstance(n, ast.Name)})
         elif isinstance(node, ast.ImportFrom):
-            found.update({alias.asname or alias.name: node for alias in node.names})
+            found.update(_imports([node]))
     return found
 
 

@@ -6,6 +6,7 @@ two processes differ in ways (addresses, clocks) that the blocks of one do not s
 """
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -49,7 +50,8 @@ NAN = Interval(float("nan"), float("nan"), float("nan"), 0, 0)
 def ratio(slow: "Samples", fast: "Samples", seed: int = 0) -> Interval:
     """time(slow) / time(fast), paired by (run, block): above 1 where `fast` is the faster one.
 
-    The centre is the mean over processes of the median log ratio of the process's blocks.
+    The centre is the mean over processes of the median log ratio of the process's blocks. With few processes the
+    interval is still a little narrow: simulated with three, it holds the truth in about nine cases of ten.
     """
     logs = _paired_logs(slow, fast)
     if not logs:
@@ -60,7 +62,9 @@ def ratio(slow: "Samples", fast: "Samples", seed: int = 0) -> Interval:
     medians = np.stack([np.median(rng.choice(v, size=(RESAMPLES, len(v))), axis=1) for v in logs])
     chosen = rng.integers(0, len(logs), size=(len(logs), RESAMPLES))
     draws = np.stack([medians[chosen[i], rng.permutation(RESAMPLES)] for i in range(len(logs))]).mean(axis=0)
-    low, high = np.exp(np.percentile(draws, [2.5, 97.5]))
+    # Resampling n processes sees only (n - 1) / n of the variance between them.
+    widening = math.sqrt(len(logs) / (len(logs) - 1)) if len(logs) > 1 else 1.0
+    low, high = np.exp(centre + widening * (np.percentile(draws, [2.5, 97.5]) - centre))
     return Interval(float(np.exp(centre)), float(low), float(high), len(logs), sum(map(len, logs)))
 
 
