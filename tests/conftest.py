@@ -1,10 +1,19 @@
 """Shared fixtures, and a loud line for every kind of test that this machine could not run."""
 
+import os
 from pathlib import Path
 
 import pytest
+import torch
 
 from labkit import paths
+
+# Kernels run on the GPU where there is one, else in Triton's interpreter. A process is either interpreted or not, from
+# its first import on; so without a GPU tests/kernels is left out of an ordinary run, in which test_kernels.py runs it in an
+# interpreted process, and fails if that runs nothing.
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+KERNEL_DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
+collect_ignore_glob = [] if INTERPRETED or KERNEL_DEVICE == "cuda" else ["kernels/*.py"]
 
 NO_BROWSER = "no Chromium on this machine: the pages were not opened in a browser"
 NO_GPU = "no CUDA device: the GPU tests did not run"
@@ -12,15 +21,9 @@ NO_GPU = "no CUDA device: the GPU tests did not run"
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     marked = [item for item in items if item.get_closest_marker("gpu")]
-    if marked and not _has_cuda():
+    if marked and not torch.cuda.is_available():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason=NO_GPU))
-
-
-def _has_cuda() -> bool:
-    import torch  # slow to import, so only where a GPU test was collected
-
-    return torch.cuda.is_available()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
@@ -28,6 +31,12 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     for reason in (NO_BROWSER, NO_GPU):
         if count := sum(reason in text for text in skipped):
             terminalreporter.write_line(f"NOT RUN ({count}): {reason}", red=True, bold=True)
+
+
+@pytest.fixture
+def device() -> str:
+    """Where kernels run in this process."""
+    return KERNEL_DEVICE
 
 
 @pytest.fixture

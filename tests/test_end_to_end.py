@@ -1,4 +1,4 @@
-"""The whole lab, as a reader uses it: the report from what is recorded, looked at in a browser; without Triton; killed."""
+"""The whole lab, as a reader uses it: the report of what is recorded, in a browser; without Triton; killed halfway."""
 
 import json
 import os
