@@ -217,6 +217,14 @@ def test_the_timer_of_triton_is_no_ceiling(page):
     assert views.ceilings(quick).equals(views.ceilings(page))
 
 
+def test_the_control_is_shown_as_noise_only(page):
+    quick = faster(page, 10, variant=CONTROL)
+    for view in (views.memory_curve, views.matrix_rates, views.launch_cost, views.host_copies):
+        assert view(quick)["table"].equals(view(page)["table"])
+    assert views.ceilings(quick).equals(views.ceilings(page))
+    assert not views.noise(quick).equals(views.noise(page))
+
+
 def test_ceilings_are_the_best_cold_rates(page):
     table = views.ceilings(faster(page, 5, cache="hot")).set_index("ceiling")
     assert list(table.index) == ["read only", "in place", "copy", *(f"matrix, {what}" for what in study.MATRIX)]

@@ -1,4 +1,4 @@
-"""The notebooks as documents: typed parameters that fit their study, no result in prose, no kernel or timing in a cell."""
+"""The notebooks as documents: parameters that fit their study; no result in prose, no kernel or timing in a cell."""
 
 import ast
 import json

@@ -237,8 +237,10 @@ def test_state_access_is_of_the_state_and_of_one_row_a_kernel(layout):
     assert set(tables.state_access(layout, "store")["kind"]) == {"store"}
 
 
-def test_estimate_takes_the_ratio_of_the_batch_below(layout):
+def test_estimate_takes_the_ratio_of_the_batch_below():
+    layout = made.make("state_layout", made.LAYOUT, made.layout_us(lambda batch, tile: 1.2 if batch > 1 else 1.5))
     found = tables.end_to_end_estimate(layout, 8, context=2048, batches=[1, 16, 64, 1024]).set_index("batch")
+    assert found["kernel KV / VK"].tolist() == pytest.approx([1.5, 1.5, 1.2, 1.2], rel=2e-3)
     assert found["ratio of batch"].to_dict() == {1: 1, 16: 1, 64: 64, 1024: 64}
     part = share.state_share(QWEN3_NEXT, 1024, 2048)
     assert found.loc[1024, "share %"] == pytest.approx(100 * part)

@@ -143,7 +143,7 @@ def equal() -> dict[float, list[pd.DataFrame]]:
     }
 
 
-@pytest.mark.parametrize(("noise", "judged"), [(0.002, 180), (0.03, 0)])
+@pytest.mark.parametrize(("noise", "judged"), [(0.002, 130), (0.03, 0)])
 def test_a_variant_against_itself_is_same_or_unclear(equal: dict, noise: float, judged: int):
     pairs = [verdict.aa(rows) for rows in equal[noise]]
     itself = Counter(verdict.verdict(pair, pair) for pair in pairs)
@@ -184,15 +184,16 @@ def test_processes_are_resampled_before_blocks():
         nested = [ratio(a, b) for a, b in pairs]
         flat = [ratio(_pooled(a), _pooled(b)) for a, b in pairs]
         widths[offset] = np.median([(n.high - n.low) / (f.high - f.low) for n, f in zip(nested, flat, strict=True)])
-    assert widths[0.0] < 2 < widths[0.01]  # where processes differ, the blocks alone promise too much
+    assert widths[0.0] < 4 < widths[0.01]  # where processes differ, the blocks alone promise too much
 
 
-def test_intervals_hold_the_truth_95_times_in_100():
+@pytest.mark.parametrize(("offset", "width"), [(0.001, 0.007), (0.003, 0.013)])
+def test_intervals_hold_the_truth_95_times_in_100(offset: float, width: float):
     rng = np.random.default_rng(0)
-    pairs = [(_draw(rng, 0.001, 0.002), _draw(rng, 0.001, 0.002)) for _ in range(300)]
+    pairs = [(_draw(rng, offset, 0.002), _draw(rng, offset, 0.002)) for _ in range(300)]
     found = [ratio(a, b) for a, b in pairs]
-    assert 0.88 <= np.mean([one.low <= 1 <= one.high for one in found]) < 1  # never wrong would be too wide
-    assert np.median([one.high - one.low for one in found]) < 0.005
+    assert 0.93 <= np.mean([one.low <= 1 <= one.high for one in found]) < 1  # never wrong would be too wide
+    assert np.median([one.high - one.low for one in found]) < width
 
 
 def test_one_process_alone_promises_too_much():

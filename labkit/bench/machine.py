@@ -1,6 +1,7 @@
 """On what: the GPU of this process, its identity, and how calls are timed on it."""
 
 import json
+import math
 import os
 import re
 import subprocess
@@ -186,11 +187,15 @@ class CudaDevice:
 
     def _enough(self, make: Callable[[int], Timed], sets: int) -> Timed:
         """Grow the sample, in whole rounds over the buffer sets, until it lasts SAMPLE_US."""
-        timed = make(sets)
-        self.time([timed], hot=True)
-        us = min(self.time([timed], hot=True)[0] for _ in range(2)) * timed.calls / 1e3
-        rounds = min(int(SAMPLE_US / max(us, 1.0)) + 1, max(1, MAX_CALLS // sets))
-        return timed if rounds == 1 else make(sets * rounds)
+        rounds = 1
+        while True:
+            timed = make(sets * rounds)
+            self.time([timed], hot=True)
+            us = min(self.time([timed], hot=True)[0] for _ in range(2)) * timed.calls / 1e3
+            # A short graph overstates its calls by its own start, so the grown one is looked at again.
+            if us >= SAMPLE_US or sets * rounds * 2 > MAX_CALLS:
+                return timed
+            rounds = min(max(rounds + 1, math.ceil(1.05 * rounds * SAMPLE_US / us)), MAX_CALLS // sets)
 
     def _capture(self, calls: Sequence[Callable[[], Any]], count: int) -> Callable[[], Any]:
         graph = self.torch.cuda.CUDAGraph()

@@ -18,6 +18,7 @@ from labkit.bench.spec import CONTROL
 BAND = 0.01  # what counts as the same, and the widest A/A interval that still lets a pair be judged
 RESAMPLES = 2000
 NO_SLOWER = 0.99
+T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)  # Student's t at 1, 2, … degrees of freedom
 
 
 @dataclass(frozen=True)
@@ -50,8 +51,7 @@ NAN = Interval(float("nan"), float("nan"), float("nan"), 0, 0)
 def ratio(slow: "Samples", fast: "Samples", seed: int = 0) -> Interval:
     """time(slow) / time(fast), paired by (run, block): above 1 where `fast` is the faster one.
 
-    The centre is the mean over processes of the median log ratio of the process's blocks. With few processes the
-    interval is still a little narrow: simulated with three, it holds the truth in about nine cases of ten.
+    The centre is the mean over processes of the median log ratio of the process's blocks.
     """
     logs = _paired_logs(slow, fast)
     if not logs:
@@ -62,10 +62,19 @@ def ratio(slow: "Samples", fast: "Samples", seed: int = 0) -> Interval:
     medians = np.stack([np.median(rng.choice(v, size=(RESAMPLES, len(v))), axis=1) for v in logs])
     chosen = rng.integers(0, len(logs), size=(len(logs), RESAMPLES))
     draws = np.stack([medians[chosen[i], rng.permutation(RESAMPLES)] for i in range(len(logs))]).mean(axis=0)
-    # Resampling n processes sees only (n - 1) / n of the variance between them.
-    widening = math.sqrt(len(logs) / (len(logs) - 1)) if len(logs) > 1 else 1.0
-    low, high = np.exp(centre + widening * (np.percentile(draws, [2.5, 97.5]) - centre))
+    low, high = np.percentile(draws, [2.5, 97.5])
+    # A bootstrap of two or three processes is too narrow where they differ: never less than Student's interval of them.
+    spread = _student(np.array([np.median(values) for values in logs]))
+    low, high = np.exp([min(low, centre - spread), max(high, centre + spread)])
     return Interval(float(np.exp(centre)), float(low), float(high), len(logs), sum(map(len, logs)))
+
+
+def _student(centres: np.ndarray) -> float:
+    """Half width of the 95 % t-interval of the processes' centres; 0 for one process, which says nothing of others."""
+    if len(centres) < 2:
+        return 0.0
+    quantile = T_975[min(len(centres) - 1, len(T_975)) - 1]
+    return float(quantile * centres.std(ddof=1) / math.sqrt(len(centres)))
 
 
 @dataclass(frozen=True)
