@@ -234,13 +234,14 @@ class Lab:
     def claims(self) -> figures.Html:
         """The published numbers, what each GPU measured, and the verdict."""
         rows = [
-            {"claim": f"{claim.source}: {claim.statement}", "published": claim.published}
+            {"GPU": entry.label, "verdict": None, "claim": f"{claim.source}: {claim.statement}"}
+            | {"published": claim.published}
             | self._judged(claim, entry)
-            | {"on": entry.label}
             for claim in self.study.claims
             for entry in self.shown
         ]
-        return figures.table(pd.DataFrame(rows), caption="The claims, judged from the rows shown on this page")
+        text = "The claims, judged from the rows shown on this page; the index judges from all recorded rows"
+        return figures.table(pd.DataFrame(rows), caption=text)
 
     @staticmethod
     def _judged(claim: Any, entry: Shown) -> dict[str, Any]:

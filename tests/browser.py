@@ -153,7 +153,7 @@ def _dead(link: str) -> list[str]:
     path = Path(unquote(url.path))
     if not path.exists():
         return [f"dead link: {link}"]
-    if url.fragment and unquote(url.fragment) not in _ids(path):
+    if url.fragment and not {url.fragment, unquote(url.fragment)} & _ids(path):
         return [f"link to an anchor that is not there: {link}"]
     return []
 

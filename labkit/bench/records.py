@@ -63,7 +63,11 @@ COLUMNS: tuple[tuple[str, pa.DataType, str], ...] = (
     ("torch", pa.string(), "version of torch"),
     ("triton", pa.string(), "version of Triton"),
     ("labkit", pa.string(), "version of labkit"),
-    ("revision", pa.string(), "commit of the lab's tree, with `+` where it had changes; empty outside a checkout"),
+    (
+        "revision",
+        pa.string(),
+        "commit of the lab's tree, `+`: with changes; measured outside a checkout: the commit that recorded it",
+    ),
     ("utc", pa.string(), "when the case was finished, ISO 8601"),
     ("seed", pa.int64(), "seed of the inputs and of the order"),
 )

@@ -136,8 +136,8 @@ def list_of(rule: Rule) -> Rule:
     """The value is a non-empty list, each of whose items obeys `rule`."""
 
     def check(value: Any) -> str | None:
-        if not isinstance(value, list) or not value:
-            return "a list with at least one item"
+        if not isinstance(value, list) or not value or any(value.count(item) > 1 for item in value):
+            return "a list with at least one item and none twice"
         return next((f"a list, each item {problem}" for item in value if (problem := rule(item))), None)
 
     return check

@@ -226,7 +226,7 @@ def _different(found: Tensor, expected: Tensor) -> float:
 
 STUDY = Study(
     name="machine",
-    title="What this GPU can do",
+    title="What a GPU can do",
     summary="Ceilings of memory and matrix units against size, the cost of a launch, host-to-device copies, clocks.",
     cases=cases,
     variants=variants,

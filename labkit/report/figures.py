@@ -515,6 +515,7 @@ def _values(cells: list[tuple[Axes, pd.DataFrame]], ylabel: str, log: bool, refe
 def _name_references(ax: Axes, reference: Reference) -> None:
     """Labels beside the axes, moved apart where the lines are close."""
     ordered = sorted(reference)
+    ax.get_ylim()  # settles the limits, on which the places depend
     texts = [_wrap(label, 18) for _, label in ordered]
     gap = [0.075 * (1 + text.count("\n")) for text in texts]
     ends = ax.transAxes.inverted().transform(ax.transData.transform([(0, value) for value, _ in ordered]))[:, 1]

@@ -1,10 +1,10 @@
 """What a faster state kernel is worth in a whole decode step, from the bytes that the step moves.
 
 A decode step of a batch is bound by memory: it reads the weights it touches, the KV cache of the full-attention layers,
-and reads and writes the recurrent state. The share of the state in those bytes is the most that its kernel can matter.
+and reads and writes the recurrent state. The state's share of the time is what its kernel can be worth.
 """
 
-from labkit.shapes import GatedDeltaModel
+from labkit.shapes import QWEN3_NEXT, GatedDeltaModel
 
 NVFP4_BYTES = 0.5 + 1 / 16  # a 4-bit value and an 8-bit scale for each 16 of them
 BF16_BYTES = 2.0
@@ -17,7 +17,10 @@ def state_share(
 
     batch: sequences; context: tokens of KV cache each; weight_bytes: per weight. Experts are taken to be chosen
     uniformly, so that the distinct ones follow from batch and top_k; tensor parallelism divides all parts alike.
+    ValueError for a model whose number of weights is not known here.
     """
+    if not model.total:
+        raise ValueError(f"the weights of {model.name} are not known here; allowed: {QWEN3_NEXT.name}")
     state = 2 * batch * model.layers * model.state_bytes(state_itemsize)
     cache = batch * context * (model.all_layers - model.layers) * 2 * model.kv_heads * model.head_dim * BF16_BYTES
     return state / (state + cache + _weights(model, batch) * weight_bytes)
@@ -30,6 +33,11 @@ def _weights(model: GatedDeltaModel, batch: int) -> float:
     routed = model.all_layers * model.expert_parameters
     distinct = model.experts * (1 - (1 - model.top_k / model.experts) ** batch)
     return model.total - routed * model.experts + routed * distinct
+
+
+def time_share(byte_share: float, slowness: float) -> float:
+    """Share of time, where the state's bytes move `slowness` times slower than at the ceiling and all others at it."""
+    return byte_share * slowness / (byte_share * slowness + 1 - byte_share)
 
 
 def end_to_end(kernel_ratio: float, share: float) -> float:

@@ -9,7 +9,7 @@ import pandas as pd
 from labkit.bench.records import expanded
 from labkit.bench.verdict import compare_many
 from labkit.shapes import QWEN3_NEXT, GatedDeltaModel
-from labkit.state_layout.share import BF16_BYTES, end_to_end, state_share
+from labkit.state_layout.share import BF16_BYTES, end_to_end, state_share, time_share
 
 LAYOUTS = {"KV": "[N, HV, K, V]", "VK": "[N, HV, V, K]"}
 TILES = (8, 16, 32)
@@ -54,15 +54,19 @@ def times(rows: pd.DataFrame, cache: str = "cold") -> pd.DataFrame:
 
 
 def ratios(rows: pd.DataFrame, cache: str = "cold") -> pd.DataFrame:
-    """KV / VK of equal tile and warps, with interval and verdict: above 1, the layout [V, K] is faster."""
+    """KV / VK of equal tile and warps, with interval and verdict: above 1, the layout [V, K] is faster.
+
+    Pairs of which one spills registers are left out: their ratio says nothing of the layout.
+    """
     found = []
     for case, group in _cases(rows, cache):
         choices = [(tile, warps) for tile in TILES for warps in WARPS]
         results = compare_many(group, [tuple(variant_name(layout, *c) for layout in ("VK", "KV")) for c in choices])
+        spilled = spilling(group)
         for (tile, warps), result in zip(choices, results, strict=True):
-            if result.ratio.pairs:
+            if result.ratio.pairs and not {result.variant, result.against} & spilled:
                 found.append(case | {"BV": tile, "warps": warps} | _columns(result))
-    columns = [*SHAPE, "BV", "warps", "ratio", "low", "high", "noise", "verdict"]
+    columns = [*SHAPE, "BV", "warps", "ratio", "low", "high", "noise", "verdict", "runs"]
     return ordered(pd.DataFrame(found, columns=columns), columns[:7])
 
 
@@ -78,18 +82,30 @@ def folding(rows: pd.DataFrame, cache: str = "cold") -> pd.DataFrame:
     return ordered(pd.DataFrame(found, columns=columns), columns[:6])
 
 
+def spilling(rows: pd.DataFrame) -> set[str]:
+    """Variants whose kernel, as it ran, spills registers to memory."""
+    evidence = zip(rows["variant"], rows["evidence"], strict=True)
+    return {variant for variant, text in evidence if json.loads(text).get("spill_bytes", 0) > 0}
+
+
 def best(rows: pd.DataFrame, cache: str = "cold") -> pd.DataFrame:
-    """The fastest variant of either layout in each case, and what an engine gains by its free choice of tile."""
+    """The fastest variant of either layout in each case, compared pair by pair: what a free choice of tile leaves.
+
+    Folded forms are left out, since only one layout has them.
+    """
     table = times(rows, cache)
-    table = table[table["layout"].isin(LAYOUTS)]
+    table = table[table["layout"].isin(LAYOUTS) & ~table["folded"].fillna(False).astype(bool)]
     found = []
-    for key, group in table.groupby(SHAPE, sort=False):
-        fastest = {layout: part.loc[part["us"].idxmin()] for layout, part in group.groupby("layout")}
+    for case, group in _cases(rows, cache):
+        part = table[(table["case"] == group["case"].iloc[0]) & ~table["variant"].isin(spilling(group))]
+        fastest = {layout: some.loc[some["us"].idxmin()] for layout, some in part.groupby("layout")}
         if len(fastest) == 2:
             kv, vk = fastest["KV"], fastest["VK"]
+            [result] = compare_many(group, [(vk["variant"], kv["variant"])])
             line = {"best KV": kv["variant"], "KV µs": kv["us"], "best VK": vk["variant"], "VK µs": vk["us"]}
-            found.append(dict(zip(SHAPE, key, strict=True)) | line | {"KV / VK": kv["us"] / vk["us"]})
-    return pd.DataFrame(found)
+            found.append(case | line | _columns(result))
+    columns = [*SHAPE, "best KV", "KV µs", "best VK", "VK µs", "ratio", "low", "high", "noise", "verdict", "runs"]
+    return ordered(pd.DataFrame(found, columns=columns), SHAPE)
 
 
 def state_access(rows: pd.DataFrame, kind: str = "load") -> pd.DataFrame:
@@ -120,7 +136,9 @@ def end_to_end_estimate(
     weight_bytes: float = BF16_BYTES,
     batches: Sequence[int] = (),
 ) -> pd.DataFrame:
-    """Gain of a whole decode step: the state's share of its bytes × the kernel's ratio.
+    """Gain of a whole decode step: the state's share of its time × the kernel's ratio.
+
+    The time is that of the bytes moved at the in-place ceiling, but for the state at the rate of the measured kernel.
 
     batches: default those measured; another takes the ratio of the largest measured batch below it (column `ratio of
     batch`), since the ratio levels off once the GPU is full.
@@ -128,13 +146,19 @@ def end_to_end_estimate(
     table = ratios(rows)
     chosen = (table["model"] == model.name) & (table["state"] == "fp32") & (table["BV"] == tile)
     table = table[chosen & (table["warps"] == warps)].set_index("batch")
+    old = times(rows)
+    old = old[
+        (old["model"] == model.name) & (old["state"] == "fp32") & (old["variant"] == variant_name("KV", tile, warps))
+    ]
+    slowness = dict(zip(old["batch"], 100 / old["percent"].fillna(100), strict=True))
     found = []
     for batch in batches or table.index:
         below = table.index[table.index <= batch]
         if not len(below):
             continue
         row = table.loc[below.max()]
-        share = state_share(model, int(batch), context, weight_bytes)
+        slow = slowness.get(below.max(), 1.0)
+        share = time_share(state_share(model, int(batch), context, weight_bytes), slow)
         gains = {name: 100 * (end_to_end(row[name], share) - 1) for name in ("ratio", "low", "high")}
         line = {"batch": batch, "ratio of batch": below.max(), "share %": 100 * share}
         line |= {"kernel KV / VK": row["ratio"], "verdict": row["verdict"]}
@@ -151,4 +175,5 @@ def _cases(rows: pd.DataFrame, cache: str) -> Iterator[tuple[dict, pd.DataFrame]
 def _columns(result) -> dict:
     noise = result.noise.half_width if result.noise.pairs else math.nan
     ratio = result.ratio
-    return {"ratio": ratio.mid, "low": ratio.low, "high": ratio.high, "noise": noise, "verdict": result.verdict}
+    ends = {"ratio": ratio.mid, "low": ratio.low, "high": ratio.high}
+    return ends | {"noise": noise, "verdict": result.verdict, "runs": ratio.runs}

@@ -21,7 +21,7 @@ def _main_shape(table: pd.DataFrame) -> pd.DataFrame:
     if table.empty:
         return table
     name = QWEN3_NEXT.name if QWEN3_NEXT.name in set(table["model"]) else table["model"].iloc[0]
-    keys = ["state", "variant", "batch"] if "variant" in table else ["state", "batch", "BV", "warps"]
+    keys = [name for name in ("state", "variant", "batch", "BV", "warps") if name in table]
     return tables.ordered(table[table["model"] == name], keys)
 
 
@@ -234,19 +234,16 @@ def end_to_end(rows: pd.DataFrame) -> Drawing:
     return {
         "fig": fig,
         "alt": f"Estimated end-to-end gain against batch, beside vLLM's five figures. {ends}.",
-        "caption": f"Amdahl's law: the state's share of a step's bytes ({QWEN3_NEXT.name}, NVFP4 weights, fp32 state, "
+        "caption": f"Amdahl's law: the state's share of a step's time ({QWEN3_NEXT.name}, NVFP4 weights, fp32 state, "
         f"{CONTEXT} tokens of context) × the measured kernel ratio.",
         "table": table,
     }
 
 
 def best(rows: pd.DataFrame) -> pd.DataFrame:
-    """The fastest variant of each layout for Qwen3-Next's shape."""
+    """The fastest variant of each layout in the shape that was timed with every number of warps."""
     table = tables.best(rows)
-    if table.empty:
-        return table
-    name = QWEN3_NEXT.name if QWEN3_NEXT.name in set(table["model"]) else table["model"].iloc[0]
-    return table[table["model"] == name].drop(columns=["HV", "K"])
+    return (_main_shape(table) if len(table) else table).drop(columns=["HV", "K", "noise", "runs"])
 
 
 def summary(rows: pd.DataFrame) -> str:
@@ -268,15 +265,40 @@ def summary(rows: pd.DataFrame) -> str:
 
 
 def free_choice(rows: pd.DataFrame) -> str:
-    """What the layout is worth to an engine that chooses its tile."""
+    """What the layout is worth to an engine that chooses its tile and warps, in the shape that was timed with all."""
     table = tables.best(rows)
     if table.empty:
-        return "no case has a usable row of both layouts."
-    low, high = table["KV / VK"].min(), table["KV / VK"].max()
+        return "no case has both layouts."
+    table = _main_shape(table)
+    parts = [
+        f"{state} state: " + ", ".join(f"{row['ratio']:.2f} at batch {row['batch']}" for _, row in group.iterrows())
+        for state, group in table.groupby("state", sort=False)
+    ]
+    counts = table["verdict"].value_counts()
+    words = ", ".join(f"{name} in {counts[name]}" for name in ("faster", "same", "slower", "unclear") if name in counts)
+    chosen = "; ".join(parts)
     return (
-        f"with the best tile and warps for each layout, KV/VK lies between {low:.2f} and {high:.2f}; "
-        f"the fastest [K, V] kernel wins in {int((table['KV / VK'] < 0.99).sum())} of {len(table)} cases."
+        f"with the tile and warps that suit each layout best ({table['model'].iloc[0]}), the time of [K, V] over "
+        f"that of [V, K] is, with {chosen}. [V, K] is {words} of {len(table)} cases."
     )
+
+
+def in_short(rows: pd.DataFrame) -> str:
+    """The answer of the page in a few lines."""
+    table = tables.ratios(rows)
+    table = _main_shape(table[table["warps"] == 1]) if len(table) else table
+    if table.empty:
+        return "no case has both layouts."
+    largest = table[table["batch"] == table["batch"].max()]
+    parts = []
+    for tile in (NARROW, WIDE):
+        some = largest[largest["BV"] == tile]
+        values = " and ".join(
+            f"{ratio:.2f} ({state})" for state, ratio in zip(some["state"], some["ratio"], strict=True)
+        )
+        if values:
+            parts.append(f"at equal tiles of {tile} and batch {some['batch'].iloc[0]}: {values}")
+    return f"{free_choice(rows)} {'; '.join(parts).capitalize()}."
 
 
 def spills(rows: pd.DataFrame) -> str:

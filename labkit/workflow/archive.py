@@ -178,6 +178,8 @@ def _check_folder(folder: Path, report: Report) -> list[tuple[Path, Any]]:
             report.left.append(f"{folder.name}/{path.name}: no rows")
             continue
         _check_rows(path, new, folder.name, here)
+        # Measured where there was no checkout: the sources are those of this commit, as their hashes have just shown.
+        new["revision"] = new["revision"].where(new["revision"] != "", revision())
         target = paths.DATA / folder.name / path.name
         old = records.read(target) if target.exists() else None
         ready.append((target, records.merge(old, new)))
