@@ -9,8 +9,8 @@ import torch
 from labkit import paths
 
 # Kernels run on the GPU where there is one, else in Triton's interpreter. A process is either interpreted or not, from
-# its first import on; so without a GPU tests/kernels is left out of an ordinary run, in which test_kernels.py runs it in
-# an interpreted process, and fails if that runs nothing.
+# its first import on; so without a GPU tests/kernels is left out of an ordinary run, in which test_kernels.py runs it
+# in an interpreted process, and fails if that runs nothing.
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 KERNEL_DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
 collect_ignore_glob = [] if INTERPRETED or KERNEL_DEVICE == "cuda" else ["kernels/*.py"]

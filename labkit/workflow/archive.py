@@ -19,7 +19,7 @@ import pyarrow as pa
 
 from labkit import paths, studies
 from labkit.bench import records, spec, sweep
-from labkit.bench.machine import Machine, slug
+from labkit.bench.machine import Machine, revision, slug
 from labkit.bench.records import RecordError
 from labkit.workflow import recorded
 
