@@ -292,6 +292,7 @@ def _draw(chosen: list[str]) -> None:
 
     values = {name: {"source": "recorded"} for name in chosen}
     results = notebooks.run(chosen, values, can_measure=False)
+    reports.write({result.study: result.error for result in results if not result.ok})
     for path in reports.keep_figures(chosen):
         click.echo(path)
     if failed := [result.study for result in results if not result.ok]:

@@ -108,6 +108,25 @@ def without(frame: pd.DataFrame, **match: Any) -> pd.DataFrame:
     return frame[~same].reset_index(drop=True)
 
 
+def processes(frame: pd.DataFrame, count: int) -> pd.DataFrame:
+    """The rows with the samples of the first so many processes only."""
+    kept = [[place for place, run in enumerate(runs) if run < count] for runs in frame["run"]]
+    lists = ("run", "block", "samples_ns", "throttled", "sm_mhz")
+    return frame.assign(
+        **{
+            name: [[one[place] for place in places] for one, places in zip(frame[name], kept, strict=True)]
+            for name in lists
+        }
+    )
+
+
+def spilling(frame: pd.DataFrame, *variants: str) -> pd.DataFrame:
+    """The rows as they are where the kernels of these variants spill registers."""
+    spill = frame["variant"].isin(variants)
+    texts = frame["evidence"].where(~spill, frame["evidence"].str.replace('"spill_bytes": 0', '"spill_bytes": 96'))
+    return frame.assign(evidence=texts)
+
+
 def unusable(frame: pd.DataFrame, where: Sequence[bool] | None = None, reason: str = "out of memory") -> pd.DataFrame:
     """The rows, those of `where` (default: all) as they are after a failure: not ok, and without samples."""
     where = [True] * len(frame) if where is None else list(where)

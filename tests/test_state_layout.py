@@ -168,6 +168,23 @@ def test_active_weights_of_qwen3_next_are_those_of_its_name():
     assert share._weights(QWEN3_NEXT, 10**6) == pytest.approx(80e9, rel=1e-6)
 
 
+@pytest.mark.parametrize(
+    "model", [model for model in GATED_DELTA.values() if not model.total], ids=lambda model: model.name
+)
+def test_share_of_a_model_of_unknown_weights_is_refused(model):
+    with pytest.raises(ValueError, match=rf"weights of {model.name} are not known here; allowed: {QWEN3_NEXT.name}"):
+        share.state_share(model, 1, 2048)
+
+
+def test_share_of_time_by_hand():
+    assert share.time_share(0.5, 3.0) == pytest.approx(0.75)  # 3 units for the state, 1 for the other half
+    assert share.time_share(0.2, 1.5) == pytest.approx(3 / 11)  # 0.3 against 0.8
+    assert share.time_share(0.5, 0.5) == pytest.approx(1 / 3)
+    assert share.time_share(0.3, 1.0) == pytest.approx(0.3)  # all at the ceiling: the share of the bytes
+    assert share.time_share(0.0, 9.0) == 0.0
+    assert share.time_share(1.0, 9.0) == 1.0
+
+
 def test_amdahl():
     assert share.end_to_end(2.0, 0.5) == pytest.approx(4 / 3)
     assert share.end_to_end(0.5, 0.5) == pytest.approx(2 / 3)
@@ -197,6 +214,27 @@ def test_ratios_are_those_of_the_times(layout):
     assert set(tables.ratios(layout, "hot")["batch"]) == {1}  # 64 states do not fit the L2
 
 
+def test_ratios_leave_out_pairs_of_which_one_spills(layout):
+    pair = ["BV", "warps"]
+    for variant in ("KV BV=8, 1 warp", "VK BV=8, 1 warp"):
+        table = tables.ratios(made.spilling(layout, variant))
+        assert len(table) == 2 * 2 * (3 * 3 - 1)
+        assert (8, 1) not in set(table[pair].itertuples(index=False, name=None))
+        assert {(8, 2), (16, 1)} <= set(table[pair].itertuples(index=False, name=None))
+    only_fp32 = made.spilling(layout, "VK BV=32, 4 warps").where(layout["case"].str.contains("fp32"), layout)
+    table = tables.ratios(only_fp32)
+    assert set(table[(table["BV"] == 32) & (table["warps"] == 4)]["state"]) == {"bf16"}
+    assert len(tables.ratios(made.spilling(layout, "VK BV=8, 1 warp, folded"))) == 2 * 2 * 3 * 3
+
+
+def test_ratios_say_how_many_processes_they_rest_on(layout):
+    assert set(tables.ratios(layout)["runs"]) == {3}
+    assert set(tables.ratios(made.processes(layout, 2))["runs"]) == {2}
+    one_sided = layout["variant"].str.startswith("KV")
+    mixed = tables.ratios(made.processes(layout, 1).where(one_sided, layout))
+    assert set(mixed["runs"]) == {1}  # those that both have
+
+
 def test_times_are_percent_of_the_ceiling_of_the_same_case(layout):
     table = tables.times(layout).set_index(["state", "batch", "variant"])
     assert table.loc[("fp32", 64, tables.CEILING), "percent"] == pytest.approx(100)
@@ -214,7 +252,46 @@ def test_best_takes_the_fastest_of_each_layout(layout):
     assert len(found) == 4
     assert set(found["best VK"]) == {"VK BV=16, 2 warps"}
     assert set(found["best KV"].str[:8]) == {"KV BV=32"}
-    assert found["KV / VK"].tolist() == pytest.approx([0.9] * 4, rel=3e-3)
+    assert found["ratio"].tolist() == pytest.approx([0.9] * 4, rel=3e-3)
+    assert set(found["runs"]) == {3}
+    assert ((found["low"] <= found["ratio"]) & (found["ratio"] <= found["high"])).all()
+
+
+def _times(layout, factors):
+    """The rows, the times of some variants multiplied. factors: variant -> factor."""
+    changed = [
+        [factors.get(variant, 1) * ns for ns in one]
+        for variant, one in zip(layout["variant"], layout["samples_ns"], strict=True)
+    ]
+    return layout.assign(samples_ns=changed)
+
+
+def test_best_leaves_out_what_folds_or_spills(layout):
+    fast = {"VK BV=8, 1 warp, folded": 1 / 4, "VK BV=16, 2 warps": 1 / 2, "VK BV=8, 4 warps": 2 / 3}
+    found = tables.best(_times(layout, fast))
+    assert set(found["best VK"]) == {"VK BV=16, 2 warps"}
+    assert found["ratio"].tolist() == pytest.approx([1.8] * 4, rel=3e-3)
+    found = tables.best(made.spilling(_times(layout, fast), "VK BV=16, 2 warps"))
+    assert set(found["best VK"]) == {"VK BV=8, 4 warps"}
+    assert found["ratio"].tolist() == pytest.approx([1.35] * 4, rel=3e-3)
+
+
+def test_best_compares_block_by_block(layout):
+    drift = [1 + 0.5 * (place % 10) for place in range(30)]  # the clocks of each block, the same for all variants
+    drifting = layout.assign(
+        samples_ns=[[ns * by for ns, by in zip(one, drift, strict=True)] for one in layout["samples_ns"]]
+    )
+    found = tables.best(drifting)
+    assert found["ratio"].tolist() == pytest.approx([0.9] * 4, rel=3e-3)
+    assert (found["high"] - found["low"]).max() < 0.01
+    assert set(found["verdict"]) == {"slower"}
+
+
+def test_best_needs_both_layouts(layout):
+    assert tables.best(layout[layout["variant"] == tables.CEILING]).empty
+    assert tables.best(layout[~layout["variant"].str.startswith("KV")]).empty
+    kv = layout.loc[layout["variant"].str.startswith("KV"), "variant"]
+    assert tables.best(made.spilling(layout, *kv)).empty
 
 
 def test_folding_compares_the_two_forms_of_one_layout(layout):
@@ -242,11 +319,14 @@ def test_estimate_takes_the_ratio_of_the_batch_below():
     found = tables.end_to_end_estimate(layout, 8, context=2048, batches=[1, 16, 64, 1024]).set_index("batch")
     assert found["kernel KV / VK"].tolist() == pytest.approx([1.5, 1.5, 1.2, 1.2], rel=2e-3)
     assert found["ratio of batch"].to_dict() == {1: 1, 16: 1, 64: 64, 1024: 64}
+    # By hand: the ceiling moves a byte in 1, the KV kernel in 1.05 × 1.2 and the VK kernel in 1.05.
     part = share.state_share(QWEN3_NEXT, 1024, 2048)
-    assert found.loc[1024, "share %"] == pytest.approx(100 * part)
-    assert found.loc[1024, "gain %"] == pytest.approx(
-        100 * (share.end_to_end(found.loc[64, "kernel KV / VK"], part) - 1)
-    )
+    old, new = part * 1.05 * 1.2 + 1 - part, part * 1.05 + 1 - part
+    assert found.loc[1024, "share %"] == pytest.approx(100 * (old - (1 - part)) / old, rel=2e-3)
+    assert found.loc[1024, "gain %"] == pytest.approx(100 * (old / new - 1), rel=1e-2)
+    without = made.without(layout, variant=tables.CEILING)  # then all is taken to move at the ceiling
+    bytes_only = tables.end_to_end_estimate(without, 8, context=2048, batches=[1024])
+    assert bytes_only["share %"].tolist() == pytest.approx([100 * part])
     assert (found["low %"] <= found["gain %"]).all()
     assert (found["gain %"] <= found["high %"]).all()
     only_64 = layout[layout["case"].str.contains('"batch": 64')]

@@ -94,7 +94,7 @@ def best(rows: pd.DataFrame, cache: str = "cold") -> pd.DataFrame:
     Folded forms are left out, since only one layout has them.
     """
     table = times(rows, cache)
-    table = table[table["layout"].isin(LAYOUTS) & ~table["folded"].fillna(False).astype(bool)]
+    table = table[table["layout"].isin(LAYOUTS) & ~table["folded"].eq(True)]
     found = []
     for case, group in _cases(rows, cache):
         part = table[(table["case"] == group["case"].iloc[0]) & ~table["variant"].isin(spilling(group))]

@@ -298,7 +298,7 @@ def in_short(rows: pd.DataFrame) -> str:
         )
         if values:
             parts.append(f"at equal tiles of {tile} and batch {some['batch'].iloc[0]}: {values}")
-    return f"{free_choice(rows)} {'; '.join(parts).capitalize()}."
+    return free_choice(rows) + (f" {'; '.join(parts).capitalize()}." if parts else "")
 
 
 def spills(rows: pd.DataFrame) -> str:
