@@ -72,7 +72,6 @@ COLUMNS: tuple[tuple[str, pa.DataType, str], ...] = (
     ("seed", pa.int64(), "seed of the inputs and of the order"),
 )
 SCHEMA = pa.schema([(name, kind) for name, kind, _ in COLUMNS], metadata={"labkit_schema": SCHEMA_VERSION})
-PROVENANCE = ("gpu", "driver", "cuda", "torch", "triton", "labkit", "revision", "utc", "seed")
 
 
 class RecordError(ValueError):

@@ -246,6 +246,13 @@ def best(rows: pd.DataFrame) -> pd.DataFrame:
     return (_main_shape(table) if len(table) else table).drop(columns=["HV", "K", "noise", "runs"])
 
 
+def folded(rows: pd.DataFrame) -> pd.DataFrame:
+    """V-first, two passes over the tile against one (folded), in the main shape, one warp."""
+    table = tables.folding(rows)
+    table = _main_shape(table) if len(table) else table
+    return table[["model", "state", "batch", "BV", "ratio", "low", "high", "noise", "verdict"]]
+
+
 def summary(rows: pd.DataFrame) -> str:
     """The result in one sentence."""
     table = tables.ratios(rows)
