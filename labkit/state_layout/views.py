@@ -202,7 +202,7 @@ def prediction_error(rows: pd.DataFrame) -> Drawing:
     return {
         "fig": fig,
         "alt": f"Lines of measured over predicted time; {100 * near:.0f} % of the points lie within 10 %.",
-        "caption": f"The prediction knows bytes, ceilings and waves; {100 * near:.0f} % of the points lie within 10 %.",
+        "caption": f"The prediction knows bytes, ceilings, launch; {100 * near:.0f} % of the points lie within 10 %.",
         "table": table[["state", "batch", "variant", "predicted_us", "us", "factor"]],
     }
 
