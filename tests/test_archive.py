@@ -1,5 +1,6 @@
 """From runs/ into data/: what is refused, what is merged, and archives from elsewhere."""
 
+import dataclasses
 import io
 import json
 import os
@@ -11,7 +12,7 @@ import pandas as pd
 import pytest
 from toy_lab import GPU, MACHINE, SLUG, Toy
 
-from labkit import paths
+from labkit import paths, studies
 from labkit.bench import records
 from labkit.bench.records import RecordError
 from labkit.workflow import archive, recorded
@@ -37,6 +38,16 @@ def test_what_was_measured_here_is_promoted_whole(toy):
     assert len(data(toy)) == len(rows) == 6
     assert json.loads((toy.root / "data" / SLUG / "machine.json").read_text()) == MACHINE
     assert (toy.root / "data" / "README.md").read_text() == archive.readme()
+
+
+def test_what_follows_from_early_cases_is_made_anew_from_what_is_recorded(toy, monkeypatch):
+    toy.measured(toy.rows())
+    settled = []
+    load = studies.load
+    monkeypatch.setattr(studies, "load", lambda name: dataclasses.replace(load(name), settle=settled.append))
+    archive.promote()
+    assert set(settled) == {paths.DATA / SLUG}
+    assert all((folder / "layers.parquet").exists() for folder in settled)
 
 
 def test_promoting_twice_changes_nothing(toy):

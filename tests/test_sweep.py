@@ -53,6 +53,8 @@ class Toy:
     calls: Callable[[Case, str, list[Call]], None] = lambda case, name, calls: None
     sets: list[int] = field(default_factory=list)
     floor: Floor = field(default_factory=lambda: Floor(32, 4, limit=""))
+    early: int = 0  # the size that is measured before the others
+    settled: list[list[int]] = field(default_factory=list)  # the sizes in the file, at each call of `settle`
 
     def study(self) -> Study:
         return Study(
@@ -63,7 +65,13 @@ class Toy:
             self.variants,
             lambda case: "double",
             lambda case: self.floor,
+            early=lambda case: case["n"] == self.early,
+            settle=self.settle,
         )
+
+    def settle(self, folder: Path) -> None:
+        rows = records.expanded(records.read(folder / "toy.parquet"))
+        self.settled.append(sorted(set(rows["n"])))
 
     def variants(self, case: Case) -> list[Variant]:
         def variant(name: str, role: str, caches: tuple[str, ...] = ("cold", "hot"), mode: str = "graph") -> Variant:
@@ -312,6 +320,34 @@ def test_stopped_after_each_case_only_the_missing_are_measured(lab: Lab):
         assert lab.measured == [every()[done]]
     complete(lab.run())
     assert lab.measured == []
+
+
+def test_early_cases_are_measured_once_and_settled_before_the_others_begin(lab: Lab):
+    lab.toy.early = 2
+    seen: list[int] = []
+    lab.toy.prepare = lambda case, name: seen.append(len(lab.toy.settled)) if case["n"] != 2 else None
+    rows = lab.run([1, 2, 3], 2)
+    assert lab.measured == [(2, 0), *every([1, 3], 2)]
+    assert lab.toy.settled == [[2]]
+    assert set(seen) == {1}
+    complete(rows[rows["case"] == json.dumps({"n": 2})], [2], 1)
+    complete(rows[rows["case"] != json.dumps({"n": 2})], [1, 3], 2)
+    assert lab.run([1, 2, 3], 2).equals(rows)
+    assert lab.measured == []
+
+
+def test_facts_are_kept_in_the_evidence_of_the_first_process(lab: Lab):
+    found = []
+
+    def facts() -> dict[str, Any]:
+        found.append(1)
+        return {"choice": {"rows": 4}}
+
+    trial = lab.toy.trial
+    lab.patch.setattr(lab.toy, "trial", lambda *args: dataclasses.replace(trial(*args), facts=facts))
+    rows = lab.run([1], 3)
+    assert {text for text in rows["evidence"]} == {'{"choice": {"rows": 4}}'}
+    assert len(found) == len({*NAMES, "eager"})
 
 
 def test_the_journal_of_other_cases_survives(lab: Lab):

@@ -107,6 +107,8 @@ def _first_look(trial: Trial, evidence: bool) -> dict[str, Any]:
     """Evidence and error before any timing."""
     found = _evidence(trial.launch) if evidence and trial.launch else {}
     errors = trial.check() if trial.check else {}
+    if evidence and trial.facts:
+        found = found | trial.facts()
     return {
         "evidence": json.dumps(found, sort_keys=True),
         "error": max(errors.values(), default=math.nan),

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 ROLES = ("ours", "step", "baseline", "peer", "ceiling", "control")
@@ -53,6 +54,7 @@ class Trial:
     tolerance: Mapping[str, float] = field(default_factory=dict)
     launch: Any | None = None
     timer: Callable[[], list[float]] | None = None
+    facts: Callable[[], Mapping[str, Any]] | None = None
 
 
 @dataclass(frozen=True)
@@ -153,6 +155,9 @@ class Study:
     floor:      case -> least work.
     parameters: rules for the notebook's parameters beside `source`, `gpu` and `processes`.
     tiny:       cases small enough for Triton's interpreter; every variant is checked on each.
+    early:      whether a case is measured before the others, by one process only: its rows decide what those run.
+    settle:     called with a GPU's folder (of runs/ or data/) once its early cases are in the study's Parquet file, and
+                whenever they change there: writes beside it what the other cases read (a tuned table).
     """
 
     name: str
@@ -165,6 +170,8 @@ class Study:
     claims: tuple[Claim, ...] = ()
     parameters: Mapping[str, Rule] = field(default_factory=dict)
     tiny: tuple[Case, ...] = ()
+    early: Callable[[Case], bool] = lambda case: False
+    settle: Callable[[Path], None] | None = None
 
     def check(self, parameters: Mapping[str, Any]) -> None:
         """Raise ValueError for a parameter that this study does not have or a value that it does not allow."""

@@ -38,16 +38,33 @@ def run(
     here = machine.this_machine()
     records.write_atomic(folder(here.slug) / "machine.json", here.to_json())
     path = folder(here.slug) / f"{study.name}.parquet"
-    journal = records.Journal(path.with_suffix(".journal.jsonl"))
     cases = study.cases(parameters)
+    if early := [case for case in cases if study.early(case)]:
+        _measure(study, parameters, early, 1, path, env, say)
+        if study.settle:
+            study.settle(path.parent)
+    _measure(study, parameters, [case for case in cases if not study.early(case)], processes, path, env, say)
+    keys = {(case.op, case.key) for case in cases}
+    rows = records.read(path)
+    return rows[[key in keys for key in zip(rows["op"], rows["case"], strict=True)]].reset_index(drop=True)
+
+
+def _measure(
+    study: Study,
+    parameters: Mapping[str, Any],
+    cases: Sequence[Case],
+    processes: int,
+    path: Path,
+    env: Mapping[str, str | None],
+    say: Progress,
+) -> None:
+    """Bring the Parquet file up to date for these cases."""
+    journal = records.Journal(path.with_suffix(".journal.jsonl"))
     have = _recorded(study, cases, path, processes)
     wanted = [case for case in cases if (case.op, case.key) not in have]
     for index in range(processes):
         _one_process(study, parameters, wanted, index, journal, env, say)
     _compact(study, cases, wanted, processes, journal, path)
-    keys = {(case.op, case.key) for case in cases}
-    rows = records.read(path)
-    return rows[[key in keys for key in zip(rows["op"], rows["case"], strict=True)]].reset_index(drop=True)
 
 
 def _one_process(

@@ -91,6 +91,9 @@ def promote(source: Path | None = None) -> Report:
             records.write_atomic(target, content)
         else:
             records.write(target, content)
+    for gpu, study in report.promoted:
+        if settle := studies.load(study).settle:
+            settle(paths.DATA / gpu)
     write_readme()
     return report
 
