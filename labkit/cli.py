@@ -1,5 +1,6 @@
 """The command `labkit`. Heavy modules are imported by the commands that need them: help and completion are fast."""
 
+import json
 import os
 import signal
 import sys
@@ -82,6 +83,15 @@ class Assignment(click.ParamType):
         return [CompletionItem(f"{n}=", help=text) for n, text in found.items() if n.startswith(incomplete)]
 
 
+class FunctionName(click.ParamType):
+    """FILE.py:FUNCTION; completes the file."""
+
+    name = "file.py:function"
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        return [CompletionItem(incomplete, type="file")]
+
+
 def _recorded_gpus() -> list[str]:
     return sorted({path.parent.name for path in paths.DATA.glob("*/*.parquet")})
 
@@ -108,7 +118,21 @@ def main() -> None:
 @click.option("--source", type=click.Choice(("auto", "measure", "recorded")), help="Measure here, or replay data/.")
 @click.option("--gpu", type=GpuName(), help="Recorded GPU to show; default: all.")
 @click.option("--jobs", type=click.IntRange(min=1), help="Notebooks at once; default: one per core, or per GPU.")
-def run(chosen: Sequence[str], given: Sequence[str], source: str | None, gpu: str | None, jobs: int | None) -> None:
+@click.option(
+    "--add",
+    metavar="FILE.py:FUNCTION",
+    multiple=True,
+    type=FunctionName(),
+    help="Check and time a function of your own beside those of the one STUDY.",
+)
+def run(
+    chosen: Sequence[str],
+    given: Sequence[str],
+    source: str | None,
+    gpu: str | None,
+    jobs: int | None,
+    add: Sequence[str],
+) -> None:
     """Run notebooks and write their pages and reports/index.html.
 
     STUDY is a study's name, notebook or number (state_layout, 01_state_layout, 01); all of them by default.
@@ -120,13 +144,15 @@ def run(chosen: Sequence[str], given: Sequence[str], source: str | None, gpu: st
     labkit run state_layout -p batches=1,64 -p processes=1
     labkit run 01 --source recorded --gpu nvidia-h100-80gb-hbm3
     labkit run --source measure --jobs 1
+    labkit run state_layout --add my_kernels.py:decode
     """
     from labkit.workflow import notebooks, reports
 
     names = [name for name in studies.NOTEBOOKS if name in chosen] or list(studies.NOTEBOOKS)
     can_measure = False
     try:
-        values = notebooks.assign([studies.load(name) for name in names], [*given, *_shorthands(given, source, gpu)])
+        short = [*_shorthands(given, source, gpu), *_added(given, names, add)]
+        values = notebooks.assign([studies.load(name) for name in names], [*given, *short])
         wants = {name: notebooks.source_of(name, values[name]) for name in names}
         if set(wants.values()) - {"recorded"}:
             problem = notebooks.why_not_measure()
@@ -158,6 +184,22 @@ def _shorthands(given: Sequence[str], source: str | None, gpu: str | None) -> li
         if any(other.partition("=")[0].strip() == name for other in given):
             raise click.UsageError(f"both --{name} and -p {name}=… are given")
     return short
+
+
+def _added(given: Sequence[str], names: Sequence[str], add: Sequence[str]) -> list[str]:
+    """--add as the parameter of the one study chosen. UsageError if it takes none, or -p gives the same again."""
+    from labkit.bench import added
+
+    if not add:
+        return []
+    if len(names) > 1:
+        raise click.UsageError(f"--add is for one study; name it: {', '.join(added.takers())}")
+    target = f"{names[0]}.{added.PARAMETER}"
+    if any(text.partition("=")[0].strip() in (added.PARAMETER, target) for text in given):
+        raise click.UsageError(f"both --add and -p {added.PARAMETER}=… are given")
+    if problem := added.why_none(studies.load(names[0])):
+        raise click.UsageError(problem)
+    return [f"{target}={json.dumps(list(add))}"]
 
 
 def _until_stopped(action: Callable[[], Any]) -> Any:

@@ -15,7 +15,8 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from html import escape
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,7 +25,7 @@ from typing import Any
 import pandas as pd
 
 from labkit import isolated, paths, studies
-from labkit.bench import machine, records, sweep
+from labkit.bench import added, machine, records, sweep
 from labkit.bench.spec import Case, Floor, Study
 from labkit.evidence import roofline
 from labkit.report import figures
@@ -33,17 +34,20 @@ from labkit.workflow import lease, recorded
 SOURCES = ("auto", "measure", "recorded")
 INTERPRETER = {"TRITON_INTERPRET": "1"}
 COMPILER = {"TRITON_INTERPRET": None}
+OWN_CAPTION = "Added functions. Ratio: the time of what each is set against over its own; above one, yours is faster."
+OWN_FORMATS = {"ratio": "{:.3f}", "low": "{:.3f}", "high": "{:.3f}"}
 
 Draw = Callable[[pd.DataFrame], Mapping[str, Any] | str]
 
 
 @dataclass(frozen=True)
 class Shown:
-    """One GPU's rows. here: measured by this machine; else recorded in data/."""
+    """One GPU's rows. here: measured by this machine, else recorded in data/; own: of the reader's own functions."""
 
     machine: machine.Machine
     rows: pd.DataFrame
     here: bool
+    own: pd.DataFrame = field(default_factory=pd.DataFrame)
 
     @property
     def label(self) -> str:
@@ -68,11 +72,14 @@ def origins(rows: pd.DataFrame) -> dict[str, str]:
     return {"date": " to ".join(dict.fromkeys([days[0], days[-1]]))} | versions
 
 
-def open(name: str, source: str = "auto", gpu: str = "", processes: int = 3, **parameters: Any) -> "Lab":
+def open(
+    name: str, source: str = "auto", gpu: str = "", processes: int = 3, add: Sequence[str] = (), **parameters: Any
+) -> "Lab":
     """Open a study: measure it here if asked to and possible, and load what is recorded.
 
     source: auto (measure if there is a GPU, else replay), measure, recorded. gpu: slug of the one recorded GPU to show;
-    empty: all of them. processes: independent measuring processes. parameters: the study's own.
+    empty: all of them. processes: independent measuring processes. add: functions of the reader's own to check and
+    time beside the study's, "FILE.py:FUNCTION". parameters: the study's own.
     Raises KeyError for an unknown study, ValueError for a wrong parameter, RuntimeError if source is "measure" and
     there is no GPU or if there is nothing to show.
     """
@@ -87,7 +94,8 @@ def open(name: str, source: str = "auto", gpu: str = "", processes: int = 3, **p
         raise ValueError(f"gpu is {gpu!r}; recorded: {', '.join(known) or 'none'}")
     if type(processes) is not int or processes < 1:
         raise ValueError(f"processes is {processes!r}; allowed: an integer from 1")
-    here, problem = (None, "source is 'recorded'") if source == "recorded" else _measure(study, parameters, processes)
+    own = added.with_added(study, add)
+    here, problem = (None, "source is 'recorded'") if source == "recorded" else _measure(own, parameters, processes)
     if source == "measure" and problem:
         raise RuntimeError(f"cannot measure here: {problem}")
     there = [_recorded(study, parameters, slug) for slug in known if gpu in ("", slug)]
@@ -96,14 +104,24 @@ def open(name: str, source: str = "auto", gpu: str = "", processes: int = 3, **p
         raise RuntimeError(
             f"{name}: nothing to show: not measured here ({problem}), and no recorded GPU has these cases"
         )
-    return Lab(study, parameters, shown, problem)
+    return Lab(study, parameters, shown, problem, own.add)
 
 
 class Lab:
-    """A study with the rows of every GPU shown. shown: measured here first; problem: why nothing is measured here."""
+    """A study with the rows of every GPU shown.
 
-    def __init__(self, study: Study, parameters: Mapping[str, Any], shown: Sequence[Shown], problem: str):
-        self.study, self.parameters, self.shown, self.problem = study, parameters, shown, problem
+    shown: measured here first; problem: why nothing is measured here; add: the reader's own functions.
+    """
+
+    def __init__(
+        self,
+        study: Study,
+        parameters: Mapping[str, Any],
+        shown: Sequence[Shown],
+        problem: str,
+        add: Sequence[str] = (),
+    ):
+        self.study, self.parameters, self.shown, self.problem, self.add = study, parameters, shown, problem, add
         self.cases = study.cases(parameters)
 
     def provenance(self) -> figures.Html:
@@ -176,16 +194,60 @@ class Lab:
             if len(part := entry.rows[entry.rows["error"].notna()])
         ]
         if find_spec("triton"):
-            interpreted = bool(machine.why_no_gpu())
-            tiny = check_here(self.study.name, interpreted)
-            where = "this machine, tiny inputs" + (", Triton's interpreter" if interpreted else "")
-            row = {"where": where, "variants": tiny["variant"].nunique(), "cases": tiny["case"].nunique()}
+            tiny = check_here(self.study.name, self._interpreted)
+            row = {"where": self._tiny, "variants": tiny["variant"].nunique(), "cases": tiny["case"].nunique()}
             rows.insert(0, row | {"largest error": tiny["error"].max(), "wrong": int((~tiny["ok"]).sum())})
+        for name, own in self._own_checked().groupby("function", sort=False):
+            row = {"where": f"{name} (added), {self._tiny}", "variants": 1, "cases": len(own)}
+            rows.append(row | {"largest error": own["error"].max(), "wrong": int((~own["ok"]).sum())})
         if not rows:
             return figures.note("Nothing was checked: Triton is not installed here, and no row shown has an error.")
         return figures.table(
             pd.DataFrame(rows), "Relative RMSE against the float64 reference", {"largest error": "{:.1e}"}
         )
+
+    @cached_property
+    def _interpreted(self) -> bool:
+        return bool(machine.why_no_gpu())
+
+    @property
+    def _tiny(self) -> str:
+        return "this machine, tiny inputs" + (", Triton's interpreter" if self._interpreted else "")
+
+    @cached_property
+    def _own(self) -> pd.DataFrame:
+        """The reader's own functions on the study's tiny cases, here."""
+        study = added.with_added(self.study, self.add)
+        return added.check_tiny(study, *(("cpu", INTERPRETER) if self._interpreted else ("cuda", COMPILER)))
+
+    def _own_checked(self) -> pd.DataFrame:
+        return self._own if self.add else pd.DataFrame(columns=["function"])
+
+    def added(self) -> "Gallery":
+        """The reader's own functions (`add`) against the study's choice; or how to have one checked and timed."""
+        takes = self.study.added
+        if takes is None:
+            return Gallery([figures.note(f"{added.why_none(self.study)}.")])
+        if not self.add:
+            call = f"labkit run {self.study.name} --add my_kernels.py:my_function"
+            text = f"No function was added. `{call}` has one checked and timed beside these: a Python file that defines"
+            return Gallery([figures.note(f"{text} my_function({', '.join(takes.signature)}). {takes.help}")])
+        measured = [self._one_added(entry) for entry in self.shown if entry.here]
+        return Gallery(measured or [self._only_checked()])
+
+    def _one_added(self, entry: Shown) -> figures.Html:
+        table = added.compared(self.study, pd.concat([entry.rows, entry.own], ignore_index=True))
+        if table.empty:
+            return figures.note(f"{entry.label}: no case shown takes added functions.")
+        table["verdict"] = [figures.badge(text) for text in table["verdict"]]
+        return figures.table(_varying(table), f"{OWN_CAPTION} {entry.origin}", {"error": "{:.1e}"} | OWN_FORMATS)
+
+    def _only_checked(self) -> figures.Html:
+        if self._own.empty:
+            return figures.note("Added functions were neither checked nor timed: no tiny case takes them.")
+        where = f"Added functions against the float64 reference: {self._tiny}."
+        table = self._own.assign(case=self._own["case"].map(_in_words))
+        return figures.table(table, f"{where} None was timed: {self.problem}.", {"error": "{:.1e}"})
 
     def figure(self, name: str, draw: Draw) -> "Gallery":
         """One figure a GPU.
@@ -216,6 +278,21 @@ class Lab:
         if table.empty:
             return figures.note(f"{entry.label}: {caption} There is no such measurement.")
         return figures.table(table, f"{caption} {entry.origin}", formats)
+
+    def counters(self, caption: str = "Requests and sectors of a whole launch, counted and predicted.") -> "Gallery":
+        """One table a GPU: what ncu counted beside what the code predicts; or a sentence where nothing was counted."""
+        return Gallery([self._one_count(caption, entry) for entry in self.shown])
+
+    @staticmethod
+    def _one_count(caption: str, entry: Shown) -> figures.Html:
+        from labkit.evidence import counters
+
+        found = counters.table(entry.rows)
+        if found.empty:
+            why = "they were measured without ncu, or it could not be used (`labkit doctor` says what is here)"
+            return figures.note(f"{entry.label}: hardware counters are not recorded in these rows: {why}.")
+        said = f"{caption} Cold, caches flushed by ncu. {counters.in_short(found)} {entry.origin}"
+        return figures.table(found.assign(agree=found["agree"].map({True: "yes", False: "no"})), said, counters.FORMATS)
 
     def side_by_side(
         self, make: Callable[[pd.DataFrame], pd.DataFrame], key: str, value: str, caption: str
@@ -263,13 +340,25 @@ class Lab:
         return pd.concat([recorded_evidence(entry.rows, wanted) for entry in self.shown], ignore_index=True)
 
 
+def _varying(table: pd.DataFrame) -> pd.DataFrame:
+    """The table without the columns of its cases that say the same in every row."""
+    cases = table.columns[: list(table.columns).index("µs")]
+    return table.drop(columns=[name for name in cases if name != "function" and table[name].nunique() == 1])
+
+
+def _in_words(key: str) -> str:
+    return ", ".join(f"{name} {value}" for name, value in json.loads(key).items())
+
+
 def _first(node: ast.FunctionDef) -> int:
     """First line of a function, decorators included."""
     return min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
 
 
 def link(text: str, url: str) -> figures.Html:
-    """A link for a table's cell."""
+    """A link for a table's cell; the text alone where there is no address."""
+    if not url:
+        return figures.Html(escape(text), text)
     return figures.Html(f'<a href="{escape(url)}">{escape(text)}</a>', text)
 
 
@@ -336,7 +425,10 @@ def _measure(study: Study, parameters: Mapping[str, Any], processes: int) -> tup
         if problem := machine.why_no_gpu():
             return None, problem
         rows = sweep.run(study, parameters, processes, env, _progress())
-    return Shown(machine.this_machine(), rows, here=True), ""
+    asked = {one.variant for one in added.functions(study, study.add)}
+    own = rows[rows["variant"].isin(asked)].reset_index(drop=True)
+    rows = rows[~added.is_added(rows)].reset_index(drop=True)
+    return Shown(machine.this_machine(), rows, here=True, own=own), ""
 
 
 @contextmanager

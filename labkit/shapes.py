@@ -53,3 +53,78 @@ GATED_DELTA = {
         GatedDeltaModel("K-256 example", 16, 32, 36, 48, k=256, v=256),
     )
 }
+
+
+Group = tuple[int, tuple[int, ...]]  # K, and the N of each matrix [N, K] that multiplies the same x
+
+
+@dataclass(frozen=True)
+class LinearModel:
+    """The weight matrices that one token passes in decode.
+
+    layers: kind of layer -> (how many of them, its groups in the order of execution). period: the kinds of the layers
+    that a chain is made of. heads: [N, K] of the output matrix, in each vocabulary that a source gives.
+    """
+
+    name: str
+    layers: dict[str, tuple[int, tuple[Group, ...]]]
+    period: tuple[str, ...]
+    heads: tuple[tuple[int, int], ...]
+
+    def chain(self, merged: bool) -> list[Group]:
+        """The groups of one period; merged: the matrices of a group as one."""
+        groups = [group for kind in self.period for group in self.layers[kind][1]]
+        return [(k, (sum(ns),) if merged else ns) for k, ns in groups]
+
+    def shapes(self) -> list[tuple[int, int]]:
+        """Every [N, K] of the model, each matrix alone and those of a group as one, and the output matrices."""
+        groups = [group for _, some in self.layers.values() for group in some]
+        found = [(n, k) for k, ns in groups for n in (*ns, sum(ns))]
+        return list(dict.fromkeys([*found, *self.heads]))
+
+    def token(self, merged: bool = True) -> dict[tuple[int, int], int]:
+        """How often each [N, K] occurs in one token, all layers and the first of `heads`."""
+        counts: dict[tuple[int, int], int] = {self.heads[0]: 1}
+        for count, groups in self.layers.values():
+            for k, ns in groups:
+                for n in (sum(ns),) if merged else ns:
+                    counts[n, k] = counts.get((n, k), 0) + count
+        return counts
+
+
+def _llama_layer(hidden: int, kv: int, ffn: int) -> tuple[Group, ...]:
+    """q, k and v; output; gate and up; down."""
+    return (hidden, (hidden, kv, kv)), (hidden, (hidden,)), (hidden, (ffn, ffn)), (ffn, (hidden,))
+
+
+_QWEN_FFN = ((2560, (9216, 9216)), (9216, (2560,)))
+LINEAR = {
+    model.name: model
+    for model in (
+        # AutoMegaKernel's benchmark models: 155.7 MB streamed a token at bf16 leave four layers for h1024.
+        LinearModel(
+            "AutoMegaKernel h1024", {"layer": (4, _llama_layer(1024, 256, 2816))}, ("layer",) * 4, ((32000, 1024),)
+        ),
+        LinearModel(
+            "AutoMegaKernel h2048", {"layer": (4, _llama_layer(2048, 512, 5632))}, ("layer",) * 4, ((32000, 2048),)
+        ),
+        LinearModel(
+            "Llama-3.2-1B", {"layer": (16, _llama_layer(2048, 512, 8192))}, ("layer",) * 4, ((128256, 2048),)
+        ),
+        LinearModel(
+            "Qwen3.5-4B",
+            {
+                # q, k, v and z in one matrix, then a and b of 32 rows each; output; FFN
+                "gated delta": (24, ((2560, (12288, 32, 32)), (4096, (2560,)), *_QWEN_FFN)),
+                # q with its gate, k, v; output; FFN
+                "attention": (8, ((2560, (8192, 1024, 1024)), (4096, (2560,)), *_QWEN_FFN)),
+            },
+            ("gated delta", "gated delta", "gated delta", "attention"),
+            ((152960, 2560), (248320, 2560)),  # as the pull request counts it, and as the model card does
+        ),
+    )
+}  # fmt: skip
+# [N, K] of other models that published GEMV figures are for (Llama-3-8B and Qwen3 projections and output matrices).
+OTHER_LINEAR = (
+    (64, 2560), (4096, 2560), (4096, 4096), (14336, 4096), (4096, 14336), (28672, 4096), (152064, 2560), (128256, 4096),
+)  # fmt: skip

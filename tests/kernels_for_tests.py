@@ -66,6 +66,23 @@ def matmul(M=64, N=64, K=512, BK=64, num_warps=4):
 
 
 @triton.jit
+def _patch_kernel(x, y, rows, cols, stride, ROWS: tl.constexpr, COLS: tl.constexpr):
+    r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    c = tl.program_id(1) * COLS + tl.arange(0, COLS)
+    inside = (r < rows)[:, None] & (c < cols)[None, :]
+    at = r[:, None] * stride + c[None, :]
+    tl.store(y + at, tl.load(x + at, mask=inside), mask=inside)
+
+
+def patch(rows, cols, stride, tile=(2, 32), num_warps=1):
+    """Copies a [rows, cols] part of a row-major fp32 matrix in tiles, on a grid of two axes."""
+    args = {"x": torch.zeros(rows, stride), "y": torch.zeros(rows, stride), "rows": rows, "cols": cols}
+    grid = (triton.cdiv(rows, tile[0]), triton.cdiv(cols, tile[1]))
+    constants = {"stride": stride, "ROWS": tile[0], "COLS": tile[1]}
+    return Launch(_patch_kernel, grid, args | constants, {"num_warps": num_warps})
+
+
+@triton.jit
 def _load_twice(pointers):
     return tl.load(pointers) + 1.0
 

@@ -224,11 +224,14 @@ def test_the_parameters_are_those_of_the_study_and_their_defaults_allowed(study)
     declared = notebooks.parameters(notebooks.source_path(study))
     known = studies.load(study)
     assert list(declared)[:3] == COMMON
-    assert set(declared) == {*COMMON, *known.parameters}
+    add = ["add"] if known.added else []
+    assert set(declared) == {*COMMON, *known.parameters, *add}
+    assert [declared[name].value for name in add] == [[] for _ in add]
+    assert ("x.added()" in texts(study, "code")) == bool(add)
     assert {name: declared[name].value for name in COMMON} == {"source": "auto", "gpu": "", "processes": 3}
     values = {name: one.value for name, one in declared.items()}
     notebooks.check(known, values)
-    known.check({name: value for name, value in values.items() if name not in COMMON})
+    known.check({name: value for name, value in values.items() if name not in (*COMMON, *add)})
     assert known.cases(values)
 
 

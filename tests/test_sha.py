@@ -104,7 +104,11 @@ def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
     """Hash of labkit.toy_kernels:launch, as it is with the given sources; they are written as modules of the lab."""
     monkeypatch.setattr(labkit, "__path__", [*labkit.__path__, str(tmp_path)])
 
-    forget = sha._definitions.cache_clear
+    definitions, hashes = sha._definitions, sha._lab_sha
+
+    def forget() -> None:
+        definitions.cache_clear()
+        hashes.cache_clear()
 
     def kernel_sha(kernels: str = KERNELS, helpers: str = HELPERS, name: str = "launch") -> str:
         (tmp_path / "toy_kernels.py").write_text(kernels)
@@ -211,6 +215,7 @@ def test_machinery_of_the_lab_is_not_followed(toy: Callable[..., str], monkeypat
     found = toy()
     real = sha._definitions
     asked = []
+    sha._lab_sha.cache_clear()
     monkeypatch.setattr(sha, "_definitions", lambda module: (asked.append(module), real(module))[1])
     assert sha.kernel_sha("labkit.toy_kernels:launch") == found
     assert "labkit.toy_helpers" in asked

@@ -30,10 +30,10 @@ def measure(study: Study, case: Case, index: int, device: machine.CudaDevice, ce
         base = _base_row(study, case, variant, floor, index, seed)
         try:
             trial = variant.prepare(case, device.torch_device, sets, seed)
-            base |= _first_look(trial, evidence=index == 0)  # the other processes run the same compiled code
+            base |= first_look(trial, evidence=index == 0)  # the other processes run the same compiled code
             ready[variant.name] = (variant, trial, base)
         except Exception as problem:  # any failure of one variant is a row; the others go on
-            rows += [base | _not_ok(cache, variant.mode, _first_line(problem)) for cache in variant.caches]
+            rows += [base | _not_ok(cache, variant.mode, first_line(problem)) for cache in variant.caches]
             device.recover()
     for cache in ("cold", "hot"):
         for mode in ("graph", "eager"):
@@ -65,7 +65,7 @@ def _predict(
     """The columns of the prediction, made before the timing and stored with it."""
     from labkit.evidence import roofline
 
-    if not floor.limit:
+    if not floor.limit or trial.idle:
         return {"predicted_us": math.nan, "ceiling": math.nan}
     ctas = math.prod(trial.launch.grid) if trial.launch else None
     per_sm = json.loads(base["evidence"]).get("ctas_per_sm")
@@ -103,9 +103,9 @@ def with_control(study: Study, case: Case) -> list[Variant]:
     return [*variants, control]
 
 
-def _first_look(trial: Trial, evidence: bool) -> dict[str, Any]:
-    """Evidence and error before any timing."""
-    found = _evidence(trial.launch) if evidence and trial.launch else {}
+def first_look(trial: Trial, evidence: bool) -> dict[str, Any]:
+    """Evidence and error before any timing: the columns evidence, error, ok and reason."""
+    found = _evidence(trial.launch) if evidence and trial.launch and trial.dissect else {}
     errors = trial.check() if trial.check else {}
     if evidence and trial.facts:
         found = found | trial.facts()
@@ -125,7 +125,7 @@ def _time_own(
         try:
             timed[name] = device.prepare(_calls(trial, cache), mode)
         except Exception as problem:  # it cannot be launched or captured; the others go on
-            rows.append(base | _not_ok(cache, mode, _first_line(problem)))
+            rows.append(base | _not_ok(cache, mode, first_line(problem)))
             device.recover()
     if not timed:
         return rows
@@ -167,7 +167,8 @@ def _above_ceiling(group: Mapping[str, Ready], result: timing.Timing) -> set[str
     best = [np.median(result.ns[name]) for name, (variant, _, _) in group.items() if variant.role == "ceiling"]
     if not best:
         return set()
-    return {name for name in group if np.median(result.ns[name]) * ABOVE_CEILING < min(best)}
+    working = [name for name, (_, trial, _) in group.items() if not trial.idle]
+    return {name for name in working if np.median(result.ns[name]) * ABOVE_CEILING < min(best)}
 
 
 def _after(row: dict[str, Any], trial: Trial, remark: str, datasheet_tbs: float) -> dict[str, Any]:
@@ -184,7 +185,7 @@ def _after(row: dict[str, Any], trial: Trial, remark: str, datasheet_tbs: float)
         row["ok"] = bool(row["ok"] and _within(errors, trial.tolerance))
         reasons.append(_beyond(errors, trial.tolerance))
     tbs = row["floor_bytes"] / np.median(row["samples_ns"]) / 1e3
-    if row["cache"] == "cold" and tbs > datasheet_tbs:
+    if row["cache"] == "cold" and tbs > datasheet_tbs and not trial.idle:
         row["ok"] = False
         reasons.append(f"refused: {tbs:.2f} TB/s is above the datasheet's {datasheet_tbs:.2f} TB/s")
     row["reason"] = "; ".join(dict.fromkeys(filter(None, reasons)))
@@ -235,5 +236,6 @@ def failed_case(study: Study, case: Case, index: int, reason: str) -> list[dict[
     ]
 
 
-def _first_line(problem: BaseException) -> str:
+def first_line(problem: BaseException) -> str:
+    """Type and first line of the message of an exception, as a row's reason."""
     return f"{type(problem).__name__}: {(str(problem).splitlines() or [''])[0][:300]}"

@@ -14,7 +14,7 @@ from typing import Any
 from labkit import __version__, paths
 from labkit.bench.timing import State
 
-SAMPLE_US = 300.0  # a sample lasts at least this long, so that the events' resolution does not matter
+SAMPLE_US = 600.0  # a sample lasts at least this long, so that the events' resolution does not matter
 DELAY_CYCLES = 400_000  # keeps the GPU busy (about 0.2 ms) while the first replays of a block are enqueued
 MAX_CALLS = 4096
 

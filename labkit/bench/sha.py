@@ -13,19 +13,58 @@ from pathlib import Path
 
 # Machinery that hands a kernel its arguments or times it, but does not change what the kernel does.
 _NOT_HASHED = ("labkit.launch", "labkit.bench", "labkit.paths")
+_FILE = "file:"
 
 
 def kernel_sha(source: str) -> str:
     """Hash of "module:function" and of all it names in the lab, 12 hexadecimal digits.
 
     Argument checks (functions called `check_…`) are left out. ValueError if there is no such function.
+    Of "file:PATH.py:function", a function that is not the lab's: the whole file, and the files beside it that it
+    imports; OSError if it cannot be read.
     """
+    if source.startswith(_FILE):
+        return _file_sha(Path(source.removeprefix(_FILE).rpartition(":")[0]))
+    return _lab_sha(source)
+
+
+@cache  # a sweep asks for the same few functions once a variant and case, thousands of times
+def _lab_sha(source: str) -> str:
     module, _, name = source.partition(":")
     if not name or name not in _definitions(module):
         raise ValueError(f"no function {name!r} in {module!r} to hash (given: {source!r})")
     parts: dict[tuple[str, str], str] = {}
     _collect(module, name, parts)
     text = "\n".join(f"{key}={parts[key]}" for key in sorted(parts))
+    return _digest(text)
+
+
+def _file_sha(path: Path) -> str:
+    parts: dict[str, str] = {}
+    todo = [path]
+    while todo:
+        file = todo.pop()
+        text = file.read_text(encoding="utf-8")
+        try:
+            tree = ast.parse(text)
+        except SyntaxError:  # it cannot run, but may be mended
+            parts[file.name] = text
+            continue
+        parts[file.name] = _canonical(tree)
+        names = {name.partition(".")[0] for node in ast.walk(tree) for name in _modules(node)}
+        beside = {path.parent / f"{name}.py" for name in names}
+        todo += [file for file in beside if file.name not in parts and file not in todo and file.is_file()]
+    return _digest("\n".join(f"{name}={parts[name]}" for name in sorted(parts)))
+
+
+def _modules(node: ast.AST) -> list[str]:
+    """The modules that a statement imports."""
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    return [node.module] if isinstance(node, ast.ImportFrom) and node.module else []
+
+
+def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 

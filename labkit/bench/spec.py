@@ -12,6 +12,7 @@ MODES = ("graph", "eager")
 VERDICTS = ("reproduced", "not reproduced", "consistent", "not testable here")
 
 CONTROL = "A/A control"  # the variant that is timed a second time, with its own buffers, in every case
+ADDED = "added: "  # begins the names of the variants that are functions of the reader's own
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,9 @@ class Trial:
     check:     runs set 0 once on a snapshot of its inputs; relative RMSE of each output against the float64 reference.
     tolerance: the largest error of each output that counts as correct.
     launch:    the kernel launch of set 0, for evidence; None for library calls.
+    dissect:    whether the launch's code is taken apart for the row's evidence (half a second for each new kernel).
     timer:     takes the samples itself (a foreign timer, shown beside ours): () -> ns per call, one a sample.
+    idle:       does none of the case's work (an empty kernel): not held against the memory's rates.
     poison, written and check are None where there is nothing to check (a ceiling that only reads).
     """
 
@@ -55,6 +58,8 @@ class Trial:
     launch: Any | None = None
     timer: Callable[[], list[float]] | None = None
     facts: Callable[[], Mapping[str, Any]] | None = None
+    dissect: bool = True
+    idle: bool = False
 
 
 @dataclass(frozen=True)
@@ -117,6 +122,24 @@ class Claim:
     judge: Callable[[Any], Judgement]
 
 
+@dataclass(frozen=True)
+class Added:
+    """How a study takes a function of the reader's own, to be checked and timed as its variants are (`added.py`).
+
+    signature: names of the function's positional parameters, in order.
+    help:      what they are: shapes, dtypes, and which of them the function writes; shown in the page.
+    prepare:   (function, case, device, sets, seed) -> Trial, as a `Variant` does; may raise.
+    takes:     whether a case takes such functions.
+    caches:    what is timed.
+    """
+
+    signature: tuple[str, ...]
+    help: str
+    prepare: Callable[[Callable[..., Any], Case, Any, int, int], Trial]
+    takes: Callable[[Case], bool] = lambda case: True
+    caches: tuple[str, ...] = ("cold", "hot")
+
+
 class Rule(Protocol):
     """Checks one notebook parameter: returns None, or what is allowed if the value is not."""
 
@@ -156,8 +179,14 @@ class Study:
     parameters: rules for the notebook's parameters beside `source`, `gpu` and `processes`.
     tiny:       cases small enough for Triton's interpreter; every variant is checked on each.
     early:      whether a case is measured before the others, by one process only: its rows decide what those run.
+    kernels:    (cases, compute capability) -> sources of Launches, as in evidence/compiled.py, which are compiled on
+                all cores before the cases are measured; None: each kernel is compiled when it is first run.
     settle:     called with a GPU's folder (of runs/ or data/) once its early cases are in the study's Parquet file, and
                 whenever they change there: writes beside it what the other cases read (a tuned table).
+    counted:    the notebook's parameters -> cases and names of variants, kernels of the lab, whose hardware counters
+                are taken where `ncu` is.
+    added:      how it takes functions of the reader's own; None: it takes none.
+    add:        the functions that it was given, "FILE.py:FUNCTION" with absolute paths (`added.with_added`).
     """
 
     name: str
@@ -172,6 +201,10 @@ class Study:
     tiny: tuple[Case, ...] = ()
     early: Callable[[Case], bool] = lambda case: False
     settle: Callable[[Path], None] | None = None
+    kernels: Callable[[Sequence["Case"], int], list[tuple[str, Mapping[str, Any]]]] | None = None
+    counted: Callable[[Mapping[str, Any]], list[tuple[Case, str]]] = lambda parameters: []
+    added: Added | None = None
+    add: tuple[str, ...] = ()
 
     def check(self, parameters: Mapping[str, Any]) -> None:
         """Raise ValueError for a parameter that this study does not have or a value that it does not allow."""

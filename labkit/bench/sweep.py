@@ -13,8 +13,8 @@ import numpy as np
 import pandas as pd
 
 from labkit import isolated, paths, studies
+from labkit.bench import added, machine, records
 from labkit.bench import case as case_runner
-from labkit.bench import machine, records
 from labkit.bench.case import with_control
 from labkit.bench.sha import kernel_sha
 from labkit.bench.spec import Case, Study
@@ -44,9 +44,19 @@ def run(
         if study.settle:
             study.settle(path.parent)
     _measure(study, parameters, [case for case in cases if not study.early(case)], processes, path, env, say)
+    _count(study, parameters, path, env, say)
     keys = {(case.op, case.key) for case in cases}
     rows = records.read(path)
     return rows[[key in keys for key in zip(rows["op"], rows["case"], strict=True)]].reset_index(drop=True)
+
+
+def _count(
+    study: Study, parameters: Mapping[str, Any], path: Path, env: Mapping[str, str | None], say: Progress
+) -> None:
+    """Take the hardware counters that are missing; without them the sweep is as good."""
+    from labkit.evidence import counters
+
+    counters.complete(study, parameters, path, env, say)
 
 
 def _measure(
@@ -62,9 +72,23 @@ def _measure(
     journal = records.Journal(path.with_suffix(".journal.jsonl"))
     have = _recorded(study, cases, path, processes)
     wanted = [case for case in cases if (case.op, case.key) not in have]
+    refused = added.refusals(study, wanted, env, say)
+    if wanted and study.kernels:
+        _compile_ahead(study, wanted, say)
     for index in range(processes):
-        _one_process(study, parameters, wanted, index, journal, env, say)
+        _one_process(study, parameters, wanted, index, journal, env, say, refused)
     _compact(study, cases, wanted, processes, journal, path)
+
+
+def _compile_ahead(study: Study, cases: Sequence[Case], say: Progress) -> None:
+    """Compile on all cores what the cases need, so that the GPU need not wait for it."""
+    from labkit.evidence import compiled
+
+    assert study.kernels
+    capability = machine.this_machine().capability
+    sources = study.kernels(cases, capability)
+    say(f"{study.name}: compiling {len(sources)} kernels")
+    compiled.prebuild(sources, capability)
 
 
 def _one_process(
@@ -75,13 +99,17 @@ def _one_process(
     journal: records.Journal,
     env: Mapping[str, str | None],
     say: Progress,
+    refused: added.Refused,
 ) -> None:
-    """Run process `index` until it has every case; a case that kills it is recorded as failed and passed over."""
+    """Run process `index` until it has every case; a case that kills it is recorded as failed and passed over.
+
+    With functions of the reader's own, it is first measured again without them.
+    """
     target = "labkit.bench.sweep:measure_process"
     while missing := _missing(study, wanted, index, journal):
         say(f"{study.name}: process {index + 1}, {len(missing)} of {len(wanted)} cases to measure")
         keys = [[case.op, case.key] for case in missing]
-        arguments = (study.name, keys, dict(parameters), index, str(journal.path))
+        arguments = (study.name, keys, dict(parameters), index, str(journal.path), study.add, refused)
         before = len(journal.entries())
         try:
             isolated.call(target, *arguments, env=dict(env) | {"TRITON_INTERPRET": None}, on_line=say)
@@ -91,6 +119,8 @@ def _one_process(
                 raise  # it died outside any case: that would repeat for ever
             case = next(case for case in wanted if [case.op, case.key] == last[0]["case"])
             reason = f"the process died: {failure.kind}: {failure.message}"
+            if added.refuse(refused, study, case, reason):
+                continue
             journal.append(_entry(case, index, case_runner.failed_case(study, case, index, reason)))
         else:
             if _missing(study, wanted, index, journal):
@@ -98,10 +128,16 @@ def _one_process(
 
 
 def measure_process(
-    study_name: str, keys: Sequence[Sequence[str]], parameters: Mapping[str, Any], index: int, journal_path: str
+    study_name: str,
+    keys: Sequence[Sequence[str]],
+    parameters: Mapping[str, Any],
+    index: int,
+    journal_path: str,
+    add: Sequence[str] = (),
+    refused: added.Refused = added.NONE_REFUSED,
 ) -> int:
     """What one measuring process does: the cases named by [op, case] in `keys`; returns how many it measured."""
-    study, journal = studies.load(study_name), records.Journal(Path(journal_path))
+    study, journal = added.with_added(studies.load(study_name), add, refused), records.Journal(Path(journal_path))
     device, ceilings = machine.CudaDevice(), _ceilings()
     cases = [case for case in study.cases(parameters) if [case.op, case.key] in [list(key) for key in keys]]
     for count, case in enumerate(cases, 1):
@@ -143,12 +179,16 @@ def _missing(study: Study, wanted: Sequence[Case], index: int, journal: records.
 
 
 def _recorded(study: Study, cases: Sequence[Case], path: Path, processes: int) -> set[tuple[str, str]]:
-    """The cases that the Parquet file already holds as the present sources, in as many processes, measure them here."""
+    """The cases that the Parquet file already holds as the present sources, in as many processes, measure them here.
+
+    Functions of the reader's own that were timed beside them, and are not asked for now, do no harm.
+    """
     if not path.exists():
         return set()
     groups = {key: rows.to_dict("records") for key, rows in records.read(path).groupby(["op", "case"])}
     keys = {(case.op, case.key): case for case in cases}
-    current = {key for key, rows in groups.items() if key in keys and _is_current(study, keys[key], rows)}
+    known = {key: added.wanted(rows, study) for key, rows in groups.items()}
+    current = {key for key, rows in known.items() if key in keys and _is_current(study, keys[key], rows)}
     return {key for key in current if not 0 < _processes(groups[key]) < processes}
 
 

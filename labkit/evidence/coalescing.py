@@ -7,8 +7,9 @@ pointers of one program are evaluated with the arguments of a `Launch`, and the 
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ _KINDS = {
 }
 _DESCRIPTORS = re.compile(r"tt\.descriptor_\w+|ttng\.async_tma_\w+")
 _NAN = math.nan
+ROUNDS = 1024  # of a loop's accesses, this many are evaluated each for itself
 
 
 @dataclass(frozen=True)
@@ -85,11 +87,55 @@ def requests(launch: Launch, capability: int | None = 90, program: tuple[int, in
     Unsupported, naming operation and kernel, if an address depends on what cannot be evaluated; IndexError if an index
     is read outside its tensor.
     """
+    return _each(_access, launch, capability, program)
+
+
+@dataclass(frozen=True)
+class Total:
+    """What one program asks for with one access of `Access`, all executions together.
+
+    requests, sectors: NaN where they are not known. note: why not, or what is assumed.
+    """
+
+    kind: str
+    requests: float
+    sectors: float
+    note: str = ""
+
+
+def totals(launch: Launch, capability: int | None = 90, program: tuple[int, int, int] = (0, 0, 0)) -> list[Total]:
+    """Like `requests`, but every round of a loop is evaluated: masks and alignment may differ from one to the next.
+
+    An access that is made more than `ROUNDS` times is taken to be the same each time. Raises what `requests` does.
+    """
+    return _each(_total, launch, capability, program)
+
+
+def _each(make: Callable[..., Any], launch: Launch, capability: int | None, program: tuple[int, int, int]) -> list[Any]:
     kernel = compiled.build(launch, capability)
     module = Module.parse(kernel.asm["ttgir"])
     widths = _ptx_widths(kernel.asm["ptx"])
     evaluator = Evaluator(module, launch, program)
-    return [_access(op, kind, evaluator, widths) for op in module.ops() if (kind := _kind(op))]
+    return [make(op, kind, evaluator, widths) for op in module.ops() if (kind := _kind(op))]
+
+
+def _total(op: Op, kind: str, evaluator: Evaluator, widths: Mapping[Any, set[int]]) -> Total:
+    if kind in ("descriptor", "atomic"):
+        return Total(kind, _NAN, _NAN, f"what {kind} accesses move is not derived")
+    executions = evaluator.executions(op)
+    if math.isnan(executions):
+        return Total(kind, _NAN, _NAN, "how often an access is made depends on what cannot be evaluated")
+    emitted = _emitted(evaluator.module.places(op.location), kind, widths)
+    every = executions <= ROUNDS
+    found = []
+    for frame in evaluator.frames(op) if every else islice(evaluator.frames(op), 1):
+        addresses, active = _lanes(evaluator.module, op, *evaluator.addresses(op, frame), kind == "store")
+        if active.any():
+            bits, _ = _width(addresses, active, op, emitted)
+            found.append(_count(addresses, active, op.itemsize, bits // 8))
+    times, note = (1, "") if every else (executions, "all rounds of a long loop are taken to be like the first")
+    requests, sectors = (sum(one[name] for one in found) for name in ("requests", "sectors_total"))
+    return Total(kind, times * requests, times * sectors, note)
 
 
 def _kind(op: Op) -> str | None:
@@ -107,10 +153,14 @@ def _access(op: Op, kind: str, evaluator: Evaluator, widths: Mapping[Any, set[in
     in_loop = any(parent.name == "scf.for" for parent, _ in op.above())
     known["note"] = "first iteration of a loop" if in_loop else ""
     addresses, active = _lanes(evaluator.module, op, *evaluator.addresses(op), kind == "store")
-    place = tuple((Path(name).name, row, column) for name, row, column in chain)
-    bits, bits_from = _width(addresses, active, op, widths.get((kind, place), set()))
+    bits, bits_from = _width(addresses, active, op, _emitted(chain, kind, widths))
     known |= {"tensor": evaluator.owner(addresses[active]), "bits": bits, "bits_from": bits_from}
     return Access(**known, **_count(addresses, active, op.itemsize, bits // 8))
+
+
+def _emitted(chain: Sequence[Place], kind: str, widths: Mapping[Any, set[int]]) -> set[int]:
+    """Bits a thread of the instructions that PTX has at a place."""
+    return widths.get((kind, tuple((Path(name).name, row, column) for name, row, column in chain)), set())
 
 
 def _lanes(

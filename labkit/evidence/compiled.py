@@ -7,6 +7,7 @@ does not explain a timing that was recorded with another one.
 
 import hashlib
 import json
+import os
 import re
 import subprocess
 import tempfile
@@ -18,7 +19,7 @@ from typing import Any
 
 import pandas as pd
 
-from labkit import paths, studies
+from labkit import isolated, paths, studies
 from labkit.bench.records import write_atomic
 from labkit.bench.spec import Case
 from labkit.evidence import roofline, workers
@@ -80,6 +81,23 @@ def build(launch: Launch, capability: int | None = None) -> Any:
         return launch.compile()
     with offline(capability):
         return launch.compile()
+
+
+def prebuild(sources: Sequence[Source], capability: int) -> None:
+    """Compile many kernels on all cores into Triton's cache, where a process that runs them finds them.
+
+    IsolatedError if one does not compile. ValueError for a capability that is not in `CAPABILITIES`.
+    """
+    count = min(os.cpu_count() or 1, len(sources))
+    shares = [[list(source) for source in sources[i::count]] for i in range(count)]
+    target = "labkit.evidence.compiled:build_all"
+    isolated.call_many([isolated.Call(target, [share, capability], env=workers.COMPILING) for share in shares], count)
+
+
+def build_all(sources: Sequence[Source], capability: int) -> None:
+    """In a worker: compile the Launch of every source."""
+    for source in sources:
+        build(launch_of(source), capability)
 
 
 def evidence(launch: Launch, capability: int | None = None) -> dict[str, Any]:
@@ -250,11 +268,11 @@ def variant_source(study_name: str, case: Case, variant: str) -> Source:
     return "labkit.evidence.compiled:variant_launch", arguments
 
 
-def variant_launch(study: str, op: str, params: Mapping[str, Any], variant: str) -> Launch:
-    """The launch of a variant, prepared on the CPU. ValueError if it is a library call, which has none."""
+def variant_launch(study: str, op: str, params: Mapping[str, Any], variant: str, device: str = "cpu") -> Launch:
+    """The launch of a variant, prepared with one buffer set. ValueError if it is a library call, which has none."""
     case = Case(op, params)
     found = next(one for one in studies.load(study).variants(case) if one.name == variant)
-    launch = found.prepare(case, "cpu", 1, 0).launch
+    launch = found.prepare(case, device, 1, 0).launch
     if launch is None:
         raise ValueError(f"{study}: {variant} is a library call and has no kernel of its own")
     return launch

@@ -6,7 +6,7 @@ here. Layouts are turned into lanes and registers by Triton itself.
 
 import re
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -221,12 +221,12 @@ class Evaluator:
         for value, kind, name in module.parameters:
             self._root.bound[value] = lambda kind=kind, name=name: self._argument(name, kind)
 
-    def addresses(self, op: Op) -> tuple[np.ndarray, np.ndarray]:
+    def addresses(self, op: Op, frame: "_Frame | None" = None) -> tuple[np.ndarray, np.ndarray]:
         """Address of every element that a load, store or asynchronous copy names, and whether its mask lets it.
 
-        Both have the shape of the tensor, or none for a scalar.
+        Both have the shape of the tensor, or none for a scalar. frame: one of `frames`; default: of the first rounds.
         """
-        frame = self._frame(op)
+        frame = frame or self._frame(op)
         address = self._value(op.operands[0], frame)
         explicit = re.search(rf" mask ({_USE})", op.text)
         position = 2 if op.name == "tt.store" else 1
@@ -250,16 +250,31 @@ class Evaluator:
                 return 0
             total = 1
             for parent, region in op.above():
-                total *= self._runs(parent, region) if total else 0
+                total *= self._runs(parent, region, self._frame(parent)) if total else 0
             return total
         except Unsupported:
             return np.nan
 
-    def _runs(self, op: Op, region: Region) -> int:
+    def frames(self, op: Op) -> Iterator[_Frame]:
+        """One for each time that the program runs an operation, every round of the loops around it included."""
+        outermost = next((parent for parent, _ in op.above()), op)
+        found: Iterable[_Frame] = [self._root] if outermost.block in self._path else []
+        for parent, region in op.above():
+            found = self._entered(parent, region, found)
+        yield from found
+
+    def _entered(self, op: Op, region: Region, frames: Iterable[_Frame]) -> Iterator[_Frame]:
+        for frame in frames:
+            if op.name == "scf.for":
+                yield from self._rounds(op, frame)
+            elif self._runs(op, region, frame):
+                yield _Frame(region, frame)
+
+    def _runs(self, op: Op, region: Region, frame: _Frame) -> int:
         if op.name == "scf.for":
-            return len(self._trips(op, self._frame(op)))
+            return len(self._trips(op, frame))
         if op.name == "scf.if":
-            return int(self._taken(op, self._frame(op)) is region)
+            return int(self._taken(op, frame) is region)
         raise op.unsupported()
 
     @cached_property
@@ -342,15 +357,23 @@ class Evaluator:
         trips = self._trips(op, frame)
         if len(trips) > _LONGEST:
             raise op.unsupported(f"runs {len(trips)} times and an address depends on its result; at most {_LONGEST} do")
+        if not trips:
+            _, *carried = self._first(op, frame).bound.values()
+            return carried[number]()
+        *_, last = self._rounds(op, frame)
+        return self._value(op.regions[0].terminator().operands[number], last)
+
+    def _rounds(self, op: Op, frame: _Frame) -> Iterator[_Frame]:
+        """The frames of a loop's iterations, each of which takes from the one before what the loop carries."""
         now = self._first(op, frame)
         counter, *carried = now.bound
-        if not trips:
-            return now.bound[carried[number]]()
-        given = op.regions[0].terminator().operands
-        for count in trips[1:]:
-            bound = {name: lambda v=v, last=now: self._value(v, last) for name, v in zip(carried, given, strict=True)}
-            now = _Frame(op.regions[0], frame, {counter: lambda count=count: np.int64(count), **bound})
-        return self._value(given[number], now)
+        given = op.regions[0].terminator().operands if carried else []
+        for place, count in enumerate(self._trips(op, frame)):
+            if place:
+                pairs = zip(carried, given, strict=True)
+                bound = {name: lambda v=v, last=now: self._value(v, last) for name, v in pairs}
+                now = _Frame(op.regions[0], frame, {counter: lambda count=count: np.int64(count), **bound})
+            yield now
 
     def _read(self, op: Op, address: Any, mask: Any = True, other: Any = 0) -> np.ndarray:
         """What a load returns: values of the launch's tensors."""

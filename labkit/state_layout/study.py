@@ -1,13 +1,14 @@
 """Study 01: does the state layout [V, K] make decode of the gated delta rule faster than [K, V]?"""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from labkit.bench.spec import Case, Floor, Study, Trial, Variant, integer, list_of, one_of
+from labkit.bench.spec import Added, Case, Floor, Study, Trial, Variant, integer, list_of, one_of
+from labkit.launch import Launch
 from labkit.shapes import GATED_DELTA, QWEN3_NEXT
 from labkit.state_layout import claims, reference
 from labkit.state_layout.tables import CEILING, LAYOUTS, TILES, WARPS, variant_name
@@ -17,7 +18,9 @@ CHECKED = 8  # sequences compared with the float64 reference in each case
 # Relative RMSE: a bf16 output rounds to 2^-9, an fp32 state differs by the order of its sums alone.
 OUT_TOLERANCE = {"fp32": 1e-5, "bf16": 2e-3}
 STATE_TOLERANCE = {"fp32": 1e-5, "bf16": 4e-3}  # Triton's interpreter truncates where the GPU rounds
+SIGNATURE = ("state", "indices", "q", "k", "v", "a", "b", "A_log", "dt_bias", "out", "scale")  # of DecodeInputs
 EACH = ("indices", "q", "k", "v", "a", "b", "out")  # what differs from one buffer set to the next
+COUNTED = 16  # smallest batch whose hardware counters are taken, if a larger one is asked for at all
 GRID_MODEL = QWEN3_NEXT.name  # the one model that is timed with every number of warps
 
 
@@ -53,6 +56,13 @@ def variants(x: Case) -> list[Variant]:
     return [_ceiling(), *(_kernel(*point) for point in grid)]
 
 
+def counted(parameters: Mapping[str, Any]) -> list[tuple[Case, str]]:
+    """Both layouts at every tile, one warp, at the first model and a batch that is small and yet fills the GPU."""
+    batch = min((size for size in parameters["batches"] if size >= COUNTED), default=max(parameters["batches"]))
+    some = cases(dict(parameters) | {"models": parameters["models"][:1], "batches": [batch]})
+    return [(x, variant_name(layout, tile)) for x in some for layout in LAYOUTS for tile in TILES]
+
+
 def control(x: Case) -> str:
     """The variant that the A/A control repeats."""
     return variant_name("VK", 8)
@@ -60,7 +70,10 @@ def control(x: Case) -> str:
 
 def _kernel(layout: str, tile: int, warps: int, folded: bool) -> Variant:
     def prepare(x: Case, device: Any, sets: int, seed: int) -> Trial:
-        return _decode_trial(x, device, sets, seed, layout, {"tile": tile, "num_warps": warps} | extra)
+        from labkit.state_layout import kernels
+
+        launch = getattr(kernels, launcher)
+        return _decode_trial(x, device, sets, seed, layout, lambda item: launch(item, tile, warps, **extra))
 
     extra = {"folded": True} if folded else {}
     launcher = "decode_v_first" if layout == "VK" else "decode_k_first"
@@ -81,14 +94,26 @@ def multiply_state(x: Case, device: Any, sets: int, seed: int) -> Trial:
     return Trial([lambda row=row: row.mul_(-1.0) for row in states])
 
 
-def _decode_trial(x: Case, device: Any, sets: int, seed: int, layout: str, choice: Mapping[str, Any]) -> Trial:
-    """Decode steps on `sets` disjoint parts of one pool, each sequence in a slot of its own in random order."""
-    from labkit.state_layout import kernels
+def prepare_added(function: Callable[..., Any], x: Case, device: Any, sets: int, seed: int) -> Trial:
+    """A decode step by a function of the reader's own, on a state [slots, HV, V, K]."""
 
-    launch = kernels.decode_v_first if layout == "VK" else kernels.decode_k_first
+    def bind(item: Any) -> Callable[[], Any]:
+        values = [getattr(item, name) for name in SIGNATURE]
+        return lambda: function(*values)
+
+    return _decode_trial(x, device, sets, seed, "VK", bind)
+
+
+def _decode_trial(
+    x: Case, device: Any, sets: int, seed: int, layout: str, bind: Callable[[Any], Callable[[], Any]]
+) -> Trial:
+    """Decode steps on `sets` disjoint parts of one pool, each sequence in a slot of its own in random order.
+
+    bind: DecodeInputs -> a call on them; a `Launch` where it is one of the lab's.
+    """
     out = torch.empty((sets, x["batch"], x["HV"], x["V"]), dtype=DTYPES[x["activations"]], device=device)
     inputs = _inputs(x, out, seed, layout)
-    calls = [launch(item, **choice) for item in inputs]
+    calls = [bind(item) for item in inputs]
 
     def check() -> dict[str, float]:
         return _errors(inputs[0], calls[0], layout, x["state"])
@@ -100,7 +125,7 @@ def _decode_trial(x: Case, device: Any, sets: int, seed: int, layout: str, choic
         return not bool(out.isnan().any())
 
     tolerance = {"out": OUT_TOLERANCE[x["activations"]], "state": STATE_TOLERANCE[x["state"]]}
-    return Trial(calls, poison, written, check, tolerance, calls[0])
+    return Trial(calls, poison, written, check, tolerance, calls[0] if isinstance(calls[0], Launch) else None)
 
 
 def _inputs(x: Case, out: Tensor, seed: int, layout: str) -> list[Any]:
@@ -168,5 +193,14 @@ STUDY = Study(
         "batches": list_of(integer(1, 4096)),
         "states": list_of(one_of(*DTYPES)),
     },
+    counted=counted,
+    added=Added(
+        SIGNATURE,
+        "One decode step of N sequences. state: pool [slots, HV, V, K], fp32 or bf16, updated in place in the slots "
+        "that indices ([N], int32, each once) names; q, k: [N, H, K], not normalised; v: [N, HV, V]; a, b: [N, HV]; "
+        "A_log, dt_bias: [HV], fp32; out: [N, HV, V], to be written; scale: a float, K ** -0.5. q, k, v, a, b and out "
+        "are bf16 (fp32 in the tiny cases); value head i reads q and k of head i // (HV // H).",
+        prepare_added,
+    ),
     tiny=tuple(_tiny(state, K, V) for state in DTYPES for K, V in ((32, 16), (16, 40))),
 )

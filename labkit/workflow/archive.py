@@ -18,7 +18,7 @@ import pandas as pd
 import pyarrow as pa
 
 from labkit import paths, studies
-from labkit.bench import records, spec, sweep
+from labkit.bench import added, records, spec, sweep
 from labkit.bench.machine import Machine, revision, slug
 from labkit.bench.records import RecordError
 from labkit.workflow import recorded
@@ -180,6 +180,11 @@ def _check_folder(folder: Path, report: Report) -> list[tuple[Path, Any]]:
         if new.empty:
             report.left.append(f"{folder.name}/{path.name}: no rows")
             continue
+        own = added.is_added(new)
+        if own.any():
+            names = ", ".join(sorted(set(new["variant"][own])))
+            report.left.append(f"{folder.name}/{path.name}: {own.sum()} rows of functions not of the lab ({names})")
+            new = new[~own].reset_index(drop=True)
         _check_rows(path, new, folder.name, here)
         # Measured where there was no checkout: the sources are those of this commit, as their hashes have just shown.
         new["revision"] = new["revision"].where(new["revision"] != "", revision())

@@ -1,7 +1,6 @@
 """What this machine has, and so what will be measured here and what replayed."""
 
 import platform
-import shutil
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from typing import Any
 
 from labkit import __version__, isolated, paths, studies
 from labkit.bench import records
+from labkit.evidence import counters
 from labkit.workflow import lease, notebooks, recorded
 
 _NEEDED = ("ipykernel", "jinja2", "matplotlib", "nbconvert", "numpy", "pandas", "papermill", "pyarrow", "torch")
@@ -36,7 +36,7 @@ def examine() -> list[Finding]:
         *_gpus(),
         _torch(seen),
         _triton(seen),
-        Finding("ncu", shutil.which("ncu") or "not found: no hardware counters, everything else works"),
+        _ncu(),
         *_ceilings(),
         *_studies(seen),
     ]
@@ -87,6 +87,16 @@ def _torch(seen: dict[str, Any]) -> Finding:
 def _triton(seen: dict[str, Any]) -> Finding:
     without = "not installed: kernels are neither interpreted nor compiled here, recorded evidence is shown"
     return Finding("Triton", seen.get("triton") or without)
+
+
+def _ncu() -> Finding:
+    if not (tool := counters.tool()):
+        return Finding("ncu", "not found: hardware counters are not taken, everything else works")
+    try:
+        found = counters.version(tool)
+    except counters.NotTaken as problem:
+        return Finding("ncu", f"cannot be used ({problem}): hardware counters are not taken, everything else works")
+    return Finding("ncu", f"{found} ({tool}): counts what kernels load, if the driver permits this user to")
 
 
 def _ceilings() -> Iterator[Finding]:

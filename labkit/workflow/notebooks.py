@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from labkit import isolated, paths, studies
-from labkit.bench import records, spec
+from labkit.bench import added, records, spec
 from labkit.workflow import lease
 from labkit.workflow.progress import Progress
 
@@ -126,6 +126,8 @@ def coerce(study: spec.Study, given: Sequence[str]) -> dict[str, Any]:
         if name in values:
             raise UsageError(f"parameter {name} is given twice")
         values[name] = parse(known[name], value)
+    if added.PARAMETER in values:  # the notebook runs in a folder of its own
+        values[added.PARAMETER] = [added.absolute(text) for text in values[added.PARAMETER]]
     check(study, values)
     return values
 
@@ -165,7 +167,8 @@ def check(study: spec.Study, values: Mapping[str, Any]) -> None:
         if problem := rules[name](values[name]):
             raise UsageError(f"{study.name}: parameter {name} is {values[name]!r}; allowed: {problem}")
     try:
-        study.check({name: value for name, value in values.items() if name not in rules})
+        added.functions(study, values.get(added.PARAMETER, ()))
+        study.check({name: value for name, value in values.items() if name not in (*rules, added.PARAMETER)})
     except ValueError as problem:
         raise UsageError(str(problem)) from problem
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pandas as pd
 
 from labkit import paths, studies
-from labkit.bench import records, spec, sweep
+from labkit.bench import added, records, spec, sweep
 from labkit.bench.sha import kernel_sha
 
 
@@ -31,9 +31,13 @@ def files(study: str, *, runs: bool = True) -> list[tuple[str, bool, Path]]:
 
 
 def all_rows(study: str, *, runs: bool = True) -> Iterator[Rows]:
-    """Every GPU's rows of a study, the recorded ones first. RecordError if a file cannot be used."""
+    """Every GPU's rows of a study, the recorded ones first, without functions of the reader's own.
+
+    RecordError if a file cannot be used.
+    """
     for gpu, here, path in files(study, runs=runs):
-        yield Rows(study, gpu, here, path, records.read(path))
+        rows = records.read(path)
+        yield Rows(study, gpu, here, path, rows[~added.is_added(rows)].reset_index(drop=True))
 
 
 @cache
@@ -47,10 +51,13 @@ def _present(study: str, op: str, case: str) -> dict[str, str]:
 
 
 def stale(rows: pd.DataFrame) -> pd.Series:
-    """Which rows were recorded with an earlier kernel: their kernel_sha is not that of the present sources."""
+    """Which rows were recorded with an earlier kernel: their kernel_sha is not that of the present sources.
+
+    Of functions of the reader's own the sources are not known here; they are not called stale.
+    """
     keys = zip(rows["study"], rows["op"], rows["case"], rows["variant"], rows["kernel_sha"], strict=True)
     old = [_present(study, op, case).get(variant) != sha for study, op, case, variant, sha in keys]
-    return pd.Series(old, rows.index, bool)
+    return pd.Series(old, rows.index, bool) & ~added.is_added(rows)
 
 
 def judge(claim: spec.Claim, rows: pd.DataFrame) -> tuple[spec.Judgement | None, str]:

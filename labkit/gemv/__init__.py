@@ -1,0 +1,1 @@
+"""The production GEMV, y = W x + bias: a module that any study may use."""

@@ -1,0 +1,148 @@
+"""The ladder: from a thread a row to the production GEMV, one change a step. y = W x, W [N, K].
+
+| step                 | launcher           | change                               | hypothesis                     |
+|----------------------|--------------------|--------------------------------------|--------------------------------|
+| 1 thread a row       | thread_a_row       | each lane walks along its own row    | 32 lines a request: the worst  |
+| 2 W stored [K, N]    | thread_a_row, KN   | the same mapping, lanes adjacent     | the pattern alone costs        |
+| 3 warp a row         | warp_a_row         | lanes side by side, one value each   | full sectors, narrow requests  |
+| 4 16-byte loads      | warp_a_row, wide   | eight bf16 (four fp32) values a lane | an eighth of the requests      |
+| 5 4 rows a program   | warp_a_row, rows   | x loaded once for four rows          | four times the bytes in flight |
+| 6 pipelined          | warp_a_row, stages | tiles of W copied ahead (cp.async)   | latency hidden by copies       |
+| 7 tuned              | production kernel  | W evict-first; rows, warps and tile  | bytes in flight in registers   |
+| 8 split K            | production kernel  | two programs share a row             | pays only where N is short     |
+| 9 dependent launch   | production kernel  | W's first tiles before the wait      | hides launch and ramp          |
+
+Beside them: `two_d_tile`, the control of bit identity (a 2-D tile lets the compiler's layout, and so the order of the
+sum, change with the rows), `read_only`, which reads W and does nothing else, and `empty`. The source's change from 1 to
+4 at once: AutoMegaKernel, "GEMV coalescing".
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra import cuda
+
+from labkit.gemv.choose import Choice
+from labkit.gemv.kernels import check_gemv, has_dependent_launch
+from labkit.launch import Launch
+
+THREADS = 64  # rows a program where each thread has its own
+ROWS = 4
+STAGES = 4
+READ_BLOCK = 8192  # values a program of the ceiling
+READ_WARPS = 8
+
+
+@triton.jit
+def _thread_a_row_kernel(W, x, y, N, K, n_stride, k_stride, THREADS: tl.constexpr):
+    rows = tl.program_id(0) * THREADS + tl.arange(0, THREADS)
+    inside = rows < N
+    pointers = W + rows.to(tl.int64) * n_stride
+    total = tl.zeros((THREADS,), tl.float32)
+    for k in range(K):
+        w = tl.load(pointers + k * k_stride, mask=inside, other=0.0)
+        total += w.to(tl.float32) * tl.load(x + k).to(tl.float32)
+    tl.store(y + rows, total.to(y.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _add_tile(sums, W, first, N, stride, x, ks, K, MASKED: tl.constexpr):
+    x_tile = tl.load(x + ks, mask=ks < K, other=0.0) if MASKED else tl.load(x + ks)
+    new = ()
+    for r in tl.static_range(len(sums)):
+        pointers = W + tl.minimum(first + r, N - 1).to(tl.int64) * stride + ks
+        w_tile = tl.load(pointers, mask=ks < K, other=0.0) if MASKED else tl.load(pointers)
+        new = new + (sums[r] + w_tile.to(tl.float32) * x_tile.to(tl.float32),)
+    return new
+
+
+@triton.jit
+def _warp_a_row_kernel(
+    W, x, y, N, K, stride, ROWS: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, STAGES: tl.constexpr
+):
+    first = tl.program_id(0) * ROWS
+    ks = tl.arange(0, BLOCK_K)
+    sums = ()
+    for _r in tl.static_range(ROWS):
+        sums = sums + (tl.zeros((BLOCK_K,), tl.float32),)
+    for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+        sums = _add_tile(sums, W, first, N, stride, x, start + ks, K, not EVEN_K)
+    for r in tl.static_range(ROWS):
+        tl.store(y + first + r, tl.sum(sums[r], 0).to(y.dtype.element_ty), mask=first + r < N)
+
+
+@triton.jit
+def _two_d_tile_kernel(W, x, y, N, K, stride, ROWS: tl.constexpr, BLOCK_K: tl.constexpr):
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    total = tl.zeros((ROWS, BLOCK_K), tl.float32)
+    for start in range(0, K, BLOCK_K):
+        ks = start + tl.arange(0, BLOCK_K)
+        pointers = W + rows.to(tl.int64)[:, None] * stride + ks[None, :]
+        w = tl.load(pointers, mask=(rows < N)[:, None] & (ks < K)[None, :], other=0.0)
+        total += w.to(tl.float32) * tl.load(x + ks, mask=ks < K, other=0.0).to(tl.float32)[None, :]
+    tl.store(y + rows, tl.sum(total, 1).to(y.dtype.element_ty), mask=rows < N)
+
+
+@triton.jit
+def _read_kernel(W, partial, n, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr):
+    if DEPENDENT:
+        cuda.gdc_launch_dependents()
+    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.sum(tl.load(W + offsets, mask=offsets < n, other=0.0, eviction_policy="evict_first").to(tl.float32), 0)
+    if DEPENDENT:
+        cuda.gdc_wait()
+    tl.store(partial + tl.program_id(0), total)
+
+
+@triton.jit
+def _empty_kernel(y):
+    pass
+
+
+def thread_a_row(W: Tensor, x: Tensor, y: Tensor) -> Launch:
+    """Steps 1 and 2. W: [N, K]; its strides say how it is stored. x: [K]; y: [N]. One value of W a load."""
+    N, K = W.shape
+    strides = {"n_stride": W.stride(0), "k_stride": W.stride(1)}
+    args = {"W": W, "x": x, "y": y, "N": N, "K": K, "THREADS": THREADS}
+    return Launch(_thread_a_row_kernel, (triton.cdiv(N, THREADS),), args | strides, {"num_warps": THREADS // 32})
+
+
+def warp_a_row(W: Tensor, x: Tensor, y: Tensor, vector: int = 1, rows: int = 1, stages: int = 1) -> Launch:
+    """Steps 3 to 6. W: [N, K], contiguous along K; vector: values a lane loads at once; stages: tiles in flight."""
+    block_k = 32 * vector
+    check_gemv(W, x, y, Choice(rows, 1, block_k), None)
+    N, K = W.shape
+    args = {"W": W, "x": x, "y": y, "N": N, "K": K, "stride": W.stride(0)}
+    constants = {"ROWS": rows, "BLOCK_K": block_k, "EVEN_K": K % block_k == 0, "STAGES": stages}
+    options = {"num_warps": 1, "num_stages": stages}
+    return Launch(_warp_a_row_kernel, (triton.cdiv(N, rows),), args | constants, options)
+
+
+def two_d_tile(W: Tensor, x: Tensor, y: Tensor, choice: Choice) -> Launch:
+    """The control of bit identity: rows, warps and tile of a choice, but one 2-D tile [rows, block_k]."""
+    check_gemv(W, x, y, choice, None)
+    N, K = W.shape
+    args = {"W": W, "x": x, "y": y, "N": N, "K": K, "stride": W.stride(0)}
+    constants = {"ROWS": choice.rows, "BLOCK_K": choice.block_k}
+    grid = (triton.cdiv(N, choice.rows),)
+    return Launch(_two_d_tile_kernel, grid, args | constants, {"num_warps": choice.num_warps})
+
+
+def read_only(W: Tensor, partial: Tensor) -> Launch:
+    """The ceiling: the sums of blocks of W. W: [N, K], contiguous; partial: [ceil(N K / 8192)] fp32."""
+    n = W.numel()
+    dependent = has_dependent_launch(W.device)
+    args = {"W": W, "partial": partial, "n": n, "BLOCK": READ_BLOCK, "DEPENDENT": dependent}
+    options = {"num_warps": READ_WARPS} | ({"launch_pdl": True} if dependent else {})
+    return Launch(_read_kernel, (triton.cdiv(n, READ_BLOCK),), args, options)
+
+
+def empty(y: Tensor) -> Launch:
+    """A kernel of one program that does nothing: what being launched costs. y: any tensor."""
+    return Launch(_empty_kernel, (1,), {"y": y}, {"num_warps": 1})
+
+
+def vector_of(dtype: torch.dtype) -> int:
+    """Values in 16 bytes."""
+    return 16 // dtype.itemsize

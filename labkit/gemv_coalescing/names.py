@@ -1,0 +1,58 @@
+"""Names of the study's variants, in the order of its pages."""
+
+LADDER = (
+    "1 thread a row",
+    "2 thread a row, W stored [K, N]",
+    "3 warp a row",
+    "4 16-byte loads",
+    "5 four rows a program",
+    "6 pipelined",
+    "7 tuned rows, warps and tile",
+    "8 split K",
+)
+OURS = "9 dependent launch"  # the production GEMV
+READ = "read W"
+EMPTY = "empty kernel"
+LIBRARY = ("torch.mv", "F.linear")
+PEERS = ("torch.compile", "flag_gems.mv")
+ROWS_CHOICES = (1, 2, 4, 8, 16)
+TWO_D_CHOICES = (1, 4, 16)
+WARM = "tuned in a warm cache"
+INTERLEAVED = "rows=4, interleaved"
+
+
+def rows_variant(rows: int) -> str:
+    """The production kernel with the rule's warps and tile, and `rows` rows a program."""
+    return f"rows={rows}"
+
+
+def two_d_variant(rows: int) -> str:
+    """The same choice in the kernel of one 2-D tile."""
+    return f"2-D tile, rows={rows}"
+
+
+ROWS_VARIANTS = (*map(rows_variant, ROWS_CHOICES), INTERLEAVED)
+TWO_D = tuple(map(two_d_variant, TWO_D_CHOICES))
+
+
+def separate(name: str) -> str:
+    """A chain with the matrices of a group multiplied one by one."""
+    return f"{name}, separate"
+
+
+def merged(name: str) -> str:
+    """A chain with the matrices that share x multiplied as one."""
+    return f"{name}, merged"
+
+
+CHAIN_OURS = merged("ours")
+CHAIN_PLAIN = merged("ours without dependent launch")
+CHAIN_LADDER = tuple(map(separate, (LADDER[0], LADDER[2], LADDER[3], LADDER[4])))
+CHAINS = {
+    **dict.fromkeys(CHAIN_LADDER, "step"),
+    **{make(name): "baseline" for make in (separate, merged) for name in LIBRARY},
+    separate("ours"): "step",
+    CHAIN_PLAIN: "step",
+    CHAIN_OURS: "ours",
+    READ: "ceiling",
+}

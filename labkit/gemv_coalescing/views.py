@@ -1,0 +1,261 @@
+"""Figures and sentences of the study, each made from the rows of one GPU."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pandas as pd
+
+from labkit.gemv_coalescing import names, tables
+from labkit.gemv_coalescing.claims import PULL_REQUEST
+from labkit.report import figures
+
+Drawing = Mapping[str, Any] | str  # a sentence where there is nothing to draw
+LADDER_MODEL = "Llama-3.2-1B"
+SHOWN_CHAINS = [
+    names.separate(names.LADDER[0]),
+    names.separate(names.LADDER[3]),
+    names.separate("torch.mv"),
+    names.separate("ours"),
+    names.merged("torch.mv"),
+    names.CHAIN_PLAIN,
+    names.CHAIN_OURS,
+]
+
+
+def in_short(rows: pd.DataFrame) -> str:
+    """The answer of the page in a few lines."""
+    table = tables.against_library(rows)
+    if table.empty:
+        return "no shape has both cuBLAS and the production GEMV."
+    some = table[(table["dtype"] == "bf16") & (table["MB"] >= tables.LARGE_MB)]
+    plain = tables.against_library(rows, names.LADDER[6])
+    plain = plain[(plain["dtype"] == "bf16") & (plain["MB"] >= tables.LARGE_MB)]
+    words = (
+        f"from {tables.LARGE_MB} MB of bf16 weights on, the better of torch.mv and F.linear takes "
+        f"{tables.geometric_mean(some['ratio']):.2f} times as long as the production GEMV "
+        f"({tables.geometric_mean(plain['ratio']):.2f} without dependent launch; geometric means of {len(some)} shapes)"
+    )
+    chain = tables.chains(rows)
+    ours = chain[chain["variant"] == names.separate("ours")]
+    parts = [
+        f"{line['model']} ×{line['ratio']:.2f} at {line['% of reading W']:.0f} % of reading the weights"
+        for _, line in ours.iterrows()
+    ]
+    return words + (f". Whole layers, matrix by matrix, against cuBLAS: {'; '.join(parts)}." if parts else ".")
+
+
+def ladder(rows: pd.DataFrame, model: str = LADDER_MODEL) -> Drawing:
+    """TB/s against the step of the ladder, a line a shape of one model."""
+    table = tables.ladder(rows, model)
+    if table.empty:
+        return f"no usable rows of {model}."
+    fig = figures.lines(
+        table, "step", "tbs", "shape", panel="dtype", logy=True,
+        xlabel="step of the ladder", ylabel="TB/s of streamed bytes (log)", title=f"The ladder, {model}",
+    )  # fmt: skip
+    best = table.loc[table["tbs"].idxmax()]
+    said = f"Fastest: {best['shape']}, {best['dtype']}, step {best['step']}, {best['tbs']:.2f} TB/s"
+    columns = ["dtype", "shape", "variant", "us", "tbs", "percent", "bits a thread", "sectors a request"]
+    return {
+        "fig": fig,
+        "alt": f"Lines of bandwidth against the step of the ladder, one a shape of {model}. {said}.",
+        "caption": f"Streamed bytes a second at each step, cold L2. Steps are named in the table. {said}.",
+        "table": table[[*columns, "lines a request", "CTAs an SM"]],
+    }
+
+
+def why_not_32(rows: pd.DataFrame) -> str:
+    """What steps 1, 2 and 4 are worth against what the sectors would give."""
+    us = tables.by_variant(rows)
+    first, pattern, wide = names.LADDER[0], names.LADDER[1], names.LADDER[3]
+    if not {first, pattern, wide} <= set(us):
+        return "the steps were not measured."
+    big = us[us.index.get_level_values("MB") >= tables.LARGE_MB]
+    big = big if len(big) else us
+    low, high = (big[first] / big[wide]).min(), (big[first] / big[wide]).max()
+    return (
+        f"a request of step 1 touches 32 lines and uses two bytes of each, so a memory without caches would fetch "
+        f"sixteen times the sectors. Step 4 is {low:.0f} to {high:.0f} times as fast. Caches keep a line until its "
+        f"next value is wanted, which narrows the gap; one thread a row keeps few loads in flight, which widens it: "
+        f"with the same threads and full sectors (W stored as [K, N]) the time is that of step 1 divided by "
+        f"{tables.geometric_mean(big[first] / big[pattern]):.2f}."
+    )
+
+
+def library(rows: pd.DataFrame) -> Drawing:
+    """cuBLAS over the production GEMV at every shape."""
+    table = tables.against_library(rows)
+    table = table[table["dtype"] == "bf16"] if len(table) else table
+    if table.empty:
+        return "no shape has both cuBLAS and the production GEMV."
+    table = table.assign(shape=[f"{n} × {k}" for n, k in zip(table["N"], table["K"], strict=True)])
+    fig = figures.ratios(
+        table, "shape", "ratio", "low", "high", verdict="verdict",
+        xlabel="time cuBLAS / time production GEMV (above 1: ours faster)", title="Against cuBLAS, one GEMV, bf16",
+    )  # fmt: skip
+    least = table.loc[table["ratio"].idxmin()]
+    said = f"Least: {least['ratio']:.2f} at {least['shape']}; {table['within'].sum()} of {len(table)} within the limit"
+    columns = ["shape", "MB", "library", "library µs", "ours µs", "ours TB/s", "allowed µs", "ratio", "low", "high"]
+    return {
+        "fig": fig,
+        "alt": f"Ratios of cuBLAS's time over the production GEMV's, {len(table)} shapes. {said}.",
+        "caption": f"The better of torch.mv and F.linear. {said} (bytes at the ceiling + an empty kernel + 1 µs).",
+        "table": table[[*columns, "noise", "verdict"]],
+    }
+
+
+def peers(rows: pd.DataFrame) -> pd.DataFrame:
+    """µs of the libraries at the shapes where all were asked."""
+    us = tables.by_variant(rows)
+    wanted = [name for name in (*names.LIBRARY, *names.PEERS, names.OURS) if name in us]
+    asked = [name for name in names.PEERS if name in us]
+    return us[wanted].dropna(subset=asked, how="all").reset_index().round(2) if asked else pd.DataFrame()
+
+
+def chain(rows: pd.DataFrame) -> Drawing:
+    """Whole layers: percent of reading the same weights."""
+    table = tables.chains(rows)
+    table = table[table["variant"].isin(SHOWN_CHAINS)] if len(table) else table
+    if table.empty:
+        return "no chain was measured."
+    fig = figures.bars(
+        table, "model", "% of reading W", "variant",
+        xlabel="model", ylabel="% of reading the same weights", title="Whole layers in order, one CUDA graph",
+        reference=[(100, "reading W")],
+    )  # fmt: skip
+    ours = table[table["variant"] == names.CHAIN_OURS]
+    said = "; ".join(f"{m}: {p:.0f} %" for m, p in zip(ours["model"], ours["% of reading W"], strict=True))
+    return {
+        "fig": fig,
+        "alt": f"Bars of percent of the time that reading the weights takes, by model. Ours, merged: {said}.",
+        "caption": f"Each GEMV reads what an earlier one wrote. Ours, merged: {said}. Ratio in the table: cuBLAS of "
+        "the same grouping over the variant.",
+        "table": table,
+    }
+
+
+def rows_map(rows: pd.DataFrame) -> Drawing:
+    """Time of each number of rows over the best."""
+    table = tables.rows_map(rows)
+    if table.empty:
+        return "the numbers of rows were not measured."
+    fig = figures.heat(
+        table, "rows", "shape", "over best", xlabel="rows a program", ylabel="N × K",
+        title="Rows a program: time over the best number's", fmt="{:.2f}",
+    )  # fmt: skip
+    counts = table.loc[table.groupby("shape")["over best"].idxmin(), "rows"].value_counts()
+    said = ", ".join(f"{rows} rows: {count} shapes" for rows, count in counts.sort_index().items())
+    return {
+        "fig": fig,
+        "alt": f"Map of time over the best, by rows and shape. Best: {said}.",
+        "caption": f"bf16, all else as the rule has it; 1.00 is the best number of rows. Best: {said}.",
+        "table": table.pivot_table(index="shape", columns="rows", values="over best", sort=False).reset_index(),
+    }
+
+
+def token(rows: pd.DataFrame) -> pd.DataFrame:
+    """A token's GEMVs under each rule."""
+    return tables.token_total(rows, PULL_REQUEST)
+
+
+def bits(rows: pd.DataFrame) -> str:
+    """Are results the same bits whatever the rows, and is the control's result?"""
+    ours = tables.same_bits(rows, names.ROWS_VARIANTS)
+    control = tables.same_bits(rows, names.TWO_D)
+    if ours.empty or control.empty:
+        return "the bits of the results are not recorded."
+    same, differ = (ours["outcomes"] == 1).sum(), (control["outcomes"] > 1).sum()
+    return (
+        f"1, 2, 4, 8, 16 and interleaved rows give the same bits in {same} of {len(ours)} shapes; one 2-D tile of 1, 4 "
+        f"and 16 rows, the control, gives different bits in {differ} of {len(control)}."
+    )
+
+
+def warm(rows: pd.DataFrame) -> pd.DataFrame:
+    """What a choice tuned in a warm cache costs when the cache is cold."""
+    table = tables.compared(rows, "gemv", names.OURS, names.WARM)
+    return table[[*tables.SHAPE, "ratio", "low", "high", "noise", "verdict"]]
+
+
+def interleaving(rows: pd.DataFrame) -> pd.DataFrame:
+    """Adjacent rows against interleaved ones."""
+    table = tables.compared(rows, "gemv", names.rows_variant(4), names.INTERLEAVED)
+    return table[[*tables.SHAPE, "ratio", "low", "high", "noise", "verdict"]]
+
+
+def merging(rows: pd.DataFrame) -> pd.DataFrame:
+    """Matrices that share x, one by one against as one, for cuBLAS and the production GEMV."""
+    parts = [
+        tables.compared(rows, "chain", names.merged(name), names.separate(name)).assign(kernel=name)
+        for name in ("torch.mv", "ours")
+    ]
+    table = pd.concat(parts, ignore_index=True)
+    return table[["model", "kernel", "ratio", "low", "high", "noise", "verdict"]]
+
+
+def questions(rows: pd.DataFrame) -> pd.DataFrame:
+    """The issue's questions about coalescing, one by one."""
+    us = tables.by_variant(rows)
+    merged = merging(rows)
+
+    def gain(before: str, after: str) -> str:
+        if not {before, after} <= set(us):
+            return "not measured"
+        return f"×{tables.geometric_mean((us[before] / us[after]).dropna()):.2f} (geometric mean, bf16 shapes)"
+
+    def merge(kernel: str) -> str:
+        some = merged[merged["kernel"] == kernel]["ratio"]
+        return f"×{some.min():.2f} to ×{some.max():.2f} of whole layers" if len(some) else "not measured"
+
+    lines = [
+        ("Is it the loads of weights that are coalesced?", "yes: lanes of a warp along one row", names.LADDER[0], 2),
+        ("Is it the width of a load?", "a part: 16 bytes a lane instead of one value", names.LADDER[2], 3),
+        ("Is it the reuse of x by several rows?", "not in AutoMegaKernel, which shares x in a CTA", names.LADDER[3], 4),
+    ]
+    found = [
+        {"question": question, "answer": answer, "worth here": gain(before, names.LADDER[after])}
+        for question, answer, before, after in lines
+    ]
+    order = gain(names.INTERLEAVED, names.rows_variant(4))
+    found += [
+        {"question": "Are small GEMVs merged into one?", "answer": "no; with cuBLAS", "worth here": merge("torch.mv")},
+        {"question": "", "answer": "with the production GEMV", "worth here": merge("ours")},
+        {"question": "Is the layout of tasks changed?", "answer": "no; adjacent rows a program", "worth here": order},
+    ]
+    return pd.DataFrame(found)
+
+
+def summary(rows: pd.DataFrame) -> str:
+    """The result in one sentence."""
+    table = tables.against_library(rows)
+    if table.empty:
+        return "nothing could be compared with cuBLAS."
+    counts = table["verdict"].value_counts()
+    words = ", ".join(f"{w} in {counts[w]}" for w in ("faster", "same", "slower", "unclear") if w in counts)
+    spread = f"ratios {table['ratio'].min():.2f} to {table['ratio'].max():.2f}"
+    return f"against cuBLAS, the production GEMV is {words} of {len(table)} shapes and types ({spread})."
+
+
+def wanted(study: Any, parameters: Mapping[str, Sequence[Any]]) -> list[tuple[Any, str]]:
+    """The kernels whose code is shown: the ladder at the first small shape of the parameters."""
+    some = [case for case in study.cases(parameters) if case.op == "gemv" and case["dtype"] == parameters["dtypes"][0]]
+    case = min(some, key=lambda case: abs(case["N"] * case["K"] - 2**20))
+    return [(case, name) for name in (*names.LADDER[:7], names.OURS)]
+
+
+def predicted_accesses(accesses: pd.DataFrame) -> pd.DataFrame:
+    """How each step loads W: what one request costs."""
+    if accesses.empty:
+        return accesses
+    loads = accesses[(accesses["tensor"] == "W") & accesses["kind"].isin(["load", "async copy"])]
+    loads = loads.drop_duplicates("variant")
+    renamed = {"bits": "bits a thread", "sectors": "sectors a request", "lines": "lines a request"}
+    return loads[["variant", "kind", *renamed]].rename(columns=renamed)
+
+
+def compiled_table(table: pd.DataFrame) -> pd.DataFrame:
+    """What the compiler made of the steps."""
+    if table.empty:
+        return table
+    columns = ["variant", "arch", "registers", "spill_bytes", "shared_bytes", "loads", "shuffles", "barriers"]
+    return table[[name for name in columns if name in table]]
