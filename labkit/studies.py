@@ -7,6 +7,7 @@ from labkit.bench.spec import Study
 NOTEBOOKS = {
     "machine": "00_machine",
     "state_layout": "01_state_layout",
+    "gemv_coalescing": "02_gemv_coalescing",
 }
 
 

@@ -54,8 +54,11 @@ def ratios(panels: int = 1, verdict: str | None = None) -> Figure:
     )
 
 
-def heat(**options: object) -> Figure:
+def heat(panels: int = 1, **options: object) -> Figure:
     df = frame(6)
+    if panels > 1:
+        df = pd.concat([df[df.batch < 16].assign(place=f"place {number}") for number in range(panels)])
+        options["panel"] = "place"
     return figures.heat(df, "batch", "variant", "us", xlabel=LONG, ylabel="variant", title=LONG, unit="µs", **options)
 
 
@@ -75,6 +78,7 @@ PLOTS = {
     "ratios in panels": lambda: ratios(3),
     "heat": lambda: heat(),
     "heat around one": lambda: heat(center=10.0),
+    "heat in panels": lambda: heat(4),
 }
 
 
@@ -118,7 +122,7 @@ def test_text_is_large_enough(fig: Figure) -> None:
     assert min(text.get_fontsize() for text in fig.findobj(Text)) >= 9
 
 
-@pytest.mark.parametrize("plot", ["lines of ten", "bars of ten", "ratios", "heat"])
+@pytest.mark.parametrize("plot", ["lines of ten", "bars of ten", "ratios", "heat", "heat in panels"])
 def test_same_data_same_bytes(plot: str) -> None:
     assert figures.svg(PLOTS[plot](), "alt") == figures.svg(PLOTS[plot](), "alt")
 
@@ -226,6 +230,7 @@ def test_style_is_not_left_behind() -> None:
         ),
         (lambda: figures.bars(frame()[:0], "batch", "us", "variant", xlabel="", ylabel="", title=""), "no rows"),
         (lambda: figures.heat(frame(), "batch", "gpu", "us", xlabel="", ylabel="", title=""), "more than one us"),
+        (lambda: figures.heat(frame(), "batch", "gpu", "us", panel="place", xlabel="", ylabel="", title=""), "'place'"),
         (lambda: ratios(verdict="gpu"), "verdict 'NVIDIA H100 80GB HBM3'; allowed: faster"),
         (lambda: figures.table(frame(), formats={"uss": "{}"}), "no column 'uss'"),
     ],

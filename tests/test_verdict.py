@@ -41,7 +41,11 @@ def samples(by_run: dict[int, list[float]]) -> Samples:
         (interval(0.5, 0.999), QUIET, "unclear"),
         (interval(0.5, 0.997), QUIET, "slower"),
         (interval(0.5, 2.0), QUIET, "unclear"),
-        (interval(2.0, 2.1), NOISY, "unclear"),  # nothing is judged where the A/A pair differs
+        (interval(1.05, 1.07), NOISY, "unclear"),  # where the A/A pair differs, only what is far beyond that is judged
+        (interval(1.07, 1.09), NOISY, "faster"),
+        (interval(0.93, 0.95), NOISY, "unclear"),
+        (interval(0.91, 0.93), NOISY, "slower"),
+        (interval(2.0, 2.1), Interval(1.0, 0.5, 2.0, 3, 30), "unclear"),
         (interval(0.995, 1.005), NOISY, "unclear"),
         (interval(2.0, 2.1), verdict.NAN, "unclear"),
         (interval(0.995, 1.005), verdict.NAN, "unclear"),
@@ -154,15 +158,16 @@ def test_a_variant_against_itself_is_same_or_unclear(equal: dict, noise: float, 
         assert words["same"] >= judged, words
 
 
-def test_noise_that_stays_makes_everything_unclear():
+def test_noise_that_stays_leaves_only_what_is_far_beyond_it():
     for seed in range(10):
-        rows = simulated.experiment({"old": 200, "new": 100}, "old", noise=0.05, seed=seed)
+        us = {"old": 200, "near": 100 * 1.03, "new": 100}
+        rows = simulated.experiment(us, "old", noise=0.05, seed=seed)
         assert rows["samples_ns"].map(len).eq(3 * 30).all()  # extended twice in each process
-        found = verdict.compare(rows, "new", "old")
-        assert found.noise.half_width > verdict.BAND
-        assert found.verdict == "unclear"
-        assert found.ratio.no_slower  # its bound is far above 0.99 …
-        assert not found.no_slower  # … and it does not pass
+        far, near, same = verdict.compare_many(rows, [("new", "old"), ("new", "near"), ("old", "old")])
+        assert far.noise.half_width > verdict.BAND
+        assert [far.verdict, near.verdict, same.verdict] == ["faster", "unclear", "unclear"]
+        assert far.no_slower
+        assert not same.no_slower  # though its bound is above 0.99
 
 
 def _draw(rng: np.random.Generator, offset: float, noise: float, processes: int = 3, blocks: int = 10) -> Samples:

@@ -15,7 +15,8 @@ import pandas as pd
 
 from labkit.bench.spec import CONTROL
 
-BAND = 0.01  # what counts as the same, and the widest A/A interval that still lets a pair be judged
+BAND = 0.01  # what counts as the same, and the widest A/A interval that is trusted to be all the noise there is
+FAR = 3  # beyond a wider A/A interval by this factor, a difference is no noise either
 RESAMPLES = 2000
 NO_SLOWER = 0.99
 T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)  # Student's t at 1, 2, … degrees of freedom
@@ -100,15 +101,18 @@ def _paired_logs(a: Samples, b: Samples) -> list[np.ndarray]:
 def verdict(interval: Interval, noise: Interval) -> str:
     """faster, slower, same or unclear: the second of the ratio's two against the first.
 
-    A pair is judged only where the A/A interval lies inside ±1 %, and is faster or slower only by more than that noise.
+    *Faster* and *slower* lie wholly beyond the A/A noise; where that interval is not inside ±1 %, beyond `FAR` times as
+    much. *Same* lies inside ±1 %, as the A/A interval must.
     """
-    if not (noise.half_width <= BAND) or not np.isfinite(interval.mid):
+    quiet = noise.half_width <= BAND
+    if not np.isfinite([noise.half_width, interval.mid]).all():
         return "unclear"
-    if interval.half_width <= BAND:
+    if quiet and interval.half_width <= BAND:
         return "same"
-    if interval.low > 1 + noise.half_width:
+    threshold = noise.half_width * (1 if quiet else FAR)
+    if interval.low > 1 + threshold:
         return "faster"
-    if interval.high < 1 - noise.half_width:
+    if interval.high < 1 - threshold:
         return "slower"
     return "unclear"
 

@@ -11,6 +11,11 @@ LADDER = (
     "8 split K",
 )
 OURS = "9 dependent launch"  # the production GEMV
+CHANGES = {  # step -> the one that it changes
+    **dict(zip(LADDER[1:4], (LADDER[0], LADDER[0], LADDER[2]), strict=True)),
+    **dict(zip(LADDER[4:8], LADDER[3:7], strict=True)),
+    OURS: LADDER[6],
+}
 READ = "read W"
 EMPTY = "empty kernel"
 LIBRARY = ("torch.mv", "F.linear")

@@ -18,6 +18,11 @@ SIZES = {"bf16": 2, "fp16": 2, "fp32": 4}
 SHAPE = ["dtype", "N", "K"]
 ALLOWED_US = 1.0  # beyond the bytes at the ceiling and an empty kernel
 LARGE_MB = 16
+STEPS = ("ns a step, W [N, K]", "ns a step, W [K, N]")
+CHAIN_COLUMNS = (
+    "model", "variant", "us", "tbs", "% of ceiling", "% of reading W", "GEMVs", "beyond reading", "at most",
+    "ratio", "low", "high", "noise", "verdict",
+)  # fmt: skip
 RULE_ROWS = 4096  # the pull request's rule: one row a group up to so many rows of W, else four
 
 
@@ -99,25 +104,28 @@ def geometric_mean(values: pd.Series) -> float:
 def chains(rows: pd.DataFrame) -> pd.DataFrame:
     """Every variant of every chain: µs, TB/s, percent of reading the same weights, and cuBLAS's time over it.
 
-    `cuBLAS` is the faster caller of the same grouping (separate or merged).
+    `cuBLAS` is the faster caller of the same grouping (separate or merged); `at most` is its time over that of reading
+    the weights, which no kernel can exceed. `beyond reading`: µs a GEMV that a chain takes longer than reading.
     """
     found = []
     for params, group in cases(rows, "chain"):
         us = _median(group)
-        size = group["floor_bytes"].iloc[0]
+        size, reading = group["floor_bytes"].iloc[0], us.get(names.READ, math.nan)
         for variant in names.CHAINS:
             if variant not in us:
                 continue
-            kind = names.merged if variant.endswith(names.merged("")) else names.separate
-            library = faster_library(us, kind)
+            together = variant.endswith(names.merged(""))
+            count = sum(len(ns) for _, ns in LINEAR[params["model"]].chain(together))
+            library = faster_library(us, names.merged if together else names.separate)
             line = {"model": params["model"], "variant": variant, "us": us[variant], "tbs": size / us[variant] / 1e6}
             line["% of ceiling"] = 100 * line["tbs"] / group["ceiling"].max()
-            line["% of reading W"] = 100 * us.get(names.READ, math.nan) / us[variant]
+            line["% of reading W"] = 100 * reading / us[variant]
+            if variant != names.READ:
+                line |= {"GEMVs": count, "beyond reading": (us[variant] - reading) / count}
             if library and variant != names.READ:
-                line |= _columns(compare_many(group, [(variant, library)])[0])
+                line |= {"at most": us[library] / reading, **_columns(compare_many(group, [(variant, library)])[0])}
             found.append(line)
-    columns = ["model", "variant", "us", "tbs", "% of ceiling", "% of reading W", "ratio", "low", "high", "verdict"]
-    return pd.DataFrame(found, columns=None if found and "ratio" in found[0] else columns)
+    return pd.DataFrame(found, columns=None if found and "ratio" in found[0] else CHAIN_COLUMNS)
 
 
 def compared(rows: pd.DataFrame, op: str, variant: str, against: str) -> pd.DataFrame:
@@ -172,6 +180,68 @@ def rows_map(rows: pd.DataFrame) -> pd.DataFrame:
         if line[name] == line[name]
     ]
     return pd.DataFrame(found, columns=["shape", "rows", "over best"])
+
+
+def choices(rows: pd.DataFrame, model: str) -> pd.DataFrame:
+    """Candidates of the tuned table at a model's shapes, each with its best tile: time over the fastest, bf16, cold.
+
+    Columns shape, warps, rows, tile (values of a row) and over best; the smallest shape first.
+    """
+    table = times(rows, "tune")
+    table = table[(table["dtype"] == "bf16") & (table["role"] != "control")]
+    table = table[[shape in LINEAR[model].shapes() for shape in zip(table["N"], table["K"], strict=True)]]
+    options = pd.DataFrame([json.loads(text) for text in table["options"]], index=table.index)
+    if options.empty:
+        return pd.DataFrame(columns=["shape", "warps", "rows", "tile", "over best"])
+    found = options.rename(columns={"num_warps": "warps", "block_k": "tile"})[["warps", "rows", "tile"]]
+    found.insert(0, "shape", [f"{n} × {k}" for n, k in zip(table["N"], table["K"], strict=True)])
+    found["over best"] = table["us"] / table.groupby(["N", "K"])["us"].transform("min")
+    found = found[options["split"] == 1].sort_values("over best").drop_duplicates(["shape", "warps", "rows"])
+    order = found["shape"].map({name: place for place, name in enumerate(dict.fromkeys(found.sort_index()["shape"]))})
+    return found.assign(order=order).sort_values(["order", "warps", "rows"], ignore_index=True).drop(columns="order")
+
+
+def pattern(rows: pd.DataFrame) -> pd.DataFrame:
+    """What the access pattern alone is worth to a thread a row, and what warps a row and 16-byte loads are: bf16.
+
+    A row a shape, the fewest rows of W first. `ns a step`: time over K, the loads that a thread makes one after the
+    other, W stored [N, K] (step 1) and [K, N] (step 2). Ratios of step 1's time over that of step 2 and of step 4.
+    """
+    us = by_variant(rows)
+    first, turned, wide = names.LADDER[0], names.LADDER[1], names.LADDER[3]
+    if not {first, turned, wide} <= set(us):
+        return pd.DataFrame(columns=["N", "K", "MB", *STEPS, "pattern alone", "with width"])
+    us = us[[first, turned, wide]].dropna().reset_index()
+    found = us[["N", "K", "MB"]].assign(**{"pattern alone": us[first] / us[turned], "with width": us[first] / us[wide]})
+    for column, variant in zip(STEPS, (first, turned), strict=True):
+        found[column] = 1e3 * us[variant] / us["K"]
+    found["TB/s"], found["TB/s of step 4"] = us["MB"] / us[first], us["MB"] / us[wide]
+    return found.sort_values(["N", "K"], ignore_index=True)
+
+
+def pays_from(table: pd.DataFrame) -> int | None:
+    """The least N from which on the pattern alone always makes a thread a row faster; None if it never does."""
+    by_n = table.groupby("N")["pattern alone"].min().sort_index()
+    slower = by_n[by_n <= 1]
+    paying = by_n[by_n.index > slower.index.max()] if len(slower) else by_n
+    return int(paying.index[0]) if len(paying) else None
+
+
+def steps(rows: pd.DataFrame) -> pd.DataFrame:
+    """What each step of the ladder is worth over the one that it changes: one line a step, over all shapes and types.
+
+    Geometric mean, least and most of the time before over the time after, and in how many cases it is faster or slower.
+    """
+    found = []
+    for after, before in names.CHANGES.items():
+        table = compared(rows, "gemv", after, before)
+        if len(table):
+            ratio, verdicts = table["ratio"], table["verdict"].value_counts()
+            line = {"step": after, "over": before, "mean ratio": geometric_mean(ratio)}
+            line |= {"least": ratio.min(), "most": ratio.max(), "cases": len(table)}
+            found.append(line | {word: int(verdicts.get(word, 0)) for word in ("faster", "same", "slower")})
+    columns = ["step", "over", "mean ratio", "least", "most", "cases", "faster", "same", "slower"]
+    return pd.DataFrame(found, columns=columns)
 
 
 def same_bits(rows: pd.DataFrame, variants: Sequence[str]) -> pd.DataFrame:

@@ -11,6 +11,11 @@ from labkit.report import figures
 
 Drawing = Mapping[str, Any] | str  # a sentence where there is nothing to draw
 LADDER_MODEL = "Llama-3.2-1B"
+SHOWN_OVERHEAD = [
+    names.separate("torch.mv"), names.merged("torch.mv"), names.CHAIN_PLAIN, names.separate("ours"), names.CHAIN_OURS,
+]  # fmt: skip
+CAPPED = 2.0  # the map's colours end here
+WITHIN = 1.02
 SHOWN_CHAINS = [
     names.separate(names.LADDER[0]),
     names.separate(names.LADDER[3]),
@@ -64,21 +69,47 @@ def ladder(rows: pd.DataFrame, model: str = LADDER_MODEL) -> Drawing:
     }
 
 
+def walk(rows: pd.DataFrame) -> Drawing:
+    """A thread a row: time of one step along K against the rows of W, for both ways of storing W."""
+    table = tables.pattern(rows)
+    if table.empty:
+        return "the steps 1, 2 and 4 were not measured."
+    mean = table.groupby("N", as_index=False)[list(tables.STEPS)].mean()
+    tidy = mean.melt("N", var_name="series", value_name="ns")
+    fig = figures.lines(
+        tidy, "N", "ns", "series", logx=True, logy=True, xlabel="rows of W, one a thread",
+        ylabel="time / K, ns (log)", title="One thread a row: what one step along K takes",
+    )  # fmt: skip
+    start = tables.pays_from(table)
+    said = f"lanes side by side pay from N = {start} on" if start else "lanes side by side never pay"
+    return {
+        "fig": fig,
+        "alt": f"Lines of time over K against N for W stored both ways. {said[0].upper()}{said[1:]}.",
+        "caption": f"Flat where a thread waits for its own loads, rising where memory is full; {said}. Mean over the K "
+        "of the same N, bf16, cold.",
+        "table": table,
+    }
+
+
 def why_not_32(rows: pd.DataFrame) -> str:
     """What steps 1, 2 and 4 are worth against what the sectors would give."""
-    us = tables.by_variant(rows)
-    first, pattern, wide = names.LADDER[0], names.LADDER[1], names.LADDER[3]
-    if not {first, pattern, wide} <= set(us):
+    table = tables.pattern(rows)
+    if table.empty:
         return "the steps were not measured."
-    big = us[us.index.get_level_values("MB") >= tables.LARGE_MB]
-    big = big if len(big) else us
-    low, high = (big[first] / big[wide]).min(), (big[first] / big[wide]).max()
+    few, many = table.iloc[0], table.iloc[-1]
+    flat = table[table["N"] <= table["N"].median()]
+    ends = [f"{flat[name].min():.0f} to {flat[name].max():.0f}" for name in tables.STEPS]
     return (
-        f"a request of step 1 touches 32 lines and uses two bytes of each, so a memory without caches would fetch "
-        f"sixteen times the sectors. Step 4 is {low:.0f} to {high:.0f} times as fast. Caches keep a line until its "
-        f"next value is wanted, which narrows the gap; one thread a row keeps few loads in flight, which widens it: "
-        f"with the same threads and full sectors (W stored as [K, N]) the time is that of step 1 divided by "
-        f"{tables.geometric_mean(big[first] / big[pattern]):.2f}."
+        f"a request of step 1 touches 32 lines and uses two bytes of each sector of 32, so without caches it would "
+        f"fetch sixteen times the bytes. Step 4 is {table['with width'].min():.0f} to {table['with width'].max():.0f} "
+        f"times as fast, for two reasons that pull apart. Up to {flat['N'].max()} rows there are too few threads to "
+        f"fill the memory's queue: a step along K takes {ends[0]} ns (W stored [N, K]) or {ends[1]} ns ([K, N]) at any "
+        f"size. That is latency. Stored [N, K], a line serves the thread's next 63 values from the cache; stored "
+        f"[K, N], every step needs new lines, so the better pattern is the slower one: "
+        f"×{few['pattern alone']:.2f} at {few['N']:.0f} rows. At {many['N']:.0f} rows memory is busy, and full sectors "
+        f"count: the pattern alone gives ×{many['pattern alone']:.1f}, warps and width ×{many['with width']:.1f}. That "
+        f"is less than sixteen, since step 1 streams {many['TB/s']:.2f} TB/s of useful bytes against "
+        f"{many['TB/s of step 4']:.2f}: caches keep part of what it fetched until the next step wants it."
     )
 
 
@@ -104,12 +135,31 @@ def library(rows: pd.DataFrame) -> Drawing:
     }
 
 
+def steps(rows: pd.DataFrame) -> pd.DataFrame:
+    """What each step is worth, gains and losses."""
+    return tables.steps(rows)
+
+
+def losses(rows: pd.DataFrame) -> str:
+    """The steps that do not pay."""
+    table = tables.steps(rows)
+    table = table[table["mean ratio"] < 1] if len(table) else table
+    if table.empty:
+        return "every step that was measured pays on average."
+    parts = [
+        f"{line['step']} (×{line['mean ratio']:.2f} over {line['over']}; slower in {line['slower']}, faster in "
+        f"{line['faster']} of {line['cases']})"
+        for _, line in table.iterrows()
+    ]
+    return f"on average these do not pay here: {'; '.join(parts)}."
+
+
 def peers(rows: pd.DataFrame) -> pd.DataFrame:
     """µs of the libraries at the shapes where all were asked."""
     us = tables.by_variant(rows)
     wanted = [name for name in (*names.LIBRARY, *names.PEERS, names.OURS) if name in us]
     asked = [name for name in names.PEERS if name in us]
-    return us[wanted].dropna(subset=asked, how="all").reset_index().round(2) if asked else pd.DataFrame()
+    return us[wanted].dropna(subset=asked, how="all").reset_index() if asked else pd.DataFrame()
 
 
 def chain(rows: pd.DataFrame) -> Drawing:
@@ -120,7 +170,7 @@ def chain(rows: pd.DataFrame) -> Drawing:
         return "no chain was measured."
     fig = figures.bars(
         table, "model", "% of reading W", "variant",
-        xlabel="model", ylabel="% of reading the same weights", title="Whole layers in order, one CUDA graph",
+        xlabel="model", ylabel="% of read speed", title="Whole layers in order, one CUDA graph",
         reference=[(100, "reading W")],
     )  # fmt: skip
     ours = table[table["variant"] == names.CHAIN_OURS]
@@ -132,6 +182,40 @@ def chain(rows: pd.DataFrame) -> Drawing:
         "the same grouping over the variant.",
         "table": table,
     }
+
+
+def overhead(rows: pd.DataFrame) -> Drawing:
+    """µs that each GEMV of a chain takes beyond reading its weights."""
+    table = tables.chains(rows)
+    table = table[table["variant"].isin(SHOWN_OVERHEAD) & table["beyond reading"].notna()] if len(table) else table
+    if table.empty:
+        return "no chain was measured beside reading its weights."
+    fig = figures.bars(
+        table, "model", "beyond reading", "variant",
+        xlabel="model", ylabel="µs a GEMV", title="What a GEMV of a chain takes beyond reading its weights",
+    )  # fmt: skip
+    spans = table.groupby("variant", sort=False)["beyond reading"].agg(["min", "max"])
+    said = "; ".join(f"{name} {span['min']:.1f} to {span['max']:.1f} µs" for name, span in spans.iterrows())
+    return {
+        "fig": fig,
+        "alt": f"Bars of µs a GEMV beyond reading, by model and variant. {said}.",
+        "caption": f"(Chain's time - time of reading its weights) / number of its GEMVs: {said}.",
+        "table": table[["model", "variant", "us", "GEMVs", "beyond reading"]],
+    }
+
+
+def limits(rows: pd.DataFrame) -> str:
+    """How much a chain could gain at all: cuBLAS over reading the weights."""
+    table = tables.chains(rows)
+    table = table[table["variant"].isin([names.CHAIN_OURS, names.separate("ours")])] if len(table) else table
+    if table.empty:
+        return "no chain was measured."
+    parts = [
+        f"{line['model']}, {line['variant'].removeprefix('ours, ')}: at most ×{line['at most']:.2f}, "
+        f"reached ×{line['ratio']:.2f}"
+        for _, line in table.iterrows()
+    ]
+    return f"a kernel that took no longer than reading would still gain only so much over cuBLAS. {'; '.join(parts)}."
 
 
 def rows_map(rows: pd.DataFrame) -> Drawing:
@@ -153,9 +237,54 @@ def rows_map(rows: pd.DataFrame) -> Drawing:
     }
 
 
+def choices(rows: pd.DataFrame) -> Drawing:
+    """Time of every candidate over the fastest, a map a shape of the pull request's model."""
+    table = tables.choices(rows, PULL_REQUEST)
+    if table.empty:
+        return f"no candidates were timed at the shapes of {PULL_REQUEST}."
+    fig = figures.heat(
+        table.assign(capped=table["over best"].clip(upper=CAPPED)), "rows", "warps", "capped",
+        panel="shape", fmt="{:.2f}",
+        xlabel="rows a program", ylabel="warps", title="Time over the fastest choice's, each shape",
+    )  # fmt: skip
+    near = table[table["over best"] <= WITHIN].groupby("shape")["rows"].agg(lambda some: {1, 2, 4} <= set(some))
+    said = (
+        f"1, 2 and 4 rows each have warps within {WITHIN - 1:.0%} of the fastest at {near.sum()} of {len(near)} shapes"
+    )
+    return {
+        "fig": fig,
+        "alt": f"Maps of time over the fastest choice's by rows and tile, one a shape of {PULL_REQUEST}. {said}.",
+        "caption": f"bf16, cold, each with its best tile; N × K above each map; — was left out; {CAPPED:.0f} is "
+        f"{CAPPED:.0f} and more. {said}.",
+        "table": table,
+    }
+
+
 def token(rows: pd.DataFrame) -> pd.DataFrame:
     """A token's GEMVs under each rule."""
     return tables.token_total(rows, PULL_REQUEST)
+
+
+def prediction(rows: pd.DataFrame) -> Drawing:
+    """Measured time over the predicted one against the size of W, for three kernels."""
+    table = tables.times(rows)
+    shown = [names.OURS, names.LADDER[6], names.LIBRARY[0]]
+    table = table[(table["dtype"] == "bf16") & table["variant"].isin(shown) & (table["predicted_us"] > 0)]
+    if table.empty:
+        return "no prediction is recorded."
+    table = table.assign(over=table["us"] / table["predicted_us"], MB=table["MB"].round(1))
+    fig = figures.lines(
+        table, "MB", "over", "variant", logx=True, reference=[(1.0, "as predicted")],
+        xlabel="MB of weights", ylabel="time / predicted", title="Measured time over the prediction, one GEMV, bf16",
+    )  # fmt: skip
+    ends = table.groupby("variant", sort=False)["over"].agg(["min", "max"]).loc[shown]
+    said = "; ".join(f"{name} {span['min']:.2f} to {span['max']:.2f}" for name, span in ends.iterrows())
+    return {
+        "fig": fig,
+        "alt": f"Lines of time over prediction against the size of W. {said}.",
+        "caption": f"Predicted: bytes at the ceiling of this size, and a launch. {said}.",
+        "table": table[["N", "K", "MB", "variant", "us", "predicted_us", "over"]],
+    }
 
 
 def bits(rows: pd.DataFrame) -> str:
@@ -171,16 +300,28 @@ def bits(rows: pd.DataFrame) -> str:
     )
 
 
-def warm(rows: pd.DataFrame) -> pd.DataFrame:
+def warm(rows: pd.DataFrame) -> str:
     """What a choice tuned in a warm cache costs when the cache is cold."""
-    table = tables.compared(rows, "gemv", names.OURS, names.WARM)
-    return table[[*tables.SHAPE, "ratio", "low", "high", "noise", "verdict"]]
+    return _spread(tables.compared(rows, "gemv", names.OURS, names.WARM), "tuned warm / tuned cold")
 
 
-def interleaving(rows: pd.DataFrame) -> pd.DataFrame:
+def interleaving(rows: pd.DataFrame) -> str:
     """Adjacent rows against interleaved ones."""
-    table = tables.compared(rows, "gemv", names.rows_variant(4), names.INTERLEAVED)
-    return table[[*tables.SHAPE, "ratio", "low", "high", "noise", "verdict"]]
+    return _spread(tables.compared(rows, "gemv", names.rows_variant(4), names.INTERLEAVED), "interleaved / adjacent")
+
+
+def _spread(table: pd.DataFrame, what: str) -> str:
+    """Mean, ends and verdicts of the ratios of all shapes, in a sentence."""
+    if table.empty:
+        return "not measured."
+    least, most = (table.loc[find(table["ratio"])] for find in (pd.Series.idxmin, pd.Series.idxmax))
+    ends = [f"{line['ratio']:.2f} at {line['N']} × {line['K']}" for line in (least, most)]
+    counts = table["verdict"].value_counts()
+    words = ", ".join(f"{word} {counts[word]}" for word in ("faster", "same", "slower", "unclear") if word in counts)
+    return (
+        f"time {what}: {tables.geometric_mean(table['ratio']):.3f} on average over {len(table)} shapes, from "
+        f"{ends[0]} to {ends[1]}. The latter is {words}."
+    )
 
 
 def merging(rows: pd.DataFrame) -> pd.DataFrame:
@@ -209,6 +350,7 @@ def questions(rows: pd.DataFrame) -> pd.DataFrame:
 
     lines = [
         ("Is it the loads of weights that are coalesced?", "yes: lanes of a warp along one row", names.LADDER[0], 2),
+        ("Is it their pattern by itself?", "no: the same change makes 32 threads a row of one", names.LADDER[0], 1),
         ("Is it the width of a load?", "a part: 16 bytes a lane instead of one value", names.LADDER[2], 3),
         ("Is it the reuse of x by several rows?", "not in AutoMegaKernel, which shares x in a CTA", names.LADDER[3], 4),
     ]
@@ -240,7 +382,7 @@ def wanted(study: Any, parameters: Mapping[str, Sequence[Any]]) -> list[tuple[An
     """The kernels whose code is shown: the ladder at the first small shape of the parameters."""
     some = [case for case in study.cases(parameters) if case.op == "gemv" and case["dtype"] == parameters["dtypes"][0]]
     case = min(some, key=lambda case: abs(case["N"] * case["K"] - 2**20))
-    return [(case, name) for name in (*names.LADDER[:7], names.OURS)]
+    return [(case, name) for name in (*names.LADDER, names.OURS)]
 
 
 def predicted_accesses(accesses: pd.DataFrame) -> pd.DataFrame:

@@ -212,7 +212,7 @@ def resolution(rows: pd.DataFrame) -> str:
     inside, cases = int(chosen["within ±1 %"].sum()), int(chosen["cases"].sum())
     if not cases:
         return "no memory or matrix work was timed twice, so nothing says how far to trust a difference."
-    return f"the A/A interval lies within ±1 % in {inside} of {cases} cold ceiling cases; the others judge nothing."
+    return f"the A/A interval lies within ±1 % in {inside} of {cases} cold ceiling cases."
 
 
 def _size(count: float) -> str:

@@ -21,7 +21,7 @@ import numpy as np
 import pandas as pd
 from markupsafe import Markup, escape
 from matplotlib.axes import Axes
-from matplotlib.colors import LinearSegmentedColormap, TwoSlopeNorm
+from matplotlib.colors import LinearSegmentedColormap, Normalize, TwoSlopeNorm
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
@@ -231,6 +231,7 @@ def heat(
     y: str,
     value: str,
     *,
+    panel: str | None = None,
     xlabel: str,
     ylabel: str,
     title: str,
@@ -240,35 +241,47 @@ def heat(
 ) -> Figure:
     """A map of `value` over `x` and `y` (in order of appearance), each cell annotated by `fmt`.
 
-    unit: label of the colour bar. center: value of the neutral colour, for quantities that have two sides (a ratio: 1).
+    panel:  column that splits the figure into maps side by side, with the same axes and colours.
+    unit:   label of the colour bar.
+    center: value of the neutral colour, for quantities that have two sides (a ratio: 1).
     ValueError if a cell has two values.
     """
-    df = _rows(df, value, x, y)
-    if df.duplicated([x, y]).any():
+    df = _rows(df, value, x, y, panel)
+    if df.duplicated([x, y, *([panel] if panel else [])]).any():
         raise ValueError(f"heat: more than one {value} for one pair of {x} and {y}")
     columns, rows = _levels(df[x]), _levels(df[y])
-    grid = np.full((len(rows), len(columns)), np.nan)
-    grid[df[y].map(rows.index), df[x].map(columns.index)] = df[value]
-    norm = _two_sided(grid, center) if center is not None else None
-    fig = Figure(figsize=(WIDTH, 1.7 + 0.42 * len(rows)), layout="constrained")
-    _title(fig, title)
-    ax = fig.subplots()
-    mesh = ax.pcolormesh(grid, cmap=TWO_SIDED if norm else ONE_SIDED, norm=norm, edgecolors=PAPER, linewidth=1.5)
-    for (row, column), cell in np.ndenumerate(grid):
-        text = "—" if math.isnan(cell) else fmt.format(cell)
-        ink = SOFT if math.isnan(cell) else _ink_on(mesh.cmap(mesh.norm(cell)))
-        ax.text(column + 0.5, row + 0.5, text, ha="center", va="center", color=ink, fontsize=9.5)
-    ax.grid(visible=False)
-    ax.spines[:].set_visible(False)
-    ax.invert_yaxis()
-    _ticks(ax, np.arange(len(columns)) + 0.5, columns)
-    ax.set_yticks(np.arange(len(rows)) + 0.5, [_wrap(_plain(row), 30) for row in rows])
-    ax.set(xlabel=_wrap(xlabel, 48), ylabel=ylabel)
-    bar = fig.colorbar(mesh, ax=ax, pad=0.02, aspect=24)
+    norm = Normalize(df[value].min(), df[value].max()) if center is None else _two_sided(df[value], center)
+    fig, cells = _grid(df, panel, title, (1.7 if panel is None else 1.2) + 0.42 * len(rows))
+    for ax, part in cells:
+        grid = np.full((len(rows), len(columns)), np.nan)
+        grid[part[y].map(rows.index), part[x].map(columns.index)] = part[value]
+        mesh = _map(ax, grid, norm, fmt, 9.5 if panel is None else 9)
+        _ticks(ax, np.arange(len(columns)) + 0.5, columns)
+    axes = [ax for ax, _ in cells]
+    axes[0].invert_yaxis()  # of all, since they share it
+    axes[0].set_yticks(np.arange(len(rows)) + 0.5, [_wrap(_plain(row), 30 if panel is None else 40) for row in rows])
+    _xlabel(cells, xlabel, 48)
+    _ylabel(cells, ylabel)
+    bar = fig.colorbar(mesh, ax=axes, pad=0.02, aspect=24)
     bar.outline.set_visible(False)
     bar.solids.set_edgecolor("face")  # or hairlines show between the steps
     bar.set_label(unit, color=SOFT)
     return fig
+
+
+def _map(ax: Axes, grid: np.ndarray, norm: Normalize, fmt: str, size: float) -> Any:
+    """The cells of one map, each with its value, or with a dash."""
+    mesh = ax.pcolormesh(
+        grid, cmap=TWO_SIDED if isinstance(norm, TwoSlopeNorm) else ONE_SIDED, norm=norm, edgecolors=PAPER,
+        linewidth=1.5,
+    )  # fmt: skip
+    for (row, column), cell in np.ndenumerate(grid):
+        text = "—" if math.isnan(cell) else fmt.format(cell)
+        ink = SOFT if math.isnan(cell) else _ink_on(mesh.cmap(mesh.norm(cell)))
+        ax.text(column + 0.5, row + 0.5, text, ha="center", va="center", color=ink, fontsize=size)
+    ax.grid(visible=False)
+    ax.spines[:].set_visible(False)
+    return mesh
 
 
 # ---- HTML
@@ -495,6 +508,12 @@ def _xlabel(cells: list[tuple[Axes, pd.DataFrame]], xlabel: str, width: int = 76
             ax.set_xlabel(_wrap(xlabel, width // place.get_gridspec().ncols))
 
 
+def _ylabel(cells: list[tuple[Axes, pd.DataFrame]], ylabel: str) -> None:
+    for ax, _ in cells:
+        if ax.get_subplotspec().is_first_col():
+            ax.set_ylabel(ylabel)
+
+
 def _values(cells: list[tuple[Axes, pd.DataFrame]], ylabel: str, log: bool, reference: Reference | None) -> None:
     for ax, _ in cells:
         if log:
@@ -504,9 +523,7 @@ def _values(cells: list[tuple[Axes, pd.DataFrame]], ylabel: str, log: bool, refe
             ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: _plain(value)))
         for value, _ in reference or ():
             ax.axhline(value, color=SOFT, lw=1, ls=(0, (4, 3)), zorder=1.5)
-    firsts = [ax for ax, _ in cells if ax.get_subplotspec().is_first_col()]
-    for ax in firsts:
-        ax.set_ylabel(ylabel)
+    _ylabel(cells, ylabel)
     for ax, _ in cells:
         if reference and ax.get_subplotspec().is_last_col():
             _name_references(ax, reference)
@@ -593,9 +610,9 @@ def _side(low: float, high: float, band: float) -> str:
     return "slower" if high < 1 else "faster" if low > 1 else "unclear"
 
 
-def _two_sided(grid: np.ndarray, center: float) -> TwoSlopeNorm:
+def _two_sided(values: pd.Series, center: float) -> TwoSlopeNorm:
     """Equal distances from `center` get equally strong colours."""
-    reach = np.nanmax(np.abs(grid - center)) or 1.0
+    reach = (values - center).abs().max() or 1.0
     return TwoSlopeNorm(center, center - reach, center + reach)
 
 

@@ -3,7 +3,7 @@
 from typing import Any
 
 from labkit.bench.spec import Case
-from labkit.report import figures
+from labkit.report import widgets
 from labkit.state_layout import tables, views
 
 
@@ -12,10 +12,6 @@ def widget(x: Any) -> Any:
 
     x: the notebook's `lab.Lab`.
     """
-    try:
-        import ipywidgets as w
-    except ImportError:
-        return figures.note("The controls need ipywidgets, which is not installed here.")
 
     def show(HV: int, K: int, V: int, batch: int, state: str, tile: int) -> None:
         from IPython.display import display
@@ -27,16 +23,14 @@ def widget(x: Any) -> Any:
         wanted = [(small, tables.variant_name(layout, tile)) for layout in tables.LAYOUTS]
         display(x.show_table(views.access_prediction(x.accesses(wanted)), "The state's tile: what one request costs."))
 
-    controls = {
-        "HV": w.IntSlider(32, 1, 128, description="HV"),
-        "K": w.Dropdown(options=[64, 128, 256], value=128, description="K"),
-        "V": w.Dropdown(options=[64, 128, 256], value=128, description="V"),
-        "batch": w.IntSlider(64, 1, 512, description="batch"),
-        "state": w.Dropdown(options=["fp32", "bf16"], description="state"),
-        "tile": w.Dropdown(options=list(tables.TILES), description="BV"),
-    }
-    for control in controls.values():
-        control.continuous_update = False  # each change compiles two kernels
-    return w.VBox(
-        [w.HBox(list(controls.values())[:3]), w.HBox(list(controls.values())[3:]), w.interactive_output(show, controls)]
+    return widgets.panel(
+        show,
+        lambda w: {
+            "HV": w.IntSlider(32, 1, 128, description="HV"),
+            "K": w.Dropdown(options=[64, 128, 256], value=128, description="K"),
+            "V": w.Dropdown(options=[64, 128, 256], value=128, description="V"),
+            "batch": w.IntSlider(64, 1, 512, description="batch"),
+            "state": w.Dropdown(options=["fp32", "bf16"], description="state"),
+            "tile": w.Dropdown(options=list(tables.TILES), description="BV"),
+        },
     )

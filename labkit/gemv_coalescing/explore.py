@@ -1,0 +1,34 @@
+"""Widgets: the prediction for a matrix of one's own. Needs a running kernel; left out of exported pages."""
+
+from typing import Any
+
+from labkit.bench.spec import Case
+from labkit.gemv import choose
+from labkit.gemv_coalescing import names, views
+from labkit.gemv_coalescing.study import DTYPES
+from labkit.report import figures, widgets
+
+
+def widget(x: Any) -> Any:
+    """Controls for one matrix; below them the rule's choice, the least time on each GPU, and the cost of a request.
+
+    x: the notebook's `lab.Lab`.
+    """
+
+    def show(N: int, K: int, dtype: str) -> None:
+        from IPython.display import display
+
+        display(figures.note(f"Without a table of its GPU, this GEMV runs with {choose.rule(N, K, DTYPES[dtype])}."))
+        display(x.floors([Case("gemv", {"N": N, "K": K, "dtype": dtype})]))
+        small = Case("gemv", {"N": 64, "K": K, "dtype": dtype})  # a request does not depend on the number of rows
+        steps = [(small, names.LADDER[step]) for step in (0, 1, 2, 3)]
+        display(x.show_table(views.predicted_accesses(x.accesses(steps)), "Steps 1 to 4: what one request of W costs."))
+
+    return widgets.panel(
+        show,
+        lambda w: {
+            "N": w.BoundedIntText(4096, 1, 300000, description="N"),
+            "K": w.BoundedIntText(4096, 1, 32768, description="K"),
+            "dtype": w.Dropdown(options=list(DTYPES), description="dtype"),
+        },
+    )
