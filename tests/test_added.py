@@ -26,6 +26,19 @@ from labkit.workflow import reports as reports_module
 
 INTERPRETED = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
 NAMES = "state, indices, q, k, v, a, b, A_log, dt_bias, out, scale"
+GOOD = """
+from torch.nn.functional import normalize, softplus
+
+
+def my_decode(state, indices, q, k, v, a, b, A_log, dt_bias, out, scale):
+    q, k = (normalize(x.float(), dim=-1).repeat_interleave(v.shape[1] // x.shape[1], 1) for x in (q, k))
+    alpha = (-A_log.exp() * softplus(a + dt_bias)).exp()[..., None, None]
+    S = state[indices.long()].float() * alpha  # [N, HV, V, K]
+    u = b.float().sigmoid()[..., None] * (v - (S @ k[..., None])[..., 0])
+    S += u[..., None] * k[..., None, :]
+    out.copy_((S @ (q * scale)[..., None])[..., 0])
+    state[indices.long()] = S.to(state.dtype)
+"""
 
 
 @pytest.fixture
@@ -46,13 +59,12 @@ def readme():
     text = (CODE / "README.md").read_text()
     section = text[text.index("## Bring your own kernel") :]
     code = re.search(r"```python\n(.*?)```", section, re.DOTALL)[1]
-    return code, re.search(r"labkit run state_layout --add my_kernels\.py:(\w+)", section)[1]
+    return code, re.search(r"labkit run gemv_coalescing --add my_kernels\.py:(\w+)", section)[1]
 
 
-def tiny(*texts):
-    """What functions give on the tiny cases of state_layout, in the interpreter."""
-    study = added.with_added(studies.load("state_layout"), texts)
-    return added.check_tiny(study, "cpu", INTERPRETED)
+def tiny(*texts, study="state_layout"):
+    """What functions give on the tiny cases of a study, in the interpreter."""
+    return added.check_tiny(added.with_added(studies.load(study), texts), "cpu", INTERPRETED)
 
 
 # what is wrong before anything runs
@@ -156,11 +168,11 @@ def test_paths_are_of_the_folder_in_which_the_command_is_called(tmp_path, monkey
 # checked without a GPU
 
 
-def test_the_example_of_the_readme_works(write):
-    code, name = readme()
-    assert len(code.strip().splitlines()) <= 12
-    study = studies.load("state_layout")
-    found = tiny(write(code, name, "my_kernels.py"))
+@pytest.mark.parametrize("study", ["state_layout", "gemv_coalescing"])
+def test_a_right_function_passes_the_example_of_the_readme_too(write, study):
+    code, name = (GOOD, "my_decode") if study == "state_layout" else readme()
+    found = tiny(write(code, name, "my_kernels.py"), study=study)
+    study = studies.load(study)
     assert found["ok"].all(), found["reason"].tolist()
     assert found["case"].tolist() == [case.key for case in study.tiny]
     assert found["error"].between(0, 4e-3).all()
@@ -178,7 +190,7 @@ BAD = {
 def test_what_is_wrong_with_a_function_is_said_and_the_others_go_on(write):
     text = "".join(f"def {name}({NAMES}):\n{body}\n" for name, (body, _) in BAD.items())
     path = write(text, name="bad.py").rpartition(":")[0]
-    code, good = readme()
+    code, good = GOOD, "my_decode"
     found = tiny(*(f"{path}:{name}" for name in BAD), write(code, good))
     assert list(dict.fromkeys(found["function"])) == [*BAD, good]
     for name, (_, reason) in BAD.items():
@@ -244,7 +256,7 @@ def test_a_triton_kernel_runs_interpreted_and_files_beside_it_are_found(write):
 
 
 def test_the_page_shows_that_it_was_checked_and_not_timed(folders, layout, write):  # noqa: F811
-    code, name = readme()
+    code, name = GOOD, "my_decode"
     made.store(paths.DATA / test_lab.GPU, layout)
     bad = write("def mine(W, x, y): ...")
     x = lab.open("state_layout", add=[write(code, name, "my_kernels.py"), bad], **made.LAYOUT)

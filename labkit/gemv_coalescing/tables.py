@@ -253,13 +253,16 @@ def same_bits(rows: pd.DataFrame, variants: Sequence[str]) -> pd.DataFrame:
     return table.groupby(SHAPE, as_index=False)["bits"].nunique().rename(columns={"bits": "outcomes"})
 
 
-def ladder(rows: pd.DataFrame, model: str) -> pd.DataFrame:
-    """The steps at a model's shapes: µs, TB/s, percent of the ceiling, and what the code that ran does a request."""
+def ladder(rows: pd.DataFrame, model: str | None = None) -> pd.DataFrame:
+    """The steps at all shapes or a model's: µs, TB/s, percent of the ceiling, and what a request of the code costs.
+
+    Ordered by dtype, bytes and step.
+    """
     steps = [*names.LADDER, names.OURS]
     table = times(rows)
-    shapes = LINEAR[model].shapes() if model in LINEAR else []
-    chosen = np.array([shape in shapes for shape in zip(table["N"], table["K"], strict=True)], bool)
-    table = table[chosen & table["variant"].isin(steps)] if len(table) else table
+    table = table[table["variant"].isin(steps)]
+    if model:
+        table = table[[shape in LINEAR[model].shapes() for shape in zip(table["N"], table["K"], strict=True)]]
     extra = [_request(json.loads(text)) for text in table["evidence"]]
     table = pd.concat([table, pd.DataFrame(extra, index=table.index, columns=list(_request({})))], axis=1)
     order = table["variant"].map(steps.index)

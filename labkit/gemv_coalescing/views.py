@@ -16,6 +16,7 @@ SHOWN_OVERHEAD = [
 ]  # fmt: skip
 CAPPED = 2.0  # the map's colours end here
 WITHIN = 1.02
+UNITS = {"us": "µs", "tbs": "TB/s", "percent": "% of ceiling"}
 SHOWN_CHAINS = [
     names.separate(names.LADDER[0]),
     names.separate(names.LADDER[3]),
@@ -49,7 +50,29 @@ def in_short(rows: pd.DataFrame) -> str:
     return words + (f". Whole layers, matrix by matrix, against cuBLAS: {'; '.join(parts)}." if parts else ".")
 
 
-def ladder(rows: pd.DataFrame, model: str = LADDER_MODEL) -> Drawing:
+def ladder(rows: pd.DataFrame) -> Drawing:
+    """Percent of the read ceiling by step and shape, bf16; its table has every dtype and what a request costs."""
+    table = tables.ladder(rows)
+    some = table[(table["dtype"] == "bf16") & table["percent"].notna()]
+    if some.empty:
+        return "no bf16 rows of the ladder beside a known read ceiling."
+    fig = figures.heat(
+        some, "step", "shape", "percent", xlabel="step of the ladder", ylabel="N × K", unit="% of the read ceiling",
+        title="The ladder, bf16: percent of the read ceiling", fmt="{:.0f}",
+    )  # fmt: skip
+    best = some.loc[some["percent"].idxmax()]
+    said = f"Best: {best['percent']:.0f} % at {best['shape']}, step {best['step']}"
+    said += " (more than the machine page's reading kernel reached)" * bool(best["percent"] > 100)
+    columns = ["dtype", "shape", "variant", "us", "tbs", "percent", "bits a thread", "sectors a request"]
+    return {
+        "fig": fig,
+        "alt": f"Map of percent of the read ceiling by step of the ladder and shape. {said}.",
+        "caption": f"Streamed bytes a second, cold L2, the smallest W on top. {said}. Steps are named in the table.",
+        "table": table[[*columns, "lines a request", "CTAs an SM"]].rename(columns=UNITS),
+    }
+
+
+def ladder_of(rows: pd.DataFrame, model: str = LADDER_MODEL) -> Drawing:
     """TB/s against the step of the ladder, a line a shape of one model."""
     table = tables.ladder(rows, model)
     if table.empty:
@@ -60,12 +83,11 @@ def ladder(rows: pd.DataFrame, model: str = LADDER_MODEL) -> Drawing:
     )  # fmt: skip
     best = table.loc[table["tbs"].idxmax()]
     said = f"Fastest: {best['shape']}, {best['dtype']}, step {best['step']}, {best['tbs']:.2f} TB/s"
-    columns = ["dtype", "shape", "variant", "us", "tbs", "percent", "bits a thread", "sectors a request"]
     return {
         "fig": fig,
         "alt": f"Lines of bandwidth against the step of the ladder, one a shape of {model}. {said}.",
-        "caption": f"Streamed bytes a second at each step, cold L2. Steps are named in the table. {said}.",
-        "table": table[[*columns, "lines a request", "CTAs an SM"]],
+        "caption": f"Streamed bytes a second at each step, cold L2. {said}.",
+        "table": table[["dtype", "shape", "variant", "us", "tbs", "percent"]].rename(columns=UNITS),
     }
 
 
@@ -180,7 +202,7 @@ def chain(rows: pd.DataFrame) -> Drawing:
         "alt": f"Bars of percent of the time that reading the weights takes, by model. Ours, merged: {said}.",
         "caption": f"Each GEMV reads what an earlier one wrote. Ours, merged: {said}. Ratio in the table: cuBLAS of "
         "the same grouping over the variant.",
-        "table": table,
+        "table": table.drop(columns=["no slower", "runs"], errors="ignore").rename(columns=UNITS),
     }
 
 
@@ -200,7 +222,7 @@ def overhead(rows: pd.DataFrame) -> Drawing:
         "fig": fig,
         "alt": f"Bars of µs a GEMV beyond reading, by model and variant. {said}.",
         "caption": f"(Chain's time - time of reading its weights) / number of its GEMVs: {said}.",
-        "table": table[["model", "variant", "us", "GEMVs", "beyond reading"]],
+        "table": table[["model", "variant", "us", "GEMVs", "beyond reading"]].rename(columns=UNITS),
     }
 
 
@@ -262,7 +284,7 @@ def choices(rows: pd.DataFrame) -> Drawing:
 
 def token(rows: pd.DataFrame) -> pd.DataFrame:
     """A token's GEMVs under each rule."""
-    return tables.token_total(rows, PULL_REQUEST)
+    return tables.token_total(rows, PULL_REQUEST).rename(columns=UNITS)
 
 
 def prediction(rows: pd.DataFrame) -> Drawing:
@@ -283,7 +305,9 @@ def prediction(rows: pd.DataFrame) -> Drawing:
         "fig": fig,
         "alt": f"Lines of time over prediction against the size of W. {said}.",
         "caption": f"Predicted: bytes at the ceiling of this size, and a launch. {said}.",
-        "table": table[["N", "K", "MB", "variant", "us", "predicted_us", "over"]],
+        "table": table[["N", "K", "MB", "variant", "us", "predicted_us", "over"]].rename(
+            columns=UNITS | {"predicted_us": "predicted µs"}
+        ),
     }
 
 
