@@ -297,7 +297,7 @@ def table(
 
 def requests_of(source: compiled.Source, capability: int, program: Sequence[int]) -> list[dict[str, Any]]:
     """In a worker: `requests` of the Launch that the source returns."""
-    return [asdict(one) for one in requests(compiled.launch_of(source), capability, tuple(program))]
+    return [asdict(one) for one in requests(compiled.launch_of(source, capability), capability, tuple(program))]
 
 
 def for_variants(

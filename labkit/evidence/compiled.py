@@ -13,7 +13,7 @@ import subprocess
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +67,15 @@ def offline(capability: int) -> Iterator[None]:
         driver.set_active(previous)
 
 
+def offline_capability() -> int | None:
+    """The capability that is compiled for inside `offline`; None outside of it."""
+    try:
+        from triton.runtime import driver
+    except ImportError:
+        return None
+    return driver._active.capability if isinstance(driver._active, _Offline) else None
+
+
 def build(launch: Launch, capability: int | None = None) -> Any:
     """Triton's compiled kernel of a launch: for `capability` without a GPU, for the active GPU if None.
 
@@ -97,7 +106,7 @@ def prebuild(sources: Sequence[Source], capability: int) -> None:
 def build_all(sources: Sequence[Source], capability: int) -> None:
     """In a worker: compile the Launch of every source."""
     for source in sources:
-        build(launch_of(source), capability)
+        build(launch_of(source, capability), capability)
 
 
 def evidence(launch: Launch, capability: int | None = None) -> dict[str, Any]:
@@ -219,13 +228,14 @@ def table(sources: Mapping[str, Source], capabilities: Sequence[int] = CAPABILIT
 
 def evidence_of(source: Source, capability: int) -> dict[str, Any]:
     """In a worker: `evidence` of the Launch that the source returns."""
-    return evidence(launch_of(source), capability)
+    return evidence(launch_of(source, capability), capability)
 
 
-def launch_of(source: Source) -> Launch:
-    """The Launch that a source returns."""
+def launch_of(source: Source, capability: int | None = None) -> Launch:
+    """The Launch that a source returns; a kernel's choices that depend on the GPU are those for `capability`."""
     function, arguments = source
-    return workers.resolve(function)(**arguments)
+    with offline(capability) if capability else nullcontext():
+        return workers.resolve(function)(**arguments)
 
 
 def modules_of(sources: Mapping[str, Source]) -> list[str]:

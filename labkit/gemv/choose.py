@@ -63,19 +63,18 @@ def check_choice(choice: Choice) -> None:
 
 def choose(N: int, K: int, itemsize: int, device: torch.device) -> Choice:
     """The choice for a shape on a device: tuned if the table has it, else `rule`; after the first call a look-up."""
-    return _table(device).get((N, K, itemsize)) or rule(N, K, itemsize, _multiprocessors(device))
+    return _table(device).get((N, K, itemsize)) or rule(N, K, itemsize, multiprocessors(device))
 
 
 @cache
 def rule(N: int, K: int, itemsize: int, sms: int = 132) -> Choice:
-    """A choice from the shape alone.
+    """A choice from the shape alone; never a split, which was the fastest at no shape that was tuned.
 
-    16 bytes a thread; as many warps as the row has use for, up to 4; the tile shortened where that makes it divide K;
-    then as many rows as leave each multiprocessor `FILL` programs, up to 4; and, where not even one row a program does,
-    the row split.
+    16 bytes a thread; as many warps as a row has such loads for, up to 4; the tile shortened where that makes it divide
+    K; then as many rows as leave each multiprocessor `FILL` programs, up to 4.
     """
     vector = 16 // itemsize
-    warps = max(w for w in WARPS if w == 1 or (w <= 4 and 32 * w * vector * 2 <= K))
+    warps = max(w for w in WARPS if w == 1 or (w <= 4 and 32 * w * vector <= K))
     block_k = 32 * warps * vector
     if K % block_k and K % (block_k // 2) == 0 and block_k // 2 >= 32 * warps:
         block_k //= 2
@@ -83,8 +82,7 @@ def rule(N: int, K: int, itemsize: int, sms: int = 132) -> Choice:
         block_k *= 2
     tiles = -(-K // block_k)
     rows = max(r for r in ROWS if r == 1 or (r <= 4 and N >= FILL * r * sms and r * tiles <= MOST_LOADS))  # noqa: SIM300
-    split = max((s for s in SPLITS if N * s <= sms and s <= tiles), default=1) if rows == 1 else 1
-    return Choice(rows, warps, block_k, split)
+    return Choice(rows, warps, block_k)
 
 
 def candidates(N: int, K: int, itemsize: int) -> list[Choice]:
@@ -144,5 +142,6 @@ def _table(device: torch.device) -> dict[tuple[int, int, int], Choice]:
 
 
 @cache
-def _multiprocessors(device: torch.device) -> int:
+def multiprocessors(device: torch.device) -> int:
+    """How many a GPU has; for a device that is none, the H100's number."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132

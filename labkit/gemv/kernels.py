@@ -24,6 +24,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import cuda
 
+from labkit.evidence.compiled import offline_capability
 from labkit.gemv.choose import MOST_LOADS, Choice, check_choice, choose
 from labkit.launch import Launch
 
@@ -142,7 +143,8 @@ def gemv(
     W: [N, K], bf16, fp16 or fp32; values of a row adjacent, rows at any distance and alignment. x: [K], y: [N], bias:
     [N] or None; contiguous, W's dtype and device. Sums are kept in fp32. dependent: programmatic dependent launch;
     None: where the GPU has it (compute capability 9.0 and later). Kernels launched after it may then begin before it
-    has ended: they must be of this kind, or ordinary ones, which wait by themselves.
+    has ended: they must be of this kind, or ordinary ones, which wait by themselves. W is read before the wait, so no
+    kernel that may still run must write it. A launch with a split owns its buffers: not on two streams at once.
     Raises ValueError naming the argument, its value and what is allowed.
     """
     check_gemv(W, x, y, choice, bias)
@@ -174,8 +176,13 @@ def gemv(
 
 
 def has_dependent_launch(device: torch.device) -> bool:
-    """Whether kernels on this device can start before the one before them has ended."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+    """Whether kernels on this device can start before the one before them has ended.
+
+    For tensors that are on no GPU: whether the target of `compiled.offline` has it.
+    """
+    if device.type == "cuda":
+        return torch.cuda.get_device_capability(device) >= (9, 0)
+    return (offline_capability() or 0) >= 90
 
 
 def tiles_ahead(choice: Choice, tiles: int, itemsize: int) -> int:

@@ -6,15 +6,19 @@
 | 2 W stored [K, N]    | thread_a_row, KN   | the same mapping, lanes adjacent     | the pattern alone costs        |
 | 3 warp a row         | warp_a_row         | lanes side by side, one value each   | full sectors, narrow requests  |
 | 4 16-byte loads      | warp_a_row, wide   | eight bf16 (four fp32) values a lane | an eighth of the requests      |
-| 5 4 rows a program   | warp_a_row, rows   | x loaded once for four rows          | four times the bytes in flight |
+| 5 4 rows a program   | warp_a_row, rows   | x loaded once for four rows          | four times the loads in flight |
 | 6 pipelined          | warp_a_row, stages | tiles of W copied ahead (cp.async)   | latency hidden by copies       |
 | 7 tuned              | production kernel  | W evict-first; rows, warps and tile  | bytes in flight in registers   |
 | 8 split K            | production kernel  | two programs share a row             | pays only where N is short     |
 | 9 dependent launch   | production kernel  | W's first tiles before the wait      | hides launch and ramp          |
 
+Steps 3 to 5 unroll their loop by the same factor, so that the compiler does not choose another number of loads in
+flight for each. Step 7 runs with the choice that was tuned for step 9, so that one thing changes between them.
+
 Beside them: `two_d_tile`, the control of bit identity (a 2-D tile lets the compiler's layout, and so the order of the
-sum, change with the rows), `read_only`, which reads W and does nothing else, and `empty`. The source's change from 1 to
-4 at once: AutoMegaKernel, "GEMV coalescing".
+sum, change with the rows); `read_only`, which reads W and does nothing else; `empty`; and `between`, which stands for
+the small kernels between the GEMVs of a layer. The source's change from 1 to 4 at once: AutoMegaKernel, "GEMV
+coalescing".
 """
 
 import torch
@@ -25,13 +29,15 @@ from triton.language.extra import cuda
 
 from labkit.gemv.choose import Choice
 from labkit.gemv.kernels import check_gemv, has_dependent_launch
+from labkit.gemv_coalescing.names import THREADS
 from labkit.launch import Launch
 
-THREADS = 64  # rows a program where each thread has its own
 ROWS = 4
 STAGES = 4
+UNROLL = 4  # of the loop along K, in steps 3 to 5
 READ_BLOCK = 8192  # values a program of the ceiling
 READ_WARPS = 8
+BETWEEN_BLOCK = 1024
 
 
 @triton.jit
@@ -41,8 +47,9 @@ def _thread_a_row_kernel(W, x, y, N, K, n_stride, k_stride, THREADS: tl.constexp
     pointers = W + rows.to(tl.int64) * n_stride
     total = tl.zeros((THREADS,), tl.float32)
     for k in range(K):
-        w = tl.load(pointers + k * k_stride, mask=inside, other=0.0)
+        w = tl.load(pointers, mask=inside, other=0.0)
         total += w.to(tl.float32) * tl.load(x + k).to(tl.float32)
+        pointers += k_stride  # not k * k_stride, which may not fit 32 bits
     tl.store(y + rows, total.to(y.dtype.element_ty), mask=inside)
 
 
@@ -59,14 +66,15 @@ def _add_tile(sums, W, first, N, stride, x, ks, K, MASKED: tl.constexpr):
 
 @triton.jit
 def _warp_a_row_kernel(
-    W, x, y, N, K, stride, ROWS: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, STAGES: tl.constexpr
-):
+    W, x, y, N, K, stride,
+    ROWS: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, STAGES: tl.constexpr, UNROLL: tl.constexpr,
+):  # fmt: skip
     first = tl.program_id(0) * ROWS
     ks = tl.arange(0, BLOCK_K)
     sums = ()
     for _r in tl.static_range(ROWS):
         sums = sums + (tl.zeros((BLOCK_K,), tl.float32),)
-    for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+    for start in tl.range(0, K, BLOCK_K, num_stages=STAGES, loop_unroll_factor=UNROLL):
         sums = _add_tile(sums, W, first, N, stride, x, start + ks, K, not EVEN_K)
     for r in tl.static_range(ROWS):
         tl.store(y + first + r, tl.sum(sums[r], 0).to(y.dtype.element_ty), mask=first + r < N)
@@ -96,8 +104,21 @@ def _read_kernel(W, partial, n, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr):
 
 
 @triton.jit
-def _empty_kernel(y):
-    pass
+def _empty_kernel(y, DEPENDENT: tl.constexpr):
+    if DEPENDENT:
+        cuda.gdc_launch_dependents()
+        cuda.gdc_wait()
+
+
+@triton.jit
+def _between_kernel(y, x, K, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr):
+    if DEPENDENT:
+        cuda.gdc_launch_dependents()
+    ks = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    if DEPENDENT:
+        cuda.gdc_wait()
+    value = tl.load(y + ks, mask=ks < K, other=0.0).to(tl.float32)
+    tl.store(x + ks, (value / (1 + tl.abs(value))).to(x.dtype.element_ty), mask=ks < K)
 
 
 def thread_a_row(W: Tensor, x: Tensor, y: Tensor) -> Launch:
@@ -115,6 +136,7 @@ def warp_a_row(W: Tensor, x: Tensor, y: Tensor, vector: int = 1, rows: int = 1, 
     N, K = W.shape
     args = {"W": W, "x": x, "y": y, "N": N, "K": K, "stride": W.stride(0)}
     constants = {"ROWS": rows, "BLOCK_K": block_k, "EVEN_K": K % block_k == 0, "STAGES": stages}
+    constants["UNROLL"] = UNROLL if stages == 1 else 1
     options = {"num_warps": 1, "num_stages": stages}
     return Launch(_warp_a_row_kernel, (triton.cdiv(N, rows),), args | constants, options)
 
@@ -138,9 +160,21 @@ def read_only(W: Tensor, partial: Tensor) -> Launch:
     return Launch(_read_kernel, (triton.cdiv(n, READ_BLOCK),), args, options)
 
 
-def empty(y: Tensor) -> Launch:
+def empty(y: Tensor, dependent: bool = False) -> Launch:
     """A kernel of one program that does nothing: what being launched costs. y: any tensor."""
-    return Launch(_empty_kernel, (1,), {"y": y}, {"num_warps": 1})
+    options = {"num_warps": 1} | ({"launch_pdl": True} if dependent else {})
+    return Launch(_empty_kernel, (1,), {"y": y, "DEPENDENT": dependent}, options)
+
+
+def between(y: Tensor, x: Tensor, dependent: bool) -> Launch:
+    """x = y / (1 + |y|): as much as a norm or an activation between two GEMVs moves. y: [K]; x: [K], y's dtype.
+
+    dependent: the GEMV after it may start while it runs, as a norm that carries the trigger lets it.
+    """
+    K = x.numel()
+    args = {"y": y, "x": x, "K": K, "BLOCK": BETWEEN_BLOCK, "DEPENDENT": dependent}
+    options = {"num_warps": 4} | ({"launch_pdl": True} if dependent else {})
+    return Launch(_between_kernel, (triton.cdiv(K, BETWEEN_BLOCK),), args, options)
 
 
 def vector_of(dtype: torch.dtype) -> int:

@@ -16,12 +16,15 @@ CHANGES = {  # step -> the one that it changes
     **dict(zip(LADDER[4:8], LADDER[3:7], strict=True)),
     OURS: LADDER[6],
 }
+THREADS = 64  # rows a CTA where each thread has its own, steps 1 and 2
 READ = "read W"
 EMPTY = "empty kernel"
+EMPTY_DEPENDENT = "empty kernel, dependent launch"
 LIBRARY = ("torch.mv", "F.linear")
 PEERS = ("torch.compile", "flag_gems.mv")
 ROWS_CHOICES = (1, 2, 4, 8, 16)
 TWO_D_CHOICES = (1, 4, 16)
+PLAIN_CHOICES = (1, 4)  # what the rule under test chooses between
 WARM = "tuned in a warm cache"
 INTERLEAVED = "rows=4, interleaved"
 
@@ -31,12 +34,18 @@ def rows_variant(rows: int) -> str:
     return f"rows={rows}"
 
 
+def plain_rows_variant(rows: int) -> str:
+    """The same without dependent launch, which hides the end of a kernel behind the next one's start."""
+    return f"rows={rows}, without dependent launch"
+
+
 def two_d_variant(rows: int) -> str:
     """The same choice in the kernel of one 2-D tile."""
     return f"2-D tile, rows={rows}"
 
 
 ROWS_VARIANTS = (*map(rows_variant, ROWS_CHOICES), INTERLEAVED)
+PLAIN_ROWS = tuple(map(plain_rows_variant, PLAIN_CHOICES))
 TWO_D = tuple(map(two_d_variant, TWO_D_CHOICES))
 
 
@@ -52,6 +61,10 @@ def merged(name: str) -> str:
 
 CHAIN_OURS = merged("ours")
 CHAIN_PLAIN = merged("ours without dependent launch")
+BETWEEN_MV = merged("torch.mv, kernels between")
+BETWEEN_OURS = merged("ours, kernels between")
+BETWEEN_TRIGGER = merged("ours, kernels with the trigger between")
+BETWEEN = (BETWEEN_MV, BETWEEN_OURS, BETWEEN_TRIGGER)
 CHAIN_LADDER = tuple(map(separate, (LADDER[0], LADDER[2], LADDER[3], LADDER[4])))
 CHAINS = {
     **dict.fromkeys(CHAIN_LADDER, "step"),
@@ -59,5 +72,8 @@ CHAINS = {
     separate("ours"): "step",
     CHAIN_PLAIN: "step",
     CHAIN_OURS: "ours",
+    BETWEEN_MV: "baseline",
+    BETWEEN_OURS: "step",
+    BETWEEN_TRIGGER: "step",
     READ: "ceiling",
 }

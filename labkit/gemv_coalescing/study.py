@@ -59,11 +59,11 @@ def variants(x: Case) -> list[Variant]:
         return [_candidate(choice) for choice in choose.candidates(x["N"], x["K"], DTYPES[x["dtype"]])]
     if x.op == "chain":
         return [_variant(name, role, "chain") for name, role in names.CHAINS.items()]
-    found = dict.fromkeys(names.LADDER, "step") | {names.OURS: "ours", names.READ: "control", names.EMPTY: "control"}
-    found |= dict.fromkeys(names.LIBRARY, "baseline")
-    if x["dtype"] != "fp32":  # there the ladder alone
-        found |= dict.fromkeys([*names.ROWS_VARIANTS, *names.TWO_D, names.WARM], "step")
-        found |= dict.fromkeys(names.PEERS if (x["N"], x["K"]) in PEER_SHAPES else (), "peer")
+    found = dict.fromkeys(names.LADDER, "step") | {names.OURS: "ours", names.READ: "control"}
+    found |= dict.fromkeys([names.EMPTY, names.EMPTY_DEPENDENT], "control") | dict.fromkeys(names.LIBRARY, "baseline")
+    found |= dict.fromkeys([*names.ROWS_VARIANTS, *names.PLAIN_ROWS, *names.TWO_D, names.WARM], "step")
+    if x["dtype"] == "bf16" and (x["N"], x["K"]) in PEER_SHAPES:
+        found |= dict.fromkeys(names.PEERS, "peer")
     return [_variant(name, role, "gemv") for name, role in found.items()]
 
 
@@ -97,11 +97,12 @@ def kernels(some: Sequence[Case], capability: int) -> list[tuple[str, Mapping[st
         if x.op == "chain":
             continue
         if x.op == "tune":
-            choices = [(choice, False) for choice in choose.candidates(x["N"], x["K"], DTYPES[x["dtype"]])]
+            choices = [(choice, False, True) for choice in choose.candidates(x["N"], x["K"], DTYPES[x["dtype"]])]
         else:
             choices = trials.rows_choices(x)
-        for choice, two_d in choices:
-            arguments = dict(x.params) | {"choice": choice.as_dict(), "two_d": two_d, "dependent": capability >= 90}
+        for choice, two_d, dependent in choices:
+            arguments = dict(x.params) | {"choice": choice.as_dict(), "two_d": two_d}
+            arguments["dependent"] = dependent and capability >= 90
             # What of N the code depends on: whether it is 1, and whether 16 divides it.
             key = arguments | {"N": (x["N"] == 1, x["N"] % 16 == 0)}
             found.setdefault(str(sorted(key.items(), key=str)), (f"{HERE}:kernel", arguments))

@@ -10,6 +10,7 @@ import pandas as pd
 
 from labkit.bench.records import expanded, read
 from labkit.bench.verdict import Comparison, compare_many
+from labkit.gemv import choose
 from labkit.gemv.choose import Choice
 from labkit.gemv_coalescing import names
 from labkit.shapes import LINEAR
@@ -23,6 +24,8 @@ CHAIN_COLUMNS = (
     "model", "variant", "us", "tbs", "% of ceiling", "% of reading W", "GEMVs", "beyond reading", "at most",
     "ratio", "low", "high", "noise", "verdict",
 )  # fmt: skip
+PATTERN_COLUMNS = ("dtype", "N", "K", "MB", "CTAs an SM", *STEPS, "look-ups, ns", "pattern alone", "with width")
+WORDS = ("faster", "same", "slower", "unclear")
 RULE_ROWS = 4096  # the pull request's rule: one row a group up to so many rows of W, else four
 
 
@@ -79,7 +82,7 @@ def faster_library(us: dict[str, float], label: Callable[[str], str] = str) -> s
 def against_library(rows: pd.DataFrame, variant: str = names.OURS) -> pd.DataFrame:
     """Time of the better of torch.mv and F.linear over that of `variant`, with interval and verdict, for every shape.
 
-    Columns `allowed µs` (bytes at the ceiling + an empty kernel of the same run + 1 µs) and `within` it too.
+    Columns `allowed µs` (bytes at the ceiling + the cheaper empty kernel of the same run + 1 µs) and `within` it too.
     """
     found = []
     for params, group in cases(rows, "gemv"):
@@ -89,11 +92,28 @@ def against_library(rows: pd.DataFrame, variant: str = names.OURS) -> pd.DataFra
             continue
         [result] = compare_many(group, [(variant, library)])
         size = group["floor_bytes"].iloc[0]
-        allowed = size / group["ceiling"].max() / 1e6 + us.get(names.EMPTY, math.nan) + ALLOWED_US
+        empty = min((us[name] for name in (names.EMPTY, names.EMPTY_DEPENDENT) if name in us), default=math.nan)
+        allowed = size / group["ceiling"].max() / 1e6 + empty + ALLOWED_US
         line = {"MB": size / 1e6, "library": library, "library µs": us[library], "ours µs": us[variant]}
         line |= {"ours TB/s": size / us[variant] / 1e6, "allowed µs": allowed, "within": us[variant] <= allowed}
         found.append({name: params[name] for name in SHAPE} | line | _columns(result))
     return pd.DataFrame(found, columns=None if found else [*SHAPE, "MB", "ratio", "low", "high", "verdict", "within"])
+
+
+def other_choice(rows: pd.DataFrame) -> pd.DataFrame:
+    """`compared` of the table's choice and that of a warm cache, where the two are not the same."""
+    table = times(rows)
+    chosen = {
+        variant: {
+            tuple(line[name] for name in SHAPE): json.loads(line["evidence"]).get("choice")
+            for _, line in table[table["variant"] == variant].iterrows()
+        }
+        for variant in (names.OURS, names.WARM)
+    }
+    found = compared(rows, "gemv", names.OURS, names.WARM)
+    keys = [tuple(line[name] for name in SHAPE) for _, line in found.iterrows()]
+    differ = [chosen[names.OURS].get(key) != chosen[names.WARM].get(key) for key in keys]
+    return found[np.array(differ, bool)].reset_index(drop=True)
 
 
 def geometric_mean(values: pd.Series) -> float:
@@ -104,7 +124,8 @@ def geometric_mean(values: pd.Series) -> float:
 def chains(rows: pd.DataFrame) -> pd.DataFrame:
     """Every variant of every chain: µs, TB/s, percent of reading the same weights, and cuBLAS's time over it.
 
-    `cuBLAS` is the faster caller of the same grouping (separate or merged); `at most` is its time over that of reading
+    `cuBLAS` is the faster caller of the same grouping (separate or merged), with kernels between if the variant has
+    them; `at most` is its time over that of reading
     the weights, which no kernel can exceed. `beyond reading`: µs a GEMV that a chain takes longer than reading.
     """
     found = []
@@ -117,6 +138,8 @@ def chains(rows: pd.DataFrame) -> pd.DataFrame:
             together = variant.endswith(names.merged(""))
             count = sum(len(ns) for _, ns in LINEAR[params["model"]].chain(together))
             library = faster_library(us, names.merged if together else names.separate)
+            if variant in names.BETWEEN:
+                library = names.BETWEEN_MV if names.BETWEEN_MV in us else None
             line = {"model": params["model"], "variant": variant, "us": us[variant], "tbs": size / us[variant] / 1e6}
             line["% of ceiling"] = 100 * line["tbs"] / group["ceiling"].max()
             line["% of reading W"] = 100 * reading / us[variant]
@@ -139,34 +162,106 @@ def compared(rows: pd.DataFrame, op: str, variant: str, against: str) -> pd.Data
     return pd.DataFrame(found, columns=None if found else [*SHAPE, "model", "ratio", "low", "high", "noise", "verdict"])
 
 
-def token_total(rows: pd.DataFrame, model: str) -> pd.DataFrame:
+def token_total(rows: pd.DataFrame, model: str, merged: bool = True) -> pd.DataFrame:
     """µs of all weights of one token under each rule for the rows of a program, by real layer counts.
 
-    Rules: the pull request's (1 up to 4096 rows of W, else 4), one row, four rows, the best rows of each shape, the
-    tuned table, and cuBLAS. Empty if a shape of the model was not measured.
+    Rules: the pull request's (1 up to 4096 rows of W, else 4), one row and four rows, each with dependent launch and
+    without; the best rows of each shape; the tuned table; cuBLAS. merged: matrices that share x as one. A rule is left
+    out if a shape was not measured with it.
     """
     us = by_variant(rows)
     us = us.reset_index(level="MB", drop=True) if len(us) else us
-    counts = LINEAR[model].token()
-    if any(shape not in us.index for shape in counts):
-        return pd.DataFrame(columns=["rule", "us", "tbs", "% of ceiling"])
-    columns = [names.rows_variant(rows) for rows in names.ROWS_CHOICES]
-    rules: dict[str, Callable[[tuple[int, int]], float]] = {
-        f"1 row up to N = {RULE_ROWS}, else 4": lambda s: us.loc[s, names.rows_variant(1 if s[0] <= RULE_ROWS else 4)],
-        "always 1 row": lambda s: us.loc[s, names.rows_variant(1)],
-        "always 4 rows": lambda s: us.loc[s, names.rows_variant(4)],
-        "best rows of each shape": lambda s: us.loc[s, columns].min(),
-        "tuned table": lambda s: us.loc[s, names.OURS],
-        "cuBLAS": lambda s: us.loc[s, list(names.LIBRARY)].min(),
-    }
+    counts = LINEAR[model].token(merged)
     size = sum(count * n * k * SIZES["bf16"] for (n, k), count in counts.items())
     top = best_ceiling(times(rows))
     found = []
-    for rule, time in rules.items():
-        total = sum(count * float(time(shape)) for shape, count in counts.items())
-        tbs = size / total / 1e6
-        found.append({"rule": rule, "us": total, "tbs": tbs, "% of ceiling": 100 * tbs / top})
-    return pd.DataFrame(found)
+    for rule, variants in _rules().items():
+        total = sum(count * _least(us, shape, variants(shape[0])) for shape, count in counts.items())
+        if total == total:
+            tbs = size / total / 1e6
+            found.append({"rule": rule, "us": total, "tbs": tbs, "% of ceiling": 100 * tbs / top})
+    return pd.DataFrame(found, columns=["rule", "us", "tbs", "% of ceiling"])
+
+
+RULE, RULE_PLAIN = f"1 row up to N = {RULE_ROWS}, else 4", f"1 row up to N = {RULE_ROWS}, else 4, no dependent launch"
+FOUR, FOUR_PLAIN = "always 4 rows", "always 4 rows, no dependent launch"
+BEST, TUNED, CUBLAS = "best rows of each shape", "tuned table", "cuBLAS"
+
+
+def _rules() -> dict[str, Callable[[int], Sequence[str]]]:
+    """Rule -> N -> the variants of which it takes the fastest."""
+    some, plain = names.rows_variant, names.plain_rows_variant
+    return {
+        RULE: lambda n: [some(1 if n <= RULE_ROWS else 4)],
+        "always 1 row": lambda n: [some(1)],
+        FOUR: lambda n: [some(4)],
+        BEST: lambda n: list(map(some, names.ROWS_CHOICES)),
+        RULE_PLAIN: lambda n: [plain(1 if n <= RULE_ROWS else 4)],
+        FOUR_PLAIN: lambda n: [plain(4)],
+        TUNED: lambda n: [names.OURS],
+        CUBLAS: lambda n: list(names.LIBRARY),
+    }
+
+
+def _least(us: pd.DataFrame, shape: tuple[int, int], variants: Sequence[str]) -> float:
+    """The least time of the variants at a shape; NaN if none was measured."""
+    known = [name for name in variants if name in us]
+    return float(us.loc[shape, known].min()) if known and shape in us.index else math.nan
+
+
+def from_chain(rows: pd.DataFrame, model: str) -> pd.DataFrame:
+    """µs of all weights of one token twice: the sum of single GEMVs, and whole layers in a chain + output matrix.
+
+    The two were measured in different cases, so that each checks the other. Columns of, sum, chain, chain / sum.
+    """
+    token = token_total(rows, model).set_index("rule")["us"]
+    us, head = by_variant(rows), LINEAR[model].heads[0]
+    us = us.reset_index(level="MB", drop=True) if len(us) else us
+    table = chains(rows)
+    chain = table[table["model"] == model].set_index("variant")["us"]
+    periods = sum(count for count, _ in LINEAR[model].layers.values()) / len(LINEAR[model].period)
+    libraries = [name for name in map(names.merged, names.LIBRARY) if name in chain]
+    parts = {TUNED: ([names.CHAIN_OURS], [names.OURS]), CUBLAS: (libraries, list(names.LIBRARY))}
+    found = []
+    for rule, (in_chain, alone) in parts.items():
+        whole = chain.reindex(in_chain).min() * periods + _least(us, head, alone)
+        if rule in token and whole == whole:
+            found.append({"of": rule, "sum": token[rule], "chain": whole, "chain / sum": whole / token[rule]})
+    return pd.DataFrame(found, columns=["of", "sum", "chain", "chain / sum"])
+
+
+def unseen(rows: pd.DataFrame) -> pd.DataFrame:
+    """What a shape gets that is not in the table: time of the rule's choice over the fastest candidate's, cold."""
+    found = []
+    for dtype, n, k, group in _tuned(rows):
+        choices = {Choice(**json.loads(text)): us for text, us in zip(group["options"], group["us"], strict=True)}
+        choice = choose.rule(n, k, SIZES[dtype], int(_or(_multiprocessors(group), 132)))
+        if choice in choices:
+            line = {"rule": str(choice), "rule / fastest": choices[choice] / min(choices.values())}
+            found.append({"dtype": dtype, "N": n, "K": k} | line)
+    return pd.DataFrame(found, columns=[*SHAPE, "rule", "rule / fastest"])
+
+
+def splits(rows: pd.DataFrame) -> pd.DataFrame:
+    """The fastest candidate that splits a row over the fastest that does not, where both were tried, cold."""
+    found = []
+    for dtype, n, k, group in _tuned(rows):
+        split = np.array([json.loads(text)["split"] > 1 for text in group["options"]])
+        if split.any() and not split.all():
+            best = group["us"][split].min() / group["us"][~split].min()
+            found.append({"dtype": dtype, "N": n, "K": k, "split / whole": best})
+    return pd.DataFrame(found, columns=[*SHAPE, "split / whole"])
+
+
+def _tuned(rows: pd.DataFrame) -> Iterator[tuple[str, int, int, pd.DataFrame]]:
+    """dtype, N, K and the candidates' cold rows of every shape that was tuned."""
+    table = times(rows, "tune")
+    for (dtype, n, k), group in table[table["role"] != "control"].groupby(SHAPE):
+        yield dtype, int(n), int(k), group
+
+
+def _or(value: float, other: float) -> float:
+    return other if math.isnan(value) else value
 
 
 def rows_map(rows: pd.DataFrame) -> pd.DataFrame:
@@ -191,7 +286,7 @@ def choices(rows: pd.DataFrame, model: str) -> pd.DataFrame:
     table = table[(table["dtype"] == "bf16") & (table["role"] != "control")]
     table = table[[shape in LINEAR[model].shapes() for shape in zip(table["N"], table["K"], strict=True)]]
     options = pd.DataFrame([json.loads(text) for text in table["options"]], index=table.index)
-    if options.empty:
+    if table.empty:
         return pd.DataFrame(columns=["shape", "warps", "rows", "tile", "over best"])
     found = options.rename(columns={"num_warps": "warps", "block_k": "tile"})[["warps", "rows", "tile"]]
     found.insert(0, "shape", [f"{n} × {k}" for n, k in zip(table["N"], table["K"], strict=True)])
@@ -202,21 +297,38 @@ def choices(rows: pd.DataFrame, model: str) -> pd.DataFrame:
 
 
 def pattern(rows: pd.DataFrame) -> pd.DataFrame:
-    """What the access pattern alone is worth to a thread a row, and what warps a row and 16-byte loads are: bf16.
+    """What the access pattern alone is worth to a thread a row, and what warps a row and 16-byte loads are.
 
-    A row a shape, the fewest rows of W first. `ns a step`: time over K, the loads that a thread makes one after the
-    other, W stored [N, K] (step 1) and [K, N] (step 2). Ratios of step 1's time over that of step 2 and of step 4.
+    A row a shape and type, the fewest rows of W first. `ns a step`: time over K, the loads that a thread makes one
+    after the other, W stored [N, K] (step 1) and [K, N] (step 2). `CTAs an SM`: those of the busiest one. `look-ups,
+    ns`: how long its threads' lines take, one look-up a clock. Ratios of step 1's time over that of step 2 and step 4.
     """
-    us = by_variant(rows)
     first, turned, wide = names.LADDER[0], names.LADDER[1], names.LADDER[3]
+    table = times(rows)
+    us = table.pivot_table(index=["dtype", "N", "K", "MB"], columns="variant", values="us")
     if not {first, turned, wide} <= set(us):
-        return pd.DataFrame(columns=["N", "K", "MB", *STEPS, "pattern alone", "with width"])
+        return pd.DataFrame(columns=PATTERN_COLUMNS)
     us = us[[first, turned, wide]].dropna().reset_index()
-    found = us[["N", "K", "MB"]].assign(**{"pattern alone": us[first] / us[turned], "with width": us[first] / us[wide]})
+    sms, ghz = _multiprocessors(table), _clock_ghz(table)
+    ctas = np.ceil(np.ceil(us["N"] / names.THREADS) / sms)
+    found = us[["dtype", "N", "K", "MB"]].assign(**{"CTAs an SM": ctas})
     for column, variant in zip(STEPS, (first, turned), strict=True):
         found[column] = 1e3 * us[variant] / us["K"]
-    found["TB/s"], found["TB/s of step 4"] = us["MB"] / us[first], us["MB"] / us[wide]
-    return found.sort_values(["N", "K"], ignore_index=True)
+    found["look-ups, ns"] = ctas * names.THREADS / ghz
+    found["pattern alone"], found["with width"] = us[first] / us[turned], us[first] / us[wide]
+    return found[list(PATTERN_COLUMNS)].sort_values(["dtype", "N", "K"], ignore_index=True)
+
+
+def _multiprocessors(table: pd.DataFrame) -> float:
+    """Of the GPU that the rows are from, as their evidence has it; NaN if it does not."""
+    found = (json.loads(text).get("sms") for text in table["evidence"])
+    return float(next((sms for sms in found if sms), math.nan))
+
+
+def _clock_ghz(table: pd.DataFrame) -> float:
+    """Median clock of the multiprocessors while the rows were timed; NaN if it was not read."""
+    samples = [mhz for some in table["sm_mhz"] for mhz in some if mhz]
+    return float(np.median(samples)) / 1e3 if samples else math.nan
 
 
 def pays_from(table: pd.DataFrame) -> int | None:
@@ -239,8 +351,8 @@ def steps(rows: pd.DataFrame) -> pd.DataFrame:
             ratio, verdicts = table["ratio"], table["verdict"].value_counts()
             line = {"step": after, "over": before, "mean ratio": geometric_mean(ratio)}
             line |= {"least": ratio.min(), "most": ratio.max(), "cases": len(table)}
-            found.append(line | {word: int(verdicts.get(word, 0)) for word in ("faster", "same", "slower")})
-    columns = ["step", "over", "mean ratio", "least", "most", "cases", "faster", "same", "slower"]
+            found.append(line | {word: int(verdicts.get(word, 0)) for word in WORDS})
+    columns = ["step", "over", "mean ratio", "least", "most", "cases", *WORDS]
     return pd.DataFrame(found, columns=columns)
 
 

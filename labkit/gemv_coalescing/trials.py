@@ -7,7 +7,8 @@ outputs of its own. The A/A control is a second set of outputs.
 import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,7 +41,7 @@ def _once(key: Any, make: Callable[[], Any]) -> Any:
 
 
 def _inputs(x: Case, device: Any, sets: int, seed: int) -> tuple[Tensor, Tensor]:
-    """W [sets, N, K] and x [sets, K], scaled so that y has unit variance."""
+    """W [sets, N, K] and x [sets, K], the same x for all, which stays in the L2 as in decode; y has unit variance."""
     N, K, dtype = x["N"], x["K"], TYPES[x["dtype"]]
     return _once((x.op, x.key, str(device), "inputs", sets, seed), lambda: _random(sets, N, K, dtype, device, seed))
 
@@ -48,7 +49,7 @@ def _inputs(x: Case, device: Any, sets: int, seed: int) -> tuple[Tensor, Tensor]
 def _random(sets: int, N: int, K: int, dtype: torch.dtype, device: Any, seed: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator(device).manual_seed(seed)
     W = torch.empty((sets, N, K), dtype=dtype, device=device).normal_(0, K**-0.5, generator=generator)
-    return W, torch.empty((sets, K), dtype=dtype, device=device).normal_(generator=generator)
+    return W, torch.empty(K, dtype=dtype, device=device).normal_(generator=generator).expand(sets, K)
 
 
 def _expected(x: Case, device: Any, sets: int, seed: int) -> Tensor:
@@ -93,7 +94,7 @@ def _of(
     def facts() -> dict[str, Any]:
         found = {"bits": hashlib.sha256(y[0].cpu().view(torch.uint8).numpy().tobytes()).hexdigest()[:12]}
         found |= {"choice": choice.as_dict()} if choice else {}
-        return found if library else found | _registers(calls[0])
+        return found if library else found | _registers(calls[0]) | {"sms": choose.multiprocessors(W.device)}
 
     tolerance = {"y": TOLERANCE[x["dtype"]], "repeat": SAME_BITS}
     return Trial(
@@ -153,7 +154,7 @@ def production(
 
     choice = _chosen(x, device, kind)
     if split > 1:
-        choice = Choice(choice.rows, choice.num_warps, choice.block_k, split)
+        choice = replace(choice, split=split)
     dissect = (dependent, split, kind) == (None, 1, "cold")
     make: Make = lambda W, v, y: kernels.gemv(W, v, y, choice, None, dependent)  # noqa: E731
     return _trial(x, device, sets, seed, make, choice, dissect=dissect)
@@ -169,31 +170,37 @@ def _chosen(x: Case, device: Any, kind: str) -> Choice:
     return choose.choose(N, K, size, device)
 
 
-def some_rows(x: Case, device: Any, sets: int, seed: int, rows: int, interleaved: bool = False) -> Trial:
+def some_rows(
+    x: Case, device: Any, sets: int, seed: int, rows: int, interleaved: bool = False, dependent: bool | None = None
+) -> Trial:
     """The production kernel at a number of rows, all else as the rule has it."""
     from labkit.gemv import kernels
 
-    rule = choose.rule(x["N"], x["K"], TYPES[x["dtype"]].itemsize)
-    choice = Choice(rows, rule.num_warps, rule.block_k, interleaved=interleaved)
-    return _trial(x, device, sets, seed, lambda W, v, y: kernels.gemv(W, v, y, choice), choice, dissect=False)
+    choice = replace(_rule(x, device), rows=rows, interleaved=interleaved)
+    make: Make = lambda W, v, y: kernels.gemv(W, v, y, choice, None, dependent)  # noqa: E731
+    return _trial(x, device, sets, seed, make, choice, dissect=False)
 
 
-def rows_choices(x: Case) -> list[tuple[Choice, bool]]:
-    """The choices of the rows' variants, and whether each is of the control of bit identity; none for fp32."""
-    if x["dtype"] == "fp32":
-        return []
-    rule = choose.rule(x["N"], x["K"], TYPES[x["dtype"]].itemsize)
-    found = [(Choice(rows, rule.num_warps, rule.block_k), False) for rows in names.ROWS_CHOICES]
-    found.append((Choice(4, rule.num_warps, rule.block_k, interleaved=True), False))
-    return found + [(Choice(rows, rule.num_warps, rule.block_k), True) for rows in names.TWO_D_CHOICES]
+def _rule(x: Case, device: Any) -> Choice:
+    """The rule's choice for the shape of a case on a device."""
+    sms = choose.multiprocessors(torch.device(device))
+    return choose.rule(x["N"], x["K"], TYPES[x["dtype"]].itemsize, sms)
+
+
+def rows_choices(x: Case) -> list[tuple[Choice, bool, bool]]:
+    """The choices of the rows' variants; whether each is of the control of bit identity, and launched dependently."""
+    rule = _rule(x, "cpu")
+    found = [(replace(rule, rows=rows), False, True) for rows in names.ROWS_CHOICES]
+    found.append((replace(rule, rows=4, interleaved=True), False, True))
+    found += [(replace(rule, rows=rows), False, False) for rows in names.PLAIN_CHOICES]
+    return found + [(replace(rule, rows=rows), True, False) for rows in names.TWO_D_CHOICES]
 
 
 def two_d_tile(x: Case, device: Any, sets: int, seed: int, rows: int) -> Trial:
     """The control of bit identity at a number of rows."""
     from labkit.gemv_coalescing import ladder
 
-    rule = choose.rule(x["N"], x["K"], TYPES[x["dtype"]].itemsize)
-    choice = Choice(rows, rule.num_warps, rule.block_k)
+    choice = replace(_rule(x, device), rows=rows)
     return _trial(x, device, sets, seed, lambda W, v, y: ladder.two_d_tile(W, v, y, choice), choice, dissect=False)
 
 
@@ -220,11 +227,13 @@ def _read(weights: Sequence[Tensor]) -> Trial:
     return Trial(calls, *watch, check, {"sum": 1e-5}, calls[0])
 
 
-def empty(x: Case, device: Any, sets: int, seed: int) -> Trial:
-    """A kernel that does nothing."""
+def empty(x: Case, device: Any, sets: int, seed: int, dependent: bool = False) -> Trial:
+    """A kernel that does nothing; dependent: started early where the GPU can."""
+    from labkit.gemv.kernels import has_dependent_launch
     from labkit.gemv_coalescing import ladder
 
-    launch = ladder.empty(torch.empty(1, device=device))
+    y = torch.empty(1, device=device)
+    launch = ladder.empty(y, dependent and has_dependent_launch(y.device))
     return Trial([launch], launch=launch, idle=True)
 
 
@@ -278,40 +287,90 @@ def _weights(x: Case, device: Any, sets: int, seed: int) -> Tensor:
     return _once((x.op, x.key, str(device), "weights", sets, seed), make)
 
 
-def links(x: Case, weights: Tensor, y: Tensor, start: Tensor, merged: bool) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """W, x and y of every GEMV of a chain, in order.
+class Link(NamedTuple):
+    """One GEMV of a chain. source: [K], what a kernel between turns into x just before it; None if nothing does."""
+
+    W: Tensor
+    x: Tensor
+    y: Tensor
+    source: Tensor | None = None
+
+
+def links(x: Case, weights: Tensor, y: Tensor, start: Tensor, merged: bool, middle: Tensor | None = None) -> list[Link]:
+    """Every GEMV of a chain, in order.
 
     weights: [values]; y: [sum of all N], each GEMV's own part; start: x of the first group. The matrices of a group
     share x; a group's x is the beginning of what the group before wrote, so nothing is overwritten before it is read.
+    middle: [sum of all groups' K] or None; with it, each later group's x is a part of it, made by a kernel between.
     """
     found, at, out, x_group = [], 0, 0, start
+    source, between = None, 0
     for k, ns in LINEAR[x["model"]].chain(merged):
+        if middle is not None and found:
+            source, x_group = x_group[:k], middle[between : between + k]
+        between += k
         first = out
         for n in ns:
-            found.append((weights[at : at + n * k].view(n, k), x_group[:k], y[out : out + n]))
-            at, out = at + n * k, out + n
+            found.append(Link(weights[at : at + n * k].view(n, k), x_group[:k], y[out : out + n], source))
+            at, out, source = at + n * k, out + n, None
         x_group = y[first:out]
     return found
 
 
-def _chain(x: Case, device: Any, sets: int, seed: int, make: Make, merged: bool) -> Trial:
+Between = Callable[[Tensor, Tensor], Any]  # source [K], x [K] -> a Launch
+
+
+def _chain(
+    x: Case, device: Any, sets: int, seed: int, make: Make, merged: bool, between: Between | None = None
+) -> Trial:
     weights = _weights(x, device, sets, seed)
     groups = LINEAR[x["model"]].chain(merged=True)
     y = torch.empty((sets, sum(n for _, ns in groups for n in ns)), dtype=weights.dtype, device=device)
+    middle = torch.empty((sets, sum(k for k, _ in groups)), dtype=weights.dtype, device=device) if between else None
     generator = torch.Generator(device).manual_seed(seed + 1)
     start = torch.empty((sets, groups[0][0]), dtype=weights.dtype, device=device).normal_(generator=generator)
-    chains = [links(x, *part, merged) for part in zip(weights, y, start, strict=True)]
-    launches = [[make(*link) for link in chain] for chain in chains]
-    calls = [lambda some=some: [launch() for launch in some] for some in launches]
+    parts = [links(x, weights[i], y[i], start[i], merged, middle[i] if between else None) for i in range(sets)]
+    calls = [_in_order([_launches(link, make, between) for link in part]) for part in parts]
+    written = [y] if middle is None else [y, middle]
+
+    def poison() -> None:
+        for tensor in written:
+            tensor.fill_(math.nan)
 
     def check() -> dict[str, float]:
-        y.fill_(math.nan)  # a link that does not wait for the one before reads NaN
-        calls[0]()
-        errors = [relative_rmse(out, reference.gemv(W, vector)) for W, vector, out in chains[0]]
+        _replay(lambda: (poison(), calls[0]()), y.device)  # a link that does not wait reads NaN
+        errors = [relative_rmse(link.y, reference.gemv(link.W, link.x)) for link in parts[0]]
+        errors += [
+            relative_rmse(link.x, reference.between(link.source)) for link in parts[0] if link.source is not None
+        ]
         return {"worst link": max(error if error == error else math.inf for error in errors)}
 
-    tolerance = {"worst link": TOLERANCE[x["dtype"]]}
-    return Trial(calls, lambda: y.fill_(math.nan), lambda: not bool(y.isnan().any()), check, tolerance)
+    def whole() -> bool:
+        return not any(bool(link.y.isnan().any()) for part in parts for link in part)
+
+    return Trial(calls, poison, whole, check, {"worst link": TOLERANCE[x["dtype"]]})
+
+
+def _launches(link: Link, make: Make, between: Between | None) -> list[Any]:
+    gemv = make(link.W, link.x, link.y)
+    return [gemv] if link.source is None or between is None else [between(link.source, link.x), gemv]
+
+
+def _in_order(launches: Sequence[Sequence[Any]]) -> Callable[[], Any]:
+    flat = [launch for some in launches for launch in some]
+    return lambda: [launch() for launch in flat]
+
+
+def _replay(work: Callable[[], Any], device: torch.device) -> None:
+    """Do the work as the timing does, in a CUDA graph, where kernels follow each other closely; eagerly on a CPU."""
+    work()
+    if device.type != "cuda":
+        return
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work()
+    graph.replay()
+    torch.cuda.synchronize(device)
 
 
 def chain_step(
@@ -328,9 +387,16 @@ def chain_step(
     return _chain(x, device, sets, seed, make, merged=False)
 
 
-def chain_mv(x: Case, device: Any, sets: int, seed: int, merged: bool) -> Trial:
-    """A chain of torch.mv."""
-    return _chain(x, device, sets, seed, mv, merged)
+def chain_mv(x: Case, device: Any, sets: int, seed: int, merged: bool, between: bool = False) -> Trial:
+    """A chain of torch.mv; between: with a small kernel before each group but the first."""
+    return _chain(x, device, sets, seed, mv, merged, _between(False) if between else None)
+
+
+def _between(dependent: bool) -> Between:
+    from labkit.gemv.kernels import has_dependent_launch
+    from labkit.gemv_coalescing import ladder
+
+    return lambda y, x: ladder.between(y, x, dependent and has_dependent_launch(x.device))
 
 
 def chain_linear(x: Case, device: Any, sets: int, seed: int, merged: bool) -> Trial:
@@ -338,14 +404,16 @@ def chain_linear(x: Case, device: Any, sets: int, seed: int, merged: bool) -> Tr
     return _chain(x, device, sets, seed, linear, merged)
 
 
-def chain_ours(x: Case, device: Any, sets: int, seed: int, merged: bool, dependent: bool | None = None) -> Trial:
-    """A chain of the production GEMV, each with its own choice."""
+def chain_ours(
+    x: Case, device: Any, sets: int, seed: int, merged: bool, dependent: bool | None = None, between: str = ""
+) -> Trial:
+    """A chain of the production GEMV, each with its own choice. between: "", or "plain" or "trigger" kernels."""
     from labkit.gemv import kernels
 
     def make(W: Tensor, v: Tensor, y: Tensor) -> Any:
         return kernels.linear(W, v, y, dependent=dependent)
 
-    return _chain(x, device, sets, seed, make, merged)
+    return _chain(x, device, sets, seed, make, merged, _between(between == "trigger") if between else None)
 
 
 def kernel(N: int, K: int, dtype: str, choice: Mapping[str, Any], dependent: bool, two_d: bool = False) -> Any:
@@ -401,6 +469,7 @@ def _makers() -> dict[tuple[str, str], tuple[Callable[..., Trial], Mapping[str, 
         names.INTERLEAVED: (some_rows, {"rows": 4, "interleaved": True}),
         names.READ: (read_only, {}),
         names.EMPTY: (empty, {}),
+        names.EMPTY_DEPENDENT: (empty, {"dependent": True}),
         "torch.mv": (torch_mv, {}),
         "F.linear": (torch_linear, {}),
         "torch.compile": (compiled, {}),
@@ -418,6 +487,9 @@ def _makers() -> dict[tuple[str, str], tuple[Callable[..., Trial], Mapping[str, 
     }
     gemv |= {name: ladder[number] for name, number in step.items()}
     gemv |= {names.rows_variant(rows): (some_rows, {"rows": rows}) for rows in names.ROWS_CHOICES}
+    gemv |= {
+        names.plain_rows_variant(rows): (some_rows, {"rows": rows, "dependent": False}) for rows in names.PLAIN_CHOICES
+    }
     gemv |= {names.two_d_variant(rows): (two_d_tile, {"rows": rows}) for rows in names.TWO_D_CHOICES}
     chain: dict[str, tuple[Callable[..., Trial], Mapping[str, Any]]] = {
         names.separate(names.LADDER[0]): (chain_step, {"threads": True}),
@@ -427,6 +499,9 @@ def _makers() -> dict[tuple[str, str], tuple[Callable[..., Trial], Mapping[str, 
         names.separate("ours"): (chain_ours, {"merged": False}),
         names.CHAIN_PLAIN: (chain_ours, {"merged": True, "dependent": False}),
         names.CHAIN_OURS: (chain_ours, {"merged": True}),
+        names.BETWEEN_MV: (chain_mv, {"merged": True, "between": True}),
+        names.BETWEEN_OURS: (chain_ours, {"merged": True, "between": "plain"}),
+        names.BETWEEN_TRIGGER: (chain_ours, {"merged": True, "between": "trigger"}),
         names.READ: (read_only, {}),
     }
     for make, together in ((names.separate, False), (names.merged, True)):

@@ -16,6 +16,7 @@ SHOWN_OVERHEAD = [
 ]  # fmt: skip
 CAPPED = 2.0  # the map's colours end here
 WITHIN = 1.02
+MANY = 4  # CTAs an SM from which on its look-ups, not one thread's wait, are to explain a step
 UNITS = {"us": "µs", "tbs": "TB/s", "percent": "% of ceiling"}
 SHOWN_CHAINS = [
     names.separate(names.LADDER[0]),
@@ -30,24 +31,43 @@ SHOWN_CHAINS = [
 
 def in_short(rows: pd.DataFrame) -> str:
     """The answer of the page in a few lines."""
-    table = tables.against_library(rows)
-    if table.empty:
-        return "no shape has both cuBLAS and the production GEMV."
-    some = table[(table["dtype"] == "bf16") & (table["MB"] >= tables.LARGE_MB)]
-    plain = tables.against_library(rows, names.LADDER[6])
-    plain = plain[(plain["dtype"] == "bf16") & (plain["MB"] >= tables.LARGE_MB)]
-    words = (
-        f"from {tables.LARGE_MB} MB of bf16 weights on, the better of torch.mv and F.linear takes "
-        f"{tables.geometric_mean(some['ratio']):.2f} times as long as the production GEMV "
-        f"({tables.geometric_mean(plain['ratio']):.2f} without dependent launch; geometric means of {len(some)} shapes)"
+    single, whole = _single(rows), _whole_layers(rows)
+    return (
+        ". ".join(filter(None, (single, whole))) + "." if single or whole else "nothing could be compared with cuBLAS."
     )
-    chain = tables.chains(rows)
-    ours = chain[chain["variant"] == names.separate("ours")]
-    parts = [
-        f"{line['model']} ×{line['ratio']:.2f} at {line['% of reading W']:.0f} % of reading the weights"
-        for _, line in ours.iterrows()
-    ]
-    return words + (f". Whole layers, matrix by matrix, against cuBLAS: {'; '.join(parts)}." if parts else ".")
+
+
+def _single(rows: pd.DataFrame) -> str:
+    """Single GEMVs against cuBLAS."""
+    means = {}
+    for variant in (names.OURS, names.LADDER[6]):
+        table = tables.against_library(rows, variant)
+        table = table[(table["dtype"] == "bf16") & (table["MB"] >= tables.LARGE_MB)]
+        if len(table):
+            means[variant] = (tables.geometric_mean(table["ratio"]), len(table))
+    if names.OURS not in means:
+        return ""
+    mean, count = means[names.OURS]
+    plain = f" ({means[names.LADDER[6]][0]:.2f} without dependent launch)" if names.LADDER[6] in means else ""
+    return (
+        f"One GEMV alone, {tables.LARGE_MB} MB of bf16 weights and more: the better of torch.mv and F.linear takes "
+        f"{mean:.2f} times as long as the production GEMV{plain}, geometric mean of {count} shapes"
+    )
+
+
+def _whole_layers(rows: pd.DataFrame) -> str:
+    """Chains against cuBLAS, merged as engines run them and matrix by matrix."""
+    table = tables.chains(rows)
+    parts = []
+    for model in table["model"].unique():
+        lines = table[(table["model"] == model) & table["ratio"].notna()].set_index("variant")
+        ratios = [
+            f"×{line['ratio']:.2f} [{line['low']:.2f}, {line['high']:.2f}] {how}"
+            for how, name in (("merged", names.CHAIN_OURS), ("matrix by matrix", names.separate("ours")))
+            if name in lines.index and (line := lines.loc[name]) is not None
+        ]
+        parts += [f"{model} {', '.join(ratios)}"] if ratios else []
+    return f"All matrices of the layers in order, against cuBLAS: {'; '.join(parts)}" if parts else ""
 
 
 def ladder(rows: pd.DataFrame) -> Drawing:
@@ -92,47 +112,67 @@ def ladder_of(rows: pd.DataFrame, model: str = LADDER_MODEL) -> Drawing:
 
 
 def walk(rows: pd.DataFrame) -> Drawing:
-    """A thread a row: time of one step along K against the rows of W, for both ways of storing W."""
+    """A thread a row: time of one step along K against the CTAs of an SM, for both ways of storing W."""
     table = tables.pattern(rows)
-    if table.empty:
+    if table["CTAs an SM"].isna().all():
         return "the steps 1, 2 and 4 were not measured."
-    mean = table.groupby("N", as_index=False)[list(tables.STEPS)].mean()
-    tidy = mean.melt("N", var_name="series", value_name="ns")
+    series = dict(zip((*tables.STEPS, "look-ups, ns"), ("W [N, K]", "W [K, N]", "a line a clock"), strict=True))
+    mean = table.groupby(["dtype", "CTAs an SM"], as_index=False)[list(series)].mean().rename(columns=series)
     fig = figures.lines(
-        tidy, "N", "ns", "series", logx=True, logy=True, xlabel="rows of W, one a thread",
-        ylabel="time / K, ns (log)", title="One thread a row: what one step along K takes",
+        mean.melt(["dtype", "CTAs an SM"], var_name="series", value_name="ns"), "CTAs an SM", "ns", "series",
+        panel="dtype", logx=True, logy=True, xlabel="CTAs on the busiest multiprocessor", ylabel="time / K, ns (log)",
+        title="A thread a row: what one step along K takes",
     )  # fmt: skip
     start = tables.pays_from(table)
-    said = f"lanes side by side pay from N = {start} on" if start else "lanes side by side never pay"
+    said = f"Lanes side by side pay from N = {start} on" if start else "Lanes side by side do not pay at the tallest W"
     return {
         "fig": fig,
-        "alt": f"Lines of time over K against N for W stored both ways. {said[0].upper()}{said[1:]}.",
-        "caption": f"Flat where a thread waits for its own loads, rising where memory is full; {said}. Mean over the K "
-        "of the same N, bf16, cold.",
+        "alt": f"Lines of time over K against CTAs a multiprocessor for W stored both ways. {said}.",
+        "caption": f"Mean over the shapes with as many CTAs of {names.THREADS} rows, cold. A line a clock: "
+        f"{names.THREADS} look-ups a CTA at the clock that was read. {said}.",
         "table": table,
     }
 
 
 def why_not_32(rows: pd.DataFrame) -> str:
-    """What steps 1, 2 and 4 are worth against what the sectors would give."""
+    """What limits step 1, and what step 2 changes of it."""
     table = tables.pattern(rows)
+    table = table[table["look-ups, ns"].notna()]
     if table.empty:
-        return "the steps were not measured."
-    few, many = table.iloc[0], table.iloc[-1]
-    flat = table[table["N"] <= table["N"].median()]
-    ends = [f"{flat[name].min():.0f} to {flat[name].max():.0f}" for name in tables.STEPS]
-    return (
-        f"a request of step 1 touches 32 lines and uses two bytes of each sector of 32, so without caches it would "
-        f"fetch sixteen times the bytes. Step 4 is {table['with width'].min():.0f} to {table['with width'].max():.0f} "
-        f"times as fast, for two reasons that pull apart. Up to {flat['N'].max()} rows there are too few threads to "
-        f"fill the memory's queue: a step along K takes {ends[0]} ns (W stored [N, K]) or {ends[1]} ns ([K, N]) at any "
-        f"size. That is latency. Stored [N, K], a line serves the thread's next 63 values from the cache; stored "
-        f"[K, N], every step needs new lines, so the better pattern is the slower one: "
-        f"×{few['pattern alone']:.2f} at {few['N']:.0f} rows. At {many['N']:.0f} rows memory is busy, and full sectors "
-        f"count: the pattern alone gives ×{many['pattern alone']:.1f}, warps and width ×{many['with width']:.1f}. That "
-        f"is less than sixteen, since step 1 streams {many['TB/s']:.2f} TB/s of useful bytes against "
-        f"{many['TB/s of step 4']:.2f}: caches keep part of what it fetched until the next step wants it."
+        return "the steps 1, 2 and 4 were not measured, or not on which GPU."
+    one, many = table[table["CTAs an SM"] == 1], table[table["CTAs an SM"] >= MANY]
+    walk = tables.STEPS[0]
+    said = [f"step 4 is {table['with width'].min():.0f} to {table['with width'].max():.0f} times as fast as step 1"]
+    if len(one):
+        spans = [f"{one[name].min():.0f} to {one[name].max():.0f} ns" for name in tables.STEPS]
+        said.append(
+            f"with one CTA a multiprocessor, up to {one['N'].max()} rows, a step along K takes {spans[0]} with W "
+            f"stored [N, K] and {spans[1]} with [K, N], however many rows there are: each thread waits for its own "
+            f"load, and stored [N, K] most of these find a line that is in the cache already"
+        )
+    if len(many):
+        over = many[walk] / many["look-ups, ns"]
+        said.append(
+            f"with {MANY} CTAs and more, [N, K] takes {over.min():.2f} to {over.max():.2f} times as long as looking up "
+            f"32 lines a request at one a clock"
+        )
+    said += _twice_the_bytes(table, walk)
+    start = tables.pays_from(table)
+    last = table.loc[table["N"].idxmax()]
+    said.append(
+        f"so the pattern alone pays {f'from {start} rows on' if start else 'nowhere to the end'}, and at {last['N']} "
+        f"rows it gives ×{last['pattern alone']:.1f} of ×{last['with width']:.1f}"
     )
+    return ". ".join(f"{sentence[0].upper()}{sentence[1:]}" for sentence in said) + "."
+
+
+def _twice_the_bytes(table: pd.DataFrame, walk: str) -> list[str]:
+    """The tallest W in two types: if look-ups are the limit, twice the bytes take the same time."""
+    both = table.pivot_table(index=["N", "K"], columns="dtype", values=walk)
+    if not {"bf16", "fp32"} <= set(both) or both[["bf16", "fp32"]].dropna().empty:
+        return []
+    (n, k), line = max(both[["bf16", "fp32"]].dropna().iterrows(), key=lambda item: item[0])
+    return [f"At {n} × {k} it takes {line['bf16']:.0f} ns in bf16 and {line['fp32']:.0f} ns in fp32, twice the bytes"]
 
 
 def library(rows: pd.DataFrame) -> Drawing:
@@ -179,7 +219,7 @@ def losses(rows: pd.DataFrame) -> str:
 def peers(rows: pd.DataFrame) -> pd.DataFrame:
     """µs of the libraries at the shapes where all were asked."""
     us = tables.by_variant(rows)
-    wanted = [name for name in (*names.LIBRARY, *names.PEERS, names.OURS) if name in us]
+    wanted = [name for name in (*names.LIBRARY, *names.PEERS, names.LADDER[6], names.OURS) if name in us]
     asked = [name for name in names.PEERS if name in us]
     return us[wanted].dropna(subset=asked, how="all").reset_index() if asked else pd.DataFrame()
 
@@ -187,9 +227,9 @@ def peers(rows: pd.DataFrame) -> pd.DataFrame:
 def chain(rows: pd.DataFrame) -> Drawing:
     """Whole layers: percent of reading the same weights."""
     table = tables.chains(rows)
-    table = table[table["variant"].isin(SHOWN_CHAINS)] if len(table) else table
+    table = table[table["variant"].isin(SHOWN_CHAINS) & table["% of reading W"].notna()] if len(table) else table
     if table.empty:
-        return "no chain was measured."
+        return "no chain was measured beside reading its weights."
     fig = figures.bars(
         table, "model", "% of reading W", "variant",
         xlabel="model", ylabel="% of read speed", title="Whole layers in order, one CUDA graph",
@@ -197,6 +237,7 @@ def chain(rows: pd.DataFrame) -> Drawing:
     )  # fmt: skip
     ours = table[table["variant"] == names.CHAIN_OURS]
     said = "; ".join(f"{m}: {p:.0f} %" for m, p in zip(ours["model"], ours["% of reading W"], strict=True))
+    said = said or "not measured"
     return {
         "fig": fig,
         "alt": f"Bars of percent of the time that reading the weights takes, by model. Ours, merged: {said}.",
@@ -230,8 +271,9 @@ def limits(rows: pd.DataFrame) -> str:
     """How much a chain could gain at all: cuBLAS over reading the weights."""
     table = tables.chains(rows)
     table = table[table["variant"].isin([names.CHAIN_OURS, names.separate("ours")])] if len(table) else table
+    table = table[table["at most"].notna()]
     if table.empty:
-        return "no chain was measured."
+        return "no chain was measured beside cuBLAS and reading its weights."
     parts = [
         f"{line['model']}, {line['variant'].removeprefix('ours, ')}: at most ×{line['at most']:.2f}, "
         f"reached ×{line['ratio']:.2f}"
@@ -249,14 +291,67 @@ def rows_map(rows: pd.DataFrame) -> Drawing:
         table, "rows", "shape", "over best", xlabel="rows a program", ylabel="N × K",
         title="Rows a program: time over the best number's", fmt="{:.2f}",
     )  # fmt: skip
-    counts = table.loc[table.groupby("shape")["over best"].idxmin(), "rows"].value_counts()
-    said = ", ".join(f"{rows} rows: {count} shapes" for rows, count in counts.sort_index().items())
+    near = table[table["over best"] <= WITHIN].groupby("rows")["shape"].nunique()
+    count = table["shape"].nunique()
+    said = ", ".join(f"{rows} rows at {near.get(rows, 0)}" for rows in sorted(table["rows"].unique()))
+    said = f"within {WITHIN - 1:.0%} of that, of {count} shapes: {said}"
     return {
         "fig": fig,
-        "alt": f"Map of time over the best, by rows and shape. Best: {said}.",
-        "caption": f"bf16, all else as the rule has it; 1.00 is the best number of rows. Best: {said}.",
+        "alt": f"Map of time over the best, by rows and shape; {said}.",
+        "caption": f"bf16, all else as the rule has it; 1.00 is the least time measured, noise included; {said}.",
         "table": table.pivot_table(index="shape", columns="rows", values="over best", sort=False).reset_index(),
     }
+
+
+def cross_check(rows: pd.DataFrame) -> pd.DataFrame:
+    """A token's weights from single GEMVs and from chains: two measurements of the same."""
+    units = UNITS | {"sum": "single GEMVs, µs", "chain": "chain and output matrix, µs"}
+    return tables.from_chain(rows, PULL_REQUEST).rename(columns=units)
+
+
+def between(rows: pd.DataFrame) -> Drawing:
+    """What is left of the gain with small kernels between the GEMVs."""
+    table = tables.chains(rows)
+    shown = [names.CHAIN_OURS, names.BETWEEN_TRIGGER, names.BETWEEN_OURS, names.CHAIN_PLAIN]
+    table = table[table["variant"].isin(shown) & table["ratio"].notna()] if len(table) else table
+    if table.empty or not set(names.BETWEEN) & set(table["variant"]):
+        return "no chain with kernels between was measured."
+    table = table.sort_values("variant", key=lambda some: some.map(shown.index), kind="stable")
+    fig = figures.ratios(
+        table.assign(name=table["variant"].str.removesuffix(names.merged(""))), "name", "ratio", "low", "high",
+        group="model", verdict="verdict", xlabel="time cuBLAS / time ours, the same kernels between",
+        title="Whole layers with small kernels between, merged",
+    )  # fmt: skip
+    ends = table.groupby("variant", sort=False)["ratio"].agg(["min", "max"])
+    said = "; ".join(f"{name} ×{span['min']:.2f} to ×{span['max']:.2f}" for name, span in ends.iterrows())
+    return {
+        "fig": fig,
+        "alt": f"Ratios of cuBLAS's time over ours, by model and by what stands between the GEMVs. {said}.",
+        "caption": f"Before each group but the first, a kernel makes x of what the group before wrote. {said}.",
+        "table": table[["model", "variant", "us", "ratio", "low", "high", "noise", "verdict"]].rename(columns=UNITS),
+    }
+
+
+def unseen(rows: pd.DataFrame) -> str:
+    """What a shape gets that is not in the table."""
+    table = tables.unseen(rows)
+    if table.empty:
+        return "the rule's choices were not among what was tried."
+    worst, ratio = table.loc[table["rule / fastest"].idxmax()], table["rule / fastest"]
+    return (
+        f"the rule's choice takes {tables.geometric_mean(ratio):.3f} times as long as the fastest candidate on average "
+        f"over {len(table)} shapes and types, and at most {ratio.max():.2f} times, at {worst['N']} × {worst['K']} in "
+        f"{worst['dtype']}. (The fastest is the least of many measured times, so a part of that is noise.)"
+    )
+
+
+def splits(rows: pd.DataFrame) -> str:
+    """Does a split of K pay where N is short?"""
+    table = tables.splits(rows)
+    if table.empty:
+        return "no shape was short enough to split its rows."
+    parts = [f"{line['N']} × {line['K']} {line['split / whole']:.2f}" for _, line in table.iterrows()]
+    return f"time of the fastest choice that splits a row over the fastest that does not: {', '.join(parts)}."
 
 
 def choices(rows: pd.DataFrame) -> Drawing:
@@ -317,16 +412,20 @@ def bits(rows: pd.DataFrame) -> str:
     control = tables.same_bits(rows, names.TWO_D)
     if ours.empty or control.empty:
         return "the bits of the results are not recorded."
-    same, differ = (ours["outcomes"] == 1).sum(), (control["outcomes"] > 1).sum()
-    return (
-        f"1, 2, 4, 8, 16 and interleaved rows give the same bits in {same} of {len(ours)} shapes; one 2-D tile of 1, 4 "
-        f"and 16 rows, the control, gives different bits in {differ} of {len(control)}."
-    )
+    said = []
+    for dtype in ours["dtype"].unique():
+        same, differ = ours[ours["dtype"] == dtype]["outcomes"] == 1, control[control["dtype"] == dtype]["outcomes"] > 1
+        said.append(f"{dtype}: the same bits in {same.sum()} of {len(same)} shapes, other bits in {differ.sum()} of "
+                    f"{len(differ)} for the control")  # fmt: skip
+    return f"all numbers of rows, adjacent and interleaved, against one 2-D tile of several rows. {'; '.join(said)}."
 
 
 def warm(rows: pd.DataFrame) -> str:
     """What a choice tuned in a warm cache costs when the cache is cold."""
-    return _spread(tables.compared(rows, "gemv", names.OURS, names.WARM), "tuned warm / tuned cold")
+    table = tables.other_choice(rows)
+    if table.empty:
+        return "tuning in a warm cache chose nothing else, or was not tried: only what fits the L2 can be."
+    return "where a warm cache chose something else: " + _spread(table, "tuned warm / tuned cold")
 
 
 def interleaving(rows: pd.DataFrame) -> str:
@@ -344,7 +443,7 @@ def _spread(table: pd.DataFrame, what: str) -> str:
     words = ", ".join(f"{word} {counts[word]}" for word in ("faster", "same", "slower", "unclear") if word in counts)
     return (
         f"time {what}: {tables.geometric_mean(table['ratio']):.3f} on average over {len(table)} shapes, from "
-        f"{ends[0]} to {ends[1]}. The latter is {words}."
+        f"{ends[0]} to {ends[1]}. The latter: {words}."
     )
 
 
