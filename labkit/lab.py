@@ -81,7 +81,7 @@ def open(
     empty: all of them. processes: independent measuring processes. add: functions of the reader's own to check and
     time beside the study's, "FILE.py:FUNCTION". parameters: the study's own.
     Raises KeyError for an unknown study, ValueError for a wrong parameter, RuntimeError if source is "measure" and
-    there is no GPU or if there is nothing to show.
+    there is no GPU, or if no GPU that is recorded has these cases. A study that was never recorded opens without rows.
     """
     study = studies.load(name)
     study.check(parameters)
@@ -100,11 +100,14 @@ def open(
         raise RuntimeError(f"cannot measure here: {problem}")
     there = [_recorded(study, parameters, slug) for slug in known if gpu in ("", slug)]
     shown = [*([here] if here else []), *(entry for entry in there if len(entry.rows))]
-    if not shown:
+    if known and not shown:
         raise RuntimeError(
             f"{name}: nothing to show: not measured here ({problem}), and no recorded GPU has these cases"
         )
     return Lab(study, parameters, shown, problem, own.add)
+
+
+UNMEASURED = "No measurement of this study is recorded yet, of any GPU."
 
 
 class Lab:
@@ -126,6 +129,8 @@ class Lab:
 
     def provenance(self) -> figures.Html:
         """What is measured here and what is replayed, and why; one row a GPU."""
+        if not self.shown:
+            return figures.note(f"{UNMEASURED} Here nothing is measured: {self.problem}.")
         table = pd.DataFrame([self._provenance(entry) for entry in self.shown])
         why = f"Nothing was measured on this machine: {self.problem}." if self.problem else ""
         return figures.table(table, caption=f"Where the figures on this page are from. {why}".strip())
@@ -249,13 +254,18 @@ class Lab:
         table = self._own.assign(case=self._own["case"].map(_in_words))
         return figures.table(table, f"{where} None was timed: {self.problem}.", {"error": "{:.1e}"})
 
+    @staticmethod
+    def _each(parts: list[figures.Html]) -> "Gallery":
+        """What every GPU shows; a note where there is none."""
+        return Gallery(parts or [figures.note(UNMEASURED)])
+
     def figure(self, name: str, draw: Draw) -> "Gallery":
         """One figure a GPU.
 
         draw: that GPU's rows -> fig, alt, caption, table (the arguments of `figures.show`), or a sentence that says why
         there is nothing to draw.
         """
-        return Gallery([self._one_figure(name, draw, entry) for entry in self.shown])
+        return self._each([self._one_figure(name, draw, entry) for entry in self.shown])
 
     def _one_figure(self, name: str, draw: Draw, entry: Shown) -> figures.Html:
         drawn = draw(entry.rows)
@@ -271,7 +281,7 @@ class Lab:
         self, make: Callable[[pd.DataFrame], pd.DataFrame], caption: str, formats: Mapping | None = None
     ) -> "Gallery":
         """One table a GPU, made from its rows."""
-        return Gallery([self._one_table(make(e.rows), caption, formats, e) for e in self.shown])
+        return self._each([self._one_table(make(e.rows), caption, formats, e) for e in self.shown])
 
     @staticmethod
     def _one_table(table: pd.DataFrame, caption: str, formats: Mapping | None, entry: Shown) -> figures.Html:
@@ -281,7 +291,7 @@ class Lab:
 
     def counters(self, caption: str = "Requests and sectors of a whole launch, counted and predicted.") -> "Gallery":
         """One table a GPU: what ncu counted beside what the code predicts; or a sentence where nothing was counted."""
-        return Gallery([self._one_count(caption, entry) for entry in self.shown])
+        return self._each([self._one_count(caption, entry) for entry in self.shown])
 
     @staticmethod
     def _one_count(caption: str, entry: Shown) -> figures.Html:
@@ -306,7 +316,7 @@ class Lab:
 
     def say(self, sentence: Callable[[pd.DataFrame], str]) -> "Gallery":
         """One generated sentence a GPU: results are never typed into prose, since they differ from GPU to GPU."""
-        return Gallery([figures.note(f"{e.label}: {sentence(e.rows)}") for e in self.shown])
+        return self._each([figures.note(f"{e.label}: {sentence(e.rows)}") for e in self.shown])
 
     def claims(self) -> figures.Html:
         """The published numbers, what each GPU measured, and the verdict."""
@@ -317,6 +327,8 @@ class Lab:
             for claim in self.study.claims
             for entry in self.shown
         ]
+        if not rows:
+            return figures.note(UNMEASURED)
         text = "The claims, judged from the rows shown on this page; the index judges from all recorded rows"
         return figures.table(pd.DataFrame(rows), caption=text)
 
@@ -337,7 +349,8 @@ class Lab:
 
         if find_spec("triton"):
             return compiled.for_variants(self.study.name, wanted, capabilities)
-        return pd.concat([recorded_evidence(entry.rows, wanted) for entry in self.shown], ignore_index=True)
+        parts = [recorded_evidence(entry.rows, wanted) for entry in self.shown]
+        return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame()
 
 
 def _varying(table: pd.DataFrame) -> pd.DataFrame:

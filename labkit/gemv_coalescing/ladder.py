@@ -15,7 +15,8 @@
 Steps 3 to 5 unroll their loop by the same factor, so that the compiler does not choose another number of loads in
 flight for each. Step 7 runs with the choice that was tuned for step 9, so that one thing changes between them.
 
-Beside them: `two_d_tile`, the control of bit identity (a 2-D tile lets the compiler's layout, and so the order of the
+Beside them: `warp_a_row` of step 4 with the cache hint alone (W evict-first, so that it does not drive out x);
+`two_d_tile`, the control of bit identity (a 2-D tile lets the compiler's layout, and so the order of the
 sum, change with the rows); `read_only`, which reads W and does nothing else; `empty`; and `between`, which stands for
 the small kernels between the GEMVs of a layer. The source's change from 1 to 4 at once: AutoMegaKernel, "GEMV
 coalescing".
@@ -54,12 +55,15 @@ def _thread_a_row_kernel(W, x, y, N, K, n_stride, k_stride, THREADS: tl.constexp
 
 
 @triton.jit
-def _add_tile(sums, W, first, N, stride, x, ks, K, MASKED: tl.constexpr):
+def _add_tile(sums, W, first, N, stride, x, ks, K, MASKED: tl.constexpr, POLICY: tl.constexpr):
     x_tile = tl.load(x + ks, mask=ks < K, other=0.0) if MASKED else tl.load(x + ks)
     new = ()
     for r in tl.static_range(len(sums)):
         pointers = W + tl.minimum(first + r, N - 1).to(tl.int64) * stride + ks
-        w_tile = tl.load(pointers, mask=ks < K, other=0.0) if MASKED else tl.load(pointers)
+        if MASKED:
+            w_tile = tl.load(pointers, mask=ks < K, other=0.0, eviction_policy=POLICY)
+        else:
+            w_tile = tl.load(pointers, eviction_policy=POLICY)
         new = new + (sums[r] + w_tile.to(tl.float32) * x_tile.to(tl.float32),)
     return new
 
@@ -68,6 +72,7 @@ def _add_tile(sums, W, first, N, stride, x, ks, K, MASKED: tl.constexpr):
 def _warp_a_row_kernel(
     W, x, y, N, K, stride,
     ROWS: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, STAGES: tl.constexpr, UNROLL: tl.constexpr,
+    POLICY: tl.constexpr,
 ):  # fmt: skip
     first = tl.program_id(0) * ROWS
     ks = tl.arange(0, BLOCK_K)
@@ -75,7 +80,7 @@ def _warp_a_row_kernel(
     for _r in tl.static_range(ROWS):
         sums = sums + (tl.zeros((BLOCK_K,), tl.float32),)
     for start in tl.range(0, K, BLOCK_K, num_stages=STAGES, loop_unroll_factor=UNROLL):
-        sums = _add_tile(sums, W, first, N, stride, x, start + ks, K, not EVEN_K)
+        sums = _add_tile(sums, W, first, N, stride, x, start + ks, K, not EVEN_K, POLICY)
     for r in tl.static_range(ROWS):
         tl.store(y + first + r, tl.sum(sums[r], 0).to(y.dtype.element_ty), mask=first + r < N)
 
@@ -129,14 +134,19 @@ def thread_a_row(W: Tensor, x: Tensor, y: Tensor) -> Launch:
     return Launch(_thread_a_row_kernel, (triton.cdiv(N, THREADS),), args | strides, {"num_warps": THREADS // 32})
 
 
-def warp_a_row(W: Tensor, x: Tensor, y: Tensor, vector: int = 1, rows: int = 1, stages: int = 1) -> Launch:
-    """Steps 3 to 6. W: [N, K], contiguous along K; vector: values a lane loads at once; stages: tiles in flight."""
+def warp_a_row(
+    W: Tensor, x: Tensor, y: Tensor, vector: int = 1, rows: int = 1, stages: int = 1, hint: str = ""
+) -> Launch:
+    """Steps 3 to 6. W: [N, K], contiguous along K; vector: values a lane loads at once; stages: tiles in flight.
+
+    hint: eviction policy of W's loads, "" or "evict_first".
+    """
     block_k = 32 * vector
     check_gemv(W, x, y, Choice(rows, 1, block_k), None)
     N, K = W.shape
     args = {"W": W, "x": x, "y": y, "N": N, "K": K, "stride": W.stride(0)}
     constants = {"ROWS": rows, "BLOCK_K": block_k, "EVEN_K": K % block_k == 0, "STAGES": stages}
-    constants["UNROLL"] = UNROLL if stages == 1 else 1
+    constants |= {"UNROLL": UNROLL if stages == 1 else 1, "POLICY": hint}
     options = {"num_warps": 1, "num_stages": stages}
     return Launch(_warp_a_row_kernel, (triton.cdiv(N, rows),), args | constants, options)
 

@@ -11,8 +11,10 @@ LADDER = (
     "8 split K",
 )
 OURS = "9 dependent launch"  # the production GEMV
+HINT = "4 with W evict-first"
 CHANGES = {  # step -> the one that it changes
     **dict(zip(LADDER[1:4], (LADDER[0], LADDER[0], LADDER[2]), strict=True)),
+    HINT: LADDER[3],
     **dict(zip(LADDER[4:8], LADDER[3:7], strict=True)),
     OURS: LADDER[6],
 }

@@ -61,7 +61,7 @@ def variants(x: Case) -> list[Variant]:
         return [_variant(name, role, "chain") for name, role in names.CHAINS.items()]
     found = dict.fromkeys(names.LADDER, "step") | {names.OURS: "ours", names.READ: "control"}
     found |= dict.fromkeys([names.EMPTY, names.EMPTY_DEPENDENT], "control") | dict.fromkeys(names.LIBRARY, "baseline")
-    found |= dict.fromkeys([*names.ROWS_VARIANTS, *names.PLAIN_ROWS, *names.TWO_D, names.WARM], "step")
+    found |= dict.fromkeys([names.HINT, *names.ROWS_VARIANTS, *names.PLAIN_ROWS, *names.TWO_D, names.WARM], "step")
     if x["dtype"] == "bf16" and (x["N"], x["K"]) in PEER_SHAPES:
         found |= dict.fromkeys(names.PEERS, "peer")
     return [_variant(name, role, "gemv") for name, role in found.items()]

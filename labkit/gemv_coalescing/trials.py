@@ -138,12 +138,14 @@ def thread_a_row_transposed(x: Case, device: Any, sets: int, seed: int) -> Trial
     return _of(x, W, vectors, expected, ladder.thread_a_row, None)
 
 
-def warp_a_row(x: Case, device: Any, sets: int, seed: int, wide: bool = False, rows: int = 1, stages: int = 1) -> Trial:
-    """Steps 3 to 6."""
+def warp_a_row(
+    x: Case, device: Any, sets: int, seed: int, wide: bool = False, rows: int = 1, stages: int = 1, hint: str = ""
+) -> Trial:
+    """Steps 3 to 6, and the cache hint alone."""
     from labkit.gemv_coalescing import ladder
 
     vector = ladder.vector_of(TYPES[x["dtype"]]) if wide else 1
-    return _trial(x, device, sets, seed, lambda W, v, y: ladder.warp_a_row(W, v, y, vector, rows, stages))
+    return _trial(x, device, sets, seed, lambda W, v, y: ladder.warp_a_row(W, v, y, vector, rows, stages, hint))
 
 
 def production(
@@ -467,6 +469,7 @@ def _makers() -> dict[tuple[str, str], tuple[Callable[..., Trial], Mapping[str, 
         names.OURS: (production, {}),
         names.WARM: (production, {"kind": "hot"}),
         names.INTERLEAVED: (some_rows, {"rows": 4, "interleaved": True}),
+        names.HINT: (warp_a_row, {"wide": True, "hint": "evict_first"}),
         names.READ: (read_only, {}),
         names.EMPTY: (empty, {}),
         names.EMPTY_DEPENDENT: (empty, {"dependent": True}),

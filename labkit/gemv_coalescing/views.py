@@ -87,7 +87,8 @@ def ladder(rows: pd.DataFrame) -> Drawing:
     return {
         "fig": fig,
         "alt": f"Map of percent of the read ceiling by step of the ladder and shape. {said}.",
-        "caption": f"Streamed bytes a second, cold L2, the smallest W on top. {said}. Steps are named in the table.",
+        "caption": f"Streamed bytes a second, cold L2, the smallest W on top. {said}. Steps are named in the table; — "
+        "stands where the code was not taken apart.",
         "table": table[[*columns, "lines a request", "CTAs an SM"]].rename(columns=UNITS),
     }
 
@@ -499,6 +500,12 @@ def summary(rows: pd.DataFrame) -> str:
     words = ", ".join(f"{w} in {counts[w]}" for w in ("faster", "same", "slower", "unclear") if w in counts)
     spread = f"ratios {table['ratio'].min():.2f} to {table['ratio'].max():.2f}"
     return f"against cuBLAS, the production GEMV is {words} of {len(table)} shapes and types ({spread})."
+
+
+def floor_cases(cases: Sequence[Any]) -> list[Any]:
+    """Every fourth GEMV of the first type, the smallest first: enough to see the floor grow."""
+    some = [case for case in cases if case.op == "gemv" and case["dtype"] == cases[0]["dtype"]]
+    return sorted(some, key=lambda case: case["N"] * case["K"])[::4]
 
 
 def wanted(study: Any, parameters: Mapping[str, Sequence[Any]]) -> list[tuple[Any, str]]:
