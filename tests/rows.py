@@ -18,6 +18,7 @@ from labkit.bench.spec import Case, Variant
 Us = Callable[[Case, Variant], float]
 
 LAYOUT = {"models": ["Qwen3-Next-80B-A3B"], "batches": [1, 64], "states": ["fp32", "bf16"]}
+GEMV = {"models": ["AutoMegaKernel h1024", "Llama-3.2-1B", "Qwen3.5-4B"], "dtypes": ["bf16", "fp32"]}
 MACHINE_PAGE = {
     "kinds": ["launch", "h2d", "read", "in_place", "copy", "bf16", "fp8"],
     "sizes_mib": [1, 256],
@@ -70,6 +71,22 @@ def layout_us(ratio: Callable[[int, int], float] | float = 1.0) -> Us:
             return least
         slower = ratio(case["batch"], variant.options["BV"]) if callable(ratio) else ratio
         return 1.05 * least * (slower if variant.options["layout"] == "KV" else 1.0)
+
+    return us
+
+
+def gemv_us(over: Mapping[str, float] | Callable[[Case, str], float]) -> Us:
+    """Times of the GEMV study: 2 µs and the bytes at 3 TB/s, times a factor; 1.5 µs for an empty kernel.
+
+    over: the factor, by variant (1.25 for those it does not name) or as a function of case and variant.
+    """
+
+    def us(case: Case, variant: Variant) -> float:
+        name = variant.options.get("repeats", variant.name)
+        if name.startswith("empty kernel"):
+            return 1.5
+        factor = over(case, name) if callable(over) else over.get(name, 1.25)
+        return factor * (2 + studies.load("gemv_coalescing").floor(case).bytes / 3e6)
 
     return us
 

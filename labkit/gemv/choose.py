@@ -100,7 +100,8 @@ def candidates(N: int, K: int, itemsize: int) -> list[Choice]:
             fits = [rows for rows in ROWS if rows * tiles <= MOST_LOADS and rows <= max(1, N // 4)]
             found += [Choice(rows, warps, block_k) for rows in fits]
             if N <= SPLITS_BELOW:
-                found += [Choice(1, warps, block_k, split) for split in SPLITS if split <= tiles]
+                splits = [split for split in SPLITS if split <= tiles <= split * MOST_LOADS]
+                found += [Choice(1, warps, block_k, split) for split in splits]
     return found or [rule(N, K, itemsize)]
 
 
@@ -118,16 +119,22 @@ def write(folder: Path, table: dict[tuple[int, int, int], dict[str, Choice]]) ->
 
 
 def read(folder: Path, kind: str = "cold") -> dict[tuple[int, int, int], Choice]:
-    """A GPU's table: (N, K, itemsize) -> the choice that was fastest with `kind` L2; empty if there is none."""
-    if not (folder / TABLE).exists():
+    """A GPU's table: (N, K, itemsize) -> the choice that was fastest with `kind` L2; empty if there is none.
+
+    ValueError naming the file if it is not such a table.
+    """
+    path = folder / TABLE
+    if not path.exists():
         return {}
-    text = json.loads((folder / TABLE).read_text())
-    return {
-        (*map(int, shape.split("x")), int(size.split()[0])): Choice(**entry[kind])
-        for size, shapes in text.items()
-        for shape, entry in shapes.items()
-        if kind in entry
-    }
+    try:
+        return {
+            (*map(int, shape.split("x")), int(size.split()[0])): Choice(**entry[kind])
+            for size, shapes in json.loads(path.read_text()).items()
+            for shape, entry in shapes.items()
+            if kind in entry
+        }
+    except (ValueError, TypeError, AttributeError, KeyError) as problem:
+        raise ValueError(f"{path}: not a table of choices ({problem}); `labkit record` writes one") from None
 
 
 @cache

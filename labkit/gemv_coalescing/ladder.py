@@ -12,8 +12,8 @@
 | 8 split K            | production kernel  | two programs share a row             | pays only where N is short     |
 | 9 dependent launch   | production kernel  | W's first tiles before the wait      | hides launch and ramp          |
 
-Steps 3 to 5 unroll their loop by the same factor, so that the compiler does not choose another number of loads in
-flight for each. Step 7 runs with the choice that was tuned for step 9, so that one thing changes between them.
+Steps 3 to 5 unroll their loop by one factor at least, so that not the compiler alone decides how many loads are in
+flight. Step 7 runs with the choice that was tuned for step 9, so that one thing changes between them.
 
 Beside them: `warp_a_row` of step 4 with the cache hint alone (W evict-first, so that it does not drive out x);
 `two_d_tile`, the control of bit identity (a 2-D tile lets the compiler's layout, and so the order of the

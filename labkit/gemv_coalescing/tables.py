@@ -284,7 +284,7 @@ def choices(rows: pd.DataFrame, model: str) -> pd.DataFrame:
     """
     table = times(rows, "tune")
     table = table[(table["dtype"] == "bf16") & (table["role"] != "control")]
-    table = table[[shape in LINEAR[model].shapes() for shape in zip(table["N"], table["K"], strict=True)]]
+    table = table[_of_model(table, model)]
     options = pd.DataFrame([json.loads(text) for text in table["options"]], index=table.index)
     if table.empty:
         return pd.DataFrame(columns=["shape", "warps", "rows", "tile", "over best"])
@@ -374,12 +374,18 @@ def ladder(rows: pd.DataFrame, model: str | None = None) -> pd.DataFrame:
     table = times(rows)
     table = table[table["variant"].isin(steps)]
     if model:
-        table = table[[shape in LINEAR[model].shapes() for shape in zip(table["N"], table["K"], strict=True)]]
+        table = table[_of_model(table, model)]
     extra = [_request(json.loads(text)) for text in table["evidence"]]
     table = pd.concat([table, pd.DataFrame(extra, index=table.index, columns=list(_request({})))], axis=1)
-    order = table["variant"].map(steps.index)
-    table = table.assign(step=order + 1, shape=[f"{n} × {k}" for n, k in zip(table["N"], table["K"], strict=True)])
+    step = [steps.index(name) + 1 for name in table["variant"]]
+    table = table.assign(step=step, shape=[f"{n} × {k}" for n, k in zip(table["N"], table["K"], strict=True)])
     return table.sort_values(["dtype", "floor_bytes", "step"], kind="stable", ignore_index=True)
+
+
+def _of_model(table: pd.DataFrame, model: str) -> np.ndarray:
+    """Which rows are of a shape of the model; an empty selection stays one of rows, not of columns."""
+    shapes = LINEAR[model].shapes()
+    return np.array([shape in shapes for shape in zip(table["N"], table["K"], strict=True)], bool)
 
 
 def _request(evidence: dict) -> dict:

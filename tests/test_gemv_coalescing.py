@@ -1,0 +1,1036 @@
+"""The GEMV study: reference, cases, floors, choices, chains, tables, claims and views by hand; what its code is."""
+
+import json
+import math
+import re
+import time
+from collections import Counter
+
+import pandas as pd
+import pytest
+import rows as made
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from labkit import paths, studies
+from labkit.bench import records, spec, sweep, verdict
+from labkit.bench.sha import kernel_sha
+from labkit.bench.spec import CONTROL, Case
+from labkit.evidence import coalescing, compiled
+from labkit.gemv import choose
+from labkit.gemv.choose import Choice
+from labkit.gemv_coalescing import names, reference, study, tables, trials, views
+from labkit.shapes import LINEAR, OTHER_LINEAR, LinearModel
+
+EVERY_SHAPE = list(dict.fromkeys([shape for model in LINEAR.values() for shape in model.shapes()] + [*OTHER_LINEAR]))
+SMALL = LinearModel(
+    "small", {"a": (2, ((4, (3, 2)), (4, (6,)))), "b": (1, ((6, (4,)),))}, ("a", "b", "a"), ((7, 4), (9, 4))
+)
+# Stands for every model of the made-up rows; five of its six shapes have 16 MB and more.
+TOY = LinearModel(
+    "toy",
+    {"mixer": (3, ((2048, (4096, 1024)), (4096, (2048,)))), "wide": (3, ((2048, (8192,)),))},
+    ("mixer", "wide"),
+    ((32000, 2048),),
+)
+
+
+@pytest.fixture(autouse=True)
+def models(monkeypatch):
+    """SMALL is a model; few resamples, for speed."""
+    monkeypatch.setitem(LINEAR, "small", SMALL)
+    monkeypatch.setattr(verdict, "RESAMPLES", 100)
+    trials._shared.clear()
+
+
+def gemv_case(N, K, dtype="bf16", op="gemv"):
+    return Case(op, {"N": N, "K": K, "dtype": dtype})
+
+
+# reference
+
+
+def test_reference_by_hand():
+    W, x = torch.tensor([[1.0, 2.0, 3.0], [4.0, -5.0, 0.5]]), torch.tensor([2.0, 1.0, -4.0])
+    assert reference.gemv(W, x).tolist() == [-8.0, 1.0]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_reference_sums_in_float64_whatever_it_is_given(dtype):
+    W, x = (torch.randn(shape, generator=torch.Generator().manual_seed(3)).to(dtype) for shape in ((5, 4097), (4097,)))
+    found = reference.gemv(W, x)
+    assert found.dtype == torch.float64
+    expected = [math.fsum(a * b for a, b in zip(row, x.tolist(), strict=True)) for row in W.tolist()]
+    assert found.tolist() == pytest.approx(expected, rel=1e-11)
+    large = torch.tensor([[1e4, 1.0, -1e4]], dtype=dtype)  # 1e8 and 1 in fp32 is 1e8
+    assert reference.gemv(large, torch.tensor([1e4, 1.0, 1e4], dtype=dtype)).item() == 1.0
+
+
+# cases, floors, variants
+
+
+def test_weights_of_a_token_are_those_that_the_sources_stream():
+    def megabytes(name):
+        return sum(count * n * k * 2 for (n, k), count in LINEAR[name].token().items()) / 1e6
+
+    assert megabytes("AutoMegaKernel h1024") == pytest.approx(155.7, abs=0.05)
+    wider = (248320 - 152960) * 2560 * 2 / 1e6  # 8.41 GB is with the model card's vocabulary
+    assert megabytes("Qwen3.5-4B") + wider == pytest.approx(8410, abs=5)
+    for model in LINEAR.values():  # merged or not, a token has the same weights
+        sizes = [sum(c * n * k for (n, k), c in model.token(merged).items()) for merged in (True, False)]
+        assert sizes[0] == sizes[1]
+
+
+def test_cases_are_every_shape_and_dtype_and_hold_no_choice_of_a_kernel():
+    llama = [(2048, 2048), (512, 2048), (3072, 2048), (8192, 2048), (16384, 2048), (2048, 8192), (128256, 2048)]
+    found = study.cases({"models": ["Llama-3.2-1B", "AutoMegaKernel h1024", study.OTHER], "dtypes": ["bf16", "fp32"]})
+    bf16 = {(case["N"], case["K"]) for case in found if case.op == "gemv" and case["dtype"] == "bf16"}
+    assert {*llama, *OTHER_LINEAR, (2816, 1024), (1024, 2816)} <= bf16
+    assert {(c["N"], c["K"]) for c in found if c.op == "gemv" and c["dtype"] == "fp32"} == set(llama)
+    assert len({(case.op, case.key) for case in found}) == len(found)
+    shapes = [set((c["N"], c["K"], c["dtype"]) for c in found if c.op == op) for op in ("tune", "gemv")]
+    assert shapes[0] == shapes[1]
+    for case in found:
+        assert set(case.params) == ({"model", "dtype"} if case.op == "chain" else {"N", "K", "dtype"})
+    assert [case.key for case in found if case.op == "chain"] == [
+        '{"dtype": "bf16", "model": "Llama-3.2-1B"}',
+        '{"dtype": "bf16", "model": "AutoMegaKernel h1024"}',
+    ]
+    assert [study.STUDY.early(case) for case in found] == [case.op == "tune" for case in found]
+
+
+def test_chains_are_of_bf16_models_only():
+    assert {c.op for c in study.cases({"models": ["Llama-3.2-1B"], "dtypes": ["fp32", "fp16"]})} == {"tune", "gemv"}
+    assert study.cases({"models": ["Qwen3.5-4B"], "dtypes": ["fp32"]}) == []
+    assert {c.op for c in study.cases({"models": [study.OTHER], "dtypes": ["bf16"]})} == {"tune", "gemv"}
+
+
+@pytest.mark.parametrize(("dtype", "size"), [("bf16", 2), ("fp16", 2), ("fp32", 4)])
+def test_floor_of_a_gemv_by_hand(dtype, size):
+    found = study.floor(gemv_case(3, 5, dtype))
+    assert (found.bytes, found.set_bytes, found.flops) == ((15 + 5 + 3) * size, 15 * size, 30)
+    assert found.limit == "read"
+
+
+def test_floor_of_a_chain_by_hand():
+    found = study.floor(Case("chain", {"model": "small", "dtype": "bf16"}))
+    weights = 2 * (5 * 4 + 6 * 4) + 4 * 6  # a, b, a
+    assert (found.set_bytes, found.flops) == (2 * weights, 2 * weights)
+    assert found.bytes == 2 * (weights + 2 * (4 + 5 + 4 + 6) + (6 + 4))  # and x and y of each merged group
+
+
+@pytest.mark.parametrize("case", [
+    gemv_case(2048, 2048), gemv_case(4096, 4096, "fp16"), gemv_case(64, 2560, "fp32"), gemv_case(1, 1, op="tune"),
+    Case("chain", {"model": "Qwen3.5-4B", "dtype": "bf16"}),
+], ids=lambda case: f"{case.op} {case.key}")  # fmt: skip
+def test_variants_of_a_case(case):
+    found = study.variants(case)
+    by_name = {one.name: one for one in found}
+    assert len(by_name) == len(found)
+    assert [one.name for one in found if one.role == "ours"] == {
+        "gemv": [names.OURS], "chain": [names.CHAIN_OURS], "tune": []
+    }[case.op]  # fmt: skip
+    assert study.control(case) in by_name
+    twin = sweep.with_control(study.STUDY, case)[-1]
+    assert (twin.name, twin.options["repeats"]) == (CONTROL, study.control(case))
+    if case.op != "tune":
+        assert [by_name[name].role for name in ("torch.mv", "F.linear") if name in by_name] in ([], ["baseline"] * 2)
+        assert {one.caches for one in found} == {("cold",)}
+        makers = [(one.source, json.dumps(dict(one.options), sort_keys=True)) for one in found]
+        assert len(set(makers)) == len(makers)  # no two variants are the same thing
+    for one in found:
+        assert one.role in spec.ROLES
+
+
+def test_peers_are_at_their_shapes_only():
+    for shape in EVERY_SHAPE:
+        peers = [one.name for one in study.variants(gemv_case(*shape)) if one.role == "peer"]
+        assert peers == (list(names.PEERS) if shape in study.PEER_SHAPES else [])
+    assert set(study.PEER_SHAPES) <= set(EVERY_SHAPE)
+
+
+def test_the_hash_differs_where_the_kernel_does():
+    sources = {one.name: one.source for one in study.variants(gemv_case(4096, 4096))}
+    different = (names.LADDER[0], names.LADDER[2], names.OURS, names.TWO_D[0], names.READ, names.EMPTY, "torch.mv")
+    assert len({kernel_sha(sources[name]) for name in different}) == len(different)
+    for same in (names.LADDER[2:6], (*names.LADDER[6:], names.OURS, names.WARM), names.ROWS_VARIANTS, names.TWO_D):
+        assert len({kernel_sha(sources[name]) for name in same}) == 1  # one kernel, other arguments
+
+
+def test_counted_kernels_are_the_ladder_at_the_shape_nearest_to_16_mb():
+    found = study.counted({"models": ["Qwen3.5-4B", "AutoMegaKernel h1024"], "dtypes": ["fp32", "bf16"]})
+    assert {(case["N"], case["K"], case["dtype"]) for case, _ in found} == {(2560, 4096, "bf16")}  # 10.5 million values
+    assert [name for _, name in found] == [*names.LADDER[:7], names.OURS]
+    assert study.counted({"models": ["Llama-3.2-1B"], "dtypes": ["fp32"]}) == []
+
+
+def _code(arguments, function=None):
+    """What the code of a kernel depends on: its constants, its options, and how its integers are aligned."""
+    launch = trials.kernel(**arguments)
+    aligned = {n: (v % 16 == 0, v == 1) for n, v in launch.args.items() if type(v) is int and n in ("N", "K", "stride")}
+    constants = {n: v for n, v in launch.args.items() if n.isupper() and n not in ("N", "K", "W")}
+    return str((launch.kernel.fn.__name__, arguments["dtype"], aligned, constants, launch.options))
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+def test_what_is_compiled_ahead_is_every_kernel_once(capability):
+    shapes = ((512, 2048), (1, 2048), (31, 2048), (1024, 2816))
+    cases = [gemv_case(*shape, op=op) for shape in shapes for op in ("tune", "gemv")]
+    cases += [gemv_case(512, 2048, "fp32", op="tune"), Case("chain", {"model": "small", "dtype": "bf16"})]
+    cases += [gemv_case(1024, 2048, op="tune"), gemv_case(1024, 2048, "fp32")]
+    found = study.kernels(cases, capability)
+    assert {name for name, _ in found} == {"labkit.gemv_coalescing.trials:kernel"}
+    codes = {_code(arguments) for _, arguments in found}
+    assert max(Counter((_code(arguments), arguments["K"]) for _, arguments in found).values()) == 1
+    wanted = set()
+    for case in cases:
+        choices = [(Choice(**one.options), False, True) for one in study.variants(case)] if case.op == "tune" else []
+        choices += trials.rows_choices(case) if case.op == "gemv" else []
+        for choice, two_d, dependent in choices:
+            arguments = {"choice": choice.as_dict(), "two_d": two_d, "dependent": dependent and capability >= 90}
+            wanted.add(_code(dict(case.params) | arguments))
+    assert codes == wanted
+
+
+# chains
+
+SMALL_CASE = Case("chain", {"model": "small", "dtype": "bf16"})
+
+
+@pytest.mark.parametrize("merged", [False, True])
+def test_links_of_a_chain_in_order(merged):
+    weights, y, start = torch.arange(112), torch.zeros(26), torch.zeros(4)
+    found = trials.links(SMALL_CASE, weights, y, start, merged)
+    # W's shape, what x is (start, or y from here on), and where y begins
+    apart = [((3, 4), "start", 0), ((2, 4), "start", 3), ((6, 4), 0, 5), ((4, 6), 5, 11)]
+    apart += [((3, 4), 11, 15), ((2, 4), 11, 18), ((6, 4), 15, 20)]
+    together = [((5, 4), "start", 0), ((6, 4), 0, 5), ((4, 6), 5, 11), ((5, 4), 11, 15), ((6, 4), 15, 20)]
+    place = {start.data_ptr(): "start"} | {y[i:].data_ptr(): i for i in range(26)}
+    seen = [(tuple(link.W.shape), place[link.x.data_ptr()], place[link.y.data_ptr()]) for link in found]
+    assert seen == (together if merged else apart)
+    assert [len(link.x) for link in found] == [link.W.shape[1] for link in found]
+    assert torch.cat([link.W.flatten() for link in found]).tolist() == list(range(112))  # every weight once
+    assert 2 * sum(link.W.numel() for link in found) == study.floor(SMALL_CASE).set_bytes
+    assert {link.source for link in found} == {None}
+
+
+@pytest.mark.parametrize("merged", [False, True])
+def test_links_with_kernels_between(merged):
+    weights, y, start, middle = torch.arange(112), torch.arange(26), torch.zeros(4), torch.zeros(22)
+    found = trials.links(SMALL_CASE, weights, y, start, merged, middle)
+    place = {start.data_ptr(): "start"} | {middle[i:].data_ptr(): i for i in range(22)}
+    assert [place[link.x.data_ptr()] for link in found] == (
+        ["start", 4, 8, 14, 18] if merged else ["start", "start", 4, 8, 14, 14, 18]
+    )
+    sources = [link.source.tolist() for link in found if link.source is not None]  # one for each group but the first
+    assert sources == [list(range(0, 4)), list(range(5, 11)), list(range(11, 15)), list(range(15, 19))]
+
+
+@pytest.mark.parametrize("name", [*LINEAR, "small"])
+@pytest.mark.parametrize("merged", [False, True])
+def test_a_chain_reads_only_what_was_written_and_overwrites_nothing(name, merged):
+    case = Case("chain", {"model": name, "dtype": "bf16"})
+    groups = LINEAR[name].chain(merged=True)
+    weights = torch.empty(study.floor(case).set_bytes // 2, dtype=torch.bfloat16, device="meta")
+    places = torch.arange(sum(n for _, (n,) in groups))
+    written = 0
+    for link in trials.links(case, weights, places, torch.full((groups[0][0],), -1), merged):
+        assert len(link.x) == link.W.shape[1]
+        assert int(link.x.max()) < written
+        assert link.y.tolist() == list(range(written, written + link.W.shape[0]))  # never written before
+        written += link.W.shape[0]
+    assert written == len(places)
+
+
+def test_merged_and_separate_chains_give_the_same():
+    generator = torch.Generator().manual_seed(0)
+    weights, start = (torch.randn(n, dtype=torch.float64, generator=generator) for n in (112, 4))
+    found = {}
+    for merged in (False, True):
+        y = torch.full((26,), math.nan, dtype=torch.float64)
+        for link in trials.links(SMALL_CASE, weights, y, start, merged):
+            torch.mv(link.W, link.x, out=link.y)
+        found[merged] = y
+    assert torch.allclose(found[False], found[True], rtol=1e-12)
+    W = weights[:20].view(5, 4), weights[20:44].view(6, 4), weights[44:68].view(4, 6)
+    assert torch.allclose(found[True][11:15], W[2] @ (W[1] @ (W[0] @ start)[:4]), rtol=1e-12)
+
+
+def squashed(times):
+    """A kernel between, of torch: times y / (1 + |y|)."""
+    return lambda y, x: lambda: x.copy_(times * y.double() / (1 + y.double().abs()))
+
+
+@pytest.mark.parametrize("merged", [False, True])
+def test_a_chain_is_checked_link_by_link(merged):
+    def trial(make, between=None):
+        return trials._chain(SMALL_CASE, "cpu", 2, 0, make, merged, between)
+
+    for good in (trial(trials.mv), trial(trials.linear), trial(trials.mv, squashed(1.0))):
+        assert good.check()["worst link"] <= good.tolerance["worst link"]
+        good.poison()
+        assert not good.written()
+        good.calls[0]()
+        assert not good.written()  # the other set
+        good.calls[1]()
+        assert good.written()
+    late = []  # each link runs when the next one should: it reads what is not there yet
+
+    def delayed(W, x, y):
+        late.append(trials.mv(W, x, y))
+        before = late[-2] if len(late) > 1 else lambda: None
+        return before
+
+    for make in (delayed, lambda W, x, y: trials.mv(W, x, y) if W.shape != (6, 4) else lambda: None):
+        assert trial(make).check() == {"worst link": math.inf}
+    assert trial(trials.mv, lambda y, x: lambda: None).check() == {"worst link": math.inf}
+    assert trial(trials.mv, squashed(1.5)).check()["worst link"] == pytest.approx(0.5, abs=0.01)
+    assert trial(lambda W, x, y: lambda: torch.mv(2 * W, x, out=y)).check()["worst link"] == pytest.approx(1, abs=0.01)
+
+
+# choices
+
+ITEMSIZES = st.sampled_from([2, 4])
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.integers(1, 300_000), st.integers(1, 40_000), ITEMSIZES, st.sampled_from([1, 66, 132, 148]))
+@example(1, 1, 4, 132)
+@example(248320, 2560, 2, 132)
+@example(1, 10_000_000, 4, 132)  # more than `MOST_LOADS` of the widest tiles
+def test_the_rule_is_sensible_for_any_shape(N, K, itemsize, sms):
+    found = choose.rule(N, K, itemsize, sms)
+    choose.check_choice(found)
+    tiles = -(-K // found.block_k)
+    assert found.rows <= 4
+    assert found.num_warps <= 4
+    assert found.rows * tiles <= choose.MOST_LOADS or (found.rows == 1 and found.block_k == 8192)
+    assert found.rows == 1 or choose.FILL * found.rows * sms <= N
+    thread_bytes = found.block_k * itemsize // (32 * found.num_warps)
+    assert thread_bytes >= 16 or (thread_bytes == 8 and K % found.block_k == 0)
+    assert (found.split, found.interleaved) == (1, False)
+
+
+@pytest.mark.parametrize(("shape", "choice"), [
+    ((4096, 4096, 2), Choice(4, 4, 1024)),  # 4 tiles; four rows leave 1024 programs, four for each of 132 and more
+    ((2048, 2048, 2), Choice(2, 4, 1024)),  # four rows would leave 512, fewer than 528
+    ((512, 1000, 2), Choice(1, 2, 512)),  # a row of 2000 bytes has no use for four warps of 16 bytes a thread
+    ((64, 2560, 2), Choice(1, 4, 512)),  # 1024 does not divide 2560, 512 does
+    ((1, 1, 4), Choice(1, 1, 128)),
+])  # fmt: skip
+def test_the_rule_by_hand(shape, choice):
+    assert choose.rule(*shape) == choice
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.integers(1, 300_000), st.integers(1, 40_000), ITEMSIZES)
+@example(1, 1, 2)
+@example(1, 40_000, 4)
+def test_every_candidate_can_be_taken(N, K, itemsize):
+    found = choose.candidates(N, K, itemsize)
+    assert len(set(map(str, found))) == len(found) > 0
+    for choice in found:
+        choose.check_choice(choice)
+        if found == [choose.rule(N, K, itemsize)]:
+            continue
+        tiles = -(-K // choice.block_k)
+        assert choice.rows * tiles <= choose.MOST_LOADS or choice.split > 1
+        assert choice.rows <= max(1, N // 4)
+        assert tiles * choice.block_k <= 1.5 * K
+        assert choice.split == 1 or (choice.split <= tiles and N <= choose.SPLITS_BELOW and choice.rows == 1)
+
+
+def test_no_candidate_has_more_tiles_than_are_unrolled():
+    for choice in choose.candidates(64, 40_960, 4):
+        assert -(-40_960 // (choice.block_k * choice.split)) * choice.rows <= choose.MOST_LOADS
+
+
+def test_candidates_of_a_shape_differ_in_all_that_may_matter():
+    found = choose.candidates(4096, 4096, 2)
+    assert {c.rows for c in found} == set(choose.ROWS)
+    assert {c.num_warps for c in found} == set(choose.WARPS)
+    assert {c.split for c in found} == {1}
+    assert {c.split for c in choose.candidates(64, 4096, 2)} == {1, 2, 4}
+    assert choose.rule(4096, 4096, 2) in found
+
+
+@pytest.fixture
+def gpu(tmp_path, monkeypatch):
+    """A machine whose GPU has 66 multiprocessors; nothing is cached. Returns its folders of data/ and runs/."""
+    cached = (choose._table, choose.tuned, choose.multiprocessors)
+    monkeypatch.setattr(paths, "DATA", tmp_path / "data")
+    monkeypatch.setattr(paths, "RUNS", tmp_path / "runs")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "NVIDIA Made-Up 9")
+    properties = type("Properties", (), {"multi_processor_count": 66})
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: properties)
+    for one in cached:
+        one.cache_clear()
+    yield tmp_path / "data" / "nvidia-made-up-9", tmp_path / "runs" / "nvidia-made-up-9"
+    for one in cached:
+        one.cache_clear()
+
+
+def test_a_choice_is_of_the_table_and_else_of_the_rule(gpu):
+    cuda, cpu = torch.device("cuda"), torch.device("cpu")
+    recorded, here = Choice(16, 8, 2048, 1), Choice(2, 1, 256)
+    assert choose.choose(64, 4096, 2, cuda) == choose.rule(64, 4096, 2, 66)
+    choose.write(gpu[0], {(64, 4096, 2): {"cold": recorded, "hot": here}, (65, 4096, 2): {"cold": recorded}})
+    assert choose.choose(64, 4096, 2, cuda) == recorded
+    choose.write(gpu[1], {(64, 4096, 2): {"cold": here}})  # measured on this machine
+    assert choose.choose(64, 4096, 2, cuda) == here
+    assert choose.choose(65, 4096, 2, cuda) == recorded
+    assert choose.choose(64, 4096, 4, cuda) == choose.rule(64, 4096, 4, 66)  # another type, another shape
+    assert choose.choose(4096, 64, 2, cuda) == choose.rule(4096, 64, 2, 66)
+    assert choose.choose(64, 4096, 2, cpu) == choose.rule(64, 4096, 2, 132)
+    assert choose.tuned("NVIDIA Made-Up 9", "hot") == {(64, 4096, 2): here}
+
+
+def test_a_look_up_costs_less_than_two_microseconds(gpu):
+    choose.write(gpu[0], {(*shape, 2): {"cold": Choice()} for shape in EVERY_SHAPE})
+    device, (N, K) = torch.device("cuda"), EVERY_SHAPE[-1]
+    assert choose.choose(N, K, 2, device) == Choice()
+
+    def seconds(n, k):
+        start = time.perf_counter()
+        for _ in range(10_000):
+            choose.choose(n, k, 2, device)
+        return time.perf_counter() - start
+
+    for shape in ((N, K), (N + 1, K)):  # in the table, and by the rule
+        assert min(seconds(*shape) for _ in range(5)) / 10_000 < 2e-6
+
+
+@pytest.mark.parametrize("text", ['{"2 bytes": {"64x40', '{"2 bytes": {"64x4096": {"cold": {"lines": 3}}}}', "[]"])
+def test_a_table_that_cannot_be_read_is_named(gpu, text):
+    gpu[0].mkdir(parents=True)
+    (gpu[0] / choose.TABLE).write_text(text)
+    with pytest.raises(ValueError, match=r"gemv_table\.json"):
+        choose.choose(64, 4096, 2, torch.device("cuda"))
+
+
+# functions of the reader's own
+
+
+def test_what_a_function_of_ones_own_is_given_is_said():
+    takes = study.STUDY.added
+    assert takes.signature == ("W", "x", "y")
+    for words in ("W: [N, K]", "x: [K]", "y: [N]", "contiguous", "writes y = W x"):
+        assert words in takes.help
+    assert takes.caches == ("cold",)
+    taken = {case.op for case in study.cases({"models": ["Llama-3.2-1B"], "dtypes": ["bf16"]}) if takes.takes(case)}
+    assert taken == {"gemv"}
+    assert all(takes.takes(case) for case in study.STUDY.tiny)
+
+
+@pytest.mark.parametrize("case", study.STUDY.tiny, ids=lambda case: case.key)
+def test_a_function_of_ones_own_is_checked_on_copies(case):
+    def own(function):
+        trial = study.STUDY.added.prepare(function, case, "cpu", 2, 0)
+        trial.poison()
+        error = trial.check()["y"]
+        for call in trial.calls:
+            call()
+        return error <= trial.tolerance["y"], trial.written()
+
+    inputs = [tensor.clone() for tensor in trials._inputs(case, "cpu", 2, 0)]
+    assert own(lambda W, x, y: torch.mv(W, x, out=y)) == (True, True)
+    assert own(lambda W, x, y: y.copy_(1.01 * (W @ x))) == (False, True)
+    assert own(lambda W, x, y: y[1:].copy_((W @ x)[1:])) == (False, False)
+    assert own(lambda W, x, y: None) == (False, False)
+    assert own(lambda W, x, y: (W.zero_(), x.zero_(), y.zero_())) == (False, True)
+    assert all(map(torch.equal, inputs, trials._inputs(case, "cpu", 2, 0)))  # what the others are given
+    seen = []
+    own(lambda W, x, y: seen.append((W.shape, x.shape, y.shape, {W.dtype, x.dtype, y.dtype}, W.is_contiguous())))
+    N, K = case["N"], case["K"]
+    assert seen[0] == ((N, K), (K,), (N,), {trials.TYPES[case["dtype"]]}, True)
+
+
+# what the compiler makes of the kernels, for sm_90 and the Triton installed here
+
+STEPS = [(gemv_case(256, 2048, dtype), name) for dtype in ("bf16", "fp32") for name in (*names.LADDER, names.OURS)]
+# bits a thread, sectors and lines of a request of W: 32 lanes of one value each, or of 16 bytes
+REQUESTS = {
+    "bf16": [(16, 32, 32), (16, 2, 1), (16, 2, 1), *[(128, 16, 4)] * 6],
+    "fp32": [(32, 32, 32), (32, 4, 1), (32, 4, 1), *[(128, 16, 4)] * 6],
+}
+
+
+@pytest.fixture(scope="module")
+def code():
+    table = compiled.for_variants("gemv_coalescing", STEPS, (90,))
+    return table.assign(dtype=[json.loads(case)["dtype"] for case in table["case"]])
+
+
+@pytest.fixture(scope="module")
+def loads():
+    found = coalescing.for_variants("gemv_coalescing", STEPS)
+    found = found[(found["tensor"] == "W") & found["kind"].isin(["load", "async copy"])]
+    return found.assign(dtype=[json.loads(case)["dtype"] for case in found["case"]])
+
+
+@pytest.mark.parametrize("dtype", REQUESTS)
+def test_what_a_request_of_each_step_costs(loads, dtype):
+    some = loads[loads["dtype"] == dtype]
+    figures = ["bits", "sectors", "lines"]
+    found = {name: set(one[figures].itertuples(index=False, name=None)) for name, one in some.groupby("variant")}
+    assert found == {name: {want} for (_, name), want in zip(STEPS[:9], REQUESTS[dtype], strict=True)}
+    assert set(some["bits_from"]) == {"ptx"}
+    shown = views.predicted_accesses(some).set_index("variant")
+    assert list(shown.index) == [name for _, name in STEPS[:9]]
+    assert shown.loc[names.LADDER[0], "lines a request"] == 32
+    assert [name for name, kind in shown["kind"].items() if kind == "async copy"] == [names.LADDER[5]]
+
+
+@pytest.mark.parametrize(("dtype", "narrow"), [("bf16", "16"), ("fp32", "32")])
+def test_no_step_spills_and_each_is_what_it_says(code, dtype, narrow):
+    some = code[code["dtype"] == dtype].set_index("variant")
+    assert some["spill_bytes"].max() == some["spill_loads"].max() == 0
+    assert views.compiled_table(some.reset_index())["variant"].tolist() == [name for _, name in STEPS[:9]]
+    steps = [some.loc[name] for name in names.LADDER]
+    assert [set(step["loads"]) for step in steps[:7]] == [{narrow}] * 3 + [{"128"}] * 4
+    assert [step["shuffles"] for step in steps[:5]] == [0, 0, 5, 5, 4 * 5]  # the sum of a warp takes five
+    assert [step["shared_bytes"] > 1024 for step in steps] == [number == 6 for number in range(1, 9)]
+    assert [step["atomics"] for step in steps] == [0] * 7 + [1]
+
+
+def built(choice, dependent, two_d=False):
+    launch = trials.kernel(64, 2560, "bf16", choice.as_dict(), dependent, two_d)
+    return launch, compiled.build(launch, 90).asm
+
+
+def test_dependent_launch_reads_w_before_the_wait_and_x_after_it():
+    launch, asm = built(Choice(2, 4, 512), True)
+    ahead = launch.args["AHEAD"]
+    assert launch.options["launch_pdl"]
+    assert 1 < ahead < 5
+    events = re.findall(r"griddepcontrol\.\w+|ld\.global\S*evict_first|[ls][dt]\.global", asm["ptx"])
+    begin, wait = events.index("griddepcontrol.launch_dependents"), events.index("griddepcontrol.wait")
+    before, after = events[begin + 1 : wait], [event.partition("::")[0] for event in events[wait + 1 :]]
+    assert begin == 0
+    assert len(before) == 2 * ahead  # W alone, so many tiles of two rows
+    assert all("evict_first" in event for event in before)
+    assert Counter(after) == {"ld.global.L1": 2 * (5 - ahead), "ld.global": 5, "st.global": 2}  # W, x, y
+
+
+def test_without_dependent_launch_nothing_waits():
+    launch, asm = built(Choice(2, 4, 512), False)
+    assert "launch_pdl" not in launch.options
+    assert "griddepcontrol" not in asm["ptx"]
+    assert launch.args["AHEAD"] == 0
+
+
+def test_the_control_alone_lets_the_rows_change_the_layout():
+    layouts = {}
+    for two_d in (False, True):
+        texts = [built(Choice(rows, 4, 512), False, two_d)[1]["ttgir"] for rows in (1, 4, 16)]
+        layouts[two_d] = [frozenset(re.findall(r"^#blocked\d* = (.*)$", text, re.M)) for text in texts]
+    assert len(set(layouts[False])) == 1
+    assert len(set(layouts[True])) > 1
+
+
+def _distinct():
+    """Kernels of the rule at every published shape, each code once."""
+    found = {}
+    for dtype in ("bf16", "fp32"):
+        for n, k in EVERY_SHAPE:
+            choice = choose.rule(n, k, trials.TYPES[dtype].itemsize)
+            arguments = {"N": n, "K": k, "dtype": dtype, "choice": choice.as_dict(), "dependent": True}
+            found.setdefault(_code(arguments), ("labkit.gemv_coalescing.trials:kernel", arguments))
+    return {f"{a['N']} × {a['K']} {a['dtype']}": (function, a) for function, a in found.values()}
+
+
+def test_the_rule_gives_wide_loads_and_no_spills_at_every_published_shape():
+    sources = _distinct()
+    found = compiled.table(sources, [90]).set_index("source")
+    assert found["spill_bytes"].max() == found["spill_loads"].max() == 0
+    assert (found["ctas_per_sm"] > 0).all()
+    for name, (_, arguments) in sources.items():
+        choice, size = Choice(**arguments["choice"]), trials.TYPES[arguments["dtype"]].itemsize
+        bits = min(128, 8 * choice.block_k * size // (32 * choice.num_warps))
+        assert set(found.loc[name, "loads"]) == {str(bits)}
+        assert bits == 128 or arguments["K"] % (2 * choice.block_k)  # 8 bytes only where 16 do not divide K
+
+
+# tables, on rows with made-up times
+
+OVER = {  # times over those of reading: 2 µs and the bytes at 3 TB/s; 1.25 for the others
+    **dict(zip(names.LADDER, (9.0, 4.5, 2.0, 1.6, 1.8, 1.5, 1.2, 1.3), strict=True)),
+    **{names.OURS: 1.1, names.READ: 1.0, "torch.mv": 1.65, "F.linear": 1.54, names.WARM: 1.21},
+    **dict(zip(names.ROWS_VARIANTS, (1.3, 1.25, 1.2, 1.4, 1.6, 1.26), strict=True)),
+    **dict(zip(names.CHAIN_LADDER, (12.0, 4.0, 3.0, 2.0), strict=True)),
+    **{"torch.mv, separate": 1.8, "F.linear, separate": 1.7, "torch.mv, merged": 1.43, "F.linear, merged": 1.5},
+    **{"ours, separate": 1.25, names.CHAIN_PLAIN: 1.3, names.CHAIN_OURS: 1.1},
+    **{names.BETWEEN_MV: 1.8, names.BETWEEN_OURS: 1.5, names.BETWEEN_TRIGGER: 1.2},
+}
+SHAPES = [(1024, 2048), (4096, 2048), (2048, 4096), (5120, 2048), (8192, 2048), (32000, 2048)]
+TALL = gemv_case(8192, 2048).key
+
+
+@pytest.fixture
+def toy(monkeypatch):
+    """Every model of the rows is TOY, under its own name."""
+    for name in made.GEMV["models"]:
+        monkeypatch.setitem(LINEAR, name, TOY)
+
+
+def frame(over=None, of=None, **changes):
+    """Rows with times of OVER; over: other ones, by name of a variant; of: by case and variant, None for OVER."""
+    times = OVER | (over or {})
+
+    def factor(case, name):
+        found = of(case, name) if of else None
+        return times.get(name, 1.25) if found is None else found
+
+    return made.make("gemv_coalescing", made.GEMV, made.gemv_us(factor), **{"evidence": '{"sms": 132}'} | changes)
+
+
+@pytest.fixture
+def rows(toy):
+    return frame()
+
+
+def reading(n, k, size=2):
+    return 2 + (n * k + n + k) * size / 3e6
+
+
+def test_times_are_percent_of_the_ceiling_by_hand(rows):
+    one = tables.times(rows).set_index(["dtype", "N", "K", "variant"]).loc[("fp32", 2048, 4096, names.LADDER[0])]
+    size = 4 * (2048 * 4096 + 2048 + 4096)
+    assert one["us"] == pytest.approx(9 * reading(2048, 4096, 4), rel=2e-3)
+    assert one["tbs"] == pytest.approx(size / one["us"] / 1e6)
+    assert one["percent"] == pytest.approx(100 * one["tbs"] / 3.0)
+    assert one["MB"] == size / 1e6
+    table = tables.times(rows.assign(ceiling=[3.5 if "4096" in case else 3.0 for case in rows["case"]]))
+    assert (table["percent"] / table["tbs"]).tolist() == pytest.approx([100 / 3.5] * len(table))  # of the best
+    assert tables.times(made.unusable(rows)).empty
+    assert tables.times(rows.assign(cache="hot")).empty
+
+
+def test_against_the_faster_of_the_two_callers(toy):
+    found = tables.against_library(frame(of=lambda x, name: 1.32 if (name, x.key) == ("torch.mv", TALL) else None))
+    assert len(found) == 12
+    some = found[found["dtype"] == "bf16"].set_index(["N", "K"])
+    assert set(some.index) == set(SHAPES)
+    for shape, library, over in (((8192, 2048), "torch.mv", 1.32), ((5120, 2048), "F.linear", 1.54)):
+        assert some.loc[shape, "library"] == library
+        assert some.loc[shape, "library µs"] == pytest.approx(over * reading(*shape), rel=2e-3)
+        assert some.loc[shape, "ratio"] == pytest.approx(over / 1.1, rel=2e-3)
+    assert set(found["verdict"]) == {"faster"}
+    assert found["no slower"].all()
+    plain = tables.against_library(frame(), names.LADDER[6])
+    assert plain["ratio"].tolist() == pytest.approx([1.54 / 1.2] * 12, rel=2e-3)
+    assert set(tables.against_library(made.without(frame(), variant="F.linear"))["library"]) == {"torch.mv"}
+    assert tables.against_library(made.without(frame(), variant=names.OURS)).empty
+
+
+def test_allowed_is_the_bytes_an_empty_kernel_and_a_microsecond(toy):
+    for factor, within in ((1.0, True), (1.2, False)):  # 2 µs and the bytes, against 2.5 µs and the bytes
+        found = tables.against_library(frame({names.OURS: factor}))
+        assert found["allowed µs"].tolist() == pytest.approx(found["MB"].div(3.0).add(2.5).tolist(), rel=1e-3)
+        assert set(found["within"]) == {within}
+
+
+def test_geometric_mean():
+    assert tables.geometric_mean(pd.Series([1.0, 4.0, 2.0])) == pytest.approx(2.0)
+    assert math.isnan(tables.geometric_mean(pd.Series([], dtype=float)))
+
+
+def test_chains_by_hand(rows):
+    table = tables.chains(rows)
+    assert list(table["variant"]) == 3 * list(names.CHAINS)
+    found = table[table["model"] == "Qwen3.5-4B"].set_index("variant")
+    base = 2 + study.floor(Case("chain", {"model": "Qwen3.5-4B", "dtype": "bf16"})).bytes / 3e6
+    for name, gemvs, over, library in (
+        (names.CHAIN_OURS, 3, 1.1, 1.43),
+        (names.separate("ours"), 4, 1.25, 1.7),
+        (names.CHAIN_LADDER[0], 4, 12.0, 1.7),
+        ("torch.mv, merged", 3, 1.43, 1.43),
+        (names.BETWEEN_OURS, 3, 1.5, 1.8),  # against cuBLAS with kernels between
+    ):
+        one = found.loc[name]
+        assert one["GEMVs"] == gemvs
+        assert one["us"] == pytest.approx(over * base, rel=2e-3)
+        assert one["beyond reading"] == pytest.approx((over - 1) * base / gemvs, rel=0.03)
+        assert one["% of reading W"] == pytest.approx(100 / over, rel=3e-3)
+        assert one["at most"] == pytest.approx(library, rel=3e-3)
+        assert one["ratio"] == pytest.approx(library / over, rel=3e-3)
+        assert one["% of ceiling"] == pytest.approx(100 * (base - 2) / (over * base), rel=3e-3)
+    assert math.isnan(found.loc[names.READ, "ratio"])
+    assert found.loc[names.READ, "% of reading W"] == 100
+
+
+COUNTS = {
+    True: {(32000, 2048): 1, (5120, 2048): 3, (2048, 4096): 3, (8192, 2048): 3},
+    False: {(32000, 2048): 1, (4096, 2048): 3, (1024, 2048): 3, (2048, 4096): 3, (8192, 2048): 3},
+}
+
+
+def token_us(merged, most=10**9):
+    """µs of reading a token's matrices of up to so many rows."""
+    return sum(count * reading(*shape) for shape, count in COUNTS[merged].items() if shape[0] <= most)
+
+
+@pytest.mark.parametrize("merged", [True, False])
+def test_token_total_by_hand(rows, merged):
+    found = tables.token_total(rows, "Qwen3.5-4B", merged).set_index("rule")
+    us, total = found["us"], token_us(merged)
+    assert us[tables.RULE] == pytest.approx(1.2 * total + 0.1 * token_us(merged, 4096), rel=2e-3)
+    expected = {"always 1 row": 1.3, tables.FOUR: 1.2, tables.BEST: 1.2, tables.TUNED: 1.1, tables.CUBLAS: 1.54}
+    for rule, over in (expected | {tables.RULE_PLAIN: 1.25, tables.FOUR_PLAIN: 1.25}).items():
+        assert us[rule] == pytest.approx(over * total, rel=2e-3)
+    size = 2 * sum(count * n * k for (n, k), count in COUNTS[merged].items())
+    assert found.loc[tables.TUNED, "% of ceiling"] == pytest.approx(100 * size / us[tables.TUNED] / 1e6 / 3.0)
+    assert tables.token_total(made.without(rows, case=gemv_case(2048, 4096).key), "Qwen3.5-4B", merged).empty
+    less = tables.token_total(made.without(rows, variant="rows=1"), "Qwen3.5-4B", merged)
+    assert set(us.index) - set(less["rule"]) == {tables.RULE, "always 1 row"}
+    assert tables.token_total(rows[rows["case"].str.contains("fp32")], "Qwen3.5-4B").empty
+
+
+def test_a_token_from_chains_by_hand(rows):
+    found = tables.from_chain(rows, "Qwen3.5-4B").set_index("of")
+    base = 2 + study.floor(Case("chain", {"model": "Qwen3.5-4B", "dtype": "bf16"})).bytes / 3e6
+    for rule, alone, chain in ((tables.TUNED, 1.1, 1.1), (tables.CUBLAS, 1.54, 1.43)):
+        assert found.loc[rule, "sum"] == pytest.approx(alone * token_us(True), rel=2e-3)
+        assert found.loc[rule, "chain"] == pytest.approx(3 * chain * base + alone * reading(32000, 2048), rel=2e-3)
+    assert tables.from_chain(rows[rows["op"] == "chain"], "Qwen3.5-4B").empty
+
+
+def test_rows_map_is_over_the_best_number(rows):
+    found = tables.rows_map(rows)
+    assert len(found) == 6 * 5
+    over = {1: 1.3 / 1.2, 2: 1.25 / 1.2, 4: 1.0, 8: 1.4 / 1.2, 16: 1.6 / 1.2}
+    assert found.groupby("rows")["over best"].mean().to_dict() == pytest.approx(over, rel=2e-3)
+    assert set(tables.rows_map(made.without(rows, variant="rows=4"))["rows"]) == {1, 2, 8, 16}
+
+
+def test_choices_are_each_with_their_best_tile(toy):
+    def of(case, name):
+        return (3.0 if "8 warps" in name else 2.0 if "4 rows" in name else 1.0) if case.op == "tune" else None
+
+    found = tables.choices(frame(of=of), "Qwen3.5-4B")
+    assert set(found["shape"]) == {f"{n} × {k}" for n, k in SHAPES}
+    assert not found.duplicated(["shape", "warps", "rows"]).any()
+    wide, four = found["warps"] == 8, found["rows"] == 4
+    for some, over in ((wide, 3.0), (four & ~wide, 2.0), (~four & ~wide, 1.0)):
+        assert found[some]["over best"].tolist() == pytest.approx([over] * some.sum(), rel=3e-3)
+    found = tables.choices(frame(of=lambda x, name: 1.0 if "BK=512" in name else None), "Qwen3.5-4B")
+    one = found.set_index(["shape", "warps", "rows"]).loc[("8192 × 2048", 2, 4)]
+    assert (one["tile"], one["over best"]) == (512, pytest.approx(1.0, rel=3e-3))
+
+
+def test_what_the_rule_and_a_split_take_over_the_fastest(toy, monkeypatch):
+    rule = {str(choose.rule(*shape, 2)) for shape in SHAPES}
+    found = tables.unseen(frame(of=lambda x, name: 1.5 if x.op == "tune" and name in rule else None))
+    bf16 = found[found["dtype"] == "bf16"]
+    assert set(zip(bf16["N"], bf16["K"], strict=True)) == set(SHAPES)
+    assert bf16["rule / fastest"].tolist() == pytest.approx([1.5 / 1.25] * 6, rel=3e-3)
+    assert tables.splits(frame()).empty  # no W is so short
+    monkeypatch.setitem(LINEAR, "Qwen3.5-4B", LinearModel("short", TOY.layers, TOY.period, ((64, 4096),)))
+    found = tables.splits(frame(of=lambda x, name: 1.0 if x.op == "tune" and "split 2" in name else None))
+    assert found[["N", "K"]].to_numpy().tolist() == [[64, 4096]]
+    assert found["split / whole"].tolist() == pytest.approx([1 / 1.25], rel=3e-3)
+
+
+def walking(case, name):
+    """W stored [K, N] makes step 2 the slower one up to 4096 rows."""
+    return (18.0 if case["N"] <= 4096 else 4.5) if name == names.LADDER[1] and case.op == "gemv" else None
+
+
+def test_pattern_and_from_where_it_pays(toy):
+    found = tables.pattern(frame(of=walking))
+    assert len(found) == 12
+    found = found[found["dtype"] == "bf16"].reset_index(drop=True)
+    assert found["N"].tolist() == [1024, 2048, 4096, 5120, 8192, 32000]
+    assert found["CTAs an SM"].tolist() == [1, 1, 1, 1, 1, 4]  # 16 to 128 CTAs, and 500, on 132
+    assert found["look-ups, ns"].tolist() == pytest.approx([64 / 1.98] * 5 + [4 * 64 / 1.98])
+    assert found["pattern alone"].tolist() == pytest.approx([0.5] * 3 + [2.0] * 3, rel=3e-3)
+    assert found["with width"].tolist() == pytest.approx([9 / 1.6] * 6, rel=3e-3)
+    for step, over in zip(tables.STEPS, (9, 18), strict=True):
+        assert found.loc[0, step] == pytest.approx(1e3 * over * reading(1024, 2048) / 2048, rel=3e-3)
+    assert tables.pays_from(found) == 5120
+    hole = [2.0, 2.0, 0.9, 2.0, 2.0, 2.0]
+    for alone, start in (([2.0] * 6, 1024), ([0.5] * 6, None), ([1.0] * 6, None), (hole, 5120)):
+        assert tables.pays_from(found.assign(**{"pattern alone": alone})) == start
+    assert tables.pays_from(found.assign(**{"pattern alone": [2.0] * 5 + [0.9]})) is None
+
+
+def test_steps_are_over_the_one_that_they_change(rows):
+    found = tables.steps(rows).set_index("step")
+    expected = dict(zip(names.LADDER[1:], (2.0, 4.5, 1.25, 1.6 / 1.8, 1.2, 1.25, 1.2 / 1.3), strict=True))
+    expected |= {names.OURS: 1.2 / 1.1, names.HINT: 1.6 / 1.25}
+    assert found["mean ratio"].to_dict() == pytest.approx(expected, rel=2e-3)
+    assert set(found["cases"]) == {12}
+    assert found["slower"].to_dict() == {name: 12 * (over < 1) for name, over in expected.items()}
+    assert (found["faster"] + found["slower"] == 12).all()
+
+
+def evident(rows, make):
+    """The rows with evidence. make: case and variant -> its JSON object."""
+    texts = [json.dumps(make(*one)) for one in zip(rows["case"], rows["variant"], strict=True)]
+    return rows.assign(evidence=texts)
+
+
+def in_bits(rows):
+    """The control has other bits with each number of rows, at one shape in bf16 alone."""
+    return evident(rows, lambda case, name: {"bits": name if "2-D" in name and case == TALL else case})
+
+
+def test_same_bits_counts_the_outcomes(rows):
+    ours, control = (tables.same_bits(in_bits(rows), some) for some in (names.ROWS_VARIANTS, names.TWO_D))
+    assert len(ours) == len(control) == 12
+    assert set(ours["outcomes"]) == {1}
+    assert control[control["outcomes"] > 1][["dtype", "N", "outcomes"]].to_numpy().tolist() == [["bf16", 8192, 3]]
+    assert tables.same_bits(rows, names.TWO_D).empty
+
+
+def chosen(rows):
+    """The warm cache chose something else at one shape."""
+    return evident(rows, lambda case, name: {"choice": [name, case] if name == names.WARM and case == TALL else case})
+
+
+def test_a_warm_cache_is_compared_where_it_chose_something_else(rows):
+    found = tables.other_choice(chosen(rows))
+    assert found[["dtype", "N", "K"]].to_numpy().tolist() == [["bf16", 8192, 2048]]
+    assert found["ratio"].tolist() == pytest.approx([1.1], rel=3e-3)
+
+
+def test_the_table_is_the_fastest_candidate_cold_and_hot(toy, gpu):
+    cold, hot = (candidates[i] for candidates in [choose.candidates(1024, 2048, 2)] for i in (3, 7))
+    found = frame(of=lambda x, name: 1.0 if (x.op, name) == ("tune", str(cold)) else None)
+    quick = [
+        [1] * len(ns) if op == "tune" and ((cache == "hot" and variant == str(hot)) or variant == CONTROL) else ns
+        for op, cache, variant, ns in zip(*(found[n] for n in ("op", "cache", "variant", "samples_ns")), strict=True)
+    ]
+    rows = found.assign(samples_ns=quick)
+    rows.loc[(rows["case"] == gemv_case(1024, 2048).key) & (rows["variant"] == str(cold)), "ok"] = False
+    records.write(gpu[0] / "gemv_coalescing.parquet", rows)
+    study.settle(gpu[0])
+    table = choose.read(gpu[0])
+    assert len(table) == 12
+    assert table[(8192, 2048, 2)] == cold
+    assert table[(1024, 2048, 2)] not in (cold, hot)  # that row may not be used
+    assert choose.read(gpu[0], "hot")[(4096, 2048, 2)] == hot
+    assert (32000, 2048, 2) not in choose.read(gpu[0], "hot")  # 131 MB are in no cache
+    assert choose.choose(8192, 2048, 2, torch.device("cuda")) == cold
+    records.write(gpu[1] / "gemv_coalescing.parquet", rows[rows["op"] == "gemv"])
+    study.settle(gpu[1])
+    assert choose.read(gpu[1]) == {}
+
+
+# claims
+
+
+def judged(name, rows):
+    [claim] = [claim for claim in studies.load("gemv_coalescing").claims if claim.id == name]
+    found = claim.judge(rows)
+    assert found.verdict in spec.VERDICTS
+    assert not re.search(r"\bnan\b", f"{found.measured} {found.why}")
+    return found
+
+
+@pytest.mark.parametrize("name", ["step", "pattern", "rule", "ceiling"])
+def test_without_rows_or_in_two_processes_nothing_is_judged(rows, name):
+    for less in (rows.iloc[:0], made.unusable(rows), made.processes(rows, 2), rows[rows["case"].str.contains("fp32")]):
+        assert judged(name, less.reset_index(drop=True)).verdict == "not testable here"
+
+
+@pytest.mark.parametrize(("ratio", "verdict", "why"), [
+    (2.4, "consistent", "about as much"), (3.5, "consistent", "about as much"), (1.6, "consistent", "about as much"),
+    (4.0, "not reproduced", "but not by that"), (1.5, "not reproduced", "but not by that"),
+    (1.0, "not reproduced", "no gain"), (0.5, "not reproduced", "no gain"),
+])  # fmt: skip
+def test_step_claim(toy, ratio, verdict, why):
+    rows = frame({names.CHAIN_LADDER[0]: 3.0 * ratio})
+    found = judged("step", rows)
+    assert (found.verdict, why in found.why) == (verdict, True)
+    assert found.measured.startswith(f"×{ratio:.1f} [")
+    for less in (made.without(rows, variant=names.CHAIN_LADDER[0]), rows[~rows["case"].str.contains("h1024")]):
+        assert judged("step", less).verdict == "not testable here"
+
+
+def test_pattern_claim(toy):
+    assert judged("pattern", frame({names.LADDER[1]: 1.7})).verdict == "consistent"
+    some = judged("pattern", frame(of=walking))
+    assert some.verdict == "not reproduced"
+    assert some.measured == "pattern alone ×0.50 to ×2.0, with warps and width ×6 to ×6"
+    assert "from 5120 rows of W on" in some.why
+    never = judged("pattern", frame({names.LADDER[1]: 18.0}))
+    assert (never.verdict, "does not pay" in never.why) == ("not reproduced", True)
+    one = frame({names.LADDER[1]: 1.7}, lambda x, name: 4.5 if (name, x.key) == (names.LADDER[1], TALL) else None)
+    assert judged("pattern", one).verdict == "not reproduced"  # nearly all of it at every shape but one
+    for step in (0, 1, 3):
+        assert judged("pattern", made.without(frame(), variant=names.LADDER[step])).verdict == "not testable here"
+
+
+def both_ways(one, four):
+    """Times of one and of four rows, with and without dependent launch."""
+    times = {1: one, 4: four}
+    return {make(n): time for n, time in times.items() for make in (names.rows_variant, names.plain_rows_variant)}
+
+
+def test_rule_claim(toy):
+    assert judged("rule", frame(both_ways(1.2, 1.2))).verdict == "consistent"
+    slow = judged("rule", frame(both_ways(1.3, 1.2)))  # the rule takes one row for the short ones
+    said = [float(text) for text in re.findall(r"([+-][\d.]+) %", slow.measured)]
+    change = {merged: 100 * (1.2 / (1.2 + 0.1 * token_us(merged, 4096) / token_us(merged)) - 1) for merged in COUNTS}
+    assert said == pytest.approx([change[True]] * 2 + [change[False]] * 2, abs=0.11)
+    for one, four in ((1.2, 2.4), (2.4, 1.2)):
+        assert judged("rule", frame(both_ways(one, four))).verdict == "not reproduced"
+    plain = frame(both_ways(1.2, 1.2) | {names.plain_rows_variant(1): 2.4})
+    assert judged("rule", plain).verdict == "not reproduced"  # in one of the ways is enough
+    assert judged("rule", made.without(frame(), case=gemv_case(2048, 4096).key)).verdict == "not testable here"
+
+
+def test_ceiling_claim(toy):
+    fast = judged("ceiling", frame())
+    assert fast.verdict == "not reproduced"
+    size = study.floor(Case("chain", {"model": "Qwen3.5-4B", "dtype": "bf16"})).bytes / 3e6
+    assert [int(text) for text in re.findall(r"(\d+) %", fast.measured)] == [
+        round(100 * size / over / (2 + size)) for over in (1.1, 1.43)
+    ]
+    assert judged("ceiling", frame({names.CHAIN_OURS: 2.0})).verdict == "consistent"
+    for less in (frame(ceiling=math.nan), made.without(frame(), variant=names.CHAIN_OURS)):
+        assert judged("ceiling", less).verdict == "not testable here"
+
+
+@pytest.mark.parametrize("claim", ["rule", "ceiling"])
+@pytest.mark.parametrize("lost", ["rows=1", "rows=4", "F.linear", names.OURS, "torch.mv, merged"])
+def test_a_token_is_judged_from_what_there_is(rows, claim, lost):
+    found = judged(claim, made.without(rows, variant=lost))
+    untested = claim == "rule" and lost in ("rows=1", "rows=4")  # what is left of the ways could say anything
+    assert (found.verdict == "not testable here") == untested
+    hole = (rows["variant"] == lost) & (rows["case"] == gemv_case(2048, 4096).key)
+    judged(claim, made.unusable(rows, hole))
+
+
+# views
+
+
+def caption(drawn):
+    return drawn["caption"] if isinstance(drawn, dict) else drawn
+
+
+SAID = [  # view, times by case and variant, what it says
+    ("in_short", None, "takes 1.40 times as long as the production GEMV (1.28 without dependent launch), geometric mean"
+     " of 5 shapes. All matrices"),
+    ("in_short", None, "Qwen3.5-4B ×1.30 [1.30, 1.30] merged, ×1.36 [1.36, 1.36] matrix by matrix."),
+    ("ladder", None, "Best: 87 % at 32000 × 2048, step 9."),  # 43.7 µs of bytes in 1.1 × 45.7
+    ("ladder_of", None, "Fastest: 32000 × 2048, fp32, step 9, 2.67 TB/s"),  # twice the bytes
+    ("walk", walking, "Lanes side by side pay from N = 5120 on"),
+    ("walk", lambda x, name: 20.0 if name == names.LADDER[1] else None, "Lanes side by side do not pay"),
+    ("why_not_32", walking, "Step 4 is 6 to 6 times as fast as step 1. With one CTA a multiprocessor, up to 8192 rows"),
+    ("why_not_32", walking, "pays from 5120 rows on, and at 32000 rows it gives ×2.0 of ×5.6"),
+    ("library", lambda x, name: 1.21 if (name, x.key) == ("F.linear", TALL) else None,
+     "Least: 1.10 at 8192 × 2048; 1 of 6 within the limit"),  # the smallest: 1.1 × 3.4 µs in 1.4 + 2.5
+    ("library", lambda x, name: 1.0 if name == names.OURS else None, "6 of 6 within the limit"),
+    ("losses", None, "5 four rows a program (×0.89 over 4 16-byte loads; slower in 12, faster in 0 of 12); 8 split K "
+     "(×0.92 over 7 tuned rows, warps and tile; slower in 12, faster in 0 of 12)."),
+    ("losses", lambda x, name: 10.0 - names.LADDER.index(name) if name in names.LADDER else None, "every step"),
+    ("chain", None, "Ours, merged: AutoMegaKernel h1024: 91 %; Llama-3.2-1B: 91 %; Qwen3.5-4B: 91 %. "),
+    ("limits", None, "Qwen3.5-4B, separate: at most ×1.70, reached ×1.36; Qwen3.5-4B, merged: at most ×1.43, reached "
+     "×1.30."),
+    ("between", None, "kernels with the trigger between, merged ×1.50 to ×1.50"),
+    ("rows_map", None, "of 6 shapes: 1 rows at 0, 2 rows at 0, 4 rows at 6, 8 rows at 0, 16 rows at 0."),
+    ("choices", None, "1, 2 and 4 rows each have warps within 2% of the fastest at 6 of 6 shapes"),
+    ("choices", lambda x, name: 1.5 if "2 rows" in name and x["N"] == 8192 else None, "at 5 of 6 shapes"),
+    ("unseen", None, "takes 1.00"),
+    ("splits", None, "no shape was short enough"),
+    ("prediction", None, "9 dependent launch 0.95 to 0.95; 7 tuned rows, warps and tile 0.95 to 0.95; torch.mv 0.95"),
+    ("warm", None, "chose nothing else"),
+    ("interleaving", None, "time interleaved / adjacent: 1.050 on average over 12 shapes"),
+    ("summary", None, "is faster in 12 of 12 shapes and types (ratios 1.40 to 1.40)."),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("view", "of", "said"), SAID, ids=[f"{view}-{i}" for i, (view, _, _) in enumerate(SAID)])
+def test_what_a_view_says_follows_from_the_rows(toy, view, of, said):
+    assert said in caption(getattr(views, view)(frame(of=of)))
+
+
+def test_what_views_say_of_the_evidence(rows):
+    assert views.bits(in_bits(rows)).endswith(
+        "bf16: the same bits in 6 of 6 shapes, other bits in 1 of 6 for the control; "
+        "fp32: the same bits in 6 of 6 shapes, other bits in 0 of 6 for the control."
+    )
+    assert "1.100 on average over 1 shapes, from 1.10 at 8192 × 2048" in views.warm(chosen(rows))
+
+
+def test_overhead_says_the_ends_of_each_variant(rows):
+    base = 2 + study.floor(Case("chain", {"model": "Qwen3.5-4B", "dtype": "bf16"})).bytes / 3e6
+    found = re.findall(r"([\w., ]+?) (-?[\d.]+) to (-?[\d.]+) µs", caption(views.overhead(rows)))
+    said = {name.strip(): (float(low), float(high)) for name, low, high in found}
+    for name, over, count in (("ours, merged", 1.1, 3), ("ours, separate", 1.25, 4)):
+        assert said[name] == pytest.approx([(over - 1) * base / count] * 2, abs=0.1)
+
+
+def test_merging_and_questions_by_hand(rows):
+    merged = views.merging(rows)
+    for kernel, ratio in (("torch.mv", 1.8 / 1.43), ("ours", 1.25 / 1.1)):
+        assert merged[merged["kernel"] == kernel]["ratio"].tolist() == pytest.approx([ratio] * 3, rel=3e-3)
+    worth = views.questions(rows)["worth here"].tolist()
+    expected = [9 / 2, 9 / 4.5, 2 / 1.6, 1.6 / 1.8, 1.8 / 1.43, 1.25 / 1.1, 1.26 / 1.2]
+    assert [float(re.match(r"×([\d.]+)", text)[1]) for text in worth] == pytest.approx(expected, abs=0.01)
+
+
+def test_peers_are_shown_at_the_shapes_where_they_were_asked():
+    us = made.gemv_us(OVER | {"torch.compile": 1.3})
+    found = views.peers(made.make("gemv_coalescing", {"models": [study.OTHER], "dtypes": ["bf16"]}, us))
+    assert set(zip(found["N"], found["K"], strict=True)) == set(OTHER_LINEAR) & set(study.PEER_SHAPES)
+    assert (found["torch.compile"] / found[names.OURS]).tolist() == pytest.approx([1.3 / 1.1] * len(found), rel=3e-3)
+
+
+VIEWS = (
+    "in_short", "ladder", "ladder_of", "walk", "why_not_32", "library", "steps", "losses", "peers", "chain", "overhead",
+    "limits", "between", "rows_map", "choices", "unseen", "splits", "token", "cross_check", "prediction", "bits",
+    "warm", "interleaving", "merging", "questions", "summary",
+)  # fmt: skip
+
+
+def _less(*variants):
+    return lambda rows: rows[~rows["variant"].isin(variants)]
+
+
+PARTIAL = {
+    "all": lambda rows: rows,
+    "none": lambda rows: rows.iloc[:0],
+    "all failed": made.unusable,
+    "fp32 only": lambda rows: rows[rows["case"].str.contains("fp32")],
+    "one small shape": lambda rows: rows[rows["case"] == gemv_case(1024, 2048).key],
+    "chains only": lambda rows: rows[rows["op"] == "chain"],
+    "candidates only": lambda rows: rows[rows["op"] == "tune"],
+    "no libraries": _less(*names.LIBRARY, *map(names.separate, names.LIBRARY), *map(names.merged, names.LIBRARY)),
+    "no F.linear": _less("F.linear", "F.linear, separate", "F.linear, merged"),
+    "no control": _less(CONTROL),
+    "no reading": _less(names.READ),
+    "no production": _less(names.OURS, names.CHAIN_OURS, names.separate("ours")),
+    "no step 7": _less(names.LADDER[6]),
+    "no numbers of rows": _less(*names.ROWS_VARIANTS),
+    "no kernels between": _less(*names.BETWEEN),
+    "no empty kernel": _less(names.EMPTY, names.EMPTY_DEPENDENT),
+    "no ceiling": lambda rows: rows.assign(ceiling=math.nan, predicted_us=math.nan),
+    "no evidence": lambda rows: rows.assign(evidence="{}"),
+}
+
+
+def _problem(view, rows):
+    try:
+        drawn = getattr(views, view)(rows)
+    except Exception as problem:
+        return f"{type(problem).__name__}: {problem}"
+    if isinstance(drawn, dict) and not {"fig", "alt", "caption", "table"} <= set(drawn):
+        return f"a drawing of {sorted(drawn)}"
+    said = "" if isinstance(drawn, pd.DataFrame) else caption(drawn)
+    return f"a sentence with nan: {said}" if re.search(r"\bnan\b", said) else ""
+
+
+@pytest.mark.parametrize("which", PARTIAL)
+def test_every_view_of_partial_rows_is_a_sentence_or_a_drawing(rows, which):
+    some = PARTIAL[which](rows).reset_index(drop=True)
+    problems = {view: _problem(view, some) for view in VIEWS}
+    assert {view: problem for view, problem in problems.items() if problem} == {}
+
+
+@pytest.mark.parametrize("which", ["no ceiling", "no empty kernel"])
+def test_no_shape_is_said_to_be_beyond_a_limit_that_is_not_known(rows, which):
+    assert "0 of 6 within the limit" not in caption(views.library(PARTIAL[which](rows)))
