@@ -982,8 +982,8 @@ def test_peers_are_shown_at_the_shapes_where_they_were_asked():
 
 VIEWS = (
     "in_short", "ladder", "ladder_of", "walk", "why_not_32", "library", "steps", "losses", "peers", "chain", "overhead",
-    "limits", "between", "rows_map", "choices", "unseen", "splits", "token", "cross_check", "prediction", "bits",
-    "warm", "interleaving", "merging", "questions", "summary",
+    "limits", "between", "rows_map", "choices", "unseen", "splits", "tuning", "token", "cross_check", "prediction",
+    "bits", "warm", "interleaving", "merging", "questions", "summary",
 )  # fmt: skip
 
 
@@ -1029,6 +1029,16 @@ def test_every_view_of_partial_rows_is_a_sentence_or_a_drawing(rows, which):
     some = PARTIAL[which](rows).reset_index(drop=True)
     problems = {view: _problem(view, some) for view in VIEWS}
     assert {view: problem for view, problem in problems.items() if problem} == {}
+
+
+def test_tuning_is_timed_from_the_start_of_one_shape_to_that_of_the_next():
+    starts = {"a": "10:00:00", "b": "10:00:07", "c": "10:00:09"}
+    rows = pd.DataFrame(
+        [{"op": "tune", "case": key, "utc": f"2026-01-01T{time}+00:00"} for key, time in starts.items()]
+        + [{"op": "tune", "case": "a", "utc": "2026-01-01T10:00:05+00:00"}]
+        + [{"op": "gemv", "case": "a", "utc": "2026-01-01T10:00:01+00:00"}]
+    )
+    assert tables.tuning_seconds(rows).tolist() == [7, 2]
 
 
 @pytest.mark.parametrize("which", ["no ceiling", "no empty kernel"])

@@ -242,6 +242,13 @@ def unseen(rows: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(found, columns=[*SHAPE, "rule", "rule / fastest"])
 
 
+def tuning_seconds(rows: pd.DataFrame) -> pd.Series:
+    """Seconds from the start of one shape's tuning to that of the next, in the order of measuring; compiling apart."""
+    tuned = rows[rows["op"] == "tune"]
+    starts = pd.to_datetime(tuned["utc"]).groupby(tuned["case"]).min().sort_values()
+    return starts.diff().dt.total_seconds().dropna()
+
+
 def splits(rows: pd.DataFrame) -> pd.DataFrame:
     """The fastest candidate that splits a row over the fastest that does not, where both were tried, cold."""
     found = []

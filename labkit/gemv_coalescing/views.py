@@ -348,6 +348,19 @@ def unseen(rows: pd.DataFrame) -> str:
     )
 
 
+def tuning(rows: pd.DataFrame) -> str:
+    """How many candidates a shape has, and how long trying them took."""
+    tuned = rows[(rows["op"] == "tune") & (rows["role"] != "control") & (rows["cache"] == "cold")]
+    seconds = tables.tuning_seconds(rows)
+    if seconds.empty:
+        return "fewer than two shapes were tuned."
+    counts = tuned.groupby("case").size()
+    return (
+        f"{counts.min()} to {counts.max()} candidates a shape, each checked, then timed with cold L2, and with hot L2 "
+        f"where W fits: {seconds.median():.0f} s a shape, at most {seconds.max():.0f} s, without compiling."
+    )
+
+
 def splits(rows: pd.DataFrame) -> str:
     """Does a split of K pay where N is short?"""
     table = tables.splits(rows)
