@@ -76,6 +76,67 @@ def test_softplus_is_linear_above_twenty_and_never_overflows():
     assert softplus[0] == 0.0
 
 
+def draws(*shapes, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=g) for shape in shapes]
+
+
+def test_kda_with_equal_channels_is_gdn():
+    state, q, k, v = draws((2, 4, 3, 5), (2, 2, 5), (2, 2, 5), (2, 4, 3))
+    alpha, beta = torch.rand(2, 4), torch.rand(2, 4)
+    gdn = reference.decode_step(state, q, k, v, alpha, beta, 0.3)
+    kda = reference.decode_step(state, q, k, v, alpha[..., None].expand(2, 4, 5), beta, 0.3)
+    assert all(torch.equal(one, other) for one, other in zip(gdn, kda, strict=True))
+    uneven = alpha[..., None] * torch.tensor([1.0, 1.0, 1.0, 1.0, 0.5])
+    assert not torch.allclose(reference.decode_step(state, q, k, v, uneven, beta, 0.3)[1], gdn[1])
+
+
+def test_kda_fades_each_channel_by_itself():
+    state = torch.tensor([[1.0, 2.0], [3.0, 4.0]]).view(1, 1, 2, 2)  # [V, K]
+    nothing = torch.zeros(1, 1, 2)
+    alpha = torch.tensor([0.5, 0.25]).view(1, 1, 2)
+    _, new = reference.decode_step(state, nothing, nothing, nothing, alpha, torch.ones(1, 1), 1.0)
+    assert torch.equal(new.squeeze(), torch.tensor([[0.5, 0.5], [1.5, 1.0]], dtype=torch.float64))
+
+
+def test_decay_of_kda_in_both_forms_by_hand():
+    a, dt_bias = torch.tensor([[[0.0, 2.0]]]), torch.tensor([[0.0, 1.0]])
+    A_log = torch.tensor([math.log(3.0)])
+    soft = [math.log(2.0), math.log1p(math.exp(3.0))]
+    found = reference.kda_decay(a, A_log, dt_bias)
+    assert found.flatten().tolist() == pytest.approx([math.exp(-3 * x) for x in soft])
+    bounded = reference.kda_decay(a, A_log, dt_bias, lower_bound=-5.0)
+    assert bounded.flatten().tolist() == pytest.approx([math.exp(-2.5), math.exp(-5 / (1 + math.exp(-9.0)))])
+
+
+def test_extend_is_decode_token_by_token_and_sequences_do_not_meet():
+    state, q, k, v = draws((3, 4, 3, 5), (6, 2, 5), (6, 2, 5), (6, 4, 3))
+    alpha, beta = torch.rand(6, 4), torch.rand(6, 4)
+    o, final = reference.extend(state, q, k, v, alpha, beta, 0.3, torch.tensor([0, 2, 2, 6]))
+    assert torch.equal(final[1], state[1].double())  # no token
+    for n, (start, end) in {0: (0, 2), 2: (2, 6)}.items():
+        S = state[n : n + 1]
+        for t in range(start, end):
+            step, S = reference.decode_step(S, *(x[t : t + 1] for x in (q, k, v, alpha, beta)), 0.3)
+            assert torch.equal(o[t], step[0])
+        assert torch.equal(final[n], S[0])
+
+
+def test_verify_goes_on_from_the_parent():
+    state, q, k, v = draws((1, 2, 3, 5), (1, 4, 1, 5), (1, 4, 1, 5), (1, 4, 2, 3))
+    alpha, beta = torch.rand(1, 4, 2), torch.rand(1, 4, 2)
+    inputs = (state, q, k, v, alpha, beta, 0.3)
+    chain = reference.verify(*inputs)
+    assert torch.equal(chain[1], reference.verify(*inputs, parents=torch.tensor([[-1, 0, 1, 2]]))[1])
+    flat = [x[0] for x in (q, k, v, alpha, beta)]
+    assert torch.equal(chain[1][:, -1], reference.extend(state, *flat, 0.3, torch.tensor([0, 4]))[1])
+    tree = reference.verify(*inputs, parents=torch.tensor([[-1, 0, 0, -1]]))
+    alone = reference.verify(state, *(x[:, 3:] for x in (q, k, v, alpha, beta)), 0.3)
+    assert torch.equal(tree[1][:, 3], alone[1][:, 0])
+    assert torch.equal(tree[0][:, 1], chain[0][:, 1])
+    assert not torch.allclose(tree[0][:, 2], chain[0][:, 2])
+
+
 # floors, cases, variants
 
 

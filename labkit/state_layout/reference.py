@@ -1,7 +1,10 @@
-"""One decode step of the gated delta rule in float64, written for reading; the kernels are judged by it.
+"""The gated delta rule in float64, token by token, written for reading; the kernels are judged by it.
 
-Source: Gated Delta Networks (Yang, Kautz, Hatamizadeh, 2024), in the form that Qwen3-Next's layers use.
+Sources: Gated Delta Networks (Yang, Kautz, Hatamizadeh, 2024), in the form that Qwen3-Next's layers use (GDN: one decay
+a value head); Kimi Linear (Kimi Team, 2025), whose decay is one a channel of K (KDA).
 """
+
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -13,11 +16,22 @@ SOFTPLUS_LINEAR_ABOVE = 20.0
 def decay_and_beta(a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
     """Decay α = exp(-exp(A_log) · softplus(a + dt_bias)) and β = sigmoid(b).
 
-    a, b: [N, HV]; A_log, dt_bias: [HV]. Returns α and β, [N, HV], float64.
+    a, b: [..., HV]; A_log, dt_bias: [HV]. Returns α and β, [..., HV], float64.
     """
-    x = a.double() + dt_bias.double()
-    softplus = torch.where(x > SOFTPLUS_LINEAR_ABOVE, x, torch.log1p(torch.exp(x.clamp(max=SOFTPLUS_LINEAR_ABOVE))))
+    softplus = _softplus(a.double() + dt_bias.double())
     return torch.exp(-torch.exp(A_log.double()) * softplus), torch.sigmoid(b.double())
+
+
+def kda_decay(a: Tensor, A_log: Tensor, dt_bias: Tensor, lower_bound: float | None = None) -> Tensor:
+    """Decay of KDA: exp(-exp(A_log) · softplus(a + dt_bias)), or exp(lower_bound · sigmoid(exp(A_log)(a + dt_bias))).
+
+    a: [..., HV, K]; A_log: [HV]; dt_bias: [HV, K]; lower_bound: negative, of the second form (Kimi-K3's), or None.
+    Returns α, [..., HV, K], float64.
+    """
+    x, rate = a.double() + dt_bias.double(), torch.exp(A_log.double())[:, None]
+    if lower_bound is not None:
+        return torch.exp(lower_bound * torch.sigmoid(rate * x))
+    return torch.exp(-rate * _softplus(x))
 
 
 def decode_step(
@@ -25,16 +39,69 @@ def decode_step(
 ) -> tuple[Tensor, Tensor]:
     """o and the new state of one token a sequence.
 
-    state: [N, HV, V, K]; q, k: [N, H, K] with HV a multiple of H; v: [N, HV, V]; alpha, beta: [N, HV].
-    q and k are L2-normalised here, and q is scaled. Returns o [N, HV, V] and the state [N, HV, V, K], float64.
+    state: [N, HV, V, K]; q, k: [N, H, K] with HV a multiple of H; v: [N, HV, V]; alpha: [N, HV], or [N, HV, K] for KDA;
+    beta: [N, HV]. q and k are L2-normalised here, and q is scaled. Returns o [N, HV, V] and the state [N, HV, V, K],
+    float64.
     """
     repeat = state.shape[1] // q.shape[1]
     q = _normalised(q).repeat_interleave(repeat, dim=1) * scale
     k = _normalised(k).repeat_interleave(repeat, dim=1)
-    state = state.double() * alpha.double()[..., None, None]
+    alpha = alpha.double()
+    state = state.double() * (alpha[..., None, :] if alpha.ndim == 3 else alpha[..., None, None])
     u = beta.double()[..., None] * (v.double() - torch.einsum("nhvk,nhk->nhv", state, k))
     state = state + u[..., :, None] * k[..., None, :]
     return torch.einsum("nhvk,nhk->nhv", state, q), state
+
+
+def extend(
+    state: Tensor, q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, beta: Tensor, scale: float, cu_seqlens: Tensor
+) -> tuple[Tensor, Tensor]:
+    """o of every token, and the state after the last token, of sequences of any length.
+
+    state: [N, HV, V, K], before the first token; q, k: [T, H, K]; v: [T, HV, V]; alpha: [T, HV] or [T, HV, K]; beta:
+    [T, HV]; cu_seqlens: [N + 1], sequence n has the tokens cu_seqlens[n] to cu_seqlens[n + 1]. Otherwise as
+    `decode_step`. Returns o [T, HV, V] and the states [N, HV, V, K], float64.
+    """
+    o, final = torch.zeros(v.shape, dtype=torch.float64, device=v.device), state.double().clone()
+    for n, (start, end) in enumerate(pairwise(cu_seqlens.tolist())):
+        for t in range(start, end):
+            token = (x[t : t + 1] for x in (q, k, v, alpha, beta))
+            o[t : t + 1], final[n : n + 1] = decode_step(final[n : n + 1], *token, scale)
+    return o, final
+
+
+def verify(
+    state: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    alpha: Tensor,
+    beta: Tensor,
+    scale: float,
+    parents: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """o and the state after every draft token; the state before is left as it is.
+
+    state: [N, HV, V, K]; q, k: [N, T, H, K]; v: [N, T, HV, V]; alpha: [N, T, HV] or [N, T, HV, K]; beta: [N, T, HV];
+    parents: [N, T], the draft token whose state each one goes on from, always an earlier one; -1: `state`. None: each
+    goes on from the one before. Otherwise as `decode_step`. Returns o [N, T, HV, V], states [N, T, HV, V, K], float64.
+    """
+    N, T = q.shape[:2]
+    o = torch.zeros(v.shape, dtype=torch.float64, device=v.device)
+    states = torch.zeros((N, T, *state.shape[1:]), dtype=torch.float64, device=v.device)
+    for n in range(N):
+        for t in range(T):
+            parent = t - 1 if parents is None else int(parents[n, t])
+            before = state[n] if parent < 0 else states[n, parent]
+            token = (x[n : n + 1, t] for x in (q, k, v, alpha, beta))
+            after = decode_step(before[None], *token, scale)
+            o[n, t], states[n, t] = after[0][0], after[1][0]
+    return o, states
+
+
+def _softplus(x: Tensor) -> Tensor:
+    linear = x > SOFTPLUS_LINEAR_ABOVE
+    return torch.where(linear, x, torch.log1p(torch.exp(x.clamp(max=SOFTPLUS_LINEAR_ABOVE))))
 
 
 def _normalised(x: Tensor) -> Tensor:
