@@ -1,0 +1,625 @@
+"""Extend (chunked prefill) of the gated delta rule in Triton: many tokens a sequence, ragged, state in and state out.
+
+Kernels, in the order of their launch, and what each one does:
+
+| launch        | programs                     | what it does                                                         |
+|---------------|------------------------------|----------------------------------------------------------------------|
+| scores        | sub-chunk of 16, value head  | KDA only: k·k and q·k of every pair of tokens of a chunk, decayed    |
+| prepare       | chunk, value head            | T = (I + A)^-1, w = T (β k exp g), u = T (β v): all of a chunk that  |
+|               |                              | does not need the state before it                                    |
+| chunk_state   | sequence, value head, tile   | chunk after chunk: v_new = u - w h, h <- exp(g_last) h + kᵀ v_new,   |
+|               | of V                         | each one decayed to the end of the chunk; stores v_new and every h   |
+| output        | chunk, value head, tile of V | o = (q exp g) h + tril(q kᵀ exp(g_i - g_j)) v_new                    |
+
+Variants of chunk_state, and what each one tests:
+
+| state          | transposed | hypothesis                                                                            |
+|----------------|------------|---------------------------------------------------------------------------------------|
+| [.., HV, K, V] | no         | w h and kᵀ v_new leave h and v_new in registers, but their next product wants them in |
+|                |            | shared memory, as right operands                                                      |
+| [.., HV, V, K] | no         | the same products with the state transposed where it is used: only the layout, and    |
+|                |            | with it the shared memory, differs (82 -> 74 KB would make 3 CTAs an SM out of 2)     |
+| [.., HV, V, K] | yes        | v_newᵀ = uᵀ - h wᵀ and h + v_newᵀ k have h and v_new as left operands, which wgmma    |
+|                |            | takes from registers: neither goes through shared memory on the way from chunk to     |
+|                |            | chunk. It needs a tile of 64 rows, wgmma's smallest                                   |
+
+All variants run the same arithmetic: sums in fp32, products of the inputs' dtype. g is the decay's logarithm, summed
+from the start of the chunk, i and j are tokens of one chunk, h is the state at its start. Without KDA q and k are never
+stored normalised: their norms scale rows and columns of products, so that q and k enter the tensor cores unrounded.
+
+Sources: Parallelizing Linear Transformers with the Delta Rule (Yang and others, 2024) for the form with w and u, Gated
+Delta Networks (Yang, Kautz, Hatamizadeh, 2024) for the scalar decay, Kimi Linear (Kimi Team, 2025) for one a channel;
+the change of layout is that of SGLang pull request 20283.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from labkit.launch import Launch
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+CHUNKS = (16, 32, 64)
+SUB = 16  # tokens of a sub-chunk: the smallest tile of the tensor cores
+SLICE = 64  # channels of q and k at a time, where a kernel need not hold all of them
+LARGEST_K = 256  # chunk_state holds all channels of its tile of the state in registers
+
+
+@triton.jit
+def _rows(base, t, inside, stride, columns, WIDTH: tl.constexpr, EVEN: tl.constexpr):
+    """Rows t (64-bit) of a matrix with WIDTH columns; zero where a row is not `inside` the sequence."""
+    mask = inside[:, None]
+    if not EVEN:
+        mask = mask & (columns[None, :] < WIDTH)
+    return tl.load(base + t[:, None] * stride + columns[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def _store_rows(base, t, inside, stride, columns, value, WIDTH: tl.constexpr, EVEN: tl.constexpr):
+    mask = inside[:, None]
+    if not EVEN:
+        mask = mask & (columns[None, :] < WIDTH)
+    tl.store(base + t[:, None] * stride + columns[None, :], value.to(base.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _state_tile(base, ks, vs, K: tl.constexpr, V: tl.constexpr, V_FIRST: tl.constexpr):
+    """Pointers and mask of a tile of the state: [vs, ks] if V_FIRST, else [ks, vs], as it lies in memory."""
+    if V_FIRST:
+        return base + vs[:, None] * K + ks[None, :], (vs[:, None] < V) & (ks[None, :] < K)
+    else:
+        return base + ks[:, None] * V + vs[None, :], (ks[:, None] < K) & (vs[None, :] < V)
+
+
+@triton.jit
+def _squares(x):
+    x = x.to(tl.float32)
+    return tl.sum(x * x, 1)
+
+
+@triton.jit
+def _inverse_norm(squares):
+    return 1.0 / tl.sqrt(squares + 1e-6)
+
+
+@triton.jit
+def _pair_decay(g, lower):
+    """exp(g_i - g_j) where `lower`, else 0; above the diagonal the exponent is positive and could overflow."""
+    return tl.exp(tl.where(lower, g[:, None] - g[None, :], float("-inf")))
+
+
+@triton.jit
+def _diagonal_inverses(A, BT: tl.constexpr, SUB: tl.constexpr):
+    """(I + A)^-1 of the diagonal blocks [SUB, SUB] of A [BT, BT], strictly lower, in their places; zero elsewhere.
+
+    Forward substitution, one column after the other, in all blocks at once: when column j's turn comes, row j of the
+    inverse is done, and goes from every row below it.
+    """
+    N: tl.constexpr = BT // SUB
+    blocks = tl.arange(0, N)
+    diagonal = (blocks[:, None] == blocks[None, :])[:, None, :, None]
+    D = tl.sum(tl.where(diagonal, tl.reshape(A, [N, SUB, N, SUB]), 0.0), 2)  # [N, SUB, SUB]
+    i = tl.arange(0, SUB)
+    row, column = i[None, :, None], i[None, None, :]
+    X = tl.zeros_like(D) + tl.where(row == column, 1.0, 0.0)
+    for j in range(SUB - 1):
+        a_j = tl.sum(tl.where(column == j, D, 0.0), 2)
+        x_j = tl.sum(tl.where(row == j, X, 0.0), 1)
+        X -= a_j[:, :, None] * x_j[:, None, :]
+    return tl.reshape(tl.where(diagonal, X[:, :, None, :], 0.0), [BT, BT])
+
+
+@triton.jit
+def _merged(A, X, SIZE: tl.constexpr, BT: tl.constexpr, PRECISION: tl.constexpr):
+    """From inverses X of the diagonal blocks [SIZE, SIZE] of I + A those of the blocks of twice the size.
+
+    The inverse of [[P, 0], [L, R]] is [[P^-1, 0], [-R^-1 L P^-1, R^-1]].
+    """
+    i = tl.arange(0, BT)
+    row, column = i[:, None], i[None, :]
+    L = tl.where((row // (2 * SIZE) == column // (2 * SIZE)) & (row // SIZE > column // SIZE), A, 0.0)
+    return X - tl.dot(tl.dot(X, L, input_precision=PRECISION), X, input_precision=PRECISION)
+
+
+@triton.jit
+def _inverse(A, BT: tl.constexpr, SUB: tl.constexpr, PRECISION: tl.constexpr):
+    """(I + A)^-1 of a strictly lower A [BT, BT], by blockwise forward substitution in fp32.
+
+    The series I - A + A² - ... would be shorter, but its powers grow and cancel when keys of a chunk are alike.
+    """
+    X = _diagonal_inverses(A, BT, SUB)
+    if BT >= 2 * SUB:
+        X = _merged(A, X, SUB, BT, PRECISION)
+    if BT >= 4 * SUB:
+        X = _merged(A, X, 2 * SUB, BT, PRECISION)
+    return X
+
+
+@triton.jit
+def _scores_kernel(
+    q, k, g, spans, key_scores, query_scores, scale, H, HV,
+    K: tl.constexpr, BK: tl.constexpr, BT: tl.constexpr, SUB: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One program: the rows of one sub-chunk in both score matrices of one chunk and value head, with KDA's decay.
+
+    Wanted is Σ_c k_ic k_jc exp(g_ic - g_jc). As a matrix product of k exp(g) and k exp(-g) it would overflow, since -g
+    grows without bound along the chunk. So pairs are taken sub-chunk by sub-chunk, with the start of i's sub-chunk as
+    the reference r: exp(g_i - r) · exp(r - g_j), where j's sub-chunk lies before i's, has both exponents ≤ 0. Inside
+    one sub-chunk no reference lies between all pairs, and exp(g_i - g_j) is formed for each pair and channel.
+    """
+    SUBS: tl.constexpr = BT // SUB
+    EVEN: tl.constexpr = BK == K
+    pid = tl.program_id(0)
+    sub = pid % SUBS
+    hv = pid // SUBS % HV
+    chunk = pid // SUBS // HV
+    start = tl.load(spans + 2 * chunk) + sub * SUB
+    end = tl.load(spans + 2 * chunk + 1)
+    if start >= end:
+        return
+    i = tl.arange(0, SUB)
+    ks = tl.arange(0, BK)
+    t = (start + i).to(tl.int64)
+    inside = t < end
+    k += hv // (HV // H) * K
+    q += hv // (HV // H) * K
+    g += hv * K
+    key = _rows(k, t, inside, H * K, ks, K, EVEN).to(tl.float32)
+    query = _rows(q, t, inside, H * K, ks, K, EVEN).to(tl.float32)
+    key *= _inverse_norm(_squares(key))[:, None]
+    query *= scale * _inverse_norm(_squares(query))[:, None]
+    since = tl.cumsum(_rows(g, t, inside, HV * K, ks, K, EVEN), 0)  # g_i - r
+
+    key_scores += hv * BT
+    query_scores += hv * BT
+    decayed_key = key * tl.exp(since)
+    decayed_query = query * tl.exp(since)
+    between = tl.zeros([BK], tl.float32)  # decay of the sub-chunks between j's and i's
+    for back in range(1, sub + 1):
+        earlier = t - back * SUB
+        other = _rows(k, earlier, earlier < end, H * K, ks, K, EVEN).to(tl.float32)
+        other *= _inverse_norm(_squares(other))[:, None]
+        steps = _rows(g, earlier, earlier < end, HV * K, ks, K, EVEN)
+        until = tl.cumsum(steps, 0, reverse=True) - steps + between[None, :]  # r - g_j
+        other = tl.trans(other * tl.exp(until))
+        columns = (sub - back) * SUB + i
+        scores = tl.dot(decayed_key, other, input_precision=PRECISION)
+        _store_rows(key_scores, t, inside, HV * BT, columns, scores, BT, True)
+        scores = tl.dot(decayed_query, other, input_precision=PRECISION)
+        _store_rows(query_scores, t, inside, HV * BT, columns, scores, BT, True)
+        between += tl.sum(steps, 0)
+
+    own_keys = tl.zeros([SUB, SUB], tl.float32)
+    own_queries = tl.zeros([SUB, SUB], tl.float32)
+    for j in range(SUB):
+        this = i[:, None] == j
+        key_j = tl.sum(tl.where(this, key, 0.0), 0)
+        since_j = tl.sum(tl.where(this, since, 0.0), 0)
+        # Above the diagonal, which no one reads, the exponent would be positive.
+        decayed = key_j[None, :] * tl.exp(tl.minimum(since - since_j[None, :], 0.0))
+        own_keys = tl.where(i[None, :] == j, tl.sum(key * decayed, 1)[:, None], own_keys)
+        own_queries = tl.where(i[None, :] == j, tl.sum(query * decayed, 1)[:, None], own_queries)
+    _store_rows(key_scores, t, inside, HV * BT, sub * SUB + i, own_keys, BT, True)
+    _store_rows(query_scores, t, inside, HV * BT, sub * SUB + i, own_queries, BT, True)
+
+
+@triton.jit
+def _prepare_kernel(
+    q, k, v, g, beta, spans, key_scores, w, u, decayed_q, decayed_k, carry, total, scale, H, HV,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BT: tl.constexpr, SUB: tl.constexpr,
+    PER_CHANNEL: tl.constexpr, DOT: tl.constexpr, SOLVE: tl.constexpr,
+):  # fmt: skip
+    """One program: w and u of one chunk and value head, and its decay.
+
+    carry [T, HV]: what scales a token's v_new in the state after its chunk, 1 / |k| included; total: the decay over the
+    whole chunk. With a decay a channel (PER_CHANNEL) it cannot be taken out of the products of k and q, and they are
+    stored decayed and normalised instead of `carry`: decayed_k to the end of the chunk, decayed_q from its start.
+    """
+    EVEN_K: tl.constexpr = K % BK == 0
+    EVEN_V: tl.constexpr = V % BV == 0
+    pid = tl.program_id(0)
+    hv = pid % HV
+    chunk = (pid // HV).to(tl.int64)
+    start = tl.load(spans + 2 * chunk)
+    end = tl.load(spans + 2 * chunk + 1)
+    i = tl.arange(0, BT)
+    t = (start + i).to(tl.int64)
+    inside = t < end
+    lower = i[:, None] > i[None, :]
+    dtype: tl.constexpr = k.dtype.element_ty
+    k += hv // (HV // H) * K
+    q += hv // (HV // H) * K
+    b = tl.load(beta + t * HV + hv, mask=inside, other=0.0)
+
+    key_squares = tl.zeros([BT], tl.float32)
+    query_squares = tl.zeros([BT], tl.float32)
+    A = tl.zeros([BT, BT], tl.float32)
+    for first in range(0, K, BK):
+        ks = first + tl.arange(0, BK)
+        key = _rows(k, t, inside, H * K, ks, K, EVEN_K)
+        key_squares += _squares(key)
+        if PER_CHANNEL:
+            query_squares += _squares(_rows(q, t, inside, H * K, ks, K, EVEN_K))
+        else:
+            A += tl.dot(key, tl.trans(key), input_precision=DOT)
+    key_scale = _inverse_norm(key_squares)
+    query_scale = scale * _inverse_norm(query_squares)
+
+    if PER_CHANNEL:
+        scores = key_scores + (t * HV + hv)[:, None] * BT + i[None, :]
+        A = tl.load(scores, mask=lower & inside[:, None], other=0.0) * b[:, None]
+        X = _inverse(A, BT, SUB, SOLVE) * b[None, :]
+        key_factors = X.to(dtype)
+    else:
+        step = tl.load(g + t * HV + hv, mask=inside, other=0.0)
+        since = tl.cumsum(step, 0)
+        A *= (b * key_scale)[:, None] * key_scale[None, :] * _pair_decay(since, lower)
+        X = _inverse(A, BT, SUB, SOLVE) * b[None, :]
+        key_factors = (X * (key_scale * tl.exp(since))[None, :]).to(dtype)
+        until = tl.cumsum(step, 0, reverse=True) - step
+        tl.store(carry + t * HV + hv, key_scale * tl.exp(until), mask=inside)
+        tl.store(total + chunk * HV + hv, tl.exp(tl.sum(step, 0)))
+
+    value_factors = X.to(dtype)
+    for first in range(0, V, BV):
+        vs = first + tl.arange(0, BV)
+        value = _rows(v + hv * V, t, inside, HV * V, vs, V, EVEN_V)
+        value = tl.dot(value_factors, value, input_precision=DOT)
+        _store_rows(u + hv * V, t, inside, HV * V, vs, value, V, EVEN_V)
+    for first in range(0, K, BK):
+        ks = first + tl.arange(0, BK)
+        key = _rows(k, t, inside, H * K, ks, K, EVEN_K)
+        if PER_CHANNEL:
+            step = _rows(g + hv * K, t, inside, HV * K, ks, K, EVEN_K)
+            since = tl.cumsum(step, 0)
+            until = tl.cumsum(step, 0, reverse=True) - step
+            normalised = key.to(tl.float32) * key_scale[:, None]
+            _store_rows(decayed_k + hv * K, t, inside, HV * K, ks, normalised * tl.exp(until), K, EVEN_K)
+            key = (normalised * tl.exp(since)).to(dtype)
+            query = _rows(q, t, inside, H * K, ks, K, EVEN_K).to(tl.float32) * query_scale[:, None]
+            _store_rows(decayed_q + hv * K, t, inside, HV * K, ks, query * tl.exp(since), K, EVEN_K)
+            tl.store(total + (chunk * HV + hv) * K + ks, tl.exp(tl.sum(step, 0)), mask=ks < K)
+        key = tl.dot(key_factors, key, input_precision=DOT)
+        _store_rows(w + hv * K, t, inside, HV * K, ks, key, K, EVEN_K)
+
+
+@triton.jit
+def _chunk_state_kernel(
+    initial, final, k, w, u, v_new, states, carry, total, cu_seqlens, first_chunks, HK, HV,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BT: tl.constexpr,
+    V_FIRST: tl.constexpr, TRANSPOSED: tl.constexpr, PER_CHANNEL: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """One program: BV values of one value head of one sequence, all K channels, one chunk after the other."""
+    EVEN_K: tl.constexpr = BK == K
+    EVEN_V: tl.constexpr = V % BV == 0
+    EVEN: tl.constexpr = EVEN_K and EVEN_V
+    TILES: tl.constexpr = (V + BV - 1) // BV
+    pid = tl.program_id(0)
+    n_hv = (pid // TILES).to(tl.int64)
+    n = n_hv // HV
+    hv = n_hv % HV
+    ks = tl.arange(0, BK)
+    vs = pid % TILES * BV + tl.arange(0, BV)
+    i = tl.arange(0, BT)
+    dtype: tl.constexpr = k.dtype.element_ty
+    start = tl.load(cu_seqlens + n)
+    end = tl.load(cu_seqlens + n + 1)
+    chunk = tl.load(first_chunks + n).to(tl.int64)
+
+    offsets, mask = _state_tile(0, ks, vs, K, V, V_FIRST)
+    h = tl.load(initial + n_hv * (K * V) + offsets, mask=mask, other=0.0)
+    k += hv // (HV // HK) * K
+    w += hv * K
+    u += hv * V
+    v_new += hv * V
+    for first in range(start, end, BT):
+        stored = states + (chunk * HV + hv) * (K * V) + offsets
+        if EVEN:
+            tl.store(stored, h.to(dtype))
+        else:
+            tl.store(stored, h.to(dtype), mask=mask)
+        t = (first + i).to(tl.int64)
+        inside = t < end
+        key = _rows(k, t, inside, HK * K, ks, K, EVEN_K)
+        w_tile = _rows(w, t, inside, HV * K, ks, K, EVEN_K)
+        new = _rows(u, t, inside, HV * V, vs, V, EVEN_V).to(tl.float32)
+        if TRANSPOSED:
+            new = tl.trans(new) - tl.dot(h.to(dtype), tl.trans(w_tile), input_precision=DOT)  # [BV, BT]
+            _store_rows(v_new, t, inside, HV * V, vs, tl.trans(new), V, EVEN_V)
+        elif V_FIRST:
+            new -= tl.dot(w_tile, tl.trans(h.to(dtype)), input_precision=DOT)  # [BT, BV]
+            _store_rows(v_new, t, inside, HV * V, vs, new, V, EVEN_V)
+        else:
+            new -= tl.dot(w_tile, h.to(dtype), input_precision=DOT)  # [BT, BV]
+            _store_rows(v_new, t, inside, HV * V, vs, new, V, EVEN_V)
+
+        if PER_CHANNEL:
+            decay = tl.load(total + (chunk * HV + hv) * K + ks, mask=ks < K, other=0.0)
+            h *= decay[None, :] if V_FIRST else decay[:, None]
+        else:
+            scale = tl.load(carry + t * HV + hv, mask=inside, other=0.0)
+            new *= scale[None, :] if TRANSPOSED else scale[:, None]
+            if dtype == tl.float16:  # v_new / |k| beside a key of almost zero: infinity times zero would be NaN
+                new = tl.clamp(new, -65504.0, 65504.0)
+            h *= tl.load(total + chunk * HV + hv)
+        new = new.to(dtype)
+        if TRANSPOSED:
+            h += tl.dot(new, key, input_precision=DOT)
+        elif V_FIRST:  # v_newᵀ k would have BV rows, too few for wgmma below 64; kᵀ v_new has K
+            h += tl.trans(tl.dot(tl.trans(key), new, input_precision=DOT))
+        else:
+            h += tl.dot(tl.trans(key), new, input_precision=DOT)
+        chunk += 1
+    tl.store(final + n_hv * (K * V) + offsets, h, mask=mask)
+
+
+@triton.jit
+def _output_kernel(
+    q, k, g, spans, query_scores, v_new, states, out, scale, H, HV,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BT: tl.constexpr,
+    V_FIRST: tl.constexpr, PER_CHANNEL: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """One program: BV output values of the tokens of one chunk and value head. With PER_CHANNEL q is decayed_q."""
+    EVEN_K: tl.constexpr = K % BK == 0
+    EVEN_V: tl.constexpr = V % BV == 0
+    TILES: tl.constexpr = (V + BV - 1) // BV
+    pid = tl.program_id(0)
+    hv = pid // TILES % HV
+    chunk = (pid // TILES // HV).to(tl.int64)
+    vs = pid % TILES * BV + tl.arange(0, BV)
+    start = tl.load(spans + 2 * chunk)
+    end = tl.load(spans + 2 * chunk + 1)
+    i = tl.arange(0, BT)
+    t = (start + i).to(tl.int64)
+    inside = t < end
+    causal = i[:, None] >= i[None, :]
+    dtype: tl.constexpr = q.dtype.element_ty
+    k += hv // (HV // H) * K
+    q += (hv if PER_CHANNEL else hv // (HV // H)) * K
+    query_stride = (HV if PER_CHANNEL else H) * K
+    states += (chunk * HV + hv) * (K * V)
+
+    o = tl.zeros([BT, BV], tl.float32)
+    scores = tl.zeros([BT, BT], tl.float32)
+    query_squares = tl.zeros([BT], tl.float32)
+    key_squares = tl.zeros([BT], tl.float32)
+    for first in range(0, K, BK):
+        ks = first + tl.arange(0, BK)
+        query = _rows(q, t, inside, query_stride, ks, K, EVEN_K)
+        tile, mask = _state_tile(states, ks, vs, K, V, V_FIRST)
+        h = tl.load(tile, mask=mask, other=0.0)
+        o += tl.dot(query, tl.trans(h) if V_FIRST else h, input_precision=DOT)
+        if not PER_CHANNEL:
+            key = _rows(k, t, inside, H * K, ks, K, EVEN_K)
+            scores += tl.dot(query, tl.trans(key), input_precision=DOT)
+            query_squares += _squares(query)
+            key_squares += _squares(key)
+
+    if PER_CHANNEL:
+        pairs = query_scores + (t * HV + hv)[:, None] * BT + i[None, :]
+        scores = tl.load(pairs, mask=causal & inside[:, None], other=0.0)
+    else:
+        since = tl.cumsum(tl.load(g + t * HV + hv, mask=inside, other=0.0), 0)
+        query_scale = scale * _inverse_norm(query_squares)
+        o *= (query_scale * tl.exp(since))[:, None]
+        scores *= query_scale[:, None] * _inverse_norm(key_squares)[None, :] * _pair_decay(since, causal)
+    new = _rows(v_new + hv * V, t, inside, HV * V, vs, V, EVEN_V)
+    o += tl.dot(scores.to(dtype), new, input_precision=DOT)
+    _store_rows(out + hv * V, t, inside, HV * V, vs, o, V, EVEN_V)
+
+
+@dataclass(frozen=True)
+class ExtendInputs:
+    """Everything that one extend reads and writes; T tokens of N sequences, one sequence after the other.
+
+    q, k: [T, H, K]; v: [T, HV, V]; HV a multiple of H; one dtype, fp32, bf16 or fp16. q and k need not be normalised.
+    g: logarithm of the decay, ≤ 0, fp32; [T, HV] (GDN), or [T, HV, K], one a channel (KDA). beta: [T, HV], fp32.
+    cu_seqlens: [N + 1], int32 or int64; sequence n has the tokens cu_seqlens[n] to cu_seqlens[n + 1]; on any device.
+    initial, final: state before the first and after the last token, fp32, [N, HV, V, K] or [N, HV, K, V]; they may be
+             one tensor. The final state of an empty sequence is its initial one.
+    out:     [T, HV, V], fp32, bf16 or fp16.
+    scale:   multiplies q (K ** -0.5 in the models).
+    fp16 has a limit that the other dtypes do not have: with one decay a value head |v| / |k| must be below 65504.
+    All contiguous and on one device, but for cu_seqlens. Values of g are not checked, which would cost a
+    synchronisation.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    beta: Tensor
+    cu_seqlens: Tensor
+    initial: Tensor
+    final: Tensor
+    out: Tensor
+    scale: float
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Which tokens each program works on; the same for every layer of a model, so it is made once a batch.
+
+    cu_seqlens: [N + 1]; first_chunks: [N + 1], the first chunk of every sequence, and how many there are; spans:
+    [chunks, 2], first token of each chunk and first one after its sequence. All int32.
+    """
+
+    chunk: int
+    tokens: int
+    cu_seqlens: Tensor
+    first_chunks: Tensor
+    spans: Tensor
+
+
+def plan(cu_seqlens: Tensor, chunk: int = 64, device: torch.device | str | None = None) -> Plan:
+    """The tables for sequences of these boundaries, [N + 1], in chunks of 16, 32 or 64 tokens.
+
+    device: where the tables go; None: where cu_seqlens is. Waits for cu_seqlens if it is on a GPU.
+    Raises ValueError naming the argument, its value and what is allowed.
+    """
+    if chunk not in CHUNKS:
+        raise ValueError(f"chunk is {chunk}; allowed: {', '.join(map(str, CHUNKS))}")
+    if cu_seqlens.ndim != 1 or len(cu_seqlens) == 0 or cu_seqlens.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"cu_seqlens is {_shape(cu_seqlens)}, {cu_seqlens.dtype}; allowed: [N + 1], int32 or int64")
+    bounds = cu_seqlens.to("cpu", torch.int64)
+    lengths = bounds.diff()
+    if bounds[0] != 0 or (lengths < 0).any() or bounds[-1] >= 2**31:
+        raise ValueError(f"cu_seqlens is {bounds.tolist()}; allowed: from 0, never falling, below 2^31")
+    counts = (lengths + chunk - 1) // chunk
+    first_chunks = torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)])
+    sequence = torch.repeat_interleave(counts)
+    starts = bounds[sequence] + (torch.arange(len(sequence)) - first_chunks[sequence]) * chunk
+    spans = torch.stack([starts, bounds[sequence + 1]], 1)
+    tables = [x.to(cu_seqlens.device if device is None else device, torch.int32) for x in (bounds, first_chunks, spans)]
+    return Plan(chunk, int(bounds[-1]), *tables)
+
+
+@dataclass(frozen=True)
+class Extend:
+    """The launches of one extend by name, in order (see the table at the top of this file); calling it makes them all.
+
+    `launches["chunk_state"]()` repeats that kernel alone, on what the launches before it have left.
+    """
+
+    launches: Mapping[str, Launch]
+
+    def __call__(self) -> None:
+        for launch in self.launches.values():
+            if launch.grid[0]:  # no tokens, no chunks
+                launch()
+
+
+def extend(
+    x: ExtendInputs,
+    v_first: bool,
+    batch: Plan | None = None,
+    tile: int = 32,
+    num_warps: int = 4,
+    num_stages: int = 2,
+    transposed: bool = False,
+) -> Extend:
+    """An extend with state [N, HV, V, K] if v_first, else [N, HV, K, V], as launches that the caller makes.
+
+    batch: `plan` of x.cu_seqlens, which also chooses the chunk; None: made here, with chunks of 64.
+    tile: values a program of chunk_state (BV), a power of two from 16; num_warps: 1, 2, 4 or 8, num_stages: 1 to 4, of
+    the same kernel; transposed: see the table at the top of this file, only with v_first.
+    Memory for w, u, v_new and the states between the chunks (in v's dtype) is allocated here and kept by the result.
+    Raises ValueError naming the argument, its value and what is allowed.
+    """
+    check_extend(x, v_first, tile, num_warps, num_stages, transposed)
+    if batch is None:
+        batch = plan(x.cu_seqlens, device=x.v.device)
+    if batch.tokens != len(x.v) or len(batch.cu_seqlens) != len(x.cu_seqlens) or batch.spans.device != x.v.device:
+        found = f"{batch.tokens} tokens of {len(batch.cu_seqlens) - 1} sequences on {batch.spans.device}"
+        allowed = f"{len(x.v)} tokens of {len(x.cu_seqlens) - 1} sequences on {x.v.device}"
+        raise ValueError(f"batch (or cu_seqlens) is of {found}; allowed: {allowed}")
+    (H, K), (HV, V) = x.q.shape[1:], x.v.shape[1:]
+    per_channel = x.g.ndim == 3
+    args = vars(x) | vars(batch) | _workspace(x, batch, per_channel)
+    # The tensor cores take bf16 and fp16 as they are. The solve multiplies fp32 values: three TF32 products each are
+    # nearly as good as fp32 ones; one is enough for KDA's scores, whose factors are rounded to bf16 or fp16 elsewhere.
+    exact = x.v.dtype == torch.float32
+    sizes = {"H": H, "HV": HV, "K": K, "V": V, "BT": batch.chunk}
+    slices = {"BK": _slice(K), "BV": _slice(V)}
+    wide = {"BK": max(16, triton.next_power_of_2(K))}  # all channels at once
+    solve = {"SUB": SUB, "SOLVE": "ieee" if exact else "tf32x3"}
+    gates = {"PER_CHANNEL": per_channel, "DOT": "ieee"}  # DOT counts for fp32 inputs alone
+    layout = {"V_FIRST": v_first}
+    heads = len(batch.spans) * HV
+    launches = {}
+    if per_channel:
+        scores = sizes | wide | {"SUB": SUB, "PRECISION": "ieee" if exact else "tf32"}
+        launches["scores"] = _launch(_scores_kernel, heads * (batch.chunk // SUB), args | scores)
+    launches["prepare"] = _launch(_prepare_kernel, heads, args | sizes | slices | solve | gates)
+    state = args | sizes | wide | gates | layout | {"BV": tile, "TRANSPOSED": transposed}
+    state |= {"k": args["decayed_k"], "HK": HV} if per_channel else {"HK": H}
+    programs = (len(x.cu_seqlens) - 1) * HV * triton.cdiv(V, tile)
+    launches["chunk_state"] = _launch(_chunk_state_kernel, programs, state, num_warps, num_stages)
+    output = args | sizes | slices | gates | layout
+    output |= {"q": args["decayed_q"]} if per_channel else {}
+    launches["output"] = _launch(_output_kernel, heads * triton.cdiv(V, slices["BV"]), output)
+    return Extend(launches)
+
+
+def _workspace(x: ExtendInputs, batch: Plan, per_channel: bool) -> dict[str, Tensor]:
+    """What one kernel writes for the next; KDA's own tensors are empty for GDN and the other way round."""
+    (T, HV, V), K, C = x.v.shape, x.q.shape[2], len(batch.spans)
+    channels = K if per_channel else 0
+    shapes = {
+        "w": (T, HV, K), "u": (T, HV, V), "v_new": (T, HV, V), "states": (C, HV, *x.initial.shape[2:]),
+        "decayed_q": (T, HV, channels), "decayed_k": (T, HV, channels),
+        "query_scores": (T, HV, batch.chunk if per_channel else 0),
+    }  # fmt: skip
+    fp32 = {
+        "key_scores": (T, HV, batch.chunk if per_channel else 0), "carry": (0 if per_channel else T, HV),
+        "total": (C, HV, K) if per_channel else (C, HV),
+    }  # fmt: skip
+    made = {name: torch.empty(shape, dtype=x.v.dtype, device=x.v.device) for name, shape in shapes.items()}
+    return made | {name: torch.empty(shape, dtype=torch.float32, device=x.v.device) for name, shape in fp32.items()}
+
+
+def _launch(kernel, programs: int, args: Mapping, num_warps: int = 4, num_stages: int = 2) -> Launch:
+    """A launch with those of `args` that the kernel has parameters for."""
+    options = {"num_warps": num_warps, "num_stages": num_stages}
+    return Launch(kernel, (programs,), {name: args[name] for name in kernel.arg_names}, options)
+
+
+def _slice(size: int) -> int:
+    return min(SLICE, max(16, triton.next_power_of_2(size)))
+
+
+def check_extend(x: ExtendInputs, v_first: bool, tile: int, num_warps: int, num_stages: int, transposed: bool) -> None:
+    """Raise ValueError for shapes, dtypes, strides, devices or launch choices that the kernels cannot take."""
+    if x.q.ndim != 3 or x.v.ndim != 3:
+        raise ValueError(f"q is {_shape(x.q)} and v is {_shape(x.v)}; allowed: [T, H, K] and [T, HV, V]")
+    (T, H, K), (HV, V) = x.q.shape, x.v.shape[1:]
+    if H == 0 or HV == 0 or HV % H:
+        raise ValueError(f"v has {HV} heads and q has {H}; allowed: a multiple of q's")
+    if not 1 <= K <= LARGEST_K or V < 1:
+        raise ValueError(f"K is {K} and V is {V}; allowed: K from 1 to {LARGEST_K}, V from 1")
+    if x.v.dtype not in DTYPES:
+        raise ValueError(f"v is {x.v.dtype}; allowed: {_names(DTYPES)}")
+    if x.cu_seqlens.ndim != 1 or len(x.cu_seqlens) == 0:
+        raise ValueError(f"cu_seqlens is {_shape(x.cu_seqlens)}; allowed: [N + 1]")
+    state = (len(x.cu_seqlens) - 1, HV, *((V, K) if v_first else (K, V)))
+    gate = (T, HV, K) if x.g.ndim == 3 else (T, HV)
+    fp32, same = (torch.float32,), (x.v.dtype,)
+    _check("q", x.q, (T, H, K), same, x.v.device)
+    _check("k", x.k, (T, H, K), same, x.v.device)
+    _check("v", x.v, (T, HV, V), same, x.v.device)
+    _check("g", x.g, gate, fp32, x.v.device)
+    _check("beta", x.beta, (T, HV), fp32, x.v.device)
+    _check("initial", x.initial, state, fp32, x.v.device)
+    _check("final", x.final, state, fp32, x.v.device)
+    _check("out", x.out, (T, HV, V), DTYPES, x.v.device)
+    if tile < 16 or tile & (tile - 1):
+        raise ValueError(f"tile is {tile}; allowed: a power of two from 16")
+    if num_warps not in (1, 2, 4, 8):
+        raise ValueError(f"num_warps is {num_warps}; allowed: 1, 2, 4, 8")
+    if num_stages not in (1, 2, 3, 4):
+        raise ValueError(f"num_stages is {num_stages}; allowed: 1, 2, 3, 4")
+    if transposed and not v_first:
+        raise ValueError("transposed is True with a K-first state; allowed: only with v_first")
+
+
+def _check(name: str, x: Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...], device: torch.device) -> None:
+    if tuple(x.shape) != shape:
+        raise ValueError(f"{name} is {_shape(x)}; allowed: {shape}")
+    if x.dtype not in dtypes:
+        raise ValueError(f"{name} is {x.dtype}; allowed: {_names(dtypes)}")
+    if not x.is_contiguous():
+        raise ValueError(f"{name} has strides {x.stride()}; allowed: contiguous")
+    if x.device != device:
+        raise ValueError(f"{name} is on {x.device}; allowed: v's device, {device}")
+
+
+def _names(dtypes: tuple[torch.dtype, ...]) -> str:
+    return ", ".join(map(str, dtypes))
+
+
+def _shape(tensor: Tensor) -> tuple[int, ...]:
+    return tuple(tensor.shape)
