@@ -1,0 +1,661 @@
+"""Decode and verify of the gated delta rule in Triton, the recurrent form that an engine runs token by token.
+
+`decode` updates a pool of states by one token a sequence; `verify` runs T draft tokens a sequence, leaves the pool as
+it is and stores the state after every one of them. Both are one step on tiles of the state, and differ in the loop
+around it; GDN and KDA differ in where the decay is applied. The choices, and what each one tests:
+
+| choice      | hypothesis                                                                                           |
+|-------------|------------------------------------------------------------------------------------------------------|
+| pieces      | a tile of BV rows is loaded as [BV, K / pieces] tensors: a lane holds 16 bytes of every piece, so    |
+|             | that products are added up inside a thread first and only as many lanes as a piece has 16 bytes are  |
+|             | left to sum over; whole lines (128 bytes, 8 lanes) cost nothing in memory, half lines 2 shuffles a   |
+|             | row instead of 3, at the price of twice the registers for q and k                                    |
+| tile        | BV, values of V a tile: more of them are more bytes in flight a warp, until registers run out        |
+| num_warps   | warps that share a tile: more of them are fewer registers a thread, and each repeats q, k and gates  |
+| tiles       | tiles of V that one program goes through: q, k and the gates are loaded and computed once for all of |
+|             | them, which is what counts where instructions, not bytes, are the limit (bf16 states, KDA)           |
+| in_flight   | how many of these are loaded before the first is used, and stay ahead                                |
+| evict_first | states are read and written once a step: in L2 they would only drive out what is used again          |
+
+No second pass over the state is needed. With k and q normalised, α the decay and S' = α S the decayed state:
+u = β (v - S' k), the new state is S' + u kᵀ, and o = (S' + u kᵀ) q = S' q + (k·q) u. The scalar α of GDN comes out of
+the sums, which so need not wait for the gates; KDA's α, one a channel, is multiplied into S first. The norms of k and q
+are factors of the sums as well. Sources: SGLang pull request 20283 (layout, verify), `labkit/state_layout/kernels.py`
+(the steps of that change, one by one).
+"""
+# ruff: noqa: RUF005 (Triton's tuples grow by +; it does not know (*a, b))
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from labkit.launch import Launch
+from labkit.state_layout.gates import decay, inverse_norm
+
+STATE_DTYPES = (torch.float32, torch.bfloat16)
+INDEX_DTYPES = (torch.int32, torch.int64)
+MOST_SEQUENCES = 65535  # of CUDA's grid along its third axis
+PIECES = (1, 2, 4, 8)  # that the rule chooses from
+FILL = 48  # programs for each multiprocessor, three times what it holds at once, before one gets more tiles
+PROGRAM_BYTES = 8192  # of the state, for one program
+FLIGHT_BYTES = 4096
+
+
+@triton.jit
+def _load(pointers, mask, MASKED: tl.constexpr):
+    """The mask is left out where the sizes divide, so that it cannot cost anything."""
+    if MASKED:
+        return tl.load(pointers, mask=mask, other=0.0)
+    else:
+        return tl.load(pointers)
+
+
+@triton.jit
+def _store(pointers, value, mask, MASKED: tl.constexpr):
+    if MASKED:
+        tl.store(pointers, value.to(pointers.dtype.element_ty), mask=mask)
+    else:
+        tl.store(pointers, value.to(pointers.dtype.element_ty))
+
+
+@triton.jit
+def _channels(pointers, K: tl.constexpr, BK: tl.constexpr):
+    """The K values at a pointer as a tuple of pieces [BK]."""
+    ks = tl.arange(0, BK)
+    found = ()
+    for p in tl.static_range((K + BK - 1) // BK):
+        found = found + (_load(pointers + p * BK + ks, p * BK + ks < K, p * BK + BK > K),)
+    return found
+
+
+@triton.jit
+def _gate_inputs(pointers, hv, K: tl.constexpr, BK: tl.constexpr, KDA: tl.constexpr):
+    """a or dt_bias of one value head: a tuple of one scalar (GDN) or of pieces [BK] (KDA)."""
+    if KDA:
+        return _channels(pointers + hv * K, K, BK)
+    else:
+        return (tl.load(pointers + hv),)
+
+
+@triton.jit
+def _tile_pointers(base, vs, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, V_FIRST: tl.constexpr):
+    """Pointers to the first piece of a tile: [BV, BK], or [BK, BV] of a K-first state."""
+    ks = tl.arange(0, BK)
+    if V_FIRST:
+        return base + vs[:, None] * K + ks[None, :]
+    else:
+        return base + ks[:, None] * V + vs[None, :]
+
+
+@triton.jit
+def _tile_mask(vs, p: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, V_FIRST: tl.constexpr):
+    ks = p * BK + tl.arange(0, BK)
+    if V_FIRST:
+        return (vs[:, None] < V) & (ks[None, :] < K)
+    else:
+        return (ks[:, None] < K) & (vs[None, :] < V)
+
+
+@triton.jit
+def _load_tile(
+    base, vs, live,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, V_FIRST: tl.constexpr, EVEN_V: tl.constexpr,
+    POLICY: tl.constexpr,
+):  # fmt: skip
+    """Values vs of all K channels of the state at `base`, as a tuple of pieces in the state's dtype.
+
+    If not live, nothing is read and the values are undefined. That is a predicate of the whole program and no branch:
+    compilers move loads from before a branch to behind it, where they wait for the slot.
+    """
+    pointers = _tile_pointers(base, vs, K, V, BK, V_FIRST)
+    STRIDE: tl.constexpr = BK if V_FIRST else BK * V
+    found = ()
+    for p in tl.static_range((K + BK - 1) // BK):
+        if p * BK + BK > K or not EVEN_V:
+            mask = _tile_mask(vs, p, K, V, BK, V_FIRST) & live
+            piece = tl.load(pointers + p * STRIDE, mask=mask, other=0.0, eviction_policy=POLICY)
+        else:
+            piece = tl.load(pointers + p * STRIDE, mask=live, eviction_policy=POLICY)
+        found = found + (piece,)
+    return found
+
+
+@triton.jit
+def _store_tile(
+    base, vs, live, S,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, V_FIRST: tl.constexpr, EVEN_V: tl.constexpr,
+    POLICY: tl.constexpr,
+):  # fmt: skip
+    """Store the pieces S where `_load_tile` has them from; nothing if not live."""
+    pointers = _tile_pointers(base, vs, K, V, BK, V_FIRST)
+    STRIDE: tl.constexpr = BK if V_FIRST else BK * V
+    for p in tl.static_range(len(S)):
+        mask = live
+        if p * BK + BK > K or not EVEN_V:
+            mask = _tile_mask(vs, p, K, V, BK, V_FIRST) & live
+        tl.store(pointers + p * STRIDE, S[p], mask=mask, eviction_policy=POLICY)
+
+
+@triton.jit
+def _load_token(
+    q, k, a, b, token, h, hv, q_token, q_head, k_token, k_head, a_token, b_token,
+    K: tl.constexpr, BK: tl.constexpr, KDA: tl.constexpr,
+):  # fmt: skip
+    """What all values of V of one token share, as it is in memory: queries, keys, gate inputs, b."""
+    queries = _channels(q + token * q_token + h * q_head, K, BK)
+    keys = _channels(k + token * k_token + h * k_head, K, BK)
+    gates = _gate_inputs(a + token * a_token, hv, K, BK, KDA)
+    return queries, keys, gates, tl.load(b + token * b_token + hv)
+
+
+@triton.jit
+def _prepare(token, log_rate, bias, scale, lower_bound, BOUNDED: tl.constexpr):
+    """Queries, keys, their inverse norms (q's with the scale), k·q, decays and β of a loaded token, in fp32.
+
+    β stays in fp32: rounded to bf16 it would cost an error of 2e-3 in the state.
+    """
+    raw_queries, raw_keys, gates, b = token
+    queries = ()
+    keys = ()
+    decays = ()
+    qq = tl.zeros_like(raw_queries[0]).to(tl.float32)
+    kk = qq
+    kq = qq
+    for p in tl.static_range(len(raw_queries)):
+        query = raw_queries[p].to(tl.float32)
+        key = raw_keys[p].to(tl.float32)
+        qq += query * query
+        kk += key * key
+        kq += key * query
+        queries = queries + (query,)
+        keys = keys + (key,)
+    for p in tl.static_range(len(gates)):
+        decays = decays + (decay(gates[p].to(tl.float32) + bias[p].to(tl.float32), log_rate, lower_bound, BOUNDED),)
+    q_factor = inverse_norm(tl.sum(qq, 0)) * scale
+    k_factor = inverse_norm(tl.sum(kk, 0))
+    kq = tl.sum(kq, 0) * (k_factor * q_factor)
+    return queries, keys, decays, q_factor, k_factor, kq, tl.sigmoid(b.to(tl.float32))
+
+
+@triton.jit
+def _step(S, prepared, value, DTYPE: tl.constexpr, V_FIRST: tl.constexpr, KDA: tl.constexpr):
+    """o [BV] in fp32 and the new tile, as pieces of DTYPE, from a tile's pieces S and its values of v."""
+    queries, keys, decays, q_factor, k_factor, kq, beta = prepared
+    K_AXIS: tl.constexpr = 1 if V_FIRST else 0
+    V_AXIS: tl.constexpr = 1 - K_AXIS
+    decayed = ()
+    Sq = tl.zeros_like(S[0]).to(tl.float32)
+    Sk = Sq
+    for p in tl.static_range(len(S)):
+        tile = S[p].to(tl.float32)
+        if KDA:
+            tile = tile * tl.expand_dims(decays[p], V_AXIS)
+        decayed = decayed + (tile,)
+        Sk += tile * tl.expand_dims(keys[p], V_AXIS)
+        Sq += tile * tl.expand_dims(queries[p], V_AXIS)
+    if not KDA:
+        q_factor = q_factor * decays[0]
+    k_decayed = k_factor if KDA else k_factor * decays[0]
+    u = beta * (value.to(tl.float32) - tl.sum(Sk, K_AXIS) * k_decayed)
+    # fma where a compiler could contract in two ways: decode and verify then give the same bits.
+    o = tl.fma(kq, u, tl.sum(Sq, K_AXIS) * q_factor)
+    u = tl.expand_dims(u * k_factor, K_AXIS)
+    new = ()
+    for p in tl.static_range(len(S)):
+        tile = decayed[p] if KDA else decayed[p] * decays[0]
+        new = new + (tl.fma(u, tl.expand_dims(keys[p], V_AXIS), tile).to(DTYPE),)
+    return o, new
+
+
+@triton.jit
+def _decode_kernel(
+    state, indices, q, k, v, a, b, A_log, dt_bias, out, scale, lower_bound, slot_stride,
+    q_token, q_head, k_token, k_head, v_token, v_head, a_token, b_token,
+    GROUP: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    TILES: tl.constexpr, IN_FLIGHT: tl.constexpr, V_FIRST: tl.constexpr, KDA: tl.constexpr, BOUNDED: tl.constexpr,
+    POLICY: tl.constexpr,
+):  # fmt: skip
+    """One program: TILES tiles of BV values of one value head of one sequence, all K channels."""
+    EVEN_V: tl.constexpr = V % (BV * TILES) == 0
+    n = tl.program_id(2).to(tl.int64)
+    hv = tl.program_id(1)
+    first = tl.program_id(0) * (BV * TILES) + tl.arange(0, BV)
+    out += (n * HV + hv) * V
+    v += n * v_token + hv * v_head
+    slot = tl.load(indices + n).to(tl.int64)
+    # All loads that need no slot, so that they are under way while the slot is; nothing is computed before the state is
+    # asked for.
+    token = _load_token(q, k, a, b, n, hv // GROUP, hv, q_token, q_head, k_token, k_head, a_token, b_token, K, BK, KDA)
+    bias = _gate_inputs(dt_bias, hv, K, BK, KDA)
+    log_rate = tl.load(A_log + hv).to(tl.float32)
+    live = slot >= 0  # else padding: the pool is untouched, the output is zero
+
+    base = state + slot * slot_stride + hv * (K * V)
+    tiles = ()
+    values = ()
+    for t in tl.static_range(IN_FLIGHT):
+        vs = first + t * BV
+        values = values + (_load(v + vs, vs < V, not EVEN_V),)
+        tiles = tiles + (_load_tile(base, vs, live, K, V, BK, V_FIRST, EVEN_V, POLICY),)
+    prepared = _prepare(token, log_rate, bias, scale, lower_bound, BOUNDED)
+    for t in tl.static_range(TILES):
+        vs = first + t * BV
+        o, S = _step(tiles[t], prepared, values[t], state.dtype.element_ty, V_FIRST, KDA)
+        _store(out + vs, tl.where(live, o, 0.0), vs < V, not EVEN_V)
+        _store_tile(base, vs, live, S, K, V, BK, V_FIRST, EVEN_V, POLICY)
+        if t + IN_FLIGHT < TILES:
+            vs = first + (t + IN_FLIGHT) * BV
+            values = values + (_load(v + vs, vs < V, not EVEN_V),)
+            tiles = tiles + (_load_tile(base, vs, live, K, V, BK, V_FIRST, EVEN_V, POLICY),)
+
+
+@triton.jit
+def _verify_kernel(
+    state, indices, q, k, v, a, b, A_log, dt_bias, out, intermediate_states, cache_indices, parents,
+    scale, lower_bound, T, slot_stride, cache_stride,
+    q_token, q_head, k_token, k_head, v_token, v_head, a_token, b_token,
+    GROUP: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    V_FIRST: tl.constexpr, KDA: tl.constexpr, BOUNDED: tl.constexpr, POLICY: tl.constexpr, TREE: tl.constexpr,
+):  # fmt: skip
+    """One program: BV values of one value head, all K channels, through the T draft tokens of one sequence."""
+    EVEN_V: tl.constexpr = V % BV == 0
+    n = tl.program_id(2).to(tl.int64)
+    hv = tl.program_id(1)
+    h = hv // GROUP
+    vs = tl.program_id(0) * BV + tl.arange(0, BV)
+    v += hv * v_head + vs
+    out += hv * V + vs
+    slot = tl.load(indices + n).to(tl.int64)
+    cache_slot = tl.load(cache_indices + n).to(tl.int64)
+    token = _load_token(q, k, a, b, n * T, h, hv, q_token, q_head, k_token, k_head, a_token, b_token, K, BK, KDA)
+    value = _load(v + n * T * v_token, vs < V, not EVEN_V)
+    bias = _gate_inputs(dt_bias, hv, K, BK, KDA)
+    log_rate = tl.load(A_log + hv).to(tl.float32)
+    live = (slot >= 0) & (cache_slot >= 0)  # else padding: nothing is stored, the output is zero
+
+    pool = state + slot * slot_stride + hv * (K * V)
+    cache = intermediate_states + cache_slot * cache_stride + hv * (K * V)
+    after = cache  # where the state after this token goes
+    S = _load_tile(pool, vs, live, K, V, BK, V_FIRST, EVEN_V, POLICY)
+    for t in range(T):
+        following = n * T + tl.minimum(t + 1, T - 1)  # loaded while this token is worked on
+        next_token = _load_token(
+            q, k, a, b, following, h, hv, q_token, q_head, k_token, k_head, a_token, b_token, K, BK, KDA
+        )
+        next_value = _load(v + following * v_token, vs < V, not EVEN_V)
+        if TREE:
+            parent = tl.load(parents + n * T + t).to(tl.int64)
+            if parent != t - 1:
+                tl.debug_barrier()  # what other threads of this program stored is visible after it
+                if parent < 0:
+                    S = _load_tile(pool, vs, live, K, V, BK, V_FIRST, EVEN_V, "")
+                else:
+                    S = _load_tile(cache + parent * (HV * K * V), vs, live, K, V, BK, V_FIRST, EVEN_V, "")
+        prepared = _prepare(token, log_rate, bias, scale, lower_bound, BOUNDED)
+        # Rounded to the pool's dtype at every token, as decode does by storing it: both give the same bits, and a
+        # state that is kept the same as one that is reloaded.
+        o, S = _step(S, prepared, value, state.dtype.element_ty, V_FIRST, KDA)
+        _store(out + (n * T + t) * (HV * V), tl.where(live, o, 0.0), vs < V, not EVEN_V)
+        _store_tile(after, vs, live, S, K, V, BK, V_FIRST, EVEN_V, POLICY)
+        after += HV * K * V
+        token = next_token
+        value = next_value
+
+
+@dataclass(frozen=True)
+class StepChoice:
+    """How a step is run; the table at the top of the file says what each choice is for.
+
+    tile: BV, values of V a tile; pieces: parts that the K channels are loaded in; num_warps: of a program; all powers
+    of two. tiles: tiles a program; in_flight: how many of them are loaded at once, at most `tiles`. evict_first: mark
+    the state as not to be kept in L2.
+    """
+
+    tile: int = 8
+    pieces: int = 4
+    num_warps: int = 1
+    tiles: int = 1
+    in_flight: int = 1
+    evict_first: bool = True
+
+    def __str__(self) -> str:
+        words = [f"BV={self.tile}", f"{self.pieces} piece{'s' * (self.pieces > 1)}"]
+        words += [f"{self.num_warps} warp{'s' * (self.num_warps > 1)}"]
+        words += [f"{self.tiles} tiles, {self.in_flight} in flight"] * (self.tiles > 1)
+        return ", ".join(words + ["kept in L2"] * (not self.evict_first))
+
+
+@dataclass(frozen=True)
+class StepInputs:
+    """Everything that one decode step reads and writes.
+
+    state: pool of fp32 or bf16, [slots, HV, V, K] if v_first, else [slots, HV, K, V], updated in place; contiguous
+             inside a slot.
+    indices: [N] int32 or int64, the slot of each sequence; negative: padding (state untouched, output zero). Every
+             index must be below `slots` and no slot may occur twice; see `check_indices`.
+    q, k: [N, H, K]; v: [N, HV, V]; HV a multiple of H; values of a head adjacent, heads and tokens at any distance
+             (views into one `mixed_qkv`: see `packed`).
+    a:       [N, HV] for GDN, [N, HV, K] for KDA; b: [N, HV]; contiguous inside a token. A_log: [HV]; dt_bias: [HV], or
+             [HV, K] for KDA; out: [N, HV, V]; contiguous. Any float dtype, all on the state's device.
+    scale:   multiplies q (K ** -0.5 in the models).
+    lower_bound: KDA's second form of the decay, exp(lower_bound · sigmoid(exp(A_log)(a + dt_bias))); None: the first.
+    """
+
+    state: Tensor
+    indices: Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    a: Tensor
+    b: Tensor
+    A_log: Tensor
+    dt_bias: Tensor
+    out: Tensor
+    scale: float
+    lower_bound: float | None = None
+    v_first: bool = True
+
+
+@dataclass(frozen=True)
+class VerifyInputs:
+    """Everything that a verify of T draft tokens a sequence reads and writes.
+
+    state: as in `StepInputs`, but only read; a slot may occur more than once in `indices`.
+    q, k: [N, T, H, K]; v: [N, T, HV, V]; a: [N, T, HV], or [N, T, HV, K] for KDA; b: [N, T, HV]; all N · T tokens
+             evenly spaced. out: [N, T, HV, V].
+    intermediate_states: [cache slots, T, HV, V, K], or [.., HV, K, V], in the pool's layout and dtype, contiguous
+             inside a slot: the state after each draft token.
+    cache_indices: [N] int32 or int64, the slot there of each sequence, each once; negative: padding too.
+    parents: [N, T] int32 or int64, contiguous: the draft token that each one goes on from, an earlier one of its
+             sequence, -1: the pool's state. None: a chain, each goes on from the one before.
+    The rest as in `StepInputs`.
+    """
+
+    state: Tensor
+    indices: Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    a: Tensor
+    b: Tensor
+    A_log: Tensor
+    dt_bias: Tensor
+    out: Tensor
+    scale: float
+    intermediate_states: Tensor
+    cache_indices: Tensor
+    parents: Tensor | None = None
+    lower_bound: float | None = None
+    v_first: bool = True
+
+
+def packed(mixed_qkv: Tensor, H: int, HV: int, K: int, V: int) -> tuple[Tensor, Tensor, Tensor]:
+    """q and k [.., H, K] and v [.., HV, V] as views of mixed_qkv [.., 2·H·K + HV·V], as an engine's convolution
+    leaves it.
+
+    ValueError if the last dimension has another size.
+    """
+    width = 2 * H * K + HV * V
+    if mixed_qkv.ndim < 1 or mixed_qkv.shape[-1] != width:
+        raise ValueError(f"mixed_qkv is {_shape(mixed_qkv)}; allowed: a last dimension of 2·H·K + HV·V = {width}")
+    q, k, v = mixed_qkv.split((H * K, H * K, HV * V), dim=-1)
+    return q.unflatten(-1, (H, K)), k.unflatten(-1, (H, K)), v.unflatten(-1, (HV, V))
+
+
+def decode(x: StepInputs, choice: StepChoice | None = None) -> Launch:
+    """One token a sequence, the pool updated in place, as a launch that the caller makes by calling it.
+
+    choice: None for `choose`'s. Two runs on the same inputs give the same bits; another choice another order of sums.
+    Raises ValueError naming the argument, its value and what is allowed.
+    """
+    N, _, K, HV, V = check_step(x)
+    kda = x.a.ndim == 3
+    choice = choice or _chosen(x, N * HV, V, K)
+    check_choice(choice, K)
+    arguments = _arguments(x, choice, kda)
+    arguments |= {"TILES": choice.tiles, "IN_FLIGHT": choice.in_flight}
+    programs = triton.cdiv(V, choice.tile * choice.tiles)
+    return Launch(_decode_kernel, (programs, HV, N), arguments, {"num_warps": choice.num_warps})
+
+
+def verify(x: VerifyInputs, choice: StepChoice | None = None) -> Launch:
+    """T draft tokens a sequence, a chain or a tree, as a launch that the caller makes by calling it.
+
+    The pool is only read; the state after every token goes to `intermediate_states`, bit for bit what T calls of
+    `decode` with the same choice (but for `tiles` and `in_flight`) would have left in the pool. choice: None for
+    `choose`'s; a program has one tile. Raises ValueError naming the argument, its value and what is allowed.
+    """
+    N, T, _, K, HV, V = check_verify(x)
+    kda = x.a.ndim == 4
+    choice = choice or _chosen(x, N * HV, V, K, one_tile=True)
+    check_choice(choice, K)
+    if choice.tiles != 1:
+        raise ValueError(f"tiles is {choice.tiles}; allowed: 1, since a program of verify keeps its tile")
+    arguments = _arguments(x, choice, kda) | {
+        "intermediate_states": x.intermediate_states,
+        "cache_indices": x.cache_indices,
+        "parents": x.parents if x.parents is not None else x.cache_indices,
+        "T": T,
+        "cache_stride": x.intermediate_states.stride(0),
+        "TREE": x.parents is not None,
+    }
+    return Launch(_verify_kernel, (triton.cdiv(V, choice.tile), HV, N), arguments, {"num_warps": choice.num_warps})
+
+
+def _arguments(x: StepInputs | VerifyInputs, choice: StepChoice, kda: bool) -> dict[str, Any]:
+    """What both kernels take."""
+    names = ("state", "indices", "q", "k", "v", "a", "b", "A_log", "dt_bias", "out", "scale")
+    H, K = x.q.shape[-2:]
+    HV, V = x.v.shape[-2:]
+    strides = {"slot_stride": x.state.stride(0)}
+    strides |= {f"{name}_token": _token_stride(getattr(x, name), 2) for name in "qkv"}
+    strides |= {f"{name}_head": getattr(x, name).stride(-2) for name in "qkv"}
+    strides |= {"a_token": _token_stride(x.a, 2 if kda else 1), "b_token": _token_stride(x.b, 1)}
+    constants = {
+        "GROUP": HV // H,
+        "HV": HV,
+        "K": K,
+        "V": V,
+        "BK": _piece(K, choice.pieces),
+        "BV": choice.tile,
+        "V_FIRST": x.v_first,
+        "KDA": kda,
+        "BOUNDED": x.lower_bound is not None,
+        "POLICY": "evict_first" if choice.evict_first else "",
+    }
+    bound = {"lower_bound": 0.0 if x.lower_bound is None else float(x.lower_bound)}
+    return {name: getattr(x, name) for name in names} | bound | strides | constants
+
+
+def _piece(K: int, pieces: int) -> int:
+    """BK: channels of a piece, a power of two; where K is none, the last piece may be short and pieces fewer."""
+    return triton.next_power_of_2(triton.cdiv(K, pieces))
+
+
+def _token_stride(tensor: Tensor, inner: int) -> int:
+    """Values from one token to the next; the last `inner` dimensions are those of a token."""
+    outer = tensor.ndim - inner
+    return tensor.stride(outer - 1) if tensor.shape[outer - 1] > 1 else tensor.stride(0)
+
+
+def _chosen(x: StepInputs | VerifyInputs, heads: int, V: int, K: int, one_tile: bool = False) -> StepChoice:
+    sms = _multiprocessors(x.state.device)
+    return choose(heads, V, K, x.state.element_size(), sms, v_first=x.v_first, one_tile=one_tile)
+
+
+@cache
+def choose(
+    heads: int, V: int, K: int, itemsize: int, sms: int, *, v_first: bool = True, one_tile: bool = False
+) -> StepChoice:
+    """The choice from the shape alone. heads: N · HV; itemsize: bytes of a value of the state; one_tile: for verify.
+
+    V-first: 8 values of V and one warp, a small program with 16 bytes a lane: so many fit on a multiprocessor that one
+    computes while others wait, and no sum leaves a warp. Pieces of 32 channels, so that 8 lanes share a row of an fp32
+    state and 4 lanes one of a bf16 state, but no more of them than leave a lane 32 values of q. Once there are `FILL`
+    programs for each multiprocessor, a program takes more tiles, up to `PROGRAM_BYTES` of the state, to save the work
+    that is the same for all of them: bf16 states need twice the instructions a byte and so get twice the tiles.
+    `FLIGHT_BYTES` of them are in flight.
+    K-first: 32 values of V, since narrower tiles read parts of lines, 16 where the GPU would not be full; a warp for
+    128 channels, whose sums over K stay inside a lane but for two steps (fp32) or three (bf16); in verify, which keeps
+    the next token in registers too, a warp for 64.
+    """
+    pieces = max(p for p in PIECES if p == 1 or (32 * p <= K and p <= 2 * itemsize))
+    if not v_first:
+        tile = 32 if heads * V >= 2 * 32 * sms else 16
+        warps = max(1, min(8, K // (64 if one_tile else 128)))
+        return StepChoice(min(tile, triton.next_power_of_2(V)), min(pieces, 4), 1 << (warps.bit_length() - 1))
+    tile = min(8, triton.next_power_of_2(V))
+    tiles = 1
+    while not one_tile and _may_double(heads, V, K, itemsize, sms, tile * tiles):
+        tiles *= 2
+    in_flight = max(1, min(tiles, FLIGHT_BYTES // (tile * K * itemsize)))
+    return StepChoice(tile, pieces, 1, tiles, in_flight)
+
+
+def _may_double(heads: int, V: int, K: int, itemsize: int, sms: int, rows: int) -> bool:
+    """Whether a program may have twice as many rows of V."""
+    return 2 * rows <= V and heads * V >= 2 * rows * FILL * sms and 2 * rows * K * itemsize <= PROGRAM_BYTES
+
+
+@cache
+def _multiprocessors(device: torch.device) -> int:
+    """How many a GPU has; for a device that is none, the H100's number."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
+
+
+def check_choice(choice: StepChoice, K: int) -> None:
+    """Raise ValueError for a choice that the kernels cannot take for K channels."""
+    powers = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+    allowed = {"tile": powers, "pieces": tuple(p for p in powers[:6] if p <= K), "num_warps": (1, 2, 4, 8)}
+    allowed |= {"tiles": powers, "in_flight": tuple(range(1, choice.tiles + 1))}
+    for name, values in allowed.items():
+        if (value := getattr(choice, name)) not in values:
+            raise ValueError(f"{name} is {value}; allowed: {', '.join(map(str, values))}")
+
+
+def check_step(x: StepInputs) -> tuple[int, int, int, int, int]:
+    """N, H, K, HV and V of a decode step.
+
+    Raises ValueError for shapes, dtypes, strides or devices that the kernel cannot take.
+    """
+    if x.q.ndim != 3 or x.v.ndim != 3:
+        raise ValueError(f"q is {_shape(x.q)} and v is {_shape(x.v)}; allowed: [N, H, K] and [N, HV, V]")
+    N, H, K = x.q.shape
+    HV, V = x.v.shape[1:]
+    _check_common(x, (N,), H, K, HV, V)
+    return N, H, K, HV, V
+
+
+def check_verify(x: VerifyInputs) -> tuple[int, int, int, int, int, int]:
+    """N, T, H, K, HV and V of a verify; raises ValueError as `check_step` does."""
+    if x.q.ndim != 4 or x.v.ndim != 4:
+        raise ValueError(f"q is {_shape(x.q)} and v is {_shape(x.v)}; allowed: [N, T, H, K] and [N, T, HV, V]")
+    N, T, H, K = x.q.shape
+    HV, V = x.v.shape[2:]
+    if T < 1:
+        raise ValueError(f"q is {_shape(x.q)}; allowed: [N, T, H, K] with T at least 1")
+    _check_common(x, (N, T), H, K, HV, V)
+    cache = x.intermediate_states
+    inner = (T, HV, V, K) if x.v_first else (T, HV, K, V)
+    _check_pool("intermediate_states", cache, inner, x.state.device)
+    if cache.dtype != x.state.dtype:
+        raise ValueError(f"intermediate_states is {cache.dtype}; allowed: the state's dtype, {x.state.dtype}")
+    _check_indices("cache_indices", x.cache_indices, (N,), x.state.device)
+    if x.parents is not None:
+        _check_indices("parents", x.parents, (N, T), x.state.device)
+    return N, T, H, K, HV, V
+
+
+def check_indices(indices: Tensor, slots: int) -> None:
+    """Raise ValueError for an index past a pool of `slots` or a slot that occurs twice; synchronises with the GPU.
+
+    `decode` and `verify` do not call it: an engine that made the indices knows, and cannot wait.
+    """
+    used = indices[indices >= 0]
+    if len(used) and int(used.max()) >= slots:
+        raise ValueError(f"indices holds {int(used.max())}; allowed: below the pool's {slots} slots, or negative")
+    if len(used.unique()) != len(used):
+        raise ValueError(f"indices is {indices.tolist()}; allowed: each slot once, padding negative")
+
+
+def _check_common(x: StepInputs | VerifyInputs, tokens: tuple[int, ...], H: int, K: int, HV: int, V: int) -> None:
+    if H == 0 or HV == 0 or HV % H:
+        raise ValueError(f"v has {HV} heads and q has {H}; allowed: a multiple of q's")
+    if K == 0 or V == 0:
+        raise ValueError(f"q has K = {K} and v has V = {V}; allowed: at least 1")
+    if tokens[0] > MOST_SEQUENCES:
+        raise ValueError(f"q has {tokens[0]} sequences; allowed: at most {MOST_SEQUENCES}")
+    device = x.state.device
+    if x.state.dtype not in STATE_DTYPES:
+        raise ValueError(f"state is {x.state.dtype}; allowed: {', '.join(map(str, STATE_DTYPES))}")
+    _check_pool("state", x.state, (HV, V, K) if x.v_first else (HV, K, V), device)
+    _check_indices("indices", x.indices, tokens[:1], device)
+    kda = x.a.ndim == len(tokens) + 2
+    gate = (HV, K) if kda else (HV,)
+    inner = {"q": (H, K), "k": (H, K), "v": (HV, V), "a": gate, "b": (HV,)}
+    for name, shape in inner.items():
+        _check_floats(name, getattr(x, name), tokens + shape, device)
+        _check_strides(name, getattr(x, name), len(tokens), heads_apart=name in "qkv")
+    for name, shape in {"A_log": (HV,), "dt_bias": gate, "out": (*tokens, HV, V)}.items():
+        _check_floats(name, getattr(x, name), shape, device)
+        _check_contiguous(name, getattr(x, name))
+    if x.lower_bound is not None and not (kda and x.lower_bound < 0):
+        raise ValueError(
+            f"lower_bound is {x.lower_bound} and a is {_shape(x.a)}; allowed: a negative one, with KDA's a"
+        )
+
+
+def _check_pool(name: str, pool: Tensor, inner: tuple[int, ...], device: torch.device) -> None:
+    if tuple(pool.shape[1:]) != inner:
+        raise ValueError(f"{name} is {_shape(pool)}; allowed: slots of {inner}")
+    if len(pool) and not pool[0].is_contiguous():
+        raise ValueError(f"{name} has strides {pool.stride()}; allowed: contiguous inside a slot")
+    _check_device(name, pool, device)
+
+
+def _check_indices(name: str, tensor: Tensor, shape: tuple[int, ...], device: torch.device) -> None:
+    if tuple(tensor.shape) != shape:
+        raise ValueError(f"{name} is {_shape(tensor)}; allowed: {shape}")
+    if tensor.dtype not in INDEX_DTYPES:
+        raise ValueError(f"{name} is {tensor.dtype}; allowed: {', '.join(map(str, INDEX_DTYPES))}")
+    _check_contiguous(name, tensor)
+    _check_device(name, tensor, device)
+
+
+def _check_floats(name: str, tensor: Tensor, shape: tuple[int, ...], device: torch.device) -> None:
+    if tuple(tensor.shape) != shape:
+        raise ValueError(f"{name} is {_shape(tensor)}; allowed: {shape}")
+    if not tensor.dtype.is_floating_point:
+        raise ValueError(f"{name} is {tensor.dtype}; allowed: a floating-point dtype")
+    _check_device(name, tensor, device)
+
+
+def _check_strides(name: str, tensor: Tensor, tokens: int, heads_apart: bool) -> None:
+    """The first `tokens` dimensions evenly spaced; the rest contiguous, but for the distance of heads if they may."""
+    if not tensor.numel():
+        return
+    token = tensor[(0,) * tokens]
+    if not (token[0] if heads_apart else token).is_contiguous():
+        what = "values of a head adjacent" if heads_apart else "contiguous inside a token"
+        raise ValueError(f"{name} has strides {tensor.stride()}; allowed: {what}")
+    if tokens == 2 and min(tensor.shape[:2]) > 1 and tensor.stride(0) != tensor.shape[1] * tensor.stride(1):
+        raise ValueError(f"{name} has strides {tensor.stride()}; allowed: all tokens evenly spaced")
+
+
+def _check_contiguous(name: str, tensor: Tensor) -> None:
+    if not tensor.is_contiguous():
+        raise ValueError(f"{name} has strides {tensor.stride()}; allowed: contiguous")
+
+
+def _check_device(name: str, tensor: Tensor, device: torch.device) -> None:
+    if tensor.device != device:
+        raise ValueError(f"{name} is on {tensor.device}; allowed: the state's device, {device}")
+
+
+def _shape(tensor: Tensor) -> tuple[int, ...]:
+    return tuple(tensor.shape)
