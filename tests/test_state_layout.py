@@ -14,7 +14,7 @@ from labkit.bench.sha import kernel_sha
 from labkit.bench.spec import Case
 from labkit.evidence import coalescing, compiled
 from labkit.shapes import GATED_DELTA, QWEN3_NEXT, GatedDeltaModel
-from labkit.state_layout import kernels, reference, share, study, tables
+from labkit.state_layout import extend, kernels, recurrent, reference, share, study, tables
 
 STATES = ("fp32", "bf16")
 
@@ -588,3 +588,78 @@ def test_sums_over_k_cost_more_shuffles_on_wide_tiles_of_the_new_layout_only(cod
             assert new[0] < new[1] < new[2]
             assert old[0] > old[1] > old[2]
     assert plain["fp32", "VK", 1, 32] > 8 * plain["fp32", "KV", 1, 32]
+
+
+# what the production kernels compile to
+
+
+def step(state, kda, v_first, choice=None):
+    """The launch of one token of two sequences at K = V = 128, 2 key heads and 4 value heads."""
+    N, H, HV, K, V = 2, 2, 4, 128, 128
+    bf16 = {"dtype": torch.bfloat16}
+    gate = (HV, K) if kda else (HV,)
+    x = recurrent.StepInputs(
+        state=torch.empty((N, HV, V, K) if v_first else (N, HV, K, V), dtype=study.DTYPES[state]),
+        indices=torch.arange(N),
+        q=torch.empty((N, H, K), **bf16),
+        k=torch.empty((N, H, K), **bf16),
+        v=torch.empty((N, HV, V), **bf16),
+        a=torch.empty((N, *gate), **bf16),
+        b=torch.empty((N, HV), **bf16),
+        A_log=torch.empty(HV),
+        dt_bias=torch.empty(gate),
+        out=torch.empty((N, HV, V), **bf16),
+        scale=1.0,
+        v_first=v_first,
+    )
+    return recurrent.decode(x, choice)
+
+
+@pytest.mark.parametrize("v_first", [True, False], ids=["VK", "KV"])
+@pytest.mark.parametrize("kda", [False, True], ids=["GDN", "KDA"])
+@pytest.mark.parametrize("state", STATES)
+def test_the_rules_choices_move_sixteen_bytes_a_thread_and_spill_nothing(state, kda, v_first):
+    itemsize = study.DTYPES[state].itemsize
+    for heads in (8, 100_000):  # few, and more than fill a GPU
+        choice = recurrent.choose(heads, 128, 128, itemsize, 132, v_first=v_first)
+        launch = step(state, kda, v_first, choice)
+        found = compiled.evidence(launch, 90)
+        assert found["spill_bytes"] == found["spill_loads"] == 0
+        moved = [one for one in coalescing.requests(launch, 90) if one.tensor == "state"]
+        assert {one.bits for one in moved} == {128}
+        assert {one.kind for one in moved} == {"load", "store"}
+
+
+def test_pieces_leave_fewer_shuffles_than_whole_rows():
+    choices = [recurrent.StepChoice(tile=8, pieces=pieces) for pieces in (1, 4)]
+    whole, split = (compiled.evidence(step("fp32", False, True, choice), 90)["shuffles"] for choice in choices)
+    assert split < whole / 2
+
+
+def chunk_state(v_first, tile=32):
+    """The chunk-state launch of one sequence of 128 tokens at K = V = 128, 2 key heads and 4 value heads."""
+    T, H, HV, K, V = 128, 2, 4, 128, 128
+    bf16 = {"dtype": torch.bfloat16}
+    inner = (V, K) if v_first else (K, V)
+    x = extend.ExtendInputs(
+        q=torch.empty((T, H, K), **bf16),
+        k=torch.empty((T, H, K), **bf16),
+        v=torch.empty((T, HV, V), **bf16),
+        g=torch.empty((T, HV)),
+        beta=torch.empty((T, HV)),
+        cu_seqlens=torch.tensor([0, T]),
+        initial=torch.empty((1, HV, *inner)),
+        final=torch.empty((1, HV, *inner)),
+        out=torch.empty((T, HV, V), **bf16),
+        scale=1.0,
+    )
+    return extend.extend(x, v_first, tile=tile).launches["chunk_state"]
+
+
+def test_chunk_state_fits_as_often_in_either_layout():
+    """The change's 82 to 74 KB would make three CTAs an SM of two; here the tile does, not the layout."""
+    for tile, ctas in ((32, 2), (16, 3)):
+        found = [compiled.evidence(chunk_state(v_first, tile), 90) for v_first in (False, True)]
+        assert [one["ctas_per_sm"] for one in found] == [ctas, ctas]
+        assert [one["spill_bytes"] for one in found] == [0, 0]
+    assert compiled.evidence(chunk_state(False), 90)["shared_bytes"] == pytest.approx(82_180, rel=0.001)
