@@ -1,0 +1,257 @@
+"""Which rows go to which expert: sorted on the device without a host synchronisation, and synthetic routings.
+
+The result has the form of vLLM's `moe_align_block_size`: slots (token · top_k + j) sorted by expert, each expert's
+padded to a multiple of BLOCK_M, so that a GEMM's block of rows belongs to one expert.
+
+Two kernels, or one where all slots fit one chunk:
+
+| launch | programs | what it does                                                                                     |
+|--------|----------|--------------------------------------------------------------------------------------------------|
+| count  | chunk    | slots of each expert in a chunk of the slots; left out if there is only one chunk                |
+| place  | chunk    | every program sums the counts again, which costs less than a launch between them; then it places |
+|        |          | its chunk's slots, in their order, and fills its share of the blocks' experts and paddings       |
+
+Nothing depends on the order in which programs run: the sort is stable, and two runs give the same bits.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from labkit.launch import Launch
+from labkit.moe_persistent_grid.waves import BLOCKS_M, most_blocks
+
+ONE_CHUNK = 256  # slots, up to which one program does everything
+MANY = 2**14  # slots, above which chunks are larger
+TILE_VALUES = 4096  # of a two-dimensional tile: 32 a thread
+KINDS = ("uniform", "zipf 0.5", "zipf 1", "zipf 1.5", "hot set", "one expert")
+HOT_SHARE = 0.8  # of the slots, that go to the hot set
+HOT_EXPERTS = 16  # one expert of so many is in the hot set, but at least top_k
+
+
+@triton.jit
+def _experts_of(ids, i, slots, E):
+    """Experts of slots i; E, which is none, beyond the last slot and for an id out of range."""
+    e = tl.load(ids + i, mask=i < slots, other=-1)
+    return tl.where((e >= 0) & (e < E), e, E).to(tl.int32)
+
+
+@triton.jit
+def _count_kernel(ids, counts, slots, E, CHUNK: tl.constexpr, BINS: tl.constexpr):
+    """One program: counts [chunks, E] of one chunk."""
+    chunk = tl.program_id(0)
+    e = _experts_of(ids, chunk * CHUNK + tl.arange(0, CHUNK), slots, E)
+    bins = tl.arange(0, BINS)
+    tl.store(counts + chunk * E + bins, tl.histogram(e, BINS, mask=e < E), mask=bins < E)
+
+
+@triton.jit
+def _place_kernel(
+    ids, counts, sorted_slots, experts, padded, slots, E, chunks, blocks,
+    BLOCK_M: tl.constexpr, CHUNK: tl.constexpr, BINS: tl.constexpr, ROWS: tl.constexpr, SUB: tl.constexpr,
+    TILE: tl.constexpr, COUNTED: tl.constexpr,
+):  # fmt: skip
+    """One program: the slots of one chunk to their places, and every `chunks`-th tile of the blocks."""
+    chunk = tl.program_id(0)
+    i = chunk * CHUNK + tl.arange(0, CHUNK)
+    e = _experts_of(ids, i, slots, E)
+    bins = tl.arange(0, BINS)
+    if COUNTED:
+        total = tl.zeros([BINS], tl.int32)
+        before = tl.zeros([BINS], tl.int32)  # in earlier chunks
+        for first in range(0, chunks, ROWS):
+            c = first + tl.arange(0, ROWS)
+            n = tl.load(
+                counts + c[:, None] * E + bins[None, :], mask=(c < chunks)[:, None] & (bins < E)[None, :], other=0
+            )
+            total += tl.sum(n, 0)
+            before += tl.sum(tl.where((c < chunk)[:, None], n, 0), 0)
+    else:
+        total = tl.histogram(e, BINS, mask=e < E)
+        before = tl.zeros([BINS], tl.int32)
+    own = (total + BLOCK_M - 1) // BLOCK_M
+    end = tl.cumsum(own, 0)
+    start = (end - own) * BLOCK_M
+    live = tl.sum(own, 0)
+    if chunk == 0:
+        tl.store(padded, live * BLOCK_M)
+
+    rank = tl.zeros([CHUNK], tl.int32)  # slots of the same expert before this one, in this chunk
+    for first in range(0, CHUNK, SUB):
+        j = chunk * CHUNK + first + tl.arange(0, SUB)
+        same = e[:, None] == _experts_of(ids, j, slots, E)[None, :]
+        rank += tl.sum((same & (j[None, :] < i[:, None])).to(tl.int32), 1)
+    position = tl.gather(start + before, tl.minimum(e, BINS - 1), 0) + rank
+    tl.store(sorted_slots + position, i, mask=e < E)
+
+    for first in range(chunk * TILE, blocks, chunks * TILE):
+        b = first + tl.arange(0, TILE)
+        owner = tl.sum((end[None, :] <= b[:, None]).to(tl.int32), 1)
+        is_live = b < live
+        tl.store(experts + b, tl.where(is_live, owner, -1), mask=b < blocks)
+        last = tl.where(is_live, tl.gather(start + total, tl.minimum(owner, BINS - 1), 0), 0)
+        row = b[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
+        padding = (row >= last[:, None]) & (b < blocks)[:, None]
+        tl.store(sorted_slots + row, tl.zeros([TILE, BLOCK_M], tl.int32) + slots, mask=padding)
+
+
+@dataclass(frozen=True)
+class Routing:
+    """Slots sorted by expert; calling it sorts again, by what is in `ids` then. May be captured in a CUDA graph.
+
+    slots:   [blocks · BLOCK_M], int32: token · top_k + j, ascending within an expert; T · top_k where there is padding.
+    experts: [blocks], int32: the expert of each block of BLOCK_M rows; -1 beyond the last block that has a slot.
+    padded:  [1], int32: rows up to there (vLLM's num_tokens_post_padded).
+    blocks:  as many as there can be, whatever the routing; or as asked for.
+    """
+
+    block_m: int
+    blocks: int
+    slots: Tensor
+    experts: Tensor
+    padded: Tensor
+    launches: Mapping[str, Launch]
+
+    def __call__(self) -> None:
+        for launch in self.launches.values():
+            launch()
+
+
+def room(slots: int, experts: int, block_m: int, blocks: int) -> int:
+    """Integers that `route` needs for its tables."""
+    return blocks * (block_m + 1) + 1 + triton.cdiv(slots, _chunk(slots)) * experts
+
+
+def steps(slots: int) -> list[int]:
+    """Numbers of slots up to `slots` that need the most room: more slots may be taken in larger, fewer chunks."""
+    return [slots, MANY] if slots > MANY else [slots]
+
+
+def route(
+    ids: Tensor,
+    experts: int,
+    block_m: int,
+    blocks: int | None = None,
+    check: bool = False,
+    memory: Tensor | None = None,
+) -> Routing:
+    """The routing of ids [T, top_k], int32 or int64, contiguous, into blocks of 16, 32, 64 or 128 rows.
+
+    An id that is not one of 0 to `experts` - 1 drops its slot: it gets no row. So a graph that was captured for many
+    tokens serves fewer, with -1 for the others. check: raise ValueError for such an id instead, now, for what is in
+    `ids` now; this waits for the GPU. blocks: how many there is room for, at least `most_blocks`; None: so many.
+    memory: int32, one-dimensional, of at least `room` values, in which the tables are made; None: allocated here.
+    Raises ValueError naming the argument, its value and what is allowed.
+    """
+    _check_route(ids, experts, block_m, check)
+    T, top_k = ids.shape
+    slots, least = T * top_k, most_blocks(T, top_k, experts, block_m)
+    blocks = least if blocks is None else blocks
+    if blocks < least:
+        raise ValueError(f"blocks is {blocks}; allowed: at least {least}, for {slots} slots of {experts} experts")
+    needed = room(slots, experts, block_m, blocks)
+    if memory is None:
+        memory = torch.empty(needed, dtype=torch.int32, device=ids.device)
+    _check_memory(memory, needed, ids.device)
+    chunk = _chunk(slots)
+    chunks = triton.cdiv(slots, chunk)
+    counted = chunks > 1
+    bins = max(32, triton.next_power_of_2(experts))
+    *made, counts = memory[:needed].split([blocks * block_m, blocks, 1, chunks * experts])
+    sizes = {"ids": ids, "counts": counts, "slots": slots, "E": experts, "CHUNK": chunk, "BINS": bins}
+    place = {"sorted_slots": made[0], "experts": made[1], "padded": made[2], "chunks": chunks, "blocks": blocks}
+    place |= {"BLOCK_M": block_m, "COUNTED": counted}
+    place |= {
+        "ROWS": max(1, TILE_VALUES // bins),
+        "SUB": min(chunk, TILE_VALUES // chunk),
+        "TILE": max(1, TILE_VALUES // bins),
+    }
+    launches = {"count": Launch(_count_kernel, (chunks,), sizes, {"num_warps": 4})} if counted else {}
+    launches["place"] = Launch(_place_kernel, (chunks,), sizes | place, {"num_warps": 4})
+    return Routing(block_m, blocks, *made, launches)
+
+
+def _chunk(slots: int) -> int:
+    """Slots of a program: few, since each is compared with all of them; more, where every program sums many chunks."""
+    if slots <= ONE_CHUNK:
+        return max(16, triton.next_power_of_2(slots))
+    return 128 if slots <= MANY else 512
+
+
+def _check_route(ids: Tensor, experts: int, block_m: int, check: bool) -> None:
+    if ids.ndim != 2 or 0 in ids.shape:
+        raise ValueError(f"ids is {tuple(ids.shape)}; allowed: [T, top_k], both at least 1")
+    if ids.numel() >= 2**31 or ids.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"ids is {ids.numel()} values of {ids.dtype}; allowed: below 2^31, torch.int32 or torch.int64")
+    if not ids.is_contiguous():
+        raise ValueError(f"ids has strides {ids.stride()}; allowed: contiguous")
+    if not 1 <= experts <= 4096:
+        raise ValueError(f"experts is {experts}; allowed: 1 to 4096")
+    if block_m not in BLOCKS_M:
+        raise ValueError(f"block_m is {block_m}; allowed: {', '.join(map(str, BLOCKS_M))}")
+    if check and (wrong := ids[(ids < 0) | (ids >= experts)]).numel():
+        raise ValueError(f"ids has {int(wrong[0])} ({wrong.numel()} values out of range); allowed: 0 to {experts - 1}")
+
+
+def _check_memory(memory: Tensor, needed: int, device: torch.device) -> None:
+    if memory.ndim != 1 or len(memory) < needed or memory.dtype != torch.int32 or not memory.is_contiguous():
+        raise ValueError(f"memory is {tuple(memory.shape)}, {memory.dtype}; allowed: at least [{needed}], torch.int32")
+    if memory.device != device:
+        raise ValueError(f"memory is on {memory.device}; allowed: ids' device, {device}")
+
+
+class Synthetic(NamedTuple):
+    """A routing that was made up: no model's. ids: [T, top_k], int32; weights: [T, top_k], fp32, that sum to one."""
+
+    name: str
+    ids: Tensor
+    weights: Tensor
+
+
+def synthetic(
+    kind: str,
+    tokens: int,
+    experts: int,
+    top_k: int,
+    seed: int = 0,
+    device: torch.device | str = "cpu",
+    empty: int = 0,
+) -> Synthetic:
+    """A synthetic routing; the same for the same arguments, on any device.
+
+    kind: "uniform": every expert as likely; "zipf 0.5", "zipf 1", "zipf 1.5": the r-th likeliest as r ** -s; "hot set":
+    one expert of 16 (but at least top_k) takes 0.8 of the slots; "one expert": every slot goes to the same one.
+    Likely experts are anywhere among the others. A token's top_k differ, but for "one expert".
+    empty: so many experts, the least likely ones, get nothing.
+    ValueError for another kind, or top_k above the experts that are not empty.
+    """
+    if kind not in KINDS:
+        raise ValueError(f"kind is {kind!r}; allowed: {', '.join(KINDS)}")
+    if not 1 <= top_k <= experts - empty:
+        raise ValueError(f"top_k is {top_k}; allowed: 1 to {experts - empty}, the experts that are not empty")
+    generator = torch.Generator().manual_seed(seed)
+    order = torch.randperm(experts, generator=generator)
+    logits = _likelihood(kind, experts, top_k).log()
+    logits[experts - empty :] = -torch.inf
+    # Gumbel's trick: the largest of log p plus Gumbel noise are a sample without replacement.
+    noise = -torch.empty(tokens, experts).exponential_(generator=generator).log()
+    ranks = (logits + noise).topk(top_k).indices
+    if kind == "one expert":
+        ranks = torch.zeros_like(ranks)
+    weights = torch.randn(tokens, top_k, generator=generator).softmax(-1)
+    return Synthetic(f"synthetic, {kind}", order[ranks].to(device, torch.int32), weights.to(device))
+
+
+def _likelihood(kind: str, experts: int, top_k: int) -> Tensor:
+    """Of the experts, likeliest first; not normalised."""
+    p = torch.ones(experts)
+    if kind.startswith("zipf"):
+        return torch.arange(1, experts + 1) ** -float(kind.split()[1])
+    if kind == "hot set" and (hot := max(top_k, experts // HOT_EXPERTS)) < experts:
+        p[:hot] = HOT_SHARE / (1 - HOT_SHARE) * (experts - hot) / hot
+    return p

@@ -1,0 +1,448 @@
+"""The tables that a persistent kernel reads a decoder step from, built in two ways that must agree.
+
+| table   | what                                                                                                   |
+|---------|--------------------------------------------------------------------------------------------------------|
+| buffers | int64 [buffers, 4]: address, rows, columns, bytes of a value                                           |
+| records | int32 [records, 16]: one piece of work each, in the order of the queues (words: `WORDS`)               |
+| queue   | int32 [programs + 1]: program p runs the records queue[p] to queue[p + 1] - 1, one after the other     |
+
+A record waits until its wait counter has reached its target, works, then adds one to its signal counter. Counters are
+zero before a launch, and the last record (argmax, the only one that signals nobody) leaves them so. Of the words, only
+`POSITION` depends on the position of the token; where it is -1, the kernel has the position from its launch.
+
+`lower` is vectorised, without a loop over records; `lower_slowly` builds the same tables object by object, as a
+straightforward host program does.
+Source of the design: AutoMegaKernel's three tables (buffers, instructions, queues) and Stanford MegaKernels' fixed-size
+instructions with counters.
+"""
+
+import heapq
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from labkit.persistent_tables.model import Decoder
+
+OPS = ("qkv", "output", "gate_up", "down", "head", "embed", "rotary", "attention", "argmax")  # op code - 1
+QKV, OUTPUT, GATE_UP, DOWN, HEAD, EMBED, ROTARY, ATTENTION, ARGMAX = range(1, 10)
+POSITIONED = (ROTARY, ATTENTION, ARGMAX)  # ops whose work depends on the position
+
+# Words of a record. Buffers by number, -1: none. first, second: of rotary and attention the caches of keys and values,
+# of head the best logit and its token of each part, of argmax (first) the tokens by position. K: values of a row of
+# the weight, of rotary and attention the head dimension, of argmax the parts. start, stop: rows of the weight (gate
+# and up interleaved), or kv heads. slot: which part of the head this is.
+WORDS = (
+    "op", "weight", "input", "output", "gain", "first", "second", "K",
+    "start", "stop", "slot", "position", "wait", "target", "signal", "spare",
+)  # fmt: skip
+OP, WEIGHT, INPUT, OUT, GAIN, FIRST, SECOND, K, START, STOP, SLOT, POSITION, WAIT, TARGET, SIGNAL, _SPARE = range(16)
+ADDRESS, ROWS, COLUMNS, ITEMSIZE = range(4)  # columns of `buffers`
+
+SHARED = (
+    "token", "tokens", "hidden", "qkv", "attention", "ffn", "logits", "best", "best_token", "rope", "embedding",
+    "final_gain", "head",
+)  # fmt: skip
+LAYER = ("gain_1", "qkv_weight", "k_cache", "v_cache", "output_weight", "gain_2", "gate_up_weight", "down_weight")
+_ID = {name: i for i, name in enumerate(SHARED + LAYER)}  # of a layer's buffers, those of layer 0
+
+SCHEDULES = ("round-robin", "longest-first")
+
+
+@dataclass(frozen=True)
+class Tables:
+    """The three tables of a decoder step and how many counters they use. cache: positions that fit."""
+
+    model: Decoder
+    cache: int
+    buffers: np.ndarray
+    records: np.ndarray
+    queue: np.ndarray
+    counters: int
+
+    @property
+    def parts(self) -> int:
+        """Records that the head is split into."""
+        return int(self.buffers[_ID["best"], COLUMNS])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all three tables."""
+        return self.buffers.nbytes + self.records.nbytes + self.queue.nbytes
+
+
+@dataclass(frozen=True)
+class Lowering:
+    """What is lowered, and how.
+
+    programs: queues. schedule: "round-robin" (records dealt in order), "longest-first" (the longest record first, to
+    the program that has the least so far). cache: positions. position: of the token; None: the launch says it. rows:
+    of a tile, of which no record has a part. parts: records of a projection at most; None: as many as programs.
+    itemsize: bytes of a weight. ValueError for what is not allowed.
+    """
+
+    model: Decoder
+    programs: int
+    schedule: str = "round-robin"
+    cache: int = 1024
+    position: int | None = 0
+    rows: int = 4
+    parts: int | None = None
+    itemsize: int = 2
+
+    def __post_init__(self) -> None:
+        for name in ("programs", "cache", "parts"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise ValueError(f"{name} is {value}; allowed: at least 1")
+        if self.schedule not in SCHEDULES:
+            raise ValueError(f"schedule is {self.schedule!r}; allowed: {', '.join(SCHEDULES)}")
+        if self.rows not in (2, 4, 8, 16, 32, 64):
+            raise ValueError(f"rows is {self.rows}; allowed: a power of two from 2 to 64")
+        if self.itemsize not in (2, 4):
+            raise ValueError(f"itemsize is {self.itemsize}; allowed: 2, 4")
+        if self.position is not None:
+            check_position(self.position, self.cache)
+
+    def split(self, rows: int) -> int:
+        """Records that a projection of so many rows is split into."""
+        return min(self.parts or self.programs, -(-rows // self.rows))
+
+    def projections(self) -> dict[int, tuple[int, int]]:
+        """Op -> rows and values of a row of the matrix that it multiplies; gate and up are one, interleaved."""
+        m = self.model
+        return {
+            QKV: (m.qkv_width, m.hidden),
+            OUTPUT: (m.hidden, m.q_width),
+            GATE_UP: (2 * m.ffn, m.hidden),
+            DOWN: (m.hidden, m.ffn),
+            HEAD: (m.vocab, m.hidden),
+        }
+
+    def weight(self, op: int) -> int:
+        """Values read by a record of this op for each of its rows (or heads) and K: its cost, over (stop - start) K.
+
+        Attention is taken with a full cache, so that the schedule does not change with the position.
+        """
+        return {ROTARY: self.model.group + 2, ATTENTION: 2 * self.cache, ARGMAX: 2}.get(op, 1)
+
+
+def check_position(position: int, cache: int) -> None:
+    """ValueError for a position that the cache has no room for."""
+    if not 0 <= position < cache:
+        raise ValueError(f"position is {position}; allowed: 0 to {cache - 1}, the cache's last")
+
+
+def buffer_shapes(how: Lowering) -> dict[str, tuple[int, int, int]]:
+    """Name -> rows, columns, bytes of a value, in the table's order; a layer's names end in its number ("gain_1.0").
+
+    Activations and the rotary table (cosines, then sines of a position) are float32; tokens int32.
+    """
+    m, parts, size = how.model, how.split(how.model.vocab), how.itemsize
+    shared = (
+        (1, 1, 4), (1, how.cache + 1, 4), (1, m.hidden, 4), (1, m.qkv_width, 4), (1, m.q_width, 4), (1, m.ffn, 4),
+        (1, m.vocab, 4), (1, parts, 4), (1, parts, 4), (how.cache, m.head_dim, 4), (m.vocab, m.hidden, size),
+        (1, m.hidden, size), (m.vocab, m.hidden, size),
+    )  # fmt: skip
+    found = dict(zip(SHARED, shared, strict=True))
+    for i in range(m.layers):
+        found |= {f"{name}.{i}": shape for name, shape in zip(LAYER, _layer_shapes(how), strict=True)}
+    return found
+
+
+def buffer_number(name: str, layer: int = 0) -> int:
+    """Number of a buffer by its name without layer. KeyError for a name that none has."""
+    return _ID[name] + (layer * len(LAYER) if name in LAYER else 0)
+
+
+def _layer_shapes(how: Lowering) -> list[tuple[int, int, int]]:
+    m, gain = how.model, (1, how.model.hidden)
+    cache, of = (m.kv_heads * how.cache, m.head_dim), how.projections()
+    return [(*shape, how.itemsize) for shape in (gain, of[QKV], cache, cache, of[OUTPUT], gain, of[GATE_UP], of[DOWN])]
+
+
+# Way 2: vectorised
+
+
+def lower(how: Lowering, addresses: np.ndarray | None = None) -> Tables:
+    """The tables of a decoder step.
+
+    addresses: int64 [buffers], in the order of `buffer_shapes`; None: zeros, to be filled in. ValueError for another
+    number of them.
+    """
+    layer, per_layer = _layer_records(how), _counters_of_a_layer(how.model)
+    layers = how.model.layers
+    many = np.tile(layer, (layers, 1, 1))  # [layers, records of a layer, words]
+    number = np.arange(layers, dtype=np.int32)[:, None, None]
+    ids = many[:, :, WEIGHT : SECOND + 1]
+    many[:, :, WEIGHT : SECOND + 1] = np.where(ids >= len(SHARED), ids + number * len(LAYER), ids)
+    many[:, :, [WAIT, SIGNAL]] += number * per_layer
+    many[0, layer[:, OP] == QKV, TARGET] = 1  # the first layer waits for the embedding alone
+    last = 1 + layers * per_layer  # the head's counter
+    embed = _block(EMBED, 1, weight="embedding", input="token", output="hidden", K=how.model.hidden, signal=0)
+    head = _projection(how, HEAD, "head", "hidden", "logits", "final_gain", wait=last - 1, signal=last)
+    head[:, [FIRST, SECOND]] = _ID["best"], _ID["best_token"]
+    head[:, SLOT] = np.arange(len(head))
+    head[:, TARGET] = how.split(how.model.hidden)
+    argmax = _block(
+        ARGMAX, 1, weight="best_token", input="best", output="token", first="tokens", K=len(head),
+        wait=last, target=len(head),
+    )  # fmt: skip
+    records = np.concatenate([embed, many.reshape(-1, len(WORDS)), head, argmax])
+    if how.position is not None:
+        records[np.isin(records[:, OP], POSITIONED), POSITION] = how.position
+    costs = _costs(how, records)
+    assign = _longest_first if how.schedule == "longest-first" else _round_robin
+    program = assign(costs, how.programs)
+    queue = np.zeros(how.programs + 1, np.int32)
+    queue[1:] = np.bincount(program, minlength=how.programs).cumsum()
+    records = np.ascontiguousarray(records[np.argsort(program, kind="stable")])
+    return Tables(how.model, how.cache, _buffers(how, addresses), records, queue, last + 1)
+
+
+def _counters_of_a_layer(model: Decoder) -> int:
+    return 5 + model.kv_heads  # qkv, one a kv head, attention, output, gate_up, down
+
+
+def _layer_records(how: Lowering) -> np.ndarray:
+    """Records of layer 0, in the order of execution. Counter 0 is the embedding's, a layer's own begin at 1."""
+    m, heads = how.model, np.arange(how.model.kv_heads)
+    qkv = _projection(how, QKV, "qkv_weight", "hidden", "qkv", "gain_1", wait=0, signal=1)
+    rotary = _block(
+        ROTARY, m.kv_heads, weight="rope", input="qkv", output="qkv", first="k_cache", second="v_cache", K=m.head_dim,
+        wait=1, target=len(qkv),
+    )  # fmt: skip
+    attention = _block(
+        ATTENTION, m.kv_heads, input="qkv", output="attention", first="k_cache", second="v_cache", K=m.head_dim,
+        target=1, signal=2 + m.kv_heads,
+    )  # fmt: skip
+    rotary[:, START] = attention[:, START] = heads
+    rotary[:, STOP] = attention[:, STOP] = heads + 1
+    rotary[:, SIGNAL] = attention[:, WAIT] = heads + 2
+    done = 2 + m.kv_heads
+    output = _projection(how, OUTPUT, "output_weight", "attention", "hidden", None, wait=done, signal=done + 1)
+    gate_up = _projection(how, GATE_UP, "gate_up_weight", "hidden", "ffn", "gain_2", wait=done + 1, signal=done + 2)
+    down = _projection(how, DOWN, "down_weight", "ffn", "hidden", None, wait=done + 2, signal=done + 3)
+    qkv[:, TARGET], output[:, TARGET] = len(down), m.kv_heads
+    gate_up[:, TARGET], down[:, TARGET] = len(output), len(gate_up)
+    return np.concatenate([qkv, rotary, attention, output, gate_up, down])
+
+
+def _block(op: int, count: int, **words: Any) -> np.ndarray:
+    """`count` records of one op; buffers by name, words that are not given -1, but start 0, stop 1 and spare 0."""
+    records = np.full((count, len(WORDS)), -1, np.int32)
+    records[:, [OP, START, STOP, _SPARE]] = op, 0, 1, 0
+    for name, value in words.items():
+        records[:, WORDS.index(name)] = _ID[value] if isinstance(value, str) else value
+    return records
+
+
+def _projection(
+    how: Lowering, op: int, weight: str, source: str, to: str, gain: str | None, wait: int, signal: int
+) -> np.ndarray:
+    rows, k = how.projections()[op]
+    count = how.split(rows)
+    edges = np.minimum(np.arange(count + 1) * -(-rows // how.rows) // count * how.rows, rows)
+    words = {
+        "weight": weight,
+        "input": source,
+        "output": to,
+        "gain": gain or -1,
+        "K": k,
+        "wait": wait,
+        "signal": signal,
+    }
+    records = _block(op, count, **words)
+    records[:, START], records[:, STOP] = edges[:-1], edges[1:]
+    return records
+
+
+def _costs(how: Lowering, records: np.ndarray) -> np.ndarray:
+    """Values that each record reads; [records], int64."""
+    weight = np.array([how.weight(op) for op in range(len(OPS) + 1)])
+    return (records[:, STOP] - records[:, START]).astype(np.int64) * records[:, K] * weight[records[:, OP]]
+
+
+def _round_robin(costs: np.ndarray, programs: int) -> np.ndarray:
+    return np.arange(len(costs)) % programs
+
+
+def _longest_first(costs: np.ndarray, programs: int) -> np.ndarray:
+    """Program of each record, by the greedy rule; of programs with the same load, the first.
+
+    Records of one cost c are taken at once: program p with load L takes its next ones at L, L + c, L + 2c …, so the n
+    that the rule takes one after the other are the n smallest of these, over all programs.
+    """
+    program, load = np.empty(len(costs), np.int64), np.zeros(programs, np.int64)
+    for cost in np.unique(costs)[::-1]:
+        which = np.flatnonzero(costs == cost)
+        n = len(which)
+        depth = min(n, int((load.max() - load.min()) // cost) - (-n // programs))
+        keys = load[:, None] + cost * np.arange(depth)
+        program[which] = np.argsort(keys, axis=None, kind="stable")[:n] // depth
+        load += cost * np.bincount(program[which], minlength=programs)
+    return program
+
+
+def _buffers(how: Lowering, addresses: np.ndarray | None) -> np.ndarray:
+    shapes = list(buffer_shapes(replace(how, model=replace(how.model, layers=1))).values())
+    shared, layer = np.array(shapes[: len(SHARED)], np.int64), np.array(shapes[len(SHARED) :], np.int64)
+    sizes = np.concatenate([shared, np.tile(layer, (how.model.layers, 1))])
+    if addresses is None:
+        addresses = np.zeros(len(sizes), np.int64)
+    if len(addresses) != len(sizes):
+        raise ValueError(f"addresses has {len(addresses)} entries; allowed: {len(sizes)}, one a buffer")
+    return np.column_stack([np.asarray(addresses, np.int64), sizes])
+
+
+# Way 1: object by object
+
+
+@dataclass
+class Record:
+    """One record, by words."""
+
+    op: int
+    weight: int = -1
+    input: int = -1
+    output: int = -1
+    gain: int = -1
+    first: int = -1
+    second: int = -1
+    K: int = -1
+    start: int = 0
+    stop: int = 1
+    slot: int = -1
+    position: int = -1
+    wait: int = -1
+    target: int = -1
+    signal: int = -1
+    spare: int = 0
+
+
+def lower_slowly(how: Lowering, addresses: np.ndarray | None = None) -> Tables:
+    """The same tables as `lower`, record by record in Python; otherwise as `lower`."""
+    records = list(_records(how))
+    queues = _queues(how, records)
+    packed = np.empty((len(records), len(WORDS)), np.int32)
+    queue, row = np.zeros(how.programs + 1, np.int32), 0
+    for program, numbers in enumerate(queues):
+        for number in numbers:
+            for word, name in enumerate(WORDS):
+                packed[row, word] = getattr(records[number], name)
+            row += 1
+        queue[program + 1] = row
+    shapes = buffer_shapes(how)
+    if addresses is not None and len(addresses) != len(shapes):
+        raise ValueError(f"addresses has {len(addresses)} entries; allowed: {len(shapes)}, one a buffer")
+    buffers = np.empty((len(shapes), 4), np.int64)
+    for i, shape in enumerate(shapes.values()):
+        for column, value in enumerate((0 if addresses is None else addresses[i], *shape)):
+            buffers[i, column] = value
+    counters = 2 + how.model.layers * _counters_of_a_layer(how.model)
+    return Tables(how.model, how.cache, buffers, packed, queue, counters)
+
+
+def _records(how: Lowering) -> Iterator[Record]:
+    """Every record in the order of execution."""
+    m, ids = how.model, {name: i for i, name in enumerate(buffer_shapes(how))}
+    position = -1 if how.position is None else how.position
+    before, target, counter = 0, 1, 1  # the counter of the stage before, its target, the next free one
+    yield Record(EMBED, ids["embedding"], ids["token"], ids["hidden"], K=m.hidden, signal=0)
+    for i in range(m.layers):
+        at = {name: ids[f"{name}.{i}"] for name in LAYER}
+        count = 0
+        for record in _pieces(how, QKV, at["qkv_weight"], ids["hidden"], ids["qkv"], at["gain_1"]):
+            record.wait, record.target, record.signal = before, target, counter
+            count += 1
+            yield record
+        caches = {"first": at["k_cache"], "second": at["v_cache"], "K": m.head_dim, "position": position}
+        for head in range(m.kv_heads):
+            span = {"start": head, "stop": head + 1, "wait": counter, "target": count, "signal": counter + 1 + head}
+            yield Record(ROTARY, ids["rope"], ids["qkv"], ids["qkv"], **caches, **span)
+        done = counter + 1 + m.kv_heads
+        for head in range(m.kv_heads):
+            span = {"start": head, "stop": head + 1, "wait": counter + 1 + head, "target": 1, "signal": done}
+            yield Record(ATTENTION, input=ids["qkv"], output=ids["attention"], **caches, **span)
+        before, target = done, m.kv_heads
+        for op, weight, source, to, gain in (
+            (OUTPUT, "output_weight", "attention", "hidden", -1),
+            (GATE_UP, "gate_up_weight", "hidden", "ffn", at["gain_2"]),
+            (DOWN, "down_weight", "ffn", "hidden", -1),
+        ):
+            count = 0
+            for record in _pieces(how, op, at[weight], ids[source], ids[to], gain):
+                record.wait, record.target, record.signal = before, target, before + 1
+                count += 1
+                yield record
+            before, target = before + 1, count
+        counter = before + 1
+    count = 0
+    for record in _pieces(how, HEAD, ids["head"], ids["hidden"], ids["logits"], ids["final_gain"]):
+        record.wait, record.target, record.signal = before, target, counter
+        record.first, record.second, record.slot = ids["best"], ids["best_token"], count
+        count += 1
+        yield record
+    last = {"K": count, "position": position, "wait": counter, "target": count}
+    yield Record(ARGMAX, ids["best_token"], ids["best"], ids["token"], first=ids["tokens"], **last)
+
+
+def _pieces(how: Lowering, op: int, weight: int, source: int, to: int, gain: int) -> Iterator[Record]:
+    rows, k = how.projections()[op]
+    tiles, count = -(-rows // how.rows), how.split(rows)
+    for i in range(count):
+        start, stop = (min(j * tiles // count * how.rows, rows) for j in (i, i + 1))
+        yield Record(op, weight, source, to, gain, K=k, start=start, stop=stop)
+
+
+def _queues(how: Lowering, records: list[Record]) -> list[list[int]]:
+    """Numbers of records, a list for each program."""
+    queues: list[list[int]] = [[] for _ in range(how.programs)]
+    if how.schedule == "round-robin":
+        for number in range(len(records)):
+            queues[number % how.programs].append(number)
+        return queues
+    loads = [(0, program) for program in range(how.programs)]
+    costs = [(r.stop - r.start) * r.K * how.weight(r.op) for r in records]
+    for number in sorted(range(len(records)), key=lambda i: -costs[i]):
+        load, program = heapq.heappop(loads)
+        queues[program].append(number)
+        heapq.heappush(loads, (load + costs[number], program))
+    return [sorted(numbers) for numbers in queues]  # in the order of execution: no queue waits for itself
+
+
+# The position
+
+
+def position_words(tables: Tables) -> np.ndarray:
+    """Which words of `tables.records`, flattened, depend on the position; int64, ascending."""
+    return np.flatnonzero(np.isin(tables.records[:, OP], POSITIONED)) * len(WORDS) + POSITION
+
+
+def patch(tables: Tables, position: int) -> np.ndarray:
+    """Set the position in place; returns the words that changed, as `position_words`.
+
+    ValueError for a position past the cache, and for tables that leave the position to the launch.
+    """
+    check_position(position, tables.cache)
+    words, flat = position_words(tables), tables.records.reshape(-1)
+    if (flat[words] < 0).any():
+        raise ValueError("position is the launch's: these tables have none to patch")
+    changed = words[flat[words] != position]
+    flat[changed] = position
+    return changed
+
+
+def counts(tables: Tables) -> dict[str, int]:
+    """records, buffers, programs, counters, bytes of each table, and words that change from one token to the next."""
+    words = position_words(tables)
+    return {
+        "records": len(tables.records),
+        "buffers": len(tables.buffers),
+        "programs": len(tables.queue) - 1,
+        "counters": tables.counters,
+        "buffer_bytes": tables.buffers.nbytes,
+        "record_bytes": tables.records.nbytes,
+        "queue_bytes": tables.queue.nbytes,
+        "changed_words": int((tables.records.reshape(-1)[words] >= 0).sum()),
+    }

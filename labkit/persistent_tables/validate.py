@@ -1,0 +1,275 @@
+"""Refuses tables that a kernel must not run: what reads or writes out of range, races, or can never finish.
+
+A step is a sequence of stages: the embedding, six a layer, the head, argmax. How a stage is split into records, and
+which program runs which record in which order, is free; what a stage reads and writes, and that it waits for all of the
+stage before, is not.
+"""
+
+from collections import deque
+from collections.abc import Iterable
+
+import numpy as np
+
+from labkit.persistent_tables import tables as t
+from labkit.persistent_tables.tables import Tables, check_position
+
+_BUFFERS = range(t.WEIGHT, t.SECOND + 1)
+_PROJECTIONS = (t.QKV, t.OUTPUT, t.GATE_UP, t.DOWN, t.HEAD)
+_STAGES = (t.QKV, t.ROTARY, t.ATTENTION, t.OUTPUT, t.GATE_UP, t.DOWN)  # of a layer, in order
+_CACHES = ("k_cache", "v_cache")
+# The buffers of each op: weight, input, output, gain, first, second.
+_USED = {
+    t.QKV: ("qkv_weight", "hidden", "qkv", "gain_1", None, None),
+    t.OUTPUT: ("output_weight", "attention", "hidden", None, None, None),
+    t.GATE_UP: ("gate_up_weight", "hidden", "ffn", "gain_2", None, None),
+    t.DOWN: ("down_weight", "ffn", "hidden", None, None, None),
+    t.HEAD: ("head", "hidden", "logits", "final_gain", "best", "best_token"),
+    t.EMBED: ("embedding", "token", "hidden", None, None, None),
+    t.ROTARY: ("rope", "qkv", "qkv", None, *_CACHES),
+    t.ATTENTION: (None, "qkv", "attention", None, *_CACHES),
+    t.ARGMAX: ("best_token", "best", "token", None, "tokens", None),
+}
+
+
+class TableError(ValueError):
+    """A table that must not run. record: the number of the record that is at fault, or None."""
+
+    def __init__(self, message: str, record: int | None = None):
+        super().__init__(message if record is None else f"record {record}: {message}")
+        self.record = record
+
+
+def validate(tables: Tables, memory: Iterable[tuple[int, int]] | None = None, position: int | None = None) -> None:
+    """Raise TableError for tables that are malformed, else return.
+
+    memory: (address, bytes) of what is allocated, against which every buffer's address is checked; None: addresses are
+    not checked. position: of the launch, for tables that leave it to the launch. Refused are: wrong shapes or dtypes, a
+    queue that is out of order, an unknown op, buffers or rows out of range or not those of the op, a position past the
+    cache, rows that no record or two records compute, a wait for a counter that fewer or more records signal or that is
+    not that of the stage before, and records that can never run since they wait for one another (queues included).
+    """
+    _check_arrays(tables)
+    if memory is not None:
+        _check_addresses(tables.buffers, list(memory))
+    for number in range(len(tables.records)):
+        _check_record(tables, number)
+    _check_positions(tables, position)
+    _check_coverage(tables)
+    _check_counters(tables)
+    _check_stages(tables)
+    _check_order(tables)
+
+
+def _check_arrays(tables: Tables) -> None:
+    allowed = {"buffers": (np.int64, 4), "records": (np.int32, len(t.WORDS))}
+    for name, (dtype, width) in allowed.items():
+        array = getattr(tables, name)
+        if array.dtype != dtype or array.ndim != 2 or array.shape[1] != width:
+            raise TableError(f"{name} is {array.dtype} {array.shape}; allowed: {dtype.__name__} [n, {width}]")
+    queue = tables.queue
+    if queue.dtype != np.int32 or queue.ndim != 1 or len(queue) < 2:
+        raise TableError(f"queue is {queue.dtype} {queue.shape}; allowed: int32 [programs + 1]")
+    if queue[0] != 0 or queue[-1] != len(tables.records) or (np.diff(queue) < 0).any():
+        raise TableError(f"queue is {queue.tolist()}; allowed: rising from 0 to {len(tables.records)}")
+
+
+def _check_addresses(buffers: np.ndarray, memory: list[tuple[int, int]]) -> None:
+    for number, (address, rows, columns, itemsize) in enumerate(buffers.tolist()):
+        end = address + rows * columns * itemsize
+        if min(rows, columns) < 1 or not any(start <= address and end <= start + size for start, size in memory):
+            raise TableError(f"buffer {number}: bytes {address} to {end} are not in the memory that was given")
+        if address % 16:
+            raise TableError(f"buffer {number}: address {address}; allowed: a multiple of 16")
+
+
+def _check_record(tables: Tables, number: int) -> None:
+    """One record by itself: its op, its buffers, and that it stays within them."""
+    words = tables.records[number].tolist()
+    op = words[t.OP]
+    if op not in _USED:
+        raise TableError(f"op is {op}; allowed: 1 to {len(t.OPS)}", number)
+    layer = _layer(words)
+    for word, name in zip(_BUFFERS, _USED[op], strict=True):
+        value, expected = words[word], t.buffer_number(name, layer) if name else -1
+        if name and not 0 <= value < len(tables.buffers):
+            allowed = f"0 to {len(tables.buffers) - 1}"
+            raise TableError(f"{t.WORDS[word]} of {t.OPS[op - 1]} is buffer {value}; allowed: {allowed}", number)
+        if value != expected:
+            raise TableError(f"{t.WORDS[word]} of {t.OPS[op - 1]} is buffer {value}; allowed: {expected}", number)
+    sizes = {word: _size(tables, words[word]) for word in _BUFFERS if words[word] >= 0}
+    for name, value, least, most in _ranges(tables, op, words, sizes):
+        if not least <= value <= most:
+            raise TableError(f"{name} of {t.OPS[op - 1]} is {value}; allowed: {least} to {most}", number)
+
+
+def _layer(words: list[int]) -> int:
+    """The layer whose buffers a record names; 0 for the ops that are of none."""
+    word = t.FIRST if words[t.OP] in (t.ROTARY, t.ATTENTION) else t.WEIGHT
+    return max(0, (words[word] - len(t.SHARED)) // len(t.LAYER))
+
+
+def _size(tables: Tables, buffer: int) -> tuple[int, int]:
+    return tuple(tables.buffers[buffer, [t.ROWS, t.COLUMNS]].tolist())
+
+
+def _ranges(
+    tables: Tables, op: int, words: list[int], sizes: dict[int, tuple[int, int]]
+) -> Iterable[tuple[str, int, int, int]]:
+    """(what, value, least, most) of everything that bounds what a record reads and writes."""
+    m, start, stop = tables.model, words[t.START], words[t.STOP]
+    values = {word: rows * columns for word, (rows, columns) in sizes.items()}
+    many = 1 << 62
+    if op in _PROJECTIONS:
+        rows, columns = sizes[t.WEIGHT]
+        k, pair = words[t.K], 2 if op == t.GATE_UP else 1
+        yield "K", k, columns, columns
+        yield "stop", stop, start + 1, rows
+        yield "start", start, 0, rows - 1
+        yield "start modulo 2", start % pair, 0, 0
+        yield "values of the input", values[t.INPUT], k, k
+        yield "values of the output", values[t.OUT], rows // pair, rows // pair
+        if t.GAIN in sizes:
+            yield "values of the gain", values[t.GAIN], k, k
+        if op == t.HEAD:
+            yield "slot", words[t.SLOT], 0, min(values[t.FIRST], values[t.SECOND]) - 1
+    elif op == t.EMBED:
+        yield "start", start, 0, 0
+        yield "stop", stop, 1, 1
+        yield "K", words[t.K], sizes[t.WEIGHT][1], sizes[t.WEIGHT][1]
+        yield "rows of the weight", sizes[t.WEIGHT][0], m.vocab, many
+        yield "values of the input", values[t.INPUT], 1, 1
+        yield "values of the output", values[t.OUT], words[t.K], words[t.K]
+    elif op == t.ARGMAX:
+        yield "start", start, 0, 0
+        yield "stop", stop, 1, 1
+        yield "K", words[t.K], values[t.INPUT], values[t.INPUT]
+        yield "values of the weight", values[t.WEIGHT], words[t.K], words[t.K]
+        yield "values of the output", values[t.OUT], 1, 1
+        yield "values of first", values[t.FIRST], tables.cache + 1, many
+    else:
+        yield "K", words[t.K], m.head_dim, m.head_dim
+        yield "start", start, 0, m.kv_heads - 1
+        yield "stop", stop, start + 1, start + 1
+        yield "values of the input", values[t.INPUT], m.qkv_width, m.qkv_width
+        width = m.qkv_width if op == t.ROTARY else m.q_width
+        yield "values of the output", values[t.OUT], width, width
+        for word in (t.FIRST, t.SECOND):
+            yield f"values of {t.WORDS[word]}", values[word], tables.cache * m.kv_width, many
+        if op == t.ROTARY:
+            yield "values of the weight", values[t.WEIGHT], tables.cache * m.head_dim, many
+
+
+def _check_positions(tables: Tables, position: int | None) -> None:
+    """All records that depend on it have the same position, or none has one and the launch has."""
+    inside = np.isin(tables.records[:, t.OP], t.POSITIONED)
+    found = tables.records[:, t.POSITION]
+    for number in np.flatnonzero(~inside & (found != -1)):
+        raise TableError(f"position is {found[number]}; allowed: -1, its op has none", int(number))
+    for number in np.flatnonzero(inside & ((found < -1) | (found >= tables.cache))):
+        raise TableError(f"position is {found[number]}; allowed: up to {tables.cache - 1}", int(number))
+    usual = found[inside][0] if inside.any() else -1
+    for number in np.flatnonzero(inside & (found != usual)):
+        raise TableError(f"position is {found[number]}, but others have {usual}", int(number))
+    if position is not None:
+        check_position(position, tables.cache)
+
+
+def _check_coverage(tables: Tables) -> None:
+    """Rows of every matrix, heads of every cache, and slots of the head are computed once each, in every layer."""
+    stages = _stages(tables)
+    for stage in range(2 + len(_STAGES) * tables.model.layers + 1):
+        mine = np.flatnonzero(stages == stage)
+        if not len(mine):
+            raise TableError(f"no record is of stage {stage}")
+        mine = mine[np.argsort(tables.records[mine, t.START], kind="stable")]
+        op, buffer = tables.records[mine[0], [t.OP, t.WEIGHT]].tolist()
+        if op in (t.ROTARY, t.ATTENTION):
+            rows = tables.model.kv_heads
+        else:
+            rows = _size(tables, buffer)[0] if op in _PROJECTIONS else 1
+        edges = np.append(tables.records[mine, t.START], rows)
+        ends = np.insert(tables.records[mine, t.STOP], 0, 0)
+        for i in np.flatnonzero(edges != ends):
+            how = "by no record" if ends[i] < edges[i] else "twice"
+            low, high = sorted((int(ends[i]), int(edges[i])))
+            what = f"rows {low} to {high} of {t.OPS[op - 1]}, stage {stage}, are computed {how}"
+            raise TableError(what, int(mine[min(i, len(mine) - 1)]))
+    heads = np.flatnonzero(tables.records[:, t.OP] == t.HEAD)
+    slots = tables.records[heads, t.SLOT]
+    if len(heads) != tables.parts:
+        raise TableError(f"{len(heads)} records are head; allowed: {tables.parts}, the parts that argmax compares")
+    for number in heads[slots != np.argsort(np.argsort(slots, kind="stable"), kind="stable")]:
+        raise TableError(f"slot is {tables.records[number, t.SLOT]}; allowed: each slot once", int(number))
+
+
+def _stages(tables: Tables) -> np.ndarray:
+    """Stage of every record: 0 embedding, 1 … layers, then head and argmax; [records]."""
+    records, layers = tables.records, tables.model.layers
+    of_op = np.zeros(len(t.OPS) + 1, np.int64)
+    of_op[list(_STAGES)] = np.arange(1, 1 + len(_STAGES))
+    of_op[[t.HEAD, t.ARGMAX]] = np.array([1, 2]) + len(_STAGES) * layers
+    layer = np.array([_layer(words) for words in records.tolist()])
+    return of_op[records[:, t.OP]] + len(_STAGES) * layer
+
+
+def _check_counters(tables: Tables) -> None:
+    """A wait is for all records that signal its counter; all but argmax signal one that somebody waits for."""
+    records = tables.records
+    for word, free in ((t.WAIT, t.EMBED), (t.SIGNAL, t.ARGMAX)):
+        least = np.where(records[:, t.OP] == free, -1, 0)
+        most = np.where(records[:, t.OP] == free, -1, tables.counters - 1)
+        for number in np.flatnonzero((records[:, word] < least) | (records[:, word] > most)):
+            allowed = f"{least[number]} to {most[number]}"
+            raise TableError(f"{t.WORDS[word]} is counter {records[number, word]}; allowed: {allowed}", int(number))
+    signals = np.bincount(records[records[:, t.SIGNAL] >= 0, t.SIGNAL], minlength=tables.counters)
+    for number in np.flatnonzero(records[:, t.WAIT] >= 0):
+        counter, target = records[number, [t.WAIT, t.TARGET]].tolist()
+        if target != signals[counter] or target < 1:
+            what = f"waits until counter {counter} is {target}, but {signals[counter]} records signal it"
+            raise TableError(what, int(number))
+    waited = np.isin(records[:, t.SIGNAL], records[:, t.WAIT])
+    for number in np.flatnonzero(~waited & (records[:, t.OP] != t.ARGMAX)):
+        raise TableError(f"signals counter {records[number, t.SIGNAL]}, for which no record waits", int(number))
+
+
+def _check_stages(tables: Tables) -> None:
+    """A record waits for all of the stage before; attention for the rotary embedding of its own head."""
+    records, stages = tables.records, _stages(tables)
+    count = np.bincount(stages)
+    signalled: dict[int, list[int]] = {}
+    for number, counter in enumerate(records[:, t.SIGNAL].tolist()):
+        signalled.setdefault(counter, []).append(number)
+    for number in np.flatnonzero(records[:, t.WAIT] >= 0).tolist():
+        before = signalled[int(records[number, t.WAIT])]
+        own = records[number, t.OP] == t.ATTENTION
+        wrong = stages[before] != stages[number] - 1
+        if wrong.any() or len(before) != (1 if own else count[stages[number] - 1]) or (
+            own and records[before[0], t.START] != records[number, t.START]
+        ):  # fmt: skip
+            what = f"waits for counter {records[number, t.WAIT]}, which is not all of the stage before"
+            raise TableError(what, number)
+
+
+def _check_order(tables: Tables) -> None:
+    """Runs the queues without the work; what is left when nothing can run waits for itself."""
+    wait, target, signal = (tables.records[:, word].tolist() for word in (t.WAIT, t.TARGET, t.SIGNAL))
+    at, ends = tables.queue[:-1].tolist(), tables.queue[1:].tolist()
+    count = [0] * tables.counters
+    asleep: dict[int, list[int]] = {}
+    ready = deque(range(len(at)))
+    while ready:
+        program = ready.popleft()
+        while at[program] < ends[program]:
+            number = at[program]
+            if wait[number] >= 0 and count[wait[number]] < target[number]:
+                asleep.setdefault(wait[number], []).append(program)
+                break
+            at[program] += 1
+            if signal[number] >= 0:
+                count[signal[number]] += 1
+                ready.extend(asleep.pop(signal[number], ()))
+    stuck = [(at[p], p) for p in range(len(at)) if at[p] < ends[p]]
+    if stuck:
+        number, program = min(stuck)
+        what = f"can never run: in program {program} it waits for counter {wait[number]}, which stays at "
+        raise TableError(what + f"{count[wait[number]]} of {target[number]} (a cycle)", number)

@@ -1,0 +1,318 @@
+"""Routing and the expert layer's kernels against plain Python and float64; the same bits, whatever the grid."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from labkit.moe_persistent_grid import choose, reference, routing
+from labkit.moe_persistent_grid.choose import Config, Tile
+from labkit.moe_persistent_grid.kernels import LayerInputs, layer, workspace
+from labkit.moe_persistent_grid.reference import Int4
+from labkit.moe_persistent_grid.routing import route, synthetic
+from labkit.moe_persistent_grid.waves import most_blocks
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def sorted_plainly(ids, experts, block_m):
+    """What `route` finds, for the blocks that have a slot."""
+    slots, owners = [], []
+    flat = ids.flatten().tolist()
+    for e in range(experts):
+        own = [slot for slot, expert in enumerate(flat) if expert == e]
+        own += [len(flat)] * (-len(own) % block_m)
+        slots += own
+        owners += [e] * (len(own) // block_m)
+    return slots, owners
+
+
+def assert_sorted(found, ids, experts):
+    slots, owners = sorted_plainly(ids, experts, found.block_m)
+    assert found.padded.tolist() == [len(slots)]
+    assert found.slots.tolist() == slots + [ids.numel()] * (len(found.slots) - len(slots))
+    assert found.experts.tolist() == owners + [-1] * (found.blocks - len(owners))
+
+
+@settings(max_examples=25 if DEVICE == "cpu" else 200, deadline=None)
+@given(
+    st.integers(1, 70), st.integers(1, 40), st.integers(1, 8), st.sampled_from(routing.BLOCKS_M),
+    st.sampled_from(routing.KINDS), st.integers(0, 3), st.sampled_from((torch.int32, torch.int64)), st.integers(0, 99),
+)  # fmt: skip
+def test_any_routing(tokens, experts, top_k, block_m, kind, empty, dtype, seed):
+    top_k = min(top_k, experts)
+    ids = synthetic(kind, tokens, experts, top_k, seed, DEVICE, min(empty, experts - top_k)).ids.to(dtype)
+    found = route(ids, experts, block_m, check=True)
+    found()
+    assert_sorted(found, ids, experts)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "experts", "top_k"),
+    [(1, 1, 1), (1, 512, 10), (3, 8, 8), (600, 100, 1), (1642, 64, 10)],
+)
+def test_sizes_at_the_edges(tokens, experts, top_k, device):
+    ids = synthetic("zipf 1", tokens, experts, top_k, device=device).ids
+    found = route(ids, experts, 64, blocks=most_blocks(tokens, top_k, experts, 64) + 5)
+    found()
+    assert_sorted(found, ids, experts)
+
+
+def test_a_changed_routing_leaves_nothing_of_the_one_before(device):
+    ids = synthetic("uniform", 40, 16, 8, device=device).ids
+    found = route(ids, 16, 16)
+    assert "count" in found.launches
+    for kind in ("one expert", "uniform", "hot set"):
+        ids.copy_(synthetic(kind, 40, 16, 8, seed=1, device=device).ids)
+        found()
+        assert_sorted(found, ids, 16)
+
+
+@pytest.mark.parametrize("tokens", [5, 200])
+def test_an_id_out_of_range_drops_its_slot(tokens, device):
+    ids = synthetic("uniform", tokens, 6, 2, device=device).ids
+    ids[1:] = torch.where(torch.arange(tokens - 1, device=device)[:, None] % 3 == 0, -1, ids[1:])
+    ids[0] = torch.tensor([6, 2**31 - 1])
+    found = route(ids, 6, 16)
+    found()
+    assert_sorted(found, ids, 6)
+    with pytest.raises(ValueError, match=r"ids has 6 \(\d+ values out of range\); allowed: 0 to 5"):
+        route(ids, 6, 16, check=True)
+
+
+@pytest.mark.parametrize(
+    ("ids", "experts", "block_m", "message"),
+    [
+        (torch.zeros(3, dtype=torch.int32), 2, 16, r"ids is \(3,\); allowed: \[T, top_k\], both at least 1"),
+        (torch.zeros(3, 2), 2, 16, "ids is 6 values of torch.float32; allowed: below 2\\^31, torch.int32 or"),
+        (torch.zeros(3, 2, dtype=torch.int32).t(), 2, 16, r"ids has strides \(1, 2\); allowed: contiguous"),
+        (torch.zeros(3, 2, dtype=torch.int32), 0, 16, "experts is 0; allowed: 1 to 4096"),
+        (torch.zeros(3, 2, dtype=torch.int32), 2, 48, "block_m is 48; allowed: 16, 32, 64, 128"),
+    ],
+)
+def test_what_cannot_be_routed_is_named(ids, experts, block_m, message):
+    with pytest.raises(ValueError, match=message):
+        route(ids, experts, block_m)
+
+
+def test_room_for_too_few_blocks_is_named():
+    with pytest.raises(ValueError, match="blocks is 3; allowed: at least 4, for 4 slots of 8 experts"):
+        route(torch.zeros(2, 2, dtype=torch.int32), 8, 16, blocks=3)
+
+
+def inputs(T, E, top_k, H, width, device, int4=False, kind="uniform", dtype=torch.float32, seed=0, empty=1):
+    """An expert layer with a synthetic routing, one expert empty, and a poisoned output."""
+    generator = torch.Generator().manual_seed(seed)
+    made = synthetic(kind, T, E, top_k, seed, device, min(empty, E - top_k))
+    x = torch.randn((T, H), generator=generator)
+    w1 = torch.randn((E, 2 * width, H), generator=generator) * H**-0.5
+    w2 = torch.randn((E, H, width), generator=generator) * width**-0.5
+    if int4:
+        w1, w2 = (Int4(*(part.to(device) for part in reference.quantise(w))) for w in (w1, w2))
+    else:
+        w1, w2 = w1.to(device, dtype), w2.to(device, dtype)
+    x = x.to(device, dtype)
+    return LayerInputs(x, made.ids, made.weights, w1, w2, torch.full_like(x, float("nan")))
+
+
+def run(x, config=None, scratch=None):
+    """The output, which is checked to be close to float64's."""
+    x.out.fill_(float("nan"))
+    layer(x, config, scratch)()
+    expected = reference.layer(x.x, x.ids, x.weights, x.w1, x.w2)
+    found = reference.errors(x.out, expected)
+    assert found.ok, (found, config)
+    return x.out.clone()
+
+
+def small(block_m=16, fused=True, **changes):
+    tile = Tile(**{"block_n": 32, "block_k": 32, "num_stages": 2, "group_m": 2} | changes)
+    return Config(block_m, tile, tile, fused)
+
+
+@pytest.mark.parametrize("int4", [False, True])
+@pytest.mark.parametrize(
+    ("T", "E", "top_k", "kind"),
+    [(1, 8, 2, "uniform"), (33, 4, 4, "uniform"), (17, 5, 2, "one expert"), (21, 16, 3, "zipf 1.5")],
+)
+def test_any_routing_by_the_rule(T, E, top_k, kind, int4, device):
+    H, width = (128, 128) if int4 else (72, 24)
+    run(inputs(T, E, top_k, H, width, device, int4, kind))
+
+
+def test_many_experts(device):
+    run(inputs(9, 512, 10, 32, 16, device, empty=5), small())
+
+
+@pytest.mark.parametrize("block_m", routing.BLOCKS_M)
+@pytest.mark.parametrize("fused", [False, True])
+def test_every_block_of_rows(block_m, fused, device):
+    run(inputs(70, 4, 2, 40, 24, device), small(block_m, fused))
+
+
+@settings(max_examples=12 if DEVICE == "cpu" else 100, deadline=None)
+@given(
+    st.integers(1, 40), st.integers(1, 6), st.integers(1, 3), st.integers(1, 70), st.integers(1, 40),
+    st.sampled_from(routing.KINDS), st.booleans(), st.booleans(), st.sampled_from((0, 1, 3, 1000)), st.booleans(),
+)  # fmt: skip
+def test_any_shape(T, E, top_k, H, width, kind, fused, swap, programs, counted):
+    x = inputs(T, E, min(top_k, E), H, width, DEVICE, kind=kind)
+    run(x, small(16, fused, swap=swap, programs=programs, counted=counted))
+
+
+@pytest.mark.parametrize("unpack", choose.UNPACK)
+@pytest.mark.parametrize("scale_sums", [False, True])
+@pytest.mark.parametrize("swap", [False, True])
+def test_every_way_to_unpack_int4(unpack, scale_sums, swap, device):
+    x = inputs(7, 3, 2, 128, 256, device, int4=True)
+    run(x, small(16, not swap, unpack=unpack, scale_sums=scale_sums, swap=swap, block_n=64, block_k=64))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("int4", [False, True])
+def test_half_precision(dtype, int4, device):
+    if dtype == torch.bfloat16 and device == "cpu":
+        dtype = torch.float16  # the interpreter's products of bf16 are wrong
+    x = inputs(12, 3, 2, 128, 128, device, int4, dtype=dtype)
+    run(x)
+    run(x, choose.source(16, sms=3))
+
+
+@pytest.mark.parametrize("int4", [False, True])
+@pytest.mark.parametrize("fused", [False, True])
+def test_the_bits_do_not_depend_on_the_grid(int4, fused, device):
+    x = inputs(20, 3, 2, 128, 128, device, int4, "zipf 1")
+    config = small(16, fused, block_n=64, block_k=64)
+    found = run(x, config)
+    many = (
+        {"programs": 3},
+        {"programs": 3, "flatten": True, "group_m": 8},
+        {"counted": False, "programs": 7, "group_m": 1},
+    )
+    for changes in ({}, {"group_m": 1}, {"counted": False}, *many):
+        other = replace(config, gemm1=replace(config.gemm1, **changes), gemm2=replace(config.gemm2, **changes))
+        layer(x, other)()
+        assert torch.equal(found, x.out), other
+        x.out.fill_(float("nan"))
+    other = replace(config, gemm1=replace(config.gemm1, block_k=128))  # another order of the sum
+    assert not torch.equal(found, run(x, other))
+
+
+def test_a_changed_routing_and_fewer_tokens_in_the_same_launches(device):
+    x = inputs(24, 6, 3, 40, 24, device)
+    launched = layer(x, small())
+    for seed, kind, tokens in ((1, "one expert", 24), (2, "uniform", 24), (3, "zipf 1", 5)):
+        made = synthetic(kind, 24, 6, 3, seed, device)
+        x.ids.copy_(made.ids)
+        x.ids[tokens:] = -1
+        x.weights.copy_(made.weights)
+        x.out.fill_(float("nan"))
+        launched()
+        assert reference.errors(x.out, reference.layer(x.x, x.ids, x.weights, x.w1, x.w2)).ok
+        assert (x.out[tokens:] == 0).all()
+
+
+def test_scratch_is_shared_and_has_its_maximum(device):
+    most = inputs(40, 6, 3, 40, 24, device)
+    scratch = workspace(most, 64)
+    expected = run(most)
+    for T in (64, 40, 7):
+        x = inputs(T, 6, 3, 40, 24, device)
+        for config in (None, small(128, False, counted=False), small(64)):
+            run(x, config, scratch)
+    scratch.hidden.fill_(float("nan"))
+    scratch.parts.fill_(float("nan"))
+    assert torch.equal(run(most, None, scratch), expected)
+    with pytest.raises(ValueError, match="x has 65 tokens; allowed: up to 64, for which the scratch was made"):
+        layer(inputs(65, 6, 3, 40, 24, device), None, scratch)
+    with pytest.raises(
+        ValueError, match=r"scratch.hidden is \d+ values of torch.float32 on .*; allowed: at least \d+ of"
+    ):
+        layer(inputs(64, 6, 3, 40, 2400, device), None, scratch)
+
+
+def test_the_persistent_grid_is_as_it_is_asked_for(device):
+    x = inputs(50, 6, 2, 64, 64, device)
+    most = layer(x, small()).sorted.blocks
+    assert layer(x, small()).launches["gemm1"].grid == (most * 4,)
+    assert layer(x, small(programs=7)).launches["gemm1"].grid == (7,)
+    assert layer(x, small(programs=1000)).launches["gemm1"].grid == (most * 4,)
+    assert layer(x, small(counted=False)).sorted.blocks == (100 + 6 * 16) // 16
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda x: replace(x, x=x.x[0]), r"x is \(128,\); allowed: \[T, H\], both at least 1"),
+        (lambda x: replace(x, ids=x.ids[:2]), r"ids is \(2, 2\); allowed: \[3, top_k\]"),
+        (lambda x: replace(x, ids=x.ids.float()), "ids is torch.float32; allowed: torch.int32, torch.int64"),
+        (lambda x: replace(x, weights=x.weights[:, :1]), r"weights is \(3, 1\); allowed: \(3, 2\)"),
+        (lambda x: replace(x, x=x.x.t().contiguous().t()), r"x has strides \(1, 3\); allowed: contiguous"),
+        (lambda x: replace(x, w1=reference.dequantise(x.w1)), "w1 and w2 are INT4 and not; allowed: both or none"),
+        (
+            lambda x: replace(x, w1=x.w1._replace(packed=x.w1.packed[..., :32])),
+            r"w1.packed is \(4, 256, 32\); allowed: \(",
+        ),
+        (
+            lambda x: replace(x, w1=x.w1._replace(packed=x.w1.packed.char())),
+            "w1.packed is torch.int8; allowed: torch.uint8",
+        ),
+        (
+            lambda x: replace(x, w2=x.w2._replace(scales=x.w2.scales.float())),
+            "w2.scales is torch.float32; allowed: torch.bf",
+        ),
+        (
+            lambda x: replace(x, w2=x.w2._replace(packed=unaligned(x.w2.packed))),
+            "w2.packed begins 1 bytes after a multiple",
+        ),
+    ],
+)
+def test_what_a_layer_cannot_take_is_named(change, message, device):
+    with pytest.raises(ValueError, match=message):
+        layer(change(inputs(3, 4, 2, 128, 128, device, int4=True)))
+
+
+def unaligned(x):
+    """The same values, one byte after a multiple of 16."""
+    flat = torch.empty(x.numel() + 1, dtype=x.dtype, device=x.device)
+    flat[1:] = x.flatten()
+    return flat[1:].view(x.shape)
+
+
+def test_rows_that_are_no_whole_groups_are_named(device):
+    w1 = Int4(torch.zeros(2, 64, 32, dtype=torch.uint8), torch.zeros(2, 64, 1, dtype=torch.bfloat16))
+    w2 = Int4(torch.zeros(2, 64, 16, dtype=torch.uint8), torch.zeros(2, 64, 1, dtype=torch.bfloat16))
+    x = torch.zeros(1, 64)
+    ids = torch.zeros(1, 1, dtype=torch.int32)
+    with pytest.raises(ValueError, match="w1 has rows of 64 INT4 values; allowed: a multiple of 128"):
+        layer(LayerInputs(x, ids, torch.ones(1, 1), w1, w2, torch.empty_like(x)))
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (replace(small(), block_m=48), "block_m is 48; allowed: 16, 32, 64, 128"),
+        (Config(16, Tile(block_n=48), Tile()), "gemm1.block_n is 48; allowed: 16, 32, 64, 128, 256"),
+        (Config(16, Tile(), Tile(block_k=256)), "gemm2.block_k is 256; allowed: 16, 32, 64, 128"),
+        (Config(16, Tile(), Tile(unpack="once")), "gemm2.unpack is 'once'; allowed: join, split, twice"),
+        (
+            Config(16, Tile(flatten=True), Tile()),
+            "gemm1.flatten is True with one CTA a tile; allowed: only with programs",
+        ),
+        (Config(16, Tile(block_n=16), Tile()), "gemm1.block_n is 16; allowed: at least 32 where"),
+        (Config(16, Tile(programs=-1), Tile()), "gemm1.group_m is 8 and programs -1; allowed"),
+    ],
+)
+def test_a_configuration_it_cannot_take_is_named(config, message, device):
+    with pytest.raises(ValueError, match=message):
+        layer(inputs(3, 4, 2, 128, 128, device, int4=True), config)
+
+
+def test_an_id_out_of_range_is_an_error_on_request(device):
+    x = inputs(3, 4, 2, 64, 64, device)
+    x.ids[1, 1] = 4
+    with pytest.raises(ValueError, match=r"ids has 4 \(1 values out of range\); allowed: 0 to 3"):
+        layer(x, check_ids=True)
+    run(x)

@@ -1,0 +1,661 @@
+"""The persistent-tables study: model, reference, tables both ways, validator; what the kernel compiles to."""
+
+import dataclasses
+import json
+import math
+import re
+import struct
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from labkit.evidence import compiled
+from labkit.persistent_tables import kernels, reference, tables
+from labkit.persistent_tables import model as models
+from labkit.persistent_tables import validate as validation
+from labkit.persistent_tables.model import MODELS, Decoder, load_weights, random_weights, read_safetensors
+from labkit.persistent_tables.tables import Lowering, buffer_shapes, lower, lower_slowly
+from labkit.persistent_tables.validate import TableError, validate
+from labkit.shapes import LINEAR
+
+TINY = Decoder("tiny", hidden=32, layers=2, heads=4, kv_heads=2, head_dim=8, ffn=48, vocab=61)
+
+
+# model
+
+
+@pytest.mark.parametrize("name", list(MODELS))
+def test_widths_are_those_of_the_other_study(name):
+    model, linear = MODELS[name], LINEAR[name]
+    layers, groups = linear.layers["layer"]
+    assert model.layers == layers
+    assert groups == (
+        (model.hidden, (model.q_width, model.kv_width, model.kv_width)),
+        (model.q_width, (model.hidden,)),
+        (model.hidden, (model.ffn, model.ffn)),
+        (model.ffn, (model.hidden,)),
+    )
+    assert linear.heads == ((model.vocab, model.hidden),)
+
+
+def test_streamed_weights_by_hand():
+    model = Decoder("m", hidden=4, layers=2, heads=2, kv_heads=1, head_dim=2, ffn=3, vocab=5)
+    layer = 4 * 4 + 2 * 4 + 2 * 4 + 4 * 4 + 3 * (3 * 4) + 2 * 4
+    assert model.streamed_weights() == 2 * layer + 4 + 5 * 4 + 4  # layers, final gain, head, one embedding row
+    assert round(2 * MODELS["AutoMegaKernel h1024"].streamed_weights() / 1e6, 1) == 155.7  # as published
+    assert sum(math.prod(s) for s in MODELS["Llama-3.2-1B"].shapes().values()) == 1_235_814_400  # the model card's
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"layers": 0}, "layers is 0; allowed: at least 1"),
+        ({"kv_heads": 3}, "heads is 4; allowed: a multiple of kv_heads, 3"),
+        ({"head_dim": 7}, "head_dim is 7; allowed: an even number"),
+    ],
+)
+def test_an_impossible_shape_is_named(change, message):
+    with pytest.raises(ValueError, match=message):
+        Decoder(**vars(TINY) | change)
+
+
+def test_random_weights_repeat_and_have_the_shapes():
+    first, again, other = (random_weights(TINY, seed, torch.bfloat16) for seed in (1, 1, 2))
+    assert {name: tuple(w.shape) for name, w in first.items()} == TINY.shapes()
+    assert all(w.dtype == torch.bfloat16 and torch.equal(w, again[name]) for name, w in first.items())
+    assert not torch.equal(first["lm_head.weight"], other["lm_head.weight"])
+
+
+def test_llama_3_scaling_by_its_branches():
+    model = MODELS["Llama-3.2-1B"]
+    plain = models.inverse_frequencies(Decoder(**vars(model) | {"scaling": None}))
+    scaled = models.inverse_frequencies(model)
+    wavelength = 2 * math.pi / plain
+    for f, s, w in zip(plain.tolist(), scaled.tolist(), wavelength.tolist(), strict=True):
+        smooth = (8192 / w - 1) / (4 - 1)
+        expected = f if w < 8192 / 4 else f / 32 if w > 8192 else (1 - smooth) * f / 32 + smooth * f
+        assert s == pytest.approx(expected, rel=1e-12)
+
+
+def safetensors(tensors, extra=None, pad=b""):
+    """The bytes of a safetensors file."""
+    names = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+    header, data = dict(extra or {}), b""
+    for name, tensor in tensors.items():
+        raw = bytes(tensor.contiguous().view(torch.uint8).flatten().tolist())
+        header[name] = {"dtype": names[tensor.dtype], "shape": list(tensor.shape)}
+        header[name]["data_offsets"] = [len(data), len(data) + len(raw)]
+        data += raw
+    text = json.dumps(header).encode() + pad
+    return struct.pack("<Q", len(text)) + text + data
+
+
+@pytest.mark.parametrize("pad", [b"", b" ", b"   "])  # odd lengths put values at odd addresses
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_weights_of_a_file(tmp_path, dtype, pad):
+    weights = random_weights(TINY, 0, dtype)
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(safetensors(weights, {"__metadata__": {"format": "pt"}}, pad))
+    found = load_weights(TINY, file)
+    assert found.keys() == weights.keys()
+    assert all(torch.equal(found[name], weights[name]) for name in weights)
+    wide = load_weights(TINY, tmp_path, torch.float64)
+    assert torch.equal(wide["model.norm.weight"], weights["model.norm.weight"].double())
+
+
+def test_weights_of_a_folder_and_a_tied_head(tmp_path):
+    model = Decoder(**vars(TINY) | {"tied": True})
+    weights = random_weights(model)
+    names = sorted(weights)
+    (tmp_path / "a.safetensors").write_bytes(safetensors({n: weights[n] for n in names[:9]}))
+    rest = {n: weights[n] for n in names[9:]} | {"lm_head.weight": torch.zeros(1)}  # of no use where the head is tied
+    (tmp_path / "b.safetensors").write_bytes(safetensors(rest))
+    found = load_weights(model, tmp_path)
+    assert set(found) == set(names)
+    assert models.head_of(model, found) is found["model.embed_tokens.weight"]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"short", "its header would be"),
+        (struct.pack("<Q", 100) + b"{}", "its header would be 100 bytes, but the file has 10"),
+        (struct.pack("<Q", 2) + b"{]", "its header is no JSON object"),
+        (struct.pack("<Q", 2) + b"[]", "its header is no JSON object"),
+        (safetensors({}, {"a": {"dtype": "I8", "shape": [1], "data_offsets": [0, 1]}}), "a is I8; allowed: F64"),
+        (safetensors({}, {"a": {"dtype": "F32", "shape": [1]}}), "a is .*; allowed: dtype, shape and two data_offsets"),
+        (safetensors({}, {"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}), "at bytes 0 to 4 of 0"),
+        (safetensors({}, {"b": {"dtype": "F32", "shape": [3], "data_offsets": [0, 8]}}) + bytes(8), "b .* 0 to 8 of 8"),
+    ],
+)  # fmt: skip
+def test_a_broken_file_is_named(tmp_path, content, message):
+    file = tmp_path / "broken.safetensors"
+    file.write_bytes(content)
+    with pytest.raises(ValueError, match=f"broken.safetensors.*{message}"):
+        read_safetensors(file)
+
+
+def test_a_file_of_another_model_is_named(tmp_path):
+    weights = random_weights(TINY)
+    file = tmp_path / "other.safetensors"
+    file.write_bytes(safetensors(weights | {"model.norm.weight": torch.ones(5)}))
+    with pytest.raises(ValueError, match=r"model.norm.weight is \(5,\); allowed: \(32,\)"):
+        load_weights(TINY, file)
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    file.write_bytes(safetensors(weights))
+    with pytest.raises(ValueError, match=r"has no model.layers.1.mlp.up_proj.weight, which tiny needs as \(48, 32\)"):
+        load_weights(TINY, file)
+    with pytest.raises(FileNotFoundError, match=r"has no \*.safetensors file"):
+        load_weights(TINY, tmp_path / "..")
+
+
+# reference
+
+
+def test_rms_norm_by_hand_and_as_the_library():
+    x = torch.tensor([3.0, 4.0], dtype=torch.float64)
+    assert reference.rms_norm(x, torch.tensor([1.0, 2.0]), 0.0).tolist() == pytest.approx(
+        [3 / 12.5**0.5, 8 / 12.5**0.5]
+    )
+    x, gain = torch.randn(7, 33, dtype=torch.float64), torch.randn(33, dtype=torch.float64)
+    expected = torch.nn.functional.rms_norm(x, (33,), gain, 1e-5)
+    torch.testing.assert_close(reference.rms_norm(x, gain, 1e-5), expected)
+
+
+def test_rotation_by_hand():
+    model = Decoder("m", 4, 1, 1, 1, 4, 4, 4, theta=100.0)  # frequencies 1 and 1/10
+    x = torch.tensor([1.0, 2.0, 0.0, 0.0], dtype=torch.float64)
+    expected = [math.cos(3), 2 * math.cos(0.3), math.sin(3), 2 * math.sin(0.3)]
+    assert reference.rotate(x, 3, model).tolist() == pytest.approx(expected)
+    assert torch.equal(reference.rotate(x, 0, model), x)
+
+
+def test_rotated_products_depend_on_the_distance_alone():
+    q, k = torch.randn(2, TINY.head_dim, dtype=torch.float64)
+    products = [float(reference.rotate(q, p + 5, TINY) @ reference.rotate(k, p, TINY)) for p in (0, 7, 1000)]
+    assert products == pytest.approx([products[0]] * 3)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "T", "D"), [(1, 1, 1, 2), (4, 4, 5, 8), (8, 2, 33, 16), (6, 1, 7, 4)])
+def test_attention_as_the_library(heads, kv_heads, T, D):
+    q = torch.randn(heads, D, dtype=torch.float64)
+    k, v = torch.randn(2, kv_heads, T, D, dtype=torch.float64)
+    expected = torch.nn.functional.scaled_dot_product_attention(q[None, :, None], k[None], v[None], enable_gqa=True)
+    torch.testing.assert_close(reference.attention(q, k, v), expected[0, :, 0])
+
+
+def test_a_step_by_hand():
+    """One layer, widths of one pair, attention over one position: every value can be written down."""
+    model = Decoder("m", hidden=2, layers=1, heads=1, kv_heads=1, head_dim=2, ffn=1, vocab=2, eps=0.0)
+    eye = torch.eye(2)
+    weights = {name: torch.ones(shape) for name, shape in model.shapes().items()}
+    weights |= {"model.embed_tokens.weight": torch.tensor([[1.0, -1.0], [3.0, 4.0]]), "lm_head.weight": eye}
+    weights |= {f"model.layers.0.self_attn.{x}_proj.weight": eye for x in "qkvo"}
+    weights["model.layers.0.mlp.gate_proj.weight"] = torch.tensor([[1.0, 0.0]])
+    weights["model.layers.0.mlp.down_proj.weight"] = torch.tensor([[2.0], [0.0]])
+    cache = reference.new_cache(model, 1)
+    found = reference.step(model, weights, cache, 1, 0)
+    r = 12.5**0.5
+    x = [3 + 3 / r, 4 + 4 / r]  # attention over one position is its value, the normed embedding
+    n = [value / math.sqrt((x[0] ** 2 + x[1] ** 2) / 2) for value in x]
+    x[0] += 2 * n[0] / (1 + math.exp(-n[0])) * (n[0] + n[1])
+    scale = math.sqrt((x[0] ** 2 + x[1] ** 2) / 2)
+    assert found.tolist() == pytest.approx([x[0] / scale, x[1] / scale])
+    assert cache.v[0, 0, 0].tolist() == pytest.approx([3 / r, 4 / r])
+
+
+def full_pass(model, w, tokens):
+    """Logits of every position at once, with the library's norm and causal attention: another way to the same."""
+    F = torch.nn.functional
+    x = w["model.embed_tokens.weight"][tokens]
+
+    def heads(y, count):
+        return y.view(len(tokens), count, model.head_dim).transpose(0, 1)
+
+    def turned(y):
+        return torch.stack([reference.rotate(y[:, p], p, model) for p in range(len(tokens))], 1)
+
+    for i in range(model.layers):
+        layer = models.layer_of(model, w, i)
+        y = F.rms_norm(x, (model.hidden,), layer["input_layernorm"], model.eps)
+        q, k, v = (y @ layer[f"self_attn.{name}_proj"].T for name in "qkv")
+        q, k, v = turned(heads(q, model.heads)), turned(heads(k, model.kv_heads)), heads(v, model.kv_heads)
+        y = F.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True, enable_gqa=True)[0]
+        x = x + y.transpose(0, 1).reshape(len(tokens), -1) @ layer["self_attn.o_proj"].T
+        y = F.rms_norm(x, (model.hidden,), layer["post_attention_layernorm"], model.eps)
+        y = F.silu(y @ layer["mlp.gate_proj"].T) * (y @ layer["mlp.up_proj"].T)
+        x = x + y @ layer["mlp.down_proj"].T
+    x = F.rms_norm(x, (model.hidden,), w["model.norm.weight"], model.eps)
+    return x @ models.head_of(model, w).T
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_token_by_token_is_the_whole_sequence_at_once(tied):
+    model = Decoder(**vars(TINY) | {"tied": tied})
+    weights = random_weights(model, 3, torch.float64)
+    found = reference.generate(model, weights, [5, 1, 60], 6)
+    expected = full_pass(model, weights, torch.tensor([5, 1, 60, *found.tokens[:-1]]))[2:]
+    torch.testing.assert_close(found.logits, expected)
+    assert found.tokens == expected.argmax(-1).tolist()
+    best = expected.topk(2).values
+    assert found.margins == pytest.approx((best[:, 0] - best[:, 1]).tolist())
+    single = reference.generate(model, weights, [5, 1, 60], 6, torch.float32)
+    assert single.tokens == found.tokens
+    torch.testing.assert_close(single.logits.double(), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_what_the_reference_cannot_take_is_named():
+    weights, cache = random_weights(TINY), reference.new_cache(TINY, 4)
+    with pytest.raises(ValueError, match="token is 61; allowed: 0 to 60"):
+        reference.step(TINY, weights, cache, 61, 0)
+    with pytest.raises(ValueError, match="position is 4; allowed: 0 to 3"):
+        reference.step(TINY, weights, cache, 0, 4)
+    with pytest.raises(ValueError, match="prompt is empty"):
+        reference.generate(TINY, weights, [], 1)
+
+
+# tables
+
+LOWERINGS = st.builds(
+    Lowering,
+    st.builds(
+        lambda kv, group, layers, hidden, ffn, vocab: Decoder(
+            "m", hidden, layers, kv * group, kv, 4, ffn, vocab
+        ),
+        *(st.integers(1, 3) for _ in range(3)), *(st.integers(1, 40) for _ in range(3)),
+    ),
+    programs=st.integers(1, 9),
+    schedule=st.sampled_from(tables.SCHEDULES),
+    cache=st.integers(5, 9),
+    position=st.none() | st.integers(0, 4),
+    rows=st.sampled_from((2, 4, 8)),
+    parts=st.none() | st.integers(1, 12),
+    itemsize=st.sampled_from((2, 4)),
+)  # fmt: skip
+
+
+def same(a, b):
+    arrays = all(np.array_equal(getattr(a, x), getattr(b, x)) for x in ("buffers", "records", "queue"))
+    types = all(getattr(a, x).dtype == getattr(b, x).dtype for x in ("buffers", "records", "queue"))
+    return arrays and types and a.counters == b.counters
+
+
+@settings(max_examples=150, deadline=None)
+@given(LOWERINGS)
+def test_both_ways_build_the_same_tables(how):
+    addresses = np.arange(len(buffer_shapes(how))) * 4096
+    assert same(lower(how, addresses), lower_slowly(how, addresses))
+
+
+@pytest.mark.parametrize("schedule", tables.SCHEDULES)
+def test_both_ways_build_the_same_tables_of_a_real_model(schedule):
+    how = Lowering(MODELS["Llama-3.2-1B"], 132, schedule)
+    assert same(lower(how), lower_slowly(how))
+
+
+def test_tables_by_hand():
+    how = Lowering(Decoder("m", 8, 1, 2, 1, 4, 6, 10), 2, cache=4, position=3, rows=4)
+    found = lower(how)
+    assert found.counters == 1 + 6 + 1
+    assert found.queue.tolist() == [0, 7, 14]
+    words = [tables.OP, tables.START, tables.STOP, tables.WAIT, tables.TARGET, tables.SIGNAL, tables.POSITION]
+    assert found.records[:7, words].tolist() == [  # program 0 has every other record
+        [tables.EMBED, 0, 1, -1, -1, 0, -1],
+        [tables.QKV, 8, 16, 0, 1, 1, -1],
+        [tables.ATTENTION, 0, 1, 2, 1, 3, 3],
+        [tables.OUTPUT, 4, 8, 3, 1, 4, -1],
+        [tables.GATE_UP, 4, 12, 4, 2, 5, -1],
+        [tables.DOWN, 4, 8, 5, 2, 6, -1],
+        [tables.HEAD, 4, 10, 6, 2, 7, -1],
+    ]
+    assert found.records[7:, words].tolist() == [
+        [tables.QKV, 0, 8, 0, 1, 1, -1],
+        [tables.ROTARY, 0, 1, 1, 2, 2, 3],
+        [tables.OUTPUT, 0, 4, 3, 1, 4, -1],
+        [tables.GATE_UP, 0, 4, 4, 2, 5, -1],
+        [tables.DOWN, 0, 4, 5, 2, 6, -1],
+        [tables.HEAD, 0, 4, 6, 2, 7, -1],
+        [tables.ARGMAX, 0, 1, 7, 2, -1, 3],
+    ]
+
+
+def in_order(found):
+    """Records by the programs that run them."""
+    return [found.records[a:b] for a, b in zip(found.queue, found.queue[1:], strict=False)]
+
+
+@settings(max_examples=80, deadline=None)
+@given(LOWERINGS)
+def test_every_row_has_one_record_and_every_wait_is_met(how):
+    found = lower(how)
+    records = found.records
+    for op, (rows, _) in how.projections().items():
+        for weight in np.unique(records[records[:, tables.OP] == op, tables.WEIGHT]):
+            mine = records[(records[:, tables.OP] == op) & (records[:, tables.WEIGHT] == weight)]
+            covered = np.concatenate([np.arange(a, b) for a, b in mine[:, [tables.START, tables.STOP]]])
+            assert sorted(covered) == list(range(rows))
+    waits, signals = records[records[:, tables.WAIT] >= 0], records[records[:, tables.SIGNAL] >= 0, tables.SIGNAL]
+    assert (np.bincount(signals, minlength=found.counters)[waits[:, tables.WAIT]] == waits[:, tables.TARGET]).all()
+
+
+def test_longest_first_is_the_greedy_rule():
+    generator = np.random.default_rng(0)
+    for programs in (1, 2, 7, 64):
+        costs = generator.choice([1, 3, 10, 1000], 200)
+        load, expected = np.zeros(programs, int), np.empty(200, int)
+        for i in sorted(range(200), key=lambda i: -costs[i]):
+            expected[i] = load.argmin()
+            load[expected[i]] += costs[i]
+        assert tables._longest_first(costs, programs).tolist() == expected.tolist()
+
+
+def test_longest_first_evens_the_load():
+    how = Lowering(MODELS["AutoMegaKernel h1024"], 132)
+
+    def heaviest(schedule):
+        found = lower(Lowering(**vars(how) | {"schedule": schedule}))
+        return max(tables._costs(how, queue).sum() for queue in in_order(found))
+
+    assert heaviest("longest-first") < heaviest("round-robin")
+
+
+@settings(max_examples=40, deadline=None)
+@given(LOWERINGS.filter(lambda how: how.position is not None), st.integers(0, 4))
+def test_a_patch_is_another_position(how, position):
+    found, other = lower(how), lower(Lowering(**vars(how) | {"position": position}))
+    before = found.records.copy()
+    changed = tables.patch(found, position)
+    assert same(found, other)
+    assert np.flatnonzero(before.reshape(-1) != found.records.reshape(-1)).tolist() == changed.tolist()
+    expected = 2 * how.model.kv_heads * how.model.layers + 1
+    assert len(changed) == (expected if position != how.position else 0)
+    assert tables.counts(found)["changed_words"] == expected
+
+
+def test_with_the_position_in_the_launch_no_word_changes():
+    found = lower(Lowering(TINY, 3, position=None))
+    assert tables.counts(found)["changed_words"] == 0
+    with pytest.raises(ValueError, match="position is the launch's"):
+        tables.patch(found, 1)
+
+
+def test_what_is_counted():
+    found = lower(Lowering(TINY, 3, cache=16))
+    counted = tables.counts(found)
+    assert counted == {
+        "records": 1 + 2 * (3 + 2 + 2 + 3 + 3 + 3) + 3 + 1, "buffers": 13 + 16, "programs": 3, "counters": 2 + 2 * 7,
+        "buffer_bytes": 29 * 32, "record_bytes": 37 * 64, "queue_bytes": 16, "changed_words": 2 * 4 + 1,
+    }  # fmt: skip
+    assert found.nbytes == 29 * 32 + 37 * 64 + 16
+    assert found.parts == 3
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"programs": 0}, "programs is 0; allowed: at least 1"),
+        ({"parts": 0}, "parts is 0; allowed: at least 1"),
+        ({"schedule": "random"}, "schedule is 'random'; allowed: round-robin, longest-first"),
+        ({"rows": 3}, "rows is 3; allowed: a power of two"),
+        ({"itemsize": 8}, "itemsize is 8; allowed: 2, 4"),
+        ({"position": 16}, "position is 16; allowed: 0 to 15, the cache's last"),
+    ],
+)
+def test_what_cannot_be_lowered_is_named(change, message):
+    with pytest.raises(ValueError, match=message):
+        Lowering(**{"model": TINY, "programs": 2, "cache": 16} | change)
+
+
+def test_addresses_are_one_a_buffer():
+    for build in (lower, lower_slowly):
+        with pytest.raises(ValueError, match="addresses has 3 entries; allowed: 29"):
+            build(Lowering(TINY, 2), np.zeros(3, np.int64))
+
+
+# validator
+
+
+def refused(found, memory=None):
+    """The record's number and the message, or (None, None) for a table that passes."""
+    try:
+        validate(found, memory)
+    except TableError as problem:
+        return problem.record, str(problem)
+    return None, None
+
+
+@settings(max_examples=80, deadline=None)
+@given(LOWERINGS)
+def test_what_is_lowered_is_valid(how):
+    validate(lower(how))
+
+
+@pytest.mark.parametrize("schedule", tables.SCHEDULES)
+def test_real_models_are_valid(schedule):
+    for model in MODELS.values():
+        validate(lower(Lowering(model, 132, schedule)))
+
+
+# A record's words are all checked, but the spare one, and those that its op does not read.
+READ = {"slot": (tables.HEAD,), "target": tuple(op for op in range(1, 10) if op != tables.EMBED)}
+
+
+@settings(max_examples=400, deadline=None)
+@given(LOWERINGS, st.data())
+def test_a_changed_word_is_refused(how, data):
+    found = lower(how)
+    number = data.draw(st.integers(0, len(found.records) - 1))
+    op = int(found.records[number, tables.OP])
+    word = data.draw(st.sampled_from([i for i, n in enumerate(tables.WORDS[:-1]) if op in READ.get(n, range(10))]))
+    before = int(found.records[number, word])
+    near = st.integers(-2, max(len(found.buffers), found.counters, 50))
+    value = data.draw((near | st.integers(-(2**31), 2**31 - 1)).filter(lambda value: value != before))
+    found.records[number, word] = value
+    with pytest.raises(TableError, match=r"\d"):
+        validate(found)
+
+
+@settings(max_examples=200, deadline=None)
+@given(LOWERINGS, st.data())
+def test_records_in_another_order_pass_or_are_refused_as_a_cycle(how, data):
+    found = lower(how)
+    a, b = (data.draw(st.integers(0, len(found.records) - 1)) for _ in range(2))
+    found.records[[a, b]] = found.records[[b, a]]
+    _, message = refused(found)
+    assert message is None or "can never run" in message
+
+
+@settings(max_examples=60, deadline=None)
+@given(LOWERINGS, st.data(), st.sampled_from(range(tables.WEIGHT, tables.SECOND + 1)))
+def test_a_buffer_out_of_range_is_refused(how, data, word):
+    found = lower(how)
+    number = data.draw(st.integers(0, len(found.records) - 1))
+    found.records[number, word] = data.draw(st.integers(len(found.buffers), 2**31 - 1) | st.integers(-(2**31), -2))
+    record, message = refused(found)
+    assert record == number
+    assert re.search(r"is buffer .*; allowed", message)
+
+
+def tiny(programs=3, **more):
+    return lower(Lowering(TINY, programs, **{"cache": 16, "position": 5} | more))
+
+
+def first(found, op):
+    return int(np.flatnonzero(found.records[:, tables.OP] == op)[0])
+
+
+@pytest.mark.parametrize(
+    ("op", "word", "value", "message"),
+    [
+        (tables.QKV, tables.OP, 0, "op is 0; allowed: 1 to 9"),
+        (tables.QKV, tables.OP, 10, "op is 10; allowed: 1 to 9"),
+        (tables.DOWN, tables.STOP, 33, "stop of down is 33; allowed: .* to 32"),
+        (tables.DOWN, tables.K, 49, "K of down is 49; allowed: 48 to 48"),
+        (tables.DOWN, tables.INPUT, 2, "input of down is buffer 2; allowed: 5"),
+        (tables.GATE_UP, tables.START, 1, "start modulo 2 of gate_up is 1; allowed: 0 to 0"),
+        (tables.HEAD, tables.SLOT, 3, "slot of head is 3; allowed: 0 to 2"),
+        (tables.HEAD, tables.SLOT, 1, "slot is 1; allowed: each slot once"),
+        (tables.ATTENTION, tables.STOP, 3, "stop of attention is 3; allowed: 1 to 1"),
+        (tables.ATTENTION, tables.POSITION, 16, "position is 16; allowed: up to 15"),
+        (tables.ROTARY, tables.POSITION, 6, "position is 5, but others have 6|position is 6, but others have 5"),
+        (tables.QKV, tables.POSITION, 5, "position is 5; allowed: -1, its op has none"),
+        (tables.DOWN, tables.WAIT, 99, "wait is counter 99; allowed: 0 to 15"),
+        (tables.DOWN, tables.WAIT, -1, "wait is counter -1; allowed: 0 to 15"),
+        (tables.DOWN, tables.TARGET, 4, "waits until counter .* is 4, but 3 records signal it"),
+        (tables.DOWN, tables.SIGNAL, 0, "records signal it|for which no record waits"),
+    ],
+)
+def test_a_malformed_record_is_named(op, word, value, message):
+    found = tiny()
+    number = first(found, op)
+    found.records[number, word] = value
+    record, text = refused(found)
+    assert record is not None
+    assert re.search(message, text), text
+
+
+def test_rows_left_out_or_computed_twice_are_named():
+    found = tiny()
+    number = first(found, tables.GATE_UP)
+    found.records[number, tables.STOP] -= 4
+    assert re.search("rows .* of gate_up, stage 5, are computed by no record", refused(found)[1])
+    found.records[number, tables.STOP] += 8
+    assert re.search("rows .* of gate_up, stage 5, are computed (twice|by no record)", refused(found)[1])
+
+
+def test_a_wait_for_an_earlier_stage_is_named():
+    found = tiny()
+    number, qkv = first(found, tables.DOWN), first(found, tables.QKV)
+    found.records[number, tables.WAIT] = found.records[qkv, tables.SIGNAL]  # as many signals: a race, not a deadlock
+    assert refused(found) == (number, f"record {number}: waits for counter 1, which is not all of the stage before")
+
+
+def test_a_wait_that_nobody_signals_is_named():
+    found = tiny()
+    records = found.records
+    lone = int(records[first(found, tables.ATTENTION), tables.WAIT])
+    signaller = int(np.flatnonzero(records[:, tables.SIGNAL] == lone)[0])
+    records[signaller, tables.SIGNAL] = 0
+    record, message = refused(found)
+    assert re.search("waits until counter . is 1, but [02] records signal it", message)
+    assert records[record, tables.WAIT] in (0, lone)
+
+
+def test_a_cycle_of_waits_is_named(monkeypatch):
+    found = tiny()
+    records = found.records
+    rows = np.flatnonzero(records[:, tables.SIGNAL] == 1)  # first layer's qkv: let it wait for its own output
+    done = int(records[np.flatnonzero(records[:, tables.OP] == tables.OUTPUT)[0], tables.SIGNAL])
+    others = records[:, tables.WAIT] == done
+    records[rows, tables.WAIT] = done
+    records[rows, tables.TARGET] = records[others, tables.TARGET][0]
+    embed = first(found, tables.EMBED)
+    records[embed, tables.SIGNAL] = done  # so that its own counter is not left alone
+    records[records[:, tables.WAIT] == done, tables.TARGET] += 1
+    monkeypatch.setattr(validation, "_check_stages", lambda tables: None)  # which would have seen it first
+    record, message = refused(found)
+    assert re.search(r"can never run: in program . it waits for counter", message)
+    assert record in rows
+
+
+def test_a_cycle_through_the_order_of_a_queue_is_named():
+    found = tiny(programs=1)
+    a, b = first(found, tables.ROTARY), first(found, tables.ATTENTION)
+    swapped = found.records.copy()
+    swapped[[a, b]] = found.records[[b, a]]  # attention now stands before the rotary record that it waits for
+    record, message = refused(dataclasses.replace(found, records=swapped))
+    assert record == a
+    assert "can never run: in program 0" in message
+    assert refused(tiny(programs=1)) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"records": np.zeros((3, 16))}, r"records is float64 \(3, 16\); allowed: int32 \[n, 16\]"),
+        ({"records": np.zeros((3, 8), np.int32)}, r"records is int32 \(3, 8\)"),
+        ({"buffers": np.zeros((3, 4), np.int32)}, r"buffers is int32 \(3, 4\); allowed: int64 \[n, 4\]"),
+        ({"queue": np.zeros(1, np.int32)}, r"queue is int32 \(1,\); allowed: int32 \[programs \+ 1\]"),
+        ({"queue": np.array([0, 9, 5, 37], np.int32)}, "allowed: rising from 0 to 37"),
+        ({"queue": np.array([0, 9, 36], np.int32)}, "allowed: rising from 0 to 37"),
+    ],
+)
+def test_malformed_arrays_are_named(change, message):
+    assert re.search(message, refused(dataclasses.replace(tiny(), **change))[1])
+
+
+def test_records_that_are_left_out_are_named():
+    found = tiny(programs=1)
+    n = len(found.records) - 1
+    short = dataclasses.replace(found, records=found.records[:n], queue=np.array([0, n], np.int32))
+    assert "no record is of stage 14" in refused(short)[1]
+
+
+def test_addresses_outside_the_memory_are_refused():
+    how = Lowering(TINY, 2, cache=16)
+    sizes = [r * c * size for r, c, size in buffer_shapes(how).values()]
+    addresses = 4096 + np.cumsum([0, *(-(-size // 16) * 16 for size in sizes[:-1])])
+    end = int(addresses[-1]) + sizes[-1]
+    found = lower(how, addresses)
+    validate(found, [(4096, end - 4096)])
+    assert refused(found, [(4096, end - 4096 - 1)])[1].startswith("buffer 28: bytes")
+    assert refused(found, [(4097, end)])[1].startswith("buffer 0: bytes 4096 to 4100 are not in the memory")
+    found.buffers[3, 0] += 2
+    assert "allowed: a multiple of 16" in refused(found, [(0, end + 4096)])[1]
+
+
+def test_the_position_of_a_launch_is_checked():
+    found = tiny(position=None)
+    validate(found, position=15)
+    with pytest.raises(ValueError, match="position is 16; allowed: 0 to 15"):
+        validate(found, position=16)
+
+
+# what the kernel compiles to, and the kernel with many programs
+
+
+SOURCES = {
+    "launch": {"rows": 4},
+    "record": {"rows": 4, "position_from": "record"},
+    "device": {"rows": 4, "position_from": "device"},
+    "loads": {"rows": 4, "poll_load": True},
+    "8 rows": {"rows": 8, "block_k": 512, "block_t": 8},
+}
+
+
+def test_compiled_for_hopper():
+    """Four programs fit on a multiprocessor, nothing is spilled, weights are loaded 16 bytes a thread."""
+    source = "labkit.persistent_tables.kernels:compilable"
+    sources = {name: (source, {"model": "Llama-3.2-1B", **more}) for name, more in SOURCES.items()}
+    found = compiled.table(sources, [90]).set_index("source")
+    assert (found["spill_bytes"] == 0).all()
+    assert (found["ctas_per_sm"] >= 4).all(), found["registers"]
+    for name in ("launch", "record", "device", "loads"):
+        assert found.loads[name]["128"] >= 3 * 4, name  # tiles before the wait, in the loop, and of the next rows
+    assert (found["atomics"] == 1).all()  # the signal; waiting is loads
+
+
+def test_a_lost_alignment_shows_in_the_loads():
+    """The control: rows of which nobody says that they are aligned are loaded in narrow pieces."""
+    launch = kernels.compilable("Llama-3.2-1B")
+    narrow = dataclasses.replace(launch, args={**launch.args, "DIVISOR": 1})
+    loads = [compiled.evidence(each, 90)["loads"]["128"] for each in (launch, narrow)]
+    assert loads[1] <= loads[0] - 3 * 4
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("schedule", tables.SCHEDULES)
+@pytest.mark.parametrize("programs", [2, 7, 64])
+@pytest.mark.parametrize("poll_load", [False, True])
+def test_many_programs(programs, schedule, poll_load):
+    how = Lowering(TINY, programs, schedule, 80, None, itemsize=4)
+    weights = random_weights(TINY, 0)
+    memory = kernels.allocate(how, weights, "cuda")
+    found = lower(how, memory.addresses())
+    validate(found, memory.extents())
+    choice, on = kernels.Choice(64, 1, 16, 1, poll_load), kernels.upload(found, "cuda")
+    tokens = kernels.generate(memory, lambda p: kernels.step(memory, on, p, choice=choice), [5, 2], 64)
+    assert tokens == reference.generate(TINY, weights, [5, 2], 64).tokens
