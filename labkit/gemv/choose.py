@@ -15,6 +15,7 @@ import torch
 
 from labkit import paths
 from labkit.bench.machine import slug
+from labkit.checks import check_one_of
 
 ROWS = (1, 2, 4, 8, 16)
 WARPS = (1, 2, 4, 8)
@@ -51,10 +52,9 @@ class Choice:
 
 def check_choice(choice: Choice) -> None:
     """Raise ValueError for a choice that the kernel cannot take."""
-    allowed = {"rows": ROWS, "num_warps": WARPS, "split": SPLIT}
-    for name, values in allowed.items():
-        if (value := getattr(choice, name)) not in values:
-            raise ValueError(f"{name} is {value}; allowed: {', '.join(map(str, values))}")
+    check_one_of("rows", choice.rows, ROWS)
+    check_one_of("num_warps", choice.num_warps, WARPS)
+    check_one_of("split", choice.split, SPLIT)
     size = choice.block_k
     if size < 32 * choice.num_warps or size & (size - 1) or size > 8192:
         least = 32 * choice.num_warps

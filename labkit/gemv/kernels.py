@@ -24,6 +24,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import cuda
 
+from labkit.checks import check_contiguous, check_device, check_one_of, check_shape
 from labkit.evidence.compiled import offline_capability
 from labkit.gemv.choose import MOST_LOADS, Choice, check_choice, choose
 from labkit.launch import Launch
@@ -202,19 +203,15 @@ def check_gemv(W: Tensor, x: Tensor, y: Tensor, choice: Choice, bias: Tensor | N
     if W.ndim != 2 or 0 in W.shape:
         raise ValueError(f"W is {tuple(W.shape)}; allowed: [N, K], both at least 1")
     N, K = W.shape
-    if W.dtype not in DTYPES:
-        raise ValueError(f"W is {W.dtype}; allowed: {', '.join(map(str, DTYPES))}")
+    check_one_of("W", W.dtype, DTYPES)
     if W.stride(1) != 1 and K > 1:
         raise ValueError(f"W has strides {W.stride()}; allowed: values of a row adjacent (stride 1 along K)")
     for name, tensor, size in (("x", x, K), ("y", y, N), ("bias", bias, N)):
         if tensor is None:
             continue
-        if tuple(tensor.shape) != (size,):
-            raise ValueError(f"{name} is {tuple(tensor.shape)}; allowed: ({size},)")
+        check_shape(name, tensor, (size,))
         if tensor.dtype != W.dtype:
             raise ValueError(f"{name} is {tensor.dtype}; allowed: W's dtype, {W.dtype}")
-        if tensor.device != W.device:
-            raise ValueError(f"{name} is on {tensor.device}; allowed: W's device, {W.device}")
-        if not tensor.is_contiguous():
-            raise ValueError(f"{name} has strides {tensor.stride()}; allowed: contiguous")
+        check_device(name, tensor, W.device, "W's")
+        check_contiguous(name, tensor)
     check_choice(choice)

@@ -4,6 +4,7 @@ from dataclasses import asdict, dataclass
 from functools import cache
 from typing import Any
 
+from labkit.checks import check_one_of
 from labkit.moe_persistent_grid.waves import BLOCKS_M
 
 BLOCKS_N = (16, 32, 64, 128, 256)
@@ -51,14 +52,14 @@ class Config:
 
 def check_config(config: Config, int4: bool) -> None:
     """Raise ValueError, naming the argument, its value and what is allowed, for what the kernels cannot take."""
-    _check("block_m", config.block_m, BLOCKS_M)
+    check_one_of("block_m", config.block_m, BLOCKS_M)
     for name in ("gemm1", "gemm2"):
         tile: Tile = getattr(config, name)
-        _check(f"{name}.block_n", tile.block_n, BLOCKS_N)
-        _check(f"{name}.block_k", tile.block_k, tuple(k for k in BLOCKS_K if k <= 128) if int4 else BLOCKS_K)
-        _check(f"{name}.num_warps", tile.num_warps, (1, 2, 4, 8))
-        _check(f"{name}.num_stages", tile.num_stages, (1, 2, 3, 4, 5, 6))
-        _check(f"{name}.unpack", tile.unpack, UNPACK)
+        check_one_of(f"{name}.block_n", tile.block_n, BLOCKS_N)
+        check_one_of(f"{name}.block_k", tile.block_k, tuple(k for k in BLOCKS_K if k <= 128) if int4 else BLOCKS_K)
+        check_one_of(f"{name}.num_warps", tile.num_warps, (1, 2, 4, 8))
+        check_one_of(f"{name}.num_stages", tile.num_stages, (1, 2, 3, 4, 5, 6))
+        check_one_of(f"{name}.unpack", tile.unpack, UNPACK)
         if tile.group_m < 1 or tile.programs < 0:
             raise ValueError(
                 f"{name}.group_m is {tile.group_m} and programs {tile.programs}; allowed: at least 1, and at least 0"
@@ -69,11 +70,6 @@ def check_config(config: Config, int4: bool) -> None:
             raise ValueError(f"{name}.block_k is {tile.block_k} with unpack split; allowed: 32 and more")
     if config.fused and config.gemm1.block_n < 32:
         raise ValueError(f"gemm1.block_n is {config.gemm1.block_n}; allowed: at least 32 where SiLU · up is fused")
-
-
-def _check(name: str, value: object, allowed: tuple) -> None:
-    if value not in allowed:
-        raise ValueError(f"{name} is {value!r}; allowed: {', '.join(map(str, allowed))}")
 
 
 @cache
@@ -112,6 +108,6 @@ def source(block_m: int = 16, sms: int = 132, persistent: bool = True, group_m: 
 
     persistent False: the grid that they had before, one CTA a tile. Tiles: the middle of what it tunes over.
     """
-    _check("block_m", block_m, SOURCE_BLOCKS_M)
+    check_one_of("block_m", block_m, SOURCE_BLOCKS_M)
     tile = Tile(128, 64, 4, 3, group_m, sms if persistent else 0, False, False, False, "twice", False)
     return Config(block_m, tile, tile, fused=False)

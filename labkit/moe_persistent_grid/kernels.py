@@ -39,12 +39,14 @@ fused_moe for the sorted, padded slots.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from labkit.checks import check_tensor
 from labkit.gemv.choose import multiprocessors
 from labkit.launch import Launch
 from labkit.moe_persistent_grid import routing, waves
@@ -387,10 +389,11 @@ def check_layer(x: LayerInputs) -> None:
         raise ValueError(f"ids is {tuple(x.ids.shape)}; allowed: [{T}, top_k]")
     if isinstance(x.w1, Int4) != isinstance(x.w2, Int4):
         raise ValueError("w1 and w2 are INT4 and not; allowed: both or none")
-    _check("x", x.x, (T, H), DTYPES, x.x.device)
-    _check("ids", x.ids, tuple(x.ids.shape), (torch.int32, torch.int64), x.x.device)
-    _check("weights", x.weights, tuple(x.ids.shape), DTYPES, x.x.device)
-    _check("out", x.out, (T, H), DTYPES, x.x.device)
+    check = partial(check_tensor, device=x.x.device, owner="x's")
+    check("x", x.x, (T, H), DTYPES)
+    check("ids", x.ids, tuple(x.ids.shape), (torch.int32, torch.int64))
+    check("weights", x.weights, tuple(x.ids.shape), DTYPES)
+    check("out", x.out, (T, H), DTYPES)
     w2 = x.w2.packed if isinstance(x.w2, Int4) else x.w2
     if w2.ndim != 3 or 0 in w2.shape:
         raise ValueError(f"w2 is {tuple(w2.shape)}; allowed: [E, H, I], or [E, H, I // 2] packed")
@@ -399,25 +402,14 @@ def check_layer(x: LayerInputs) -> None:
         if rows * columns >= 2**31:
             raise ValueError(f"{name} has {rows} x {columns} values an expert; allowed: below 2^31")
         if not isinstance(w, Int4):
-            _check(name, w, (E, rows, columns), (x.x.dtype,), x.x.device)
+            check(name, w, (E, rows, columns), (x.x.dtype,))
             _check_aligned(name, w)
             continue
         if columns % GROUP:
             raise ValueError(f"{name} has rows of {columns} INT4 values; allowed: a multiple of {GROUP}")
-        _check(f"{name}.packed", w.packed, (E, rows, columns // 2), (torch.uint8,), x.x.device)
-        _check(f"{name}.scales", w.scales, (E, rows, columns // GROUP), (torch.bfloat16,), x.x.device)
+        check(f"{name}.packed", w.packed, (E, rows, columns // 2), (torch.uint8,))
+        check(f"{name}.scales", w.scales, (E, rows, columns // GROUP), (torch.bfloat16,))
         _check_aligned(f"{name}.packed", w.packed)
-
-
-def _check(name: str, x: Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...], device: torch.device) -> None:
-    if tuple(x.shape) != shape:
-        raise ValueError(f"{name} is {tuple(x.shape)}; allowed: {shape}")
-    if x.dtype not in dtypes:
-        raise ValueError(f"{name} is {x.dtype}; allowed: {', '.join(map(str, dtypes))}")
-    if not x.is_contiguous():
-        raise ValueError(f"{name} has strides {x.stride()}; allowed: contiguous")
-    if x.device != device:
-        raise ValueError(f"{name} is on {x.device}; allowed: x's device, {device}")
 
 
 def _check_aligned(name: str, x: Tensor) -> None:

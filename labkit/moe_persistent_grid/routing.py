@@ -23,6 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from labkit.checks import check_contiguous, check_device, check_one_of
 from labkit.launch import Launch
 from labkit.moe_persistent_grid.waves import BLOCKS_M, most_blocks
 
@@ -188,12 +189,10 @@ def _check_route(ids: Tensor, experts: int, block_m: int, check: bool) -> None:
         raise ValueError(f"ids is {tuple(ids.shape)}; allowed: [T, top_k], both at least 1")
     if ids.numel() >= 2**31 or ids.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"ids is {ids.numel()} values of {ids.dtype}; allowed: below 2^31, torch.int32 or torch.int64")
-    if not ids.is_contiguous():
-        raise ValueError(f"ids has strides {ids.stride()}; allowed: contiguous")
+    check_contiguous("ids", ids)
     if not 1 <= experts <= 4096:
         raise ValueError(f"experts is {experts}; allowed: 1 to 4096")
-    if block_m not in BLOCKS_M:
-        raise ValueError(f"block_m is {block_m}; allowed: {', '.join(map(str, BLOCKS_M))}")
+    check_one_of("block_m", block_m, BLOCKS_M)
     if check and (wrong := ids[(ids < 0) | (ids >= experts)]).numel():
         raise ValueError(f"ids has {int(wrong[0])} ({wrong.numel()} values out of range); allowed: 0 to {experts - 1}")
 
@@ -201,8 +200,7 @@ def _check_route(ids: Tensor, experts: int, block_m: int, check: bool) -> None:
 def _check_memory(memory: Tensor, needed: int, device: torch.device) -> None:
     if memory.ndim != 1 or len(memory) < needed or memory.dtype != torch.int32 or not memory.is_contiguous():
         raise ValueError(f"memory is {tuple(memory.shape)}, {memory.dtype}; allowed: at least [{needed}], torch.int32")
-    if memory.device != device:
-        raise ValueError(f"memory is on {memory.device}; allowed: ids' device, {device}")
+    check_device("memory", memory, device, "ids'")
 
 
 class Synthetic(NamedTuple):
@@ -230,8 +228,7 @@ def synthetic(
     empty: so many experts, the least likely ones, get nothing.
     ValueError for another kind, or top_k above the experts that are not empty.
     """
-    if kind not in KINDS:
-        raise ValueError(f"kind is {kind!r}; allowed: {', '.join(KINDS)}")
+    check_one_of("kind", kind, KINDS)
     if not 1 <= top_k <= experts - empty:
         raise ValueError(f"top_k is {top_k}; allowed: 1 to {experts - empty}, the experts that are not empty")
     generator = torch.Generator().manual_seed(seed)

@@ -24,6 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from labkit.checks import check_one_of
 from labkit.launch import Launch
 from labkit.persistent_tables import tables as t
 from labkit.persistent_tables.model import MODELS, Decoder, Weights, head_of, inverse_frequencies, layer_of
@@ -477,8 +478,7 @@ def compilable(
 
 def check_step(how: Lowering, position: int | None, position_from: str, choice: Choice) -> None:
     """Raise ValueError for what the kernel cannot take."""
-    if position_from not in POSITION_FROM:
-        raise ValueError(f"position_from is {position_from!r}; allowed: {', '.join(POSITION_FROM)}")
+    check_one_of("position_from", position_from, POSITION_FROM)
     if (position is None) == (position_from == "launch"):
         raise ValueError(f"position is {position} with position_from {position_from!r}; allowed: one for 'launch' only")
     if position is not None:

@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 
+from labkit.checks import check_one_of
 from labkit.persistent_tables.model import Decoder
 
 OPS = ("qkv", "output", "gate_up", "down", "head", "embed", "rotary", "attention", "argmax")  # op code - 1
@@ -95,12 +96,10 @@ class Lowering:
         for name in ("programs", "cache", "parts"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ValueError(f"{name} is {value}; allowed: at least 1")
-        if self.schedule not in SCHEDULES:
-            raise ValueError(f"schedule is {self.schedule!r}; allowed: {', '.join(SCHEDULES)}")
+        check_one_of("schedule", self.schedule, SCHEDULES)
         if self.rows not in (2, 4, 8, 16, 32, 64):
             raise ValueError(f"rows is {self.rows}; allowed: a power of two from 2 to 64")
-        if self.itemsize not in (2, 4):
-            raise ValueError(f"itemsize is {self.itemsize}; allowed: 2, 4")
+        check_one_of("itemsize", self.itemsize, (2, 4))
         if self.position is not None:
             check_position(self.position, self.cache)
 

@@ -34,12 +34,14 @@ the change of layout is that of SGLang pull request 20283.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from labkit.checks import check_one_of, check_tensor
 from labkit.launch import Launch
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -461,10 +463,10 @@ def plan(cu_seqlens: Tensor, chunk: int = 64, device: torch.device | str | None 
     device: where the tables go; None: where cu_seqlens is. Waits for cu_seqlens if it is on a GPU.
     Raises ValueError naming the argument, its value and what is allowed.
     """
-    if chunk not in CHUNKS:
-        raise ValueError(f"chunk is {chunk}; allowed: {', '.join(map(str, CHUNKS))}")
+    check_one_of("chunk", chunk, CHUNKS)
     if cu_seqlens.ndim != 1 or len(cu_seqlens) == 0 or cu_seqlens.dtype not in (torch.int32, torch.int64):
-        raise ValueError(f"cu_seqlens is {_shape(cu_seqlens)}, {cu_seqlens.dtype}; allowed: [N + 1], int32 or int64")
+        found = f"{tuple(cu_seqlens.shape)}, {cu_seqlens.dtype}"
+        raise ValueError(f"cu_seqlens is {found}; allowed: [N + 1], int32 or int64")
     bounds = cu_seqlens.to("cpu", torch.int64)
     lengths = bounds.diff()
     if bounds[0] != 0 or (lengths < 0).any() or bounds[-1] >= 2**31:
@@ -575,51 +577,30 @@ def _slice(size: int) -> int:
 def check_extend(x: ExtendInputs, v_first: bool, tile: int, num_warps: int, num_stages: int, transposed: bool) -> None:
     """Raise ValueError for shapes, dtypes, strides, devices or launch choices that the kernels cannot take."""
     if x.q.ndim != 3 or x.v.ndim != 3:
-        raise ValueError(f"q is {_shape(x.q)} and v is {_shape(x.v)}; allowed: [T, H, K] and [T, HV, V]")
+        raise ValueError(f"q is {tuple(x.q.shape)} and v is {tuple(x.v.shape)}; allowed: [T, H, K] and [T, HV, V]")
     (T, H, K), (HV, V) = x.q.shape, x.v.shape[1:]
     if H == 0 or HV == 0 or HV % H:
         raise ValueError(f"v has {HV} heads and q has {H}; allowed: a multiple of q's")
     if not 1 <= K <= LARGEST_K or V < 1:
         raise ValueError(f"K is {K} and V is {V}; allowed: K from 1 to {LARGEST_K}, V from 1")
-    if x.v.dtype not in DTYPES:
-        raise ValueError(f"v is {x.v.dtype}; allowed: {_names(DTYPES)}")
+    check_one_of("v", x.v.dtype, DTYPES)
     if x.cu_seqlens.ndim != 1 or len(x.cu_seqlens) == 0:
-        raise ValueError(f"cu_seqlens is {_shape(x.cu_seqlens)}; allowed: [N + 1]")
+        raise ValueError(f"cu_seqlens is {tuple(x.cu_seqlens.shape)}; allowed: [N + 1]")
     state = (len(x.cu_seqlens) - 1, HV, *((V, K) if v_first else (K, V)))
     gate = (T, HV, K) if x.g.ndim == 3 else (T, HV)
     fp32, same = (torch.float32,), (x.v.dtype,)
-    _check("q", x.q, (T, H, K), same, x.v.device)
-    _check("k", x.k, (T, H, K), same, x.v.device)
-    _check("v", x.v, (T, HV, V), same, x.v.device)
-    _check("g", x.g, gate, fp32, x.v.device)
-    _check("beta", x.beta, (T, HV), fp32, x.v.device)
-    _check("initial", x.initial, state, fp32, x.v.device)
-    _check("final", x.final, state, fp32, x.v.device)
-    _check("out", x.out, (T, HV, V), DTYPES, x.v.device)
+    check = partial(check_tensor, device=x.v.device, owner="v's")
+    check("q", x.q, (T, H, K), same)
+    check("k", x.k, (T, H, K), same)
+    check("v", x.v, (T, HV, V), same)
+    check("g", x.g, gate, fp32)
+    check("beta", x.beta, (T, HV), fp32)
+    check("initial", x.initial, state, fp32)
+    check("final", x.final, state, fp32)
+    check("out", x.out, (T, HV, V), DTYPES)
     if tile < 16 or tile & (tile - 1):
         raise ValueError(f"tile is {tile}; allowed: a power of two from 16")
-    if num_warps not in (1, 2, 4, 8):
-        raise ValueError(f"num_warps is {num_warps}; allowed: 1, 2, 4, 8")
-    if num_stages not in (1, 2, 3, 4):
-        raise ValueError(f"num_stages is {num_stages}; allowed: 1, 2, 3, 4")
+    check_one_of("num_warps", num_warps, (1, 2, 4, 8))
+    check_one_of("num_stages", num_stages, (1, 2, 3, 4))
     if transposed and not v_first:
         raise ValueError("transposed is True with a K-first state; allowed: only with v_first")
-
-
-def _check(name: str, x: Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...], device: torch.device) -> None:
-    if tuple(x.shape) != shape:
-        raise ValueError(f"{name} is {_shape(x)}; allowed: {shape}")
-    if x.dtype not in dtypes:
-        raise ValueError(f"{name} is {x.dtype}; allowed: {_names(dtypes)}")
-    if not x.is_contiguous():
-        raise ValueError(f"{name} has strides {x.stride()}; allowed: contiguous")
-    if x.device != device:
-        raise ValueError(f"{name} is on {x.device}; allowed: v's device, {device}")
-
-
-def _names(dtypes: tuple[torch.dtype, ...]) -> str:
-    return ", ".join(map(str, dtypes))
-
-
-def _shape(tensor: Tensor) -> tuple[int, ...]:
-    return tuple(tensor.shape)

@@ -34,11 +34,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from labkit.checks import check_contiguous, check_device, check_one_of, check_shape, check_tensor
+from labkit.gemv.choose import multiprocessors
 from labkit.launch import Launch
 from labkit.state_layout.gates import decay, inverse_norm
 
 STATE_DTYPES = (torch.float32, torch.bfloat16)
 INDEX_DTYPES = (torch.int32, torch.int64)
+OWNER = "the state's"  # whose device all tensors must be on
 MOST_SEQUENCES = 65535  # of CUDA's grid along its third axis
 PIECES = (1, 2, 4, 8)  # that the rule chooses from
 FILL = 48  # programs for each multiprocessor, three times what it holds at once, before one gets more tiles
@@ -330,18 +333,17 @@ class StepChoice:
         return ", ".join(words + ["kept in L2"] * (not self.evict_first))
 
 
-@dataclass(frozen=True)
-class StepInputs:
-    """Everything that one decode step reads and writes.
+@dataclass(frozen=True, kw_only=True)
+class Inputs:
+    """What a step and a verify both read and write; [..] is [N] in a step and [N, T] in a verify.
 
-    state: pool of fp32 or bf16, [slots, HV, V, K] if v_first, else [slots, HV, K, V], updated in place; contiguous
-             inside a slot.
+    state: pool of fp32 or bf16, [slots, HV, V, K] if v_first, else [slots, HV, K, V]; contiguous inside a slot.
     indices: [N] int32 or int64, the slot of each sequence; negative: padding (state untouched, output zero). Every
-             index must be below `slots` and no slot may occur twice; see `check_indices`.
-    q, k: [N, H, K]; v: [N, HV, V]; HV a multiple of H; values of a head adjacent, heads and tokens at any distance
+             index must be below `slots`; see `check_indices`.
+    q, k: [.., H, K]; v: [.., HV, V]; HV a multiple of H; values of a head adjacent, heads and tokens at any distance
              (views into one `mixed_qkv`: see `packed`).
-    a:       [N, HV] for GDN, [N, HV, K] for KDA; b: [N, HV]; contiguous inside a token. A_log: [HV]; dt_bias: [HV], or
-             [HV, K] for KDA; out: [N, HV, V]; contiguous. Any float dtype, all on the state's device.
+    a:       [.., HV] for GDN, [.., HV, K] for KDA; b: [.., HV]; contiguous inside a token. A_log: [HV]; dt_bias: [HV],
+             or [HV, K] for KDA; out: [.., HV, V]; contiguous. Any float dtype, all on the state's device.
     scale:   multiplies q (K ** -0.5 in the models).
     lower_bound: KDA's second form of the decay, exp(lower_bound · sigmoid(exp(A_log)(a + dt_bias))); None: the first.
     """
@@ -361,37 +363,27 @@ class StepInputs:
     v_first: bool = True
 
 
-@dataclass(frozen=True)
-class VerifyInputs:
+@dataclass(frozen=True, kw_only=True)
+class StepInputs(Inputs):
+    """Everything that one decode step reads and writes: the state is updated in place, so no slot may occur twice."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifyInputs(Inputs):
     """Everything that a verify of T draft tokens a sequence reads and writes.
 
-    state: as in `StepInputs`, but only read; a slot may occur more than once in `indices`.
-    q, k: [N, T, H, K]; v: [N, T, HV, V]; a: [N, T, HV], or [N, T, HV, K] for KDA; b: [N, T, HV]; all N · T tokens
-             evenly spaced. out: [N, T, HV, V].
+    The state is only read, and a slot may occur more than once in `indices`. In q, k, v, a and b all N · T tokens are
+    evenly spaced.
     intermediate_states: [cache slots, T, HV, V, K], or [.., HV, K, V], in the pool's layout and dtype, contiguous
              inside a slot: the state after each draft token.
     cache_indices: [N] int32 or int64, the slot there of each sequence, each once; negative: padding too.
     parents: [N, T] int32 or int64, contiguous: the draft token that each one goes on from, an earlier one of its
              sequence, -1: the pool's state. None: a chain, each goes on from the one before.
-    The rest as in `StepInputs`.
     """
 
-    state: Tensor
-    indices: Tensor
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    a: Tensor
-    b: Tensor
-    A_log: Tensor
-    dt_bias: Tensor
-    out: Tensor
-    scale: float
     intermediate_states: Tensor
     cache_indices: Tensor
     parents: Tensor | None = None
-    lower_bound: float | None = None
-    v_first: bool = True
 
 
 def packed(mixed_qkv: Tensor, H: int, HV: int, K: int, V: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -402,7 +394,7 @@ def packed(mixed_qkv: Tensor, H: int, HV: int, K: int, V: int) -> tuple[Tensor, 
     """
     width = 2 * H * K + HV * V
     if mixed_qkv.ndim < 1 or mixed_qkv.shape[-1] != width:
-        raise ValueError(f"mixed_qkv is {_shape(mixed_qkv)}; allowed: a last dimension of 2·H·K + HV·V = {width}")
+        raise ValueError(f"mixed_qkv is {tuple(mixed_qkv.shape)}; allowed: a last dimension of 2·H·K + HV·V = {width}")
     q, k, v = mixed_qkv.split((H * K, H * K, HV * V), dim=-1)
     return q.unflatten(-1, (H, K)), k.unflatten(-1, (H, K)), v.unflatten(-1, (HV, V))
 
@@ -447,7 +439,7 @@ def verify(x: VerifyInputs, choice: StepChoice | None = None) -> Launch:
     return Launch(_verify_kernel, (triton.cdiv(V, choice.tile), HV, N), arguments, {"num_warps": choice.num_warps})
 
 
-def _arguments(x: StepInputs | VerifyInputs, choice: StepChoice, kda: bool) -> dict[str, Any]:
+def _arguments(x: Inputs, choice: StepChoice, kda: bool) -> dict[str, Any]:
     """What both kernels take."""
     names = ("state", "indices", "q", "k", "v", "a", "b", "A_log", "dt_bias", "out", "scale")
     H, K = x.q.shape[-2:]
@@ -483,8 +475,8 @@ def _token_stride(tensor: Tensor, inner: int) -> int:
     return tensor.stride(outer - 1) if tensor.shape[outer - 1] > 1 else tensor.stride(0)
 
 
-def _chosen(x: StepInputs | VerifyInputs, heads: int, V: int, K: int, one_tile: bool = False) -> StepChoice:
-    sms = _multiprocessors(x.state.device)
+def _chosen(x: Inputs, heads: int, V: int, K: int, one_tile: bool = False) -> StepChoice:
+    sms = multiprocessors(x.state.device)
     return choose(heads, V, K, x.state.element_size(), sms, v_first=x.v_first, one_tile=one_tile)
 
 
@@ -522,20 +514,13 @@ def _may_double(heads: int, V: int, K: int, itemsize: int, sms: int, rows: int) 
     return 2 * rows <= V and heads * V >= 2 * rows * FILL * sms and 2 * rows * K * itemsize <= PROGRAM_BYTES
 
 
-@cache
-def _multiprocessors(device: torch.device) -> int:
-    """How many a GPU has; for a device that is none, the H100's number."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
-
-
 def check_choice(choice: StepChoice, K: int) -> None:
     """Raise ValueError for a choice that the kernels cannot take for K channels."""
     powers = (1, 2, 4, 8, 16, 32, 64, 128, 256)
     allowed = {"tile": powers, "pieces": tuple(p for p in powers[:6] if p <= K), "num_warps": (1, 2, 4, 8)}
     allowed |= {"tiles": powers, "in_flight": tuple(range(1, choice.tiles + 1))}
     for name, values in allowed.items():
-        if (value := getattr(choice, name)) not in values:
-            raise ValueError(f"{name} is {value}; allowed: {', '.join(map(str, values))}")
+        check_one_of(name, getattr(choice, name), values)
 
 
 def check_step(x: StepInputs) -> tuple[int, int, int, int, int]:
@@ -544,7 +529,7 @@ def check_step(x: StepInputs) -> tuple[int, int, int, int, int]:
     Raises ValueError for shapes, dtypes, strides or devices that the kernel cannot take.
     """
     if x.q.ndim != 3 or x.v.ndim != 3:
-        raise ValueError(f"q is {_shape(x.q)} and v is {_shape(x.v)}; allowed: [N, H, K] and [N, HV, V]")
+        raise ValueError(f"q is {tuple(x.q.shape)} and v is {tuple(x.v.shape)}; allowed: [N, H, K] and [N, HV, V]")
     N, H, K = x.q.shape
     HV, V = x.v.shape[1:]
     _check_common(x, (N,), H, K, HV, V)
@@ -554,20 +539,22 @@ def check_step(x: StepInputs) -> tuple[int, int, int, int, int]:
 def check_verify(x: VerifyInputs) -> tuple[int, int, int, int, int, int]:
     """N, T, H, K, HV and V of a verify; raises ValueError as `check_step` does."""
     if x.q.ndim != 4 or x.v.ndim != 4:
-        raise ValueError(f"q is {_shape(x.q)} and v is {_shape(x.v)}; allowed: [N, T, H, K] and [N, T, HV, V]")
+        raise ValueError(
+            f"q is {tuple(x.q.shape)} and v is {tuple(x.v.shape)}; allowed: [N, T, H, K] and [N, T, HV, V]"
+        )
     N, T, H, K = x.q.shape
     HV, V = x.v.shape[2:]
     if T < 1:
-        raise ValueError(f"q is {_shape(x.q)}; allowed: [N, T, H, K] with T at least 1")
+        raise ValueError(f"q is {tuple(x.q.shape)}; allowed: [N, T, H, K] with T at least 1")
     _check_common(x, (N, T), H, K, HV, V)
     cache = x.intermediate_states
     inner = (T, HV, V, K) if x.v_first else (T, HV, K, V)
     _check_pool("intermediate_states", cache, inner, x.state.device)
     if cache.dtype != x.state.dtype:
         raise ValueError(f"intermediate_states is {cache.dtype}; allowed: the state's dtype, {x.state.dtype}")
-    _check_indices("cache_indices", x.cache_indices, (N,), x.state.device)
+    check_tensor("cache_indices", x.cache_indices, (N,), INDEX_DTYPES, x.state.device, OWNER)
     if x.parents is not None:
-        _check_indices("parents", x.parents, (N, T), x.state.device)
+        check_tensor("parents", x.parents, (N, T), INDEX_DTYPES, x.state.device, OWNER)
     return N, T, H, K, HV, V
 
 
@@ -583,7 +570,7 @@ def check_indices(indices: Tensor, slots: int) -> None:
         raise ValueError(f"indices is {indices.tolist()}; allowed: each slot once, padding negative")
 
 
-def _check_common(x: StepInputs | VerifyInputs, tokens: tuple[int, ...], H: int, K: int, HV: int, V: int) -> None:
+def _check_common(x: Inputs, tokens: tuple[int, ...], H: int, K: int, HV: int, V: int) -> None:
     if H == 0 or HV == 0 or HV % H:
         raise ValueError(f"v has {HV} heads and q has {H}; allowed: a multiple of q's")
     if K == 0 or V == 0:
@@ -591,10 +578,9 @@ def _check_common(x: StepInputs | VerifyInputs, tokens: tuple[int, ...], H: int,
     if tokens[0] > MOST_SEQUENCES:
         raise ValueError(f"q has {tokens[0]} sequences; allowed: at most {MOST_SEQUENCES}")
     device = x.state.device
-    if x.state.dtype not in STATE_DTYPES:
-        raise ValueError(f"state is {x.state.dtype}; allowed: {', '.join(map(str, STATE_DTYPES))}")
+    check_one_of("state", x.state.dtype, STATE_DTYPES)
     _check_pool("state", x.state, (HV, V, K) if x.v_first else (HV, K, V), device)
-    _check_indices("indices", x.indices, tokens[:1], device)
+    check_tensor("indices", x.indices, tokens[:1], INDEX_DTYPES, device, OWNER)
     kda = x.a.ndim == len(tokens) + 2
     gate = (HV, K) if kda else (HV,)
     inner = {"q": (H, K), "k": (H, K), "v": (HV, V), "a": gate, "b": (HV,)}
@@ -603,36 +589,26 @@ def _check_common(x: StepInputs | VerifyInputs, tokens: tuple[int, ...], H: int,
         _check_strides(name, getattr(x, name), len(tokens), heads_apart=name in "qkv")
     for name, shape in {"A_log": (HV,), "dt_bias": gate, "out": (*tokens, HV, V)}.items():
         _check_floats(name, getattr(x, name), shape, device)
-        _check_contiguous(name, getattr(x, name))
+        check_contiguous(name, getattr(x, name))
     if x.lower_bound is not None and not (kda and x.lower_bound < 0):
         raise ValueError(
-            f"lower_bound is {x.lower_bound} and a is {_shape(x.a)}; allowed: a negative one, with KDA's a"
+            f"lower_bound is {x.lower_bound} and a is {tuple(x.a.shape)}; allowed: a negative one, with KDA's a"
         )
 
 
 def _check_pool(name: str, pool: Tensor, inner: tuple[int, ...], device: torch.device) -> None:
     if tuple(pool.shape[1:]) != inner:
-        raise ValueError(f"{name} is {_shape(pool)}; allowed: slots of {inner}")
+        raise ValueError(f"{name} is {tuple(pool.shape)}; allowed: slots of {inner}")
     if len(pool) and not pool[0].is_contiguous():
         raise ValueError(f"{name} has strides {pool.stride()}; allowed: contiguous inside a slot")
-    _check_device(name, pool, device)
-
-
-def _check_indices(name: str, tensor: Tensor, shape: tuple[int, ...], device: torch.device) -> None:
-    if tuple(tensor.shape) != shape:
-        raise ValueError(f"{name} is {_shape(tensor)}; allowed: {shape}")
-    if tensor.dtype not in INDEX_DTYPES:
-        raise ValueError(f"{name} is {tensor.dtype}; allowed: {', '.join(map(str, INDEX_DTYPES))}")
-    _check_contiguous(name, tensor)
-    _check_device(name, tensor, device)
+    check_device(name, pool, device, OWNER)
 
 
 def _check_floats(name: str, tensor: Tensor, shape: tuple[int, ...], device: torch.device) -> None:
-    if tuple(tensor.shape) != shape:
-        raise ValueError(f"{name} is {_shape(tensor)}; allowed: {shape}")
+    check_shape(name, tensor, shape)
     if not tensor.dtype.is_floating_point:
         raise ValueError(f"{name} is {tensor.dtype}; allowed: a floating-point dtype")
-    _check_device(name, tensor, device)
+    check_device(name, tensor, device, OWNER)
 
 
 def _check_strides(name: str, tensor: Tensor, tokens: int, heads_apart: bool) -> None:
@@ -645,17 +621,3 @@ def _check_strides(name: str, tensor: Tensor, tokens: int, heads_apart: bool) ->
         raise ValueError(f"{name} has strides {tensor.stride()}; allowed: {what}")
     if tokens == 2 and min(tensor.shape[:2]) > 1 and tensor.stride(0) != tensor.shape[1] * tensor.stride(1):
         raise ValueError(f"{name} has strides {tensor.stride()}; allowed: all tokens evenly spaced")
-
-
-def _check_contiguous(name: str, tensor: Tensor) -> None:
-    if not tensor.is_contiguous():
-        raise ValueError(f"{name} has strides {tensor.stride()}; allowed: contiguous")
-
-
-def _check_device(name: str, tensor: Tensor, device: torch.device) -> None:
-    if tensor.device != device:
-        raise ValueError(f"{name} is on {tensor.device}; allowed: the state's device, {device}")
-
-
-def _shape(tensor: Tensor) -> tuple[int, ...]:
-    return tuple(tensor.shape)
