@@ -8,11 +8,12 @@ from labkit.gemv_coalescing import names, tables
 
 STEP_RATIO = 2.36  # AutoMegaKernel: whole step, before and after
 SMALL, PULL_REQUEST = "AutoMegaKernel h1024", "Qwen3.5-4B"
-MOST_CHANGE = 2.5  # percent: 40 to 41 ms, as printed
+MOST_CHANGE = 5.1  # percent: 40 to 41 ms as printed may be 39.5 to 41.5
 CEILING = 45.0  # percent of the bandwidth that sleepy-llm calls its ceiling
 MARGIN = 10.0  # points beyond it that no rounding of either figure explains
 ABOUT = 1.5  # a factor of another GPU, and of a part of the step only, agrees within this
 PROCESSES = 3
+FEW = "a thread a row leaves most multiprocessors of this GPU idle at its shapes, and the rest of a step is left out"
 NEARLY_ALL = 0.9  # of the gain's logarithm
 
 
@@ -31,6 +32,8 @@ def judge_step(rows: pd.DataFrame) -> Judgement:
     measured = f"×{line['ratio']:.1f} [{line['low']:.1f}, {line['high']:.1f}] for its layers' weights"
     if STEP_RATIO / ABOUT <= line["ratio"] <= STEP_RATIO * ABOUT:
         return Judgement("consistent", measured, "about as much here, on another GPU and without the rest of the step")
+    if line["low"] > STEP_RATIO:
+        return Judgement("consistent", measured, f"faster here too, and by more: {FEW}")
     if line["low"] > 1:
         return Judgement("not reproduced", measured, "it is faster here too, but not by that factor")
     return Judgement("not reproduced", measured, "no gain here")
@@ -52,23 +55,28 @@ def judge_pattern(rows: pd.DataFrame) -> Judgement:
     return Judgement("not reproduced", measured, f"{why}; the rest is more threads a row and wider loads")
 
 
+# What the rule may have replaced, which its source does not say, and the rule run in the same way.
+BEFORE = ((tables.ONE, tables.RULE), (tables.FOUR, tables.RULE), (tables.FOUR_PLAIN, tables.RULE_PLAIN))
+
+
 def judge_rule(rows: pd.DataFrame) -> Judgement:
     """Does the rule for the rows change a token's time by less than the pull request could see, however it is run?"""
     changes = {}
     for merged in (True, False):
         us = tables.token_total(rows, PULL_REQUEST, merged).set_index("rule")["us"]
-        for rule, four in ((tables.RULE, tables.FOUR), (tables.RULE_PLAIN, tables.FOUR_PLAIN)):
-            if rule in us and four in us:
-                plain = ", no dependent launch" if rule == tables.RULE_PLAIN else ""
-                changes["merged" * merged + "separate" * (not merged) + plain] = 100 * (us[four] / us[rule] - 1)
-    if len(changes) < 4 or _processes(rows, "gemv") < PROCESSES:
+        for other, rule in BEFORE:
+            if rule in us and other in us:
+                changes[f"{other}, {'merged' if merged else 'separate'}"] = 100 * (us[other] / us[rule] - 1)
+    if len(changes) < 2 * len(BEFORE) or _processes(rows, "gemv") < PROCESSES:
         return _untestable(f"needs 1 and 4 rows at every shape of {PULL_REQUEST} in {PROCESSES} processes")
-    measured = "always 4 rows against the rule: " + "; ".join(
-        f"{change:+.1f} % {how}" for how, change in changes.items()
-    )
+    measured = "against the rule: " + "; ".join(f"{change:+.1f} % {way}" for way, change in changes.items())
     if all(abs(change) <= MOST_CHANGE for change in changes.values()):
         return Judgement("consistent", measured, "no change that a token's time would show")
-    return Judgement("not reproduced", measured, f"it changes a token's time by more than {MOST_CHANGE} %")
+    many = sum(abs(change) > MOST_CHANGE for change in changes.values())
+    return Judgement(
+        "not reproduced", measured,
+        f"in {many} of {len(changes)} ways of running it a token's time changes by more than {MOST_CHANGE} %",
+    )  # fmt: skip
 
 
 def judge_ceiling(rows: pd.DataFrame) -> Judgement:
@@ -81,6 +89,8 @@ def judge_ceiling(rows: pd.DataFrame) -> Judgement:
     measured = f"its layers in order: {percent[names.CHAIN_OURS]:.0f} % of the read ceiling"
     if (library := names.merged("torch.mv")) in percent:
         measured += f", cuBLAS {percent[library]:.0f} %"
+    if names.BETWEEN_OURS in percent:
+        measured += f", ours with kernels between {percent[names.BETWEEN_OURS]:.0f} %"
     if percent[names.CHAIN_OURS] > CEILING + MARGIN:
         return Judgement("not reproduced", measured, "no ceiling of that kind: the same weights stream faster")
     return Judgement("consistent", measured, "no more was reached here either")

@@ -12,12 +12,14 @@ LADDER = (
 )
 OURS = "9 dependent launch"  # the production GEMV
 HINT = "4 with W evict-first"
-CHANGES = {  # step -> the one that it changes
-    **dict(zip(LADDER[1:4], (LADDER[0], LADDER[0], LADDER[2]), strict=True)),
-    HINT: LADDER[3],
-    **dict(zip(LADDER[4:8], LADDER[3:7], strict=True)),
-    OURS: LADDER[6],
-}
+CHANGES = (  # step, and the one that it changes
+    *zip(LADDER[1:4], (LADDER[0], LADDER[0], LADDER[2]), strict=True),
+    (HINT, LADDER[3]),
+    *zip(LADDER[4:7], LADDER[3:6], strict=True),
+    (LADDER[6], LADDER[3]),  # past the steps between, which lose
+    (LADDER[7], LADDER[6]),
+    (OURS, LADDER[6]),
+)
 THREADS = 64  # rows a CTA where each thread has its own, steps 1 and 2
 READ = "read W"
 EMPTY = "empty kernel"

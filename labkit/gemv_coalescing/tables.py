@@ -25,6 +25,7 @@ CHAIN_COLUMNS = (
     "ratio", "low", "high", "noise", "verdict",
 )  # fmt: skip
 PATTERN_COLUMNS = ("dtype", "N", "K", "MB", "CTAs an SM", *STEPS, "look-ups, ns", "pattern alone", "with width")
+RESIDENT = "CTAs an SM, at most"
 WORDS = ("faster", "same", "slower", "unclear")
 RULE_ROWS = 4096  # the pull request's rule: one row a group up to so many rows of W, else four
 
@@ -74,28 +75,30 @@ def _median(group: pd.DataFrame) -> dict[str, float]:
     return {v: float(np.median(s)) / 1e3 for v, s in zip(usable["variant"], usable["samples_ns"], strict=True)}
 
 
-def faster_library(us: dict[str, float], label: Callable[[str], str] = str) -> str | None:
+def faster_cublas(us: dict[str, float], label: Callable[[str], str] = str) -> str | None:
     """The faster of cuBLAS's two callers; None if neither ran."""
     return min((label(name) for name in names.LIBRARY if label(name) in us), key=us.__getitem__, default=None)
 
 
-def against_library(rows: pd.DataFrame, variant: str = names.OURS) -> pd.DataFrame:
+def against_cublas(rows: pd.DataFrame, variant: str = names.OURS) -> pd.DataFrame:
     """Time of the better of torch.mv and F.linear over that of `variant`, with interval and verdict, for every shape.
 
-    Columns `allowed µs` (bytes at the ceiling + the cheaper empty kernel of the same run + 1 µs) and `within` it too.
+    Columns `allowed µs` (bytes at the ceiling + the cheaper empty kernel of the same run + 1 µs) and `within` it too;
+    `read µs`: reading W and no more, in the same run.
     """
     found = []
     for params, group in cases(rows, "gemv"):
         us = _median(group)
-        library = faster_library(us)
+        library = faster_cublas(us)
         if library is None or variant not in us:
             continue
         [result] = compare_many(group, [(variant, library)])
         size = group["floor_bytes"].iloc[0]
         empty = min((us[name] for name in (names.EMPTY, names.EMPTY_DEPENDENT) if name in us), default=math.nan)
         allowed = size / group["ceiling"].max() / 1e6 + empty + ALLOWED_US
-        line = {"MB": size / 1e6, "library": library, "library µs": us[library], "ours µs": us[variant]}
+        line = {"MB": size / 1e6, "cuBLAS by": library, "cuBLAS µs": us[library], "ours µs": us[variant]}
         line |= {"ours TB/s": size / us[variant] / 1e6, "allowed µs": allowed, "within": us[variant] <= allowed}
+        line |= {"read µs": us.get(names.READ, math.nan)}
         found.append({name: params[name] for name in SHAPE} | line | _columns(result))
     return pd.DataFrame(found, columns=None if found else [*SHAPE, "MB", "ratio", "low", "high", "verdict", "within"])
 
@@ -137,7 +140,7 @@ def chains(rows: pd.DataFrame) -> pd.DataFrame:
                 continue
             together = variant.endswith(names.merged(""))
             count = sum(len(ns) for _, ns in LINEAR[params["model"]].chain(together))
-            library = faster_library(us, names.merged if together else names.separate)
+            library = faster_cublas(us, names.merged if together else names.separate)
             if variant in names.BETWEEN:
                 library = names.BETWEEN_MV if names.BETWEEN_MV in us else None
             line = {"model": params["model"], "variant": variant, "us": us[variant], "tbs": size / us[variant] / 1e6}
@@ -184,7 +187,7 @@ def token_total(rows: pd.DataFrame, model: str, merged: bool = True) -> pd.DataF
 
 
 RULE, RULE_PLAIN = f"1 row up to N = {RULE_ROWS}, else 4", f"1 row up to N = {RULE_ROWS}, else 4, no dependent launch"
-FOUR, FOUR_PLAIN = "always 4 rows", "always 4 rows, no dependent launch"
+ONE, FOUR, FOUR_PLAIN = "always 1 row", "always 4 rows", "always 4 rows, no dependent launch"
 BEST, TUNED, CUBLAS = "best rows of each shape", "tuned table", "cuBLAS"
 
 
@@ -193,7 +196,7 @@ def _rules() -> dict[str, Callable[[int], Sequence[str]]]:
     some, plain = names.rows_variant, names.plain_rows_variant
     return {
         RULE: lambda n: [some(1 if n <= RULE_ROWS else 4)],
-        "always 1 row": lambda n: [some(1)],
+        ONE: lambda n: [some(1)],
         FOUR: lambda n: [some(4)],
         BEST: lambda n: list(map(some, names.ROWS_CHOICES)),
         RULE_PLAIN: lambda n: [plain(1 if n <= RULE_ROWS else 4)],
@@ -228,6 +231,25 @@ def from_chain(rows: pd.DataFrame, model: str) -> pd.DataFrame:
         if rule in token and whole == whole:
             found.append({"of": rule, "sum": token[rule], "chain": whole, "chain / sum": whole / token[rule]})
     return pd.DataFrame(found, columns=["of", "sum", "chain", "chain / sum"])
+
+
+def beyond_reading(rows: pd.DataFrame) -> pd.DataFrame:
+    """Of the models with the smallest and the largest matrices: µs a GEMV of reading, and of each chain beyond it.
+
+    One row a variant that both models have; columns variant, least MB, most MB, least and most (µs of those models).
+    """
+    table = chains(rows)
+    table = table[table["beyond reading"].notna()] if len(table) else table
+    found = []
+    for variant, some in table.groupby("variant", sort=False):
+        some = some.assign(MB=some["us"] * some["tbs"] / some["GEMVs"]).sort_values("MB")  # µs times TB/s are MB
+        if len(some) > 1:
+            first, last = some.iloc[0], some.iloc[-1]
+            line = {"least MB": first["MB"], "most MB": last["MB"]}
+            found.append(
+                {"variant": variant} | line | {"least": first["beyond reading"], "most": last["beyond reading"]}
+            )
+    return pd.DataFrame(found, columns=["variant", "least MB", "most MB", "least", "most"])
 
 
 def unseen(rows: pd.DataFrame) -> pd.DataFrame:
@@ -306,9 +328,10 @@ def choices(rows: pd.DataFrame, model: str) -> pd.DataFrame:
 def pattern(rows: pd.DataFrame) -> pd.DataFrame:
     """What the access pattern alone is worth to a thread a row, and what warps a row and 16-byte loads are.
 
-    A row a shape and type, the fewest rows of W first. `ns a step`: time over K, the loads that a thread makes one
-    after the other, W stored [N, K] (step 1) and [K, N] (step 2). `CTAs an SM`: those of the busiest one. `look-ups,
-    ns`: how long its threads' lines take, one look-up a clock. Ratios of step 1's time over that of step 2 and step 4.
+    A row a shape and type, the fewest rows of W first. `ns a step`: time over K, the loads that a thread makes, some
+    of them at once (the compiler unrolls), W stored [N, K] (step 1) and [K, N] (step 2). `CTAs an SM`: those of the
+    busiest one. `look-ups, ns`: how long its threads' lines take, one look-up a clock. Ratios of step 1's time over
+    that of step 2 and step 4.
     """
     first, turned, wide = names.LADDER[0], names.LADDER[1], names.LADDER[3]
     table = times(rows)
@@ -352,7 +375,7 @@ def steps(rows: pd.DataFrame) -> pd.DataFrame:
     Geometric mean, least and most of the time before over the time after, and in how many cases it is faster or slower.
     """
     found = []
-    for after, before in names.CHANGES.items():
+    for after, before in names.CHANGES:
         table = compared(rows, "gemv", after, before)
         if len(table):
             ratio, verdicts = table["ratio"], table["verdict"].value_counts()
@@ -396,13 +419,11 @@ def _of_model(table: pd.DataFrame, model: str) -> np.ndarray:
 
 
 def _request(evidence: dict) -> dict:
-    """Bits a thread, sectors and lines a request of the load of W, and CTAs an SM."""
+    """Bits a thread, sectors and lines a request of the load of W, and how many CTAs find room on an SM."""
     loads = [a for a in evidence.get("accesses", []) if a.get("tensor") == "W"]
     first = loads[0] if loads else {}
     found = {f"{what} a request": first.get(what, math.nan) for what in ("sectors", "lines")}
-    return (
-        {"bits a thread": first.get("bits", math.nan)} | found | {"CTAs an SM": evidence.get("ctas_per_sm", math.nan)}
-    )
+    return {"bits a thread": first.get("bits", math.nan)} | found | {RESIDENT: evidence.get("ctas_per_sm", math.nan)}
 
 
 def _columns(result: Comparison) -> dict:

@@ -15,12 +15,16 @@ SHOWN_OVERHEAD = [
     names.separate("torch.mv"), names.merged("torch.mv"), names.CHAIN_PLAIN, names.separate("ours"), names.CHAIN_OURS,
 ]  # fmt: skip
 CAPPED = 2.0  # the map's colours end here
+WHOLE = {
+    names.BETWEEN_OURS: "with ordinary kernels between",
+    names.BETWEEN_TRIGGER: "where these let the GEMV start early",
+    names.CHAIN_OURS: "with none between",
+    names.separate("ours"): "with none, matrix by matrix",
+}
 WITHIN = 1.02
 MANY = 4  # CTAs an SM from which on its look-ups, not one thread's wait, are to explain a step
 UNITS = {"us": "µs", "tbs": "TB/s", "percent": "% of ceiling"}
 SHOWN_CHAINS = [
-    names.separate(names.LADDER[0]),
-    names.separate(names.LADDER[3]),
     names.separate("torch.mv"),
     names.separate("ours"),
     names.merged("torch.mv"),
@@ -40,30 +44,32 @@ def in_short(rows: pd.DataFrame) -> str:
 def _single(rows: pd.DataFrame) -> str:
     """Single GEMVs against cuBLAS."""
     means = {}
-    for variant in (names.OURS, names.LADDER[6]):
-        table = tables.against_library(rows, variant)
+    for variant in (names.OURS, names.LADDER[6], names.LADDER[3]):
+        table = tables.against_cublas(rows, variant)
         table = table[(table["dtype"] == "bf16") & (table["MB"] >= tables.LARGE_MB)]
         if len(table):
             means[variant] = (tables.geometric_mean(table["ratio"]), len(table))
     if names.OURS not in means:
         return ""
     mean, count = means[names.OURS]
-    plain = f" ({means[names.LADDER[6]][0]:.2f} without dependent launch)" if names.LADDER[6] in means else ""
+    others = {names.LADDER[6]: "launched plainly", names.LADDER[3]: "step 4, untuned"}
+    less = "; ".join(f"{means[name][0]:.2f} {words}" for name, words in others.items() if name in means)
     return (
-        f"One GEMV alone, {tables.LARGE_MB} MB of bf16 weights and more: the better of torch.mv and F.linear takes "
-        f"{mean:.2f} times as long as the production GEMV{plain}, geometric mean of {count} shapes"
+        f"One GEMV again and again, {tables.LARGE_MB} MB of bf16 weights and more: the better of torch.mv and F.linear "
+        f"takes {mean:.2f} times as long as the production GEMV{f' ({less})' * bool(less)}, geometric "
+        f"mean of {count} shapes"
     )
 
 
 def _whole_layers(rows: pd.DataFrame) -> str:
-    """Chains against cuBLAS, merged as engines run them and matrix by matrix."""
+    """Chains against cuBLAS: with kernels between as in a model, and without."""
     table = tables.chains(rows)
     parts = []
     for model in table["model"].unique():
         lines = table[(table["model"] == model) & table["ratio"].notna()].set_index("variant")
         ratios = [
             f"×{line['ratio']:.2f} [{line['low']:.2f}, {line['high']:.2f}] {how}"
-            for how, name in (("merged", names.CHAIN_OURS), ("matrix by matrix", names.separate("ours")))
+            for name, how in WHOLE.items()
             if name in lines.index and (line := lines.loc[name]) is not None
         ]
         parts += [f"{model} {', '.join(ratios)}"] if ratios else []
@@ -89,7 +95,7 @@ def ladder(rows: pd.DataFrame) -> Drawing:
         "alt": f"Map of percent of the read ceiling by step of the ladder and shape. {said}.",
         "caption": f"Streamed bytes a second, cold L2, the smallest W on top. {said}. Steps are named in the table; — "
         "stands where the code was not taken apart.",
-        "table": table[[*columns, "lines a request", "CTAs an SM"]].rename(columns=UNITS),
+        "table": table[[*columns, "lines a request", tables.RESIDENT]].rename(columns=UNITS),
     }
 
 
@@ -142,14 +148,18 @@ def why_not_32(rows: pd.DataFrame) -> str:
     if table.empty:
         return "the steps 1, 2 and 4 were not measured, or not on which GPU."
     one, many = table[table["CTAs an SM"] == 1], table[table["CTAs an SM"] >= MANY]
-    walk = tables.STEPS[0]
+    walk, turned = tables.STEPS
     said = [f"step 4 is {table['with width'].min():.0f} to {table['with width'].max():.0f} times as fast as step 1"]
     if len(one):
-        spans = [f"{one[name].min():.0f} to {one[name].max():.0f} ns" for name in tables.STEPS]
+        spans = [
+            f"{part[walk].min():.0f} to {part[walk].max():.0f} ns with W stored [N, K] and "
+            f"{part[turned].min():.0f} to {part[turned].max():.0f} ns with [K, N] in {dtype}"
+            for dtype, part in one.groupby("dtype")
+        ]
         said.append(
-            f"with one CTA a multiprocessor, up to {one['N'].max()} rows, a step along K takes {spans[0]} with W "
-            f"stored [N, K] and {spans[1]} with [K, N], however many rows there are: each thread waits for its own "
-            f"load, and stored [N, K] most of these find a line that is in the cache already"
+            f"with one CTA a multiprocessor, up to {one['N'].max()} rows, a step along K takes {', '.join(spans)}, of "
+            f"which look-ups are {one['look-ups, ns'].mean():.0f} ns. The rest is waiting: a thread has only its own "
+            f"few loads under way, and with [N, K] the next of them are in a line that it has asked for already"
         )
     if len(many):
         over = many[walk] / many["look-ups, ns"]
@@ -176,9 +186,9 @@ def _twice_the_bytes(table: pd.DataFrame, walk: str) -> list[str]:
     return [f"At {n} × {k} it takes {line['bf16']:.0f} ns in bf16 and {line['fp32']:.0f} ns in fp32, twice the bytes"]
 
 
-def library(rows: pd.DataFrame) -> Drawing:
+def cublas(rows: pd.DataFrame) -> Drawing:
     """cuBLAS over the production GEMV at every shape."""
-    table = tables.against_library(rows)
+    table = tables.against_cublas(rows)
     table = table[table["dtype"] == "bf16"] if len(table) else table
     if table.empty:
         return "no shape has both cuBLAS and the production GEMV."
@@ -189,15 +199,38 @@ def library(rows: pd.DataFrame) -> Drawing:
     )  # fmt: skip
     least = table.loc[table["ratio"].idxmin()]
     known = table["allowed µs"].notna()
-    said = f"Least: {least['ratio']:.2f} at {least['shape']}"
+    most = table.loc[table["ratio"].idxmax()]
+    said = f"Least: {least['ratio']:.2f} at {least['shape']}; most: {most['ratio']:.2f} at {most['shape']}"
     said += f"; {table['within'].sum()} of {known.sum()} within the limit" * bool(known.any())
-    columns = ["shape", "MB", "library", "library µs", "ours µs", "ours TB/s", "allowed µs", "ratio", "low", "high"]
+    columns = ["shape", "MB", "cuBLAS by", "cuBLAS µs", "ours µs", "read µs", "ours TB/s", "allowed µs"]
     return {
         "fig": fig,
         "alt": f"Ratios of cuBLAS's time over the production GEMV's, {len(table)} shapes. {said}.",
         "caption": f"The better of torch.mv and F.linear. {said}. Limit: bytes at the ceiling, an empty kernel, 1 µs.",
-        "table": table[[*columns, "noise", "verdict"]],
+        "table": table[[*columns, "ratio", "low", "high", "noise", "verdict"]],
     }
+
+
+def beyond_limit(rows: pd.DataFrame) -> str:
+    """Which bf16 shapes take longer than the limit of `cublas`, beside reading their weights."""
+    table = tables.against_cublas(rows)
+    table = table[table["dtype"] == "bf16"] if len(table) else table
+    table = table[table["allowed µs"].notna() & table["read µs"].notna()] if len(table) else table
+    if table.empty:
+        return "no shape has a known limit and was read in the same run."
+    beyond = table[~table["within"].astype(bool)]
+    if beyond.empty:
+        return f"all {len(table)} bf16 shapes are within the limit."
+    most = beyond.loc[(beyond["ours µs"] / beyond["allowed µs"]).idxmax()]
+    reading = beyond[beyond["read µs"] > beyond["allowed µs"]]
+    slowest = table["read µs"] / table["ours µs"]
+    return (
+        f"{len(beyond)} of {len(table)} bf16 shapes take longer than the limit, at most "
+        f"{most['ours µs'] / most['allowed µs'] - 1:.1%} longer ({most['N']} × {most['K']}). At {len(reading)} of "
+        f"these a kernel that only reads W takes longer too (the limit's ceiling is the machine page's, from another "
+        f"run). The production GEMV reaches {slowest[beyond.index].min():.0%} to "
+        f"{slowest[beyond.index].max():.0%} of that kernel's speed there."
+    )
 
 
 def steps(rows: pd.DataFrame) -> pd.DataFrame:
@@ -225,6 +258,23 @@ def peers(rows: pd.DataFrame) -> pd.DataFrame:
     wanted = [name for name in (*names.LIBRARY, *names.PEERS, names.LADDER[6], names.OURS) if name in us]
     asked = [name for name in names.PEERS if name in us]
     return us[wanted].dropna(subset=asked, how="all").reset_index() if asked else pd.DataFrame()
+
+
+def best_peer(rows: pd.DataFrame) -> str:
+    """The fastest of all libraries against the production GEMV, and against the same choice launched plainly."""
+    table = peers(rows)
+    libraries = [name for name in (*names.LIBRARY, *names.PEERS) if name in table]
+    if table.empty or names.OURS not in table:
+        return "no other library was timed beside the production GEMV."
+    best = table[libraries].min(axis=1)
+    ratios = {name: (best / table[name]).dropna() for name in (names.OURS, names.LADDER[6]) if name in table}
+    said = [
+        f"{tables.geometric_mean(ratio):.2f} times as long as {name}" for name, ratio in ratios.items() if len(ratio)
+    ]
+    return (
+        f"the fastest of {', '.join(libraries)} at each of these {len(table)} shapes takes {' and '.join(said)} "
+        f"(geometric means)."
+    )
 
 
 def chain(rows: pd.DataFrame) -> Drawing:
@@ -270,6 +320,23 @@ def overhead(rows: pd.DataFrame) -> Drawing:
     }
 
 
+def grows(rows: pd.DataFrame) -> str:
+    """Is what a GEMV of a chain takes beyond reading a cost of every launch, or of every byte?"""
+    table = tables.beyond_reading(rows)
+    table = table[table["variant"].isin(SHOWN_OVERHEAD)]
+    if table.empty:
+        return "fewer than two chains were measured beside reading their weights."
+    said = []
+    for _, line in table.iterrows():
+        bytes_over, cost_over = line["most MB"] / line["least MB"], line["most"] / line["least"]
+        kind = "it grows with the bytes" if cost_over > 1 + (bytes_over - 1) / 2 else "mostly a cost of every launch"
+        said.append(
+            f"{line['variant']}: {line['least']:.1f} µs where a GEMV has {line['least MB']:.0f} MB, "
+            f"{line['most']:.1f} µs where it has {line['most MB']:.0f}, {kind}"
+        )
+    return f"{'; '.join(said)}."
+
+
 def limits(rows: pd.DataFrame) -> str:
     """How much a chain could gain at all: cuBLAS over reading the weights."""
     table = tables.chains(rows)
@@ -282,7 +349,9 @@ def limits(rows: pd.DataFrame) -> str:
         f"reached ×{line['ratio']:.2f}"
         for _, line in table.iterrows()
     ]
-    return f"a kernel that took no longer than reading would still gain only so much over cuBLAS. {'; '.join(parts)}."
+    return (
+        f"a kernel that took no longer than our reading kernel would gain only so much over cuBLAS. {'; '.join(parts)}."
+    )
 
 
 def rows_map(rows: pd.DataFrame) -> Drawing:
@@ -296,7 +365,8 @@ def rows_map(rows: pd.DataFrame) -> Drawing:
     )  # fmt: skip
     near = table[table["over best"] <= WITHIN].groupby("rows")["shape"].nunique()
     count = table["shape"].nunique()
-    said = ", ".join(f"{rows} rows at {near.get(rows, 0)}" for rows in sorted(table["rows"].unique()))
+    counts = {int(rows): near.get(rows, 0) for rows in sorted(table["rows"].unique())}
+    said = ", ".join(f"{rows} row{'s' * (rows > 1)} at {shapes}" for rows, shapes in counts.items())
     said = f"within {WITHIN - 1:.0%} of that, of {count} shapes: {said}"
     return {
         "fig": fig,
@@ -315,14 +385,14 @@ def cross_check(rows: pd.DataFrame) -> pd.DataFrame:
 def between(rows: pd.DataFrame) -> Drawing:
     """What is left of the gain with small kernels between the GEMVs."""
     table = tables.chains(rows)
-    shown = [names.CHAIN_OURS, names.BETWEEN_TRIGGER, names.BETWEEN_OURS, names.CHAIN_PLAIN]
+    shown = [names.BETWEEN_TRIGGER, names.BETWEEN_OURS]
     table = table[table["variant"].isin(shown) & table["ratio"].notna()] if len(table) else table
     if table.empty or not set(names.BETWEEN) & set(table["variant"]):
         return "no chain with kernels between was measured."
     table = table.sort_values("variant", key=lambda some: some.map(shown.index), kind="stable")
     fig = figures.ratios(
         table.assign(name=table["variant"].str.removesuffix(names.merged(""))), "name", "ratio", "low", "high",
-        group="model", verdict="verdict", xlabel="time cuBLAS / time ours, the same kernels between",
+        group="model", verdict="verdict", xlabel="time cuBLAS, ordinary kernels between / time ours",
         title="Whole layers with small kernels between, merged",
     )  # fmt: skip
     ends = table.groupby("variant", sort=False)["ratio"].agg(["min", "max"])
@@ -407,7 +477,7 @@ def prediction(rows: pd.DataFrame) -> Drawing:
         return "no prediction is recorded."
     table = table.assign(over=table["us"] / table["predicted_us"], MB=table["MB"].round(1))
     fig = figures.lines(
-        table, "MB", "over", "variant", logx=True, reference=[(1.0, "as predicted")],
+        table, "MB", "over", "variant", logx=True, joined=False, reference=[(1.0, "as predicted")],
         xlabel="MB of weights", ylabel="time / predicted", title="Measured time over the prediction, one GEMV, bf16",
     )  # fmt: skip
     ends = table.groupby("variant")["over"].agg(["min", "max"])
@@ -415,7 +485,7 @@ def prediction(rows: pd.DataFrame) -> Drawing:
     said = "; ".join(f"{name} {span['min']:.2f} to {span['max']:.2f}" for name, span in ends.iterrows())
     return {
         "fig": fig,
-        "alt": f"Lines of time over prediction against the size of W. {said}.",
+        "alt": f"Points of time over prediction against the size of W. {said}.",
         "caption": f"Predicted: bytes at the ceiling of this size, and a launch. {said}.",
         "table": table[["N", "K", "MB", "variant", "us", "predicted_us", "over"]].rename(
             columns=UNITS | {"predicted_us": "predicted µs"}
@@ -442,25 +512,28 @@ def warm(rows: pd.DataFrame) -> str:
     table = tables.other_choice(rows)
     if table.empty:
         return "tuning in a warm cache chose nothing else, or was not tried: only what fits the L2 can be."
-    return "where a warm cache chose something else: " + _spread(table, "tuned warm / tuned cold")
+    tried = rows[(rows["op"] == "tune") & (rows["cache"] == "hot")]["case"].nunique()
+    said = f"a warm cache chose something else in {len(table)} of the {tried} cases whose W fits it. There, "
+    return said + _spread(table, "tuned warm / tuned cold", "the cold choice")
 
 
 def interleaving(rows: pd.DataFrame) -> str:
     """Adjacent rows against interleaved ones."""
-    return _spread(tables.compared(rows, "gemv", names.rows_variant(4), names.INTERLEAVED), "interleaved / adjacent")
+    table = tables.compared(rows, "gemv", names.rows_variant(4), names.INTERLEAVED)
+    return _spread(table, "interleaved / adjacent", "adjacent")
 
 
-def _spread(table: pd.DataFrame, what: str) -> str:
-    """Mean, ends and verdicts of the ratios of all shapes, in a sentence."""
+def _spread(table: pd.DataFrame, what: str, faster: str) -> str:
+    """Mean, ends and verdicts of the ratios of all shapes, in a sentence. faster: which one a ratio above 1 favours."""
     if table.empty:
         return "not measured."
     least, most = (table.loc[find(table["ratio"])] for find in (pd.Series.idxmin, pd.Series.idxmax))
-    ends = [f"{line['ratio']:.2f} at {line['N']} × {line['K']}" for line in (least, most)]
+    ends = [f"{line['ratio']:.2f} at {line['N']} × {line['K']} in {line['dtype']}" for line in (least, most)]
     counts = table["verdict"].value_counts()
-    words = ", ".join(f"{word} {counts[word]}" for word in ("faster", "same", "slower", "unclear") if word in counts)
+    words = ", ".join(f"{word} in {counts[word]}" for word in tables.WORDS if word in counts)
     return (
-        f"time {what}: {tables.geometric_mean(table['ratio']):.3f} on average over {len(table)} shapes, from "
-        f"{ends[0]} to {ends[1]}. The latter: {words}."
+        f"time {what}: {tables.geometric_mean(table['ratio']):.3f} on average over {len(table)} shapes and types, from "
+        f"{ends[0]} to {ends[1]}; {faster} is {words}."
     )
 
 
@@ -489,9 +562,14 @@ def questions(rows: pd.DataFrame) -> pd.DataFrame:
         return f"×{some.min():.2f} to ×{some.max():.2f} of whole layers" if len(some) else "not measured"
 
     lines = [
-        ("Is it the loads of weights that are coalesced?", "yes: lanes of a warp along one row", names.LADDER[0], 2),
-        ("Is it their pattern by itself?", "no: the same change makes 32 threads a row of one", names.LADDER[0], 1),
-        ("Is it the width of a load?", "a part: 16 bytes a lane instead of one value", names.LADDER[2], 3),
+        (
+            "Is it the loads of weights that are coalesced?",
+            "yes; lanes of a warp along one row, 32 threads instead of one",
+            names.LADDER[0],
+            2,
+        ),
+        ("Is it their pattern by itself?", "only where W is tall; this is the average", names.LADDER[0], 1),
+        ("Is it the width of a load?", "16 bytes a lane instead of one value: a part", names.LADDER[2], 3),
         ("Is it the reuse of x by several rows?", "not in AutoMegaKernel, which shares x in a CTA", names.LADDER[3], 4),
     ]
     found = [
@@ -509,7 +587,7 @@ def questions(rows: pd.DataFrame) -> pd.DataFrame:
 
 def summary(rows: pd.DataFrame) -> str:
     """The result in one sentence."""
-    table = tables.against_library(rows)
+    table = tables.against_cublas(rows)
     if table.empty:
         return "nothing could be compared with cuBLAS."
     counts = table["verdict"].value_counts()

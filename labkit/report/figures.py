@@ -103,11 +103,13 @@ def lines(
     title: str,
     logx: bool = False,
     logy: bool = False,
+    joined: bool = True,
     reference: Reference | None = None,
 ) -> Figure:
     """Lines of `y` against `x`, one a `series`, with interval bars from `low` to `high` where given.
 
     panel:     column that splits the figure into side-by-side axes with the same y.
+    joined:    False: marks alone, where neighbours on x have nothing to do with each other.
     reference: horizontal lines, each (y, label).
     Columns x (numbers or names), y, low and high (numbers, unit in the label). ValueError without rows or a column.
     """
@@ -115,18 +117,19 @@ def lines(
     names = _levels(df[series])
     fig, cells = _grid(df, panel, title)
     place, marks, labels = _places(df[x], logx, len(cells))
+    looks = [_look(index) | ({} if joined else {"linestyle": "none"}) for index in range(len(names))]
     for ax, part in cells:
         for index, name in enumerate(names):
             line = part[part[series] == name]
             line = line.assign(_at=line[x].map(place)).sort_values("_at")
             bars = _bars(line, y, low, high)
-            ax.errorbar(line["_at"], line[y], yerr=bars, capsize=2.5, elinewidth=1.1, **_look(index))
+            ax.errorbar(line["_at"], line[y], yerr=bars, capsize=2.5, elinewidth=1.1, **looks[index])
         if logx:
             ax.set_xscale("log", base=2)
         _ticks(ax, marks, labels, 52 if reference else 66)
     _values(cells, ylabel, logy, reference)
     _xlabel(cells, xlabel)
-    _legend(fig, [Line2D([], [], label=str(name), **_look(i)) for i, name in enumerate(names)])
+    _legend(fig, [Line2D([], [], label=str(name), **look) for name, look in zip(names, looks, strict=True)])
     return fig
 
 
@@ -262,7 +265,7 @@ def heat(
     axes[0].set_yticks(np.arange(len(rows)) + 0.5, [_wrap(_plain(row), 30 if panel is None else 40) for row in rows])
     _xlabel(cells, xlabel, 48)
     _ylabel(cells, ylabel)
-    bar = fig.colorbar(mesh, ax=axes, pad=0.02, aspect=24)
+    bar = fig.colorbar(mesh, ax=axes, pad=0.02, aspect=max(24, 6 * fig.get_figheight()))  # no wider beside a tall map
     bar.outline.set_visible(False)
     bar.solids.set_edgecolor("face")  # or hairlines show between the steps
     bar.set_label(unit, color=SOFT)
@@ -389,7 +392,7 @@ def _cells(
 ) -> Iterable[Markup]:
     for place, (item, column, kind) in enumerate(zip(row, columns, kinds, strict=True)):
         text = _text(item, formats.get(column))
-        if len(str(text)) > 40 and not hasattr(text, "__html__"):
+        if len(str(text)) > 24 and not hasattr(text, "__html__"):
             kind = Markup(' class="t"')  # text that may wrap
         if place == 0:
             yield Markup('<th scope="row"{}>{}</th>').format(kind, text)
