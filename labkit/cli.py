@@ -293,7 +293,8 @@ def doctor() -> None:
 @click.option(
     "--pack", metavar="OUT", type=click.Path(dir_okay=False, path_type=Path), help="Only pack runs/ into OUT."
 )
-def record(archive: Path | None, pack: Path | None) -> None:
+@click.option("--figures", is_flag=True, help="Only draw the figures of what is recorded anew.")
+def record(archive: Path | None, pack: Path | None, figures: bool) -> None:
     """Check measurements and promote them into data/<gpu>/.
 
     Takes what was measured here (runs/), or an archive or folder that came from another machine, which holds
@@ -304,12 +305,17 @@ def record(archive: Path | None, pack: Path | None) -> None:
     labkit record                       what was measured here
     labkit record --pack runs.tar.gz    on another machine; then, here:
     labkit record runs.tar.gz
+    labkit record --figures             after a change of how they are drawn
     """
+    from labkit import studies
     from labkit.bench.records import RecordError
     from labkit.workflow import archive as archives
 
-    if archive and pack:
-        raise click.UsageError("ARCHIVE and --pack exclude each other")
+    if sum(map(bool, (archive, pack, figures))) > 1:
+        raise click.UsageError("ARCHIVE, --pack and --figures exclude each other")
+    if figures:
+        _draw(list(studies.NOTEBOOKS))
+        return
     try:
         if pack:
             click.echo(f"{pack}: {archives.pack(pack)} files")
@@ -333,6 +339,7 @@ def _draw(chosen: list[str]) -> None:
     from labkit.workflow import notebooks, reports
 
     values = {name: {"source": "recorded"} for name in chosen}
+    reports.forget_figures(chosen)
     results = notebooks.run(chosen, values, can_measure=False)
     reports.write({result.study: result.error for result in results if not result.ok})
     for path in reports.keep_figures(chosen):

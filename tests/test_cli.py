@@ -196,6 +196,7 @@ def test_record_refuses_with_exit_1_and_usage_with_2(inside):
     assert inside.labkit("record", "no-such-file").returncode == 2
     assert inside.labkit("record", "--pack", "out.rar").returncode == 2
     assert inside.labkit("record", "driver.py", "--pack", "x.tar").returncode == 2
+    assert inside.labkit("record", "--figures", "--pack", "x.tar").returncode == 2
     assert inside.labkit("record", "driver.py").returncode == 1
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from toy_lab import NOTEBOOKS, Toy
 
 from labkit import isolated, paths, studies
-from labkit.workflow import notebooks
+from labkit.workflow import notebooks, reports
 from labkit.workflow.notebooks import Parameter, UsageError, parse
 from labkit.workflow.progress import Progress
 
@@ -415,3 +415,21 @@ def gone(pid, seconds=15):
             return True
         time.sleep(0.1)
     return False
+
+
+def test_kept_figures_are_those_that_were_drawn_last(tmp_path, monkeypatch):
+    monkeypatch.setattr(paths, "REPORTS", tmp_path / "reports")
+    monkeypatch.setattr(paths, "FIGURES", tmp_path / "figures")
+    monkeypatch.setattr(notebooks, "recorded_gpus", lambda: ["gpu"])
+    drawn, kept = tmp_path / "reports" / "figures" / "gpu", tmp_path / "figures" / "gpu"
+    for folder, names in ((drawn, ("a-one", "b-one")), (kept, ("a-old", "a-one", "b-old", "c-old"))):
+        folder.mkdir(parents=True)
+        for name in names:
+            (folder / f"{name}.svg").write_text(folder.parent.parent.name)
+    assert reports.keep_figures(["a", "c"]) == [kept / "a-one.svg"]
+    assert (kept / "a-one.svg").read_text() == "reports"
+    left = {"a-one.svg", "b-old.svg", "c-old.svg"}  # b was not asked for; of c nothing was drawn
+    assert {path.name for path in kept.iterdir()} == left
+    reports.forget_figures(["a"])
+    assert {path.name for path in drawn.iterdir()} == {"b-one.svg"}
+    assert {path.name for path in kept.iterdir()} == left

@@ -48,18 +48,37 @@ def write(failed: Mapping[str, str] = _NONE) -> list[str]:
     return problems
 
 
+def forget_figures(chosen: Iterable[str]) -> None:
+    """Delete what these studies' notebooks drew of recorded GPUs before, so that no figure outlives its name."""
+    for path in _figures(paths.REPORTS / "figures", chosen):
+        path.unlink()
+
+
 def keep_figures(chosen: Iterable[str]) -> list[Path]:
-    """Copy the figures that these studies' notebooks drew of recorded GPUs into figures/; returns the copies."""
-    drawn = [
-        path
-        for gpu in notebooks.recorded_gpus()
-        for name in chosen
-        for path in sorted((paths.REPORTS / "figures" / gpu).glob(f"{name}-*.svg"))
-    ]
-    kept = [paths.FIGURES / path.relative_to(paths.REPORTS / "figures") for path in drawn]
-    for path, copy in zip(drawn, kept, strict=True):
+    """Make figures/ hold just what these studies' notebooks drew of recorded GPUs; returns the copies.
+
+    Of a study and GPU of which nothing was drawn, as where its notebook failed, the old ones stay.
+    """
+    made = paths.REPORTS / "figures"
+    drawn = {paths.FIGURES / path.relative_to(made): path for path in _figures(made, chosen)}
+    for copy, path in drawn.items():
         records.write_atomic(copy, path.read_bytes())
-    return kept
+    fresh = {(copy.parent, _study(copy)) for copy in drawn}
+    for old in _figures(paths.FIGURES, chosen):
+        if old not in drawn and (old.parent, _study(old)) in fresh:
+            old.unlink()
+    return list(drawn)
+
+
+def _figures(folder: Path, chosen: Iterable[str]) -> list[Path]:
+    """The figures of these studies and all recorded GPUs in a folder."""
+    names = set(chosen)
+    found = [path for gpu in notebooks.recorded_gpus() for path in sorted((folder / gpu).glob("*.svg"))]
+    return [path for path in found if _study(path) in names]
+
+
+def _study(figure: Path) -> str:
+    return figure.name.partition("-")[0]
 
 
 def _readable() -> tuple[dict[str, list[recorded.Rows]], dict[tuple[str, str, bool], str]]:
