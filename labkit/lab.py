@@ -301,9 +301,10 @@ class Lab:
         if found.empty:
             why = "they were measured without ncu, or it could not be used (`labkit doctor` says what is here)"
             return figures.note(f"{entry.label}: hardware counters are not recorded in these rows: {why}.")
-        keys = entry.rows[entry.rows["counters"] != "{}"]["case"].unique()
-        at = "; ".join(", ".join(f"{name} = {value}" for name, value in json.loads(key).items()) for key in keys)
-        said = f"{caption} At {at}, cold, caches flushed by ncu. {counters.in_short(found)} {entry.origin}"
+        cases = [json.loads(key) for key in entry.rows[entry.rows["counters"] != "{}"]["case"].unique()]
+        shared = [f"{name} = {value}" for name, value in cases[0].items() if all(c.get(name) == value for c in cases)]
+        how = "; ".join(["Cold, caches flushed by ncu", *[", ".join(shared)] * bool(shared)])
+        said = f"{caption} {how}. {counters.in_short(found)} {entry.origin}"
         return figures.table(found.assign(agree=found["agree"].map({True: "yes", False: "no"})), said, counters.FORMATS)
 
     def side_by_side(

@@ -990,6 +990,7 @@ def test_a_cost_of_every_launch_is_told_from_one_of_every_byte(rows):
         "ours, merged: 1.0 µs where a GEMV has 3 MB, 1.2 µs where it has 30, mostly a cost of every launch."
     )
     assert said(1.0, 9.0).endswith("it grows with the bytes.")
+    assert said(0.0, 0.0).endswith("mostly a cost of every launch.")
 
 
 def test_best_peer_is_the_fastest_at_each_shape():

@@ -328,8 +328,9 @@ def grows(rows: pd.DataFrame) -> str:
         return "fewer than two chains were measured beside reading their weights."
     said = []
     for _, line in table.iterrows():
-        bytes_over, cost_over = line["most MB"] / line["least MB"], line["most"] / line["least"]
-        kind = "it grows with the bytes" if cost_over > 1 + (bytes_over - 1) / 2 else "mostly a cost of every launch"
+        half_way = (1 + line["most MB"] / line["least MB"]) / 2  # between a cost of every launch and one of every byte
+        grows = line["most"] > half_way * line["least"]
+        kind = "it grows with the bytes" if grows else "mostly a cost of every launch"
         said.append(
             f"{line['variant']}: {line['least']:.1f} µs where a GEMV has {line['least MB']:.0f} MB, "
             f"{line['most']:.1f} µs where it has {line['most MB']:.0f}, {kind}"
