@@ -42,6 +42,8 @@ class GatedDeltaModel:
 QWEN3_NEXT = GatedDeltaModel(
     "Qwen3-Next-80B-A3B", 16, 32, 36, 48, total=80e9, experts=512, top_k=10, hidden=2048, expert_width=512
 )
+# Kimi Linear's heads, with a decay for every channel of K; from its model card, not from a config file that was read.
+KIMI_LINEAR = GatedDeltaModel("Kimi-Linear-48B-A3B", 32, 32, 20, 27)
 GATED_DELTA = {
     model.name: model
     for model in (
@@ -124,6 +126,13 @@ LINEAR = {
         ),
     )
 }  # fmt: skip
+_QWEN35 = LINEAR["Qwen3.5-4B"]
+_QWEN35_WEIGHTS = _QWEN35.token() | dict(zip(_QWEN35.heads, (0, 1), strict=True))
+# Its weights are those of LINEAR, with the model card's vocabulary; k and v of 1024 rows are four heads of 256.
+QWEN35_4B = GatedDeltaModel(
+    "Qwen3.5-4B", 16, 32, 24, 32, hidden=2560, kv_heads=4,
+    total=float(sum(count * n * k for (n, k), count in _QWEN35_WEIGHTS.items())),
+)  # fmt: skip
 # [N, K] of other models that published GEMV figures are for (Llama-3-8B and Qwen3 projections and output matrices).
 OTHER_LINEAR = (
     (64, 2560), (4096, 2560), (4096, 4096), (14336, 4096), (4096, 14336), (28672, 4096), (152064, 2560), (128256, 4096),

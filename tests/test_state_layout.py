@@ -14,7 +14,7 @@ from labkit.bench.sha import kernel_sha
 from labkit.bench.spec import Case
 from labkit.evidence import coalescing, compiled
 from labkit.shapes import GATED_DELTA, QWEN3_NEXT, GatedDeltaModel
-from labkit.state_layout import extend, kernels, recurrent, reference, share, study, tables
+from labkit.state_layout import extend, kernels, recurrent, reference, share, study, tables, trials
 
 STATES = ("fp32", "bf16")
 
@@ -155,14 +155,15 @@ def test_floor_counts_what_the_kernel_is_given():
     case = Case(
         "decode", {"model": "odd", "batch": 3, "state": "bf16", "activations": "fp32", "H": 2, "HV": 4, "K": 8, "V": 16}
     )
-    inputs = study._inputs(case, torch.empty(1, 3, 4, 16), 0, "KV")[0]
+    (inputs,) = trials._step_inputs(case, "cpu", 1, 0, v_first=False)
     moved = [inputs.q, inputs.k, inputs.v, inputs.a, inputs.b, inputs.out, inputs.indices]
     sizes = [x.numel() * x.element_size() for x in moved]
     assert study.floor(case).bytes == 2 * inputs.state.numel() * 2 + sum(sizes)
 
 
 def test_cases_are_every_model_state_and_batch_and_hold_no_choice_of_a_kernel():
-    parameters = {"models": ["Qwen3.5-0.8B", "K-256 example"], "states": ["bf16", "fp32"], "batches": [1, 8]}
+    parameters = made.LAYOUT | {"models": ["Qwen3.5-0.8B", "K-256 example"], "states": ["bf16", "fp32"]}
+    parameters |= {"batches": [1, 8]}
     found = study.cases(parameters)
     assert len(found) == len({case.key for case in found}) == 8
     for case in found:

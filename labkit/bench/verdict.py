@@ -9,6 +9,7 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -131,6 +132,12 @@ class Comparison:
     def no_slower(self) -> bool:
         """Lower bound at least 0.99 and not unclear."""
         return self.verdict != "unclear" and self.ratio.no_slower
+
+    def columns(self) -> dict[str, Any]:
+        """As columns of a table: ratio, low, high, noise (half width, NaN without A/A), verdict, no slower, runs."""
+        noise = self.noise.half_width if self.noise.pairs else math.nan
+        ends = {"ratio": self.ratio.mid, "low": self.ratio.low, "high": self.ratio.high, "noise": noise}
+        return ends | {"verdict": self.verdict, "no slower": self.no_slower, "runs": self.ratio.runs}
 
 
 def compare(rows: pd.DataFrame, variant: str, against: str) -> Comparison:

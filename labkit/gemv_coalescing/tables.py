@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 
 from labkit.bench.records import expanded, read
-from labkit.bench.verdict import Comparison, compare_many
+from labkit.bench.verdict import compare_many
 from labkit.gemv import choose
 from labkit.gemv.choose import Choice
 from labkit.gemv_coalescing import names
@@ -99,7 +99,7 @@ def against_cublas(rows: pd.DataFrame, variant: str = names.OURS) -> pd.DataFram
         line = {"MB": size / 1e6, "cuBLAS by": library, "cuBLAS µs": us[library], "ours µs": us[variant]}
         line |= {"ours TB/s": size / us[variant] / 1e6, "allowed µs": allowed, "within": us[variant] <= allowed}
         line |= {"read µs": us.get(names.READ, math.nan)}
-        found.append({name: params[name] for name in SHAPE} | line | _columns(result))
+        found.append({name: params[name] for name in SHAPE} | line | result.columns())
     return pd.DataFrame(found, columns=None if found else [*SHAPE, "MB", "ratio", "low", "high", "verdict", "within"])
 
 
@@ -149,7 +149,7 @@ def chains(rows: pd.DataFrame) -> pd.DataFrame:
             if variant != names.READ:
                 line |= {"GEMVs": count, "beyond reading": (us[variant] - reading) / count}
             if library and variant != names.READ:
-                line |= {"at most": us[library] / reading, **_columns(compare_many(group, [(variant, library)])[0])}
+                line |= {"at most": us[library] / reading, **compare_many(group, [(variant, library)])[0].columns()}
             found.append(line)
     return pd.DataFrame(found, columns=None if found and "ratio" in found[0] else CHAIN_COLUMNS)
 
@@ -161,7 +161,7 @@ def compared(rows: pd.DataFrame, op: str, variant: str, against: str) -> pd.Data
         us = _median(group)
         if variant in us and against in us:
             [result] = compare_many(group, [(variant, against)])
-            found.append(params | {f"{against} µs": us[against], f"{variant} µs": us[variant]} | _columns(result))
+            found.append(params | {f"{against} µs": us[against], f"{variant} µs": us[variant]} | result.columns())
     return pd.DataFrame(found, columns=None if found else [*SHAPE, "model", "ratio", "low", "high", "noise", "verdict"])
 
 
@@ -424,10 +424,3 @@ def _request(evidence: dict) -> dict:
     first = loads[0] if loads else {}
     found = {f"{what} a request": first.get(what, math.nan) for what in ("sectors", "lines")}
     return {"bits a thread": first.get("bits", math.nan)} | found | {RESIDENT: evidence.get("ctas_per_sm", math.nan)}
-
-
-def _columns(result: Comparison) -> dict:
-    noise = result.noise.half_width if result.noise.pairs else math.nan
-    ratio = result.ratio
-    ends = {"ratio": ratio.mid, "low": ratio.low, "high": ratio.high, "noise": noise}
-    return ends | {"verdict": result.verdict, "no slower": result.no_slower, "runs": ratio.runs}

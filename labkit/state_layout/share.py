@@ -4,7 +4,7 @@ A decode step of a batch is bound by memory: it reads the weights it touches, th
 and reads and writes the recurrent state. The state's share of the time is what its kernel can be worth.
 """
 
-from labkit.shapes import QWEN3_NEXT, GatedDeltaModel
+from labkit.shapes import QWEN3_NEXT, QWEN35_4B, GatedDeltaModel
 
 NVFP4_BYTES = 0.5 + 1 / 16  # a 4-bit value and an 8-bit scale for each 16 of them
 BF16_BYTES = 2.0
@@ -20,7 +20,8 @@ def state_share(
     ValueError for a model whose number of weights is not known here.
     """
     if not model.total:
-        raise ValueError(f"the weights of {model.name} are not known here; allowed: {QWEN3_NEXT.name}")
+        known = f"{QWEN3_NEXT.name}, {QWEN35_4B.name}"
+        raise ValueError(f"the weights of {model.name} are not known here; allowed: {known}")
     state = 2 * batch * model.layers * model.state_bytes(state_itemsize)
     cache = batch * context * (model.all_layers - model.layers) * 2 * model.kv_heads * model.head_dim * BF16_BYTES
     return state / (state + cache + _weights(model, batch) * weight_bytes)

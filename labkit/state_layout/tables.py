@@ -1,14 +1,13 @@
 """Tables of the study: what the notebook shows and the claims are judged by, made from the measured rows."""
 
 import json
-import math
 from collections.abc import Iterator, Sequence
 
 import pandas as pd
 
 from labkit.bench.records import expanded
 from labkit.bench.verdict import compare_many
-from labkit.shapes import QWEN3_NEXT, GatedDeltaModel
+from labkit.shapes import QWEN3_NEXT, QWEN35_4B, GatedDeltaModel
 from labkit.state_layout.share import BF16_BYTES, end_to_end, state_share, time_share
 
 LAYOUTS = {"KV": "[N, HV, K, V]", "VK": "[N, HV, V, K]"}
@@ -45,6 +44,7 @@ def _expanded(rows: pd.DataFrame) -> pd.DataFrame:
 
 def times(rows: pd.DataFrame, cache: str = "cold") -> pd.DataFrame:
     """A row a usable measurement: shape, variant, µs, percent of the in-place ceiling of the same case, prediction."""
+    rows = rows[rows["op"] == "decode"]
     table = _expanded(rows[(rows["cache"] == cache) & rows["ok"] & (rows["role"] != "control")])
     roof = table[table["variant"] == CEILING].set_index(["op", "case"])["us"]
     table["percent"] = 100 * pd.MultiIndex.from_frame(table[["op", "case"]]).map(roof) / table["us"]
@@ -65,7 +65,7 @@ def ratios(rows: pd.DataFrame, cache: str = "cold") -> pd.DataFrame:
         spilled = spilling(group)
         for (tile, warps), result in zip(choices, results, strict=True):
             if result.ratio.pairs and not {result.variant, result.against} & spilled:
-                found.append(case | {"BV": tile, "warps": warps} | _columns(result))
+                found.append(case | {"BV": tile, "warps": warps} | result.columns())
     columns = [*SHAPE, "BV", "warps", "ratio", "low", "high", "noise", "verdict", "runs"]
     return ordered(pd.DataFrame(found, columns=columns), columns[:7])
 
@@ -77,7 +77,7 @@ def folding(rows: pd.DataFrame, cache: str = "cold") -> pd.DataFrame:
         results = compare_many(group, [(variant_name("VK", tile, 1, True), variant_name("VK", tile)) for tile in TILES])
         for tile, result in zip(TILES, results, strict=True):
             if result.ratio.pairs:
-                found.append(case | {"BV": tile} | _columns(result))
+                found.append(case | {"BV": tile} | result.columns())
     columns = [*SHAPE, "BV", "ratio", "low", "high", "noise", "verdict"]
     return ordered(pd.DataFrame(found, columns=columns), columns[:6])
 
@@ -103,13 +103,14 @@ def best(rows: pd.DataFrame, cache: str = "cold") -> pd.DataFrame:
             kv, vk = fastest["KV"], fastest["VK"]
             [result] = compare_many(group, [(vk["variant"], kv["variant"])])
             line = {"best KV": kv["variant"], "KV µs": kv["us"], "best VK": vk["variant"], "VK µs": vk["us"]}
-            found.append(case | line | _columns(result))
+            found.append(case | line | result.columns())
     columns = [*SHAPE, "best KV", "KV µs", "best VK", "VK µs", "ratio", "low", "high", "noise", "verdict", "runs"]
     return ordered(pd.DataFrame(found, columns=columns), SHAPE)
 
 
 def state_access(rows: pd.DataFrame, kind: str = "load") -> pd.DataFrame:
     """Sectors and lines a request of the state's tile, as derived from the code that ran; one row a shape and tile."""
+    rows = rows[rows["op"] == "decode"]
     table = _expanded(rows[rows["ok"] & (rows["evidence"] != "{}") & (rows["role"] != "control")])
     table = table[table["layout"].isin(LAYOUTS)].drop_duplicates(["K", "state", "variant"])
     keys = ["K", "state", *CHOICE]
@@ -140,11 +141,12 @@ def end_to_end_estimate(
 
     The time is that of the bytes moved at the in-place ceiling, but for the state at the rate of the measured kernel.
 
+    model: whose weights, cache and layers; the kernel's ratio is that of Qwen3-Next's heads, which Qwen3.5-4B has too.
     batches: default those measured; another takes the ratio of the largest measured batch below it (column `ratio of
     batch`), since the ratio levels off once the GPU is full.
     """
     params = {key: json.loads(key) for key in rows["case"].unique()}
-    own = [key for key, case in params.items() if (case.get("model"), case.get("state")) == (model.name, "fp32")]
+    own = [key for key, case in params.items() if (case.get("model"), case.get("state")) == (QWEN3_NEXT.name, "fp32")]
     rows = rows[rows["case"].isin(own)]  # the intervals of other cases would take seconds, for nothing
     table = ratios(rows)
     table = table[(table["BV"] == tile) & (table["warps"] == warps)].set_index("batch")
@@ -167,13 +169,19 @@ def end_to_end_estimate(
     return pd.DataFrame(found, columns=columns)
 
 
+def shares(rows: pd.DataFrame, tile: int, contexts: Sequence[int], batches: Sequence[int]) -> pd.DataFrame:
+    """`end_to_end_estimate` of both models whose weights are known, bf16 weights, at several contexts."""
+    parts = [
+        end_to_end_estimate(rows, tile, model=model, context=context, batches=batches).assign(
+            model=model.name, context=context
+        )
+        for model in (QWEN3_NEXT, QWEN35_4B)
+        for context in contexts
+    ]
+    columns = ["model", "context", "batch", "share %", "kernel KV / VK", "gain %"]
+    return pd.concat(parts, ignore_index=True)[columns]
+
+
 def _cases(rows: pd.DataFrame, cache: str) -> Iterator[tuple[dict, pd.DataFrame]]:
     for key, group in rows[(rows["cache"] == cache) & (rows["op"] == "decode")].groupby("case"):
         yield {name: value for name, value in json.loads(key).items() if name in SHAPE}, group
-
-
-def _columns(result) -> dict:
-    noise = result.noise.half_width if result.noise.pairs else math.nan
-    ratio = result.ratio
-    ends = {"ratio": ratio.mid, "low": ratio.low, "high": ratio.high}
-    return ends | {"noise": noise, "verdict": result.verdict, "runs": ratio.runs}

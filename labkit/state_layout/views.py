@@ -337,6 +337,7 @@ def wanted(study: Any, parameters: Mapping[str, Sequence[Any]]) -> list[tuple[An
     return [
         (case, tables.variant_name(layout, tile))
         for case in study.cases(some)
+        if case.op == "decode"
         for layout in tables.LAYOUTS
         for tile in tables.TILES
     ]

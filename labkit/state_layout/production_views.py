@@ -1,0 +1,190 @@
+"""Figures and sentences on the production operations, each made from the rows of one GPU."""
+
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from typing import Any
+
+import pandas as pd
+
+from labkit.report import figures
+from labkit.shapes import QWEN3_NEXT
+from labkit.state_layout import names, production, tables
+from labkit.state_layout.claims import CONTEXT, VLLM_TABLE, WIDE
+from labkit.state_layout.tables import CEILING
+from labkit.state_layout.trials import DTYPES
+
+Drawing = Mapping[str, Any] | str  # a sentence where there is nothing to draw
+SHOWN_STEPS = [
+    names.OURS,
+    names.OURS_KV,
+    names.fla_in_place("VK", 8),
+    names.fla_in_place("KV", 32),
+    names.ATTENTION_GYM,
+]
+FULL = 64  # sequences from which on the GPU is full
+SAME_PERCENT = 2.0  # a layout that gains less explains nothing of a first token that came 7 % earlier
+WORDS = ("faster", "same", "slower", "unclear")
+
+
+def _counted(verdicts: pd.Series) -> str:
+    counts = verdicts.value_counts()
+    return ", ".join(f"{word} in {counts[word]}" for word in WORDS if word in counts)
+
+
+def choices(batches: Sequence[int], states: Sequence[str], sms: int = 132) -> pd.DataFrame:
+    """What the rule of `recurrent` chooses for Qwen3-Next's heads; empty where Triton is missing."""
+    if not find_spec("triton"):
+        return pd.DataFrame()
+    from labkit.state_layout.recurrent import choose
+
+    model, found = QWEN3_NEXT, []
+    for state in states:
+        for batch in batches:
+            heads = batch * model.value_heads
+            choice = choose(heads, model.v, model.k, DTYPES[state].itemsize, sms)
+            programs = heads * -(-model.v // (choice.tile * choice.tiles))
+            found.append({"state": state, "batch": batch, "choice": str(choice), "programs an SM": programs / sms})
+    return pd.DataFrame(found)
+
+
+def step_percent(rows: pd.DataFrame) -> Drawing:
+    """Percent of the in-place multiply against batch, GDN: ours in both layouts, and libraries."""
+    table = production.times(rows, "step")
+    table = table[(table["gate"] == "GDN") & table["variant"].isin(SHOWN_STEPS) & table["percent"].notna()]
+    if table.empty:
+        return "no decode step was measured beside the in-place multiply."
+    fig = figures.lines(
+        table, "batch", "percent", "variant", panel="state", logx=True, reference=[(100, CEILING)],
+        xlabel="batch", ylabel="% of in-place multiply", title="Decode, production kernels, GDN",
+    )  # fmt: skip
+    ours = table[(table["variant"] == names.OURS) & (table["batch"] >= FULL)]
+    spans = ours.groupby("state", sort=False)["percent"].agg(["min", "max"])
+    said = "; ".join(f"{state} {span['min']:.1f} to {span['max']:.1f} %" for state, span in spans.iterrows())
+    said = f"{names.OURS}, batch {FULL} and more: {said}" if said else "no batch fills the GPU"
+    return {
+        "fig": fig,
+        "alt": f"Lines of percent of an in-place multiply against batch, by kernel. {said}.",
+        "caption": f"The same states multiplied in place, in the same blocks, are 100 %. {said}.",
+        "table": table[["state", "batch", "variant", "us", "percent"]].rename(columns={"us": "µs", "percent": "%"}),
+    }
+
+
+def step_libraries(rows: pd.DataFrame) -> Drawing:
+    """The fastest library over ours by batch."""
+    table = production.against_best(rows, "step")
+    if table.empty:
+        return "no library was timed beside the lab's decode: `pip install labkit[peers]` brings those that there are."
+    table = table.assign(group=table["gate"] + ", " + table["state"], row="batch " + table["batch"].astype(str))
+    fig = figures.ratios(
+        table, "row", "ratio", "low", "high", group="group", verdict="verdict",
+        xlabel="time fastest library / time ours (above 1: ours faster)",
+        title="Decode against the fastest library in either layout",
+    )  # fmt: skip
+    gdn = table[table["gate"] == "GDN"]["ratio"]
+    said = f"GDN: geometric mean {production.geometric_mean(gdn):.3f}, least {gdn.min():.3f}" if len(gdn) else ""
+    said = "; ".join(filter(None, (said, f"ours is {_counted(table['verdict'])} of {len(table)} cases")))
+    return {
+        "fig": fig,
+        "alt": f"Ratios of the fastest library's time over ours, by gate, state and batch. {said}.",
+        "caption": f"The fastest at each batch is named in the table. {said}.",
+        "table": table.drop(columns=["group", "row", "no slower"], errors="ignore"),
+    }
+
+
+def layouts(rows: pd.DataFrame) -> pd.DataFrame:
+    """KV / VK of production kernels in every operation."""
+    return production.layouts(rows).dropna(axis=1, how="all")
+
+
+def verified(rows: pd.DataFrame) -> str:
+    """What verify saves over decoding the draft token by token."""
+    table = production.compared(rows, "verify", names.OURS, names.TOKENS)
+    if table.empty:
+        return "no chain of draft tokens was measured both ways."
+    parts = [
+        f"{line['gate']}, batch {line['batch']}, {line['T']} tokens ×{line['ratio']:.2f}"
+        for _, line in table.iterrows()
+    ]
+    return f"the same with decode and copies of the states takes so many times as long: {'; '.join(parts)}."
+
+
+def extend(rows: pd.DataFrame) -> Drawing:
+    """fla-core's chunked kernels over ours, by prefill."""
+    table = production.against_best(rows, "extend")
+    if table.empty:
+        return "no library was timed beside the lab's extend: `pip install labkit[peers]` brings those that there are."
+    fig = figures.ratios(
+        table, "prefill", "ratio", "low", "high", group="gate", verdict="verdict",
+        xlabel="time fastest library / time ours (above 1: ours faster)", title="Extend, sequences x tokens",
+    )  # fmt: skip
+    said = f"Ours is {_counted(table['verdict'])} of {len(table)} cases"
+    return {
+        "fig": fig,
+        "alt": f"Ratios of fla-core's time over ours, by prefill. {said}.",
+        "caption": f"bf16 inputs, fp32 states; fla-core in the faster of its layouts. {said}.",
+        "table": table.drop(columns=["ours, % of in-place", "no slower"], errors="ignore"),
+    }
+
+
+def first_token(rows: pd.DataFrame) -> str:
+    """Does the layout make extend faster, and does the chunk-state kernel's shared memory?"""
+    table = production.layouts(rows)
+    table = table[table["op"] == "extend"]
+    if table.empty:
+        return "extend was not measured in both layouts."
+    spans = table.groupby("kernels", sort=False)["ratio"].agg(["min", "max"])
+    said = [f"{who} KV / VK {span['min']:.3f} to {span['max']:.3f}" for who, span in spans.iterrows()]
+    most = 100 * (table["ratio"].max() - 1)
+    verdict = "explains nothing of" if most < SAME_PERCENT else f"could explain at most {most:.1f} points of"
+    return f"whole extends: {'; '.join(said)}: the layout {verdict} a first token that came 7 % earlier."
+
+
+def occupancy(rows: pd.DataFrame) -> str:
+    """Do more CTAs an SM go with less time of the chunk-state kernel?"""
+    table = production.chunk_state_layouts(rows)
+    if table.empty:
+        return "the chunk-state kernel was not measured in both layouts."
+    more = table[table["CTAs an SM, VK"] > table["CTAs an SM, KV"]]
+    equal = table[table["CTAs an SM, VK"] == table["CTAs an SM, KV"]]
+    said = []
+    for some, words in ((more, "more CTAs an SM with [V, K]"), (equal, "as many in both layouts")):
+        if len(some):
+            said.append(
+                f"{words} in {len(some)} of {len(table)} cases, time KV / VK {some['ratio'].min():.2f} to "
+                f"{some['ratio'].max():.2f}"
+            )
+    return f"{'; '.join(said)}."
+
+
+def chunk_states(rows: pd.DataFrame) -> pd.DataFrame:
+    """The chunk-state kernel by form, tile and prefill."""
+    units = {"us": "µs", "shared_bytes": "shared bytes", "ctas_per_sm": "CTAs an SM"}
+    return production.chunk_states(rows).rename(columns=units)
+
+
+def shares(rows: pd.DataFrame) -> pd.DataFrame:
+    """Share of the state in a decode step, and what the wide tile's ratio would then give, by model and context."""
+    return tables.shares(rows, WIDE, (256, CONTEXT, 32768), list(VLLM_TABLE))
+
+
+def drift(rows: pd.DataFrame) -> Drawing:
+    """Error of the state along the tokens."""
+    table = production.drift(rows)
+    table = table[table["gate"] == "GDN"] if "GDN" in set(table["gate"]) else table
+    if table.empty:
+        return "the drift was not measured."
+    fig = figures.lines(
+        table, "tokens", "state error", "variant", panel="state", logx=True, logy=True,
+        xlabel="tokens decoded", ylabel="relative RMSE of the state (log)", title="Does the error grow?",
+    )  # fmt: skip
+    last = table[table["tokens"] == table["tokens"].max()]
+    said = "; ".join(
+        f"{line['variant']}, {line['state']}: state {line['state error']:.1e}, output {line['output error']:.1e}"
+        for _, line in last.iterrows()
+    )
+    return {
+        "fig": fig,
+        "alt": f"Lines of the state's error against tokens decoded, by layout and state type. {said}.",
+        "caption": f"Against float64 on the same inputs. After {last['tokens'].iloc[0]} tokens: {said}.",
+        "table": table,
+    }

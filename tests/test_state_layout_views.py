@@ -1,0 +1,200 @@
+"""The production operations of the state layout study: tables, figures and sentences, on rows with made-up times."""
+
+import json
+import math
+import re
+
+import pandas as pd
+import pytest
+import rows as made
+
+from labkit.shapes import QWEN3_NEXT, QWEN35_4B
+from labkit.state_layout import claims, names, production, share, study, tables
+from labkit.state_layout import production_views as views
+
+PARAMETERS = {
+    "models": [QWEN3_NEXT.name], "batches": [1, 64, 256], "states": ["fp32", "bf16"], "gates": ["GDN", "KDA"],
+    "step_batches": [1, 64, 256], "prefills": ["1 x 512", "1 x 8192", "64 x 128"],
+}  # fmt: skip
+BEST = names.fla_in_place("KV", 32)
+OVER = {  # times over that of the floor; 1.5 for the others
+    tables.CEILING: 1.0, names.OURS: 1.05, names.OURS_KV: 1.26, BEST: 1.155, names.ATTENTION_GYM: 1.2,
+    names.fla("KV"): 1.4, names.fla("VK"): 1.35, names.TOKENS: 4.2, names.OURS_TRANSPOSED: 1.1,
+}  # fmt: skip
+
+
+def frame(over=None, **changes):
+    times = OVER | (over or {})
+
+    def us(case, variant):
+        if case.op == "decode":  # the grid
+            return made.layout_us(1.2)(case, variant)
+        name = variant.options.get("repeats", variant.name)
+        layout = 1.1 if case.op == "chunk_state" and name.startswith("KV") else 1.0
+        return (2 + study.floor(case).bytes / 3e6) * times.get(name, 1.5) * layout
+
+    return evident(made.make("state_layout", PARAMETERS, us, **changes))
+
+
+def evident(rows):
+    """CTAs of the chunk-state kernel: one more with [V, K] at tiles of 32; drift that grows by one digit."""
+    texts = []
+    for op, variant, text in zip(rows["op"], rows["variant"], rows["evidence"], strict=True):
+        if op == "chunk_state":
+            wide = variant.startswith("VK") and "BV=32" in variant
+            text = json.dumps({"registers": 128, "shared_bytes": 74_000 if wide else 82_000, "ctas_per_sm": 2 + wide})
+        if op == "drift":
+            text = json.dumps({"drift": [[tokens, 1e-6 * tokens, 1e-7 * tokens] for tokens in (1, 2, 4)]})
+        texts.append(text)
+    return rows.assign(evidence=texts)
+
+
+@pytest.fixture(scope="module")
+def rows():
+    return frame()
+
+
+def test_times_are_beside_the_in_place_multiply(rows):
+    table = production.times(rows, "step")
+    assert set(table["gate"]) == {"GDN", "KDA"}
+    ours = table[table["variant"] == names.OURS]
+    assert len(ours) == 12
+    assert ours["percent"].tolist() == pytest.approx([100 / 1.05] * 12, rel=2e-3)
+    assert "control" not in set(table["role"])
+    assert production.times(rows, "verify")["percent"].isna().all()
+    assert production.times(rows.iloc[:0], "step").empty
+
+
+def test_the_fastest_library_is_found_in_every_case(rows):
+    table = production.against_best(rows, "step")
+    gdn = table[table["gate"] == "GDN"]
+    assert set(gdn["best library"]) == {BEST}
+    assert gdn["ratio"].tolist() == pytest.approx([1.155 / 1.05] * 6, rel=2e-3)
+    assert set(gdn["verdict"]) == {"faster"}
+    kda = table[table["gate"] == "KDA"]  # fla-core's kernel in place is for GDN alone
+    assert set(kda["best library"]) == {names.ATTENTION_GYM}
+    without = rows[rows["role"] != "peer"]
+    assert production.against_best(without, "step").empty
+    assert production.against_best(rows, "verify").empty  # no library offers it
+
+
+def test_layouts_of_every_operation(rows):
+    table = production.layouts(rows)
+    ours = table[table["kernels"] == "ours"]
+    assert set(ours["op"]) == {"step", "verify", "extend"}
+    assert ours["ratio"].tolist() == pytest.approx([1.26 / 1.05] * len(ours), rel=2e-3)
+    fla = table[table["kernels"] == "fla"]
+    assert set(fla["op"]) == {"extend"}
+    assert fla["ratio"].tolist() == pytest.approx([1.4 / 1.35] * len(fla), rel=2e-3)
+
+
+def test_chunk_state_by_form_and_tile(rows):
+    table = production.chunk_states(rows)
+    assert set(table["prefill"]) == {"1 x 8192", "64 x 128"}
+    assert set(table["form"]) == {"KV", "VK", "VK, transposed"}
+    assert len(table) == 2 * 7
+    pairs = production.chunk_state_layouts(rows)
+    assert len(pairs) == 2 * 3
+    assert pairs["ratio"].tolist() == pytest.approx([1.1] * 6, rel=2e-3)
+    more = pairs[pairs["CTAs an SM, VK"] > pairs["CTAs an SM, KV"]]
+    assert set(more["BV"]) == {32}
+    assert set(more["shared, KV"]) == {82_000}
+
+
+def test_drift_is_read_from_the_evidence(rows):
+    table = production.drift(rows)
+    assert len(table) == 2 * 2 * 2 * 3  # gates, states, layouts, points
+    last = table[table["tokens"] == 4]
+    assert set(last["output error"]) == {4e-6}
+    assert set(last["state error"]) == {4e-7}
+    assert production.drift(made.unusable(rows)).empty
+
+
+def caption(drawn):
+    return drawn if isinstance(drawn, str) else drawn["caption"]
+
+
+@pytest.mark.parametrize(("view", "said"), [
+    ("step_percent", "ours VK, batch 64 and more: fp32 95.2 to 95.2 %; bf16 95.2 to 95.2 %"),
+    ("step_libraries", "GDN: geometric mean 1.100, least 1.100; ours is faster in 12 of 12 cases"),
+    ("verified", "GDN, batch 1, 4 tokens ×4.00; "),
+    ("extend", "Ours is faster in 5 of 5 cases"),
+    ("first_token", "ours KV / VK 1.200 to 1.200; fla KV / VK 1.037 to 1.037: the layout could explain at most 20.0 p"),
+    ("occupancy", "more CTAs an SM with [V, K] in 2 of 6 cases, time KV / VK 1.10 to 1.10; as many in both layouts in 4"),
+    ("drift", "After 4 tokens: ours VK, fp32: state 4.0e-07, output 4.0e-06"),
+])  # fmt: skip
+def test_what_a_view_says_follows_from_the_rows(rows, view, said):
+    assert said in caption(getattr(views, view)(rows))
+
+
+def test_equal_layouts_explain_no_first_token():
+    some = frame({names.OURS_KV: 1.05, names.fla("KV"): 1.35})
+    assert "explains nothing of" in views.first_token(some)
+    assert "a whole extend's KV / VK is 1.000 to 1.000" in claims.judge_sglang_end_to_end(some).why
+
+
+def test_first_token_is_not_judged_where_extend_was_not_measured(rows):
+    some = rows[rows["op"] == "decode"].reset_index(drop=True)
+    assert claims.judge_sglang_end_to_end(some).why.endswith("time to first token: not tested")
+
+
+VIEWS = (
+    "step_percent", "step_libraries", "layouts", "verified", "extend", "first_token", "occupancy", "chunk_states",
+    "drift", "shares",
+)  # fmt: skip
+
+
+def _less(*variants):
+    return lambda rows: rows[~rows["variant"].isin(variants)]
+
+
+PARTIAL = {
+    "none": lambda rows: rows.iloc[:0],
+    "all failed": made.unusable,
+    "the grid only": lambda rows: rows[rows["op"] == "decode"],
+    "no grid": lambda rows: rows[rows["op"] != "decode"],
+    "KDA only": lambda rows: rows[rows["case"].str.contains('"KDA"')],
+    "bf16 only": lambda rows: rows[~rows["case"].str.contains('"state": "fp32"')],
+    "batch 1 only": lambda rows: rows[rows["case"].str.contains('"batch": 1,')],
+    "no libraries": lambda rows: rows[rows["role"] != "peer"],
+    "no ceiling": _less(tables.CEILING),
+    "no [K, V]": _less(names.OURS_KV, *(names.chunk_state("KV", tile) for tile in names.TILES)),
+    "no control": lambda rows: rows[rows["role"] != "control"],
+    "no evidence": lambda rows: rows.assign(evidence="{}"),
+}
+
+
+@pytest.mark.parametrize("which", PARTIAL)
+def test_every_view_of_partial_rows_is_a_sentence_or_a_drawing(rows, which):
+    some = PARTIAL[which](rows).reset_index(drop=True)
+    for view in VIEWS:
+        drawn = getattr(views, view)(some)
+        if isinstance(drawn, dict):
+            assert {"fig", "alt", "caption", "table"} <= set(drawn), view
+        said = "" if isinstance(drawn, pd.DataFrame) else caption(drawn)
+        assert not re.search(r"\bnan\b", said), view
+
+
+def test_the_rules_choices_fill_a_gpu_before_a_program_gets_more():
+    table = views.choices([1, 64, 512], ["fp32", "bf16"])
+    assert table["batch"].tolist() == [1, 64, 512] * 2
+    assert (table["programs an SM"].diff().dropna() != 0).all()
+    assert table[table["batch"] == 1]["choice"].str.contains("tiles").sum() == 0
+
+
+def test_the_share_of_a_dense_model_by_hand():
+    """Of Qwen3.5-4B, batch 16 and 2048 tokens: state, cache of 8 attention layers, and all weights once."""
+    state = 2 * 16 * 24 * 32 * 128 * 128 * 4
+    cache = 16 * 2048 * 8 * 2 * 4 * 256 * 2
+    assert share.state_share(QWEN35_4B, 16, 2048) == pytest.approx(state / (state + cache + 2 * QWEN35_4B.total))
+    assert QWEN35_4B.total == pytest.approx(8.41e9 / 2, rel=0.01)  # what its source streams a token, in bf16
+
+
+def test_shares_of_both_models(rows):
+    table = views.shares(rows)
+    assert set(table["model"]) == {QWEN3_NEXT.name, QWEN35_4B.name}
+    assert (table["kernel KV / VK"] - 1.2).abs().max() < 0.01
+    for _, line in table.iterrows():
+        part = line["share %"] / 100
+        assert line["gain %"] == pytest.approx(100 * (1 / (1 - part + part / line["kernel KV / VK"]) - 1), rel=1e-6)
+    assert not math.isnan(table["gain %"].max())
