@@ -140,7 +140,8 @@ def test_pre_commit_has_the_locked_version(repository, name):
     assert Version(hook["rev"]) == Version(pinned(name))
 
 
-PEERS = {"flag_gems"}  # timed where they are installed; a study imports each in the one function that times it
+# timed where they are installed; a study imports each in the one function that times it
+PEERS = {"flag_gems", "fla", "attn_gym"}
 
 
 def imported(folder: str) -> dict[str, Path]:

@@ -119,8 +119,8 @@ def caption(drawn):
     ("step_libraries", "GDN: geometric mean 1.100, least 1.100; ours is faster in 12 of 12 cases"),
     ("verified", "GDN, batch 1, 4 tokens ×4.00; "),
     ("extend", "Ours is faster in 5 of 5 cases"),
-    ("first_token", "ours KV / VK 1.200 to 1.200; fla KV / VK 1.037 to 1.037: the layout could explain at most 20.0 p"),
-    ("occupancy", "more CTAs an SM with [V, K] in 2 of 6 cases, time KV / VK 1.10 to 1.10; as many in both layouts in 4"),
+    ("first_token", "ours KV / VK 1.200 to 1.200; fla KV / VK 1.037 to 1.037: the layout could explain at most 20"),
+    ("occupancy", "more CTAs an SM with [V, K] in 2 of 6 cases, time KV / VK 1.10 to 1.10; as many in both layouts"),
     ("drift", "After 4 tokens: ours VK, fp32: state 4.0e-07, output 4.0e-06"),
 ])  # fmt: skip
 def test_what_a_view_says_follows_from_the_rows(rows, view, said):

@@ -264,7 +264,7 @@ def test_gates_and_heads_may_lie_apart():
     y = replace(copy(x), a=ba[:, 4:], b=ba[:, :4], q=q, state=state, indices=x.indices.long())
     decode(y, SMALL)()
     expected = decode_and_compare(x)
-    # Not bit for bit on a GPU: where rows are not aligned to 16 bytes, loads are narrower, and lanes sum other channels.
+    # Not bit for bit on a GPU: rows that are not aligned to 16 bytes have narrower loads, and lanes other channels.
     torch.testing.assert_close(y.out, expected.out, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(y.state, expected.state, rtol=1e-5, atol=1e-6)
     assert wide[:, 4 * 16 * 40 :].isnan().all()

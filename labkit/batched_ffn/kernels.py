@@ -1,0 +1,372 @@
+"""Products of GGUF weights with many tokens, y[n] = W x[n], in Triton; the weights are `formats.Packed`.
+
+| variant             | hypothesis                                                                                    |
+|---------------------|-----------------------------------------------------------------------------------------------|
+| `per_token`         | a GEMV a token: launches and weight bytes grow with the tokens                                |
+| `gemm_n`            | tokens on the grid: one launch, but each token still reads all weights, from the L2 at best   |
+| `weight_stationary` | a tile of weights is read and dequantised once for 2, 4, 8 or 16 tokens; more are sub-batches |
+| `tensor_core`       | matrix instructions: no arithmetic a token on the ordinary units, so bytes bound it longer    |
+
+The choices (`choose.Choice`) and theirs:
+
+| choice | hypothesis                                                                                              |
+|--------|---------------------------------------------------------------------------------------------------------|
+| groups | a tile's groups of 32 weights of a row; one a thread: its 16 bytes of words, scales where they are used |
+| blocks | blocks of 8 rows a program: they share the values of x, and add independent loads in flight             |
+| tokens | tokens a program: weight bytes and dequantisation are shared, until the sums take too many registers    |
+| up     | gate and up in one launch: x is read once for both, SiLU(gate) · up is not stored and read in between   |
+
+Two families, each with the same bits for a token whatever else is in the batch. The first three variants are one
+kernel, in which a token has its own sums, added to by explicit fma in an order that depends on groups and num_warps
+only. The fourth pads the tokens to one size and has one tile of K, so that a single token runs the same arithmetic; its
+bits depend on the choice.
+
+A thread takes 32 weights of a row at a time (a group), of which each word holds eight or fewer; 8 lanes hold 8 rows of
+the same group, so that they share their values of x. Small integers become floats without a conversion, which runs at
+a quarter of the rate: put into the mantissa of 2^23, from which 2^23 is then subtracted, exact (the trick is an old
+one; for 4-bit weights: Kim et al. 2022, arXiv 2211.10017). They stay where they stand in the word, and the scale is
+divided by their place instead, exact too. Source of the batching: SharpInference issue 121.
+"""
+
+# ruff: noqa: RUF005 (Triton's tuples grow by +; it does not know (*a, b))
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from labkit.batched_ffn.choose import MATRIX, Choice, check_choice, check_matrix_choice, rule
+from labkit.batched_ffn.formats import GROUP, ROWS, Packed
+from labkit.checks import check_device, check_one_of, check_shape
+from labkit.launch import Launch
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+MAGIC = 0x4B000000  # the fp32 2^23
+MOST_PROGRAMS = 65535  # along the second dimension of a grid, which is that of the tokens
+
+
+@triton.jit
+def _value(bits, ZERO: tl.constexpr):
+    """fp32 of an integer less than 2^23 that stands in the mantissa of 2^23, minus ZERO."""
+    return bits.to(tl.float32, bitcast=True) - (8388608.0 + ZERO)
+
+
+@triton.jit
+def _low_half(bits):
+    """fp32 of the fp16 in the lower half of an int32."""
+    return bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def _load(pointers, mask, MASKED: tl.constexpr, POLICY: tl.constexpr):
+    if MASKED:
+        return tl.load(pointers, mask=mask, other=0, eviction_policy=POLICY)
+    return tl.load(pointers, eviction_policy=POLICY)
+
+
+@triton.jit
+def _block(words, high, scales, d, block, GROUPS: tl.constexpr, FORMAT: tl.constexpr, PLANES: tl.constexpr):
+    """The arrays of a `Packed` from a block of 8 rows on."""
+    block = block.to(tl.int64)
+    group = block * GROUPS
+    HIGH: tl.constexpr = 16 if FORMAT == "Q6_K" else 8
+    return words + group * (PLANES * 32), high + group * HIGH, scales + group * 8, d + block * (GROUPS // 8 * 8)
+
+
+@triton.jit
+def _read(W, groups, above, lanes, inside, MASKED: tl.constexpr, FORMAT: tl.constexpr, PLANES: tl.constexpr):
+    """Of units, groups of one row: the words of every plane, [units, 4], the bits above, scales and d, [units].
+
+    Units are one dimension, 8 rows of a group and then the next group, so that Triton's lanes go along it in memory
+    order. W: the arrays of a `Packed`. groups, above: of each unit, its group and that one's block of 256 weights.
+    lanes: its row of the 8.
+    """
+    words, high, scales, d = W
+    wide = inside[:, None]
+    planes = ()
+    for p in tl.static_range(PLANES):
+        at = (groups * PLANES + p) * 32 + lanes * 4
+        planes = planes + (_load(words + at[:, None] + tl.arange(0, 4)[None, :], wide, MASKED, "evict_first"),)
+    bits, scale_bits, d_bits = (), 0, 0
+    if FORMAT == "Q5_K":
+        bits = (_load(high + groups * 8 + lanes, inside, MASKED, "evict_first"),)
+    if FORMAT == "Q6_K":
+        first = _load(high + groups * 16 + lanes, inside, MASKED, "evict_first")
+        bits = (first, _load(high + groups * 16 + 8 + lanes, inside, MASKED, "evict_first"))
+    if FORMAT != "F32" and FORMAT != "BF16":
+        scale_bits = _load(scales + groups * 8 + lanes, inside, MASKED, "evict_first")
+        if FORMAT != "Q8_0":
+            d_bits = _load(d + above * 8 + lanes, inside, MASKED, "evict_first")
+    return planes, bits, scale_bits, d_bits
+
+
+@triton.jit
+def _rotated(bits, places):
+    """A word [units] rotated to the left by each of places (1 … 31), [units, 4]; one instruction."""
+    bits = bits.to(tl.uint32, bitcast=True)[:, None]
+    places = places[None, :]
+    return ((bits << places) | (bits >> (32 - places))).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def _scales(tile, FORMAT: tl.constexpr):
+    """The step of the first and of the last 16 weights of each group, and what is subtracted; [units, 1]."""
+    _, _, scales, d = tile
+    first, last, low = 0.0, 0.0, 0.0
+    if FORMAT == "Q8_0":
+        first = scales.to(tl.float32)[:, None]
+        last = first
+    elif FORMAT == "Q6_K":
+        both = scales.to(tl.int32)
+        step = d.to(tl.float32)
+        first = (step * ((both << 24) >> 24).to(tl.float32))[:, None]
+        last = (step * (both >> 8).to(tl.float32))[:, None]
+    elif FORMAT == "Q4_K" or FORMAT == "Q5_K":
+        both = scales.to(tl.int32)
+        first = (_low_half(d) * (both & 63).to(tl.float32))[:, None]
+        low = (_low_half(d >> 16) * (both >> 8).to(tl.float32))[:, None]
+        last = first
+    return first, last, low
+
+
+@triton.jit
+def _weights(tile, scales, magic, i: tl.constexpr, FORMAT: tl.constexpr):
+    """Weights 4i … 4i + 3 of every group as fp32, [units, 4]: the values that `formats.dequantise` gives.
+
+    magic: bits of the fp32 2^23, as an argument of the kernel: an instruction takes one constant only, the mask.
+    """
+    planes, high, _, _ = tile
+    first, last, low = scales
+    if FORMAT == "F32":
+        return planes[i].to(tl.float32, bitcast=True)
+    elif FORMAT == "BF16":
+        words = planes[i // 2]
+        return (words << 16 if i % 2 == 0 else words & -65536).to(tl.float32, bitcast=True)
+    elif FORMAT == "Q8_0":
+        PLACE: tl.constexpr = 8 * (i % 2)
+        bits = (planes[i // 4] >> 16 * (i % 4 // 2) & 255 << PLACE) ^ magic
+        return _value(bits, 128 << PLACE) * (first * (1.0 / (1 << PLACE)))
+    else:
+        PLACE: tl.constexpr = 4 * (i % 4)
+        bits = (planes[0] >> 16 * (i // 4) & 15 << PLACE) ^ magic
+        quad = tl.arange(0, 4)
+        # the bits above follow the four where these stand; | after ^ keeps the compiler from regrouping them, so that
+        # each is one instruction
+        if FORMAT == "Q5_K":
+            bits = (_rotated(high[0], 4 - quad + 16 * (i // 4)) & 16 << PLACE) | bits
+        if FORMAT == "Q6_K":
+            bits = (_rotated(high[i // 4], 4 - quad % 2 * 2 + quad // 2 * 16) & 48 << PLACE) | bits
+            return _value(bits, 32 << PLACE) * ((first if i < 4 else last) * (1.0 / (1 << PLACE)))
+        step = tl.broadcast_to(first * (1.0 / (1 << PLACE)), bits.shape)
+        return tl.fma(_value(bits, 0), step, tl.broadcast_to(-low, bits.shape))
+
+
+@triton.jit
+def _silu_up(gate, up):
+    return gate / (1.0 + tl.exp(-gate)) * up
+
+
+@triton.jit
+def _total(sums, TILE: tl.constexpr):
+    """Of sums of units, [units, 4], those of the 8 rows."""
+    return tl.sum(tl.reshape(tl.sum(sums, 1), (TILE, 8)), 0)
+
+
+@triton.jit
+def _multiply_add_kernel(
+    x, y, words, high, scales, d, up_words, up_high, up_scales, up_d, N, rows, x_stride, y_stride, magic,
+    GROUPS: tl.constexpr, FORMAT: tl.constexpr, PLANES: tl.constexpr, TILE: tl.constexpr, BLOCKS: tl.constexpr,
+    TOKENS: tl.constexpr, GATED: tl.constexpr,
+):  # fmt: skip
+    """One program: BLOCKS blocks of 8 rows, TOKENS tokens, all of K in tiles of TILE groups.
+
+    GATED: y = SiLU(W x) · (up x); the program then has twice the rows.
+    """
+    first_block = tl.program_id(0) * BLOCKS
+    first_token = tl.program_id(1) * TOKENS
+    last_block = (rows - 1) // 8
+    MATRICES: tl.constexpr = 2 if GATED else 1
+    MASKED: tl.constexpr = GROUPS % TILE != 0
+    units = tl.arange(0, TILE * 8)
+    lanes = units % 8
+    quad = tl.arange(0, 4)
+
+    sums = ()
+    for _ in tl.static_range(MATRICES * BLOCKS * TOKENS):
+        sums = sums + (tl.zeros((TILE * 8, 4), tl.float32),)
+    for t in range(tl.cdiv(GROUPS, TILE)):
+        groups = t * TILE + units // 8
+        inside = groups < GROUPS
+        tiles, steps = (), ()
+        for s in tl.static_range(MATRICES):
+            for b in tl.static_range(BLOCKS):
+                # beyond the last block: it again, but it is not stored
+                block = tl.minimum(first_block + b, last_block)
+                if s == 0:
+                    W = _block(words, high, scales, d, block, GROUPS, FORMAT, PLANES)
+                else:
+                    W = _block(up_words, up_high, up_scales, up_d, block, GROUPS, FORMAT, PLANES)
+                tiles = tiles + (_read(W, groups, groups // 8, lanes, inside, MASKED, FORMAT, PLANES),)
+        for m in tl.static_range(MATRICES * BLOCKS):
+            steps = steps + (_scales(tiles[m], FORMAT),)
+        ks = groups[:, None] * 32 + quad[None, :]
+        for i in tl.static_range(8):
+            weights = ()
+            for m in tl.static_range(MATRICES * BLOCKS):
+                weights = weights + (_weights(tiles[m], steps[m], magic, i, FORMAT),)
+            values = ()
+            for n in tl.static_range(TOKENS):
+                token = tl.minimum(first_token + n, N - 1).to(tl.int64)
+                x_at = x + token * x_stride + ks + 4 * i
+                value = _load(x_at, inside[:, None], MASKED, "")
+                values = values + (value.to(tl.float32),)
+            new = ()
+            for m in tl.static_range(MATRICES * BLOCKS):
+                for n in tl.static_range(TOKENS):
+                    new = new + (tl.fma(weights[m], values[n], sums[m * TOKENS + n]),)
+            sums = new
+
+    for b in tl.static_range(BLOCKS):
+        row = (first_block + b) * 8 + tl.arange(0, 8)
+        for n in tl.static_range(TOKENS):
+            total = _total(sums[b * TOKENS + n], TILE)
+            if GATED:
+                total = _silu_up(total, _total(sums[(BLOCKS + b) * TOKENS + n], TILE))
+            y_at = y + (first_token + n).to(tl.int64) * y_stride + row
+            tl.store(y_at, total.to(y.dtype.element_ty), mask=(row < rows) & (first_token + n < N))
+
+
+@triton.jit
+def _tensor_core_kernel(
+    x, y, words, high, scales, d, N, rows, x_stride, y_stride, magic,
+    GROUPS: tl.constexpr, FORMAT: tl.constexpr, PLANES: tl.constexpr, TILE: tl.constexpr, BLOCKS: tl.constexpr,
+    TOKENS: tl.constexpr,
+):  # fmt: skip
+    """One program: BLOCKS blocks of 8 rows, a tile of TOKENS tokens, all of K, a matrix product for each part i."""
+    first_block = tl.program_id(0) * BLOCKS
+    tokens = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
+    MASKED: tl.constexpr = GROUPS % TILE != 0
+    last_block = (rows - 1) // 8
+    units = tl.arange(0, BLOCKS * TILE * 8)
+    lanes = units % 8
+    # beyond the last block: it again, but it is not stored
+    blocks = tl.minimum(first_block + units // (TILE * 8), last_block) - first_block
+    W = _block(words, high, scales, d, first_block, GROUPS, FORMAT, PLANES)
+    columns = tl.arange(0, TILE * 4)
+    x_rows = x + tl.minimum(tokens, N - 1).to(tl.int64)[None, :] * x_stride
+
+    sums = tl.zeros((BLOCKS * 8, TOKENS), tl.float32)
+    for t in range(tl.cdiv(GROUPS, TILE)):
+        groups = t * TILE + units // 8 % TILE
+        inside = groups < GROUPS
+        above = blocks * (GROUPS // 8) + groups // 8
+        tile = _read(W, blocks * GROUPS + groups, above, lanes, inside, MASKED, FORMAT, PLANES)
+        steps = _scales(tile, FORMAT)
+        ks = t * (TILE * 32) + columns // 4 * 32 + columns % 4
+        for i in tl.static_range(8):
+            weights = tl.reshape(_weights(tile, steps, magic, i, FORMAT), (BLOCKS, TILE, 8, 4))
+            weights = tl.reshape(tl.permute(weights, (0, 2, 1, 3)), (BLOCKS * 8, TILE * 4)).to(x.dtype.element_ty)
+            values = _load(x_rows + (ks + 4 * i)[:, None], (ks < GROUPS * 32)[:, None], MASKED, "")
+            sums = tl.dot(weights, values, sums, input_precision="ieee")
+    row = first_block * 8 + tl.arange(0, BLOCKS * 8)
+    y_at = y + tokens.to(tl.int64)[None, :] * y_stride + row[:, None]
+    tl.store(y_at, sums.to(y.dtype.element_ty), mask=(row < rows)[:, None] & (tokens < N)[None, :])
+
+
+def per_token(W: Packed, x: Tensor, y: Tensor, choice: Choice | None = None, up: Packed | None = None) -> list[Launch]:
+    """y[n] = W x[n], a launch a token; arguments and errors as `weight_stationary`, `choice.tokens` is 1."""
+    choice = choice or Choice()
+    check_one_of("tokens", choice.tokens, (1,))
+    check_product(W, x, y, up)
+    return [_multiply_add(W, x[n : n + 1], y[n : n + 1], choice, up) for n in range(len(x))]
+
+
+def gemm_n(W: Packed, x: Tensor, y: Tensor, choice: Choice | None = None, up: Packed | None = None) -> Launch:
+    """y[n] = W x[n] in one launch, a program a token; as `weight_stationary`, `choice.tokens` is 1."""
+    choice = choice or Choice()
+    check_one_of("tokens", choice.tokens, (1,))
+    return weight_stationary(W, x, y, choice, up)
+
+
+def weight_stationary(
+    W: Packed, x: Tensor, y: Tensor, choice: Choice | None = None, up: Packed | None = None
+) -> Launch:
+    """y[n] = W x[n] in one launch, a tile of weights read once for `choice.tokens` tokens, all in sub-batches of these.
+
+    With up: y[n] = SiLU(W x[n]) · (up x[n]), both matrices read by the same programs.
+    W: [rows, K]. x: [N, K] and y: [N, rows], bf16, fp16 or fp32 each, values of a token adjacent, on W's device. up:
+    like W, or None. Dequantised in fp32 to the bits of `formats.dequantise`; sums in fp32. choice: `choose.rule`'s by
+    default. ValueError for anything else, and for more than 65535 · choice.tokens tokens.
+    """
+    check_product(W, x, y, up)
+    return _multiply_add(W, x, y, choice or rule(len(x), up is not None), up)
+
+
+def tensor_core(W: Packed, x: Tensor, y: Tensor, choice: Choice | None = None) -> Launch:
+    """y[n] = W x[n] by matrix instructions, tokens in tiles of `choice.tokens`, each padded to it.
+
+    As `weight_stationary`, but weights are rounded to x's dtype (in fp16, those from 65520 on to infinity); with x in
+    fp32, products are IEEE fp32 and so not on tensor cores. choice: `choose.MATRIX` by default.
+    """
+    choice = choice or MATRIX
+    check_matrix_choice(choice)
+    check_product(W, x, y)
+    return Launch(_tensor_core_kernel, _grid(W, x, choice), _arguments(W, x, y, choice), _options(choice))
+
+
+def _multiply_add(W: Packed, x: Tensor, y: Tensor, choice: Choice, up: Packed | None) -> Launch:
+    check_choice(choice)
+    arguments = _arguments(W, x, y, choice) | {"GATED": up is not None}
+    arguments |= {f"up_{name}": value for name, value in _arrays(up or W).items()}
+    return Launch(_multiply_add_kernel, _grid(W, x, choice), arguments, _options(choice))
+
+
+def _grid(W: Packed, x: Tensor, choice: Choice) -> tuple[int, int]:
+    check_tokens(len(x), choice)
+    return triton.cdiv(W.rows, ROWS * choice.blocks), triton.cdiv(len(x), choice.tokens)
+
+
+def _options(choice: Choice) -> dict[str, int]:
+    return {"num_warps": choice.num_warps, "num_stages": choice.num_stages}
+
+
+def _arrays(W: Packed) -> dict[str, Tensor]:
+    """The arrays of W; `words` stands in for those that its format does not have, and which are not read."""
+    return dict.fromkeys(("words", "high", "scales", "d"), W.words) | W.arrays
+
+
+def _arguments(W: Packed, x: Tensor, y: Tensor, choice: Choice) -> dict[str, object]:
+    sizes = {"N": len(x), "rows": W.rows, "x_stride": x.stride(0), "y_stride": y.stride(0), "magic": MAGIC}
+    constants = {
+        "GROUPS": W.columns // GROUP,
+        "FORMAT": W.format.name,
+        "PLANES": W.words.shape[2],
+        "TILE": choice.groups,
+        "BLOCKS": choice.blocks,
+        "TOKENS": choice.tokens,
+    }
+    return {"x": x, "y": y} | _arrays(W) | sizes | constants
+
+
+def check_product(W: Packed, x: Tensor, y: Tensor, up: Packed | None = None) -> None:
+    """Raise ValueError for shapes, dtypes, strides or devices that the kernels cannot take."""
+    if up is not None:
+        if (up.format, up.rows, up.columns) != (W.format, W.rows, W.columns):
+            found = f"{up.format.name} [{up.rows}, {up.columns}]"
+            raise ValueError(f"up is {found}; allowed: W's format and shape, {W.format.name} [{W.rows}, {W.columns}]")
+        check_device("up", up.words, W.words.device, "W's")
+    if x.ndim != 2 or not len(x) or x.shape[1] != W.columns:
+        raise ValueError(f"x is {tuple(x.shape)}; allowed: [N, {W.columns}], N at least 1")
+    check_shape("y", y, (len(x), W.rows))
+    for name, tensor in (("x", x), ("y", y)):
+        check_one_of(name, tensor.dtype, DTYPES)
+        check_device(name, tensor, W.words.device, "W's")
+        if tensor.stride(1) != 1 and tensor.shape[1] > 1:
+            raise ValueError(f"{name} has strides {tensor.stride()}; allowed: values of a token adjacent (stride 1)")
+
+
+def check_tokens(tokens: int, choice: Choice) -> None:
+    """Raise ValueError for more tokens than a grid holds."""
+    most = MOST_PROGRAMS * choice.tokens
+    if tokens > most:
+        raise ValueError(f"x has {tokens} tokens; allowed: at most {most}, {MOST_PROGRAMS} programs of {choice.tokens}")

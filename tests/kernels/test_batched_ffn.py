@@ -1,0 +1,205 @@
+"""GGUF products of many tokens: against float64, and the same bits for a token however many there are."""
+
+import functools
+
+import pytest
+import torch
+
+from labkit.batched_ffn import formats, kernels, reference
+from labkit.batched_ffn.choose import Choice, rule
+from labkit.batched_ffn.formats import FORMATS
+
+NUMBERS = (1, 2, 3, 4, 5, 8, 11, 16, 17)
+MOST = max(NUMBERS)
+COLUMNS = 768  # 24 groups: a full tile of 16 and a half one
+SMALL = Choice(blocks=1)
+MATRIX = Choice(groups=8, blocks=2, tokens=16)
+
+
+@functools.cache
+def weights(name, rows=7, columns=COLUMNS, seed=0):
+    """Packed weights, and what they stand for in fp32."""
+    generator = torch.Generator().manual_seed(seed)
+    blocks = formats.quantise(torch.randn((rows, columns), generator=generator) * columns**-0.5, name)
+    return formats.pack(blocks, name), formats.dequantise(blocks, name)
+
+
+def on(device, name, **of):
+    return weights(name, **of)[0].to(device)
+
+
+def tokens(number=MOST, columns=COLUMNS, dtype=torch.float32, device="cpu"):
+    return torch.randn((number, columns), generator=torch.Generator().manual_seed(7)).to(device, dtype)
+
+
+def numbers(name, device):
+    """The interpreter is slow: one format with many numbers of tokens, the others, of the same kernel, with a few."""
+    return NUMBERS if device == "cuda" else (1, 4, 5, 9) if name == "Q5_K" else (1, 3)
+
+
+def run(variant, W, x, choice, up=None, dtype=torch.float32):
+    """y of a variant, poisoned before."""
+    y = torch.full((len(x), W.rows), float("nan"), device=x.device, dtype=dtype)
+    made = variant(W, x, y, choice) if variant is kernels.tensor_core else variant(W, x, y, choice, up)
+    for launch in made if isinstance(made, list) else [made]:
+        launch()
+    return y
+
+
+def error(y, expected):
+    return float((y.cpu().double() - expected).norm() / expected.norm())
+
+
+def same(a, b):
+    return torch.equal(a.view(torch.int32), b.view(torch.int32))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_products_are_those_of_the_dequantised_weights(name, dtype, device):
+    W, exact = on(device, name), weights(name)[1]
+    x = tokens(3, dtype=dtype, device=device)
+    expected = reference.product(exact, x.cpu())
+    assert error(run(kernels.weight_stationary, W, x, Choice(blocks=1, tokens=4)), expected) < 3e-7
+    if dtype != torch.bfloat16 or device == "cuda":  # the interpreter's tl.dot is wrong for bf16
+        limit = {torch.float32: 1e-6, torch.float16: 5e-4, torch.bfloat16: 4e-3}[dtype]
+        assert error(run(kernels.tensor_core, W, x, MATRIX), expected) < limit
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_weights_are_dequantised_to_the_bits_of_the_format(name, device):
+    """x picks one weight of each row, so that nothing is rounded in the sum."""
+    columns = [0, 3, 17, 31, 255, 256, 500, 767]
+    W, exact = on(device, name), weights(name)[1].T[columns].contiguous()
+    for variant, choice in ((kernels.weight_stationary, Choice(blocks=1, tokens=8)), (kernels.tensor_core, MATRIX)):
+        y = run(variant, W, torch.eye(COLUMNS)[columns].to(device), choice).cpu()
+        assert torch.equal(y, exact)
+        assert not torch.equal(y, exact.nextafter(torch.tensor(torch.inf)))  # one unit in the last place is seen
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_token_has_the_same_bits_in_every_batch_and_variant(name, device):
+    W, some = on(device, name), numbers(name, device)
+    x = tokens(max(some), device=device)
+    alone = run(kernels.per_token, W, x, SMALL)
+    assert not alone.isnan().any()
+    for number in some:
+        for shared in (2, 8, 16) if number > 5 else (4,):
+            choice = Choice(blocks=1, tokens=shared)
+            assert same(run(kernels.weight_stationary, W, x[:number], choice), alone[:number]), (number, shared)
+    assert same(run(kernels.weight_stationary, W, x[:3], rule(3)), alone[:3])
+    assert same(run(kernels.gemm_n, W, x[:3], Choice(blocks=2)), alone[:3])
+    # the test has power: another tile is another order of the sum
+    assert not same(run(kernels.weight_stationary, W, x[:3], Choice(groups=8, blocks=1, tokens=4)), alone[:3])
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_token_has_the_same_bits_in_every_matrix_product(name, device):
+    W, some = on(device, name), numbers(name, device)
+    x = tokens(MOST, device=device, dtype=torch.float16)
+    whole = run(kernels.tensor_core, W, x, MATRIX)  # two tiles of tokens
+    for number in some:
+        assert same(run(kernels.tensor_core, W, x[:number], MATRIX), whole[:number]), number
+    assert same(run(kernels.tensor_core, W, x[-1:], MATRIX), whole[-1:])
+    assert not same(run(kernels.tensor_core, W, x, Choice(groups=4, blocks=2, tokens=16)), whole)
+
+
+@pytest.mark.parametrize("variant", [kernels.weight_stationary, kernels.tensor_core])
+def test_chunks_and_order_of_tokens_do_not_change_the_bits(variant, device):
+    W, x = on(device, "Q4_K"), tokens(9, device=device)
+    choice = MATRIX if variant is kernels.tensor_core else Choice(blocks=1, tokens=8)
+    whole = run(variant, W, x, choice)
+    assert same(torch.cat([run(variant, W, one, choice) for one in (x[:4], x[4:])]), whole)
+    order = torch.randperm(9, generator=torch.Generator().manual_seed(3))
+    shuffled = run(variant, W, x[order], choice)
+    assert same(shuffled, whole[order])
+    assert not same(shuffled, whole)
+    columns = torch.arange(COLUMNS).flip(0)  # the same sums in another order
+    turned = formats.pack(formats.quantise(weights("Q4_K")[1][:, columns], "F32"), "F32").to(device)
+    plain = formats.pack(formats.quantise(weights("Q4_K")[1], "F32"), "F32").to(device)
+    assert same(run(variant, plain, x, choice), whole)
+    assert not same(run(variant, turned, x[:, columns].contiguous(), choice), whole)
+
+
+@pytest.mark.parametrize("name", ["Q4_K", "BF16"])
+def test_gate_and_up_in_one_launch(name, device):
+    gate, up, x = on(device, name), on(device, name, seed=1), tokens(3, device=device)
+    alone = run(kernels.per_token, gate, x, SMALL, up)
+    assert error(alone, reference.gated(weights(name)[1], weights(name, seed=1)[1], x.cpu())) < 1e-6
+    for choice in (Choice(blocks=1, tokens=4), Choice(blocks=2, tokens=2)):
+        assert same(run(kernels.weight_stationary, gate, x, choice, up), alone)
+    assert same(run(kernels.gemm_n, gate, x[:2], SMALL, up), alone[:2])
+    assert not same(run(kernels.weight_stationary, gate, x, Choice(groups=8, blocks=1, tokens=8), up), alone)
+
+
+def test_a_whole_layer(device):
+    gate, up, down = (weights("Q8_0", *one) for one in ((32, 96, 0), (32, 96, 1), (96, 32, 2)))
+    x = tokens(2, 96, device=device)
+    middle = run(kernels.weight_stationary, gate[0].to(device), x, rule(2, True), up[0].to(device))
+    y = run(kernels.weight_stationary, down[0].to(device), middle, rule(2))
+    assert error(y, reference.ffn(gate[1], up[1], down[1], x.cpu())) < 1e-6
+
+
+def test_y_is_rounded_to_its_dtype(device):
+    W, x = on(device, "Q8_0"), tokens(3, device=device)
+    for variant, choice in ((kernels.weight_stationary, SMALL), (kernels.tensor_core, MATRIX)):
+        found = run(variant, W, x, choice, dtype=torch.float16)
+        assert torch.equal(found, run(variant, W, x, choice).half())
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(1, 256), (8, 256), (33, 512), (9, 1280)])
+def test_odd_shapes_and_strided_tokens(rows, columns, device):
+    for name in ("Q6_K", "Q5_K"):
+        W, exact = on(device, name, rows=rows, columns=columns), weights(name, rows=rows, columns=columns)[1]
+        x = tokens(3, columns + 5, device=device)[:, 5:]
+        held = torch.empty((3, rows + 2), device=device)
+        for launch in (
+            kernels.weight_stationary(W, x, held[:, :rows], Choice(16, 2, 2)),
+            kernels.tensor_core(W, x, held[:, :rows], MATRIX),
+        ):
+            held.fill_(float("nan"))
+            launch()
+            assert error(held[:, :rows], reference.product(exact, x.cpu())) < 1e-6
+            assert held[:, rows:].isnan().all()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda W, x, y: (W, x[:, :-1], y), r"x is \(2, 767\); allowed: \[N, 768\], N at least 1"),
+        (lambda W, x, y: (W, x[0], y), r"x is \(768,\); allowed: \[N, 768\], N at least 1"),
+        (lambda W, x, y: (W, x[:0], y[:0]), r"x is \(0, 768\); allowed"),
+        (lambda W, x, y: (W, x, y[:1]), r"y is \(1, 7\); allowed: \(2, 7\)"),
+        (lambda W, x, y: (W, x.int(), y), "x is torch.int32; allowed: torch.bfloat16, torch.float16, torch.float32"),
+        (lambda W, x, y: (W, x, y.double()), "y is torch.float64; allowed: torch.bfloat16"),
+        (lambda W, x, y: (W, x.to("meta"), y), "x is on meta; allowed: W's device, cpu"),
+        (lambda W, x, y: (W, x.t().contiguous().t(), y), "x has strides .*; allowed: values of a token adjacent"),
+        (lambda W, x, y: (W, x, y, Choice(tokens=3)), "tokens is 3; allowed: 1, 2, 4, 8, 16"),
+        (lambda W, x, y: (W, x, y, Choice(groups=12)), "groups is 12; allowed: 4, 8, 16"),
+        (lambda W, x, y: (W, x, y, Choice(num_warps=3)), "num_warps is 3; allowed: 1, 2, 4, 8"),
+        (lambda W, x, y: (W, x, y, None, weights("Q5_K")[0]), r"up is Q5_K \[7, 768\]; allowed: W's format and shape"),
+        (lambda W, x, y: (W, x, y, None, W.to("meta")), "up is on meta; allowed: W's device, cpu"),
+        (
+            lambda W, x, y: (W, x[:1].expand(131071, -1), y[:1].expand(131071, -1), Choice(tokens=2)),
+            "x has 131071 tokens; allowed: at most 131070, 65535 programs of 2",
+        ),
+    ],
+)
+def test_what_it_cannot_take_is_named(change, message):
+    with pytest.raises(ValueError, match=message):
+        kernels.weight_stationary(*change(weights("Q4_K")[0], tokens(2), torch.empty(2, 7)))
+
+
+@pytest.mark.parametrize(
+    ("variant", "choice", "message"),
+    [
+        (kernels.per_token, Choice(tokens=2), "tokens is 2; allowed: 1"),
+        (kernels.gemm_n, Choice(tokens=2), "tokens is 2; allowed: 1"),
+        (kernels.tensor_core, Choice(8, 8, 4), "tokens is 4; allowed: 8, 16"),
+        (kernels.tensor_core, Choice(8, 1, 16), "blocks is 1; allowed: 2, 4"),
+        (kernels.tensor_core, Choice(2, 8, 16), "groups is 2; allowed: 4, 8"),
+    ],
+)
+def test_choices_that_a_variant_cannot_take_are_named(variant, choice, message):
+    with pytest.raises(ValueError, match=message):
+        variant(weights("Q4_K")[0], tokens(2), torch.empty(2, 7), choice)

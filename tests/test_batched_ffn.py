@@ -1,0 +1,656 @@
+"""GGUF formats against the package gguf, bit for bit; cache policies by hand and by property; what is compiled."""
+
+import functools
+import math
+import re
+from collections import Counter
+from itertools import pairwise
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Type
+from hypothesis import assume, example, given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+
+from labkit.batched_ffn import cache, choose, files, formats, kernels, reference
+from labkit.batched_ffn.choose import Choice
+from labkit.batched_ffn.formats import FORMATS
+from labkit.evidence import compiled
+
+K_FORMATS = ("Q4_K", "Q5_K", "Q6_K")
+SEEDS = st.integers(0, 2**32 - 1)
+
+
+def theirs(blocks, name):
+    """The weights as the package gguf dequantises them."""
+    with np.errstate(invalid="ignore"):  # scales that are infinite, times zero
+        return torch.from_numpy(gguf.quants.dequantize(blocks.numpy(), Type[name]))
+
+
+def random_bytes(rows, size, seed):
+    return torch.from_numpy(np.random.default_rng(seed).integers(0, 256, (rows, size), dtype=np.uint8))
+
+
+def quantised(name, rows=7, columns=768, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return formats.quantise(torch.randn((rows, columns), generator=generator) * columns**-0.5, name)
+
+
+def same_bits(a, b):
+    """The same bits; of a NaN, any."""
+    return bool((a.view(torch.int32).eq(b.view(torch.int32)) | (a.isnan() & b.isnan())).all())
+
+
+# formats
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_sizes_are_those_of_gguf(name):
+    kind = FORMATS[name]
+    assert (kind.block, kind.block_bytes) == gguf.GGML_QUANT_SIZES[Type[name]]
+    assert kind.bytes_per_weight() == kind.block_bytes / kind.block
+    assert kind.bytes_per_weight(packed=True) == formats.pack(quantised(name, 8, 512), name).nbytes / (8 * 512)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@settings(max_examples=40, deadline=None)
+@given(rows=st.integers(1, 4), blocks=st.integers(1, 3), seed=SEEDS)
+def test_any_bytes_are_dequantised_to_the_bits_of_gguf(name, rows, blocks, seed):
+    raw = random_bytes(rows, blocks * FORMATS[name].block_bytes, seed)
+    found = formats.dequantise(raw, name)
+    assert found.dtype == torch.float32
+    assert found.shape == (rows, blocks * FORMATS[name].block)
+    assert same_bits(found, theirs(raw, name))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_byte_of_a_block_counts(name):
+    """The comparison above has power: no byte of a block can be read wrongly unseen."""
+    raw = quantised(name, 1, FORMATS[name].block)
+    expected = formats.dequantise(raw, name)
+    for byte in range(raw.shape[1]):
+        other = raw.clone()
+        other[0, byte] ^= 0x11  # a bit of each half
+        assert not same_bits(formats.dequantise(other, name), expected), byte
+
+
+def test_dimensions_before_the_row_are_kept():
+    raw = random_bytes(6, 288, 0)
+    found = formats.dequantise(raw.view(2, 3, 288), "Q4_K")
+    assert found.shape == (2, 3, 512)
+    assert same_bits(found.view(6, 512), theirs(raw, "Q4_K"))
+    weights = torch.randn(2, 3, 512)
+    assert torch.equal(formats.quantise(weights, "Q4_K").view(6, 288), formats.quantise(weights.view(6, 512), "Q4_K"))
+
+
+def floats(least, largest):
+    """[1 or 2, 64] fp32, of numbers that are 0 or of such a size."""
+    sizes = st.floats(least, largest, width=32)
+    numbers = st.one_of(st.just(0.0), sizes, sizes.map(lambda size: -size))
+    return arrays.arrays(np.float32, st.sampled_from([(1, 64), (2, 64)]), elements=numbers)
+
+
+@pytest.mark.parametrize("name", ["F32", "BF16", "Q8_0"])
+@settings(max_examples=60, deadline=None)
+@given(weights=floats(2.0**-100, 2.0**22))
+@example(weights=np.float32([[127, 0.5, -0.5, 1.5, -2.5, 126.5, *[0] * 58]]))  # halves go away from zero
+@example(weights=np.zeros((1, 64), np.float32))
+def test_the_quantiser_gives_the_bits_of_gguf(name, weights):
+    found = formats.quantise(torch.from_numpy(weights), name)
+    assert np.array_equal(found.numpy(), gguf.quants.quantize(weights, Type[name]).view(np.uint8))
+
+
+@settings(max_examples=60, deadline=None)
+@given(weights=arrays.arrays(np.float32, (1, 8), elements=st.floats(width=32)))
+@example(weights=np.float32([[3.4028235e38, 1.0039062, 1.0117188, 1e-45, -0.0, math.inf, -math.inf, math.nan]]))
+def test_any_float_is_rounded_to_bf16_as_gguf_does(weights):
+    found = formats.dequantise(formats.quantise(torch.from_numpy(weights), "BF16"), "BF16")
+    assert same_bits(found, theirs(torch.from_numpy(gguf.quants.quantize(weights, Type.BF16)), "BF16"))
+
+
+def test_a_block_below_the_least_scale_is_zero():
+    for name in ("Q8_0", *K_FORMATS):  # of Q8_0, one over the scale is no fp32: gguf's own result is not defined
+        found = formats.dequantise(formats.quantise(torch.full((1, 256), 1e-41), name), name)
+        assert (found == 0).all()
+
+
+def steps(raw, name):
+    """|d·scale| of each weight."""
+    blocks = raw.unflatten(-1, (-1, FORMATS[name].block_bytes))
+    if name == "Q6_K":
+        _, scales, d = formats._q6_k(blocks)
+    else:
+        _, scales, _, d, _ = formats._q45_k(blocks, name)
+    return (d * scales.float()).abs().repeat_interleave(16 if name == "Q6_K" else 32, -1).flatten(-2)
+
+
+@pytest.mark.parametrize("name", K_FORMATS)
+@settings(max_examples=60, deadline=None)
+@given(seed=SEEDS, size=st.floats(-15, 9), spread=st.floats(0, 6), middle=st.floats(-3, 3))
+def test_a_k_format_is_at_most_half_a_step_off(name, seed, size, spread, middle):
+    """Weights of any size, sub-blocks of sizes far apart, or all of one sign: none is clipped, and no step too wide."""
+    generator = torch.Generator().manual_seed(seed)
+    scales = 2.0 ** (size + spread * torch.randn((2, 32, 1), generator=generator).clamp(-1, 1))
+    weights = ((torch.randn((2, 32, 16), generator=generator) + middle) * scales).flatten(1)
+    raw = formats.quantise(weights, name)
+    step = steps(raw, name)
+    block = weights.abs().unflatten(1, (-1, 256)).amax(-1).repeat_interleave(256, -1)
+    part = weights.abs().unflatten(1, (-1, 32)).amax(-1).repeat_interleave(32, -1)
+    assert ((theirs(raw, name) - weights).abs() <= 0.5 * step + 1e-6 * part + 1e-8 * block).all()
+    levels, grain = {"Q4_K": (15, 63), "Q5_K": (31, 63), "Q6_K": (31, 127)}[name]
+    rounded_up = 3 * block / levels / grain  # min and scale, each to the next of `grain` parts of the block's largest
+    assert (step <= 1.01 * (2 * part / levels + rounded_up) + 2.0**-16).all()
+
+
+@pytest.mark.parametrize("name", ["Q8_0", *K_FORMATS])
+def test_flat_blocks_are_as_near_as_fp16_scales(name):
+    flat = torch.cat([torch.zeros(1, 256), torch.full((1, 256), -2.0), torch.full((1, 256), 2.0)])
+    found = formats.dequantise(formats.quantise(flat, name), name)
+    assert (found[0] == 0).all()
+    torch.testing.assert_close(found, flat, rtol=1e-3, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: formats.find("Q4_0"), "format is 'Q4_0'; allowed: F32, BF16, Q8_0, Q4_K, Q5_K, Q6_K"),
+        (lambda: formats.dequantise(torch.zeros(1, 34), "Q8_0"), "blocks is torch.float32; allowed: torch.uint8"),
+        (
+            lambda: formats.dequantise(random_bytes(2, 143, 0), "Q4_K"),
+            "blocks is (2, 143); allowed for Q4_K: [.., bytes of a row], a multiple of 144",
+        ),
+        (
+            lambda: formats.dequantise(random_bytes(2, 0, 0), "Q6_K"),
+            "blocks is (2, 0); allowed for Q6_K: [.., bytes of a row], a multiple of 210",
+        ),
+        (
+            lambda: formats.quantise(torch.zeros(3, 128), "Q5_K"),
+            "weights is (3, 128); allowed for Q5_K: [.., multiple of 256]",
+        ),
+        (lambda: formats.quantise(torch.tensor(1.0), "F32"), "weights is (); allowed for F32: [.., multiple of 1]"),
+        (
+            lambda: formats.quantise(torch.full((1, 32), math.nan), "Q8_0"),
+            "weights are not all finite; allowed for Q8_0: finite",
+        ),
+        (
+            lambda: formats.quantise(torch.full((1, 32), 1e7), "Q8_0"),
+            "a scale is 78740.2; allowed for Q8_0: up to 65504, the largest fp16",
+        ),
+        (
+            lambda: formats.quantise(torch.full((1, 256), -1e8), "Q4_K"),
+            "a scale is 1.5873e+06; allowed for Q4_K: up to 65504, the largest fp16",
+        ),
+        (
+            lambda: formats.pack(random_bytes(1, 34, 0)[0], "Q8_0"),
+            "blocks is (34,); allowed: [rows, bytes of a row], both at least 1",
+        ),
+        (
+            lambda: formats.pack(random_bytes(2, 48 * 4, 0), "F32"),
+            "columns is 48; allowed for F32: a multiple of 32",
+        ),
+    ],
+)
+def test_what_a_format_cannot_take_is_named(call, message):
+    with pytest.raises(ValueError) as raised:  # noqa: PT011 (the whole message is compared)
+        call()
+    assert str(raised.value) == message
+
+
+# packed, read as its docstring says
+
+
+def half(bits):
+    return float(np.uint16(bits & 0xFFFF).view(np.float16))
+
+
+def packed_weight(W, row, column):
+    """One weight from the arrays of a `Packed`."""
+    name, block, lane, group = W.format.name, row // 8, row % 8, column // 32
+    i, j = column % 32 // 4, column % 4
+    bits = 4 * W.words.shape[2]  # of a part: four words of every plane are 32 weights
+    parts = 32 // bits
+    word = int(W.words[block, group, i // parts, lane, j]) & 0xFFFFFFFF
+    part = word >> bits * (i % parts) & (1 << bits) - 1
+    if name in ("F32", "BF16"):
+        return float(np.uint32(part << 32 - bits).view(np.float32))
+    scale = int(W.scales.view(torch.int16)[block, group, lane]) & 0xFFFF
+    if name == "Q8_0":
+        return half(scale) * (part - 128)
+    d = int(W.d.view(torch.int16 if name == "Q6_K" else torch.int32)[block, group // 8, lane])
+    if name == "Q6_K":
+        high = int(W.high[block, group, i // 4, lane]) >> 4 * (i % 4) + 2 * (j % 2) + 16 * (j // 2) & 3
+        return half(d) * int(np.uint8(scale >> 8 * (i // 4) & 255).view(np.int8)) * ((part | high << 4) - 32)
+    if name == "Q5_K":
+        part |= (int(W.high[block, group, lane]) >> 4 * i + j & 1) << 4
+    return float(np.float32(half(d) * (scale & 255) * part) - np.float32(half(d >> 16) * (scale >> 8)))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_packed_weight_is_where_it_should_be(name):
+    raw = quantised(name, 11, 768)
+    W, exact = formats.pack(raw, name), formats.dequantise(raw, name)
+    assert (W.format.name, W.rows, W.columns) == (name, 11, 768)
+    for row in (0, 7, 8, 10):
+        for column in [*range(64), *range(230, 290), 767]:
+            assert packed_weight(W, row, column) == exact[row, column], (row, column)
+    assert all(packed_weight(W, row, 5) == 0 for row in range(11, 16))  # rows that fill the last block
+    assert W.nbytes == 16 * 768 * FORMATS[name].bytes_per_weight(packed=True)
+
+
+def test_packed_weights_move_to_a_device():
+    W = formats.pack(quantised("Q5_K"), "Q5_K")
+    moved = W.to("meta")
+    assert {one.device.type for one in moved.arrays.values()} == {"meta"}
+    assert list(moved.arrays) == ["words", "high", "scales", "d"]
+    assert (moved.format, moved.rows, moved.columns, moved.nbytes) == (W.format, W.rows, W.columns, W.nbytes)
+
+
+# files
+
+
+@pytest.fixture
+def file(tmp_path):
+    """A GGUF file with a tensor of each format and one of F16."""
+    path = tmp_path / "model.gguf"
+    write(path)
+    return path
+
+
+def write(path, endianess=gguf.GGUFEndian.LITTLE):
+    writer = gguf.GGUFWriter(path, "llama", endianess=endianess)
+    for name in FORMATS:
+        raw = quantised(name, 5, 512).numpy()
+        writer.add_tensor(name, raw.view(np.float32) if name == "F32" else raw, raw_dtype=Type[name])
+    writer.add_tensor("half", np.zeros((2, 4), np.float16))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def test_a_file_is_read_as_it_was_written(file):
+    assert files.tensor_names(file) == [*FORMATS, "half"]
+    for name, kind in FORMATS.items():
+        found, raw = files.read(file, name)
+        assert found is kind
+        assert torch.equal(raw, quantised(name, 5, 512))
+        raw.zero_()  # a copy, which may be written
+
+
+def damaged(path, content):
+    path.write_bytes(content)
+    return path
+
+
+def test_what_cannot_be_read_is_named(file, tmp_path):
+    whole, other = file.read_bytes(), tmp_path / "other.gguf"
+    with pytest.raises(FileNotFoundError):
+        files.tensor_names(other)
+    for content in (b"", b"no GGUF file", whole[:200], whole[:-4000], whole[:8] + b"\xff" * 16 + whole[24:]):
+        with pytest.raises(ValueError, match=r"other.gguf is not a GGUF file that can be read .*; it may be damaged"):
+            files.read(damaged(other, content), "F32")
+    with pytest.raises(
+        ValueError, match=r"model.gguf has no tensor 'Q4'; it has: F32, BF16, Q8_0, Q4_K, Q5_K, Q6_K, h"
+    ):
+        files.read(file, "Q4")
+    with pytest.raises(ValueError, match=r"model.gguf: half is F16; allowed: F32, BF16"):
+        files.read(file, "half")
+    write(other, gguf.GGUFEndian.BIG)
+    with pytest.raises(ValueError, match=r"other.gguf is big-endian; allowed: little-endian"):
+        files.tensor_names(other)
+
+
+# reference
+
+
+def test_a_layer_by_hand():
+    x = torch.tensor([[1.0, 2.0], [0.0, -1.0]])
+    gate, up = torch.tensor([[1.0, 1.0], [0.0, 0.0]]), torch.tensor([[2.0, 0.0], [5.0, 5.0]])
+    down = torch.tensor([[1.0, 7.0], [-3.0, 7.0]])
+    assert reference.product(gate, x).tolist() == [[3.0, 0.0], [-1.0, 0.0]]
+    silu = 3 / (1 + math.exp(-3))
+    assert reference.gated(gate, up, x)[0].tolist() == pytest.approx([2 * silu, 0.0], rel=1e-15)
+    found = reference.ffn(gate, up, down, x)
+    assert found.dtype == torch.float64
+    assert found.tolist() == [pytest.approx([2 * silu, -6 * silu], rel=1e-15), [0.0, 0.0]]
+
+
+# choices
+
+
+def test_the_rule_by_tokens():
+    assert [choose.rule(n).tokens for n in (1, 2, 3, 4, 5, 8, 9, 512)] == [1, 2, 4, 4, 8, 8, 8, 8]
+    assert [choose.rule(n).blocks for n in (1, 4, 5)] == [2, 2, 1]
+    assert [choose.rule(n, gated=True).blocks for n in (1, 4, 5)] == [1, 1, 1]
+    for n in range(1, 40):
+        choose.check_choice(choose.rule(n))
+        # bits depend on these two
+        assert (choose.rule(n).groups, choose.rule(n).num_warps) == (Choice().groups, Choice().num_warps)
+    choose.check_matrix_choice(choose.MATRIX)
+    assert Choice(**choose.MATRIX.as_dict()) == choose.MATRIX
+
+
+# the expert cache
+
+TRACES = st.lists(st.lists(st.integers(0, 7), min_size=1, max_size=5, unique=True), max_size=25)
+
+
+def hits(policy, keys):
+    return [policy.access(key).hit for key in keys]
+
+
+def test_lru_by_hand():
+    found = cache.LRU(2)
+    assert hits(found, "abab") == [False, False, True, True]
+    assert found.access("c") == cache.Access(False, "a")
+    assert found.access("b") == cache.Access(True)
+    assert found.access("a") == cache.Access(False, "c")
+    assert ("b" in found, "c" in found, len(found)) == (True, False, 2)
+
+
+def test_slru_by_hand():
+    found = cache.SLRU(4)  # 3 protected
+    assert hits(found, "abcd") == [False] * 4
+    assert found.segments() == (list("dcba"), [])
+    assert hits(found, "ab") == [True] * 2
+    assert found.segments() == (list("dc"), list("ba"))
+    assert found.access("e") == cache.Access(False, "c")  # the tail of the probationary ones, all accessed once
+    assert hits(found, "da") == [True] * 2
+    assert found.segments() == (list("e"), list("adb"))
+    assert hits(found, "e") == [True]  # protected overflows: its tail to the probationary head
+    assert found.segments() == (list("b"), list("ead"))
+    assert found.access("f") == cache.Access(False, "b")  # never the one just inserted, though b has more accesses
+    assert found.access("c") == cache.Access(False, "f")
+
+
+def test_slru_evicts_the_least_accessed():
+    found = cache.SLRU(4)
+    hits(found, "aabbccdde")  # a is demoted by d, with two accesses; e has one and is inserted
+    assert found.segments() == (list("e"), list("dcb"))
+    found = cache.SLRU(8)  # 6 protected
+    hits(found, "aabbccddeeffgghh")
+    assert found.segments() == (list("ba"), list("hgfedc"))
+    assert found.access("i").evicted == "a"
+    assert found.access("j").evicted == "i"  # once; b twice
+
+
+@pytest.mark.parametrize(("remember", "victim"), [(False, "x"), (True, "w")])
+def test_a_remembered_count_outlives_an_eviction(remember, victim):
+    found = cache.SLRU(8, remember)  # 6 protected: a to f
+    hits(found, "aabbccddeeff" + "xyzxw")  # z evicts x, which comes back: its first access, or its second
+    assert found.segments() == (list("wx"), list("fedcba"))
+    assert found.access("v").evicted == victim
+
+
+class PlainSLRU:
+    """SLRU as the source says it, with lists, head first."""
+
+    def __init__(self, capacity, remember):
+        self.capacity, self.remember = capacity, remember
+        self.protected_size = max(1, capacity - max(1, capacity // 4))
+        self.probationary, self.protected, self.count = [], [], Counter()
+
+    def access(self, key):
+        self.count[key] += 1
+        if key in self.probationary + self.protected:
+            (self.probationary if key in self.probationary else self.protected).remove(key)
+            self.protected.insert(0, key)
+            if len(self.protected) > self.protected_size:
+                self.probationary.insert(0, self.protected.pop())
+            return True, None
+        self.probationary.insert(0, key)
+        if len(self.probationary + self.protected) <= self.capacity:
+            return False, None
+        victims = [one for one in reversed(self.probationary) if one != key] or self.protected[-1:]
+        victim = min(victims, key=lambda one: self.count[one])
+        (self.probationary if victim in self.probationary else self.protected).remove(victim)
+        if not self.remember:
+            del self.count[victim]
+        return False, victim
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(1, 9), st.booleans(), st.lists(st.integers(0, 12), max_size=80))
+def test_slru_is_the_plain_one(capacity, remember, keys):
+    found, plain = cache.SLRU(capacity, remember), PlainSLRU(capacity, remember)
+    for key in keys:
+        assert found.access(key) == cache.Access(*plain.access(key))
+        assert found.segments() == (plain.probationary, plain.protected)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(1, 9), st.lists(st.integers(0, 12), max_size=80))
+def test_lru_is_the_plain_one(capacity, keys):
+    found, kept = cache.LRU(capacity), []
+    for key in keys:
+        hit = key in kept
+        kept = [one for one in kept if one != key] + [key]
+        evicted = kept.pop(0) if len(kept) > capacity else None
+        assert found.access(key) == cache.Access(hit, evicted)
+
+
+def test_pinned_by_hand():
+    found = cache.Pinned(3, [["a", "b"], ["a", "c"], ["c"], ["a"]])
+    assert [found.access(key) for key in "acbbda"] == [
+        cache.Access(True), cache.Access(True), cache.Access(False), cache.Access(True), cache.Access(False, "b"),
+        cache.Access(True),
+    ]  # fmt: skip
+    assert (len(found), "b" in found, "d" in found) == (3, False, True)
+
+
+def fewest_misses(keys, capacity, kept=frozenset()):
+    """Of every way to evict, as `Belady` may: the key just used stays."""
+
+    @functools.cache
+    def least(at, kept):
+        if at == len(keys):
+            return 0
+        key = keys[at]
+        if key in kept:
+            return least(at + 1, kept)
+        if len(kept) < capacity:
+            return 1 + least(at + 1, kept | {key})
+        return 1 + min(least(at + 1, kept - {victim} | {key}) for victim in kept)
+
+    return least(0, kept)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(1, 4), st.lists(st.integers(0, 5), max_size=14).map(tuple), st.sets(st.integers(0, 5), max_size=4))
+def test_the_oracle_has_the_fewest_misses_possible(capacity, keys, start):
+    assume(len(start) <= capacity)
+    oracle = cache.Belady(capacity, [[key] for key in keys], start)
+    assert hits(oracle, keys).count(False) == fewest_misses(keys, capacity, frozenset(start))
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.integers(1, 6), TRACES, TRACES)
+def test_no_policy_beats_the_oracle(capacity, trace, first):
+    rates = {name: cache.replay(name, capacity, trace, first) for name in cache.POLICIES}
+    assert all(one.hits <= rates["belady"].hits for one in rates.values())
+    bypassed = sum(len(dispatch) for dispatch in trace if len(dispatch) > capacity)
+    assert {(one.accesses, one.bypassed) for one in rates.values()} == {(sum(map(len, trace)), bypassed)}
+
+
+@pytest.mark.parametrize("policy", cache.POLICIES)
+@settings(max_examples=60, deadline=None)
+@given(capacity=st.integers(1, 6), trace=TRACES)
+def test_a_cache_holds_what_it_says(policy, capacity, trace):
+    keys = [key for dispatch in trace for key in dispatch]
+    found = cache.make(policy, capacity, trace, trace)
+    held = {key for key in range(8) if key in found}
+    for key in keys:
+        access = found.access(key)
+        assert access.hit == (key in held)
+        assert access.evicted is None or access.evicted in held - {key}
+        held = (held | {key}) - {access.evicted}
+        assert held == {key for key in range(8) if key in found}
+        assert len(held) == len(found) <= capacity
+
+
+def test_a_dispatch_larger_than_the_cache_goes_past_it():
+    trace = [["a", "b"], ["a", "b", "c"], ["b", "a"]]
+    assert cache.replay("lru", 2, trace) == cache.Replay(7, 2, 3)
+    assert cache.replay("lru", 3, trace) == cache.Replay(7, 4, 0)
+    assert cache.replay("lru", 2, trace).hit_rate == 2 / 7
+    assert math.isnan(cache.replay("lru", 2, []).hit_rate)
+    assert [cache.bypasses(trace[1], capacity) for capacity in (2, 3)] == [True, False]
+
+
+def test_advice_and_frequency_by_hand():
+    assert cache.recommended_slots(40, 256, 8) == 640
+    assert cache.recommended_slots(2, 12, 8) == 24
+    assert cache.most_frequent([["a", "b"], ["c", "b"], ["c"]], 2) == ["b", "c"]
+
+
+@pytest.mark.parametrize("make", [cache.uniform, cache.zipf, cache.local], ids=lambda make: make.__name__)
+def test_a_trace_has_different_experts_and_repeats(make):
+    found = make(5, 3, 10, 4, seed=1)
+    assert [{layer for layer, _ in dispatch} for dispatch in found] == [{0}, {1}, {2}] * 5
+    assert all(len(set(dispatch)) == 4 and all(0 <= e < 10 for _, e in dispatch) for dispatch in found)
+    assert found == make(5, 3, 10, 4, seed=1) != make(5, 3, 10, 4, seed=2)
+    assert make(0, 3, 10, 4) == []
+    assert [sorted(e for _, e in dispatch) for dispatch in make(2, 1, 4, 4)] == [[0, 1, 2, 3]] * 2
+    with pytest.raises(ValueError, match="top_k is 5; allowed: 1 to 4, the experts"):
+        make(1, 1, 4, 5)
+
+
+def shares(trace):
+    """Of each expert of layer 0, the largest first."""
+    counts = Counter(expert for dispatch in trace for layer, expert in dispatch if layer == 0)
+    return [count / sum(counts.values()) for _, count in counts.most_common()]
+
+
+def test_traces_are_as_skewed_as_they_say():
+    assert shares(cache.uniform(4000, 1, 20, 1))[0] < 0.07
+    found = shares(cache.zipf(8000, 1, 20, 1))
+    assert found[:2] == pytest.approx([1 / sum(1 / r for r in range(1, 21)) / r for r in (1, 2)], rel=0.1)
+    steep = cache.zipf(50, 2, 16, 4, exponent=1000.0)  # 3^-1000 is no float
+    assert [{e for _, e in dispatch} for dispatch in steep] == [{e for _, e in dispatch} for dispatch in steep[:2]] * 50
+    assert {e for _, e in steep[0]} != {e for _, e in steep[1]}  # each layer has its own order
+
+
+def test_local_traces_stay():
+    def kept(stay):
+        found = [set(dispatch) for dispatch in cache.local(2000, 1, 200, 4, stay, exponent=0.0)]
+        return sum(len(a & b) for a, b in pairwise(found)) / (4 * 1999)
+
+    assert kept(1.0) == 1
+    assert kept(0.7) == pytest.approx(0.7 + 0.3 * 4 / 200, abs=0.02)
+    assert kept(0.0) == pytest.approx(4 / 200, abs=0.01)
+    with pytest.raises(ValueError, match=r"stay is 1.5; allowed: 0 to 1"):
+        cache.local(1, 1, 4, 2, stay=1.5)
+
+
+def test_tokens_together_by_hand():
+    trace = [["a", "b"], ["A"], ["b", "c"], ["B"], ["a", "d"], ["A"]]  # three tokens, two layers
+    assert cache.batched(trace, 2, 2) == [["a", "b", "c"], ["A", "B"], ["a", "d"], ["A"]]
+    assert cache.batched(trace, 1, 2) == trace
+    assert cache.batched([], 4, 2) == []
+    for tokens, layers in ((0, 2), (1, 4), (1, 0)):
+        with pytest.raises(ValueError, match=f"trace is 6 dispatches of {layers} layers, {tokens} tokens together; al"):
+            cache.batched(trace, tokens, layers)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: cache.make("fifo", 1), "policy is 'fifo'; allowed: lru, slru, slru_freq, pinned, belady"),
+        *[
+            (lambda name=name: cache.make(name, 0), "capacity is 0; allowed: at least 1 expert")
+            for name in cache.POLICIES
+        ],
+        (lambda: cache.Belady(1, [], "ab"), "start has 2 keys; allowed: at most 1, the capacity"),
+        (
+            lambda: cache.Belady(1, [["a"]]).access("b"),
+            "access 0 is of 'b'; allowed: the trace that the oracle was made with",
+        ),
+    ],
+)
+def test_what_a_cache_cannot_do_is_named(call, message):
+    with pytest.raises(ValueError) as raised:  # noqa: PT011 (the whole message is compared)
+        call()
+    assert str(raised.value) == message
+
+
+# what the compiler makes of the kernels, for sm_90 and the Triton installed here
+
+
+def blank(name, rows=64, columns=1024):
+    kind = FORMATS[name]
+    return formats.pack(torch.zeros((rows, columns // kind.block * kind.block_bytes), dtype=torch.uint8), name)
+
+
+def activations(W, tokens, dtype=torch.bfloat16):
+    return torch.empty((tokens, W.columns), dtype=dtype), torch.empty((tokens, W.rows), dtype=dtype)
+
+
+def product(W, tokens, choice, gated=False):
+    return kernels.weight_stationary(W, *activations(W, tokens), choice, W if gated else None)
+
+
+# loads beside those of words, of one tile: bits a thread -> instructions
+BESIDE = {
+    "F32": {}, "BF16": {}, "Q8_0": {"16": 1}, "Q4_K": {"16": 1, "32": 1}, "Q5_K": {"16": 1, "32": 2},
+    "Q6_K": {"16": 2, "32": 2},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_weights_are_loaded_16_bytes_a_thread_and_once_for_eight_tokens(name):
+    W = blank(name)
+    found = compiled.evidence(product(W, 17, choose.rule(17)), 90)
+    assert (found["spill_bytes"], found["matrix"], found["atomics"]) == (0, {}, 0)
+    assert found["ctas_per_sm"] >= 3
+    tiles = found["loads"]["64"] // (8 * 8)  # of x, four bf16 a thread: 8 parts of a group, 8 tokens
+    expected = {"128": W.words.shape[2], "64": 8 * 8} | BESIDE[name]
+    assert found["loads"] == {bits: tiles * count for bits, count in expected.items()}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_matrix_products_use_wgmma_and_do_not_spill(name):
+    W = blank(name)
+    found = compiled.evidence(kernels.tensor_core(W, *activations(W, 1)), 90)
+    assert found["spill_bytes"] == 0
+    assert found["ctas_per_sm"] >= 2
+    assert found["matrix"]
+    assert all(instruction.startswith("HGMMA") for instruction in found["matrix"]), found["matrix"]
+
+
+def test_products_of_fp32_are_not_rounded_for_tensor_cores():
+    W = blank("Q4_K")
+    assert compiled.evidence(kernels.tensor_core(W, *activations(W, 1, torch.float32)), 90)["matrix"] == {}
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_one_row_and_one_token_compile(gated):
+    """Triton makes arguments that are 1 into constants."""
+    found = compiled.evidence(product(blank("Q6_K", 1, 256), 1, None, gated), 90)
+    assert found["spill_bytes"] == 0
+
+
+def order_of_sums(launch):
+    """The shapes and layouts of what is summed at the end: which thread adds what, in which order."""
+    text = compiled.build(launch, 90).asm["ttgir"]
+    named = dict(re.findall(r"^(#\w+) = (.*)$", text, re.M))
+    found = re.findall(r'"tt\.reduce"\(.*?\}\) : \(tensor<(\w+), (#\w+)>\)', text, re.S)
+    return {(shape, named[layout]) for shape, layout in found}
+
+
+def test_tokens_and_rows_of_a_program_do_not_change_the_order_of_sums():
+    W = blank("Q8_0")
+    cases = [
+        (1, Choice()),
+        (17, Choice()),
+        (3, choose.rule(3)),
+        (17, choose.rule(17)),
+        (17, Choice(blocks=1, tokens=16)),
+    ]
+    orders = [order_of_sums(product(W, *case)) for case in cases] + [order_of_sums(product(W, 8, None, gated=True))]
+    assert len(orders[0]) == 2  # four weights of a thread, then the groups of a row
+    assert all(order == orders[0] for order in orders)
+    for other in (Choice(groups=8), Choice(num_warps=8)):  # the comparison has power
+        assert order_of_sums(product(W, 1, other)) != orders[0]
