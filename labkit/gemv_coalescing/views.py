@@ -15,11 +15,16 @@ SHOWN_OVERHEAD = [
     names.separate("torch.mv"), names.merged("torch.mv"), names.CHAIN_PLAIN, names.separate("ours"), names.CHAIN_OURS,
 ]  # fmt: skip
 CAPPED = 2.0  # the map's colours end here
+SHORT = {
+    names.LADDER[3]: "for a warp a row with 16-byte loads (step 4)",
+    names.LADDER[6]: "with tuned rows, warps and tile",
+    names.OURS: "started before the kernel in front has ended, too",
+}
 WHOLE = {
-    names.BETWEEN_OURS: "with ordinary kernels between",
-    names.BETWEEN_TRIGGER: "where these let the GEMV start early",
-    names.CHAIN_OURS: "with none between",
-    names.separate("ours"): "with none, matrix by matrix",
+    names.BETWEEN_OURS: "ordinary kernels between",
+    names.BETWEEN_TRIGGER: "kernels with the trigger between",
+    names.CHAIN_OURS: "nothing between",
+    names.separate("ours"): "nothing between, matrix by matrix",
 }
 WITHIN = 1.02
 MANY = 4  # CTAs an SM from which on its look-ups, not one thread's wait, are to explain a step
@@ -34,46 +39,33 @@ SHOWN_CHAINS = [
 
 
 def in_short(rows: pd.DataFrame) -> str:
-    """The answer of the page in a few lines."""
-    single, whole = _single(rows), _whole_layers(rows)
-    return (
-        ". ".join(filter(None, (single, whole))) + "." if single or whole else "nothing could be compared with cuBLAS."
-    )
-
-
-def _single(rows: pd.DataFrame) -> str:
-    """Single GEMVs against cuBLAS."""
+    """What a plain kernel, tuning and dependent launch give against cuBLAS, and against the fastest library."""
     means = {}
-    for variant in (names.OURS, names.LADDER[6], names.LADDER[3]):
+    for variant in SHORT:
         table = tables.against_cublas(rows, variant)
         table = table[(table["dtype"] == "bf16") & (table["MB"] >= tables.LARGE_MB)]
         if len(table):
             means[variant] = (tables.geometric_mean(table["ratio"]), len(table))
     if names.OURS not in means:
-        return ""
-    mean, count = means[names.OURS]
-    others = {names.LADDER[6]: "launched plainly", names.LADDER[3]: "step 4, untuned"}
-    less = "; ".join(f"{means[name][0]:.2f} {words}" for name, words in others.items() if name in means)
+        return "nothing could be compared with cuBLAS."
+    count = means[names.OURS][1]
+    parts = [f"×{means[name][0]:.2f} {words}" for name, words in SHORT.items() if name in means]
     return (
-        f"One GEMV again and again, {tables.LARGE_MB} MB of bf16 weights and more: the better of torch.mv and F.linear "
-        f"takes {mean:.2f} times as long as the production GEMV{f' ({less})' * bool(less)}, geometric "
-        f"mean of {count} shapes"
+        f"GEMVs in bf16 of {tables.LARGE_MB} MB and more, one after the other, against the better of torch.mv and "
+        f"F.linear: {'; '.join(parts)} (geometric means of {count} shapes). Where other libraries ran too, "
+        f"{best_peer(rows)}"
     )
 
 
-def _whole_layers(rows: pd.DataFrame) -> str:
-    """Chains against cuBLAS: with kernels between as in a model, and without."""
+def whole_layers(rows: pd.DataFrame) -> pd.DataFrame:
+    """Chains against cuBLAS by what stands between the GEMVs, a row a model: ratio and interval."""
     table = tables.chains(rows)
-    parts = []
-    for model in table["model"].unique():
-        lines = table[(table["model"] == model) & table["ratio"].notna()].set_index("variant")
-        ratios = [
-            f"×{line['ratio']:.2f} [{line['low']:.2f}, {line['high']:.2f}] {how}"
-            for name, how in WHOLE.items()
-            if name in lines.index and (line := lines.loc[name]) is not None
-        ]
-        parts += [f"{model} {', '.join(ratios)}"] if ratios else []
-    return f"All matrices of the layers in order, against cuBLAS: {'; '.join(parts)}" if parts else ""
+    table = table[table["variant"].isin(WHOLE) & table["ratio"].notna()] if len(table) else table
+    found: dict[str, dict[str, str]] = {}
+    for _, line in table.iterrows():
+        text = f"{line['ratio']:.2f} [{line['low']:.2f}, {line['high']:.2f}]"
+        found.setdefault(line["model"], {"model": line["model"]})[WHOLE[line["variant"]]] = text
+    return pd.DataFrame(found.values()).reindex(columns=["model", *WHOLE.values()]) if found else pd.DataFrame()
 
 
 def ladder(rows: pd.DataFrame) -> Drawing:
@@ -158,8 +150,8 @@ def why_not_32(rows: pd.DataFrame) -> str:
         ]
         said.append(
             f"with one CTA a multiprocessor, up to {one['N'].max()} rows, a step along K takes {', '.join(spans)}, of "
-            f"which look-ups are {one['look-ups, ns'].mean():.0f} ns. The rest is waiting: a thread has only its own "
-            f"few loads under way, and with [N, K] the next of them are in a line that it has asked for already"
+            f"which look-ups are {one['look-ups, ns'].mean():.0f} ns. The rest is, we think, waiting: a thread has "
+            f"only its own few loads under way, and with [N, K] the next are in a line that it has asked for already"
         )
     if len(many):
         over = many[walk] / many["look-ups, ns"]
@@ -387,6 +379,7 @@ def between(rows: pd.DataFrame) -> Drawing:
     """What is left of the gain with small kernels between the GEMVs."""
     table = tables.chains(rows)
     shown = [names.BETWEEN_TRIGGER, names.BETWEEN_OURS]
+    base = table[table["variant"] == names.BETWEEN_MV] if len(table) else table
     table = table[table["variant"].isin(shown) & table["ratio"].notna()] if len(table) else table
     if table.empty or not set(names.BETWEEN) & set(table["variant"]):
         return "no chain with kernels between was measured."
@@ -402,7 +395,9 @@ def between(rows: pd.DataFrame) -> Drawing:
         "fig": fig,
         "alt": f"Ratios of cuBLAS's time over ours, by model and by what stands between the GEMVs. {said}.",
         "caption": f"Before each group but the first, a kernel makes x of what the group before wrote. {said}.",
-        "table": table[["model", "variant", "us", "ratio", "low", "high", "noise", "verdict"]].rename(columns=UNITS),
+        "table": pd.concat([table, base])[
+            ["model", "variant", "us", "ratio", "low", "high", "noise", "verdict"]
+        ].rename(columns=UNITS),
     }
 
 
@@ -563,27 +558,18 @@ def questions(rows: pd.DataFrame) -> pd.DataFrame:
         return f"×{some.min():.2f} to ×{some.max():.2f} of whole layers" if len(some) else "not measured"
 
     lines = [
-        (
-            "Is it the loads of weights that are coalesced?",
-            "yes; lanes of a warp along one row, 32 threads instead of one",
-            names.LADDER[0],
-            2,
-        ),
-        ("Is it their pattern by itself?", "only where W is tall; this is the average", names.LADDER[0], 1),
-        ("Is it the width of a load?", "16 bytes a lane instead of one value: a part", names.LADDER[2], 3),
-        ("Is it the reuse of x by several rows?", "not in AutoMegaKernel, which shares x in a CTA", names.LADDER[3], 4),
+        ("Are loads of weights coalesced, lane by lane along a row?", "yes, and 32 threads a row", names.LADDER[0], 2),
+        ("Is it the access pattern by itself?", "not tried alone", names.LADDER[0], 1),
+        ("Are loads wider?", "yes, 16 bytes a lane", names.LADDER[2], 3),
+        ("Do several rows share x?", "yes, in shared memory", names.LADDER[3], 4),
     ]
-    found = [
-        {"question": question, "answer": answer, "worth here": gain(before, names.LADDER[after])}
-        for question, answer, before, after in lines
-    ]
-    order = gain(names.INTERLEAVED, names.rows_variant(4))
+    found = [(question, done, gain(before, names.LADDER[after])) for question, done, before, after in lines]
     found += [
-        {"question": "Are small GEMVs merged into one?", "answer": "no; with cuBLAS", "worth here": merge("torch.mv")},
-        {"question": "", "answer": "with the production GEMV", "worth here": merge("ours")},
-        {"question": "Is the layout of tasks changed?", "answer": "no; adjacent rows a program", "worth here": order},
+        ("Are small GEMVs merged into one? (cuBLAS)", "no", merge("torch.mv")),
+        ("Are small GEMVs merged into one? (ours)", "no", merge("ours")),
+        ("Is the layout of tasks changed? (adjacent rows)", "no", gain(names.INTERLEAVED, names.rows_variant(4))),
     ]
-    return pd.DataFrame(found)
+    return pd.DataFrame(found, columns=["question", "in AutoMegaKernel", "alone, worth here"])
 
 
 def summary(rows: pd.DataFrame) -> str:
