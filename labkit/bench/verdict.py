@@ -140,6 +140,26 @@ class Comparison:
         return ends | {"verdict": self.verdict, "no slower": self.no_slower, "runs": self.ratio.runs}
 
 
+WORDS = ("faster", "same", "slower", "unclear")
+
+
+def counted(verdicts: pd.Series) -> str:
+    """How often each word occurs, in a phrase: "faster in 3, unclear in 1"."""
+    counts = verdicts.value_counts()
+    return ", ".join(f"{word} in {counts[word]}" for word in WORDS if word in counts)
+
+
+def geometric_mean(values: pd.Series) -> float:
+    """NaN without values."""
+    return float(np.exp(np.log(values).mean())) if len(values) else math.nan
+
+
+def median_us(rows: pd.DataFrame) -> dict[str, float]:
+    """µs of every usable variant. rows: of one case, cache and mode."""
+    usable = rows[rows["ok"]]
+    return {v: float(np.median(s)) / 1e3 for v, s in zip(usable["variant"], usable["samples_ns"], strict=True)}
+
+
 def compare(rows: pd.DataFrame, variant: str, against: str) -> Comparison:
     """Compare two variants. rows: the rows of one case, cache and mode; unusable (not ok) rows compare as unclear."""
     return compare_many(rows, [(variant, against)])[0]

@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 
 from labkit.bench.records import expanded, read
-from labkit.bench.verdict import compare_many
+from labkit.bench.verdict import WORDS, compare_many, geometric_mean, median_us
 from labkit.gemv import choose
 from labkit.gemv.choose import Choice
 from labkit.gemv_coalescing import names
@@ -26,7 +26,6 @@ CHAIN_COLUMNS = (
 )  # fmt: skip
 PATTERN_COLUMNS = ("dtype", "N", "K", "MB", "CTAs an SM", *STEPS, "look-ups, ns", "pattern alone", "with width")
 RESIDENT = "CTAs an SM, at most"
-WORDS = ("faster", "same", "slower", "unclear")
 RULE_ROWS = 4096  # the pull request's rule: one row a group up to so many rows of W, else four
 
 
@@ -70,11 +69,6 @@ def cases(rows: pd.DataFrame, op: str) -> Iterator[tuple[dict, pd.DataFrame]]:
         yield json.loads(key), group
 
 
-def _median(group: pd.DataFrame) -> dict[str, float]:
-    usable = group[group["ok"]]
-    return {v: float(np.median(s)) / 1e3 for v, s in zip(usable["variant"], usable["samples_ns"], strict=True)}
-
-
 def faster_cublas(us: dict[str, float], label: Callable[[str], str] = str) -> str | None:
     """The faster of cuBLAS's two callers; None if neither ran."""
     return min((label(name) for name in names.LIBRARY if label(name) in us), key=us.__getitem__, default=None)
@@ -88,7 +82,7 @@ def against_cublas(rows: pd.DataFrame, variant: str = names.OURS) -> pd.DataFram
     """
     found = []
     for params, group in cases(rows, "gemv"):
-        us = _median(group)
+        us = median_us(group)
         library = faster_cublas(us)
         if library is None or variant not in us:
             continue
@@ -119,11 +113,6 @@ def other_choice(rows: pd.DataFrame) -> pd.DataFrame:
     return found[np.array(differ, bool)].reset_index(drop=True)
 
 
-def geometric_mean(values: pd.Series) -> float:
-    """NaN without values."""
-    return float(np.exp(np.log(values).mean())) if len(values) else math.nan
-
-
 def chains(rows: pd.DataFrame) -> pd.DataFrame:
     """Every variant of every chain: µs, TB/s, percent of reading the same weights, and cuBLAS's time over it.
 
@@ -133,7 +122,7 @@ def chains(rows: pd.DataFrame) -> pd.DataFrame:
     """
     found = []
     for params, group in cases(rows, "chain"):
-        us = _median(group)
+        us = median_us(group)
         size, reading = group["floor_bytes"].iloc[0], us.get(names.READ, math.nan)
         for variant in names.CHAINS:
             if variant not in us:
@@ -158,7 +147,7 @@ def compared(rows: pd.DataFrame, op: str, variant: str, against: str) -> pd.Data
     """Time of `against` over that of `variant` in every case of an operation that has both."""
     found = []
     for params, group in cases(rows, op):
-        us = _median(group)
+        us = median_us(group)
         if variant in us and against in us:
             [result] = compare_many(group, [(variant, against)])
             found.append(params | {f"{against} µs": us[against], f"{variant} µs": us[variant]} | result.columns())

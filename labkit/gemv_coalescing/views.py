@@ -5,6 +5,7 @@ from typing import Any
 
 import pandas as pd
 
+from labkit.bench.verdict import counted, geometric_mean
 from labkit.gemv_coalescing import names, tables
 from labkit.gemv_coalescing.claims import PULL_REQUEST
 from labkit.report import figures
@@ -45,7 +46,7 @@ def in_short(rows: pd.DataFrame) -> str:
         table = tables.against_cublas(rows, variant)
         table = table[(table["dtype"] == "bf16") & (table["MB"] >= tables.LARGE_MB)]
         if len(table):
-            means[variant] = (tables.geometric_mean(table["ratio"]), len(table))
+            means[variant] = (geometric_mean(table["ratio"]), len(table))
     if names.OURS not in means:
         return "nothing could be compared with cuBLAS."
     count = means[names.OURS][1]
@@ -260,9 +261,7 @@ def best_peer(rows: pd.DataFrame) -> str:
         return "no other library was timed beside the production GEMV."
     best = table[libraries].min(axis=1)
     ratios = {name: (best / table[name]).dropna() for name in (names.OURS, names.LADDER[6]) if name in table}
-    said = [
-        f"{tables.geometric_mean(ratio):.2f} times as long as {name}" for name, ratio in ratios.items() if len(ratio)
-    ]
+    said = [f"{geometric_mean(ratio):.2f} times as long as {name}" for name, ratio in ratios.items() if len(ratio)]
     return (
         f"the fastest of {', '.join(libraries)} at each of these {len(table)} shapes takes {' and '.join(said)} "
         f"(geometric means)."
@@ -408,7 +407,7 @@ def unseen(rows: pd.DataFrame) -> str:
         return "the rule's choices were not among what was tried."
     worst, ratio = table.loc[table["rule / fastest"].idxmax()], table["rule / fastest"]
     return (
-        f"the rule's choice takes {tables.geometric_mean(ratio):.3f} times as long as the fastest candidate on average "
+        f"the rule's choice takes {geometric_mean(ratio):.3f} times as long as the fastest candidate on average "
         f"over {len(table)} shapes and types, and at most {ratio.max():.2f} times, at {worst['N']} × {worst['K']} in "
         f"{worst['dtype']}. (The fastest is the least of many measured times, so a part of that is noise.)"
     )
@@ -525,11 +524,9 @@ def _spread(table: pd.DataFrame, what: str, faster: str) -> str:
         return "not measured."
     least, most = (table.loc[find(table["ratio"])] for find in (pd.Series.idxmin, pd.Series.idxmax))
     ends = [f"{line['ratio']:.2f} at {line['N']} × {line['K']} in {line['dtype']}" for line in (least, most)]
-    counts = table["verdict"].value_counts()
-    words = ", ".join(f"{word} in {counts[word]}" for word in tables.WORDS if word in counts)
     return (
-        f"time {what}: {tables.geometric_mean(table['ratio']):.3f} on average over {len(table)} shapes and types, from "
-        f"{ends[0]} to {ends[1]}; {faster} is {words}."
+        f"time {what}: {geometric_mean(table['ratio']):.3f} on average over {len(table)} shapes and types, from "
+        f"{ends[0]} to {ends[1]}; {faster} is {counted(table['verdict'])}."
     )
 
 
@@ -551,7 +548,7 @@ def questions(rows: pd.DataFrame) -> pd.DataFrame:
     def gain(before: str, after: str) -> str:
         if not {before, after} <= set(us):
             return "not measured"
-        return f"×{tables.geometric_mean((us[before] / us[after]).dropna()):.2f} (geometric mean, bf16 shapes)"
+        return f"×{geometric_mean((us[before] / us[after]).dropna()):.2f} (geometric mean, bf16 shapes)"
 
     def merge(kernel: str) -> str:
         some = merged[merged["kernel"] == kernel]["ratio"]
@@ -577,8 +574,7 @@ def summary(rows: pd.DataFrame) -> str:
     table = tables.against_cublas(rows)
     if table.empty:
         return "nothing could be compared with cuBLAS."
-    counts = table["verdict"].value_counts()
-    words = ", ".join(f"{w} in {counts[w]}" for w in ("faster", "same", "slower", "unclear") if w in counts)
+    words = counted(table["verdict"])
     spread = f"ratios {table['ratio'].min():.2f} to {table['ratio'].max():.2f}"
     return f"against cuBLAS, the production GEMV is {words} of {len(table)} shapes and types ({spread})."
 

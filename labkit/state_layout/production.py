@@ -2,17 +2,15 @@
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
-import numpy as np
 import pandas as pd
 
-from labkit.bench.verdict import compare_many
+from labkit.bench.verdict import compare_many, median_us
 from labkit.state_layout import names
 from labkit.state_layout.tables import CEILING, STATES
 from labkit.state_layout.trials import LENGTHS
 
-STEP = ["gate", "state", "batch"]
 RATIO = ["ratio", "low", "high", "noise", "verdict"]
 
 
@@ -26,12 +24,6 @@ def cases(rows: pd.DataFrame, op: str) -> Iterator[tuple[dict, pd.DataFrame]]:
         return params["gate"], STATES.index(params.get("state", "fp32")), group["floor_bytes"].iloc[0]
 
     yield from sorted(groups, key=place)
-
-
-def median_us(group: pd.DataFrame) -> dict[str, float]:
-    """µs of every usable variant of a case."""
-    usable = group[group["ok"]]
-    return {v: float(np.median(s)) / 1e3 for v, s in zip(usable["variant"], usable["samples_ns"], strict=True)}
 
 
 def times(rows: pd.DataFrame, op: str) -> pd.DataFrame:
@@ -132,8 +124,3 @@ def drift(rows: pd.DataFrame) -> pd.DataFrame:
     columns = ["gate", "state", "variant", "tokens", "output error", "state error"]
     table = pd.DataFrame(found, columns=columns)
     return table[table["variant"].isin([names.OURS, names.OURS_KV])].reset_index(drop=True)
-
-
-def geometric_mean(values: Sequence[float]) -> float:
-    """NaN without values."""
-    return float(np.exp(np.log(list(values)).mean())) if len(values) else math.nan

@@ -6,6 +6,7 @@ from typing import Any
 
 import pandas as pd
 
+from labkit.bench.verdict import counted, geometric_mean
 from labkit.report import figures
 from labkit.shapes import QWEN3_NEXT
 from labkit.state_layout import names, production, tables
@@ -23,12 +24,6 @@ SHOWN_STEPS = [
 ]
 FULL = 64  # sequences from which on the GPU is full
 SAME_PERCENT = 2.0  # a layout that gains less explains nothing of a first token that came 7 % earlier
-WORDS = ("faster", "same", "slower", "unclear")
-
-
-def _counted(verdicts: pd.Series) -> str:
-    counts = verdicts.value_counts()
-    return ", ".join(f"{word} in {counts[word]}" for word in WORDS if word in counts)
 
 
 def choices(batches: Sequence[int], states: Sequence[str], sms: int = 132) -> pd.DataFrame:
@@ -81,8 +76,8 @@ def step_libraries(rows: pd.DataFrame) -> Drawing:
         title="Decode against the fastest library in either layout",
     )  # fmt: skip
     gdn = table[table["gate"] == "GDN"]["ratio"]
-    said = f"GDN: geometric mean {production.geometric_mean(gdn):.3f}, least {gdn.min():.3f}" if len(gdn) else ""
-    said = "; ".join(filter(None, (said, f"ours is {_counted(table['verdict'])} of {len(table)} cases")))
+    said = f"GDN: geometric mean {geometric_mean(gdn):.3f}, least {gdn.min():.3f}" if len(gdn) else ""
+    said = "; ".join(filter(None, (said, f"ours is {counted(table['verdict'])} of {len(table)} cases")))
     return {
         "fig": fig,
         "alt": f"Ratios of the fastest library's time over ours, by gate, state and batch. {said}.",
@@ -117,7 +112,7 @@ def extend(rows: pd.DataFrame) -> Drawing:
         table, "prefill", "ratio", "low", "high", group="gate", verdict="verdict",
         xlabel="time fastest library / time ours (above 1: ours faster)", title="Extend, sequences x tokens",
     )  # fmt: skip
-    said = f"Ours is {_counted(table['verdict'])} of {len(table)} cases"
+    said = f"Ours is {counted(table['verdict'])} of {len(table)} cases"
     return {
         "fig": fig,
         "alt": f"Ratios of fla-core's time over ours, by prefill. {said}.",

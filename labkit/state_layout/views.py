@@ -6,6 +6,7 @@ from typing import Any
 
 import pandas as pd
 
+from labkit.bench.verdict import counted
 from labkit.report import figures
 from labkit.shapes import QWEN3_NEXT
 from labkit.state_layout import tables
@@ -263,11 +264,7 @@ def summary(rows: pd.DataFrame) -> str:
             some = table[(table["state"] == state) & (table["BV"] == tile)]
             if some.empty:
                 continue
-            counts = some["verdict"].value_counts()
-            words = ", ".join(
-                f"{name} in {counts[name]}" for name in ("faster", "same", "slower", "unclear") if name in counts
-            )
-            parts.append(f"{state} at BV={tile}: [V, K] is {words} of {len(some)} cases")
+            parts.append(f"{state} at BV={tile}: [V, K] is {counted(some['verdict'])} of {len(some)} cases")
     return ("; ".join(parts) or "no pair of both layouts could be compared") + "."
 
 
@@ -281,8 +278,7 @@ def free_choice(rows: pd.DataFrame) -> str:
         f"{state} state: " + ", ".join(f"{row['ratio']:.2f} at batch {row['batch']}" for _, row in group.iterrows())
         for state, group in table.groupby("state", sort=False)
     ]
-    counts = table["verdict"].value_counts()
-    words = ", ".join(f"{name} in {counts[name]}" for name in ("faster", "same", "slower", "unclear") if name in counts)
+    words = counted(table["verdict"])
     chosen = "; ".join(parts)
     return (
         f"with the tile and warps that suit each layout best ({table['model'].iloc[0]}), the time of [K, V] over "
