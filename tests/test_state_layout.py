@@ -621,8 +621,8 @@ def step(state, kda, v_first, choice=None):
 @pytest.mark.parametrize("state", STATES)
 def test_the_rules_choices_move_sixteen_bytes_a_thread_and_spill_nothing(state, kda, v_first):
     itemsize = study.DTYPES[state].itemsize
-    for heads in (8, 100_000):  # few, and more than fill a GPU
-        choice = recurrent.choose(heads, 128, 128, itemsize, 132, v_first=v_first)
+    for heads, fast in itertools.product((32, 256, 2048, 16384), (False, True)):  # from few to more than fill a GPU
+        choice = recurrent.choose(heads, 128, 128, itemsize, 132, fast=fast, v_first=v_first)
         launch = step(state, kda, v_first, choice)
         found = compiled.evidence(launch, 90)
         assert found["spill_bytes"] == found["spill_loads"] == 0

@@ -177,6 +177,7 @@ class CudaDevice:
 
     def prepare(self, calls: Sequence[Callable[[], Any]], mode: str) -> Timed:
         """Warm up and make one sample's worth of calls: all buffer sets in turn, as often as a sample needs."""
+        self.torch.cuda.synchronize()  # the buffers are filled on another stream
         with self.torch.cuda.stream(self.stream):
             for call in calls[:2]:
                 call()

@@ -47,7 +47,10 @@ from labkit.launch import Launch
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 CHUNKS = (16, 32, 64)
 SUB = 16  # tokens of a sub-chunk: the smallest tile of the tensor cores
-SLICE = 64  # channels of q and k at a time, where a kernel need not hold all of them
+# Channels and values at a time, where a kernel need not hold all of them. Narrower ones would do for smaller K and V, but
+# of a product [64, 64] x [64, 16 or 32] with its left operand in registers ptxas 12.8 makes code that takes an address
+# from a register that nothing has written (see `evidence.compiled.unwritten_registers`).
+SLICE = 64
 LARGEST_K = 256  # chunk_state holds all channels of its tile of the state in registers
 
 
@@ -526,7 +529,7 @@ def extend(
     # nearly as good as fp32 ones; one is enough for KDA's scores, whose factors are rounded to bf16 or fp16 elsewhere.
     exact = x.v.dtype == torch.float32
     sizes = {"H": H, "HV": HV, "K": K, "V": V, "BT": batch.chunk}
-    slices = {"BK": _slice(K), "BV": _slice(V)}
+    slices = {"BK": SLICE, "BV": SLICE}
     wide = {"BK": max(16, triton.next_power_of_2(K))}  # all channels at once
     solve = {"SUB": SUB, "SOLVE": "ieee" if exact else "tf32x3"}
     gates = {"PER_CHANNEL": per_channel, "DOT": "ieee"}  # DOT counts for fp32 inputs alone
@@ -543,7 +546,7 @@ def extend(
     launches["chunk_state"] = _launch(_chunk_state_kernel, programs, state, num_warps, num_stages)
     output = args | sizes | slices | gates | layout
     output |= {"q": args["decayed_q"]} if per_channel else {}
-    launches["output"] = _launch(_output_kernel, heads * triton.cdiv(V, slices["BV"]), output)
+    launches["output"] = _launch(_output_kernel, heads * triton.cdiv(V, SLICE), output)
     return Extend(launches)
 
 
@@ -568,10 +571,6 @@ def _launch(kernel, programs: int, args: Mapping, num_warps: int = 4, num_stages
     """A launch with those of `args` that the kernel has parameters for."""
     options = {"num_warps": num_warps, "num_stages": num_stages}
     return Launch(kernel, (programs,), {name: args[name] for name in kernel.arg_names}, options)
-
-
-def _slice(size: int) -> int:
-    return min(SLICE, max(16, triton.next_power_of_2(size)))
 
 
 def check_extend(x: ExtendInputs, v_first: bool, tile: int, num_warps: int, num_stages: int, transposed: bool) -> None:

@@ -3,6 +3,7 @@
 from typing import Any
 
 OURS, OURS_KV, OURS_TRANSPOSED = "ours VK", "ours KV", "ours VK, transposed"
+OURS_IN_ORDER = "ours VK, slots in order"  # the others find their states in slots at random
 TOKENS = "decode, token by token"
 TILES = (16, 32, 64)  # of the chunk-state kernel alone
 
@@ -25,11 +26,24 @@ def chunk_state(form: str, tile: int) -> str:
     return f"{form}, BV={tile}"
 
 
+def rivals(op: str) -> dict[str, tuple[str, tuple[str, ...]]]:
+    """Where the states are -> our variant and the libraries' that find them there, so that equals are compared.
+
+    Only attn-gym takes indices into a pool; fla-core takes the states one after the other.
+    """
+    public = (fla("KV"), fla("VK"))
+    if op != "step":
+        return {"": (OURS, public)}
+    raw = tuple(fla_in_place(layout, tile) for layout in ("KV", "VK") for tile in (8, 32))
+    return {"in order": (OURS_IN_ORDER, raw + public), "at random": (OURS, (ATTENTION_GYM,))}
+
+
 def of(x: Any) -> dict[str, str]:
     """Name -> role of the variants of a case (of another operation than `decode`), the first one repeated as A/A."""
     if x.op == "step":
         raw = [fla_in_place(layout, tile) for layout in ("KV", "VK") for tile in (8, 32)] if x["gate"] == "GDN" else []
-        return {OURS: "ours", OURS_KV: "step"} | dict.fromkeys([*raw, fla("KV"), fla("VK"), ATTENTION_GYM], "peer")
+        peers = dict.fromkeys([*raw, fla("KV"), fla("VK"), ATTENTION_GYM], "peer")
+        return {OURS: "ours", OURS_IN_ORDER: "step", OURS_KV: "step"} | peers
     if x.op == "verify":
         slow = {TOKENS: "baseline"} if x["draft"] == "chain" else {}
         return {OURS: "ours", OURS_KV: "step"} | slow
@@ -47,6 +61,7 @@ def _makers() -> dict[tuple[str, str], tuple[str, dict[str, Any]]]:
     found: dict[tuple[str, str], tuple[str, dict[str, Any]]] = {}
     for op, function in (("step", "step"), ("verify", "verify"), ("drift", "drift"), ("extend", "extend")):
         found |= {(op, name): (function, {"v_first": name == OURS}) for name in (OURS, OURS_KV)}
+    found["step", OURS_IN_ORDER] = ("step", {"v_first": True, "in_order": True})
     found["step", ATTENTION_GYM] = ("attention_gym_step", {})
     found["verify", TOKENS] = ("token_by_token", {"v_first": True})
     found["extend", OURS_TRANSPOSED] = ("extend", {"v_first": True, "transposed": True})

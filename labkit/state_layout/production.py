@@ -44,20 +44,24 @@ def _shape(params: dict) -> dict:
     return {name: params[name] for name in ("gate", "state", "batch", "draft", "T", "prefill") if name in params}
 
 
-def against_best(rows: pd.DataFrame, op: str, ours: str = names.OURS) -> pd.DataFrame:
-    """Time of the fastest library, in either layout, over ours in every case; above 1: ours is faster."""
+def against_best(rows: pd.DataFrame, op: str) -> pd.DataFrame:
+    """Time of the fastest library, in either layout, over ours in every case; above 1: ours is faster.
+
+    Of decode steps by where the states are, column `slots`: "in order" or "at random" (see `names.rivals`).
+    """
     found = []
     for params, group in cases(rows, op):
         us = median_us(group)
-        peers = [v for v in us if v in set(group[group["role"] == "peer"]["variant"])]
-        if ours not in us or not peers:
-            continue
-        best = min(peers, key=us.__getitem__)
-        [result] = compare_many(group, [(ours, best)])
-        line = {"best library": best, "library µs": us[best], "ours µs": us[ours]}
-        line["ours, % of in-place"] = 100 * us.get(CEILING, math.nan) / us[ours]
-        found.append(_shape(params) | line | result.columns())
-    return pd.DataFrame(found, columns=None if found else ["gate", "best library", *RATIO])
+        for slots, (ours, libraries) in names.rivals(op).items():
+            peers = [name for name in libraries if name in us]
+            if ours not in us or not peers:
+                continue
+            best = min(peers, key=us.__getitem__)
+            [result] = compare_many(group, [(ours, best)])
+            line = ({"slots": slots} if slots else {}) | {"best library": best, "library µs": us[best]}
+            line |= {"ours µs": us[ours], "ours, % of in-place": 100 * us.get(CEILING, math.nan) / us[ours]}
+            found.append(_shape(params) | line | result.columns())
+    return pd.DataFrame(found, columns=None if found else ["gate", "slots", "best library", *RATIO])
 
 
 def compared(rows: pd.DataFrame, op: str, variant: str, against: str) -> pd.DataFrame:

@@ -16,6 +16,7 @@ from labkit.state_layout.trials import DTYPES
 
 Drawing = Mapping[str, Any] | str  # a sentence where there is nothing to draw
 SHOWN_STEPS = [
+    names.OURS_IN_ORDER,
     names.OURS,
     names.OURS_KV,
     names.fla_in_place("VK", 8),
@@ -27,7 +28,7 @@ SAME_PERCENT = 2.0  # a layout that gains less explains nothing of a first token
 
 
 def choices(batches: Sequence[int], states: Sequence[str], sms: int = 132) -> pd.DataFrame:
-    """What the rule of `recurrent` chooses for Qwen3-Next's heads; empty where Triton is missing."""
+    """What the rule of `recurrent` chooses for Qwen3-Next's heads, on slower and on faster memory; empty without Triton."""
     if not find_spec("triton"):
         return pd.DataFrame()
     from labkit.state_layout.recurrent import choose
@@ -36,9 +37,12 @@ def choices(batches: Sequence[int], states: Sequence[str], sms: int = 132) -> pd
     for state in states:
         for batch in batches:
             heads = batch * model.value_heads
-            choice = choose(heads, model.v, model.k, DTYPES[state].itemsize, sms)
-            programs = heads * -(-model.v // (choice.tile * choice.tiles))
-            found.append({"state": state, "batch": batch, "choice": str(choice), "programs an SM": programs / sms})
+            line = {"state": state, "batch": batch}
+            for fast, gpu in ((False, "H100"), (True, "H200")):
+                choice = choose(heads, model.v, model.k, DTYPES[state].itemsize, sms, fast=fast)
+                programs = heads * -(-model.v // choice.tile)
+                line |= {f"choice, {gpu}": str(choice), f"programs an SM, {gpu}": programs / sms}
+            found.append(line)
     return pd.DataFrame(found)
 
 
@@ -52,10 +56,10 @@ def step_percent(rows: pd.DataFrame) -> Drawing:
         table, "batch", "percent", "variant", panel="state", logx=True, reference=[(100, CEILING)],
         xlabel="batch", ylabel="% of in-place multiply", title="Decode, production kernels, GDN",
     )  # fmt: skip
-    ours = table[(table["variant"] == names.OURS) & (table["batch"] >= FULL)]
-    spans = ours.groupby("state", sort=False)["percent"].agg(["min", "max"])
-    said = "; ".join(f"{state} {span['min']:.1f} to {span['max']:.1f} %" for state, span in spans.iterrows())
-    said = f"{names.OURS}, batch {FULL} and more: {said}" if said else "no batch fills the GPU"
+    ours = table[table["variant"].isin([names.OURS_IN_ORDER, names.OURS]) & (table["batch"] >= FULL)]
+    spans = ours.groupby(["variant", "state"], sort=False)["percent"].agg(["min", "max"])
+    said = "; ".join(f"{who}, {state} {a:.1f} to {b:.1f} %" for (who, state), (a, b) in spans.T.items())
+    said = f"batch {FULL} and more: {said}" if said else "no batch fills the GPU"
     return {
         "fig": fig,
         "alt": f"Lines of percent of an in-place multiply against batch, by kernel. {said}.",
@@ -64,16 +68,26 @@ def step_percent(rows: pd.DataFrame) -> Drawing:
     }
 
 
-def step_libraries(rows: pd.DataFrame) -> Drawing:
-    """The fastest library over ours by batch."""
+def step_in_order(rows: pd.DataFrame) -> Drawing:
+    """The fastest library over ours by batch, the states in slots one after the other."""
+    return _step_libraries(rows, "in order")
+
+
+def step_at_random(rows: pd.DataFrame) -> Drawing:
+    """The same with slots at random, which only libraries with indices can read."""
+    return _step_libraries(rows, "at random")
+
+
+def _step_libraries(rows: pd.DataFrame, slots: str) -> Drawing:
     table = production.against_best(rows, "step")
+    table = table[table["slots"] == slots]
     if table.empty:
         return "no library was timed beside the lab's decode: `pip install labkit[peers]` brings those that there are."
     table = table.assign(group=table["gate"] + ", " + table["state"], row="batch " + table["batch"].astype(str))
     fig = figures.ratios(
         table, "row", "ratio", "low", "high", group="group", verdict="verdict",
         xlabel="time fastest library / time ours (above 1: ours faster)",
-        title="Decode against the fastest library in either layout",
+        title=f"Decode against the fastest library, slots {slots}",
     )  # fmt: skip
     gdn = table[table["gate"] == "GDN"]["ratio"]
     said = f"GDN: geometric mean {geometric_mean(gdn):.3f}, least {gdn.min():.3f}" if len(gdn) else ""
@@ -83,6 +97,27 @@ def step_libraries(rows: pd.DataFrame) -> Drawing:
         "alt": f"Ratios of the fastest library's time over ours, by gate, state and batch. {said}.",
         "caption": f"The fastest at each batch is named in the table. {said}.",
         "table": table.drop(columns=["group", "row", "no slower"], errors="ignore"),
+    }
+
+
+def slots(rows: pd.DataFrame) -> Drawing:
+    """What it costs that an engine's pool has the states of a batch in slots at random."""
+    table = production.compared(rows, "step", names.OURS_IN_ORDER, names.OURS)
+    if table.empty:
+        return "states in order and at random were not both measured."
+    table = table.assign(group=table["gate"] + ", " + table["state"], row="batch " + table["batch"].astype(str))
+    fig = figures.ratios(
+        table, "row", "ratio", "low", "high", group="group", verdict="verdict",
+        xlabel="time slots at random / time slots in order (above 1: order is faster)",
+        title="The same kernel, the same states, in another order",
+    )  # fmt: skip
+    said = f"×{table['ratio'].min():.3f} to ×{table['ratio'].max():.3f}"
+    units = {"us": "in order µs", "against us": "at random µs"}
+    return {
+        "fig": fig,
+        "alt": f"Ratios of time with slots at random over time with slots in order, by gate, state and batch. {said}.",
+        "caption": f"Each state is a slot of its own, megabytes in one piece, in both. {said}.",
+        "table": table.drop(columns=["group", "row", "no slower"], errors="ignore").rename(columns=units),
     }
 
 

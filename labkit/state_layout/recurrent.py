@@ -8,14 +8,14 @@ around it; GDN and KDA differ in where the decay is applied. The choices, and wh
 |-------------|------------------------------------------------------------------------------------------------------|
 | pieces      | a tile of BV rows is loaded as [BV, K / pieces] tensors: a lane holds 16 bytes of every piece, so    |
 |             | that products are added up inside a thread first and only as many lanes as a piece has 16 bytes are  |
-|             | left to sum over; whole lines (128 bytes, 8 lanes) cost nothing in memory, half lines 2 shuffles a   |
-|             | row instead of 3, at the price of twice the registers for q and k                                    |
+|             | left to sum over, at the price of more registers for q and k                                         |
 | tile        | BV, values of V a tile: more of them are more bytes in flight a warp, until registers run out        |
 | num_warps   | warps that share a tile: more of them are fewer registers a thread, and each repeats q, k and gates  |
-| tiles       | tiles of V that one program goes through: q, k and the gates are loaded and computed once for all of |
-|             | them, which is what counts where instructions, not bytes, are the limit (bf16 states, KDA)           |
-| in_flight   | how many of these are loaded before the first is used, and stay ahead                                |
 | evict_first | states are read and written once a step: in L2 they would only drive out what is used again          |
+
+Tried and left out: several tiles a program, so that q, k and the gates are loaded and computed once for all of them, in
+turn or with the next ones under way. In no case of an H100 was it faster than small programs, which do the same for
+each other.
 
 No second pass over the state is needed. With k and q normalised, α the decay and S' = α S the decayed state:
 u = β (v - S' k), the new state is S' + u kᵀ, and o = (S' + u kᵀ) q = S' q + (k·q) u. The scalar α of GDN comes out of
@@ -43,10 +43,9 @@ STATE_DTYPES = (torch.float32, torch.bfloat16)
 INDEX_DTYPES = (torch.int32, torch.int64)
 OWNER = "the state's"  # whose device all tensors must be on
 MOST_SEQUENCES = 65535  # of CUDA's grid along its third axis
-PIECES = (1, 2, 4, 8)  # that the rule chooses from
-FILL = 48  # programs for each multiprocessor, three times what it holds at once, before one gets more tiles
-PROGRAM_BYTES = 8192  # of the state, for one program
-FLIGHT_BYTES = 4096
+FEW_ROWS, SOME_ROWS = 64, 256  # of V for each multiprocessor: see `choose`
+KEPT_BYTES = 192 << 20  # of states in a step, from which they are better left to L2's own policy
+FAST_MEMORY = 30.0  # GB/s for each multiprocessor: an H100 has 25, an H200 37
 
 
 @triton.jit
@@ -220,41 +219,28 @@ def _decode_kernel(
     state, indices, q, k, v, a, b, A_log, dt_bias, out, scale, lower_bound, slot_stride,
     q_token, q_head, k_token, k_head, v_token, v_head, a_token, b_token,
     GROUP: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    TILES: tl.constexpr, IN_FLIGHT: tl.constexpr, V_FIRST: tl.constexpr, KDA: tl.constexpr, BOUNDED: tl.constexpr,
-    POLICY: tl.constexpr,
+    V_FIRST: tl.constexpr, KDA: tl.constexpr, BOUNDED: tl.constexpr, POLICY: tl.constexpr,
 ):  # fmt: skip
-    """One program: TILES tiles of BV values of one value head of one sequence, all K channels."""
-    EVEN_V: tl.constexpr = V % (BV * TILES) == 0
+    """One program: BV values of one value head of one sequence, all K channels."""
+    EVEN_V: tl.constexpr = V % BV == 0
     n = tl.program_id(2).to(tl.int64)
     hv = tl.program_id(1)
-    first = tl.program_id(0) * (BV * TILES) + tl.arange(0, BV)
-    out += (n * HV + hv) * V
-    v += n * v_token + hv * v_head
+    vs = tl.program_id(0) * BV + tl.arange(0, BV)
     slot = tl.load(indices + n).to(tl.int64)
     # All loads that need no slot, so that they are under way while the slot is; nothing is computed before the state is
     # asked for.
     token = _load_token(q, k, a, b, n, hv // GROUP, hv, q_token, q_head, k_token, k_head, a_token, b_token, K, BK, KDA)
     bias = _gate_inputs(dt_bias, hv, K, BK, KDA)
     log_rate = tl.load(A_log + hv).to(tl.float32)
+    value = _load(v + n * v_token + hv * v_head + vs, vs < V, not EVEN_V)
     live = slot >= 0  # else padding: the pool is untouched, the output is zero
 
     base = state + slot * slot_stride + hv * (K * V)
-    tiles = ()
-    values = ()
-    for t in tl.static_range(IN_FLIGHT):
-        vs = first + t * BV
-        values = values + (_load(v + vs, vs < V, not EVEN_V),)
-        tiles = tiles + (_load_tile(base, vs, live, K, V, BK, V_FIRST, EVEN_V, POLICY),)
+    S = _load_tile(base, vs, live, K, V, BK, V_FIRST, EVEN_V, POLICY)
     prepared = _prepare(token, log_rate, bias, scale, lower_bound, BOUNDED)
-    for t in tl.static_range(TILES):
-        vs = first + t * BV
-        o, S = _step(tiles[t], prepared, values[t], state.dtype.element_ty, V_FIRST, KDA)
-        _store(out + vs, tl.where(live, o, 0.0), vs < V, not EVEN_V)
-        _store_tile(base, vs, live, S, K, V, BK, V_FIRST, EVEN_V, POLICY)
-        if t + IN_FLIGHT < TILES:
-            vs = first + (t + IN_FLIGHT) * BV
-            values = values + (_load(v + vs, vs < V, not EVEN_V),)
-            tiles = tiles + (_load_tile(base, vs, live, K, V, BK, V_FIRST, EVEN_V, POLICY),)
+    o, S = _step(S, prepared, value, state.dtype.element_ty, V_FIRST, KDA)
+    _store(out + (n * HV + hv) * V + vs, tl.where(live, o, 0.0), vs < V, not EVEN_V)
+    _store_tile(base, vs, live, S, K, V, BK, V_FIRST, EVEN_V, POLICY)
 
 
 @triton.jit
@@ -314,22 +300,18 @@ def _verify_kernel(
 class StepChoice:
     """How a step is run; the table at the top of the file says what each choice is for.
 
-    tile: BV, values of V a tile; pieces: parts that the K channels are loaded in; num_warps: of a program; all powers
-    of two. tiles: tiles a program; in_flight: how many of them are loaded at once, at most `tiles`. evict_first: mark
-    the state as not to be kept in L2.
+    tile: BV, values of V a program; pieces: parts that the K channels are loaded in; num_warps: of a program; all
+    powers of two. evict_first: mark the state as not to be kept in L2.
     """
 
     tile: int = 8
     pieces: int = 4
     num_warps: int = 1
-    tiles: int = 1
-    in_flight: int = 1
     evict_first: bool = True
 
     def __str__(self) -> str:
         words = [f"BV={self.tile}", f"{self.pieces} piece{'s' * (self.pieces > 1)}"]
         words += [f"{self.num_warps} warp{'s' * (self.num_warps > 1)}"]
-        words += [f"{self.tiles} tiles, {self.in_flight} in flight"] * (self.tiles > 1)
         return ", ".join(words + ["kept in L2"] * (not self.evict_first))
 
 
@@ -410,24 +392,20 @@ def decode(x: StepInputs, choice: StepChoice | None = None) -> Launch:
     choice = choice or _chosen(x, N * HV, V, K)
     check_choice(choice, K)
     arguments = _arguments(x, choice, kda)
-    arguments |= {"TILES": choice.tiles, "IN_FLIGHT": choice.in_flight}
-    programs = triton.cdiv(V, choice.tile * choice.tiles)
-    return Launch(_decode_kernel, (programs, HV, N), arguments, {"num_warps": choice.num_warps})
+    return Launch(_decode_kernel, (triton.cdiv(V, choice.tile), HV, N), arguments, {"num_warps": choice.num_warps})
 
 
 def verify(x: VerifyInputs, choice: StepChoice | None = None) -> Launch:
     """T draft tokens a sequence, a chain or a tree, as a launch that the caller makes by calling it.
 
     The pool is only read; the state after every token goes to `intermediate_states`, bit for bit what T calls of
-    `decode` with the same choice (but for `tiles` and `in_flight`) would have left in the pool. choice: None for
-    `choose`'s; a program has one tile. Raises ValueError naming the argument, its value and what is allowed.
+    `decode` with the same choice would have left in the pool. choice: None for `choose`'s. Raises ValueError naming the
+    argument, its value and what is allowed.
     """
     N, T, _, K, HV, V = check_verify(x)
     kda = x.a.ndim == 4
-    choice = choice or _chosen(x, N * HV, V, K, one_tile=True)
+    choice = choice or _chosen(x, N * HV, V, K, verify=True)
     check_choice(choice, K)
-    if choice.tiles != 1:
-        raise ValueError(f"tiles is {choice.tiles}; allowed: 1, since a program of verify keeps its tile")
     arguments = _arguments(x, choice, kda) | {
         "intermediate_states": x.intermediate_states,
         "cache_indices": x.cache_indices,
@@ -475,50 +453,69 @@ def _token_stride(tensor: Tensor, inner: int) -> int:
     return tensor.stride(outer - 1) if tensor.shape[outer - 1] > 1 else tensor.stride(0)
 
 
-def _chosen(x: Inputs, heads: int, V: int, K: int, one_tile: bool = False) -> StepChoice:
-    sms = multiprocessors(x.state.device)
-    return choose(heads, V, K, x.state.element_size(), sms, v_first=x.v_first, one_tile=one_tile)
+def _chosen(x: Inputs, heads: int, V: int, K: int, verify: bool = False) -> StepChoice:
+    sms, fast = multiprocessors(x.state.device), fast_memory(x.state.device)
+    return choose(heads, V, K, x.state.element_size(), sms, fast=fast, v_first=x.v_first, verify=verify)
+
+
+@cache
+def fast_memory(device: torch.device) -> bool:
+    """Whether a GPU's memory is faster than FAST_MEMORY by its data sheet; not for a device that is none."""
+    if device.type != "cuda":
+        return False
+    with torch.cuda.device(device):
+        return triton.testing.get_dram_gbps() / multiprocessors(device) > FAST_MEMORY
 
 
 @cache
 def choose(
-    heads: int, V: int, K: int, itemsize: int, sms: int, *, v_first: bool = True, one_tile: bool = False
+    heads: int,
+    V: int,
+    K: int,
+    itemsize: int,
+    sms: int,
+    *,
+    fast: bool = False,
+    v_first: bool = True,
+    verify: bool = False,
 ) -> StepChoice:
-    """The choice from the shape alone. heads: N · HV; itemsize: bytes of a value of the state; one_tile: for verify.
+    """The choice from the shape and the GPU alone: what was fastest on an H100 and an H200, of some thirty choices.
 
-    V-first: 8 values of V and one warp, a small program with 16 bytes a lane: so many fit on a multiprocessor that one
-    computes while others wait, and no sum leaves a warp. Pieces of 32 channels, so that 8 lanes share a row of an fp32
-    state and 4 lanes one of a bf16 state, but no more of them than leave a lane 32 values of q. Once there are `FILL`
-    programs for each multiprocessor, a program takes more tiles, up to `PROGRAM_BYTES` of the state, to save the work
-    that is the same for all of them: bf16 states need twice the instructions a byte and so get twice the tiles.
-    `FLIGHT_BYTES` of them are in flight.
-    K-first: 32 values of V, since narrower tiles read parts of lines, 16 where the GPU would not be full; a warp for
-    128 channels, whose sums over K stay inside a lane but for two steps (fp32) or three (bf16); in verify, which keeps
-    the next token in registers too, a warp for 64.
+    heads: N · HV; itemsize: bytes of a value of the state; fast: see `fast_memory`; verify: for `verify`, not `decode`.
+    V-first, by the rows of V that a multiprocessor has:
+    - up to FEW_ROWS the time is that of one program's chain of loads and sums: 4 rows a program, as many as there can
+      be, in two pieces.
+    - up to SOME_ROWS all programs fit at once, and larger ones, of 16 rows, have more bytes under way.
+    - beyond, one program computes while others wait. A bf16 state has twice the values a byte, so that instructions
+      count: 16 rows, with 16 lanes to sum over instead of 32. Where memory is fast for each multiprocessor they count
+      more: one warp a tile, so that nothing is computed twice, and 8 lanes.
+    K-first, a row of a tile is BV values of one channel: a line of 128 bytes, or two where there are many programs.
+    States beyond KEPT_BYTES are not marked as first to be evicted: with so many, the mark costs 1 to 2 % (why was not
+    found).
+    Tiles are for 128 channels; for others they have as many bytes.
     """
-    pieces = max(p for p in PIECES if p == 1 or (32 * p <= K and p <= 2 * itemsize))
-    if not v_first:
-        tile = 32 if heads * V >= 2 * 32 * sms else 16
-        warps = max(1, min(8, K // (64 if one_tile else 128)))
-        return StepChoice(min(tile, triton.next_power_of_2(V)), min(pieces, 4), 1 << (warps.bit_length() - 1))
-    tile = min(8, triton.next_power_of_2(V))
-    tiles = 1
-    while not one_tile and _may_double(heads, V, K, itemsize, sms, tile * tiles):
-        tiles *= 2
-    in_flight = max(1, min(tiles, FLIGHT_BYTES // (tile * K * itemsize)))
-    return StepChoice(tile, pieces, 1, tiles, in_flight)
-
-
-def _may_double(heads: int, V: int, K: int, itemsize: int, sms: int, rows: int) -> bool:
-    """Whether a program may have twice as many rows of V."""
-    return 2 * rows <= V and heads * V >= 2 * rows * FILL * sms and 2 * rows * K * itemsize <= PROGRAM_BYTES
+    rows = heads * V / sms
+    few, some = rows <= FEW_ROWS, rows <= SOME_ROWS
+    wide = itemsize == 4
+    kept = heads * V * K * itemsize > KEPT_BYTES
+    if verify:
+        tile, pieces, warps = (8, 4, 1) if v_first else (16 if few else 32, 4, 2)
+    elif not v_first:
+        tile, pieces, warps = (16, 4, 1) if few else (32, 4, itemsize // 2) if some else (64, 4 if wide else 8, 2)
+    elif few or some:
+        tile, pieces, warps = (4, 2, 1) if few else (16, 1, 1)
+    elif wide:
+        tile, pieces, warps = (4, 1, 1) if not kept else (16, 1, 1 if fast else 4)
+    else:
+        tile, pieces, warps = (8, 2, 1) if fast else (16, 1, 2 if kept else 1)
+    largest = triton.next_power_of_2(V)
+    return StepChoice(max(1, min(largest, tile * 128 // triton.next_power_of_2(K))), min(pieces, K), warps, not kept)
 
 
 def check_choice(choice: StepChoice, K: int) -> None:
     """Raise ValueError for a choice that the kernels cannot take for K channels."""
     powers = (1, 2, 4, 8, 16, 32, 64, 128, 256)
     allowed = {"tile": powers, "pieces": tuple(p for p in powers[:6] if p <= K), "num_warps": (1, 2, 4, 8)}
-    allowed |= {"tiles": powers, "in_flight": tuple(range(1, choice.tiles + 1))}
     for name, values in allowed.items():
         check_one_of(name, getattr(choice, name), values)
 

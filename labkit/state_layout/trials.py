@@ -65,11 +65,11 @@ def added(function: Callable[..., Any], x: Case, device: Any, sets: int, seed: i
     return _steps(x, device, sets, seed, True, bind)
 
 
-def step(x: Case, device: Any, sets: int, seed: int, v_first: bool) -> Trial:
-    """The production decode, `recurrent.decode`, with the choice of its rule."""
+def step(x: Case, device: Any, sets: int, seed: int, v_first: bool, in_order: bool = False) -> Trial:
+    """The production decode, `recurrent.decode`, with the choice of its rule; in_order: slots one after the other."""
     from labkit.state_layout import recurrent
 
-    return _steps(x, device, sets, seed, v_first, recurrent.decode)
+    return _steps(x, device, sets, seed, v_first, recurrent.decode, in_order)
 
 
 def fla_step(x: Case, device: Any, sets: int, seed: int, v_first: bool, tile: int) -> Trial:

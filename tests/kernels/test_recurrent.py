@@ -2,7 +2,7 @@
 
 import os
 from dataclasses import replace
-from itertools import pairwise
+from itertools import product
 
 import pytest
 import torch
@@ -11,9 +11,11 @@ from hypothesis import strategies as st
 
 from labkit.state_layout import reference
 from labkit.state_layout.recurrent import (
+    KEPT_BYTES,
     StepChoice,
     StepInputs,
     VerifyInputs,
+    check_choice,
     check_indices,
     choose,
     decode,
@@ -28,8 +30,7 @@ STATE_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2**-7 if INTERPRETED els
 GATES = {"GDN": (False, None), "KDA": (True, None), "KDA bounded": (True, -5.0)}
 SIZES = [(64, 128), (16, 40), (40, 16), (32, 16)]
 DTYPES = [torch.float32, torch.bfloat16]
-SMALL = StepChoice(tile=16, pieces=2, tiles=2, in_flight=1)
-ONE_TILE = StepChoice(tile=16, pieces=2)
+SMALL = StepChoice(tile=16, pieces=2)
 
 
 def tensors(tokens, H, group, K, V, dtype, gate, seed, padding):
@@ -130,7 +131,7 @@ def rounded_verify(x: VerifyInputs, used):
     return o, torch.stack(states, 1)
 
 
-def verify_and_compare(x: VerifyInputs, choice: StepChoice | None = ONE_TILE) -> VerifyInputs:
+def verify_and_compare(x: VerifyInputs, choice: StepChoice | None = SMALL) -> VerifyInputs:
     y = copy(x)
     verify(y, choice)()
     used = (x.indices >= 0) & (x.cache_indices >= 0)
@@ -180,16 +181,14 @@ def test_decode(K, V, dtype, v_first, gate):
     tile=st.sampled_from([8, 16, 32]),
     pieces=st.sampled_from([1, 2, 4, 8]),
     warps=st.sampled_from([1, 2, 4]),
-    tiles=st.sampled_from([1, 2, 4]),
     data=st.data(),
 )
-def test_any_decode(N, H, group, K, V, dtype, gate, v_first, tile, pieces, warps, tiles, data):
+def test_any_decode(N, H, group, K, V, dtype, gate, v_first, tile, pieces, warps, data):
     padding = data.draw(st.sets(st.integers(0, N - 1)))
-    in_flight = data.draw(st.integers(1, tiles))
     while pieces > K:
         pieces //= 2
     x = make(N, H, group, K, V, dtype, gate=gate, v_first=v_first, padding=sorted(padding))
-    decode_and_compare(x, StepChoice(tile, pieces, warps, tiles, in_flight))
+    decode_and_compare(x, StepChoice(tile, pieces, warps))
 
 
 @pytest.mark.parametrize("gate", ["GDN", "KDA"])
@@ -202,10 +201,10 @@ def test_decode_with_the_rule(K, V, dtype, v_first, gate):
 
 @pytest.mark.parametrize("v_first", [True, False])
 def test_choices_agree(v_first):
-    """Tile, tiles and their number in flight do not even change the order of a sum."""
+    """The tile does not even change the order of a sum, nor what is kept in L2."""
     x = make(1, 1, 2, 32, 40, v_first=v_first)
     base = decode_and_compare(x, StepChoice(8, 2, 1))
-    for choice in (StepChoice(8, 2, 1, 4, 3), StepChoice(16, 2, 1, 2, 2), StepChoice(8, 2, 1, evict_first=False)):
+    for choice in (StepChoice(16, 2, 1), StepChoice(8, 2, 1, evict_first=False)):
         found = decode_and_compare(x, choice)
         assert error(found.out, base.out.double()) < 1e-6
         if INTERPRETED or choice.tile == 8:
@@ -392,7 +391,7 @@ def test_a_chain_is_bit_equal_to_repeated_decode(dtype, v_first, gate):
     for t in range(3):
         token = {name: getattr(x, name)[:, t].contiguous() for name in ("q", "k", "v", "a", "b", "out")}
         step = StepInputs(state=pool, **token, **{name: getattr(x, name) for name in shared})
-        decode(step, ONE_TILE)()
+        decode(step, SMALL)()
         assert torch.equal(step.out, found.out[:, t])
         assert torch.equal(pool[x.indices.long()], found.intermediate_states[x.cache_indices, t])
 
@@ -515,9 +514,6 @@ def test_bad_arguments_of_verify_are_named_with_what_is_allowed():
         (StepChoice(pieces=3), "pieces is 3; allowed: 1, 2, 4, 8, 16"),
         (StepChoice(pieces=32), "pieces is 32; allowed: 1, 2, 4, 8, 16"),  # more than K
         (StepChoice(num_warps=3), "num_warps is 3; allowed: 1, 2, 4, 8"),
-        (StepChoice(tiles=3), "tiles is 3; allowed: 1, 2, 4"),
-        (StepChoice(tiles=2, in_flight=3), "in_flight is 3; allowed: 1, 2"),
-        (StepChoice(tiles=2, in_flight=0), "in_flight is 0; allowed: 1, 2"),
     ],
 )
 def test_a_bad_choice_is_named_with_what_is_allowed(choice, message):
@@ -525,11 +521,6 @@ def test_a_bad_choice_is_named_with_what_is_allowed(choice, message):
         with pytest.raises(ValueError) as raised:  # noqa: PT011
             launch(x, choice)
         assert message in str(raised.value)
-
-
-def test_verify_has_one_tile_a_program():
-    with pytest.raises(ValueError, match="tiles is 2; allowed: 1"):
-        verify(make_verify(N, T, H, 2, K, V), StepChoice(tiles=2))
 
 
 def test_indices_are_checked_where_one_asks_for_it():
@@ -548,12 +539,13 @@ def test_indices_are_checked_where_one_asks_for_it():
 @pytest.mark.parametrize("itemsize", [4, 2])
 @pytest.mark.parametrize(("K", "V"), [(128, 128), (256, 256), (64, 128), (20, 12), (1, 1), (513, 3)])
 def test_the_rule_gives_what_the_kernels_take(K, V, itemsize, v_first):
-    for one_tile in (False, True):
-        found = [
-            choose(heads, V, K, itemsize, 132, v_first=v_first, one_tile=one_tile) for heads in (1, 32, 2048, 16384)
-        ]
-        for choice in found:
-            assert choice.tiles == 1 or not one_tile
-            assert choice.tile * choice.tiles < 2 * V or choice.tiles == 1
-        for fewer, more in pairwise(found):  # the more heads, the more work a program
-            assert fewer.tile * fewer.tiles <= more.tile * more.tiles
+    for fast, for_verify, heads in product((False, True), (False, True), (1, 32, 2048, 16384)):
+        choice = choose(heads, V, K, itemsize, 132, fast=fast, v_first=v_first, verify=for_verify)
+        check_choice(choice, K)
+        assert choice.tile < 2 * V
+        assert choice.evict_first == (heads * V * K * itemsize <= KEPT_BYTES)
+
+
+def test_larger_batches_get_tiles_of_more_rows_and_small_ones_more_programs():
+    few, some, many = (choose(32 * batch, 128, 128, 2, 132) for batch in (1, 8, 512))
+    assert few.tile < some.tile <= many.tile
