@@ -42,15 +42,19 @@ import triton.language as tl
 from torch import Tensor
 
 from labkit.checks import check_one_of, check_tensor
+from labkit.gemv.choose import multiprocessors
 from labkit.launch import Launch
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 CHUNKS = (16, 32, 64)
+TILES = (64, 32, 16)  # of chunk_state, that the rule chooses from
 SUB = 16  # tokens of a sub-chunk: the smallest tile of the tensor cores
-# Channels and values at a time, where a kernel need not hold all of them. Narrower ones would do for smaller K and V, but
-# of a product [64, 64] x [64, 16 or 32] with its left operand in registers ptxas 12.8 makes code that takes an address
-# from a register that nothing has written (see `evidence.compiled.unwritten_registers`).
+# Channels and values at a time, where a kernel need not hold all of them. Narrower ones would do for smaller K and V,
+# but of a product [64, 64] x [64, 16 or 32] with its left operand in registers ptxas 12.8 makes code that takes an
+# address from a register that nothing has written (see `evidence.compiled.unwritten_registers`).
 SLICE = 64
+LIMIT = 40.0  # of an exponent of the decay either way from the middle of a sub-chunk, in KDA's scores
+PRECISIONS = {torch.float32: "ieee", torch.float16: "tf32x3", torch.bfloat16: "tf32"}  # of the solve, by inputs
 LARGEST_K = 256  # chunk_state holds all channels of its tile of the state in registers
 
 
@@ -137,27 +141,58 @@ def _inverse(A, BT: tl.constexpr, SUB: tl.constexpr, PRECISION: tl.constexpr):
     The series I - A + A² - ... would be shorter, but its powers grow and cancel when keys of a chunk are alike.
     """
     X = _diagonal_inverses(A, BT, SUB)
-    if BT >= 2 * SUB:
-        X = _merged(A, X, SUB, BT, PRECISION)
-    if BT >= 4 * SUB:
-        X = _merged(A, X, 2 * SUB, BT, PRECISION)
+    for level in tl.static_range(5):
+        if SUB << level < BT:
+            X = _merged(A, X, SUB << level, BT, PRECISION)
     return X
+
+
+@triton.jit
+def _pairwise(key, query, since, SUB: tl.constexpr):
+    """Σ_c k_ic k_jc exp(g_ic - g_jc), and q's, of a sub-chunk; the exponential is formed for each pair and channel."""
+    i = tl.arange(0, SUB)
+    keys = tl.zeros([SUB, SUB], tl.float32)
+    queries = tl.zeros([SUB, SUB], tl.float32)
+    for j in range(SUB):
+        this = i[:, None] == j
+        key_j = tl.sum(tl.where(this, key, 0.0), 0)
+        since_j = tl.sum(tl.where(this, since, 0.0), 0)
+        # Above the diagonal, which no one reads, the exponent would be positive.
+        decayed = key_j[None, :] * tl.exp(tl.minimum(since - since_j[None, :], 0.0))
+        keys = tl.where(i[None, :] == j, tl.sum(key * decayed, 1)[:, None], keys)
+        queries = tl.where(i[None, :] == j, tl.sum(query * decayed, 1)[:, None], queries)
+    return keys, queries
+
+
+@triton.jit
+def _own_scores(key, query, since, SUB: tl.constexpr, PRECISION: tl.constexpr, LIMIT: tl.constexpr):
+    """`_pairwise`, as products of matrices where no exponent from the sub-chunk's middle is beyond LIMIT."""
+    middle = tl.sum(tl.where(tl.arange(0, SUB)[:, None] == SUB // 2, since, 0.0), 0)
+    late = since - middle[None, :]
+    if tl.max(tl.abs(late)) <= LIMIT:
+        other = tl.trans(key * tl.exp(-late))
+        keys = tl.dot(key * tl.exp(late), other, input_precision=PRECISION)
+        queries = tl.dot(query * tl.exp(late), other, input_precision=PRECISION)
+    else:
+        keys, queries = _pairwise(key, query, since, SUB)
+    return keys, queries
 
 
 @triton.jit
 def _scores_kernel(
     q, k, g, spans, key_scores, query_scores, scale, H, HV,
     K: tl.constexpr, BK: tl.constexpr, BT: tl.constexpr, SUB: tl.constexpr, PRECISION: tl.constexpr,
+    LIMIT: tl.constexpr, SLICES: tl.constexpr,
 ):  # fmt: skip
     """One program: the rows of one sub-chunk in both score matrices of one chunk and value head, with KDA's decay.
 
     Wanted is Σ_c k_ic k_jc exp(g_ic - g_jc). As a matrix product of k exp(g) and k exp(-g) it would overflow, since -g
     grows without bound along the chunk. So pairs are taken sub-chunk by sub-chunk, with the start of i's sub-chunk as
     the reference r: exp(g_i - r) · exp(r - g_j), where j's sub-chunk lies before i's, has both exponents ≤ 0. Inside
-    one sub-chunk no reference lies between all pairs, and exp(g_i - g_j) is formed for each pair and channel.
+    one sub-chunk no reference lies between all pairs; see `_own_scores`. Norms are taken out of the sums.
     """
     SUBS: tl.constexpr = BT // SUB
-    EVEN: tl.constexpr = BK == K
+    EVEN: tl.constexpr = K % BK == 0
     pid = tl.program_id(0)
     sub = pid % SUBS
     hv = pid // SUBS % HV
@@ -167,56 +202,84 @@ def _scores_kernel(
     if start >= end:
         return
     i = tl.arange(0, SUB)
-    ks = tl.arange(0, BK)
     t = (start + i).to(tl.int64)
     inside = t < end
     k += hv // (HV // H) * K
     q += hv // (HV // H) * K
     g += hv * K
-    key = _rows(k, t, inside, H * K, ks, K, EVEN).to(tl.float32)
-    query = _rows(q, t, inside, H * K, ks, K, EVEN).to(tl.float32)
-    key *= _inverse_norm(_squares(key))[:, None]
-    query *= scale * _inverse_norm(_squares(query))[:, None]
-    since = tl.cumsum(_rows(g, t, inside, HV * K, ks, K, EVEN), 0)  # g_i - r
-
     key_scores += hv * BT
     query_scores += hv * BT
-    decayed_key = key * tl.exp(since)
-    decayed_query = query * tl.exp(since)
-    between = tl.zeros([BK], tl.float32)  # decay of the sub-chunks between j's and i's
+
+    key_squares = tl.zeros([SUB], tl.float32)
+    query_squares = tl.zeros([SUB], tl.float32)
+    keys = tl.zeros([SUB, SUB], tl.float32)
+    queries = tl.zeros([SUB, SUB], tl.float32)
+    for part in range(SLICES):
+        ks = part * BK + tl.arange(0, BK)
+        key = _rows(k, t, inside, H * K, ks, K, EVEN).to(tl.float32)
+        query = _rows(q, t, inside, H * K, ks, K, EVEN).to(tl.float32)
+        since = tl.cumsum(_rows(g, t, inside, HV * K, ks, K, EVEN), 0)  # g_i - r
+        key_squares += _squares(key)
+        query_squares += _squares(query)
+        own_keys, own_queries = _own_scores(key, query, since, SUB, PRECISION, LIMIT)
+        keys += own_keys
+        queries += own_queries
+    key_scale = _inverse_norm(key_squares)
+    query_scale = scale * _inverse_norm(query_squares)
+    columns = sub * SUB + i
+    keys *= key_scale[:, None] * key_scale[None, :]
+    queries *= query_scale[:, None] * key_scale[None, :]
+    _store_rows(key_scores, t, inside, HV * BT, columns, keys, BT, True)
+    _store_rows(query_scores, t, inside, HV * BT, columns, queries, BT, True)
+
+    row = tl.arange(0, SLICES)[:, None]
+    between = tl.zeros([SLICES, BK], tl.float32)  # decay of the sub-chunks between j's and i's
     for back in range(1, sub + 1):
         earlier = t - back * SUB
-        other = _rows(k, earlier, earlier < end, H * K, ks, K, EVEN).to(tl.float32)
-        other *= _inverse_norm(_squares(other))[:, None]
-        steps = _rows(g, earlier, earlier < end, HV * K, ks, K, EVEN)
-        until = tl.cumsum(steps, 0, reverse=True) - steps + between[None, :]  # r - g_j
-        other = tl.trans(other * tl.exp(until))
+        before = earlier < end
+        squares = tl.zeros([SUB], tl.float32)
+        keys = tl.zeros([SUB, SUB], tl.float32)
+        queries = tl.zeros([SUB, SUB], tl.float32)
+        for part in range(SLICES):
+            ks = part * BK + tl.arange(0, BK)
+            steps = _rows(g, earlier, before, HV * K, ks, K, EVEN)
+            gap = tl.sum(tl.where(row == part, between, 0.0), 0)
+            until = tl.cumsum(steps, 0, reverse=True) - steps + gap[None, :]  # r - g_j
+            other = _rows(k, earlier, before, H * K, ks, K, EVEN).to(tl.float32)
+            squares += _squares(other)
+            other = tl.trans(other * tl.exp(until))
+            since = tl.exp(tl.cumsum(_rows(g, t, inside, HV * K, ks, K, EVEN), 0))
+            key = _rows(k, t, inside, H * K, ks, K, EVEN).to(tl.float32) * since
+            query = _rows(q, t, inside, H * K, ks, K, EVEN).to(tl.float32) * since
+            keys += tl.dot(key, other, input_precision=PRECISION)
+            queries += tl.dot(query, other, input_precision=PRECISION)
+            between += tl.where(row == part, tl.sum(steps, 0)[None, :], 0.0)
+        other_scale = _inverse_norm(squares)
         columns = (sub - back) * SUB + i
-        scores = tl.dot(decayed_key, other, input_precision=PRECISION)
-        _store_rows(key_scores, t, inside, HV * BT, columns, scores, BT, True)
-        scores = tl.dot(decayed_query, other, input_precision=PRECISION)
-        _store_rows(query_scores, t, inside, HV * BT, columns, scores, BT, True)
-        between += tl.sum(steps, 0)
+        keys *= key_scale[:, None] * other_scale[None, :]
+        queries *= query_scale[:, None] * other_scale[None, :]
+        _store_rows(key_scores, t, inside, HV * BT, columns, keys, BT, True)
+        _store_rows(query_scores, t, inside, HV * BT, columns, queries, BT, True)
 
-    own_keys = tl.zeros([SUB, SUB], tl.float32)
-    own_queries = tl.zeros([SUB, SUB], tl.float32)
-    for j in range(SUB):
-        this = i[:, None] == j
-        key_j = tl.sum(tl.where(this, key, 0.0), 0)
-        since_j = tl.sum(tl.where(this, since, 0.0), 0)
-        # Above the diagonal, which no one reads, the exponent would be positive.
-        decayed = key_j[None, :] * tl.exp(tl.minimum(since - since_j[None, :], 0.0))
-        own_keys = tl.where(i[None, :] == j, tl.sum(key * decayed, 1)[:, None], own_keys)
-        own_queries = tl.where(i[None, :] == j, tl.sum(query * decayed, 1)[:, None], own_queries)
-    _store_rows(key_scores, t, inside, HV * BT, sub * SUB + i, own_keys, BT, True)
-    _store_rows(query_scores, t, inside, HV * BT, sub * SUB + i, own_queries, BT, True)
+
+@triton.jit
+def _sums(ones, step):
+    """ones [BT, BT] (zeros and ones, fp16) · step [BT, BK] (fp32): sums over tokens, on the tensor cores.
+
+    Across the lanes they would be many shuffles. step goes through as two fp16 parts, 22 bits; what is below fp16's
+    range decays to zero anyway.
+    """
+    step = tl.maximum(step, -60000.0)
+    high = step.to(tl.float16)
+    low = (step - high.to(tl.float32)).to(tl.float16)
+    return tl.dot(ones, high) + tl.dot(ones, low)
 
 
 @triton.jit
 def _prepare_kernel(
     q, k, v, g, beta, spans, key_scores, w, u, decayed_q, decayed_k, carry, total, scale, H, HV,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BT: tl.constexpr, SUB: tl.constexpr,
-    PER_CHANNEL: tl.constexpr, DOT: tl.constexpr, SOLVE: tl.constexpr,
+    PER_CHANNEL: tl.constexpr, DOT: tl.constexpr, SOLVE: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """One program: w and u of one chunk and value head, and its decay.
 
@@ -270,6 +333,8 @@ def _prepare_kernel(
         tl.store(total + chunk * HV + hv, tl.exp(tl.sum(step, 0)))
 
     value_factors = X.to(dtype)
+    up_to = (i[:, None] >= i[None, :]).to(tl.float16)
+    after = (i[:, None] < i[None, :]).to(tl.float16)
     for first in range(0, V, BV):
         vs = first + tl.arange(0, BV)
         value = _rows(v + hv * V, t, inside, HV * V, vs, V, EVEN_V)
@@ -280,8 +345,12 @@ def _prepare_kernel(
         key = _rows(k, t, inside, H * K, ks, K, EVEN_K)
         if PER_CHANNEL:
             step = _rows(g + hv * K, t, inside, HV * K, ks, K, EVEN_K)
-            since = tl.cumsum(step, 0)
-            until = tl.cumsum(step, 0, reverse=True) - step
+            if EXACT:
+                since = tl.cumsum(step, 0)
+                until = tl.cumsum(step, 0, reverse=True) - step
+            else:
+                since = _sums(up_to, step)
+                until = _sums(after, step)
             normalised = key.to(tl.float32) * key_scale[:, None]
             _store_rows(decayed_k + hv * K, t, inside, HV * K, ks, normalised * tl.exp(until), K, EVEN_K)
             key = (normalised * tl.exp(since)).to(dtype)
@@ -329,6 +398,12 @@ def _chunk_state_kernel(
             tl.store(stored, h.to(dtype), mask=mask)
         t = (first + i).to(tl.int64)
         inside = t < end
+        # All loads first: none needs the state, and behind the first product they would not be under way with it.
+        if PER_CHANNEL:
+            decay = tl.load(total + (chunk * HV + hv) * K + ks, mask=ks < K, other=0.0)
+        else:
+            decay = tl.load(total + chunk * HV + hv)
+            scale = tl.load(carry + t * HV + hv, mask=inside, other=0.0)
         key = _rows(k, t, inside, HK * K, ks, K, EVEN_K)
         w_tile = _rows(w, t, inside, HV * K, ks, K, EVEN_K)
         new = _rows(u, t, inside, HV * V, vs, V, EVEN_V).to(tl.float32)
@@ -343,14 +418,12 @@ def _chunk_state_kernel(
             _store_rows(v_new, t, inside, HV * V, vs, new, V, EVEN_V)
 
         if PER_CHANNEL:
-            decay = tl.load(total + (chunk * HV + hv) * K + ks, mask=ks < K, other=0.0)
             h *= decay[None, :] if V_FIRST else decay[:, None]
         else:
-            scale = tl.load(carry + t * HV + hv, mask=inside, other=0.0)
+            h *= decay
             new *= scale[None, :] if TRANSPOSED else scale[:, None]
             if dtype == tl.float16:  # v_new / |k| beside a key of almost zero: infinity times zero would be NaN
                 new = tl.clamp(new, -65504.0, 65504.0)
-            h *= tl.load(total + chunk * HV + hv)
         new = new.to(dtype)
         if TRANSPOSED:
             h += tl.dot(new, key, input_precision=DOT)
@@ -502,7 +575,7 @@ def extend(
     x: ExtendInputs,
     v_first: bool,
     batch: Plan | None = None,
-    tile: int = 32,
+    tile: int | None = None,
     num_warps: int = 4,
     num_stages: int = 2,
     transposed: bool = False,
@@ -510,11 +583,12 @@ def extend(
     """An extend with state [N, HV, V, K] if v_first, else [N, HV, K, V], as launches that the caller makes.
 
     batch: `plan` of x.cu_seqlens, which also chooses the chunk; None: made here, with chunks of 64.
-    tile: values a program of chunk_state (BV), a power of two from 16; num_warps: 1, 2, 4 or 8, num_stages: 1 to 4, of
-    the same kernel; transposed: see the table at the top of this file, only with v_first.
+    tile: values a program of chunk_state (BV), a power of two from 16; None: `choose_tile`'s. num_warps: 1, 2, 4 or 8,
+    num_stages: 1 to 4, of the same kernel; transposed: see the table at the top of this file, only with v_first.
     Memory for w, u, v_new and the states between the chunks (in v's dtype) is allocated here and kept by the result.
     Raises ValueError naming the argument, its value and what is allowed.
     """
+    tile = tile or choose_tile(x, transposed)
     check_extend(x, v_first, tile, num_warps, num_stages, transposed)
     if batch is None:
         batch = plan(x.cu_seqlens, device=x.v.device)
@@ -525,19 +599,21 @@ def extend(
     (H, K), (HV, V) = x.q.shape[1:], x.v.shape[1:]
     per_channel = x.g.ndim == 3
     args = vars(x) | vars(batch) | _workspace(x, batch, per_channel)
-    # The tensor cores take bf16 and fp16 as they are. The solve multiplies fp32 values: three TF32 products each are
-    # nearly as good as fp32 ones; one is enough for KDA's scores, whose factors are rounded to bf16 or fp16 elsewhere.
+    # The tensor cores take bf16 and fp16 as they are. What is fp32 there goes through them as TF32: once in KDA's
+    # scores, whose factors are rounded to bf16 or fp16 elsewhere, and in the solve for bf16, which has fewer digits;
+    # in three products, nearly as good as fp32, in the solve for fp16.
     exact = x.v.dtype == torch.float32
     sizes = {"H": H, "HV": HV, "K": K, "V": V, "BT": batch.chunk}
     slices = {"BK": SLICE, "BV": SLICE}
     wide = {"BK": max(16, triton.next_power_of_2(K))}  # all channels at once
-    solve = {"SUB": SUB, "SOLVE": "ieee" if exact else "tf32x3"}
+    solve = {"SUB": SUB, "SOLVE": PRECISIONS[x.v.dtype], "EXACT": exact}
     gates = {"PER_CHANNEL": per_channel, "DOT": "ieee"}  # DOT counts for fp32 inputs alone
     layout = {"V_FIRST": v_first}
     heads = len(batch.spans) * HV
     launches = {}
     if per_channel:
-        scores = sizes | wide | {"SUB": SUB, "PRECISION": "ieee" if exact else "tf32"}
+        scores = sizes | {"SUB": SUB, "PRECISION": "ieee" if exact else "tf32", "LIMIT": LIMIT}
+        scores |= {"BK": SLICE, "SLICES": triton.next_power_of_2(triton.cdiv(K, SLICE))}
         launches["scores"] = _launch(_scores_kernel, heads * (batch.chunk // SUB), args | scores)
     launches["prepare"] = _launch(_prepare_kernel, heads, args | sizes | slices | solve | gates)
     state = args | sizes | wide | gates | layout | {"BV": tile, "TRANSPOSED": transposed}
@@ -548,6 +624,16 @@ def extend(
     output |= {"q": args["decayed_q"]} if per_channel else {}
     launches["output"] = _launch(_output_kernel, heads * triton.cdiv(V, SLICE), output)
     return Extend(launches)
+
+
+def choose_tile(x: ExtendInputs, transposed: bool) -> int:
+    """Values a program of chunk_state: as many as leave most multiprocessors a program; each reads all of w and k."""
+    if transposed or x.v.ndim != 3:  # which `check_extend` refuses
+        return TILES[0]
+    HV, V = x.v.shape[1:]
+    heads = (len(x.cu_seqlens) - 1) * HV
+    enough = 3 * multiprocessors(x.v.device) / 4
+    return next((tile for tile in TILES if heads * triton.cdiv(V, tile) >= enough), TILES[-1])
 
 
 def _workspace(x: ExtendInputs, batch: Plan, per_channel: bool) -> dict[str, Tensor]:

@@ -75,6 +75,19 @@ def compared(rows: pd.DataFrame, op: str, variant: str, against: str) -> pd.Data
     return pd.DataFrame(found, columns=None if found else ["gate", "us", "against us", *RATIO])
 
 
+def extend_errors(rows: pd.DataFrame) -> pd.DataFrame:
+    """Errors of extend against float64 on the same inputs, ours and fla-core's: the larger of output and state."""
+    found = []
+    for params, group in cases(rows, "extend"):
+        errors = dict(zip(group["variant"], group["error"], strict=True))
+        ours, library = (errors.get(name, math.nan) for name in (names.OURS, names.fla("VK")))
+        found.append(_shape(params) | {"error, ours": ours, "error, fla": library, "ours / fla": ours / library})
+    table = pd.DataFrame(
+        found, columns=None if found else ["gate", "prefill", "error, ours", "error, fla", "ours / fla"]
+    )
+    return table.dropna(ignore_index=True)
+
+
 def layouts(rows: pd.DataFrame) -> pd.DataFrame:
     """KV / VK of the lab's kernels in every operation, and of fla-core's extend: above 1, [V, K] is faster."""
     pairs = [(op, names.OURS, names.OURS_KV, "ours") for op in ("step", "verify", "extend")]

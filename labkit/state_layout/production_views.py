@@ -28,7 +28,7 @@ SAME_PERCENT = 2.0  # a layout that gains less explains nothing of a first token
 
 
 def choices(batches: Sequence[int], states: Sequence[str], sms: int = 132) -> pd.DataFrame:
-    """What the rule of `recurrent` chooses for Qwen3-Next's heads, on slower and on faster memory; empty without Triton."""
+    """What the rule of `recurrent` chooses for Qwen3-Next's heads, by how fast the memory is; empty without Triton."""
     if not find_spec("triton"):
         return pd.DataFrame()
     from labkit.state_layout.recurrent import choose
@@ -154,6 +154,18 @@ def extend(rows: pd.DataFrame) -> Drawing:
         "caption": f"bf16 inputs, fp32 states; fla-core in the faster of its layouts. {said}.",
         "table": table.drop(columns=["ours, % of in-place", "no slower"], errors="ignore"),
     }
+
+
+def extend_errors(rows: pd.DataFrame) -> str:
+    """Is ours as accurate as fla-core's?"""
+    table = production.extend_errors(rows)
+    if table.empty:
+        return "no library's error was measured beside ours."
+    ratio = table["ours / fla"]
+    return (
+        f"relative error against float64 on the same inputs: ours {table['error, ours'].min():.1e} to "
+        f"{table['error, ours'].max():.1e}, which is {ratio.min():.2f} to {ratio.max():.2f} times fla-core's."
+    )
 
 
 def first_token(rows: pd.DataFrame) -> str:

@@ -101,7 +101,7 @@ def fla_public_step(x: Case, device: Any, sets: int, seed: int, v_first: bool) -
 
     function = fused_recurrent_kda if x["gate"] == "KDA" else fused_recurrent_gated_delta_rule
     inputs = _step_inputs(x, device, sets, seed, v_first, in_order=True)
-    calls = [_fla_call(function, item, v_first) for item in inputs]
+    calls = _kept([_fla_call(function, item, v_first) for item in inputs])
 
     def check() -> dict[str, float]:
         some = slice(0, CHECKED)
@@ -127,6 +127,23 @@ def _fla_call(function: Callable[..., Any], item: Any, v_first: bool) -> Callabl
         "use_beta_sigmoid_in_kernel": True, "state_v_first": v_first,
     }  # fmt: skip
     return lambda: function(q, k, v, g=a, beta=b, **options)
+
+
+def _kept(calls: Sequence[Callable[[], Any]]) -> list[Callable[[], Any]]:
+    """The calls, whose results live until the next call of the same set.
+
+    Dropped at once, the allocator would give every set the same memory for them, which would stay in L2.
+    """
+    results: list[Any] = [None] * len(calls)
+
+    def bind(i: int) -> Callable[[], Any]:
+        def call() -> Any:
+            results[i] = calls[i]()
+            return results[i]
+
+        return call
+
+    return [bind(i) for i in range(len(calls))]
 
 
 def attention_gym_step(x: Case, device: Any, sets: int, seed: int) -> Trial:
@@ -382,12 +399,14 @@ def errors_along(x: Case, device: Any, seed: int, v_first: bool, tokens: int) ->
 # extend
 
 
-def extend(x: Case, device: Any, sets: int, seed: int, v_first: bool, transposed: bool = False, tile: int = 0) -> Trial:
-    """The production extend. tile: of chunk_state; 0: 64 where transposed, else 32."""
+def extend(
+    x: Case, device: Any, sets: int, seed: int, v_first: bool, transposed: bool = False, tile: int | None = None
+) -> Trial:
+    """The production extend. tile: of chunk_state; None: the rule's."""
     from labkit.state_layout import extend as kernels
 
     inputs = _extend_inputs(x, device, sets, seed, v_first)
-    choice = {"tile": tile or (64 if transposed else 32), "transposed": transposed}
+    choice = {"tile": tile, "transposed": transposed}
     batch = kernels.plan(inputs[0].cu_seqlens, device=inputs[0].v.device)
     calls = [kernels.extend(item, v_first, batch, **choice) for item in inputs]
     trial = _extended(x, inputs, calls, v_first)
@@ -421,7 +440,7 @@ def fla_extend(x: Case, device: Any, sets: int, seed: int, v_first: bool) -> Tri
         }  # fmt: skip
         return lambda: function(q, k, v, g, beta, **options)
 
-    calls = [bind(item) for item in inputs]
+    calls = _kept([bind(item) for item in inputs])
 
     def check() -> dict[str, float]:
         o, S = calls[0]()
