@@ -46,6 +46,25 @@ def choices(batches: Sequence[int], states: Sequence[str], sms: int = 132) -> pd
     return pd.DataFrame(found)
 
 
+def in_short(rows: pd.DataFrame) -> str:
+    """What the layout is worth to production kernels of decode, and where they stand among libraries."""
+    layout = production.compared(rows, "step", names.OURS, names.OURS_KV)
+    layout = layout[layout["gate"] == "GDN"]
+    if layout.empty:
+        return "production kernels were not measured in both layouts."
+    parts = [
+        f"{state} state: " + ", ".join(f"{line['ratio']:.2f} at batch {line['batch']}" for _, line in group.iterrows())
+        for state, group in layout.groupby("state", sort=False)
+    ]
+    said = f"production kernels, each layout with choices of its own, time of [K, V] over [V, K]: {'; '.join(parts)}."
+    table = production.against_best(rows, "step")
+    for slots, group in table[table["gate"] == "GDN"].groupby("slots", sort=False):
+        ratio = group["ratio"]
+        said += f" The fastest library, slots {slots}, takes {geometric_mean(ratio):.2f} times as long as ours"
+        said += f" (geometric mean of {len(ratio)} cases, least {ratio.min():.2f})."
+    return said
+
+
 def step_percent(rows: pd.DataFrame) -> Drawing:
     """Percent of the in-place multiply against batch, GDN: ours in both layouts, and libraries."""
     table = production.times(rows, "step")
