@@ -52,8 +52,8 @@ def test_kda_is_timed_with_the_heads_of_kimi_linear_and_at_fewer_points():
     for gate in study.GATES:
         assert {(x["draft"], x["T"]) for x in of("verify", gate)} == {("chain", 4), ("tree", 8)}
         assert {(x["state"], x["batch"], x["tokens"]) for x in of("drift", gate)} == {
-            ("fp32", 1, 8192),
-            ("bf16", 1, 8192),
+            ("fp32", 1, trials.DRIFT_TOKENS),
+            ("bf16", 1, trials.DRIFT_TOKENS),
         }
     assert [x["prefill"] for x in of("extend", "GDN")] == list(trials.PREFILLS)
     assert {x["prefill"] for x in of("extend", "KDA")} == set(study.STATE_KERNEL_AT)
@@ -206,22 +206,22 @@ def lengths(monkeypatch, *found):
 
 def test_the_first_sequence_that_is_short_enough_is_followed(monkeypatch):
     item, o, S = lengths(monkeypatch, 6, 0, 3, 2)
-    assert max(trials._extend_errors(item, o, S, False).values()) < 1e-12
+    assert max(trials._extend_errors(item, False)(o, S).values()) < 1e-12
     for first, last, n in ((0, 6, 0), (9, 11, 3)):  # these are not
         other, state = o.clone(), S.clone()
         other[first:last], state[n] = 0, 0
-        assert max(trials._extend_errors(item, other, state, False).values()) < 1e-12
+        assert max(trials._extend_errors(item, False)(other, state).values()) < 1e-12
     o[8], S[2] = 0, 0
-    assert min(trials._extend_errors(item, o, S, False).values()) > 0.1
+    assert min(trials._extend_errors(item, False)(o, S).values()) > 0.1
 
 
 def test_of_a_long_sequence_the_first_tokens_are_followed(monkeypatch):
     item, o, S = lengths(monkeypatch, 6)
     o[4:] = 0
-    assert trials._extend_errors(item, o, S, False)["out"] < 1e-12
-    assert set(trials._extend_errors(item, o, S, False)) == {"out"}
+    assert trials._extend_errors(item, False)(o, S)["out"] < 1e-12
+    assert set(trials._extend_errors(item, False)(o, S)) == {"out"}
     o[3] = 0
-    assert trials._extend_errors(item, o, S, False)["out"] > 0.1
+    assert trials._extend_errors(item, False)(o, S)["out"] > 0.1
 
 
 # libraries: stand-ins that take what fla-core 0.6.0 and attn-gym 0.0.17 take, and compute with the reference
