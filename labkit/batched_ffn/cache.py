@@ -229,8 +229,8 @@ def make(policy: str, capacity: int, first: Trace = (), trace: Trace = ()) -> Po
 def bypasses(dispatch: Sequence[Key], capacity: int) -> bool:
     """Whether a dispatch needs more experts at once than the cache holds.
 
-    Its own experts would evict one another, and everything else. It reads them past the cache instead, those that are
-    there too, and leaves what is cached as it is.
+    Its own experts would evict one another, and everything else. It reads them past the cache instead, and leaves what
+    is cached as it is; all count as misses, though those that are there need no copy (`slots.py`).
     """
     return len(set(dispatch)) > capacity
 

@@ -1,0 +1,64 @@
+"""What is timed beside the products, in Triton.
+
+| kernel       | hypothesis                                                                                     |
+|--------------|------------------------------------------------------------------------------------------------|
+| `read`       | the ceiling: a plain cold read of as many bytes as a case's weights have                       |
+| `dequantise` | weights are written as bf16 for a library's product: their bytes move three times, four in all |
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from labkit.batched_ffn.formats import GROUP, ROWS, Packed
+from labkit.batched_ffn.kernels import MAGIC, _block, _read, _scales, _weights
+from labkit.checks import check_shape
+from labkit.launch import Launch
+
+READ_BLOCK = 8192  # words a program
+DEQUANTISE_GROUPS = 16  # groups of 32 weights a program
+
+
+@triton.jit
+def _read_kernel(words, sums, n, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(sums + tl.program_id(0), tl.sum(tl.load(words + at, mask=at < n, other=0), 0))
+
+
+@triton.jit
+def _dequantise_kernel(
+    y, words, high, scales, d, rows, y_stride, magic,
+    GROUPS: tl.constexpr, FORMAT: tl.constexpr, PLANES: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """One program: 8 rows, TILE groups."""
+    block = tl.program_id(0)
+    units = tl.arange(0, TILE * 8)
+    groups = tl.program_id(1) * TILE + units // 8
+    inside = groups < GROUPS
+    W = _block(words, high, scales, d, block, GROUPS, FORMAT, PLANES)
+    tile = _read(W, groups, groups // 8, units % 8, inside, True, FORMAT, PLANES)
+    steps = _scales(tile, FORMAT)
+    row = block * 8 + units % 8
+    at = y + row.to(tl.int64)[:, None] * y_stride + groups[:, None] * 32 + tl.arange(0, 4)[None, :]
+    for i in tl.static_range(8):
+        value = _weights(tile, steps, magic, i, FORMAT)
+        tl.store(at + 4 * i, value.to(y.dtype.element_ty), mask=(inside & (row < rows))[:, None])
+
+
+def read(words: Tensor, sums: Tensor) -> Launch:
+    """Sums of blocks of words, as int32. words: [n] int32; sums: [ceil(n / 8192)] int32."""
+    programs = triton.cdiv(words.numel(), READ_BLOCK)
+    check_shape("sums", sums, (programs,))
+    args = {"words": words, "sums": sums, "n": words.numel(), "BLOCK": READ_BLOCK}
+    return Launch(_read_kernel, (programs,), args, {"num_warps": 8})
+
+
+def dequantise(W: Packed, y: Tensor) -> Launch:
+    """y = the weights, rounded to its dtype. W, y: [rows, columns]; ValueError for another shape."""
+    check_shape("y", y, (W.rows, W.columns))
+    arrays = dict.fromkeys(("words", "high", "scales", "d"), W.words) | W.arrays
+    args = {"y": y} | arrays | {"rows": W.rows, "y_stride": y.stride(0), "magic": MAGIC}
+    groups = W.columns // GROUP
+    args |= {"GROUPS": groups, "FORMAT": W.format.name, "PLANES": W.words.shape[2], "TILE": DEQUANTISE_GROUPS}
+    grid = (triton.cdiv(W.rows, ROWS), triton.cdiv(groups, DEQUANTISE_GROUPS))
+    return Launch(_dequantise_kernel, grid, args, {"num_warps": 4})

@@ -1,0 +1,57 @@
+"""Names of the study's variants, shapes and traces, and the functions of `trials` that make the variants."""
+
+from typing import Any
+
+from labkit.batched_ffn import cache
+
+# hidden, width of the dense feed-forward layer; each model's config.json on its public page
+DENSE = {"Qwen3.5-27B": (5120, 17408), "Qwen3.5-4B": (2560, 9216)}
+# experts, top_k, hidden, width of one routed expert
+ROUTED = {"Qwen3.5-35B-A3B": (256, 8, 2048, 512)}
+TRACES = {"uniform": cache.uniform, "zipf": cache.zipf, "local": cache.local}  # synthetic: the generators of `cache`
+LAYERS = 4  # of the routed model, in the cases of the expert cache
+
+PER_TOKEN, GEMM_N, STATIONARY, MATRIX = "per_token", "gemm_n", "weight_stationary", "tensor_core"
+READ = "read the stored bytes"
+CUBLAS, DEQUANTISED = "cuBLAS, bf16 weights", "dequantise + cuBLAS"
+GEMLITE = "gemlite, tuned"
+GEMLITE_BITS = {"Q4_K": 4, "Q8_0": 8}  # what it is paired with, in groups of 32
+GEMLITE_TOKENS = (1, 4, 16, 64)
+ROWCOPY, INDEXED, INDEXED_MATRIX = "grouped_rowcopy", "grouped_indexed", "grouped_indexed, matrix instructions"
+GROUPED_MM = "F.grouped_mm, bf16 weights"
+NEEDED, PREFETCHED = "copied when needed", "the next layer's prefetched"
+RESIDENT, COPIES = "every expert there", "copies only"
+
+MULTIPLY_ADD = (PER_TOKEN, GEMM_N, STATIONARY)  # one family of bits
+# Most tokens that a variant is timed with: beyond, its launches or its weight bytes, one lot a token, take too long.
+MOST = {PER_TOKEN: 16, GEMM_N: 64}
+MOST_ROUTED = {PER_TOKEN: 64}
+
+
+def of(x: Any) -> dict[str, str]:
+    """Name -> role of the variants of a case."""
+    if x.op == "cache":
+        return {PREFETCHED: "ours", NEEDED: "baseline", RESIDENT: "step", COPIES: "control"}
+    if x.op == "routed":
+        found = {INDEXED_MATRIX: "ours", INDEXED: "step", ROWCOPY: "baseline", PER_TOKEN: "baseline"}
+        found |= {GROUPED_MM: "peer", READ: "control"}
+        return {name: role for name, role in found.items() if x["N"] <= MOST_ROUTED.get(name, x["N"])}
+    found = {MATRIX: "ours", STATIONARY: "step", GEMM_N: "step", PER_TOKEN: "baseline", CUBLAS: "peer"}
+    found |= {DEQUANTISED: "peer", READ: "control"} if x.op == "product" else {}
+    if x.op == "product" and x["format"] in GEMLITE_BITS and x["N"] in GEMLITE_TOKENS:
+        found[GEMLITE] = "peer"
+    return {name: role for name, role in found.items() if x["N"] <= MOST.get(name, x["N"])}
+
+
+MAKERS: dict[tuple[str, str], tuple[str, dict[str, Any]]] = {  # (operation, variant) -> function of `trials`, arguments
+    **{(op, name): (op, {"variant": name}) for op in ("product", "ffn") for name in (*MULTIPLY_ADD, MATRIX)},
+    ("product", CUBLAS): ("cublas", {}),
+    ("product", DEQUANTISED): ("dequantised", {}),
+    ("product", GEMLITE): ("gemlite", {}),
+    ("product", READ): ("read", {}),
+    ("ffn", CUBLAS): ("cublas_ffn", {}),
+    **{("routed", name): ("routed", {"variant": name}) for name in (PER_TOKEN, ROWCOPY, INDEXED, INDEXED_MATRIX)},
+    ("routed", GROUPED_MM): ("grouped_mm", {}),
+    ("routed", READ): ("read", {}),
+    **{("cache", name): ("cached", {"variant": name}) for name in (NEEDED, PREFETCHED, RESIDENT, COPIES)},
+}

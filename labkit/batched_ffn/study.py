@@ -1,0 +1,129 @@
+"""Study 05: a feed-forward layer of many tokens from GGUF weights, dense and routed, and experts from a cache."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from labkit.batched_ffn import cache, claims, names, trials
+from labkit.batched_ffn.formats import FORMATS
+from labkit.bench.spec import Case, Floor, Rule, Study, Trial, Variant, integer, list_of, one_of
+
+LAYER_TOKENS = (1, 8, 64, 512)  # of those asked for, whole layers are timed with these
+HERE = "labkit.batched_ffn.trials"
+
+
+def cases(parameters: Mapping[str, Any]) -> list[Case]:
+    """Products, then whole layers, routed experts and the cache; cases that share weights follow each other."""
+    found = []
+    for format in parameters["formats"]:
+        for model in parameters["models"]:
+            hidden, width = names.DENSE[model]
+            for rows, K in ((width, hidden), (hidden, width)):
+                shape = {"rows": rows, "K": K, "format": format, "activations": "bf16"}
+                found += [Case("product", shape | {"N": n}) for n in parameters["tokens"]]
+            shape = {"model": model, "hidden": hidden, "width": width, "format": format, "activations": "bf16"}
+            found += [Case("ffn", shape | {"N": n}) for n in parameters["tokens"] if n in LAYER_TOKENS]
+    return found + _routed_cases(parameters)
+
+
+def _routed_cases(parameters: Mapping[str, Any]) -> list[Case]:
+    found = []
+    for format in parameters["routed_formats"]:
+        for model, (experts, top_k, hidden, width) in names.ROUTED.items():
+            shape = {"model": model, "E": experts, "top_k": top_k, "hidden": hidden, "width": width}
+            shape |= {"format": format, "activations": "bf16"}
+            found += [Case("routed", shape | {"N": n, "trace": "uniform"}) for n in parameters["routed_tokens"]]
+            found += [
+                Case("cache", shape | {"N": n, "layers": names.LAYERS, "trace": t, "policy": p, "capacity": c})
+                for n in parameters["cache_tokens"]
+                for t in parameters["traces"]
+                for p in parameters["policies"]
+                for c in parameters["capacities"]
+            ]
+    return found
+
+
+def weight_bytes(x: Case) -> int:
+    """Bytes of the weights that a case must read, as stored; of the cache, those of its first step."""
+    each = FORMATS[x["format"]].bytes_per_weight()
+    if x.op == "product":
+        return round(x["rows"] * x["K"] * each)
+    expert = 3 * x["hidden"] * x["width"] * each
+    if x.op == "ffn":
+        return round(expert)
+    return round(sum(len(trials.distinct(ids)) for ids in trials.routing(x, x.params.get("layers", 1))[0]) * expert)
+
+
+def floor(x: Case) -> Floor:
+    """The weights that any token needs, once; x read and y written. Nothing is predicted of the cache's copies."""
+    size = trials.DTYPES[x["activations"]].itemsize
+    weights = weight_bytes(x)
+    values = x["rows"] + x["K"] if x.op == "product" else 2 * x["hidden"] * x.params.get("layers", 1)
+    used = 1 if x.op in ("product", "ffn") else x["top_k"] * x.params.get("layers", 1)
+    matrix = x["rows"] * x["K"] if x.op == "product" else 3 * x["hidden"] * x["width"]
+    flops = 2 * x["N"] * used * matrix
+    if x.op == "cache":  # the experts of all layers are one buffer set, far larger than the L2
+        whole = round(x["layers"] * x["E"] * matrix * FORMATS[x["format"]].bytes_per_weight())
+        return Floor(weights + x["N"] * values * size, flops, "", set_bytes=whole)
+    return Floor(weights + x["N"] * values * size, flops, "read", set_bytes=weights)
+
+
+def variants(x: Case) -> list[Variant]:
+    """The lab's variants and the libraries; the cache's are launched one by one, since the host decides."""
+    return [_variant(x.op, name, role) for name, role in names.of(x).items()]
+
+
+def _variant(op: str, name: str, role: str) -> Variant:
+    make, options = names.MAKERS[op, name]
+    prepare = getattr(trials, make)
+
+    def ready(x: Case, device: Any, sets: int, seed: int) -> Trial:
+        return prepare(x, device, sets, seed, **options)
+
+    return Variant(name, role, f"{HERE}:{make}", ready, options, ("cold",), "eager" if op == "cache" else "graph")
+
+
+def control(x: Case) -> str:
+    """The variant that the A/A control repeats: ours."""
+    return next(iter(names.of(x)))
+
+
+def _or_none(rule: Rule) -> Rule:
+    """Of a list that may also be empty: its operations are then left out."""
+    return lambda value: None if value == [] else rule(value)
+
+
+def _tiny(op: str, N: int, format: str = "Q8_0", **shape: Any) -> Case:
+    """A case for the interpreter; fp32 activations, since it cannot multiply matrices in bf16."""
+    return Case(op, {"N": N, "format": format, "activations": "fp32"} | shape)
+
+
+_LAYER = {"model": "tiny", "hidden": 32, "width": 32}
+_ROUTED = _LAYER | {"E": 3, "top_k": 2, "trace": "uniform"}
+STUDY = Study(
+    name="batched_ffn",
+    title="Batched feed-forward layers, dense and routed",
+    summary="What does batching a feed-forward layer save, launches or bytes, without changing a bit of its results?",
+    cases=cases,
+    variants=variants,
+    control=control,
+    floor=floor,
+    claims=claims.CLAIMS,
+    parameters={
+        "models": list_of(one_of(*names.DENSE)),
+        "formats": _or_none(list_of(one_of(*FORMATS))),
+        "tokens": list_of(integer(1, 4096)),
+        "routed_formats": _or_none(list_of(one_of(*FORMATS))),
+        "routed_tokens": _or_none(list_of(integer(1, 4096))),
+        "cache_tokens": _or_none(list_of(integer(1, 4096))),
+        "traces": list_of(one_of(*names.TRACES)),
+        "policies": list_of(one_of(*cache.POLICIES)),
+        "capacities": list_of(integer(1, 256)),
+    },
+    tiny=(
+        _tiny("product", 3, rows=9, K=64),
+        _tiny("product", 2, "Q4_K", rows=8, K=256),
+        _tiny("ffn", 2, **_LAYER),
+        _tiny("routed", 2, **_ROUTED),
+        _tiny("cache", 2, **_ROUTED, layers=2, policy="lru", capacity=1),
+    ),
+)

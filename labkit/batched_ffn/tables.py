@@ -1,0 +1,207 @@
+"""Tables of the study: what the notebook shows and the claims are judged by, made from the measured rows."""
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+
+import pandas as pd
+
+from labkit.batched_ffn import cache, names
+from labkit.batched_ffn.formats import FORMATS
+from labkit.bench.verdict import compare_many, median_us
+
+SHAPE = ("model", "rows", "K", "format", "N", "trace", "policy", "capacity")
+RATIO = ["ratio", "low", "high", "noise", "verdict"]
+OURS = {  # the lab's variants, each of which has the bits of its family in every batch
+    "product": (names.MATRIX, names.STATIONARY, names.GEMM_N, names.PER_TOKEN),
+    "ffn": (names.MATRIX, names.STATIONARY, names.GEMM_N, names.PER_TOKEN),
+    "routed": (names.INDEXED_MATRIX, names.INDEXED, names.ROWCOPY, names.PER_TOKEN),
+    "cache": (names.PREFETCHED, names.NEEDED),
+}
+TIMES_COLUMNS = (*SHAPE, "variant", "role", "us", "us a token", "launches", "MB", "% of reading")
+
+
+def cases(rows: pd.DataFrame, op: str) -> Iterator[tuple[dict, pd.DataFrame]]:
+    """Parameters and cold rows of every case of an operation: by format, then shape, then tokens."""
+    some = rows[(rows["op"] == op) & (rows["cache"] == "cold")]
+    groups = [(json.loads(key), group) for key, group in some.groupby("case")]
+
+    def place(item: tuple[dict, pd.DataFrame]) -> tuple:
+        params, _ = item
+        return list(FORMATS).index(params["format"]), str([params.get(n) for n in ("model", "rows")]), params["N"]
+
+    yield from sorted(groups, key=place)
+
+
+def shape(params: dict) -> dict:
+    """Columns that say which case it is."""
+    return {name: params[name] for name in SHAPE if name in params}
+
+
+def facts(group: pd.DataFrame) -> dict[str, dict]:
+    """What each usable variant recorded beside its times."""
+    usable = group[group["ok"]]
+    return {name: json.loads(text) for name, text in zip(usable["variant"], usable["evidence"], strict=True)}
+
+
+def times(rows: pd.DataFrame, op: str) -> pd.DataFrame:
+    """µs of every variant of every case; launches as the profiler saw them.
+
+    `% of reading`: a plain cold read of as many bytes as the weights have, in the same run, over the variant's time.
+    """
+    found = []
+    for params, group in cases(rows, op):
+        us, known = median_us(group), facts(group)
+        roles = dict(zip(group["variant"], group["role"], strict=True))
+        reading = us.get(names.READ, math.nan)
+        for variant, value in us.items():
+            if roles[variant] == "control":
+                continue
+            line = {"variant": variant, "role": roles[variant], "us": value, "us a token": value / params["N"]}
+            line |= {"launches": known[variant].get("launches", math.nan), "MB": group["floor_bytes"].iloc[0] / 1e6}
+            found.append(shape(params) | line | {"% of reading": 100 * reading / value})
+    return pd.DataFrame(found, columns=None if found else TIMES_COLUMNS)
+
+
+def compared(rows: pd.DataFrame, op: str, variant: str, against: str) -> pd.DataFrame:
+    """Time of `against` over that of `variant` in every case of an operation that has both."""
+    found = []
+    for params, group in cases(rows, op):
+        us = median_us(group)
+        if variant in us and against in us:
+            [result] = compare_many(group, [(variant, against)])
+            found.append(shape(params) | {"us": us[variant], "against us": us[against]} | result.columns())
+    return pd.DataFrame(found, columns=None if found else [*SHAPE, "us", "against us", *RATIO, "runs"])
+
+
+def against_best(rows: pd.DataFrame, op: str, against: str) -> pd.DataFrame:
+    """Time of a library over the fastest of the lab's variants, column `ours`; above 1: ours is faster."""
+    found = []
+    for params, group in cases(rows, op):
+        us = median_us(group)
+        ours = min((name for name in OURS[op] if name in us), key=us.__getitem__, default=None)
+        if ours is None or against not in us:
+            continue
+        [result] = compare_many(group, [(ours, against)])
+        line = {"ours": ours, "us": us[ours], "against us": us[against]}
+        found.append(shape(params) | line | result.columns())
+    return pd.DataFrame(found, columns=None if found else [*SHAPE, "ours", "us", "against us", *RATIO, "runs"])
+
+
+def crossovers(rows: pd.DataFrame) -> pd.DataFrame:
+    """The least N, for every format and shape, from which on matrix instructions are the faster family.
+
+    NaN where they never are. `multiply-add up to`: the largest N at which the first family still reads at 80 % of the
+    plain read's speed (NaN: at none).
+    """
+    table = times(rows, "product")
+    found = []
+    for (format, n, k), some in table.groupby(["format", "rows", "K"], sort=False) if len(table) else ():
+        us = some.pivot_table(index="N", columns="variant", values="us").sort_index()
+        if not {names.MATRIX, names.STATIONARY} <= set(us):
+            continue
+        slower = us[us[names.MATRIX] >= us[names.STATIONARY]].index
+        after = us.index[us.index > slower.max()] if len(slower) else us.index
+        near = some[(some["variant"] == names.STATIONARY) & (some["% of reading"] >= 80)]["N"]
+        line = {"matrix instructions from": after.min() if len(after) else math.nan}
+        found.append({"format": format, "rows": n, "K": k} | line | {"multiply-add up to": near.max()})
+    return pd.DataFrame(found, columns=["format", "rows", "K", "matrix instructions from", "multiply-add up to"])
+
+
+def price(rows: pd.DataFrame) -> pd.DataFrame:
+    """What bit identity costs: time of the lab's fastest variant over that of the fastest of all, 1 if it is ours."""
+    found = []
+    for params, group in cases(rows, "product"):
+        idle = set(group.loc[group["role"] == "control", "variant"])
+        us = {name: value for name, value in median_us(group).items() if name not in idle}
+        ours = [us[name] for name in OURS["product"] if name in us]
+        if ours:
+            best = min(us, key=us.__getitem__)
+            found.append(shape(params) | {"fastest": best, "price": min(ours) / us[best]})
+    return pd.DataFrame(found, columns=[*SHAPE, "fastest", "price"] if not found else None)
+
+
+def gemlite(rows: pd.DataFrame) -> pd.DataFrame:
+    """Ours against gemlite's, each as time over that of its own bytes at the plain read's speed of the same run.
+
+    `better`: gemlite's such ratio over ours. Bytes: a format's as stored; gemlite's bits, and two bf16 in 32 weights.
+    """
+    found = []
+    for params, group in cases(rows, "product"):
+        us = median_us(group)
+        ours = min((name for name in OURS["product"] if name in us), key=us.__getitem__, default=None)
+        if ours and names.GEMLITE in us and names.READ in us:
+            own = FORMATS[params["format"]].bytes_per_weight()
+            other = names.GEMLITE_BITS[params["format"]] / 8 + 4 / 32
+            line = {"ours": ours, "ours / floor": us[ours] / us[names.READ]}
+            line["gemlite / floor"] = us[names.GEMLITE] / (us[names.READ] * other / own)
+            found.append(shape(params) | line | {"better": line["gemlite / floor"] / line["ours / floor"]})
+    return pd.DataFrame(found, columns=[*SHAPE, "ours", "better"] if not found else None)
+
+
+def bits(rows: pd.DataFrame) -> pd.DataFrame:
+    """Of every variant: cases in which a token alone was looked at, and in how many it had the bits of its batch."""
+    found = []
+    for op in ("product", "ffn", "routed"):
+        for params, group in cases(rows, op):
+            known = {name: one["alone"] for name, one in facts(group).items() if "alone" in one}
+            found += [{"op": op, "variant": name, "same": value == 0} | shape(params) for name, value in known.items()]
+    table = pd.DataFrame(found, columns=None if found else ["op", "variant", "same"])
+    grouped = table[table["variant"] != "A/A control"].groupby(["op", "variant"], sort=False)["same"]
+    return grouped.agg(cases="size", same="sum").reset_index()
+
+
+def reuse(tokens: Sequence[int], model: str = "Qwen3.5-35B-A3B", trace: str = "uniform") -> pd.DataFrame:
+    """How many tokens share an expert: N · top_k / distinct experts, predicted for uniform routing, and drawn."""
+    experts, top_k, _, _ = names.ROUTED[model]
+    found = []
+    for n in tokens:
+        drawn = names.TRACES[trace](n, 1, experts, top_k, seed=n)
+        distinct = len({key for dispatch in drawn for key in dispatch})
+        expected = experts * (1 - (1 - top_k / experts) ** n)
+        line = {"N": n, "distinct, predicted": expected, "distinct": distinct}
+        found.append(line | {"reuse, predicted": n * top_k / expected, "reuse": n * top_k / distinct})
+    return pd.DataFrame(found)
+
+
+def hit_rates(
+    traces: Sequence[str], policies: Sequence[str], capacities: Sequence[int], tokens: int = 1, length: int = 256,
+    layers: int = names.LAYERS, model: str = "Qwen3.5-35B-A3B",
+) -> pd.DataFrame:  # fmt: skip
+    """Hit rates of synthetic traces, by `cache.replay`; no GPU. capacities: experts a layer; tokens: in a dispatch.
+
+    The first half of a trace is what `pinned` counts, the second what is replayed. Column bypassed: share of accesses.
+    """
+    experts, top_k, _, _ = names.ROUTED[model]
+    found = []
+    for trace in traces:
+        whole = names.TRACES[trace](2 * length, layers, experts, top_k, seed=1)
+        half = [cache.batched(whole[i : i + length * layers], tokens, layers) for i in (0, length * layers)]
+        for policy in policies:
+            for capacity in capacities:
+                seen = cache.replay(policy, capacity * layers, half[1], half[0])
+                line = {"trace": trace, "policy": policy, "capacity": capacity, "hit rate": seen.hit_rate}
+                found.append(line | {"bypassed": seen.bypassed / seen.accesses})
+    return pd.DataFrame(found)
+
+
+def cached(rows: pd.DataFrame) -> pd.DataFrame:
+    """Steps through the cache: µs of each variant, and what of the copies is left to see.
+
+    stall: µs that a step takes longer than with every expert there; prefetched / larger: the time with prefetch over
+    the larger of copies and compute alone, which nothing can beat; balanced: whether these two are within 2×.
+    """
+    found = []
+    for params, group in cases(rows, "cache"):
+        us, known = median_us(group), facts(group)
+        if not {names.NEEDED, names.PREFETCHED, names.RESIDENT, names.COPIES} <= set(us):
+            continue
+        copies, compute = us[names.COPIES], us[names.RESIDENT]
+        line = {"hit rate": known[names.NEEDED].get("hit_rate", math.nan), "copies µs": copies, "compute µs": compute}
+        line |= {"when needed µs": us[names.NEEDED], "prefetched µs": us[names.PREFETCHED]}
+        line |= {"stall, when needed": us[names.NEEDED] - compute, "stall, prefetched": us[names.PREFETCHED] - compute}
+        line["prefetched / larger"] = us[names.PREFETCHED] / max(copies, compute)
+        line["balanced"] = 0.5 <= copies / compute <= 2
+        found.append(shape(params) | line)
+    columns = [*SHAPE, "hit rate", "copies µs", "compute µs", "prefetched / larger", "balanced"]
+    return pd.DataFrame(found, columns=None if found else columns)

@@ -1,0 +1,264 @@
+"""Figures and sentences of the study, each made from the rows of one GPU (or from none, where nothing is measured)."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pandas as pd
+
+from labkit.batched_ffn import cache, names, tables
+from labkit.bench.verdict import counted, geometric_mean
+from labkit.report import figures
+
+Drawing = Mapping[str, Any] | str  # a sentence where there is nothing to draw
+SHOWN = (names.PER_TOKEN, names.GEMM_N, names.STATIONARY, names.MATRIX, names.CUBLAS, names.GEMLITE)
+UNITS = {"us": "µs", "us a token": "µs a token", "against us": "library µs"}
+BARS = {  # format -> percent of the plain read, for the multiply-add family up to 2 tokens, and for the other up to 8
+    "BF16": 80, "Q8_0": 80, "Q4_K": 80, "Q5_K": 70, "Q6_K": 70,
+}  # fmt: skip
+
+
+def time_per_token(rows: pd.DataFrame, rows_of: int = 17408) -> Drawing:
+    """µs a token against the number of tokens, by variant and format, of one shape."""
+    table = tables.times(rows, "product")
+    table = table[(table["rows"] == rows_of) & table["variant"].isin(SHOWN)] if len(table) else table
+    if table.empty:
+        return f"no product of {rows_of} rows was measured."
+    fig = figures.lines(
+        table, "N", "us a token", "variant", panel="format", logx=True, logy=True, xlabel="tokens",
+        ylabel="µs a token (log)", title=f"One product, {rows_of} × {table['K'].iloc[0]}",
+    )  # fmt: skip
+    said = [_fastest(part, format) for format, part in table.groupby("format", sort=False)]
+    return {
+        "fig": fig,
+        "alt": f"Lines of µs a token against tokens, by variant and format. {'; '.join(said)}.",
+        "caption": f"Cold weights, CUDA graph. {'; '.join(said)}.",
+        "table": table.drop(columns=["rows", "K", "role"]).rename(columns=UNITS),
+    }
+
+
+def _fastest(table: pd.DataFrame, format: str) -> str:
+    """Which variant is the fastest at the least and at the largest number of tokens."""
+    parts = []
+    for n in (table["N"].min(), table["N"].max()):
+        some = table[table["N"] == n]
+        parts.append(f"{some.loc[some['us'].idxmin(), 'variant']} at {n}")
+    return f"{format}: fastest {', '.join(dict.fromkeys(parts))}"
+
+
+def read_percent(rows: pd.DataFrame, variant: str = names.MATRIX) -> Drawing:
+    """Percent of a plain cold read of the same stored bytes, by format and tokens."""
+    table = tables.times(rows, "product")
+    table = table[(table["variant"] == variant) & table["% of reading"].notna()] if len(table) else table
+    if table.empty:
+        return f"{variant} was not measured beside a plain read."
+    table = table.assign(shape=[f"{n} × {k}" for n, k in zip(table["rows"], table["K"], strict=True)])
+    fig = figures.lines(
+        table, "N", "% of reading", "format", panel="shape", logx=True, reference=[(100, names.READ)],
+        xlabel="tokens", ylabel="% of a plain read", title=f"{variant}: how near to reading the weights",
+    )  # fmt: skip
+    said = "; ".join(
+        f"{format} {part['% of reading'].iloc[0]:.0f} % at N = {part['N'].iloc[0]}"
+        for format, part in table.sort_values("N").groupby("format", sort=False)
+    )
+    return {
+        "fig": fig,
+        "alt": f"Lines of percent of a plain read against tokens, by format and shape. {said}.",
+        "caption": f"A plain cold read of as many bytes, in the same blocks, is 100 %. {said}.",
+        "table": table[["shape", "format", "N", "us", "% of reading"]].rename(columns=UNITS),
+    }
+
+
+def bars(rows: pd.DataFrame) -> str:
+    """Which cases of few tokens are below the part of the plain read that was aimed at."""
+    table = tables.times(rows, "product")
+    families = ((names.STATIONARY, 2), (names.MATRIX, 8))
+    parts = [table[(table["variant"] == name) & (table["N"] <= n)] for name, n in families] if len(table) else []
+    some = pd.concat(parts) if parts else table
+    some = some[some["format"].isin(BARS) & some["% of reading"].notna()] if len(some) else some
+    if some.empty:
+        return "no case of few tokens was measured beside a plain read."
+    below = some[some["% of reading"] < some["format"].map(BARS)]
+    if below.empty:
+        return f"all {len(some)} cases of few tokens reach the part of a plain read that was aimed at."
+    worst = below.loc[below["% of reading"].idxmin()]
+    return (
+        f"{len(below)} of {len(some)} cases of few tokens are below the part of a plain read that was aimed at, the "
+        f"least {worst['% of reading']:.0f} % ({worst['variant']}, {worst['format']}, {worst['rows']} × {worst['K']}, "
+        f"N = {worst['N']})."
+    )
+
+
+def library(rows: pd.DataFrame, op: str = "product", against: str = names.CUBLAS) -> Drawing:
+    """A library's time over the lab's fastest variant, by format and tokens."""
+    table = tables.against_best(rows, op, against)
+    if table.empty:
+        return f"{against} was not timed beside the lab's variants of this operation."
+    where = table["model"] if "model" in table else table["rows"].astype(str) + " × " + table["K"].astype(str)
+    table = table.assign(group=where + ", " + table["format"], row="N = " + table["N"].astype(str))
+    fig = figures.ratios(
+        table, "row", "ratio", "low", "high", group="group", verdict="verdict",
+        xlabel="time library / time ours (above 1: ours faster)", title=f"Against {against}",
+    )  # fmt: skip
+    mean = geometric_mean(table["ratio"])
+    said = f"ours is {counted(table['verdict'])} of {len(table)} cases, geometric mean {mean:.2f}"
+    return {
+        "fig": fig,
+        "alt": f"Ratios of {against} over the lab's fastest variant, by shape, format and tokens. {said}.",
+        "caption": f"The lab's fastest variant at each N is named in the table. {said}.",
+        "table": table.drop(columns=["group", "row", "no slower"], errors="ignore").rename(columns=UNITS),
+    }
+
+
+def crossovers(rows: pd.DataFrame) -> pd.DataFrame:
+    """From how many tokens on matrix instructions pay, by format and shape."""
+    return tables.crossovers(rows)
+
+
+def price(rows: pd.DataFrame) -> str:
+    """What the same bits in every batch cost, against the fastest of all."""
+    table = tables.price(rows)
+    if table.empty:
+        return "no product was measured."
+    worst = table.loc[table["price"].idxmax()]
+    free = (table["price"] == 1).sum()
+    return (
+        f"in {free} of {len(table)} cases a variant with the same bits in every batch is the fastest of all; on "
+        f"average it takes ×{geometric_mean(table['price']):.2f} of the fastest's time, at most ×{worst['price']:.2f} "
+        f"({worst['format']}, {worst['rows']} × {worst['K']}, N = {worst['N']}, against {worst['fastest']})."
+    )
+
+
+def gemlite(rows: pd.DataFrame) -> str:
+    """gemlite and ours, each over the floor of its own bytes."""
+    table = tables.gemlite(rows)
+    if table.empty:
+        return "gemlite was not timed beside the lab's variants: it is an optional library."
+    parts = [
+        f"{format} ×{geometric_mean(part['better']):.2f} (from ×{part['better'].min():.2f} to "
+        f"×{part['better'].max():.2f})"
+        for format, part in table.groupby("format", sort=False)
+    ]
+    return (
+        f"time over the floor of its own bytes, gemlite's over ours, geometric mean of {len(table)} cases "
+        f"×{geometric_mean(table['better']):.2f}: {'; '.join(parts)}."
+    )
+
+
+def bits(rows: pd.DataFrame) -> pd.DataFrame:
+    """Does a token alone have the bits that it has in its batch? Of libraries too, the negative control."""
+    return tables.bits(rows)
+
+
+def reuse(tokens: Sequence[int]) -> Drawing:
+    """Tokens that share an expert under uniform routing: predicted and drawn."""
+    table = tables.reuse(tokens)
+    tidy = table.rename(columns={"reuse, predicted": "predicted", "reuse": "drawn"})
+    tidy = tidy.melt("N", ["predicted", "drawn"], var_name="series", value_name="reuse")
+    fig = figures.lines(
+        tidy, "N", "reuse", "series", logx=True, logy=True, xlabel="tokens", ylabel="tokens an expert (log)",
+        title="How often an expert's bytes are used",
+    )  # fmt: skip
+    last = table.iloc[-1]
+    said = f"N = {last['N']:.0f}: predicted {last['reuse, predicted']:.1f}, drawn {last['reuse']:.1f}"
+    return {
+        "fig": fig,
+        "alt": f"Lines of slots a distinct expert against tokens, predicted and drawn. {said}.",
+        "caption": f"N · top_k / distinct experts, synthetic uniform routing. {said}.",
+        "table": table,
+    }
+
+
+def routed(rows: pd.DataFrame) -> Drawing:
+    """Routed experts, all there: µs against tokens by variant."""
+    table = tables.times(rows, "routed")
+    table = table[table["variant"] != names.READ] if len(table) else table
+    if table.empty:
+        return "routed experts were not measured."
+    fig = figures.lines(
+        table, "N", "us", "variant", panel="format", logx=True, logy=True, xlabel="tokens", ylabel="µs (log)",
+        title="Routed experts, all on the GPU",
+    )  # fmt: skip
+    ours = table[table["variant"].isin([names.INDEXED, names.INDEXED_MATRIX])]
+    best = ours.loc[ours["% of reading"].idxmax()] if ours["% of reading"].notna().any() else None
+    said = "no plain read beside"
+    if best is not None:
+        said = f"nearest to reading the distinct experts: {best['% of reading']:.0f} % ({best['variant']}, "
+        said += f"{best['format']}, N = {best['N']})"
+    return {
+        "fig": fig,
+        "alt": f"Lines of time of a routed layer against tokens, by variant. {said}.",
+        "caption": f"From the chosen experts to the weighted sum, uniform synthetic routing. {said}.",
+        "table": table.drop(columns=["role", "model", "trace"]).rename(columns=UNITS),
+    }
+
+
+def hit_rates(
+    traces: Sequence[str] = tuple(names.TRACES), policies: Sequence[str] = tuple(cache.POLICIES),
+    capacities: Sequence[int] = (16, 64, 128, 256), tokens: int = 1, length: int = 256,
+) -> Drawing:  # fmt: skip
+    """Hit rate against capacity by policy, of synthetic traces; counted, not measured."""
+    table = tables.hit_rates(traces, policies, capacities, tokens, length)
+    fig = figures.lines(
+        table, "capacity", "hit rate", "policy", panel="trace", logx=True, xlabel="experts a layer in the cache",
+        ylabel="hit rate", title=f"Synthetic traces, {tokens} token{'s' * (tokens > 1)} at a time",
+    )  # fmt: skip
+    least = table[table["capacity"] == table["capacity"].min()]
+    real = least[least["policy"] != "belady"]
+    said = "; ".join(
+        f"{trace} {part['hit rate'].max():.0%} ({part.loc[part['hit rate'].idxmax(), 'policy']})"
+        for trace, part in real.groupby("trace", sort=False)
+    )
+    return {
+        "fig": fig,
+        "alt": f"Lines of hit rate against capacity, by policy and trace. {said}.",
+        "caption": f"Best policy with {table['capacity'].min()} experts a layer: {said}. belady is the oracle.",
+        "table": table,
+    }
+
+
+def thrash(rows: pd.DataFrame) -> str:
+    """When a small cache is no better than none: steps that go past it."""
+    table = tables.cached(rows)
+    if table.empty:
+        return "no steps through the cache were measured."
+    table = table.assign(slower=table["when needed µs"] / table["compute µs"])
+    none = table[table["hit rate"] == 0]
+    worst = table.loc[table["slower"].idxmax()]
+    return (
+        f"{len(none)} of {len(table)} cases hit nothing; the slowest step takes ×{worst['slower']:.1f} of one with "
+        f"every expert there (N = {worst['N']}, {worst['trace']}, {worst['policy']}, {worst['capacity']} experts a "
+        f"layer)."
+    )
+
+
+def overlap(rows: pd.DataFrame) -> str:
+    """Does prefetch hide the copies where they and the compute are about as long?"""
+    table = tables.cached(rows)
+    table = table[table["balanced"]] if len(table) else table
+    if table.empty:
+        return "in no case are copies and compute within 2× of each other."
+    part = table["prefetched / larger"]
+    return (
+        f"in {len(table)} cases copies and compute are within 2× of each other: with prefetch a step takes "
+        f"×{part.min():.2f} to ×{part.max():.2f} of the larger of the two."
+    )
+
+
+def stalls(rows: pd.DataFrame) -> pd.DataFrame:
+    """Steps through the cache, with and without prefetch."""
+    return tables.cached(rows)
+
+
+def summary(rows: pd.DataFrame) -> str:
+    """The result in one sentence."""
+    table = tables.against_best(rows, "product", names.CUBLAS)
+    if table.empty:
+        return "nothing could be compared with cuBLAS."
+    parts = [
+        f"N = {n} ×{geometric_mean(part['ratio']):.2f}" for n, part in table.groupby("N") if n in (1, 8, 32, 64, 512)
+    ]
+    return (
+        f"against bf16 cuBLAS, the lab's fastest variant with the same bits in every batch is "
+        f"{counted(table['verdict'])} of {len(table)} cases; geometric means over formats and "
+        f"shapes: {', '.join(parts) or 'at other N only'}."
+    )

@@ -1,0 +1,145 @@
+"""What study 05 times, run on its tiny cases: each trial is right, and notices what is not."""
+
+import math
+
+import pytest
+import torch
+
+from labkit.batched_ffn import beside, formats, kernels, names, routed, study, trials
+from labkit.bench.spec import Case
+
+PEERS = (names.GEMLITE, names.GROUPED_MM)  # imported where they are installed; a GPU's only
+ALL = [(x, name) for x in study.STUDY.tiny for name in names.of(x) if name not in PEERS]
+
+
+def tiny(op):
+    return next(x for x in study.STUDY.tiny if x.op == op)
+
+
+def trial(x, name, device, sets=1, seed=0):
+    (variant,) = (one for one in study.variants(x) if one.name == name)
+    return variant.prepare(x, device, sets, seed)
+
+
+def beyond(found):
+    """Outputs whose error is not within the tolerance."""
+    return {name for name, error in found.check().items() if not error <= found.tolerance[name]}
+
+
+@pytest.mark.parametrize(("x", "name"), ALL, ids=[f"{x.op} {x['format']} {name}" for x, name in ALL])
+def test_every_variant_is_within_its_tolerance_and_writes_every_output(x, name, device):
+    found = trial(x, name, device, sets=2 if x.op == "product" else 1)
+    if found.poison:
+        found.poison()
+        assert not found.written()
+        found.calls[-1]()
+        assert found.written() == (len(found.calls) == 1)  # the other set still is poisoned
+    if found.check:
+        assert beyond(found) == set()
+    if found.poison:
+        assert found.written()
+
+
+def test_dequantised_weights_are_those_of_the_format(device):
+    for format, rows, columns in (
+        ("Q6_K", 9, 512),
+        ("Q5_K", 8, 256),
+        ("BF16", 3, 544),
+        ("F32", 9, 32),
+        ("Q8_0", 8, 64),
+    ):
+        raw = formats.quantise(torch.randn(rows, columns), format)
+        held = torch.full((rows, columns + 4), math.nan, device=device)
+        beside.dequantise(formats.pack(raw, format).to(device), held[:, :columns])()
+        assert torch.equal(held[:, :columns].cpu(), formats.dequantise(raw, format))
+        assert held[:, columns:].isnan().all()
+    with pytest.raises(ValueError, match=r"y is \(3, 64\); allowed: \(8, 64\)"):
+        beside.dequantise(formats.pack(raw, "Q8_0"), torch.empty(3, 64))
+
+
+def test_a_read_that_leaves_something_out_is_noticed(monkeypatch, device):
+    x, read = Case("product", {"rows": 700, "K": 64, "N": 1, "format": "Q8_0", "activations": "fp32"}), beside.read
+    assert beyond(trial(x, names.READ, device)) == set()
+
+    def short(words, sums):
+        return read(words[:-1], sums)
+
+    monkeypatch.setattr(beside, "read", short)
+    assert beyond(trial(x, names.READ, device)) == {"sum"}
+
+
+def damaged(make, damage):
+    """Instead of a launcher: its launches, then `damage(y)`."""
+
+    def launcher(W, x, y, *args):
+        made = make(W, x, y, *args)
+        return [*(made if isinstance(made, list) else [made]), lambda: damage(y)]
+
+    return launcher
+
+
+FAULTS = {
+    "a value of one token": (lambda y: y[-1, 0].add_(1.0), {"y", "alone"}),
+    "bits that depend on the batch": (lambda y: y.mul_(1 + 1e-6 * len(y)), {"alone"}),
+    "nothing written": (lambda y: y.fill_(math.nan), {"y"}),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_wrong_product_is_noticed(monkeypatch, fault, device):
+    damage, expected = FAULTS[fault]
+    x = tiny("product")
+    monkeypatch.setattr(kernels, "gemm_n", damaged(kernels.gemm_n, damage))
+    # the damage of the last token is that of a token alone, too
+    assert beyond(trial(x, names.GEMM_N, device)) - {"alone"} == expected - {"alone"}
+    if fault == "bits that depend on the batch":
+        assert beyond(trial(x, names.GEMM_N, device)) == {"alone"}
+
+
+@pytest.mark.parametrize("op", ["routed", "cache"])
+def test_a_wrong_weighted_sum_is_noticed(monkeypatch, op, device):
+    make = routed.weighted_sum
+
+    def wrong(work):
+        launch = make(work)
+        return lambda: (launch(), work.y[-1].mul_(1.1))
+
+    x = tiny(op)
+    found = trial(x, study.control(x), device)
+    assert beyond(found) == set()
+    monkeypatch.setattr(routed, "weighted_sum", wrong)
+    assert "y" in beyond(trial(x, study.control(x), device))
+
+
+def test_an_expert_in_the_wrong_slot_is_noticed(device):
+    x = tiny("cache")
+    step = trials.Steps(x, device, 0, names.NEEDED)
+    step()
+    before = [work.y.clone() for work in step.works]
+    step.kept._copies.copy = lambda expert, slot: step.kept.slots.store[slot].copy_(step.host.store[expert ^ 1])
+    step.done = -1
+    for key in list(step.kept._held):  # nothing is there any more
+        step.kept._free.append(step.kept._held.pop(key))
+        step.kept.policy._keys.pop(key)
+    step()
+    assert any(not torch.equal(a, work.y) for a, work in zip(before, step.works, strict=True))
+
+
+@pytest.mark.parametrize("name", [names.NEEDED, names.PREFETCHED, names.RESIDENT, names.COPIES])
+def test_steps_go_through_the_trace_and_count(name, device):
+    x = tiny("cache")
+    step = trials.Steps(x, device, 0, name)
+    copied = step.kept.copied
+    for _ in range(3):
+        step()
+    assert step.done == 2
+    needed = sum(len(keys) for one in step.needs[:3] for keys in one)
+    seen = step.kept.accesses - (x["layers"] * x["E"] if name == names.RESIDENT else 0)
+    assert seen == needed
+    assert (step.kept.copied == copied) == (name == names.RESIDENT)
+
+
+def test_a_library_is_told_apart_by_its_bits(device):
+    """The negative control: cuBLAS's, or a CPU library's, token alone need not have the bits of the batch."""
+    x = Case("product", {"rows": 64, "K": 512, "N": 64, "format": "Q8_0", "activations": "fp32"})
+    assert trial(x, names.CUBLAS, device).facts()["alone"] > 0

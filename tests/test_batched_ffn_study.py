@@ -1,0 +1,448 @@
+"""Study 05: cases, variants and floors by hand; libraries by stand-ins; tables, claims and views from made-up rows."""
+
+import inspect
+import json
+import math
+import re
+import sys
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import rows as made
+import torch
+
+from labkit import studies
+from labkit.batched_ffn import cache, claims, experts, formats, names, reference, routed, study, tables, trials, views
+from labkit.bench import spec, sweep, verdict
+from labkit.bench.sha import kernel_sha
+from labkit.bench.spec import Case
+from labkit.evidence import compiled
+
+ALL = {"models": list(names.DENSE), "formats": list(formats.FORMATS), "tokens": [1, 2, 4, 8, 16, 64, 512]}
+ALL |= {"routed_formats": ["Q4_K"], "routed_tokens": [1, 8, 64, 512], "cache_tokens": [1, 64]}
+ALL |= {"traces": list(names.TRACES), "policies": ["lru", "slru"], "capacities": [16, 256]}
+FEW = ALL | {"models": ["Qwen3.5-4B"], "formats": ["Q4_K", "BF16"], "tokens": [1, 4, 8, 64], "routed_tokens": [1, 8]}
+FEW |= {"traces": ["uniform"], "policies": ["slru"], "capacities": [16], "cache_tokens": [1]}
+
+
+@pytest.fixture(autouse=True)
+def registered(monkeypatch):
+    """The study is one of the lab's; few resamples, for speed; nothing is left of another test's buffers."""
+    monkeypatch.setitem(studies.NOTEBOOKS, "batched_ffn", "05_batched_ffn")
+    monkeypatch.setattr(verdict, "RESAMPLES", 100)
+    trials._shared.clear()
+
+
+def product(N=3, rows=16, K=64, format="Q8_0", **more):
+    return Case("product", {"rows": rows, "K": K, "format": format, "N": N, "activations": "fp32"} | more)
+
+
+def of(op, parameters=ALL):
+    return [x for x in study.cases(parameters) if x.op == op]
+
+
+# cases, variants
+
+
+def test_cases_are_distinct_and_survive_json():
+    found = study.cases(ALL)
+    assert {x.op for x in found} == {"product", "ffn", "routed", "cache"}
+    assert len({(x.op, x.key) for x in found}) == len(found)
+    for x in found:
+        assert Case(x.op, json.loads(x.key)).key == x.key
+    assert {(x["rows"], x["K"]) for x in of("product")} == {(17408, 5120), (5120, 17408), (9216, 2560), (2560, 9216)}
+    assert {x["N"] for x in of("ffn")} == {1, 8, 64, 512}
+    assert {(x["E"], x["top_k"], x["hidden"], x["width"]) for x in of("routed")} == {(256, 8, 2048, 512)}
+    assert len(of("cache")) == 2 * 3 * 2 * 2
+
+
+def test_cases_that_share_weights_follow_each_other():
+    groups = [(x["rows"], x["K"], x["format"]) for x in of("product")]
+    runs = [group for group, before in zip(groups, [None, *groups], strict=False) if group != before]
+    assert len(runs) == len(set(runs)) == 24
+
+
+def test_an_empty_list_leaves_operations_out():
+    for name, gone in (
+        ("formats", {"product", "ffn"}), ("routed_formats", {"routed", "cache"}), ("routed_tokens", {"routed"}),
+        ("cache_tokens", {"cache"}),
+    ):  # fmt: skip
+        study.STUDY.check(ALL | {name: []})
+        assert {x.op for x in study.cases(ALL)} - {x.op for x in study.cases(ALL | {name: []})} == gone
+    for bad in ({"formats": ["Q4_0"]}, {"tokens": [0]}, {"policies": []}, {"traces": ["real"]}, {"capacities": [300]}):
+        with pytest.raises(ValueError, match="allowed: a list"):
+            study.STUDY.check(ALL | bad)
+
+
+def test_every_variant_of_every_case_has_a_function_that_takes_its_options():
+    used = set()
+    for x in (*study.cases(ALL), *study.STUDY.tiny):
+        found = study.variants(x)
+        assert study.control(x) == found[0].name
+        assert [one.role for one in found].count("ours") == 1
+        for one in found:
+            used.add((x.op, one.name))
+            make, options = names.MAKERS[x.op, one.name]
+            assert one.source == f"labkit.batched_ffn.trials:{make}"
+            inspect.signature(getattr(trials, make)).bind(x, "cpu", 1, 0, **options)
+            assert one.role in spec.ROLES
+            assert one.mode == ("eager" if x.op == "cache" else "graph")
+    assert used == set(names.MAKERS)
+
+
+def test_slow_variants_are_left_out_where_many_tokens_are():
+    assert names.PER_TOKEN in names.of(product(16))
+    assert names.PER_TOKEN not in names.of(product(17))
+    assert names.GEMM_N in names.of(product(64))
+    assert names.GEMM_N not in names.of(product(65))
+    assert names.GEMLITE in names.of(product(16, format="Q4_K"))
+    assert names.GEMLITE not in names.of(product(8, format="Q4_K"))
+    assert names.GEMLITE not in names.of(product(16, format="Q6_K"))
+    assert names.PER_TOKEN not in names.of(next(x for x in of("routed") if x["N"] == 512))
+
+
+def test_the_hash_covers_the_kernels():
+    sources = {one.name: one.source for x in study.STUDY.tiny for one in study.variants(x)}
+    assert len({kernel_sha(sources[name]) for name in (names.MATRIX, names.INDEXED, names.PREFETCHED)}) == 3
+
+
+# floors
+
+
+def test_floor_of_a_product_by_hand():
+    found = study.floor(product(3, 16, 64))
+    assert found.set_bytes == 16 * 64 // 32 * 34  # as stored
+    assert found.bytes == found.set_bytes + 3 * (16 + 64) * 4
+    assert (found.flops, found.limit) == (2 * 3 * 16 * 64, "read")
+    assert study.floor(product(1, 8, 256, "Q4_K")).set_bytes == 8 * 144  # not as packed
+
+
+def test_floors_of_layers_by_hand():
+    x = next(x for x in of("ffn") if (x["model"], x["format"], x["N"]) == ("Qwen3.5-27B", "BF16", 8))
+    assert study.floor(x).set_bytes == 3 * 5120 * 17408 * 2
+    assert study.floor(x).bytes == 3 * 5120 * 17408 * 2 + 8 * 2 * 5120 * 2
+    one, many = (next(x for x in of("routed") if x["N"] == n) for n in (1, 512))
+    expert = 3 * 2048 * 512 * 144 // 256
+    assert study.floor(one).set_bytes == 8 * expert
+    assert study.floor(many).set_bytes == 256 * expert
+    assert study.floor(one).flops == 2 * 8 * 3 * 2048 * 512
+    through = of("cache")[0]
+    assert study.floor(through).set_bytes == 4 * 256 * expert
+    assert study.floor(through).limit == ""
+
+
+def test_buffer_sets_of_routed_experts_read_others():
+    x = Case("routed", {"model": "t", "hidden": 32, "width": 32, "E": 8, "top_k": 2, "trace": "uniform", "N": 1,
+                        "format": "Q8_0", "activations": "fp32"})  # fmt: skip
+    seen = []
+
+    def make(held, work):
+        seen.append(set(work.ids.flatten().tolist()))
+        return lambda: None
+
+    trials._routed(x, "cpu", 2, 0, make)
+    assert {(e + 4) % 8 for e in seen[0]} == seen[1]
+
+
+def test_routing_is_of_the_case_alone_and_of_its_trace():
+    x = of("routed")[1]
+    ((ids,),) = trials.routing(x)
+    assert trials.routing(x) == [[ids]]
+    assert (len(ids), {len(set(chosen)) for chosen in ids}) == (8, {8})
+    through = next(x for x in of("cache") if x["N"] == 64)
+    steps = trials.routing(through, 4)
+    trace = cache.uniform(64 * trials.STEPS, 4, 256, 8, seed=64)
+    assert len(steps) == trials.STEPS
+    for step, layer, token in ((0, 0, 0), (0, 3, 63), (5, 2, 7)):
+        assert steps[step][layer][token] == [expert for _, expert in trace[((step * 64) + token) * 4 + layer]]
+
+
+def test_routed_experts_by_hand():
+    one = torch.eye(2)
+    silu = 1 / (1 + math.exp(-1))
+    ffns = [(one, one, 2 * one), (one, one, 3 * one)]  # of [1, 0]: 2 or 3 times silu, and 0
+    found = reference.routed(
+        ffns, torch.tensor([[1.0, 0.0], [0.0, 1.0]]), torch.tensor([[0, 1], [1, 0]]), torch.tensor([[0.5, 0.5], [1, 0]])
+    )
+    assert found.dtype == torch.float64
+    assert found.tolist() == [pytest.approx([2.5 * silu, 0]), pytest.approx([0, 3 * silu])]
+
+
+# trials on the CPU: libraries
+
+
+def trial(x, name, sets=1):
+    (variant,) = (one for one in study.variants(x) if one.name == name)
+    return variant.prepare(x, "cpu", sets, 0)
+
+
+def test_cublas_is_right_and_its_weights_are_shared():
+    first, second = (trial(product(n), names.CUBLAS, sets=2) for n in (3, 5))
+    for found in (first, second):
+        found.poison()
+        assert not found.written()
+        for call in found.calls:
+            call()
+        assert found.written()
+        assert found.check()["y"] <= found.tolerance["y"]
+    assert len(trials._shared) == 2  # packed and dense, once
+    trial(product(3, rows=24), names.CUBLAS)
+    assert {group for group, _ in trials._shared} == {("product", 24, 64, "Q8_0")}
+
+
+def test_a_library_that_is_wrong_is_noticed(monkeypatch):
+    monkeypatch.setattr(trials, "_linear", lambda W, x, y: lambda: y.copy_(1.01 * x @ W.T))
+    found = trial(product(), names.CUBLAS)
+    assert found.check()["y"] > found.tolerance["y"]
+
+
+def test_a_whole_layer_of_a_library():
+    x = next(x for x in study.STUDY.tiny if x.op == "ffn")
+    found = trial(x, names.CUBLAS)
+    assert found.check()["y"] <= found.tolerance["y"]
+
+
+class Gemlite:
+    """Stands for gemlite: helper(device, dtype).from_weights(W_q, scales, zeros) is a layer of (W_q - zeros) scales."""
+
+    def __init__(self, monkeypatch):
+        self.tuned, self.seen = [], []
+        helpers = ModuleType("gemlite.helper")
+        helpers.A16W4_HQQ_INT = helpers.A16W8_HQQ_INT = self.helper
+        library = ModuleType("gemlite")
+        library.set_autotune = self.tuned.append
+        monkeypatch.setitem(sys.modules, "gemlite", library)
+        monkeypatch.setitem(sys.modules, "gemlite.helper", helpers)
+
+    def helper(self, device, dtype):
+        return SimpleNamespace(from_weights=self.layer)
+
+    def layer(self, q, scales, zeros):
+        self.seen.append((q.max().item(), scales.shape))
+        W = (q.float().unflatten(1, (-1, 32)) - zeros[..., None]) * scales[..., None]
+        return lambda x: x @ W.flatten(1).T
+
+
+@pytest.mark.parametrize(("format", "most", "K"), [("Q4_K", 15, 256), ("Q8_0", 255, 64)])
+def test_gemlite_is_called_as_it_asks_and_judged_by_its_own_weights(monkeypatch, format, most, K):
+    library = Gemlite(monkeypatch)
+    trials._tune.cache_clear()
+    x = product(4, 16, K, format)
+    found = trial(x, names.GEMLITE, sets=2)
+    assert found.check()["y"] <= 1e-5
+    assert library.tuned == ["max"]
+    assert library.seen == [(most, (16, K // 32))] * 2
+
+
+def test_grouped_mm_is_right():
+    x = next(x for x in study.STUDY.tiny if x.op == "routed")
+    bf16 = Case("routed", dict(x.params) | {"activations": "bf16", "N": 5})
+    found = trial(bf16, names.GROUPED_MM)
+    assert found.check()["y"] <= 2 * found.tolerance["y"]  # it rounds each part once more
+    assert found.facts()["alone"] >= 0
+
+
+def test_differing_bits_are_counted():
+    a = torch.tensor([1.0, 2.0, math.nan, -0.0])
+    assert trials.differing(a, a.clone()) == 0
+    assert trials.differing(a, torch.tensor([1.0, 2.0 + 2**-22, math.nan, 0.0])) == 0.5
+    assert trials.differing(a.bfloat16(), torch.tensor([1.0, 2.5, math.nan, -0.0]).bfloat16()) == 0.25
+
+
+# tables, claims, views
+
+
+def us(x, variant):
+    """Made up: per token, launches count; the others read at 3 TB/s, libraries twice the bytes."""
+    read = study.weight_bytes(x) / 3e6
+    if x.op == "cache":
+        return {names.RESIDENT: 100.0, names.COPIES: 150.0, names.NEEDED: 260.0}.get(variant.name, 160.0)
+    slow = {names.PER_TOKEN: 2.4 * 1.25, names.GEMM_N: 1.75, names.READ: 1.0, names.CUBLAS: 2.0}
+    slow |= {names.STATIONARY: 1.2 if x["N"] <= 4 else 2.0, names.MATRIX: 1.3, names.GEMLITE: 2.0, names.ROWCOPY: 9.0}
+    return (1 + read) * slow.get(variant.name, 1.5)
+
+
+FACTS = {names.CUBLAS: {"alone": 0.5, "launches": 1}, names.GROUPED_MM: {"alone": 0.25}}
+
+
+def recorded(**changes):
+    table = made.make("batched_ffn", FEW, us)
+    own = {name for some in tables.OURS.values() for name in some}
+    for i, line in table.iterrows():
+        known = FACTS.get(line["variant"], {"alone": 0.0, "launches": 4} if line["variant"] in own else {})
+        known = known | ({"hit_rate": 0.25} if line["op"] == "cache" else {})
+        table.at[i, "evidence"] = json.dumps(known | changes.get(line["variant"], {}))
+    return table
+
+
+@pytest.fixture(scope="module")
+def rows():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(studies.NOTEBOOKS, "batched_ffn", "05_batched_ffn")
+        return recorded()
+
+
+def test_times_are_beside_a_plain_read(rows):
+    table = tables.times(rows, "product")
+    line = table[(table["variant"] == names.MATRIX) & (table["N"] == 8) & (table["rows"] == 9216)].iloc[0]
+    assert line["% of reading"] == pytest.approx(100 / 1.3, rel=0.01)
+    assert line["us a token"] == pytest.approx(line["us"] / 8)
+    assert line["launches"] == 4
+    assert names.READ not in set(table["variant"])
+    assert len(tables.times(rows.iloc[:0], "product")) == 0
+
+
+def test_crossovers_by_hand(rows):
+    table = tables.crossovers(rows)
+    assert len(table) == 4
+    assert set(table["matrix instructions from"]) == {8}
+    assert set(table["multiply-add up to"]) == {4}
+
+
+def test_the_price_of_bits(rows):
+    table = tables.price(rows)
+    assert (table["price"] == 1).all()
+    faster = recorded()
+    cublas = faster["variant"] == names.CUBLAS
+    faster.loc[cublas, "samples_ns"] = faster.loc[cublas, "samples_ns"].map(lambda ns: [one // 4 for one in ns])
+    table = tables.price(faster)
+    assert (table["fastest"] == names.CUBLAS).all()
+    assert table[table["N"] == 8]["price"].max() == pytest.approx(1.3 / 0.5, rel=0.02)
+
+
+def test_gemlite_is_held_against_its_own_bytes(rows):
+    table = tables.gemlite(rows)
+    assert set(zip(table["format"], table["N"], strict=True)) == {("Q4_K", 1), ("Q4_K", 4), ("Q4_K", 64)}
+    first = table[table["N"] == 1].iloc[0]
+    assert first["ours"] == names.STATIONARY
+    assert first["better"] == pytest.approx(2.0 / (0.625 / 0.5625) / 1.2, rel=0.01)
+
+
+def test_bits_are_told_of_libraries_too(rows):
+    table = tables.bits(rows).set_index(["op", "variant"])
+    assert table.loc[("product", names.MATRIX)].tolist() == [16, 16]
+    assert table.loc[("product", names.CUBLAS)].tolist() == [16, 0]
+    assert table.loc[("routed", names.GROUPED_MM)].tolist() == [2, 0]
+
+
+def test_reuse_is_that_of_the_facts():
+    table = tables.reuse([8, 64, 512]).set_index("N")
+    assert table["reuse, predicted"].round(1).tolist() == [1.1, 2.3, 16.0]
+    assert table["reuse"].tolist() == pytest.approx(table["reuse, predicted"].tolist(), rel=0.1)
+
+
+def test_hit_rates_are_those_of_the_policies():
+    table = tables.hit_rates(["uniform", "local"], ["lru", "belady"], [16, 256], length=24)
+    assert len(table) == 8
+    whole = table.set_index(["trace", "policy", "capacity"])["hit rate"]
+    assert whole["uniform", "belady", 16] > whole["uniform", "lru", 16]
+    assert whole["local", "lru", 16] > whole["uniform", "lru", 16]
+    together = tables.hit_rates(["uniform"], ["lru"], [16], tokens=24, length=24)
+    assert (together["hit rate"].item(), together["bypassed"].item()) == (0.0, 1.0)  # no dispatch fits
+
+
+def test_stalls_by_hand(rows):
+    line = tables.cached(rows).iloc[0]
+    assert line["stall, when needed"] == pytest.approx(160, rel=0.01)
+    assert line["stall, prefetched"] == pytest.approx(60, rel=0.02)
+    assert line["prefetched / larger"] == pytest.approx(160 / 150, rel=0.01)
+    assert line["balanced"]
+    assert line["hit rate"] == 0.25
+
+
+def judged(rows):
+    return {claim.id: claim.judge(rows) for claim in claims.CLAIMS}
+
+
+def test_claims_are_judged_by_the_rows(rows):
+    found = judged(rows)
+    assert {name: one.verdict for name, one in found.items()} == {
+        "bits": "reproduced", "launches": "consistent", "reuse": "not reproduced", "copies": "consistent",
+        "slots": "not reproduced",
+    }  # fmt: skip
+    assert "×1.71" in found["launches"].measured
+    assert "×1.50" in found["reuse"].measured
+
+
+def test_claims_are_not_testable_without_rows(rows):
+    for some in (rows.iloc[:0], made.unusable(rows)):
+        assert {one.verdict for one in judged(some).values()} == {"not testable here"}
+    once = made.processes(rows, 1)
+    assert judged(once)["launches"].verdict == "not testable here"
+
+
+def test_a_bit_that_differs_refutes_and_a_control_that_agrees_takes_the_power_away():
+    assert judged(recorded(**{names.GEMM_N: {"alone": 1e-9}}))["bits"].verdict == "not reproduced"
+    same = {names.CUBLAS: {"alone": 0.0}, names.GROUPED_MM: {"alone": 0.0}}
+    found = judged(recorded(**same))["bits"]
+    assert (found.verdict, "nothing here shows" in found.why) == ("consistent", True)
+
+
+DRAWINGS = (views.time_per_token, views.read_percent, views.library, views.routed)
+SENTENCES = (views.bars, views.price, views.gemlite, views.thrash, views.overlap, views.summary)
+
+
+def test_every_view_says_what_the_rows_say(rows):
+    for draw in DRAWINGS:
+        found = draw(rows, 9216) if draw is views.time_per_token else draw(rows)
+        assert set(found) == {"fig", "alt", "caption", "table"}, draw.__name__
+        assert len(found["table"])
+        assert "nan" not in found["alt"] + found["caption"]
+    for tell in SENTENCES:
+        text = tell(rows)
+        assert isinstance(text, str)
+        assert text.endswith(".")
+        assert "nan" not in text
+    assert "×1.07 to ×1.07" in views.overlap(rows)
+    assert len(views.crossovers(rows)) == 4
+    assert len(views.bits(rows)) == len(tables.bits(rows))
+    assert len(views.stalls(rows)) == 1
+
+
+def test_every_view_is_a_sentence_without_rows(rows):
+    for draw in (*DRAWINGS, *SENTENCES):
+        for some in (rows.iloc[:0], made.unusable(rows)):
+            assert isinstance(draw(some), str), draw.__name__
+
+
+def test_views_that_need_no_gpu():
+    assert "predicted 1.1" in views.reuse([1, 8])["caption"]
+    found = views.hit_rates(["local"], ["lru", "slru", "belady"], [16, 64], length=16)
+    assert "16 experts a layer" in found["caption"]
+    assert "belady)" not in found["caption"]
+
+
+def test_bars_name_the_worst(rows):
+    text = views.bars(rows)
+    assert "below" in text  # matrix instructions are made up at 77 % of a plain read
+    assert "77 %" in text
+
+
+def test_the_control_repeats_ours():
+    assert sweep.with_control(study.STUDY, of("product", FEW)[0])[-1].options["repeats"] == names.MATRIX
+
+
+# what is compiled
+
+
+def launches_of(matrix):
+    """Routed experts of the real size, in Q4_K: sort, gate and up, down, and the weighted sum."""
+    blocks = [
+        torch.zeros((2, n, k // 256 * 144), dtype=torch.uint8) for n, k in ((512, 2048), (512, 2048), (2048, 512))
+    ]
+    ids, x = torch.zeros((64, 8), dtype=torch.int32), torch.zeros((64, 2048), dtype=torch.bfloat16)
+    work = routed.Work.of(x, ids, torch.zeros((64, 8)), 512)
+    slots = torch.zeros(256, dtype=torch.int32)
+    made = routed.grouped_indexed(experts.pack(*blocks, "Q4_K"), slots, work, matrix=matrix)
+    return [*made, routed.weighted_sum(work)]
+
+
+@pytest.mark.parametrize("matrix", [False, True])
+def test_routed_kernels_spill_nothing_and_load_16_bytes(matrix):
+    for launch in launches_of(matrix):
+        kernel = compiled.build(launch, 90)
+        listing = compiled._cuobjdump(kernel.asm["cubin"])
+        assert set(re.findall(r"STACK:(\d+)", listing)) == {"0"}
+        if "grouped" in launch.kernel.fn.__name__:
+            assert re.search(r"LDG\S*\.128\b", listing)
+            assert ("HGMMA" in listing) == matrix
