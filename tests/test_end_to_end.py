@@ -39,7 +39,11 @@ def start(*words, **env):
 
 def labkit(*words, **env):
     process = start(*words, **env)
-    out, err = process.communicate(timeout=400)
+    try:
+        out, err = process.communicate(timeout=400)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)  # with what it started
+        raise
     return subprocess.CompletedProcess(words, process.returncode, out, err)
 
 

@@ -15,14 +15,14 @@ def widget(x: Any) -> Any:
     x: the notebook's `lab.Lab`.
     """
 
-    def show(N: int, K: int, dtype: str) -> None:
-        from IPython.display import display
-
-        display(figures.note(f"Without a table of its GPU, this GEMV runs with {choose.rule(N, K, DTYPES[dtype])}."))
-        display(x.floors([Case("gemv", {"N": N, "K": K, "dtype": dtype})]))
+    def show(N: int, K: int, dtype: str) -> list[figures.Html]:
         small = Case("gemv", {"N": 64, "K": K, "dtype": dtype})  # a request does not depend on the number of rows
         steps = [(small, names.LADDER[step]) for step in (0, 1, 2, 3)]
-        display(x.show_table(views.predicted_accesses(x.accesses(steps)), "Steps 1 to 4: what one request of W costs."))
+        return [
+            figures.note(f"Without a table of its GPU, this GEMV runs with {choose.rule(N, K, DTYPES[dtype])}."),
+            x.floors([Case("gemv", {"N": N, "K": K, "dtype": dtype})]),
+            x.show_table(views.predicted_accesses(x.accesses(steps)), "Steps 1 to 4: what one request of W costs."),
+        ]
 
     return widgets.panel(
         show,

@@ -3,7 +3,7 @@
 from typing import Any
 
 from labkit.bench.spec import Case
-from labkit.report import widgets
+from labkit.report import figures, widgets
 from labkit.state_layout import tables, views
 
 
@@ -13,15 +13,13 @@ def widget(x: Any) -> Any:
     x: the notebook's `lab.Lab`.
     """
 
-    def show(HV: int, K: int, V: int, batch: int, state: str, tile: int) -> None:
-        from IPython.display import display
-
+    def show(HV: int, K: int, V: int, batch: int, state: str, tile: int) -> list[figures.Html]:
         shape = {"H": HV, "HV": HV, "K": K, "V": V}
         case = Case("decode", {"model": "your shape", "batch": batch, "state": state, "activations": "bf16"} | shape)
-        display(x.floors([case]))
         small = Case("decode", dict(case.params) | {"batch": 1})  # the access pattern does not depend on the batch
         wanted = [(small, tables.variant_name(layout, tile)) for layout in tables.LAYOUTS]
-        display(x.show_table(views.access_prediction(x.accesses(wanted)), "The state's tile: what one request costs."))
+        requests = views.access_prediction(x.accesses(wanted))
+        return [x.floors([case]), x.show_table(requests, "The state's tile: what one request costs.")]
 
     return widgets.panel(
         show,
