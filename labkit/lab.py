@@ -140,7 +140,7 @@ class Lab:
         row = {"GPU": entry.machine.name, "figures": "measured here" if entry.here else "recorded"}
         row |= origins(entry.rows)
         row |= {"processes": int(max(map(max, filter(len, entry.rows["run"])), default=-1)) + 1}
-        row |= {"rows": len(entry.rows), "unusable": int((~entry.rows["ok"]).sum()), "missing cases": absent}
+        row |= {"rows": len(entry.rows), "unusable": int((~entry.rows["ok"]).sum()), "missing": absent}
         return row | {"stale": int(recorded.stale(entry.rows).sum())}
 
     def published(self) -> figures.Html:

@@ -232,7 +232,7 @@ def test_provenance_counts_what_is_missing_and_what_failed(folders, layout):
     failed = layout["variant"] == "KV BV=8, 1 warp"
     x = replayed("state_layout", made.LAYOUT | {"batches": [1, 64, 256]}, made.unusable(layout, failed))
     (row,) = (x._provenance(entry) for entry in x.shown)
-    assert row["missing cases"] == 2  # batch 256, with either state
+    assert row["missing"] == 2  # batch 256, with either state
     assert row["unusable"] == failed.sum()
     assert row["processes"] == 3
 
