@@ -20,6 +20,9 @@ NO_GPU = "no CUDA device: the GPU tests did not run"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:  # a file's tests share what it sets up, and so one process; those of this file share nothing
+        if item.path.name != "test_kernels.py":
+            item.add_marker(pytest.mark.xdist_group(item.path.name))
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if marked and not torch.cuda.is_available():
         for item in marked:

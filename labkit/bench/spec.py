@@ -178,7 +178,8 @@ class Study:
     floor:      case -> least work.
     parameters: rules for the notebook's parameters beside `source`, `gpu` and `processes`.
     tiny:       cases small enough for Triton's interpreter; every variant is checked on each.
-    early:      whether a case is measured before the others, by one process only: its rows decide what those run.
+    early:      whether a case is measured before the others, by one process only: its rows decide what those run, or
+                no process can differ from another.
     kernels:    (cases, compute capability) -> sources of Launches, as in evidence/compiled.py, which are compiled on
                 all cores before the cases are measured; None: each kernel is compiled when it is first run.
     settle:     called with a GPU's folder (of runs/ or data/) once its early cases are in the study's Parquet file, and

@@ -232,6 +232,7 @@ STUDY = Study(
         _added,
         lambda case: case.op == "decode",
     ),
+    early=lambda case: case.op == "drift",  # the same in every process
     tiny=(
         *(_tiny(state, K, V) for state in DTYPES for K, V in ((32, 16), (16, 40))),
         *(case for gate in GATES for case in _tiny_production(gate)),
