@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from labkit.evidence import compiled
-from labkit.persistent_tables import baseline, kernels, reference, tables, ways
+from labkit.persistent_tables import baseline, kernels, names, reference, tables, ways
 from labkit.persistent_tables.baseline import Baseline
 from labkit.persistent_tables.model import MODELS, Decoder, random_weights
 from labkit.persistent_tables.tables import Lowering, lower, lower_slowly
@@ -122,7 +122,7 @@ def test_a_token_copies_what_was_counted_and_makes_the_tables_of_its_position(na
         for table in ("buffers", "queue"):
             assert np.array_equal(launched.args[table], getattr(expected, table)), table
         if way.position_from == "record":
-            right = position == 2 or name != ways.ONE_POSITION
+            right = position == 2 or name != names.ONE_POSITION
             assert np.array_equal(launched.args["records"], expected.records) == right
 
 

@@ -27,11 +27,13 @@ from torch import Tensor
 from labkit.checks import check_one_of
 from labkit.launch import Launch
 from labkit.persistent_tables import tables as t
-from labkit.persistent_tables.model import MODELS, Decoder, Weights, head_of, inverse_frequencies, layer_of
+from labkit.persistent_tables.model import Decoder, Weights, decoder, head_of, inverse_frequencies, layer_of
 from labkit.persistent_tables.tables import Lowering, Tables, buffer_shapes, check_position, lower
 
 DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 POSITION_FROM = ("record", "launch", "device")
+INTEGERS = ("token", "tokens", "best_token")
+RESULTS = (*INTEGERS, "hidden", "qkv", "attention", "ffn", "logits", "best")
 
 _WORDS: tl.constexpr = tl.constexpr(len(t.WORDS))
 _WEIGHT, _INPUT, _OUT, _GAIN = (tl.constexpr(word) for word in (t.WEIGHT, t.INPUT, t.OUT, t.GAIN))
@@ -369,7 +371,6 @@ def allocate(how: Lowering, weights: Weights, device: str | torch.device = "cpu"
     ready |= {"head": head_of(how.model, weights), "rope": _rope(how)}
     for i in range(how.model.layers):
         ready |= {f"{name}.{i}": tensor for name, tensor in _packed(how.model, layer_of(how.model, weights, i)).items()}
-    integers = ("token", "tokens", "best_token")
     found = {}
     for name, (rows, columns, _) in buffer_shapes(how).items():
         if name in ready:
@@ -377,9 +378,28 @@ def allocate(how: Lowering, weights: Weights, device: str | torch.device = "cpu"
         elif "cache" in name:
             found[name] = torch.zeros((rows, columns), dtype=dtype, device=device)
         else:
-            kind, value = (torch.int32, -1) if name in integers else (torch.float32, float("nan"))
-            found[name] = torch.full((rows, columns), value, dtype=kind, device=device)
+            found[name] = _poisoned(name, (rows, columns), device)
     return Memory(how, found)
+
+
+def fresh(memory: Memory, how: Lowering) -> Memory:
+    """Memory of another decode with the same weights: what is written is its own, caches zero, results poisoned.
+
+    how: of the same model, dtype and cache.
+    """
+    found = {}
+    for name, (rows, columns, _) in buffer_shapes(how).items():
+        old = memory.buffers[name]
+        if "cache" in name:
+            found[name] = torch.zeros_like(old)
+        else:
+            found[name] = _poisoned(name, (rows, columns), old.device) if name in RESULTS else old
+    return Memory(how, found)
+
+
+def _poisoned(name: str, shape: tuple[int, int], device: str | torch.device) -> Tensor:
+    kind, value = (torch.int32, -1) if name in INTEGERS else (torch.float32, float("nan"))
+    return torch.full(shape, value, dtype=kind, device=device)
 
 
 def _packed(model: Decoder, layer: Weights) -> Weights:
@@ -464,14 +484,16 @@ def step(
 
 
 def compilable(
-    model: str, programs: int = 132, rows: int = 4, cache: int = 2048, position_from: str = "launch", **choice: int
-) -> Launch:
-    """A step of one of `model.MODELS` in bf16 that can be compiled but not run: its buffers hold one value each.
+    model: str, programs: int = 132, rows: int = 4, cache: int = 2048, position_from: str = "launch",
+    dtype: str = "bfloat16", **choice: int,
+) -> Launch:  # fmt: skip
+    """A step of one of `model.MODELS` that can be compiled but not run: its buffers hold one value each.
 
-    choice: fields of `Choice`. For `labkit.evidence.compiled`.
+    dtype: of the weights, a name in torch; choice: fields of `Choice`. For `labkit.evidence.compiled`.
     """
-    how = Lowering(MODELS[model], programs, cache=cache, rows=rows)
-    buffers = {name: torch.empty(1, dtype=torch.bfloat16) for name in buffer_shapes(how)}
+    kind = getattr(torch, dtype)
+    how = Lowering(decoder(model), programs, cache=cache, rows=rows, itemsize=kind.itemsize)
+    buffers = {name: torch.empty(1, dtype=kind) for name in buffer_shapes(how)}
     position = 0 if position_from == "launch" else None
     return step(Memory(how, buffers), upload(lower(how)), position, position_from, Choice(**choice))
 

@@ -17,7 +17,7 @@ instructions with counters.
 """
 
 import heapq
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -321,16 +321,16 @@ class Record:
 
 def lower_slowly(how: Lowering, addresses: np.ndarray | None = None) -> Tables:
     """The same tables as `lower`, record by record in Python; otherwise as `lower`."""
-    records = list(_records(how))
-    queues = _queues(how, records)
-    packed = np.empty((len(records), len(WORDS)), np.int32)
-    queue, row = np.zeros(how.programs + 1, np.int32), 0
-    for program, numbers in enumerate(queues):
-        for number in numbers:
-            for word, name in enumerate(WORDS):
-                packed[row, word] = getattr(records[number], name)
-            row += 1
-        queue[program + 1] = row
+    records = records_slowly(how)
+    queues = queues_slowly(how, records)
+    packed = pack_slowly(records, [number for numbers in queues for number in numbers])
+    counters = 2 + how.model.layers * _counters_of_a_layer(how.model)
+    buffers = buffers_slowly(how, addresses)
+    return Tables(how.model, how.cache, buffers, packed, queue_slowly(queues), counters)
+
+
+def buffers_slowly(how: Lowering, addresses: np.ndarray | None = None) -> np.ndarray:
+    """The table of buffers, entry by entry; arguments and errors as of `lower`."""
     shapes = buffer_shapes(how)
     if addresses is not None and len(addresses) != len(shapes):
         raise ValueError(f"addresses has {len(addresses)} entries; allowed: {len(shapes)}, one a buffer")
@@ -338,8 +338,29 @@ def lower_slowly(how: Lowering, addresses: np.ndarray | None = None) -> Tables:
     for i, shape in enumerate(shapes.values()):
         for column, value in enumerate((0 if addresses is None else addresses[i], *shape)):
             buffers[i, column] = value
-    counters = 2 + how.model.layers * _counters_of_a_layer(how.model)
-    return Tables(how.model, how.cache, buffers, packed, queue, counters)
+    return buffers
+
+
+def pack_slowly(records: Sequence[Record], order: Sequence[int]) -> np.ndarray:
+    """The table of records, word by word. order: numbers of records, as the queues have them."""
+    packed = np.empty((len(records), len(WORDS)), np.int32)
+    for row, number in enumerate(order):
+        for word, name in enumerate(WORDS):
+            packed[row, word] = getattr(records[number], name)
+    return packed
+
+
+def queue_slowly(queues: Sequence[Sequence[int]]) -> np.ndarray:
+    """The table of queues. queues: numbers of records, a list for each program."""
+    queue = np.zeros(len(queues) + 1, np.int32)
+    for program, numbers in enumerate(queues):
+        queue[program + 1] = queue[program] + len(numbers)
+    return queue
+
+
+def records_slowly(how: Lowering) -> list[Record]:
+    """Every record in the order of execution, each an object."""
+    return list(_records(how))
 
 
 def _records(how: Lowering) -> Iterator[Record]:
@@ -394,7 +415,7 @@ def _pieces(how: Lowering, op: int, weight: int, source: int, to: int, gain: int
         yield Record(op, weight, source, to, gain, K=k, start=start, stop=stop)
 
 
-def _queues(how: Lowering, records: list[Record]) -> list[list[int]]:
+def queues_slowly(how: Lowering, records: Sequence[Record]) -> list[list[int]]:
     """Numbers of records, a list for each program."""
     queues: list[list[int]] = [[] for _ in range(how.programs)]
     if how.schedule == "round-robin":

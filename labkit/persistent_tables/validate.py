@@ -50,7 +50,7 @@ def validate(tables: Tables, memory: Iterable[tuple[int, int]] | None = None, po
     """
     _check_arrays(tables)
     if memory is not None:
-        _check_addresses(tables.buffers, list(memory))
+        check_addresses(tables.buffers, list(memory))
     for number in range(len(tables.records)):
         _check_record(tables, number)
     _check_positions(tables, position)
@@ -73,7 +73,8 @@ def _check_arrays(tables: Tables) -> None:
         raise TableError(f"queue is {queue.tolist()}; allowed: rising from 0 to {len(tables.records)}")
 
 
-def _check_addresses(buffers: np.ndarray, memory: list[tuple[int, int]]) -> None:
+def check_addresses(buffers: np.ndarray, memory: list[tuple[int, int]]) -> None:
+    """Raise TableError for a buffer that is not in the memory or not aligned; memory: as of `validate`."""
     for number, (address, rows, columns, itemsize) in enumerate(buffers.tolist()):
         end = address + rows * columns * itemsize
         if min(rows, columns) < 1 or not any(start <= address and end <= start + size for start, size in memory):
