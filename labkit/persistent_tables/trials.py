@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -84,7 +85,7 @@ def _once(x: Case, device: Any, seed: int, name: Any, make: Callable[[], Any]) -
 def weights_of(x: Case, device: Any, seed: int) -> Weights:
     """Seeded random weights by checkpoint name."""
     model, dtype = decoder(x["model"]), DTYPES[x["dtype"]]
-    return _once(x, device, 0, "weights", lambda: random_weights(model, 0, dtype, device))
+    return _once(x, device, seed, "weights", lambda: random_weights(model, seed, dtype, device))
 
 
 def lowering(x: Case, device: Any, schedule: str = "round-robin") -> Lowering:
@@ -116,18 +117,18 @@ def memory_of(x: Case, device: Any, seed: int, how: Lowering) -> Any:
     from labkit.persistent_tables import kernels
 
     weights = weights_of(x, device, seed)
-    packed = _once(x, device, 0, "packed", lambda: kernels.allocate(how, weights, device))
+    packed = _once(x, device, seed, "packed", lambda: kernels.allocate(how, weights, device))
     own = kernels.fresh(packed, how)
-    for i, (k, v) in enumerate(_context(x, device)):
+    for i, (k, v) in enumerate(_context(x, device, seed)):
         for name, values in ((f"k_cache.{i}", k), (f"v_cache.{i}", v)):
             own.buffers[name].view(how.model.kv_heads, how.cache, -1)[:, : x["start"]] = values
     return own
 
 
-def _context(x: Case, device: Any) -> list[tuple[Tensor, Tensor]]:
+def _context(x: Case, device: Any, seed: int) -> list[tuple[Tensor, Tensor]]:
     """Keys and values before the first position, a layer each: [kv_heads, start, head_dim]."""
     model, dtype = decoder(x["model"]), DTYPES[x["dtype"]]
-    generator = torch.Generator(device).manual_seed(x["start"])
+    generator = torch.Generator(device).manual_seed(seed + 1)
     shape = (2, model.kv_heads, x["start"], model.head_dim)
     drawn = [torch.randn(shape, device=device, generator=generator).to(dtype) for _ in range(model.layers)]
     return [(k, v) for k, v in drawn]
@@ -145,13 +146,13 @@ class Expected:
 def expected(x: Case, device: Any, seed: int) -> Expected:
     """The float64 reference's tokens after the context and the first token."""
     count = CHECKED_TINY if x["model"] == TINY.name else CHECKED
-    return _once(x, device, 0, ("expected", x["start"]), lambda: _generated(x, device, seed, count))
+    return _once(x, device, seed, ("expected", x["start"]), lambda: _generated(x, device, seed, count))
 
 
 def _generated(x: Case, device: Any, seed: int, count: int) -> Expected:
     model, weights, start = decoder(x["model"]), weights_of(x, device, seed), x["start"]
     cache = reference.new_cache(model, start + count, torch.float64, device)
-    for i, (k, v) in enumerate(_context(x, device)):
+    for i, (k, v) in enumerate(_context(x, device, seed)):
         cache.k[i, :, :start], cache.v[i, :, :start] = k, v
     token, found = FIRST_TOKEN, Expected([], [], torch.empty(0))
     for i in range(count):
@@ -222,7 +223,7 @@ def _trial(x: Case, checked: Checked, calls: Sequence[Callable[[], Any]], more: 
     logits = checked.logits
     return Trial(
         calls,
-        lambda: logits.fill_(math.nan) and None,
+        partial(logits.fill_, math.nan),
         lambda: not bool(logits.isnan().any()),
         checked,
         {"logits": TOLERANCE[x["dtype"]], "tokens": 0.0},
@@ -323,7 +324,7 @@ def _captured(x: Case, memory: Any, step: Callable[[], Any]) -> list[Callable[[]
 def read(x: Case, device: Any, sets: int, seed: int) -> Trial:
     """As many bytes as a token's weights, read and summed by the library."""
     count = decoder(x["model"]).streamed_weights() * DTYPES[x["dtype"]].itemsize // 4
-    values, out = torch.zeros(count, device=device), torch.empty(1, device=device)
+    values, out = torch.empty(count, device=device).normal_(), torch.empty(1, device=device)
     return Trial([lambda: torch.sum(values, 0, keepdim=True, out=out)])
 
 
@@ -334,11 +335,12 @@ class HostClock:
     """Host time of build, copy and launch, token by token.
 
     run: a way. queued_us: other work that is put on the stream before each token; 0: the GPU is idle then. The clock
-    runs once, when samples are first asked for. ns: part -> samples; sample i of every part is of one token.
+    runs once, when samples are first asked for; sample i of every part is of one token.
     """
 
     def __init__(self, x: Case, run: Any):
         self.x, self.run, self.ns = x, run, {part: [] for part in names.PARTS}
+        self.given: set[str] = set()
 
     def samples(self, part: str) -> list[float]:
         """ns of one part, a token each."""
@@ -368,7 +370,7 @@ class HostClock:
         for do in (self.run.build, self.run.copy, self.run.launch):
             do(position)
             marks.append(time.perf_counter_ns())
-        return [float(after - before) for before, after in zip(marks, marks[1:], strict=False)]
+        return [float(after - before) for before, after in pairwise(marks)]
 
 
 def _cycles_a_us() -> int:
@@ -379,11 +381,14 @@ def _cycles_a_us() -> int:
 
 def host(x: Case, device: Any, sets: int, seed: int, name: str, part: str) -> Trial:
     """One part of the host's work for a token; the parts of a way are of the same tokens."""
-    group = ("clock", x.key, name)
-    clock = _once(x, device, 0, group, lambda: HostClock(x, prepared(x, device, seed, name)))
-    if clock.ns[part]:  # asked for again, by the control
-        clock = HostClock(x, prepared(x, device, seed, name))
-    found = clock.run
+
+    def make() -> HostClock:
+        return HostClock(x, prepared(x, device, seed, name))
+
+    clock = _once(x, device, seed, ("clock", x.key, name), make)
+    if part in clock.given:  # asked for again, by the control
+        clock = make()
+    clock.given.add(part)
     return Trial(
-        [lambda: None], timer=lambda: clock.samples(part), facts=lambda: _traffic(found, name), idle=True,
+        [lambda: None], timer=lambda: clock.samples(part), facts=lambda: _traffic(clock.run, name), idle=True,
     )  # fmt: skip

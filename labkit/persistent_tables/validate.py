@@ -51,8 +51,7 @@ def validate(tables: Tables, memory: Iterable[tuple[int, int]] | None = None, po
     _check_arrays(tables)
     if memory is not None:
         check_addresses(tables.buffers, list(memory))
-    for number in range(len(tables.records)):
-        _check_record(tables, number)
+    _check_records(tables)
     _check_positions(tables, position)
     _check_coverage(tables)
     _check_counters(tables)
@@ -81,6 +80,29 @@ def check_addresses(buffers: np.ndarray, memory: list[tuple[int, int]]) -> None:
             raise TableError(f"buffer {number}: bytes {address} to {end} are not in the memory that was given")
         if address % 16:
             raise TableError(f"buffer {number}: address {address}; allowed: a multiple of 16")
+
+
+def _check_records(tables: Tables) -> None:
+    """All records; where those at the ends of every range are within it, so are those between, which are many."""
+    try:
+        for number in _extremes(tables.records):
+            _check_record(tables, number)
+    except TableError:
+        for number in range(len(tables.records)):  # the first one that is at fault is named
+            _check_record(tables, number)
+
+
+def _extremes(records: np.ndarray) -> list[int]:
+    """Of all records with the same op, buffers and K: one with the least and one with the most of all else checked."""
+    _, group = np.unique(records[:, [t.OP, *_BUFFERS, t.K]], axis=0, return_inverse=True)
+    group = group.reshape(-1)
+    start, stop, slot = records[:, [t.START, t.STOP, t.SLOT]].astype(np.int64).T
+    found: set[int] = set()
+    for key in (start, stop, stop - start, start % 2, slot):
+        order = np.lexsort((key, group))
+        ends = np.flatnonzero(np.diff(group[order], append=-1))  # the last of each group; the next one begins another
+        found.update(order[ends].tolist(), order[np.append(0, ends[:-1] + 1)].tolist())
+    return sorted(found)
 
 
 def _check_record(tables: Tables, number: int) -> None:
@@ -209,8 +231,10 @@ def _stages(tables: Tables) -> np.ndarray:
     of_op = np.zeros(len(t.OPS) + 1, np.int64)
     of_op[list(_STAGES)] = np.arange(1, 1 + len(_STAGES))
     of_op[[t.HEAD, t.ARGMAX]] = np.array([1, 2]) + len(_STAGES) * layers
-    layer = np.array([_layer(words) for words in records.tolist()])
-    return of_op[records[:, t.OP]] + len(_STAGES) * layer
+    names_layer = np.where(
+        np.isin(records[:, t.OP], (t.ROTARY, t.ATTENTION)), records[:, t.FIRST], records[:, t.WEIGHT]
+    )
+    return of_op[records[:, t.OP]] + len(_STAGES) * np.maximum(0, (names_layer - len(t.SHARED)) // len(t.LAYER))
 
 
 def _check_counters(tables: Tables) -> None:
@@ -237,18 +261,22 @@ def _check_stages(tables: Tables) -> None:
     """A record waits for all of the stage before; attention for the rotary embedding of its own head."""
     records, stages = tables.records, _stages(tables)
     count = np.bincount(stages)
-    signalled: dict[int, list[int]] = {}
-    for number, counter in enumerate(records[:, t.SIGNAL].tolist()):
-        signalled.setdefault(counter, []).append(number)
-    for number in np.flatnonzero(records[:, t.WAIT] >= 0).tolist():
-        before = signalled[int(records[number, t.WAIT])]
-        own = records[number, t.OP] == t.ATTENTION
-        wrong = stages[before] != stages[number] - 1
-        if wrong.any() or len(before) != (1 if own else count[stages[number] - 1]) or (
-            own and records[before[0], t.START] != records[number, t.START]
-        ):  # fmt: skip
-            what = f"waits for counter {records[number, t.WAIT]}, which is not all of the stage before"
-            raise TableError(what, number)
+    signals = np.flatnonzero(records[:, t.SIGNAL] >= 0)
+    counter = records[signals, t.SIGNAL]
+    least, most = np.full(tables.counters, 1 << 30), np.full(tables.counters, -1)
+    head = np.full(tables.counters, -1)  # of the only record that signals a counter, or of one of them
+    np.minimum.at(least, counter, stages[signals])
+    np.maximum.at(most, counter, stages[signals])
+    head[counter] = records[signals, t.START]
+    many = np.bincount(counter, minlength=tables.counters)
+    waits = np.flatnonzero(records[:, t.WAIT] >= 0)
+    on, before = records[waits, t.WAIT], stages[waits] - 1
+    own = records[waits, t.OP] == t.ATTENTION
+    wrong = (least[on] != before) | (most[on] != before) | (many[on] != np.where(own, 1, count[before]))
+    wrong |= own & (head[on] != records[waits, t.START])
+    for number in waits[wrong]:
+        what = f"waits for counter {records[number, t.WAIT]}, which is not all of the stage before"
+        raise TableError(what, int(number))
 
 
 def _check_order(tables: Tables) -> None:
