@@ -10,9 +10,9 @@ from labkit.evidence import compiled
 from labkit.persistent_tables import baseline, kernels, names, reference, tables, ways
 from labkit.persistent_tables.baseline import Baseline
 from labkit.persistent_tables.model import MODELS, Decoder, random_weights
-from labkit.persistent_tables.tables import Lowering, lower, lower_slowly
+from labkit.persistent_tables.tables import Change, Lowering, changes, changes_of_a_token, lower, lower_slowly
 from labkit.persistent_tables.validate import TableError
-from labkit.persistent_tables.ways import Change, Traffic, changes, changes_of_a_token, traffic
+from labkit.persistent_tables.ways import Traffic, traffic
 
 TINY = Decoder("tiny", hidden=32, layers=2, heads=4, kv_heads=2, head_dim=8, ffn=48, vocab=61)
 LLAMA = "Llama-3.2-1B"

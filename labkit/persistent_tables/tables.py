@@ -19,11 +19,12 @@ instructions with counters.
 import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from labkit.checks import check_one_of
+from labkit.persistent_tables import names
 from labkit.persistent_tables.model import Decoder
 
 OPS = ("qkv", "output", "gate_up", "down", "head", "embed", "rotary", "attention", "argmax")  # op code - 1
@@ -451,6 +452,47 @@ def patch(tables: Tables, position: int) -> np.ndarray:
     changed = words[flat[words] != position]
     flat[changed] = position
     return changed
+
+
+class Change(NamedTuple):
+    """Words of one field that differ. field: the word's or column's name; op: of the records, else empty."""
+
+    table: str
+    field: str
+    op: str
+    words: int
+    bytes: int
+
+
+def changes(before: Tables, after: Tables) -> list[Change]:
+    """Which words differ between two tables of one model, by field and op; words are of a table's dtype.
+
+    ValueError if the tables differ in shape.
+    """
+    columns = {"buffers": ("address", "rows", "columns", "itemsize"), "records": WORDS, "queue": ("first",)}
+    found = []
+    for table in names.TABLES:
+        a, b = (getattr(tables, table) for tables in (before, after))
+        if a.shape != b.shape:
+            raise ValueError(f"{table} is {a.shape} before and {b.shape} after; allowed: one shape")
+        ops = b[:, OP] if table == "records" else np.zeros(len(b), int)
+        differs = (a != b).reshape(len(b), -1)
+        for op in np.unique(ops):
+            for column, words in enumerate(differs[ops == op].sum(0).tolist()):
+                name = OPS[op - 1] if op else ""
+                if words:
+                    found.append(Change(table, columns[table][column], name, words, words * b.itemsize))
+    return found
+
+
+def changes_of_a_token(how: Lowering, position: int = 0) -> list[Change]:
+    """`changes` of the tables from a position to the next one; none where the launch says the position.
+
+    ValueError if the cache has no room for the next position.
+    """
+    if how.position is None:
+        return changes(lower(how), lower(how))
+    return changes(*(lower(replace(how, position=p)) for p in (position, position + 1)))
 
 
 def counts(tables: Tables) -> dict[str, int]:

@@ -41,7 +41,7 @@ from labkit.launch import Launch
 from labkit.persistent_tables import kernels, names
 from labkit.persistent_tables import tables as t
 from labkit.persistent_tables.kernels import Memory, Uploaded
-from labkit.persistent_tables.tables import Lowering, Tables, check_position, lower, lower_slowly, position_words
+from labkit.persistent_tables.tables import Tables, check_position, lower, lower_slowly, position_words
 from labkit.persistent_tables.validate import check_addresses, validate
 
 TABLES = names.TABLES
@@ -76,47 +76,6 @@ class Traffic(NamedTuple):
     bytes: int
     copies: int
     kernels: int = 1
-
-
-class Change(NamedTuple):
-    """Words of one field that differ. field: the word's or column's name; op: of the records, else empty."""
-
-    table: str
-    field: str
-    op: str
-    words: int
-    bytes: int
-
-
-def changes(before: Tables, after: Tables) -> list[Change]:
-    """Which words differ between two tables of one model, by field and op; words are of a table's dtype.
-
-    ValueError if the tables differ in shape.
-    """
-    columns = {"buffers": ("address", "rows", "columns", "itemsize"), "records": t.WORDS, "queue": ("first",)}
-    found = []
-    for table in TABLES:
-        a, b = (getattr(tables, table) for tables in (before, after))
-        if a.shape != b.shape:
-            raise ValueError(f"{table} is {a.shape} before and {b.shape} after; allowed: one shape")
-        ops = b[:, t.OP] if table == "records" else np.zeros(len(b), int)
-        differs = (a != b).reshape(len(b), -1)
-        for op in np.unique(ops):
-            for column, words in enumerate(differs[ops == op].sum(0).tolist()):
-                name = t.OPS[op - 1] if op else ""
-                if words:
-                    found.append(Change(table, columns[table][column], name, words, words * b.itemsize))
-    return found
-
-
-def changes_of_a_token(how: Lowering, position: int = 0) -> list[Change]:
-    """`changes` of the tables from a position to the next one; none where the launch says the position.
-
-    ValueError if the cache has no room for the next position.
-    """
-    if how.position is None:
-        return changes(lower(how), lower(how))
-    return changes(*(lower(replace(how, position=p)) for p in (position, position + 1)))
 
 
 def traffic(name: str, tables: Tables) -> Traffic:
