@@ -1,6 +1,6 @@
 """Refuses tables that a kernel must not run: what reads or writes out of range, races, or can never finish.
 
-A step is a sequence of stages: the embedding, six a layer, the head, argmax. How a stage is split into records, and
+A step is a sequence of stages: the embedding, five a layer, the head, argmax. How a stage is split into records, and
 which program runs which record in which order, is free; what a stage reads and writes, and that it waits for all of the
 stage before, is not.
 """
@@ -15,7 +15,7 @@ from labkit.persistent_tables.tables import Tables, check_position
 
 _BUFFERS = range(t.WEIGHT, t.SECOND + 1)
 _PROJECTIONS = (t.QKV, t.OUTPUT, t.GATE_UP, t.DOWN, t.HEAD)
-_STAGES = (t.QKV, t.ROTARY, t.ATTENTION, t.OUTPUT, t.GATE_UP, t.DOWN)  # of a layer, in order
+_STAGES = (t.QKV, t.ATTENTION, t.OUTPUT, t.GATE_UP, t.DOWN)  # of a layer, in order
 _CACHES = ("k_cache", "v_cache")
 # The buffers of each op: weight, input, output, gain, first, second.
 _USED = {
@@ -25,8 +25,7 @@ _USED = {
     t.DOWN: ("down_weight", "ffn", "hidden", None, None, None),
     t.HEAD: ("head", "hidden", "logits", "final_gain", "best", "best_token"),
     t.EMBED: ("embedding", "token", "hidden", None, None, None),
-    t.ROTARY: ("rope", "qkv", "qkv", None, *_CACHES),
-    t.ATTENTION: (None, "qkv", "attention", None, *_CACHES),
+    t.ATTENTION: ("rope", "qkv", "attention", "spans", *_CACHES),
     t.ARGMAX: ("best_token", "best", "token", None, "tokens", None),
 }
 
@@ -45,7 +44,8 @@ def validate(tables: Tables, memory: Iterable[tuple[int, int]] | None = None, po
     memory: (address, bytes) of what is allocated, against which every buffer's address is checked; None: addresses are
     not checked. position: of the launch, for tables that leave it to the launch. Refused are: wrong shapes or dtypes, a
     queue that is out of order, an unknown op, buffers or rows out of range or not those of the op, a position past the
-    cache, rows that no record or two records compute, a wait for a counter that fewer or more records signal or that is
+    cache, rows that no record or two records compute, spans of a head that do not share a counter of
+    their own, a wait for a counter that fewer or more records signal or that is
     not that of the stage before, and records that can never run since they wait for one another (queues included).
     """
     _check_arrays(tables)
@@ -55,6 +55,7 @@ def validate(tables: Tables, memory: Iterable[tuple[int, int]] | None = None, po
     _check_positions(tables, position)
     _check_coverage(tables)
     _check_counters(tables)
+    _check_arrivals(tables)
     _check_stages(tables)
     _check_order(tables)
 
@@ -127,7 +128,7 @@ def _check_record(tables: Tables, number: int) -> None:
 
 def _layer(words: list[int]) -> int:
     """The layer whose buffers a record names; 0 for the ops that are of none."""
-    word = t.FIRST if words[t.OP] in (t.ROTARY, t.ATTENTION) else t.WEIGHT
+    word = t.FIRST if words[t.OP] == t.ATTENTION else t.WEIGHT
     return max(0, (words[word] - len(t.SHARED)) // len(t.LAYER))
 
 
@@ -171,15 +172,14 @@ def _ranges(
         yield "values of first", values[t.FIRST], tables.cache + 1, many
     else:
         yield "K", words[t.K], m.head_dim, m.head_dim
-        yield "start", start, 0, m.kv_heads - 1
+        yield "start", start, 0, m.heads - 1
         yield "stop", stop, start + 1, start + 1
         yield "values of the input", values[t.INPUT], m.qkv_width, m.qkv_width
-        width = m.qkv_width if op == t.ROTARY else m.q_width
-        yield "values of the output", values[t.OUT], width, width
+        yield "slot", words[t.SLOT], 0, tables.spans - 1
+        yield "values of the output", values[t.OUT], m.q_width, m.q_width
+        yield "values of the weight", values[t.WEIGHT], tables.cache * m.head_dim, many
         for word in (t.FIRST, t.SECOND):
             yield f"values of {t.WORDS[word]}", values[word], tables.cache * m.kv_width, many
-        if op == t.ROTARY:
-            yield "values of the weight", values[t.WEIGHT], tables.cache * m.head_dim, many
 
 
 def _check_positions(tables: Tables, position: int | None) -> None:
@@ -204,14 +204,16 @@ def _check_coverage(tables: Tables) -> None:
         mine = np.flatnonzero(stages == stage)
         if not len(mine):
             raise TableError(f"no record is of stage {stage}")
-        mine = mine[np.argsort(tables.records[mine, t.START], kind="stable")]
         op, buffer = tables.records[mine[0], [t.OP, t.WEIGHT]].tolist()
-        if op in (t.ROTARY, t.ATTENTION):
-            rows = tables.model.kv_heads
+        first, last = tables.records[mine][:, [t.START, t.STOP]].T
+        if op == t.ATTENTION:  # a span of a head counts as a row
+            rows = tables.model.heads * tables.spans
+            first = first * tables.spans + tables.records[mine, t.SLOT]
+            last = first + 1
         else:
             rows = _size(tables, buffer)[0] if op in _PROJECTIONS else 1
-        edges = np.append(tables.records[mine, t.START], rows)
-        ends = np.insert(tables.records[mine, t.STOP], 0, 0)
+        order = np.argsort(first, kind="stable")
+        mine, edges, ends = mine[order], np.append(first[order], rows), np.insert(last[order], 0, 0)
         for i in np.flatnonzero(edges != ends):
             how = "by no record" if ends[i] < edges[i] else "twice"
             low, high = sorted((int(ends[i]), int(edges[i])))
@@ -231,9 +233,7 @@ def _stages(tables: Tables) -> np.ndarray:
     of_op = np.zeros(len(t.OPS) + 1, np.int64)
     of_op[list(_STAGES)] = np.arange(1, 1 + len(_STAGES))
     of_op[[t.HEAD, t.ARGMAX]] = np.array([1, 2]) + len(_STAGES) * layers
-    names_layer = np.where(
-        np.isin(records[:, t.OP], (t.ROTARY, t.ATTENTION)), records[:, t.FIRST], records[:, t.WEIGHT]
-    )
+    names_layer = np.where(records[:, t.OP] == t.ATTENTION, records[:, t.FIRST], records[:, t.WEIGHT])
     return of_op[records[:, t.OP]] + len(_STAGES) * np.maximum(0, (names_layer - len(t.SHARED)) // len(t.LAYER))
 
 
@@ -257,23 +257,34 @@ def _check_counters(tables: Tables) -> None:
         raise TableError(f"signals counter {records[number, t.SIGNAL]}, for which no record waits", int(number))
 
 
+def _check_arrivals(tables: Tables) -> None:
+    """The spans of one head in one layer share a counter that nothing else uses; other ops have none."""
+    records, stages = tables.records, _stages(tables)
+    found, attends = records[:, t.ARRIVALS], records[:, t.OP] == t.ATTENTION
+    for number in np.flatnonzero(np.where(attends, (found < 0) | (found >= tables.counters), found != -1)):
+        allowed = f"0 to {tables.counters - 1}" if attends[number] else "-1, its op has none"
+        raise TableError(f"arrivals is counter {found[number]}; allowed: {allowed}", int(number))
+    owners: dict[int, tuple[int, int] | None] = dict.fromkeys(map(int, records[:, [t.WAIT, t.SIGNAL]].flat))
+    counters: dict[tuple[int, int], int] = {}
+    for number in np.flatnonzero(attends).tolist():
+        owner, counter = (int(stages[number]), int(records[number, t.START])), int(found[number])
+        if owners.setdefault(counter, owner) != owner or counters.setdefault(owner, counter) != counter:
+            raise TableError(f"arrivals is counter {counter}; allowed: one for each head and layer alone", number)
+
+
 def _check_stages(tables: Tables) -> None:
-    """A record waits for all of the stage before; attention for the rotary embedding of its own head."""
+    """A record waits for all of the stage before."""
     records, stages = tables.records, _stages(tables)
     count = np.bincount(stages)
     signals = np.flatnonzero(records[:, t.SIGNAL] >= 0)
     counter = records[signals, t.SIGNAL]
     least, most = np.full(tables.counters, 1 << 30), np.full(tables.counters, -1)
-    head = np.full(tables.counters, -1)  # of the only record that signals a counter, or of one of them
     np.minimum.at(least, counter, stages[signals])
     np.maximum.at(most, counter, stages[signals])
-    head[counter] = records[signals, t.START]
     many = np.bincount(counter, minlength=tables.counters)
     waits = np.flatnonzero(records[:, t.WAIT] >= 0)
     on, before = records[waits, t.WAIT], stages[waits] - 1
-    own = records[waits, t.OP] == t.ATTENTION
-    wrong = (least[on] != before) | (most[on] != before) | (many[on] != np.where(own, 1, count[before]))
-    wrong |= own & (head[on] != records[waits, t.START])
+    wrong = (least[on] != before) | (most[on] != before) | (many[on] != count[before])
     for number in waits[wrong]:
         what = f"waits for counter {records[number, t.WAIT]}, which is not all of the stage before"
         raise TableError(what, int(number))
