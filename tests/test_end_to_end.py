@@ -228,7 +228,9 @@ def test_without_triton_the_whole_report_is_made(bare_report):
     done, reports = bare_report
     check_report(done, reports)
     machine, layout, gemv, decode = (text_of(reports / page) for page in PAGES)
-    assert all(f"Recorded measurement, not of this machine: {MACHINE['name']}" in text for text in (machine, gemv, decode))
+    assert all(
+        f"Recorded measurement, not of this machine: {MACHINE['name']}" in text for text in (machine, gemv, decode)
+    )
     assert "Triton is not installed here" in layout
     assert "registers, sm_90" in layout  # from the rows, of the kernels that were timed
     assert "not installed" in text_of(reports / "index.html")
