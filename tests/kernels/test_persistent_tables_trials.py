@@ -1,4 +1,4 @@
-"""What study 03 times, run on a tiny decoder: each trial is right, begins its sequence anew, and notices what is not."""
+"""What study 03 times, run on a tiny decoder: each trial is right, repeats its sequence, notices what is not right."""
 
 import os
 
