@@ -1,9 +1,9 @@
 """Rows of the real studies as a sweep leaves them, with made-up times: what views, claims and pages are tried on."""
 
+import functools
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -124,7 +124,7 @@ def _host_us(case: Case, way: str, part: str) -> float:
     return 30.0 + case.params.get("queued_us", 0) if part == "copy" and pageable else 5.0
 
 
-@cache
+@functools.cache
 def _counts(model: str, parts: int) -> dict[str, int]:
     from labkit.persistent_tables import tables
     from labkit.persistent_tables.model import decoder

@@ -299,27 +299,42 @@ def test_both_ways_build_the_same_tables_of_a_real_model(schedule):
 def test_tables_by_hand():
     how = Lowering(Decoder("m", 8, 1, 2, 1, 4, 6, 10), 2, cache=4, position=3, rows=4)
     found = lower(how)
-    assert found.counters == 1 + 6 + 1
+    assert found.counters == 1 + 7 + 1
     assert found.queue.tolist() == [0, 7, 14]
     words = [tables.OP, tables.START, tables.STOP, tables.WAIT, tables.TARGET, tables.SIGNAL, tables.POSITION]
     assert found.records[:7, words].tolist() == [  # program 0 has every other record
         [tables.EMBED, 0, 1, -1, -1, 0, -1],
         [tables.QKV, 8, 16, 0, 1, 1, -1],
-        [tables.ATTENTION, 0, 1, 2, 1, 3, 3],
-        [tables.OUTPUT, 4, 8, 3, 1, 4, -1],
-        [tables.GATE_UP, 4, 12, 4, 2, 5, -1],
-        [tables.DOWN, 4, 8, 5, 2, 6, -1],
-        [tables.HEAD, 4, 10, 6, 2, 7, -1],
+        [tables.ATTENTION, 1, 2, 1, 2, 4, 3],
+        [tables.OUTPUT, 4, 8, 4, 2, 5, -1],
+        [tables.GATE_UP, 4, 12, 5, 2, 6, -1],
+        [tables.DOWN, 4, 8, 6, 2, 7, -1],
+        [tables.HEAD, 4, 10, 7, 2, 8, -1],
     ]
     assert found.records[7:, words].tolist() == [
         [tables.QKV, 0, 8, 0, 1, 1, -1],
-        [tables.ROTARY, 0, 1, 1, 2, 2, 3],
-        [tables.OUTPUT, 0, 4, 3, 1, 4, -1],
-        [tables.GATE_UP, 0, 4, 4, 2, 5, -1],
-        [tables.DOWN, 0, 4, 5, 2, 6, -1],
-        [tables.HEAD, 0, 4, 6, 2, 7, -1],
-        [tables.ARGMAX, 0, 1, 7, 2, -1, 3],
+        [tables.ATTENTION, 0, 1, 1, 2, 4, 3],
+        [tables.OUTPUT, 0, 4, 4, 2, 5, -1],
+        [tables.GATE_UP, 0, 4, 5, 2, 6, -1],
+        [tables.DOWN, 0, 4, 6, 2, 7, -1],
+        [tables.HEAD, 0, 4, 7, 2, 8, -1],
+        [tables.ARGMAX, 0, 1, 8, 2, -1, 3],
     ]
+    attention = found.records[found.records[:, tables.OP] == tables.ATTENTION]
+    assert attention[:, [tables.START, tables.SLOT, tables.ARRIVALS]].tolist() == [[1, 0, 3], [0, 0, 2]]
+
+
+def test_spans_of_the_cache_are_records_of_their_own():
+    model = Decoder("m", 8, 2, 2, 1, 4, 6, 10)
+    found = lower(Lowering(model, 1, cache=10, span=4))
+    attention = found.records[found.records[:, tables.OP] == tables.ATTENTION]
+    shared = [[head, span, 2 + head] for head in (0, 1) for span in (0, 1, 2)]
+    later = [[head, span, counter + 7] for head, span, counter in shared]
+    assert attention[:, [tables.START, tables.SLOT, tables.ARRIVALS]].tolist() == shared + later
+    output = found.records[:, tables.OP] == tables.OUTPUT
+    assert (found.records[output, tables.TARGET] == 6).all()
+    assert found.spans == 3
+    assert lower(Lowering(model, 1, cache=10, span=64)).spans == 1
 
 
 def in_order(found):
@@ -490,8 +505,8 @@ def first(found, op):
 @pytest.mark.parametrize(
     ("op", "word", "value", "message"),
     [
-        (tables.QKV, tables.OP, 0, "op is 0; allowed: 1 to 9"),
-        (tables.QKV, tables.OP, 10, "op is 10; allowed: 1 to 9"),
+        (tables.QKV, tables.OP, 0, "op is 0; allowed: 1 to 8"),
+        (tables.QKV, tables.OP, 10, "op is 10; allowed: 1 to 8"),
         (tables.DOWN, tables.STOP, 33, "stop of down is 33; allowed: .* to 32"),
         (tables.DOWN, tables.K, 49, "K of down is 49; allowed: 48 to 48"),
         (tables.DOWN, tables.INPUT, 2, "input of down is buffer 2; allowed: 5"),
@@ -500,7 +515,11 @@ def first(found, op):
         (tables.HEAD, tables.SLOT, 1, "slot is 1; allowed: each slot once"),
         (tables.ATTENTION, tables.STOP, 3, "stop of attention is 3; allowed: 1 to 1"),
         (tables.ATTENTION, tables.POSITION, 16, "position is 16; allowed: up to 15"),
-        (tables.ROTARY, tables.POSITION, 6, "position is 5, but others have 6|position is 6, but others have 5"),
+        (tables.ATTENTION, tables.POSITION, 6, "position is 5, but others have 6|position is 6, but others have 5"),
+        (tables.ATTENTION, tables.SLOT, 1, "slot of attention is 1; allowed: 0 to 0"),
+        (tables.ATTENTION, tables.ARRIVALS, 1, "arrivals is counter 1; allowed: one for each head and layer alone"),
+        (tables.ATTENTION, tables.ARRIVALS, -1, "arrivals is counter -1; allowed: 0 to 19"),
+        (tables.QKV, tables.ARRIVALS, 2, "arrivals is counter 2; allowed: -1, its op has none"),
         (tables.QKV, tables.POSITION, 5, "position is 5; allowed: -1, its op has none"),
         (tables.DOWN, tables.WAIT, 99, "wait is counter 99; allowed: 0 to 15"),
         (tables.DOWN, tables.WAIT, -1, "wait is counter -1; allowed: 0 to 15"),

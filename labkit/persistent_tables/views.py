@@ -28,12 +28,16 @@ def in_short(rows: pd.DataFrame) -> str:
 
 
 def _cost(rows: pd.DataFrame) -> str:
-    """From the worst way to the best valid one, at the published size."""
-    table = _at_published(derived.walls(rows)).set_index("way")["us"]
-    if not {names.REBUILT, names.GRAPH} <= set(table.index):
+    """From rebuilding in Python to the best valid way, at the published size."""
+    table = _at_published(derived.walls(rows))
+    us = table[table["way"] != names.ONE_POSITION].set_index("way")["us"]
+    us = us[us.index.isin(names.WAYS)]
+    if names.REBUILT not in us:
         return ""
-    parts = [f"{name} {table[name]:.0f} µs" for name in names.WAYS if name in table]
-    return f"A token of {names.H1024} with about as many records as were published: {', '.join(parts)}."
+    return (
+        f"A token of {names.H1024} with about as many records as were published takes {us[names.REBUILT]:.0f} µs if "
+        f"its tables are rebuilt in Python, {us.min():.0f} µs by the best way that keeps them right ({us.idxmin()})."
+    )
 
 
 def _step(rows: pd.DataFrame) -> str:
@@ -113,14 +117,17 @@ def compiled(capabilities: Sequence[int] = (80, 90, 100, 120)) -> pd.DataFrame:
 
 
 def tokens(rows: pd.DataFrame) -> pd.DataFrame:
-    """Tokens that are the reference's, by way and model."""
+    """Tokens that are the reference's, of those compared, by way; all cases together."""
     table = derived.tokens(rows)
-    if table.empty:
-        return table
-    by = table.groupby(["model", "dtype", "way"], sort=False)
-    found = by.agg({"start": "nunique", "checked": "sum", "right": "sum", "margin": "min", "margin there": "max"})
-    errors = by[["first error", "second error"]].max()
-    return found.join(errors).reset_index().rename(columns={"start": "starts"})
+    found = []
+    for way, some in table.groupby("way", sort=False):
+        line: dict[str, Any] = {"way": way, "cases": len(some)}
+        for dtype in ("fp32", "bf16"):
+            part = some[some["dtype"] == dtype]
+            line[f"right, {dtype}"] = f"{part['right'].sum():.0f} of {part['checked'].sum():.0f}" if len(part) else "–"
+        line |= {"least margin": some["margin"].min(), "margin where they part": some["margin there"].max()}
+        found.append(line | {name: some[name].max() for name in ("first error", "second error")})
+    return pd.DataFrame(found)
 
 
 def one_position(rows: pd.DataFrame) -> str:
@@ -277,30 +284,57 @@ def bar_host(rows: pd.DataFrame) -> str:
 
 
 def walls(rows: pd.DataFrame) -> Drawing:
-    """µs a token by way and model, with the GPU's own time as a line."""
-    table = derived.walls(rows)
-    main = table[(table["start"] == names.START) & (table["dtype"] == "bf16") & table["way"].isin(names.WAYS)]
-    main = main[(main["parts"] == 0) | (main["parts"] == names.PUBLISHED_PARTS)]
-    if main.empty:
+    """µs a token by way, a series a model."""
+    table = _main_walls(rows)
+    if table.empty:
         return "no token was timed with the host at work."
-    main = main.assign(
-        case=[
-            m + (f", {n:.0f} records" if p else "")
-            for m, p, n in zip(main["model"], main["parts"], main["records"], strict=True)
-        ],
-        short=main["way"].str.split().str[0] + " " + main["way"].map(_short),
-    )
     fig = figures.lines(
-        main, "short", "us", "case", logy=True, joined=False, xlabel="way", ylabel="µs a token (log)",
+        table, "short", "us", "case", logy=True, joined=False, xlabel="way", ylabel="µs a token (log)",
         title="A token with the host at work",
     )  # fmt: skip
-    best = main.loc[main["% idle"].idxmin()]
-    said = f"Least idle: {best['way']}, {best['case']}, {best['% idle']:.0f} % of a token without a step running"
+    best = table.loc[table.groupby("case", sort=False)["us"].idxmin()]
+    said = "; ".join(f"{line['case']}: {line['way']}, {line['us']:.0f} µs" for _, line in best.iterrows())
     return {
         "fig": fig,
-        "alt": f"Points of µs a token by way, one series a model. {said}.",
-        "caption": f"From an idle GPU, several tokens a sample. GPU µs: the same step in a graph. {said}.",
-        "table": table.rename(columns=UNITS),
+        "alt": f"Points of µs a token by way, one series a model. Least: {said}.",
+        "caption": f"From an idle GPU, several tokens a sample. Least: {said}.",
+        "table": derived.walls(rows).rename(columns=UNITS),
+    }
+
+
+def _main_walls(rows: pd.DataFrame) -> pd.DataFrame:
+    """The ways of every model, and those of the published size, in their order."""
+    table = derived.walls(rows)
+    table = table[(table["start"] == names.START) & (table["dtype"] == "bf16") & table["way"].isin(names.WAYS)]
+    table = table[table["parts"].isin([0, names.PUBLISHED_PARTS])]
+    if table.empty:
+        return table
+    cases = [
+        f"{line['model']}, {line['records']:.0f} records" if line["parts"] else line["model"]
+        for _, line in table.iterrows()
+    ]
+    short = table["way"].str.split().str[0] + " " + table["way"].map(_short)
+    order = table["way"].map(names.WAYS.index)
+    return table.assign(case=cases, short=short, order=order).sort_values("order", kind="stable")
+
+
+def idle(rows: pd.DataFrame) -> Drawing:
+    """Percent of a token in which no step runs on the GPU, by way and model."""
+    table = _main_walls(rows)
+    table = table[table["% idle"].notna()]
+    if table.empty:
+        return "no token was timed with the host at work beside the step alone."
+    fig = figures.heat(
+        table, "case", "way", "% idle", xlabel="model", ylabel="way", unit="% of a token", fmt="{:.0f}",
+        title="GPU idle: a token's time in which no step runs",
+    )  # fmt: skip
+    worst = table.loc[table["% idle"].idxmax()]
+    said = f"Most: {worst['way']}, {worst['case']}, {worst['% idle']:.0f} %"
+    return {
+        "fig": fig,
+        "alt": f"Map of percent of a token without a step running, by way and model. {said}.",
+        "caption": f"What a token takes beyond the same step in a graph, over what it takes. {said}.",
+        "table": table[["case", "way", "us", "gpu us", "idle us", "% idle"]].rename(columns=UNITS),
     }
 
 
@@ -329,18 +363,22 @@ def where(rows: pd.DataFrame) -> str:
 
 def queued(rows: pd.DataFrame) -> pd.DataFrame:
     """The host's µs for copies with an idle GPU and behind other work."""
-    return derived.queued(rows).rename(columns={"idle": "GPU idle", "queued": f"{names.QUEUED_US} µs queued"})
+    return _whole_ways(rows).rename(columns={"idle": "GPU idle", "queued": f"{names.QUEUED_US} µs queued"})
+
+
+def _whole_ways(rows: pd.DataFrame) -> pd.DataFrame:
+    table = derived.queued(rows)
+    return table[table["way"].isin(names.WAYS)].reset_index(drop=True)
 
 
 def waits(rows: pd.DataFrame) -> str:
     """Which copies wait for what is queued."""
-    table = derived.queued(rows)
+    table = _whole_ways(rows)
     if table.empty:
         return "copies were not timed behind other work."
-    wait = table[table["waited"] > names.QUEUED_US / 2]["way"]
-    rest = table[table["waited"] <= names.QUEUED_US / 2]["way"]
-    said = f"the host waits for other work on the stream in: {'; '.join(wait) or 'none'}."
-    return f"{said} Not in: {'; '.join(rest) or 'none'}."
+    wait = table["waited"] > names.QUEUED_US / 2
+    numbers = [", ".join(dict.fromkeys(way.split()[0] for way in table["way"][some])) for some in (wait, ~wait)]
+    return f"the host waits for other work on the stream in the ways {numbers[0] or '–'}; not in {numbers[1] or '–'}."
 
 
 # Sweeps
