@@ -142,6 +142,23 @@ def tokens(rows: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(found).reindex(columns=TOKENS_COLUMNS)
 
 
+def contexts(rows: pd.DataFrame) -> pd.DataFrame:
+    """A token without the host by first position: µs of the tables and of separate kernels.
+
+    Columns model, start, variant, us, tbs (streamed bytes, the cache's too).
+    """
+    found = []
+    for params, group in cases(rows, "token", dtype="bf16", parts=0):
+        group = in_mode(group, "graph")
+        us, size = median_us(group), group["floor_bytes"].iloc[0]
+        for name in (names.OURS, names.GEMV, names.GEMV_DEPENDENT):
+            if name in us:
+                line = {"model": params["model"], "start": params["start"], "variant": name}
+                found.append(line | {"us": us[name], "tbs": size / us[name] / 1e6})
+    table = pd.DataFrame(found, columns=["model", "start", "variant", "us", "tbs"])
+    return table[table.groupby("model")["start"].transform("nunique") > 1].reset_index(drop=True)
+
+
 def ratio(rows: pd.DataFrame, slow: str, fast: str, **wanted: Any) -> dict[str, Any]:
     """Time of one way over that of another in one case, host at work: ratio, low, high, verdict, runs; or nothing."""
     for _, group in cases(rows, "token", **wanted):

@@ -14,12 +14,13 @@ GRAPHS |= dict.fromkeys((*names.SEPARATE, *names.DEPENDENT), "baseline") | {name
 
 
 def cases(parameters: Mapping[str, Any]) -> list[Case]:
-    """Whole tokens of every model; of h1024 also with other numbers of records and contexts; then the host's work."""
+    """Whole tokens of every model; further numbers of records, contexts and types of some; then the host's work."""
     wanted = [_params(model) for model in parameters["models"]]
     if names.H1024 in parameters["models"]:
         wanted += [_params(names.H1024, parts=n) for n in parameters["parts"]]
-        wanted += [_params(names.H1024, start=n) for n in parameters["starts"]]
         wanted += [_params(names.H1024, dtype=name) for name in parameters["dtypes"] if name != "bf16"]
+    longer = [name for name in (names.H1024, names.LLAMA) if name in parameters["models"]]
+    wanted += [_params(name, start=n) for name in longer for n in parameters["starts"]]
     idle = [one | {"queued_us": 0} for one in wanted if one["start"] == names.START and one["dtype"] == "bf16"]
     busy = [one | {"queued_us": names.QUEUED_US} for one in idle if one["parts"] == names.PUBLISHED_PARTS]
     found = [Case("token", one) for one in wanted] + [Case("host", one) for one in idle + busy]
@@ -51,7 +52,8 @@ def variants(x: Case) -> list[Variant]:
     if x.op == "host":
         return [_part(name, which) for name in hosted(x) for which in names.PARTS]
     whole = not x["parts"] and x["start"] == names.START and x["dtype"] == "bf16"
-    graphs = GRAPHS if whole else {names.OURS: "ours"}
+    some = (names.OURS, names.GEMV, names.GEMV_DEPENDENT) if x["start"] != names.START else (names.OURS,)
+    graphs = {name: role for name, role in GRAPHS.items() if whole or name in some}
     found = [_variant(name, role, *_GRAPH[name], "graph") for name, role in graphs.items()]
     found += [_variant(name, _role(name), "way", {"name": name}, "eager") for name in waiting(x)]
     return found + ([_variant(names.REPLAYED, "baseline", "replayed", {}, "eager")] if whole else [])
@@ -62,7 +64,7 @@ def waiting(x: Case) -> tuple[str, ...]:
     if x["model"] == TINY.name or x["parts"] == names.PUBLISHED_PARTS:
         return names.WAYS + names.ALONE
     if x["parts"] or x["start"] != names.START:
-        return names.SWEPT
+        return names.SWEPT if x["model"] == names.H1024 else ()
     return tuple(name for name in names.WAYS if name != names.REBUILT)  # which takes longer than all others together
 
 
@@ -105,7 +107,7 @@ def control(x: Case) -> str:
     """The variant that the A/A control repeats: among those that the case is there for."""
     if x.op == "host":
         return names.part(names.GRAPH, "launch")
-    return names.IN_LAUNCH if x["parts"] or x["start"] != names.START else names.OURS
+    return names.IN_LAUNCH if waiting(x) == names.SWEPT or x["parts"] else names.OURS
 
 
 def kernels(some: Sequence[Case], capability: int) -> list[tuple[str, Mapping[str, Any]]]:

@@ -44,7 +44,7 @@ class Plan:
 PLANS = {
     names.H1024: Plan(choice={"block_k": 256, "block_t": 8}),  # block_k divides all widths, as do the next ones
     "AutoMegaKernel h2048": Plan(3, choice={"block_k": 512, "block_t": 8}),  # wider heads: more takes registers
-    names.LLAMA: Plan(choice={"block_k": 1024}),
+    names.LLAMA: Plan(choice={"block_k": 1024, "block_t": 8}),
     TINY.name: Plan(rows=64, choice={"block_k": 64, "num_warps": 1}),
 }
 

@@ -232,6 +232,29 @@ def stops(rows: pd.DataFrame) -> str:
     return f"{'; '.join(parts)}." if parts else "the step was not measured beside reading."
 
 
+def contexts(rows: pd.DataFrame) -> Drawing:
+    """µs a token without the host against the first position, tables and separate kernels."""
+    table = derived.contexts(rows)
+    if table.empty:
+        return "no model was measured at several positions."
+    fig = figures.lines(
+        table, "start", "us", "variant", panel="model", logx=True, logy=True, xlabel="position of the first token",
+        ylabel="µs a token (log)", title="Longer contexts: tables and separate kernels",
+    )  # fmt: skip
+    last = table[table["start"] == table.groupby("model")["start"].transform("max")]
+    said = "; ".join(
+        f"{model} at {some['start'].iloc[0]}: "
+        + ", ".join(f"{line['variant']} {line['us']:.0f} µs" for _, line in some.iterrows())
+        for model, some in last.groupby("model", sort=False)
+    )
+    return {
+        "fig": fig,
+        "alt": f"Lines of µs a token against the position, by variant and model. {said}.",
+        "caption": f"CUDA graphs of whole sequences. {said}.",
+        "table": table.rename(columns=UNITS),
+    }
+
+
 # With the host
 
 
