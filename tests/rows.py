@@ -21,7 +21,7 @@ Us = Callable[[Case, Variant], float]
 LAYOUT = {"models": ["Qwen3-Next-80B-A3B"], "batches": [1, 64], "states": ["fp32", "bf16"]}
 LAYOUT |= {"gates": [], "step_batches": [], "prefills": []}
 GEMV = {"models": ["AutoMegaKernel h1024", "Llama-3.2-1B", "Qwen3.5-4B"], "dtypes": ["bf16", "fp32"]}
-DECODE = {"models": ["AutoMegaKernel h1024", "Llama-3.2-1B"], "dtypes": ["bf16"], "parts": [22, 88], "starts": [512]}
+DECODE = {"models": ["AutoMegaKernel h1024", "Llama-3.2-1B"], "dtypes": ["bf16"], "parts": [20, 88], "starts": [512]}
 MACHINE_PAGE = {
     "kinds": ["launch", "h2d", "read", "in_place", "copy", "bf16", "fp8"],
     "sizes_mib": [1, 256],

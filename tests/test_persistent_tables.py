@@ -658,6 +658,14 @@ def test_compiled_for_hopper():
     assert (found["atomics"] == 1).all()  # the signal; waiting is loads
 
 
+@pytest.mark.parametrize(("capability", "prefetch", "times"), [(90, 16384, 2), (90, 0, 0), (80, 16384, 0)])
+def test_weights_are_brought_to_the_l2_where_the_gpu_can(capability, prefetch, times):
+    """Before the wait, and in the loop."""
+    with compiled.offline(capability):
+        launch = kernels.compilable("Llama-3.2-1B", prefetch=prefetch)
+    assert compiled.build(launch, capability).asm["ptx"].count("cp.async.bulk.prefetch.L2") == times
+
+
 def test_a_lost_alignment_shows_in_the_loads():
     """The control: rows of which nobody says that they are aligned are loaded in narrow pieces."""
     launch = kernels.compilable("Llama-3.2-1B")

@@ -237,7 +237,9 @@ def sizes() -> pd.DataFrame:
     ]
     wanted = [(name, programs, None) for name in names.MODELS for programs in (132, 528)]
     for model, programs, parts in [*wanted, (names.H1024, 528, names.PUBLISHED_PARTS)]:
-        lowered = tables.lower(Lowering(MODELS[model], programs, cache=names.CACHE, parts=parts))
+        lowered = tables.lower(
+            Lowering(MODELS[model], programs, cache=names.CACHE, parts=parts, span=names.SPANS.get(model))
+        )
         counts = tables.counts(lowered)
         line = {"design": "this page", "model": model, "programs": str(programs), "records": counts["records"]}
         found.append(line | {"bytes": lowered.nbytes, "words": counts["changed_words"]})
@@ -248,6 +250,6 @@ def changes(position: int = names.START) -> pd.DataFrame:
     """Which words differ between the tables of a position and of the next: model, table, op, field, words, bytes."""
     found = []
     for name in names.MODELS:
-        how = Lowering(MODELS[name], 132, cache=names.CACHE)
+        how = Lowering(MODELS[name], 132, cache=names.CACHE, span=names.SPANS.get(name))
         found += [{"model": name} | one._asdict() for one in tables.changes_of_a_token(how, position)]
     return pd.DataFrame(found)

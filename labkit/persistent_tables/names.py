@@ -48,6 +48,7 @@ H1024, LLAMA = "AutoMegaKernel h1024", "Llama-3.2-1B"
 MODELS = (H1024, "AutoMegaKernel h2048", LLAMA)
 START = 16  # position of the first token, as in the published comparison
 CACHE = 2048  # positions
+SPANS = {LLAMA: 128}  # model: positions that one record of attention reads; of the others all, as was published
 PUBLISHED_PARTS = 20  # records a projection at most: as many records of h1024 as were published, within 2 %
 PUBLISHED_RECORDS = 402
 QUEUED_US = 1000  # of other work on the stream

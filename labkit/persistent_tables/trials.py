@@ -42,9 +42,9 @@ class Plan:
 
 
 PLANS = {
-    names.H1024: Plan(choice={"block_k": 256, "block_t": 8}),  # block_k divides all widths, as do the next ones
-    "AutoMegaKernel h2048": Plan(3, choice={"block_k": 512, "block_t": 8}),  # wider heads: more takes registers
-    names.LLAMA: Plan(choice={"block_k": 1024, "block_t": 8}),
+    names.H1024: Plan(choice={"block_k": 256}),  # block_k divides all widths, as do the next ones
+    "AutoMegaKernel h2048": Plan(choice={"block_k": 512, "block_t": 8}),  # wider heads: more takes registers
+    names.LLAMA: Plan(choice={"block_k": 1024}),
     TINY.name: Plan(rows=64, choice={"block_k": 64, "num_warps": 1}),
 }
 
@@ -55,7 +55,7 @@ def kernel(model: str, dtype: str, position_from: str) -> Any:
 
     plan, full = PLANS[model], str(DTYPES[dtype]).removeprefix("torch.")
     choice = dict(plan.choice)
-    return kernels.compilable(model, 1, plan.rows, names.CACHE, position_from, full, **choice)
+    return kernels.compilable(model, 1, plan.rows, names.CACHE, position_from, full, names.SPANS.get(model), **choice)
 
 
 def projection(N: int, K: int, choice: Mapping[str, Any], dependent: bool) -> Any:
@@ -93,7 +93,17 @@ def lowering(x: Case, device: Any, schedule: str = "round-robin") -> Lowering:
     size, plan = DTYPES[x["dtype"]].itemsize, PLANS[x["model"]]
     cache = names.CACHE if x["model"] != TINY.name else 32
     parts = x["parts"] or None
-    return Lowering(decoder(x["model"]), programs(x, device), schedule, cache, 0, plan.rows, parts, size)
+    return Lowering(
+        decoder(x["model"]),
+        programs(x, device),
+        schedule,
+        cache,
+        0,
+        plan.rows,
+        parts,
+        size,
+        names.SPANS.get(x["model"]),
+    )
 
 
 def programs(x: Case, device: Any) -> int:

@@ -67,7 +67,7 @@ def traffic() -> pd.DataFrame:
         line: dict[str, Any] = {"way": way}
         for model in (names.H1024, names.LLAMA):
             position = None if way in (names.IN_LAUNCH, names.GRAPH) else 0
-            how = tables.Lowering(MODELS[model], 132, cache=names.CACHE, position=position)
+            how = tables.Lowering(MODELS[model], 132, cache=names.CACHE, position=position, span=names.SPANS.get(model))
             sent = ways.traffic(way, tables.lower(how))
             line |= {f"bytes, {model}": sent.bytes, f"copies, {model}": sent.copies, "kernels": sent.kernels}
         found.append(line)

@@ -122,7 +122,7 @@ def test_the_baseline_and_the_tables_fill_the_same_cache(device):
         caches.append([memory.buffers[f"{x}_cache.{i}"] for x in "kv" for i in range(TINY.layers)])
     for one, other in zip(*caches, strict=True):
         assert one[9].any()
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=4e-6)
 
 
 @pytest.mark.parametrize("projections", baseline.PROJECTIONS)
