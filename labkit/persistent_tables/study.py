@@ -162,6 +162,6 @@ STUDY = Study(
         "parts": _or_none(list_of(integer(1, 4096))),
         "starts": _or_none(list_of(integer(1, names.CACHE - trials.CHECKED))),
     },
-    tiny=(Case("token", {"model": TINY.name, "dtype": "fp32", "start": 3, "parts": 0}),),
+    tiny=(Case("token", _params(TINY.name, dtype="fp32")),),
     kernels=kernels,
 )
