@@ -173,7 +173,7 @@ def step(rows: pd.DataFrame) -> Drawing:
 
 
 def _fastest(table: pd.DataFrame) -> str:
-    some = table[table["variant"] != names.READ]
+    some = table[~table["variant"].isin([names.READ, names.UNORDERED])]
     best = some.loc[some["us"].idxmin()]
     return f"{best['model']}: fastest {best['variant']}, {best['us']:.0f} µs"
 
@@ -220,15 +220,18 @@ def bar_step(rows: pd.DataFrame) -> str:
 
 
 def stops(rows: pd.DataFrame) -> str:
-    """What a token takes beyond reading as many bytes, a stage of the step."""
+    """What a token takes beyond reading as many bytes: waiting, and streaming more slowly."""
     table = derived.graphs(rows)
     parts = []
     for model, some in table.groupby("model", sort=False):
         us = some.set_index("variant")["us"]
-        if {names.OURS, names.READ} <= set(us.index):
+        if {names.OURS, names.UNORDERED, names.READ} <= set(us.index):
             stages = 2 + 6 * derived.MODELS[model].layers
-            beyond = us[names.OURS] - us[names.READ]
-            parts.append(f"{model} {beyond:.0f} µs beyond reading, {beyond / stages:.2f} µs a barrier of {stages}")
+            waiting, slower = us[names.OURS] - us[names.UNORDERED], us[names.UNORDERED] - us[names.READ]
+            parts.append(
+                f"{model} {waiting:.0f} µs of waiting, {waiting / stages:.2f} µs a barrier of {stages}, and "
+                f"{slower:.0f} µs beyond reading as many bytes without it"
+            )
     return f"{'; '.join(parts)}." if parts else "the step was not measured beside reading."
 
 
