@@ -90,24 +90,22 @@ def floor_cases(cases: Sequence[Any]) -> list[Any]:
 
 
 def compiled(capabilities: Sequence[int] = (80, 90, 100, 120)) -> pd.DataFrame:
-    """What the step compiles to, by model and where the position is from; empty where Triton is missing."""
+    """What the step compiles to, by model, with the position on the device; empty where Triton is missing."""
     if not find_spec("triton"):
         return pd.DataFrame()
     from labkit.evidence import compiled as evidence
 
-    wanted = [(names.LLAMA, where) for where in ("record", "launch", "device")]
-    wanted += [(model, "device") for model in names.MODELS if model != names.LLAMA]
     sources = {
-        f"{model}, position from the {where}": (
+        model: (
             "labkit.persistent_tables.trials:kernel",
-            {"model": model, "dtype": "bf16", "position_from": where},
+            {"model": model, "dtype": "bf16", "position_from": "device"},
         )
-        for model, where in wanted
+        for model in names.MODELS
     }
     table = evidence.table(sources, capabilities)
     table = table.assign(wide=[loads.get("128", 0) for loads in table["loads"]])
     columns = {
-        "source": "kernel", "capability": "sm", "registers": "registers", "spill_bytes": "spilled bytes",
+        "source": "model", "capability": "sm", "registers": "registers", "spill_bytes": "spilled bytes",
         "ctas_per_sm": "CTAs an SM", "wide": "loads of 16 bytes", "atomics": "atomics", "instructions": "instructions",
     }  # fmt: skip
     return table[list(columns)].rename(columns=columns)
@@ -335,10 +333,9 @@ def _main_walls(rows: pd.DataFrame) -> pd.DataFrame:
     table = table[table["parts"].isin([0, names.PUBLISHED_PARTS])]
     if table.empty:
         return table
-    cases = [
-        f"{line['model']}, {line['records']:.0f} records" if line["parts"] else line["model"]
-        for _, line in table.iterrows()
-    ]
+    short_names = table["model"].str.removeprefix("AutoMegaKernel ")
+    records = table["records"].map(", {:.0f} records".format)
+    cases = short_names + records.where(table["parts"] > 0, "")
     short = table["way"].str.split().str[0] + " " + table["way"].map(_short)
     order = table["way"].map(names.WAYS.index)
     return table.assign(case=cases, short=short, order=order).sort_values("order", kind="stable")
