@@ -62,7 +62,7 @@ def graphs(rows: pd.DataFrame) -> pd.DataFrame:
         group = in_mode(group, "graph")
         us, size = median_us(group), group["floor_bytes"].iloc[0]
         compared = {c.against: c.columns() for c in compare_many(group, [(names.OURS, name) for name in us])}
-        for name in (names.OURS, names.LONGEST, *names.SEPARATE, *names.DEPENDENT, names.READ):
+        for name in (names.OURS, names.LONGEST, *names.SEPARATE, *names.DEPENDENT, names.UNORDERED, names.READ):
             if name not in us:
                 continue
             line = {"model": params["model"], "variant": name, "us": us[name], "tbs": size / us[name] / 1e6}

@@ -36,6 +36,7 @@ def part(way: str, which: str) -> str:
 # The same decoder without the host: all launches of some tokens in one CUDA graph
 OURS = "tables"
 LONGEST = "tables, longest first"
+UNORDERED = "tables, nobody waits"  # wrong results: the same work and bytes without barriers
 CUBLAS, GEMV = "kernels, cuBLAS", "kernels, our GEMV"
 CUBLAS_DEPENDENT, GEMV_DEPENDENT = f"{CUBLAS}, dependent launch", f"{GEMV}, dependent launch"
 SEPARATE = (CUBLAS, GEMV)

@@ -9,7 +9,7 @@ from labkit.persistent_tables.model import TINY, decoder
 
 HERE = "labkit.persistent_tables.trials"
 ONE_SET = 2**40  # bytes: one buffer set, since a decode reads the same weights for every token
-GRAPHS = {names.OURS: "ours", names.LONGEST: "step"}
+GRAPHS = {names.OURS: "ours", names.LONGEST: "step", names.UNORDERED: "control"}
 GRAPHS |= dict.fromkeys((*names.SEPARATE, *names.DEPENDENT), "baseline") | {names.READ: "ceiling"}
 
 
@@ -82,6 +82,7 @@ def _role(name: str) -> str:
 _GRAPH: dict[str, tuple[str, dict[str, Any]]] = {  # variant -> function of `trials`, arguments
     names.OURS: ("in_graph", {"schedule": "round-robin"}),
     names.LONGEST: ("in_graph", {"schedule": "longest-first"}),
+    names.UNORDERED: ("unordered", {}),
     names.CUBLAS: ("separate", {"projections": "F.linear", "dependent": False}),
     names.GEMV: ("separate", {"projections": "gemv", "dependent": False}),
     names.CUBLAS_DEPENDENT: ("separate", {"projections": "F.linear", "dependent": True}),
@@ -162,6 +163,6 @@ STUDY = Study(
         "parts": _or_none(list_of(integer(1, 4096))),
         "starts": _or_none(list_of(integer(1, names.CACHE - trials.CHECKED))),
     },
-    tiny=(Case("token", {"model": TINY.name, "dtype": "fp32", "start": 3, "parts": 0}),),
+    tiny=(Case("token", _params(TINY.name, dtype="fp32")),),
     kernels=kernels,
 )

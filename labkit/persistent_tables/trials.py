@@ -9,8 +9,8 @@ takes. In `eager` mode the host does what the way does for every token, beginnin
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
 from itertools import pairwise
 from typing import Any
 
@@ -91,31 +91,27 @@ def weights_of(x: Case, device: Any, seed: int) -> Weights:
 def lowering(x: Case, device: Any, schedule: str = "round-robin") -> Lowering:
     """What is lowered for a case on a device: as many programs as are resident at once."""
     size, plan = DTYPES[x["dtype"]].itemsize, PLANS[x["model"]]
-    cache = names.CACHE if x["model"] != TINY.name else 32
+    positions = names.CACHE if x["model"] != TINY.name else 32
     parts = x["parts"] or None
-    return Lowering(
-        decoder(x["model"]),
-        programs(x, device),
-        schedule,
-        cache,
-        0,
-        plan.rows,
-        parts,
-        size,
-        names.SPANS.get(x["model"]),
-    )
+    span, found = names.SPANS.get(x["model"]), programs(x, device)
+    return Lowering(decoder(x["model"]), found, schedule, positions, 0, plan.rows, parts, size, span)
 
 
 def programs(x: Case, device: Any) -> int:
     """Programs that are all resident, whichever way runs; one where there is no GPU."""
-    if torch.device(device).type != "cuda":
+    return _resident(x["model"], x["dtype"], torch.device(device))
+
+
+@cache
+def _resident(model: str, dtype: str, device: torch.device) -> int:
+    if device.type != "cuda":
         return 1
     from labkit.evidence.roofline import occupancy
 
     properties = torch.cuda.get_device_properties(device)
-    capability, fitting = 10 * properties.major + properties.minor, [PLANS[x["model"]].per_sm]
+    capability, fitting = 10 * properties.major + properties.minor, [PLANS[model].per_sm]
     for position_from in ("record", "launch", "device"):
-        compiled = kernel(x["model"], x["dtype"], position_from).compile()
+        compiled = kernel(model, dtype, position_from).compile()
         compiled._init_handles()
         shared, warps = compiled.metadata.shared, compiled.metadata.num_warps
         fitting.append(occupancy(compiled.n_regs, shared, warps, capability))
@@ -164,12 +160,12 @@ def expected(x: Case, device: Any, seed: int) -> Expected:
 
 def _generated(x: Case, device: Any, seed: int, count: int) -> Expected:
     model, weights, start = decoder(x["model"]), weights_of(x, device, seed), x["start"]
-    cache = reference.new_cache(model, start + count, torch.float64, device)
+    kept = reference.new_cache(model, start + count, torch.float64, device)
     for i, (k, v) in enumerate(_context(x, device, seed)):
-        cache.k[i, :, :start], cache.v[i, :, :start] = k, v
+        kept.k[i, :, :start], kept.v[i, :, :start] = k, v
     token, tokens, margins, first = FIRST_TOKEN, [], [], []
     for i in range(count):
-        logits = reference.step(model, weights, cache, token, start + i)
+        logits = reference.step(model, weights, kept, token, start + i)
         best = logits.topk(2).values
         token = int(logits.argmax())
         tokens.append(token)
@@ -297,6 +293,15 @@ def in_graph(x: Case, device: Any, sets: int, seed: int, schedule: str) -> Trial
     )  # fmt: skip
     trial.launch = found.launched
     return trial
+
+
+def unordered(x: Case, device: Any, sets: int, seed: int) -> Trial:
+    """The same without any wait: what its results are does not matter, but how fast the same bytes stream."""
+    found = prepared(x, device, seed, names.GRAPH)
+    records = found.launched.args["records"].clone()
+    records[:, tables.TARGET] = -1
+    launch = replace(found.launched, args={**found.launched.args, "records": records})
+    return Trial(_captured(x, found.memory, launch))
 
 
 def separate(x: Case, device: Any, sets: int, seed: int, projections: str, dependent: bool) -> Trial:

@@ -90,24 +90,22 @@ def floor_cases(cases: Sequence[Any]) -> list[Any]:
 
 
 def compiled(capabilities: Sequence[int] = (80, 90, 100, 120)) -> pd.DataFrame:
-    """What the step compiles to, by model and where the position is from; empty where Triton is missing."""
+    """What the step compiles to, by model, with the position on the device; empty where Triton is missing."""
     if not find_spec("triton"):
         return pd.DataFrame()
     from labkit.evidence import compiled as evidence
 
-    wanted = [(names.LLAMA, where) for where in ("record", "launch", "device")]
-    wanted += [(model, "device") for model in names.MODELS if model != names.LLAMA]
     sources = {
-        f"{model}, position from the {where}": (
+        model: (
             "labkit.persistent_tables.trials:kernel",
-            {"model": model, "dtype": "bf16", "position_from": where},
+            {"model": model, "dtype": "bf16", "position_from": "device"},
         )
-        for model, where in wanted
+        for model in names.MODELS
     }
     table = evidence.table(sources, capabilities)
     table = table.assign(wide=[loads.get("128", 0) for loads in table["loads"]])
     columns = {
-        "source": "kernel", "capability": "sm", "registers": "registers", "spill_bytes": "spilled bytes",
+        "source": "model", "capability": "sm", "registers": "registers", "spill_bytes": "spilled bytes",
         "ctas_per_sm": "CTAs an SM", "wide": "loads of 16 bytes", "atomics": "atomics", "instructions": "instructions",
     }  # fmt: skip
     return table[list(columns)].rename(columns=columns)
@@ -173,7 +171,7 @@ def step(rows: pd.DataFrame) -> Drawing:
 
 
 def _fastest(table: pd.DataFrame) -> str:
-    some = table[table["variant"] != names.READ]
+    some = table[~table["variant"].isin([names.READ, names.UNORDERED])]
     best = some.loc[some["us"].idxmin()]
     return f"{best['model']}: fastest {best['variant']}, {best['us']:.0f} µs"
 
@@ -220,15 +218,18 @@ def bar_step(rows: pd.DataFrame) -> str:
 
 
 def stops(rows: pd.DataFrame) -> str:
-    """What a token takes beyond reading as many bytes, a stage of the step."""
+    """What a token takes beyond reading as many bytes: waiting, and streaming more slowly."""
     table = derived.graphs(rows)
     parts = []
     for model, some in table.groupby("model", sort=False):
         us = some.set_index("variant")["us"]
-        if {names.OURS, names.READ} <= set(us.index):
+        if {names.OURS, names.UNORDERED, names.READ} <= set(us.index):
             stages = 2 + 6 * derived.MODELS[model].layers
-            beyond = us[names.OURS] - us[names.READ]
-            parts.append(f"{model} {beyond:.0f} µs beyond reading, {beyond / stages:.2f} µs a barrier of {stages}")
+            waiting, slower = us[names.OURS] - us[names.UNORDERED], us[names.UNORDERED] - us[names.READ]
+            parts.append(
+                f"{model} {waiting:.0f} µs of waiting, {waiting / stages:.2f} µs a barrier of {stages}, and "
+                f"{slower:.0f} µs beyond reading as many bytes without it"
+            )
     return f"{'; '.join(parts)}." if parts else "the step was not measured beside reading."
 
 
@@ -332,10 +333,9 @@ def _main_walls(rows: pd.DataFrame) -> pd.DataFrame:
     table = table[table["parts"].isin([0, names.PUBLISHED_PARTS])]
     if table.empty:
         return table
-    cases = [
-        f"{line['model']}, {line['records']:.0f} records" if line["parts"] else line["model"]
-        for _, line in table.iterrows()
-    ]
+    short_names = table["model"].str.removeprefix("AutoMegaKernel ")
+    records = table["records"].map(", {:.0f} records".format)
+    cases = short_names + records.where(table["parts"] > 0, "")
     short = table["way"].str.split().str[0] + " " + table["way"].map(_short)
     order = table["way"].map(names.WAYS.index)
     return table.assign(case=cases, short=short, order=order).sort_values("order", kind="stable")

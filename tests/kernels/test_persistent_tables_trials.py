@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from labkit.persistent_tables import names, study, trials, ways
+from labkit.persistent_tables import names, study, tables, trials, ways
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 (TINY,) = study.STUDY.tiny
@@ -58,6 +58,17 @@ def test_separate_kernels_are_right(longer):
 
 def test_replayed_kernels_are_right():
     check(trials.replayed(TINY, DEVICE, 1, 0))
+
+
+def test_without_waits_the_same_records_run(longer):
+    found = trials.unordered(TINY, DEVICE, 1, 0)
+    assert found.check is None
+    (record,) = {call.args["records"] for call in found.calls[1:]}
+    ordered = trials.prepared(TINY, DEVICE, 0, names.GRAPH).launched.args["records"]
+    changed = (record != ordered).any(0).nonzero().flatten().tolist()
+    assert changed == [tables.TARGET]
+    for call in found.calls:
+        call()
 
 
 def test_one_position_is_shown_but_not_judged():
