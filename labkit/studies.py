@@ -8,6 +8,7 @@ NOTEBOOKS = {
     "machine": "00_machine",
     "state_layout": "01_state_layout",
     "gemv_coalescing": "02_gemv_coalescing",
+    "persistent_tables": "03_persistent_tables",
 }
 
 

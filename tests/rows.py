@@ -1,5 +1,6 @@
 """Rows of the real studies as a sweep leaves them, with made-up times: what views, claims and pages are tried on."""
 
+import functools
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -20,6 +21,7 @@ Us = Callable[[Case, Variant], float]
 LAYOUT = {"models": ["Qwen3-Next-80B-A3B"], "batches": [1, 64], "states": ["fp32", "bf16"]}
 LAYOUT |= {"gates": [], "step_batches": [], "prefills": []}
 GEMV = {"models": ["AutoMegaKernel h1024", "Llama-3.2-1B", "Qwen3.5-4B"], "dtypes": ["bf16", "fp32"]}
+DECODE = {"models": ["AutoMegaKernel h1024", "Llama-3.2-1B"], "dtypes": ["bf16"], "parts": [20, 88], "starts": [512]}
 MACHINE_PAGE = {
     "kinds": ["launch", "h2d", "read", "in_place", "copy", "bf16", "fp8"],
     "sizes_mib": [1, 256],
@@ -49,6 +51,7 @@ def _row(study: str, case: Case, variant: Variant, floor: Any, us: float, spread
     wave = np.sin(np.arange(runs * blocks) + len(variant.name))  # no random numbers, yet no two variants alike
     ns = [round(1e3 * us * (1 + spread * float(w))) for w in wave]
     evidence = access(case, variant) if case.op == "decode" and variant.options else {}
+    evidence = decode_facts(case, variant) if study == "persistent_tables" else evidence
     return row(study, case.op, case.key, variant.name, variant.role, kernel_sha(variant.source), ns) | {
         "options": json.dumps(dict(variant.options), sort_keys=True),
         "cache": cache,
@@ -90,6 +93,59 @@ def gemv_us(over: Mapping[str, float] | Callable[[Case, str], float]) -> Us:
         return factor * (2 + studies.load("gemv_coalescing").floor(case).bytes / 3e6)
 
     return us
+
+
+def decode_us(over: Mapping[str, float] | None = None) -> Us:
+    """Times of the study of tables. The step: bytes at 3 TB/s and 20 µs, 5 without waits. over: factors, by variant.
+
+    With the host a way takes the step and its host's work: 1 and 2 build for 2 ms and 0.2 ms, pageable copies take
+    30 µs and wait for what is queued, everything else of the host 5 µs a part.
+    """
+
+    def us(case: Case, variant: Variant) -> float:
+        name = variant.options.get("repeats", variant.name)
+        factor = (over or {}).get(name, 1.0)
+        if case.op == "host":
+            way, _, part = name.partition(" · ")
+            return factor * _host_us(case, way, part)
+        step = studies.load("persistent_tables").floor(case).bytes / 3e6
+        if variant.role != "ceiling":
+            step += 5 if "nobody waits" in name else 20 if variant.mode == "eager" or name.startswith("tables") else 40
+        parts = [_host_us(case, name, part) for part in ("build", "copy", "launch")] if name[0].isdigit() else []
+        return factor * (step + sum(parts))
+
+    return us
+
+
+def _host_us(case: Case, way: str, part: str) -> float:
+    pageable = "pageable" in way
+    if part == "build":
+        return {"1": 2000.0 * (0.7 if "alone" in way else 1.0), "2": 200.0}.get(way[0], 5.0)
+    return 30.0 + case.params.get("queued_us", 0) if part == "copy" and pageable else 5.0
+
+
+@functools.cache
+def _counts(model: str, parts: int) -> dict[str, int]:
+    from labkit.persistent_tables import tables
+    from labkit.persistent_tables.model import decoder
+
+    return tables.counts(tables.lower(tables.Lowering(decoder(model), 132, cache=2048, parts=parts or None)))
+
+
+def decode_facts(case: Case, variant: Variant) -> dict[str, Any]:
+    """What is recorded beside a decode: its tables, and 64 right tokens, or 1 where a position is replayed."""
+    name = variant.options.get("repeats", variant.name)
+    found: dict[str, Any] = {}
+    if case.op == "token" and variant.role != "ceiling" and "nobody waits" not in name:
+        right = 1 if name.startswith("5") else 64
+        found = {"checked": 64, "right": right, "margin": 0.01, "errors": [1e-3, 1e-3 if right == 64 else 0.3]}
+        found |= {} if right == 64 else {"margin there": 0.2}
+    if name[0].isdigit() or name.startswith("tables"):
+        counts = _counts(case["model"], case["parts"])
+        whole = sum(counts[f"{table}_bytes"] for table in ("buffer", "record", "queue"))
+        sent = 4 * counts["changed_words"] if name.startswith("6") else whole if name[0] in "1234" else 0
+        found |= counts | {"sent": {"bytes": sent, "copies": int(sent > 0), "kernels": 1}}
+    return found
 
 
 def machine_us(case: Case, variant: Variant) -> float:

@@ -299,27 +299,42 @@ def test_both_ways_build_the_same_tables_of_a_real_model(schedule):
 def test_tables_by_hand():
     how = Lowering(Decoder("m", 8, 1, 2, 1, 4, 6, 10), 2, cache=4, position=3, rows=4)
     found = lower(how)
-    assert found.counters == 1 + 6 + 1
+    assert found.counters == 1 + 7 + 1
     assert found.queue.tolist() == [0, 7, 14]
     words = [tables.OP, tables.START, tables.STOP, tables.WAIT, tables.TARGET, tables.SIGNAL, tables.POSITION]
     assert found.records[:7, words].tolist() == [  # program 0 has every other record
         [tables.EMBED, 0, 1, -1, -1, 0, -1],
         [tables.QKV, 8, 16, 0, 1, 1, -1],
-        [tables.ATTENTION, 0, 1, 2, 1, 3, 3],
-        [tables.OUTPUT, 4, 8, 3, 1, 4, -1],
-        [tables.GATE_UP, 4, 12, 4, 2, 5, -1],
-        [tables.DOWN, 4, 8, 5, 2, 6, -1],
-        [tables.HEAD, 4, 10, 6, 2, 7, -1],
+        [tables.ATTENTION, 1, 2, 1, 2, 4, 3],
+        [tables.OUTPUT, 4, 8, 4, 2, 5, -1],
+        [tables.GATE_UP, 4, 12, 5, 2, 6, -1],
+        [tables.DOWN, 4, 8, 6, 2, 7, -1],
+        [tables.HEAD, 4, 10, 7, 2, 8, -1],
     ]
     assert found.records[7:, words].tolist() == [
         [tables.QKV, 0, 8, 0, 1, 1, -1],
-        [tables.ROTARY, 0, 1, 1, 2, 2, 3],
-        [tables.OUTPUT, 0, 4, 3, 1, 4, -1],
-        [tables.GATE_UP, 0, 4, 4, 2, 5, -1],
-        [tables.DOWN, 0, 4, 5, 2, 6, -1],
-        [tables.HEAD, 0, 4, 6, 2, 7, -1],
-        [tables.ARGMAX, 0, 1, 7, 2, -1, 3],
+        [tables.ATTENTION, 0, 1, 1, 2, 4, 3],
+        [tables.OUTPUT, 0, 4, 4, 2, 5, -1],
+        [tables.GATE_UP, 0, 4, 5, 2, 6, -1],
+        [tables.DOWN, 0, 4, 6, 2, 7, -1],
+        [tables.HEAD, 0, 4, 7, 2, 8, -1],
+        [tables.ARGMAX, 0, 1, 8, 2, -1, 3],
     ]
+    attention = found.records[found.records[:, tables.OP] == tables.ATTENTION]
+    assert attention[:, [tables.START, tables.SLOT, tables.ARRIVALS]].tolist() == [[1, 0, 3], [0, 0, 2]]
+
+
+def test_spans_of_the_cache_are_records_of_their_own():
+    model = Decoder("m", 8, 2, 2, 1, 4, 6, 10)
+    found = lower(Lowering(model, 1, cache=10, span=4))
+    attention = found.records[found.records[:, tables.OP] == tables.ATTENTION]
+    shared = [[head, span, 2 + head] for head in (0, 1) for span in (0, 1, 2)]
+    later = [[head, span, counter + 7] for head, span, counter in shared]
+    assert attention[:, [tables.START, tables.SLOT, tables.ARRIVALS]].tolist() == shared + later
+    output = found.records[:, tables.OP] == tables.OUTPUT
+    assert (found.records[output, tables.TARGET] == 6).all()
+    assert found.spans == 3
+    assert lower(Lowering(model, 1, cache=10, span=64)).spans == 1
 
 
 def in_order(found):
@@ -370,7 +385,7 @@ def test_a_patch_is_another_position(how, position):
     changed = tables.patch(found, position)
     assert same(found, other)
     assert np.flatnonzero(before.reshape(-1) != found.records.reshape(-1)).tolist() == changed.tolist()
-    expected = 2 * how.model.kv_heads * how.model.layers + 1
+    expected = how.model.heads * how.spans * how.model.layers + 1
     assert len(changed) == (expected if position != how.position else 0)
     assert tables.counts(found)["changed_words"] == expected
 
@@ -386,10 +401,10 @@ def test_what_is_counted():
     found = lower(Lowering(TINY, 3, cache=16))
     counted = tables.counts(found)
     assert counted == {
-        "records": 1 + 2 * (3 + 2 + 2 + 3 + 3 + 3) + 3 + 1, "buffers": 13 + 16, "programs": 3, "counters": 2 + 2 * 7,
-        "buffer_bytes": 29 * 32, "record_bytes": 37 * 64, "queue_bytes": 16, "changed_words": 2 * 4 + 1,
+        "records": 1 + 2 * (3 + 4 + 3 + 3 + 3) + 3 + 1, "buffers": 14 + 16, "programs": 3, "counters": 2 + 2 * 9,
+        "buffer_bytes": 30 * 32, "record_bytes": 37 * 64, "queue_bytes": 16, "changed_words": 2 * 4 + 1,
     }  # fmt: skip
-    assert found.nbytes == 29 * 32 + 37 * 64 + 16
+    assert found.nbytes == 30 * 32 + 37 * 64 + 16
     assert found.parts == 3
 
 
@@ -398,6 +413,7 @@ def test_what_is_counted():
     [
         ({"programs": 0}, "programs is 0; allowed: at least 1"),
         ({"parts": 0}, "parts is 0; allowed: at least 1"),
+        ({"span": 0}, "span is 0; allowed: at least 1"),
         ({"schedule": "random"}, "schedule is 'random'; allowed: round-robin, longest-first"),
         ({"rows": 3}, "rows is 3; allowed: a power of two"),
         ({"itemsize": 8}, "itemsize is 8; allowed: 2, 4"),
@@ -411,7 +427,7 @@ def test_what_cannot_be_lowered_is_named(change, message):
 
 def test_addresses_are_one_a_buffer():
     for build in (lower, lower_slowly):
-        with pytest.raises(ValueError, match="addresses has 3 entries; allowed: 29"):
+        with pytest.raises(ValueError, match="addresses has 3 entries; allowed: 30"):
             build(Lowering(TINY, 2), np.zeros(3, np.int64))
 
 
@@ -490,20 +506,24 @@ def first(found, op):
 @pytest.mark.parametrize(
     ("op", "word", "value", "message"),
     [
-        (tables.QKV, tables.OP, 0, "op is 0; allowed: 1 to 9"),
-        (tables.QKV, tables.OP, 10, "op is 10; allowed: 1 to 9"),
+        (tables.QKV, tables.OP, 0, "op is 0; allowed: 1 to 8"),
+        (tables.QKV, tables.OP, 10, "op is 10; allowed: 1 to 8"),
         (tables.DOWN, tables.STOP, 33, "stop of down is 33; allowed: .* to 32"),
         (tables.DOWN, tables.K, 49, "K of down is 49; allowed: 48 to 48"),
-        (tables.DOWN, tables.INPUT, 2, "input of down is buffer 2; allowed: 5"),
+        (tables.DOWN, tables.INPUT, 2, "input of down is buffer 2; allowed: 6"),
         (tables.GATE_UP, tables.START, 1, "start modulo 2 of gate_up is 1; allowed: 0 to 0"),
         (tables.HEAD, tables.SLOT, 3, "slot of head is 3; allowed: 0 to 2"),
         (tables.HEAD, tables.SLOT, 1, "slot is 1; allowed: each slot once"),
-        (tables.ATTENTION, tables.STOP, 3, "stop of attention is 3; allowed: 1 to 1"),
+        (tables.ATTENTION, tables.STOP, 9, "stop of attention is 9; allowed: ."),
         (tables.ATTENTION, tables.POSITION, 16, "position is 16; allowed: up to 15"),
-        (tables.ROTARY, tables.POSITION, 6, "position is 5, but others have 6|position is 6, but others have 5"),
+        (tables.ATTENTION, tables.POSITION, 6, "position is 5, but others have 6|position is 6, but others have 5"),
+        (tables.ATTENTION, tables.SLOT, 1, "slot of attention is 1; allowed: 0 to 0"),
+        (tables.ATTENTION, tables.ARRIVALS, 1, "arrivals is counter 1; allowed: one for each head and layer alone"),
+        (tables.ATTENTION, tables.ARRIVALS, -1, "arrivals is counter -1; allowed: 0 to 19"),
+        (tables.QKV, tables.ARRIVALS, 2, "arrivals is counter 2; allowed: -1, its op has none"),
         (tables.QKV, tables.POSITION, 5, "position is 5; allowed: -1, its op has none"),
-        (tables.DOWN, tables.WAIT, 99, "wait is counter 99; allowed: 0 to 15"),
-        (tables.DOWN, tables.WAIT, -1, "wait is counter -1; allowed: 0 to 15"),
+        (tables.DOWN, tables.WAIT, 99, "wait is counter 99; allowed: 0 to 19"),
+        (tables.DOWN, tables.WAIT, -1, "wait is counter -1; allowed: 0 to 19"),
         (tables.DOWN, tables.TARGET, 4, "waits until counter .* is 4, but 3 records signal it"),
         (tables.DOWN, tables.SIGNAL, 0, "records signal it|for which no record waits"),
     ],
@@ -521,9 +541,9 @@ def test_rows_left_out_or_computed_twice_are_named():
     found = tiny()
     number = first(found, tables.GATE_UP)
     found.records[number, tables.STOP] -= 4
-    assert re.search("rows .* of gate_up, stage 5, are computed by no record", refused(found)[1])
+    assert re.search("rows .* of gate_up, stage 4, are computed by no record", refused(found)[1])
     found.records[number, tables.STOP] += 8
-    assert re.search("rows .* of gate_up, stage 5, are computed (twice|by no record)", refused(found)[1])
+    assert re.search("rows .* of gate_up, stage 4, are computed (twice|by no record)", refused(found)[1])
 
 
 def test_a_wait_for_an_earlier_stage_is_named():
@@ -563,9 +583,9 @@ def test_a_cycle_of_waits_is_named(monkeypatch):
 
 def test_a_cycle_through_the_order_of_a_queue_is_named():
     found = tiny(programs=1)
-    a, b = first(found, tables.ROTARY), first(found, tables.ATTENTION)
+    a, b = first(found, tables.ATTENTION), first(found, tables.OUTPUT)
     swapped = found.records.copy()
-    swapped[[a, b]] = found.records[[b, a]]  # attention now stands before the rotary record that it waits for
+    swapped[[a, b]] = found.records[[b, a]]  # the output now stands before the attention that it waits for
     record, message = refused(dataclasses.replace(found, records=swapped))
     assert record == a
     assert "can never run: in program 0" in message
@@ -591,7 +611,7 @@ def test_records_that_are_left_out_are_named():
     found = tiny(programs=1)
     n = len(found.records) - 1
     short = dataclasses.replace(found, records=found.records[:n], queue=np.array([0, n], np.int32))
-    assert "no record is of stage 14" in refused(short)[1]
+    assert "no record is of stage 12" in refused(short)[1]
 
 
 def test_addresses_outside_the_memory_are_refused():
@@ -601,7 +621,7 @@ def test_addresses_outside_the_memory_are_refused():
     end = int(addresses[-1]) + sizes[-1]
     found = lower(how, addresses)
     validate(found, [(4096, end - 4096)])
-    assert refused(found, [(4096, end - 4096 - 1)])[1].startswith("buffer 28: bytes")
+    assert refused(found, [(4096, end - 4096 - 1)])[1].startswith("buffer 29: bytes")
     assert refused(found, [(4097, end)])[1].startswith("buffer 0: bytes 4096 to 4100 are not in the memory")
     found.buffers[3, 0] += 2
     assert "allowed: a multiple of 16" in refused(found, [(0, end + 4096)])[1]
@@ -636,6 +656,14 @@ def test_compiled_for_hopper():
     for name in ("launch", "record", "device", "loads"):
         assert found.loads[name]["128"] >= 3 * 4, name  # tiles before the wait, in the loop, and of the next rows
     assert (found["atomics"] == 1).all()  # the signal; waiting is loads
+
+
+@pytest.mark.parametrize(("capability", "prefetch", "times"), [(90, 16384, 2), (90, 0, 0), (80, 16384, 0)])
+def test_weights_are_brought_to_the_l2_where_the_gpu_can(capability, prefetch, times):
+    """Before the wait, and in the loop."""
+    with compiled.offline(capability):
+        launch = kernels.compilable("Llama-3.2-1B", prefetch=prefetch)
+    assert compiled.build(launch, capability).asm["ptx"].count("cp.async.bulk.prefetch.L2") == times
 
 
 def test_a_lost_alignment_shows_in_the_loads():

@@ -36,7 +36,7 @@ from labkit.gemv import kernels as gemv
 from labkit.gemv.choose import multiprocessors
 from labkit.launch import Launch
 from labkit.persistent_tables.kernels import Memory
-from labkit.persistent_tables.model import MODELS
+from labkit.persistent_tables.model import decoder
 from labkit.persistent_tables.tables import Lowering, buffer_shapes, check_position
 from labkit.persistent_tables.ways import captured, check_following
 
@@ -338,7 +338,7 @@ def compilable(model: str, kernel: str, dependent: bool = False, cache: int = 20
     model: of `model.MODELS`; kernel: one of `KERNELS`, else ValueError. Dependent inside `compiled.offline` only.
     """
     check_one_of("kernel", kernel, KERNELS)
-    how = Lowering(MODELS[model], 1, cache=cache)
+    how = Lowering(decoder(model), 1, cache=cache)
     integers, dtypes = ("token", "tokens", "best_token"), {2: torch.bfloat16, 4: torch.float32}
     buffers = {
         name: torch.empty((rows, columns), dtype=torch.int32 if name in integers else dtypes[size])

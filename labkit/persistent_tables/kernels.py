@@ -5,12 +5,24 @@ programs must be resident at once, since a waiting one spins; the caller bounds 
 too: a program that gives up writes the record's number + 1 to `error`, then waits no more, so that a table that can
 never finish ends.
 
-Projections load their first tiles of the weight before the wait, and those of the next rows before the sum of the
-current ones, since weights depend on nothing. RMSNorm is part of the projection after it: the sum of squares is
-gathered in the same pass, and the norm is one factor of the result. Activations are float32, sums too.
+Between two stages all programs wait for the slowest, and the memory would stand still. What depends on nothing is
+therefore fetched before the wait. RMSNorm is part of the projection after it: the sum of squares is gathered in the
+same pass, and the norm is one factor of the result. The rotary embedding is part of attention: a stage of its own would
+be one more wait in every layer. Activations are float32, sums too.
+
+| choice   | hypothesis                                                                                               |
+|----------|----------------------------------------------------------------------------------------------------------|
+| ahead    | tiles of a projection's first rows, and keys and values of earlier tokens, are loaded to registers       |
+|          | before the wait: the memory works while programs wait, as far as registers go                            |
+| prefetch | so many bytes of the record's weights are brought to the L2 by one instruction of the copy engine before |
+|          | the wait, and always so many ahead of the loads: no registers, so it can be as much as a wait lasts      |
+| span     | attention over the cache by so many positions a record (flash decoding): with one record a head most     |
+|          | of the GPU waits for a few programs that walk through the context                                        |
+| rows, block_k, num_warps, programs | bytes in flight on an SM, against the registers of the largest op              |
 
 Memory order: one thread waits with an acquire or all do, then a barrier; all threads store, then a barrier and one
-release. Bits do not depend on how a stage is split, or on which program runs what.
+release. Bits do not depend on how a projection is split, on which program runs what, or on who comes last; those of
+attention depend on the span.
 """
 
 # ruff: noqa: RUF005 (Triton's tuples grow by +; it does not know (*a, b))
@@ -25,21 +37,25 @@ import triton.language as tl
 from torch import Tensor
 
 from labkit.checks import check_one_of
+from labkit.gemv.kernels import has_dependent_launch
 from labkit.launch import Launch
 from labkit.persistent_tables import tables as t
-from labkit.persistent_tables.model import MODELS, Decoder, Weights, head_of, inverse_frequencies, layer_of
+from labkit.persistent_tables.model import Decoder, Weights, decoder, head_of, inverse_frequencies, layer_of
 from labkit.persistent_tables.tables import Lowering, Tables, buffer_shapes, check_position, lower
 
 DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 POSITION_FROM = ("record", "launch", "device")
+INTEGERS = ("token", "tokens", "best_token")
+RESULTS = (*INTEGERS, "hidden", "qkv", "spans", "attention", "ffn", "logits", "best")
 
 _WORDS: tl.constexpr = tl.constexpr(len(t.WORDS))
 _WEIGHT, _INPUT, _OUT, _GAIN = (tl.constexpr(word) for word in (t.WEIGHT, t.INPUT, t.OUT, t.GAIN))
 _FIRST, _SECOND, _K, _START = (tl.constexpr(word) for word in (t.FIRST, t.SECOND, t.K, t.START))
 _STOP, _SLOT, _POSITION, _WAIT = (tl.constexpr(word) for word in (t.STOP, t.SLOT, t.POSITION, t.WAIT))
-_TARGET, _SIGNAL = tl.constexpr(t.TARGET), tl.constexpr(t.SIGNAL)
+_TARGET, _SIGNAL, _ARRIVALS = (tl.constexpr(word) for word in (t.TARGET, t.SIGNAL, t.ARRIVALS))
 _OUTPUT, _GATE_UP, _DOWN, _HEAD = (tl.constexpr(op) for op in (t.OUTPUT, t.GATE_UP, t.DOWN, t.HEAD))
-_EMBED, _ROTARY, _ATTENTION = (tl.constexpr(op) for op in (t.EMBED, t.ROTARY, t.ATTENTION))
+_EMBED, _ATTENTION = tl.constexpr(t.EMBED), tl.constexpr(t.ATTENTION)
+_PADDING = tl.constexpr(t.SPAN_PADDING)
 
 
 @triton.jit
@@ -89,6 +105,23 @@ def _tile(W, rows, ks, K, live, EVEN_K: tl.constexpr):
 
 
 @triton.jit
+def _fetch(address, size, end):
+    """Bring `size` bytes, a multiple of 16, from an address on to the L2, as far as before `end`; one thread asks."""
+    tl.inline_asm_elementwise(
+        """{
+        .reg .pred some;
+        .reg .b32 thread;
+        mov.u32 thread, %tid.x;
+        setp.eq.u32 some, thread, 0;
+        setp.gt.and.s32 some, $2, 0, some;
+        @some cp.async.bulk.prefetch.L2.global [$1], $2;
+        mov.u32 $0, 0;
+        }""",
+        "=r,l,r", [address, tl.minimum(end - address, size).to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
 def _add_products(
     sums, squares, tile, x, gain, normed, ks, K,
     ROWS: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, V: tl.constexpr,
@@ -110,7 +143,7 @@ def _add_products(
 def _project(
     record, number, op, buffers, counters, error, limit,
     DTYPE: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr, AHEAD: tl.constexpr, EVEN_K: tl.constexpr,
-    DIVISOR: tl.constexpr, EPS: tl.constexpr, POLL_LOAD: tl.constexpr, V: tl.constexpr,
+    DIVISOR: tl.constexpr, EPS: tl.constexpr, POLL_LOAD: tl.constexpr, V: tl.constexpr, PREFETCH: tl.constexpr,
 ):  # fmt: skip
     """Rows of a matrix times x, then what the op does with them."""
     W = _buffer(buffers, record, _WEIGHT, DTYPE)
@@ -125,6 +158,10 @@ def _project(
     ahead = ()
     for i in tl.static_range(AHEAD):
         ahead = ahead + (_tile(W, read, i * BLOCK_K + ks, K, True, EVEN_K),)
+    if PREFETCH:
+        row_bytes = K.to(tl.int64) * (DTYPE.primitive_bitwidth // 8)
+        end = W.to(tl.int64) + stop * row_bytes
+        _fetch(W.to(tl.int64) + start * row_bytes, PREFETCH, end)
     limit = _wait(record, number, counters, error, limit, POLL_LOAD)
 
     best, best_row = float("-inf"), 0
@@ -138,6 +175,8 @@ def _project(
             tile = _tile(W, read, k + ks, K, True, EVEN_K)
             sums, squares = _add_products(sums, squares, tile, x, gain, normed, k + ks, K, ROWS, BLOCK_K, EVEN_K, V)
         rows = row + some
+        if PREFETCH:
+            _fetch(W.to(tl.int64) + row * row_bytes + PREFETCH, ROWS * row_bytes, end)
         read = tl.minimum(rows + ROWS, stop - 1)
         ahead = ()
         for i in tl.static_range(AHEAD):
@@ -178,70 +217,104 @@ def _embed(record, buffers, DTYPE: tl.constexpr, BLOCK_K: tl.constexpr, VOCAB: t
 
 
 @triton.jit
-def _rotary(
-    record, buffers, position, DTYPE: tl.constexpr, HEAD_DIM: tl.constexpr, GROUP: tl.constexpr,
-    KV_HEADS: tl.constexpr, CACHE: tl.constexpr,
-):  # fmt: skip
-    """Turn the queries of one kv head in place, and its key into the cache; append its value."""
-    head = tl.load(record + _START)
-    HALF: tl.constexpr = HEAD_DIM // 2
-    ds = tl.arange(0, HALF)
-    rope = _buffer(buffers, record, _WEIGHT, tl.float32) + position * HEAD_DIM + ds
-    cos, sin = tl.load(rope), tl.load(rope + HALF)
-    qkv = _buffer(buffers, record, _OUT, tl.float32) + ds
-    row = (head.to(tl.int64) * CACHE + position) * HEAD_DIM + ds
-    for j in tl.static_range(GROUP):
-        q = qkv + (head * GROUP + j) * HEAD_DIM
-        a, b = tl.load(q), tl.load(q + HALF)
-        tl.store(q, a * cos - b * sin)
-        tl.store(q + HALF, b * cos + a * sin)
-    k = qkv + (KV_HEADS * GROUP + head) * HEAD_DIM
-    a, b = tl.load(k), tl.load(k + HALF)
-    keys = _buffer(buffers, record, _FIRST, DTYPE) + row
-    tl.store(keys, (a * cos - b * sin).to(DTYPE))
-    tl.store(keys + HALF, (b * cos + a * sin).to(DTYPE))
-    v = k + KV_HEADS * HEAD_DIM
-    values = _buffer(buffers, record, _SECOND, DTYPE) + row
-    tl.store(values, tl.load(v).to(DTYPE))
-    tl.store(values + HALF, tl.load(v + HALF).to(DTYPE))
+def _turned(pointer, half, cos, sin, HALF: tl.constexpr):
+    """Both halves of a head at a position: the rotary embedding of what lies at the pointer."""
+    a, b = tl.load(pointer + half), tl.load(pointer + HALF + half)
+    return a * cos - b * sin, b * cos + a * sin
 
 
 @triton.jit
-def _attend(top, total, sums, q, keys, values, live):
-    """The running maximum, sum of weights and weighted values of one query head, with a block of positions added."""
-    scores = tl.where(live, tl.sum(keys * q[None, :], 1), float("-inf"))
+def _attend(top, total, sums, q_a, q_b, k_a, k_b, values, live):
+    """The running maximum, sum of weights and weighted values, with a block of positions added."""
+    scores = tl.sum(k_a.to(tl.float32) * q_a[None, :] + k_b.to(tl.float32) * q_b[None, :], 1)
+    scores = tl.where(live, scores, float("-inf"))
     new = tl.maximum(top, tl.max(scores, 0))
     weights, scale = tl.exp(scores - new), tl.exp(top - new)
-    return new, total * scale + tl.sum(weights, 0), sums * scale + tl.sum(weights[:, None] * values, 0)
+    return new, total * scale + tl.sum(weights, 0), sums * scale + tl.sum(weights[:, None] * values.to(tl.float32), 0)
+
+
+@triton.jit
+def _cached(keys, values, ts, before, half, ds, HEAD_DIM: tl.constexpr):
+    """Keys, in halves, and values of some positions, those before `before`; as the cache has them."""
+    old = (ts < before)[:, None]
+    at = ts[:, None] * HEAD_DIM
+    k_a = tl.load(keys + at + half[None, :], mask=old, other=0.0)
+    k_b = tl.load(keys + at + (HEAD_DIM // 2 + half)[None, :], mask=old, other=0.0)
+    return k_a, k_b, tl.load(values + at + ds[None, :], mask=old, other=0.0)
 
 
 @triton.jit
 def _attention(
-    record, buffers, position, DTYPE: tl.constexpr, HEAD_DIM: tl.constexpr, GROUP: tl.constexpr, CACHE: tl.constexpr,
-    BLOCK_T: tl.constexpr,
+    record, number, buffers, counters, error, limit, position,
+    DTYPE: tl.constexpr, HEAD_DIM: tl.constexpr, GROUP: tl.constexpr, KV_HEADS: tl.constexpr, CACHE: tl.constexpr,
+    BLOCK_T: tl.constexpr, SPAN: tl.constexpr, SPANS: tl.constexpr, POLL_LOAD: tl.constexpr,
 ):  # fmt: skip
-    """All query heads of one kv head over the cache, 0 to position; each block of it is read once for all of them."""
-    head = tl.load(record + _START)
-    ds, ts = tl.arange(0, HEAD_DIM), tl.arange(0, BLOCK_T)
-    base = (head.to(tl.int64) * CACHE + ts)[:, None] * HEAD_DIM + ds[None, :]
-    keys, values = _buffer(buffers, record, _FIRST, DTYPE) + base, _buffer(buffers, record, _SECOND, DTYPE) + base
-    x = _buffer(buffers, record, _INPUT, tl.float32) + head * GROUP * HEAD_DIM + ds
-    q, top, total, sums = (), (), (), ()
-    for j in tl.static_range(GROUP):
-        q = q + (tl.load(x + j * HEAD_DIM) * (HEAD_DIM**-0.5),)
-        top, total, sums = top + (float("-inf"),), total + (0.0,), sums + (tl.zeros((HEAD_DIM,), tl.float32),)
-    for first in range(0, position + 1, BLOCK_T):
-        live = first + ts <= position
-        k = tl.load(keys + first * HEAD_DIM, mask=live[:, None], other=0.0).to(tl.float32)
-        v = tl.load(values + first * HEAD_DIM, mask=live[:, None], other=0.0).to(tl.float32)
-        tops, totals, new = (), (), ()
-        for j in tl.static_range(GROUP):
-            one = _attend(top[j], total[j], sums[j], q[j], k, v, live)
-            tops, totals, new = tops + (one[0],), totals + (one[1],), new + (one[2],)
-        top, total, sums = tops, totals, new
-    y = _buffer(buffers, record, _OUT, tl.float32) + head * GROUP * HEAD_DIM + ds
-    for j in tl.static_range(GROUP):
-        tl.store(y + j * HEAD_DIM, sums[j] / total[j])
+    """One query head over one span of the cache. What several heads read of it comes from the L2 but once.
+
+    Query and new key get their rotary embedding here, the key in every head that reads it; of these the first one, in
+    the span that has the position, appends key and value. The last span of a head puts the results of all together.
+    """
+    HALF: tl.constexpr = HEAD_DIM // 2
+    head, span = tl.load(record + _START), tl.load(record + _SLOT)
+    kv_head = head // GROUP
+    half, ds, some = tl.arange(0, HALF), tl.arange(0, HEAD_DIM), tl.arange(0, BLOCK_T)
+    cache = kv_head.to(tl.int64) * CACHE * HEAD_DIM
+    keys, values = _buffer(buffers, record, _FIRST, DTYPE) + cache, _buffer(buffers, record, _SECOND, DTYPE) + cache
+    rope = _buffer(buffers, record, _WEIGHT, tl.float32) + position * HEAD_DIM
+    cos, sin = tl.load(rope + half), tl.load(rope + HALF + half)
+    first = span * SPAN
+    end = tl.minimum(first + SPAN, position + 1)
+    old = tl.minimum(end, position)  # the cache has what is before
+    k_a, k_b, v = _cached(keys, values, first + some, old, half, ds, HEAD_DIM)
+    limit = _wait(record, number, counters, error, limit, POLL_LOAD)
+    if first <= position:
+        qkv = _buffer(buffers, record, _INPUT, tl.float32)
+        q_a, q_b = _turned(qkv + head * HEAD_DIM, half, cos, sin, HALF)
+        own = qkv + (KV_HEADS * GROUP + kv_head) * HEAD_DIM
+        new_a, new_b = _turned(own, half, cos, sin, HALF)
+        new_a, new_b = new_a.to(DTYPE), new_b.to(DTYPE)  # as later tokens will read them
+        new_v = tl.load(own + KV_HEADS * HEAD_DIM + ds).to(DTYPE)
+        if (end > position) & (head % GROUP == 0):
+            tl.store(keys + position * HEAD_DIM + half, new_a)
+            tl.store(keys + position * HEAD_DIM + HALF + half, new_b)
+            tl.store(values + position * HEAD_DIM + ds, new_v)
+        q_a, q_b = q_a * (HEAD_DIM**-0.5), q_b * (HEAD_DIM**-0.5)
+        top, total, sums = float("-inf"), 0.0, tl.zeros((HEAD_DIM,), tl.float32)
+        for start in range(first, end, BLOCK_T):
+            ts = start + some
+            new = (ts == position)[:, None]
+            now_a, now_b = tl.where(new, new_a[None, :], k_a), tl.where(new, new_b[None, :], k_b)
+            now_v = tl.where(new, new_v[None, :], v)
+            k_a, k_b, v = _cached(keys, values, ts + BLOCK_T, old, half, ds, HEAD_DIM)
+            top, total, sums = _attend(top, total, sums, q_a, q_b, now_a, now_b, now_v, ts < end)
+
+        y = _buffer(buffers, record, _OUT, tl.float32) + head * HEAD_DIM + ds
+        if SPANS == 1:
+            tl.store(y, sums / total)
+        else:
+            spans = position // SPAN + 1  # that have a position
+            parts = _buffer(buffers, record, _GAIN, tl.float32) + head * (SPANS * (HEAD_DIM + _PADDING))
+            part = parts + span * (HEAD_DIM + _PADDING)
+            tl.store(part + ds, sums / total)
+            tl.store(part + HEAD_DIM, top + tl.log(total))
+            tl.debug_barrier()  # all warps have stored before one thread says so
+            arrivals = counters + tl.load(record + _ARRIVALS)
+            if tl.atomic_add(arrivals, 1, sem="acq_rel") == spans - 1:
+                tl.debug_barrier()
+                tl.store(y, _together(parts, spans, ds, HEAD_DIM, SPANS))
+    return limit
+
+
+@triton.jit
+def _together(parts, spans, ds, HEAD_DIM: tl.constexpr, SPANS: tl.constexpr):
+    """Attention of a query head over all spans, in their order, from its results over each of them."""
+    some = tl.arange(0, triton.next_power_of_2(SPANS))
+    live = some < spans
+    at = parts + some * (HEAD_DIM + _PADDING)
+    weights = tl.load(at + HEAD_DIM, mask=live, other=float("-inf"))
+    weights = tl.exp(weights - tl.max(weights, 0))
+    each = tl.load(at[:, None] + ds[None, :], mask=live[:, None], other=0.0)
+    return tl.sum(weights[:, None] * each, 0) / tl.sum(weights, 0)
 
 
 @triton.jit
@@ -271,8 +344,8 @@ def _step_kernel(
     records, queue, buffers, counters, error, position, position_at, count, limit,
     DTYPE: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_T: tl.constexpr, AHEAD: tl.constexpr,
     EVEN_K: tl.constexpr, DIVISOR: tl.constexpr, EPS: tl.constexpr, HEAD_DIM: tl.constexpr, GROUP: tl.constexpr,
-    KV_HEADS: tl.constexpr, CACHE: tl.constexpr, VOCAB: tl.constexpr, POSITION_FROM: tl.constexpr,
-    POLL_LOAD: tl.constexpr, V: tl.constexpr,
+    KV_HEADS: tl.constexpr, CACHE: tl.constexpr, SPAN: tl.constexpr, SPANS: tl.constexpr, VOCAB: tl.constexpr,
+    POSITION_FROM: tl.constexpr, POLL_LOAD: tl.constexpr, V: tl.constexpr, PREFETCH: tl.constexpr,
 ):  # fmt: skip
     """One program: its queue, from the first record to the last."""
     program = tl.program_id(0)
@@ -288,16 +361,17 @@ def _step_kernel(
         if op <= _HEAD:
             limit = _project(
                 record, number, op, buffers, counters, error, limit,
-                DTYPE, ROWS, BLOCK_K, AHEAD, EVEN_K, DIVISOR, EPS, POLL_LOAD, V,
+                DTYPE, ROWS, BLOCK_K, AHEAD, EVEN_K, DIVISOR, EPS, POLL_LOAD, V, PREFETCH,
+            )  # fmt: skip
+        elif op == _ATTENTION:
+            limit = _attention(
+                record, number, buffers, counters, error, limit, at,
+                DTYPE, HEAD_DIM, GROUP, KV_HEADS, CACHE, BLOCK_T, SPAN, SPANS, POLL_LOAD,
             )  # fmt: skip
         else:
             limit = _wait(record, number, counters, error, limit, POLL_LOAD)
             if op == _EMBED:
                 _embed(record, buffers, DTYPE, BLOCK_K, VOCAB)
-            elif op == _ROTARY:
-                _rotary(record, buffers, at, DTYPE, HEAD_DIM, GROUP, KV_HEADS, CACHE)
-            elif op == _ATTENTION:
-                _attention(record, buffers, at, DTYPE, HEAD_DIM, GROUP, CACHE, BLOCK_T)
             else:
                 _argmax(record, buffers, counters, count, at, BLOCK_K)
                 if POSITION_FROM == "device":
@@ -310,13 +384,15 @@ def _step_kernel(
 @dataclass(frozen=True)
 class Choice:
     """How the kernel runs. block_k: values of a tile's row; ahead: tiles loaded before the wait; block_t: positions of
-    the cache at once; poll_load: every thread waits by itself instead of one for all (not in the interpreter)."""
+    the cache at once; poll_load: every thread waits by itself instead of one for all (not in the interpreter);
+    prefetch: bytes of weights brought to the L2 ahead of their loads, on GPUs that can (from Hopper on)."""
 
     block_k: int = 1024
     ahead: int = 1
     block_t: int = 16
     num_warps: int = 4
     poll_load: bool = False
+    prefetch: int = 0
 
 
 @dataclass
@@ -335,8 +411,7 @@ class Memory:
 
     def __post_init__(self) -> None:
         device = self.buffers["token"].device
-        layers, kv_heads = self.how.model.layers, self.how.model.kv_heads
-        self.counters = torch.zeros(2 + layers * (5 + kv_heads), dtype=torch.int32, device=device)
+        self.counters = torch.zeros(t.counters(self.how.model), dtype=torch.int32, device=device)
         self.error, self.position = (torch.zeros(1, dtype=torch.int32, device=device) for _ in range(2))
 
     def addresses(self) -> np.ndarray:
@@ -369,7 +444,6 @@ def allocate(how: Lowering, weights: Weights, device: str | torch.device = "cpu"
     ready |= {"head": head_of(how.model, weights), "rope": _rope(how)}
     for i in range(how.model.layers):
         ready |= {f"{name}.{i}": tensor for name, tensor in _packed(how.model, layer_of(how.model, weights, i)).items()}
-    integers = ("token", "tokens", "best_token")
     found = {}
     for name, (rows, columns, _) in buffer_shapes(how).items():
         if name in ready:
@@ -377,9 +451,28 @@ def allocate(how: Lowering, weights: Weights, device: str | torch.device = "cpu"
         elif "cache" in name:
             found[name] = torch.zeros((rows, columns), dtype=dtype, device=device)
         else:
-            kind, value = (torch.int32, -1) if name in integers else (torch.float32, float("nan"))
-            found[name] = torch.full((rows, columns), value, dtype=kind, device=device)
+            found[name] = _poisoned(name, (rows, columns), device)
     return Memory(how, found)
+
+
+def fresh(memory: Memory, how: Lowering) -> Memory:
+    """Memory of another decode with the same weights: what is written is its own, caches zero, results poisoned.
+
+    how: of the same model, dtype and cache.
+    """
+    found = {}
+    for name, (rows, columns, _) in buffer_shapes(how).items():
+        old = memory.buffers[name]
+        if "cache" in name:
+            found[name] = torch.zeros_like(old)
+        else:
+            found[name] = _poisoned(name, (rows, columns), old.device) if name in RESULTS else old
+    return Memory(how, found)
+
+
+def _poisoned(name: str, shape: tuple[int, int], device: str | torch.device) -> Tensor:
+    kind, value = (torch.int32, -1) if name in INTEGERS else (torch.float32, float("nan"))
+    return torch.full(shape, value, dtype=kind, device=device)
 
 
 def _packed(model: Decoder, layer: Weights) -> Weights:
@@ -439,6 +532,7 @@ def step(
     check_step(how, position, position_from, choice)
     dtype, ks = memory.buffers["embedding"].dtype, [k for _, k in how.projections().values()]
     most = 16 // how.itemsize
+    misaligned = any(k % most for k in ks)  # rows begin anywhere, and the copy engine takes multiples of 16 bytes
     tensors = {"records": tables.records, "queue": tables.queue, "buffers": tables.buffers}
     tensors |= {"counters": memory.counters, "error": memory.error, "position_at": memory.position}
     sizes = {"position": position or 0, "count": len(memory.counters), "limit": limit}
@@ -455,23 +549,28 @@ def step(
         "GROUP": model.group,
         "KV_HEADS": model.kv_heads,
         "CACHE": how.cache,
+        "SPAN": how.positions,
+        "SPANS": how.spans,
         "VOCAB": model.vocab,
         "POSITION_FROM": position_from,
         "POLL_LOAD": choice.poll_load,
         "V": min(most, choice.block_k),
+        "PREFETCH": choice.prefetch if has_dependent_launch(tables.records.device) and not misaligned else 0,
     }
     return Launch(_step_kernel, (how.programs,), tensors | sizes | constants, {"num_warps": choice.num_warps})
 
 
 def compilable(
-    model: str, programs: int = 132, rows: int = 4, cache: int = 2048, position_from: str = "launch", **choice: int
-) -> Launch:
-    """A step of one of `model.MODELS` in bf16 that can be compiled but not run: its buffers hold one value each.
+    model: str, programs: int = 132, rows: int = 4, cache: int = 2048, position_from: str = "launch",
+    dtype: str = "bfloat16", span: int | None = None, **choice: int,
+) -> Launch:  # fmt: skip
+    """A step of one of `model.MODELS` that can be compiled but not run: its buffers hold one value each.
 
-    choice: fields of `Choice`. For `labkit.evidence.compiled`.
+    dtype: of the weights, a name in torch; choice: fields of `Choice`. For `labkit.evidence.compiled`.
     """
-    how = Lowering(MODELS[model], programs, cache=cache, rows=rows)
-    buffers = {name: torch.empty(1, dtype=torch.bfloat16) for name in buffer_shapes(how)}
+    kind = getattr(torch, dtype)
+    how = Lowering(decoder(model), programs, cache=cache, rows=rows, itemsize=kind.itemsize, span=span)
+    buffers = {name: torch.empty(1, dtype=kind) for name in buffer_shapes(how)}
     position = 0 if position_from == "launch" else None
     return step(Memory(how, buffers), upload(lower(how)), position, position_from, Choice(**choice))
 
@@ -487,6 +586,8 @@ def check_step(how: Lowering, position: int | None, position_from: str, choice: 
     for name, value in powers.items():
         if value < 1 or value & (value - 1):
             raise ValueError(f"{name} is {value}; allowed: a power of two")
+    if choice.prefetch < 0 or choice.prefetch % 16:
+        raise ValueError(f"prefetch is {choice.prefetch}; allowed: 0 or a multiple of 16 bytes")
     if choice.ahead < 0:
         raise ValueError(f"ahead is {choice.ahead}; allowed: at least 0")
 

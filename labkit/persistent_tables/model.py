@@ -12,6 +12,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from labkit.checks import check_one_of
+
 Weights = dict[str, Tensor]  # by checkpoint name
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -115,6 +117,16 @@ MODELS = {
         Decoder("Llama-3.2-1B", 2048, 16, 32, 8, 64, 8192, 128256, 500000.0, 1e-5, True, RopeScaling(32, 1, 4, 8192)),
     )
 }
+
+# For the interpreter, of no use otherwise.
+TINY = Decoder("tiny", hidden=16, layers=1, heads=2, kv_heads=1, head_dim=8, ffn=24, vocab=61)
+
+
+def decoder(name: str) -> Decoder:
+    """A model by its name. ValueError for another one."""
+    known = MODELS | {TINY.name: TINY}
+    check_one_of("model", name, known)
+    return known[name]
 
 
 def inverse_frequencies(model: Decoder) -> Tensor:

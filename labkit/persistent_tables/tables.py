@@ -17,37 +17,40 @@ instructions with counters.
 """
 
 import heapq
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from labkit.checks import check_one_of
+from labkit.persistent_tables import names
 from labkit.persistent_tables.model import Decoder
 
-OPS = ("qkv", "output", "gate_up", "down", "head", "embed", "rotary", "attention", "argmax")  # op code - 1
-QKV, OUTPUT, GATE_UP, DOWN, HEAD, EMBED, ROTARY, ATTENTION, ARGMAX = range(1, 10)
-POSITIONED = (ROTARY, ATTENTION, ARGMAX)  # ops whose work depends on the position
+OPS = ("qkv", "output", "gate_up", "down", "head", "embed", "attention", "argmax")  # op code - 1
+QKV, OUTPUT, GATE_UP, DOWN, HEAD, EMBED, ATTENTION, ARGMAX = range(1, 9)
+POSITIONED = (ATTENTION, ARGMAX)  # ops whose work depends on the position
 
-# Words of a record. Buffers by number, -1: none. first, second: of rotary and attention the caches of keys and values,
-# of head the best logit and its token of each part, of argmax (first) the tokens by position. K: values of a row of
-# the weight, of rotary and attention the head dimension, of argmax the parts. start, stop: rows of the weight (gate
-# and up interleaved), or kv heads. slot: which part of the head this is.
+# Words of a record. Buffers by number, -1: none. first, second: of attention the caches of keys and values, of head the
+# best logit and its token of each part, of argmax (first) the tokens by position. gain: of attention the results of
+# spans. K: values of a row of the weight, of attention the head dimension, of argmax the parts. start, stop: rows of
+# the weight (gate and up interleaved), or heads. slot: which part of the head, or which span of the cache, this is.
+# arrivals: of attention the counter of this head's spans, which the last one to arrive puts together.
 WORDS = (
     "op", "weight", "input", "output", "gain", "first", "second", "K",
-    "start", "stop", "slot", "position", "wait", "target", "signal", "spare",
+    "start", "stop", "slot", "position", "wait", "target", "signal", "arrivals",
 )  # fmt: skip
-OP, WEIGHT, INPUT, OUT, GAIN, FIRST, SECOND, K, START, STOP, SLOT, POSITION, WAIT, TARGET, SIGNAL, _SPARE = range(16)
+OP, WEIGHT, INPUT, OUT, GAIN, FIRST, SECOND, K, START, STOP, SLOT, POSITION, WAIT, TARGET, SIGNAL, ARRIVALS = range(16)
 ADDRESS, ROWS, COLUMNS, ITEMSIZE = range(4)  # columns of `buffers`
 
 SHARED = (
-    "token", "tokens", "hidden", "qkv", "attention", "ffn", "logits", "best", "best_token", "rope", "embedding",
-    "final_gain", "head",
+    "token", "tokens", "hidden", "qkv", "spans", "attention", "ffn", "logits", "best", "best_token", "rope",
+    "embedding", "final_gain", "head",
 )  # fmt: skip
 LAYER = ("gain_1", "qkv_weight", "k_cache", "v_cache", "output_weight", "gain_2", "gate_up_weight", "down_weight")
 _ID = {name: i for i, name in enumerate(SHARED + LAYER)}  # of a layer's buffers, those of layer 0
 
+SPAN_PADDING = 4  # values beyond a span's result: the logarithm, and the rest of its 16 bytes
 SCHEDULES = ("round-robin", "longest-first")
 
 
@@ -68,6 +71,11 @@ class Tables:
         return int(self.buffers[_ID["best"], COLUMNS])
 
     @property
+    def spans(self) -> int:
+        """Records that the attention of a head is split into."""
+        return int(self.buffers[_ID["spans"], ROWS]) // self.model.heads
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all three tables."""
         return self.buffers.nbytes + self.records.nbytes + self.queue.nbytes
@@ -80,7 +88,8 @@ class Lowering:
     programs: queues. schedule: "round-robin" (records dealt in order), "longest-first" (the longest record first, to
     the program that has the least so far). cache: positions. position: of the token; None: the launch says it. rows:
     of a tile, of which no record has a part. parts: records of a projection at most; None: as many as programs.
-    itemsize: bytes of a weight. ValueError for what is not allowed.
+    itemsize: bytes of a weight. span: positions of the cache that one record of attention
+    reads; None: all. ValueError for what is not allowed.
     """
 
     model: Decoder
@@ -91,9 +100,10 @@ class Lowering:
     rows: int = 4
     parts: int | None = None
     itemsize: int = 2
+    span: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("programs", "cache", "parts"):
+        for name in ("programs", "cache", "parts", "span"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ValueError(f"{name} is {value}; allowed: at least 1")
         check_one_of("schedule", self.schedule, SCHEDULES)
@@ -106,6 +116,16 @@ class Lowering:
     def split(self, rows: int) -> int:
         """Records that a projection of so many rows is split into."""
         return min(self.parts or self.programs, -(-rows // self.rows))
+
+    @property
+    def positions(self) -> int:
+        """Positions of the cache that one record of attention reads."""
+        return min(self.span or self.cache, self.cache)
+
+    @property
+    def spans(self) -> int:
+        """Records that the attention of a head is split into."""
+        return -(-self.cache // self.positions)
 
     def projections(self) -> dict[int, tuple[int, int]]:
         """Op -> rows and values of a row of the matrix that it multiplies; gate and up are one, interleaved."""
@@ -121,9 +141,9 @@ class Lowering:
     def weight(self, op: int) -> int:
         """Values read by a record of this op for each of its rows (or heads) and K: its cost, over (stop - start) K.
 
-        Attention is taken with a full cache, so that the schedule does not change with the position.
+        Attention is taken with full spans, so that the schedule does not change with the position.
         """
-        return {ROTARY: self.model.group + 2, ATTENTION: 2 * self.cache, ARGMAX: 2}.get(op, 1)
+        return {ATTENTION: 2 * self.positions, ARGMAX: 2}.get(op, 1)
 
 
 def check_position(position: int, cache: int) -> None:
@@ -135,11 +155,13 @@ def check_position(position: int, cache: int) -> None:
 def buffer_shapes(how: Lowering) -> dict[str, tuple[int, int, int]]:
     """Name -> rows, columns, bytes of a value, in the table's order; a layer's names end in its number ("gain_1.0").
 
-    Activations and the rotary table (cosines, then sines of a position) are float32; tokens int32.
+    Activations and the rotary table (cosines, then sines of a position) are float32; tokens int32. spans: for each
+    head and span of the cache the attention over it, then the logarithm of its sum of weights, and padding.
     """
     m, parts, size = how.model, how.split(how.model.vocab), how.itemsize
     shared = (
-        (1, 1, 4), (1, how.cache + 1, 4), (1, m.hidden, 4), (1, m.qkv_width, 4), (1, m.q_width, 4), (1, m.ffn, 4),
+        (1, 1, 4), (1, how.cache + 1, 4), (1, m.hidden, 4), (1, m.qkv_width, 4),
+        (m.heads * how.spans, m.head_dim + SPAN_PADDING, 4), (1, m.q_width, 4), (1, m.ffn, 4),
         (1, m.vocab, 4), (1, parts, 4), (1, parts, 4), (how.cache, m.head_dim, 4), (m.vocab, m.hidden, size),
         (1, m.hidden, size), (m.vocab, m.hidden, size),
     )  # fmt: skip
@@ -176,6 +198,7 @@ def lower(how: Lowering, addresses: np.ndarray | None = None) -> Tables:
     ids = many[:, :, WEIGHT : SECOND + 1]
     many[:, :, WEIGHT : SECOND + 1] = np.where(ids >= len(SHARED), ids + number * len(LAYER), ids)
     many[:, :, [WAIT, SIGNAL]] += number * per_layer
+    many[:, layer[:, OP] == ATTENTION, ARRIVALS] += number[:, :, 0] * per_layer
     many[0, layer[:, OP] == QKV, TARGET] = 1  # the first layer waits for the embedding alone
     last = 1 + layers * per_layer  # the head's counter
     embed = _block(EMBED, 1, weight="embedding", input="token", output="hidden", K=how.model.hidden, signal=0)
@@ -199,38 +222,38 @@ def lower(how: Lowering, addresses: np.ndarray | None = None) -> Tables:
     return Tables(how.model, how.cache, _buffers(how, addresses), records, queue, last + 1)
 
 
+def counters(model: Decoder) -> int:
+    """Counters that a step needs: the embedding's, those of the layers, the head's."""
+    return 2 + model.layers * _counters_of_a_layer(model)
+
+
 def _counters_of_a_layer(model: Decoder) -> int:
-    return 5 + model.kv_heads  # qkv, one a kv head, attention, output, gate_up, down
+    return 5 + model.heads  # qkv, arrivals of each head, attention, output, gate_up, down
 
 
 def _layer_records(how: Lowering) -> np.ndarray:
     """Records of layer 0, in the order of execution. Counter 0 is the embedding's, a layer's own begin at 1."""
-    m, heads = how.model, np.arange(how.model.kv_heads)
+    m, done = how.model, 2 + how.model.heads
     qkv = _projection(how, QKV, "qkv_weight", "hidden", "qkv", "gain_1", wait=0, signal=1)
-    rotary = _block(
-        ROTARY, m.kv_heads, weight="rope", input="qkv", output="qkv", first="k_cache", second="v_cache", K=m.head_dim,
-        wait=1, target=len(qkv),
-    )  # fmt: skip
     attention = _block(
-        ATTENTION, m.kv_heads, input="qkv", output="attention", first="k_cache", second="v_cache", K=m.head_dim,
-        target=1, signal=2 + m.kv_heads,
+        ATTENTION, m.heads * how.spans, weight="rope", input="qkv", output="attention", gain="spans",
+        first="k_cache", second="v_cache", K=m.head_dim, wait=1, target=len(qkv), signal=done,
     )  # fmt: skip
-    rotary[:, START] = attention[:, START] = heads
-    rotary[:, STOP] = attention[:, STOP] = heads + 1
-    rotary[:, SIGNAL] = attention[:, WAIT] = heads + 2
-    done = 2 + m.kv_heads
+    head, span = np.divmod(np.arange(len(attention), dtype=np.int32), how.spans)
+    attention[:, START], attention[:, STOP] = head, head + 1
+    attention[:, SLOT], attention[:, ARRIVALS] = span, 2 + head
     output = _projection(how, OUTPUT, "output_weight", "attention", "hidden", None, wait=done, signal=done + 1)
     gate_up = _projection(how, GATE_UP, "gate_up_weight", "hidden", "ffn", "gain_2", wait=done + 1, signal=done + 2)
     down = _projection(how, DOWN, "down_weight", "ffn", "hidden", None, wait=done + 2, signal=done + 3)
-    qkv[:, TARGET], output[:, TARGET] = len(down), m.kv_heads
+    qkv[:, TARGET], output[:, TARGET] = len(down), len(attention)
     gate_up[:, TARGET], down[:, TARGET] = len(output), len(gate_up)
-    return np.concatenate([qkv, rotary, attention, output, gate_up, down])
+    return np.concatenate([qkv, attention, output, gate_up, down])
 
 
 def _block(op: int, count: int, **words: Any) -> np.ndarray:
-    """`count` records of one op; buffers by name, words that are not given -1, but start 0, stop 1 and spare 0."""
+    """`count` records of one op; buffers by name, words that are not given -1, but start 0 and stop 1."""
     records = np.full((count, len(WORDS)), -1, np.int32)
-    records[:, [OP, START, STOP, _SPARE]] = op, 0, 1, 0
+    records[:, [OP, START, STOP]] = op, 0, 1
     for name, value in words.items():
         records[:, WORDS.index(name)] = _ID[value] if isinstance(value, str) else value
     return records
@@ -316,21 +339,20 @@ class Record:
     wait: int = -1
     target: int = -1
     signal: int = -1
-    spare: int = 0
+    arrivals: int = -1
 
 
 def lower_slowly(how: Lowering, addresses: np.ndarray | None = None) -> Tables:
     """The same tables as `lower`, record by record in Python; otherwise as `lower`."""
-    records = list(_records(how))
-    queues = _queues(how, records)
-    packed = np.empty((len(records), len(WORDS)), np.int32)
-    queue, row = np.zeros(how.programs + 1, np.int32), 0
-    for program, numbers in enumerate(queues):
-        for number in numbers:
-            for word, name in enumerate(WORDS):
-                packed[row, word] = getattr(records[number], name)
-            row += 1
-        queue[program + 1] = row
+    records = records_slowly(how)
+    queues = queues_slowly(how, records)
+    packed = pack_slowly(records, [number for numbers in queues for number in numbers])
+    buffers = buffers_slowly(how, addresses)
+    return Tables(how.model, how.cache, buffers, packed, queue_slowly(queues), counters(how.model))
+
+
+def buffers_slowly(how: Lowering, addresses: np.ndarray | None = None) -> np.ndarray:
+    """The table of buffers, entry by entry; arguments and errors as of `lower`."""
     shapes = buffer_shapes(how)
     if addresses is not None and len(addresses) != len(shapes):
         raise ValueError(f"addresses has {len(addresses)} entries; allowed: {len(shapes)}, one a buffer")
@@ -338,8 +360,29 @@ def lower_slowly(how: Lowering, addresses: np.ndarray | None = None) -> Tables:
     for i, shape in enumerate(shapes.values()):
         for column, value in enumerate((0 if addresses is None else addresses[i], *shape)):
             buffers[i, column] = value
-    counters = 2 + how.model.layers * _counters_of_a_layer(how.model)
-    return Tables(how.model, how.cache, buffers, packed, queue, counters)
+    return buffers
+
+
+def pack_slowly(records: Sequence[Record], order: Sequence[int]) -> np.ndarray:
+    """The table of records, word by word. order: numbers of records, as the queues have them."""
+    packed = np.empty((len(records), len(WORDS)), np.int32)
+    for row, number in enumerate(order):
+        for word, name in enumerate(WORDS):
+            packed[row, word] = getattr(records[number], name)
+    return packed
+
+
+def queue_slowly(queues: Sequence[Sequence[int]]) -> np.ndarray:
+    """The table of queues. queues: numbers of records, a list for each program."""
+    queue = np.zeros(len(queues) + 1, np.int32)
+    for program, numbers in enumerate(queues):
+        queue[program + 1] = queue[program] + len(numbers)
+    return queue
+
+
+def records_slowly(how: Lowering) -> list[Record]:
+    """Every record in the order of execution, each an object."""
+    return list(_records(how))
 
 
 def _records(how: Lowering) -> Iterator[Record]:
@@ -356,14 +399,15 @@ def _records(how: Lowering) -> Iterator[Record]:
             count += 1
             yield record
         caches = {"first": at["k_cache"], "second": at["v_cache"], "K": m.head_dim, "position": position}
-        for head in range(m.kv_heads):
-            span = {"start": head, "stop": head + 1, "wait": counter, "target": count, "signal": counter + 1 + head}
-            yield Record(ROTARY, ids["rope"], ids["qkv"], ids["qkv"], **caches, **span)
-        done = counter + 1 + m.kv_heads
-        for head in range(m.kv_heads):
-            span = {"start": head, "stop": head + 1, "wait": counter + 1 + head, "target": 1, "signal": done}
-            yield Record(ATTENTION, input=ids["qkv"], output=ids["attention"], **caches, **span)
-        before, target = done, m.kv_heads
+        done = counter + 1 + m.heads
+        for head in range(m.heads):
+            own = {"start": head, "stop": head + 1, "wait": counter, "target": count, "arrivals": counter + 1 + head}
+            for span in range(how.spans):
+                yield Record(
+                    ATTENTION, ids["rope"], ids["qkv"], ids["attention"], ids["spans"], **caches, **own,
+                    slot=span, signal=done,
+                )  # fmt: skip
+        before, target = done, m.heads * how.spans
         for op, weight, source, to, gain in (
             (OUTPUT, "output_weight", "attention", "hidden", -1),
             (GATE_UP, "gate_up_weight", "hidden", "ffn", at["gain_2"]),
@@ -394,7 +438,7 @@ def _pieces(how: Lowering, op: int, weight: int, source: int, to: int, gain: int
         yield Record(op, weight, source, to, gain, K=k, start=start, stop=stop)
 
 
-def _queues(how: Lowering, records: list[Record]) -> list[list[int]]:
+def queues_slowly(how: Lowering, records: Sequence[Record]) -> list[list[int]]:
     """Numbers of records, a list for each program."""
     queues: list[list[int]] = [[] for _ in range(how.programs)]
     if how.schedule == "round-robin":
@@ -430,6 +474,47 @@ def patch(tables: Tables, position: int) -> np.ndarray:
     changed = words[flat[words] != position]
     flat[changed] = position
     return changed
+
+
+class Change(NamedTuple):
+    """Words of one field that differ. field: the word's or column's name; op: of the records, else empty."""
+
+    table: str
+    field: str
+    op: str
+    words: int
+    bytes: int
+
+
+def changes(before: Tables, after: Tables) -> list[Change]:
+    """Which words differ between two tables of one model, by field and op; words are of a table's dtype.
+
+    ValueError if the tables differ in shape.
+    """
+    columns = {"buffers": ("address", "rows", "columns", "itemsize"), "records": WORDS, "queue": ("first",)}
+    found = []
+    for table in names.TABLES:
+        a, b = (getattr(tables, table) for tables in (before, after))
+        if a.shape != b.shape:
+            raise ValueError(f"{table} is {a.shape} before and {b.shape} after; allowed: one shape")
+        ops = b[:, OP] if table == "records" else np.zeros(len(b), int)
+        differs = (a != b).reshape(len(b), -1)
+        for op in np.unique(ops):
+            for column, words in enumerate(differs[ops == op].sum(0).tolist()):
+                name = OPS[op - 1] if op else ""
+                if words:
+                    found.append(Change(table, columns[table][column], name, words, words * b.itemsize))
+    return found
+
+
+def changes_of_a_token(how: Lowering, position: int = 0) -> list[Change]:
+    """`changes` of the tables from a position to the next one; none where the launch says the position.
+
+    ValueError if the cache has no room for the next position.
+    """
+    if how.position is None:
+        return changes(lower(how), lower(how))
+    return changes(*(lower(replace(how, position=p)) for p in (position, position + 1)))
 
 
 def counts(tables: Tables) -> dict[str, int]:

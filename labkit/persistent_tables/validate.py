@@ -1,6 +1,6 @@
 """Refuses tables that a kernel must not run: what reads or writes out of range, races, or can never finish.
 
-A step is a sequence of stages: the embedding, six a layer, the head, argmax. How a stage is split into records, and
+A step is a sequence of stages: the embedding, five a layer, the head, argmax. How a stage is split into records, and
 which program runs which record in which order, is free; what a stage reads and writes, and that it waits for all of the
 stage before, is not.
 """
@@ -15,7 +15,7 @@ from labkit.persistent_tables.tables import Tables, check_position
 
 _BUFFERS = range(t.WEIGHT, t.SECOND + 1)
 _PROJECTIONS = (t.QKV, t.OUTPUT, t.GATE_UP, t.DOWN, t.HEAD)
-_STAGES = (t.QKV, t.ROTARY, t.ATTENTION, t.OUTPUT, t.GATE_UP, t.DOWN)  # of a layer, in order
+_STAGES = (t.QKV, t.ATTENTION, t.OUTPUT, t.GATE_UP, t.DOWN)  # of a layer, in order
 _CACHES = ("k_cache", "v_cache")
 # The buffers of each op: weight, input, output, gain, first, second.
 _USED = {
@@ -25,8 +25,7 @@ _USED = {
     t.DOWN: ("down_weight", "ffn", "hidden", None, None, None),
     t.HEAD: ("head", "hidden", "logits", "final_gain", "best", "best_token"),
     t.EMBED: ("embedding", "token", "hidden", None, None, None),
-    t.ROTARY: ("rope", "qkv", "qkv", None, *_CACHES),
-    t.ATTENTION: (None, "qkv", "attention", None, *_CACHES),
+    t.ATTENTION: ("rope", "qkv", "attention", "spans", *_CACHES),
     t.ARGMAX: ("best_token", "best", "token", None, "tokens", None),
 }
 
@@ -45,17 +44,18 @@ def validate(tables: Tables, memory: Iterable[tuple[int, int]] | None = None, po
     memory: (address, bytes) of what is allocated, against which every buffer's address is checked; None: addresses are
     not checked. position: of the launch, for tables that leave it to the launch. Refused are: wrong shapes or dtypes, a
     queue that is out of order, an unknown op, buffers or rows out of range or not those of the op, a position past the
-    cache, rows that no record or two records compute, a wait for a counter that fewer or more records signal or that is
+    cache, rows that no record or two records compute, spans of a head that do not share a counter of
+    their own, a wait for a counter that fewer or more records signal or that is
     not that of the stage before, and records that can never run since they wait for one another (queues included).
     """
     _check_arrays(tables)
     if memory is not None:
-        _check_addresses(tables.buffers, list(memory))
-    for number in range(len(tables.records)):
-        _check_record(tables, number)
+        check_addresses(tables.buffers, list(memory))
+    _check_records(tables)
     _check_positions(tables, position)
     _check_coverage(tables)
     _check_counters(tables)
+    _check_arrivals(tables)
     _check_stages(tables)
     _check_order(tables)
 
@@ -73,13 +73,37 @@ def _check_arrays(tables: Tables) -> None:
         raise TableError(f"queue is {queue.tolist()}; allowed: rising from 0 to {len(tables.records)}")
 
 
-def _check_addresses(buffers: np.ndarray, memory: list[tuple[int, int]]) -> None:
+def check_addresses(buffers: np.ndarray, memory: list[tuple[int, int]]) -> None:
+    """Raise TableError for a buffer that is not in the memory or not aligned; memory: as of `validate`."""
     for number, (address, rows, columns, itemsize) in enumerate(buffers.tolist()):
         end = address + rows * columns * itemsize
         if min(rows, columns) < 1 or not any(start <= address and end <= start + size for start, size in memory):
             raise TableError(f"buffer {number}: bytes {address} to {end} are not in the memory that was given")
         if address % 16:
             raise TableError(f"buffer {number}: address {address}; allowed: a multiple of 16")
+
+
+def _check_records(tables: Tables) -> None:
+    """All records; where those at the ends of every range are within it, so are those between, which are many."""
+    try:
+        for number in _extremes(tables.records):
+            _check_record(tables, number)
+    except TableError:
+        for number in range(len(tables.records)):  # the first one that is at fault is named
+            _check_record(tables, number)
+
+
+def _extremes(records: np.ndarray) -> list[int]:
+    """Of all records with the same op, buffers and K: one with the least and one with the most of all else checked."""
+    _, group = np.unique(records[:, [t.OP, *_BUFFERS, t.K]], axis=0, return_inverse=True)
+    group = group.reshape(-1)
+    start, stop, slot = records[:, [t.START, t.STOP, t.SLOT]].astype(np.int64).T
+    found: set[int] = set()
+    for key in (start, stop, stop - start, start % 2, slot):
+        order = np.lexsort((key, group))
+        ends = np.flatnonzero(np.diff(group[order], append=-1))  # the last of each group; the next one begins another
+        found.update(order[ends].tolist(), order[np.append(0, ends[:-1] + 1)].tolist())
+    return sorted(found)
 
 
 def _check_record(tables: Tables, number: int) -> None:
@@ -104,7 +128,7 @@ def _check_record(tables: Tables, number: int) -> None:
 
 def _layer(words: list[int]) -> int:
     """The layer whose buffers a record names; 0 for the ops that are of none."""
-    word = t.FIRST if words[t.OP] in (t.ROTARY, t.ATTENTION) else t.WEIGHT
+    word = t.FIRST if words[t.OP] == t.ATTENTION else t.WEIGHT
     return max(0, (words[word] - len(t.SHARED)) // len(t.LAYER))
 
 
@@ -148,15 +172,14 @@ def _ranges(
         yield "values of first", values[t.FIRST], tables.cache + 1, many
     else:
         yield "K", words[t.K], m.head_dim, m.head_dim
-        yield "start", start, 0, m.kv_heads - 1
+        yield "start", start, 0, m.heads - 1
         yield "stop", stop, start + 1, start + 1
         yield "values of the input", values[t.INPUT], m.qkv_width, m.qkv_width
-        width = m.qkv_width if op == t.ROTARY else m.q_width
-        yield "values of the output", values[t.OUT], width, width
+        yield "slot", words[t.SLOT], 0, tables.spans - 1
+        yield "values of the output", values[t.OUT], m.q_width, m.q_width
+        yield "values of the weight", values[t.WEIGHT], tables.cache * m.head_dim, many
         for word in (t.FIRST, t.SECOND):
             yield f"values of {t.WORDS[word]}", values[word], tables.cache * m.kv_width, many
-        if op == t.ROTARY:
-            yield "values of the weight", values[t.WEIGHT], tables.cache * m.head_dim, many
 
 
 def _check_positions(tables: Tables, position: int | None) -> None:
@@ -181,14 +204,16 @@ def _check_coverage(tables: Tables) -> None:
         mine = np.flatnonzero(stages == stage)
         if not len(mine):
             raise TableError(f"no record is of stage {stage}")
-        mine = mine[np.argsort(tables.records[mine, t.START], kind="stable")]
         op, buffer = tables.records[mine[0], [t.OP, t.WEIGHT]].tolist()
-        if op in (t.ROTARY, t.ATTENTION):
-            rows = tables.model.kv_heads
+        first, last = tables.records[mine][:, [t.START, t.STOP]].T
+        if op == t.ATTENTION:  # a span of a head counts as a row
+            rows = tables.model.heads * tables.spans
+            first = first * tables.spans + tables.records[mine, t.SLOT]
+            last = first + 1
         else:
             rows = _size(tables, buffer)[0] if op in _PROJECTIONS else 1
-        edges = np.append(tables.records[mine, t.START], rows)
-        ends = np.insert(tables.records[mine, t.STOP], 0, 0)
+        order = np.argsort(first, kind="stable")
+        mine, edges, ends = mine[order], np.append(first[order], rows), np.insert(last[order], 0, 0)
         for i in np.flatnonzero(edges != ends):
             how = "by no record" if ends[i] < edges[i] else "twice"
             low, high = sorted((int(ends[i]), int(edges[i])))
@@ -208,8 +233,8 @@ def _stages(tables: Tables) -> np.ndarray:
     of_op = np.zeros(len(t.OPS) + 1, np.int64)
     of_op[list(_STAGES)] = np.arange(1, 1 + len(_STAGES))
     of_op[[t.HEAD, t.ARGMAX]] = np.array([1, 2]) + len(_STAGES) * layers
-    layer = np.array([_layer(words) for words in records.tolist()])
-    return of_op[records[:, t.OP]] + len(_STAGES) * layer
+    names_layer = np.where(records[:, t.OP] == t.ATTENTION, records[:, t.FIRST], records[:, t.WEIGHT])
+    return of_op[records[:, t.OP]] + len(_STAGES) * np.maximum(0, (names_layer - len(t.SHARED)) // len(t.LAYER))
 
 
 def _check_counters(tables: Tables) -> None:
@@ -232,22 +257,37 @@ def _check_counters(tables: Tables) -> None:
         raise TableError(f"signals counter {records[number, t.SIGNAL]}, for which no record waits", int(number))
 
 
+def _check_arrivals(tables: Tables) -> None:
+    """The spans of one head in one layer share a counter that nothing else uses; other ops have none."""
+    records, stages = tables.records, _stages(tables)
+    found, attends = records[:, t.ARRIVALS], records[:, t.OP] == t.ATTENTION
+    for number in np.flatnonzero(np.where(attends, (found < 0) | (found >= tables.counters), found != -1)):
+        allowed = f"0 to {tables.counters - 1}" if attends[number] else "-1, its op has none"
+        raise TableError(f"arrivals is counter {found[number]}; allowed: {allowed}", int(number))
+    owners: dict[int, tuple[int, int] | None] = dict.fromkeys(map(int, records[:, [t.WAIT, t.SIGNAL]].flat))
+    counters: dict[tuple[int, int], int] = {}
+    for number in np.flatnonzero(attends).tolist():
+        owner, counter = (int(stages[number]), int(records[number, t.START])), int(found[number])
+        if owners.setdefault(counter, owner) != owner or counters.setdefault(owner, counter) != counter:
+            raise TableError(f"arrivals is counter {counter}; allowed: one for each head and layer alone", number)
+
+
 def _check_stages(tables: Tables) -> None:
-    """A record waits for all of the stage before; attention for the rotary embedding of its own head."""
+    """A record waits for all of the stage before."""
     records, stages = tables.records, _stages(tables)
     count = np.bincount(stages)
-    signalled: dict[int, list[int]] = {}
-    for number, counter in enumerate(records[:, t.SIGNAL].tolist()):
-        signalled.setdefault(counter, []).append(number)
-    for number in np.flatnonzero(records[:, t.WAIT] >= 0).tolist():
-        before = signalled[int(records[number, t.WAIT])]
-        own = records[number, t.OP] == t.ATTENTION
-        wrong = stages[before] != stages[number] - 1
-        if wrong.any() or len(before) != (1 if own else count[stages[number] - 1]) or (
-            own and records[before[0], t.START] != records[number, t.START]
-        ):  # fmt: skip
-            what = f"waits for counter {records[number, t.WAIT]}, which is not all of the stage before"
-            raise TableError(what, number)
+    signals = np.flatnonzero(records[:, t.SIGNAL] >= 0)
+    counter = records[signals, t.SIGNAL]
+    least, most = np.full(tables.counters, 1 << 30), np.full(tables.counters, -1)
+    np.minimum.at(least, counter, stages[signals])
+    np.maximum.at(most, counter, stages[signals])
+    many = np.bincount(counter, minlength=tables.counters)
+    waits = np.flatnonzero(records[:, t.WAIT] >= 0)
+    on, before = records[waits, t.WAIT], stages[waits] - 1
+    wrong = (least[on] != before) | (most[on] != before) | (many[on] != count[before])
+    for number in waits[wrong]:
+        what = f"waits for counter {records[number, t.WAIT]}, which is not all of the stage before"
+        raise TableError(what, int(number))
 
 
 def _check_order(tables: Tables) -> None:

@@ -24,6 +24,7 @@ Sources: 1, 2 and 5 AutoMegaKernel; 7 Mirage MPK, whose positions a task on the 
 6 packed vLLM-Ascend's dirty ranges with a scatter.
 """
 
+import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -37,13 +38,13 @@ from torch import Tensor
 
 from labkit.checks import check_one_of
 from labkit.launch import Launch
-from labkit.persistent_tables import kernels
+from labkit.persistent_tables import kernels, names
 from labkit.persistent_tables import tables as t
 from labkit.persistent_tables.kernels import Memory, Uploaded
-from labkit.persistent_tables.tables import Lowering, Tables, check_position, lower, lower_slowly, position_words
-from labkit.persistent_tables.validate import validate
+from labkit.persistent_tables.tables import Tables, check_position, lower, lower_slowly, position_words
+from labkit.persistent_tables.validate import check_addresses, validate
 
-TABLES = ("buffers", "records", "queue")
+TABLES = names.TABLES
 PATCH_BLOCK = 256
 _ALIGNED = 64  # bytes: where a table may begin in memory that holds all three
 
@@ -77,47 +78,6 @@ class Traffic(NamedTuple):
     kernels: int = 1
 
 
-class Change(NamedTuple):
-    """Words of one field that differ. field: the word's or column's name; op: of the records, else empty."""
-
-    table: str
-    field: str
-    op: str
-    words: int
-    bytes: int
-
-
-def changes(before: Tables, after: Tables) -> list[Change]:
-    """Which words differ between two tables of one model, by field and op; words are of a table's dtype.
-
-    ValueError if the tables differ in shape.
-    """
-    columns = {"buffers": ("address", "rows", "columns", "itemsize"), "records": t.WORDS, "queue": ("first",)}
-    found = []
-    for table in TABLES:
-        a, b = (getattr(tables, table) for tables in (before, after))
-        if a.shape != b.shape:
-            raise ValueError(f"{table} is {a.shape} before and {b.shape} after; allowed: one shape")
-        ops = b[:, t.OP] if table == "records" else np.zeros(len(b), int)
-        differs = (a != b).reshape(len(b), -1)
-        for op in np.unique(ops):
-            for column, words in enumerate(differs[ops == op].sum(0).tolist()):
-                name = t.OPS[op - 1] if op else ""
-                if words:
-                    found.append(Change(table, columns[table][column], name, words, words * b.itemsize))
-    return found
-
-
-def changes_of_a_token(how: Lowering, position: int = 0) -> list[Change]:
-    """`changes` of the tables from a position to the next one; none where the launch says the position.
-
-    ValueError if the cache has no room for the next position.
-    """
-    if how.position is None:
-        return changes(lower(how), lower(how))
-    return changes(*(lower(replace(how, position=p)) for p in (position, position + 1)))
-
-
 def traffic(name: str, tables: Tables) -> Traffic:
     """What one token of a way enqueues. name: one of `WAYS`, else ValueError."""
     check_one_of("way", name, WAYS)
@@ -144,7 +104,7 @@ class Way:
         self.memory, self.make, self.device = memory, make, memory.counters.device
         self.how = replace(memory.how, position=0 if self.position_from == "record" else None)
         self.tables = lower(self.how, memory.addresses())
-        validate(self.tables, memory.extents())
+        _validate(self.tables, memory)
         self.words = position_words(self.tables)
         self.launched = self.launch_of(kernels.upload(self.tables, self.device))
 
@@ -225,44 +185,20 @@ class RebuiltSlowly(Rebuilt):
 
     def __init__(self, memory: Memory, make: Make, which: tuple[str, ...] = TABLES):
         super().__init__(memory, make, which)
-        self.kept = list(t._records(self.how))  # a queue's rebuilding needs them, a record's where it goes
-        self.order = [number for queue in t._queues(self.how, self.kept) for number in queue]
+        self.kept = t.records_slowly(self.how)  # a queue's rebuilding needs them, a record's where it goes
+        self.order = [number for numbers in t.queues_slowly(self.how, self.kept) for number in numbers]
 
     def build(self, position: int) -> None:
         """All tables, or one."""
         if len(self.host) == len(TABLES):
             self._keep(lower_slowly(replace(self.how, position=position), self.memory.addresses()))
         elif "buffers" in self.host:
-            self.host = {"buffers": _buffers(self.how, self.memory.addresses())}
+            self.host = {"buffers": t.buffers_slowly(self.how, self.memory.addresses())}
         elif "records" in self.host:
-            self.host = {"records": _records(replace(self.how, position=position), self.order)}
+            records = t.records_slowly(replace(self.how, position=position))
+            self.host = {"records": t.pack_slowly(records, self.order)}
         else:
-            self.host = {"queue": _queue(self.how, self.kept)}
-
-
-def _buffers(how: Lowering, addresses: np.ndarray) -> np.ndarray:
-    shapes = t.buffer_shapes(how)
-    found = np.empty((len(shapes), 4), np.int64)
-    for i, shape in enumerate(shapes.values()):
-        for column, value in enumerate((addresses[i], *shape)):
-            found[i, column] = value
-    return found
-
-
-def _records(how: Lowering, order: Sequence[int]) -> np.ndarray:
-    records = list(t._records(how))
-    found = np.empty((len(records), len(t.WORDS)), np.int32)
-    for row, number in enumerate(order):
-        for word, name in enumerate(t.WORDS):
-            found[row, word] = getattr(records[number], name)
-    return found
-
-
-def _queue(how: Lowering, records: list[t.Record]) -> np.ndarray:
-    found = np.zeros(how.programs + 1, np.int32)
-    for program, numbers in enumerate(t._queues(how, records)):
-        found[program + 1] = found[program] + len(numbers)
-    return found
+            self.host = {"queue": t.queue_slowly(t.queues_slowly(self.how, self.kept))}
 
 
 class Pinned(Way):
@@ -424,25 +360,34 @@ def check_following(position: int, following: int, cache: int) -> None:
         raise ValueError(f"position is {position}; allowed: {following}, the device's, or `begin` at another")
 
 
-_ALONE = {f": {name} alone": {"which": (name,)} for name in TABLES}
-_SLOWLY, _PREBUILT = "1 rebuilt in Python, pageable", "3 prebuilt, pageable"
-ONE_POSITION = "5 one position replayed"
-
 WAYS: dict[str, tuple[type[Way], dict[str, Any]]] = {
-    _SLOWLY: (RebuiltSlowly, {}),
-    **{_SLOWLY + one: (RebuiltSlowly, options) for one, options in _ALONE.items()},
-    "2 rebuilt vectorised, pageable": (Rebuilt, {}),
-    _PREBUILT: (Prebuilt, {}),
-    **{_PREBUILT + one: (Prebuilt, options) for one, options in _ALONE.items()},
-    "4 pinned, double-buffered": (Pinned, {}),
-    ONE_POSITION: (OnePosition, {}),
-    "6 words from the host, one by one": (WordsFromHost, {}),
-    "6 words from the host, packed": (WordsFromHost, {"packed": True}),
-    "7 words by a kernel": (WordsByKernel, {}),
-    "8 position in the launch": (InTheLaunch, {}),
-    "9 CUDA graph, position on the GPU": (Graph, {}),
+    names.REBUILT: (RebuiltSlowly, {}),
+    **{names.alone(names.REBUILT, one): (RebuiltSlowly, {"which": (one,)}) for one in TABLES},
+    names.VECTORISED: (Rebuilt, {}),
+    names.PREBUILT: (Prebuilt, {}),
+    **{names.alone(names.PREBUILT, one): (Prebuilt, {"which": (one,)}) for one in TABLES},
+    names.PINNED: (Pinned, {}),
+    names.ONE_POSITION: (OnePosition, {}),
+    names.ONE_BY_ONE: (WordsFromHost, {}),
+    names.PACKED: (WordsFromHost, {"packed": True}),
+    names.BY_KERNEL: (WordsByKernel, {}),
+    names.IN_LAUNCH: (InTheLaunch, {}),
+    names.GRAPH: (Graph, {}),
 }
-VALID = tuple(name for name in WAYS if name != ONE_POSITION)
+VALID = tuple(name for name in WAYS if name != names.ONE_POSITION)
+
+
+_passed: set[bytes] = set()  # tables that were validated in this process, without their addresses
+
+
+def _validate(tables: Tables, memory: Memory) -> None:
+    """`validate`, but the addresses alone where the same tables, lying elsewhere, have passed: it takes a second."""
+    check_addresses(tables.buffers, memory.extents())
+    parts = (tables.buffers[:, t.ROWS :], tables.records, tables.queue)
+    key = hashlib.sha256(b"".join(np.ascontiguousarray(part).tobytes() for part in parts)).digest()
+    if key not in _passed:
+        validate(tables)
+        _passed.add(key)
 
 
 def prepare(name: str, memory: Memory, **step: Any) -> Way:

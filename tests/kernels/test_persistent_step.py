@@ -128,7 +128,7 @@ MODELS = {
 
 
 @pytest.mark.parametrize("name", list(MODELS))
-@pytest.mark.parametrize("choice", [Choice(32, 2, 16, 1), Choice(64, 0, 1, 1)], ids=str)
+@pytest.mark.parametrize("choice", [Choice(32, 2, 16, 1), Choice(64, 0, 1, 1, prefetch=64)], ids=str)
 def test_other_models_and_choices(name, choice, device):
     model = MODELS[name]
     weights, memory, found = machine(model, rows=16, parts=2, device=device)
@@ -137,6 +137,24 @@ def test_other_models_and_choices(name, choice, device):
     assert generate(memory, launched(memory, found, choice), prompt, 2) == expected.tokens
     logits = memory.buffers["logits"][0].double().cpu()
     torch.testing.assert_close(logits, expected.logits[-1], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("span", "block_t"), [(4, 4), (4, 16), (6, 2), (16, 4)])
+def test_attention_over_spans_of_the_cache(span, block_t, device):
+    """Positions within the first span, at the edges of spans, and in the last; each span's keys appended by itself."""
+    choice = dataclasses.replace(CHOICE, block_t=block_t)
+    weights, memory, found = machine(SMALL, cache=12, span=span, device=device)
+    prompt = prompt_of(3)
+    expected = expected_of(SMALL, weights, prompt, 8)
+    assert found.spans == -(-12 // span)
+    assert generate(memory, launched(memory, found, choice), prompt, 8) == expected.tokens
+    logits = memory.buffers["logits"][0].double().cpu()
+    torch.testing.assert_close(logits, expected.logits[-1], rtol=1e-5, atol=1e-5)
+    _, whole, found = machine(SMALL, cache=12, device=device)
+    generate(whole, launched(whole, found, choice), prompt, 8)
+    for name in ("k_cache.0", "v_cache.0"):
+        torch.testing.assert_close(memory.buffers[name], whole.buffers[name], rtol=1e-5, atol=1e-6)
+    assert not memory.counters.any()
 
 
 def test_the_bits_do_not_depend_on_how_stages_are_split(device):
@@ -190,6 +208,7 @@ def test_a_table_that_never_finishes_ends_with_the_records_number(device):
         ({"position_from": "host"}, "position_from is 'host'; allowed: record, launch, device"),
         ({"choice": Choice(block_k=48)}, "block_k is 48; allowed: a power of two"),
         ({"choice": Choice(ahead=-1)}, "ahead is -1; allowed: at least 0"),
+        ({"choice": Choice(prefetch=40)}, "prefetch is 40; allowed: 0 or a multiple of 16 bytes"),
     ],
 )
 def test_what_a_step_cannot_take_is_named(more, message, device):

@@ -5,7 +5,7 @@ import functools
 import pytest
 import torch
 
-from labkit.persistent_tables import baseline, kernels, reference, ways
+from labkit.persistent_tables import baseline, kernels, names, reference, ways
 from labkit.persistent_tables.baseline import Baseline
 from labkit.persistent_tables.kernels import Choice, allocate
 from labkit.persistent_tables.model import Decoder, random_weights
@@ -68,7 +68,7 @@ def test_a_way_begins_again_elsewhere(device):
 def test_one_position_replayed_is_wrong_from_the_second_on(start, device):
     """The control: the published way. Its first token is right; then keys and values go where the first ones went."""
     memory, token, expected = memory_of(SMALL, start, device)
-    way = ways.prepare(ways.ONE_POSITION, memory, choice=CHOICE)
+    way = ways.prepare(names.ONE_POSITION, memory, choice=CHOICE)
     for count, right in ((1, True), (2, False)):
         tokens = ways.generate(way, token, count, start)
         error = (memory.buffers["logits"][0].double().cpu() - expected.logits[count - 1]).abs().max()
@@ -122,7 +122,7 @@ def test_the_baseline_and_the_tables_fill_the_same_cache(device):
         caches.append([memory.buffers[f"{x}_cache.{i}"] for x in "kv" for i in range(TINY.layers)])
     for one, other in zip(*caches, strict=True):
         assert one[9].any()
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=4e-6)
 
 
 @pytest.mark.parametrize("projections", baseline.PROJECTIONS)

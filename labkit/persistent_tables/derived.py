@@ -1,0 +1,255 @@
+"""Tables of the study: what the notebook shows and the claims are judged by, made from the measured rows."""
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from labkit.bench.verdict import compare_many, median_us
+from labkit.persistent_tables import names, tables
+from labkit.persistent_tables.model import MODELS
+from labkit.persistent_tables.tables import Lowering
+
+MAIN = {"start": names.START, "parts": 0, "dtype": "bf16"}  # the case of a model that all variants are timed in
+PUBLISHED = {"model": names.H1024, "start": names.START, "parts": names.PUBLISHED_PARTS, "dtype": "bf16"}
+GRAPH_COLUMNS = ("model", "variant", "us", "tbs", "% of ceiling", "% of reading", "ratio", "low", "high", "verdict")
+WALL_COLUMNS = (
+    "model", "dtype", "start", "parts", "way", "records", "us", "gpu us", "idle us", "% idle", "bytes", "copies",
+    "kernels",
+)  # fmt: skip
+HOST_COLUMNS = (
+    "model", "parts", "queued_us", "way", "records", "build", "copy", "launch", "host", "low", "high", "runs",
+)  # fmt: skip
+TOKENS_COLUMNS = (
+    "model", "dtype", "start", "parts", "way", "checked", "right", "margin", "margin there", "first error",
+    "second error",
+)  # fmt: skip
+
+
+def cases(rows: pd.DataFrame, op: str, **wanted: Any) -> Iterator[tuple[dict, pd.DataFrame]]:
+    """Parameters and rows of every case of an operation that has all these parameters: by model, parts and start."""
+    some = rows[rows["op"] == op]
+    groups = [(json.loads(key), group) for key, group in some.groupby("case", sort=False)]
+    groups = [(params, group) for params, group in groups if wanted.items() <= params.items()]
+    return iter(sorted(groups, key=lambda item: _place(item[0])))
+
+
+def _place(params: Mapping[str, Any]) -> tuple[Any, ...]:
+    models = list(names.MODELS)
+    return models.index(params["model"]), params["dtype"], params["start"], params["parts"], params.get("queued_us", 0)
+
+
+def in_mode(group: pd.DataFrame, mode: str) -> pd.DataFrame:
+    """The rows of a case that were timed against each other: of graphs, or with the host at work."""
+    return group[group["mode"] == mode]
+
+
+def facts(group: pd.DataFrame) -> dict[str, dict[str, Any]]:
+    """Variant -> what was recorded beside its times."""
+    return {name: json.loads(text) for name, text in zip(group["variant"], group["evidence"], strict=True)}
+
+
+def graphs(rows: pd.DataFrame) -> pd.DataFrame:
+    """A token without the host, all variants of every model; ratio: the time of a variant over that of the tables.
+
+    % of ceiling: streamed bytes a second over the read ceiling; % of reading: over reading as many bytes here.
+    """
+    found = []
+    for params, group in cases(rows, "token", **MAIN):
+        group = in_mode(group, "graph")
+        us, size = median_us(group), group["floor_bytes"].iloc[0]
+        compared = {c.against: c.columns() for c in compare_many(group, [(names.OURS, name) for name in us])}
+        for name in (names.OURS, names.LONGEST, *names.SEPARATE, *names.DEPENDENT, names.UNORDERED, names.READ):
+            if name not in us:
+                continue
+            line = {"model": params["model"], "variant": name, "us": us[name], "tbs": size / us[name] / 1e6}
+            line["% of ceiling"] = 100 * line["tbs"] / group["ceiling"].max()
+            line["% of reading"] = 100 * us.get(names.READ, math.nan) / us[name]
+            against = compared[name] if name != names.OURS and names.OURS in us else {}
+            found.append(line | {key: against.get(key, math.nan) for key in ("ratio", "low", "high", "runs")})
+            found[-1]["verdict"] = against.get("verdict", "")
+    return pd.DataFrame(found, columns=None if found else [*GRAPH_COLUMNS, "runs"])
+
+
+def best(rows: pd.DataFrame, among: tuple[str, ...]) -> pd.DataFrame:
+    """Of every model, the fastest of some variants beside the tables: the lines of `graphs`."""
+    table = graphs(rows)
+    some = table[table["variant"].isin(among) & table["ratio"].notna()]
+    return some.loc[some.groupby("model", sort=False)["us"].idxmin()].reset_index(drop=True)
+
+
+def walls(rows: pd.DataFrame) -> pd.DataFrame:
+    """µs a token with the host at work, by case and way.
+
+    gpu us: of the same tables in a graph, position on the device; idle: what a token takes beyond it, in which no step
+    runs. bytes, copies, kernels: what a token enqueues.
+    """
+    found = []
+    for params, group in cases(rows, "token"):
+        gpu = median_us(in_mode(group, "graph")).get(names.OURS, math.nan)
+        eager = in_mode(group, "eager")
+        us, known = median_us(eager), facts(eager)
+        for way in (*names.WAYS, *names.ALONE, names.REPLAYED):
+            if way not in us:
+                continue
+            idle = max(0.0, us[way] - gpu) if way != names.REPLAYED else math.nan
+            line = {"way": way, "records": known[way].get("records", math.nan), "us": us[way], "gpu us": gpu}
+            line |= {"idle us": idle, "% idle": 100 * idle / us[way]}
+            found.append(params | line | known[way].get("sent", {}))
+    return pd.DataFrame(found).reindex(columns=WALL_COLUMNS)
+
+
+def hosts(rows: pd.DataFrame) -> pd.DataFrame:
+    """The host's µs for a token by case and way: medians of build, copy and launch, and of their sum.
+
+    low, high: quartiles of the sum. queued_us: other work that was on the stream.
+    """
+    found = []
+    for params, group in cases(rows, "host"):
+        usable = group[group["ok"]]
+        ns = dict(zip(usable["variant"], usable["samples_ns"], strict=True))
+        known, runs = (
+            facts(usable),
+            {name: len(set(run)) for name, run in zip(usable["variant"], usable["run"], strict=True)},
+        )
+        for way in (*names.WAYS, *names.ALONE):
+            parts = [np.asarray(ns.get(names.part(way, part), []), float) / 1e3 for part in names.PARTS]
+            if not all(map(len, parts)):
+                continue
+            total = sum(parts)
+            line = {"way": way, "records": known[names.part(way, names.PARTS[0])].get("records", math.nan)}
+            line |= {name: float(np.median(part)) for name, part in zip(names.PARTS, parts, strict=True)}
+            line |= {"host": float(np.median(total)), "runs": runs[names.part(way, names.PARTS[0])]}
+            found.append(params | line | {"low": np.quantile(total, 0.25), "high": np.quantile(total, 0.75)})
+    return pd.DataFrame(found).reindex(columns=HOST_COLUMNS)
+
+
+def tokens(rows: pd.DataFrame) -> pd.DataFrame:
+    """How many tokens of each variant are the reference's, before the first that is not.
+
+    margin: the reference's least, of those compared; margin there: where the two part; first and second error: relative
+    RMSE of the logits of the first two tokens.
+    """
+    found = []
+    for params, group in cases(rows, "token"):
+        for name, known in facts(group).items():
+            if "right" in known and name != "A/A control":
+                errors = dict(zip(("first error", "second error"), known["errors"], strict=False))
+                found.append(params | {"way": name} | known | errors)
+    return pd.DataFrame(found).reindex(columns=TOKENS_COLUMNS)
+
+
+def contexts(rows: pd.DataFrame) -> pd.DataFrame:
+    """A token without the host by first position: µs of the tables and of separate kernels.
+
+    Columns model, start, variant, us, tbs (streamed bytes, the cache's too).
+    """
+    found = []
+    for params, group in cases(rows, "token", dtype="bf16", parts=0):
+        group = in_mode(group, "graph")
+        us, size = median_us(group), group["floor_bytes"].iloc[0]
+        for name in (names.OURS, names.GEMV, names.GEMV_DEPENDENT):
+            if name in us:
+                line = {"model": params["model"], "start": params["start"], "variant": name}
+                found.append(line | {"us": us[name], "tbs": size / us[name] / 1e6})
+    table = pd.DataFrame(found, columns=["model", "start", "variant", "us", "tbs"])
+    return table[table.groupby("model")["start"].transform("nunique") > 1].reset_index(drop=True)
+
+
+def ratio(rows: pd.DataFrame, slow: str, fast: str, **wanted: Any) -> dict[str, Any]:
+    """Time of one way over that of another in one case, host at work: ratio, low, high, verdict, runs; or nothing."""
+    for _, group in cases(rows, "token", **wanted):
+        [found] = compare_many(in_mode(group, "eager"), [(fast, slow)])
+        if found.ratio.pairs:
+            us = median_us(in_mode(group, "eager"))
+            return found.columns() | {"slow us": us[slow], "fast us": us[fast]}
+    return {}
+
+
+def rebuilding(rows: pd.DataFrame) -> pd.DataFrame:
+    """Where the time of rebuilding goes, in the published size: host µs of every table alone, and of all.
+
+    Columns table, build, copy, share (of the building of all three).
+    """
+    table = hosts(rows)
+    table = table[(table["parts"] == names.PUBLISHED_PARTS) & (table["queued_us"] == 0)].set_index("way")
+    if names.REBUILT not in table.index:
+        return pd.DataFrame(columns=["table", "build", "copy", "share"])
+    whole = table.loc[names.REBUILT, "build"]
+    lines = {one: names.alone(names.REBUILT, one) for one in names.TABLES} | {"all": names.REBUILT}
+    found = [
+        {"table": one, "build": table.loc[way, "build"], "copy": table.loc[way, "copy"]}
+        | {"share": table.loc[way, "build"] / whole}
+        for one, way in lines.items()
+        if way in table.index
+    ]
+    return pd.DataFrame(found)
+
+
+def queued(rows: pd.DataFrame) -> pd.DataFrame:
+    """The host's µs for the copies of a token with an idle GPU and with other work on the stream; waited: the rest."""
+    table = hosts(rows)
+    table = table[table["parts"] == names.PUBLISHED_PARTS]
+    wide = table.pivot_table(index="way", columns="queued_us", values="copy", sort=False)
+    if not {0, names.QUEUED_US} <= set(wide):
+        return pd.DataFrame(columns=["way", "idle", "queued", "waited"])
+    wide = wide.rename(columns={0: "idle", names.QUEUED_US: "queued"}).reset_index().rename_axis(columns=None)
+    return wide.assign(waited=wide["queued"] - wide["idle"])
+
+
+def hidden(rows: pd.DataFrame) -> pd.DataFrame:
+    """What each way takes beyond way 8 of the same case, against the step's time on the GPU: does it hide?
+
+    Only of h1024 in bf16, whose records and contexts are swept. beyond: µs a token; hides: no more than 1 % of it.
+    """
+    table = walls(rows)
+    table = table[(table["model"] == names.H1024) & (table["dtype"] == "bf16")]
+    found = []
+    for key, group in table.groupby(["start", "parts"], sort=False):
+        us = group.set_index("way")["us"]
+        if names.IN_LAUNCH in us:
+            some = group[group["way"].isin(names.SWEPT)]
+            least = us[names.IN_LAUNCH]
+            some = some.assign(beyond=some["us"] - least, hides=some["us"] <= 1.01 * least, sweep=_sweep(*key))
+            found.append(some)
+    columns = [*WALL_COLUMNS, "beyond", "hides", "sweep"]
+    return pd.concat(found, ignore_index=True) if found else pd.DataFrame(columns=columns)
+
+
+def _sweep(start: int, parts: int) -> str:
+    return "contexts" if start != names.START else "records" if parts else "whole"
+
+
+def sizes() -> pd.DataFrame:
+    """The tables of every model as they are lowered for an H100, and those of the published designs.
+
+    Columns design, model, programs, records, bytes, words that change a token; counted, not measured. With the position
+    in the launch, the same tables change in no word.
+    """
+    found = [
+        {"design": "Stanford MegaKernels, published", "model": names.LLAMA, "programs": "132", "records": 8644}
+        | {"bytes": 132 * 66 * 32 * 4, "words": 0},
+        {"design": "AutoMegaKernel, published", "model": names.H1024, "programs": "–"}
+        | {"records": names.PUBLISHED_RECORDS, "bytes": 402 * 224 + 121 * 96, "words": 12},
+    ]
+    wanted = [(name, programs, None) for name in names.MODELS for programs in (132, 528)]
+    for model, programs, parts in [*wanted, (names.H1024, 528, names.PUBLISHED_PARTS)]:
+        lowered = tables.lower(
+            Lowering(MODELS[model], programs, cache=names.CACHE, parts=parts, span=names.SPANS.get(model))
+        )
+        counts = tables.counts(lowered)
+        line = {"design": "this page", "model": model, "programs": str(programs), "records": counts["records"]}
+        found.append(line | {"bytes": lowered.nbytes, "words": counts["changed_words"]})
+    return pd.DataFrame(found)
+
+
+def changes(position: int = names.START) -> pd.DataFrame:
+    """Which words differ between the tables of a position and of the next: model, table, op, field, words, bytes."""
+    found = []
+    for name in names.MODELS:
+        how = Lowering(MODELS[name], 132, cache=names.CACHE, span=names.SPANS.get(name))
+        found += [{"model": name} | one._asdict() for one in tables.changes_of_a_token(how, position)]
+    return pd.DataFrame(found)

@@ -1,0 +1,421 @@
+"""Study 03: cases, variants and floors by hand; the host's clock; tables, claims and views from made-up rows."""
+
+import json
+import math
+from types import SimpleNamespace
+
+import numpy as np
+import pandas as pd
+import pytest
+import rows as made
+import torch
+
+from labkit import studies
+from labkit.bench import sweep, verdict
+from labkit.bench.sha import kernel_sha
+from labkit.bench.spec import CONTROL, Case
+from labkit.evidence import compiled
+from labkit.persistent_tables import (
+    baseline,
+    claims,
+    derived,
+    kernels,
+    model,
+    names,
+    study,
+    tables,
+    trials,
+    views,
+    ways,
+)
+
+ALL = {"models": list(names.MODELS), "dtypes": ["bf16", "fp32"], "parts": [4, 20, 88], "starts": [512, 1984]}
+PUBLISHED = Case("token", derived.PUBLISHED)
+WHOLE = Case("token", derived.PUBLISHED | {"parts": 0})
+
+
+@pytest.fixture(autouse=True)
+def few_resamples(monkeypatch):
+    monkeypatch.setattr(verdict, "RESAMPLES", 100)
+    trials._shared.clear()
+
+
+@pytest.fixture(scope="module")
+def rows():
+    return made.make("persistent_tables", made.DECODE, made.decode_us())
+
+
+def of(op, parameters=ALL):
+    return [x for x in study.cases(parameters) if x.op == op]
+
+
+def without_samples(rows):
+    return made.unusable(rows)
+
+
+# cases, variants
+
+
+def test_cases_are_distinct_and_survive_json():
+    found = study.cases(ALL)
+    assert len({(x.op, x.key) for x in found}) == len(found)
+    for x in found:
+        assert Case(x.op, json.loads(x.key)).key == x.key
+    assert len(of("token")) == 3 + 3 + 2 * 2 + 1  # models, parts, starts, fp32
+    assert len(of("host")) == 3 + 3 + 1  # models, parts, behind other work
+    assert [x["model"] for x in found] == sorted((x["model"] for x in found), key=names.MODELS.index)
+    assert not [x for x in study.cases(ALL | {"models": [names.LLAMA]}) if x["parts"]]
+
+
+def test_the_published_number_of_records_is_met():
+    how = tables.Lowering(model.MODELS[names.H1024], 528, cache=names.CACHE, parts=names.PUBLISHED_PARTS)
+    assert abs(len(tables.lower(how).records) / names.PUBLISHED_RECORDS - 1) < 0.02
+
+
+def test_every_variant_is_made_hashed_and_once():
+    for x in study.cases(ALL):
+        found = study.variants(x)
+        assert len({v.name for v in found}) == len(found)
+        assert study.control(x) in {v.name for v in found}
+        assert sweep.with_control(study.STUDY, x)[-1].options["repeats"] == study.control(x)
+        for v in found:
+            assert v.caches == ("cold",)  # a decode reads all weights before it reads one again
+    shas = {kernel_sha(v.source) for v in study.variants(PUBLISHED)}
+    assert len(shas) == 2  # without the host, and with it
+
+
+def test_all_ways_are_timed_where_the_published_ones_are():
+    named = {v.name for v in study.variants(PUBLISHED)}
+    assert set(ways.WAYS) < named
+    assert set(ways.WAYS) == set(names.WAYS + names.ALONE)
+    host = {v.name for v in study.variants(Case("host", derived.PUBLISHED | {"queued_us": 0}))}
+    assert host == {names.part(way, part) for way in ways.WAYS for part in names.PARTS}
+    whole = {v.name: v.mode for v in study.variants(WHOLE)}
+    assert {name for name, mode in whole.items() if mode == "graph"} == set(study.GRAPHS)
+
+
+def test_the_floor_by_hand():
+    x = Case("token", derived.PUBLISHED | {"model": names.H1024})
+    m, tokens = model.MODELS[names.H1024], trials.sequence(x)
+    context = sum(16 + i + 1 for i in range(tokens)) / tokens  # positions that attention reads, its own included
+    values = m.streamed_weights() + 2 * m.layers * m.kv_width * (context + 1)
+    assert study.floor(x).bytes == pytest.approx(2 * values, abs=2 * m.layers * m.kv_width)
+    assert study.floor(Case("token", x.params | {"start": 512})).bytes > study.floor(x).bytes
+    assert study.floor(Case("token", x.params | {"dtype": "fp32"})).bytes == 2 * study.floor(x).bytes
+    assert study.floor(Case("host", x.params | {"queued_us": 0})).bytes == 0
+
+
+def test_what_is_timed_and_checked_fits_the_cache():
+    last = names.CACHE - trials.CHECKED
+    for x in of("token", ALL | {"starts": [last]}):
+        assert x["start"] + max(trials.CHECKED, trials.sequence(x)) <= names.CACHE
+    with pytest.raises(ValueError, match="parameter starts is"):
+        study.STUDY.check(ALL | {"starts": [last + 1]})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"starts": [0]}, "parameter starts is"),
+        ({"parts": [0]}, "parameter parts is"),
+        ({"models": ["tiny"]}, "parameter models is"),
+        ({"dtypes": ["fp16"]}, "parameter dtypes is"),
+    ],
+)
+def test_parameters_that_are_not_allowed_are_named(change, message):
+    with pytest.raises(ValueError, match=message):
+        study.STUDY.check(ALL | change)
+    study.STUDY.check(ALL | {"parts": [], "starts": []})
+
+
+# the host's clock, and tokens that are compared
+
+
+class Stub:
+    """A way whose parts are noted instead of done."""
+
+    def __init__(self):
+        self.done = []
+
+    def begin(self, position):
+        self.done.append(("begin", position))
+
+    def __getattr__(self, name):
+        return lambda position: self.done.append((name, position))
+
+
+def test_the_clock_has_a_sample_of_every_part_of_every_token(monkeypatch):
+    monkeypatch.setattr(trials, "HOST_SECONDS", math.inf)
+    run = Stub()
+    clock = trials.HostClock(Case("host", derived.PUBLISHED | {"queued_us": 0}), run)
+    assert {len(clock.samples(part)) for part in names.PARTS} == {trials.HOST_TOKENS}
+    steps = [one for one in run.done if one[0] != "begin"]
+    assert [name for name, _ in steps[:3]] == list(names.PARTS)
+    positions = [position for name, position in steps if name == "launch"]
+    assert positions[: trials.SHORT + 1] == [*range(16, 16 + trials.SHORT), 16]
+    assert run.done.count(("begin", 16)) == -(-(1 + trials.HOST_TOKENS) // trials.SHORT)
+
+
+def test_the_clock_ends_early_where_a_token_takes_long(monkeypatch):
+    monkeypatch.setattr(trials, "HOST_SECONDS", -1.0)
+    clock = trials.HostClock(Case("host", derived.PUBLISHED | {"queued_us": 0}), Stub())
+    assert len(clock.samples("copy")) == trials.HOST_LEAST
+
+
+def test_parts_of_a_way_share_a_clock_and_the_control_has_its_own(monkeypatch):
+    monkeypatch.setattr(trials, "prepared", lambda x, device, seed, name: Stub())
+    x = Case("host", derived.PUBLISHED | {"queued_us": 0})
+    found = {part: trials.host(x, "cpu", 1, 0, names.GRAPH, part).timer() for part in names.PARTS}
+    again = trials.host(x, "cpu", 1, 0, names.GRAPH, "launch").timer()
+    [(_, clock)] = trials._shared.items()
+    assert found == clock.ns
+    assert again is not found["launch"]
+
+
+def decode(tokens, wanted, margins, dtype="fp32", valid=True):
+    """`Checked` of a decode that generates given tokens, with the reference's logits."""
+    logits = torch.ones(4)
+    buffers = {"token": torch.zeros(1, dtype=torch.int32)}
+    memory = SimpleNamespace(buffers=buffers, check=lambda: None)
+    following = iter(tokens)
+    run = SimpleNamespace(
+        memory=memory, begin=lambda position: None, step=lambda p: buffers["token"].fill_(next(following))
+    )
+    expected = trials.Expected(wanted, margins, torch.ones((2, 4), dtype=torch.float64))
+    return trials.Checked(Case("token", {"start": 3, "dtype": dtype}), run, logits, expected, len(tokens), valid)
+
+
+def test_tokens_are_compared_up_to_a_tie():
+    right, wrong = [5, 6, 7, 8], [5, 6, 9, 8]
+    same = decode(right, right, [1.0] * 4)
+    assert same() == {"logits": 0.0, "tokens": 0.0}
+    assert same.facts() == {"checked": 4, "right": 4, "margin": 1.0, "errors": [0.0, 0.0]}
+    clear = decode(wrong, right, [1.0, 1.0, 0.5, 1.0])
+    assert clear()["tokens"] == 1.0
+    assert (clear.facts()["right"], clear.facts()["margin there"]) == (2, 0.5)
+    tie = decode(wrong, right, [1.0, 1.0, 0.01, 1.0], "bf16")
+    assert tie()["tokens"] == 0.0
+    assert tie.right == 2
+    assert "tokens" not in decode(wrong, right, [1.0] * 4, valid=False)()  # way 5: shown, not judged
+
+
+# tables
+
+
+def test_graphs_by_hand(rows):
+    table = derived.graphs(rows).set_index(["model", "variant"])
+    for name in (names.H1024, names.LLAMA):
+        floor = study.floor(Case("token", derived.MAIN | {"model": name})).bytes / 3e6
+        assert table.loc[(name, names.OURS), "us"] == pytest.approx(floor + 20, rel=2e-3)
+        assert table.loc[(name, names.GEMV), "ratio"] == pytest.approx((floor + 40) / (floor + 20), rel=2e-3)
+        assert table.loc[(name, names.OURS), "% of reading"] == pytest.approx(100 * floor / (floor + 20), rel=2e-3)
+        assert table.loc[(name, names.GEMV), "verdict"] == "faster"
+    assert math.isnan(table.loc[(names.LLAMA, names.OURS), "ratio"])
+
+
+def test_contexts_need_more_than_one_start(rows):
+    table = derived.contexts(rows)
+    assert set(zip(table["model"], table["start"], strict=True)) == {
+        (name, start) for name in (names.H1024, names.LLAMA) for start in (names.START, 512)
+    }
+    assert derived.contexts(rows[~rows["case"].str.contains('"start": 512')]).empty
+
+
+def test_walls_and_idle_by_hand(rows):
+    table = derived.walls(rows)
+    mine = table[(table["parts"] == 20) & (table["start"] == 16)].set_index("way")
+    assert set(mine.index) == set(names.WAYS + names.ALONE)
+    assert mine.loc[names.REBUILT, "idle us"] == pytest.approx(2000 + 30 + 5, rel=5e-3)
+    assert mine.loc[names.GRAPH, "idle us"] == pytest.approx(15, rel=0.05)
+    assert mine.loc[names.GRAPH, "% idle"] == pytest.approx(100 * 15 / mine.loc[names.GRAPH, "us"], rel=0.05)
+    assert mine.loc[names.PACKED, "bytes"] == 260
+    assert names.REBUILT not in set(table[table["model"] == names.LLAMA]["way"])
+
+
+def test_hosts_are_sums_of_one_token(rows):
+    table = derived.hosts(rows).set_index(["model", "parts", "queued_us", "way"])
+    line = table.loc[(names.H1024, 20, names.QUEUED_US, names.PREBUILT)]
+    assert line[["build", "copy", "launch"]].tolist() == pytest.approx([5, 1030, 5], rel=2e-3)
+    assert line["host"] == pytest.approx(1040, rel=2e-3)
+    assert line["runs"] == 3
+    assert line["low"] <= line["host"] <= line["high"]
+
+
+def test_a_way_without_all_its_parts_is_left_out(rows):
+    some = made.without(rows, op="host", variant=names.part(names.GRAPH, "copy"))
+    assert names.GRAPH not in set(derived.hosts(some)["way"])
+    assert names.IN_LAUNCH in set(derived.hosts(some)["way"])
+
+
+def test_what_waits_by_hand(rows):
+    table = derived.queued(rows).set_index("way")["waited"]
+    assert table[names.VECTORISED] == pytest.approx(1000, rel=1e-2)
+    assert abs(table[names.PINNED]) < 1
+    assert derived.queued(rows[~rows["case"].str.contains("1000")]).empty
+
+
+def test_what_hides_by_hand(rows):
+    table = derived.hidden(rows).set_index(["sweep", "way"])
+    assert set(table.index.get_level_values(0)) == {"records", "contexts", "whole"}
+    assert not table.loc[("contexts", names.PREBUILT), "hides"].any()
+    assert table.loc[("contexts", names.PINNED), "hides"].all()
+    assert table.loc[("whole", names.PREBUILT), "beyond"] == pytest.approx(25, rel=0.05)
+
+
+def test_way_5_is_shown_to_be_wrong(rows):
+    table = derived.tokens(rows)
+    assert CONTROL not in set(table["way"])
+    assert set(table[table["way"] == names.ONE_POSITION]["right"]) == {1}
+    assert (table[table["way"] != names.ONE_POSITION]["right"] == 64).all()
+    shown = views.tokens(rows).set_index("way")["right, bf16"]
+    assert shown[names.ONE_POSITION].startswith(f"{(table['way'] == names.ONE_POSITION).sum()} of ")
+
+
+def test_sizes_and_changes_are_counted():
+    table = derived.sizes().set_index(["design", "model", "programs"])
+    assert table.loc[("this page", names.LLAMA, "132"), "words"] == 16 * 32 * 16 + 1  # layers, heads, spans, argmax
+    assert table.loc[("Stanford MegaKernels, published", names.LLAMA, "132"), "bytes"] == 1115136
+    changed = derived.changes()
+    assert set(changed["field"]) == {"position"}
+    assert changed[changed["model"] == names.LLAMA]["words"].sum() == 16 * 32 * 16 + 1
+
+
+# claims
+
+
+def judged(rows):
+    return {claim.id: claim.judge(rows) for claim in claims.CLAIMS}
+
+
+def test_claims_are_judged_by_the_rows(rows):
+    found = judged(rows)
+    assert {name: one.verdict for name, one in found.items()} == {
+        "persistent": "consistent", "construction": "consistent", "schedule": "not reproduced",
+        "bandwidth": "consistent", "waiting": "consistent", "packed": "consistent", "pinned": "not reproduced",
+    }  # fmt: skip
+    for one in found.values():
+        assert "nan" not in one.measured + one.why
+
+
+@pytest.mark.parametrize(
+    ("claim", "over", "verdict"),
+    [
+        ("persistent", {names.REBUILT: 0.04}, "not reproduced"),
+        ("construction", {names.part(names.alone(names.REBUILT, "records"), "build"): 0.1}, "not reproduced"),
+        ("schedule", {names.LONGEST: 1.1}, "consistent"),
+        ("bandwidth", {names.OURS: 1.3}, "not reproduced"),
+        ("waiting", {names.part(names.PREBUILT, "copy"): 0.1}, "not reproduced"),
+        ("packed", {names.PACKED: 1.5}, "not reproduced"),
+        ("pinned", {names.PINNED: 1.5}, "consistent"),
+    ],
+)
+def test_each_claim_follows_its_own_rows(claim, over, verdict):
+    parameters = {"models": [names.LLAMA], "dtypes": ["bf16"], "parts": [], "starts": []}
+    if claim != "bandwidth":
+        parameters = parameters | {"models": [names.H1024], "parts": [20]}
+    assert judged(made.make("persistent_tables", parameters, made.decode_us(over)))[claim].verdict == verdict
+
+
+def test_claims_are_not_testable_without_rows(rows):
+    for some in (rows.iloc[:0], without_samples(rows)):
+        assert {one.verdict for one in judged(some).values()} == {"not testable here"}
+    once = judged(made.processes(rows, 1))
+    assert {once[name].verdict for name in ("persistent", "construction", "packed", "pinned")} == {"not testable here"}
+
+
+# views
+
+DRAWINGS = (
+    views.step, views.against, views.contexts, views.host, views.walls, views.idle, views.over_records,
+    views.host_over_records, views.hiding,
+)  # fmt: skip
+SENTENCES = (
+    views.in_short, views.bar_step, views.bar_host, views.one_position, views.stops, views.where, views.waits,
+    views.summary,
+)  # fmt: skip
+TABLES = (views.tokens, views.rebuilding, views.queued, views.questions)
+
+
+def test_every_view_says_what_the_rows_say(rows):
+    for draw in DRAWINGS:
+        found = draw(rows)
+        assert set(found) == {"fig", "alt", "caption", "table"}, draw.__name__
+        assert len(found["table"])
+        assert "nan" not in found["alt"] + found["caption"], draw.__name__
+    for tell in SENTENCES:
+        text = tell(rows)
+        assert text.endswith("."), tell.__name__
+        assert "nan" not in text, tell.__name__
+    for make in TABLES:
+        assert len(make(rows)), make.__name__
+    assert "not measured" not in str(views.questions(rows))
+    assert "ways 1, 2, 3; not in 4, 5, 6, 7, 8, 9" in views.waits(rows)
+    assert "1800 of them" in views.where(rows)
+    assert f"{names.H1024} 15 µs of waiting, 0.58 µs a barrier of 26, and 5 µs beyond" in views.stops(rows)
+
+
+def test_every_view_is_a_sentence_without_rows(rows):
+    for some in (rows.iloc[:0], without_samples(rows)):
+        for draw in (*DRAWINGS, *SENTENCES):
+            assert isinstance(draw(some), str), draw.__name__
+        for make in TABLES:
+            found = make(some)
+            assert isinstance(found, pd.DataFrame)
+            assert make in (views.questions, views.tokens) or found.empty, make.__name__
+    assert (views.questions(rows.iloc[:0])["figure"] == "not measured").all()
+
+
+def test_the_bars_say_whether_they_are_reached(rows):
+    assert "98 % of the read ceiling, the 85 % aimed at" in views.bar_step(rows)
+    assert "15.0 µs; below the 20 µs aimed at" in views.bar_host(rows)
+    llama = {"models": [names.LLAMA], "dtypes": ["bf16"], "parts": [], "starts": []}
+    over = {names.OURS: 1.5} | {names.part(way, "launch"): 9.0 for way in (names.GRAPH, names.IN_LAUNCH)}
+    slow = made.make("persistent_tables", llama, made.decode_us(over))
+    assert "not the 85 % aimed at" in views.bar_step(slow)
+    assert "not below the 20 µs" in views.bar_host(slow)
+
+
+def test_traffic_needs_no_measurement():
+    table = views.traffic().set_index("way")
+    assert table.loc[names.PACKED, f"bytes, {names.LLAMA}"] == 4 * (16 * 32 * 16 + 1)
+    assert table.loc[names.IN_LAUNCH, f"copies, {names.LLAMA}"] == 0
+
+
+# what is compiled beforehand is what runs
+
+
+def test_kernels_are_compiled_once_for_each_model_and_target():
+    for capability, times in ((90, 2), (80, 1)):
+        found = study.kernels(study.cases(ALL), capability)
+        assert len({str(one) for one in found}) == len(found)
+        steps = [arguments for source, arguments in found if source.endswith(":kernel")]
+        assert len(steps) == 3 * (len(names.MODELS) + 1)  # and fp32
+        shapes = {
+            shape for name in names.MODELS for shape in tables.Lowering(model.MODELS[name], 1).projections().values()
+        }
+        assert len(found) - len(steps) == times * (len(names.MODELS) * len(baseline.KERNELS) + len(shapes))
+
+
+@pytest.mark.parametrize("position_from", kernels.POSITION_FROM)
+def test_the_step_of_every_model_fits_twice_and_spills_nothing(position_from):
+    sources = {
+        name: (
+            "labkit.persistent_tables.trials:kernel",
+            {"model": name, "dtype": "bf16", "position_from": position_from},
+        )
+        for name in names.MODELS
+    }
+    table = compiled.table(sources, [90])
+    assert (table["spill_bytes"] == 0).all()
+    assert (table["ctas_per_sm"] >= 2).all()  # how many run is found on the GPU
+
+
+def test_the_plans_tiles_divide_every_width():
+    for name in names.MODELS:
+        how = tables.Lowering(model.MODELS[name], 1)
+        assert all(k % trials.PLANS[name].choice["block_k"] == 0 for _, k in how.projections().values()), name
+
+
+def test_a_study_that_was_never_measured_opens():
+    assert "persistent_tables" in studies.NOTEBOOKS
+    assert np.isfinite([study.floor(x).bytes for x in study.cases(ALL)]).all()
