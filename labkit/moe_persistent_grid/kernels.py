@@ -27,6 +27,7 @@ Choices (see `choose.Tile`), and the hypothesis that each one tests:
 |              | once, even and odd k as two products, x split alike; join: loaded once, its halves interleaved again  |
 | scale_sums   | INT4. u4 - 8 is exact in bf16, so the scale can multiply each group's sum instead of each weight:     |
 |              | fewer products where BM < BK, and no rounding of weights                                              |
+| descriptor   | w comes by the copy engine (TMA, from Hopper on): no registers for its addresses; see descriptors.py  |
 | fused        | SiLU(gate) · up at the end of GEMM1 (rows of gate and up alternate in its tile, so both of a pair are |
 |              | in one thread): half the traffic between the GEMMs, and nothing computed again for every column tile  |
 
@@ -40,6 +41,7 @@ fused_moe for the sorted, padded slots.
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import triton
@@ -47,10 +49,9 @@ import triton.language as tl
 from torch import Tensor
 
 from labkit.checks import check_tensor
-from labkit.gemv.choose import multiprocessors
 from labkit.launch import Launch
 from labkit.moe_persistent_grid import routing, waves
-from labkit.moe_persistent_grid.choose import Config, Tile, check_config, rule
+from labkit.moe_persistent_grid.choose import Config, Tile, check_config, choose
 from labkit.moe_persistent_grid.reference import GROUP, Int4
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -103,23 +104,38 @@ def _add_int4(
     SWAP: tl.constexpr, UNPACK: tl.constexpr, SCALE_SUMS: tl.constexpr,
 ):  # fmt: skip
     """sums + the product of a [BM, BK] with INT4 weights; rows [BN]: where they begin, in bytes from w."""
-    dtype: tl.constexpr = a.dtype
-    before = tl.zeros_like(sums) if SCALE_SUMS else sums
     if UNPACK == "twice":
+        dtype: tl.constexpr = a.dtype
         ks = tl.arange(0, BLOCK_K)
         packed = tl.load(w + (rows[None, :] + (ks // 2)[:, None]))  # [BK, BN], as the source has it
         b = _whole((packed >> (ks % 2 * 4)[:, None]) & 15, scale[None, :], SCALE_SUMS, dtype)
-        part = _product(a, tl.trans(b), before, SWAP)
+        part = _product(a, tl.trans(b), tl.zeros_like(sums) if SCALE_SUMS else sums, SWAP)
+        return _scaled(sums, part, scale, SWAP, SCALE_SUMS)
     else:
         packed = tl.load(w + (rows[:, None] + tl.arange(0, BLOCK_K // 2)[None, :]))
-        low = _whole(packed & 15, scale[:, None], SCALE_SUMS, dtype)
-        high = _whole(packed >> 4, scale[:, None], SCALE_SUMS, dtype)
-        if UNPACK == "split":
-            even, odd = tl.split(tl.reshape(a, [BLOCK_M, BLOCK_K // 2, 2]))
-            part = _product(odd, high, _product(even, low, before, SWAP), SWAP)
-        else:
-            b = tl.reshape(tl.join(low, high), [BLOCK_N, BLOCK_K])
-            part = _product(a, b, before, SWAP)
+        return _add_packed(sums, a, packed, scale, BLOCK_M, BLOCK_N, BLOCK_K, SWAP, UNPACK, SCALE_SUMS)
+
+
+@triton.jit
+def _add_packed(
+    sums, a, packed, scale, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    SWAP: tl.constexpr, UNPACK: tl.constexpr, SCALE_SUMS: tl.constexpr,
+):  # fmt: skip
+    """sums + the product of a [BM, BK] with INT4 weights of which each byte is loaded once; packed: [BN, BK // 2]."""
+    dtype: tl.constexpr = a.dtype
+    before = tl.zeros_like(sums) if SCALE_SUMS else sums
+    low = _whole(packed & 15, scale[:, None], SCALE_SUMS, dtype)
+    high = _whole(packed >> 4, scale[:, None], SCALE_SUMS, dtype)
+    if UNPACK == "split":
+        even, odd = tl.split(tl.reshape(a, [BLOCK_M, BLOCK_K // 2, 2]))
+        part = _product(odd, high, _product(even, low, before, SWAP), SWAP)
+    else:
+        part = _product(a, tl.reshape(tl.join(low, high), [BLOCK_N, BLOCK_K]), before, SWAP)
+    return _scaled(sums, part, scale, SWAP, SCALE_SUMS)
+
+
+@triton.jit
+def _scaled(sums, part, scale, SWAP: tl.constexpr, SCALE_SUMS: tl.constexpr):
     if SCALE_SUMS:
         return sums + part * (scale[:, None] if SWAP else scale[None, :])
     else:
@@ -279,23 +295,30 @@ def workspace(x: LayerInputs, tokens: int | None = None) -> Workspace:
 
     Rows in between: tokens · top_k and, at worst, 128 for every expert.
     """
-    T, E, top_k, H, width = x.shape
-    tokens = T if tokens is None else tokens
+    tokens = len(x.x) if tokens is None else tokens
     if tokens < 1:
         raise ValueError(f"tokens is {tokens}; allowed: at least 1")
     like = {"dtype": x.x.dtype, "device": x.x.device}
+    rows, parts, integers = sizes(x, tokens)
+    return Workspace(
+        tokens,
+        torch.zeros(rows, **like),  # GEMM2 reads rows of padding; what it makes of them is not stored
+        torch.empty(parts, **like),
+        torch.empty(integers, dtype=torch.int32, device=x.x.device),
+    )
+
+
+def sizes(x: LayerInputs, tokens: int | None = None) -> tuple[int, int, int]:
+    """Values of hidden and of parts, and integers, that a workspace for layers like x has, for any configuration."""
+    T, E, top_k, H, width = x.shape
+    tokens = T if tokens is None else tokens
     rows = max(m * waves.source_blocks(tokens, top_k, E, m) for m in waves.BLOCKS_M)
     integers = max(
         routing.room(slots, E, m, waves.source_blocks(slots, 1, E, m))
         for m in waves.BLOCKS_M
         for slots in routing.steps(tokens * top_k)
     )
-    return Workspace(
-        tokens,
-        torch.zeros(rows * 2 * width, **like),  # GEMM2 reads rows of padding; what it makes of them is not stored
-        torch.empty(tokens * top_k * H, **like),
-        torch.empty(integers, dtype=torch.int32, device=x.x.device),
-    )
+    return rows * 2 * width, tokens * top_k * H, integers
 
 
 @dataclass(frozen=True)
@@ -319,14 +342,15 @@ def layer(
 ) -> Layer:
     """out = Σ_j weights[:, j] · w2[e] (SiLU(gate) · up) with [gate, up] = w1[e] x and e = ids[:, j], as launches.
 
-    config: None: `choose.rule`. scratch: shared by layers that run one after the other; None: x's own. What is in x's
-    tensors may change between calls, their sizes may not: a captured graph serves fewer tokens with ids of -1.
+    config: None: `choose.choose`, from this GPU's tuned table or by a rule. scratch: shared by layers that run one
+    after the other; None: x's own. What is in x's tensors may change between calls, their sizes may not: a captured
+    graph serves fewer tokens with ids of -1.
     check_ids: raise ValueError now for ids out of range, which waits for the GPU; else such slots add nothing.
     Raises ValueError naming the argument, its value and what is allowed.
     """
     check_layer(x)
     T, E, top_k, H, width = x.shape
-    config = rule(*x.shape, x.int4, multiprocessors(x.x.device)) if config is None else config
+    config = choose(*x.shape, x.int4, x.x.device) if config is None else config
     check_config(config, x.int4)
     scratch = workspace(x) if scratch is None else scratch
     if scratch.tokens < T:
@@ -359,10 +383,21 @@ def _part(name: str, memory: Tensor, size: int, x: LayerInputs) -> Tensor:
 
 
 def _gemm(args: Mapping, w: Tensor | Int4, tile: Tile) -> Launch:
+    if tile.descriptor:
+        from labkit.moe_persistent_grid import descriptors
+
+        return descriptors.gemm(args, w, tile)
     int4 = isinstance(w, Int4)
     tiles = waves.tiles(args["blocks"], args["N"], tile.block_n)
     weights = {"w": w.packed, "scales": w.scales} if int4 else {"w": w, "scales": w}
-    constants = {
+    programs = min(tile.programs, tiles) if tile.programs else tiles
+    options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+    return Launch(_gemm_kernel, (programs,), {**args, **weights, **constants(tile, int4)}, options)
+
+
+def constants(tile: Tile, int4: bool) -> dict[str, Any]:
+    """What a GEMM's kernel is compiled for, beside the shapes."""
+    return {
         "INT4": int4,
         "UNPACK": tile.unpack if int4 else "",
         "SCALE_SUMS": tile.scale_sums and int4,
@@ -375,9 +410,6 @@ def _gemm(args: Mapping, w: Tensor | Int4, tile: Tile) -> Launch:
         "PERSISTENT": tile.programs > 0,
         "FLATTEN": tile.flatten,
     }
-    programs = min(tile.programs, tiles) if tile.programs else tiles
-    options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
-    return Launch(_gemm_kernel, (programs,), {**args, **weights, **constants}, options)
 
 
 def check_layer(x: LayerInputs) -> None:

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from expert_layers import inputs, run, small
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -100,36 +101,6 @@ def test_what_cannot_be_routed_is_named(ids, experts, block_m, message):
 def test_room_for_too_few_blocks_is_named():
     with pytest.raises(ValueError, match="blocks is 3; allowed: at least 4, for 4 slots of 8 experts"):
         route(torch.zeros(2, 2, dtype=torch.int32), 8, 16, blocks=3)
-
-
-def inputs(T, E, top_k, H, width, device, int4=False, kind="uniform", dtype=torch.float32, seed=0, empty=1):
-    """An expert layer with a synthetic routing, one expert empty, and a poisoned output."""
-    generator = torch.Generator().manual_seed(seed)
-    made = synthetic(kind, T, E, top_k, seed, device, min(empty, E - top_k))
-    x = torch.randn((T, H), generator=generator)
-    w1 = torch.randn((E, 2 * width, H), generator=generator) * H**-0.5
-    w2 = torch.randn((E, H, width), generator=generator) * width**-0.5
-    if int4:
-        w1, w2 = (Int4(*(part.to(device) for part in reference.quantise(w))) for w in (w1, w2))
-    else:
-        w1, w2 = w1.to(device, dtype), w2.to(device, dtype)
-    x = x.to(device, dtype)
-    return LayerInputs(x, made.ids, made.weights, w1, w2, torch.full_like(x, float("nan")))
-
-
-def run(x, config=None, scratch=None):
-    """The output, which is checked to be close to float64's."""
-    x.out.fill_(float("nan"))
-    layer(x, config, scratch)()
-    expected = reference.layer(x.x, x.ids, x.weights, x.w1, x.w2)
-    found = reference.errors(x.out, expected)
-    assert found.ok, (found, config)
-    return x.out.clone()
-
-
-def small(block_m=16, fused=True, **changes):
-    tile = Tile(**{"block_n": 32, "block_k": 32, "num_stages": 2, "group_m": 2} | changes)
-    return Config(block_m, tile, tile, fused)
 
 
 @pytest.mark.parametrize("int4", [False, True])
