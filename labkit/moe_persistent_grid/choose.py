@@ -102,8 +102,8 @@ def check_config(config: Config, int4: bool) -> None:
             raise ValueError(f"{name}.flatten is True with one CTA a tile; allowed: only with programs")
         if tile.descriptor and int4 and tile.unpack == "twice":
             raise ValueError(f"{name}.unpack is 'twice' with descriptor; allowed: join, split")
-        if int4 and tile.unpack == "split" and tile.block_k < 32:
-            raise ValueError(f"{name}.block_k is {tile.block_k} with unpack split; allowed: 32 and more")
+        if int4 and tile.unpack == "split" and tile.block_k < 64:
+            raise ValueError(f"{name}.block_k is {tile.block_k} with unpack split; allowed: 64 and more")
     if config.fused and config.gemm1.block_n < 32:
         raise ValueError(f"gemm1.block_n is {config.gemm1.block_n}; allowed: at least 32 where SiLU · up is fused")
 

@@ -24,7 +24,7 @@ from labkit.evidence.compiled import offline_capability
 from labkit.launch import Launch
 from labkit.moe_persistent_grid import waves
 from labkit.moe_persistent_grid.choose import Tile
-from labkit.moe_persistent_grid.kernels import _add_packed, _load, _place_of, _product, _silu_up, constants
+from labkit.moe_persistent_grid.kernels import _add_packed, _load, _place_of, _product, _silu_up, constants, words
 from labkit.moe_persistent_grid.reference import Int4
 
 LEAST = (9, 0)  # compute capability that has the copy engine
@@ -40,7 +40,7 @@ def _add_box(
     if INT4:
         n = tl.minimum(row + tl.arange(0, ROWS), last).to(tl.int64)
         scale = tl.load(scales + n * (K // GROUP) + k // GROUP).to(tl.float32)
-        packed = w.load([row, k // 2])
+        packed = w.load([row, k // (4 if UNPACK == "split" else 2)])
         return _add_packed(sums, x, packed, scale, BLOCK_M, ROWS, BLOCK_K, SWAP, UNPACK, SCALE_SUMS)
     else:
         return _product(x, w.load([row, k]), sums, SWAP)
@@ -53,7 +53,7 @@ def _tile(
     INT4: tl.constexpr, UNPACK: tl.constexpr, SCALE_SUMS: tl.constexpr, SWAP: tl.constexpr, COUNTED: tl.constexpr,
     GROUP_M: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """One tile, as `kernels._tile`; w: a descriptor of [E · N, K], or of [E · N, K // 2] bytes."""
+    """One tile, as `kernels._tile`; w: a descriptor of [E · N, K], or of rows of packed words."""
     PAIRED: tl.constexpr = ACT == "end"
     OUT: tl.constexpr = N // 2 if PAIRED else N
     WIDTH: tl.constexpr = BLOCK_N // 2 if PAIRED else BLOCK_N
@@ -133,10 +133,10 @@ def gemm(args: Mapping[str, Any], w: Tensor | Int4, tile: Tile) -> Launch:
     ValueError for a GPU without the copy engine, rows of w that are no multiple of 16 bytes, or 2^31 rows and more.
     """
     int4 = isinstance(w, Int4)
-    values = w.packed if int4 else w
+    values = words(w, tile)
     check_descriptor(values, tile)
     rows = tile.block_n // 2 if args["ACT"] == "end" else tile.block_n
-    box = [rows, tile.block_k // 2 if int4 else tile.block_k]
+    box = [rows, tile.block_k * values.shape[2] // args["K"]]
     flat = values.view(-1, values.shape[2])
     weights = {"w": TensorDescriptor.from_tensor(flat, box), "scales": w.scales if int4 else w}
     tiles = waves.tiles(args["blocks"], args["N"], tile.block_n)

@@ -23,8 +23,9 @@ Choices (see `choose.Tile`), and the hypothesis that each one tests:
 |              | left operand (swap)                                                                                   |
 | swap         | w [BN, BK] · xᵀ [BK, BM] instead of x · wᵀ: wgmma needs 64 rows on the left and 8 columns on the      |
 |              | right, so few tokens go right; and INT4 weights, unpacked in registers, can enter from there          |
-| unpack       | INT4. twice: each byte is addressed for its even and for its odd k, as in the source; split: loaded   |
-|              | once, even and odd k as two products, x split alike; join: loaded once, its halves interleaved again  |
+| unpack       | INT4. twice: each byte is addressed for its even and for its odd k, as in the source; join: loaded    |
+|              | once, its halves interleaved again; split: two bytes at once, k reordered by k mod 4, x alike, so     |
+|              | that no weight need be moved to another register                                                      |
 | scale_sums   | INT4. u4 - 8 is exact in bf16, so the scale can multiply each group's sum instead of each weight:     |
 |              | fewer products where BM < BK, and no rounding of weights                                              |
 | descriptor   | w comes by the copy engine (TMA, from Hopper on): no registers for its addresses; see descriptors.py  |
@@ -56,6 +57,30 @@ from labkit.moe_persistent_grid.reference import GROUP, Int4
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 SUM_TILE = 512  # values of a row a program of `sum`
+
+# Nibbles to bf16 by their bits: those of 128 with a nibble in the mantissa are 128 + nibble, so that a mask and a
+# subtraction of 136 make two values a register. Converting them as integers has a quarter of that rate.
+_HEAD = """{
+.reg .b32 a, b, c, d, one, bias;
+mov.b32 one, 0x3F803F80;
+mov.b32 bias, 0xC308C308;
+"""
+_TAIL = """
+lop3.b32 a, a, 0x000F000F, 0x43004300, 0xEA;
+lop3.b32 b, b, 0x000F000F, 0x43004300, 0xEA;
+lop3.b32 c, c, 0x000F000F, 0x43004300, 0xEA;
+lop3.b32 d, d, 0x000F000F, 0x43004300, 0xEA;
+fma.rn.bf16x2 $0, a, one, bias;
+fma.rn.bf16x2 $1, b, one, bias;
+fma.rn.bf16x2 $2, c, one, bias;
+fma.rn.bf16x2 $3, d, one, bias;
+}"""
+_FROM_BYTES = tl.constexpr(  # four bytes: their low nibbles, then their high ones
+    _HEAD + "prmt.b32 a, $4, 0, 0x4140; prmt.b32 b, $4, 0, 0x4342; shr.u32 c, a, 4; shr.u32 d, b, 4;" + _TAIL
+)
+_FROM_HALVES = tl.constexpr(  # two halves of a word: their lowest nibbles, the next, …
+    _HEAD + "mov.b32 a, $4; shr.u32 b, a, 4; shr.u32 c, a, 8; shr.u32 d, a, 12;" + _TAIL
+)
 
 
 @triton.jit
@@ -99,11 +124,47 @@ def _whole(u4, scale, SCALE_SUMS: tl.constexpr, dtype: tl.constexpr):
 
 
 @triton.jit
+def _from_bytes(packed, scale, SCALE_SUMS: tl.constexpr, dtype: tl.constexpr):
+    """Weights of even and of odd k, from bytes; as `_whole` makes them, the same bits."""
+    if dtype == tl.bfloat16:
+        low, high = tl.inline_asm_elementwise(
+            _FROM_BYTES, "=r,=r,=r,=r,r", [packed], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
+        )
+        if not SCALE_SUMS:  # u4 - 8 and the scale are exact in bf16: their product is rounded once, as in fp32
+            low *= scale.to(tl.bfloat16)
+            high *= scale.to(tl.bfloat16)
+        return low, high
+    else:
+        return _whole(packed & 15, scale, SCALE_SUMS, dtype), _whole(packed >> 4, scale, SCALE_SUMS, dtype)
+
+
+@triton.jit
+def _from_halves(packed, scale, SCALE_SUMS: tl.constexpr, dtype: tl.constexpr):
+    """Weights of every fourth k, from 0, 1, 2 and 3 on, of words of 16 bits; as `_whole` makes them, the same bits."""
+    if dtype == tl.bfloat16:
+        zero, one, two, three = tl.inline_asm_elementwise(
+            _FROM_HALVES, "=r,=r,=r,=r,r", [packed],
+            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
+        )  # fmt: skip
+        if not SCALE_SUMS:
+            scale = scale.to(tl.bfloat16)
+            return zero * scale, one * scale, two * scale, three * scale
+        return zero, one, two, three
+    else:
+        zero, one = _whole(packed & 15, scale, SCALE_SUMS, dtype), _whole(packed >> 4 & 15, scale, SCALE_SUMS, dtype)
+        two, three = (
+            _whole(packed >> 8 & 15, scale, SCALE_SUMS, dtype),
+            _whole(packed >> 12 & 15, scale, SCALE_SUMS, dtype),
+        )
+        return zero, one, two, three
+
+
+@triton.jit
 def _add_int4(
     sums, a, w, rows, scale, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     SWAP: tl.constexpr, UNPACK: tl.constexpr, SCALE_SUMS: tl.constexpr,
 ):  # fmt: skip
-    """sums + the product of a [BM, BK] with INT4 weights; rows [BN]: where they begin, in bytes from w."""
+    """sums + the product of a [BM, BK] with INT4 weights; rows [BN]: where they begin, in words of w."""
     if UNPACK == "twice":
         dtype: tl.constexpr = a.dtype
         ks = tl.arange(0, BLOCK_K)
@@ -112,7 +173,8 @@ def _add_int4(
         part = _product(a, tl.trans(b), tl.zeros_like(sums) if SCALE_SUMS else sums, SWAP)
         return _scaled(sums, part, scale, SWAP, SCALE_SUMS)
     else:
-        packed = tl.load(w + (rows[:, None] + tl.arange(0, BLOCK_K // 2)[None, :]))
+        WORDS: tl.constexpr = BLOCK_K // (4 if UNPACK == "split" else 2)
+        packed = tl.load(w + (rows[:, None] + tl.arange(0, WORDS)[None, :]))
         return _add_packed(sums, a, packed, scale, BLOCK_M, BLOCK_N, BLOCK_K, SWAP, UNPACK, SCALE_SUMS)
 
 
@@ -121,16 +183,21 @@ def _add_packed(
     sums, a, packed, scale, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     SWAP: tl.constexpr, UNPACK: tl.constexpr, SCALE_SUMS: tl.constexpr,
 ):  # fmt: skip
-    """sums + the product of a [BM, BK] with INT4 weights of which each byte is loaded once; packed: [BN, BK // 2]."""
-    dtype: tl.constexpr = a.dtype
-    before = tl.zeros_like(sums) if SCALE_SUMS else sums
-    low = _whole(packed & 15, scale[:, None], SCALE_SUMS, dtype)
-    high = _whole(packed >> 4, scale[:, None], SCALE_SUMS, dtype)
+    """sums + the product of a [BM, BK] with INT4 weights of which each byte is loaded once.
+
+    packed: [BN, BK // 2], bytes; for split [BN, BK // 4], words of 16 bits.
+    """
+    part = tl.zeros_like(sums) if SCALE_SUMS else sums
     if UNPACK == "split":
-        even, odd = tl.split(tl.reshape(a, [BLOCK_M, BLOCK_K // 2, 2]))
-        part = _product(odd, high, _product(even, low, before, SWAP), SWAP)
+        zero, one, two, three = _from_halves(packed, scale[:, None], SCALE_SUMS, a.dtype)
+        # In the order of k mod 4, weights that a thread unpacks together lie apart as the product takes them.
+        x = tl.reshape(tl.permute(tl.reshape(a, [BLOCK_M, BLOCK_K // 4, 4]), (0, 2, 1)), [BLOCK_M, BLOCK_K])
+        both = tl.join(tl.join(zero, two), tl.join(one, three))
+        w = tl.reshape(tl.permute(tl.reshape(both, [BLOCK_N, BLOCK_K // 4, 4]), (0, 2, 1)), [BLOCK_N, BLOCK_K])
+        part = _product(x, w, part, SWAP)
     else:
-        part = _product(a, tl.reshape(tl.join(low, high), [BLOCK_N, BLOCK_K]), before, SWAP)
+        low, high = _from_bytes(packed, scale[:, None], SCALE_SUMS, a.dtype)
+        part = _product(a, tl.reshape(tl.join(low, high), [BLOCK_N, BLOCK_K]), part, SWAP)
     return _scaled(sums, part, scale, SWAP, SCALE_SUMS)
 
 
@@ -167,7 +234,8 @@ def _tile(
         n = n // 2 + n % 2 * OUT  # gate and up of an output side by side
     if N % BLOCK_N != 0:
         n = tl.minimum(n, N - 1)  # beyond the last row: it again, but it is not stored
-    w += expert * (N * K // 2 if INT4 else N * K)
+    PER: tl.constexpr = (4 if UNPACK == "split" else 2) if INT4 else 1  # weights in a word of w
+    w += expert * (N * K // PER)
     scales += expert * (N * (K // GROUP))
     ks = tl.arange(0, BLOCK_K)
     rows = a + (slot // TOP_K).to(tl.int64) * K if GATHER else a + m.to(tl.int64) * (2 * K if ACT == "loop" else K)
@@ -182,8 +250,10 @@ def _tile(
             x = _silu_up(x, up).to(dtype)
         if INT4:
             scale = tl.load(scales + k // GROUP + n * (K // GROUP)).to(tl.float32)
-            packed = w + tl.multiple_of(k // 2, BLOCK_K // 2)
-            sums = _add_int4(sums, x, packed, n * (K // 2), scale, BLOCK_M, BLOCK_N, BLOCK_K, SWAP, UNPACK, SCALE_SUMS)
+            packed = w + tl.multiple_of(k // PER, BLOCK_K // PER)
+            sums = _add_int4(
+                sums, x, packed, n * (K // PER), scale, BLOCK_M, BLOCK_N, BLOCK_K, SWAP, UNPACK, SCALE_SUMS
+            )
         else:
             b = _load(w + k + ((n * K)[:, None] + ks[None, :]), inside[None, :], not EVEN_K)
             sums = _product(x, b, sums, SWAP)
@@ -389,10 +459,17 @@ def _gemm(args: Mapping, w: Tensor | Int4, tile: Tile) -> Launch:
         return descriptors.gemm(args, w, tile)
     int4 = isinstance(w, Int4)
     tiles = waves.tiles(args["blocks"], args["N"], tile.block_n)
-    weights = {"w": w.packed, "scales": w.scales} if int4 else {"w": w, "scales": w}
+    weights = {"w": words(w, tile), "scales": w.scales if int4 else w}
     programs = min(tile.programs, tiles) if tile.programs else tiles
     options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
     return Launch(_gemm_kernel, (programs,), {**args, **weights, **constants(tile, int4)}, options)
+
+
+def words(w: Tensor | Int4, tile: Tile) -> Tensor:
+    """The weights in words as a tile loads them: [E, N, K], or packed: bytes, or two bytes each."""
+    if not isinstance(w, Int4):
+        return w
+    return w.packed.view(torch.int16) if tile.unpack == "split" else w.packed
 
 
 def constants(tile: Tile, int4: bool) -> dict[str, Any]:
