@@ -67,12 +67,16 @@ class Tile:
 
 @dataclass(frozen=True)
 class Config:
-    """How an expert layer is run. fused: SiLU(gate) · up at the end of GEMM1; if not, in the K loop of GEMM2."""
+    """How an expert layer is run. fused: SiLU(gate) · up at the end of GEMM1; if not, in the K loop of GEMM2.
+
+    dependent: each launch may start before the one before has ended, on GPUs that have that (from Hopper on).
+    """
 
     block_m: int
     gemm1: Tile
     gemm2: Tile
     fused: bool = True
+    dependent: bool = True
 
     def as_dict(self) -> dict[str, Any]:
         """The configuration as JSON."""
@@ -148,7 +152,7 @@ def source(block_m: int = 16, sms: int = 132, persistent: bool = True, group_m: 
     check_one_of("block_m", block_m, SOURCE_BLOCKS_M)
     block_k = INT8_GROUP if int8 else 64
     tile = Tile(128, block_k, 4, 3, group_m, sms if persistent else 0, False, False, False, "twice", False)
-    return Config(block_m, tile, tile, fused=False)
+    return Config(block_m, tile, tile, fused=False, dependent=False)
 
 
 # The tuned table
@@ -168,20 +172,18 @@ class Candidate(NamedTuple):
 
 # BN, BK, warps, stages and what differs from a tile's defaults; by the rows that a block is for.
 FEW = (
-    (32, 128, 4, 5, {}), (64, 64, 4, 6, {}), (64, 128, 4, 3, {}), (64, 128, 4, 4, {}), (64, 128, 4, 5, {}),
-    (128, 64, 4, 4, {}), (128, 128, 4, 3, {}), (128, 128, 8, 4, {}),
-    (64, 128, 4, 4, {"descriptor": True}), (128, 128, 4, 3, {"descriptor": True}),
+    (32, 128, 4, 5, {}), (64, 64, 4, 6, {}), (64, 128, 4, 3, {}), (64, 128, 4, 5, {}), (64, 256, 4, 3, {}),
+    (128, 128, 4, 3, {}), (64, 128, 4, 4, {"descriptor": True}), (128, 64, 4, 4, {"descriptor": True}),
+    (64, 128, 4, 4, {"programs": 2, "flatten": True}),
 )  # fmt: skip
 SOME = (
-    (64, 64, 4, 4, {}), (128, 64, 4, 3, {}), (128, 64, 4, 4, {}), (128, 64, 8, 3, {}), (128, 128, 8, 3, {}),
+    (64, 64, 4, 4, {}), (128, 64, 4, 3, {}), (128, 64, 4, 4, {}), (128, 128, 8, 3, {}), (256, 64, 4, 3, {}),
     (256, 64, 8, 3, {}), (128, 64, 4, 4, {"swap": True}), (128, 64, 4, 4, {"descriptor": True}),
-    (256, 64, 8, 3, {"descriptor": True}),
 )  # fmt: skip
 MANY = (
-    (128, 64, 4, 3, {}), (128, 64, 8, 3, {}), (128, 64, 8, 4, {}), (128, 128, 8, 3, {}), (256, 64, 8, 3, {}),
-    (256, 64, 8, 4, {}), (256, 64, 8, 4, {"group_m": 32}), (128, 64, 8, 4, {"descriptor": True}),
-    (256, 64, 8, 4, {"descriptor": True}), (256, 64, 8, 3, {"programs": 1, "flatten": True}),
-    (256, 64, 8, 4, {"programs": 1, "descriptor": True}),
+    (128, 64, 4, 3, {}), (128, 64, 8, 3, {}), (128, 64, 8, 4, {}), (256, 64, 8, 3, {}), (256, 64, 8, 4, {}),
+    (256, 64, 8, 4, {"group_m": 32}), (256, 64, 8, 4, {"descriptor": True}),
+    (256, 64, 8, 3, {"programs": 1, "flatten": True}),
 )  # fmt: skip
 
 

@@ -24,8 +24,18 @@ from labkit.evidence.compiled import offline_capability
 from labkit.launch import Launch
 from labkit.moe_persistent_grid import waves
 from labkit.moe_persistent_grid.choose import Tile
-from labkit.moe_persistent_grid.kernels import _add_packed, _load, _place_of, _product, _silu_up, constants, words
+from labkit.moe_persistent_grid.kernels import (
+    _add_packed,
+    _load,
+    _place_of,
+    _product,
+    _silu_up,
+    constants,
+    options_of,
+    words,
+)
 from labkit.moe_persistent_grid.reference import Int4
+from labkit.moe_persistent_grid.routing import wait_for_inputs
 
 LEAST = (9, 0)  # compute capability that has the copy engine
 
@@ -59,9 +69,8 @@ def _tile(
     WIDTH: tl.constexpr = BLOCK_N // 2 if PAIRED else BLOCK_N
     dtype: tl.constexpr = a.dtype.element_ty
     block, column = _place_of(tile, blocks, (N + BLOCK_N - 1) // BLOCK_N, GROUP_M)
-    expert = tl.load(experts + block)
-    if not COUNTED:  # a dead block has no expert
-        expert = tl.where(expert < 0, E - 1, expert)
+    expert = tl.load(experts + block).to(tl.int32)
+    expert = tl.where((expert >= 0) & (expert < E), expert, E - 1)  # a dead block has none; it does no harm
     m = block * BLOCK_M + tl.arange(0, BLOCK_M)
     slot = tl.load(slots + m)
     valid = slot < slot_count
@@ -100,15 +109,16 @@ def _tile(
     tl.store(c + to[:, None] * OUT + out[None, :], sums.to(dtype), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["slot_count", "blocks"])
 def _gemm_descriptor_kernel(
     a, w, scales, c, slots, experts, padded, slot_count, blocks,
     N: tl.constexpr, K: tl.constexpr, E: tl.constexpr, TOP_K: tl.constexpr, GATHER: tl.constexpr, ACT: tl.constexpr,
     INT4: tl.constexpr, UNPACK: tl.constexpr, SCALE_SUMS: tl.constexpr, SWAP: tl.constexpr, COUNTED: tl.constexpr,
     GROUP_M: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
-    PERSISTENT: tl.constexpr, FLATTEN: tl.constexpr,
+    PERSISTENT: tl.constexpr, FLATTEN: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """One program: one tile, or every `num_programs`-th one if PERSISTENT; as `kernels._gemm_kernel`."""
+    wait_for_inputs(DEPENDENT)
     if COUNTED:
         blocks = tl.load(padded) // BLOCK_M
     tiles = blocks * ((N + BLOCK_N - 1) // BLOCK_N)
@@ -141,7 +151,7 @@ def gemm(args: Mapping[str, Any], w: Tensor | Int4, tile: Tile) -> Launch:
     weights = {"w": TensorDescriptor.from_tensor(flat, box), "scales": w.scales if int4 else w}
     tiles = waves.tiles(args["blocks"], args["N"], tile.block_n)
     programs = min(tile.programs, tiles) if tile.programs else tiles
-    options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+    options = options_of(args, tile.num_warps) | {"num_stages": tile.num_stages}
     return Launch(_gemm_descriptor_kernel, (programs,), {**args, **weights, **constants(tile, int4)}, options)
 
 

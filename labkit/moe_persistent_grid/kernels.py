@@ -29,6 +29,8 @@ Choices (see `choose.Tile`), and the hypothesis that each one tests:
 | scale_sums   | INT4. u4 - 8 is exact in bf16, so the scale can multiply each group's sum instead of each weight:     |
 |              | fewer products where BM < BK, and no rounding of weights                                              |
 | descriptor   | w comes by the copy engine (TMA, from Hopper on): no registers for its addresses; see descriptors.py  |
+| dependent    | each launch may start when the one before has begun its last programs, and waits for its end: what a  |
+|              | launch costs is hidden (programmatic dependent launch, from Hopper on)                                |
 | fused        | SiLU(gate) · up at the end of GEMM1 (rows of gate and up alternate in its tile, so both of a pair are |
 |              | in one thread): half the traffic between the GEMMs, and nothing computed again for every column tile  |
 
@@ -50,10 +52,12 @@ import triton.language as tl
 from torch import Tensor
 
 from labkit.checks import check_tensor
+from labkit.gemv.kernels import has_dependent_launch
 from labkit.launch import Launch
 from labkit.moe_persistent_grid import routing, waves
 from labkit.moe_persistent_grid.choose import Config, Tile, check_config, choose
 from labkit.moe_persistent_grid.reference import GROUP, Int4
+from labkit.moe_persistent_grid.routing import wait_for_inputs
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 SUM_TILE = 512  # values of a row a program of `sum`
@@ -224,8 +228,7 @@ def _tile(
     dtype: tl.constexpr = a.dtype.element_ty
     block, column = _place_of(tile, blocks, (N + BLOCK_N - 1) // BLOCK_N, GROUP_M)
     expert = tl.load(experts + block).to(tl.int64)
-    if not COUNTED:  # a dead block has no expert
-        expert = tl.where(expert < 0, E - 1, expert)
+    expert = tl.where((expert >= 0) & (expert < E), expert, E - 1)  # a dead block has none; it does no harm
     m = block * BLOCK_M + tl.arange(0, BLOCK_M)
     slot = tl.load(slots + m)
     valid = slot < slot_count
@@ -271,19 +274,20 @@ def _tile(
     tl.store(c + to[:, None] * OUT + out[None, :], sums.to(dtype), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["slot_count", "blocks"])
 def _gemm_kernel(
     a, w, scales, c, slots, experts, padded, slot_count, blocks,
     N: tl.constexpr, K: tl.constexpr, E: tl.constexpr, TOP_K: tl.constexpr, GATHER: tl.constexpr, ACT: tl.constexpr,
     INT4: tl.constexpr, UNPACK: tl.constexpr, SCALE_SUMS: tl.constexpr, SWAP: tl.constexpr, COUNTED: tl.constexpr,
     GROUP_M: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
-    PERSISTENT: tl.constexpr, FLATTEN: tl.constexpr,
+    PERSISTENT: tl.constexpr, FLATTEN: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """One program: one tile, or every `num_programs`-th one if PERSISTENT.
 
     GATHER: a is x [T, K], and c is sorted; if not, a is sorted, and c is [T · TOP_K, N] in the order of the slots.
     ACT: "" for none; "end": gate and up of w's rows to one output; "loop": a is [rows, 2 K], gate and up of it.
     """
+    wait_for_inputs(DEPENDENT)
     if COUNTED:
         blocks = tl.load(padded) // BLOCK_M
     tiles = blocks * ((N + BLOCK_N - 1) // BLOCK_N)
@@ -303,8 +307,12 @@ def _gemm_kernel(
 
 
 @triton.jit
-def _sum_kernel(parts, ids, weights, out, H, TILES, E: tl.constexpr, TOP_K: tl.constexpr, BLOCK: tl.constexpr):
+def _sum_kernel(
+    parts, ids, weights, out, H, TILES, E: tl.constexpr, TOP_K: tl.constexpr, BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):  # fmt: skip
     """One program: BLOCK values of one token: the weighted sum of its slots' rows, of those that have an expert."""
+    wait_for_inputs(DEPENDENT)
     t = (tl.program_id(0) // TILES).to(tl.int64)
     h = tl.program_id(0) % TILES * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)
@@ -427,20 +435,25 @@ def layer(
         raise ValueError(f"x has {T} tokens; allowed: up to {scratch.tokens}, for which the scratch was made")
     counted = config.gemm1.counted and config.gemm2.counted
     blocks = (waves.most_blocks if counted else waves.source_blocks)(T, top_k, E, config.block_m)
-    found = routing.route(x.ids, E, config.block_m, blocks, check_ids, scratch.integers)
+    dependent = config.dependent and has_dependent_launch(x.x.device)
+    if counted and T == 1:
+        found = routing.one_token(x.ids, E, config.block_m, check_ids)
+    else:
+        found = routing.route(x.ids, E, config.block_m, blocks, check_ids, scratch.integers, dependent)
     hidden = _part("hidden", scratch.hidden, blocks * config.block_m * (width if config.fused else 2 * width), x)
     parts = _part("parts", scratch.parts, T * top_k * H, x)
     shared = {"slots": found.slots, "experts": found.experts, "padded": found.padded, "slot_count": T * top_k}
-    shared |= {"E": E, "TOP_K": top_k, "BLOCK_M": config.block_m, "blocks": blocks}
+    shared |= {"E": E, "TOP_K": top_k, "BLOCK_M": config.block_m, "blocks": found.blocks}
+    shared |= {"DEPENDENT": dependent}
     up = {"a": x.x, "c": hidden, "N": 2 * width, "K": H, "GATHER": True, "ACT": "end" if config.fused else ""}
     down = {"a": hidden, "c": parts, "N": H, "K": width, "GATHER": False, "ACT": "" if config.fused else "loop"}
     tiles = triton.cdiv(H, SUM_TILE)
     total = {"parts": parts, "ids": x.ids, "weights": x.weights, "out": x.out, "H": H, "TILES": tiles, "E": E}
-    total |= {"TOP_K": top_k, "BLOCK": SUM_TILE}
+    total |= {"TOP_K": top_k, "BLOCK": SUM_TILE, "DEPENDENT": dependent}
     launches = dict(found.launches)
     launches["gemm1"] = _gemm(shared | up, x.w1, config.gemm1)
     launches["gemm2"] = _gemm(shared | down, x.w2, config.gemm2)
-    launches["sum"] = Launch(_sum_kernel, (T * tiles,), total, {"num_warps": 4})
+    launches["sum"] = Launch(_sum_kernel, (T * tiles,), total, options_of(total, 4))
     return Layer(config, found, launches)
 
 
@@ -461,8 +474,13 @@ def _gemm(args: Mapping, w: Tensor | Int4, tile: Tile) -> Launch:
     tiles = waves.tiles(args["blocks"], args["N"], tile.block_n)
     weights = {"w": words(w, tile), "scales": w.scales if int4 else w}
     programs = min(tile.programs, tiles) if tile.programs else tiles
-    options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+    options = options_of(args, tile.num_warps) | {"num_stages": tile.num_stages}
     return Launch(_gemm_kernel, (programs,), {**args, **weights, **constants(tile, int4)}, options)
+
+
+def options_of(args: Mapping[str, Any], num_warps: int) -> dict[str, Any]:
+    """Options of a launch with these arguments."""
+    return {"num_warps": num_warps} | ({"launch_pdl": True} if args["DEPENDENT"] else {})
 
 
 def words(w: Tensor | Int4, tile: Tile) -> Tensor:

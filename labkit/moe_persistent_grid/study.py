@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from labkit.bench.spec import Added, Case, Floor, Rule, Study, Variant, integer, list_of, one_of
-from labkit.moe_persistent_grid import choose, claims, names, tables, trials, waves, work
+from labkit.moe_persistent_grid import choose, claims, names, tables, trials, work
 from labkit.moe_persistent_grid.models import MIXTRAL, MODELS, QWEN3_30B, QWEN35_35B
 from labkit.moe_persistent_grid.synthetic import KINDS
 
@@ -123,12 +123,8 @@ def kernels(some: Sequence[Case], capability: int) -> list[tuple[str, Mapping[st
             tile = getattr(config, gemm)
             if tile.descriptor and capability < 90:
                 continue
-            slots, sizes = x["T"] * x["top_k"], {name: x[name] for name in ("E", "H", "I", "top_k", "weights")}
-            count = waves.most_blocks if config.gemm1.counted and config.gemm2.counted else waves.source_blocks
-            blocks = count(x["T"], x["top_k"], x["E"], config.block_m)
-            # What of these numbers the code depends on: whether they are 1, and whether 16 divides them.
-            sizes |= {"slots": (slots == 1, slots % 16 == 0), "blocks": (blocks == 1, blocks % 16 == 0)}
-            sizes |= {"gemm": gemm, "int8": int8, "fused": config.fused}
+            sizes = {name: x[name] for name in ("E", "H", "I", "top_k", "weights")}
+            sizes |= {"gemm": gemm, "int8": int8, "fused": config.fused, "dependent": config.dependent}
             key = sizes | {"block_m": config.block_m, "tile": tile.as_dict() | {"programs": tile.programs > 0}}
             arguments = {"op": x.op, "params": dict(x.params), "gemm": gemm, "choice": config.as_dict(), "int8": int8}
             found.setdefault(str(key), (f"{HERE}:kernel", arguments))
@@ -147,7 +143,7 @@ def _configs(x: Case) -> list[tuple[str, Any, bool]]:
             config = trials.config_of(x, "cpu", **base | options)
             found += [(gemm, config, bool(options.get("int8"))) for gemm in gemms]
         elif make == "limited":
-            found.append(("gemm1", trials.config_of(x, "cpu", "rule", grid=options["grid"]), False))
+            found.append(("gemm1", trials.alone(trials.config_of(x, "cpu", "rule", grid=options["grid"])), False))
     return found
 
 

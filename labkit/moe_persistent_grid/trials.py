@@ -453,7 +453,7 @@ def _rows_of(x: Case, item: Any, made: Any, op: str, int8: bool) -> tuple[Tensor
     def expected() -> Tensor:
         found = []
         for slot, row, e in slots:
-            w = _expert(item.w1 if op == "gemm1" else item.w2, e)
+            w = _expert(x, item, op, e)
             a = item.x[slot // x["top_k"]].double() if op == "gemm1" else _hidden(made, row)
             y = w @ _eight_bit(a, int8)
             found.append(_silu_up(y) if op == "gemm1" and fused else y)
@@ -466,8 +466,15 @@ def _rows_of(x: Case, item: Any, made: Any, op: str, int8: bool) -> tuple[Tensor
     )
 
 
-def _expert(w: Tensor | Int4, e: int) -> Tensor:
-    return reference.dequantise(Int4(w.packed[e], w.scales[e])) if isinstance(w, Int4) else w[e].double()
+def _expert(x: Case, item: Any, op: str, e: int) -> Tensor:
+    """An expert's weights in float64, made once for all variants of a case."""
+    w = item.w1 if op == "gemm1" else item.w2
+
+    def make() -> Tensor:
+        return reference.dequantise(Int4(w.packed[e], w.scales[e])) if isinstance(w, Int4) else w[e].double()
+
+    place = (w.packed if isinstance(w, Int4) else w).data_ptr()
+    return _of_case(_owner(x, item.x.device), ("expert", place, e), make)
 
 
 def _hidden(made: Any, row: int) -> Tensor:
@@ -511,6 +518,11 @@ def evidence(made: Any, op: str) -> dict[str, Any]:
 # A part of the GPU
 
 
+def alone(config: Config) -> Config:
+    """The configuration without dependent launch, which hides a part of the last wave behind the next launch."""
+    return replace(config, dependent=False)
+
+
 def limited(x: Case, device: Any, sets: int, seed: int, sms: int, grid: str) -> Trial:
     """GEMM1 of the production layer on so many multiprocessors (0: all), timed by itself.
 
@@ -520,7 +532,7 @@ def limited(x: Case, device: Any, sets: int, seed: int, sms: int, grid: str) -> 
     from labkit.moe_persistent_grid import limited as part
 
     [item] = _inputs(x, device, 1, seed)
-    config = config_of(x, device, "rule", grid="tiles")
+    config = alone(config_of(x, device, "rule", grid="tiles"))
     made = kernels.layer(item, config, _scratch(x, item))
     stream, seen = part.stream_on(sms, torch.device(device))
     if grid == "filled":

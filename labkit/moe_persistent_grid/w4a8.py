@@ -36,7 +36,7 @@ from labkit.moe_persistent_grid.reference import GROUP, Int4
 ROWS, CHUNK = 8, 512  # of a program that quantises
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["slot_count", "rows"])
 def _quantise_kernel(
     a, q, q_scales, slots, padded, slot_count, rows, K,
     TOP_K: tl.constexpr, GATHER: tl.constexpr, COUNTED: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
@@ -77,8 +77,7 @@ def _tile(
     """One tile: BLOCK_M sorted rows of one expert, BLOCK_N rows of its w [N, K // 2]. BACK: rows go to their slots."""
     block, column = _place_of(tile, blocks, (N + BLOCK_N - 1) // BLOCK_N, GROUP_M)
     expert = tl.load(experts + block).to(tl.int64)
-    if not COUNTED:  # a dead block has no expert
-        expert = tl.where(expert < 0, E - 1, expert)
+    expert = tl.where((expert >= 0) & (expert < E), expert, E - 1)  # a dead block has none; it does no harm
     m = (block * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
     n = column * BLOCK_N + tl.arange(0, BLOCK_N)
     own = tl.minimum(n, N - 1)  # beyond the last row: it again, but it is not stored
@@ -104,7 +103,7 @@ def _tile(
     tl.store(c + to[:, None] * N + n[None, :], sums.to(c.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["slot_count", "blocks"])
 def _gemm_int8_kernel(
     q, q_scales, w, scales, c, slots, experts, padded, slot_count, blocks,
     N: tl.constexpr, K: tl.constexpr, E: tl.constexpr, BACK: tl.constexpr, COUNTED: tl.constexpr,
@@ -183,6 +182,8 @@ def check_w4a8(x: LayerInputs, config: Config) -> None:
     """Raise ValueError for weights or a configuration that these kernels do not have."""
     if not x.int4:
         raise ValueError("w1 and w2 are not INT4; allowed with 8-bit activations: INT4")
+    if config.dependent:
+        raise ValueError("dependent is True; allowed with 8-bit activations: False")
     if config.fused:
         raise ValueError("fused is True; allowed with 8-bit activations: False")
     for name in ("gemm1", "gemm2"):
