@@ -8,6 +8,7 @@ NOTEBOOKS = {
     "machine": "00_machine",
     "state_layout": "01_state_layout",
     "gemv_coalescing": "02_gemv_coalescing",
+    "moe_persistent_grid": "04_moe_persistent_grid",
 }
 
 

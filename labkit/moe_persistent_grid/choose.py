@@ -19,6 +19,7 @@ from labkit import paths
 from labkit.bench.machine import slug
 from labkit.checks import check_one_of
 from labkit.gemv.choose import multiprocessors
+from labkit.moe_persistent_grid.reference import GROUP
 from labkit.moe_persistent_grid.waves import BLOCKS_M
 
 BLOCKS_N = (16, 32, 64, 128, 256)
@@ -202,7 +203,10 @@ def candidates(
     for block_m in blocks:
         table = FEW if block_m <= 32 else SOME if block_m == 64 else MANY
         for gemm in ("gemm1", "gemm2"):
-            found += [Candidate(gemm, block_m, tile) for tile in _tiles(table, block_m, int4, sms)]
+            tiles = _tiles(table, block_m, int4, sms)
+            # A box of gate and one of up have half of the tile's rows each: fewer than wgmma takes.
+            tiles = [t for t in tiles if gemm == "gemm2" or not (t.swap and t.descriptor and t.block_n < 128)]
+            found += [Candidate(gemm, block_m, tile) for tile in tiles]
     return list(dict.fromkeys(found))
 
 
@@ -212,8 +216,8 @@ def _tiles(table: tuple, block_m: int, int4: bool, sms: int) -> list[Tile]:
     if int4:
         shared |= {"unpack": "split"} if few else {"scale_sums": False}
     found = [Tile(*size, **{**shared, **more}) for *size, more in table]
-    if few and int4:
-        found += [replace(tile, unpack="join") for tile in found if (tile.block_n, tile.num_stages) == (64, 4)]
+    if int4:  # a K tile has one scale; flattened, INT4 weights are not copied ahead
+        found = [tile for tile in found if tile.block_k <= GROUP and not tile.flatten]
     return [replace(tile, programs=tile.programs * sms) for tile in found]
 
 

@@ -70,14 +70,18 @@ CHANGES = (  # variant, and the one of which it changes one thing
 )
 
 
-def layer_variants(weights: str) -> dict[str, str]:
-    """Name -> role of the variants of a whole layer, the first one repeated as A/A."""
-    found = {OURS: "ours", RULE: "step", OTHER_TOKENS: "step"}
+def layer_variants(weights: str, uniform: bool, ablated: bool) -> dict[str, str]:
+    """Name -> role of the variants of a whole layer, the first one repeated as A/A. uniform: the routing."""
+    found = {OURS: "ours"}
     if weights != "INT4":
-        return found | {GROUPED: "peer", LIGER: "peer", LOOP: "baseline", READ: "ceiling"}
-    found |= {OURS_BF16: "baseline"}
-    both = (TILES, PERSISTENT)
-    return found | {source(16, grid, int8=int8): "step" for int8 in (False, True) for grid in both} | {READ: "ceiling"}
+        found |= {GROUPED: "peer"}
+        return found | ({LIGER: "peer", LOOP: "baseline"} | _CHOICES if uniform else {})
+    found |= {OURS_BF16: "baseline", RULE: "step"}
+    both = (TILES, PERSISTENT) if ablated else ()
+    return found | {source(16, grid, int8=int8): "step" for int8 in (False, True) for grid in both}
+
+
+_CHOICES = {RULE: "step", OTHER_TOKENS: "step", READ: "ceiling"}
 
 
 def gemm_variants(weights: str, ablated: bool) -> dict[str, str]:

@@ -14,7 +14,10 @@ UNIFORM = KINDS[0]
 SKEWED_AT = (128, 4096)  # tokens at which other routings than the uniform one are timed
 SKEWED = (QWEN3_30B.name, MIXTRAL.name)  # and models
 ABLATED = (QWEN35_35B.name, MIXTRAL.name)  # models for which every change is timed, the first one the source's
-ABLATED_AT = (16, 128, 512, 1642)  # and tokens
+ABLATED_AT = {"INT4": (16, 128, 512, 1642), "bf16": (128, 1642)}  # and tokens; the source's weights are INT4
+INT4_UP_TO = (
+    512  # tokens, up to which the GEMMs of the other models are timed with INT4 weights: they are bound by them
+)
 READ_UP_TO = 1642  # tokens, up to which reading the weights is timed beside the layers: beyond it bounds nothing
 COUNTED_AT = 1642  # tokens at which hardware counters are taken
 HERE = "labkit.moe_persistent_grid.trials"
@@ -28,7 +31,7 @@ def cases(parameters: Mapping[str, Any]) -> list[Case]:
         for weights in parameters["weights"]
         for tokens in parameters["tokens"]
     ]
-    every = dict.fromkeys([*parameters["models"], *parameters["grid_models"]])
+    every = dict.fromkeys([*parameters["models"], *parameters["gemms"]])
     found = [x for model in every for weights in parameters["weights"] for x in _of_model(model, weights, parameters)]
     return tuned + found + [_waves(tokens) for tokens in parameters["wave_tokens"]]
 
@@ -38,16 +41,22 @@ def _of_model(model: str, weights: str, parameters: Mapping[str, Any]) -> list[C
     found = []
     if model in parameters["models"]:
         routings = {tokens: [UNIFORM] for tokens in parameters["tokens"]}
-        for tokens in set(SKEWED_AT) & set(routings) if model in SKEWED else ():
+        for tokens in set(SKEWED_AT) & set(routings) if model in SKEWED and weights != "INT4" else ():
             routings[tokens] = [UNIFORM, *(kind for kind in parameters["routings"] if kind != UNIFORM)]
         found = [Case("layer", _params(model, t, weights, kind)) for t, kinds in routings.items() for kind in kinds]
-    if model in parameters["grid_models"]:
+    if model in parameters["gemms"]:
         found += [
             Case(op, _params(model, tokens, weights))
             for op in ("gemm1", "gemm2")
-            for tokens in parameters["grid_tokens"]
+            for tokens in parameters["gemm_tokens"]
+            if weights != "INT4" or tokens <= INT4_UP_TO or _ablated(model, weights, tokens)
         ]
     return found
+
+
+def _ablated(model: str, weights: str, tokens: int) -> bool:
+    """Whether every change of the source's kernel is timed in a case; weights: of a tiny case, fp32 or INT4."""
+    return model == TINY or (model in ABLATED and tokens in ABLATED_AT.get(weights, ()))
 
 
 def _params(model: str, tokens: int, weights: str, routing: str = UNIFORM) -> dict[str, Any]:
@@ -76,16 +85,15 @@ def roles(x: Case) -> dict[str, str]:
     """Name -> role of a case's variants, the first one repeated as A/A."""
     if x.op == "waves":
         return dict.fromkeys(names.STEPPED, "step")
+    ablated = _ablated(x["model"], x["weights"], x["T"])
     if x.op == "layer":
-        found = names.layer_variants(x["weights"])
-        if x["T"] == names.TUNED_FOR or x["routing"] != UNIFORM:
-            del found[names.OTHER_TOKENS]
+        found = names.layer_variants(x["weights"], x["routing"] == UNIFORM or x["model"] == TINY, ablated)
     else:
-        found = names.gemm_variants(
-            x["weights"], x["model"] == TINY or (x["model"] in ABLATED and x["T"] in ABLATED_AT)
-        )
+        found = names.gemm_variants(x["weights"], ablated)
+    if x["T"] == names.TUNED_FOR:
+        found.pop(names.OTHER_TOKENS, None)
     if x["T"] > READ_UP_TO:
-        del found[names.READ]
+        found.pop(names.READ, None)
     return found
 
 
@@ -127,12 +135,14 @@ def kernels(some: Sequence[Case], capability: int) -> list[tuple[str, Mapping[st
             sizes |= {"gemm": gemm, "int8": int8, "fused": config.fused, "dependent": config.dependent}
             key = sizes | {"block_m": config.block_m, "tile": tile.as_dict() | {"programs": tile.programs > 0}}
             arguments = {"op": x.op, "params": dict(x.params), "gemm": gemm, "choice": config.as_dict(), "int8": int8}
-            found.setdefault(str(key), (f"{HERE}:kernel", arguments))
+            arguments["dissect"] = x.op != "tune"
+            if arguments["dissect"] or str(key) not in found:
+                found[str(key)] = (f"{HERE}:kernel", arguments)
     return list(found.values())
 
 
 def _configs(x: Case) -> list[tuple[str, Any, bool]]:
-    """(GEMM, configuration, 8-bit activations) of every kernel of the lab's in a case, as a CPU would choose."""
+    """(GEMM, configuration, 8-bit activations) of every kernel of the lab's in a case, by the table as it is now."""
     if x.op == "tune":
         return [(one.gemm, trials.configured(x, one), False) for one in _candidates(x)]
     gemms = {"layer": ("gemm1", "gemm2"), "waves": ("gemm1",)}.get(x.op, (x.op,))
@@ -140,10 +150,12 @@ def _configs(x: Case) -> list[tuple[str, Any, bool]]:
     for make, options in (names.makers(x.op, x["weights"])[name] for name in roles(x)):
         if make in ("layer", "gemm") and not options.get("plain"):
             base = {"base": "ours"} if make == "layer" else {}
-            config = trials.config_of(x, "cpu", **base | options)
+            config = trials.config_of(x, trials.here(), **base | options)
             found += [(gemm, config, bool(options.get("int8"))) for gemm in gemms]
         elif make == "limited":
-            found.append(("gemm1", trials.alone(trials.config_of(x, "cpu", "rule", grid=options["grid"])), False))
+            found.append(
+                ("gemm1", trials.alone(trials.config_of(x, trials.here(), "rule", grid=options["grid"])), False)
+            )
     return found
 
 
@@ -196,11 +208,11 @@ STUDY = Study(
         "tokens": TOKENS,
         "weights": list_of(one_of(*WEIGHTS)),
         "routings": list_of(one_of(*KINDS)),
-        "grid_models": _or_none(list_of(one_of(*MODELS))),
-        "grid_tokens": _or_none(TOKENS),
+        "gemms": _or_none(list_of(one_of(*MODELS))),
+        "gemm_tokens": _or_none(TOKENS),
         "wave_tokens": _or_none(TOKENS),
     },
-    tiny=tuple(_tiny(*one) for one in (("layer", "fp32"), ("layer", "INT4"), ("gemm1", "INT4"), ("gemm2", "fp32"))),
+    tiny=tuple(_tiny(*one) for one in (("layer", "fp32"), ("layer", "INT4"), ("gemm1", "INT4"))),
     early=lambda case: case.op == "tune",
     settle=settle,
     kernels=kernels,

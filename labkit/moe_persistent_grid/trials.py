@@ -550,8 +550,18 @@ def limited(x: Case, device: Any, sets: int, seed: int, sms: int, grid: str) -> 
 # Kernels to compile ahead
 
 
-def kernel(op: str, params: Mapping[str, Any], gemm: str, choice: Mapping[str, Any], int8: bool = False) -> Any:
-    """The Launch of one GEMM of a case and a configuration, on memory that is never touched: to compile it."""
+def here() -> str:
+    """The device whose tuned table counts: this machine's GPU, where there is one."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def kernel(
+    op: str, params: Mapping[str, Any], gemm: str, choice: Mapping[str, Any], int8: bool = False, dissect: bool = False
+) -> Any:
+    """The Launch of one GEMM of a case and a configuration, on memory that is never touched: to compile it.
+
+    dissect: also take its code apart now, for the evidence of the rows; what is found is kept on disk.
+    """
     from labkit.moe_persistent_grid import kernels, w4a8
 
     x = Case(op, params)
@@ -559,4 +569,7 @@ def kernel(op: str, params: Mapping[str, Any], gemm: str, choice: Mapping[str, A
     rows, parts, integers = kernels.sizes(item)
     shared = (torch.empty(size, dtype=item.x.dtype) for size in (rows, parts))
     scratch = kernels.Workspace(x["T"], *shared, torch.empty(integers, dtype=torch.int32))
-    return (w4a8.layer if int8 else kernels.layer)(item, Config.of(choice), scratch).launches[gemm]
+    launch = (w4a8.layer if int8 else kernels.layer)(item, Config.of(choice), scratch).launches[gemm]
+    if dissect:
+        compiled.evidence(launch, compiled.offline_capability())
+    return launch

@@ -5,10 +5,10 @@ from typing import Any
 
 import pandas as pd
 
-from labkit.bench.spec import Case
+from labkit.bench.spec import Case, Study
 from labkit.bench.verdict import counted, geometric_mean
 from labkit.moe_persistent_grid import claims, names, tables, waves, work
-from labkit.moe_persistent_grid.models import MODELS, QWEN35_35B
+from labkit.moe_persistent_grid.models import MODELS, QWEN35_35B, MoeModel
 from labkit.moe_persistent_grid.synthetic import KINDS
 from labkit.report import figures
 
@@ -344,6 +344,39 @@ def dead_shares(tokens: Sequence[int], blocks: Sequence[int] = (16, 64)) -> pd.D
                 share = waves.dead_share(live, waves.source_blocks(t, model.top_k, model.experts, size))
                 line[f"dead %, BM={size}"] = 100 * share
             found.append(line)
+    return pd.DataFrame(found)
+
+
+def compiled_wanted(study: Study, parameters: Mapping[str, Any]) -> list[tuple[Case, str]]:
+    """The kernels whose code the page shows: the source's GEMM1 at its own tokens, and the lab's."""
+    shape = QWEN35_35B.as_dict() | {"T": tables.SOURCE_T, "routing": KINDS[0], "weights": "INT4", "activations": "bf16"}
+    case = Case("gemm1", shape)
+    wanted = (names.source(16, names.TILES), names.source(64, names.TILES), names.source(16, names.TILES, int8=True))
+    known = {x.key for x in study.cases(parameters) if x.op == case.op}
+    return [(case, name) for name in (*wanted, names.OURS_TILES)] if case.key in known else []
+
+
+def compiled_table(evidence: pd.DataFrame) -> pd.DataFrame:
+    """Registers, occupancy, matrix instructions and loads of each kernel by target."""
+    if evidence.empty:
+        return evidence
+    found = evidence[["variant", "arch", "registers", "spill_bytes", "ctas_per_sm"]].rename(
+        columns={"arch": "target", "spill_bytes": "bytes spilled", "ctas_per_sm": "CTAs an SM"}
+    )
+    found["target"] = [f"sm_{arch}" for arch in found["target"]]
+    for column, name in (("matrix", "matrix instructions"), ("loads", "loads of so many bits")):
+        found[name] = [", ".join(some) for some in evidence[column]]
+    return found
+
+
+def waves_by_gpu(model: MoeModel, tokens: int, block_m: int, block_n: int, per_sm: int) -> pd.DataFrame:
+    """Waves and efficiency of both GEMMs of a shape on GPUs of several sizes, uniform routing; no measurement."""
+    live = round(waves.expected_blocks(tokens, model.top_k, model.experts, block_m))
+    found = []
+    for name, columns in (("gemm1", 2 * model.width), ("gemm2", model.hidden)):
+        tiles = waves.tiles(live, columns, block_n)
+        for gpu, (count, share) in waves.on_gpus(tiles, per_sm).items():
+            found.append({"GEMM": name, "GPU": gpu, "tiles": tiles, "waves": count, "efficiency": share})
     return pd.DataFrame(found)
 
 
