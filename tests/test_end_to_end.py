@@ -158,7 +158,8 @@ def bare(tmp_path_factory):
     shutil.copytree(paths.NOTEBOOKS, root / "notebooks", ignore=shutil.ignore_patterns(".*"))
     layout = made.make("state_layout", made.LAYOUT, made.layout_us(lambda batch, tile: 1.2 if tile == 8 else 1.0))
     gemv = made.make("gemv_coalescing", made.GEMV, made.gemv_us({}))
-    made.store(root / "data" / GPU, layout, made.make("machine", made.MACHINE_PAGE, made.machine_us), gemv)
+    machine = made.make("machine", made.MACHINE_PAGE, made.machine_us)
+    made.store(root / "data" / GPU, layout, machine, gemv, made.make("moe_persistent_grid", made.MOE, made.moe_us))
     (root / "block").mkdir()
     (root / "block" / "sitecustomize.py").write_text(BLOCKED)
     path = os.pathsep.join([str(root / "block"), str(CODE)])
@@ -225,8 +226,8 @@ def test_without_triton_a_study_shows_what_is_recorded(bare):
 def test_without_triton_the_whole_report_is_made(bare_report):
     done, reports = bare_report
     check_report(done, reports)
-    machine, layout, gemv = (text_of(reports / page) for page in PAGES)
-    assert all(f"Recorded measurement, not of this machine: {MACHINE['name']}" in text for text in (machine, gemv))
+    machine, layout, *others = (text_of(reports / page) for page in PAGES)
+    assert all(f"Recorded measurement, not of this machine: {MACHINE['name']}" in text for text in (machine, *others))
     assert "Triton is not installed here" in layout
     assert "registers, sm_90" in layout  # from the rows, of the kernels that were timed
     assert "not installed" in text_of(reports / "index.html")

@@ -1,6 +1,6 @@
 """Figures and sentences of the study, each made from the rows of one GPU."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import pandas as pd
@@ -305,12 +305,16 @@ def pays(rows: pd.DataFrame) -> str:
         return "no change was measured."
     said = []
     for some, words in ((table[table["mean ratio"] > 1.01], "pay"), (table[table["mean ratio"] < 0.99], "cost")):
-        parts = [
-            f"{line['change']} ({line['weights']}, ×{line['mean ratio']:.2f} over {line['over']})"
-            for _, line in some.iterrows()
-        ]
+        parts = [_change(*pair, part) for pair, part in some.groupby(["change", "over"], sort=False)]
         said.append(f"on average these {words}: {'; '.join(parts)}" if parts else f"on average none {words}s")
     return ". ".join(f"{part[0].upper()}{part[1:]}" for part in said) + "."
+
+
+def _change(after: str, before: str, part: pd.DataFrame) -> str:
+    """A change in words, with its mean ratio for each kind of weights."""
+    ratios = ", ".join(f"{w} ×{r:.2f}" for w, r in zip(part["weights"], part["mean ratio"], strict=True))
+    added = after.removeprefix(f"{before}, ")
+    return f"{added if added != after else f'{after} over {before}'} ({ratios})"
 
 
 def dead(rows: pd.DataFrame) -> Drawing:
@@ -407,8 +411,13 @@ def steps(rows: pd.DataFrame) -> Drawing:
 
 
 def parts(rows: pd.DataFrame) -> pd.DataFrame:
-    """Whether the persistent grid pays more on fewer multiprocessors."""
-    return tables.persistent_on_parts(rows).rename(columns={"ratio": "one CTA a tile / persistent"})
+    """Whether the persistent grid pays more on fewer multiprocessors: one CTA a tile / persistent, a column a part."""
+    table = tables.persistent_on_parts(rows)
+    if table.empty:
+        return table
+    table = table.assign(part=table["SMs"].astype(str) + " SMs")
+    order = [f"{sms} SMs" for sms in sorted(set(table["SMs"]), reverse=True)]
+    return table.pivot(index="T", columns="part", values="ratio")[order].reset_index()
 
 
 def other_gpus(rows: pd.DataFrame) -> pd.DataFrame:
@@ -499,17 +508,20 @@ def floor_cases(cases: Sequence[Case]) -> list[Case]:
 
 def active_experts(cases: Sequence[Case]) -> pd.DataFrame:
     """Experts that get a token in each case's routing, and the bytes of their weights; no measurement."""
-    found = [
-        {"model": x["model"], "weights": x["weights"], "T": x["T"], "active": work.active(x)}
-        | {
-            "of": x["E"],
-            "MB of weights": work.weight_bytes(x) / 1e6,
-            "FLOP a byte": work.flops(x) / work.weight_bytes(x),
-        }
-        for x in cases
-        if x.op == "layer" and x["routing"] == KINDS[0]
-    ]
-    return pd.DataFrame(found, columns=None if found else ["model", "weights", "T", "active", "of"])
+    found: dict[tuple[str, int], dict[str, Any]] = {}
+    for x in cases:
+        if x.op == "layer" and x["routing"] == KINDS[0]:
+            line = {"model": x["model"], "T": x["T"], "active": work.active(x), "of": x["E"]}
+            line |= found.get((x["model"], x["T"]), {})
+            moved = work.weight_bytes(x)
+            line |= {f"MB, {x['weights']}": moved / 1e6, f"FLOP a byte, {x['weights']}": work.flops(x) / moved}
+            found[x["model"], x["T"]] = line
+    return _frame_of(found.values(), ["model", "T", "active", "of"])
+
+
+def _frame_of(lines: Iterable[Mapping[str, Any]], columns: Sequence[str]) -> pd.DataFrame:
+    lines = list(lines)
+    return pd.DataFrame(lines, columns=None if lines else columns)
 
 
 def summary(rows: pd.DataFrame) -> str:
