@@ -178,14 +178,15 @@ FEW = (
     (64, 128, 4, 4, {"programs": 2, "flatten": True}),
 )  # fmt: skip
 SOME = (
-    (64, 64, 4, 4, {}), (128, 64, 4, 3, {}), (128, 64, 4, 4, {}), (128, 128, 8, 3, {}), (256, 64, 4, 3, {}),
-    (256, 64, 8, 3, {}), (128, 64, 4, 4, {"swap": True}), (128, 64, 4, 4, {"descriptor": True}),
+    (64, 64, 4, 4, {}), (128, 64, 4, 3, {}), (128, 64, 4, 4, {}), (128, 64, 4, 3, {"group_m": 32}),
+    (128, 128, 8, 3, {}), (256, 64, 4, 3, {}), (256, 64, 8, 3, {}), (128, 64, 4, 4, {"swap": True}), (128, 64, 4, 4, {"descriptor": True}),
 )  # fmt: skip
 MANY = (
-    (128, 64, 4, 3, {}), (128, 64, 8, 3, {}), (128, 64, 8, 4, {}), (256, 64, 8, 3, {}), (256, 64, 8, 4, {}),
-    (256, 64, 8, 4, {"group_m": 32}), (256, 64, 8, 4, {"descriptor": True}),
+    (128, 64, 4, 3, {}), (128, 64, 8, 3, {}), (128, 64, 8, 3, {"group_m": 32}), (256, 64, 8, 3, {}),
+    (256, 64, 8, 4, {}), (256, 64, 8, 4, {"group_m": 32}), (256, 64, 8, 4, {"descriptor": True}),
     (256, 64, 8, 3, {"programs": 1, "flatten": True}),
 )  # fmt: skip
+LARGE_GROUPS = 256  # rows an expert, from which groups of more than 8 blocks are tried: else they span experts
 
 
 def candidates(
@@ -204,6 +205,7 @@ def candidates(
         table = FEW if block_m <= 32 else SOME if block_m == 64 else MANY
         for gemm in ("gemm1", "gemm2"):
             tiles = _tiles(table, block_m, int4, sms)
+            tiles = [t for t in tiles if t.group_m <= 8 or rows >= LARGE_GROUPS]
             # A box of gate and one of up have half of the tile's rows each: fewer than wgmma takes.
             tiles = [t for t in tiles if gemm == "gemm2" or not (t.swap and t.descriptor and t.block_n < 128)]
             found += [Candidate(gemm, block_m, tile) for tile in tiles]

@@ -30,7 +30,7 @@ INT4_RMS = math.sqrt((16**2 - 1) / 12 + 0.25)  # of u4 - 8 where all sixteen are
 EXACT = {"max": reference.MAX_TOLERANCE, "rms": reference.RMS_TOLERANCE}
 # A value of 8 bits is off by up to 1/254 of its group's largest; ExecuTorch's tests allow 0.15 of the largest value.
 INT8 = {"max": 0.15, "rms": 2e-2}
-LIGER_STAGES = (3, 4)  # of the configurations that liger-kernel tunes over, those that are tried: 8 of 32
+LIGER_TRIES = ((3, 4), (4, 4))  # stages and warps of liger-kernel's configurations that are tried: 4 of 32
 SIGNATURE = ("x", "ids", "weights", "w1", "w2", "out")
 
 
@@ -307,11 +307,11 @@ def liger_layer(x: Any, tune: bool = True) -> Callable[[], Any]:
 
 
 def _tune_anew(kernel: Any) -> None:
-    """Let an autotuned kernel choose again, quickly, among configurations with K tiles of 64."""
+    """Let an autotuned kernel choose again, quickly: its blocks have 64 rows, for which four warps are made."""
     from triton import testing
 
     kernel.cache.clear()
-    some = [c for c in kernel.configs if c.kwargs["BLOCK_K"] == 64 and c.num_stages in LIGER_STAGES]
+    some = [c for c in kernel.configs if c.kwargs["BLOCK_K"] == 64 and (c.num_stages, c.num_warps) in LIGER_TRIES]
     kernel.configs = some or kernel.configs
     kernel.do_bench = partial(testing.do_bench, warmup=2, rep=10)
 

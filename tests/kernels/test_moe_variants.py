@@ -244,8 +244,8 @@ def test_a_stand_in_for_liger_kernel_is_called_as_it_is_released(device, monkeyp
 
     def configs():
         return [
-            SimpleNamespace(kwargs={"BLOCK_N": n, "BLOCK_K": k}, num_stages=s)
-            for n in (64, 128) for k in (32, 64) for s in (2, 3, 4, 5)
+            SimpleNamespace(kwargs={"BLOCK_N": n, "BLOCK_K": k}, num_stages=s, num_warps=w)
+            for n in (64, 128) for k in (32, 64) for s in (2, 3, 4, 5) for w in (4, 8)
         ]  # fmt: skip
 
     both = [SimpleNamespace(cache={"key": 1}, configs=configs(), do_bench=None) for _ in range(2)]
@@ -264,7 +264,7 @@ def test_a_stand_in_for_liger_kernel_is_called_as_it_is_released(device, monkeyp
     assert reference.errors(found, reference.layer(x.x, x.ids, x.weights, x.w1, x.w2)).ok
     for kernel in both:
         assert kernel.cache == {}
-        assert {(c.kwargs["BLOCK_K"], c.num_stages) for c in kernel.configs} == {(64, 3), (64, 4)}
+        assert {(c.kwargs["BLOCK_K"], c.num_stages, c.num_warps) for c in kernel.configs} == {(64, 3, 4), (64, 4, 4)}
 
 
 # Choices
