@@ -83,6 +83,32 @@ def test_an_id_out_of_range_drops_its_slot(tokens, device):
         route(ids, 6, 16, check=True)
 
 
+def test_one_token_needs_no_sort(device):
+    ids = torch.tensor([[5, 2, 2, -1, 9]], dtype=torch.int32, device=device)
+    found = routing.one_token(ids, 9, 16)
+    assert found.launches == {}
+    assert found.experts.data_ptr() == ids.data_ptr()  # what is in ids then
+    assert found.padded.tolist() == [5 * 16]
+    rows = found.slots.view(5, 16)
+    assert rows[:, 0].tolist() == [0, 1, 2, 3, 4]
+    assert (rows[:, 1:] == 5).all()
+    with pytest.raises(ValueError, match=r"ids has -1 \(2 values out of range\); allowed: 0 to 8"):
+        routing.one_token(ids, 9, 16, check=True)
+    with pytest.raises(ValueError, match=r"ids is \(2, 1\); allowed: \[1, top_k\]"):
+        routing.one_token(torch.zeros(2, 1, dtype=torch.int32), 9, 16)
+
+
+@pytest.mark.parametrize("int4", [False, True])
+def test_one_token_with_slots_that_have_no_expert(int4, device):
+    x = inputs(1, 6, 4, 128, 128, device, int4)
+    x.ids[0, 1] = -1
+    x.ids[0, 3] = 6
+    assert "place" not in layer(x).launches
+    run(x)
+    x.ids.fill_(-1)
+    run(x)
+
+
 @pytest.mark.parametrize(
     ("ids", "experts", "block_m", "message"),
     [
