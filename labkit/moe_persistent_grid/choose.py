@@ -138,7 +138,7 @@ def _tile(rows: float, block_m: int, columns: int, int4: bool, sms: int) -> Tile
         stages = 3 if columns >= FILL * 64 * sms else 5
         return Tile(64, 128, 4, stages + int4, group_m=1, swap=True, unpack="split")
     if block_m == 64:
-        return Tile(128, 64, 4, 3)
+        return Tile(128, 64, 4, 3, scale_sums=not int4)
     if rows < 256 or int4:
         return Tile(128, 64, 8, 3, scale_sums=False)
     return Tile(256, 64, 8, 4)
@@ -180,7 +180,7 @@ FEW = (
 SOME = (
     (64, 64, 4, 4, {}), (128, 64, 4, 3, {}), (128, 64, 4, 4, {}), (128, 64, 4, 3, {"group_m": 32}),
     (128, 128, 8, 3, {}), (256, 64, 4, 3, {}), (256, 64, 8, 3, {}), (128, 64, 4, 4, {"swap": True}),
-    (128, 64, 4, 4, {"descriptor": True}),
+    (64, 128, 4, 4, {"swap": True}), (128, 64, 4, 4, {"descriptor": True}),
 )  # fmt: skip
 MANY = (
     (128, 64, 4, 3, {}), (128, 64, 8, 3, {}), (128, 64, 8, 3, {"group_m": 32}), (256, 64, 8, 3, {}),
@@ -214,14 +214,16 @@ def candidates(
 
 
 def _tiles(table: tuple, block_m: int, int4: bool, sms: int) -> list[Tile]:
-    few = block_m <= 32
-    shared: dict[str, Any] = {"group_m": 1, "swap": True} if few else {}
-    if int4:
-        shared |= {"unpack": "split"} if few else {"scale_sums": False}
+    shared: dict[str, Any] = {"group_m": 1, "swap": True} if block_m <= 32 else {}
     found = [Tile(*size, **{**shared, **more}) for *size, more in table]
     if int4:  # a K tile has one scale; flattened, INT4 weights are not copied ahead
-        found = [tile for tile in found if tile.block_k <= GROUP and not tile.flatten]
+        found = [_for_int4(tile) for tile in found if tile.block_k <= GROUP and not tile.flatten]
     return [replace(tile, programs=tile.programs * sms) for tile in found]
+
+
+def _for_int4(tile: Tile) -> Tile:
+    """Weights on the left stay in the registers in which they are unpacked; on the right they go through memory."""
+    return replace(tile, unpack="split") if tile.swap else replace(tile, scale_sums=False)
 
 
 Shape = tuple[int, int, int, int, bool]  # experts, top_k, hidden, width, whether the weights are INT4
