@@ -6,6 +6,7 @@ from typing import Any
 OURS = "ours"
 RULE = "ours, by the rule"
 OTHER_TOKENS = "ours, tuned for other tokens"
+ORDINARY = "ours, launches that wait"
 OURS_BF16 = "ours, bf16 weights"
 GROUPED = "F.grouped_mm with Triton around"
 LIGER = "liger-kernel, its host sync left out"
@@ -81,7 +82,7 @@ def layer_variants(weights: str, uniform: bool, ablated: bool) -> dict[str, str]
     return found | {source(16, grid, int8=int8): "step" for int8 in (False, True) for grid in both}
 
 
-_CHOICES = {RULE: "step", OTHER_TOKENS: "step", READ: "ceiling"}
+_CHOICES = {ORDINARY: "step", RULE: "step", OTHER_TOKENS: "step", READ: "ceiling"}
 
 
 def gemm_variants(weights: str, ablated: bool) -> dict[str, str]:
@@ -135,6 +136,7 @@ def makers(op: str, weights: str) -> dict[str, tuple[str, dict[str, Any]]]:
         return {name: ("gemm", options) for name, options in _makers(weights).items()} | {READ: ("read", {})}
     found: dict[str, tuple[str, dict[str, Any]]] = {
         OURS: ("layer", {}),
+        ORDINARY: ("layer", {"dependent": False}),
         RULE: ("layer", {"base": "rule"}),
         OTHER_TOKENS: ("layer", {"tokens": TUNED_FOR}),
         OURS_BF16: ("layer", {"plain": True}),

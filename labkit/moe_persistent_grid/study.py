@@ -18,7 +18,7 @@ ABLATED_AT = {"INT4": (16, 128, 512, 1642), "bf16": (128, 1642)}  # and tokens; 
 INT4_UP_TO = (
     512  # tokens, up to which the GEMMs of the other models are timed with INT4 weights: they are bound by them
 )
-READ_UP_TO = 1642  # tokens, up to which reading the weights is timed beside the layers: beyond it bounds nothing
+READ_UP_TO = 1642  # tokens, up to which reading the weights bounds a layer, and what a launch costs is seen
 COUNTED_AT = 1642  # tokens at which hardware counters are taken
 HERE = "labkit.moe_persistent_grid.trials"
 
@@ -93,7 +93,8 @@ def roles(x: Case) -> dict[str, str]:
     if x["T"] == names.TUNED_FOR:
         found.pop(names.OTHER_TOKENS, None)
     if x["T"] > READ_UP_TO:
-        found.pop(names.READ, None)
+        for name in (names.READ, names.ORDINARY):
+            found.pop(name, None)
     return found
 
 
@@ -154,7 +155,7 @@ def _configs(x: Case) -> list[tuple[str, Any, bool]]:
             found += [(gemm, config, bool(options.get("int8"))) for gemm in gemms]
         elif make == "limited":
             found.append(
-                ("gemm1", trials.alone(trials.config_of(x, trials.here(), "rule", grid=options["grid"])), False)
+                ("gemm1", trials.config_of(x, trials.here(), "rule", grid=options["grid"], dependent=False), False)
             )
     return found
 

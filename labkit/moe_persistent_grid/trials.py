@@ -138,12 +138,14 @@ def config_of(
     int8: bool = False,
     tokens: int = 0,
     plain: bool = False,
+    dependent: bool = True,
     **changes: Any,
 ) -> Config:
     """A configuration for a case. base: "source", "ours" (tuned) or "rule"; block_m: of the source's; 0: the rule's.
 
     grid: "tiles", "SMs", "filled" (SMs × occupancy, which the caller finds) or empty: as it is; tokens: those that it
-    is chosen for; 0: the case's. plain: for weights that are not quantised. changes: of both tiles.
+    is chosen for; 0: the case's. plain: for weights that are not quantised. dependent: False: launches that wait for
+    the one before. changes: of both tiles.
     """
     int4 = x["weights"] == "INT4" and not plain
     shape = (tokens or x["T"], x["E"], x["top_k"], x["H"], x["I"], int4)
@@ -159,6 +161,7 @@ def config_of(
         changes |= {"programs": 0, "flatten": False}
     elif grid:
         changes |= {"programs": sms}
+    found = found if dependent else replace(found, dependent=False)
     return replace(found, gemm1=replace(found.gemm1, **changes), gemm2=replace(found.gemm2, **changes))
 
 
@@ -518,11 +521,6 @@ def evidence(made: Any, op: str) -> dict[str, Any]:
 # A part of the GPU
 
 
-def alone(config: Config) -> Config:
-    """The configuration without dependent launch, which hides a part of the last wave behind the next launch."""
-    return replace(config, dependent=False)
-
-
 def limited(x: Case, device: Any, sets: int, seed: int, sms: int, grid: str) -> Trial:
     """GEMM1 of the production layer on so many multiprocessors (0: all), timed by itself.
 
@@ -532,7 +530,7 @@ def limited(x: Case, device: Any, sets: int, seed: int, sms: int, grid: str) -> 
     from labkit.moe_persistent_grid import limited as part
 
     [item] = _inputs(x, device, 1, seed)
-    config = alone(config_of(x, device, "rule", grid="tiles"))
+    config = config_of(x, device, "rule", grid="tiles", dependent=False)  # the next launch would hide this one's end
     made = kernels.layer(item, config, _scratch(x, item))
     stream, seen = part.stream_on(sms, torch.device(device))
     if grid == "filled":

@@ -113,6 +113,15 @@ def rates(rows: pd.DataFrame) -> Drawing:
     }
 
 
+def launching(rows: pd.DataFrame) -> str:
+    """What dependent launch is worth to a layer of few kernels, by tokens."""
+    table = _uniform(tables.compared(rows, "layer", names.OURS, names.ORDINARY))
+    if table.empty:
+        return "launches that wait were not timed beside ours."
+    parts = [f"{_tokens(t)} ×{geometric_mean(part['ratio']):.3f}" for t, part in table.groupby("T")]
+    return f"time with launches that wait / time as it is, mean of the models: {', '.join(parts)}."
+
+
 def sglang(rows: pd.DataFrame) -> pd.DataFrame:
     """Our layer beside SGLang's kernel, of another run."""
     return tables.beside_sglang(rows)
