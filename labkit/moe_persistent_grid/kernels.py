@@ -1,6 +1,6 @@
 """An expert layer in Triton: two grouped GEMMs over tokens sorted by expert, with bf16 or INT4 weights.
 
-Launches, in order; the first one or two are routing's (see routing.py):
+Launches, in order; the first one or two are routing's (see routing.py), and one token needs none of those:
 
 | launch       | programs       | what it does                                                                         |
 |--------------|----------------|--------------------------------------------------------------------------------------|
