@@ -9,6 +9,7 @@ NOTEBOOKS = {
     "state_layout": "01_state_layout",
     "gemv_coalescing": "02_gemv_coalescing",
     "persistent_tables": "03_persistent_tables",
+    "moe_persistent_grid": "04_moe_persistent_grid",
 }
 
 

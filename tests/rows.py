@@ -22,6 +22,8 @@ LAYOUT = {"models": ["Qwen3-Next-80B-A3B"], "batches": [1, 64], "states": ["fp32
 LAYOUT |= {"gates": [], "step_batches": [], "prefills": []}
 GEMV = {"models": ["AutoMegaKernel h1024", "Llama-3.2-1B", "Qwen3.5-4B"], "dtypes": ["bf16", "fp32"]}
 DECODE = {"models": ["AutoMegaKernel h1024", "Llama-3.2-1B"], "dtypes": ["bf16"], "parts": [20, 88], "starts": [512]}
+MOE = {"models": ["Qwen3-30B-A3B"], "tokens": [1, 128], "weights": ["bf16", "INT4"], "routings": ["uniform", "zipf 1"]}
+MOE |= {"gemms": ["Qwen3.5-35B-A3B"], "gemm_tokens": [128, 1642], "wave_tokens": [352]}
 MACHINE_PAGE = {
     "kinds": ["launch", "h2d", "read", "in_place", "copy", "bf16", "fp8"],
     "sizes_mib": [1, 256],
@@ -146,6 +148,13 @@ def decode_facts(case: Case, variant: Variant) -> dict[str, Any]:
         sent = 4 * counts["changed_words"] if name.startswith("6") else whole if name[0] in "1234" else 0
         found |= counts | {"sent": {"bytes": sent, "copies": int(sent > 0), "kernels": 1}}
     return found
+
+
+def moe_us(case: Case, variant: Variant) -> float:
+    """Times of the study of expert layers at 3 TB/s and 800 TFLOP/s: ours a quarter above, the others a half."""
+    floor = studies.load("moe_persistent_grid").floor(case)
+    least = max(floor.bytes / 3e6, floor.flops / 8e8)
+    return least * {"ceiling": 1.0, "ours": 1.25, "control": 1.25}.get(variant.role, 1.5)
 
 
 def machine_us(case: Case, variant: Variant) -> float:

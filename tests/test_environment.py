@@ -141,7 +141,7 @@ def test_pre_commit_has_the_locked_version(repository, name):
 
 
 # timed where they are installed; a study imports each in the one function that times it
-PEERS = {"flag_gems", "fla", "attn_gym", "gemlite"}
+PEERS = {"flag_gems", "fla", "attn_gym", "gemlite", "liger_kernel"}
 
 
 def imported(folder: str) -> dict[str, Path]:

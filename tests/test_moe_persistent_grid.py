@@ -1,12 +1,14 @@
 """The reference of the expert layer by hand-worked values, and the arithmetic of waves by the published figures."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
 from labkit.evidence import compiled
 from labkit.moe_persistent_grid import choose, reference, routing, waves
+from labkit.moe_persistent_grid.choose import Config
 from labkit.moe_persistent_grid.kernels import LayerInputs, layer
 from labkit.moe_persistent_grid.reference import Int4
 from labkit.moe_persistent_grid.routing import synthetic
@@ -239,6 +241,36 @@ def test_the_sources_kernel_uses_mma_at_16_rows_and_wgmma_at_64():
         assert all(instruction.startswith("HGMMA") == wgmma for instruction in found["matrix"])
         assert set(found["loads"]) >= {"8"}  # a byte a load, as k // 2 is addressed for every k
     assert compiled.evidence(launches(choose.source(16), True)["gemm1"], 90)["ctas_per_sm"] > 1  # it launches one
+
+
+def test_four_bits_are_copied_in_wide_loads_and_unpacked_in_few_instructions():
+    """Reading is the limit of such a kernel only if a weight takes few instructions: some three of them."""
+    config = choose.rule(128, 128, 8, 2048, 768, int4=True)
+    found = compiled.evidence(launches(config, True)["gemm1"], 90)
+    a_thread = config.gemm1.block_n * config.gemm1.block_k / (32 * config.gemm1.num_warps)
+    assert found["instructions"] < 10 * a_thread  # what comes before and after the loop included
+    assert not {"8", "64"} & set(found["loads"])
+    wasteful = Config(16, replace(config.gemm1, unpack="twice", swap=False), config.gemm2)
+    assert compiled.evidence(launches(wasteful, True)["gemm1"], 90)["instructions"] > 10 * a_thread
+
+
+def test_launches_may_start_early_from_hopper_on():
+    config = choose.rule(128, 128, 8, 2048, 768)
+    for capability, wanted, early in ((90, config, True), (80, config, False), (90, choose.source(16), False)):
+        with compiled.offline(capability):
+            made = launches(wanted, False)
+        assert {launch.options.get("launch_pdl", False) for launch in made.values()} == {early}
+        assert {launch.args["DEPENDENT"] for launch in made.values()} == {early}
+
+
+@pytest.mark.parametrize("int4", [False, True])
+def test_one_compiled_kernel_serves_any_number_of_tokens(int4):
+    config = choose.rule(128, 128, 8, 2048, 768, int4)
+    for gemm in ("gemm1", "gemm2"):
+        assert len({compiled.build(launches(config, int4, tokens)[gemm], 90).hash for tokens in (1, 5, 16, 128)}) == 1
+    other = replace(config, gemm1=replace(config.gemm1, num_stages=2))
+    found = {compiled.build(launches(one, int4)["gemm1"], 90).hash for one in (config, other)}
+    assert len(found) == 2
 
 
 def test_every_routing_kernel_compiles_without_spills():

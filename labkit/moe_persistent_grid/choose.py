@@ -1,10 +1,25 @@
-"""Which tiles an expert layer runs with: a rule from the shape, for what has not been tuned."""
+"""Which tiles an expert layer runs with: from this GPU's tuned table, or from a rule for a shape that is not in it.
 
-from dataclasses import asdict, dataclass
+The table is made by the study `moe_persistent_grid` from measurements with cold L2 and uniform routing, in which each
+candidate was first checked against float64. It is one JSON file a GPU, `moe_table.json`: type of the weights -> shape
+-> tokens -> configuration.
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
 from functools import cache
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
+import torch
+
+from labkit import paths
+from labkit.bench.machine import slug
 from labkit.checks import check_one_of
+from labkit.gemv.choose import multiprocessors
+from labkit.moe_persistent_grid.reference import GROUP
 from labkit.moe_persistent_grid.waves import BLOCKS_M
 
 BLOCKS_N = (16, 32, 64, 128, 256)
@@ -12,6 +27,9 @@ BLOCKS_K = (16, 32, 64, 128, 256)
 UNPACK = ("join", "split", "twice")
 SOURCE_BLOCKS_M = (16, 64)
 FILL = 3  # CTAs an SM, below which each one needs more loads in flight
+TABLE = "moe_table.json"
+NEAR = 2.0  # a number of tokens this factor off those that were tuned, or less, runs as they do
+INT8_GROUP = 32  # values of a row, along K, that share one scale where the source has 8-bit activations
 
 
 @dataclass(frozen=True)
@@ -20,7 +38,7 @@ class Tile:
 
     block_n: rows of w, gate's and up's together where fused. programs: 0: one CTA a tile; else a persistent grid
     of at most so many. counted: leave off at the last block that has a token, which the device counts; if not, the
-    source's worst-case grid. unpack, scale_sums: only for INT4.
+    source's worst-case grid. unpack, scale_sums: only for INT4. descriptor: w by the copy engine, from Hopper on.
     """
 
     block_n: int = 128
@@ -34,20 +52,41 @@ class Tile:
     swap: bool = False
     unpack: str = "join"
     scale_sums: bool = True
+    descriptor: bool = False
+
+    def __str__(self) -> str:
+        words = [f"BN={self.block_n}", f"BK={self.block_k}", f"{self.num_warps} warps", f"{self.num_stages} stages"]
+        words += [f"groups of {self.group_m}"] * (self.group_m > 1) + ["swapped"] * self.swap
+        words += [f"{self.programs} programs"] * (self.programs > 0) + ["flattened"] * self.flatten
+        words += ["every block"] * (not self.counted) + ["descriptor"] * self.descriptor
+        return ", ".join(words)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The tile as JSON."""
+        return asdict(self)
 
 
 @dataclass(frozen=True)
 class Config:
-    """How an expert layer is run. fused: SiLU(gate) · up at the end of GEMM1; if not, in the K loop of GEMM2."""
+    """How an expert layer is run. fused: SiLU(gate) · up at the end of GEMM1; if not, in the K loop of GEMM2.
+
+    dependent: each launch may start before the one before has ended, on GPUs that have that (from Hopper on).
+    """
 
     block_m: int
     gemm1: Tile
     gemm2: Tile
     fused: bool = True
+    dependent: bool = True
 
     def as_dict(self) -> dict[str, Any]:
         """The configuration as JSON."""
         return asdict(self)
+
+    @classmethod
+    def of(cls, made: Mapping[str, Any]) -> "Config":
+        """The configuration that `as_dict` has made JSON of. TypeError or KeyError for anything else."""
+        return cls(**{**made, "gemm1": Tile(**made["gemm1"]), "gemm2": Tile(**made["gemm2"])})
 
 
 def check_config(config: Config, int4: bool) -> None:
@@ -66,8 +105,10 @@ def check_config(config: Config, int4: bool) -> None:
             )
         if tile.flatten and not tile.programs:
             raise ValueError(f"{name}.flatten is True with one CTA a tile; allowed: only with programs")
-        if int4 and tile.unpack == "split" and tile.block_k < 32:
-            raise ValueError(f"{name}.block_k is {tile.block_k} with unpack split; allowed: 32 and more")
+        if tile.descriptor and int4 and tile.unpack == "twice":
+            raise ValueError(f"{name}.unpack is 'twice' with descriptor; allowed: join, split")
+        if int4 and tile.unpack == "split" and tile.block_k < 64:
+            raise ValueError(f"{name}.block_k is {tile.block_k} with unpack split; allowed: 64 and more")
     if config.fused and config.gemm1.block_n < 32:
         raise ValueError(f"gemm1.block_n is {config.gemm1.block_n}; allowed: at least 32 where SiLU · up is fused")
 
@@ -97,17 +138,154 @@ def _tile(rows: float, block_m: int, columns: int, int4: bool, sms: int) -> Tile
         stages = 3 if columns >= FILL * 64 * sms else 5
         return Tile(64, 128, 4, stages + int4, group_m=1, swap=True, unpack="split")
     if block_m == 64:
-        return Tile(128, 64, 4, 3)
+        return Tile(128, 64, 4, 3, scale_sums=not int4)
     if rows < 256 or int4:
         return Tile(128, 64, 8, 3, scale_sums=False)
     return Tile(256, 64, 8, 4)
 
 
-def source(block_m: int = 16, sms: int = 132, persistent: bool = True, group_m: int = 8) -> Config:
+def source(block_m: int = 16, sms: int = 132, persistent: bool = True, group_m: int = 8, int8: bool = False) -> Config:
     """The configuration of ExecuTorch's kernels: SMs programs, worst-case grid, each INT4 byte addressed twice.
 
-    persistent False: the grid that they had before, one CTA a tile. Tiles: the middle of what it tunes over.
+    persistent False: the grid that they had before, one CTA a tile. Tiles: the middle of what it tunes over; with 8-bit
+    activations (int8) its K tile is the group that shares a scale.
     """
     check_one_of("block_m", block_m, SOURCE_BLOCKS_M)
-    tile = Tile(128, 64, 4, 3, group_m, sms if persistent else 0, False, False, False, "twice", False)
-    return Config(block_m, tile, tile, fused=False)
+    block_k = INT8_GROUP if int8 else 64
+    tile = Tile(128, block_k, 4, 3, group_m, sms if persistent else 0, False, False, False, "twice", False)
+    return Config(block_m, tile, tile, fused=False, dependent=False)
+
+
+# The tuned table
+
+
+class Candidate(NamedTuple):
+    """One way to run one of the two GEMMs, "gemm1" or "gemm2"; they share block_m."""
+
+    gemm: str
+    block_m: int
+    tile: Tile
+
+    def __str__(self) -> str:
+        words = [self.gemm, f"BM={self.block_m}", str(self.tile)] + [self.tile.unpack] * (self.tile.unpack != "join")
+        return ", ".join(words + ["weights scaled"] * (not self.tile.scale_sums))
+
+
+# BN, BK, warps, stages and what differs from a tile's defaults; by the rows that a block is for.
+FEW = (
+    (32, 128, 4, 5, {}), (64, 64, 4, 6, {}), (64, 128, 4, 3, {}), (64, 128, 4, 5, {}), (64, 256, 4, 3, {}),
+    (128, 128, 4, 3, {}), (64, 128, 4, 4, {"descriptor": True}), (128, 64, 4, 4, {"descriptor": True}),
+    (64, 128, 4, 4, {"programs": 2, "flatten": True}),
+)  # fmt: skip
+SOME = (
+    (64, 64, 4, 4, {}), (128, 64, 4, 3, {}), (128, 64, 4, 4, {}), (128, 64, 4, 3, {"group_m": 32}),
+    (128, 128, 8, 3, {}), (256, 64, 4, 3, {}), (256, 64, 8, 3, {}), (128, 64, 4, 4, {"swap": True}),
+    (64, 128, 4, 4, {"swap": True}), (128, 64, 4, 4, {"descriptor": True}),
+)  # fmt: skip
+MANY = (
+    (128, 64, 4, 3, {}), (128, 64, 8, 3, {}), (128, 64, 8, 3, {"group_m": 32}), (256, 64, 8, 3, {}),
+    (256, 64, 8, 4, {}), (256, 64, 8, 4, {"group_m": 32}), (256, 64, 8, 4, {"descriptor": True}),
+    (256, 64, 8, 3, {"programs": 1, "flatten": True}),
+)  # fmt: skip
+LARGE_GROUPS = 256  # rows an expert, from which groups of more than 8 blocks are tried: else they span experts
+
+
+def candidates(
+    tokens: int, experts: int, top_k: int, hidden: int, width: int, int4: bool = False, sms: int = 132
+) -> list[Candidate]:
+    """What is tried for a shape: for each GEMM, tiles for blocks as the rule has them, and for half as many rows.
+
+    The rule's own tiles are among them. programs in the tables above: CTAs an SM.
+    """
+    ruled = rule(tokens, experts, top_k, hidden, width, int4, sms)
+    rows = tokens * top_k / min(experts, tokens * top_k)
+    blocks = [ruled.block_m] + [ruled.block_m // 2] * (ruled.block_m > 16 and rows > 8)
+    plain = {} if int4 else {"unpack": "join", "scale_sums": True}  # what only INT4 has, as it is by default
+    found = [Candidate(gemm, ruled.block_m, replace(getattr(ruled, gemm), **plain)) for gemm in ("gemm1", "gemm2")]
+    for block_m in blocks:
+        table = FEW if block_m <= 32 else SOME if block_m == 64 else MANY
+        for gemm in ("gemm1", "gemm2"):
+            tiles = _tiles(table, block_m, int4, sms)
+            tiles = [t for t in tiles if t.group_m <= 8 or rows >= LARGE_GROUPS]
+            # A box of gate and one of up have half of the tile's rows each: fewer than wgmma takes.
+            tiles = [t for t in tiles if gemm == "gemm2" or not (t.swap and t.descriptor and t.block_n < 128)]
+            found += [Candidate(gemm, block_m, tile) for tile in tiles]
+    return list(dict.fromkeys(found))
+
+
+def _tiles(table: tuple, block_m: int, int4: bool, sms: int) -> list[Tile]:
+    shared: dict[str, Any] = {"group_m": 1, "swap": True} if block_m <= 32 else {}
+    found = [Tile(*size, **{**shared, **more}) for *size, more in table]
+    if int4:  # a K tile has one scale; flattened, INT4 weights are not copied ahead
+        found = [_for_int4(tile) for tile in found if tile.block_k <= GROUP and not tile.flatten]
+    return [replace(tile, programs=tile.programs * sms) for tile in found]
+
+
+def _for_int4(tile: Tile) -> Tile:
+    """Weights on the left stay in the registers in which they are unpacked; on the right they go through memory."""
+    return replace(tile, unpack="split") if tile.swap else replace(tile, scale_sums=False)
+
+
+Shape = tuple[int, int, int, int, bool]  # experts, top_k, hidden, width, whether the weights are INT4
+Table = dict[Shape, dict[int, Config]]  # -> tokens -> configuration
+
+
+def choose(tokens: int, experts: int, top_k: int, hidden: int, width: int, int4: bool, device: torch.device) -> Config:
+    """The configuration for a shape on a device: that of the tuned number of tokens that is nearest, or `rule`."""
+    known = _table(device).get((experts, top_k, hidden, width, int4), {})
+    tuned_tokens = nearest(tokens, tuple(known))
+    if tuned_tokens is not None:
+        return known[tuned_tokens]
+    return rule(tokens, experts, top_k, hidden, width, int4, multiprocessors(device))
+
+
+def nearest(tokens: int, known: tuple[int, ...]) -> int | None:
+    """The nearest number of tokens by their ratio; None if none is within a factor of `NEAR`."""
+    found = min(known, key=lambda other: abs(math.log(other / tokens)), default=None)
+    return found if found is not None and 1 / NEAR <= found / tokens <= NEAR else None
+
+
+def write(folder: Path, table: Table) -> None:
+    """Write a GPU's table into its folder of runs/ or data/, atomically."""
+    from labkit.bench.records import write_atomic
+
+    found: dict[str, dict[str, Any]] = {}
+    for (experts, top_k, hidden, width, int4), configs in sorted(table.items()):
+        shape = f"{experts}x{top_k}x{hidden}x{width}"
+        entry = {str(tokens): configs[tokens].as_dict() for tokens in sorted(configs)}
+        found.setdefault("INT4" if int4 else "bf16", {})[shape] = entry
+    write_atomic(folder / TABLE, (json.dumps(found, indent=1) + "\n").encode())
+    for cached in (_table, tuned):
+        cached.cache_clear()
+
+
+def read(folder: Path) -> Table:
+    """A GPU's table; empty if there is none. ValueError naming the file if it is not such a table."""
+    path = folder / TABLE
+    if not path.exists():
+        return {}
+    found: Table = {}
+    try:
+        for weights, shapes in json.loads(path.read_text()).items():
+            check_one_of("weights", weights, ("bf16", "INT4"))
+            for shape, entry in shapes.items():
+                experts, top_k, hidden, width = map(int, shape.split("x"))
+                configs = {int(tokens): Config.of(made) for tokens, made in entry.items()}
+                for config in configs.values():
+                    check_config(config, weights == "INT4")
+                found[experts, top_k, hidden, width, weights == "INT4"] = configs
+    except (ValueError, TypeError, AttributeError, KeyError) as problem:
+        raise ValueError(f"{path}: not a table of configurations ({problem}); `labkit record` writes one") from None
+    return found
+
+
+@cache
+def tuned(name: str) -> Table:
+    """The table of the GPU of this name: measured on this machine where there is one, and recorded."""
+    recorded, measured = read(paths.DATA / slug(name)), read(paths.RUNS / slug(name))
+    return {shape: recorded.get(shape, {}) | measured.get(shape, {}) for shape in {**recorded, **measured}}
+
+
+@cache
+def _table(device: torch.device) -> Table:
+    return tuned(torch.cuda.get_device_name(device)) if device.type == "cuda" else {}

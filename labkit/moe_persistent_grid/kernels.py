@@ -1,6 +1,6 @@
 """An expert layer in Triton: two grouped GEMMs over tokens sorted by expert, with bf16 or INT4 weights.
 
-Launches, in order; the first one or two are routing's (see routing.py):
+Launches, in order; the first one or two are routing's (see routing.py), and one token needs none of those:
 
 | launch       | programs       | what it does                                                                         |
 |--------------|----------------|--------------------------------------------------------------------------------------|
@@ -23,10 +23,14 @@ Choices (see `choose.Tile`), and the hypothesis that each one tests:
 |              | left operand (swap)                                                                                   |
 | swap         | w [BN, BK] · xᵀ [BK, BM] instead of x · wᵀ: wgmma needs 64 rows on the left and 8 columns on the      |
 |              | right, so few tokens go right; and INT4 weights, unpacked in registers, can enter from there          |
-| unpack       | INT4. twice: each byte is addressed for its even and for its odd k, as in the source; split: loaded   |
-|              | once, even and odd k as two products, x split alike; join: loaded once, its halves interleaved again  |
+| unpack       | INT4. twice: each byte is addressed for its even and for its odd k, as in the source; join: loaded    |
+|              | once, its halves interleaved again; split: two bytes at once, k reordered by k mod 4, x alike, so     |
+|              | that no weight need be moved to another register                                                      |
 | scale_sums   | INT4. u4 - 8 is exact in bf16, so the scale can multiply each group's sum instead of each weight:     |
 |              | fewer products where BM < BK, and no rounding of weights                                              |
+| descriptor   | w comes by the copy engine (TMA, from Hopper on): no registers for its addresses; see descriptors.py  |
+| dependent    | each launch may start when the one before has begun its last programs, and waits for its end: what a  |
+|              | launch costs is hidden (programmatic dependent launch, from Hopper on)                                |
 | fused        | SiLU(gate) · up at the end of GEMM1 (rows of gate and up alternate in its tile, so both of a pair are |
 |              | in one thread): half the traffic between the GEMMs, and nothing computed again for every column tile  |
 
@@ -40,6 +44,7 @@ fused_moe for the sorted, padded slots.
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import triton
@@ -47,14 +52,39 @@ import triton.language as tl
 from torch import Tensor
 
 from labkit.checks import check_tensor
-from labkit.gemv.choose import multiprocessors
+from labkit.gemv.kernels import has_dependent_launch
 from labkit.launch import Launch
 from labkit.moe_persistent_grid import routing, waves
-from labkit.moe_persistent_grid.choose import Config, Tile, check_config, rule
+from labkit.moe_persistent_grid.choose import Config, Tile, check_config, choose
 from labkit.moe_persistent_grid.reference import GROUP, Int4
+from labkit.moe_persistent_grid.routing import wait_for_inputs
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 SUM_TILE = 512  # values of a row a program of `sum`
+
+# Nibbles to bf16 by their bits: those of 128 with a nibble in the mantissa are 128 + nibble, so that a mask and a
+# subtraction of 136 make two values a register. Converting them as integers has a quarter of that rate.
+_HEAD = """{
+.reg .b32 a, b, c, d, one, bias;
+mov.b32 one, 0x3F803F80;
+mov.b32 bias, 0xC308C308;
+"""
+_TAIL = """
+lop3.b32 a, a, 0x000F000F, 0x43004300, 0xEA;
+lop3.b32 b, b, 0x000F000F, 0x43004300, 0xEA;
+lop3.b32 c, c, 0x000F000F, 0x43004300, 0xEA;
+lop3.b32 d, d, 0x000F000F, 0x43004300, 0xEA;
+fma.rn.bf16x2 $0, a, one, bias;
+fma.rn.bf16x2 $1, b, one, bias;
+fma.rn.bf16x2 $2, c, one, bias;
+fma.rn.bf16x2 $3, d, one, bias;
+}"""
+_FROM_BYTES = tl.constexpr(  # four bytes: their low nibbles, then their high ones
+    _HEAD + "prmt.b32 a, $4, 0, 0x4140; prmt.b32 b, $4, 0, 0x4342; shr.u32 c, a, 4; shr.u32 d, b, 4;" + _TAIL
+)
+_FROM_HALVES = tl.constexpr(  # two halves of a word: their lowest nibbles, the next, …
+    _HEAD + "mov.b32 a, $4; shr.u32 b, a, 4; shr.u32 c, a, 8; shr.u32 d, a, 12;" + _TAIL
+)
 
 
 @triton.jit
@@ -98,28 +128,85 @@ def _whole(u4, scale, SCALE_SUMS: tl.constexpr, dtype: tl.constexpr):
 
 
 @triton.jit
+def _from_bytes(packed, scale, SCALE_SUMS: tl.constexpr, dtype: tl.constexpr):
+    """Weights of even and of odd k, from bytes; as `_whole` makes them, the same bits."""
+    if dtype == tl.bfloat16:
+        low, high = tl.inline_asm_elementwise(
+            _FROM_BYTES, "=r,=r,=r,=r,r", [packed], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
+        )
+        if not SCALE_SUMS:  # u4 - 8 and the scale are exact in bf16: their product is rounded once, as in fp32
+            low *= scale.to(tl.bfloat16)
+            high *= scale.to(tl.bfloat16)
+        return low, high
+    else:
+        return _whole(packed & 15, scale, SCALE_SUMS, dtype), _whole(packed >> 4, scale, SCALE_SUMS, dtype)
+
+
+@triton.jit
+def _from_halves(packed, scale, SCALE_SUMS: tl.constexpr, dtype: tl.constexpr):
+    """Weights of every fourth k, from 0, 1, 2 and 3 on, of words of 16 bits; as `_whole` makes them, the same bits."""
+    if dtype == tl.bfloat16:
+        zero, one, two, three = tl.inline_asm_elementwise(
+            _FROM_HALVES, "=r,=r,=r,=r,r", [packed],
+            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
+        )  # fmt: skip
+        if not SCALE_SUMS:
+            scale = scale.to(tl.bfloat16)
+            return zero * scale, one * scale, two * scale, three * scale
+        return zero, one, two, three
+    else:
+        zero, one = _whole(packed & 15, scale, SCALE_SUMS, dtype), _whole(packed >> 4 & 15, scale, SCALE_SUMS, dtype)
+        two, three = (
+            _whole(packed >> 8 & 15, scale, SCALE_SUMS, dtype),
+            _whole(packed >> 12 & 15, scale, SCALE_SUMS, dtype),
+        )
+        return zero, one, two, three
+
+
+@triton.jit
 def _add_int4(
     sums, a, w, rows, scale, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     SWAP: tl.constexpr, UNPACK: tl.constexpr, SCALE_SUMS: tl.constexpr,
 ):  # fmt: skip
-    """sums + the product of a [BM, BK] with INT4 weights; rows [BN]: where they begin, in bytes from w."""
-    dtype: tl.constexpr = a.dtype
-    before = tl.zeros_like(sums) if SCALE_SUMS else sums
+    """sums + the product of a [BM, BK] with INT4 weights; rows [BN]: where they begin, in words of w."""
     if UNPACK == "twice":
+        dtype: tl.constexpr = a.dtype
         ks = tl.arange(0, BLOCK_K)
         packed = tl.load(w + (rows[None, :] + (ks // 2)[:, None]))  # [BK, BN], as the source has it
         b = _whole((packed >> (ks % 2 * 4)[:, None]) & 15, scale[None, :], SCALE_SUMS, dtype)
-        part = _product(a, tl.trans(b), before, SWAP)
+        part = _product(a, tl.trans(b), tl.zeros_like(sums) if SCALE_SUMS else sums, SWAP)
+        return _scaled(sums, part, scale, SWAP, SCALE_SUMS)
     else:
-        packed = tl.load(w + (rows[:, None] + tl.arange(0, BLOCK_K // 2)[None, :]))
-        low = _whole(packed & 15, scale[:, None], SCALE_SUMS, dtype)
-        high = _whole(packed >> 4, scale[:, None], SCALE_SUMS, dtype)
-        if UNPACK == "split":
-            even, odd = tl.split(tl.reshape(a, [BLOCK_M, BLOCK_K // 2, 2]))
-            part = _product(odd, high, _product(even, low, before, SWAP), SWAP)
-        else:
-            b = tl.reshape(tl.join(low, high), [BLOCK_N, BLOCK_K])
-            part = _product(a, b, before, SWAP)
+        WORDS: tl.constexpr = BLOCK_K // (4 if UNPACK == "split" else 2)
+        packed = tl.load(w + (rows[:, None] + tl.arange(0, WORDS)[None, :]))
+        return _add_packed(sums, a, packed, scale, BLOCK_M, BLOCK_N, BLOCK_K, SWAP, UNPACK, SCALE_SUMS)
+
+
+@triton.jit
+def _add_packed(
+    sums, a, packed, scale, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    SWAP: tl.constexpr, UNPACK: tl.constexpr, SCALE_SUMS: tl.constexpr,
+):  # fmt: skip
+    """sums + the product of a [BM, BK] with INT4 weights of which each byte is loaded once.
+
+    packed: [BN, BK // 2], bytes; for split [BN, BK // 4], words of 16 bits.
+    """
+    part = tl.zeros_like(sums) if SCALE_SUMS else sums
+    if UNPACK == "split":
+        zero, one, two, three = _from_halves(packed, scale[:, None], SCALE_SUMS, a.dtype)
+        # In the order of k mod 4, weights that a thread unpacks together lie apart as the product takes them.
+        x = tl.reshape(tl.permute(tl.reshape(a, [BLOCK_M, BLOCK_K // 4, 4]), (0, 2, 1)), [BLOCK_M, BLOCK_K])
+        both = tl.join(tl.join(zero, two), tl.join(one, three))
+        w = tl.reshape(tl.permute(tl.reshape(both, [BLOCK_N, BLOCK_K // 4, 4]), (0, 2, 1)), [BLOCK_N, BLOCK_K])
+        part = _product(x, w, part, SWAP)
+    else:
+        low, high = _from_bytes(packed, scale[:, None], SCALE_SUMS, a.dtype)
+        part = _product(a, tl.reshape(tl.join(low, high), [BLOCK_N, BLOCK_K]), part, SWAP)
+    return _scaled(sums, part, scale, SWAP, SCALE_SUMS)
+
+
+@triton.jit
+def _scaled(sums, part, scale, SWAP: tl.constexpr, SCALE_SUMS: tl.constexpr):
     if SCALE_SUMS:
         return sums + part * (scale[:, None] if SWAP else scale[None, :])
     else:
@@ -141,8 +228,7 @@ def _tile(
     dtype: tl.constexpr = a.dtype.element_ty
     block, column = _place_of(tile, blocks, (N + BLOCK_N - 1) // BLOCK_N, GROUP_M)
     expert = tl.load(experts + block).to(tl.int64)
-    if not COUNTED:  # a dead block has no expert
-        expert = tl.where(expert < 0, E - 1, expert)
+    expert = tl.where((expert >= 0) & (expert < E), expert, E - 1)  # a dead block has none; it does no harm
     m = block * BLOCK_M + tl.arange(0, BLOCK_M)
     slot = tl.load(slots + m)
     valid = slot < slot_count
@@ -151,7 +237,8 @@ def _tile(
         n = n // 2 + n % 2 * OUT  # gate and up of an output side by side
     if N % BLOCK_N != 0:
         n = tl.minimum(n, N - 1)  # beyond the last row: it again, but it is not stored
-    w += expert * (N * K // 2 if INT4 else N * K)
+    PER: tl.constexpr = (4 if UNPACK == "split" else 2) if INT4 else 1  # weights in a word of w
+    w += expert * (N * K // PER)
     scales += expert * (N * (K // GROUP))
     ks = tl.arange(0, BLOCK_K)
     rows = a + (slot // TOP_K).to(tl.int64) * K if GATHER else a + m.to(tl.int64) * (2 * K if ACT == "loop" else K)
@@ -166,8 +253,10 @@ def _tile(
             x = _silu_up(x, up).to(dtype)
         if INT4:
             scale = tl.load(scales + k // GROUP + n * (K // GROUP)).to(tl.float32)
-            packed = w + tl.multiple_of(k // 2, BLOCK_K // 2)
-            sums = _add_int4(sums, x, packed, n * (K // 2), scale, BLOCK_M, BLOCK_N, BLOCK_K, SWAP, UNPACK, SCALE_SUMS)
+            packed = w + tl.multiple_of(k // PER, BLOCK_K // PER)
+            sums = _add_int4(
+                sums, x, packed, n * (K // PER), scale, BLOCK_M, BLOCK_N, BLOCK_K, SWAP, UNPACK, SCALE_SUMS
+            )
         else:
             b = _load(w + k + ((n * K)[:, None] + ks[None, :]), inside[None, :], not EVEN_K)
             sums = _product(x, b, sums, SWAP)
@@ -185,19 +274,20 @@ def _tile(
     tl.store(c + to[:, None] * OUT + out[None, :], sums.to(dtype), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["slot_count", "blocks"])
 def _gemm_kernel(
     a, w, scales, c, slots, experts, padded, slot_count, blocks,
     N: tl.constexpr, K: tl.constexpr, E: tl.constexpr, TOP_K: tl.constexpr, GATHER: tl.constexpr, ACT: tl.constexpr,
     INT4: tl.constexpr, UNPACK: tl.constexpr, SCALE_SUMS: tl.constexpr, SWAP: tl.constexpr, COUNTED: tl.constexpr,
     GROUP_M: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
-    PERSISTENT: tl.constexpr, FLATTEN: tl.constexpr,
+    PERSISTENT: tl.constexpr, FLATTEN: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """One program: one tile, or every `num_programs`-th one if PERSISTENT.
 
     GATHER: a is x [T, K], and c is sorted; if not, a is sorted, and c is [T · TOP_K, N] in the order of the slots.
     ACT: "" for none; "end": gate and up of w's rows to one output; "loop": a is [rows, 2 K], gate and up of it.
     """
+    wait_for_inputs(DEPENDENT)
     if COUNTED:
         blocks = tl.load(padded) // BLOCK_M
     tiles = blocks * ((N + BLOCK_N - 1) // BLOCK_N)
@@ -217,8 +307,12 @@ def _gemm_kernel(
 
 
 @triton.jit
-def _sum_kernel(parts, ids, weights, out, H, TILES, E: tl.constexpr, TOP_K: tl.constexpr, BLOCK: tl.constexpr):
+def _sum_kernel(
+    parts, ids, weights, out, H, TILES, E: tl.constexpr, TOP_K: tl.constexpr, BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):  # fmt: skip
     """One program: BLOCK values of one token: the weighted sum of its slots' rows, of those that have an expert."""
+    wait_for_inputs(DEPENDENT)
     t = (tl.program_id(0) // TILES).to(tl.int64)
     h = tl.program_id(0) % TILES * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)
@@ -279,23 +373,30 @@ def workspace(x: LayerInputs, tokens: int | None = None) -> Workspace:
 
     Rows in between: tokens · top_k and, at worst, 128 for every expert.
     """
-    T, E, top_k, H, width = x.shape
-    tokens = T if tokens is None else tokens
+    tokens = len(x.x) if tokens is None else tokens
     if tokens < 1:
         raise ValueError(f"tokens is {tokens}; allowed: at least 1")
     like = {"dtype": x.x.dtype, "device": x.x.device}
+    rows, parts, integers = sizes(x, tokens)
+    return Workspace(
+        tokens,
+        torch.zeros(rows, **like),  # GEMM2 reads rows of padding; what it makes of them is not stored
+        torch.empty(parts, **like),
+        torch.empty(integers, dtype=torch.int32, device=x.x.device),
+    )
+
+
+def sizes(x: LayerInputs, tokens: int | None = None) -> tuple[int, int, int]:
+    """Values of hidden and of parts, and integers, that a workspace for layers like x has, for any configuration."""
+    T, E, top_k, H, width = x.shape
+    tokens = T if tokens is None else tokens
     rows = max(m * waves.source_blocks(tokens, top_k, E, m) for m in waves.BLOCKS_M)
     integers = max(
         routing.room(slots, E, m, waves.source_blocks(slots, 1, E, m))
         for m in waves.BLOCKS_M
         for slots in routing.steps(tokens * top_k)
     )
-    return Workspace(
-        tokens,
-        torch.zeros(rows * 2 * width, **like),  # GEMM2 reads rows of padding; what it makes of them is not stored
-        torch.empty(tokens * top_k * H, **like),
-        torch.empty(integers, dtype=torch.int32, device=x.x.device),
-    )
+    return rows * 2 * width, tokens * top_k * H, integers
 
 
 @dataclass(frozen=True)
@@ -319,34 +420,40 @@ def layer(
 ) -> Layer:
     """out = Σ_j weights[:, j] · w2[e] (SiLU(gate) · up) with [gate, up] = w1[e] x and e = ids[:, j], as launches.
 
-    config: None: `choose.rule`. scratch: shared by layers that run one after the other; None: x's own. What is in x's
-    tensors may change between calls, their sizes may not: a captured graph serves fewer tokens with ids of -1.
+    config: None: `choose.choose`, from this GPU's tuned table or by a rule. scratch: shared by layers that run one
+    after the other; None: x's own. What is in x's tensors may change between calls, their sizes may not: a captured
+    graph serves fewer tokens with ids of -1.
     check_ids: raise ValueError now for ids out of range, which waits for the GPU; else such slots add nothing.
     Raises ValueError naming the argument, its value and what is allowed.
     """
     check_layer(x)
     T, E, top_k, H, width = x.shape
-    config = rule(*x.shape, x.int4, multiprocessors(x.x.device)) if config is None else config
+    config = choose(*x.shape, x.int4, x.x.device) if config is None else config
     check_config(config, x.int4)
     scratch = workspace(x) if scratch is None else scratch
     if scratch.tokens < T:
         raise ValueError(f"x has {T} tokens; allowed: up to {scratch.tokens}, for which the scratch was made")
     counted = config.gemm1.counted and config.gemm2.counted
     blocks = (waves.most_blocks if counted else waves.source_blocks)(T, top_k, E, config.block_m)
-    found = routing.route(x.ids, E, config.block_m, blocks, check_ids, scratch.integers)
+    dependent = config.dependent and has_dependent_launch(x.x.device)
+    if counted and T == 1:
+        found = routing.one_token(x.ids, E, config.block_m, check_ids)
+    else:
+        found = routing.route(x.ids, E, config.block_m, blocks, check_ids, scratch.integers, dependent)
     hidden = _part("hidden", scratch.hidden, blocks * config.block_m * (width if config.fused else 2 * width), x)
     parts = _part("parts", scratch.parts, T * top_k * H, x)
     shared = {"slots": found.slots, "experts": found.experts, "padded": found.padded, "slot_count": T * top_k}
-    shared |= {"E": E, "TOP_K": top_k, "BLOCK_M": config.block_m, "blocks": blocks}
+    shared |= {"E": E, "TOP_K": top_k, "BLOCK_M": config.block_m, "blocks": found.blocks}
+    shared |= {"DEPENDENT": dependent}
     up = {"a": x.x, "c": hidden, "N": 2 * width, "K": H, "GATHER": True, "ACT": "end" if config.fused else ""}
     down = {"a": hidden, "c": parts, "N": H, "K": width, "GATHER": False, "ACT": "" if config.fused else "loop"}
     tiles = triton.cdiv(H, SUM_TILE)
     total = {"parts": parts, "ids": x.ids, "weights": x.weights, "out": x.out, "H": H, "TILES": tiles, "E": E}
-    total |= {"TOP_K": top_k, "BLOCK": SUM_TILE}
+    total |= {"TOP_K": top_k, "BLOCK": SUM_TILE, "DEPENDENT": dependent}
     launches = dict(found.launches)
     launches["gemm1"] = _gemm(shared | up, x.w1, config.gemm1)
     launches["gemm2"] = _gemm(shared | down, x.w2, config.gemm2)
-    launches["sum"] = Launch(_sum_kernel, (T * tiles,), total, {"num_warps": 4})
+    launches["sum"] = Launch(_sum_kernel, (T * tiles,), total, options_of(total, 4))
     return Layer(config, found, launches)
 
 
@@ -359,10 +466,33 @@ def _part(name: str, memory: Tensor, size: int, x: LayerInputs) -> Tensor:
 
 
 def _gemm(args: Mapping, w: Tensor | Int4, tile: Tile) -> Launch:
+    if tile.descriptor:
+        from labkit.moe_persistent_grid import descriptors
+
+        return descriptors.gemm(args, w, tile)
     int4 = isinstance(w, Int4)
     tiles = waves.tiles(args["blocks"], args["N"], tile.block_n)
-    weights = {"w": w.packed, "scales": w.scales} if int4 else {"w": w, "scales": w}
-    constants = {
+    weights = {"w": words(w, tile), "scales": w.scales if int4 else w}
+    programs = min(tile.programs, tiles) if tile.programs else tiles
+    options = options_of(args, tile.num_warps) | {"num_stages": tile.num_stages}
+    return Launch(_gemm_kernel, (programs,), {**args, **weights, **constants(tile, int4)}, options)
+
+
+def options_of(args: Mapping[str, Any], num_warps: int) -> dict[str, Any]:
+    """Options of a launch with these arguments."""
+    return {"num_warps": num_warps} | ({"launch_pdl": True} if args["DEPENDENT"] else {})
+
+
+def words(w: Tensor | Int4, tile: Tile) -> Tensor:
+    """The weights in words as a tile loads them: [E, N, K], or packed: bytes, or two bytes each."""
+    if not isinstance(w, Int4):
+        return w
+    return w.packed.view(torch.int16) if tile.unpack == "split" else w.packed
+
+
+def constants(tile: Tile, int4: bool) -> dict[str, Any]:
+    """What a GEMM's kernel is compiled for, beside the shapes."""
+    return {
         "INT4": int4,
         "UNPACK": tile.unpack if int4 else "",
         "SCALE_SUMS": tile.scale_sums and int4,
@@ -375,9 +505,6 @@ def _gemm(args: Mapping, w: Tensor | Int4, tile: Tile) -> Launch:
         "PERSISTENT": tile.programs > 0,
         "FLATTEN": tile.flatten,
     }
-    programs = min(tile.programs, tiles) if tile.programs else tiles
-    options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
-    return Launch(_gemm_kernel, (programs,), {**args, **weights, **constants}, options)
 
 
 def check_layer(x: LayerInputs) -> None:

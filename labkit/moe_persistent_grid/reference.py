@@ -62,6 +62,19 @@ def dequantise(w: Int4) -> Tensor:
     return (groups * w.scales.double()[..., None]).flatten(-2)
 
 
+def quantise_rows(x: Tensor, group: int = 32) -> tuple[Tensor, Tensor]:
+    """Activations [.., K] as 8-bit integers (in float64) and a scale for each `group` values: largest / 127.
+
+    As ExecuTorch's W4A8 kernels have them; halves round up. ValueError if K is not a multiple of `group`.
+    """
+    if x.ndim == 0 or x.shape[-1] % group:
+        raise ValueError(f"x is {tuple(x.shape)}; allowed: [.., K] with K a multiple of {group}")
+    groups = x.double().unflatten(-1, (-1, group))
+    scales = groups.abs().amax(-1) / 127
+    scales = torch.where(scales == 0, torch.ones_like(scales), scales)
+    return (groups / scales[..., None] + 0.5).floor().flatten(-2), scales
+
+
 def layer(x: Tensor, ids: Tensor, weights: Tensor, w1: Tensor | Int4, w2: Tensor | Int4) -> Tensor:
     """Σ_j weights[:, j] · w2[e] (SiLU(gate) · up), where [gate, up] = w1[e] x and e = ids[:, j], in the order of j.
 

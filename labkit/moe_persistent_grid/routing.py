@@ -1,9 +1,9 @@
-"""Which rows go to which expert: sorted on the device without a host synchronisation, and synthetic routings.
+"""Which rows go to which expert: sorted on the device without a host synchronisation.
 
 The result has the form of vLLM's `moe_align_block_size`: slots (token · top_k + j) sorted by expert, each expert's
 padded to a multiple of BLOCK_M, so that a GEMM's block of rows belongs to one expert.
 
-Two kernels, or one where all slots fit one chunk:
+Two kernels, or one where all slots fit one chunk, or none for one token (`one_token`):
 
 | launch | programs | what it does                                                                                     |
 |--------|----------|--------------------------------------------------------------------------------------------------|
@@ -16,23 +16,23 @@ Nothing depends on the order in which programs run: the sort is stable, and two 
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra import cuda
 
 from labkit.checks import check_contiguous, check_device, check_one_of
 from labkit.launch import Launch
+from labkit.moe_persistent_grid.synthetic import KINDS, Synthetic, synthetic
 from labkit.moe_persistent_grid.waves import BLOCKS_M, most_blocks
+
+__all__ = ["BLOCKS_M", "KINDS", "Routing", "Synthetic", "room", "route", "steps", "synthetic"]
 
 ONE_CHUNK = 256  # slots, up to which one program does everything
 MANY = 2**14  # slots, above which chunks are larger
 TILE_VALUES = 4096  # of a two-dimensional tile: 32 a thread
-KINDS = ("uniform", "zipf 0.5", "zipf 1", "zipf 1.5", "hot set", "one expert")
-HOT_SHARE = 0.8  # of the slots, that go to the hot set
-HOT_EXPERTS = 16  # one expert of so many is in the hot set, but at least top_k
 
 
 @triton.jit
@@ -43,21 +43,31 @@ def _experts_of(ids, i, slots, E):
 
 
 @triton.jit
-def _count_kernel(ids, counts, slots, E, CHUNK: tl.constexpr, BINS: tl.constexpr):
+def wait_for_inputs(DEPENDENT: tl.constexpr):
+    """Until the launches before have ended, if this one was allowed to start before; and let the next one start."""
+    if DEPENDENT:
+        cuda.gdc_wait()
+        cuda.gdc_launch_dependents()
+
+
+@triton.jit(do_not_specialize=["slots"])
+def _count_kernel(ids, counts, slots, E, CHUNK: tl.constexpr, BINS: tl.constexpr, DEPENDENT: tl.constexpr):
     """One program: counts [chunks, E] of one chunk."""
+    wait_for_inputs(DEPENDENT)
     chunk = tl.program_id(0)
     e = _experts_of(ids, chunk * CHUNK + tl.arange(0, CHUNK), slots, E)
     bins = tl.arange(0, BINS)
     tl.store(counts + chunk * E + bins, tl.histogram(e, BINS, mask=e < E), mask=bins < E)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["slots", "chunks", "blocks"])
 def _place_kernel(
     ids, counts, sorted_slots, experts, padded, slots, E, chunks, blocks,
     BLOCK_M: tl.constexpr, CHUNK: tl.constexpr, BINS: tl.constexpr, ROWS: tl.constexpr, SUB: tl.constexpr,
-    TILE: tl.constexpr, COUNTED: tl.constexpr,
+    TILE: tl.constexpr, COUNTED: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """One program: the slots of one chunk to their places, and every `chunks`-th tile of the blocks."""
+    wait_for_inputs(DEPENDENT)
     chunk = tl.program_id(0)
     i = chunk * CHUNK + tl.arange(0, CHUNK)
     e = _experts_of(ids, i, slots, E)
@@ -125,7 +135,16 @@ class Routing:
 
 def room(slots: int, experts: int, block_m: int, blocks: int) -> int:
     """Integers that `route` needs for its tables."""
-    return blocks * (block_m + 1) + 1 + triton.cdiv(slots, _chunk(slots)) * experts
+    return sum(_parts(slots, experts, block_m, blocks))
+
+
+def _parts(slots: int, experts: int, block_m: int, blocks: int) -> list[int]:
+    """Integers of each table, in the order of memory: padded, slots, experts, counts; each begins at 16 bytes.
+
+    Where tables begin is part of what kernels are compiled for, and would else differ with the number of tokens.
+    """
+    chunks = triton.cdiv(slots, _chunk(slots))
+    return [4, blocks * block_m, triton.cdiv(blocks, 4) * 4, chunks * experts]
 
 
 def steps(slots: int) -> list[int]:
@@ -140,6 +159,7 @@ def route(
     blocks: int | None = None,
     check: bool = False,
     memory: Tensor | None = None,
+    dependent: bool = False,
 ) -> Routing:
     """The routing of ids [T, top_k], int32 or int64, contiguous, into blocks of 16, 32, 64 or 128 rows.
 
@@ -147,6 +167,7 @@ def route(
     tokens serves fewer, with -1 for the others. check: raise ValueError for such an id instead, now, for what is in
     `ids` now; this waits for the GPU. blocks: how many there is room for, at least `most_blocks`; None: so many.
     memory: int32, one-dimensional, of at least `room` values, in which the tables are made; None: allocated here.
+    dependent: programmatic dependent launch, which needs compute capability 9.0: the launch after may then start early.
     Raises ValueError naming the argument, its value and what is allowed.
     """
     _check_route(ids, experts, block_m, check)
@@ -163,8 +184,11 @@ def route(
     chunks = triton.cdiv(slots, chunk)
     counted = chunks > 1
     bins = max(32, triton.next_power_of_2(experts))
-    *made, counts = memory[:needed].split([blocks * block_m, blocks, 1, chunks * experts])
+    padded, sorted_slots, owners, counts = memory[:needed].split(_parts(slots, experts, block_m, blocks))
+    made = (sorted_slots, owners[:blocks], padded[:1])
     sizes = {"ids": ids, "counts": counts, "slots": slots, "E": experts, "CHUNK": chunk, "BINS": bins}
+    sizes["DEPENDENT"] = dependent
+    options = {"num_warps": 4} | ({"launch_pdl": True} if dependent else {})
     place = {"sorted_slots": made[0], "experts": made[1], "padded": made[2], "chunks": chunks, "blocks": blocks}
     place |= {"BLOCK_M": block_m, "COUNTED": counted}
     place |= {
@@ -172,9 +196,24 @@ def route(
         "SUB": min(chunk, TILE_VALUES // chunk),
         "TILE": max(1, TILE_VALUES // bins),
     }
-    launches = {"count": Launch(_count_kernel, (chunks,), sizes, {"num_warps": 4})} if counted else {}
-    launches["place"] = Launch(_place_kernel, (chunks,), sizes | place, {"num_warps": 4})
+    launches = {"count": Launch(_count_kernel, (chunks,), sizes, options)} if counted else {}
+    launches["place"] = Launch(_place_kernel, (chunks,), sizes | place, options)
     return Routing(block_m, blocks, *made, launches)
+
+
+def one_token(ids: Tensor, experts: int, block_m: int, check: bool = False) -> Routing:
+    """The routing of one token's ids [1, top_k]: each slot has a block of its own, so that nothing need be sorted.
+
+    No launches: the experts are the ids themselves, -1 and what is out of range included. Errors as `route`.
+    """
+    _check_route(ids, experts, block_m, check)
+    if len(ids) != 1:
+        raise ValueError(f"ids is {tuple(ids.shape)}; allowed: [1, top_k]")
+    slots = ids.numel()
+    table = torch.full((slots, block_m), slots, dtype=torch.int32, device=ids.device)
+    table[:, 0] = torch.arange(slots, device=ids.device)
+    padded = torch.tensor([slots * block_m], dtype=torch.int32, device=ids.device)
+    return Routing(block_m, slots, table.view(-1), ids.view(-1), padded, {})
 
 
 def _chunk(slots: int) -> int:
@@ -201,54 +240,3 @@ def _check_memory(memory: Tensor, needed: int, device: torch.device) -> None:
     if memory.ndim != 1 or len(memory) < needed or memory.dtype != torch.int32 or not memory.is_contiguous():
         raise ValueError(f"memory is {tuple(memory.shape)}, {memory.dtype}; allowed: at least [{needed}], torch.int32")
     check_device("memory", memory, device, "ids'")
-
-
-class Synthetic(NamedTuple):
-    """A routing that was made up: no model's. ids: [T, top_k], int32; weights: [T, top_k], fp32, that sum to one."""
-
-    name: str
-    ids: Tensor
-    weights: Tensor
-
-
-def synthetic(
-    kind: str,
-    tokens: int,
-    experts: int,
-    top_k: int,
-    seed: int = 0,
-    device: torch.device | str = "cpu",
-    empty: int = 0,
-) -> Synthetic:
-    """A synthetic routing; the same for the same arguments, on any device.
-
-    kind: "uniform": every expert as likely; "zipf 0.5", "zipf 1", "zipf 1.5": the r-th likeliest as r ** -s; "hot set":
-    one expert of 16 (but at least top_k) takes 0.8 of the slots; "one expert": every slot goes to the same one.
-    Likely experts are anywhere among the others. A token's top_k differ, but for "one expert".
-    empty: so many experts, the least likely ones, get nothing.
-    ValueError for another kind, or top_k above the experts that are not empty.
-    """
-    check_one_of("kind", kind, KINDS)
-    if not 1 <= top_k <= experts - empty:
-        raise ValueError(f"top_k is {top_k}; allowed: 1 to {experts - empty}, the experts that are not empty")
-    generator = torch.Generator().manual_seed(seed)
-    order = torch.randperm(experts, generator=generator)
-    logits = _likelihood(kind, experts, top_k).log()
-    logits[experts - empty :] = -torch.inf
-    # Gumbel's trick: the largest of log p plus Gumbel noise are a sample without replacement.
-    noise = -torch.empty(tokens, experts).exponential_(generator=generator).log()
-    ranks = (logits + noise).topk(top_k).indices
-    if kind == "one expert":
-        ranks = torch.zeros_like(ranks)
-    weights = torch.randn(tokens, top_k, generator=generator).softmax(-1)
-    return Synthetic(f"synthetic, {kind}", order[ranks].to(device, torch.int32), weights.to(device))
-
-
-def _likelihood(kind: str, experts: int, top_k: int) -> Tensor:
-    """Of the experts, likeliest first; not normalised."""
-    p = torch.ones(experts)
-    if kind.startswith("zipf"):
-        return torch.arange(1, experts + 1) ** -float(kind.split()[1])
-    if kind == "hot set" and (hot := max(top_k, experts // HOT_EXPERTS)) < experts:
-        p[:hot] = HOT_SHARE / (1 - HOT_SHARE) * (experts - hot) / hot
-    return p

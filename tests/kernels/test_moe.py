@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from expert_layers import inputs, run, small
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -82,6 +83,32 @@ def test_an_id_out_of_range_drops_its_slot(tokens, device):
         route(ids, 6, 16, check=True)
 
 
+def test_one_token_needs_no_sort(device):
+    ids = torch.tensor([[5, 2, 2, -1, 9]], dtype=torch.int32, device=device)
+    found = routing.one_token(ids, 9, 16)
+    assert found.launches == {}
+    assert found.experts.data_ptr() == ids.data_ptr()  # what is in ids then
+    assert found.padded.tolist() == [5 * 16]
+    rows = found.slots.view(5, 16)
+    assert rows[:, 0].tolist() == [0, 1, 2, 3, 4]
+    assert (rows[:, 1:] == 5).all()
+    with pytest.raises(ValueError, match=r"ids has -1 \(2 values out of range\); allowed: 0 to 8"):
+        routing.one_token(ids, 9, 16, check=True)
+    with pytest.raises(ValueError, match=r"ids is \(2, 1\); allowed: \[1, top_k\]"):
+        routing.one_token(torch.zeros(2, 1, dtype=torch.int32), 9, 16)
+
+
+@pytest.mark.parametrize("int4", [False, True])
+def test_one_token_with_slots_that_have_no_expert(int4, device):
+    x = inputs(1, 6, 4, 128, 128, device, int4)
+    x.ids[0, 1] = -1
+    x.ids[0, 3] = 6
+    assert "place" not in layer(x).launches
+    run(x)
+    x.ids.fill_(-1)
+    run(x)
+
+
 @pytest.mark.parametrize(
     ("ids", "experts", "block_m", "message"),
     [
@@ -100,36 +127,6 @@ def test_what_cannot_be_routed_is_named(ids, experts, block_m, message):
 def test_room_for_too_few_blocks_is_named():
     with pytest.raises(ValueError, match="blocks is 3; allowed: at least 4, for 4 slots of 8 experts"):
         route(torch.zeros(2, 2, dtype=torch.int32), 8, 16, blocks=3)
-
-
-def inputs(T, E, top_k, H, width, device, int4=False, kind="uniform", dtype=torch.float32, seed=0, empty=1):
-    """An expert layer with a synthetic routing, one expert empty, and a poisoned output."""
-    generator = torch.Generator().manual_seed(seed)
-    made = synthetic(kind, T, E, top_k, seed, device, min(empty, E - top_k))
-    x = torch.randn((T, H), generator=generator)
-    w1 = torch.randn((E, 2 * width, H), generator=generator) * H**-0.5
-    w2 = torch.randn((E, H, width), generator=generator) * width**-0.5
-    if int4:
-        w1, w2 = (Int4(*(part.to(device) for part in reference.quantise(w))) for w in (w1, w2))
-    else:
-        w1, w2 = w1.to(device, dtype), w2.to(device, dtype)
-    x = x.to(device, dtype)
-    return LayerInputs(x, made.ids, made.weights, w1, w2, torch.full_like(x, float("nan")))
-
-
-def run(x, config=None, scratch=None):
-    """The output, which is checked to be close to float64's."""
-    x.out.fill_(float("nan"))
-    layer(x, config, scratch)()
-    expected = reference.layer(x.x, x.ids, x.weights, x.w1, x.w2)
-    found = reference.errors(x.out, expected)
-    assert found.ok, (found, config)
-    return x.out.clone()
-
-
-def small(block_m=16, fused=True, **changes):
-    tile = Tile(**{"block_n": 32, "block_k": 32, "num_stages": 2, "group_m": 2} | changes)
-    return Config(block_m, tile, tile, fused)
 
 
 @pytest.mark.parametrize("int4", [False, True])

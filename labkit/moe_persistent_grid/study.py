@@ -1,0 +1,230 @@
+"""Study 04: a persistent grid for expert layers: when it pays, why it did not, and how fast such a layer can be."""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from labkit.bench.spec import Added, Case, Floor, Rule, Study, Variant, integer, list_of, one_of
+from labkit.moe_persistent_grid import choose, claims, names, tables, trials, work
+from labkit.moe_persistent_grid.models import MIXTRAL, MODELS, QWEN3_30B, QWEN35_35B
+from labkit.moe_persistent_grid.synthetic import KINDS
+
+WEIGHTS = ("bf16", "INT4")
+UNIFORM = KINDS[0]
+SKEWED_AT = (128, 4096)  # tokens at which other routings than the uniform one are timed
+SKEWED = (QWEN3_30B.name, MIXTRAL.name)  # and models
+ABLATED = (QWEN35_35B.name, MIXTRAL.name)  # models for which every change is timed, the first one the source's
+ABLATED_AT = {"INT4": (16, 128, 512, 1642), "bf16": (128, 1642)}  # and tokens; the source's weights are INT4
+INT4_UP_TO = (
+    512  # tokens, up to which the GEMMs of the other models are timed with INT4 weights: they are bound by them
+)
+READ_UP_TO = 1642  # tokens, up to which reading the weights bounds a layer, and what a launch costs is seen
+COUNTED_AT = 1642  # tokens at which hardware counters are taken
+HERE = "labkit.moe_persistent_grid.trials"
+
+
+def cases(parameters: Mapping[str, Any]) -> list[Case]:
+    """What is tuned, then model by model its layers and its single GEMMs, then the GEMM of few waves."""
+    tuned = [
+        Case("tune", _params(model, tokens, weights))
+        for model in parameters["models"]
+        for weights in parameters["weights"]
+        for tokens in parameters["tokens"]
+    ]
+    every = dict.fromkeys([*parameters["models"], *parameters["gemms"]])
+    found = [x for model in every for weights in parameters["weights"] for x in _of_model(model, weights, parameters)]
+    return tuned + found + [_waves(tokens) for tokens in parameters["wave_tokens"]]
+
+
+def _of_model(model: str, weights: str, parameters: Mapping[str, Any]) -> list[Case]:
+    """Layers and GEMMs of a model with one kind of weights."""
+    found = []
+    if model in parameters["models"]:
+        routings = {tokens: [UNIFORM] for tokens in parameters["tokens"]}
+        for tokens in set(SKEWED_AT) & set(routings) if model in SKEWED and weights != "INT4" else ():
+            routings[tokens] = [UNIFORM, *(kind for kind in parameters["routings"] if kind != UNIFORM)]
+        found = [Case("layer", _params(model, t, weights, kind)) for t, kinds in routings.items() for kind in kinds]
+    if model in parameters["gemms"]:
+        found += [
+            Case(op, _params(model, tokens, weights))
+            for op in ("gemm1", "gemm2")
+            for tokens in parameters["gemm_tokens"]
+            if weights != "INT4" or tokens <= INT4_UP_TO or _ablated(model, weights, tokens)
+        ]
+    return found
+
+
+def _ablated(model: str, weights: str, tokens: int) -> bool:
+    """Whether every change of the source's kernel is timed in a case; weights: of a tiny case, fp32 or INT4."""
+    return model == TINY or (model in ABLATED and tokens in ABLATED_AT.get(weights, ()))
+
+
+def _params(model: str, tokens: int, weights: str, routing: str = UNIFORM) -> dict[str, Any]:
+    shape = {"T": tokens, "routing": routing, "weights": weights, "activations": "bf16"}
+    return MODELS[model].as_dict() | shape
+
+
+def _waves(tokens: int) -> Case:
+    """All slots at one expert: a GEMM of few tiles, whose number goes up in small steps with the tokens."""
+    return Case("waves", _params(QWEN3_30B.name, tokens, "bf16", "one expert"))
+
+
+def floor(x: Case) -> Floor:
+    """What must move and be computed; see work.py. The waves are those of GEMM1."""
+    return work.floor(Case("gemm1", x.params) if x.op == "waves" else x)
+
+
+def variants(x: Case) -> list[Variant]:
+    """Candidates of the table (tune), whole layers and their rivals (layer), the grids (gemm1, gemm2, waves)."""
+    if x.op == "tune":
+        return [_candidate(one) for one in _candidates(x)]
+    return [_variant(x, name, role) for name, role in roles(x).items()]
+
+
+def roles(x: Case) -> dict[str, str]:
+    """Name -> role of a case's variants, the first one repeated as A/A."""
+    if x.op == "waves":
+        return dict.fromkeys(names.STEPPED, "step")
+    ablated = _ablated(x["model"], x["weights"], x["T"])
+    if x.op == "layer":
+        found = names.layer_variants(x["weights"], x["routing"] == UNIFORM or x["model"] == TINY, ablated)
+    else:
+        found = names.gemm_variants(x["weights"], ablated)
+    if x["T"] == names.TUNED_FOR:
+        found.pop(names.OTHER_TOKENS, None)
+    if x["T"] > READ_UP_TO:
+        for name in (names.READ, names.ORDINARY):
+            found.pop(name, None)
+    return found
+
+
+def _candidates(x: Case) -> list[choose.Candidate]:
+    return choose.candidates(x["T"], x["E"], x["top_k"], x["H"], x["I"], x["weights"] == "INT4")
+
+
+def control(x: Case) -> str:
+    """The variant that the A/A control repeats."""
+    return str(_candidates(x)[0]) if x.op == "tune" else next(iter(roles(x)))
+
+
+def _candidate(choice: choose.Candidate) -> Variant:
+    def prepare(x: Case, device: Any, sets: int, seed: int) -> Any:
+        return trials.candidate(x, device, sets, seed, choice)
+
+    options = {"gemm": choice.gemm, "block_m": choice.block_m, "tile": choice.tile.as_dict()}
+    return Variant(str(choice), "step", f"{HERE}:candidate", prepare, options, ("cold",))
+
+
+def _variant(x: Case, name: str, role: str) -> Variant:
+    make, options = names.makers(x.op, x["weights"])[name]
+    prepare = getattr(trials, make)
+    return Variant(
+        name, role, f"{HERE}:{make}", lambda x, device, sets, seed: prepare(x, device, sets, seed, **options), options,
+        ("cold",), "eager" if name == names.LOOP else "graph",
+    )  # fmt: skip
+
+
+def kernels(some: Sequence[Case], capability: int) -> list[tuple[str, Mapping[str, Any]]]:
+    """The GEMMs of the lab's variants, each once for all cases that it is the same in."""
+    found: dict[str, tuple[str, Mapping[str, Any]]] = {}
+    for x in some:
+        for gemm, config, int8 in _configs(x):
+            tile = getattr(config, gemm)
+            if tile.descriptor and capability < 90:
+                continue
+            sizes = {name: x[name] for name in ("E", "H", "I", "top_k", "weights")}
+            sizes |= {"gemm": gemm, "int8": int8, "fused": config.fused, "dependent": config.dependent}
+            key = sizes | {"block_m": config.block_m, "tile": tile.as_dict() | {"programs": tile.programs > 0}}
+            arguments = {"op": x.op, "params": dict(x.params), "gemm": gemm, "choice": config.as_dict(), "int8": int8}
+            arguments["dissect"] = x.op != "tune"
+            if arguments["dissect"] or str(key) not in found:
+                found[str(key)] = (f"{HERE}:kernel", arguments)
+    return list(found.values())
+
+
+def _configs(x: Case) -> list[tuple[str, Any, bool]]:
+    """(GEMM, configuration, 8-bit activations) of every kernel of the lab's in a case, by the table as it is now."""
+    if x.op == "tune":
+        return [(one.gemm, trials.configured(x, one), False) for one in _candidates(x)]
+    gemms = {"layer": ("gemm1", "gemm2"), "waves": ("gemm1",)}.get(x.op, (x.op,))
+    found = []
+    for make, options in (names.makers(x.op, x["weights"])[name] for name in roles(x)):
+        if make in ("layer", "gemm") and not options.get("plain"):
+            base = {"base": "ours"} if make == "layer" else {}
+            config = trials.config_of(x, trials.here(), **base | options)
+            found += [(gemm, config, bool(options.get("int8"))) for gemm in gemms]
+        elif make == "limited":
+            found.append(
+                ("gemm1", trials.config_of(x, trials.here(), "rule", grid=options["grid"], dependent=False), False)
+            )
+    return found
+
+
+def counted(parameters: Mapping[str, Any]) -> list[tuple[Case, str]]:
+    """Tile orders of the source's GEMM1, of the two models that are ablated: what the L2 holds of the weights."""
+    wanted = [names.grouped(size) for size in names.GROUPS]
+    return [
+        (x, name)
+        for x in cases(parameters)
+        if x.op == "gemm1" and x["model"] in ABLATED and x["T"] == COUNTED_AT
+        for name in (*wanted, names.OURS_TILES)
+    ]
+
+
+def settle(folder: Path) -> None:
+    """Write the tuned table of a GPU from the rows that its folder holds."""
+    choose.write(folder, tables.fastest(folder / "moe_persistent_grid.parquet"))
+
+
+def _added(function: Callable[..., Any], x: Case, device: Any, sets: int, seed: int) -> Any:
+    return trials.added(function, x, device, sets, seed)
+
+
+def _or_none(rule: Rule) -> Rule:
+    """Of a list that may also be empty: what it is about is then left out."""
+    return lambda value: None if value == [] else rule(value)
+
+
+TINY = "tiny"
+
+
+def _tiny(op: str, weights: str) -> Case:
+    """A case for the interpreter; fp32 activations, since its products of bf16 are wrong."""
+    shape = {"model": TINY, "E": 3, "H": 128, "I": 128, "top_k": 2, "T": 5, "routing": "zipf 1"}
+    return Case(op, shape | {"weights": weights, "activations": "fp32"})
+
+
+TOKENS = list_of(integer(1, 65536))
+STUDY = Study(
+    name="moe_persistent_grid",
+    title="Expert layers and the persistent grid",
+    summary="When does a persistent grid pay for mixture-of-experts layers, why did it not, and how fast can they be?",
+    cases=cases,
+    variants=variants,
+    control=control,
+    floor=floor,
+    claims=claims.CLAIMS,
+    parameters={
+        "models": list_of(one_of(*MODELS)),
+        "tokens": TOKENS,
+        "weights": list_of(one_of(*WEIGHTS)),
+        "routings": list_of(one_of(*KINDS)),
+        "gemms": _or_none(list_of(one_of(*MODELS))),
+        "gemm_tokens": _or_none(TOKENS),
+        "wave_tokens": _or_none(TOKENS),
+    },
+    tiny=tuple(_tiny(*one) for one in (("layer", "fp32"), ("layer", "INT4"), ("gemm1", "INT4"))),
+    early=lambda case: case.op == "tune",
+    settle=settle,
+    kernels=kernels,
+    counted=counted,
+    added=Added(
+        trials.SIGNATURE,
+        "One expert layer. x: [T, H]; ids: [T, top_k], int32; weights: [T, top_k], fp32; w1: [E, 2 I, H], gate before "
+        "up; w2: [E, H, I]; out: [T, H], to be written: the sum over j of weights[:, j] · w2[e] (SiLU(gate) · up) with "
+        "[gate, up] = w1[e] x and e = ids[:, j]. x, w1, w2 and out are bf16 (fp32 in the tiny cases).",
+        _added,
+        lambda case: case.op == "layer" and case["weights"] != "INT4",
+        ("cold",),
+    ),
+)

@@ -1,0 +1,453 @@
+"""Tables of the study: what the notebook shows and the claims are judged by, made from the measured rows."""
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from labkit.bench.records import expanded, read
+from labkit.bench.spec import Case
+from labkit.bench.verdict import WORDS, compare_many, geometric_mean, median_us
+from labkit.moe_persistent_grid import choose, names, waves, work
+from labkit.moe_persistent_grid.choose import Config, Tile
+from labkit.moe_persistent_grid.models import MODELS, QWEN3_30B, QWEN35_35B
+from labkit.moe_persistent_grid.synthetic import KINDS
+
+CASE = ["model", "weights", "T", "routing"]
+RATIO = ["ratio", "low", "high", "noise", "verdict"]
+H100 = "NVIDIA H100 80GB HBM3"
+# ms of the kernel that SGLang and vLLM share, with its tuned configurations: measured on an H100 80GB HBM3 before this
+# lab's own kernels were, whole layer, bf16, uniform routing, in a CUDA graph. Not of the same run as the rows.
+SGLANG_MS = {
+    "Qwen3-30B-A3B": {1: 0.059, 16: 0.283, 128: 0.441, 512: 0.484, 1642: 0.571, 4096: 0.839, 16384: 2.72},
+    "Mixtral-8x7B": {1: 0.266, 16: 0.952, 128: 0.985, 512: 1.23, 1642: 2.47, 4096: 5.20, 16384: 20.6},
+}
+SOURCE_T = 1642  # tokens of the source's prefill
+SECTOR = 32
+
+
+def fastest(path: Path) -> choose.Table:
+    """The tuned table from the rows of a file: for each case the blocks whose two fastest GEMMs take the least."""
+    rows = read(path)
+    table = expanded(rows[(rows["op"] == "tune") & rows["ok"] & (rows["role"] != "control")])
+    found: choose.Table = {}
+    shape = ["E", "top_k", "H", "I", "weights", "T"]
+    for (*dims, weights, tokens), group in table.groupby(shape) if len(table) else ():
+        if config := _best_config(group):
+            found.setdefault((*map(int, dims), weights == "INT4"), {})[int(tokens)] = config
+    return found
+
+
+def _best_config(group: pd.DataFrame) -> Config | None:
+    """Of the candidates of one case; None if no size of blocks has both GEMMs."""
+    found: dict[float, Config] = {}
+    for block_m, part in group.groupby("block_m"):
+        best = part.loc[part.groupby("gemm")["us"].idxmin()].set_index("gemm")
+        if {"gemm1", "gemm2"} <= set(best.index):
+            tiles = {name: Tile(**best.loc[name, "tile"]) for name in ("gemm1", "gemm2")}
+            found.setdefault(float(best["us"].sum()), Config(int(block_m), **tiles))
+    return found[min(found)] if found else None
+
+
+def cases(rows: pd.DataFrame, op: str) -> Iterator[tuple[dict[str, Any], pd.DataFrame]]:
+    """Parameters and rows of every case of an operation, in the order of the pages: model, weights, tokens, routing."""
+    some = rows[rows["op"] == op]
+    models, kinds = list(MODELS), list(KINDS)
+
+    def place(item: tuple[dict[str, Any], pd.DataFrame]) -> tuple:
+        params, _ = item
+        known = params["model"] in models
+        return (
+            models.index(params["model"]) if known else len(models), params["weights"], params["T"],
+            kinds.index(params["routing"]),
+        )  # fmt: skip
+
+    yield from sorted(((json.loads(key), group) for key, group in some.groupby("case")), key=place)
+
+
+def _frame(found: list[dict[str, Any]], columns: Sequence[str]) -> pd.DataFrame:
+    return pd.DataFrame(found, columns=None if found else list(columns))
+
+
+def _case(params: dict[str, Any]) -> dict[str, Any]:
+    return {name: params[name] for name in CASE}
+
+
+def _evidence(group: pd.DataFrame) -> dict[str, dict[str, Any]]:
+    """Evidence of each usable variant of a case."""
+    usable = group[group["ok"]]
+    return {v: json.loads(text) for v, text in zip(usable["variant"], usable["evidence"], strict=True)}
+
+
+def ceilings(rows: pd.DataFrame) -> tuple[float, float]:
+    """TB/s of reading and TFLOP/s of bf16 products, as this GPU's machine page has them; NaN where unknown."""
+    bound = rows["floor_flops"] > work.BALANCE * rows["floor_bytes"]
+    read_tbs, tflops = rows["ceiling"][~bound].max(), rows["ceiling"][bound].max()
+    return float(read_tbs), float(tflops)
+
+
+TIMES = [
+    *CASE,
+    "variant",
+    "role",
+    "mode",
+    "us",
+    "active",
+    "weight MB",
+    "TFLOP/s",
+    "TB/s",
+    "% of products",
+    "% of reading",
+]
+
+
+def times(rows: pd.DataFrame, op: str = "layer") -> pd.DataFrame:
+    """A row a usable variant: µs, experts that got a token, and both rates beside both ceilings.
+
+    TFLOP/s: of the products; TB/s: of the weights of those experts alone, each counted once.
+    """
+    read_tbs, tflops = ceilings(rows)
+    found = []
+    for params, group in cases(rows, op):
+        x = Case(op, params)
+        moved, products = work.weight_bytes(x), work.flops(x)
+        roles = {v: (role, mode) for v, role, mode in zip(group["variant"], group["role"], group["mode"], strict=True)}
+        for variant, us in median_us(group).items():
+            role, mode = roles[variant]
+            if role == "control":
+                continue
+            line = _case(params) | {"variant": variant, "role": role, "mode": mode, "us": us}
+            line |= {"active": work.active(x), "weight MB": moved / 1e6}
+            line |= {"TFLOP/s": products / us / 1e6, "TB/s": moved / us / 1e6}
+            line |= {"% of products": 100 * line["TFLOP/s"] / tflops, "% of reading": 100 * line["TB/s"] / read_tbs}
+            found.append(line)
+    return _frame(found, TIMES)
+
+
+def compared(rows: pd.DataFrame, op: str, variant: str, against: str) -> pd.DataFrame:
+    """Time of `against` over that of `variant` in every case of an operation that has both."""
+    found = []
+    for params, group in cases(rows, op):
+        us = median_us(group)
+        if variant in us and against in us:
+            [result] = compare_many(group, [(variant, against)])
+            found.append(_case(params) | {"us": us[variant], "against us": us[against]} | result.columns())
+    return _frame(found, [*CASE, "us", "against us", *RATIO, "runs"])
+
+
+def against_best(rows: pd.DataFrame) -> pd.DataFrame:
+    """Time of the fastest rival over ours, of layers that are not quantised; above 1: ours is faster.
+
+    `by`: who that is; one that is timed eagerly is named so.
+    """
+    found = []
+    for params, group in cases(rows, "layer"):
+        us = median_us(group)
+        rivals = [name for name in names.RIVALS if name in us]
+        if params["weights"] == "INT4" or names.OURS not in us or not rivals:
+            continue
+        best = min(rivals, key=us.__getitem__)
+        [result] = compare_many(group, [(names.OURS, best)])
+        found.append(_case(params) | {"by": best, "by µs": us[best], "ours µs": us[names.OURS]} | result.columns())
+    return _frame(found, [*CASE, "by", "by µs", "ours µs", *RATIO])
+
+
+def beside_sglang(rows: pd.DataFrame) -> pd.DataFrame:
+    """Our bf16 layer beside figures of SGLang's kernel from another run; empty but on the kind of GPU they are from."""
+    table = times(rows[rows["gpu"] == H100])
+    table = table[(table["variant"] == names.OURS) & (table["weights"] == "bf16") & (table["routing"] == KINDS[0])]
+    found = [
+        {"model": line["model"], "T": line["T"], "ours ms": line["us"] / 1e3, "SGLang ms": ms}
+        | {"SGLang / ours": 1e3 * ms / line["us"]}
+        for _, line in table.iterrows()
+        if (ms := SGLANG_MS.get(line["model"], {}).get(line["T"]))
+    ]
+    return _frame(found, ["model", "T", "ours ms", "SGLang ms", "SGLang / ours"])
+
+
+def int4_reading(rows: pd.DataFrame) -> pd.DataFrame:
+    """The two GEMMs of our INT4 layer together: percent of the read ceiling, and of reading in the same run.
+
+    Of each GEMM the faster of its grids; only cases that have both GEMMs.
+    """
+    parts: dict[tuple, list[tuple[float, float, float]]] = {}
+    read_tbs, _ = ceilings(rows)
+    ours = (names.OURS_TILES, names.OURS_PERSISTENT, names.OURS_FILLED)
+    for op in ("gemm1", "gemm2"):
+        for params, group in cases(rows, op):
+            us = median_us(group)
+            own = [us[name] for name in ours if name in us]
+            if params["weights"] == "INT4" and own:
+                moved = work.weight_bytes(Case(op, params))
+                line = (moved, min(own), us.get(names.READ, math.nan))
+                parts.setdefault(tuple(params[name] for name in CASE), []).append(line)
+    found = []
+    for case, both in parts.items():
+        if len(both) == 2:
+            moved, us, reading = map(sum, zip(*both, strict=True))
+            line = {"MB": moved / 1e6, "us": us, "TB/s": moved / us / 1e6}
+            line |= {"% of reading": 100 * line["TB/s"] / read_tbs, "% of reading here": 100 * reading / us}
+            found.append(dict(zip(CASE, case, strict=True)) | line)
+    return _frame(found, [*CASE, "MB", "us", "TB/s", "% of reading", "% of reading here"])
+
+
+PERSISTENCE = [*CASE, "GEMM", "kernel", "persistent", "tiles", "CTAs an SM", "waves", "efficiency", *RATIO]
+
+
+def persistence(rows: pd.DataFrame) -> pd.DataFrame:
+    """One CTA a tile / persistent of the same kernel, in every case of a GEMM; above 1: the persistent grid pays.
+
+    waves: tiles of the first over CTAs that the GPU holds of it; efficiency: the share of its slots' time that is work.
+    """
+    found = []
+    for op in ("gemm1", "gemm2"):
+        for params, group in cases(rows, op):
+            us, facts = median_us(group), _evidence(group)
+            pairs = [pair for pair in names.PAIRS if set(pair) <= set(us)]
+            for (per_tile, persistent), result in zip(
+                pairs, compare_many(group, [(p, t) for t, p in pairs]), strict=True
+            ):
+                line = _case(params) | {"GEMM": op, "kernel": per_tile.removesuffix(f", {names.TILES}")}
+                line |= {"persistent": persistent} | _waves(facts.get(per_tile, {}))
+                found.append(line | result.columns())
+    return _frame(found, PERSISTENCE)
+
+
+def _waves(facts: dict[str, Any]) -> dict[str, float]:
+    """Tiles, CTAs an SM, waves and efficiency of a grid of one CTA a tile; NaN where its evidence has them not."""
+    tiles, per_sm, sms = (facts.get(name, math.nan) for name in ("tiles", "ctas_per_sm", "sms"))
+    slots = per_sm * sms
+    known = slots == slots and slots > 0
+    return {
+        "tiles": tiles,
+        "CTAs an SM": per_sm,
+        "waves": tiles / slots if known else math.nan,
+        "efficiency": waves.efficiency(int(tiles), int(slots)) if known else math.nan,
+    }
+
+
+def same_bits(rows: pd.DataFrame) -> pd.DataFrame:
+    """Whether a kernel gives the same bits in both grids, in every case of a GEMM; of the rows that were looked at."""
+    found = []
+    for op in ("gemm1", "gemm2"):
+        for params, group in cases(rows, op):
+            bits = {variant: facts.get("bits") for variant, facts in _evidence(group).items()}
+            for per_tile, persistent in names.PAIRS:
+                if bits.get(per_tile) and bits.get(persistent):
+                    line = _case(params) | {"GEMM": op, "kernel": persistent}
+                    found.append(line | {"same": bits[per_tile] == bits[persistent]})
+    return _frame(found, [*CASE, "GEMM", "kernel", "same"])
+
+
+CHANGES = [*CASE, "GEMM", "change", "over", "us", "against us", *RATIO]
+
+
+def changes(rows: pd.DataFrame) -> pd.DataFrame:
+    """Time before / after each change of the source's kernel, in every case that has both; above 1: it pays."""
+    found = []
+    for op in ("gemm1", "gemm2"):
+        for params, group in cases(rows, op):
+            us = median_us(group)
+            pairs = [pair for pair in dict.fromkeys(names.CHANGES) if set(pair) <= set(us)]
+            for (after, before), result in zip(pairs, compare_many(group, pairs), strict=True):
+                line = _case(params) | {"GEMM": op, "change": after, "over": before}
+                found.append(line | {"us": us[after], "against us": us[before]} | result.columns())
+    return _frame(found, CHANGES)
+
+
+def worth(rows: pd.DataFrame) -> pd.DataFrame:
+    """`changes`, one line a change and kind of weights: mean, least and most, and in how many cases it pays or not."""
+    table, found = changes(rows), []
+    for (after, before, weights), part in table.groupby(["change", "over", "weights"], sort=False):
+        counts = part["verdict"].value_counts()
+        line = {"change": after, "over": before, "weights": weights, "mean ratio": geometric_mean(part["ratio"])}
+        line |= {"least": part["ratio"].min(), "most": part["ratio"].max(), "cases": len(part)}
+        found.append(line | {word: int(counts.get(word, 0)) for word in WORDS})
+    return _frame(found, ["change", "over", "weights", "mean ratio", "least", "most", "cases", *WORDS])
+
+
+def source_point(rows: pd.DataFrame, tokens: int = SOURCE_T) -> pd.DataFrame:
+    """The source's own case, both GEMMs together, by variant: µs, what is dead of its grid, and its occupancy.
+
+    `tiles / this`: time of the same kernel with one CTA a tile over this one.
+    """
+    parts = {}
+    for op in ("gemm1", "gemm2"):
+        for params, group in cases(rows, op):
+            if (params["model"], params["weights"], params["T"]) == (QWEN35_35B.name, "INT4", tokens):
+                parts[op] = (median_us(group), _evidence(group))
+    columns = ["variant", "us", "tiles / this", "dead %", "CTAs an SM", "launched an SM"]
+    if len(parts) < 2:
+        return _frame([], columns)
+    (us1, facts), (us2, _) = parts["gemm1"], parts["gemm2"]
+    total = {name: us1[name] + us2[name] for name in us1 if name in us2 and name.startswith("source")}
+    tiles = {persistent: per_tile for per_tile, persistent in names.PAIRS if per_tile.startswith("source")}
+    found = []
+    for variant, us in total.items():
+        known = facts.get(variant, {})
+        live, blocks = known.get("live", math.nan), known.get("blocks", math.nan)
+        line = {"variant": variant, "us": us, "tiles / this": total.get(tiles.get(variant, ""), math.nan) / us}
+        line |= {"dead %": 100 * (1 - live / blocks), "CTAs an SM": known.get("ctas_per_sm", math.nan)}
+        found.append(line | {"launched an SM": known.get("programs", math.nan) / known.get("sms", math.nan)})
+    return _frame(found, columns)
+
+
+ORDER = [*CASE, "GEMM", "groups of", "MB an expert", "us", "L2 hits %", "DRAM / weights", *RATIO]
+
+
+def order(rows: pd.DataFrame) -> pd.DataFrame:
+    """GROUP_SIZE_M of the source's persistent kernel: time with groups of 1 over this, and what was counted of the L2.
+
+    L2 hits: of the sectors read, those that did not come from memory. DRAM / weights: bytes read from memory over
+    those of the experts that got a token.
+    """
+    by_size = {size: names.grouped(size) for size in names.GROUPS}
+    found = []
+    for op in ("gemm1", "gemm2"):
+        for params, group in cases(rows, op):
+            us = median_us(group)
+            if by_size[1] not in us:
+                continue
+            counters = dict(zip(group["variant"], group["counters"], strict=True))
+            x = Case(op, params)
+            for size, variant in by_size.items():
+                if variant not in us:
+                    continue
+                [result] = compare_many(group, [(variant, by_size[1])])
+                line = _case(params) | {"GEMM": op, "groups of": size, "us": us[variant]}
+                line |= {"MB an expert": work.weight_bytes(x) / work.active(x) / 1e6}
+                found.append(line | _l2(counters[variant], work.weight_bytes(x)) | result.columns())
+    return _frame(found, ORDER)
+
+
+def _l2(text: str, weight_bytes: int) -> dict[str, float]:
+    counted = json.loads(text)
+    memory, sectors = counted.get("dram_read_bytes"), counted.get("l2_read_sectors")
+    if not memory or not sectors:
+        return {"L2 hits %": math.nan, "DRAM / weights": math.nan}
+    return {"L2 hits %": 100 * (1 - memory / (SECTOR * sectors)), "DRAM / weights": memory / weight_bytes}
+
+
+def dead(rows: pd.DataFrame) -> pd.DataFrame:
+    """Blocks of the worst-case grid that no token is in, and what leaving them off is worth, by grid."""
+    found = []
+    pairs = [(names.source(16, grid), names.source(16, grid, names.EARLY)) for grid in (names.TILES, names.PERSISTENT)]
+    for op in ("gemm1", "gemm2"):
+        for params, group in cases(rows, op):
+            us, facts = median_us(group), _evidence(group)
+            for before, after in pairs:
+                if before not in us or after not in us:
+                    continue
+                known = facts[before]
+                live, blocks = known.get("live", math.nan), known.get("blocks", math.nan)
+                [result] = compare_many(group, [(after, before)])
+                line = _case(params) | {
+                    "GEMM": op,
+                    "grid": before.rpartition(", ")[2],
+                    "dead %": 100 * (1 - live / blocks),
+                }
+                found.append(line | result.columns())
+    return _frame(found, [*CASE, "GEMM", "grid", "dead %", *RATIO])
+
+
+STEPS = ["T", "SMs", "grid", "tiles", "CTAs an SM", "waves", "whole waves", "us", "us a wave", "predicted", "measured"]
+
+
+def steps(rows: pd.DataFrame) -> pd.DataFrame:
+    """The GEMM of few tiles on parts of the GPU: µs against whole waves, and the ratio to the whole GPU's time.
+
+    predicted, measured: time on these multiprocessors over that on all of them; NaN for all of them.
+    """
+    found = []
+    for params, group in cases(rows, "waves"):
+        us, facts = median_us(group), _evidence(group)
+        for grid in (names.TILES, names.PERSISTENT):
+            whole = names.limited(0, grid)
+            for sms in names.SMS:
+                variant = names.limited(sms, grid)
+                known = facts.get(variant, {})
+                if variant not in us or not {"seen", "tiles"} <= set(known):
+                    continue
+                slots, tiles = known["seen"] * known.get("ctas_per_sm", 1), known["tiles"]
+                count = math.ceil(tiles / slots)
+                line = {"T": params["T"], "SMs": known["seen"], "grid": grid, "tiles": tiles}
+                line |= {"CTAs an SM": known.get("ctas_per_sm", 1), "waves": tiles / slots, "whole waves": count}
+                line |= {
+                    "us": us[variant],
+                    "us a wave": us[variant] / count,
+                    "predicted": math.nan,
+                    "measured": math.nan,
+                }
+                if sms and whole in us and "seen" in facts[whole]:
+                    all_slots = facts[whole]["seen"] * facts[whole].get("ctas_per_sm", 1)
+                    line["predicted"] = waves.predicted_ratio(tiles, all_slots, slots)
+                    line["measured"] = us[variant] / us[whole]
+                found.append(line)
+    return _frame(found, STEPS)
+
+
+def persistent_on_parts(rows: pd.DataFrame) -> pd.DataFrame:
+    """One CTA a tile / persistent on each part of the GPU: does the persistent grid pay more where SMs are fewer?"""
+    table = steps(rows)
+    both = table.pivot_table(index=["T", "SMs"], columns="grid", values="us")
+    if not {names.TILES, names.PERSISTENT} <= set(both):
+        return pd.DataFrame(columns=["T", "SMs", "ratio"])
+    ratio = (both[names.TILES] / both[names.PERSISTENT]).rename("ratio")
+    return ratio.dropna().reset_index()
+
+
+def on_other_gpus(rows: pd.DataFrame) -> pd.DataFrame:
+    """Waves of the source's grid of one CTA a tile on GPUs of other sizes, by arithmetic; tiles as they were here."""
+    table = persistence(rows)
+    table = table[(table["kernel"] == names.source(16, names.TILES).removesuffix(f", {names.TILES}"))]
+    table = table[table["CTAs an SM"].notna()]
+    found = []
+    for _, line in table.iterrows():
+        for gpu, (count, share) in waves.on_gpus(int(line["tiles"]), int(line["CTAs an SM"])).items():
+            found.append(
+                {name: line[name] for name in (*CASE, "GEMM")} | {"GPU": gpu, "waves": count, "efficiency": share}
+            )
+    return _frame(found, [*CASE, "GEMM", "GPU", "waves", "efficiency"])
+
+
+def routings(rows: pd.DataFrame) -> pd.DataFrame:
+    """Our layer under each synthetic routing, where several were timed: µs over those of the uniform one."""
+    table = times(rows)
+    table = table[table["variant"] == names.OURS]
+    shape = ["model", "weights", "T"]
+    base = table[table["routing"] == KINDS[0]].set_index(shape)["us"]
+    several = table.groupby(shape)["routing"].transform("nunique") > 1 if len(table) else []
+    table = table[several].copy() if len(table) else table
+    index = pd.MultiIndex.from_frame(table[shape])
+    table["over uniform"] = table["us"].to_numpy() / base.reindex(index).to_numpy() if len(table) else []
+    table["most / mean"] = [_skew(line) for _, line in table.iterrows()]
+    return table[[*CASE, "us", "active", "most / mean", "TFLOP/s", "TB/s", "over uniform"]].reset_index(drop=True)
+
+
+def _skew(line: pd.Series) -> float:
+    """Slots of the most loaded expert over the mean of all."""
+    model = MODELS[line["model"]]
+    counts = work.counts(line["routing"], int(line["T"]), model.experts, model.top_k)
+    return max(counts) * len(counts) / sum(counts)
+
+
+def tuning_seconds(rows: pd.DataFrame) -> pd.Series:
+    """Seconds from the start of one shape's tuning to that of the next, in the order of measuring; compiling apart."""
+    tuned = rows[rows["op"] == "tune"]
+    starts = pd.to_datetime(tuned["utc"]).groupby(tuned["case"]).min().sort_values()
+    return starts.diff().dt.total_seconds().dropna()
+
+
+def loop_gain(rows: pd.DataFrame) -> pd.DataFrame:
+    """The loop over experts, over ours, in every case."""
+    return compared(rows, "layer", names.OURS, names.LOOP)
+
+
+def best_tflops(rows: pd.DataFrame, variant: str, model: str = QWEN3_30B.name) -> float:
+    """The most TFLOP/s of a variant of the layer of a model; NaN if it did not run."""
+    table = times(rows)
+    table = table[(table["variant"] == variant) & (table["model"] == model)]
+    return float(table["TFLOP/s"].max()) if len(table) else math.nan

@@ -1,0 +1,164 @@
+"""What the study of expert layers times, run on tiny shapes: each trial is right, and notices what is not."""
+
+import json
+
+import pytest
+import torch
+
+from labkit.bench.spec import Case
+from labkit.moe_persistent_grid import kernels, names, reference, study, trials
+from labkit.moe_persistent_grid.choose import Candidate, Tile
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SHAPE = {"model": "tiny", "E": 3, "H": 128, "I": 128, "top_k": 2, "T": 5, "routing": "zipf 1", "activations": "fp32"}
+
+
+def case(op="layer", weights="fp32", **changes):
+    return Case(op, SHAPE | {"weights": weights} | changes)
+
+
+def trial(x, name, sets=1, seed=0):
+    (variant,) = (variant for variant in study.variants(x) if variant.name == name)
+    return variant.prepare(x, DEVICE, sets, seed)
+
+
+def beyond(found):
+    """Errors that are not within the tolerance."""
+    return {name for name, error in found.check().items() if not error <= found.tolerance[name]}
+
+
+ALL = [
+    (x, name)
+    for x in (case(), case("layer", "INT4"), case("gemm1", "INT4"), case("gemm2", "INT4"), case("gemm2"))
+    for name, role in study.roles(x).items()
+    if role != "peer"
+]
+
+
+@pytest.mark.parametrize(("x", "name"), ALL, ids=[f"{x.op} {x['weights']} {name}" for x, name in ALL])
+def test_every_variant_is_within_its_tolerance_and_writes_every_output(x, name):
+    found = trial(x, name, sets=2 if x.op == "layer" else 1)
+    if found.poison:
+        found.poison()
+        assert not found.written()
+        found.calls[0]()
+        assert found.written() == (len(found.calls) == 1)
+        found.calls[-1]()
+        assert found.written()
+    assert beyond(found) == set()
+    if found.facts:
+        json.dumps(found.facts())
+
+
+def test_peers_are_timed_where_they_take_the_case():
+    if DEVICE == "cuda":
+        pytest.skip("F.grouped_mm takes bf16 alone on a GPU")
+    assert beyond(trial(case(), names.GROUPED)) == set()
+
+
+def test_candidates_are_checked_like_every_variant():
+    for weights in ("fp32", "INT4"):
+        x = case("tune", weights)
+        for name in ("gemm1", "gemm2"):
+            found = trials.candidate(x, DEVICE, 1, 0, Candidate(name, 16, Tile(32, 32, num_stages=2)))
+            assert beyond(found) == set()
+            assert found.facts is None
+            found.poison()
+            assert not found.written()
+
+
+def test_a_function_of_ones_own_is_checked_and_may_be_wrong():
+    def exact(x, ids, weights, w1, w2, out):
+        out.copy_(reference.layer(x, ids, weights, w1, w2))
+
+    def close(*arguments):
+        exact(*arguments)
+        arguments[-1].mul_(1.01)
+
+    assert beyond(trials.added(exact, case(), DEVICE, 2, 0)) == set()
+    assert beyond(trials.added(close, case(), DEVICE, 1, 0)) == {"rms"}
+    assert not study.STUDY.added.takes(case("layer", "INT4"))
+    assert study.STUDY.added.takes(case())
+
+
+# what is wrong is noticed
+
+
+def damaged(launch, damage):
+    def call():
+        launch()
+        damage(launch.args["c"])
+
+    call.args = launch.args
+    return call
+
+
+@pytest.mark.parametrize("op", ["gemm1", "gemm2"])
+@pytest.mark.parametrize(("factor", "wrong"), [(1.01, {"rms"}), (float("nan"), {"max", "rms"})])
+def test_a_wrong_product_is_noticed(monkeypatch, op, factor, wrong):
+    layer = kernels.layer
+
+    def spoilt(*arguments, **options):
+        made = layer(*arguments, **options)
+        made.launches[op] = damaged(made.launches[op], lambda c: c.mul_(factor))
+        return made
+
+    monkeypatch.setattr(kernels, "layer", spoilt)
+    assert beyond(trial(case(op), names.OURS_TILES)) == wrong
+
+
+def test_a_product_of_other_weights_is_noticed():
+    x = case("gemm1", "INT4")
+    found = trial(x, names.OURS_TILES)
+    assert beyond(found) == set()
+    item = trials._inputs(x, DEVICE, 1, 0)[0]
+    for e in item.ids.unique().tolist():
+        item.w1.packed[e] ^= 0x88  # eight more or less of every weight
+    assert beyond(found) == {"max", "rms"}
+    for e in item.ids.unique().tolist():
+        item.w1.packed[e] ^= 0x88
+    assert beyond(found) == set()
+
+
+# what is shared
+
+
+def test_the_variants_of_a_case_share_tokens_and_weights_but_no_output():
+    x = case()
+    first, second = (trials._inputs(x, DEVICE, 2, 0) for _ in range(2))
+    assert first[0].w1.data_ptr() == second[1].w1.data_ptr()
+    assert first[0].x.data_ptr() == second[1].x.data_ptr()
+    assert first[0].ids.data_ptr() != first[1].ids.data_ptr()
+    own = [trials._with_outputs(first) for _ in range(2)]
+    assert len({item.out.data_ptr() for some in own for item in some}) == 4
+    kept = first[0].w1
+    other = trials._inputs(case(T=7), DEVICE, 1, 0)[0]
+    assert other.w1 is kept  # the same model's
+    assert trials._inputs(case(E=4), DEVICE, 1, 0)[0].w1 is not kept
+    assert trials._inputs(x, DEVICE, 1, 1)[0].w1.shape == kept.shape
+
+
+def test_tables_of_a_variant_are_not_those_of_another():
+    x = case("gemm1")
+    first, second = (trial(x, name).calls[0] for name in (names.source(16, names.TILES), names.source(64, names.TILES)))
+    assert first.args["slots"].data_ptr() != second.args["slots"].data_ptr()
+    assert first.args["c"].data_ptr() == second.args["c"].data_ptr()
+
+
+def test_evidence_of_a_grid_by_hand():
+    x = case("gemm1", routing="one expert", top_k=3, E=4, T=5)
+    facts = trial(x, names.source(16, names.TILES)).facts()
+    assert facts["live"] == 1  # 15 slots of one expert
+    assert facts["blocks"] == (15 + 4 * 16) // 16
+    assert facts["tiles"] == facts["programs"] == facts["blocks"] * 2
+    early = trial(x, names.source(16, names.TILES, names.EARLY)).facts()
+    assert (early["tiles"], early["programs"]) == (2, early["blocks"] * 2)
+    persistent = trial(x, names.BASE).facts()
+    assert persistent["programs"] == min(132, persistent["tiles"])
+    assert facts["bits"] == persistent["bits"]
+
+
+def test_random_int4_weights_have_the_variance_of_random_ones():
+    generator = torch.Generator(DEVICE).manual_seed(0)
+    w = reference.dequantise(trials._random((2, 64, 512), "INT4", DEVICE, generator))
+    assert float(w.std()) * 512**0.5 == pytest.approx(1.04, abs=0.03)  # scales from 0.5 to 1.5

@@ -1,0 +1,818 @@
+"""The study of expert layers: cases, floors and choices by hand; tables, claims and views on made-up times."""
+
+import inspect
+import json
+import math
+import re
+
+import numpy as np
+import pandas as pd
+import pytest
+import rows as made
+import torch
+
+from labkit.bench import records, sweep, verdict
+from labkit.bench.spec import CONTROL, ROLES, VERDICTS, Case
+from labkit.evidence import compiled
+from labkit.moe_persistent_grid import choose, claims, limited, names, study, tables, trials, views, waves, work
+from labkit.moe_persistent_grid.choose import Config, Tile
+from labkit.moe_persistent_grid.models import DEEPSEEK, MIXTRAL, MODELS, QWEN3_30B, QWEN35_35B
+from labkit.moe_persistent_grid.synthetic import KINDS
+
+NAME = "moe_persistent_grid"
+ALL = {
+    "models": [QWEN3_30B.name, QWEN35_35B.name, MIXTRAL.name], "tokens": [1, 16, 128, 1642, 4096],
+    "weights": ["bf16", "INT4"], "routings": ["uniform", "zipf 1", "one expert"],
+    "gemms": [QWEN35_35B.name, MIXTRAL.name], "gemm_tokens": [16, 128, 1642], "wave_tokens": [352, 720],
+}  # fmt: skip
+CTAS = 7  # of the source's kernel, on an SM of the made-up GPU
+SMS = 132
+
+
+@pytest.fixture(autouse=True, scope="module")
+def quick():
+    """Few resamples, for speed."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(verdict, "RESAMPLES", 100)
+        yield
+
+
+def case(op="layer", model=QWEN3_30B, T=128, weights="bf16", routing="uniform"):
+    shape = {"T": T, "routing": routing, "weights": weights, "activations": "bf16"}
+    return Case(op, model.as_dict() | shape)
+
+
+# cases
+
+
+def test_cases_are_distinct_and_survive_json():
+    found = study.cases(ALL)
+    study.STUDY.check(ALL)
+    assert {x.op for x in found} == {"tune", "layer", "gemm1", "gemm2", "waves"}
+    assert len({(x.op, x.key) for x in found}) == len(found)
+    for x in found:
+        again = Case(x.op, json.loads(x.key))
+        assert again.key == x.key
+        assert study.floor(again) == study.floor(x)
+        assert set(x.params) == {"model", "E", "H", "I", "top_k", "T", "routing", "weights", "activations"}
+    assert [study.STUDY.early(x) for x in found] == [x.op == "tune" for x in found]
+    tuned = {x.key for x in found if x.op == "tune"}
+    assert tuned == {x.key for x in found if x.op == "layer" and x["routing"] == "uniform"}
+
+
+def test_skewed_routings_are_timed_where_they_are_asked_for():
+    found = [x for x in study.cases(ALL) if x.op == "layer"]
+    skewed = {(x["model"], x["T"]) for x in found if x["routing"] != "uniform"}
+    assert skewed == {(model, t) for model in study.SKEWED for t in study.SKEWED_AT}
+    assert {x["routing"] for x in found} == set(ALL["routings"])
+    uniform = {(x["model"], x["T"], x["weights"]) for x in found if x["routing"] == "uniform"}
+    assert len(uniform) == 3 * 5 * 2
+
+
+def test_empty_lists_leave_the_grids_out():
+    none = ALL | {"gemms": [], "wave_tokens": []}
+    study.STUDY.check(none)
+    assert {x.op for x in study.cases(none)} == {"tune", "layer"}
+    only = study.cases(ALL | {"models": [QWEN3_30B.name], "gemms": [DEEPSEEK.name]})
+    assert {x["model"] for x in only if x.op == "layer"} == {QWEN3_30B.name}
+    assert {x["model"] for x in only if x.op == "gemm1"} == {DEEPSEEK.name}
+    for bad in ({"models": ["GPT-2"]}, {"tokens": [0]}, {"weights": ["fp8"]}, {"routings": []}, {"models": []}):
+        with pytest.raises(ValueError, match="allowed"):
+            study.STUDY.check(ALL | bad)
+
+
+def test_shapes_are_those_of_the_published_models():
+    found = {m.name: (m.experts, m.hidden, m.width, m.top_k) for m in MODELS.values()}
+    assert found["Qwen3-30B-A3B"] == (128, 2048, 768, 8)
+    assert found["Mixtral-8x7B"] == (8, 4096, 14336, 2)
+    assert found["DeepSeek-V3"] == (256, 7168, 2048, 8)
+    # The routed experts are most of a model's parameters; layers from the model cards.
+    for model, layers, parameters in ((QWEN3_30B, 48, 30.5e9), (MIXTRAL, 32, 46.7e9)):
+        routed = layers * 3 * model.experts * model.hidden * model.width
+        assert routed == pytest.approx(parameters, rel=0.06)
+
+
+# floors
+
+
+def test_floor_of_one_token_by_hand():
+    x = case(T=1)
+    weights = 8 * 3 * 2048 * 768 * 2
+    assert work.active(x) == 8
+    assert study.floor(x).bytes == weights + 2 * 2048 * 2
+    assert (study.floor(x).set_bytes, study.floor(x).limit) == (weights, "read")
+    assert study.floor(x).flops == 2 * 8 * 3 * 2048 * 768
+    int4 = case(T=1, weights="INT4")
+    assert work.weight_bytes(int4) == weights // 4 + 8 * 3 * 2048 * 768 // 128 * 2  # a nibble, and a scale for 128
+    gemm1, gemm2 = case("gemm1", T=1), case("gemm2", T=1)
+    assert work.weight_bytes(gemm1) == 2 * work.weight_bytes(gemm2) == 2 * weights // 3
+    assert study.floor(gemm1).bytes == work.weight_bytes(gemm1) + 2 * (2048 + 8 * 768)
+    assert study.floor(gemm2).bytes == work.weight_bytes(gemm2) + 2 * 8 * (768 + 2048)
+    assert study.floor(gemm1).flops + study.floor(gemm2).flops == study.floor(x).flops
+
+
+def test_only_experts_that_got_a_token_are_counted():
+    assert work.active(case(T=4096)) == 128
+    assert work.active(case(T=4096, routing="one expert")) == 1
+    for model in MODELS.values():  # few tokens: the draw is a typical one
+        for tokens in (16, 128):
+            expected = model.experts * (1 - (1 - model.top_k / model.experts) ** tokens)
+            assert work.active(case(model=model, T=tokens)) == pytest.approx(expected, rel=0.02)
+    assert sum(work.counts_of(case(T=16, routing="zipf 1"))) == 16 * 8
+    assert work.active(case(T=128, routing="zipf 1.5")) < work.active(case(T=128))
+
+
+def test_many_tokens_are_bound_by_products():
+    """A Qwen3-30B layer has enough of them for an H100 from about 4260 tokens on, Mixtral's from about 1060."""
+    for model, least in ((QWEN3_30B, 4260), (MIXTRAL, 1060)):
+        limits = {t: study.floor(case(model=model, T=t)).limit for t in (least // 2, 2 * least)}
+        assert list(limits.values()) == ["read", "bf16"]
+    assert study.floor(case("waves", routing="one expert", T=720)) == study.floor(
+        case("gemm1", routing="one expert", T=720)
+    )
+
+
+def test_floors_are_the_bytes_of_the_tensors():
+    x = Case("layer", study.STUDY.tiny[0].params)
+    [item] = trials._inputs(x, "cpu", 1, 0)
+    experts = item.ids.unique().long()
+    moved = sum(w[experts].numel() * w.element_size() for w in (item.w1, item.w2))
+    assert work.weight_bytes(x) == moved
+    assert study.floor(x).bytes == moved + 2 * item.x.numel() * item.x.element_size()
+    x = Case("layer", dict(x.params) | {"weights": "INT4"})
+    [item] = trials._inputs(x, "cpu", 1, 0)
+    parts = [part[experts] for w in (item.w1, item.w2) for part in w]
+    assert work.weight_bytes(x) == sum(part.numel() * part.element_size() for part in parts)
+
+
+def test_buffer_sets_send_tokens_to_other_experts_and_as_many():
+    x = Case("layer", dict(case(T=1).params) | {"H": 128, "I": 128, "activations": "fp32", "weights": "fp32"})
+    items = trials._inputs(x, "cpu", 4, 0)
+    experts = [set(item.ids.flatten().tolist()) for item in items]
+    assert {len(some) for some in experts} == {8}
+    assert len(set.union(*experts)) > 24
+    assert len({item.w1.data_ptr() for item in items}) == 1
+    assert experts[0] == set(np.flatnonzero(work.counts_of(x)))
+    assert torch.equal(items[0].weights, items[0].weights.bfloat16().float())  # so that every layer gets the same
+
+
+# variants
+
+
+def test_every_variant_of_every_case_has_a_function_that_takes_its_options():
+    for x in (*study.cases(ALL), *study.STUDY.tiny):
+        found = study.variants(x)
+        listed = [one.name for one in found]
+        assert len(set(listed)) == len(listed)
+        assert study.control(x) in listed
+        assert {one.role for one in found} <= set(ROLES)
+        assert [one.name for one in found if one.role == "ours"] == ([names.OURS] if x.op == "layer" else [])
+        assert {one.mode for one in found if one.name != names.LOOP} <= {"graph"}
+        twin = sweep.with_control(study.STUDY, x)[-1]
+        assert (twin.name, twin.options["repeats"]) == (CONTROL, study.control(x))
+        for one in found:
+            json.dumps(dict(one.options))
+            if x.op == "tune":
+                continue
+            make, options = names.makers(x.op, x["weights"])[one.name]
+            assert one.source == f"{study.HERE}:{make}"
+            inspect.signature(getattr(trials, make)).bind(x, "cpu", 1, 0, **options)
+
+
+def test_no_two_variants_of_a_case_are_the_same():
+    for weights in ("bf16", "INT4"):
+        for op in ("layer", "gemm1", "waves"):
+            found = names.makers(op, weights).values()
+            assert len({json.dumps(one, sort_keys=True) for one in found}) == len(found)
+
+
+def test_every_change_is_of_variants_that_are_timed():
+    for weights in ("bf16", "INT4"):
+        timed = set(names.gemm_variants(weights, True))
+        known = [change for change in names.CHANGES if set(change) <= timed]
+        assert len(known) >= 11
+        assert all(after != before for after, before in known)
+        assert {name for pair in names.PAIRS for name in pair} & timed == {
+            name for pair in names.PAIRS for name in pair if weights == "INT4" or "W4A8" not in name
+        }
+    every = set(names.gemm_variants("bf16", True)) | set(names.gemm_variants("INT4", True))
+    assert {name for change in names.CHANGES for name in change} <= every
+    assert set(names.gemm_variants("INT4", False)) == {
+        names.OURS_TILES, names.OURS_PERSISTENT, names.OURS_FILLED, names.READ
+    }  # fmt: skip
+
+
+def test_the_loop_alone_is_eager_and_libraries_are_peers():
+    roles = {one.name: (one.role, one.mode) for one in study.variants(case())}
+    assert roles[names.LOOP] == ("baseline", "eager")
+    assert roles[names.GROUPED] == roles[names.LIGER] == ("peer", "graph")
+    assert names.READ in roles
+    assert names.READ not in {one.name for one in study.variants(case(T=4096))}
+    assert names.OTHER_TOKENS not in {one.name for one in study.variants(case(T=names.TUNED_FOR))}
+
+
+def test_counters_are_taken_of_every_tile_order():
+    found = study.counted(ALL)
+    assert {x["model"] for x, _ in found} == set(study.ABLATED)
+    assert {x.op for x, _ in found} == {"gemm1"}
+    for x, name in found:
+        assert name in {one.name for one in study.variants(x)}
+    assert {names.grouped(size) for size in names.GROUPS} <= {name for _, name in found}
+    assert study.counted(ALL | {"gemms": []}) == []
+
+
+# configurations
+
+
+def test_configurations_differ_as_they_say():
+    x = case("gemm1", QWEN35_35B, 1642, "INT4")
+
+    def of(name):
+        _, options = names.makers("gemm1", "INT4")[name]
+        return trials.config_of(x, "cpu", **options)
+
+    tiles, base = of(names.source(16, names.TILES)), of(names.BASE)
+    assert tiles == choose.source(16, 132, persistent=False)
+    assert base == choose.source(16, 132)
+    for name, field, value in (
+        (names.EARLY, "counted", True), (names.FLAT, "flatten", True), (names.ONCE, "unpack", "join"),
+    ):  # fmt: skip
+        changed = of(names.source(16, names.PERSISTENT, name))
+        assert getattr(changed.gemm1, field) == getattr(changed.gemm2, field) == value
+        assert changed.gemm1.as_dict() | {field: getattr(base.gemm1, field)} == base.gemm1.as_dict()
+    assert of(names.grouped(32)).gemm2.group_m == 32
+    assert of(names.source(16, names.PERSISTENT, names.ROWS)).block_m == choose.rule(1642, 256, 8, 2048, 512).block_m
+    int8 = of(names.source(64, names.PERSISTENT, int8=True))
+    assert (int8.block_m, int8.gemm1.block_k, int8.fused) == (64, 32, False)
+    ours = of(names.OURS_PERSISTENT)
+    assert ours.fused
+    assert (ours.gemm1.programs, of(names.OURS_TILES).gemm1.programs) == (132, 0)
+    few = trials.config_of(case(T=1), "cpu", "ours", tokens=names.TUNED_FOR)
+    assert few == choose.rule(1642, 128, 8, 2048, 768)
+    assert trials.config_of(case(T=1, weights="INT4"), "cpu", "rule", plain=True) == choose.rule(1, 128, 8, 2048, 768)
+
+
+@pytest.mark.parametrize("int4", [False, True])
+@pytest.mark.parametrize("tokens", [1, 16, 128, 512, 1642, 16384])
+def test_candidates_are_ones_that_the_kernels_take(tokens, int4):
+    found = choose.candidates(tokens, 128, 8, 2048, 768, int4)
+    assert len(found) == len(set(found)) == len(set(map(str, found)))
+    assert 10 <= len(found) <= 50
+    ruled = choose.rule(tokens, 128, 8, 2048, 768, int4)
+    for gemm in ("gemm1", "gemm2"):
+        same = {"unpack", "scale_sums"} if not int4 else set()  # which only INT4 has
+        own = {n: v for n, v in getattr(ruled, gemm).as_dict().items() if n not in same}
+        assert any(
+            (one.gemm, one.block_m) == (gemm, ruled.block_m) and own.items() <= one.tile.as_dict().items()
+            for one in found
+        )
+    assert {one.block_m for one in found} <= {ruled.block_m, ruled.block_m // 2}
+    for one in found:
+        choose.check_config(trials.configured(case(T=tokens, weights="INT4" if int4 else "bf16"), one), int4)
+
+
+def test_a_table_is_written_read_and_the_nearest_tokens_chosen(tmp_path, monkeypatch):
+    few, many = choose.rule(16, 128, 8, 2048, 768), choose.rule(4096, 128, 8, 2048, 768)
+    shape = (128, 8, 2048, 768, False)
+    choose.write(tmp_path, {shape: {4096: many, 16: few}})
+    assert choose.read(tmp_path) == {shape: {16: few, 4096: many}}
+    monkeypatch.setattr(choose, "_table", lambda device: choose.read(tmp_path))
+    cpu = torch.device("cpu")
+    assert choose.choose(16, *shape, cpu) == choose.choose(31, *shape, cpu) == few
+    assert choose.choose(3000, *shape, cpu) == many
+    assert choose.choose(200, *shape, cpu) == choose.rule(200, *shape, 132)
+    assert choose.choose(16, *shape[:4], True, cpu) == choose.rule(16, *shape[:4], True, 132)
+    assert choose.nearest(24, (16, 32)) == 32
+    assert choose.nearest(33, (16,)) is None
+    assert choose.nearest(5, ()) is None
+    assert choose.read(tmp_path / "none") == {}
+
+
+@pytest.mark.parametrize("text", [
+    "[]", '{"fp8": {}}', '{"bf16": {"1x2": {}}}', '{"bf16": {"1x2x3x4": {"5": {"block_m": 16}}}}',
+    '{"bf16": {"1x2x3x4": {"5": {"block_m": 48, "gemm1": {}, "gemm2": {}}}}}', "no JSON",
+])  # fmt: skip
+def test_a_table_that_is_none_is_named(tmp_path, text):
+    (tmp_path / choose.TABLE).write_text(text)
+    with pytest.raises(ValueError, match=r"moe_table.json: not a table of configurations .*; `labkit record` writes"):
+        choose.read(tmp_path)
+
+
+def test_configurations_survive_json():
+    for config in (choose.source(64, int8=True), choose.rule(1642, 8, 2, 4096, 14336)):
+        assert Config.of(json.loads(json.dumps(config.as_dict()))) == config
+
+
+# compiled
+
+
+def test_each_kernel_is_compiled_ahead_once():
+    some = [x for x in study.cases(ALL) if x["model"] == QWEN3_30B.name]
+    found = study.kernels(some, 90)
+    assert len({json.dumps(one, sort_keys=True) for one in found}) == len(found)
+    every = sum(len(study._configs(x)) for x in some)
+    assert 50 < len(found) < every
+    older = study.kernels(some, 80)
+    assert len(older) < len(found)
+    assert not any(one["choice"][one["gemm"]]["descriptor"] for _, one in older)
+
+
+def compiled_of(x, name, gemm="gemm1"):
+    """Evidence of a variant's kernel for sm_90; few experts, whose number changes no code."""
+    _, options = names.makers(x.op, x["weights"])[name]
+    config = trials.config_of(x, "cpu", **({"base": "ours"} if x.op == "layer" else {}) | options)
+    params = dict(x.params) | {"E": 8}
+    source = (f"{study.HERE}:kernel", {
+        "op": x.op, "params": params, "gemm": gemm, "choice": config.as_dict(), "int8": bool(options.get("int8")),
+    })  # fmt: skip
+    return compiled.evidence(compiled.launch_of(source, 90), 90)
+
+
+def test_eight_bit_activations_use_integer_products_and_do_not_spill():
+    x = case("gemm1", QWEN35_35B, 1642, "INT4")
+    for block_m, instruction in ((16, "IMMA"), (64, "IGMMA")):
+        for gemm in ("gemm1", "gemm2"):
+            found = compiled_of(x, names.source(block_m, names.PERSISTENT, int8=True), gemm)
+            assert found["spill_bytes"] == 0
+            assert all(name.startswith(instruction) for name in found["matrix"])
+
+
+def test_weights_come_by_the_copy_engine_where_they_are_asked_to():
+    for weights, words in (("bf16", (names.BOX,)), ("INT4", (names.ONCE, names.BOX))):
+        x = case("gemm1", QWEN35_35B, 1642, weights)
+        found = compiled_of(x, names.source(16, names.PERSISTENT, *words))
+        assert found["loads"].get("tma", 0) > 0
+        assert found["spill_bytes"] == 0
+        before = names.source(16, names.PERSISTENT, *words[:-1])
+        assert "tma" not in compiled_of(x, before)["loads"]
+
+
+def test_a_gpu_without_the_copy_engine_is_told_so():
+    x = case("gemm1", QWEN35_35B, 1642)
+    _, options = names.makers("gemm1", "bf16")[names.source(16, names.PERSISTENT, names.BOX)]
+    config = trials.config_of(x, "cpu", **options)
+    arguments = {"op": "gemm1", "params": dict(x.params) | {"E": 8}, "gemm": "gemm1", "choice": config.as_dict()}
+    with pytest.raises(ValueError, match=r"descriptor is True on compute capability 8.0; allowed: from 9.0"):
+        compiled.launch_of((f"{study.HERE}:kernel", arguments), 80)
+
+
+def test_the_kernel_that_counts_multiprocessors_compiles():
+    assert compiled.evidence(limited.where(torch.zeros(132, dtype=torch.int32), 64), 90)["spill_bytes"] == 0
+
+
+# rows with made-up times
+
+OVER = {  # times over that of the floor; 1.5 for the others
+    names.READ: 1.0, names.OURS: 1.05, names.ORDINARY: 1.155, names.RULE: 1.155, names.OTHER_TOKENS: 1.26,
+    names.OURS_BF16: 3.15, names.GROUPED: 1.26, names.LIGER: 1.365, names.LOOP: 2.1,
+    names.OURS_TILES: 1.10, names.OURS_PERSISTENT: 1.21, names.OURS_FILLED: 1.10,
+    names.source(16, names.TILES): 1.32, names.source(64, names.TILES): 1.0,
+    names.source(16, names.TILES, int8=True): 1.5, names.source(16, names.PERSISTENT, int8=True): 1.51,
+    names.BASE: 1.65, names.source(16, names.PERSISTENT, names.FILLED): 1.32,
+    names.source(16, names.PERSISTENT, names.EARLY): 1.5, names.source(16, names.TILES, names.EARLY): 1.2,
+    names.grouped(1): 1.65, names.grouped(16): 1.5, names.grouped(32): 1.5,
+}  # fmt: skip
+SEEN = {0: 132, 128: 128, 108: 112, 96: 96, 64: 64}  # green contexts are rounded
+
+
+def least_us(x):
+    floor = study.floor(x)
+    return max(floor.bytes / 3e6, floor.flops / 800e6)
+
+
+def us_of(over=None):
+    times = OVER | (over or {})
+
+    def us(x, variant):
+        name = variant.options.get("repeats", variant.name)
+        if x.op == "waves":
+            sms = 0 if name.startswith("all") else int(name.split()[0])
+            return 20.0 * math.ceil(wave_tiles(x) / SEEN[sms])
+        if x.op == "tune":
+            return least_us(x) * (1.2 if variant.name == study.control(x) else 1.3)
+        return least_us(x) * times.get(name, 1.5)
+
+    return us
+
+
+def wave_tiles(x):
+    return -(-x["T"] * x["top_k"] // 128) * 6
+
+
+def frame(over=None, parameters=ALL, **changes):
+    rows = made.make(NAME, parameters, us_of(over), **changes)
+    bound = rows["floor_flops"] > work.BALANCE * rows["floor_bytes"]
+    texts = [
+        evident(Case(op, json.loads(key)), name)
+        for op, key, name in zip(*map(rows.get, ("op", "case", "variant")), strict=True)
+    ]
+    return rows.assign(ceiling=np.where(bound, 800.0, 3.0), evidence=texts, counters=counters_of(rows))
+
+
+def evident(x, name):
+    """What the kernels' evidence says: tiles of the routing, CTAs an SM."""
+    if x.op == "waves" and " SMs, " in name:
+        sms = 0 if name.startswith("all") else int(name.split()[0])
+        return json.dumps({"tiles": wave_tiles(x), "ctas_per_sm": 1, "sms": SMS, "seen": SEEN[sms]})
+    if x.op not in ("gemm1", "gemm2") or name in (names.READ, CONTROL):
+        return "{}"
+    block_m = 64 if "BM=64" in name else 16
+    columns = (2 * x["I"] if x.op == "gemm1" else x["H"]) // 128
+    live, blocks = waves.blocks(work.counts_of(x), block_m), waves.source_blocks(x["T"], x["top_k"], x["E"], block_m)
+    tiles = columns * (live if names.EARLY in name or name.startswith("ours") else blocks)
+    found = {"live": live, "blocks": blocks, "tiles": tiles, "ctas_per_sm": CTAS, "sms": SMS, "bits": "abc"}
+    programs = tiles if names.TILES in name else SMS * (CTAS if names.FILLED in name else 1)
+    return json.dumps(found | {"programs": programs})
+
+
+def counters_of(rows):
+    """As ncu counts: Mixtral's L2 gets more of the weights when tiles are grouped."""
+    texts = []
+    for key, name in zip(rows["case"], rows["variant"], strict=True):
+        grouped = not name.endswith("groups of 1")
+        read = {"dram_read_bytes": 40e6 if grouped else 80e6, "l2_read_sectors": 5e6}
+        counted = "source BM=16, persistent" in name and MIXTRAL.name in key
+        texts.append(json.dumps(read) if counted else "{}")
+    return texts
+
+
+@pytest.fixture(scope="module")
+def rows():
+    return frame()
+
+
+def test_the_table_is_the_fastest_candidates(tmp_path, rows):
+    file = tmp_path / f"{NAME}.parquet"
+    records.write(file, rows)
+    found = tables.fastest(file)
+    assert {shape[:4] for shape in found} == {(128, 8, 2048, 768), (256, 8, 2048, 512), (8, 2, 4096, 14336)}
+    for (experts, top_k, hidden, width, int4), configs in found.items():
+        assert list(configs) == ALL["tokens"]
+        for tokens, config in configs.items():
+            assert config.gemm1 == choose.candidates(tokens, experts, top_k, hidden, width, int4)[0].tile
+            assert config.fused
+    study.settle(tmp_path)
+    assert choose.read(tmp_path) == found
+    records.write(file, made.unusable(rows))
+    assert tables.fastest(file) == {}
+
+
+def test_blocks_are_chosen_by_both_gemms_together():
+    def line(gemm, block_m, us):
+        return {"gemm": gemm, "block_m": block_m, "us": us, "tile": Tile(group_m=int(us)).as_dict()}
+
+    group = pd.DataFrame([
+        line("gemm1", 64, 5.0), line("gemm1", 128, 4.0), line("gemm2", 64, 3.0), line("gemm2", 128, 9.0),
+        line("gemm2", 64, 7.0), line("gemm1", 32, 1.0),
+    ])  # fmt: skip
+    found = tables._best_config(group)
+    assert (found.block_m, found.gemm1.group_m, found.gemm2.group_m) == (64, 5, 3)
+    assert tables._best_config(group[group["gemm"] == "gemm1"]) is None
+
+
+def test_rates_stand_beside_both_ceilings(rows):
+    table = tables.times(rows)
+    assert tables.ceilings(rows) == (3.0, 800.0)
+    assert CONTROL not in set(table["variant"])
+    one = table[(table["model"] == QWEN3_30B.name) & (table["T"] == 1) & (table["weights"] == "bf16")]
+    reading = one.set_index("variant").loc[names.READ]
+    assert reading["active"] == 8
+    assert reading["% of reading"] == pytest.approx(100, rel=3e-3)
+    many = table[(table["model"] == MIXTRAL.name) & (table["T"] == 4096) & (table["weights"] == "bf16")]
+    ours = many[(many["variant"] == names.OURS) & (many["routing"] == "uniform")].iloc[0]
+    assert ours["% of products"] == pytest.approx(100 / 1.05, rel=3e-3)
+    assert set(table[table["variant"] == names.LOOP]["mode"]) == {"eager"}
+    assert tables.times(rows.iloc[:0]).empty
+
+
+def test_the_fastest_rival_is_found_in_every_case(rows):
+    table = tables.against_best(rows)
+    assert set(table["by"]) == {names.GROUPED}
+    assert set(table["weights"]) == {"bf16"}
+    assert table["ratio"].tolist() == pytest.approx([1.2] * len(table), rel=3e-3)
+    assert set(table["verdict"]) == {"faster"}
+    slow = tables.against_best(frame({names.GROUPED: 3.0, names.LIGER: 4.0}))
+    assert set(slow[slow["routing"] == KINDS[0]]["by"]) == {names.LOOP}
+    assert set(slow[slow["routing"] != KINDS[0]]["by"]) == {names.GROUPED}  # the others are timed uniformly alone
+    assert tables.against_best(rows[rows["role"].isin(["ours", "control"])]).empty
+
+
+def test_figures_of_another_run_stand_beside_the_same_gpu_only(rows):
+    assert tables.beside_sglang(rows).empty
+    table = tables.beside_sglang(rows.assign(gpu=tables.H100))
+    line = table[(table["model"] == QWEN3_30B.name) & (table["T"] == 128)].iloc[0]
+    assert line["SGLang / ours"] == pytest.approx(441 / (least_us(case()) * 1.05), rel=3e-3)
+    assert set(table["model"]) == set(tables.SGLANG_MS)
+
+
+def test_int4_gemms_are_taken_together(rows):
+    table = tables.int4_reading(rows)
+    assert set(table["model"]) == set(ALL["gemms"])
+    few = table[table["T"] == 16]
+    assert few["% of reading"].tolist() == pytest.approx([100 / 1.1] * len(few), rel=0.02)  # tokens are moved as well
+    assert few["% of reading here"].tolist() == pytest.approx([100 / 1.1] * len(few), rel=3e-3)
+    gain = tables.compared(rows, "layer", names.OURS, names.OURS_BF16)
+    assert gain["ratio"].tolist() == pytest.approx([3.0] * len(gain), rel=3e-3)
+
+
+def test_both_grids_beside_their_waves(rows):
+    table = tables.persistence(rows)
+    point = table[(table["model"] == QWEN35_35B.name) & (table["T"] == 1642) & (table["GEMM"] == "gemm1")]
+    point = point[point["weights"] == "INT4"].set_index("kernel")
+    blocks = waves.source_blocks(1642, 8, 256, 16)
+    source = point.loc["source BM=16"]
+    assert source["tiles"] == blocks * 8
+    assert source["waves"] == pytest.approx(blocks * 8 / (CTAS * SMS))
+    assert source["efficiency"] == pytest.approx(waves.efficiency(blocks * 8, CTAS * SMS))
+    assert source["ratio"] == pytest.approx(1.32 / 1.65, rel=3e-3)
+    assert source["verdict"] == "slower"
+    ours = point.loc[["ours"]].set_index("persistent")["ratio"]
+    assert ours[names.OURS_PERSISTENT] == pytest.approx(1.1 / 1.21, rel=3e-3)
+    assert ours[names.OURS_FILLED] == pytest.approx(1.0, rel=3e-3)
+    assert set(table[table["weights"] == "bf16"]["kernel"]) == {"source BM=16", "source BM=64", "ours"}
+    assert tables.persistence(rows.assign(evidence="{}"))["waves"].isna().all()
+
+
+def test_changes_are_over_the_kernel_that_they_change(rows):
+    table = tables.worth(rows).set_index(["change", "over", "weights"])["mean ratio"]
+    filled = names.source(16, names.PERSISTENT, names.FILLED)
+    assert table[filled, names.BASE, "INT4"] == pytest.approx(1.25, rel=3e-3)
+    assert table[names.grouped(16), names.grouped(1), "bf16"] == pytest.approx(1.1, rel=3e-3)
+    assert table[names.source(64, names.TILES), names.source(16, names.TILES), "INT4"] == pytest.approx(1.32, rel=3e-3)
+    assert ((tables.worth(rows)["cases"]) > 0).all()
+
+
+def test_the_sources_own_point(rows):
+    table = tables.source_point(rows).set_index("variant")
+    assert table["tiles / this"][names.BASE] == pytest.approx(0.8, rel=3e-3)
+    assert table["launched an SM"][names.BASE] == 1
+    assert table["CTAs an SM"][names.BASE] == CTAS
+    assert table["dead %"][names.BASE] == pytest.approx(12.7, abs=1.2)
+    assert table["dead %"][names.source(64, names.TILES)] == pytest.approx(42.7, abs=1.2)
+    assert math.isnan(table["tiles / this"][names.source(16, names.TILES)])
+    assert tables.source_point(rows[rows["op"] != "gemm2"]).empty
+
+
+def test_order_has_what_was_counted(rows):
+    table = tables.order(rows)
+    mixtral = table[(table["model"] == MIXTRAL.name) & (table["GEMM"] == "gemm1")]
+    mixtral = mixtral[(mixtral["T"] == 1642) & (mixtral["weights"] == "bf16")].set_index("groups of")
+    assert mixtral["MB an expert"][1] == pytest.approx(2 * 4096 * 14336 * 2 / 1e6)
+    assert mixtral["L2 hits %"].to_dict() == pytest.approx({1: 50, 8: 75, 16: 75, 32: 75})
+    assert mixtral["DRAM / weights"][8] == pytest.approx(40e6 / (8 * 2 * 4096 * 14336 * 2))
+    assert mixtral["ratio"][16] == pytest.approx(1.1, rel=3e-3)
+    assert table[table["model"] == QWEN35_35B.name]["L2 hits %"].isna().all()
+
+
+def test_dead_blocks_and_what_they_cost(rows):
+    table = tables.dead(rows)
+    point = table[(table["model"] == QWEN35_35B.name) & (table["T"] == 1642) & (table["weights"] == "INT4")]
+    assert set(point["grid"]) == {names.TILES, names.PERSISTENT}
+    assert point["dead %"].tolist() == pytest.approx([12.7] * 4, abs=1.2)
+    assert point["ratio"].tolist() == pytest.approx([1.1] * 4, rel=3e-3)
+    shares = views.dead_shares([1642]).set_index("model")
+    assert shares["dead %, BM=16"][QWEN35_35B.name] == pytest.approx(12.7, abs=1.2)
+    assert shares["dead %, BM=64"][QWEN3_30B.name] == pytest.approx(22, abs=1.2)
+
+
+def test_steps_follow_whole_waves(rows):
+    table = tables.steps(rows)
+    few = table[(table["T"] == 352) & (table["grid"] == names.TILES)].set_index("SMs")
+    assert few["tiles"].tolist() == [132] * 5
+    assert few["whole waves"].to_dict() == {132: 1, 128: 2, 112: 2, 96: 2, 64: 3}
+    assert few["predicted"][128] == 2
+    assert few["measured"][64] == pytest.approx(3, rel=3e-3)
+    assert math.isnan(few["predicted"][132])
+    parts = tables.persistent_on_parts(rows)
+    assert parts["ratio"].tolist() == pytest.approx([1.0] * len(parts), rel=3e-3)
+    assert tables.steps(rows.assign(evidence="{}")).empty
+
+
+def test_other_gpus_have_other_waves(rows):
+    table = tables.on_other_gpus(rows)
+    point = table[(table["model"] == QWEN35_35B.name) & (table["T"] == 1642) & (table["weights"] == "INT4")]
+    point = point[point["GEMM"] == "gemm1"].set_index("GPU")
+    tiles = waves.source_blocks(1642, 8, 256, 16) * 8
+    assert point["waves"]["A100"] == pytest.approx(tiles / (108 * CTAS))
+    assert point["efficiency"]["B200"] == pytest.approx(waves.efficiency(tiles, 148 * CTAS))
+
+
+def test_routings_are_beside_the_uniform_one(rows):
+    table = tables.routings(rows)
+    assert set(table["routing"]) == set(ALL["routings"])
+    uniform = table[table["routing"] == "uniform"]
+    assert uniform["over uniform"].tolist() == [1.0] * len(uniform)
+    one = table[(table["routing"] == "one expert") & (table["model"] == MIXTRAL.name)]
+    assert set(one["active"]) == {1}
+    assert set(one["most / mean"]) == {8.0}
+    assert tables.routings(rows[rows["case"].str.contains('"uniform"')]).empty
+
+
+def test_bits_are_compared_in_pairs(rows):
+    table = tables.same_bits(rows)
+    assert table["same"].all()
+    assert "in all" in views.bits(rows)
+    odd = rows.assign(
+        evidence=rows["evidence"].where(rows["variant"] != names.BASE, rows["evidence"].str.replace("abc", "abd"))
+    )
+    assert "the bits differ" in views.bits(odd)
+
+
+# claims
+
+
+def judged(rows):
+    return {claim.id: claim.judge(rows) for claim in claims.CLAIMS}
+
+
+def test_claims_are_judged_from_the_rows(rows):
+    found = judged(rows)
+    assert {one.verdict for one in found.values()} <= set(VERDICTS)
+    assert found["prefill"].verdict == "consistent"
+    assert "×0.993 for the two W4A8 GEMMs" in found["prefill"].measured
+    assert found["few-tokens"].verdict == "not reproduced"
+    assert found["few-tokens"].why == "it pays in none of these cases"
+    assert found["fewer-sms"].verdict == "not reproduced"
+    assert found["decode"].verdict == "not testable here"
+    assert (found["blocks"].verdict, found["blocks"].measured) == ("consistent", "×1.32 for both W4A16 GEMMs")
+    assert found["loop"].verdict == "consistent"
+    assert "loop / ours ×2.00 to ×2.00" in found["loop"].measured
+    assert found["liger"].verdict == "consistent"
+
+
+def test_other_rows_are_judged_otherwise():
+    slow = {names.source(16, names.PERSISTENT, int8=True): 3.0, names.source(64, names.TILES): 1.4, names.LIGER: 3.0}
+    found = judged(frame(slow | {names.LOOP: 9.0}))
+    assert found["prefill"].verdict == "not reproduced"
+    assert (
+        "the persistent grid is slower; as many CTAs as fit an SM, instead of one, give ×1.25" in found["prefill"].why
+    )
+    assert found["blocks"].why == "wider blocks are not faster here"
+    assert found["loop"].verdict == "not reproduced"
+    assert found["liger"].verdict == "not reproduced"
+    fast = {names.source(size, names.PERSISTENT): 0.8 for size in (16, 64)}
+    fast |= {names.source(size, names.PERSISTENT, int8=True): 0.8 for size in (16, 64)}
+    assert judged(frame(fast))["few-tokens"].verdict == "consistent"
+
+
+def test_nothing_is_judged_of_one_process_or_of_no_rows(rows):
+    for some in (made.processes(rows, 1), rows.iloc[:0], made.unusable(rows)):
+        found = judged(some)
+        for name in ("prefill", "few-tokens", "blocks", "loop"):
+            assert found[name].verdict == "not testable here", name
+    assert judged(made.unusable(rows))["liger"].verdict == "not testable here"
+
+
+# views
+
+
+def caption(drawn):
+    return drawn if isinstance(drawn, str) else drawn["caption"]
+
+
+@pytest.mark.parametrize(("view", "said"), [
+    ("in_short", "with one program an SM is ×0.91 in the mean of 24 cases"),
+    ("in_short", "against the fastest of the others (F.grouped_mm) is ×1.20 in the mean of 15 cases"),
+    ("rivals", "Ours is faster in 15 of 15 cases; geometric mean 1.200, least 1.2"),
+    ("reading", "16 to 128 tokens: 8"),
+    ("int4_gain", "One token: ×3.00 to 3.00; below 512 tokens: least ×"),
+    ("why", "one CTA a tile / persistent is ×0.800; 7 CTAs fit an SM, 1 is launched; as many as fit: ×1.250 over one"),
+    ("occupancy", "×1.25 to 1.25, faster in 20 of 20 cases"),
+    ("order", "Mixtral-8x7B (30.3 to 234.9 MB an expert) ×1.00 to 1.10"),
+    ("order", "Sectors that the L2 had: 50 to 75 %"),
+    ("pays", "SMs × occupancy (INT4 ×1.25, bf16 ×1.25)"),
+    ("dead", "% of the time saved"),
+    ("launching", "mean of the models: 1 token ×1.100, 16 tokens ×1.100, 128 tokens ×1.100, 1642 tokens ×1.100."),
+    ("steps", "Measured over predicted by whole waves: +0 % in the median of 16"),
+    ("tuning", "by the rule the layer takes ×1.10 as long in the mean of 30 cases"),
+    ("tuning", "tuned for 1642 tokens the layer takes ×1.20 as long in the mean of 12 cases"),
+])  # fmt: skip
+def test_what_a_view_says_follows_from_the_rows(rows, view, said):
+    assert said in caption(getattr(views, view)(rows))
+
+
+VIEWS = (
+    "in_short", "rivals", "rates", "launching", "sglang", "reading", "int4_gain", "grid", "bits", "source_point", "why",
+    "occupancy", "order", "worth", "pays", "dead", "steps", "parts", "other_gpus", "routings", "tuning",
+    "prediction", "summary",
+)  # fmt: skip
+PARTIAL = {
+    "all": lambda rows: rows,
+    "none": lambda rows: rows.iloc[:0],
+    "all failed": made.unusable,
+    "layers only": lambda rows: rows[rows["op"] == "layer"],
+    "no layers": lambda rows: rows[rows["op"] != "layer"],
+    "bf16 only": lambda rows: rows[rows["case"].str.contains('"weights": "bf16"')],
+    "INT4 only": lambda rows: rows[rows["case"].str.contains('"weights": "INT4"')],
+    "one token only": lambda rows: rows[rows["case"].str.contains('"T": 1,')],
+    "no libraries": lambda rows: rows[rows["role"] != "peer"],
+    "no source": lambda rows: rows[~rows["variant"].str.startswith("source")],
+    "no ours": lambda rows: rows[~rows["variant"].str.startswith("ours")],
+    "no control": lambda rows: rows[rows["role"] != "control"],
+    "no evidence": lambda rows: rows.assign(evidence="{}"),
+    "no ceilings": lambda rows: rows.assign(ceiling=math.nan, predicted_us=math.nan),
+    "no counters": lambda rows: rows.assign(counters="{}"),
+}
+
+
+@pytest.fixture(scope="module")
+def few():
+    """Rows of few cases, of which every view still finds some."""
+    lists = {"models": [QWEN3_30B.name, QWEN35_35B.name], "tokens": [1, 128], "gemm_tokens": [128, 1642]}
+    return frame(parameters=ALL | lists | {"gemms": [QWEN35_35B.name], "routings": ["uniform", "zipf 1"]})
+
+
+@pytest.mark.parametrize("which", PARTIAL)
+def test_every_view_of_partial_rows_is_a_sentence_or_a_drawing(few, which):
+    some = PARTIAL[which](few).reset_index(drop=True)
+    for view in VIEWS:
+        drawn = getattr(views, view)(some)
+        if isinstance(drawn, dict):
+            assert {"fig", "alt", "caption", "table"} <= set(drawn), view
+        said = "" if isinstance(drawn, pd.DataFrame) else caption(drawn)
+        assert not re.search(r"\bnan\b", said), view
+
+
+def test_what_needs_no_measurement():
+    cases = study.cases(ALL)
+    table = views.active_experts(cases)
+    one = table[(table["model"] == QWEN3_30B.name) & (table["T"] == 1)].iloc[0]
+    assert (one["active"], one["of"]) == (8, 128)
+    assert one["FLOP a byte, bf16"] == 1.0
+    assert one["MB, bf16"] / one["MB, INT4"] == pytest.approx(16 / (4 + 16 / 128))
+    assert len(table) == len(ALL["models"]) * len(ALL["tokens"])
+    assert {x["routing"] for x in views.floor_cases(cases)} == {KINDS[0]}
+    assert {x["weights"] for x in views.floor_cases(cases)} == {"bf16"}
+
+
+# on a GPU
+
+
+def small(op, weights="bf16", **changes):
+    shape = {"model": study.TINY, "E": 8, "H": 256, "I": 256, "top_k": 2, "T": 33, "routing": "zipf 1"}
+    return Case(op, shape | {"weights": weights, "activations": "bf16"} | changes)
+
+
+def captured(call):
+    """Capture a call in a CUDA graph, as the timing does, and replay it."""
+    call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    graph.replay()
+    torch.cuda.synchronize()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("op", ["layer", "gemm1", "gemm2"])
+@pytest.mark.parametrize("weights", ["bf16", "INT4"])
+def test_every_variant_is_right_and_can_be_captured(op, weights):
+    x = small(op, weights)
+    for one in study.variants(x):
+        if one.name == names.LIGER:
+            continue
+        found = one.prepare(x, torch.device("cuda"), 2, 0)
+        errors = found.check()
+        assert all(error <= found.tolerance[key] for key, error in errors.items()), (one.name, errors)
+        if one.mode == "graph":
+            captured(found.calls[1])
+        json.dumps(found.facts() if found.facts else {})
+
+
+@pytest.mark.gpu
+def test_liger_kernel_is_right_and_can_be_captured():
+    pytest.importorskip("liger_kernel")
+    found = trials.liger(small("layer"), torch.device("cuda"), 2, 0)
+    assert all(error <= found.tolerance[key] for key, error in found.check().items())
+    captured(found.calls[1])
+
+
+@pytest.mark.gpu
+def test_candidates_are_right():
+    for weights in ("bf16", "INT4"):
+        x = small("tune", weights)
+        for one in study.variants(x):
+            found = one.prepare(x, torch.device("cuda"), 1, 0)
+            errors = found.check()
+            assert all(error <= found.tolerance[key] for key, error in errors.items()), (one.name, errors)
+
+
+@pytest.mark.gpu
+def test_a_part_of_the_gpu_is_as_large_as_it_is_seen():
+    most = torch.cuda.get_device_properties(0).multi_processor_count
+    _, seen = limited.stream_on(0, torch.device("cuda"))
+    assert seen == most
+    with pytest.raises(ValueError, match=f"sms is {most + 1}; allowed: up to {most}"):
+        limited.stream_on(most + 1, torch.device("cuda"))
+    try:
+        _, seen = limited.stream_on(64, torch.device("cuda"))
+    except RuntimeError as problem:
+        pytest.skip(str(problem))
+    assert 64 <= seen < most
+    x = small("waves", routing="one expert", T=640)
+    for name in (names.limited(0, names.TILES), names.limited(64, names.PERSISTENT)):
+        one = next(one for one in study.variants(x) if one.name == name)
+        found = one.prepare(x, torch.device("cuda"), 1, 0)
+        assert all(error <= found.tolerance[key] for key, error in found.check().items())
+        assert all(ns > 0 for ns in found.timer())
