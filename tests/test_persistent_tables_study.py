@@ -9,7 +9,6 @@ import pytest
 import rows as made
 import torch
 
-from labkit import studies
 from labkit.bench import sweep, verdict
 from labkit.bench.sha import kernel_sha
 from labkit.bench.spec import CONTROL, Case
