@@ -4,13 +4,11 @@ import json
 import math
 from types import SimpleNamespace
 
-import numpy as np
 import pandas as pd
 import pytest
 import rows as made
 import torch
 
-from labkit import studies
 from labkit.bench import sweep, verdict
 from labkit.bench.sha import kernel_sha
 from labkit.bench.spec import CONTROL, Case
@@ -414,8 +412,3 @@ def test_the_plans_tiles_divide_every_width():
     for name in names.MODELS:
         how = tables.Lowering(model.MODELS[name], 1)
         assert all(k % trials.PLANS[name].choice["block_k"] == 0 for _, k in how.projections().values()), name
-
-
-def test_a_study_that_was_never_measured_opens():
-    assert "persistent_tables" in studies.NOTEBOOKS
-    assert np.isfinite([study.floor(x).bytes for x in study.cases(ALL)]).all()

@@ -22,7 +22,6 @@ def alone(way: str, table: str) -> str:
 
 WAYS = (REBUILT, VECTORISED, PREBUILT, PINNED, ONE_POSITION, ONE_BY_ONE, PACKED, BY_KERNEL, IN_LAUNCH, GRAPH)
 ALONE = tuple(alone(way, table) for way in (REBUILT, PREBUILT) for table in TABLES)
-PAGEABLE = (REBUILT, VECTORISED, PREBUILT)
 BUILT = (REBUILT, *(alone(REBUILT, table) for table in TABLES), VECTORISED)  # by the host, for every token
 SWEPT = (VECTORISED, PREBUILT, PINNED, PACKED, BY_KERNEL, IN_LAUNCH, GRAPH)  # over records and kernel time
 PARTS = ("build", "copy", "launch")  # of the host's work for a token

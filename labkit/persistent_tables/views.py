@@ -13,12 +13,10 @@ from labkit.report import figures
 Drawing = Mapping[str, Any] | str  # a sentence where there is nothing to draw
 BAR_PERCENT = 85  # of the read ceiling, on streamed bytes, that Llama-3.2-1B was to reach
 BAR_HOST_US = 20  # of the host a token, that way 8 or 9 was to stay below
-STEP = "labkit.persistent_tables.kernels:compilable"
 UNITS = {
     "us": "µs", "tbs": "TB/s", "gpu us": "GPU µs", "idle us": "idle µs", "beyond": "µs beyond way 8",
     "queued_us": "queued µs", "host": "all", "build": "build µs", "copy": "copy µs", "launch": "launch µs",
 }  # fmt: skip
-PARTS_SHOWN = [*names.PARTS]
 
 
 def in_short(rows: pd.DataFrame) -> str:
@@ -264,7 +262,7 @@ def host(rows: pd.DataFrame) -> Drawing:
     table = _one_host(rows, 0)
     if table.empty:
         return "the host's work was not timed at the published size."
-    tidy = table.melt("way", PARTS_SHOWN, var_name="part", value_name="us")
+    tidy = table.melt("way", list(names.PARTS), var_name="part", value_name="us")
     fig = figures.bars(
         tidy.assign(way=tidy["way"].str.split().str[0] + " " + tidy["way"].map(_short)), "way", "us", "part", logy=True,
         xlabel="way", ylabel="µs of the host (log)", title=f"The host's work for a token, {names.H1024}",
