@@ -222,7 +222,7 @@ def stops(rows: pd.DataFrame) -> str:
     for model, some in table.groupby("model", sort=False):
         us = some.set_index("variant")["us"]
         if {names.OURS, names.UNORDERED, names.READ} <= set(us.index):
-            stages = 2 + 6 * derived.MODELS[model].layers
+            stages = 2 + 5 * derived.MODELS[model].layers
             waiting, slower = us[names.OURS] - us[names.UNORDERED], us[names.UNORDERED] - us[names.READ]
             parts.append(
                 f"{model} {waiting:.0f} µs of waiting, {waiting / stages:.2f} µs a barrier of {stages}, and "
