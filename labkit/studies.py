@@ -8,6 +8,7 @@ NOTEBOOKS = {
     "machine": "00_machine",
     "state_layout": "01_state_layout",
     "gemv_coalescing": "02_gemv_coalescing",
+    "batched_ffn": "05_batched_ffn",
 }
 
 

@@ -4,15 +4,20 @@
 |--------------|------------------------------------------------------------------------------------------------|
 | `read`       | the ceiling: a plain cold read of as many bytes as a case's weights have                       |
 | `dequantise` | weights are written as bf16 for a library's product: their bytes move three times, four in all |
+| `split_k`    | the control: sums by atomics, in whatever order programs end; bits must differ                 |
 """
 
+from collections.abc import Callable
+from typing import Any
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from labkit.batched_ffn.formats import GROUP, ROWS, Packed
-from labkit.batched_ffn.kernels import MAGIC, _block, _read, _scales, _weights
-from labkit.checks import check_shape
+from labkit.batched_ffn.kernels import MAGIC, _block, _read, _scales, _total, _weights, check_product
+from labkit.checks import check_one_of, check_shape
 from labkit.launch import Launch
 
 READ_BLOCK = 8192  # words a program
@@ -43,6 +48,43 @@ def _dequantise_kernel(
     for i in tl.static_range(8):
         value = _weights(tile, steps, magic, i, FORMAT)
         tl.store(at + 4 * i, value.to(y.dtype.element_ty), mask=(inside & (row < rows))[:, None])
+
+
+@triton.jit
+def _split_k_kernel(
+    x, y, words, high, scales, d, N, rows, x_stride, y_stride, magic,
+    GROUPS: tl.constexpr, FORMAT: tl.constexpr, PLANES: tl.constexpr, TILE: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
+    """One program: 8 rows, TILE groups, TOKENS tokens."""
+    block = tl.program_id(0)
+    first_token = tl.program_id(2) * TOKENS
+    units = tl.arange(0, TILE * 8)
+    groups = tl.program_id(1) * TILE + units // 8
+    inside = groups < GROUPS
+    W = _block(words, high, scales, d, block, GROUPS, FORMAT, PLANES)
+    tile = _read(W, groups, groups // 8, units % 8, inside, True, FORMAT, PLANES)
+    steps = _scales(tile, FORMAT)
+    ks = groups[:, None] * 32 + tl.arange(0, 4)[None, :]
+    row = block * 8 + tl.arange(0, 8)
+    for n in tl.static_range(TOKENS):
+        token = tl.minimum(first_token + n, N - 1).to(tl.int64)
+        sums = tl.zeros((TILE * 8, 4), tl.float32)
+        for i in tl.static_range(8):
+            value = tl.load(x + token * x_stride + ks + 4 * i, mask=inside[:, None], other=0.0).to(tl.float32)
+            sums = tl.fma(_weights(tile, steps, magic, i, FORMAT), value, sums)
+        tl.atomic_add(y + token * y_stride + row, _total(sums, TILE), mask=(row < rows) & (first_token + n < N))
+
+
+def split_k(W: Packed, x: Tensor, y: Tensor) -> list[Callable[[], Any]]:
+    """y[n] = W x[n] by programs that share a row and add to it by atomics. As `kernels.gemm_n`, but y: fp32."""
+    check_product(W, x, y)
+    check_one_of("y", y.dtype, (torch.float32,))
+    groups, tokens = W.columns // GROUP, 4
+    args = {"x": x, "y": y} | dict.fromkeys(("words", "high", "scales", "d"), W.words) | W.arrays
+    args |= {"N": len(x), "rows": W.rows, "x_stride": x.stride(0), "y_stride": y.stride(0), "magic": MAGIC}
+    args |= {"GROUPS": groups, "FORMAT": W.format.name, "PLANES": W.words.shape[2], "TILE": DEQUANTISE_GROUPS}
+    grid = (triton.cdiv(W.rows, ROWS), triton.cdiv(groups, DEQUANTISE_GROUPS), triton.cdiv(len(x), tokens))
+    return [y.zero_, Launch(_split_k_kernel, grid, args | {"TOKENS": tokens}, {"num_warps": 4})]
 
 
 def read(words: Tensor, sums: Tensor) -> Launch:

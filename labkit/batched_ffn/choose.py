@@ -40,7 +40,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Tile:
-    """How `tensor_core` is run. blocks: of 8 rows, a program, two an instruction; tokens: of a program, 8 an instruction.
+    """How `tensor_core` is run. blocks: of 8 rows, a program, two an instruction; tokens: a program, 8 an instruction.
 
     num_warps: warps that share the rows of a program, each with groups of its own: the order of a sum depends on it.
     """

@@ -20,8 +20,8 @@ The choices (`choose.Choice`) and theirs:
 Two families, each with the same bits for a token whatever else is in the batch. The first three variants are one
 kernel, in which a token has its own sums, added to by explicit fma in an order that depends on groups and num_warps
 only. `tensor_core` pads the tokens to multiples of 8, one matrix instruction's, and its order of a sum depends on
-num_warps only: so a single token runs the same arithmetic. `wide` is a third family: its tile of tokens is always padded
-to one size.
+num_warps only: so a single token runs the same arithmetic. `wide` is a third family: its tile of tokens is always
+padded to one size.
 
 `tensor_core` needs no shared memory and no barrier between loads and the sums' end. A warp has 4 groups of a row, and
 lane 4 r + g loads group g of row r: which is just where the matrix instruction (m16n8k16) wants 4 weights of each lane,
@@ -182,7 +182,7 @@ def _weights(tile, scales, magic, i: tl.constexpr, FORMAT: tl.constexpr):
 @triton.jit
 def _rounded(tile, scales, magic, i: tl.constexpr, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
     """As `_weights`, in DTYPE; of 16 bits, in fewer instructions, before the rounding up to 2^-7 of a step off."""
-    if FORMAT == "F32" or DTYPE == tl.float32:
+    if FORMAT == "F32" or tl.float32 == DTYPE:
         return _weights(tile, scales, magic, i, FORMAT).to(DTYPE)
     elif FORMAT == "BF16":
         return (tile[0][i // 2] >> 16 * (i % 2)).to(tl.int16).to(tl.bfloat16, bitcast=True).to(DTYPE)
@@ -487,7 +487,7 @@ def tensor_core(W: Packed, x: Tensor, y: Tensor, tile: Tile | None = None, up: P
 
 
 def wide(W: Packed, x: Tensor, y: Tensor, choice: Choice | None = None) -> Launch:
-    """As `tensor_core`, for many tokens, in tiles that are padded to `choice.tokens`. choice: `choose.WIDE` by default."""
+    """As `tensor_core`, but in wide tiles, padded to `choice.tokens`. choice: `choose.WIDE` by default."""
     choice = choice or WIDE
     check_wide_choice(choice)
     check_product(W, x, y)

@@ -331,12 +331,15 @@ def per_token(experts: Experts, resident: Mapping[int, int], ids: Sequence[Seque
             if expert in resident:
                 at = token * work.top_k + k
                 x, mid, part = (one[i : i + 1] for one, i in ((work.x, token), (work.mid, at), (work.partials, at)))
-                found += _expert_on(experts, resident[expert], x, mid, part, 1)
+                found += one_expert(experts, resident[expert], x, mid, part, 1)
     return found
 
 
-def _expert_on(experts: Experts, slot: int, x: Tensor, mid: Tensor, y: Tensor, tokens: int) -> list[Launch]:
-    """An expert on rows x: gate and up, then down, by multiply-add; `tokens`: rows that share a tile at most."""
+def one_expert(experts: Experts, slot: int, x: Tensor, mid: Tensor, y: Tensor, tokens: int) -> list[Launch]:
+    """The expert in a slot on rows x: gate and up into mid, then down into y, by multiply-add.
+
+    x, y: [n, hidden], mid: [n, width], as `kernels` take them; tokens: rows that share a tile at most.
+    """
     gate, up, down = (experts.matrix(role, slot) for role in ("gate", "up", "down"))
     return [
         kernels.weight_stationary(gate, x, mid, rule(tokens, gated=True), up),
@@ -362,7 +365,7 @@ def grouped_rowcopy(
     for expert, slots in members.items():
         n = len(slots)
         found += [_copy(x[i], work.x[slot // work.top_k]) for i, slot in enumerate(slots)]
-        found += _expert_on(experts, resident[expert], x[:n], mid[:n], y[:n], n)
+        found += one_expert(experts, resident[expert], x[:n], mid[:n], y[:n], n)
         found += [_copy(work.partials[slot], y[i]) for i, slot in enumerate(slots)]
     return found
 

@@ -3,25 +3,26 @@
 from collections.abc import Mapping
 from typing import Any
 
-from labkit.batched_ffn import cache, claims, names, trials
+from labkit.batched_ffn import ahead, cache, claims, names, trials
 from labkit.batched_ffn.formats import FORMATS
 from labkit.bench.spec import Case, Floor, Rule, Study, Trial, Variant, integer, list_of, one_of
 
-LAYER_TOKENS = (1, 8, 64, 512)  # of those asked for, whole layers are timed with these
 HERE = "labkit.batched_ffn.trials"
 
 
 def cases(parameters: Mapping[str, Any]) -> list[Case]:
     """Products, then whole layers, routed experts and the cache; cases that share weights follow each other."""
     found = []
+    few = [n for n in parameters["tokens"] if n in names.FEW_TOKENS]
     for format in parameters["formats"]:
         for model in parameters["models"]:
             hidden, width = names.DENSE[model]
+            first = model == parameters["models"][0]
             for rows, K in ((width, hidden), (hidden, width)):
                 shape = {"rows": rows, "K": K, "format": format, "activations": "bf16"}
-                found += [Case("product", shape | {"N": n}) for n in parameters["tokens"]]
+                found += [Case("product", shape | {"N": n}) for n in (parameters["tokens"] if first else few)]
             shape = {"model": model, "hidden": hidden, "width": width, "format": format, "activations": "bf16"}
-            found += [Case("ffn", shape | {"N": n}) for n in parameters["tokens"] if n in LAYER_TOKENS]
+            found += [Case("ffn", shape | {"N": n}) for n in few if first]
     return found + _routed_cases(parameters)
 
 
@@ -38,6 +39,7 @@ def _routed_cases(parameters: Mapping[str, Any]) -> list[Case]:
                 for t in parameters["traces"]
                 for p in parameters["policies"]
                 for c in parameters["capacities"]
+                if n <= names.FEW_CACHED or c >= names.MANY_CACHED
             ]
     return found
 
@@ -108,6 +110,7 @@ STUDY = Study(
     control=control,
     floor=floor,
     claims=claims.CLAIMS,
+    kernels=lambda some, capability: ahead.sources(some),
     parameters={
         "models": list_of(one_of(*names.DENSE)),
         "formats": _or_none(list_of(one_of(*FORMATS))),

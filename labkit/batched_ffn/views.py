@@ -10,7 +10,7 @@ from labkit.bench.verdict import counted, geometric_mean
 from labkit.report import figures
 
 Drawing = Mapping[str, Any] | str  # a sentence where there is nothing to draw
-SHOWN = (names.PER_TOKEN, names.GEMM_N, names.STATIONARY, names.MATRIX, names.CUBLAS, names.GEMLITE)
+SHOWN = (names.PER_TOKEN, names.GEMM_N, names.STATIONARY, names.MATRIX, names.WIDE, names.CUBLAS, names.GEMLITE)
 UNITS = {"us": "µs", "us a token": "µs a token", "against us": "library µs"}
 BARS = {  # format -> percent of the plain read, for the multiply-add family up to 2 tokens, and for the other up to 8
     "BF16": 80, "Q8_0": 80, "Q4_K": 80, "Q5_K": 70, "Q6_K": 70,
@@ -32,7 +32,7 @@ def time_per_token(rows: pd.DataFrame, rows_of: int = 17408) -> Drawing:
         "fig": fig,
         "alt": f"Lines of µs a token against tokens, by variant and format. {'; '.join(said)}.",
         "caption": f"Cold weights, CUDA graph. {'; '.join(said)}.",
-        "table": table.drop(columns=["rows", "K", "role"]).rename(columns=UNITS),
+        "table": table.drop(columns=["rows", "K", "role", "MB"]).rename(columns=UNITS),
     }
 
 
@@ -66,6 +66,49 @@ def read_percent(rows: pd.DataFrame, variant: str = names.MATRIX) -> Drawing:
         "caption": f"A plain cold read of as many bytes, in the same blocks, is 100 %. {said}.",
         "table": table[["shape", "format", "N", "us", "% of reading"]].rename(columns=UNITS),
     }
+
+
+def multiply_add_percent(rows: pd.DataFrame) -> Drawing:
+    """The same of the multiply-add family."""
+    return read_percent(rows, names.STATIONARY)
+
+
+def gains(rows: pd.DataFrame) -> Drawing:
+    """What one launch is worth, and what reading the weights once, against the number of tokens."""
+    table = tables.gains(rows)
+    if table.empty:
+        return "the loop, one launch, and weights read once were not timed beside each other."
+    mean = table.groupby(["step", "format", "N"], sort=False)["ratio"].agg(geometric_mean).reset_index()
+    fig = figures.lines(
+        mean, "N", "ratio", "step", panel="format", logx=True, logy=True, reference=[(1, "no gain")], xlabel="tokens",
+        ylabel="time before / time after (log)", title="Fewer launches, then fewer bytes",
+    )  # fmt: skip
+    said = "; ".join(
+        f"{step} ×{geometric_mean(part[part['N'] == part['N'].max()]['ratio']):.2f} at N = {part['N'].max()}"
+        for step, part in mean.groupby("step", sort=False)
+    )
+    return {
+        "fig": fig,
+        "alt": f"Lines of the gain of each change against tokens, by format. Geometric means: {said}.",
+        "caption": f"In a CUDA graph, so that a launch costs the GPU alone. Geometric means: {said}.",
+        "table": table.drop(columns=["no slower"]).rename(columns=UNITS),
+    }
+
+
+def launches(rows: pd.DataFrame) -> pd.DataFrame:
+    """Operations on the GPU, as the profiler counted them, and how often all weights are asked for, by tokens."""
+    table = tables.times(rows, "product")
+    table = table[table["launches"].notna()] if len(table) else table
+    if table.empty:
+        return table
+    columns = ["variant", "N", "launches", "passes"]
+    return table[columns].drop_duplicates().sort_values(["variant", "N"], kind="stable")
+
+
+def arithmetic(rows: pd.DataFrame) -> pd.DataFrame:
+    """What arithmetic allows the multiply-add family at most."""
+    table = tables.arithmetic(rows)
+    return table[table["N"] <= 16].rename(columns=UNITS) if len(table) else table
 
 
 def bars(rows: pd.DataFrame) -> str:
@@ -107,6 +150,21 @@ def library(rows: pd.DataFrame, op: str = "product", against: str = names.CUBLAS
         "caption": f"The lab's fastest variant at each N is named in the table. {said}.",
         "table": table.drop(columns=["group", "row", "no slower"], errors="ignore").rename(columns=UNITS),
     }
+
+
+def dequantised(rows: pd.DataFrame) -> Drawing:
+    """The weak rival: weights dequantised in every call."""
+    return library(rows, against=names.DEQUANTISED)
+
+
+def layers(rows: pd.DataFrame) -> Drawing:
+    """Whole layers, gate and up, SiLU and down, against the library's."""
+    return library(rows, "ffn")
+
+
+def grouped_mm(rows: pd.DataFrame) -> Drawing:
+    """Routed experts against the library's grouped product."""
+    return library(rows, "routed", names.GROUPED_MM)
 
 
 def crossovers(rows: pd.DataFrame) -> pd.DataFrame:
@@ -212,6 +270,33 @@ def hit_rates(
         "fig": fig,
         "alt": f"Lines of hit rate against capacity, by policy and trace. {said}.",
         "caption": f"Best policy with {table['capacity'].min()} experts a layer: {said}. belady is the oracle.",
+        "table": table,
+    }
+
+
+def stall(rows: pd.DataFrame) -> Drawing:
+    """µs that a step waits for experts, against capacity, by trace and tokens."""
+    table = tables.cached(rows)
+    if table.empty:
+        return "no steps through the cache were measured."
+    names_ = {"stall, when needed": "copied when needed", "stall, prefetched": "prefetched"}
+    tidy = table.rename(columns=names_).melt(
+        ["trace", "policy", "N", "capacity"], list(names_.values()), var_name="way", value_name="stall"
+    )
+    tidy = tidy.assign(panel=tidy["trace"] + ", N = " + tidy["N"].astype(str), stall=tidy["stall"].clip(lower=0))
+    fig = figures.lines(
+        tidy, "capacity", "stall", "way", panel="panel", logx=True, xlabel="experts a layer in the cache",
+        ylabel="µs a step waits", title=f"Waiting for experts, {names.LAYERS} layers",
+    )  # fmt: skip
+    worst, least = (table.loc[table["stall, when needed"].agg(pick)] for pick in ("idxmax", "idxmin"))
+    said = (
+        f"from {least['stall, when needed']:.0f} µs ({least['trace']}, N = {least['N']}, {least['capacity']} experts) "
+        f"to {worst['stall, when needed']:.0f} µs ({worst['trace']}, N = {worst['N']}, {worst['capacity']} experts)"
+    )
+    return {
+        "fig": fig,
+        "alt": f"Lines of the time a step waits against capacity, with and without prefetch. When needed: {said}.",
+        "caption": f"Beyond the same step with every expert there. Copied when needed: {said}. Synthetic traces.",
         "table": table,
     }
 

@@ -125,7 +125,9 @@ def test_weights_in_16_bits_are_as_near_as_these_allow(name, device):
     columns = list(range(0, 768, 3))
     W, exact = on(device, name), weights(name)[1][:, columns].T
     y = run(kernels.tensor_core, W, torch.eye(COLUMNS, dtype=torch.float16)[columns].to(device), Tile(2, 32, 4)).cpu()
-    step = (weights(name)[1].amax(1) - weights(name)[1].amin(1)) / {"Q8_0": 255, "Q4_K": 15, "Q5_K": 31, "Q6_K": 63}[name]
+    step = (weights(name)[1].amax(1) - weights(name)[1].amin(1)) / {"Q8_0": 255, "Q4_K": 15, "Q5_K": 31, "Q6_K": 63}[
+        name
+    ]
     assert ((y - exact).abs() <= step / 64 + exact.abs() * 2**-10).all()
     assert not torch.equal(y, exact)
 
