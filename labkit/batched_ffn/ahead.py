@@ -22,7 +22,7 @@ def sources(some: Sequence[Case]) -> list[Source]:
     found: dict[str, Source] = {}
     for x in some:
         for function, arguments in _of(x):
-            key = {"N": _matters(arguments["N"], arguments.get("variant", names.STATIONARY))}
+            key = {"N": _matters(arguments["N"], arguments["variant"])} if "variant" in arguments else {}
             found.setdefault(f"{function} {sorted((arguments | key).items())}", (f"{HERE}:{function}", arguments))
     return list(found.values())
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from labkit.batched_ffn import ahead, cache, claims, names, trials
 from labkit.batched_ffn.formats import FORMATS
-from labkit.bench.spec import Case, Floor, Rule, Study, Trial, Variant, integer, list_of, one_of
+from labkit.bench.spec import Added, Case, Floor, Rule, Study, Trial, Variant, integer, list_of, one_of
 
 HERE = "labkit.batched_ffn.trials"
 
@@ -94,6 +94,10 @@ def _or_none(rule: Rule) -> Rule:
     return lambda value: None if value == [] else rule(value)
 
 
+def _added(function: Any, x: Case, device: Any, sets: int, seed: int) -> Trial:
+    return trials.added(x, device, sets, seed, function)
+
+
 def _tiny(op: str, N: int, format: str = "Q8_0", **shape: Any) -> Case:
     """A case for the interpreter; fp32 activations, since it cannot multiply matrices in bf16."""
     return Case(op, {"N": N, "format": format, "activations": "fp32"} | shape)
@@ -110,6 +114,14 @@ STUDY = Study(
     control=control,
     floor=floor,
     claims=claims.CLAIMS,
+    added=Added(
+        ("blocks", "x", "y"),
+        "blocks: uint8 [rows, bytes of a row], of the case's GGUF format as stored; x: [N, K], y: [N, rows], bf16; the "
+        "function writes y[n] = W x[n].",
+        _added,
+        lambda case: case.op == "product",
+        ("cold",),
+    ),
     kernels=lambda some, capability: ahead.sources(some),
     parameters={
         "models": list_of(one_of(*names.DENSE)),

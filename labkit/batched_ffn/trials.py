@@ -278,6 +278,17 @@ def _tune(library: Any) -> None:
         library.load_config(str(paths.RUNS / TUNED))
 
 
+def added(x: Case, device: Any, sets: int, seed: int, function: Callable[..., Any]) -> Trial:
+    """A function of the reader's own, function(blocks, x, y), on copies that it may spoil."""
+    raw = [one.clone() for one, _ in _matrices(x, device, sets, seed)]
+
+    def make(i: int, values: Tensor, out: Tensor) -> Call:
+        own = values.clone()
+        return lambda: function(raw[i], own, out)
+
+    return _product(x, device, sets, seed, make)
+
+
 def read(x: Case, device: Any, sets: int, seed: int) -> Trial:
     """As many bytes as the weights of a case have, as stored, read and summed."""
     from labkit.batched_ffn import beside

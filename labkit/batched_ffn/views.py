@@ -6,6 +6,8 @@ from typing import Any
 import pandas as pd
 
 from labkit.batched_ffn import cache, names, tables
+from labkit.batched_ffn.choose import matrix_rule, rule
+from labkit.bench.spec import Case
 from labkit.bench.verdict import counted, geometric_mean
 from labkit.report import figures
 
@@ -71,6 +73,56 @@ def read_percent(rows: pd.DataFrame, variant: str = names.MATRIX) -> Drawing:
 def multiply_add_percent(rows: pd.DataFrame) -> Drawing:
     """The same of the multiply-add family."""
     return read_percent(rows, names.STATIONARY)
+
+
+def floor_cases(some: Sequence[Case]) -> list[Case]:
+    """The products of the first shape and format."""
+    products = [x for x in some if x.op == "product"]
+    first = {name: products[0][name] for name in ("rows", "K", "format")} if products else {}
+    return [x for x in products if first.items() <= dict(x.params).items()]
+
+
+def choices(tokens: Sequence[int]) -> pd.DataFrame:
+    """What the rules choose, by shape and tokens; and how often a variant asks for all weights."""
+    found = []
+    for model, (hidden, width) in names.DENSE.items():
+        for rows, K in ((width, hidden), (hidden, width)):
+            for n in tokens:
+                for variant, choice in ((names.STATIONARY, rule(n)), (names.MATRIX, matrix_rule(n, rows, K))):
+                    line = {"model": model, "rows": rows, "K": K, "N": n, "variant": variant, "blocks": choice.blocks}
+                    line |= {"tokens": choice.tokens, "warps": choice.num_warps}
+                    found.append(line | {"passes": tables.passes(variant, {"N": n, "rows": rows, "K": K})})
+    table = pd.DataFrame(found)
+    same = table.drop(columns=["model", "N"]).duplicated()
+    return table[~same].rename(columns={"N": "N from"})
+
+
+def compiled_cases() -> list[tuple[Case, str]]:
+    """The kernels whose code is shown, at a small shape."""
+    shape = {"rows": 1024, "K": 1024, "format": "Q8_0", "activations": "bf16"}
+    few, many = (Case("product", shape | {"N": n}) for n in (8, 64))
+    return [(few, names.GEMM_N), (few, names.STATIONARY), (few, names.MATRIX), (many, names.WIDE)]
+
+
+def compiled_table(table: pd.DataFrame) -> pd.DataFrame:
+    """What the compiler made of them."""
+    columns = ["variant", "arch", "registers", "spill_bytes", "shared_bytes", "loads", "matrix", "shuffles", "barriers"]
+    return table[[name for name in columns if name in table]] if len(table) else table
+
+
+def losses(rows: pd.DataFrame) -> str:
+    """The cases in which a library is the faster one."""
+    table = tables.against_best(rows, "product", names.CUBLAS)
+    slower = table[table["verdict"] == "slower"] if len(table) else table
+    if table.empty:
+        return "nothing could be compared with cuBLAS."
+    if slower.empty:
+        return f"in none of {len(table)} cases is bf16 cuBLAS clearly faster than the lab's fastest variant."
+    parts = [
+        f"{format} from N = {part['N'].min()} on (at worst ×{1 / part['ratio'].min():.2f})"
+        for format, part in slower.groupby("format", sort=False)
+    ]
+    return f"bf16 cuBLAS is faster in {len(slower)} of {len(table)} cases: {', '.join(parts)}."
 
 
 def gains(rows: pd.DataFrame) -> Drawing:
