@@ -20,9 +20,8 @@ Us = Callable[[Case, Variant], float]
 LAYOUT = {"models": ["Qwen3-Next-80B-A3B"], "batches": [1, 64], "states": ["fp32", "bf16"]}
 LAYOUT |= {"gates": [], "step_batches": [], "prefills": []}
 GEMV = {"models": ["AutoMegaKernel h1024", "Llama-3.2-1B", "Qwen3.5-4B"], "dtypes": ["bf16", "fp32"]}
-BATCHED_FFN = {"models": ["Qwen3.5-4B"], "formats": ["Q4_K", "BF16"], "tokens": [1, 4, 8, 64], "capacities": [16]}
+BATCHED_FFN = {"models": ["Qwen3.5-27B"], "formats": ["Q4_K", "BF16"], "tokens": [1, 4, 8, 64], "capacities": [16]}
 BATCHED_FFN |= {"routed_formats": ["Q4_K"], "routed_tokens": [1, 8], "cache_tokens": [1], "traces": ["uniform"]}
-BATCHED_FFN |= {"policies": ["slru"]}
 MACHINE_PAGE = {
     "kinds": ["launch", "h2d", "read", "in_place", "copy", "bf16", "fp8"],
     "sizes_mib": [1, 256],

@@ -9,6 +9,7 @@ DENSE = {"Qwen3.5-27B": (5120, 17408), "Qwen3.5-4B": (2560, 9216)}
 # experts, top_k, hidden, width of one routed expert
 ROUTED = {"Qwen3.5-35B-A3B": (256, 8, 2048, 512)}
 TRACES = {"uniform": cache.uniform, "zipf": cache.zipf, "local": cache.local}  # synthetic: the generators of `cache`
+POLICY = "slru"  # of the cache, in the cases that are timed: the source's
 LAYERS = 4  # of the routed model, in the cases of the expert cache
 FEW_CACHED, MANY_CACHED = 8, 192  # with more tokens than these and fewer experts a layer, a step does nothing but copy
 
@@ -31,7 +32,8 @@ MULTIPLY_ADD = (PER_TOKEN, GEMM_N, STATIONARY)  # one family of bits
 MOST = {PER_TOKEN: 8, GEMM_N: 16, SPLIT_K: 8}
 MOST_ROUTED = {PER_TOKEN: 64}
 LEAST = {WIDE: 64}  # below, its tile is mostly padding
-FEW_TOKENS = (1, 8, 64)  # of those asked for, models but the first, and whole layers, are timed with these
+MAIN = "Qwen3.5-27B"
+FEW_TOKENS = (1, 8, 64)  # of those asked for, other models, and whole layers, are timed with these
 
 
 def of(x: Any) -> dict[str, str]:

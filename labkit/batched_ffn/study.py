@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from labkit.batched_ffn import ahead, cache, claims, names, trials
+from labkit.batched_ffn import ahead, claims, names, trials
 from labkit.batched_ffn.formats import FORMATS
 from labkit.bench.spec import Added, Case, Floor, Rule, Study, Trial, Variant, integer, list_of, one_of
 
@@ -17,12 +17,13 @@ def cases(parameters: Mapping[str, Any]) -> list[Case]:
     for format in parameters["formats"]:
         for model in parameters["models"]:
             hidden, width = names.DENSE[model]
-            first = model == parameters["models"][0]
             for rows, K in ((width, hidden), (hidden, width)):
                 shape = {"rows": rows, "K": K, "format": format, "activations": "bf16"}
-                found += [Case("product", shape | {"N": n}) for n in (parameters["tokens"] if first else few)]
+                found += [
+                    Case("product", shape | {"N": n}) for n in (parameters["tokens"] if model == names.MAIN else few)
+                ]
             shape = {"model": model, "hidden": hidden, "width": width, "format": format, "activations": "bf16"}
-            found += [Case("ffn", shape | {"N": n}) for n in few if first]
+            found += [Case("ffn", shape | {"N": n}) for n in few if model == names.MAIN]
     return found + _routed_cases(parameters)
 
 
@@ -34,10 +35,11 @@ def _routed_cases(parameters: Mapping[str, Any]) -> list[Case]:
             shape |= {"format": format, "activations": "bf16"}
             found += [Case("routed", shape | {"N": n, "trace": "uniform"}) for n in parameters["routed_tokens"]]
             found += [
-                Case("cache", shape | {"N": n, "layers": names.LAYERS, "trace": t, "policy": p, "capacity": c})
+                Case(
+                    "cache", shape | {"N": n, "layers": names.LAYERS, "trace": t, "policy": names.POLICY, "capacity": c}
+                )
                 for n in parameters["cache_tokens"]
                 for t in parameters["traces"]
-                for p in parameters["policies"]
                 for c in parameters["capacities"]
                 if n <= names.FEW_CACHED or c >= names.MANY_CACHED
             ]
@@ -131,7 +133,6 @@ STUDY = Study(
         "routed_tokens": _or_none(list_of(integer(1, 4096))),
         "cache_tokens": _or_none(list_of(integer(1, 4096))),
         "traces": list_of(one_of(*names.TRACES)),
-        "policies": list_of(one_of(*cache.POLICIES)),
         "capacities": list_of(integer(1, 256)),
     },
     tiny=(

@@ -83,25 +83,24 @@ def floor_cases(some: Sequence[Case]) -> list[Case]:
 
 
 def choices(tokens: Sequence[int]) -> pd.DataFrame:
-    """What the rules choose, by shape and tokens; and how often a variant asks for all weights."""
+    """What the rules choose for the first model, by shape and tokens; how often a variant asks for all weights."""
     found = []
-    for model, (hidden, width) in names.DENSE.items():
+    for hidden, width in list(names.DENSE.values())[:1]:
         for rows, K in ((width, hidden), (hidden, width)):
             for n in tokens:
                 for variant, choice in ((names.STATIONARY, rule(n)), (names.MATRIX, matrix_rule(n, rows, K))):
-                    line = {"model": model, "rows": rows, "K": K, "N": n, "variant": variant, "blocks": choice.blocks}
+                    line = {"rows": rows, "K": K, "N": n, "variant": variant, "blocks": choice.blocks}
                     line |= {"tokens": choice.tokens, "warps": choice.num_warps}
                     found.append(line | {"passes": tables.passes(variant, {"N": n, "rows": rows, "K": K})})
     table = pd.DataFrame(found)
-    same = table.drop(columns=["model", "N"]).duplicated()
+    same = table.drop(columns="N").duplicated()
     return table[~same].rename(columns={"N": "N from"})
 
 
 def compiled_cases() -> list[tuple[Case, str]]:
     """The kernels whose code is shown, at a small shape."""
     shape = {"rows": 1024, "K": 1024, "format": "Q8_0", "activations": "bf16"}
-    few, many = (Case("product", shape | {"N": n}) for n in (8, 64))
-    return [(few, names.GEMM_N), (few, names.STATIONARY), (few, names.MATRIX), (many, names.WIDE)]
+    return [(Case("product", shape | {"N": 8}), name) for name in (names.GEMM_N, names.STATIONARY, names.MATRIX)]
 
 
 def compiled_table(table: pd.DataFrame) -> pd.DataFrame:
@@ -153,14 +152,18 @@ def launches(rows: pd.DataFrame) -> pd.DataFrame:
     table = table[table["launches"].notna()] if len(table) else table
     if table.empty:
         return table
-    columns = ["variant", "N", "launches", "passes"]
-    return table[columns].drop_duplicates().sort_values(["variant", "N"], kind="stable")
+    ours = table[table["passes"].notna()].drop_duplicates(["variant", "N"])
+    ours = ours.assign(text=[f"{n:.0f}, {p:.0f}" for n, p in zip(ours["launches"], ours["passes"], strict=True)])
+    return ours.pivot(index="N", columns="variant", values="text").fillna("").reset_index()
 
 
 def arithmetic(rows: pd.DataFrame) -> pd.DataFrame:
-    """What arithmetic allows the multiply-add family at most."""
+    """What arithmetic allows the multiply-add family at most, at one shape."""
     table = tables.arithmetic(rows)
-    return table[table["N"] <= 16].rename(columns=UNITS) if len(table) else table
+    if table.empty:
+        return table
+    first = table[(table["rows"] == table["rows"].iloc[0]) & (table["N"] <= 8)]
+    return first.drop(columns=["rows", "K"]).rename(columns=UNITS)
 
 
 def bars(rows: pd.DataFrame) -> str:
@@ -189,18 +192,18 @@ def library(rows: pd.DataFrame, op: str = "product", against: str = names.CUBLAS
     if table.empty:
         return f"{against} was not timed beside the lab's variants of this operation."
     where = table["model"] if "model" in table else table["rows"].astype(str) + " × " + table["K"].astype(str)
-    table = table.assign(group=where + ", " + table["format"], row="N = " + table["N"].astype(str))
-    fig = figures.ratios(
-        table, "row", "ratio", "low", "high", group="group", verdict="verdict",
-        xlabel="time library / time ours (above 1: ours faster)", title=f"Against {against}",
+    fig = figures.lines(
+        table.assign(where=where), "N", "ratio", "format", panel="where", logx=True, logy=True,
+        reference=[(1, "as fast")], xlabel="tokens", ylabel="time library / time ours (log)",
+        title=f"Against {against} (above 1: ours faster)",
     )  # fmt: skip
     mean = geometric_mean(table["ratio"])
     said = f"ours is {counted(table['verdict'])} of {len(table)} cases, geometric mean {mean:.2f}"
     return {
         "fig": fig,
-        "alt": f"Ratios of {against} over the lab's fastest variant, by shape, format and tokens. {said}.",
-        "caption": f"The lab's fastest variant at each N is named in the table. {said}.",
-        "table": table.drop(columns=["group", "row", "no slower"], errors="ignore").rename(columns=UNITS),
+        "alt": f"Lines of the time of {against} over the lab's fastest variant, by shape, format and tokens. {said}.",
+        "caption": f"The lab's fastest variant at each N, and intervals, are in the table. {said}.",
+        "table": table.drop(columns=["no slower"]).rename(columns=UNITS),
     }
 
 
@@ -349,7 +352,7 @@ def stall(rows: pd.DataFrame) -> Drawing:
         "fig": fig,
         "alt": f"Lines of the time a step waits against capacity, with and without prefetch. When needed: {said}.",
         "caption": f"Beyond the same step with every expert there. Copied when needed: {said}. Synthetic traces.",
-        "table": table,
+        "table": table.drop(columns=["model", "format"]),
     }
 
 
@@ -379,11 +382,6 @@ def overlap(rows: pd.DataFrame) -> str:
         f"in {len(table)} cases copies and compute are within 2× of each other: with prefetch a step takes "
         f"×{part.min():.2f} to ×{part.max():.2f} of the larger of the two."
     )
-
-
-def stalls(rows: pd.DataFrame) -> pd.DataFrame:
-    """Steps through the cache, with and without prefetch."""
-    return tables.cached(rows)
 
 
 def summary(rows: pd.DataFrame) -> str:
