@@ -343,6 +343,7 @@ def test_the_matrix_rule_by_shape_and_tokens():
         assert {warps(*shape, n, gated) for n in (1, 2, 8, 9, 64, 512) for gated in (False, True)} == {warps(*shape)}
     found = [choose.matrix_rule(n, 17408, 5120) for n in (1, 8, 9, 16, 17, 512)]
     assert [(one.blocks, one.tokens) for one in found] == [(2, 8), (2, 8), (4, 16), (4, 16), (4, 32), (4, 32)]
+    assert choose.matrix_rule(512, 2560, 9216) == Tile(2, 32, 16)
     both = [choose.matrix_rule(n, 17408, 5120, gated=True) for n in (1, 16, 512)]
     assert [(one.blocks, one.tokens) for one in both] == [(2, 8), (2, 16), (2, 16)]
     for one in (*found, *both):
@@ -648,9 +649,9 @@ def test_matrix_products_take_their_operands_from_registers(name):
         assert (wide, set(found["loads"]) - {"128"}) == (0, set(BESIDE[name]))
 
 
-@pytest.mark.parametrize("name", ["F32", "Q6_K"])
-def test_the_largest_choice_of_the_matrix_rule_does_not_spill(name):
-    W, tile = blank(name), choose.matrix_rule(32, 5120, 17408)
+@pytest.mark.parametrize(("name", "rows", "columns"), [("F32", 5120, 17408), ("Q6_K", 2560, 9216)])
+def test_the_largest_choice_of_the_matrix_rule_does_not_spill(name, rows, columns):
+    W, tile = blank(name), choose.matrix_rule(32, rows, columns)
     assert compiled.evidence(kernels.tensor_core(W, *activations(W, 32), tile), 90)["spill_bytes"] == 0
 
 

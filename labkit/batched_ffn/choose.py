@@ -75,13 +75,13 @@ def matrix_rule(tokens: int, rows: int, columns: int, gated: bool = False) -> Ti
 
     Few rows are split among more warps, as far as each has groups, until `ENOUGH_WARPS` are under way. More blocks of
     rows share the values of x, which a warp reads from many lines; with few tokens, smaller programs hold fewer
-    registers and have more loads under way. gated: as of `rule`.
+    registers and have more loads under way, and with 16 warps a thread has no more than 128. gated: as of `rule`.
     """
     warps = 4
     while warps < 16 and -(-rows // 16) * warps < ENOUGH_WARPS and columns >= 32 * 8 * warps:
         warps *= 2
     padded = max(8, 1 << (tokens - 1).bit_length())
-    blocks = 2 if padded <= 8 else 4
+    blocks = 2 if padded <= 8 or warps > 8 else 4
     return Tile(max(2, blocks // 2) if gated else blocks, min(padded, 16 if gated else 32), warps)
 
 
