@@ -387,10 +387,35 @@ def test_claims_are_judged_by_the_rows(rows):
     found = judged(rows)
     assert {name: one.verdict for name, one in found.items()} == {
         "bits": "reproduced", "launches": "consistent", "reuse": "not reproduced", "copies": "consistent",
-        "slots": "not reproduced",
+        "slots": "not reproduced", "packed": "not testable here",
     }  # fmt: skip
     assert "×1.71" in found["launches"].measured
     assert "×1.50" in found["reuse"].measured
+
+
+def test_packing_is_judged_by_q8_0():
+    few = FEW | {"formats": ["Q8_0"], "tokens": [1], "routed_formats": []}
+    found = judged(made.batched_ffn(few))["packed"]
+    assert (found.verdict, "×1.17" in found.measured) == ("consistent", True)
+    slow = made.batched_ffn(few)
+    stored = slow["variant"] == names.STORED
+    slow.loc[stored, "samples_ns"] = slow.loc[stored, "samples_ns"].map(lambda ns: [one // 2 for one in ns])
+    assert judged(slow)["packed"].verdict == "not reproduced"
+
+
+def test_a_readers_function_is_judged_by_what_it_was_given():
+    def right(blocks, x, y):
+        y.copy_(x @ formats.dequantise(blocks, "Q8_0").T)
+
+    def spoils(blocks, x, y):
+        for one in (blocks, x, y):
+            one.zero_()
+
+    x = product(3)
+    for function, ok in ((right, True), (spoils, False)):
+        found = study.STUDY.added.prepare(function, x, "cpu", 2, 0)
+        assert (found.check()["y"] <= found.tolerance["y"]) == ok
+    assert trial(x, names.CUBLAS).check()["y"] <= 1e-5  # nothing that others share was spoilt
 
 
 def test_claims_are_not_testable_without_rows(rows):

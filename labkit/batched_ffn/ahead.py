@@ -14,7 +14,7 @@ from labkit.launch import Launch
 HERE = "labkit.batched_ffn.ahead"
 Source = tuple[str, Mapping[str, Any]]
 LAUNCHES = (names.PER_TOKEN, names.GEMM_N, names.STATIONARY, names.MATRIX, names.WIDE)
-BESIDE = (names.DEQUANTISED, names.SPLIT_K)
+BESIDE = (names.DEQUANTISED, names.SPLIT_K, names.STORED)
 
 
 def sources(some: Sequence[Case]) -> list[Source]:
@@ -84,6 +84,8 @@ def beside(variant: str, rows: int, K: int, format: str, N: int, activations: st
     from labkit.batched_ffn import beside
 
     W, (x, y) = _weights(rows, K, format), _vectors(N, rows, K, activations)
+    if variant == names.STORED:
+        return beside.stored(torch.zeros((rows, K // 32 * 34), dtype=torch.uint8), x, y)
     if variant == names.SPLIT_K:
         return beside.split_k(W, x, y.float())[1]
     return beside.dequantise(W, torch.empty((rows, K), dtype=x.dtype))

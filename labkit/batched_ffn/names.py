@@ -15,6 +15,7 @@ FEW_CACHED, MANY_CACHED = 8, 192  # with more tokens than these and fewer expert
 
 PER_TOKEN, GEMM_N, STATIONARY, MATRIX = "per_token", "gemm_n", "weight_stationary", "tensor_core"
 WIDE = "tensor_core, wide tiles"
+STORED = "per_token, blocks as stored"
 SPLIT_K = "split-K, atomic sum"  # the negative control of bits
 READ = "read the stored bytes"
 CUBLAS, DEQUANTISED = "cuBLAS, bf16 weights", "dequantise + cuBLAS"
@@ -49,6 +50,8 @@ def of(x: Any) -> dict[str, str]:
         found |= {WIDE: "step", DEQUANTISED: "peer", READ: "control", SPLIT_K: "control"}
         if x["format"] == "BF16":  # they are what the library takes
             del found[DEQUANTISED]
+        if x["format"] == "Q8_0" and x["N"] == 1:
+            found[STORED] = "step"
         if x["rows"] == GEMLITE_ROWS and x["format"] in GEMLITE_BITS and x["N"] in GEMLITE_TOKENS:
             found[GEMLITE] = "peer"
     return {n: role for n, role in found.items() if LEAST.get(n, 0) <= x["N"] <= MOST.get(n, x["N"])}
@@ -58,6 +61,7 @@ MAKERS: dict[tuple[str, str], tuple[str, dict[str, Any]]] = {  # (operation, var
     **{(op, name): (op, {"variant": name}) for op in ("product", "ffn") for name in (*MULTIPLY_ADD, MATRIX)},
     ("product", WIDE): ("product", {"variant": WIDE}),
     ("product", SPLIT_K): ("split_k", {}),
+    ("product", STORED): ("stored", {}),
     ("product", CUBLAS): ("cublas", {}),
     ("product", DEQUANTISED): ("dequantised", {}),
     ("product", GEMLITE): ("gemlite", {}),

@@ -137,6 +137,7 @@ STUDY = Study(
     },
     tiny=(
         _tiny("product", 3, rows=9, K=64),
+        _tiny("product", 1, rows=33, K=544),
         _tiny("product", 2, "Q4_K", rows=8, K=256),
         _tiny("ffn", 2, **_LAYER),
         _tiny("routed", 2, **_ROUTED),

@@ -6,6 +6,7 @@ in the function that times them.
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache as once
 from typing import Any
 
@@ -222,6 +223,24 @@ def dequantised(x: Case, device: Any, sets: int, seed: int) -> Trial:
     space = torch.empty((x["rows"], x["K"]), dtype=DTYPES[x["activations"]], device=device)
     make = lambda i, values, out: _in_order([beside.dequantise(packed[i], space), _linear(space, values, out)])  # noqa: E731
     return _product(x, device, sets, seed, make)
+
+
+def stored(x: Case, device: Any, sets: int, seed: int) -> Trial:
+    """Q8_0 as it is stored, one token; and in how many values its bits are not those of the packed weights."""
+    from labkit.batched_ffn import beside
+
+    matrices = _matrices(x, device, sets, seed)
+    trial = _product(x, device, sets, seed, lambda i, v, out: beside.stored(matrices[i][0], v, out))
+    values = _tokens(1, x["K"], x, device, seed)
+    found, packed = (torch.full((1, x["rows"]), math.nan, device=device) for _ in range(2))
+
+    def check() -> dict[str, float]:
+        beside.stored(matrices[0][0], values, found)()
+        for launch in multiply(names.PER_TOKEN)(matrices[0][1], values, packed):
+            launch()
+        return dict(trial.check() if trial.check else {}) | {"packed": differing(found, packed)}
+
+    return replace(trial, check=check, tolerance=dict(trial.tolerance) | {"packed": SAME_BITS})
 
 
 def split_k(x: Case, device: Any, sets: int, seed: int) -> Trial:
