@@ -55,7 +55,7 @@ class Tile:
         return asdict(self)
 
 
-WIDE = Choice(groups=8, blocks=8, tokens=128)  # 64 rows, as wgmma wants
+WIDE = Choice(groups=4, blocks=8, tokens=128)  # 64 rows, as wgmma wants; two and more CTAs fit on an SM
 
 
 def rule(tokens: int, gated: bool = False) -> Choice:

@@ -591,7 +591,9 @@ class Steps:
 
     def _compute(self, layer: int, wave: dict[Any, int]) -> None:
         where = [wave.get((layer, e), -1) for e in range(len(self.tables[layer]))]
-        self.tables[layer].copy_(torch.tensor(where, dtype=torch.int32), non_blocking=True)  # the host goes on
+        table = self.tables[layer]
+        # pinned, so that the host goes on
+        table.copy_(torch.tensor(where, dtype=torch.int32, pin_memory=table.is_cuda), non_blocking=True)
         for launch in self.launches[layer]:
             launch()
 
