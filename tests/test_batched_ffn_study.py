@@ -208,6 +208,15 @@ def test_cublas_is_right_and_its_weights_are_shared():
     assert {group for group, _ in trials._shared} == {("product", 24, 64, "Q8_0")}
 
 
+def test_the_code_of_one_case_is_taken_apart(monkeypatch):
+    for x in of("product", FEW):
+        small = Case("product", dict(x.params) | {"rows": 16, "K": 256})
+        monkeypatch.setattr(names, "DISSECTED", {"rows": 16, "format": "Q4_K", "N": 8})
+        assert trial(small, names.CUBLAS).dissect == ((x["format"], x["N"]) == ("Q4_K", 8))
+    assert sum(x["rows"] == 17408 and (x["format"], x["N"]) == ("Q4_K", 8) for x in study.cases(ALL)
+               if x.op == "product") == 1  # fmt: skip
+
+
 def test_a_library_that_is_wrong_is_noticed(monkeypatch):
     monkeypatch.setattr(trials, "_linear", lambda W, x, y: lambda: y.copy_(1.01 * x @ W.T))
     found = trial(product(), names.CUBLAS)

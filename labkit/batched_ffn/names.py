@@ -34,6 +34,7 @@ MOST = {PER_TOKEN: 8, GEMM_N: 16, SPLIT_K: 8}
 MOST_ROUTED = {PER_TOKEN: 64}
 LEAST = {WIDE: 64}  # below, its tile is mostly padding
 MAIN = "Qwen3.5-27B"
+DISSECTED = {"rows": 17408, "format": "Q4_K", "N": 8}  # whose code is taken apart: seconds for every kernel
 FEW_TOKENS = (1, 8, 64)  # of those asked for, other models, and whole layers, are timed with these
 
 

@@ -202,7 +202,9 @@ def _product(
         return _once(group, ("expected", x["N"], x["activations"], str(device), sets, seed), make)
 
     calls = [make(i, values, out) for i, out in enumerate(y)]
-    return _trial(calls, values, y, expected, TOLERANCE[x["activations"]], lambda v, out: make(0, v, out), ours)
+    trial = _trial(calls, values, y, expected, TOLERANCE[x["activations"]], lambda v, out: make(0, v, out), ours)
+    trial.dissect = names.DISSECTED.items() <= dict(x.params).items()
+    return trial
 
 
 def cublas(x: Case, device: Any, sets: int, seed: int) -> Trial:
@@ -323,7 +325,7 @@ def read(x: Case, device: Any, sets: int, seed: int) -> Trial:
         calls[0]()
         return {"sum": float(abs(int(sums[0].long().sum()) - int(words[0].long().sum())))}
 
-    return Trial(calls, check=check, tolerance={"sum": 0.0}, launch=calls[0])
+    return Trial(calls, check=check, tolerance={"sum": 0.0}, launch=calls[0], dissect=False)
 
 
 # A whole dense layer

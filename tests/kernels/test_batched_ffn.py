@@ -122,7 +122,7 @@ def test_a_token_has_the_same_bits_in_every_wide_product(device):
 @pytest.mark.parametrize("name", ["Q8_0", "Q4_K", "Q5_K", "Q6_K"])
 def test_weights_in_16_bits_are_as_near_as_these_allow(name, device):
     """Each weight apart, in fp16, whose rounding shows what 2^23 leaves behind; a whole step off would show."""
-    columns = list(range(0, 768, 3))
+    columns = list(range(0, 768, 13))
     W, exact = on(device, name), weights(name)[1][:, columns].T
     y = run(kernels.tensor_core, W, torch.eye(COLUMNS, dtype=torch.float16)[columns].to(device), Tile(2, 32, 4)).cpu()
     step = (weights(name)[1].amax(1) - weights(name)[1].amin(1)) / {"Q8_0": 255, "Q4_K": 15, "Q5_K": 31, "Q6_K": 63}[
