@@ -10,6 +10,7 @@ NOTEBOOKS = {
     "gemv_coalescing": "02_gemv_coalescing",
     "persistent_tables": "03_persistent_tables",
     "moe_persistent_grid": "04_moe_persistent_grid",
+    "batched_ffn": "05_batched_ffn",
 }
 
 

@@ -24,6 +24,8 @@ GEMV = {"models": ["AutoMegaKernel h1024", "Llama-3.2-1B", "Qwen3.5-4B"], "dtype
 DECODE = {"models": ["AutoMegaKernel h1024", "Llama-3.2-1B"], "dtypes": ["bf16"], "parts": [20, 88], "starts": [512]}
 MOE = {"models": ["Qwen3-30B-A3B"], "tokens": [1, 128], "weights": ["bf16", "INT4"], "routings": ["uniform", "zipf 1"]}
 MOE |= {"gemms": ["Qwen3.5-35B-A3B"], "gemm_tokens": [128, 1642], "wave_tokens": [352]}
+BATCHED_FFN = {"models": ["Qwen3.5-27B"], "formats": ["Q4_K", "BF16"], "tokens": [1, 4, 8, 64], "capacities": [16]}
+BATCHED_FFN |= {"routed_formats": ["Q4_K"], "routed_tokens": [1, 8], "cache_tokens": [1], "traces": ["uniform"]}
 MACHINE_PAGE = {
     "kinds": ["launch", "h2d", "read", "in_place", "copy", "bf16", "fp8"],
     "sizes_mib": [1, 256],
@@ -155,6 +157,33 @@ def moe_us(case: Case, variant: Variant) -> float:
     floor = studies.load("moe_persistent_grid").floor(case)
     least = max(floor.bytes / 3e6, floor.flops / 8e8)
     return least * {"ceiling": 1.0, "ours": 1.25, "control": 1.25}.get(variant.role, 1.5)
+
+
+def ffn_us(case: Case, variant: Variant) -> float:
+    """Times of the study of batched FFN: 1 µs and the bytes at 3 TB/s, times a factor; the cache's by name."""
+    from labkit.batched_ffn import names, study
+
+    if case.op == "cache":
+        return {names.RESIDENT: 100.0, names.COPIES: 150.0, names.NEEDED: 260.0}.get(variant.name, 160.0)
+    slow = {names.PER_TOKEN: 2.4 * 1.25, names.GEMM_N: 1.75, names.READ: 1.0, names.CUBLAS: 2.0}
+    slow |= {names.STATIONARY: 1.2 if case["N"] <= 4 else 2.0, names.MATRIX: 1.3, names.GEMLITE: 2.0}
+    slow |= {names.ROWCOPY: 9.0, names.WIDE: 1.9, names.STORED: 3.5}
+    return (1 + study.weight_bytes(case) / 3e6) * slow.get(variant.name, 1.5)
+
+
+def batched_ffn(parameters: Mapping[str, Any] = BATCHED_FFN, **changes: Mapping[str, Any]) -> pd.DataFrame:
+    """Rows of that study, with the facts that its variants record. changes: by variant, other facts."""
+    from labkit.batched_ffn import names, tables
+
+    table = make("batched_ffn", parameters, ffn_us)
+    own = {name for some in tables.OURS.values() for name in some}
+    known = {names.CUBLAS: {"alone": 0.5, "launches": 1, "sms": 132}, names.GROUPED_MM: {"alone": 0.25}}
+    known |= {names.SPLIT_K: {"alone": 0.75}} | {name: {"alone": 0.0, "launches": 4, "sms": 132} for name in own}
+    hits = {"hit_rate": 0.25}
+    for i, line in table.iterrows():
+        found = known.get(line["variant"], {}) | (hits if line["op"] == "cache" else {})
+        table.at[i, "evidence"] = json.dumps(found | changes.get(line["variant"], {}))
+    return table
 
 
 def machine_us(case: Case, variant: Variant) -> float:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from labkit.batched_ffn import cache, choose, files, formats, kernels, reference
-from labkit.batched_ffn.choose import Choice
+from labkit.batched_ffn.choose import Choice, Tile
 from labkit.batched_ffn.formats import FORMATS
 from labkit.evidence import compiled
 
@@ -323,14 +323,32 @@ def test_a_layer_by_hand():
 
 def test_the_rule_by_tokens():
     assert [choose.rule(n).tokens for n in (1, 2, 3, 4, 5, 8, 9, 512)] == [1, 2, 4, 4, 8, 8, 8, 8]
-    assert [choose.rule(n).blocks for n in (1, 4, 5)] == [2, 2, 1]
-    assert [choose.rule(n, gated=True).blocks for n in (1, 4, 5)] == [1, 1, 1]
+    assert [choose.rule(n).blocks for n in (1, 2, 4, 5)] == [4, 4, 2, 1]
+    assert [choose.rule(n, gated=True).blocks for n in (1, 2, 4, 5)] == [2, 2, 1, 1]
     for n in range(1, 40):
         choose.check_choice(choose.rule(n))
         # bits depend on these two
         assert (choose.rule(n).groups, choose.rule(n).num_warps) == (Choice().groups, Choice().num_warps)
-    choose.check_matrix_choice(choose.MATRIX)
-    assert Choice(**choose.MATRIX.as_dict()) == choose.MATRIX
+    choose.check_wide_choice(choose.WIDE)
+    assert Choice(**choose.WIDE.as_dict()) == choose.WIDE
+
+
+def test_the_matrix_rule_by_shape_and_tokens():
+    def warps(rows, columns, tokens=1, gated=False):
+        return choose.matrix_rule(tokens, rows, columns, gated).num_warps
+
+    shapes = ((17408, 5120), (5120, 17408), (9216, 2560), (2560, 9216), (512, 2048), (2048, 512), (8, 32))
+    assert [warps(*shape) for shape in shapes] == [4, 8, 4, 16, 16, 4, 4]
+    for shape in shapes:  # bits depend on them
+        assert {warps(*shape, n, gated) for n in (1, 2, 8, 9, 64, 512) for gated in (False, True)} == {warps(*shape)}
+    found = [choose.matrix_rule(n, 17408, 5120) for n in (1, 8, 9, 16, 17, 512)]
+    assert [(one.blocks, one.tokens) for one in found] == [(2, 8), (2, 8), (4, 16), (4, 16), (4, 32), (4, 32)]
+    assert choose.matrix_rule(512, 2560, 9216) == Tile(2, 32, 16)
+    both = [choose.matrix_rule(n, 17408, 5120, gated=True) for n in (1, 16, 512)]
+    assert [(one.blocks, one.tokens) for one in both] == [(2, 8), (2, 16), (2, 16)]
+    for one in (*found, *both):
+        choose.check_tile(one)
+        assert Tile(**one.as_dict()) == one
 
 
 # the expert cache
@@ -610,10 +628,37 @@ def test_weights_are_loaded_16_bytes_a_thread_and_once_for_eight_tokens(name):
     assert found["loads"] == {bits: tiles * count for bits, count in expected.items()}
 
 
+def in_the_loop(launch):
+    """Shared memory's part in a kernel of matrix instructions, before the sums of the warps are added."""
+    listing = compiled._cuobjdump(compiled.build(launch, 90).asm["cubin"])
+    last = max(match.start() for match in re.finditer(r"\bHMMA", listing))
+    return re.findall(r"\b(?:LDS|STS|LDSM|SHFL|BAR)\b", listing[:last])
+
+
 @pytest.mark.parametrize("name", FORMATS)
-def test_matrix_products_use_wgmma_and_do_not_spill(name):
+def test_matrix_products_take_their_operands_from_registers(name):
+    W, tile = blank(name), Tile(2, 8, 4)
+    for gated in (False, True):
+        launch = kernels.tensor_core(W, *activations(W, 17), tile, W if gated else None)
+        found = compiled.evidence(launch, 90)
+        assert found["spill_bytes"] == 0
+        assert found["ctas_per_sm"] >= 3
+        assert {one.split(".")[0] for one in found["matrix"]} == {"HMMA"}
+        assert in_the_loop(launch) == []
+        wide = found["loads"]["128"] % (2 * (1 + gated) * W.words.shape[2] + 4)  # words of two blocks, x of 8 tokens
+        assert (wide, set(found["loads"]) - {"128"}) == (0, set(BESIDE[name]))
+
+
+@pytest.mark.parametrize(("name", "rows", "columns"), [("F32", 5120, 17408), ("Q6_K", 2560, 9216)])
+def test_the_largest_choice_of_the_matrix_rule_does_not_spill(name, rows, columns):
+    W, tile = blank(name), choose.matrix_rule(32, rows, columns)
+    assert compiled.evidence(kernels.tensor_core(W, *activations(W, 32), tile), 90)["spill_bytes"] == 0
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_wide_products_use_wgmma_and_do_not_spill(name):
     W = blank(name)
-    found = compiled.evidence(kernels.tensor_core(W, *activations(W, 1)), 90)
+    found = compiled.evidence(kernels.wide(W, *activations(W, 1)), 90)
     assert found["spill_bytes"] == 0
     assert found["ctas_per_sm"] >= 2
     assert found["matrix"]
@@ -622,7 +667,9 @@ def test_matrix_products_use_wgmma_and_do_not_spill(name):
 
 def test_products_of_fp32_are_not_rounded_for_tensor_cores():
     W = blank("Q4_K")
-    assert compiled.evidence(kernels.tensor_core(W, *activations(W, 1, torch.float32)), 90)["matrix"] == {}
+    for make in (kernels.tensor_core, kernels.wide):
+        small = Choice(groups=8, blocks=2, tokens=16) if make is kernels.wide else None
+        assert compiled.evidence(make(W, *activations(W, 1, torch.float32), small), 90)["matrix"] == {}
 
 
 @pytest.mark.parametrize("gated", [False, True])
@@ -654,3 +701,8 @@ def test_tokens_and_rows_of_a_program_do_not_change_the_order_of_sums():
     assert all(order == orders[0] for order in orders)
     for other in (Choice(groups=8), Choice(num_warps=8)):  # the comparison has power
         assert order_of_sums(product(W, 1, other)) != orders[0]
+    tiles = [(1, Tile()), (17, Tile(4, 32)), (64, Tile(8, 16))]
+    matrix = [order_of_sums(kernels.tensor_core(W, *activations(W, n), tile)) for n, tile in tiles]
+    assert len(matrix[0]) == 1  # the warps' sums
+    assert all(order == matrix[0] for order in matrix)
+    assert order_of_sums(kernels.tensor_core(W, *activations(W, 1), Tile(num_warps=8))) != matrix[0]

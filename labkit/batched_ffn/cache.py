@@ -216,6 +216,10 @@ class Replay:
         """Hits over all accesses, bypassed ones too, which are misses; NaN without accesses."""
         return self.hits / self.accesses if self.accesses else float("nan")
 
+    def since(self, before: "Replay") -> "Replay":
+        """What was added to an earlier count."""
+        return Replay(self.accesses - before.accesses, self.hits - before.hits, self.bypassed - before.bypassed)
+
 
 def make(policy: str, capacity: int, first: Trace = (), trace: Trace = ()) -> Policy:
     """A policy by name. first: what `pinned` counts; trace: what `belady` foresees (of dispatches that do not bypass).

@@ -1,4 +1,4 @@
-"""Which tiles a product of many tokens runs with: a rule from the number of tokens, for what has not been tuned."""
+"""Which tiles a product of many tokens runs with: rules from the number of tokens and the shape, with their reasons."""
 
 from dataclasses import asdict, dataclass
 
@@ -10,17 +10,21 @@ TOKENS = (1, 2, 4, 8, 16)
 WARPS = (1, 2, 4, 8)
 STAGES = (1, 2, 3, 4, 5, 6)
 # a matrix instruction's least: 16 rows, 8 tokens
-MATRIX_BLOCKS = (2, 4, 8, 16)
-MATRIX_TOKENS = (8, 16, 32, 64, 128, 256)
+TILE_BLOCKS = (2, 4, 8)
+TILE_TOKENS = (8, 16, 32, 64)
+TILE_WARPS = (1, 2, 4, 8, 16)
+WIDE_BLOCKS = (2, 4, 8, 16)
+WIDE_TOKENS = (16, 32, 64, 128, 256)
+ENOUGH_WARPS = 2048  # that a product is spread over: about 16 on each of an H100's 132 multiprocessors
 
 
 @dataclass(frozen=True)
 class Choice:
     """How a product is run. groups: of 32 weights of a row, in a tile; blocks: of 8 rows, a program.
 
-    tokens: those of a program: that share a tile of weights (multiply-add), or the tile that they are padded to (matrix
-    instructions). Of the default's 16 groups of 8 rows, each of the 128 threads has one; with more groups or fewer
-    threads, scales move between threads.
+    tokens: those of a program: that share a tile of weights (multiply-add), or the tile that they are padded to
+    (`wide`). Of the default's 16 groups of 8 rows, each of the 128 threads has one; with more groups or fewer threads,
+    scales move between threads.
     """
 
     groups: int = 16
@@ -34,35 +38,77 @@ class Choice:
         return asdict(self)
 
 
-MATRIX = Choice(groups=8, blocks=8, tokens=16)  # 64 rows, as wgmma wants; with x in 16 bits, no spills on sm_90
+@dataclass(frozen=True)
+class Tile:
+    """How `tensor_core` is run. blocks: of 8 rows, a program, two an instruction; tokens: a program, 8 an instruction.
+
+    num_warps: warps that share the rows of a program, each with groups of its own: the order of a sum depends on it.
+    """
+
+    blocks: int = 2
+    tokens: int = 8
+    num_warps: int = 4
+    num_stages: int = 1
+
+    def as_dict(self) -> dict[str, int]:
+        """The choice as JSON."""
+        return asdict(self)
+
+
+WIDE = Choice(groups=4, blocks=8, tokens=128)  # 64 rows, as wgmma wants; two and more CTAs fit on an SM
 
 
 def rule(tokens: int, gated: bool = False) -> Choice:
     """A choice for `weight_stationary` and so many tokens, without spills on sm_90; its bits are those of `Choice()`.
 
-    gated: gate and up in one launch. Two blocks of rows, or these two matrices, share the values of x; from 8 tokens
-    on, the sums take their registers. With 16 tokens a program, only two or three CTAs fit on an SM.
+    gated: gate and up in one launch. Four blocks of rows (two of each matrix) share the conversion of x, which counts
+    where arithmetic does; from 4 tokens on, the sums take their registers. With 16 tokens a program, only two or three
+    CTAs fit on an SM.
     """
     shared = min(8, 1 << (tokens - 1).bit_length())
-    return Choice(blocks=2 if shared <= 4 and not gated else 1, tokens=shared)
+    blocks = 4 if shared <= 2 else 2 if shared <= 4 else 1
+    return Choice(blocks=max(1, blocks // 2) if gated else blocks, tokens=shared)
+
+
+def matrix_rule(tokens: int, rows: int, columns: int, gated: bool = False) -> Tile:
+    """A choice for `tensor_core`; a shape has one number of warps, and so the same bits, for every number of tokens.
+
+    Few rows are split among more warps, as far as each has groups, until `ENOUGH_WARPS` are under way. More blocks of
+    rows share the values of x, which a warp reads from many lines; with few tokens, smaller programs hold fewer
+    registers and have more loads under way, and with 16 warps a thread has no more than 128. gated: as of `rule`.
+    """
+    warps = 4
+    while warps < 16 and -(-rows // 16) * warps < ENOUGH_WARPS and columns >= 32 * 8 * warps:
+        warps *= 2
+    padded = max(8, 1 << (tokens - 1).bit_length())
+    blocks = 2 if padded <= 8 or warps > 8 else 4
+    return Tile(max(2, blocks // 2) if gated else blocks, min(padded, 16 if gated else 32), warps)
 
 
 def check_choice(choice: Choice) -> None:
     """Raise ValueError for a choice that the multiply-add kernel cannot take."""
     check_one_of("tokens", choice.tokens, TOKENS)
     check_one_of("blocks", choice.blocks, BLOCKS)
-    check_tile(choice)
+    check_groups(choice)
 
 
-def check_matrix_choice(choice: Choice) -> None:
-    """Raise ValueError for a choice that the kernel of matrix instructions cannot take."""
-    check_one_of("tokens", choice.tokens, MATRIX_TOKENS)
-    check_one_of("blocks", choice.blocks, MATRIX_BLOCKS)
-    check_tile(choice)
+def check_wide_choice(choice: Choice) -> None:
+    """Raise ValueError for a choice that `wide` cannot take."""
+    check_one_of("tokens", choice.tokens, WIDE_TOKENS)
+    check_one_of("blocks", choice.blocks, WIDE_BLOCKS)
+    check_groups(choice)
 
 
-def check_tile(choice: Choice) -> None:
-    """Raise ValueError for what no kernel can take."""
+def check_groups(choice: Choice) -> None:
+    """Raise ValueError for what neither can take."""
     check_one_of("groups", choice.groups, GROUPS)
     check_one_of("num_warps", choice.num_warps, WARPS)
     check_one_of("num_stages", choice.num_stages, STAGES)
+
+
+def check_tile(tile: Tile) -> None:
+    """Raise ValueError for a choice that `tensor_core` cannot take."""
+    check_one_of("tokens", tile.tokens, TILE_TOKENS)
+    check_one_of("blocks", tile.blocks, TILE_BLOCKS)
+    check_one_of("num_warps", tile.num_warps, TILE_WARPS)
+    check_one_of("num_stages", tile.num_stages, STAGES)

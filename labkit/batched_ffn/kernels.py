@@ -6,6 +6,7 @@
 | `gemm_n`            | tokens on the grid: one launch, but each token still reads all weights, from the L2 at best   |
 | `weight_stationary` | a tile of weights is read and dequantised once for 2, 4, 8 or 16 tokens; more are sub-batches |
 | `tensor_core`       | matrix instructions: no arithmetic a token on the ordinary units, so bytes bound it longer    |
+| `wide`              | the same in tiles of 64 rows and up to 128 tokens: weights are dequantised less often          |
 
 The choices (`choose.Choice`) and theirs:
 
@@ -18,8 +19,16 @@ The choices (`choose.Choice`) and theirs:
 
 Two families, each with the same bits for a token whatever else is in the batch. The first three variants are one
 kernel, in which a token has its own sums, added to by explicit fma in an order that depends on groups and num_warps
-only. The fourth pads the tokens to one size and has one tile of K, so that a single token runs the same arithmetic; its
-bits depend on the choice.
+only. `tensor_core` pads the tokens to multiples of 8, one matrix instruction's, and its order of a sum depends on
+num_warps only: so a single token runs the same arithmetic. `wide` is a third family: its tile of tokens is always
+padded to one size.
+
+`tensor_core` needs no shared memory and no barrier between loads and the sums' end. A warp has 4 groups of a row, and
+lane 4 r + g loads group g of row r: which is just where the matrix instruction (m16n8k16) wants 4 weights of each lane,
+8 times over. Which column is which does not matter as long as x is read in the same order. Warps take different groups,
+as in a GEMV, so that there are enough of them, and their sums are added at the end. With x in 16 bits the weights are
+rounded to these anyway, so that 2^23 need not be subtracted exactly: one fma takes it away, scales, and subtracts the
+minimum (`_rounded`); its error is below that of the rounding.
 
 A thread takes 32 weights of a row at a time (a group), of which each word holds eight or fewer; 8 lanes hold 8 rows of
 the same group, so that they share their values of x. Small integers become floats without a conversion, which runs at
@@ -35,14 +44,23 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from labkit.batched_ffn.choose import MATRIX, Choice, check_choice, check_matrix_choice, rule
+from labkit.batched_ffn.choose import (
+    WIDE,
+    Choice,
+    Tile,
+    check_choice,
+    check_tile,
+    check_wide_choice,
+    matrix_rule,
+    rule,
+)
 from labkit.batched_ffn.formats import GROUP, ROWS, Packed
 from labkit.checks import check_device, check_one_of, check_shape
 from labkit.launch import Launch
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MAGIC = 0x4B000000  # the fp32 2^23
-MOST_PROGRAMS = 65535  # along the second dimension of a grid, which is that of the tokens
+MOST_PROGRAMS = 65535  # along the second dimension of a grid
 
 
 @triton.jit
@@ -162,6 +180,49 @@ def _weights(tile, scales, magic, i: tl.constexpr, FORMAT: tl.constexpr):
 
 
 @triton.jit
+def _rounded(tile, scales, magic, i: tl.constexpr, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
+    """As `_weights`, in DTYPE; of 16 bits, in fewer instructions, before the rounding up to 2^-7 of a step off."""
+    if FORMAT == "F32" or tl.float32 == DTYPE:
+        return _weights(tile, scales, magic, i, FORMAT).to(DTYPE)
+    elif FORMAT == "BF16":
+        return (tile[0][i // 2] >> 16 * (i % 2)).to(tl.int16).to(tl.bfloat16, bitcast=True).to(DTYPE)
+    else:
+        bits, step, less = _raised(tile, scales, magic, i, FORMAT)
+        bits = bits.to(tl.float32, bitcast=True)
+        return tl.fma(bits, tl.broadcast_to(step, bits.shape), tl.broadcast_to(less, bits.shape)).to(DTYPE)
+
+
+@triton.jit
+def _raised(tile, scales, magic, i: tl.constexpr, FORMAT: tl.constexpr):
+    """Of weights 4i … 4i + 3: the integers as high in the mantissa of 2^23 as they go, their step, what is added.
+
+    The higher they stand, the less of a step is the rounding of what takes 2^23 away again.
+    """
+    planes, high, _, _ = tile
+    first, last, low = scales
+    if FORMAT == "Q8_0":
+        PLACE: tl.constexpr = 7 + 8 * (i % 2)
+        word = planes[i // 4]
+        bits = ((word << 7 if i % 4 < 2 else word >> 9) & 255 << PLACE) ^ magic
+        step = first * (1.0 / (1 << PLACE))
+        return bits, step, step * (-8388608.0 - (128 << PLACE))
+    else:
+        UP: tl.constexpr = 7 if FORMAT == "Q4_K" else 6 if FORMAT == "Q5_K" else 5
+        PLACE: tl.constexpr = UP + 4 * (i % 4)
+        word = planes[0]
+        bits = ((word << UP if i < 4 else word >> 16 - UP) & 15 << PLACE) ^ magic
+        quad = tl.arange(0, 4)
+        if FORMAT == "Q6_K":
+            bits = (_rotated(high[i // 4], 4 + UP - quad % 2 * 2 + quad // 2 * 16) & 48 << PLACE) | bits
+            step = (first if i < 4 else last) * (1.0 / (1 << PLACE))
+            return bits, step, step * (-8388608.0 - (32 << PLACE))
+        if FORMAT == "Q5_K":
+            bits = (_rotated(high[0], 4 + UP - quad + 16 * (i // 4)) & 16 << PLACE) | bits
+        step = first * (1.0 / (1 << PLACE))
+        return bits, step, tl.fma(step, tl.full(step.shape, -8388608.0, tl.float32), -low)
+
+
+@triton.jit
 def _silu_up(gate, up):
     return gate / (1.0 + tl.exp(-gate)) * up
 
@@ -176,14 +237,14 @@ def _total(sums, TILE: tl.constexpr):
 def _multiply_add_kernel(
     x, y, words, high, scales, d, up_words, up_high, up_scales, up_d, N, rows, x_stride, y_stride, magic,
     GROUPS: tl.constexpr, FORMAT: tl.constexpr, PLANES: tl.constexpr, TILE: tl.constexpr, BLOCKS: tl.constexpr,
-    TOKENS: tl.constexpr, GATED: tl.constexpr,
+    TOKENS: tl.constexpr, GATED: tl.constexpr, TOKEN_AXIS: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCKS blocks of 8 rows, TOKENS tokens, all of K in tiles of TILE groups.
 
-    GATED: y = SiLU(W x) · (up x); the program then has twice the rows.
+    GATED: y = SiLU(W x) · (up x); the program then has twice the rows. TOKEN_AXIS: of the grid, that of the tokens.
     """
-    first_block = tl.program_id(0) * BLOCKS
-    first_token = tl.program_id(1) * TOKENS
+    first_block = tl.program_id(1 - TOKEN_AXIS) * BLOCKS
+    first_token = tl.program_id(TOKEN_AXIS) * TOKENS
     last_block = (rows - 1) // 8
     MATRICES: tl.constexpr = 2 if GATED else 1
     MASKED: tl.constexpr = GROUPS % TILE != 0
@@ -237,14 +298,117 @@ def _multiply_add_kernel(
 
 
 @triton.jit
+def _units(WARPS: tl.constexpr):
+    """Of the lanes of all warps: the group within the tile, and the row of 8 (of x: the token of 8)."""
+    units = tl.arange(0, WARPS * 32)
+    return units // 32 * 4 + units % 4, units // 4 % 8
+
+
+@triton.jit
+def _fragment(values, WARPS: tl.constexpr):
+    """[warps, 8, 16] of [units, 4]: 4 columns of each lane, which stay where they are."""
+    return tl.reshape(values, (WARPS, 8, 16))
+
+
+@triton.jit
+def _no_sums(COUNT: tl.constexpr, WARPS: tl.constexpr):
+    sums = ()
+    for _ in tl.static_range(COUNT):
+        sums = sums + (tl.zeros((WARPS, 16, 8), tl.float32),)
+    return sums
+
+
+@triton.jit
+def _add_tile(sums, tiles, x_rows, groups, inside, magic, MASKED: tl.constexpr, FORMAT: tl.constexpr,
+              WARPS: tl.constexpr):  # fmt: skip
+    """The sums with a tile's products added: of every two blocks of 8 rows, of every 8 tokens.
+
+    tiles: of `_read`, a block each. x_rows: of 8 tokens each, where a unit's token begins.
+    """
+    DTYPE: tl.constexpr = x_rows[0].dtype.element_ty
+    steps = ()
+    for b in tl.static_range(len(tiles)):
+        steps = steps + (_scales(tiles[b], FORMAT),)
+    eight = tl.arange(0, 8)
+    for p in tl.static_range(4):
+        values = ()
+        for n in tl.static_range(len(x_rows)):
+            x_at = x_rows[n] + groups * 32 + 8 * p
+            both = _load(x_at[:, None] + eight[None, :], inside[:, None], MASKED, "")
+            values = values + (tl.split(tl.permute(tl.reshape(both, (WARPS * 32, 2, 4)), (0, 2, 1))),)
+        for half in tl.static_range(2):
+            new = ()
+            for m in tl.static_range(len(tiles) // 2):
+                upper = _fragment(_rounded(tiles[2 * m], steps[2 * m], magic, 2 * p + half, FORMAT, DTYPE), WARPS)
+                lower = _rounded(tiles[2 * m + 1], steps[2 * m + 1], magic, 2 * p + half, FORMAT, DTYPE)
+                weights = tl.permute(tl.join(upper, _fragment(lower, WARPS)), (0, 3, 1, 2))
+                weights = tl.reshape(weights, (WARPS, 16, 16))
+                for n in tl.static_range(len(x_rows)):
+                    x_n = tl.permute(_fragment(values[n][half], WARPS), (0, 2, 1))
+                    old = sums[m * len(x_rows) + n]
+                    new = new + (tl.dot(weights, x_n, old, input_precision="ieee"),)
+            sums = new
+    return sums
+
+
+@triton.jit
 def _tensor_core_kernel(
+    x, y, words, high, scales, d, up_words, up_high, up_scales, up_d, N, rows, x_stride, y_stride, magic,
+    GROUPS: tl.constexpr, FORMAT: tl.constexpr, PLANES: tl.constexpr, WARPS: tl.constexpr, BLOCKS: tl.constexpr,
+    TOKENS: tl.constexpr, GATED: tl.constexpr,
+):  # fmt: skip
+    """One program: BLOCKS blocks of 8 rows, TOKENS tokens, all of K, of which each warp has every WARPS-th 4 groups.
+
+    GATED: y = SiLU(W x) · (up x); the program then has twice the rows.
+    """
+    first_token = tl.program_id(0) * TOKENS
+    first_block = tl.program_id(1) * BLOCKS
+    last_block = (rows - 1) // 8
+    group, lane = _units(WARPS)
+    TILE: tl.constexpr = WARPS * 4
+    MASKED: tl.constexpr = GROUPS % TILE != 0
+    MATRICES: tl.constexpr = 2 if GATED else 1
+    EIGHTS: tl.constexpr = TOKENS // 8
+    PAIRS: tl.constexpr = BLOCKS // 2
+    x_rows = ()
+    for n in tl.static_range(EIGHTS):
+        token = tl.minimum(first_token + 8 * n + lane, N - 1)
+        x_rows = x_rows + (x + token.to(tl.int64) * x_stride,)
+    sums = _no_sums(MATRICES * PAIRS * EIGHTS, WARPS)
+    for t in range(tl.cdiv(GROUPS, TILE)):
+        groups = t * TILE + group
+        inside = groups < GROUPS
+        tiles = ()
+        for s in tl.static_range(MATRICES):
+            for b in tl.static_range(BLOCKS):
+                # beyond the last block: it again, but it is not stored
+                block = tl.minimum(first_block + b, last_block)
+                if s == 0:
+                    W = _block(words, high, scales, d, block, GROUPS, FORMAT, PLANES)
+                else:
+                    W = _block(up_words, up_high, up_scales, up_d, block, GROUPS, FORMAT, PLANES)
+                tiles = tiles + (_read(W, groups, groups // 8, lane, inside, MASKED, FORMAT, PLANES),)
+        sums = _add_tile(sums, tiles, x_rows, groups, inside, magic, MASKED, FORMAT, WARPS)
+    for m in tl.static_range(PAIRS):
+        row = (first_block + 2 * m) * 8 + tl.arange(0, 16)
+        for n in tl.static_range(EIGHTS):
+            total = tl.sum(sums[m * EIGHTS + n], 0)
+            if GATED:
+                total = _silu_up(total, tl.sum(sums[(PAIRS + m) * EIGHTS + n], 0))
+            token = first_token + 8 * n + tl.arange(0, 8)
+            y_at = y + token.to(tl.int64)[None, :] * y_stride + row[:, None]
+            tl.store(y_at, total.to(y.dtype.element_ty), mask=(row < rows)[:, None] & (token < N)[None, :])
+
+
+@triton.jit
+def _wide_kernel(
     x, y, words, high, scales, d, N, rows, x_stride, y_stride, magic,
     GROUPS: tl.constexpr, FORMAT: tl.constexpr, PLANES: tl.constexpr, TILE: tl.constexpr, BLOCKS: tl.constexpr,
     TOKENS: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCKS blocks of 8 rows, a tile of TOKENS tokens, all of K, a matrix product for each part i."""
-    first_block = tl.program_id(0) * BLOCKS
-    tokens = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
+    first_block = tl.program_id(1) * BLOCKS
+    tokens = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     MASKED: tl.constexpr = GROUPS % TILE != 0
     last_block = (rows - 1) // 8
     units = tl.arange(0, BLOCKS * TILE * 8)
@@ -264,8 +428,9 @@ def _tensor_core_kernel(
         steps = _scales(tile, FORMAT)
         ks = t * (TILE * 32) + columns // 4 * 32 + columns % 4
         for i in tl.static_range(8):
-            weights = tl.reshape(_weights(tile, steps, magic, i, FORMAT), (BLOCKS, TILE, 8, 4))
-            weights = tl.reshape(tl.permute(weights, (0, 2, 1, 3)), (BLOCKS * 8, TILE * 4)).to(x.dtype.element_ty)
+            weights = _rounded(tile, steps, magic, i, FORMAT, x.dtype.element_ty)
+            weights = tl.permute(tl.reshape(weights, (BLOCKS, TILE, 8, 4)), (0, 2, 1, 3))
+            weights = tl.reshape(weights, (BLOCKS * 8, TILE * 4))
             values = _load(x_rows + (ks + 4 * i)[:, None], (ks < GROUPS * 32)[:, None], MASKED, "")
             sums = tl.dot(weights, values, sums, input_precision="ieee")
     row = first_block * 8 + tl.arange(0, BLOCKS * 8)
@@ -282,10 +447,14 @@ def per_token(W: Packed, x: Tensor, y: Tensor, choice: Choice | None = None, up:
 
 
 def gemm_n(W: Packed, x: Tensor, y: Tensor, choice: Choice | None = None, up: Packed | None = None) -> Launch:
-    """y[n] = W x[n] in one launch, a program a token; as `weight_stationary`, `choice.tokens` is 1."""
+    """y[n] = W x[n] in one launch, a program a token, as the source has them: all rows of one, then the next token's.
+
+    As `weight_stationary`; `choice.tokens` is 1.
+    """
     choice = choice or Choice()
     check_one_of("tokens", choice.tokens, (1,))
-    return weight_stationary(W, x, y, choice, up)
+    check_product(W, x, y, up)
+    return _multiply_add(W, x, y, choice, up, axis=1)
 
 
 def weight_stationary(
@@ -296,38 +465,57 @@ def weight_stationary(
     With up: y[n] = SiLU(W x[n]) · (up x[n]), both matrices read by the same programs.
     W: [rows, K]. x: [N, K] and y: [N, rows], bf16, fp16 or fp32 each, values of a token adjacent, on W's device. up:
     like W, or None. Dequantised in fp32 to the bits of `formats.dequantise`; sums in fp32. choice: `choose.rule`'s by
-    default. ValueError for anything else, and for more than 65535 · choice.tokens tokens.
+    default. ValueError for anything else.
     """
     check_product(W, x, y, up)
     return _multiply_add(W, x, y, choice or rule(len(x), up is not None), up)
 
 
-def tensor_core(W: Packed, x: Tensor, y: Tensor, choice: Choice | None = None) -> Launch:
-    """y[n] = W x[n] by matrix instructions, tokens in tiles of `choice.tokens`, each padded to it.
+def tensor_core(W: Packed, x: Tensor, y: Tensor, tile: Tile | None = None, up: Packed | None = None) -> Launch:
+    """y[n] = W x[n] by matrix instructions, tokens padded to multiples of 8; with up, gate and up in one launch.
 
-    As `weight_stationary`, but weights are rounded to x's dtype (in fp16, those from 65520 on to infinity); with x in
-    fp32, products are IEEE fp32 and so not on tensor cores. choice: `choose.MATRIX` by default.
+    Arguments and errors as `weight_stationary`, but weights are rounded to x's dtype (in fp16, those from 65520 on to
+    infinity), of 16 bits perhaps to the other neighbour; with x in fp32, products are IEEE fp32 and so not on tensor
+    cores. tile: `choose.matrix_rule`'s by default.
     """
-    choice = choice or MATRIX
-    check_matrix_choice(choice)
+    check_product(W, x, y, up)
+    tile = tile or matrix_rule(len(x), W.rows, W.columns, up is not None)
+    check_tile(tile)
+    arguments = {"x": x, "y": y} | _arrays(W) | _ups(W, up) | _sizes(W, x, y)
+    arguments |= {"WARPS": tile.num_warps, "BLOCKS": tile.blocks, "TOKENS": tile.tokens, "GATED": up is not None}
+    return Launch(_tensor_core_kernel, _grid(W, x, tile), arguments, _options(tile))
+
+
+def wide(W: Packed, x: Tensor, y: Tensor, choice: Choice | None = None) -> Launch:
+    """As `tensor_core`, but in wide tiles, padded to `choice.tokens`. choice: `choose.WIDE` by default."""
+    choice = choice or WIDE
+    check_wide_choice(choice)
     check_product(W, x, y)
-    return Launch(_tensor_core_kernel, _grid(W, x, choice), _arguments(W, x, y, choice), _options(choice))
+    return Launch(_wide_kernel, _grid(W, x, choice), _arguments(W, x, y, choice), _options(choice))
 
 
-def _multiply_add(W: Packed, x: Tensor, y: Tensor, choice: Choice, up: Packed | None) -> Launch:
+def _multiply_add(W: Packed, x: Tensor, y: Tensor, choice: Choice, up: Packed | None, axis: int = 0) -> Launch:
     check_choice(choice)
-    arguments = _arguments(W, x, y, choice) | {"GATED": up is not None}
-    arguments |= {f"up_{name}": value for name, value in _arrays(up or W).items()}
-    return Launch(_multiply_add_kernel, _grid(W, x, choice), arguments, _options(choice))
+    arguments = _arguments(W, x, y, choice) | _ups(W, up) | {"GATED": up is not None, "TOKEN_AXIS": axis}
+    grid = _grid(W, x, choice)
+    if axis:
+        check_programs("x", len(x), "tokens", choice.tokens)
+        grid = grid[::-1]
+    return Launch(_multiply_add_kernel, grid, arguments, _options(choice))
 
 
-def _grid(W: Packed, x: Tensor, choice: Choice) -> tuple[int, int]:
-    check_tokens(len(x), choice)
-    return triton.cdiv(W.rows, ROWS * choice.blocks), triton.cdiv(len(x), choice.tokens)
+def _grid(W: Packed, x: Tensor, choice: Choice | Tile) -> tuple[int, int]:
+    """Programs: tiles of tokens first, so that those that read the same weights run together."""
+    check_programs("W", W.rows, "rows", ROWS * choice.blocks)
+    return triton.cdiv(len(x), choice.tokens), triton.cdiv(W.rows, ROWS * choice.blocks)
 
 
-def _options(choice: Choice) -> dict[str, int]:
+def _options(choice: Choice | Tile) -> dict[str, int]:
     return {"num_warps": choice.num_warps, "num_stages": choice.num_stages}
+
+
+def _ups(W: Packed, up: Packed | None) -> dict[str, Tensor]:
+    return {f"up_{name}": value for name, value in _arrays(up or W).items()}
 
 
 def _arrays(W: Packed) -> dict[str, Tensor]:
@@ -336,16 +524,13 @@ def _arrays(W: Packed) -> dict[str, Tensor]:
 
 
 def _arguments(W: Packed, x: Tensor, y: Tensor, choice: Choice) -> dict[str, object]:
+    constants = {"TILE": choice.groups, "BLOCKS": choice.blocks, "TOKENS": choice.tokens}
+    return {"x": x, "y": y} | _arrays(W) | _sizes(W, x, y) | constants
+
+
+def _sizes(W: Packed, x: Tensor, y: Tensor) -> dict[str, object]:
     sizes = {"N": len(x), "rows": W.rows, "x_stride": x.stride(0), "y_stride": y.stride(0), "magic": MAGIC}
-    constants = {
-        "GROUPS": W.columns // GROUP,
-        "FORMAT": W.format.name,
-        "PLANES": W.words.shape[2],
-        "TILE": choice.groups,
-        "BLOCKS": choice.blocks,
-        "TOKENS": choice.tokens,
-    }
-    return {"x": x, "y": y} | _arrays(W) | sizes | constants
+    return sizes | {"GROUPS": W.columns // GROUP, "FORMAT": W.format.name, "PLANES": W.words.shape[2]}
 
 
 def check_product(W: Packed, x: Tensor, y: Tensor, up: Packed | None = None) -> None:
@@ -365,8 +550,8 @@ def check_product(W: Packed, x: Tensor, y: Tensor, up: Packed | None = None) -> 
             raise ValueError(f"{name} has strides {tensor.stride()}; allowed: values of a token adjacent (stride 1)")
 
 
-def check_tokens(tokens: int, choice: Choice) -> None:
-    """Raise ValueError for more tokens than a grid holds."""
-    most = MOST_PROGRAMS * choice.tokens
-    if tokens > most:
-        raise ValueError(f"x has {tokens} tokens; allowed: at most {most}, {MOST_PROGRAMS} programs of {choice.tokens}")
+def check_programs(name: str, count: int, what: str, each: int) -> None:
+    """Raise ValueError for more than the second dimension of a grid holds."""
+    most = MOST_PROGRAMS * each
+    if count > most:
+        raise ValueError(f"{name} has {count} {what}; allowed: at most {most}, {MOST_PROGRAMS} programs of {each}")

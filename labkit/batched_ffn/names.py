@@ -9,14 +9,20 @@ DENSE = {"Qwen3.5-27B": (5120, 17408), "Qwen3.5-4B": (2560, 9216)}
 # experts, top_k, hidden, width of one routed expert
 ROUTED = {"Qwen3.5-35B-A3B": (256, 8, 2048, 512)}
 TRACES = {"uniform": cache.uniform, "zipf": cache.zipf, "local": cache.local}  # synthetic: the generators of `cache`
+POLICY = "slru"  # of the cache, in the cases that are timed: the source's
 LAYERS = 4  # of the routed model, in the cases of the expert cache
+FEW_CACHED, MANY_CACHED = 8, 192  # with more tokens than these and fewer experts a layer, a step does nothing but copy
 
 PER_TOKEN, GEMM_N, STATIONARY, MATRIX = "per_token", "gemm_n", "weight_stationary", "tensor_core"
+WIDE = "tensor_core, wide tiles"
+STORED = "per_token, blocks as stored"
+SPLIT_K = "split-K, atomic sum"  # the negative control of bits
 READ = "read the stored bytes"
 CUBLAS, DEQUANTISED = "cuBLAS, bf16 weights", "dequantise + cuBLAS"
 GEMLITE = "gemlite, tuned"
 GEMLITE_BITS = {"Q4_K": 4, "Q8_0": 8}  # what it is paired with, in groups of 32
 GEMLITE_TOKENS = (1, 4, 16, 64)
+GEMLITE_ROWS = 17408  # one shape: it tunes for a minute at every number of tokens
 ROWCOPY, INDEXED, INDEXED_MATRIX = "grouped_rowcopy", "grouped_indexed", "grouped_indexed, matrix instructions"
 GROUPED_MM = "F.grouped_mm, bf16 weights"
 NEEDED, PREFETCHED = "copied when needed", "the next layer's prefetched"
@@ -24,8 +30,12 @@ RESIDENT, COPIES = "every expert there", "copies only"
 
 MULTIPLY_ADD = (PER_TOKEN, GEMM_N, STATIONARY)  # one family of bits
 # Most tokens that a variant is timed with: beyond, its launches or its weight bytes, one lot a token, take too long.
-MOST = {PER_TOKEN: 16, GEMM_N: 64}
+MOST = {PER_TOKEN: 8, GEMM_N: 16, SPLIT_K: 8}
 MOST_ROUTED = {PER_TOKEN: 64}
+LEAST = {WIDE: 64}  # below, its tile is mostly padding
+MAIN = "Qwen3.5-27B"
+DISSECTED = {"rows": 17408, "format": "Q4_K", "N": 8}  # whose code is taken apart: seconds for every kernel
+FEW_TOKENS = (1, 8, 64)  # of those asked for, other models, and whole layers, are timed with these
 
 
 def of(x: Any) -> dict[str, str]:
@@ -37,14 +47,22 @@ def of(x: Any) -> dict[str, str]:
         found |= {GROUPED_MM: "peer", READ: "control"}
         return {name: role for name, role in found.items() if x["N"] <= MOST_ROUTED.get(name, x["N"])}
     found = {MATRIX: "ours", STATIONARY: "step", GEMM_N: "step", PER_TOKEN: "baseline", CUBLAS: "peer"}
-    found |= {DEQUANTISED: "peer", READ: "control"} if x.op == "product" else {}
-    if x.op == "product" and x["format"] in GEMLITE_BITS and x["N"] in GEMLITE_TOKENS:
-        found[GEMLITE] = "peer"
-    return {name: role for name, role in found.items() if x["N"] <= MOST.get(name, x["N"])}
+    if x.op == "product":
+        found |= {WIDE: "step", DEQUANTISED: "peer", READ: "control", SPLIT_K: "control"}
+        if x["format"] == "BF16":  # they are what the library takes
+            del found[DEQUANTISED]
+        if x["format"] == "Q8_0" and x["N"] == 1:
+            found[STORED] = "step"
+        if x["rows"] == GEMLITE_ROWS and x["format"] in GEMLITE_BITS and x["N"] in GEMLITE_TOKENS:
+            found[GEMLITE] = "peer"
+    return {n: role for n, role in found.items() if LEAST.get(n, 0) <= x["N"] <= MOST.get(n, x["N"])}
 
 
 MAKERS: dict[tuple[str, str], tuple[str, dict[str, Any]]] = {  # (operation, variant) -> function of `trials`, arguments
     **{(op, name): (op, {"variant": name}) for op in ("product", "ffn") for name in (*MULTIPLY_ADD, MATRIX)},
+    ("product", WIDE): ("product", {"variant": WIDE}),
+    ("product", SPLIT_K): ("split_k", {}),
+    ("product", STORED): ("stored", {}),
     ("product", CUBLAS): ("cublas", {}),
     ("product", DEQUANTISED): ("dequantised", {}),
     ("product", GEMLITE): ("gemlite", {}),

@@ -31,19 +31,22 @@ import triton.language as tl
 from torch import Tensor
 
 from labkit.batched_ffn import kernels
-from labkit.batched_ffn.choose import MATRIX, Choice, check_choice, check_matrix_choice, rule
+from labkit.batched_ffn.choose import Choice, Tile, check_choice, check_tile, rule
 from labkit.batched_ffn.experts import Experts
 from labkit.batched_ffn.formats import GROUP, ROWS, Packed
 from labkit.batched_ffn.kernels import (
     DTYPES,
     MAGIC,
     MOST_PROGRAMS,
+    _add_tile,
     _block,
     _load,
+    _no_sums,
     _read,
     _scales,
     _silu_up,
     _total,
+    _units,
     _weights,
 )
 from labkit.checks import check_device, check_tensor
@@ -196,10 +199,10 @@ def _grouped_multiply_add_kernel(
 def _grouped_tensor_core_kernel(
     x, y, order, tiles, slots, words, high, scales, d, up_words, up_high, up_scales, up_d,
     words_stride, high_stride, scales_stride, d_stride, rows, x_stride, y_stride, magic, slots_a_row,
-    GROUPS: tl.constexpr, FORMAT: tl.constexpr, PLANES: tl.constexpr, TILE: tl.constexpr, BLOCKS: tl.constexpr,
+    GROUPS: tl.constexpr, FORMAT: tl.constexpr, PLANES: tl.constexpr, WARPS: tl.constexpr, BLOCKS: tl.constexpr,
     TOKENS: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
-    """The same by matrix instructions, the tile of slots always padded to TOKENS."""
+    """The same by matrix instructions, slots padded to multiples of 8."""
     at = tiles + tl.program_id(1) * 3
     expert = tl.load(at)
     slot = tl.load(slots + tl.maximum(expert, 0)).to(tl.int64)
@@ -208,49 +211,42 @@ def _grouped_tensor_core_kernel(
     first = tl.load(at + 1)
     count = tl.load(at + 2)
     first_block = tl.program_id(0) * BLOCKS
+    last_block = (rows - 1) // 8
     strides = (words_stride, high_stride, scales_stride, d_stride)
+    group, lane = _units(WARPS)
+    TILE: tl.constexpr = WARPS * 4
     MASKED: tl.constexpr = GROUPS % TILE != 0
-    units = tl.arange(0, BLOCKS * TILE * 8)
-    lanes = units % 8
-    blocks = tl.minimum(first_block + units // (TILE * 8), (rows - 1) // 8) - first_block
-    W = _expert((words, high, scales, d), strides, slot, first_block, GROUPS, FORMAT, PLANES)
-    W_up = _expert((up_words, up_high, up_scales, up_d), strides, slot, first_block, GROUPS, FORMAT, PLANES)
-    columns = tl.arange(0, TILE * 4)
-    tokens = tl.arange(0, TOKENS)
-    members = tl.load(order + first + tl.minimum(tokens, count - 1)).to(tl.int64)
-    x_rows = x + (members // slots_a_row)[None, :] * x_stride
-
-    sums = tl.zeros((BLOCKS * 8, TOKENS), tl.float32)
-    up_sums = tl.zeros((BLOCKS * 8, TOKENS), tl.float32)
+    MATRICES: tl.constexpr = 2 if GATED else 1
+    EIGHTS: tl.constexpr = TOKENS // 8
+    PAIRS: tl.constexpr = BLOCKS // 2
+    x_rows = ()
+    for n in tl.static_range(EIGHTS):
+        member = tl.load(order + first + tl.minimum(8 * n + lane, count - 1))
+        x_rows = x_rows + (x + (member // slots_a_row).to(tl.int64) * x_stride,)
+    sums = _no_sums(MATRICES * PAIRS * EIGHTS, WARPS)
     for t in range(tl.cdiv(GROUPS, TILE)):
-        groups = t * TILE + units // 8 % TILE
+        groups = t * TILE + group
         inside = groups < GROUPS
-        above = blocks * (GROUPS // 8) + groups // 8
-        tile = _read(W, blocks * GROUPS + groups, above, lanes, inside, MASKED, FORMAT, PLANES)
-        steps = _scales(tile, FORMAT)
-        if GATED:
-            up_tile = _read(W_up, blocks * GROUPS + groups, above, lanes, inside, MASKED, FORMAT, PLANES)
-            up_steps = _scales(up_tile, FORMAT)
-        ks = t * (TILE * 32) + columns // 4 * 32 + columns % 4
-        for i in tl.static_range(8):
-            values = _load(x_rows + (ks + 4 * i)[:, None], (ks < GROUPS * 32)[:, None], MASKED, "")
-            weights = _matrix(_weights(tile, steps, magic, i, FORMAT), BLOCKS, TILE).to(x.dtype.element_ty)
-            sums = tl.dot(weights, values, sums, input_precision="ieee")
+        loaded = ()
+        for s in tl.static_range(MATRICES):
+            for b in tl.static_range(BLOCKS):
+                block = tl.minimum(first_block + b, last_block)
+                if s == 0:
+                    W = _expert((words, high, scales, d), strides, slot, block, GROUPS, FORMAT, PLANES)
+                else:
+                    W = _expert((up_words, up_high, up_scales, up_d), strides, slot, block, GROUPS, FORMAT, PLANES)
+                loaded = loaded + (_read(W, groups, groups // 8, lane, inside, MASKED, FORMAT, PLANES),)
+        sums = _add_tile(sums, loaded, x_rows, groups, inside, magic, MASKED, FORMAT, WARPS)
+    for m in tl.static_range(PAIRS):
+        row = (first_block + 2 * m) * 8 + tl.arange(0, 16)
+        for n in tl.static_range(EIGHTS):
+            total = tl.sum(sums[m * EIGHTS + n], 0)
             if GATED:
-                weights = _matrix(_weights(up_tile, up_steps, magic, i, FORMAT), BLOCKS, TILE)
-                up_sums = tl.dot(weights.to(x.dtype.element_ty), values, up_sums, input_precision="ieee")
-    if GATED:
-        sums = _silu_up(sums, up_sums)
-    row = first_block * 8 + tl.arange(0, BLOCKS * 8)
-    y_at = y + members[None, :] * y_stride + row[:, None]
-    tl.store(y_at, sums.to(y.dtype.element_ty), mask=(row < rows)[:, None] & (tokens < count)[None, :])
-
-
-@triton.jit
-def _matrix(weights, BLOCKS: tl.constexpr, TILE: tl.constexpr):
-    """[rows, columns] of the weights of units, [units, 4]."""
-    weights = tl.permute(tl.reshape(weights, (BLOCKS, TILE, 8, 4)), (0, 2, 1, 3))
-    return tl.reshape(weights, (BLOCKS * 8, TILE * 4))
+                total = _silu_up(total, tl.sum(sums[(PAIRS + m) * EIGHTS + n], 0))
+            place = 8 * n + tl.arange(0, 8)
+            member = tl.load(order + first + tl.minimum(place, count - 1)).to(tl.int64)
+            y_at = y + member[None, :] * y_stride + row[:, None]
+            tl.store(y_at, total.to(y.dtype.element_ty), mask=(row < rows)[:, None] & (place < count)[None, :])
 
 
 @triton.jit
@@ -335,12 +331,15 @@ def per_token(experts: Experts, resident: Mapping[int, int], ids: Sequence[Seque
             if expert in resident:
                 at = token * work.top_k + k
                 x, mid, part = (one[i : i + 1] for one, i in ((work.x, token), (work.mid, at), (work.partials, at)))
-                found += _expert_on(experts, resident[expert], x, mid, part, 1)
+                found += one_expert(experts, resident[expert], x, mid, part, 1)
     return found
 
 
-def _expert_on(experts: Experts, slot: int, x: Tensor, mid: Tensor, y: Tensor, tokens: int) -> list[Launch]:
-    """An expert on rows x: gate and up, then down, by multiply-add; `tokens`: rows that share a tile at most."""
+def one_expert(experts: Experts, slot: int, x: Tensor, mid: Tensor, y: Tensor, tokens: int) -> list[Launch]:
+    """The expert in a slot on rows x: gate and up into mid, then down into y, by multiply-add.
+
+    x, y: [n, hidden], mid: [n, width], as `kernels` take them; tokens: rows that share a tile at most.
+    """
     gate, up, down = (experts.matrix(role, slot) for role in ("gate", "up", "down"))
     return [
         kernels.weight_stationary(gate, x, mid, rule(tokens, gated=True), up),
@@ -366,7 +365,7 @@ def grouped_rowcopy(
     for expert, slots in members.items():
         n = len(slots)
         found += [_copy(x[i], work.x[slot // work.top_k]) for i, slot in enumerate(slots)]
-        found += _expert_on(experts, resident[expert], x[:n], mid[:n], y[:n], n)
+        found += one_expert(experts, resident[expert], x[:n], mid[:n], y[:n], n)
         found += [_copy(work.partials[slot], y[i]) for i, slot in enumerate(slots)]
     return found
 
@@ -407,33 +406,48 @@ def sort(ids: Tensor, experts: int, tokens: int) -> Sorted:
 
 def rule_of(tokens: int, experts: int, top_k: int) -> Choice:
     """`choose.rule` for the slots that an expert has on average under uniform routing."""
-    return rule(max(1, -(-tokens * top_k // experts)), gated=True)
+    return rule(each(tokens, experts, top_k), gated=True)
+
+
+def matrix_rule_of(tokens: int, experts: int, top_k: int) -> Tile:
+    """A `Tile` for about twice as many slots, so that few experts have more and are read twice.
+
+    Always with four warps, so that its bits are the same for every number of tokens: experts are narrow, and many.
+    """
+    slots = each(tokens, experts, top_k)
+    return Tile(tokens=8 if slots <= 4 else 16 if slots <= 8 else 32)
+
+
+def each(tokens: int, experts: int, top_k: int) -> int:
+    """Slots of an expert, on average and rounded up."""
+    return max(1, -(-tokens * top_k // experts))
 
 
 def grouped_indexed(
     experts: Experts,
     slots: Tensor,
     work: Work,
-    choice: Choice | None = None,
+    choice: Choice | Tile | None = None,
     matrix: bool = False,
     order: Sorted | None = None,
 ) -> list[Launch]:
     """The same partials in three launches: sort, gate and up, down.
 
     slots: [number of routed experts] int32, where each lies in `experts`, or -1: its slots are left as they are.
-    choice: `rule_of`'s by default, of the matrix family `choose.MATRIX`; its bits are those of its family. order: of
-    `sort` with `choice.tokens`; the first launch is then left out, as for a second table of the same routing.
-    ValueError for anything else.
+    matrix: by matrix instructions. choice: a `Choice`, with matrix a `Tile`; by default of `rule_of` and
+    `matrix_rule_of`, with the bits of its family. order: of `sort` with `choice.tokens`; the first launch is then left
+    out, as for a second table of the same routing. ValueError for anything else.
     """  # fmt: skip
-    choice = choice or (MATRIX if matrix else rule_of(len(work.x), len(slots), work.top_k))
-    (check_matrix_choice if matrix else check_choice)(choice)
+    choice = choice or (matrix_rule_of if matrix else rule_of)(len(work.x), len(slots), work.top_k)
+    if isinstance(choice, Tile) != matrix:
+        raise ValueError(f"choice is {choice}; allowed: a {'Tile' if matrix else 'Choice'}")
+    (check_tile if matrix else check_choice)(choice)
     check_work(experts, work)
     check_tensor("slots", slots, (len(slots),), (torch.int32,), work.x.device, "x's")
     check_tiles(most_tiles(work.ids.numel(), len(slots), choice.tokens))
-    kernel = _grouped_tensor_core_kernel if matrix else _grouped_multiply_add_kernel
     made = order or sort(work.ids, len(slots), choice.tokens)
     launches = [
-        _grouped(kernel, experts, roles, slots, made, x, y, per_row, choice)
+        _grouped(experts, roles, slots, made, x, y, per_row, choice)
         for roles, x, y, per_row in (
             (("gate", "up"), work.x, work.mid, work.top_k),
             (("down",), work.mid, work.partials, 1),
@@ -443,8 +457,8 @@ def grouped_indexed(
 
 
 def _grouped(
-    kernel: Any, experts: Experts, roles: Sequence[str], slots: Tensor, made: Sorted, x: Tensor, y: Tensor,
-    slots_a_row: int, choice: Choice,
+    experts: Experts, roles: Sequence[str], slots: Tensor, made: Sorted, x: Tensor, y: Tensor, slots_a_row: int,
+    choice: Choice | Tile,
 ) -> Launch:  # fmt: skip
     first, last = (experts.matrix(role, 0) for role in (roles[0], roles[-1]))
     arrays = dict.fromkeys(("words", "high", "scales", "d"), first.words) | first.arrays
@@ -453,7 +467,10 @@ def _grouped(
     args |= {f"{name}_stride": experts.stride(array) for name, array in arrays.items()}
     args |= {"rows": first.rows, "x_stride": x.stride(0), "y_stride": y.stride(0), "magic": MAGIC}
     args |= {"slots_a_row": slots_a_row, "GROUPS": first.columns // GROUP, "FORMAT": first.format.name}
-    args |= {"PLANES": first.words.shape[2], "TILE": choice.groups, "BLOCKS": choice.blocks, "TOKENS": choice.tokens}
+    args |= {"PLANES": first.words.shape[2], "BLOCKS": choice.blocks, "TOKENS": choice.tokens}
+    matrix = isinstance(choice, Tile)
+    args |= {"WARPS": choice.num_warps} if matrix else {"TILE": choice.groups}
+    kernel = _grouped_tensor_core_kernel if matrix else _grouped_multiply_add_kernel
     grid = (triton.cdiv(first.rows, ROWS * choice.blocks), len(made.tiles))
     options = {"num_warps": choice.num_warps, "num_stages": choice.num_stages}
     return Launch(kernel, grid, args | {"GATED": len(roles) > 1}, options)

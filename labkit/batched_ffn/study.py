@@ -3,25 +3,27 @@
 from collections.abc import Mapping
 from typing import Any
 
-from labkit.batched_ffn import cache, claims, names, trials
+from labkit.batched_ffn import ahead, claims, names, trials
 from labkit.batched_ffn.formats import FORMATS
-from labkit.bench.spec import Case, Floor, Rule, Study, Trial, Variant, integer, list_of, one_of
+from labkit.bench.spec import Added, Case, Floor, Rule, Study, Trial, Variant, integer, list_of, one_of
 
-LAYER_TOKENS = (1, 8, 64, 512)  # of those asked for, whole layers are timed with these
 HERE = "labkit.batched_ffn.trials"
 
 
 def cases(parameters: Mapping[str, Any]) -> list[Case]:
     """Products, then whole layers, routed experts and the cache; cases that share weights follow each other."""
     found = []
+    few = [n for n in parameters["tokens"] if n in names.FEW_TOKENS]
     for format in parameters["formats"]:
         for model in parameters["models"]:
             hidden, width = names.DENSE[model]
             for rows, K in ((width, hidden), (hidden, width)):
                 shape = {"rows": rows, "K": K, "format": format, "activations": "bf16"}
-                found += [Case("product", shape | {"N": n}) for n in parameters["tokens"]]
+                found += [
+                    Case("product", shape | {"N": n}) for n in (parameters["tokens"] if model == names.MAIN else few)
+                ]
             shape = {"model": model, "hidden": hidden, "width": width, "format": format, "activations": "bf16"}
-            found += [Case("ffn", shape | {"N": n}) for n in parameters["tokens"] if n in LAYER_TOKENS]
+            found += [Case("ffn", shape | {"N": n}) for n in few if model == names.MAIN]
     return found + _routed_cases(parameters)
 
 
@@ -33,11 +35,13 @@ def _routed_cases(parameters: Mapping[str, Any]) -> list[Case]:
             shape |= {"format": format, "activations": "bf16"}
             found += [Case("routed", shape | {"N": n, "trace": "uniform"}) for n in parameters["routed_tokens"]]
             found += [
-                Case("cache", shape | {"N": n, "layers": names.LAYERS, "trace": t, "policy": p, "capacity": c})
+                Case(
+                    "cache", shape | {"N": n, "layers": names.LAYERS, "trace": t, "policy": names.POLICY, "capacity": c}
+                )
                 for n in parameters["cache_tokens"]
                 for t in parameters["traces"]
-                for p in parameters["policies"]
                 for c in parameters["capacities"]
+                if n <= names.FEW_CACHED or c >= names.MANY_CACHED
             ]
     return found
 
@@ -92,6 +96,10 @@ def _or_none(rule: Rule) -> Rule:
     return lambda value: None if value == [] else rule(value)
 
 
+def _added(function: Any, x: Case, device: Any, sets: int, seed: int) -> Trial:
+    return trials.added(x, device, sets, seed, function)
+
+
 def _tiny(op: str, N: int, format: str = "Q8_0", **shape: Any) -> Case:
     """A case for the interpreter; fp32 activations, since it cannot multiply matrices in bf16."""
     return Case(op, {"N": N, "format": format, "activations": "fp32"} | shape)
@@ -108,6 +116,15 @@ STUDY = Study(
     control=control,
     floor=floor,
     claims=claims.CLAIMS,
+    added=Added(
+        ("blocks", "x", "y"),
+        "blocks: uint8 [rows, bytes of a row], of the case's GGUF format as stored; x: [N, K], y: [N, rows], bf16; the "
+        "function writes y[n] = W x[n].",
+        _added,
+        lambda case: case.op == "product",
+        ("cold",),
+    ),
+    kernels=lambda some, capability: ahead.sources(some),
     parameters={
         "models": list_of(one_of(*names.DENSE)),
         "formats": _or_none(list_of(one_of(*FORMATS))),
@@ -116,11 +133,11 @@ STUDY = Study(
         "routed_tokens": _or_none(list_of(integer(1, 4096))),
         "cache_tokens": _or_none(list_of(integer(1, 4096))),
         "traces": list_of(one_of(*names.TRACES)),
-        "policies": list_of(one_of(*cache.POLICIES)),
         "capacities": list_of(integer(1, 256)),
     },
     tiny=(
         _tiny("product", 3, rows=9, K=64),
+        _tiny("product", 1, rows=33, K=544),
         _tiny("product", 2, "Q4_K", rows=8, K=256),
         _tiny("ffn", 2, **_LAYER),
         _tiny("routed", 2, **_ROUTED),

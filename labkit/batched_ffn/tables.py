@@ -4,21 +4,26 @@ import json
 import math
 from collections.abc import Iterator, Sequence
 
+import numpy as np
 import pandas as pd
 
-from labkit.batched_ffn import cache, names
+from labkit.batched_ffn import cache, choose, names
+from labkit.batched_ffn.choose import WIDE
 from labkit.batched_ffn.formats import FORMATS
 from labkit.bench.verdict import compare_many, median_us
 
 SHAPE = ("model", "rows", "K", "format", "N", "trace", "policy", "capacity")
 RATIO = ["ratio", "low", "high", "noise", "verdict"]
 OURS = {  # the lab's variants, each of which has the bits of its family in every batch
-    "product": (names.MATRIX, names.STATIONARY, names.GEMM_N, names.PER_TOKEN),
+    "product": (names.MATRIX, names.WIDE, names.STATIONARY, names.GEMM_N, names.PER_TOKEN),
     "ffn": (names.MATRIX, names.STATIONARY, names.GEMM_N, names.PER_TOKEN),
     "routed": (names.INDEXED_MATRIX, names.INDEXED, names.ROWCOPY, names.PER_TOKEN),
     "cache": (names.PREFETCHED, names.NEEDED),
 }
-TIMES_COLUMNS = (*SHAPE, "variant", "role", "us", "us a token", "launches", "MB", "% of reading")
+TIMES_COLUMNS = (*SHAPE, "variant", "role", "us", "us a token", "launches", "MB", "passes", "% of reading")
+# To make fp32 of a weight, in instructions: taken out, 2^23 subtracted, scaled; the fifth and sixth bit put beside.
+TO_FLOAT = {"F32": 0, "BF16": 1, "Q8_0": 3, "Q4_K": 3, "Q5_K": 4, "Q6_K": 4}
+LANES = 128  # of a multiprocessor, an instruction each a clock; since compute capability 8.6, and 9.0
 
 
 def cases(rows: pd.DataFrame, op: str) -> Iterator[tuple[dict, pd.DataFrame]]:
@@ -47,7 +52,8 @@ def facts(group: pd.DataFrame) -> dict[str, dict]:
 def times(rows: pd.DataFrame, op: str) -> pd.DataFrame:
     """µs of every variant of every case; launches as the profiler saw them.
 
-    `% of reading`: a plain cold read of as many bytes as the weights have, in the same run, over the variant's time.
+    MB: the least that is moved; passes: how often a variant asks for all weights. `% of reading`: a plain cold read of
+    as many bytes as the weights have, in the same run, over the variant's time.
     """
     found = []
     for params, group in cases(rows, op):
@@ -59,8 +65,48 @@ def times(rows: pd.DataFrame, op: str) -> pd.DataFrame:
                 continue
             line = {"variant": variant, "role": roles[variant], "us": value, "us a token": value / params["N"]}
             line |= {"launches": known[variant].get("launches", math.nan), "MB": group["floor_bytes"].iloc[0] / 1e6}
+            line["passes"] = passes(variant, params) if op == "product" else math.nan
             found.append(shape(params) | line | {"% of reading": 100 * reading / value})
     return pd.DataFrame(found, columns=None if found else TIMES_COLUMNS)
+
+
+def passes(variant: str, params: dict) -> float:
+    """How often a variant reads all weights of a product, from memory or the L2; NaN of what is not the lab's."""
+    N = params["N"]
+    tokens = {names.PER_TOKEN: 1, names.GEMM_N: 1, names.STATIONARY: choose.rule(N).tokens, names.WIDE: WIDE.tokens}
+    tokens[names.MATRIX] = choose.matrix_rule(N, params["rows"], params["K"]).tokens
+    return -(-N // tokens[variant]) if variant in tokens else math.nan
+
+
+def arithmetic(rows: pd.DataFrame) -> pd.DataFrame:
+    """The multiply-add family's least instructions a weight, and what they allow of the plain read's speed at most.
+
+    Those of x (a conversion a row block and token), of scales, addresses and loops come on top. % of reading: at the
+    clock of the run, if every lane had an instruction in every cycle.
+    """
+    found = []
+    for params, group in cases(rows, "product"):
+        us, known = median_us(group), facts(group).get(names.STATIONARY, {})
+        clock = [mhz for samples in group["sm_mhz"] for mhz in samples]
+        if not {names.STATIONARY, names.READ} <= set(us) or not known.get("sms") or not clock:
+            continue
+        least = TO_FLOAT[params["format"]] + params["N"]
+        weights = params["rows"] * params["K"]
+        bound = least * weights / (known["sms"] * LANES * float(np.median(clock)))
+        line = {"instructions a weight": least, "least µs": bound, "reading µs": us[names.READ]}
+        line |= {"at most %": min(100.0, 100 * us[names.READ] / bound), "us": us[names.STATIONARY]}
+        found.append(shape(params) | line | {"% of reading": 100 * us[names.READ] / us[names.STATIONARY]})
+    return pd.DataFrame(found, columns=None if found else [*SHAPE, "instructions a weight", "at most %"])
+
+
+def gains(rows: pd.DataFrame) -> pd.DataFrame:
+    """What one launch instead of N is worth, and what reading the weights once for all tokens is, by N."""
+    steps = {"one launch": (names.GEMM_N, names.PER_TOKEN), "weights read once": (names.STATIONARY, names.GEMM_N)}
+    parts = [
+        compared(rows, "product", *pair).assign(step=step, change=f"{pair[1]} → {pair[0]}")
+        for step, pair in steps.items()
+    ]
+    return pd.concat(parts, ignore_index=True)
 
 
 def compared(rows: pd.DataFrame, op: str, variant: str, against: str) -> pd.DataFrame:
@@ -140,10 +186,15 @@ def gemlite(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def bits(rows: pd.DataFrame) -> pd.DataFrame:
-    """Of every variant: cases in which a token alone was looked at, and in how many it had the bits of its batch."""
+    """Of every variant: cases in which a token alone was looked at, and in how many it had the bits of its batch.
+
+    Cases of one token say nothing, and are left out.
+    """
     found = []
     for op in ("product", "ffn", "routed"):
         for params, group in cases(rows, op):
+            if params["N"] == 1:
+                continue
             known = {name: one["alone"] for name, one in facts(group).items() if "alone" in one}
             found += [{"op": op, "variant": name, "same": value == 0} | shape(params) for name, value in known.items()]
     table = pd.DataFrame(found, columns=None if found else ["op", "variant", "same"])

@@ -6,14 +6,16 @@ in the function that times them.
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache as once
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from labkit import paths
 from labkit.batched_ffn import cache, experts, formats, names, reference, slots
-from labkit.batched_ffn.choose import Choice, rule
+from labkit.batched_ffn.choose import rule
 from labkit.batched_ffn.experts import Experts
 from labkit.batched_ffn.formats import Packed
 from labkit.bench.spec import Case, Trial
@@ -24,7 +26,9 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}  # of activations
 TOLERANCE = {"bf16": 6e-3, "fp32": 1e-5}
 SAME_BITS = 0.0
 CHECKED = 8  # tokens that are compared with the reference, and three that are computed again alone
-STEPS = 8  # of a trace, which then begins again
+TRACE_TOKENS = 256  # of a trace at least, which then begins again: so many that a cache cannot know it by heart
+LEAST_STEPS = 32
+TUNED = "gemlite.json"
 
 Call = Callable[[], Any]
 
@@ -86,6 +90,11 @@ def launches(call: Call, device: torch.device) -> int | None:
     return sum(event.device_type == DeviceType.CUDA for event in seen.events())
 
 
+def multiprocessors(device: torch.device) -> int:
+    """How many a GPU has."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
 def _in_order(calls: Any) -> Call:
     """One call of several, in order; of one, itself, so that a `Launch` stays one."""
     if not isinstance(calls, list):
@@ -122,7 +131,7 @@ def _trial(
     def facts() -> dict[str, Any]:
         found = {} if alone is None else {"alone": same()}
         count = launches(calls[0], x.device)
-        return found if count is None else found | {"launches": count}
+        return found if count is None else found | {"launches": count, "sms": multiprocessors(x.device)}
 
     def poison() -> None:
         for one in y:
@@ -156,27 +165,26 @@ def _dense(x: Case, device: Any, sets: int, seed: int) -> list[Tensor]:
     return _once(group, ("dense", x["activations"], str(device), sets, seed), make)
 
 
-Multiply = Callable[[Packed, Tensor, Tensor], Any]  # W, x [N, K], y [N, rows] -> a Launch or several
+Multiply = Callable[..., Any]  # W, x [N, K], y [N, rows], perhaps up -> a Launch or several
 
 
-def _multiply(variant: str, tokens: int) -> Multiply:
-    """A variant of `kernels`. tokens: of the batch, which a rule chooses by."""
+def multiply(variant: str, gated: bool = False) -> Multiply:
+    """A variant of `kernels`, each with its rule's choice: (W, x, y, up). gated: with gate and up in one launch."""
     from labkit.batched_ffn import kernels
 
-    if variant == names.STATIONARY:
-        return lambda W, x, y: kernels.weight_stationary(W, x, y, rule(len(x)))
-    return {
-        names.PER_TOKEN: lambda W, x, y: kernels.per_token(W, x, y, Choice()),
-        names.GEMM_N: lambda W, x, y: kernels.gemm_n(W, x, y, Choice()),
-        names.MATRIX: lambda W, x, y: kernels.tensor_core(W, x, y),
-    }[variant]
+    if variant == names.WIDE:
+        return lambda W, x, y, up=None: kernels.wide(W, x, y)
+    if variant in (names.PER_TOKEN, names.GEMM_N):
+        loop = kernels.per_token if variant == names.PER_TOKEN else kernels.gemm_n
+        return lambda W, x, y, up=None: loop(W, x, y, rule(1, gated), up)
+    once = kernels.tensor_core if variant == names.MATRIX else kernels.weight_stationary
+    return lambda W, x, y, up=None: once(W, x, y, None, up)
 
 
 def product(x: Case, device: Any, sets: int, seed: int, variant: str) -> Trial:
     """One of the lab's products."""
-    multiply = _multiply(variant, x["N"])
-    packed = [W for _, W in _matrices(x, device, sets, seed)]
-    make = lambda i, values, out: _in_order(multiply(packed[i], values, out))  # noqa: E731
+    call, packed = multiply(variant), [W for _, W in _matrices(x, device, sets, seed)]
+    make = lambda i, values, out: _in_order(call(packed[i], values, out))  # noqa: E731
     return _product(x, device, sets, seed, make, ours=True)
 
 
@@ -187,12 +195,16 @@ def _product(
     values = _tokens(x["N"], x["K"], x, device, seed)
     y = [values.new_empty((x["N"], x["rows"])) for _ in range(sets)]
     raw = _matrices(x, device, sets, seed)[0][0]
+    group = (x.op, x["rows"], x["K"], x["format"])
 
     def expected(picks: list[int]) -> Tensor:
-        return reference.product(formats.dequantise(raw, x["format"]), values[picks])
+        make = lambda: reference.product(formats.dequantise(raw, x["format"]), values[picks])  # noqa: E731
+        return _once(group, ("expected", x["N"], x["activations"], str(device), sets, seed), make)
 
     calls = [make(i, values, out) for i, out in enumerate(y)]
-    return _trial(calls, values, y, expected, TOLERANCE[x["activations"]], lambda v, out: make(0, v, out), ours)
+    trial = _trial(calls, values, y, expected, TOLERANCE[x["activations"]], lambda v, out: make(0, v, out), ours)
+    trial.dissect = names.DISSECTED.items() <= dict(x.params).items()
+    return trial
 
 
 def cublas(x: Case, device: Any, sets: int, seed: int) -> Trial:
@@ -212,6 +224,37 @@ def dequantised(x: Case, device: Any, sets: int, seed: int) -> Trial:
     packed = [W for _, W in _matrices(x, device, sets, seed)]
     space = torch.empty((x["rows"], x["K"]), dtype=DTYPES[x["activations"]], device=device)
     make = lambda i, values, out: _in_order([beside.dequantise(packed[i], space), _linear(space, values, out)])  # noqa: E731
+    return _product(x, device, sets, seed, make)
+
+
+def stored(x: Case, device: Any, sets: int, seed: int) -> Trial:
+    """Q8_0 as it is stored, one token; and in how many values its bits are not those of the packed weights."""
+    from labkit.batched_ffn import beside
+
+    matrices = _matrices(x, device, sets, seed)
+    trial = _product(x, device, sets, seed, lambda i, v, out: beside.stored(matrices[i][0], v, out))
+    values = _tokens(1, x["K"], x, device, seed)
+    found, packed = (torch.full((1, x["rows"]), math.nan, device=device) for _ in range(2))
+
+    def check() -> dict[str, float]:
+        beside.stored(matrices[0][0], values, found)()
+        for launch in multiply(names.PER_TOKEN)(matrices[0][1], values, packed):
+            launch()
+        return dict(trial.check() if trial.check else {}) | {"packed": differing(found, packed)}
+
+    return replace(trial, check=check, tolerance=dict(trial.tolerance) | {"packed": SAME_BITS})
+
+
+def split_k(x: Case, device: Any, sets: int, seed: int) -> Trial:
+    """The control: sums by atomics, whose bits are not asked for, but recorded."""
+    from labkit.batched_ffn import beside
+
+    packed = [W for _, W in _matrices(x, device, sets, seed)]
+
+    def make(i: int, values: Tensor, out: Tensor) -> Call:
+        sums = torch.empty(out.shape, device=out.device)
+        return _in_order([*beside.split_k(packed[i], values, sums), lambda: out.copy_(sums)])
+
     return _product(x, device, sets, seed, make)
 
 
@@ -241,13 +284,30 @@ def gemlite(x: Case, device: Any, sets: int, seed: int) -> Trial:
         return lambda: out.copy_(layer(v))
 
     calls = [make(layer, values, out) for layer, out in zip(layers, y, strict=True)]
+    calls[0]()
+    library.cache_config(str(paths.RUNS / TUNED))
     expected = lambda picks: values[picks].double() @ exact[0].T  # noqa: E731
     return _trial(calls, values, y, expected, TOLERANCE["bf16"], lambda v, out: make(layers[0], v, out), False)
 
 
 @once
 def _tune(library: Any) -> None:
+    """Its longest tuning, which the first process makes and the others take over."""
     library.set_autotune("max")
+    paths.RUNS.mkdir(parents=True, exist_ok=True)
+    if (paths.RUNS / TUNED).exists():
+        library.load_config(str(paths.RUNS / TUNED))
+
+
+def added(x: Case, device: Any, sets: int, seed: int, function: Callable[..., Any]) -> Trial:
+    """A function of the reader's own, function(blocks, x, y), on copies that it may spoil."""
+    raw = [one.clone() for one, _ in _matrices(x, device, sets, seed)]
+
+    def make(i: int, values: Tensor, out: Tensor) -> Call:
+        own = values.clone()
+        return lambda: function(raw[i], own, out)
+
+    return _product(x, device, sets, seed, make)
 
 
 def read(x: Case, device: Any, sets: int, seed: int) -> Trial:
@@ -265,7 +325,7 @@ def read(x: Case, device: Any, sets: int, seed: int) -> Trial:
         calls[0]()
         return {"sum": float(abs(int(sums[0].long().sum()) - int(words[0].long().sum())))}
 
-    return Trial(calls, check=check, tolerance={"sum": 0.0}, launch=calls[0])
+    return Trial(calls, check=check, tolerance={"sum": 0.0}, launch=calls[0], dissect=False)
 
 
 # A whole dense layer
@@ -293,20 +353,10 @@ def ffn(x: Case, device: Any, sets: int, seed: int, variant: str) -> Trial:
 
 
 def _layer(layer: Sequence[Packed], x: Tensor, y: Tensor, variant: str) -> list[Call]:
-    """SiLU(gate) · up in one launch with it, or after the matrix instructions, whose kernel has one matrix."""
-    from labkit.batched_ffn import kernels
-
+    """Two launches; per token, two a token."""
     gate, up, down = layer
     middle = x.new_empty((len(x), gate.rows))
-    if variant == names.MATRIX:
-        other = torch.empty_like(middle)
-        parts = [kernels.tensor_core(gate, x, middle), kernels.tensor_core(up, x, other)]
-        return [*parts, lambda: _silu_up(middle, other, middle), kernels.tensor_core(down, middle, y)]
-    if variant == names.STATIONARY:
-        first = kernels.weight_stationary(gate, x, middle, rule(len(x), gated=True), up)
-        return [first, kernels.weight_stationary(down, middle, y, rule(len(x)))]
-    make = kernels.per_token if variant == names.PER_TOKEN else kernels.gemm_n
-    made = [make(gate, x, middle, Choice(), up), make(down, middle, y, Choice())]
+    made = [multiply(variant, True)(gate, x, middle, up), multiply(variant)(down, middle, y)]
     return [one for some in made for one in (some if isinstance(some, list) else [some])]
 
 
@@ -358,7 +408,12 @@ def _ffn(
 
 def routing(x: Case, layers: int = 1) -> list[list[list[list[int]]]]:
     """Experts of every token, [steps][layers][N][top_k]; of a case alone, so that every process has the same."""
-    return _drawn(x["trace"], x["N"], STEPS if x.op == "cache" else 1, layers, x["E"], x["top_k"])
+    return _drawn(x["trace"], x["N"], steps(x["N"]) if x.op == "cache" else 1, layers, x["E"], x["top_k"])
+
+
+def steps(N: int) -> int:
+    """Of a trace, N tokens each."""
+    return max(LEAST_STEPS, -(-TRACE_TOKENS // N))
 
 
 @once
@@ -507,9 +562,10 @@ class Steps:
         self.kept = slots.ExpertSlots(self.host, policy, self._room(), device, keys)
         if variant == names.RESIDENT:
             list(self.kept.waves(keys))  # brought once, and all hit from now on
-        self.orders = [kernels.sort(work.ids, x["E"], kernels.MATRIX.tokens) for work in self.works]
+        choice = kernels.matrix_rule_of(x["N"], x["E"], x["top_k"])
+        self.orders = [kernels.sort(work.ids, x["E"], choice.tokens) for work in self.works]
         self.launches = [
-            kernels.grouped_indexed(self.kept.slots, table, work, matrix=True, order=order)
+            kernels.grouped_indexed(self.kept.slots, table, work, choice, matrix=True, order=order)
             for table, work, order in zip(self.tables, self.works, self.orders, strict=True)
         ]
         self.sums = [kernels.weighted_sum(work) for work in self.works]
@@ -537,7 +593,9 @@ class Steps:
 
     def _compute(self, layer: int, wave: dict[Any, int]) -> None:
         where = [wave.get((layer, e), -1) for e in range(len(self.tables[layer]))]
-        self.tables[layer].copy_(torch.tensor(where, dtype=torch.int32), non_blocking=True)  # the host goes on
+        table = self.tables[layer]
+        # pinned, so that the host goes on
+        table.copy_(torch.tensor(where, dtype=torch.int32, pin_memory=table.is_cuda), non_blocking=True)
         for launch in self.launches[layer]:
             launch()
 
@@ -576,10 +634,18 @@ def cached(x: Case, device: Any, sets: int, seed: int, variant: str) -> Trial:
         return {"y": max(error if error == error else math.inf for error in errors), "bits": bits}
 
     def facts() -> dict[str, Any]:
-        seen, dispatches = step.kept.replayed, [keys for one in step.needs for keys in one]
-        found = {"hit_rate": seen.hit_rate, "copied": step.kept.copied, "accesses": seen.accesses}
-        found |= {"bypassed": seen.bypassed, "expert_bytes": step.host.expert_bytes, "slots": len(step.kept.slots)}
-        return found | {"needed": sum(map(len, dispatches)) / len(step.needs)}
+        """Of one round of the trace, after one in which the cache has filled."""
+        if variant != names.NEEDED:
+            return {}
+        for _ in step.needs:
+            step()
+        before, copied = step.kept.replayed, step.kept.copied
+        for _ in step.needs:
+            step()
+        seen = step.kept.replayed.since(before)
+        found = {"hit_rate": seen.hit_rate, "accesses": seen.accesses, "bypassed": seen.bypassed}
+        found |= {"copied": step.kept.copied - copied, "steps": len(step.needs)}
+        return found | {"expert_bytes": step.host.expert_bytes, "slots": len(step.kept.slots)}
 
     tolerance = {"y": 2 * TOLERANCE[x["activations"]], "bits": SAME_BITS}
     if variant == names.COPIES:

@@ -6,11 +6,13 @@ from typing import Any
 import pandas as pd
 
 from labkit.batched_ffn import cache, names, tables
+from labkit.batched_ffn.choose import matrix_rule, rule
+from labkit.bench.spec import Case
 from labkit.bench.verdict import counted, geometric_mean
 from labkit.report import figures
 
 Drawing = Mapping[str, Any] | str  # a sentence where there is nothing to draw
-SHOWN = (names.PER_TOKEN, names.GEMM_N, names.STATIONARY, names.MATRIX, names.CUBLAS, names.GEMLITE)
+SHOWN = (names.PER_TOKEN, names.GEMM_N, names.STATIONARY, names.MATRIX, names.WIDE, names.CUBLAS, names.GEMLITE)
 UNITS = {"us": "µs", "us a token": "µs a token", "against us": "library µs"}
 BARS = {  # format -> percent of the plain read, for the multiply-add family up to 2 tokens, and for the other up to 8
     "BF16": 80, "Q8_0": 80, "Q4_K": 80, "Q5_K": 70, "Q6_K": 70,
@@ -32,7 +34,7 @@ def time_per_token(rows: pd.DataFrame, rows_of: int = 17408) -> Drawing:
         "fig": fig,
         "alt": f"Lines of µs a token against tokens, by variant and format. {'; '.join(said)}.",
         "caption": f"Cold weights, CUDA graph. {'; '.join(said)}.",
-        "table": table.drop(columns=["rows", "K", "role"]).rename(columns=UNITS),
+        "table": table.drop(columns=["rows", "K", "role", "MB"]).rename(columns=UNITS),
     }
 
 
@@ -68,6 +70,102 @@ def read_percent(rows: pd.DataFrame, variant: str = names.MATRIX) -> Drawing:
     }
 
 
+def multiply_add_percent(rows: pd.DataFrame) -> Drawing:
+    """The same of the multiply-add family."""
+    return read_percent(rows, names.STATIONARY)
+
+
+def floor_cases(some: Sequence[Case]) -> list[Case]:
+    """The products of the first shape and format."""
+    products = [x for x in some if x.op == "product"]
+    first = {name: products[0][name] for name in ("rows", "K", "format")} if products else {}
+    return [x for x in products if first.items() <= dict(x.params).items()]
+
+
+def choices(tokens: Sequence[int]) -> pd.DataFrame:
+    """What the rules choose for the first model, by shape and tokens; how often a variant asks for all weights."""
+    found = []
+    for hidden, width in list(names.DENSE.values())[:1]:
+        for rows, K in ((width, hidden), (hidden, width)):
+            for n in tokens:
+                for variant, choice in ((names.STATIONARY, rule(n)), (names.MATRIX, matrix_rule(n, rows, K))):
+                    line = {"rows": rows, "K": K, "N": n, "variant": variant, "blocks": choice.blocks}
+                    line |= {"tokens": choice.tokens, "warps": choice.num_warps}
+                    found.append(line | {"passes": tables.passes(variant, {"N": n, "rows": rows, "K": K})})
+    table = pd.DataFrame(found)
+    same = table.drop(columns="N").duplicated()
+    return table[~same].rename(columns={"N": "N from"})
+
+
+def compiled_cases() -> list[tuple[Case, str]]:
+    """The kernels whose code is shown, at a small shape."""
+    shape = {"rows": 1024, "K": 1024, "format": "Q8_0", "activations": "bf16"}
+    return [(Case("product", shape | {"N": 8}), name) for name in (names.GEMM_N, names.STATIONARY, names.MATRIX)]
+
+
+def compiled_table(table: pd.DataFrame) -> pd.DataFrame:
+    """What the compiler made of them."""
+    columns = ["variant", "arch", "registers", "spill_bytes", "shared_bytes", "loads", "matrix", "shuffles", "barriers"]
+    return table[[name for name in columns if name in table]] if len(table) else table
+
+
+def losses(rows: pd.DataFrame) -> str:
+    """The cases in which a library is the faster one."""
+    table = tables.against_best(rows, "product", names.CUBLAS)
+    slower = table[table["verdict"] == "slower"] if len(table) else table
+    if table.empty:
+        return "nothing could be compared with cuBLAS."
+    if slower.empty:
+        return f"in none of {len(table)} cases is bf16 cuBLAS clearly faster than the lab's fastest variant."
+    parts = [
+        f"{format} from N = {part['N'].min()} on (at worst ×{1 / part['ratio'].min():.2f})"
+        for format, part in slower.groupby("format", sort=False)
+    ]
+    return f"bf16 cuBLAS is faster in {len(slower)} of {len(table)} cases: {', '.join(parts)}."
+
+
+def gains(rows: pd.DataFrame) -> Drawing:
+    """What one launch is worth, and what reading the weights once, against the number of tokens."""
+    table = tables.gains(rows)
+    if table.empty:
+        return "the loop, one launch, and weights read once were not timed beside each other."
+    mean = table.groupby(["step", "format", "N"], sort=False)["ratio"].agg(geometric_mean).reset_index()
+    fig = figures.lines(
+        mean, "N", "ratio", "step", panel="format", logx=True, logy=True, reference=[(1, "no gain")], xlabel="tokens",
+        ylabel="time before / time after (log)", title="Fewer launches, then fewer bytes",
+    )  # fmt: skip
+    said = "; ".join(
+        f"{step} ×{geometric_mean(part[part['N'] == part['N'].max()]['ratio']):.2f} at N = {part['N'].max()}"
+        for step, part in mean.groupby("step", sort=False)
+    )
+    return {
+        "fig": fig,
+        "alt": f"Lines of the gain of each change against tokens, by format. Geometric means: {said}.",
+        "caption": f"In a CUDA graph, so that a launch costs the GPU alone. Geometric means: {said}.",
+        "table": table.drop(columns=["no slower"]).rename(columns=UNITS),
+    }
+
+
+def launches(rows: pd.DataFrame) -> pd.DataFrame:
+    """Operations on the GPU, as the profiler counted them, and how often all weights are asked for, by tokens."""
+    table = tables.times(rows, "product")
+    table = table[table["launches"].notna()] if len(table) else table
+    if table.empty:
+        return table
+    ours = table[table["passes"].notna()].drop_duplicates(["variant", "N"])
+    ours = ours.assign(text=[f"{n:.0f}, {p:.0f}" for n, p in zip(ours["launches"], ours["passes"], strict=True)])
+    return ours.pivot(index="N", columns="variant", values="text").fillna("").reset_index()
+
+
+def arithmetic(rows: pd.DataFrame) -> pd.DataFrame:
+    """What arithmetic allows the multiply-add family at most, at one shape."""
+    table = tables.arithmetic(rows)
+    if table.empty:
+        return table
+    first = table[(table["rows"] == table["rows"].iloc[0]) & (table["N"] <= 8)]
+    return first.drop(columns=["rows", "K"]).rename(columns=UNITS)
+
+
 def bars(rows: pd.DataFrame) -> str:
     """Which cases of few tokens are below the part of the plain read that was aimed at."""
     table = tables.times(rows, "product")
@@ -94,19 +192,34 @@ def library(rows: pd.DataFrame, op: str = "product", against: str = names.CUBLAS
     if table.empty:
         return f"{against} was not timed beside the lab's variants of this operation."
     where = table["model"] if "model" in table else table["rows"].astype(str) + " × " + table["K"].astype(str)
-    table = table.assign(group=where + ", " + table["format"], row="N = " + table["N"].astype(str))
-    fig = figures.ratios(
-        table, "row", "ratio", "low", "high", group="group", verdict="verdict",
-        xlabel="time library / time ours (above 1: ours faster)", title=f"Against {against}",
+    fig = figures.lines(
+        table.assign(where=where), "N", "ratio", "format", panel="where", logx=True, logy=True,
+        reference=[(1, "as fast")], xlabel="tokens", ylabel="time library / time ours (log)",
+        title=f"Against {against} (above 1: ours faster)",
     )  # fmt: skip
     mean = geometric_mean(table["ratio"])
     said = f"ours is {counted(table['verdict'])} of {len(table)} cases, geometric mean {mean:.2f}"
     return {
         "fig": fig,
-        "alt": f"Ratios of {against} over the lab's fastest variant, by shape, format and tokens. {said}.",
-        "caption": f"The lab's fastest variant at each N is named in the table. {said}.",
-        "table": table.drop(columns=["group", "row", "no slower"], errors="ignore").rename(columns=UNITS),
+        "alt": f"Lines of the time of {against} over the lab's fastest variant, by shape, format and tokens. {said}.",
+        "caption": f"The lab's fastest variant at each N, and intervals, are in the table. {said}.",
+        "table": table.drop(columns=["no slower"]).rename(columns=UNITS),
     }
+
+
+def dequantised(rows: pd.DataFrame) -> Drawing:
+    """The weak rival: weights dequantised in every call."""
+    return library(rows, against=names.DEQUANTISED)
+
+
+def layers(rows: pd.DataFrame) -> Drawing:
+    """Whole layers, gate and up, SiLU and down, against the library's."""
+    return library(rows, "ffn")
+
+
+def grouped_mm(rows: pd.DataFrame) -> Drawing:
+    """Routed experts against the library's grouped product."""
+    return library(rows, "routed", names.GROUPED_MM)
 
 
 def crossovers(rows: pd.DataFrame) -> pd.DataFrame:
@@ -216,6 +329,33 @@ def hit_rates(
     }
 
 
+def stall(rows: pd.DataFrame) -> Drawing:
+    """µs that a step waits for experts, against capacity, by trace and tokens."""
+    table = tables.cached(rows)
+    if table.empty:
+        return "no steps through the cache were measured."
+    names_ = {"stall, when needed": "copied when needed", "stall, prefetched": "prefetched"}
+    tidy = table.rename(columns=names_).melt(
+        ["trace", "policy", "N", "capacity"], list(names_.values()), var_name="way", value_name="stall"
+    )
+    tidy = tidy.assign(panel=tidy["trace"] + ", N = " + tidy["N"].astype(str), stall=tidy["stall"].clip(lower=0))
+    fig = figures.lines(
+        tidy, "capacity", "stall", "way", panel="panel", logx=True, xlabel="experts a layer in the cache",
+        ylabel="µs a step waits", title=f"Waiting for experts, {names.LAYERS} layers",
+    )  # fmt: skip
+    worst, least = (table.loc[table["stall, when needed"].agg(pick)] for pick in ("idxmax", "idxmin"))
+    said = (
+        f"from {least['stall, when needed']:.0f} µs ({least['trace']}, N = {least['N']}, {least['capacity']} experts) "
+        f"to {worst['stall, when needed']:.0f} µs ({worst['trace']}, N = {worst['N']}, {worst['capacity']} experts)"
+    )
+    return {
+        "fig": fig,
+        "alt": f"Lines of the time a step waits against capacity, with and without prefetch. When needed: {said}.",
+        "caption": f"Beyond the same step with every expert there. Copied when needed: {said}. Synthetic traces.",
+        "table": table.drop(columns=["model", "format"]),
+    }
+
+
 def thrash(rows: pd.DataFrame) -> str:
     """When a small cache is no better than none: steps that go past it."""
     table = tables.cached(rows)
@@ -242,11 +382,6 @@ def overlap(rows: pd.DataFrame) -> str:
         f"in {len(table)} cases copies and compute are within 2× of each other: with prefetch a step takes "
         f"×{part.min():.2f} to ×{part.max():.2f} of the larger of the two."
     )
-
-
-def stalls(rows: pd.DataFrame) -> pd.DataFrame:
-    """Steps through the cache, with and without prefetch."""
-    return tables.cached(rows)
 
 
 def summary(rows: pd.DataFrame) -> str:

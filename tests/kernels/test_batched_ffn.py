@@ -1,19 +1,22 @@
 """GGUF products of many tokens: against float64, and the same bits for a token however many there are."""
 
+import dataclasses
 import functools
 
 import pytest
 import torch
 
 from labkit.batched_ffn import formats, kernels, reference
-from labkit.batched_ffn.choose import Choice, rule
+from labkit.batched_ffn.choose import Choice, Tile, matrix_rule, rule
 from labkit.batched_ffn.formats import FORMATS
 
 NUMBERS = (1, 2, 3, 4, 5, 8, 11, 16, 17)
 MOST = max(NUMBERS)
 COLUMNS = 768  # 24 groups: a full tile of 16 and a half one
 SMALL = Choice(blocks=1)
-MATRIX = Choice(groups=8, blocks=2, tokens=16)
+TILE = Tile(2, 8, 4)
+WIDE = Choice(groups=8, blocks=2, tokens=16)
+PRODUCTS = [(kernels.weight_stationary, Choice(blocks=1, tokens=8)), (kernels.tensor_core, TILE), (kernels.wide, WIDE)]
 
 
 @functools.cache
@@ -40,7 +43,7 @@ def numbers(name, device):
 def run(variant, W, x, choice, up=None, dtype=torch.float32):
     """y of a variant, poisoned before."""
     y = torch.full((len(x), W.rows), float("nan"), device=x.device, dtype=dtype)
-    made = variant(W, x, y, choice) if variant is kernels.tensor_core else variant(W, x, y, choice, up)
+    made = variant(W, x, y, choice) if variant is kernels.wide else variant(W, x, y, choice, up)
     for launch in made if isinstance(made, list) else [made]:
         launch()
     return y
@@ -63,7 +66,8 @@ def test_products_are_those_of_the_dequantised_weights(name, dtype, device):
     assert error(run(kernels.weight_stationary, W, x, Choice(blocks=1, tokens=4)), expected) < 3e-7
     if dtype != torch.bfloat16 or device == "cuda":  # the interpreter's tl.dot is wrong for bf16
         limit = {torch.float32: 1e-6, torch.float16: 5e-4, torch.bfloat16: 4e-3}[dtype]
-        assert error(run(kernels.tensor_core, W, x, MATRIX), expected) < limit
+        for variant, choice in PRODUCTS[1:]:
+            assert error(run(variant, W, x, choice), expected) < limit
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -71,7 +75,7 @@ def test_weights_are_dequantised_to_the_bits_of_the_format(name, device):
     """x picks one weight of each row, so that nothing is rounded in the sum."""
     columns = [0, 3, 17, 31, 255, 256, 500, 767]
     W, exact = on(device, name), weights(name)[1].T[columns].contiguous()
-    for variant, choice in ((kernels.weight_stationary, Choice(blocks=1, tokens=8)), (kernels.tensor_core, MATRIX)):
+    for variant, choice in PRODUCTS:
         y = run(variant, W, torch.eye(COLUMNS)[columns].to(device), choice).cpu()
         assert torch.equal(y, exact)
         assert not torch.equal(y, exact.nextafter(torch.tensor(torch.inf)))  # one unit in the last place is seen
@@ -97,28 +101,35 @@ def test_a_token_has_the_same_bits_in_every_batch_and_variant(name, device):
 def test_a_token_has_the_same_bits_in_every_matrix_product(name, device):
     W, some = on(device, name), numbers(name, device)
     x = tokens(MOST, device=device, dtype=torch.float16)
-    whole = run(kernels.tensor_core, W, x, MATRIX)  # two tiles of tokens
+    whole = run(kernels.tensor_core, W, x, TILE)  # three tiles of tokens
     for number in some:
-        assert same(run(kernels.tensor_core, W, x[:number], MATRIX), whole[:number]), number
-    assert same(run(kernels.tensor_core, W, x[-1:], MATRIX), whole[-1:])
-    assert not same(run(kernels.tensor_core, W, x, Choice(groups=4, blocks=2, tokens=16)), whole)
+        for tile in (TILE, Tile(4, 16, 4)):
+            assert same(run(kernels.tensor_core, W, x[:number], tile), whole[:number]), (number, tile)
+    assert same(run(kernels.tensor_core, W, x[-1:], TILE), whole[-1:])
+    assert same(run(kernels.tensor_core, W, x[:2], Tile(8, 32, 4)), whole[:2])
+    assert not same(run(kernels.tensor_core, W, x, Tile(2, 8, 2)), whole)  # other warps, another order
 
 
-@pytest.mark.parametrize("variant", [kernels.weight_stationary, kernels.tensor_core])
-def test_chunks_and_order_of_tokens_do_not_change_the_bits(variant, device):
-    W, x = on(device, "Q4_K"), tokens(9, device=device)
-    choice = MATRIX if variant is kernels.tensor_core else Choice(blocks=1, tokens=8)
-    whole = run(variant, W, x, choice)
-    assert same(torch.cat([run(variant, W, one, choice) for one in (x[:4], x[4:])]), whole)
-    order = torch.randperm(9, generator=torch.Generator().manual_seed(3))
-    shuffled = run(variant, W, x[order], choice)
-    assert same(shuffled, whole[order])
-    assert not same(shuffled, whole)
-    columns = torch.arange(COLUMNS).flip(0)  # the same sums in another order
-    turned = formats.pack(formats.quantise(weights("Q4_K")[1][:, columns], "F32"), "F32").to(device)
-    plain = formats.pack(formats.quantise(weights("Q4_K")[1], "F32"), "F32").to(device)
-    assert same(run(variant, plain, x, choice), whole)
-    assert not same(run(variant, turned, x[:, columns].contiguous(), choice), whole)
+def test_a_token_has_the_same_bits_in_every_wide_product(device):
+    W, x = on(device, "Q5_K"), tokens(MOST, device=device, dtype=torch.float16)
+    whole = run(kernels.wide, W, x, WIDE)  # two tiles of tokens
+    for number in (1, 3, 16):
+        assert same(run(kernels.wide, W, x[:number], WIDE), whole[:number]), number
+    assert same(run(kernels.wide, W, x[-1:], WIDE), whole[-1:])
+    assert not same(run(kernels.wide, W, x, Choice(groups=4, blocks=2, tokens=16)), whole)
+
+
+@pytest.mark.parametrize("name", ["Q8_0", "Q4_K", "Q5_K", "Q6_K"])
+def test_weights_in_16_bits_are_as_near_as_these_allow(name, device):
+    """Each weight apart, in fp16, whose rounding shows what 2^23 leaves behind; a whole step off would show."""
+    columns = list(range(0, 768, 13))
+    W, exact = on(device, name), weights(name)[1][:, columns].T
+    y = run(kernels.tensor_core, W, torch.eye(COLUMNS, dtype=torch.float16)[columns].to(device), Tile(2, 32, 4)).cpu()
+    step = (weights(name)[1].amax(1) - weights(name)[1].amin(1)) / {"Q8_0": 255, "Q4_K": 15, "Q5_K": 31, "Q6_K": 63}[
+        name
+    ]
+    assert ((y - exact).abs() <= step / 64 + exact.abs() * 2**-10).all()
+    assert not torch.equal(y, exact)
 
 
 @pytest.mark.parametrize("name", ["Q4_K", "BF16"])
@@ -129,6 +140,10 @@ def test_gate_and_up_in_one_launch(name, device):
     for choice in (Choice(blocks=1, tokens=4), Choice(blocks=2, tokens=2)):
         assert same(run(kernels.weight_stationary, gate, x, choice, up), alone)
     assert same(run(kernels.gemm_n, gate, x[:2], SMALL, up), alone[:2])
+    for tile in (TILE, Tile(4, 8, 4)):
+        matrix = run(kernels.tensor_core, gate, x, tile, up)
+        assert error(matrix, alone.cpu().double()) < 1e-6
+        assert same(run(kernels.tensor_core, gate, x[1:2], tile, up), matrix[1:2])
     assert not same(run(kernels.weight_stationary, gate, x, Choice(groups=8, blocks=1, tokens=8), up), alone)
 
 
@@ -137,12 +152,14 @@ def test_a_whole_layer(device):
     x = tokens(2, 96, device=device)
     middle = run(kernels.weight_stationary, gate[0].to(device), x, rule(2, True), up[0].to(device))
     y = run(kernels.weight_stationary, down[0].to(device), middle, rule(2))
+    matrix = run(kernels.tensor_core, down[0].to(device), middle, matrix_rule(2, 96, 32))  # one group for 16 lanes
+    assert error(matrix, y.cpu().double()) < 1e-6
     assert error(y, reference.ffn(gate[1], up[1], down[1], x.cpu())) < 1e-6
 
 
 def test_y_is_rounded_to_its_dtype(device):
     W, x = on(device, "Q8_0"), tokens(3, device=device)
-    for variant, choice in ((kernels.weight_stationary, SMALL), (kernels.tensor_core, MATRIX)):
+    for variant, choice in PRODUCTS:
         found = run(variant, W, x, choice, dtype=torch.float16)
         assert torch.equal(found, run(variant, W, x, choice).half())
 
@@ -155,7 +172,8 @@ def test_odd_shapes_and_strided_tokens(rows, columns, device):
         held = torch.empty((3, rows + 2), device=device)
         for launch in (
             kernels.weight_stationary(W, x, held[:, :rows], Choice(16, 2, 2)),
-            kernels.tensor_core(W, x, held[:, :rows], MATRIX),
+            kernels.tensor_core(W, x, held[:, :rows], TILE),
+            kernels.wide(W, x, held[:, :rows], WIDE),
         ):
             held.fill_(float("nan"))
             launch()
@@ -179,10 +197,6 @@ def test_odd_shapes_and_strided_tokens(rows, columns, device):
         (lambda W, x, y: (W, x, y, Choice(num_warps=3)), "num_warps is 3; allowed: 1, 2, 4, 8"),
         (lambda W, x, y: (W, x, y, None, weights("Q5_K")[0]), r"up is Q5_K \[7, 768\]; allowed: W's format and shape"),
         (lambda W, x, y: (W, x, y, None, W.to("meta")), "up is on meta; allowed: W's device, cpu"),
-        (
-            lambda W, x, y: (W, x[:1].expand(131071, -1), y[:1].expand(131071, -1), Choice(tokens=2)),
-            "x has 131071 tokens; allowed: at most 131070, 65535 programs of 2",
-        ),
     ],
 )
 def test_what_it_cannot_take_is_named(change, message):
@@ -195,11 +209,23 @@ def test_what_it_cannot_take_is_named(change, message):
     [
         (kernels.per_token, Choice(tokens=2), "tokens is 2; allowed: 1"),
         (kernels.gemm_n, Choice(tokens=2), "tokens is 2; allowed: 1"),
-        (kernels.tensor_core, Choice(8, 8, 4), "tokens is 4; allowed: 8, 16"),
-        (kernels.tensor_core, Choice(8, 1, 16), "blocks is 1; allowed: 2, 4"),
-        (kernels.tensor_core, Choice(2, 8, 16), "groups is 2; allowed: 4, 8"),
+        (kernels.wide, Choice(8, 8, 4), "tokens is 4; allowed: 16, 32"),
+        (kernels.wide, Choice(8, 1, 16), "blocks is 1; allowed: 2, 4"),
+        (kernels.wide, Choice(2, 8, 16), "groups is 2; allowed: 4, 8"),
+        (kernels.tensor_core, Tile(1), "blocks is 1; allowed: 2, 4, 8"),
+        (kernels.tensor_core, Tile(2, 4), "tokens is 4; allowed: 8, 16"),
+        (kernels.tensor_core, Tile(2, 8, 3), "num_warps is 3; allowed: 1, 2, 4, 8, 16"),
     ],
 )
 def test_choices_that_a_variant_cannot_take_are_named(variant, choice, message):
     with pytest.raises(ValueError, match=message):
         variant(weights("Q4_K")[0], tokens(2), torch.empty(2, 7), choice)
+
+
+def test_more_than_a_grid_holds_is_named():
+    W, x, y = weights("Q4_K")[0], tokens(1), torch.empty(1, 7)
+    with pytest.raises(ValueError, match="x has 65536 tokens; allowed: at most 65535, 65535 programs of 1"):
+        kernels.gemm_n(W, x.expand(65536, -1), y.expand(65536, -1))
+    many = dataclasses.replace(W, rows=1048561)
+    with pytest.raises(ValueError, match="W has 1048561 rows; allowed: at most 1048560, 65535 programs of 16"):
+        kernels.tensor_core(many, x, torch.empty(1, 1048561), TILE)

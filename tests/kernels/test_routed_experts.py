@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from labkit.batched_ffn import cache, experts, formats, kernels, reference, routed, slots
-from labkit.batched_ffn.choose import Choice, rule
+from labkit.batched_ffn.choose import Choice, Tile, rule
 
 E, TOP_K, HIDDEN, WIDTH = 4, 2, 64, 32  # small: the interpreter is slow
-COARSE = Choice(groups=8, blocks=2, tokens=16)  # of the matrix family
+TILE = Tile(4, 16, 4)  # another one of the same bits
 
 
 @functools.cache
@@ -170,7 +170,7 @@ def test_every_format(format, device):
     made = work(device, N=1, hidden=256, width=256, count=2, top_k=1)
     made.ids.fill_(1)
     held = on(device, format=format, **of)
-    for options in ({"choice": Choice(blocks=4)}, {"matrix": True, "choice": Choice(8, 16, 16)}):
+    for options in ({"choice": Choice(blocks=4)}, {"matrix": True, "choice": TILE}):
         run(routed.grouped_indexed(held, everything(device, 2), made, **options), routed.weighted_sum(made))
         assert error(made.y, expected(made, format, **of)) < 1e-6
         made.y.fill_(float("nan"))
@@ -194,9 +194,9 @@ def test_a_token_has_the_same_bits_in_every_variant_and_batch(device):
 
 def test_the_matrix_family_has_the_same_bits_in_every_batch(device):
     held, made = on(device), work(device, N=11)
-    whole = result(routed.grouped_indexed, held, made, matrix=True, choice=COARSE)
-    for chosen in ([3], [10, 2, 5]):
-        alone = result(routed.grouped_indexed, held, part(made, chosen), matrix=True, choice=COARSE)
+    whole = result(routed.grouped_indexed, held, made, matrix=True)
+    for chosen, choice in (([3], None), ([10, 2, 5], TILE)):
+        alone = result(routed.grouped_indexed, held, part(made, chosen), matrix=True, choice=choice)
         assert same(alone, whole[chosen])
     assert not same(result(routed.grouped_indexed, held, made), whole)
 
@@ -317,8 +317,12 @@ def test_results_have_the_same_bits_whatever_the_cache_holds(capacity, policy, d
         ),
         (lambda h, w: routed.grouped_indexed(h, everything("cpu"), w, Choice(tokens=3)), "tokens is 3; allowed: 1, 2"),
         (
-            lambda h, w: routed.grouped_indexed(h, everything("cpu"), w, Choice(8, 8, 4), matrix=True),
+            lambda h, w: routed.grouped_indexed(h, everything("cpu"), w, Tile(2, 4), matrix=True),
             "tokens is 4; allowed: 8, 16",
+        ),
+        (
+            lambda h, w: routed.grouped_indexed(h, everything("cpu"), w, Choice(), matrix=True),
+            "choice is Choice.*; allowed: a Tile",
         ),
         (lambda h, w: routed.weighted_sum(w, w.x), "only one of shared and gate is given; allowed: both or neither"),
         (lambda h, w: routed.weighted_sum(w, w.x, w.x[:, :1]), r"gate is \(3, 1\); allowed: \(3,\)"),
@@ -344,4 +348,6 @@ def test_the_shared_rule_has_one_family_of_bits():
         assert (found.groups, found.num_warps) == (Choice().groups, Choice().num_warps)
         assert found == rule(found.tokens, gated=True)
     assert [routed.rule_of(n, 256, 8).tokens for n in (1, 32, 64, 128, 512)] == [1, 1, 2, 4, 8]
+    assert [routed.matrix_rule_of(n, 256, 8).tokens for n in (1, 128, 256, 257, 512)] == [8, 8, 16, 32, 32]
+    assert {routed.matrix_rule_of(n, 256, 8).num_warps for n in (1, 64, 512)} == {4}
     assert kernels.rule is rule
