@@ -10,6 +10,7 @@ import pandas as pd
 from labkit.batched_ffn import cache, choose, names
 from labkit.batched_ffn.choose import WIDE
 from labkit.batched_ffn.formats import FORMATS
+from labkit.bench import verdict
 from labkit.bench.verdict import compare_many, median_us
 
 SHAPE = ("model", "rows", "K", "format", "N", "trace", "policy", "capacity")
@@ -111,12 +112,7 @@ def gains(rows: pd.DataFrame) -> pd.DataFrame:
 
 def compared(rows: pd.DataFrame, op: str, variant: str, against: str) -> pd.DataFrame:
     """Time of `against` over that of `variant` in every case of an operation that has both."""
-    found = []
-    for params, group in cases(rows, op):
-        us = median_us(group)
-        if variant in us and against in us:
-            [result] = compare_many(group, [(variant, against)])
-            found.append(shape(params) | {"us": us[variant], "against us": us[against]} | result.columns())
+    found = verdict.compared(((shape(params), group) for params, group in cases(rows, op)), variant, against)
     return pd.DataFrame(found, columns=None if found else [*SHAPE, "us", "against us", *RATIO, "runs"])
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pandas as pd
 
+from labkit.bench import verdict
 from labkit.bench.records import expanded, read
 from labkit.bench.spec import Case
 from labkit.bench.verdict import WORDS, compare_many, geometric_mean, median_us
@@ -129,12 +130,7 @@ def times(rows: pd.DataFrame, op: str = "layer") -> pd.DataFrame:
 
 def compared(rows: pd.DataFrame, op: str, variant: str, against: str) -> pd.DataFrame:
     """Time of `against` over that of `variant` in every case of an operation that has both."""
-    found = []
-    for params, group in cases(rows, op):
-        us = median_us(group)
-        if variant in us and against in us:
-            [result] = compare_many(group, [(variant, against)])
-            found.append(_case(params) | {"us": us[variant], "against us": us[against]} | result.columns())
+    found = verdict.compared(((_case(params), group) for params, group in cases(rows, op)), variant, against)
     return _frame(found, [*CASE, "us", "against us", *RATIO, "runs"])
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pandas as pd
 
+from labkit.bench import verdict
 from labkit.bench.verdict import compare_many, median_us
 from labkit.state_layout import names
 from labkit.state_layout.tables import CEILING, STATES
@@ -66,12 +67,7 @@ def against_best(rows: pd.DataFrame, op: str) -> pd.DataFrame:
 
 def compared(rows: pd.DataFrame, op: str, variant: str, against: str) -> pd.DataFrame:
     """Time of `against` over that of `variant` in every case of an operation that has both."""
-    found = []
-    for params, group in cases(rows, op):
-        us = median_us(group)
-        if variant in us and against in us:
-            [result] = compare_many(group, [(variant, against)])
-            found.append(_shape(params) | {"us": us[variant], "against us": us[against]} | result.columns())
+    found = verdict.compared(((_shape(params), group) for params, group in cases(rows, op)), variant, against)
     return pd.DataFrame(found, columns=None if found else ["gate", "us", "against us", *RATIO])
 
 
