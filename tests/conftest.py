@@ -20,9 +20,6 @@ NO_GPU = "no CUDA device: the GPU tests did not run"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:  # a file's tests share what it sets up, and so one process; those of this file share nothing
-        if item.path.name != "test_kernels.py":
-            item.add_marker(pytest.mark.xdist_group(item.path.name))
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if marked and not torch.cuda.is_available():
         for item in marked:
@@ -48,13 +45,3 @@ def reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(paths, "REPORTS", tmp_path / "reports")
     (tmp_path / "reports").mkdir()
     return tmp_path / "reports"
-
-
-@pytest.fixture(params=["sample", "real"] if (paths.REPORTS / "index.html").exists() else ["sample"])
-def report_folder(request: pytest.FixtureRequest) -> Path:
-    """A report: the small one of sample_report.py, and the real one where `make report` has made it."""
-    if request.param == "real":
-        return paths.REPORTS
-    import sample_report
-
-    return sample_report.write(request.getfixturevalue("reports"))

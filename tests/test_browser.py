@@ -31,9 +31,12 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[driver.Browser
         yield running
 
 
-def test_report_has_no_fault(browser: driver.Browser, report_folder: Path) -> None:
-    pages = sorted(report_folder.glob("*.html"))
-    assert report_folder / "index.html" in pages
+def test_report_has_no_fault(browser: driver.Browser, reports: Path) -> None:
+    import sample_report
+
+    folder = sample_report.write(reports)
+    pages = sorted(folder.glob("*.html"))
+    assert folder / "index.html" in pages
     assert len(pages) > 1
     assert [problem for page in pages for problem in driver.check(browser, page)] == []
 

@@ -20,6 +20,7 @@ from toy_lab import CODE, MACHINE
 
 from labkit import lab, paths, studies
 
+pytestmark = pytest.mark.timeout(1500)  # a whole report, beside other tests, on two slow cores
 GPU = "nvidia-made-up-9"
 PAGES = [f"{notebook}.html" for notebook in studies.NOTEBOOKS.values()]
 
@@ -40,7 +41,7 @@ def start(*words, **env):
 def labkit(*words, **env):
     process = start(*words, **env)
     try:
-        out, err = process.communicate(timeout=400)
+        out, err = process.communicate(timeout=1200)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)  # with what it started
         raise
