@@ -3,6 +3,7 @@
 import functools
 import json
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -249,3 +250,18 @@ def unusable(frame: pd.DataFrame, where: Sequence[bool] | None = None, reason: s
             one |= {name: [] for name in lists} | {"ok": False, "reason": reason, "evidence": "{}", "error": math.nan}
             one |= {"predicted_us": math.nan, "ceiling": math.nan, "calls_per_sample": 0}
     return pd.DataFrame(new)
+
+
+def caption(drawn: Any) -> str:
+    """What a view says: its sentence, or its drawing's caption."""
+    return drawn if isinstance(drawn, str) else drawn["caption"]
+
+
+def check_views(views: Any, names: Sequence[str], some: pd.DataFrame) -> None:
+    """Every view of these rows is a table, a whole drawing or a sentence, and says no NaN."""
+    for view in names:
+        drawn = getattr(views, view)(some)
+        if isinstance(drawn, dict):
+            assert {"fig", "alt", "caption", "table"} <= set(drawn), view
+        said = "" if isinstance(drawn, pd.DataFrame) else caption(drawn)
+        assert not re.search(r"\bnan\b", said), view

@@ -441,7 +441,7 @@ def test_a_bit_that_differs_refutes_and_a_control_that_agrees_takes_the_power_aw
     assert (found.verdict, "nothing here shows" in found.why) == ("consistent", True)
 
 
-DRAWINGS = (views.time_per_token, views.read_percent, views.multiply_add_percent, views.gains, views.library)
+DRAWINGS = (views.time_per_token, views.read_percent, views.multiply_add_percent, views.gains, views.against_cublas)
 DRAWINGS += (views.dequantised, views.layers, views.routed, views.grouped_mm, views.stall)
 TABLES = (views.launches, views.arithmetic, views.crossovers, views.bits)
 SENTENCES = (views.bars, views.price, views.gemlite, views.thrash, views.overlap, views.summary)

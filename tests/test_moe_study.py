@@ -3,7 +3,6 @@
 import inspect
 import json
 import math
-import re
 
 import numpy as np
 import pandas as pd
@@ -666,10 +665,6 @@ def test_nothing_is_judged_of_one_process_or_of_no_rows(rows):
 # views
 
 
-def caption(drawn):
-    return drawn if isinstance(drawn, str) else drawn["caption"]
-
-
 @pytest.mark.parametrize(("view", "said"), [
     ("in_short", "with one program an SM is ×0.91 in the mean of 24 cases"),
     ("in_short", "against the fastest of the others (F.grouped_mm) is ×1.20 in the mean of 15 cases"),
@@ -688,7 +683,7 @@ def caption(drawn):
     ("tuning", "tuned for 1642 tokens the layer takes ×1.20 as long in the mean of 12 cases"),
 ])  # fmt: skip
 def test_what_a_view_says_follows_from_the_rows(rows, view, said):
-    assert said in caption(getattr(views, view)(rows))
+    assert said in made.caption(getattr(views, view)(rows))
 
 
 VIEWS = (
@@ -725,12 +720,7 @@ def few():
 @pytest.mark.parametrize("which", PARTIAL)
 def test_every_view_of_partial_rows_is_a_sentence_or_a_drawing(few, which):
     some = PARTIAL[which](few).reset_index(drop=True)
-    for view in VIEWS:
-        drawn = getattr(views, view)(some)
-        if isinstance(drawn, dict):
-            assert {"fig", "alt", "caption", "table"} <= set(drawn), view
-        said = "" if isinstance(drawn, pd.DataFrame) else caption(drawn)
-        assert not re.search(r"\bnan\b", said), view
+    made.check_views(views, VIEWS, some)
 
 
 def test_what_needs_no_measurement():

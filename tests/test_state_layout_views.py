@@ -2,9 +2,7 @@
 
 import json
 import math
-import re
 
-import pandas as pd
 import pytest
 import rows as made
 
@@ -122,10 +120,6 @@ def test_drift_is_read_from_the_evidence(rows):
     assert production.drift(made.unusable(rows)).empty
 
 
-def caption(drawn):
-    return drawn if isinstance(drawn, str) else drawn["caption"]
-
-
 @pytest.mark.parametrize(("view", "said"), [
     ("in_short", "fp32 state: 1.20 at batch 1, 1.20 at batch 64, 1.20 at batch 256; bf16 state: 1.20 at"),
     ("in_short", "library, slots in order, takes 1.11 times as long as ours (geometric mean of 6 cases, least 1.11)"),
@@ -141,7 +135,7 @@ def caption(drawn):
     ("drift", "After 4 tokens: ours VK, fp32: state 4.0e-07, output 4.0e-06"),
 ])  # fmt: skip
 def test_what_a_view_says_follows_from_the_rows(rows, view, said):
-    assert said in caption(getattr(views, view)(rows))
+    assert said in made.caption(getattr(views, view)(rows))
 
 
 def test_equal_layouts_explain_no_first_token():
@@ -184,12 +178,7 @@ PARTIAL = {
 @pytest.mark.parametrize("which", PARTIAL)
 def test_every_view_of_partial_rows_is_a_sentence_or_a_drawing(rows, which):
     some = PARTIAL[which](rows).reset_index(drop=True)
-    for view in VIEWS:
-        drawn = getattr(views, view)(some)
-        if isinstance(drawn, dict):
-            assert {"fig", "alt", "caption", "table"} <= set(drawn), view
-        said = "" if isinstance(drawn, pd.DataFrame) else caption(drawn)
-        assert not re.search(r"\bnan\b", said), view
+    made.check_views(views, VIEWS, some)
 
 
 def test_the_rules_choices_by_batch_and_gpu():

@@ -186,7 +186,7 @@ def bars(rows: pd.DataFrame) -> str:
     )
 
 
-def library(rows: pd.DataFrame, op: str = "product", against: str = names.CUBLAS) -> Drawing:
+def against_cublas(rows: pd.DataFrame, op: str = "product", against: str = names.CUBLAS) -> Drawing:
     """A library's time over the lab's fastest variant, by format and tokens."""
     table = tables.against_best(rows, op, against)
     if table.empty:
@@ -209,17 +209,17 @@ def library(rows: pd.DataFrame, op: str = "product", against: str = names.CUBLAS
 
 def dequantised(rows: pd.DataFrame) -> Drawing:
     """The weak rival: weights dequantised in every call."""
-    return library(rows, against=names.DEQUANTISED)
+    return against_cublas(rows, against=names.DEQUANTISED)
 
 
 def layers(rows: pd.DataFrame) -> Drawing:
     """Whole layers, gate and up, SiLU and down, against the library's."""
-    return library(rows, "ffn")
+    return against_cublas(rows, "ffn")
 
 
 def grouped_mm(rows: pd.DataFrame) -> Drawing:
     """Routed experts against the library's grouped product."""
-    return library(rows, "routed", names.GROUPED_MM)
+    return against_cublas(rows, "routed", names.GROUPED_MM)
 
 
 def crossovers(rows: pd.DataFrame) -> pd.DataFrame:
