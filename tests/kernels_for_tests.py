@@ -66,6 +66,27 @@ def matmul(M=64, N=64, K=512, BK=64, num_warps=4):
 
 
 @triton.jit
+def _squared_matmul_kernel(a, b, c, squares, K, M: tl.constexpr, N: tl.constexpr, BK: tl.constexpr):
+    m = tl.arange(0, M)
+    n = tl.arange(0, N)
+    k = tl.arange(0, BK)
+    acc = tl.zeros((M, N), tl.float32)
+    total = tl.zeros((M,), tl.float32)
+    for first in range(0, K, BK):
+        left = tl.load(a + m[:, None] * K + first + k[None, :])
+        acc += tl.dot(left, tl.load(b + (first + k)[:, None] * N + n[None, :]))
+        total += tl.sum(left.to(tl.float32) * left.to(tl.float32), 1)
+    tl.store(c + m[:, None] * N + n[None, :], acc)
+    tl.store(squares + m, total)
+
+
+def squared_matmul(M=64, N=64, K=512, BK=64):
+    """c = a b and the squares of a's rows summed: Triton loads a's tiles anew while the product still reads them."""
+    launch = matmul(M, N, K, BK)
+    return Launch(_squared_matmul_kernel, (1,), {**launch.args, "squares": torch.zeros(M)}, launch.options)
+
+
+@triton.jit
 def _patch_kernel(x, y, rows, cols, stride, ROWS: tl.constexpr, COLS: tl.constexpr):
     r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     c = tl.program_id(1) * COLS + tl.arange(0, COLS)

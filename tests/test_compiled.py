@@ -1,6 +1,5 @@
 """What compiled code is said to be, on kernels whose code is known, for every generation of GPU without one."""
 
-import dataclasses
 import json
 from types import SimpleNamespace
 
@@ -10,7 +9,6 @@ import torch
 
 from labkit import isolated, paths, studies
 from labkit.evidence import compiled, workers
-from labkit.state_layout import extend
 
 SOURCES = {
     "copy": ("kernels_for_tests:copy", {}),
@@ -116,163 +114,6 @@ def test_a_listing_without_a_kernel_is_an_error():
         compiled.parse("Resource usage:\n Common:\n  GLOBAL:0\n")
 
 
-def listing(*lines):
-    """The instructions of one function, at 0x0, 0x10, 0x20 …, with the bits of each as cuobjdump prints them."""
-    return "\n".join(
-        f"        /*{16 * i:04x}*/   {line} ;   /* 0x0{i}5a */\n   /* 0x5 */" for i, line in enumerate(lines)
-    )
-
-
-# What ptxas 12.8 made of a product with 16 columns; UR21 stands nowhere else.
-WRONG = """
-        /*30a0*/                   ULDC.64 UR4, c[0x0][0x210] ;                     /* 0x0000840000047ab9 */
-        /*30b0*/                   UIADD3 UR4, UP0, UR21, 0x20, URZ ;               /* 0x0000002015047890 */
-                                                                                    /* 0x000fe2000ff1e03f */
-        /*30c0*/                   UIADD3.X UR5, UR21, -0x3ffffff0, URZ, UP0, !UPT ;
-        /*30d0*/                   HGMMA.64x16x16.F32 R56, R32, gdesc[UR4].tnspB, R56 ;
-        /*30e0*/                   EXIT ;
-        /*30f0*/                   BRA 0x30f0;
-"""
-
-
-def test_a_register_that_nothing_writes_is_found():
-    assert compiled.unwritten(WRONG) == {"UR21": "UIADD3 UR4, UP0, UR21, 0x20, URZ"}
-    assert compiled.unwritten(WRONG.replace("UR21", "UR4")) == {}
-    assert compiled.unwritten("") == {}
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        "UIADD3 UR4, UPT, UPT, -UR9, 0x40, URZ",
-        "UIADD3 UR9, UP0, UR9, 0x40, URZ",
-        "UMOV UR4, UR9",
-        "UISETP.GE.AND UP0, UPT, UR9, 0x2, UPT",
-        "ISETP.NE.U32.AND P1, PT, R27, UR9, PT",
-        "IADD3 R2, P0, P1, R2, UR9, R5",
-        "R2UR UR4, UR9",
-        "@!P0 LDG.E.128 R2, desc[UR9][R4.64+0x10]",
-        "STG.E desc[UR9][R2.64], R5",
-        "LDC.64 R2, c[0x0][UR9+0x10]",
-        "LDS R2, [R4+UR9+0x400]",
-        "STS [UR9], R2",
-        "SYNCS.EXCH.64 URZ, [UR4], UR9",
-        "UTMALDG.2D [UR4], [UR9]",
-        "UBLKCP.S.G [UR4], [UR4], UR9",
-        "UTCHMMA gdesc[UR4], gdesc[UR4], tmem[UR9], tmem[UR4], idesc[UR4], UPT",
-        "@!UP0 BRA.DIV ~URZ, UR9",
-    ],
-)
-def test_every_way_of_reading_is_seen(line):
-    assert compiled.unwritten(listing("LDCU.64 UR4, c[0x0][0x380]", line)) == {"UR9": line}
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        *["ULDC UR9, c[0x0][0x208]", "ULDC.64 UR8, c[0x0][0x208]", "LDCU.128 UR8, c[0x0][0x380]", "UMOV UR9, URZ"],
-        *["R2UR UR9, R2", "R2UR P0, UR9, R2", "R2UR.OR P0, UR9, R2.reuse", "S2UR UR9, SR_CTAID.X"],
-        *["CS2UR UR8, SR_CLOCKLO", "REDUX.SUM.S32 UR9, R2", "CREDUX.MAX.S32 UR9, R2", "VOTEU.ANY UR9, UPT, PT"],
-        *["UIADD3 UR9, UP0, URZ, 0x1, URZ", "UIADD3 UR9, UPT, UPT, URZ, 0x1, URZ", "UIADD3.64 UR8, URZ, 0x1, URZ"],
-        *["UIMAD.WIDE.U32 UR8, URZ, 0x2, URZ", "ULEA UR9, UP0, URZ, URZ, 0x2", "UFLO.U32 UR9, URZ", "UPOPC UR9, URZ"],
-        *["USHF.L.U64.HI UR9, URZ, 0x2, URZ", "@UP0 USEL UR9, URZ, 0x7, UP0", "ELECT P1, UR9, PT", "UP2UR UR9, UPR"],
-        *["UTCATOMSWS.FIND_AND_SET.ALIGN UP0, UR9, URZ", "UMOV.64 UR8, URZ", "UNKNOWN.X UR9, R2"],
-    ],
-)
-def test_every_way_of_writing_is_seen(line):
-    assert compiled.unwritten(listing(line, "STS [UR9], R2")) == {}
-    assert compiled.unwritten(listing("S2R R2, SR_TID.X", "STS [UR9], R2")) == {"UR9": "STS [UR9], R2"}
-
-
-def test_the_other_registers_of_an_operand_are_not_read_as_far_as_is_said():
-    lines = ("ULDC UR4, c[0x0][0x208]", "HGMMA.64x16x16.F32 R24, gdesc[UR8], R24", "LDG.E R2, desc[UR4][R2.64]")
-    assert compiled.unwritten(listing(*lines)) == {}
-
-
-STEP = "UIADD3 UR9, UP0, UR9, 0x40, URZ"
-
-
-@pytest.mark.parametrize(
-    "lines",
-    [
-        (STEP, "UMOV UR9, URZ"),
-        ("@P0 BRA 0x30", STEP, "@P1 BRA 0x10", "EXIT", "BRA 0x40"),  # a loop that adds to what it never began with
-        ("@P0 BRA 0x40", "STS [UR9], R2", "UMOV UR9, URZ", "@P1 BRA 0x10", "EXIT"),  # written below, for the next turn
-        ("BSSY B0, 0x40", "@P0 BRA 0x30", "STS [UR9], R2", "BSYNC B0", "UMOV UR9, URZ", "EXIT"),
-    ],
-)
-def test_a_register_that_is_written_too_late_is_found(lines):
-    assert list(compiled.unwritten(listing(*lines))) == ["UR9"]
-
-
-@pytest.mark.parametrize(
-    "lines",
-    [
-        ("@P0 UMOV UR9, URZ", STEP),
-        ("@P0 BRA 0x20", "UMOV UR9, URZ", STEP),  # on one way only
-        ("BRA 0x30", STEP, "EXIT", "UMOV UR9, URZ", "BRA 0x10"),  # above it in the listing, but later
-        ("@P0 BRA 0x30", "@P1 BRA 0x50", "EXIT", "UMOV UR9, URZ", "BRA 0x10", STEP, "EXIT"),
-        ("BSSY B0, 0x30", STEP, "EXIT", "UMOV UR9, URZ", "@P0 BRA 0x10"),  # where BSYNC may go on
-        ("MOV R2, UR9", "UMOV UR9, URZ", STEP, "R2UR UR9, R2"),  # saved and put back
-        ("IMAD.U32 R2, RZ, RZ, UR9", "UMOV UR9, URZ", STEP),
-        ("CALL.REL.NOINC 0x30", STEP, "EXIT", "UMOV UR9, URZ", "RET.REL.NODEC R2 0x10"),
-        ("BRX R2 -0x20", STEP, "UMOV UR9, URZ", "EXIT"),
-        ("BRA `(.L_x_1)", STEP, "UMOV UR9, URZ", "EXIT"),
-    ],
-)
-def test_a_register_that_may_have_been_written_is_not_found(lines):
-    assert compiled.unwritten(listing(*lines)) == {}
-
-
-def test_several_functions_are_taken_together():
-    assert compiled.unwritten(listing(STEP, "EXIT") + "\n" + listing("UMOV UR9, URZ", "EXIT")) == {}
-    assert list(compiled.unwritten(listing("STS [UR9], R2", "EXIT") + "\n" + listing("EXIT"))) == ["UR9"]
-
-
-@pytest.mark.parametrize("capability", compiled.CAPABILITIES)
-def test_correct_kernels_read_what_they_have_written(capability):
-    import kernels_for_tests
-
-    for launch in (kernels_for_tests.copy(), kernels_for_tests.matmul(), kernels_for_tests.spill()):
-        assert compiled.unwritten_registers(launch, capability) == {}
-
-
-def extend_launch(K, V, dtype, name, **choices):
-    """A launch of an extend of two sequences, K-first, for which nothing was compiled wrongly."""
-    T, H, HV = 128, 1, 2
-    q, v = torch.empty((T, H, K), dtype=dtype), torch.empty((T, HV, V), dtype=dtype)
-    state, g = torch.empty((2, HV, K, V)), torch.empty((T, HV))
-    x = extend.ExtendInputs(q, q, v, g, g, torch.tensor([0, 70, T]), state, state, torch.empty_like(v), 1.0)
-    return extend.extend(x, False, **choices).launches[name]
-
-
-def needs_ptxas(version):
-    from triton import knobs
-
-    if (found := knobs.nvidia.ptxas.version) != version:
-        pytest.skip(f"ptxas is {found}, and what is found here is an error of {version}: see whether it is still there")
-
-
-def test_ptxas_12_8_takes_an_address_from_a_register_that_nothing_has_written():
-    """The left operand of the product in registers, 16 columns."""
-    launch = extend_launch(32, 16, torch.float16, "output")
-    narrow = dataclasses.replace(launch, args={**launch.args, "BK": 32, "BV": 16})
-    assert compiled.unwritten_registers(launch, 90) == {}
-    needs_ptxas("12.8")
-    (text,) = compiled.unwritten_registers(narrow, 90).values()
-    assert text.startswith("UIADD3 UR")
-
-
-def test_ptxas_12_8_adds_to_a_register_that_nothing_has_written():
-    """Both operands in shared memory, 32 columns, loads not pipelined."""
-    wide = {"K": 128, "V": 128, "dtype": torch.bfloat16, "name": "chunk_state", "tile": 32}
-    assert compiled.unwritten_registers(extend_launch(**wide, num_stages=2), 90) == {}
-    needs_ptxas("12.8")
-    found = compiled.unwritten_registers(extend_launch(**wide, num_stages=1), 90)
-    assert len(found) == 2  # both halves of an address
-    assert all(text.startswith("UIADD3") for text in found.values())
-
-
 def test_offline_refuses_other_capabilities():
     with pytest.raises(ValueError, match="capability is 75; allowed: 80, 90, 100, 120"), compiled.offline(75):
         pass
@@ -299,7 +140,7 @@ def test_a_missing_or_failing_tool_is_named(monkeypatch):
     from triton import knobs
 
     with pytest.raises(RuntimeError, match="cuobjdump cannot read the kernel"):
-        compiled._cuobjdump(b"no cubin")
+        compiled.listing_of(b"no cubin")
 
     class Missing:
         @property
@@ -362,7 +203,6 @@ def test_on_a_gpu_the_driver_agrees():
     import ctypes
 
     import kernels_for_tests
-    import torch
 
     cuda = ctypes.CDLL("libcuda.so.1")
     for launch in (

@@ -6,7 +6,6 @@ does not explain a timing that was recorded with another one.
 """
 
 import hashlib
-import itertools
 import json
 import os
 import re
@@ -16,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pandas as pd
 
@@ -147,11 +146,12 @@ def _dissect(cubin: bytes) -> dict[str, Any]:
     code = hashlib.sha256(cubin + Path(__file__).read_bytes()).hexdigest()[:40]
     file = paths.CACHE / "cubins" / f"{code}.json"
     if not file.exists():
-        write_atomic(file, json.dumps(parse(_cuobjdump(cubin))).encode())
+        write_atomic(file, json.dumps(parse(listing_of(cubin))).encode())
     return json.loads(file.read_text())
 
 
-def _cuobjdump(cubin: bytes) -> str:
+def listing_of(cubin: bytes) -> str:
+    """What cuobjdump prints of a cubin. FileNotFoundError if Triton's is missing, RuntimeError if it fails."""
     from triton import knobs
 
     try:
@@ -214,130 +214,6 @@ def _bits(modifiers: Sequence[str]) -> str:
     return next((match[1] for match in found if match), "32")
 
 
-def unwritten_registers(launch: Launch, capability: int | None = None) -> dict[str, str]:
-    """Uniform registers that a launch's kernel reads while they hold whatever was left in them: a compiler's error.
-
-    Compiled for `capability` without a GPU or, if None, for the active GPU. Returns name -> the first instruction that
-    reads it so, as it stands in the listing; empty for a kernel without that error.
-    ptxas 12.8 makes such code of some wgmma products of fewer than 64 columns: it takes the address of an operand in
-    shared memory from such a register, and what then happens depends on what ran before. What is found is wrong, but
-    the address may as well be taken from a register that holds something else, which is not found.
-    FileNotFoundError if Triton's cuobjdump is missing, RuntimeError if it fails.
-    """
-    return unwritten(_cuobjdump(build(launch, capability).asm["cubin"]))
-
-
-class _Instruction(NamedTuple):
-    """One instruction, and what it does with uniform registers as far as its text says so."""
-
-    address: int
-    predicate: str
-    name: str
-    operands: str
-    reads: frozenset[int]
-    writes: frozenset[int]
-
-    def __str__(self) -> str:
-        return " ".join(filter(None, (self.predicate, self.name, self.operands)))
-
-
-_WHOLE = re.compile(r"^\s*/\*([0-9a-f]{4,})\*/\s+(?:\{\s*)?(@!?\w+)?\s*([A-Z][\w.:]*) *([^;\n]*?)\s*;", re.MULTILINE)
-_UNIFORM = re.compile(r"\bUR(\d+)\b")
-_PREDICATE = re.compile(r"!?U?P[T\d]")
-_MOVES = re.compile(r"U?MOV(\.64)? |IMAD\.(MOV\.)?U32 R\d+, RZ, RZ, UR")
-_JUMPS_ANYWHERE = {"BRX", "BRXU", "CALL", "JCAL", "JMP", "JMX", "JMXU", "RET"}
-
-
-def unwritten(listing: str) -> dict[str, str]:
-    """What `unwritten_registers` returns, from what `cuobjdump -sass` prints of one kernel.
-
-    A register counts if nothing writes it at all, or nothing can before an instruction runs for the first time.
-    """
-    code = [_instruction(*match.groups()) for match in _WHOLE.finditer(listing)]
-    follow = _followers(code)
-    first_write: dict[int, int] = {}
-    for i, one in enumerate(code):
-        for register in one.writes:
-            first_write.setdefault(register, i)
-    found: dict[int, str] = {}
-    for i, one in enumerate(code):
-        for register in one.reads - found.keys():
-            if _holds_nothing(register, i, first_write.get(register), code, follow):
-                found[register] = str(one)
-    return {f"UR{register}": text for register, text in sorted(found.items())}
-
-
-def _instruction(address: str, predicate: str | None, name: str, operands: str) -> _Instruction:
-    """Registers that an operand names by its first one only (gdesc, pairs) are not in `reads`."""
-    given = [text.strip() for text in operands.split(",")]
-    rest = list(itertools.dropwhile(_PREDICATE.fullmatch, given))
-    writes: frozenset[int] = frozenset()
-    # The destination comes first, after those that are predicates; comparisons (…SETP) have no other ones. What is not
-    # known here is taken for one that writes, so that no correct code is accused.
-    if rest and (match := _UNIFORM.fullmatch(rest[0])) and not name.partition(".")[0].endswith("SETP"):
-        first = int(match[1])
-        writes = frozenset(range(first, first + _registers(name)))
-        rest = rest[1:]
-    reads = frozenset(int(number) for text in rest if "gdesc" not in text for number in _UNIFORM.findall(text))
-    return _Instruction(int(address, 16), predicate or "", name, operands, reads, writes)
-
-
-def _registers(name: str) -> int:
-    """How many registers an instruction writes, at most."""
-    operation, *modifiers = name.split(".")
-    wide = {"64": 2, "128": 4, "256": 8, "WIDE": 2}
-    sizes = [count for text in modifiers for end, count in wide.items() if text.endswith(end)]
-    return max([2 if operation == "CS2UR" else 1, *sizes])
-
-
-def _followers(code: Sequence[_Instruction]) -> list[list[int]] | None:
-    """Numbers of the instructions that may run after each one; None if the listing does not say where it goes."""
-    number = {one.address: i for i, one in enumerate(code)}
-    if len(number) < len(code):  # several functions, each counted from 0
-        return None
-    follow = []
-    for i, one in enumerate(code):
-        operation = one.name.partition(".")[0]
-        if operation in _JUMPS_ANYWHERE:
-            return None
-        after = [i + 1] if i + 1 < len(code) else []
-        if not one.predicate and (operation == "EXIT" or (operation == "BRA" and "," not in one.operands)):
-            after = []
-        if operation in ("BRA", "BSSY"):  # BSSY says where BSYNC goes on
-            target = re.search(r"\b0x([0-9a-f]+)$", one.operands)
-            if not target or int(target[1], 16) not in number:
-                return None
-            after = [*after, number[int(target[1], 16)]]
-        follow.append(after)
-    return follow
-
-
-def _holds_nothing(
-    register: int, read: int, write: int | None, code: Sequence[_Instruction], follow: Sequence[Sequence[int]] | None
-) -> bool:
-    """Whether nothing has written the register when instruction `read` runs for the first time.
-
-    write: the first instruction in the listing that writes it.
-    """
-    if write is None:
-        return True
-    # Registers are saved by moves and put back, also before they hold anything.
-    if write < read or follow is None or _MOVES.match(f"{code[read].name} {code[read].operands}"):
-        return False
-    before = _reachable(0, read, follow) - {read}
-    return not any(register in code[i].writes and read in _reachable(i, read, follow) for i in before)
-
-
-def _reachable(start: int, stop: int, follow: Sequence[Sequence[int]]) -> set[int]:
-    """Numbers of the instructions that may run from `start` on until `stop` does, both included."""
-    seen, ahead = {start}, [start]
-    while ahead:
-        if (i := ahead.pop()) != stop:
-            ahead += set(follow[i]) - seen
-            seen.update(follow[i])
-    return seen
-
-
 def table(sources: Mapping[str, Source], capabilities: Sequence[int] = CAPABILITIES) -> pd.DataFrame:
     """`evidence` of many kernels, compiled in worker processes and kept on disk; works beside a GPU or without.
 
@@ -354,11 +230,6 @@ def table(sources: Mapping[str, Source], capabilities: Sequence[int] = CAPABILIT
 def evidence_of(source: Source, capability: int) -> dict[str, Any]:
     """In a worker: `evidence` of the Launch that the source returns."""
     return evidence(launch_of(source, capability), capability)
-
-
-def unwritten_of(source: Source, capability: int) -> dict[str, str]:
-    """In a worker: `unwritten_registers` of the Launch that the source returns."""
-    return unwritten_registers(launch_of(source, capability), capability)
 
 
 def launch_of(source: Source, capability: int | None = None) -> Launch:

@@ -48,11 +48,14 @@ from labkit.launch import Launch
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 CHUNKS = (16, 32, 64)
 TILES = (64, 32, 16)  # of chunk_state, that the rule chooses from
+STAGES = (2, 3, 4)  # of chunk_state; of 1 ptxas 12.8 makes the code told of at SLICE, which faults on an H100
 SUB = 16  # tokens of a sub-chunk: the smallest tile of the tensor cores
 # Channels and values at a time, where a kernel need not hold all of them. Narrower ones would do for smaller K and V,
 # but of a product [64, 64] x [64, 16 or 32] with its left operand in registers ptxas 12.8 makes code that takes an
-# address from a register that nothing has written (see `evidence.compiled.unwritten_registers`).
+# address from a register that nothing has written (see `compiler_errors.unwritten_registers`).
 SLICE = 64
+OUTPUTS = 128  # values a program of output: queries, keys and their scores are then read and formed once for V = 128
+KDA_SOLVED = 4  # SUB of prepare's solve for KDA: fewer columns one after the other, and two more merges
 LIMIT = 40.0  # of an exponent of the decay either way from the middle of a sub-chunk, in KDA's scores
 PRECISIONS = {torch.float32: "ieee", torch.float16: "tf32x3", torch.bfloat16: "tf32"}  # of the solve, by inputs
 LARGEST_K = 256  # chunk_state holds all channels of its tile of the state in registers
@@ -277,15 +280,16 @@ def _sums(ones, step):
 
 @triton.jit
 def _prepare_kernel(
-    q, k, v, g, beta, spans, key_scores, w, u, decayed_q, decayed_k, carry, total, scale, H, HV,
+    q, k, v, g, beta, spans, key_scores, w, u, decayed_q, decayed_k, key_scales, carry, total, scale, H, HV,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BT: tl.constexpr, SUB: tl.constexpr,
     PER_CHANNEL: tl.constexpr, DOT: tl.constexpr, SOLVE: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """One program: w and u of one chunk and value head, and its decay.
 
-    carry [T, HV]: what scales a token's v_new in the state after its chunk, 1 / |k| included; total: the decay over the
-    whole chunk. With a decay a channel (PER_CHANNEL) it cannot be taken out of the products of k and q, and they are
-    stored decayed and normalised instead of `carry`: decayed_k to the end of the chunk, decayed_q from its start.
+    key_scales [T, HV]: 1 / |k|; carry [T, HV]: what scales a token's v_new in the state after its chunk, 1 / |k|
+    included; total: the decay over the whole chunk. With a decay a channel (PER_CHANNEL) it cannot be taken out of the
+    products of k and q, and they are stored decayed and normalised instead of `carry`: decayed_k to the end of the
+    chunk, decayed_q from its start.
     """
     EVEN_K: tl.constexpr = K % BK == 0
     EVEN_V: tl.constexpr = V % BV == 0
@@ -309,11 +313,13 @@ def _prepare_kernel(
     for first in range(0, K, BK):
         ks = first + tl.arange(0, BK)
         key = _rows(k, t, inside, H * K, ks, K, EVEN_K)
-        key_squares += _squares(key)
         if PER_CHANNEL:
+            key_squares += _squares(key)
             query_squares += _squares(_rows(q, t, inside, H * K, ks, K, EVEN_K))
         else:
             A += tl.dot(key, tl.trans(key), input_precision=DOT)
+    if not PER_CHANNEL:  # not of `key`: see `compiler_errors.overwritten_operands`
+        key_squares = tl.sum(tl.where(i[:, None] == i[None, :], A, 0.0), 1)
     key_scale = _inverse_norm(key_squares)
     query_scale = scale * _inverse_norm(query_squares)
 
@@ -329,6 +335,7 @@ def _prepare_kernel(
         X = _inverse(A, BT, SUB, SOLVE) * b[None, :]
         key_factors = (X * (key_scale * tl.exp(since))[None, :]).to(dtype)
         until = tl.cumsum(step, 0, reverse=True) - step
+        tl.store(key_scales + t * HV + hv, key_scale, mask=inside)
         tl.store(carry + t * HV + hv, key_scale * tl.exp(until), mask=inside)
         tl.store(total + chunk * HV + hv, tl.exp(tl.sum(step, 0)))
 
@@ -437,7 +444,7 @@ def _chunk_state_kernel(
 
 @triton.jit
 def _output_kernel(
-    q, k, g, spans, query_scores, v_new, states, out, scale, H, HV,
+    q, k, g, spans, key_scales, query_scores, v_new, states, out, scale, H, HV,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BT: tl.constexpr,
     V_FIRST: tl.constexpr, PER_CHANNEL: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
@@ -463,8 +470,6 @@ def _output_kernel(
 
     o = tl.zeros([BT, BV], tl.float32)
     scores = tl.zeros([BT, BT], tl.float32)
-    query_squares = tl.zeros([BT], tl.float32)
-    key_squares = tl.zeros([BT], tl.float32)
     for first in range(0, K, BK):
         ks = first + tl.arange(0, BK)
         query = _rows(q, t, inside, query_stride, ks, K, EVEN_K)
@@ -474,17 +479,19 @@ def _output_kernel(
         if not PER_CHANNEL:
             key = _rows(k, t, inside, H * K, ks, K, EVEN_K)
             scores += tl.dot(query, tl.trans(key), input_precision=DOT)
-            query_squares += _squares(query)
-            key_squares += _squares(key)
 
     if PER_CHANNEL:
         pairs = query_scores + (t * HV + hv)[:, None] * BT + i[None, :]
         scores = tl.load(pairs, mask=causal & inside[:, None], other=0.0)
     else:
         since = tl.cumsum(tl.load(g + t * HV + hv, mask=inside, other=0.0), 0)
+        key_scale = tl.load(key_scales + t * HV + hv, mask=inside, other=0.0)
+        query_squares = tl.zeros([BT], tl.float32)
+        for first in range(0, K, BK):  # in a loop of its own: see `compiler_errors.overwritten_operands`
+            query_squares += _squares(_rows(q, t, inside, query_stride, first + tl.arange(0, BK), K, EVEN_K))
         query_scale = scale * _inverse_norm(query_squares)
         o *= (query_scale * tl.exp(since))[:, None]
-        scores *= query_scale[:, None] * _inverse_norm(key_squares)[None, :] * _pair_decay(since, causal)
+        scores *= query_scale[:, None] * key_scale[None, :] * _pair_decay(since, causal)
     new = _rows(v_new + hv * V, t, inside, HV * V, vs, V, EVEN_V)
     o += tl.dot(scores.to(dtype), new, input_precision=DOT)
     _store_rows(out + hv * V, t, inside, HV * V, vs, o, V, EVEN_V)
@@ -584,7 +591,7 @@ def extend(
 
     batch: `plan` of x.cu_seqlens, which also chooses the chunk; None: made here, with chunks of 64.
     tile: values a program of chunk_state (BV), a power of two from 16; None: `choose_tile`'s. num_warps: 1, 2, 4 or 8,
-    num_stages: 1 to 4, of the same kernel; transposed: see the table at the top of this file, only with v_first.
+    num_stages: 2 to 4, of the same kernel; transposed: see the table at the top of this file, only with v_first.
     Memory for w, u, v_new and the states between the chunks (in v's dtype) is allocated here and kept by the result.
     Raises ValueError naming the argument, its value and what is allowed.
     """
@@ -606,7 +613,7 @@ def extend(
     sizes = {"H": H, "HV": HV, "K": K, "V": V, "BT": batch.chunk}
     slices = {"BK": SLICE, "BV": SLICE}
     wide = {"BK": max(16, triton.next_power_of_2(K))}  # all channels at once
-    solve = {"SUB": SUB, "SOLVE": PRECISIONS[x.v.dtype], "EXACT": exact}
+    solve = {"SUB": KDA_SOLVED if per_channel else SUB, "SOLVE": PRECISIONS[x.v.dtype], "EXACT": exact}
     gates = {"PER_CHANNEL": per_channel, "DOT": "ieee"}  # DOT counts for fp32 inputs alone
     layout = {"V_FIRST": v_first}
     heads = len(batch.spans) * HV
@@ -614,15 +621,17 @@ def extend(
     if per_channel:
         scores = sizes | {"SUB": SUB, "PRECISION": "ieee" if exact else "tf32", "LIMIT": LIMIT}
         scores |= {"BK": SLICE, "SLICES": triton.next_power_of_2(triton.cdiv(K, SLICE))}
-        launches["scores"] = _launch(_scores_kernel, heads * (batch.chunk // SUB), args | scores)
+        launches["scores"] = _launch(
+            _scores_kernel, heads * (batch.chunk // SUB), args | scores, num_warps=2, num_stages=1
+        )
     launches["prepare"] = _launch(_prepare_kernel, heads, args | sizes | slices | solve | gates)
     state = args | sizes | wide | gates | layout | {"BV": tile, "TRANSPOSED": transposed}
     state |= {"k": args["decayed_k"], "HK": HV} if per_channel else {"HK": H}
     programs = (len(x.cu_seqlens) - 1) * HV * triton.cdiv(V, tile)
     launches["chunk_state"] = _launch(_chunk_state_kernel, programs, state, num_warps, num_stages)
-    output = args | sizes | slices | gates | layout
+    output = args | sizes | slices | gates | layout | {"BV": OUTPUTS}
     output |= {"q": args["decayed_q"]} if per_channel else {}
-    launches["output"] = _launch(_output_kernel, heads * triton.cdiv(V, SLICE), output)
+    launches["output"] = _launch(_output_kernel, heads * triton.cdiv(V, OUTPUTS), output, num_stages=3)
     return Extend(launches)
 
 
@@ -646,7 +655,8 @@ def _workspace(x: ExtendInputs, batch: Plan, per_channel: bool) -> dict[str, Ten
         "query_scores": (T, HV, batch.chunk if per_channel else 0),
     }  # fmt: skip
     fp32 = {
-        "key_scores": (T, HV, batch.chunk if per_channel else 0), "carry": (0 if per_channel else T, HV),
+        "key_scores": (T, HV, batch.chunk if per_channel else 0),
+        "key_scales": (0 if per_channel else T, HV), "carry": (0 if per_channel else T, HV),
         "total": (C, HV, K) if per_channel else (C, HV),
     }  # fmt: skip
     made = {name: torch.empty(shape, dtype=x.v.dtype, device=x.v.device) for name, shape in shapes.items()}
@@ -686,6 +696,6 @@ def check_extend(x: ExtendInputs, v_first: bool, tile: int, num_warps: int, num_
     if tile < 16 or tile & (tile - 1):
         raise ValueError(f"tile is {tile}; allowed: a power of two from 16")
     check_one_of("num_warps", num_warps, (1, 2, 4, 8))
-    check_one_of("num_stages", num_stages, (1, 2, 3, 4))
+    check_one_of("num_stages", num_stages, STAGES)
     if transposed and not v_first:
         raise ValueError("transposed is True with a K-first state; allowed: only with v_first")

@@ -404,7 +404,7 @@ def verify(x: VerifyInputs, choice: StepChoice | None = None) -> Launch:
     """
     N, T, _, K, HV, V = check_verify(x)
     kda = x.a.ndim == 4
-    choice = choice or _chosen(x, N * HV, V, K, verify=True)
+    choice = choice or _chosen(x, N * HV, V, K, drafts="chain" if x.parents is None else "tree")
     check_choice(choice, K)
     arguments = _arguments(x, choice, kda) | {
         "intermediate_states": x.intermediate_states,
@@ -453,9 +453,9 @@ def _token_stride(tensor: Tensor, inner: int) -> int:
     return tensor.stride(outer - 1) if tensor.shape[outer - 1] > 1 else tensor.stride(0)
 
 
-def _chosen(x: Inputs, heads: int, V: int, K: int, verify: bool = False) -> StepChoice:
+def _chosen(x: Inputs, heads: int, V: int, K: int, drafts: str | None = None) -> StepChoice:
     sms, fast = multiprocessors(x.state.device), fast_memory(x.state.device)
-    return choose(heads, V, K, x.state.element_size(), sms, fast=fast, v_first=x.v_first, verify=verify)
+    return choose(heads, V, K, x.state.element_size(), sms, fast=fast, v_first=x.v_first, drafts=drafts)
 
 
 @cache
@@ -477,11 +477,12 @@ def choose(
     *,
     fast: bool = False,
     v_first: bool = True,
-    verify: bool = False,
+    drafts: str | None = None,
 ) -> StepChoice:
     """The choice from the shape and the GPU alone: what was fastest on an H100 and an H200, of some thirty choices.
 
-    heads: N · HV; itemsize: bytes of a value of the state; fast: see `fast_memory`; verify: for `verify`, not `decode`.
+    heads: N · HV; itemsize: bytes of a value of the state; fast: see `fast_memory`; drafts: "chain" or "tree" for
+    `verify`, None for `decode`.
     V-first, by the rows of V that a multiprocessor has:
     - up to FEW_ROWS the time is that of one program's chain of loads and sums: 4 rows a program, as many as there can
       be, in two pieces.
@@ -492,14 +493,18 @@ def choose(
     K-first, a row of a tile is BV values of one channel: a line of 128 bytes, or two where there are many programs.
     States beyond KEPT_BYTES are not marked as first to be evicted: with so many, the mark costs 1 to 2 % (why was not
     found).
+    Drafts have more to store than to load, and choices differ little. A tree loads again what it has stored, so that
+    its states are left to L2 as well, once there are more than a few.
     Tiles are for 128 channels; for others they have as many bytes.
     """
     rows = heads * V / sms
     few, some = rows <= FEW_ROWS, rows <= SOME_ROWS
     wide = itemsize == 4
-    kept = heads * V * K * itemsize > KEPT_BYTES
-    if verify:
-        tile, pieces, warps = (8, 4, 1) if v_first else (16 if few else 32, 4, 2)
+    kept = heads * V * K * itemsize > KEPT_BYTES or (drafts == "tree" and not few)
+    if drafts and v_first:
+        tile, pieces, warps = (8, 4, 1) if few else (4, 2, 1) if wide else (8, 2, 1)
+    elif drafts:
+        tile, pieces, warps = (16, 4, 2) if few else (64, 4, itemsize)
     elif not v_first:
         tile, pieces, warps = (16, 4, 1) if few else (32, 4, itemsize // 2) if some else (64, 4 if wide else 8, 2)
     elif few or some:

@@ -280,7 +280,7 @@ def test_refuses_tensors(name, change, message):
         ({"tile": 8}, "tile is 8"),
         ({"tile": 48}, "tile is 48"),
         ({"num_warps": 3}, "num_warps is 3"),
-        ({"num_stages": 0}, "num_stages is 0"),
+        ({"num_stages": 1}, "num_stages is 1"),
         ({"batch": plan(torch.tensor([0, 4]))}, "batch .* is of 4 tokens of 1 sequences"),
     ],
 )

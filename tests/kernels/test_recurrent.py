@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from labkit.state_layout import reference
 from labkit.state_layout.recurrent import (
+    FEW_ROWS,
     KEPT_BYTES,
     StepChoice,
     StepInputs,
@@ -539,11 +540,12 @@ def test_indices_are_checked_where_one_asks_for_it():
 @pytest.mark.parametrize("itemsize", [4, 2])
 @pytest.mark.parametrize(("K", "V"), [(128, 128), (256, 256), (64, 128), (20, 12), (1, 1), (513, 3)])
 def test_the_rule_gives_what_the_kernels_take(K, V, itemsize, v_first):
-    for fast, for_verify, heads in product((False, True), (False, True), (1, 32, 2048, 16384)):
-        choice = choose(heads, V, K, itemsize, 132, fast=fast, v_first=v_first, verify=for_verify)
+    for fast, drafts, heads in product((False, True), (None, "chain", "tree"), (1, 32, 2048, 16384)):
+        choice = choose(heads, V, K, itemsize, 132, fast=fast, v_first=v_first, drafts=drafts)
         check_choice(choice, K)
         assert choice.tile < 2 * V
-        assert choice.evict_first == (heads * V * K * itemsize <= KEPT_BYTES)
+        again = drafts == "tree" and heads * V / 132 > FEW_ROWS  # a tree loads what it has stored
+        assert choice.evict_first == (heads * V * K * itemsize <= KEPT_BYTES and not again)
 
 
 def test_larger_batches_get_tiles_of_more_rows_and_small_ones_more_programs():

@@ -1,7 +1,7 @@
-"""No kernel of the lab reads a uniform register that nothing has written: compiled for sm_90, and its code searched.
+"""No kernel of the lab is compiled wrongly in a way that is known: compiled for sm_90, and its code searched.
 
-What is searched for is an error of ptxas 12.8 (`compiled.unwritten_registers`), so that these tests fail where a change
-of a kernel, or of the compiler, brings it back.
+What is searched for are the errors of `labkit.evidence.compiler_errors`, so that these tests fail where a change of a
+kernel, or of the compiler, brings one back.
 """
 
 import itertools
@@ -161,15 +161,15 @@ GROUPS = {
 
 @pytest.fixture(scope="module")
 def found():
-    """Name -> registers that it reads and nothing has written; compiled on all cores, answers are kept on disk."""
+    """Name -> errors that are found in it; compiled on all cores, answers are kept on disk."""
     sources = {name: source for group in GROUPS.values() for name, source in group().items()}
     requests = [{"source": list(source), "capability": 90} for source in sources.values()]
-    answers = workers.ask("labkit.evidence.compiled:unwritten_of", requests, compiled.modules_of(sources))
+    answers = workers.ask("labkit.evidence.compiler_errors:errors_of", requests, compiled.modules_of(sources))
     return dict(zip(sources, answers, strict=True))
 
 
 @pytest.mark.parametrize("group", GROUPS)
-def test_every_register_that_is_read_has_been_written(group, found):
+def test_no_known_error_of_a_compiler(group, found):
     names = GROUPS[group]()
     assert names
     assert {name: found[name] for name in names if found[name]} == {}
