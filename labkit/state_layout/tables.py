@@ -136,17 +136,19 @@ def end_to_end_estimate(
     context: int = 2048,
     weight_bytes: float = BF16_BYTES,
     batches: Sequence[int] = (),
+    heads_of: str = QWEN3_NEXT.name,
 ) -> pd.DataFrame:
     """Gain of a whole decode step: the state's share of its time × the kernel's ratio.
 
     The time is that of the bytes moved at the in-place ceiling, but for the state at the rate of the measured kernel.
 
-    model: whose weights, cache and layers; the kernel's ratio is that of Qwen3-Next's heads, which Qwen3.5-4B has too.
+    model: whose weights, cache and layers. heads_of: the model with whose heads the kernel was timed; Qwen3.5-4B has
+    those of Qwen3-Next, and each of two GPUs that share Qwen3-Next has as many value heads as Qwen3.5-0.8B.
     batches: default those measured; another takes the ratio of the largest measured batch below it (column `ratio of
     batch`), since the ratio levels off once the GPU is full.
     """
     params = {key: json.loads(key) for key in rows["case"].unique()}
-    own = [key for key, case in params.items() if (case.get("model"), case.get("state")) == (QWEN3_NEXT.name, "fp32")]
+    own = [key for key, case in params.items() if (case.get("model"), case.get("state")) == (heads_of, "fp32")]
     rows = rows[rows["case"].isin(own)]  # the intervals of other cases would take seconds, for nothing
     table = ratios(rows)
     table = table[(table["BV"] == tile) & (table["warps"] == warps)].set_index("batch")

@@ -236,7 +236,7 @@ def end_to_end(rows: pd.DataFrame) -> Drawing:
         "fig": fig,
         "alt": f"Estimated end-to-end gain against batch, beside vLLM's five figures. {ends}.",
         "caption": f"Amdahl's law: the state's share of a step's time ({QWEN3_NEXT.name}, NVFP4 weights, fp32 state, "
-        f"{CONTEXT} tokens of context) × the measured kernel ratio.",
+        f"{CONTEXT} tokens of context) × the kernel ratio measured with the value heads of one of two GPUs.",
         "table": table,
     }
 
