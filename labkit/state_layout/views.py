@@ -10,7 +10,7 @@ from labkit.bench.verdict import counted
 from labkit.report import figures
 from labkit.shapes import QWEN3_NEXT
 from labkit.state_layout import tables
-from labkit.state_layout.claims import CONTEXT, NARROW, VLLM_TABLE, WIDE, vllm_estimate
+from labkit.state_layout.claims import CONTEXT, FULL, NARROW, VLLM_TABLE, WIDE, vllm_estimate
 
 MAIN = [tables.variant_name(layout, tile) for tile in (NARROW, WIDE) for layout in tables.LAYOUTS]
 Drawing = Mapping[str, Any] | str  # a sentence where there is nothing to draw
@@ -52,7 +52,7 @@ def times(rows: pd.DataFrame) -> Drawing:
     return {
         "fig": fig,
         "alt": f"Lines of time against batch, {model}, fp32 and bf16 state. At batch {table['batch'].max()}: {ends}.",
-        "caption": f"Time of one decode step, {model}. An in-place multiply of the same states is the least it takes.",
+        "caption": f"Time of one decode step, {model}. Beside it an in-place multiply of the same states.",
         "table": table[["state", "batch", "variant", "us", "percent", "error"]],
     }
 
@@ -252,6 +252,19 @@ def folded(rows: pd.DataFrame) -> pd.DataFrame:
     table = tables.folding(rows)
     table = _main_shape(table) if len(table) else table
     return table[["model", "state", "batch", "BV", "ratio", "low", "high", "noise", "verdict"]]
+
+
+def folding(rows: pd.DataFrame) -> str:
+    """Does one pass pay at batch 1, and is it worth nothing where the GPU is full?"""
+    table = folded(rows)
+    small, full = table[table["batch"] == 1], table[table["batch"] >= FULL]
+    said = [
+        f"{words} one pass is {counted(some['verdict'])} of {len(some)} cases, ratio {some['ratio'].min():.2f} to "
+        f"{some['ratio'].max():.2f}"
+        for words, some in (("at batch 1", small), (f"from batch {FULL} on", full))
+        if len(some)
+    ]
+    return ("; ".join(said) or "no pair of one pass and two could be compared") + "."
 
 
 def summary(rows: pd.DataFrame) -> str:
