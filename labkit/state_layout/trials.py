@@ -25,7 +25,8 @@ LONGEST_CHECKED = 512  # tokens of an extend that are compared token by token; t
 OUT_TOLERANCE = {"fp32": 1e-5, "bf16": 2e-3, "fp16": 1e-3}
 STATE_TOLERANCE = {"fp32": 1e-5, "bf16": 4e-3}
 EXTEND_TOLERANCE = {"fp32": 1e-4, "bf16": 5e-3, "fp16": 5e-3}
-DRIFT_TOKENS = 4096
+DRIFT_TOKENS = 8192
+DRAWN_TOGETHER = 256  # tokens whose random inputs, and their gates, are made at once
 PREFILLS = {  # name -> tokens of every sequence
     "1 x 512": (512,),
     "1 x 2048": (2048,),
@@ -384,16 +385,19 @@ def errors_along(x: Case, device: Any, seed: int, v_first: bool, tokens: int) ->
     exact = _v_first(item.state[item.indices.long()], v_first).double()
     launch = recurrent.decode(item)
     found = []
-    for token in range(1, tokens + 1):
-        for name in ("q", "k", "v", "a", "b"):
-            part = getattr(item, name)
-            part.copy_(made(*part.shape))
-        alpha, beta = _gates(item, item.a, item.b)
-        o, exact = reference.decode_step(exact, item.q, item.k, item.v, alpha, beta, item.scale)
-        launch()
-        if token & (token - 1) == 0:
-            states = _v_first(item.state[item.indices.long()], v_first)
-            found.append([token, relative_rmse(item.out, o), relative_rmse(states, exact)])
+    for first in range(1, tokens + 1, DRAWN_TOGETHER):
+        count = min(DRAWN_TOGETHER, tokens + 1 - first)
+        drawn = {name: made(count, *getattr(item, name).shape) for name in ("q", "k", "v", "a", "b")}
+        alpha, beta = _gates(item, drawn["a"], drawn["b"])
+        for i in range(count):
+            for name, values in drawn.items():
+                getattr(item, name).copy_(values[i])
+            o, exact = reference.decode_step(exact, item.q, item.k, item.v, alpha[i], beta[i], item.scale)
+            launch()
+            token = first + i
+            if token & (token - 1) == 0:
+                states = _v_first(item.state[item.indices.long()], v_first)
+                found.append([token, relative_rmse(item.out, o), relative_rmse(states, exact)])
     return found
 
 

@@ -218,8 +218,10 @@ def test_tree_by_hand():
     assert found.is_contiguous()
 
 
+@pytest.mark.parametrize("together", [3, 256])
 @pytest.mark.parametrize("gate", GATES)
-def test_drift_is_told_at_powers_of_two(gate):
+def test_drift_is_told_at_powers_of_two(gate, together, monkeypatch):
+    monkeypatch.setattr(trials, "DRAWN_TOGETHER", together)
     x = case("drift", gate, tokens=4)
     facts = trial(x, names.OURS_KV).facts()
     tokens, out, state = zip(*json.loads(json.dumps(facts))["drift"], strict=True)
