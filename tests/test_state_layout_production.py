@@ -9,6 +9,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import rows as made
 import torch
+import triton
 
 from labkit.bench.spec import ROLES, Case
 from labkit.state_layout import extend, names, reference, study, trials
@@ -118,7 +119,7 @@ def test_every_variant_of_every_case_has_a_function_that_takes_its_options():
 def test_peers_are_libraries_and_kdas_have_no_kernel_that_is_launched_in_place():
     for gate, in_place in (("GDN", 4), ("KDA", 0)):
         roles = names.of(case("step", gate))
-        assert sum(role == "peer" for role in roles.values()) == 3 + in_place
+        assert sum(role == "peer" for role in roles.values()) == 4 + in_place
         assert sum("in place" in name for name in roles) == in_place
 
 
@@ -204,14 +205,14 @@ def lengths(monkeypatch, *found):
     return item, o, S.transpose(-1, -2)
 
 
-def test_the_first_sequence_that_is_short_enough_is_followed(monkeypatch):
-    item, o, S = lengths(monkeypatch, 6, 0, 3, 2)
+def test_the_longest_sequence_that_is_short_enough_is_followed(monkeypatch):
+    item, o, S = lengths(monkeypatch, 6, 0, 2, 3, 1)
     assert max(trials._extend_errors(item, False)(o, S).values()) < 1e-12
-    for first, last, n in ((0, 6, 0), (9, 11, 3)):  # these are not
+    for first, last, n in ((0, 6, 0), (6, 8, 2), (11, 12, 4)):  # these are not
         other, state = o.clone(), S.clone()
         other[first:last], state[n] = 0, 0
         assert max(trials._extend_errors(item, False)(other, state).values()) < 1e-12
-    o[8], S[2] = 0, 0
+    o[10], S[3] = 0, 0
     assert min(trials._extend_errors(item, False)(o, S).values()) > 0.1
 
 
@@ -422,6 +423,11 @@ def test_flas_public_call_leaves_its_states_and_attn_gym_updates_the_pool(librar
     slots = torch.cat([first["state_indices"], second["state_indices"]])
     assert sorted(slots.tolist()) == list(range(1, 7))
     assert len(first["state_cache"]) == 7
+    assert slots.tolist() != list(range(1, 7))
+    libraries.seen.clear()
+    for call in prepared(case("step"), names.ATTENTION_GYM_IN_ORDER, 2).calls:
+        call()
+    assert torch.cat([one["state_indices"] for one in libraries.seen]).tolist() == list(range(1, 7))
     before = first["state_cache"].clone()
     trial.calls[1]()
     changed = (before != first["state_cache"]).flatten(1).any(1).nonzero().flatten()
@@ -435,9 +441,39 @@ def test_boundaries_of_an_extend_are_one_tensor_for_all_sets(libraries):
     assert len({id(one["cu_seqlens"]) for one in libraries.seen}) == 1
 
 
+def test_a_library_that_tunes_itself_does_so_anew_for_every_case(libraries):
+    @triton.jit
+    def kernel(K, BLOCK):
+        pass
+
+    trials._tune_anew.cache_clear()
+    first, second = (triton.autotune([triton.Config({"BLOCK": n}) for n in (1, 2)], ["K"])(kernel) for _ in range(2))
+    inner = triton.heuristics({})(first)  # decorators lie around each other
+    vars(sys.modules["fla.ops.kda"]).update(kernel=inner, again=first, other=second)
+
+    def chosen():
+        for one in (first, second):
+            one.cache["now"], one.best_config = one.configs[0], one.configs[0]
+
+    def kept():
+        return [len(one.cache) for one in (first, second)]
+
+    chosen()
+    prefills = [case("extend", prefill=name) for name in ("1 x 512", "ragged")]
+    trial = prepared(prefills[0], names.fla("KV"), 1)
+    assert kept() == [0, 0]
+    assert not first.cache_results
+    chosen()
+    prepared(prefills[0], names.fla("VK"), 1)  # the other layout of the same case
+    assert kept() == [1, 1]
+    prepared(prefills[1], names.fla("VK"), 1)
+    assert kept() == [0, 0]
+    assert trial.facts() == {"launches": {}}  # none of them was called
+
+
 @pytest.mark.parametrize(("x", "name"), peers(), ids=[f"{x.op} {x['gate']} {name}" for x, name in peers()])
 def test_a_library_that_is_not_installed_is_named(monkeypatch, x, name):
     for module in ("fla", "fla.ops", "fla.ops.gated_delta_rule", "fla.ops.kda", "attn_gym", "attn_gym.linear"):
         monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(ModuleNotFoundError, match="attn_gym" if name == names.ATTENTION_GYM else "fla"):
+    with pytest.raises(ModuleNotFoundError, match="attn_gym" if name.startswith("attn-gym") else "fla"):
         prepared(x, name)

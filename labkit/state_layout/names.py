@@ -19,6 +19,7 @@ def fla(layout: str) -> str:
 
 
 ATTENTION_GYM = "attn-gym VK"
+ATTENTION_GYM_IN_ORDER = "attn-gym VK, slots in order"
 
 
 def chunk_state(form: str, tile: int) -> str:
@@ -29,20 +30,20 @@ def chunk_state(form: str, tile: int) -> str:
 def rivals(op: str) -> dict[str, tuple[str, tuple[str, ...]]]:
     """Where the states are -> our variant and the libraries' that find them there, so that equals are compared.
 
-    Only attn-gym takes indices into a pool; fla-core takes the states one after the other.
+    Only attn-gym takes indices into a pool, which may be in order; fla-core takes the states one after the other.
     """
     public = (fla("KV"), fla("VK"))
     if op != "step":
         return {"": (OURS, public)}
     raw = tuple(fla_in_place(layout, tile) for layout in ("KV", "VK") for tile in (8, 32))
-    return {"in order": (OURS_IN_ORDER, raw + public), "at random": (OURS, (ATTENTION_GYM,))}
+    return {"in order": (OURS_IN_ORDER, (*raw, *public, ATTENTION_GYM_IN_ORDER)), "at random": (OURS, (ATTENTION_GYM,))}
 
 
 def of(x: Any) -> dict[str, str]:
     """Name -> role of the variants of a case (of another operation than `decode`), the first one repeated as A/A."""
     if x.op == "step":
         raw = [fla_in_place(layout, tile) for layout in ("KV", "VK") for tile in (8, 32)] if x["gate"] == "GDN" else []
-        peers = dict.fromkeys([*raw, fla("KV"), fla("VK"), ATTENTION_GYM], "peer")
+        peers = dict.fromkeys([*raw, fla("KV"), fla("VK"), ATTENTION_GYM, ATTENTION_GYM_IN_ORDER], "peer")
         return {OURS: "ours", OURS_IN_ORDER: "step", OURS_KV: "step"} | peers
     if x.op == "verify":
         slow = {TOKENS: "baseline"} if x["draft"] == "chain" else {}
@@ -63,6 +64,7 @@ def _makers() -> dict[tuple[str, str], tuple[str, dict[str, Any]]]:
         found |= {(op, name): (function, {"v_first": name == OURS}) for name in (OURS, OURS_KV)}
     found["step", OURS_IN_ORDER] = ("step", {"v_first": True, "in_order": True})
     found["step", ATTENTION_GYM] = ("attention_gym_step", {})
+    found["step", ATTENTION_GYM_IN_ORDER] = ("attention_gym_step", {"in_order": True})
     found["verify", TOKENS] = ("token_by_token", {"v_first": True})
     found["extend", OURS_TRANSPOSED] = ("extend", {"v_first": True, "transposed": True})
     for layout, v_first in layouts.items():

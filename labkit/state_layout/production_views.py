@@ -22,7 +22,7 @@ SHOWN_STEPS = [
     names.ATTENTION_GYM,
 ]
 FASTEST_FLA = "fastest of fla-core, in order"
-LIBRARIES = {"in order": "fla-core", "at random": "attn-gym"}  # which find their states so
+LIBRARIES = {"in order": "the faster of fla-core and attn-gym", "at random": "attn-gym"}  # which find states so
 FULL = 64  # sequences from which on the GPU is full
 TOLD_PERCENT = 100 * (1 - 1 / TTFT_GAIN)  # how much earlier the first token came, by the source
 

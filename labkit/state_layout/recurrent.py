@@ -312,7 +312,7 @@ class StepChoice:
     def __str__(self) -> str:
         words = [f"BV={self.tile}", f"{self.pieces} piece{'s' * (self.pieces > 1)}"]
         words += [f"{self.num_warps} warp{'s' * (self.num_warps > 1)}"]
-        return ", ".join(words + ["kept in L2"] * (not self.evict_first))
+        return ", ".join(words + ["not marked"] * (not self.evict_first))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -489,7 +489,7 @@ def choose(
     - up to SOME_ROWS all programs fit at once, and larger ones, of 16 rows, have more bytes under way.
     - beyond, one program computes while others wait. A bf16 state has twice the values a byte, so that instructions
       count: 16 rows, with 16 lanes to sum over instead of 32. Where memory is fast for each multiprocessor they count
-      more: one warp a tile, so that nothing is computed twice, and 8 lanes.
+      more: one warp a tile, so that nothing is computed twice, in two pieces; 8 rows, beyond KEPT_BYTES 16.
     K-first, a row of a tile is BV values of one channel: a line of 128 bytes, or two where there are many programs.
     States beyond KEPT_BYTES are not marked as first to be evicted: with so many, the mark costs 1 to 2 % (why was not
     found).
@@ -512,7 +512,7 @@ def choose(
     elif wide:
         tile, pieces, warps = (4, 1, 1) if not kept else (16, 1, 1 if fast else 4)
     else:
-        tile, pieces, warps = (8, 2, 1) if fast else (16, 1, 2 if kept else 1)
+        tile, pieces, warps = (16 if kept else 8, 2, 1) if fast else (16, 1, 2 if kept else 1)
     largest = triton.next_power_of_2(V)
     return StepChoice(max(1, min(largest, tile * 128 // triton.next_power_of_2(K))), min(pieces, K), warps, not kept)
 

@@ -4,9 +4,10 @@ Each function is `prepare` of a variant. Libraries are imported only in the func
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, lru_cache, partial
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -19,12 +20,13 @@ from labkit.state_layout import reference
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 CHECKED = 8  # sequences, or tokens at each end, that are compared with the float64 reference
-LONGEST_CHECKED = 512  # tokens of an extend that are compared token by token; the reference makes one step a token
+LONGEST_CHECKED = 1024  # tokens of an extend that are compared token by token; the reference makes one step a token
 # Relative RMSE: a bf16 output rounds to 2^-9; an fp32 state differs by the order of its sums alone. Extend multiplies
 # values of the inputs' dtype, and keeps what one kernel hands to the next in it.
 OUT_TOLERANCE = {"fp32": 1e-5, "bf16": 2e-3, "fp16": 1e-3}
 STATE_TOLERANCE = {"fp32": 1e-5, "bf16": 4e-3}
 EXTEND_TOLERANCE = {"fp32": 1e-4, "bf16": 5e-3, "fp16": 5e-3}
+TUNING_MS = (2, 10)  # of warming up and of timing, for each choice of a library that tunes itself
 DRIFT_TOKENS = 8192
 DRAWN_TOGETHER = 256  # tokens whose random inputs, and their gates, are made at once
 PREFILLS = {  # name -> tokens of every sequence
@@ -148,7 +150,7 @@ def _kept(calls: Sequence[Callable[[], Any]]) -> list[Callable[[], Any]]:
     return [bind(i) for i in range(len(calls))]
 
 
-def attention_gym_step(x: Case, device: Any, sets: int, seed: int) -> Trial:
+def attention_gym_step(x: Case, device: Any, sets: int, seed: int, in_order: bool = False) -> Trial:
     """attn-gym's paged decode, GDN or KDA: state [slots, HV, V, K], in place; slot 0 is its padding."""
     from attn_gym.linear import recurrent_gdn_decode, recurrent_kda_decode
 
@@ -160,7 +162,7 @@ def attention_gym_step(x: Case, device: Any, sets: int, seed: int) -> Trial:
             return lambda: recurrent_kda_decode(*arguments, **options)
         return lambda: recurrent_gdn_decode(*arguments, scale=item.scale, out=item.out[None])
 
-    return _steps(x, device, sets, seed, True, bind, spare=1)
+    return _steps(x, device, sets, seed, True, bind, in_order, spare=1)
 
 
 def _steps(
@@ -445,6 +447,7 @@ def fla_extend(x: Case, device: Any, sets: int, seed: int, v_first: bool) -> Tri
         }  # fmt: skip
         return lambda: function(q, k, v, g, beta, **options)
 
+    tuners = _tune_anew(x.key)
     calls = _kept([bind(item) for item in inputs])
     errors = _extend_errors(inputs[0], v_first)
 
@@ -452,7 +455,38 @@ def fla_extend(x: Case, device: Any, sets: int, seed: int, v_first: bool) -> Tri
         o, S = calls[0]()
         return errors(o[0], S)
 
-    return Trial(calls, check=check, tolerance=_extend_tolerance(x))
+    calls[0]()  # which chooses the launches
+    chosen = {one.base_fn.__name__: str(one.best_config) for one in tuners if hasattr(one, "best_config")}
+    facts = {"launches": chosen}
+    return Trial(calls, check=check, tolerance=_extend_tolerance(x), facts=lambda: facts)
+
+
+@lru_cache(maxsize=1)
+def _tune_anew(case: str) -> list[Any]:
+    """fla-core's autotuners, which forget what they have chosen when another case comes.
+
+    Their keys are heads and dimensions: what is chosen for the first prompt would be kept for prompts of other lengths
+    and numbers. They take a few milliseconds a choice instead of a hundred, since there are hundreds of them.
+    """
+    from triton.runtime.autotuner import Autotuner
+    from triton.testing import do_bench
+
+    modules = [module for name, module in sys.modules.items() if name.startswith("fla.") and module]
+    found = {id(one): one for module in modules for value in vars(module).values() for one in _chain(value, Autotuner)}
+    for one in found.values():
+        one.cache.clear()
+        vars(one).pop("best_config", None)
+        one.cache_results = False
+        one.do_bench = partial(do_bench, warmup=TUNING_MS[0], rep=TUNING_MS[1])
+    return list(found.values())
+
+
+def _chain(kernel: Any, kind: type) -> Iterator[Any]:
+    """Those of a kind among the decorators around a kernel."""
+    while hasattr(kernel, "fn"):
+        if isinstance(kernel, kind):
+            yield kernel
+        kernel = kernel.fn
 
 
 def _extended(x: Case, inputs: Sequence[Any], calls: Sequence[Any], v_first: bool) -> Trial:
@@ -471,14 +505,14 @@ def _extend_tolerance(x: Case) -> dict[str, float]:
 
 
 def _extend_errors(item: Any, v_first: bool) -> Callable[[Tensor, Tensor], dict[str, float]]:
-    """(out, final) -> errors of the first sequence that is short enough to be followed token by token.
+    """(out, final) -> errors of the longest sequence that is short enough to be followed token by token.
 
     Where none is, of the first tokens of the first sequence; its final state is then left to the kernels' own tests.
     What is expected is worked out once: it takes the reference a step a token.
     """
     bounds = item.cu_seqlens.tolist()
     lengths = [end - start for start, end in pairwise(bounds)]
-    n = next((i for i, length in enumerate(lengths) if 0 < length <= LONGEST_CHECKED), 0)
+    n = max(range(len(lengths)), key=lambda i: lengths[i] if lengths[i] <= LONGEST_CHECKED else 0)
     tokens = slice(bounds[n], bounds[n] + min(lengths[n], LONGEST_CHECKED))
     initial = _v_first(item.initial[n : n + 1], v_first)
 
