@@ -99,10 +99,9 @@ def variants(name, cases, wanted):
 
 
 def extends():
-    """Every launch of an extend, each code once: the state's layout is no matter to the first two."""
+    """Every launch of an extend, each code once: the state's layout is no matter to the first."""
     chunk_state = {"name": ["chunk_state"], "gate": GATES}
-    found = every("extend_launch", name=["scores"], size=SIZES, gate=["KDA"], form=["KV"])
-    found |= every("extend_launch", name=["prepare"], size=SIZES, gate=GATES, form=["KV"])
+    found = every("extend_launch", name=["prepare"], size=SIZES, gate=GATES, form=["KV"])
     found |= every("extend_launch", name=["output"], size=SIZES, gate=GATES, form=["KV", "VK"])
     found |= every("extend_launch", **chunk_state, size=SIZES, form=["KV", "VK"], tile=[16, 64])
     found |= every("extend_launch", **chunk_state, size=SIZES[:1], form=["KV", "VK"], tile=[32])

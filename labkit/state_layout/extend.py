@@ -4,9 +4,9 @@ Kernels, in the order of their launch, and what each one does:
 
 | launch        | programs                     | what it does                                                         |
 |---------------|------------------------------|----------------------------------------------------------------------|
-| scores        | sub-chunk of 16, value head  | KDA only: k·k and q·k of every pair of tokens of a chunk, decayed    |
 | prepare       | chunk, value head            | T = (I + A)^-1, w = T (β k exp g), u = T (β v): all of a chunk that  |
-|               |                              | does not need the state before it                                    |
+|               |                              | does not need the state before it; with KDA, whose decay A has in    |
+|               |                              | each channel, also q·k of every pair of tokens                       |
 | chunk_state   | sequence, value head, tile   | chunk after chunk: v_new = u - w h, h <- exp(g_last) h + kᵀ v_new,   |
 |               | of V                         | each one decayed to the end of the chunk; stores v_new and every h   |
 | output        | chunk, value head, tile of V | o = (q exp g) h + tril(q kᵀ exp(g_i - g_j)) v_new                    |
@@ -26,6 +26,8 @@ Variants of chunk_state, and what each one tests:
 All variants run the same arithmetic: sums in fp32, products of the inputs' dtype. g is the decay's logarithm, summed
 from the start of the chunk, i and j are tokens of one chunk, h is the state at its start. Without KDA q and k are never
 stored normalised: their norms scale rows and columns of products, so that q and k enter the tensor cores unrounded.
+With KDA prepare has a kernel of its own. It does all that needs g in one program, which holds all channels of a chunk:
+g, the largest of the inputs, is read once, and A never leaves the program.
 
 Sources: Parallelizing Linear Transformers with the Delta Rule (Yang and others, 2024) for the form with w and u, Gated
 Delta Networks (Yang, Kautz, Hatamizadeh, 2024) for the scalar decay, Kimi Linear (Kimi Team, 2025) for one a channel;
@@ -49,16 +51,28 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 CHUNKS = (16, 32, 64)
 TILES = (64, 32, 16)  # of chunk_state, that the rule chooses from
 STAGES = (2, 3, 4)  # of chunk_state; of 1 ptxas 12.8 makes the code told of at SLICE, which faults on an H100
-SUB = 16  # tokens of a sub-chunk: the smallest tile of the tensor cores
+SUB = 16  # tokens that prepare's solve does one after the other; then tensor cores merge blocks of them
 # Channels and values at a time, where a kernel need not hold all of them. Narrower ones would do for smaller K and V,
 # but of a product [64, 64] x [64, 16 or 32] with its left operand in registers ptxas 12.8 makes code that takes an
 # address from a register that nothing has written (see `compiler_errors.unwritten_registers`).
 SLICE = 64
 OUTPUTS = 128  # values a program of output: queries, keys and their scores are then read and formed once for V = 128
-KDA_SOLVED = 4  # SUB of prepare's solve for KDA: fewer columns one after the other, and two more merges
-LIMIT = 40.0  # of an exponent of the decay either way from the middle of a sub-chunk, in KDA's scores
+KDA_SUB = 4  # KDA's merges are cheaper: see `_merged`
 PRECISIONS = {torch.float32: "ieee", torch.float16: "tf32x3", torch.bfloat16: "tf32"}  # of the solve, by inputs
+KDA_PRECISIONS = PRECISIONS | {torch.bfloat16: "fp16"}
 LARGEST_K = 256  # chunk_state holds all channels of its tile of the state in registers
+
+
+# Of two elements each: of a tl.exp2 four instructions of five are for results that fp32 has few digits for.
+_DECAYED = tl.constexpr("""{
+    .reg .f32 a, b;
+    .reg .b32 decay;
+    ex2.approx.ftz.f32 a, $2;
+    ex2.approx.ftz.f32 b, $3;
+    cvt.rn.f16x2.f32 decay, b, a;
+    mul.rn.f16x2 $0, $4, decay;
+    mul.rn.f16x2 $1, $5, decay;
+}""")
 
 
 @triton.jit
@@ -129,12 +143,18 @@ def _diagonal_inverses(A, BT: tl.constexpr, SUB: tl.constexpr):
 def _merged(A, X, SIZE: tl.constexpr, BT: tl.constexpr, PRECISION: tl.constexpr):
     """From inverses X of the diagonal blocks [SIZE, SIZE] of I + A those of the blocks of twice the size.
 
-    The inverse of [[P, 0], [L, R]] is [[P^-1, 0], [-R^-1 L P^-1, R^-1]].
+    The inverse of [[P, 0], [L, R]] is [[P^-1, 0], [-R^-1 L P^-1, R^-1]]. PRECISION "fp16" has TF32's digits, but a
+    product of fp16 takes the one before it from the registers that it is in, where TF32 needs shuffles; no element
+    of A is beyond β, and hardly one of the inverse.
     """
     i = tl.arange(0, BT)
     row, column = i[:, None], i[None, :]
     L = tl.where((row // (2 * SIZE) == column // (2 * SIZE)) & (row // SIZE > column // SIZE), A, 0.0)
-    return X - tl.dot(tl.dot(X, L, input_precision=PRECISION), X, input_precision=PRECISION)
+    if PRECISION == "fp16":
+        half = X.to(tl.float16)
+        return X - tl.dot(tl.dot(half, L.to(tl.float16)).to(tl.float16), half)
+    else:
+        return X - tl.dot(tl.dot(X, L, input_precision=PRECISION), X, input_precision=PRECISION)
 
 
 @triton.jit
@@ -151,145 +171,15 @@ def _inverse(A, BT: tl.constexpr, SUB: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def _pairwise(key, query, since, SUB: tl.constexpr):
-    """Σ_c k_ic k_jc exp(g_ic - g_jc), and q's, of a sub-chunk; the exponential is formed for each pair and channel."""
-    i = tl.arange(0, SUB)
-    keys = tl.zeros([SUB, SUB], tl.float32)
-    queries = tl.zeros([SUB, SUB], tl.float32)
-    for j in range(SUB):
-        this = i[:, None] == j
-        key_j = tl.sum(tl.where(this, key, 0.0), 0)
-        since_j = tl.sum(tl.where(this, since, 0.0), 0)
-        # Above the diagonal, which no one reads, the exponent would be positive.
-        decayed = key_j[None, :] * tl.exp(tl.minimum(since - since_j[None, :], 0.0))
-        keys = tl.where(i[None, :] == j, tl.sum(key * decayed, 1)[:, None], keys)
-        queries = tl.where(i[None, :] == j, tl.sum(query * decayed, 1)[:, None], queries)
-    return keys, queries
-
-
-@triton.jit
-def _own_scores(key, query, since, SUB: tl.constexpr, PRECISION: tl.constexpr, LIMIT: tl.constexpr):
-    """`_pairwise`, as products of matrices where no exponent from the sub-chunk's middle is beyond LIMIT."""
-    middle = tl.sum(tl.where(tl.arange(0, SUB)[:, None] == SUB // 2, since, 0.0), 0)
-    late = since - middle[None, :]
-    if tl.max(tl.abs(late)) <= LIMIT:
-        other = tl.trans(key * tl.exp(-late))
-        keys = tl.dot(key * tl.exp(late), other, input_precision=PRECISION)
-        queries = tl.dot(query * tl.exp(late), other, input_precision=PRECISION)
-    else:
-        keys, queries = _pairwise(key, query, since, SUB)
-    return keys, queries
-
-
-@triton.jit
-def _scores_kernel(
-    q, k, g, spans, key_scores, query_scores, scale, H, HV,
-    K: tl.constexpr, BK: tl.constexpr, BT: tl.constexpr, SUB: tl.constexpr, PRECISION: tl.constexpr,
-    LIMIT: tl.constexpr, SLICES: tl.constexpr,
-):  # fmt: skip
-    """One program: the rows of one sub-chunk in both score matrices of one chunk and value head, with KDA's decay.
-
-    Wanted is Σ_c k_ic k_jc exp(g_ic - g_jc). As a matrix product of k exp(g) and k exp(-g) it would overflow, since -g
-    grows without bound along the chunk. So pairs are taken sub-chunk by sub-chunk, with the start of i's sub-chunk as
-    the reference r: exp(g_i - r) · exp(r - g_j), where j's sub-chunk lies before i's, has both exponents ≤ 0. Inside
-    one sub-chunk no reference lies between all pairs; see `_own_scores`. Norms are taken out of the sums.
-    """
-    SUBS: tl.constexpr = BT // SUB
-    EVEN: tl.constexpr = K % BK == 0
-    pid = tl.program_id(0)
-    sub = pid % SUBS
-    hv = pid // SUBS % HV
-    chunk = pid // SUBS // HV
-    start = tl.load(spans + 2 * chunk) + sub * SUB
-    end = tl.load(spans + 2 * chunk + 1)
-    if start >= end:
-        return
-    i = tl.arange(0, SUB)
-    t = (start + i).to(tl.int64)
-    inside = t < end
-    k += hv // (HV // H) * K
-    q += hv // (HV // H) * K
-    g += hv * K
-    key_scores += hv * BT
-    query_scores += hv * BT
-
-    key_squares = tl.zeros([SUB], tl.float32)
-    query_squares = tl.zeros([SUB], tl.float32)
-    keys = tl.zeros([SUB, SUB], tl.float32)
-    queries = tl.zeros([SUB, SUB], tl.float32)
-    for part in range(SLICES):
-        ks = part * BK + tl.arange(0, BK)
-        key = _rows(k, t, inside, H * K, ks, K, EVEN).to(tl.float32)
-        query = _rows(q, t, inside, H * K, ks, K, EVEN).to(tl.float32)
-        since = tl.cumsum(_rows(g, t, inside, HV * K, ks, K, EVEN), 0)  # g_i - r
-        key_squares += _squares(key)
-        query_squares += _squares(query)
-        own_keys, own_queries = _own_scores(key, query, since, SUB, PRECISION, LIMIT)
-        keys += own_keys
-        queries += own_queries
-    key_scale = _inverse_norm(key_squares)
-    query_scale = scale * _inverse_norm(query_squares)
-    columns = sub * SUB + i
-    keys *= key_scale[:, None] * key_scale[None, :]
-    queries *= query_scale[:, None] * key_scale[None, :]
-    _store_rows(key_scores, t, inside, HV * BT, columns, keys, BT, True)
-    _store_rows(query_scores, t, inside, HV * BT, columns, queries, BT, True)
-
-    row = tl.arange(0, SLICES)[:, None]
-    between = tl.zeros([SLICES, BK], tl.float32)  # decay of the sub-chunks between j's and i's
-    for back in range(1, sub + 1):
-        earlier = t - back * SUB
-        before = earlier < end
-        squares = tl.zeros([SUB], tl.float32)
-        keys = tl.zeros([SUB, SUB], tl.float32)
-        queries = tl.zeros([SUB, SUB], tl.float32)
-        for part in range(SLICES):
-            ks = part * BK + tl.arange(0, BK)
-            steps = _rows(g, earlier, before, HV * K, ks, K, EVEN)
-            gap = tl.sum(tl.where(row == part, between, 0.0), 0)
-            until = tl.cumsum(steps, 0, reverse=True) - steps + gap[None, :]  # r - g_j
-            other = _rows(k, earlier, before, H * K, ks, K, EVEN).to(tl.float32)
-            squares += _squares(other)
-            other = tl.trans(other * tl.exp(until))
-            since = tl.exp(tl.cumsum(_rows(g, t, inside, HV * K, ks, K, EVEN), 0))
-            key = _rows(k, t, inside, H * K, ks, K, EVEN).to(tl.float32) * since
-            query = _rows(q, t, inside, H * K, ks, K, EVEN).to(tl.float32) * since
-            keys += tl.dot(key, other, input_precision=PRECISION)
-            queries += tl.dot(query, other, input_precision=PRECISION)
-            between += tl.where(row == part, tl.sum(steps, 0)[None, :], 0.0)
-        other_scale = _inverse_norm(squares)
-        columns = (sub - back) * SUB + i
-        keys *= key_scale[:, None] * other_scale[None, :]
-        queries *= query_scale[:, None] * other_scale[None, :]
-        _store_rows(key_scores, t, inside, HV * BT, columns, keys, BT, True)
-        _store_rows(query_scores, t, inside, HV * BT, columns, queries, BT, True)
-
-
-@triton.jit
-def _sums(ones, step):
-    """ones [BT, BT] (zeros and ones, fp16) · step [BT, BK] (fp32): sums over tokens, on the tensor cores.
-
-    Across the lanes they would be many shuffles. step goes through as two fp16 parts, 22 bits; what is below fp16's
-    range decays to zero anyway.
-    """
-    step = tl.maximum(step, -60000.0)
-    high = step.to(tl.float16)
-    low = (step - high.to(tl.float32)).to(tl.float16)
-    return tl.dot(ones, high) + tl.dot(ones, low)
-
-
-@triton.jit
 def _prepare_kernel(
-    q, k, v, g, beta, spans, key_scores, w, u, decayed_q, decayed_k, key_scales, carry, total, scale, H, HV,
+    k, v, g, beta, spans, w, u, key_scales, carry, total, H, HV,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BT: tl.constexpr, SUB: tl.constexpr,
-    PER_CHANNEL: tl.constexpr, DOT: tl.constexpr, SOLVE: tl.constexpr, EXACT: tl.constexpr,
+    DOT: tl.constexpr, SOLVE: tl.constexpr,
 ):  # fmt: skip
-    """One program: w and u of one chunk and value head, and its decay.
+    """One program: w and u of one chunk and value head, and its decay; one decay a value head (GDN).
 
     key_scales [T, HV]: 1 / |k|; carry [T, HV]: what scales a token's v_new in the state after its chunk, 1 / |k|
-    included; total: the decay over the whole chunk. With a decay a channel (PER_CHANNEL) it cannot be taken out of the
-    products of k and q, and they are stored decayed and normalised instead of `carry`: decayed_k to the end of the
-    chunk, decayed_q from its start.
+    included; total: the decay over the whole chunk.
     """
     EVEN_K: tl.constexpr = K % BK == 0
     EVEN_V: tl.constexpr = V % BV == 0
@@ -304,44 +194,26 @@ def _prepare_kernel(
     lower = i[:, None] > i[None, :]
     dtype: tl.constexpr = k.dtype.element_ty
     k += hv // (HV // H) * K
-    q += hv // (HV // H) * K
     b = tl.load(beta + t * HV + hv, mask=inside, other=0.0)
 
-    key_squares = tl.zeros([BT], tl.float32)
-    query_squares = tl.zeros([BT], tl.float32)
     A = tl.zeros([BT, BT], tl.float32)
     for first in range(0, K, BK):
         ks = first + tl.arange(0, BK)
         key = _rows(k, t, inside, H * K, ks, K, EVEN_K)
-        if PER_CHANNEL:
-            key_squares += _squares(key)
-            query_squares += _squares(_rows(q, t, inside, H * K, ks, K, EVEN_K))
-        else:
-            A += tl.dot(key, tl.trans(key), input_precision=DOT)
-    if not PER_CHANNEL:  # not of `key`: see `compiler_errors.overwritten_operands`
-        key_squares = tl.sum(tl.where(i[:, None] == i[None, :], A, 0.0), 1)
-    key_scale = _inverse_norm(key_squares)
-    query_scale = scale * _inverse_norm(query_squares)
-
-    if PER_CHANNEL:
-        scores = key_scores + (t * HV + hv)[:, None] * BT + i[None, :]
-        A = tl.load(scores, mask=lower & inside[:, None], other=0.0) * b[:, None]
-        X = _inverse(A, BT, SUB, SOLVE) * b[None, :]
-        key_factors = X.to(dtype)
-    else:
-        step = tl.load(g + t * HV + hv, mask=inside, other=0.0)
-        since = tl.cumsum(step, 0)
-        A *= (b * key_scale)[:, None] * key_scale[None, :] * _pair_decay(since, lower)
-        X = _inverse(A, BT, SUB, SOLVE) * b[None, :]
-        key_factors = (X * (key_scale * tl.exp(since))[None, :]).to(dtype)
-        until = tl.cumsum(step, 0, reverse=True) - step
-        tl.store(key_scales + t * HV + hv, key_scale, mask=inside)
-        tl.store(carry + t * HV + hv, key_scale * tl.exp(until), mask=inside)
-        tl.store(total + chunk * HV + hv, tl.exp(tl.sum(step, 0)))
+        A += tl.dot(key, tl.trans(key), input_precision=DOT)
+    # Not of `key`: see `compiler_errors.overwritten_operands`.
+    key_scale = _inverse_norm(tl.sum(tl.where(i[:, None] == i[None, :], A, 0.0), 1))
+    step = tl.load(g + t * HV + hv, mask=inside, other=0.0)
+    since = tl.cumsum(step, 0)
+    A *= (b * key_scale)[:, None] * key_scale[None, :] * _pair_decay(since, lower)
+    X = _inverse(A, BT, SUB, SOLVE) * b[None, :]
+    key_factors = (X * (key_scale * tl.exp(since))[None, :]).to(dtype)
+    until = tl.cumsum(step, 0, reverse=True) - step
+    tl.store(key_scales + t * HV + hv, key_scale, mask=inside)
+    tl.store(carry + t * HV + hv, key_scale * tl.exp(until), mask=inside)
+    tl.store(total + chunk * HV + hv, tl.exp(tl.sum(step, 0)))
 
     value_factors = X.to(dtype)
-    up_to = (i[:, None] >= i[None, :]).to(tl.float16)
-    after = (i[:, None] < i[None, :]).to(tl.float16)
     for first in range(0, V, BV):
         vs = first + tl.arange(0, BV)
         value = _rows(v + hv * V, t, inside, HV * V, vs, V, EVEN_V)
@@ -350,22 +222,122 @@ def _prepare_kernel(
     for first in range(0, K, BK):
         ks = first + tl.arange(0, BK)
         key = _rows(k, t, inside, H * K, ks, K, EVEN_K)
-        if PER_CHANNEL:
-            step = _rows(g + hv * K, t, inside, HV * K, ks, K, EVEN_K)
-            if EXACT:
-                since = tl.cumsum(step, 0)
-                until = tl.cumsum(step, 0, reverse=True) - step
-            else:
-                since = _sums(up_to, step)
-                until = _sums(after, step)
-            normalised = key.to(tl.float32) * key_scale[:, None]
-            _store_rows(decayed_k + hv * K, t, inside, HV * K, ks, normalised * tl.exp(until), K, EVEN_K)
-            key = (normalised * tl.exp(since)).to(dtype)
-            query = _rows(q, t, inside, H * K, ks, K, EVEN_K).to(tl.float32) * query_scale[:, None]
-            _store_rows(decayed_q + hv * K, t, inside, HV * K, ks, query * tl.exp(since), K, EVEN_K)
-            tl.store(total + (chunk * HV + hv) * K + ks, tl.exp(tl.sum(step, 0)), mask=ks < K)
         key = tl.dot(key_factors, key, input_precision=DOT)
         _store_rows(w + hv * K, t, inside, HV * K, ks, key, K, EVEN_K)
+
+
+@triton.jit
+def _normalised(x):
+    """Rows of x at a length of 1, fp32. No division, unlike `_inverse_norm`: many threads hold a row's length."""
+    x = x.to(tl.float32)
+    return x * tl.rsqrt(tl.sum(x * x, 1) + 1e-6)[:, None]
+
+
+@triton.jit
+def _sums(table, level, step):
+    """Sums of step [BT, BK] between each token and a border: those of matrix `level` of `borders`; fp32.
+
+    On the tensor cores: across the lanes they would be many shuffles. Rounding step to fp16 changes 2^x of a sum x by
+    x 2^(x - 12) at most, less than 2e-4, and what is below fp16's range decays to zero anyway.
+    """
+    BT: tl.constexpr = step.shape[0]
+    # Of fp32 inputs alone; the parts of TF32 take twice the shared memory, and of 256 channels there is not enough.
+    PRODUCTS: tl.constexpr = "tf32x3" if step.shape[1] <= 128 else "ieee"
+    i = tl.arange(0, BT)
+    ones = tl.load(table + level * (BT * BT) + i[:, None] * BT + i[None, :])
+    return tl.dot(ones, step, input_precision=PRODUCTS)
+
+
+@triton.jit
+def _decayed(key, query, x, ASSEMBLY: tl.constexpr):
+    """key and query [BT, BK], times 2^x (fp32); ASSEMBLY, which the interpreter has not, is shorter."""
+    if ASSEMBLY:
+        return tl.inline_asm_elementwise(
+            _DECAYED, "=r,=r,r,r,r,r", [x, key, query], dtype=(tl.float16, tl.float16), is_pure=True, pack=2
+        )
+    else:
+        decay = tl.exp2(x)
+        return (key * decay).to(key.dtype), (query * decay).to(key.dtype)
+
+
+@triton.jit
+def _scores(key, query, step, table, LEVELS: tl.constexpr, ASSEMBLY: tl.constexpr):
+    """Σ_c k_ic k_jc exp(g_ic - g_jc) where i > j, Σ_c q_ic k_jc exp(g_ic - g_jc) where i ≥ j; [BT, BT].
+
+    Above the diagonal the first is zero, and the second finite.
+    key, query [BT, BK]: at most 1; step [BT, BK]: (g_i - g_(i-1)) log2 e, of the same dtype.
+    As a product of k exp(g) and k exp(-g) it would overflow, since -g grows without bound along the chunk. With a
+    border r between the two, exp(g_i - r) · exp(r - g_j), both exponents are ≤ 0: so it is done for the borders
+    between single tokens, between pairs of them, and so on up to that in the middle of the chunk; of a pair of tokens
+    the last one counts that lies between them. The factors, none above 1, fit in fp16, with as many digits as in TF32.
+    """
+    BT: tl.constexpr = step.shape[0]
+    # Of fp32 inputs alone; the parts of TF32 take twice the shared memory, and of 256 channels there is not enough.
+    PRODUCTS: tl.constexpr = "tf32x3" if step.shape[1] <= 128 else "ieee"
+    i = tl.arange(0, BT)
+    row, column = i[:, None], i[None, :]
+    keys = tl.zeros([BT, BT], tl.float32)
+    queries = tl.dot(query, tl.trans(key), input_precision=PRODUCTS)
+    for level in range(LEVELS):
+        late_key, late_query = _decayed(key, query, _sums(table, level, step), ASSEMBLY)
+        other = tl.trans(late_key)
+        apart = column < (row >> level << level)  # in different blocks of 2^level tokens
+        keys = tl.where(apart, tl.dot(late_key, other, input_precision=PRODUCTS), keys)
+        queries = tl.where(apart, tl.dot(late_query, other, input_precision=PRODUCTS), queries)
+    return keys, queries
+
+
+@triton.jit
+def _prepare_channels_kernel(
+    q, k, v, g, beta, spans, table, w, u, decayed_q, decayed_k, query_scores, total, scale, H, HV,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BT: tl.constexpr, SUB: tl.constexpr,
+    LEVELS: tl.constexpr, DOT: tl.constexpr, SOLVE: tl.constexpr, ASSEMBLY: tl.constexpr,
+):  # fmt: skip
+    """One program: what `_prepare_kernel`'s does, with a decay a channel (KDA).
+
+    It cannot be taken out of the products of k and q: they are stored decayed and normalised, decayed_k to the end of
+    the chunk, decayed_q from its start, and so are the scores of q and k. total: the decay over the whole chunk.
+    """
+    EVEN_K: tl.constexpr = K == BK
+    EVEN_V: tl.constexpr = V % BV == 0
+    pid = tl.program_id(0)
+    hv = pid % HV
+    chunk = (pid // HV).to(tl.int64)
+    start = tl.load(spans + 2 * chunk).to(tl.int64)
+    end = tl.load(spans + 2 * chunk + 1)
+    i = tl.arange(0, BT)
+    inside = i < end - start
+    ks = tl.arange(0, BK)
+    dtype: tl.constexpr = k.dtype.element_ty
+    narrow: tl.constexpr = table.dtype.element_ty
+    # From here on to this chunk's first token, so that all offsets of its others take 32 bits.
+    key_rows = (start * H + hv // (HV // H)) * K
+    rows = start * HV + hv
+    b = tl.load(beta + rows + i * HV, mask=inside, other=0.0)
+    step = _rows(g + rows * K, i, inside, HV * K, ks, K, EVEN_K)
+    key = _rows(k + key_rows, i, inside, H * K, ks, K, EVEN_K)
+    query = _rows(q + key_rows, i, inside, H * K, ks, K, EVEN_K)
+    tl.store(total + (chunk * HV + hv) * K + ks, tl.exp(tl.sum(step, 0)), mask=ks < K)
+    step = tl.maximum((step * 1.4426950408889634).to(narrow), tl.full([], -60000.0, narrow))
+    key = _normalised(key).to(narrow)
+    query = _normalised(query).to(narrow)
+
+    A, scores = _scores(key, query, step, table, LEVELS, ASSEMBLY)
+    _store_rows(query_scores + rows * BT, i, inside, HV * BT, i, scores * scale, BT, True)
+    late_key, late_query = _decayed(key, query, _sums(table, LEVELS, step), ASSEMBLY)
+    _store_rows(decayed_k + rows * K, i, inside, HV * K, ks, late_key, K, EVEN_K)
+    late_key, late_query = _decayed(key, query, _sums(table, LEVELS + 1, step), ASSEMBLY)
+    _store_rows(decayed_q + rows * K, i, inside, HV * K, ks, late_query.to(tl.float32) * scale, K, EVEN_K)
+
+    X = _inverse(A * b[:, None], BT, SUB, SOLVE) * b[None, :]
+    factors = X.to(dtype)
+    late_key = tl.dot(factors, late_key.to(dtype), input_precision=DOT)
+    _store_rows(w + rows * K, i, inside, HV * K, ks, late_key, K, EVEN_K)
+    for first in range(0, V, BV):
+        vs = first + tl.arange(0, BV)
+        value = _rows(v + rows * V, i, inside, HV * V, vs, V, EVEN_V)
+        value = tl.dot(factors, value, input_precision=DOT)
+        _store_rows(u + rows * V, i, inside, HV * V, vs, value, V, EVEN_V)
 
 
 @triton.jit
@@ -563,6 +535,23 @@ def plan(cu_seqlens: Tensor, chunk: int = 64, device: torch.device | str | None 
     return Plan(chunk, int(bounds[-1]), *tables)
 
 
+def borders(chunk: int, dtype: torch.dtype, device: torch.device | str) -> Tensor:
+    """Matrices of zeros and ones that times the steps of g over a chunk's tokens give sums up to a border.
+
+    [levels + 2, chunk, chunk], chunk = 2^levels. Matrix l: blocks have 2^l tokens, and every other one begins at a
+    border. Of a token in an odd block the sum is that of the steps from the border up to it, its own included; in an
+    even block, of those after it up to the border. The last two: sums to the end of the chunk and from its start.
+    """
+    i = torch.arange(chunk)
+    row, column = i[:, None], i[None, :]
+    levels = chunk.bit_length() - 1
+    found = []
+    for size in (1 << level for level in range(levels + 1)):
+        sums = torch.where(row // size % 2 == 1, column <= row, column > row)
+        found.append(sums & (row // size == column // size))
+    return torch.stack([*found, column <= row]).to(device, dtype)
+
+
 @dataclass(frozen=True)
 class Extend:
     """The launches of one extend by name, in order (see the table at the top of this file); calling it makes them all.
@@ -606,25 +595,25 @@ def extend(
     (H, K), (HV, V) = x.q.shape[1:], x.v.shape[1:]
     per_channel = x.g.ndim == 3
     args = vars(x) | vars(batch) | _workspace(x, batch, per_channel)
-    # The tensor cores take bf16 and fp16 as they are. What is fp32 there goes through them as TF32: once in KDA's
-    # scores, whose factors are rounded to bf16 or fp16 elsewhere, and in the solve for bf16, which has fewer digits;
-    # in three products, nearly as good as fp32, in the solve for fp16.
-    exact = x.v.dtype == torch.float32
+    # The tensor cores take bf16 and fp16 as they are. What is fp32 in the solve goes through them as TF32 (or fp16,
+    # which has as many digits) for bf16, and in three products, nearly as good as fp32, for fp16.
     sizes = {"H": H, "HV": HV, "K": K, "V": V, "BT": batch.chunk}
     slices = {"BK": SLICE, "BV": SLICE}
     wide = {"BK": max(16, triton.next_power_of_2(K))}  # all channels at once
-    solve = {"SUB": KDA_SOLVED if per_channel else SUB, "SOLVE": PRECISIONS[x.v.dtype], "EXACT": exact}
+    solve = {"SUB": SUB, "SOLVE": PRECISIONS[x.v.dtype]}
     gates = {"PER_CHANNEL": per_channel, "DOT": "ieee"}  # DOT counts for fp32 inputs alone
     layout = {"V_FIRST": v_first}
     heads = len(batch.spans) * HV
     launches = {}
     if per_channel:
-        scores = sizes | {"SUB": SUB, "PRECISION": "ieee" if exact else "tf32", "LIMIT": LIMIT}
-        scores |= {"BK": SLICE, "SLICES": triton.next_power_of_2(triton.cdiv(K, SLICE))}
-        launches["scores"] = _launch(
-            _scores_kernel, heads * (batch.chunk // SUB), args | scores, num_warps=2, num_stages=1
-        )
-    launches["prepare"] = _launch(_prepare_kernel, heads, args | sizes | slices | solve | gates)
+        table = borders(batch.chunk, torch.float32 if x.v.dtype == torch.float32 else torch.float16, x.v.device)
+        channels = {"table": table, "LEVELS": len(table) - 2, "ASSEMBLY": x.v.dtype == torch.bfloat16}
+        channels |= {"SUB": KDA_SUB, "SOLVE": KDA_PRECISIONS[x.v.dtype]}
+        channels |= {"BK": max(SLICE, wide["BK"])}  # all of them, at SLICE's least
+        prepare = args | sizes | slices | gates | channels
+        launches["prepare"] = _launch(_prepare_channels_kernel, heads, prepare)
+    else:
+        launches["prepare"] = _launch(_prepare_kernel, heads, args | sizes | slices | solve | gates)
     state = args | sizes | wide | gates | layout | {"BV": tile, "TRANSPOSED": transposed}
     state |= {"k": args["decayed_k"], "HK": HV} if per_channel else {"HK": H}
     programs = (len(x.cu_seqlens) - 1) * HV * triton.cdiv(V, tile)
@@ -655,7 +644,6 @@ def _workspace(x: ExtendInputs, batch: Plan, per_channel: bool) -> dict[str, Ten
         "query_scores": (T, HV, batch.chunk if per_channel else 0),
     }  # fmt: skip
     fp32 = {
-        "key_scores": (T, HV, batch.chunk if per_channel else 0),
         "key_scales": (0 if per_channel else T, HV), "carry": (0 if per_channel else T, HV),
         "total": (C, HV, K) if per_channel else (C, HV),
     }  # fmt: skip

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from labkit.state_layout import reference
-from labkit.state_layout.extend import ExtendInputs, extend, plan
+from labkit.state_layout.extend import ExtendInputs, borders, extend, plan
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -126,6 +126,26 @@ def test_weak_decay_after_strong(chunk, rule):
     compare(x, 1e-4, chunk=chunk)
 
 
+@pytest.mark.filterwarnings("ignore:overflow encountered in cast")
+@pytest.mark.parametrize("dtype", NARROW)
+def test_kda_decays_that_differ(dtype):
+    """Channels that hold for long beside some that forget at once, in dtypes whose decays are summed in fp16."""
+    x = make([130], K=32, V=16, dtype=dtype, rule="KDA")
+    x.g[..., ::2] *= 1e-3
+    x.g[..., 1::4] *= 100.0
+    x.g[..., 3::8] *= 1e6  # beyond fp16
+    compare(x, TOLERANCE[dtype], chunk=64)
+
+
+@pytest.mark.parametrize("size", [1e-3, 1e3])
+@pytest.mark.parametrize("dtype", NARROW)
+def test_kda_keys_and_queries_of_any_size(dtype, size):
+    """They are normalised before they are rounded."""
+    x = make([70], K=32, V=16, dtype=dtype, rule="KDA")
+    y = replace(x, q=x.q * size, k=x.k * size)
+    compare(y, TOLERANCE[dtype], chunk=64)
+
+
 @pytest.mark.parametrize("rule", RULES)
 def test_equal_keys(rule):
     """The hardest system to solve: every token rewrites what the last one wrote."""
@@ -216,8 +236,19 @@ def test_chunk_state_alone_repeats():
     assert torch.equal(x.final, final)
 
 
-def test_kda_has_scores():
-    assert list(extend(make([3], rule="KDA"), True).launches) == ["scores", "prepare", "chunk_state", "output"]
+@pytest.mark.parametrize("chunk", [16, 64])
+def test_borders(chunk):
+    """Every pair of tokens has one matrix whose sums up to the border between them are the steps between the two."""
+    table = borders(chunk, torch.float32, "cpu")
+    *levels, until, since = table.double()
+    step = torch.randint(2**40, (chunk,), generator=torch.Generator().manual_seed(0)).double()  # their sums are exact
+    g = step.cumsum(0)
+    for i in range(chunk):
+        for j in range(i):
+            sums = levels[(i ^ j).bit_length() - 1] @ step
+            assert sums[i] + sums[j] == g[i] - g[j]
+    assert torch.equal(since @ step, g)
+    assert torch.equal(until @ step, g[-1] - g)
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
