@@ -630,7 +630,7 @@ def test_weights_are_loaded_16_bytes_a_thread_and_once_for_eight_tokens(name):
 
 def in_the_loop(launch):
     """Shared memory's part in a kernel of matrix instructions, before the sums of the warps are added."""
-    listing = compiled._cuobjdump(compiled.build(launch, 90).asm["cubin"])
+    listing = compiled.listing_of(compiled.build(launch, 90).asm["cubin"])
     last = max(match.start() for match in re.finditer(r"\bHMMA", listing))
     return re.findall(r"\b(?:LDS|STS|LDSM|SHFL|BAR)\b", listing[:last])
 

@@ -525,7 +525,7 @@ def launches_of(matrix):
 def test_routed_kernels_spill_nothing_and_load_16_bytes(matrix):
     for launch in launches_of(matrix):
         kernel = compiled.build(launch, 90)
-        listing = compiled._cuobjdump(kernel.asm["cubin"])
+        listing = compiled.listing_of(kernel.asm["cubin"])
         assert set(re.findall(r"STACK:(\d+)", listing)) == {"0"}
         if "grouped" in launch.kernel.fn.__name__:
             assert re.search(r"LDG\S*\.128\b", listing)

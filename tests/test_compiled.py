@@ -149,7 +149,7 @@ def test_a_missing_or_failing_tool_is_named(monkeypatch):
 
     monkeypatch.setattr(knobs, "nvidia", SimpleNamespace(cuobjdump=Missing()))
     with pytest.raises(FileNotFoundError, match="Triton's cuobjdump"):
-        compiled._cuobjdump(b"")
+        compiled.listing_of(b"")
 
 
 def test_a_kernel_of_the_interpreter_is_refused():
