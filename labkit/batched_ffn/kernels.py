@@ -234,6 +234,27 @@ def _total(sums, TILE: tl.constexpr):
 
 
 @triton.jit
+def _tiles(
+    W, up, first_block, last_block, groups, lanes, inside,
+    MATRICES: tl.constexpr, BLOCKS: tl.constexpr, GROUPS: tl.constexpr, MASKED: tl.constexpr, FORMAT: tl.constexpr,
+    PLANES: tl.constexpr,
+):  # fmt: skip
+    """What `_read` has of BLOCKS blocks of W and, of two MATRICES, then of as many of up; each four arrays."""
+    tiles = ()
+    for s in tl.static_range(MATRICES):
+        for b in tl.static_range(BLOCKS):
+            # beyond the last block: it again, but it is not stored
+            block = tl.minimum(first_block + b, last_block)
+            if s == 0:
+                words, high, scales, d = W
+            else:
+                words, high, scales, d = up
+            arrays = _block(words, high, scales, d, block, GROUPS, FORMAT, PLANES)
+            tiles = tiles + (_read(arrays, groups, groups // 8, lanes, inside, MASKED, FORMAT, PLANES),)
+    return tiles
+
+
+@triton.jit
 def _multiply_add_kernel(
     x, y, words, high, scales, d, up_words, up_high, up_scales, up_d, N, rows, x_stride, y_stride, magic,
     GROUPS: tl.constexpr, FORMAT: tl.constexpr, PLANES: tl.constexpr, TILE: tl.constexpr, BLOCKS: tl.constexpr,
@@ -246,6 +267,7 @@ def _multiply_add_kernel(
     first_block = tl.program_id(1 - TOKEN_AXIS) * BLOCKS
     first_token = tl.program_id(TOKEN_AXIS) * TOKENS
     last_block = (rows - 1) // 8
+    W, up = (words, high, scales, d), (up_words, up_high, up_scales, up_d)
     MATRICES: tl.constexpr = 2 if GATED else 1
     MASKED: tl.constexpr = GROUPS % TILE != 0
     units = tl.arange(0, TILE * 8)
@@ -258,16 +280,10 @@ def _multiply_add_kernel(
     for t in range(tl.cdiv(GROUPS, TILE)):
         groups = t * TILE + units // 8
         inside = groups < GROUPS
-        tiles, steps = (), ()
-        for s in tl.static_range(MATRICES):
-            for b in tl.static_range(BLOCKS):
-                # beyond the last block: it again, but it is not stored
-                block = tl.minimum(first_block + b, last_block)
-                if s == 0:
-                    W = _block(words, high, scales, d, block, GROUPS, FORMAT, PLANES)
-                else:
-                    W = _block(up_words, up_high, up_scales, up_d, block, GROUPS, FORMAT, PLANES)
-                tiles = tiles + (_read(W, groups, groups // 8, lanes, inside, MASKED, FORMAT, PLANES),)
+        tiles = _tiles(
+            W, up, first_block, last_block, groups, lanes, inside, MATRICES, BLOCKS, GROUPS, MASKED, FORMAT, PLANES
+        )
+        steps = ()
         for m in tl.static_range(MATRICES * BLOCKS):
             steps = steps + (_scales(tiles[m], FORMAT),)
         ks = groups[:, None] * 32 + quad[None, :]
@@ -364,6 +380,7 @@ def _tensor_core_kernel(
     first_token = tl.program_id(0) * TOKENS
     first_block = tl.program_id(1) * BLOCKS
     last_block = (rows - 1) // 8
+    W, up = (words, high, scales, d), (up_words, up_high, up_scales, up_d)
     group, lane = _units(WARPS)
     TILE: tl.constexpr = WARPS * 4
     MASKED: tl.constexpr = GROUPS % TILE != 0
@@ -378,16 +395,9 @@ def _tensor_core_kernel(
     for t in range(tl.cdiv(GROUPS, TILE)):
         groups = t * TILE + group
         inside = groups < GROUPS
-        tiles = ()
-        for s in tl.static_range(MATRICES):
-            for b in tl.static_range(BLOCKS):
-                # beyond the last block: it again, but it is not stored
-                block = tl.minimum(first_block + b, last_block)
-                if s == 0:
-                    W = _block(words, high, scales, d, block, GROUPS, FORMAT, PLANES)
-                else:
-                    W = _block(up_words, up_high, up_scales, up_d, block, GROUPS, FORMAT, PLANES)
-                tiles = tiles + (_read(W, groups, groups // 8, lane, inside, MASKED, FORMAT, PLANES),)
+        tiles = _tiles(
+            W, up, first_block, last_block, groups, lane, inside, MATRICES, BLOCKS, GROUPS, MASKED, FORMAT, PLANES
+        )
         sums = _add_tile(sums, tiles, x_rows, groups, inside, magic, MASKED, FORMAT, WARPS)
     for m in tl.static_range(PAIRS):
         row = (first_block + 2 * m) * 8 + tl.arange(0, 16)

@@ -39,12 +39,11 @@ from labkit.batched_ffn.kernels import (
     MAGIC,
     MOST_PROGRAMS,
     _add_tile,
-    _block,
     _load,
     _no_sums,
-    _read,
     _scales,
     _silu_up,
+    _tiles,
     _total,
     _units,
     _weights,
@@ -114,14 +113,11 @@ def _sort_kernel(
 
 
 @triton.jit
-def _expert(arrays, strides, slot, block, GROUPS: tl.constexpr, FORMAT: tl.constexpr, PLANES: tl.constexpr):
-    """The arrays of a matrix of the expert in a slot, from a block of 8 rows on."""
+def _expert(arrays, strides, slot):
+    """The arrays of the matrix of the expert in a slot."""
     words, high, scales, d = arrays
     words_stride, high_stride, scales_stride, d_stride = strides
-    return _block(
-        words + slot * words_stride, high + slot * high_stride, scales + slot * scales_stride, d + slot * d_stride,
-        block, GROUPS, FORMAT, PLANES,
-    )  # fmt: skip
+    return words + slot * words_stride, high + slot * high_stride, scales + slot * scales_stride, d + slot * d_stride
 
 
 @triton.jit
@@ -142,6 +138,8 @@ def _grouped_multiply_add_kernel(
     first_block = tl.program_id(0) * BLOCKS
     last_block = (rows - 1) // 8
     strides = (words_stride, high_stride, scales_stride, d_stride)
+    W = _expert((words, high, scales, d), strides, slot)
+    up = _expert((up_words, up_high, up_scales, up_d), strides, slot)
     MATRICES: tl.constexpr = 2 if GATED else 1
     MASKED: tl.constexpr = GROUPS % TILE != 0
     units = tl.arange(0, TILE * 8)
@@ -159,15 +157,10 @@ def _grouped_multiply_add_kernel(
     for t in range(tl.cdiv(GROUPS, TILE)):
         groups = t * TILE + units // 8
         inside = groups < GROUPS
-        loaded, steps = (), ()
-        for s in tl.static_range(MATRICES):
-            for b in tl.static_range(BLOCKS):
-                block = tl.minimum(first_block + b, last_block)
-                if s == 0:
-                    W = _expert((words, high, scales, d), strides, slot, block, GROUPS, FORMAT, PLANES)
-                else:
-                    W = _expert((up_words, up_high, up_scales, up_d), strides, slot, block, GROUPS, FORMAT, PLANES)
-                loaded = loaded + (_read(W, groups, groups // 8, lanes, inside, MASKED, FORMAT, PLANES),)
+        loaded = _tiles(
+            W, up, first_block, last_block, groups, lanes, inside, MATRICES, BLOCKS, GROUPS, MASKED, FORMAT, PLANES
+        )
+        steps = ()
         for m in tl.static_range(MATRICES * BLOCKS):
             steps = steps + (_scales(loaded[m], FORMAT),)
         ks = groups[:, None] * 32 + quad[None, :]
@@ -213,6 +206,8 @@ def _grouped_tensor_core_kernel(
     first_block = tl.program_id(0) * BLOCKS
     last_block = (rows - 1) // 8
     strides = (words_stride, high_stride, scales_stride, d_stride)
+    W = _expert((words, high, scales, d), strides, slot)
+    up = _expert((up_words, up_high, up_scales, up_d), strides, slot)
     group, lane = _units(WARPS)
     TILE: tl.constexpr = WARPS * 4
     MASKED: tl.constexpr = GROUPS % TILE != 0
@@ -227,15 +222,9 @@ def _grouped_tensor_core_kernel(
     for t in range(tl.cdiv(GROUPS, TILE)):
         groups = t * TILE + group
         inside = groups < GROUPS
-        loaded = ()
-        for s in tl.static_range(MATRICES):
-            for b in tl.static_range(BLOCKS):
-                block = tl.minimum(first_block + b, last_block)
-                if s == 0:
-                    W = _expert((words, high, scales, d), strides, slot, block, GROUPS, FORMAT, PLANES)
-                else:
-                    W = _expert((up_words, up_high, up_scales, up_d), strides, slot, block, GROUPS, FORMAT, PLANES)
-                loaded = loaded + (_read(W, groups, groups // 8, lane, inside, MASKED, FORMAT, PLANES),)
+        loaded = _tiles(
+            W, up, first_block, last_block, groups, lane, inside, MATRICES, BLOCKS, GROUPS, MASKED, FORMAT, PLANES
+        )
         sums = _add_tile(sums, loaded, x_rows, groups, inside, magic, MASKED, FORMAT, WARPS)
     for m in tl.static_range(PAIRS):
         row = (first_block + 2 * m) * 8 + tl.arange(0, 16)

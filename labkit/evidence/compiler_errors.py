@@ -23,8 +23,8 @@ from labkit.launch import Launch
 
 def errors_of(source: compiled.Source, capability: int) -> dict[str, str]:
     """In a worker: what is found in the Launch that the source returns, of either kind."""
-    launch = compiled.launch_of(source, capability)
-    return unwritten_registers(launch, capability) | overwritten_operands(launch, capability)
+    asm = compiled.build(compiled.launch_of(source, capability), capability).asm
+    return unwritten(compiled.listing_of(asm["cubin"])) | overwritten(asm["ttgir"])
 
 
 def unwritten_registers(launch: Launch, capability: int | None = None) -> dict[str, str]:

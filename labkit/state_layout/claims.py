@@ -1,10 +1,12 @@
 """The published numbers that the study tests, and the functions that judge them from one GPU's rows."""
 
+import json
+
 import pandas as pd
 
 from labkit.bench.spec import Claim, Judgement
 from labkit.shapes import QWEN3_NEXT
-from labkit.state_layout import production, tables
+from labkit.state_layout import names, production, tables
 from labkit.state_layout.share import BF16_BYTES, NVFP4_BYTES
 
 NARROW, MIDDLE, WIDE = 8, 16, 32  # the tile of the pull request's example, and the one that SGLang ships all along
@@ -95,8 +97,8 @@ def judge_sglang_end_to_end(rows: pd.DataFrame) -> Judgement:
 
 def judge_first_token(rows: pd.DataFrame) -> Judgement:
     """Could the layout bring the first token so much earlier? At most what it does for a whole extend, by ours."""
-    table = production.layouts(rows)
-    table = table[(table["op"] == "extend") & (table["gate"] == "GDN") & (table["kernels"] == "ours")]
+    table = production.compared(rows, "extend", names.OURS, names.OURS_KV)
+    table = table[table["gate"] == "GDN"]
     if table.empty:
         return _untestable("needs whole extends (GDN) in both layouts")
     ratio = table["ratio"]
@@ -107,13 +109,20 @@ def judge_first_token(rows: pd.DataFrame) -> Judgement:
     return Judgement("consistent" if enough else "not reproduced", measured, why)
 
 
+def vllm_heads(rows: pd.DataFrame) -> str:
+    """The model with the heads of one of vLLM's two GPUs; where it was not measured, the one with all heads."""
+    cases = map(json.loads, rows["case"].unique())
+    measured = {case.get("model") for case in cases if case.get("state") == "fp32"}
+    return VLLM_HEADS if VLLM_HEADS in measured else QWEN3_NEXT.name
+
+
 def vllm_estimate(rows: pd.DataFrame, tile: int) -> pd.DataFrame:
     """Estimated gain at vLLM's batches, weights in NVFP4 as there; low and high % are over CONTEXTS.
 
-    The kernel's ratio is that of the heads of one of its two GPUs, or if those were not measured of all heads.
+    The kernel's ratio is that of the heads of `vllm_heads`.
     """
     batches = list(VLLM_TABLE)
-    heads = VLLM_HEADS if f'"{VLLM_HEADS}"' in " ".join(rows["case"].unique()) else QWEN3_NEXT.name
+    heads = vllm_heads(rows)
     parts = {
         context: tables.end_to_end_estimate(
             rows, tile, context=context, weight_bytes=NVFP4_BYTES, batches=batches, heads_of=heads

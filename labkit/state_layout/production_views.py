@@ -48,15 +48,12 @@ def choices(batches: Sequence[int], states: Sequence[str], sms: int = 132) -> pd
 
 def answer(rows: pd.DataFrame) -> str:
     """What the layout changes, from the tuned kernel to the whole model, before everything else."""
-    table = production.layouts(rows)
-    table = table[(table["kernels"] == "ours") & (table["gate"] == "GDN")]
-    steps = table[table["op"] == "step"].groupby("state", sort=False)
-    parts = [f"{state} state {_span(group)}" for state, group in steps]
-    if not parts:
+    steps, prefills = (_layouts(rows, op) for op in ("step", "extend"))
+    if steps.empty:
         return "production kernels were not measured in both layouts."
+    parts = [f"{state} state {_span(ratio)}" for state, ratio in steps.groupby("state", sort=False)["ratio"]]
     said = ["each layout tuned for itself, [K, V] takes so many times as long: decode, " + ", ".join(parts)]
-    prefill = table[table["op"] == "extend"]
-    said += [f"whole prefill kernels, {_span(prefill)}"] if len(prefill) else []
+    said += [f"whole prefill kernels, {_span(prefills['ratio'])}"] if len(prefills) else []
     gain = vllm_estimate(rows, WIDE)["gain %"]
     if len(gain):
         said.append(
@@ -68,14 +65,19 @@ def answer(rows: pd.DataFrame) -> str:
     return "; ".join(said) + "."
 
 
-def _span(table: pd.DataFrame) -> str:
-    return f"{table['ratio'].min():.2f} to {table['ratio'].max():.2f}"
+def _layouts(rows: pd.DataFrame, op: str) -> pd.DataFrame:
+    """KV / VK of the production kernel of an operation, GDN."""
+    table = production.compared(rows, op, names.OURS, names.OURS_KV)
+    return table[table["gate"] == "GDN"]
+
+
+def _span(values: pd.Series, digits: int = 2) -> str:
+    return f"{values.min():.{digits}f} to {values.max():.{digits}f}"
 
 
 def in_short(rows: pd.DataFrame) -> str:
     """What the layout is worth to production kernels of decode, and where decode and extend stand among libraries."""
-    layout = production.compared(rows, "step", names.OURS, names.OURS_KV)
-    layout = layout[layout["gate"] == "GDN"]
+    layout = _layouts(rows, "step")
     if layout.empty:
         return "production kernels were not measured in both layouts."
     parts = [
@@ -96,7 +98,7 @@ def in_short(rows: pd.DataFrame) -> str:
 def _spans(table: pd.DataFrame, by: str) -> str:
     """Least and largest ratio of each group, and the geometric mean."""
     return "; ".join(
-        f"{name} {ratio.min():.2f} to {ratio.max():.2f} (geometric mean {geometric_mean(ratio):.2f})"
+        f"{name} {_span(ratio)} (geometric mean {geometric_mean(ratio):.2f})"
         for name, ratio in table.groupby(by, sort=False)["ratio"]
     )
 
@@ -230,13 +232,10 @@ def extend_errors(rows: pd.DataFrame) -> str:
 
 def first_token(rows: pd.DataFrame) -> str:
     """What the layout could do for the first token: at most what it does for a whole extend."""
-    table = production.layouts(rows)
-    table = table[(table["op"] == "extend") & (table["kernels"] == "ours")]
+    table = production.compared(rows, "extend", names.OURS, names.OURS_KV)
     if table.empty:
         return "extend was not measured in both layouts."
-    said = "; ".join(
-        f"{gate} {ratio.min():.3f} to {ratio.max():.3f}" for gate, ratio in table.groupby("gate", sort=False)["ratio"]
-    )
+    said = "; ".join(f"{gate} {_span(ratio, 3)}" for gate, ratio in table.groupby("gate", sort=False)["ratio"])
     least, most = (100 * (1 - 1 / ratio) for ratio in (table["ratio"].min(), table["ratio"].max()))
     return (
         f"our whole extends, time KV / VK: {said}. Even if a prefill were nothing but extends, the layout would bring "
@@ -255,10 +254,7 @@ def occupancy(rows: pd.DataFrame) -> str:
     said = []
     for some, words in ((more, "[V, K] has more CTAs an SM"), (equal, "both layouts have as many CTAs an SM")):
         if len(some):
-            said.append(
-                f"{words} in {len(some)} of {len(table)} pairs, time KV / VK {some['ratio'].min():.2f} to "
-                f"{some['ratio'].max():.2f}"
-            )
+            said.append(f"{words} in {len(some)} of {len(table)} pairs, time KV / VK {_span(some['ratio'])}")
     if more.empty:
         said.append("so no gain of a layout comes from more CTAs here: in our kernel the tile decides how many")
     return f"{'; '.join(said)}."

@@ -10,7 +10,7 @@ from labkit.bench.verdict import counted
 from labkit.report import figures
 from labkit.shapes import QWEN3_NEXT
 from labkit.state_layout import tables
-from labkit.state_layout.claims import CONTEXT, FULL, NARROW, VLLM_TABLE, WIDE, vllm_estimate
+from labkit.state_layout.claims import CONTEXT, FULL, NARROW, VLLM_TABLE, WIDE, vllm_estimate, vllm_heads
 
 MAIN = [tables.variant_name(layout, tile) for tile in (NARROW, WIDE) for layout in tables.LAYOUTS]
 Drawing = Mapping[str, Any] | str  # a sentence where there is nothing to draw
@@ -238,7 +238,7 @@ def end_to_end(rows: pd.DataFrame) -> Drawing:
         "fig": fig,
         "alt": f"Estimated end-to-end gain against batch, beside vLLM's five figures. {ends}.",
         "caption": f"Amdahl's law: the state's share of a step's time ({QWEN3_NEXT.name}, NVFP4 weights, fp32 state, "
-        f"{CONTEXT} tokens of context) × the kernel ratio measured with the value heads of one of two GPUs.",
+        f"{CONTEXT} tokens of context) × the kernel ratio measured with the heads of {vllm_heads(rows)}.",
         "table": table,
     }
 
