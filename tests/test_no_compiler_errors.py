@@ -30,13 +30,13 @@ def empty(*shape, dtype="bfloat16"):
     return torch.empty(shape, dtype=getattr(torch, dtype))
 
 
-def extend_launch(name, size, gate, form, tile=None):
-    """Of an extend of two sequences; form: KV, VK or transposed."""
+def extend_launch(name, size, gate, form, **choices):
+    """Of an extend of two sequences; form: KV, VK or transposed; choices: of chunk_state."""
     (K, V), T, H, HV, v_first = size, 128, 2, 4, form != "KV"
     q, v, state = empty(T, H, K), empty(T, HV, V), torch.empty((2, HV, V, K) if v_first else (2, HV, K, V))
     g, beta = torch.empty((T, HV, K) if gate == "KDA" else (T, HV)), torch.empty(T, HV)
     x = extend.ExtendInputs(q, q, v, g, beta, torch.tensor([0, 70, T]), state, state, torch.empty_like(v), 1.0)
-    return extend.extend(x, v_first, tile=tile, transposed=form == "transposed").launches[name]
+    return extend.extend(x, v_first, transposed=form == "transposed", **choices).launches[name]
 
 
 def step_launch(op, size, gate, v_first, state):
@@ -105,6 +105,10 @@ def extends():
     found |= every("extend_launch", name=["output"], size=SIZES, gate=GATES, form=["KV", "VK"])
     found |= every("extend_launch", **chunk_state, size=SIZES, form=["KV", "VK"], tile=[16, 64])
     found |= every("extend_launch", **chunk_state, size=SIZES[:1], form=["KV", "VK"], tile=[32])
+    found |= every("extend_launch", **chunk_state, size=SIZES, form=["KV", "VK"])  # few sequences: loads far ahead
+    for warps, stages in [(4, 4), (8, 3)]:
+        choice = {"tile": [32], "num_warps": [warps], "num_stages": [stages]}
+        found |= every("extend_launch", **chunk_state, size=SIZES[:1], form=["KV", "VK"], **choice)
     return found | every("extend_launch", **chunk_state, size=SIZES, form=["transposed"], tile=[64])
 
 

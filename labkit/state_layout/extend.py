@@ -51,15 +51,13 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 CHUNKS = (16, 32, 64)
 TILES = (64, 32, 16)  # of chunk_state, that the rule chooses from
 STAGES = (2, 3, 4)  # of chunk_state; of 1 ptxas 12.8 makes the code told of at SLICE, which faults on an H100
-SUB = 16  # tokens that prepare's solve does one after the other; then tensor cores merge blocks of them
+SUB = 8  # tokens that prepare's solve does one after the other; then tensor cores merge blocks of them
 # Channels and values at a time, where a kernel need not hold all of them. Narrower ones would do for smaller K and V,
 # but of a product [64, 64] x [64, 16 or 32] with its left operand in registers ptxas 12.8 makes code that takes an
 # address from a register that nothing has written (see `compiler_errors.unwritten_registers`).
 SLICE = 64
 OUTPUTS = 128  # values a program of output: queries, keys and their scores are then read and formed once for V = 128
-KDA_SUB = 4  # KDA's merges are cheaper: see `_merged`
-PRECISIONS = {torch.float32: "ieee", torch.float16: "tf32x3", torch.bfloat16: "tf32"}  # of the solve, by inputs
-KDA_PRECISIONS = PRECISIONS | {torch.bfloat16: "fp16"}
+PRECISIONS = {torch.float32: "ieee", torch.float16: "tf32x3", torch.bfloat16: "fp16"}  # of the solve, by inputs
 LARGEST_K = 256  # chunk_state holds all channels of its tile of the state in registers
 
 
@@ -144,8 +142,9 @@ def _merged(A, X, SIZE: tl.constexpr, BT: tl.constexpr, PRECISION: tl.constexpr)
     """From inverses X of the diagonal blocks [SIZE, SIZE] of I + A those of the blocks of twice the size.
 
     The inverse of [[P, 0], [L, R]] is [[P^-1, 0], [-R^-1 L P^-1, R^-1]]. PRECISION "fp16" has TF32's digits, but a
-    product of fp16 takes the one before it from the registers that it is in, where TF32 needs shuffles; no element
-    of A is beyond β, and hardly one of the inverse.
+    product of fp16 takes the one before it from the registers that it is in, where TF32 needs shuffles. It has the
+    range too: elements of A are β times products of unit vectors, those of the inverse products of unit vectors with
+    some of I - β k kᵀ between them, which lengthen no vector as long as β is below 2.
     """
     i = tl.arange(0, BT)
     row, column = i[:, None], i[None, :]
@@ -572,19 +571,22 @@ def extend(
     v_first: bool,
     batch: Plan | None = None,
     tile: int | None = None,
-    num_warps: int = 4,
-    num_stages: int = 2,
+    num_warps: int | None = None,
+    num_stages: int | None = None,
     transposed: bool = False,
 ) -> Extend:
     """An extend with state [N, HV, V, K] if v_first, else [N, HV, K, V], as launches that the caller makes.
 
     batch: `plan` of x.cu_seqlens, which also chooses the chunk; None: made here, with chunks of 64.
-    tile: values a program of chunk_state (BV), a power of two from 16; None: `choose_tile`'s. num_warps: 1, 2, 4 or 8,
-    num_stages: 2 to 4, of the same kernel; transposed: see the table at the top of this file, only with v_first.
+    tile: values a program of chunk_state (BV), a power of two from 16; num_warps: 1, 2, 4 or 8, num_stages: 2 to 4,
+    of the same kernel; None: `choose_launch`'s, or 4 and 2 for a tile of the caller's. transposed: see the table at the
+    top of this file, only with v_first.
     Memory for w, u, v_new and the states between the chunks (in v's dtype) is allocated here and kept by the result.
     Raises ValueError naming the argument, its value and what is allowed.
     """
-    tile = tile or choose_tile(x, transposed)
+    chosen = choose_launch(x, transposed) if tile is None else (tile, 4, 2)
+    wanted = (tile, num_warps, num_stages)
+    tile, num_warps, num_stages = (a if a is not None else b for a, b in zip(wanted, chosen, strict=True))
     check_extend(x, v_first, tile, num_warps, num_stages, transposed)
     if batch is None:
         batch = plan(x.cu_seqlens, device=x.v.device)
@@ -595,8 +597,8 @@ def extend(
     (H, K), (HV, V) = x.q.shape[1:], x.v.shape[1:]
     per_channel = x.g.ndim == 3
     args = vars(x) | vars(batch) | _workspace(x, batch, per_channel)
-    # The tensor cores take bf16 and fp16 as they are. What is fp32 in the solve goes through them as TF32 (or fp16,
-    # which has as many digits) for bf16, and in three products, nearly as good as fp32, for fp16.
+    # The tensor cores take bf16 and fp16 as they are. What is fp32 in the solve goes through them as fp16 for bf16
+    # (see `_merged`), and as TF32 in three products, nearly as good as fp32, for fp16.
     sizes = {"H": H, "HV": HV, "K": K, "V": V, "BT": batch.chunk}
     slices = {"BK": SLICE, "BV": SLICE}
     wide = {"BK": max(16, triton.next_power_of_2(K))}  # all channels at once
@@ -608,30 +610,39 @@ def extend(
     if per_channel:
         table = borders(batch.chunk, torch.float32 if x.v.dtype == torch.float32 else torch.float16, x.v.device)
         channels = {"table": table, "LEVELS": len(table) - 2, "ASSEMBLY": x.v.dtype == torch.bfloat16}
-        channels |= {"SUB": KDA_SUB, "SOLVE": KDA_PRECISIONS[x.v.dtype]}
         channels |= {"BK": max(SLICE, wide["BK"])}  # all of them, at SLICE's least
-        prepare = args | sizes | slices | gates | channels
-        launches["prepare"] = _launch(_prepare_channels_kernel, heads, prepare)
+        prepare = args | sizes | slices | solve | gates | channels
+        launches["prepare"] = _launch(_prepare_channels_kernel, heads, prepare, num_stages=3)
     else:
-        launches["prepare"] = _launch(_prepare_kernel, heads, args | sizes | slices | solve | gates)
+        prepare = args | sizes | slices | solve | gates
+        launches["prepare"] = _launch(_prepare_kernel, heads, prepare, num_stages=3)
     state = args | sizes | wide | gates | layout | {"BV": tile, "TRANSPOSED": transposed}
     state |= {"k": args["decayed_k"], "HK": HV} if per_channel else {"HK": H}
     programs = (len(x.cu_seqlens) - 1) * HV * triton.cdiv(V, tile)
     launches["chunk_state"] = _launch(_chunk_state_kernel, programs, state, num_warps, num_stages)
     output = args | sizes | slices | gates | layout | {"BV": OUTPUTS}
     output |= {"q": args["decayed_q"]} if per_channel else {}
-    launches["output"] = _launch(_output_kernel, heads * triton.cdiv(V, OUTPUTS), output, num_stages=3)
+    launches["output"] = _launch(_output_kernel, heads * triton.cdiv(V, OUTPUTS), output, num_warps=8, num_stages=3)
     return Extend(launches)
 
 
-def choose_tile(x: ExtendInputs, transposed: bool) -> int:
-    """Values a program of chunk_state: as many as leave most multiprocessors a program; each reads all of w and k."""
+def choose_launch(x: ExtendInputs, transposed: bool) -> tuple[int, int, int]:
+    """Values a program of chunk_state, its warps and its stages.
+
+    As many values as leave most multiprocessors a program: each reads all of w and k. Where that makes the tile small,
+    a multiprocessor has one program and nothing else to do while that waits: then loads are made further ahead (for
+    KDA, which loads more, by more warps), if shared memory has room for them.
+    """
+    widest = (TILES[0], 4, 2)
     if transposed or x.v.ndim != 3:  # which `check_extend` refuses
-        return TILES[0]
-    HV, V = x.v.shape[1:]
+        return widest
+    (HV, V), K = x.v.shape[1:], x.q.shape[-1]
     heads = (len(x.cu_seqlens) - 1) * HV
     enough = 3 * multiprocessors(x.v.device) / 4
-    return next((tile for tile in TILES if heads * triton.cdiv(V, tile) >= enough), TILES[-1])
+    tile = next((tile for tile in TILES if heads * triton.cdiv(V, tile) >= enough), TILES[-1])
+    if tile == TILES[0] or K * x.v.element_size() > 256:
+        return tile, *widest[1:]
+    return (tile, 8, 3) if x.g.ndim == 3 else (tile, 4, 4)
 
 
 def _workspace(x: ExtendInputs, batch: Plan, per_channel: bool) -> dict[str, Tensor]:

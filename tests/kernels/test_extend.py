@@ -99,6 +99,14 @@ def test_dtypes(dtype, rule, form):
     compare(make([70, 5], K=32, V=16, dtype=dtype, rule=rule), TOLERANCE[dtype], form=form, chunk=64)
 
 
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("dtype", NARROW)
+def test_loads_far_ahead(dtype, rule, form):
+    """The launch of few sequences, over more chunks than it has loads under way."""
+    compare(make([400, 5], K=128, V=32, dtype=dtype, rule=rule), TOLERANCE[dtype], form=form, chunk=64, tile=None)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_rounded_output(dtype):
     x = make([20])
