@@ -9,7 +9,7 @@ class GatedDeltaModel:
 
     heads, value_heads: H and HV. k, v: head dimensions K and V. layers: gated delta layers of all_layers.
     hidden: model width. state: dtype of the recurrent state as engines keep it.
-    total, active: parameters, and those of one token, in billions (model card); experts, top_k: routed ones (0: dense).
+    total, active: parameters, and those of one token (model card); experts, top_k: routed ones (0: dense).
     expert_share: share of all parameters that are routed experts, from hidden, expert width and expert count.
     kv_heads, head_dim: of the full-attention layers, for the bytes of their KV cache.
     """
@@ -22,6 +22,7 @@ class GatedDeltaModel:
     k: int = 128
     v: int = 128
     total: float = 0.0
+    active: float = 0.0
     experts: int = 0
     top_k: int = 0
     hidden: int = 0
@@ -40,7 +41,7 @@ class GatedDeltaModel:
 
 
 QWEN3_NEXT = GatedDeltaModel(
-    "Qwen3-Next-80B-A3B", 16, 32, 36, 48, total=80e9, experts=512, top_k=10, hidden=2048, expert_width=512
+    "Qwen3-Next-80B-A3B", 16, 32, 36, 48, total=80e9, active=3e9, experts=512, top_k=10, hidden=2048, expert_width=512
 )
 # Kimi Linear's heads, with a decay for every channel of K; from its model card, not from a config file that was read.
 KIMI_LINEAR = GatedDeltaModel("Kimi-Linear-48B-A3B", 32, 32, 20, 27)

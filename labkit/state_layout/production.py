@@ -8,7 +8,9 @@ import pandas as pd
 
 from labkit.bench import verdict
 from labkit.bench.verdict import compare_many, median_us
+from labkit.shapes import QWEN3_NEXT
 from labkit.state_layout import names
+from labkit.state_layout.share import prefill_share
 from labkit.state_layout.tables import CEILING, STATES
 from labkit.state_layout.trials import LENGTHS
 
@@ -91,6 +93,24 @@ def layouts(rows: pd.DataFrame) -> pd.DataFrame:
     parts = [compared(rows, op, vk, kv).assign(op=op, kernels=kernels) for op, vk, kv, kernels in pairs]
     table = pd.concat([part for part in parts if len(part)] or parts[:1], ignore_index=True)
     return table.reindex(columns=["op", "kernels", "gate", "state", "batch", "draft", "prefill", *RATIO])
+
+
+def first_token(rows: pd.DataFrame) -> pd.DataFrame:
+    """How much earlier [V, K] brings Qwen3-Next's first token, at most, in percent; by our extends in both layouts.
+
+    share %: of the extends, K-first, in the prefill (see `share.prefill_share`).
+    """
+    table = compared(rows, "extend", names.OURS, names.OURS_KV)
+    table = table[table["gate"] == "GDN"].reset_index(drop=True)
+    if table.empty:
+        return table
+    times = zip(table["prefill"], table["against us"], strict=True)
+    gpu = rows["gpu"].iloc[0]
+    share = pd.Series([prefill_share(QWEN3_NEXT, sum(LENGTHS[prefill]), us, gpu) for prefill, us in times])
+    earlier = {
+        name: 100 * share * (1 - 1 / table[ratio]) for name, ratio in (("earlier %", "ratio"), ("high %", "high"))
+    }
+    return table.assign(**{"share %": 100 * share}, **earlier)
 
 
 def chunk_states(rows: pd.DataFrame) -> pd.DataFrame:

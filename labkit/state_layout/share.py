@@ -1,13 +1,15 @@
-"""What a faster state kernel is worth in a whole decode step, from the bytes that the step moves.
+"""What a faster state kernel is worth in a whole decode step or prefill, from the bytes or products that it takes.
 
 A decode step of a batch is bound by memory: it reads the weights it touches, the KV cache of the full-attention layers,
-and reads and writes the recurrent state. The state's share of the time is what its kernel can be worth.
+and reads and writes the recurrent state. The state's share of the time is what its kernel can be worth. A prefill is
+bound by arithmetic: what is not extend takes at least as long as its matrix products take at the GPU's peak.
 """
 
 from labkit.shapes import QWEN3_NEXT, QWEN35_4B, GatedDeltaModel
 
 NVFP4_BYTES = 0.5 + 1 / 16  # a 4-bit value and an 8-bit scale for each 16 of them
 BF16_BYTES = 2.0
+PEAK_BF16 = {"H100 80GB HBM3": 989e12, "H200": 989e12}  # FLOP/s, dense; by data sheet of the SXM boards
 
 
 def state_share(
@@ -34,6 +36,19 @@ def _weights(model: GatedDeltaModel, batch: int) -> float:
     routed = model.all_layers * model.expert_parameters
     distinct = model.experts * (1 - (1 - model.top_k / model.experts) ** batch)
     return model.total - routed * model.experts + routed * distinct
+
+
+def prefill_share(model: GatedDeltaModel, tokens: int, extend_us: float, gpu: str) -> float:
+    """Share of the extends in a prefill of `tokens`, at most: attention, weights' bytes and launches are not counted.
+
+    extend_us: of one layer; 1.0 on a GPU whose peak is not known here. ValueError for a model whose number of active
+    weights is not known here.
+    """
+    if not model.active:
+        raise ValueError(f"the active weights of {model.name} are not known here; allowed: {QWEN3_NEXT.name}")
+    peak = next((rate for name, rate in PEAK_BF16.items() if gpu.endswith(name)), float("inf"))
+    extends, products = model.layers * extend_us * 1e-6, 2 * model.active * tokens / peak
+    return extends / (extends + products)
 
 
 def time_share(byte_share: float, slowness: float) -> float:
