@@ -372,7 +372,7 @@ def test_longest_first_evens_the_load():
 
     def heaviest(schedule):
         found = lower(Lowering(**vars(how) | {"schedule": schedule}))
-        return max(tables._costs(how, queue).sum() for queue in in_order(found))
+        return max(tables.values_read(how, queue).sum() for queue in in_order(found))
 
     assert heaviest("longest-first") < heaviest("round-robin")
 

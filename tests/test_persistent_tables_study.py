@@ -17,6 +17,7 @@ from labkit.persistent_tables import (
     baseline,
     claims,
     derived,
+    explore,
     kernels,
     model,
     names,
@@ -412,3 +413,38 @@ def test_the_plans_tiles_divide_every_width():
     for name in names.MODELS:
         how = tables.Lowering(model.MODELS[name], 1)
         assert all(k % trials.PLANS[name].choice["block_k"] == 0 for _, k in how.projections().values()), name
+
+
+def test_a_queue_is_shown_with_what_it_works_on():
+    """Program 3 of 132 begins with its share of the first projection, then has one head of the first attention."""
+    how = tables.Lowering(derived.MODELS[names.H1024], 132, position=7)
+    shown = derived.queue(how, 3, most=2)
+    assert shown["op"].tolist() == ["qkv", "attention"]
+    assert shown["weight"].tolist() == ["qkv_weight.0", "rope"]
+    assert shown["position"].tolist() == [-1, 7]
+    assert len(derived.queue(how, 0, most=10_000)) == tables.lower(how).queue[1]
+
+
+@pytest.mark.parametrize("schedule", tables.SCHEDULES)
+def test_the_fullest_queue_is_counted(schedule):
+    """More programs than records: most queues are empty, and the fullest one has a whole record."""
+    how = tables.Lowering(derived.MODELS[names.H1024], 3000, schedule, parts=4)
+    found = tables.lower(how)
+    loads = [
+        tables.values_read(how, found.records[a:b]).sum() for a, b in zip(found.queue, found.queue[1:], strict=False)
+    ]
+    ratio = max(loads) / (sum(loads) / len(loads))
+    assert f"reads {ratio:.2f} times" in derived.lowered(how)
+
+
+def test_widget_answers_every_control():
+    said = []
+    lab = SimpleNamespace(show_table=lambda table, caption: said.append(caption) or SimpleNamespace(html=""))
+    *rows, answer = explore.widget(lab).children
+    controls = {control.description: control for row in rows for control in row.children}
+    assert set(controls) == {"model", "programs", "schedule", "rows a tile", "position", "program"}
+    for name, value in {"model": names.LLAMA, "programs": 7, "rows a tile": 8, "position": 3, "program": 40}.items():
+        answer.value = ""
+        controls[name].value = value
+        assert "records in" in answer.value, name
+    assert said[-1].startswith("The first records of program 6,")

@@ -253,3 +253,30 @@ def changes(position: int = names.START) -> pd.DataFrame:
         how = Lowering(MODELS[name], 132, cache=names.CACHE, span=names.SPANS.get(name))
         found += [{"model": name} | one._asdict() for one in tables.changes_of_a_token(how, position)]
     return pd.DataFrame(found)
+
+
+def lowered(how: Lowering) -> str:
+    """What a lowering's tables are: their size, how evenly the work is dealt, and what the next token changes."""
+    found = tables.lower(how)
+    counts = tables.counts(found)
+    values = np.add.reduceat(np.append(tables.values_read(how, found.records), 0), found.queue[:-1])
+    values[np.diff(found.queue) == 0] = 0  # where `reduceat` takes the next program's first record
+    return (
+        f"{counts['records']} records in {counts['programs']} queues, {found.nbytes / 1e3:.0f} kB of tables; the "
+        f"fullest queue reads {values.max() / values.mean():.2f} times what the mean one does; the next token changes "
+        f"{counts['changed_words']} words, or none where the launch says the position."
+    )
+
+
+def queue(how: Lowering, program: int, most: int = 20) -> pd.DataFrame:
+    """The first records of a program, in its order: what it does, on which buffer, what it waits for and signals."""
+    found = tables.lower(how)
+    first, stop = found.queue[program], found.queue[program + 1]
+    buffers = list(tables.buffer_shapes(how))
+    lines = []
+    for record in found.records[first : min(stop, first + most)].tolist():
+        words = dict(zip(tables.WORDS, record, strict=True))
+        named = {name: buffers[words[name]] if words[name] >= 0 else "–" for name in ("weight", "input", "output")}
+        kept = {name: words[name] for name in ("start", "stop", "position", "wait", "target", "signal")}
+        lines.append({"op": tables.OPS[words["op"] - 1], **named, **kept})
+    return pd.DataFrame(lines)

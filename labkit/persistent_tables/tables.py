@@ -213,7 +213,7 @@ def lower(how: Lowering, addresses: np.ndarray | None = None) -> Tables:
     records = np.concatenate([embed, many.reshape(-1, len(WORDS)), head, argmax])
     if how.position is not None:
         records[np.isin(records[:, OP], POSITIONED), POSITION] = how.position
-    costs = _costs(how, records)
+    costs = values_read(how, records)
     assign = _longest_first if how.schedule == "longest-first" else _round_robin
     program = assign(costs, how.programs)
     queue = np.zeros(how.programs + 1, np.int32)
@@ -279,7 +279,7 @@ def _projection(
     return records
 
 
-def _costs(how: Lowering, records: np.ndarray) -> np.ndarray:
+def values_read(how: Lowering, records: np.ndarray) -> np.ndarray:
     """Values that each record reads; [records], int64."""
     weight = np.array([how.weight(op) for op in range(len(OPS) + 1)])
     return (records[:, STOP] - records[:, START]).astype(np.int64) * records[:, K] * weight[records[:, OP]]

@@ -1,0 +1,35 @@
+"""Widgets: the tables of a decoder step, cut and dealt out otherwise. Left out of exported pages."""
+
+from typing import Any
+
+from labkit.persistent_tables import derived, names, tables
+from labkit.persistent_tables.model import MODELS
+from labkit.report import figures, widgets
+
+
+def widget(x: Any) -> Any:
+    """Controls for one lowering; below them its size, its balance, what a token changes, and one program's queue.
+
+    x: the notebook's `lab.Lab`.
+    """
+
+    def show(model: str, programs: int, schedule: str, rows: int, position: int, program: int) -> list[figures.Html]:
+        span = names.SPANS.get(model)
+        how = tables.Lowering(MODELS[model], programs, schedule, names.CACHE, position, rows, span=span)
+        chosen = min(program, programs - 1)
+        return [
+            figures.note(derived.lowered(how)),
+            x.show_table(derived.queue(how, chosen), f"The first records of program {chosen}, in the order of work."),
+        ]
+
+    return widgets.panel(
+        show,
+        lambda w: {
+            "model": w.Dropdown(options=list(names.MODELS), description="model"),
+            "programs": w.BoundedIntText(132, 1, 2048, description="programs"),
+            "schedule": w.Dropdown(options=list(tables.SCHEDULES), description="schedule"),
+            "rows": w.Dropdown(options=[4, 8, 16], description="rows a tile"),
+            "position": w.BoundedIntText(names.START, 0, names.CACHE - 2, description="position"),
+            "program": w.BoundedIntText(0, 0, 2047, description="program"),
+        },
+    )
