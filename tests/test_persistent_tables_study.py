@@ -2,6 +2,7 @@
 
 import json
 import math
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pandas as pd
@@ -418,11 +419,12 @@ def test_the_plans_tiles_divide_every_width():
 def test_a_queue_is_shown_with_what_it_works_on():
     """Program 3 of 132 begins with its share of the first projection, then has one head of the first attention."""
     how = tables.Lowering(derived.MODELS[names.H1024], 132, position=7)
-    shown = derived.queue(how, 3, most=2)
+    found = tables.lower(how)
+    shown = derived.queue(how, found, 3, most=2)
     assert shown["op"].tolist() == ["qkv", "attention"]
     assert shown["weight"].tolist() == ["qkv_weight.0", "rope"]
     assert shown["position"].tolist() == [-1, 7]
-    assert len(derived.queue(how, 0, most=10_000)) == tables.lower(how).queue[1]
+    assert len(derived.queue(how, found, 0, most=10_000)) == found.queue[1]
 
 
 @pytest.mark.parametrize("schedule", tables.SCHEDULES)
@@ -430,11 +432,9 @@ def test_the_fullest_queue_is_counted(schedule):
     """More programs than records: most queues are empty, and the fullest one has a whole record."""
     how = tables.Lowering(derived.MODELS[names.H1024], 3000, schedule, parts=4)
     found = tables.lower(how)
-    loads = [
-        tables.values_read(how, found.records[a:b]).sum() for a, b in zip(found.queue, found.queue[1:], strict=False)
-    ]
+    loads = [tables.values_read(how, found.records[a:b]).sum() for a, b in pairwise(found.queue)]
     ratio = max(loads) / (sum(loads) / len(loads))
-    assert f"reads {ratio:.2f} times" in derived.lowered(how)
+    assert f"reads {ratio:.2f} times" in derived.lowered(how, found)
 
 
 def test_widget_answers_every_control():

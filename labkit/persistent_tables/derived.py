@@ -255,12 +255,11 @@ def changes(position: int = names.START) -> pd.DataFrame:
     return pd.DataFrame(found)
 
 
-def lowered(how: Lowering) -> str:
-    """What a lowering's tables are: their size, how evenly the work is dealt, and what the next token changes."""
-    found = tables.lower(how)
+def lowered(how: Lowering, found: tables.Tables) -> str:
+    """What the tables of a lowering are: their size, how evenly work is dealt, and what the next token changes."""
     counts = tables.counts(found)
-    values = np.add.reduceat(np.append(tables.values_read(how, found.records), 0), found.queue[:-1])
-    values[np.diff(found.queue) == 0] = 0  # where `reduceat` takes the next program's first record
+    program = np.repeat(np.arange(how.programs), np.diff(found.queue))
+    values = np.bincount(program, tables.values_read(how, found.records), how.programs)
     return (
         f"{counts['records']} records in {counts['programs']} queues, {found.nbytes / 1e3:.0f} kB of tables; the "
         f"fullest queue reads {values.max() / values.mean():.2f} times what the mean one does; the next token changes "
@@ -268,9 +267,8 @@ def lowered(how: Lowering) -> str:
     )
 
 
-def queue(how: Lowering, program: int, most: int = 20) -> pd.DataFrame:
+def queue(how: Lowering, found: tables.Tables, program: int, most: int = 20) -> pd.DataFrame:
     """The first records of a program, in its order: what it does, on which buffer, what it waits for and signals."""
-    found = tables.lower(how)
     first, stop = found.queue[program], found.queue[program + 1]
     buffers = list(tables.buffer_shapes(how))
     lines = []

@@ -16,10 +16,12 @@ def widget(x: Any) -> Any:
     def show(model: str, programs: int, schedule: str, rows: int, position: int, program: int) -> list[figures.Html]:
         span = names.SPANS.get(model)
         how = tables.Lowering(MODELS[model], programs, schedule, names.CACHE, position, rows, span=span)
+        found = tables.lower(how)
         chosen = min(program, programs - 1)
+        shown = derived.queue(how, found, chosen)
         return [
-            figures.note(derived.lowered(how)),
-            x.show_table(derived.queue(how, chosen), f"The first records of program {chosen}, in the order of work."),
+            figures.note(derived.lowered(how, found)),
+            x.show_table(shown, f"The first records of program {chosen}, in the order of work."),
         ]
 
     return widgets.panel(

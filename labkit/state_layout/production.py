@@ -95,13 +95,18 @@ def layouts(rows: pd.DataFrame) -> pd.DataFrame:
     return table.reindex(columns=["op", "kernels", "gate", "state", "batch", "draft", "prefill", *RATIO])
 
 
+def gdn_layouts(rows: pd.DataFrame, op: str) -> pd.DataFrame:
+    """KV / VK of the lab's kernel of an operation, GDN alone."""
+    table = compared(rows, op, names.OURS, names.OURS_KV)
+    return table[table["gate"] == "GDN"].reset_index(drop=True)
+
+
 def first_token(rows: pd.DataFrame) -> pd.DataFrame:
     """How much earlier [V, K] brings Qwen3-Next's first token, at most, in percent; by our extends in both layouts.
 
     share %: of the extends, K-first, in the prefill (see `share.prefill_share`).
     """
-    table = compared(rows, "extend", names.OURS, names.OURS_KV)
-    table = table[table["gate"] == "GDN"].reset_index(drop=True)
+    table = gdn_layouts(rows, "extend")
     if table.empty:
         return table
     times = zip(table["prefill"], table["against us"], strict=True)

@@ -10,7 +10,7 @@ from labkit.bench.verdict import counted, geometric_mean
 from labkit.report import figures
 from labkit.shapes import QWEN3_NEXT
 from labkit.state_layout import names, production, tables
-from labkit.state_layout.claims import CONTEXT, NARROW, TTFT_PERCENT, VLLM_TABLE, WIDE, vllm_estimate
+from labkit.state_layout.claims import CONTEXT, FULL, NARROW, TTFT_PERCENT, VLLM_TABLE, WIDE, vllm_estimate
 from labkit.state_layout.tables import CEILING
 from labkit.state_layout.trials import DTYPES
 
@@ -23,7 +23,6 @@ SHOWN_STEPS = [
 ]
 FASTEST_FLA = "fastest of fla-core, in order"
 LIBRARIES = {"in order": "the faster of fla-core and attn-gym", "at random": "attn-gym"}  # which find states so
-FULL = 64  # sequences from which on the GPU is full
 
 
 def choices(batches: Sequence[int], states: Sequence[str], sms: int = 132) -> pd.DataFrame:
@@ -47,7 +46,7 @@ def choices(batches: Sequence[int], states: Sequence[str], sms: int = 132) -> pd
 
 def answer(rows: pd.DataFrame) -> str:
     """What the layout changes, from the tuned kernel to the whole model, before everything else."""
-    steps, prefills = (_layouts(rows, op) for op in ("step", "extend"))
+    steps, prefills = (production.gdn_layouts(rows, op) for op in ("step", "extend"))
     if steps.empty:
         return "production kernels were not measured in both layouts."
     parts = [f"{state} state {_span(ratio)}" for state, ratio in steps.groupby("state", sort=False)["ratio"]]
@@ -65,19 +64,13 @@ def answer(rows: pd.DataFrame) -> str:
     return "; ".join(said) + "."
 
 
-def _layouts(rows: pd.DataFrame, op: str) -> pd.DataFrame:
-    """KV / VK of the production kernel of an operation, GDN."""
-    table = production.compared(rows, op, names.OURS, names.OURS_KV)
-    return table[table["gate"] == "GDN"]
-
-
 def _span(values: pd.Series, digits: int = 2) -> str:
     return f"{values.min():.{digits}f} to {values.max():.{digits}f}"
 
 
 def in_short(rows: pd.DataFrame) -> str:
     """What the layout is worth to production kernels of decode, and where decode and extend stand among libraries."""
-    layout = _layouts(rows, "step")
+    layout = production.gdn_layouts(rows, "step")
     if layout.empty:
         return "production kernels were not measured in both layouts."
     parts = [

@@ -142,7 +142,9 @@ def test_kda_decays_that_differ(dtype):
     x.g[..., ::2] *= 1e-3
     x.g[..., 1::4] *= 100.0
     x.g[..., 3::8] *= 1e6  # beyond fp16
-    compare(x, 2 * TOLERANCE[dtype], chunk=64)  # of half as many channels: sums of fewer roundings
+    # float64 that rounds to bf16 only what the kernels hand on to each other is 4.9e-3 off in the state (3.3e-3 with
+    # even decays), which leaves TOLERANCE no room.
+    compare(x, 7e-3 if dtype == torch.bfloat16 else TOLERANCE[dtype], chunk=64)
 
 
 @pytest.mark.parametrize("size", [1e-3, 1e3])
