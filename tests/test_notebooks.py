@@ -5,6 +5,7 @@ import json
 import re
 import subprocess
 import sys
+from itertools import pairwise
 
 import nbformat
 import pytest
@@ -193,9 +194,11 @@ def test_links_to_other_notebooks_lead_somewhere(study):
 
 @each
 def test_what_needs_a_running_kernel_is_kept_out_of_the_pages(study):
-    for cell in book(study)["cells"]:
+    cells = book(study)["cells"]
+    for before, cell in pairwise(cells):
         if "widget" in "".join(cell["source"]) and cell["cell_type"] == "code":
             assert "lab-only" in cell["metadata"]["tags"]
+            assert "lab-only" in before["metadata"].get("tags", []), "the widget's heading"
 
 
 # parameters
