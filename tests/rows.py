@@ -115,7 +115,15 @@ def decode_us(over: Mapping[str, float] | None = None) -> Us:
             return factor * _host_us(case, way, part)
         step = studies.load("persistent_tables").floor(case).bytes / 3e6
         if variant.role != "ceiling":
-            step += 5 if "nobody waits" in name else 20 if variant.mode == "eager" or name.startswith("tables") else 40
+            step += (
+                5
+                if "nobody waits" in name
+                else 30
+                if "nothing loaded" in name
+                else 20
+                if variant.mode == "eager" or name.startswith("tables")
+                else 40
+            )
         parts = [_host_us(case, name, part) for part in ("build", "copy", "launch")] if name[0].isdigit() else []
         return factor * (step + sum(parts))
 
@@ -150,6 +158,9 @@ def decode_facts(case: Case, variant: Variant) -> dict[str, Any]:
         whole = sum(counts[f"{table}_bytes"] for table in ("buffer", "record", "queue"))
         sent = 4 * counts["changed_words"] if name.startswith("6") else whole if name[0] in "1234" else 0
         found |= counts | {"sent": {"bytes": sent, "copies": int(sent > 0), "kernels": 1}}
+    if "moments" in name:
+        ops = ("qkv", "attention", "output", "gate_up", "down", "head")
+        found["stages"] = [{"op": op, "stages": 4, "wake": 3.0, "work": 5.0, "tail": 1.0} for op in ops]
     return found
 
 

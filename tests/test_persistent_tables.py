@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from labkit.evidence import compiled
-from labkit.persistent_tables import kernels, reference, tables
+from labkit.persistent_tables import kernels, reference, stages, tables
 from labkit.persistent_tables import model as models
 from labkit.persistent_tables import validate as validation
 from labkit.persistent_tables.model import MODELS, Decoder, load_weights, random_weights, read_safetensors
@@ -634,6 +634,32 @@ def test_the_position_of_a_launch_is_checked():
         validate(found, position=16)
 
 
+# where the time of a step goes
+
+
+def recorded(ops, signals):
+    records = np.full((len(ops), len(tables.WORDS)), -1, np.int32)
+    records[:, tables.OP], records[:, tables.SIGNAL] = ops, signals
+    return records
+
+
+def test_stages_by_hand():
+    """An embedding, then a projection by three programs: half are released at 130, half done at 170, all at 200."""
+    records = recorded([tables.EMBED, tables.QKV, tables.QKV, tables.QKV, tables.ARGMAX], [0, 1, 1, 1, -1])
+    marks = np.array([[10, 20, 100], [15, 120, 160], [15, 130, 170], [15, 140, 200], [0, 0, 0]])
+    assert stages.stages(records, marks) == [{"op": "qkv", "wake": 30, "work": 40, "tail": 30}]
+    [line] = stages.by_op(records, marks)
+    assert line == {"op": "qkv", "stages": 1, "wake": 0.03, "work": 0.04, "tail": 0.03}
+    with pytest.raises(ValueError, match="marks has 4 entries; allowed: 5, one a record"):
+        stages.stages(records, marks[:4])
+
+
+def test_a_record_that_waits_for_nobody_does_not_count_as_released():
+    records = recorded([tables.EMBED, tables.ATTENTION, tables.ATTENTION, tables.ATTENTION], [0, 1, 1, 1])
+    marks = np.array([[10, 20, 100], [15, 0, 16], [15, 0, 17], [15, 130, 150]])  # two spans without a position
+    assert stages.stages(records, marks) == [{"op": "attention", "wake": 30, "work": 20, "tail": 0}]
+
+
 # what the kernel compiles to, and the kernel with many programs
 
 
@@ -641,7 +667,7 @@ SOURCES = {
     "launch": {"rows": 4},
     "record": {"rows": 4, "position_from": "record"},
     "device": {"rows": 4, "position_from": "device"},
-    "loads": {"rows": 4, "poll_load": True},
+    "two ahead": {"rows": 4, "ahead": 2},
     "8 rows": {"rows": 8, "block_k": 512, "block_t": 8},
 }
 
@@ -649,21 +675,23 @@ SOURCES = {
 def test_compiled_for_hopper():
     """Four programs fit on a multiprocessor, nothing is spilled, weights are loaded 16 bytes a thread."""
     source = "labkit.persistent_tables.kernels:compilable"
-    sources = {name: (source, {"model": "Llama-3.2-1B", **more}) for name, more in SOURCES.items()}
+    sources = {name: (source, {"model": "Llama-3.2-1B", "registers": 128, **more}) for name, more in SOURCES.items()}
     found = compiled.table(sources, [90]).set_index("source")
     assert (found["spill_bytes"] == 0).all()
     assert (found["ctas_per_sm"] >= 4).all(), found["registers"]
-    for name in ("launch", "record", "device", "loads"):
+    for name in ("launch", "record", "device", "two ahead"):
         assert found.loads[name]["128"] >= 3 * 4, name  # tiles before the wait, in the loop, and of the next rows
     assert (found["atomics"] == 1).all()  # the signal; waiting is loads
 
 
-@pytest.mark.parametrize(("capability", "prefetch", "times"), [(90, 16384, 2), (90, 0, 0), (80, 16384, 0)])
-def test_weights_are_brought_to_the_l2_where_the_gpu_can(capability, prefetch, times):
-    """Before the wait, and in the loop."""
-    with compiled.offline(capability):
-        launch = kernels.compilable("Llama-3.2-1B", prefetch=prefetch)
-    assert compiled.build(launch, capability).asm["ptx"].count("cp.async.bulk.prefetch.L2") == times
+def test_what_is_asked_for_in_the_l2_and_when_the_clock_is_read():
+    for choice, prefetches, clocks in (({}, 0, 0), ({"prefetch": 16384}, 1, 0), ({"marks": True}, 0, 5)):
+        ptx = compiled.build(compiled.launch_of(compilable_of(**choice), 90), 90).asm["ptx"]
+        assert (ptx.count("prefetch.global.L2"), ptx.count("%globaltimer")) == (prefetches, clocks), choice
+
+
+def compilable_of(**choice):
+    return "labkit.persistent_tables.kernels:compilable", {"model": "Llama-3.2-1B", **choice}
 
 
 def test_a_lost_alignment_shows_in_the_loads():
@@ -677,13 +705,18 @@ def test_a_lost_alignment_shows_in_the_loads():
 @pytest.mark.gpu
 @pytest.mark.parametrize("schedule", tables.SCHEDULES)
 @pytest.mark.parametrize("programs", [2, 7, 64])
-@pytest.mark.parametrize("poll_load", [False, True])
-def test_many_programs(programs, schedule, poll_load):
+@pytest.mark.parametrize("changed", [{}, {"ahead": 0}, {"prefetch": 256}, {"marks": True}, {"registers": 64}], ids=str)
+def test_many_programs(programs, schedule, changed):
     how = Lowering(TINY, programs, schedule, 80, None, itemsize=4)
     weights = random_weights(TINY, 0)
     memory = kernels.allocate(how, weights, "cuda")
     found = lower(how, memory.addresses())
     validate(found, memory.extents())
-    choice, on = kernels.Choice(64, 1, 16, 1, poll_load), kernels.upload(found, "cuda")
+    choice, on = kernels.Choice(**{"block_k": 64, "num_warps": 1} | changed), kernels.upload(found, "cuda")
     tokens = kernels.generate(memory, lambda p: kernels.step(memory, on, p, choice=choice), [5, 2], 64)
     assert tokens == reference.generate(TINY, weights, [5, 2], 64).tokens
+    if choice.marks:
+        marks = memory.marks.cpu().numpy()
+        assert (np.diff(marks[marks[:, 1] > 0]) >= 0).all()  # begun, released, done
+        lines = stages.by_op(found.records, marks)
+        assert {line["op"] for line in lines} >= {"qkv", "attention", "output", "gate_up", "down", "head"}

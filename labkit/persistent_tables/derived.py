@@ -10,7 +10,7 @@ import pandas as pd
 
 from labkit.bench.verdict import compare_many, median_us
 from labkit.persistent_tables import names, tables
-from labkit.persistent_tables.model import MODELS
+from labkit.persistent_tables.model import MODELS, Decoder
 from labkit.persistent_tables.tables import Lowering
 
 MAIN = {"start": names.START, "parts": 0, "dtype": "bf16"}  # the case of a model that all variants are timed in
@@ -72,6 +72,40 @@ def graphs(rows: pd.DataFrame) -> pd.DataFrame:
             found.append(line | {key: against.get(key, math.nan) for key in ("ratio", "low", "high", "runs")})
             found[-1]["verdict"] = against.get("verdict", "")
     return pd.DataFrame(found, columns=None if found else [*GRAPH_COLUMNS, "runs"])
+
+
+def ablations(rows: pd.DataFrame) -> pd.DataFrame:
+    """The step with one choice changed, by model: µs, and time over that of the tables as they are."""
+    found = []
+    for params, group in cases(rows, "token", **MAIN):
+        group = in_mode(group, "graph")
+        us = median_us(group)
+        some = [name for name in (names.NOT_AHEAD, names.FETCHED, names.MARKED) if {name, names.OURS} <= set(us)]
+        for one in compare_many(group, [(names.OURS, name) for name in some]):
+            found.append({"model": params["model"], "variant": one.against, "us": us[one.against]} | one.columns())
+    return pd.DataFrame(found).reindex(columns=["model", "variant", "us", "ratio", "low", "high", "verdict", "runs"])
+
+
+def stages(rows: pd.DataFrame) -> pd.DataFrame:
+    """Where a token's time goes, by model and op: `stages.by_op` of a timed token in µs, and beside it the floor.
+
+    floor: µs that reading the op's weights takes at the read ceiling.
+    """
+    found = []
+    for params, group in cases(rows, "token", **MAIN):
+        model, ceiling = MODELS[params["model"]], group["ceiling"].max()
+        values = _values_of(model)
+        for line in facts(in_mode(group, "graph")).get(names.MARKED, {}).get("stages", []):
+            floor = values.get(line["op"], 0) * 2 / ceiling / 1e6
+            found.append({"model": params["model"]} | line | {"floor": floor})
+    table = pd.DataFrame(found).reindex(columns=["model", "op", "stages", "wake", "work", "tail", "floor"])
+    return table.assign(all=table["wake"] + table["work"] + table["tail"])
+
+
+def _values_of(model: Decoder) -> dict[str, int]:
+    """Weights that each op reads a token, over all layers."""
+    each = {tables.OPS[op - 1]: rows * k for op, (rows, k) in Lowering(model, 1).projections().items()}
+    return {op: count * (1 if op == "head" else model.layers) for op, count in each.items()}
 
 
 def best(rows: pd.DataFrame, among: tuple[str, ...]) -> pd.DataFrame:

@@ -10,15 +10,22 @@ therefore fetched before the wait. RMSNorm is part of the projection after it: t
 same pass, and the norm is one factor of the result. The rotary embedding is part of attention: a stage of its own would
 be one more wait in every layer. Activations are float32, sums too.
 
-| choice   | hypothesis                                                                                               |
-|----------|----------------------------------------------------------------------------------------------------------|
-| ahead    | tiles of a projection's first rows, and keys and values of earlier tokens, are loaded to registers       |
-|          | before the wait: the memory works while programs wait, as far as registers go                            |
-| prefetch | so many bytes of the record's weights are brought to the L2 by one instruction of the copy engine before |
-|          | the wait, and always so many ahead of the loads: no registers, so it can be as much as a wait lasts      |
-| span     | attention over the cache by so many positions a record (flash decoding): with one record a head most     |
-|          | of the GPU waits for a few programs that walk through the context                                        |
+| choice    | hypothesis                                                                                              |
+|-----------|---------------------------------------------------------------------------------------------------------|
+| ahead     | tiles of a projection's first rows, and keys and values of earlier tokens, are loaded to registers      |
+|           | before the wait: the memory works while programs wait, as far as registers go                           |
+| prefetch  | so many bytes of the record's weights are asked for in the L2 before the wait: no registers, so it can  |
+|           | be as much as a wait lasts                                                                              |
+| span      | attention over the cache by so many positions a record (flash decoding): with one record a head most    |
+|           | of the GPU waits for a few programs that walk through the context; a span that has no position yet      |
+|           | waits for nobody                                                                                        |
+| registers | a bound, so that as many programs fit on an SM as can load at once                                      |
 | rows, block_k, num_warps, programs | bytes in flight on an SM, against the registers of the largest op              |
+
+What a program's next projection reads is looked up while the one before is at work (`_rows_of`): its first tiles are
+asked for as soon as the one before has signalled. Not before that: the signal would wait for them.
+
+With `marks` every record also writes down when it began, was released and had done its work: what a stage waits for.
 
 Memory order: one thread waits with an acquire or all do, then a barrier; all threads store, then a barrier and one
 release. Bits do not depend on how a projection is split, on which program runs what, or on who comes last; those of
@@ -35,9 +42,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import globaltimer
 
 from labkit.checks import check_one_of
-from labkit.gemv.kernels import has_dependent_launch
 from labkit.launch import Launch
 from labkit.persistent_tables import tables as t
 from labkit.persistent_tables.model import Decoder, Weights, decoder, head_of, inverse_frequencies, layer_of
@@ -56,6 +63,7 @@ _TARGET, _SIGNAL, _ARRIVALS = (tl.constexpr(word) for word in (t.TARGET, t.SIGNA
 _OUTPUT, _GATE_UP, _DOWN, _HEAD = (tl.constexpr(op) for op in (t.OUTPUT, t.GATE_UP, t.DOWN, t.HEAD))
 _EMBED, _ATTENTION = tl.constexpr(t.EMBED), tl.constexpr(t.ATTENTION)
 _PADDING = tl.constexpr(t.SPAN_PADDING)
+_MOMENTS: tl.constexpr = tl.constexpr(len(t.MOMENTS))
 
 
 @triton.jit
@@ -66,31 +74,29 @@ def _buffer(buffers, record, WORD: tl.constexpr, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def _count(counter, POLL_LOAD: tl.constexpr):
-    """A counter's value, with acquire semantics: by a load of every thread, or of one thread that tells the others.
-
-    The latter is written as an atomic that adds nothing, which Triton compiles to a load.
-    """
-    if POLL_LOAD:
-        return tl.inline_asm_elementwise(
-            "ld.acquire.gpu.global.s32 $0, [$1];", "=r,l", [counter], dtype=tl.int32, is_pure=False, pack=1
-        )
-    return tl.atomic_add(counter, 0, sem="acquire")
+def _mark(marks, number, WHICH: tl.constexpr, MARKS: tl.constexpr):
+    """The time, ns, of one moment of a record."""
+    if MARKS:
+        tl.store(marks + number * _MOMENTS + WHICH, globaltimer())
 
 
 @triton.jit
-def _wait(record, number, counters, error, limit, POLL_LOAD: tl.constexpr):
-    """Wait until the record's counter has reached its target; returns the spins that are left to later waits."""
+def _wait(record, number, counters, error, limit, marks, MARKS: tl.constexpr):
+    """Wait until the record's counter has reached its target; returns the spins that are left to later waits.
+
+    The atomic that adds nothing is a load with acquire semantics, by one thread for all.
+    """
     counter = counters + tl.maximum(tl.load(record + _WAIT), 0)
     target = tl.load(record + _TARGET)  # -1 where there is nothing to wait for
-    seen = _count(counter, POLL_LOAD)
+    seen = tl.atomic_add(counter, 0, sem="acquire")
     spins = 0
     while (seen < target) & (spins < limit):
-        seen = _count(counter, POLL_LOAD)
+        seen = tl.atomic_add(counter, 0, sem="acquire")
         spins += 1
-    if seen < target:  # threads that poll by themselves may differ here: the barrier below joins them again
+    if seen < target:
         tl.store(error, number + 1)
     tl.debug_barrier()
+    _mark(marks, number, 1, MARKS)
     return tl.where(seen < target, 0, limit)
 
 
@@ -105,20 +111,41 @@ def _tile(W, rows, ks, K, live, EVEN_K: tl.constexpr):
 
 
 @triton.jit
-def _fetch(address, size, end):
-    """Bring `size` bytes, a multiple of 16, from an address on to the L2, as far as before `end`; one thread asks."""
+def _fetch(W, K, start, stop, DTYPE: tl.constexpr, BYTES: tl.constexpr):
+    """Ask for the first BYTES of some rows in the L2, a line of 128 bytes a thread."""
+    row_bytes = K.to(tl.int64) * (DTYPE.primitive_bitwidth // 8)
+    at = tl.arange(0, BYTES // 128).to(tl.int64) * 128
+    address = W.to(tl.int64) + start * row_bytes + tl.where(at < (stop - start) * row_bytes, at, 0)
     tl.inline_asm_elementwise(
-        """{
-        .reg .pred some;
-        .reg .b32 thread;
-        mov.u32 thread, %tid.x;
-        setp.eq.u32 some, thread, 0;
-        setp.gt.and.s32 some, $2, 0, some;
-        @some cp.async.bulk.prefetch.L2.global [$1], $2;
-        mov.u32 $0, 0;
-        }""",
-        "=r,l,r", [address, tl.minimum(end - address, size).to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [address], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def _next_projection(records, number, end):
+    """The first projection among a program's records from a number on; `end` if there is none."""
+    op = tl.load(records + tl.minimum(number, end - 1) * _WORDS)
+    while (op > _HEAD) & (number < end):
+        number += 1
+        op = tl.load(records + tl.minimum(number, end - 1) * _WORDS)
+    return number
+
+
+@triton.jit
+def _rows_of(records, number, end, buffers, DTYPE: tl.constexpr, DIVISOR: tl.constexpr):
+    """What a projection before `end` reads: the matrix, values of a row, first row, row after the last."""
+    record = records + tl.minimum(number, end - 1) * _WORDS
+    K = tl.load(record + _K) // DIVISOR * DIVISOR  # changes nothing, but tells how rows are aligned
+    return _buffer(buffers, record, _WEIGHT, DTYPE), K, tl.load(record + _START), tl.load(record + _STOP)
+
+
+@triton.jit
+def _first_tiles(W, rows, ks, K, live, BLOCK_K: tl.constexpr, AHEAD: tl.constexpr, EVEN_K: tl.constexpr):
+    """The first AHEAD tiles of some rows; not loaded where live is false."""
+    tiles = ()
+    for i in tl.static_range(AHEAD):
+        tiles = tiles + (_tile(W, rows, i * BLOCK_K + ks, K, live, EVEN_K),)
+    return tiles
 
 
 @triton.jit
@@ -141,31 +168,35 @@ def _add_products(
 
 @triton.jit
 def _project(
-    record, number, op, buffers, counters, error, limit,
+    records, number, end, W, K, start, stop, buffers, counters, error, limit, marks,
     DTYPE: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr, AHEAD: tl.constexpr, EVEN_K: tl.constexpr,
-    DIVISOR: tl.constexpr, EPS: tl.constexpr, POLL_LOAD: tl.constexpr, V: tl.constexpr, PREFETCH: tl.constexpr,
+    DIVISOR: tl.constexpr, EPS: tl.constexpr, V: tl.constexpr, PREFETCH: tl.constexpr, MARKS: tl.constexpr,
 ):  # fmt: skip
-    """Rows of a matrix times x, then what the op does with them."""
-    W = _buffer(buffers, record, _WEIGHT, DTYPE)
+    """Rows of a matrix times x, then what the op does with them.
+
+    W, K, start, stop: of `_rows_of`, read while the record before was at work: the first tiles are asked for at once.
+    Returns limit, and number, W, K, start, stop of the program's next projection.
+    """
+    ks, some = tl.arange(0, BLOCK_K), tl.arange(0, ROWS)
+    read = tl.minimum(start + some, stop - 1)  # beyond the last row: it again, but it is not stored
+    ahead = _first_tiles(W, read, ks, K, True, BLOCK_K, AHEAD, EVEN_K)
+    if PREFETCH:
+        _fetch(W, K, start, stop, DTYPE, PREFETCH)
+    record = records + number * _WORDS
+    op = tl.load(record)
+    residual = (op == _OUTPUT) | (op == _DOWN)
     x = _buffer(buffers, record, _INPUT, tl.float32)
     y = _buffer(buffers, record, _OUT, tl.float32)
     gain = _buffer(buffers, record, _GAIN, DTYPE)
     normed = tl.load(record + _GAIN) >= 0
-    K = tl.load(record + _K) // DIVISOR * DIVISOR  # changes nothing, but tells how rows are aligned
-    start, stop = tl.load(record + _START), tl.load(record + _STOP)
-    ks, some = tl.arange(0, BLOCK_K), tl.arange(0, ROWS)
-    read = tl.minimum(start + some, stop - 1)  # beyond the last row: it again, but it is not stored
-    ahead = ()
-    for i in tl.static_range(AHEAD):
-        ahead = ahead + (_tile(W, read, i * BLOCK_K + ks, K, True, EVEN_K),)
-    if PREFETCH:
-        row_bytes = K.to(tl.int64) * (DTYPE.primitive_bitwidth // 8)
-        end = W.to(tl.int64) + stop * row_bytes
-        _fetch(W.to(tl.int64) + start * row_bytes, PREFETCH, end)
-    limit = _wait(record, number, counters, error, limit, POLL_LOAD)
+    after = _next_projection(records, number + 1, end)
+    next_W, next_K, next_start, next_stop = _rows_of(records, after, end, buffers, DTYPE, DIVISOR)
+    limit = _wait(record, number, counters, error, limit, marks, MARKS)
 
     best, best_row = float("-inf"), 0
     for row in range(start, stop, ROWS):
+        rows = row + some
+        before = tl.load(y + rows, mask=(rows < stop) & residual, other=0.0)
         sums, squares = tl.zeros((ROWS, BLOCK_K // V), tl.float32), tl.zeros((BLOCK_K // V,), tl.float32)
         for i in tl.static_range(AHEAD):
             sums, squares = _add_products(
@@ -174,13 +205,8 @@ def _project(
         for k in range(AHEAD * BLOCK_K, K, BLOCK_K):
             tile = _tile(W, read, k + ks, K, True, EVEN_K)
             sums, squares = _add_products(sums, squares, tile, x, gain, normed, k + ks, K, ROWS, BLOCK_K, EVEN_K, V)
-        rows = row + some
-        if PREFETCH:
-            _fetch(W.to(tl.int64) + row * row_bytes + PREFETCH, ROWS * row_bytes, end)
         read = tl.minimum(rows + ROWS, stop - 1)
-        ahead = ()
-        for i in tl.static_range(AHEAD):
-            ahead = ahead + (_tile(W, read, i * BLOCK_K + ks, K, row + ROWS < stop, EVEN_K),)
+        ahead = _first_tiles(W, read, ks, K, row + ROWS < stop, BLOCK_K, AHEAD, EVEN_K)
 
         total = tl.sum(sums, 1) * tl.where(normed, tl.rsqrt(tl.sum(squares, 0) / K + EPS), 1.0)
         if op == _GATE_UP:
@@ -188,8 +214,7 @@ def _project(
             pair = row // 2 + tl.arange(0, ROWS // 2)
             tl.store(y + pair, gate / (1 + tl.exp(-gate)) * up, mask=pair < stop // 2)
         else:
-            residual = (op == _OUTPUT) | (op == _DOWN)
-            total += tl.load(y + rows, mask=(rows < stop) & residual, other=0.0)
+            total += before
             tl.store(y + rows, total, mask=rows < stop)
         if op == _HEAD:
             total = tl.where(rows < stop, total, float("-inf"))
@@ -200,7 +225,7 @@ def _project(
         slot = tl.load(record + _SLOT)
         tl.store(_buffer(buffers, record, _FIRST, tl.float32) + slot, best)
         tl.store(_buffer(buffers, record, _SECOND, tl.int32) + slot, best_row)
-    return limit
+    return limit, after, next_W, next_K, next_start, next_stop
 
 
 @triton.jit
@@ -245,9 +270,9 @@ def _cached(keys, values, ts, before, half, ds, HEAD_DIM: tl.constexpr):
 
 @triton.jit
 def _attention(
-    record, number, buffers, counters, error, limit, position,
+    record, number, buffers, counters, error, limit, position, marks,
     DTYPE: tl.constexpr, HEAD_DIM: tl.constexpr, GROUP: tl.constexpr, KV_HEADS: tl.constexpr, CACHE: tl.constexpr,
-    BLOCK_T: tl.constexpr, SPAN: tl.constexpr, SPANS: tl.constexpr, POLL_LOAD: tl.constexpr,
+    BLOCK_T: tl.constexpr, SPAN: tl.constexpr, SPANS: tl.constexpr, MARKS: tl.constexpr,
 ):  # fmt: skip
     """One query head over one span of the cache. What several heads read of it comes from the L2 but once.
 
@@ -260,14 +285,14 @@ def _attention(
     half, ds, some = tl.arange(0, HALF), tl.arange(0, HEAD_DIM), tl.arange(0, BLOCK_T)
     cache = kv_head.to(tl.int64) * CACHE * HEAD_DIM
     keys, values = _buffer(buffers, record, _FIRST, DTYPE) + cache, _buffer(buffers, record, _SECOND, DTYPE) + cache
-    rope = _buffer(buffers, record, _WEIGHT, tl.float32) + position * HEAD_DIM
-    cos, sin = tl.load(rope + half), tl.load(rope + HALF + half)
     first = span * SPAN
     end = tl.minimum(first + SPAN, position + 1)
-    old = tl.minimum(end, position)  # the cache has what is before
-    k_a, k_b, v = _cached(keys, values, first + some, old, half, ds, HEAD_DIM)
-    limit = _wait(record, number, counters, error, limit, POLL_LOAD)
-    if first <= position:
+    if first <= position:  # else there is nothing to do, and nothing to wait for
+        rope = _buffer(buffers, record, _WEIGHT, tl.float32) + position * HEAD_DIM
+        cos, sin = tl.load(rope + half), tl.load(rope + HALF + half)
+        old = tl.minimum(end, position)  # the cache has what is before
+        k_a, k_b, v = _cached(keys, values, first + some, old, half, ds, HEAD_DIM)
+        limit = _wait(record, number, counters, error, limit, marks, MARKS)
         qkv = _buffer(buffers, record, _INPUT, tl.float32)
         q_a, q_b = _turned(qkv + head * HEAD_DIM, half, cos, sin, HALF)
         own = qkv + (KV_HEADS * GROUP + kv_head) * HEAD_DIM
@@ -289,10 +314,12 @@ def _attention(
             top, total, sums = _attend(top, total, sums, q_a, q_b, now_a, now_b, now_v, ts < end)
 
         y = _buffer(buffers, record, _OUT, tl.float32) + head * HEAD_DIM + ds
+        spans = position // SPAN + 1  # that have a position
         if SPANS == 1:
             tl.store(y, sums / total)
+        elif spans == 1:
+            tl.store(y, sums / total)
         else:
-            spans = position // SPAN + 1  # that have a position
             parts = _buffer(buffers, record, _GAIN, tl.float32) + head * (SPANS * (HEAD_DIM + _PADDING))
             part = parts + span * (HEAD_DIM + _PADDING)
             tl.store(part + ds, sums / total)
@@ -339,43 +366,64 @@ def _argmax(record, buffers, counters, count, position, BLOCK_K: tl.constexpr):
         tl.store(counters + ks, tl.zeros((BLOCK_K,), tl.int32), mask=ks < count)
 
 
+@triton.jit
+def _other(
+    record, number, buffers, counters, error, limit, position, position_at, count, marks,
+    DTYPE: tl.constexpr, BLOCK_K: tl.constexpr, HEAD_DIM: tl.constexpr, GROUP: tl.constexpr, KV_HEADS: tl.constexpr,
+    CACHE: tl.constexpr, BLOCK_T: tl.constexpr, SPAN: tl.constexpr, SPANS: tl.constexpr, VOCAB: tl.constexpr,
+    POSITION_FROM: tl.constexpr, MARKS: tl.constexpr,
+):  # fmt: skip
+    """A record that is no projection."""
+    op = tl.load(record)
+    if POSITION_FROM == "record":
+        position = tl.load(record + _POSITION)
+    if op == _ATTENTION:
+        limit = _attention(
+            record, number, buffers, counters, error, limit, position, marks,
+            DTYPE, HEAD_DIM, GROUP, KV_HEADS, CACHE, BLOCK_T, SPAN, SPANS, MARKS,
+        )  # fmt: skip
+    else:
+        limit = _wait(record, number, counters, error, limit, marks, MARKS)
+        if op == _EMBED:
+            _embed(record, buffers, DTYPE, BLOCK_K, VOCAB)
+        else:
+            _argmax(record, buffers, counters, count, position, BLOCK_K)
+            if POSITION_FROM == "device":
+                tl.store(position_at, position + 1)
+    return limit
+
+
 @triton.jit(do_not_specialize=["position", "limit"])
 def _step_kernel(
-    records, queue, buffers, counters, error, position, position_at, count, limit,
+    records, queue, buffers, counters, error, marks, position, position_at, count, limit,
     DTYPE: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_T: tl.constexpr, AHEAD: tl.constexpr,
     EVEN_K: tl.constexpr, DIVISOR: tl.constexpr, EPS: tl.constexpr, HEAD_DIM: tl.constexpr, GROUP: tl.constexpr,
     KV_HEADS: tl.constexpr, CACHE: tl.constexpr, SPAN: tl.constexpr, SPANS: tl.constexpr, VOCAB: tl.constexpr,
-    POSITION_FROM: tl.constexpr, POLL_LOAD: tl.constexpr, V: tl.constexpr, PREFETCH: tl.constexpr,
+    POSITION_FROM: tl.constexpr, V: tl.constexpr, PREFETCH: tl.constexpr, MARKS: tl.constexpr,
 ):  # fmt: skip
     """One program: its queue, from the first record to the last."""
     program = tl.program_id(0)
     if POSITION_FROM == "device":
         position = tl.load(position_at)
-    for number in range(tl.load(queue + program), tl.load(queue + program + 1)):
+    end = tl.load(queue + program + 1)
+    begin = tl.load(queue + program)
+    projection = _next_projection(records, begin, end)
+    W, K, start, stop = _rows_of(records, projection, end, buffers, DTYPE, DIVISOR)
+    for number in range(begin, end):
         record = records + number * _WORDS
-        op = tl.load(record)
-        signal = tl.load(record + _SIGNAL)
-        at = position
-        if POSITION_FROM == "record":
-            at = tl.load(record + _POSITION)
-        if op <= _HEAD:
-            limit = _project(
-                record, number, op, buffers, counters, error, limit,
-                DTYPE, ROWS, BLOCK_K, AHEAD, EVEN_K, DIVISOR, EPS, POLL_LOAD, V, PREFETCH,
-            )  # fmt: skip
-        elif op == _ATTENTION:
-            limit = _attention(
-                record, number, buffers, counters, error, limit, at,
-                DTYPE, HEAD_DIM, GROUP, KV_HEADS, CACHE, BLOCK_T, SPAN, SPANS, POLL_LOAD,
+        _mark(marks, number, 0, MARKS)
+        if number == projection:
+            limit, projection, W, K, start, stop = _project(
+                records, number, end, W, K, start, stop, buffers, counters, error, limit, marks,
+                DTYPE, ROWS, BLOCK_K, AHEAD, EVEN_K, DIVISOR, EPS, V, PREFETCH, MARKS,
             )  # fmt: skip
         else:
-            limit = _wait(record, number, counters, error, limit, POLL_LOAD)
-            if op == _EMBED:
-                _embed(record, buffers, DTYPE, BLOCK_K, VOCAB)
-            else:
-                _argmax(record, buffers, counters, count, at, BLOCK_K)
-                if POSITION_FROM == "device":
-                    tl.store(position_at, at + 1)
+            limit = _other(
+                record, number, buffers, counters, error, limit, position, position_at, count, marks,
+                DTYPE, BLOCK_K, HEAD_DIM, GROUP, KV_HEADS, CACHE, BLOCK_T, SPAN, SPANS, VOCAB, POSITION_FROM, MARKS,
+            )  # fmt: skip
+        signal = tl.load(record + _SIGNAL)
+        _mark(marks, number, 2, MARKS)
         tl.debug_barrier()  # all warps have stored before one thread says so
         if signal >= 0:
             tl.atomic_add(counters + signal, 1, sem="release")
@@ -384,15 +432,16 @@ def _step_kernel(
 @dataclass(frozen=True)
 class Choice:
     """How the kernel runs. block_k: values of a tile's row; ahead: tiles loaded before the wait; block_t: positions of
-    the cache at once; poll_load: every thread waits by itself instead of one for all (not in the interpreter);
-    prefetch: bytes of weights brought to the L2 ahead of their loads, on GPUs that can (from Hopper on)."""
+    the cache at once; registers: of a thread at most, 0: as many as the compiler takes; prefetch: bytes of a record's
+    weights that are asked for in the L2 before the wait; marks: write down when (not in the interpreter)."""
 
     block_k: int = 1024
     ahead: int = 1
     block_t: int = 16
     num_warps: int = 4
-    poll_load: bool = False
+    registers: int = 0
     prefetch: int = 0
+    marks: bool = False
 
 
 @dataclass
@@ -400,7 +449,8 @@ class Memory:
     """All that a decoder step reads and writes, on one device.
 
     buffers: by the names of `buffer_shapes`, in its order. counters: int32, zeros. error: int32 [1], the number + 1 of
-    a record that gave up waiting, or 0. position: int32 [1], for launches that have it from the device.
+    a record that gave up waiting, or 0. position: int32 [1], for launches that have it from the device. marks: int64
+    [records, 3], ns by `tables.MOMENTS`, of the last step that had them written down; None before that.
     """
 
     how: Lowering
@@ -408,6 +458,7 @@ class Memory:
     counters: Tensor = field(init=False)
     error: Tensor = field(init=False)
     position: Tensor = field(init=False)
+    marks: Tensor | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         device = self.buffers["token"].device
@@ -532,9 +583,12 @@ def step(
     check_step(how, position, position_from, choice)
     dtype, ks = memory.buffers["embedding"].dtype, [k for _, k in how.projections().values()]
     most = 16 // how.itemsize
-    misaligned = any(k % most for k in ks)  # rows begin anywhere, and the copy engine takes multiples of 16 bytes
     tensors = {"records": tables.records, "queue": tables.queue, "buffers": tables.buffers}
     tensors |= {"counters": memory.counters, "error": memory.error, "position_at": memory.position}
+    if choice.marks and memory.marks is None:
+        shape = len(tables.records), len(t.MOMENTS)
+        memory.marks = torch.zeros(shape, dtype=torch.int64, device=tables.records.device)
+    tensors["marks"] = memory.marks if choice.marks else memory.error
     sizes = {"position": position or 0, "count": len(memory.counters), "limit": limit}
     constants = {
         "DTYPE": DTYPES[dtype],
@@ -553,11 +607,12 @@ def step(
         "SPANS": how.spans,
         "VOCAB": model.vocab,
         "POSITION_FROM": position_from,
-        "POLL_LOAD": choice.poll_load,
         "V": min(most, choice.block_k),
-        "PREFETCH": choice.prefetch if has_dependent_launch(tables.records.device) and not misaligned else 0,
+        "PREFETCH": choice.prefetch,
+        "MARKS": choice.marks,
     }
-    return Launch(_step_kernel, (how.programs,), tensors | sizes | constants, {"num_warps": choice.num_warps})
+    options = {"num_warps": choice.num_warps} | ({"maxnreg": choice.registers} if choice.registers else {})
+    return Launch(_step_kernel, (how.programs,), tensors | sizes | constants, options)
 
 
 def compilable(
@@ -586,8 +641,8 @@ def check_step(how: Lowering, position: int | None, position_from: str, choice: 
     for name, value in powers.items():
         if value < 1 or value & (value - 1):
             raise ValueError(f"{name} is {value}; allowed: a power of two")
-    if choice.prefetch < 0 or choice.prefetch % 16:
-        raise ValueError(f"prefetch is {choice.prefetch}; allowed: 0 or a multiple of 16 bytes")
+    if choice.prefetch and (choice.prefetch < 128 or choice.prefetch & (choice.prefetch - 1)):
+        raise ValueError(f"prefetch is {choice.prefetch}; allowed: 0 or a power of two from 128 on")
     if choice.ahead < 0:
         raise ValueError(f"ahead is {choice.ahead}; allowed: at least 0")
 

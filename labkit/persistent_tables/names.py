@@ -36,6 +36,9 @@ def part(way: str, which: str) -> str:
 OURS = "tables"
 LONGEST = "tables, longest first"
 UNORDERED = "tables, nobody waits"  # wrong results: the same work and bytes without barriers
+NOT_AHEAD = "tables, nothing loaded before a wait"
+FETCHED = "tables, more asked for in the L2 before a wait"
+MARKED = "tables, moments written down"
 CUBLAS, GEMV = "kernels, cuBLAS", "kernels, our GEMV"
 CUBLAS_DEPENDENT, GEMV_DEPENDENT = f"{CUBLAS}, dependent launch", f"{GEMV}, dependent launch"
 SEPARATE = (CUBLAS, GEMV)

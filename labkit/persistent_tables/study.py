@@ -9,7 +9,9 @@ from labkit.persistent_tables.model import TINY, decoder
 
 HERE = "labkit.persistent_tables.trials"
 ONE_SET = 2**40  # bytes: one buffer set, since a decode reads the same weights for every token
-GRAPHS = {names.OURS: "ours", names.LONGEST: "step", names.UNORDERED: "control"}
+GRAPHS = {names.OURS: "ours", names.LONGEST: "step", names.UNORDERED: "control"} | dict.fromkeys(
+    trials.ABLATIONS, "step"
+)
 GRAPHS |= dict.fromkeys((*names.SEPARATE, *names.DEPENDENT), "baseline") | {names.READ: "ceiling"}
 
 
@@ -83,6 +85,7 @@ _GRAPH: dict[str, tuple[str, dict[str, Any]]] = {  # variant -> function of `tri
     names.OURS: ("in_graph", {"schedule": "round-robin"}),
     names.LONGEST: ("in_graph", {"schedule": "longest-first"}),
     names.UNORDERED: ("unordered", {}),
+    **{name: ("ablated", {"name": name}) for name in trials.ABLATIONS},
     names.CUBLAS: ("separate", {"projections": "F.linear", "dependent": False}),
     names.GEMV: ("separate", {"projections": "gemv", "dependent": False}),
     names.CUBLAS_DEPENDENT: ("separate", {"projections": "F.linear", "dependent": True}),
@@ -114,9 +117,9 @@ def control(x: Case) -> str:
 def kernels(some: Sequence[Case], capability: int) -> list[tuple[str, Mapping[str, Any]]]:
     """The step and the baseline's kernels of every model, which are compiled for each."""
     found = [
-        (f"{HERE}:kernel", {"model": model, "dtype": dtype, "position_from": position_from})
+        (f"{HERE}:kernel", one)
         for model, dtype in dict.fromkeys((x["model"], x["dtype"]) for x in some)
-        for position_from in ("record", "launch", "device")
+        for one in trials.launches(model, dtype)
     ]
     models = dict.fromkeys(x["model"] for x in some if x["dtype"] == "bf16")
     found += [source for model in models for source in _baseline(model, capability)]

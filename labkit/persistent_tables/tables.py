@@ -41,6 +41,7 @@ WORDS = (
     "start", "stop", "slot", "position", "wait", "target", "signal", "arrivals",
 )  # fmt: skip
 OP, WEIGHT, INPUT, OUT, GAIN, FIRST, SECOND, K, START, STOP, SLOT, POSITION, WAIT, TARGET, SIGNAL, ARRIVALS = range(16)
+MOMENTS = ("begun", "released", "done")  # of a record, which a launch can write down
 ADDRESS, ROWS, COLUMNS, ITEMSIZE = range(4)  # columns of `buffers`
 
 SHARED = (

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from labkit.bench.spec import Case, Trial
-from labkit.persistent_tables import names, reference, tables
+from labkit.persistent_tables import names, reference, stages, tables
 from labkit.persistent_tables.model import TINY, Weights, decoder, random_weights
 from labkit.persistent_tables.tables import Lowering
 
@@ -38,23 +38,42 @@ class Plan:
 
     per_sm: int = 4
     rows: int = 4
-    choice: Mapping[str, int] = field(default_factory=dict)
+    choice: Mapping[str, Any] = field(default_factory=dict)
 
 
-PLANS = {
-    names.H1024: Plan(choice={"block_k": 256}),  # block_k divides all widths, as do the next ones
-    "AutoMegaKernel h2048": Plan(choice={"block_k": 512, "block_t": 8}),  # wider heads: more takes registers
-    names.LLAMA: Plan(choice={"block_k": 1024}),
+PLANS = {  # found by sweeps on an H100: `block_k` and `ahead` cover a row of the model's width
+    names.H1024: Plan(rows=8, choice={"block_k": 1024, "block_t": 32, "registers": 128}),
+    "AutoMegaKernel h2048": Plan(choice={"block_k": 1024, "ahead": 2, "block_t": 8, "registers": 128}),
+    names.LLAMA: Plan(choice={"block_k": 1024, "ahead": 2, "block_t": 32, "registers": 128}),
+    (names.H1024, "fp32"): Plan(choice={"block_k": 1024, "block_t": 32, "registers": 128}),  # values take twice as many
     TINY.name: Plan(rows=64, choice={"block_k": 64, "num_warps": 1}),
+}
+POSITIONS_FROM = ("record", "launch", "device")
+ABLATIONS = {  # of the step in a graph: fields of the choice that are changed
+    names.NOT_AHEAD: {"ahead": 0},
+    names.FETCHED: {"prefetch": 16384},
+    names.MARKED: {"marks": True},
 }
 
 
-def kernel(model: str, dtype: str, position_from: str) -> Any:
-    """The launch that a case makes, to be compiled beforehand."""
+def plan_of(model: str, dtype: str) -> Plan:
+    """The plan of a model's tables."""
+    return PLANS.get((model, dtype), PLANS.get(model, Plan()))
+
+
+def launches(model: str, dtype: str) -> list[dict[str, Any]]:
+    """Arguments of `kernel` for every launch of the step that a case makes."""
+    found = [{"model": model, "dtype": dtype, "position_from": position_from} for position_from in POSITIONS_FROM]
+    changed = ABLATIONS.values() if dtype == "bf16" and model != TINY.name else ()
+    return found + [{**found[-1], "changed": change} for change in changed]
+
+
+def kernel(model: str, dtype: str, position_from: str, changed: Mapping[str, Any] | None = None) -> Any:
+    """A launch that a case makes, to be compiled beforehand. changed: fields of its choice."""
     from labkit.persistent_tables import kernels
 
-    plan, full = PLANS[model], str(DTYPES[dtype]).removeprefix("torch.")
-    choice = dict(plan.choice)
+    plan, full = plan_of(model, dtype), str(DTYPES[dtype]).removeprefix("torch.")
+    choice = {**plan.choice, **(changed or {})}
     return kernels.compilable(model, 1, plan.rows, names.CACHE, position_from, full, names.SPANS.get(model), **choice)
 
 
@@ -90,7 +109,7 @@ def weights_of(x: Case, device: Any, seed: int) -> Weights:
 
 def lowering(x: Case, device: Any, schedule: str = "round-robin") -> Lowering:
     """What is lowered for a case on a device: as many programs as are resident at once."""
-    size, plan = DTYPES[x["dtype"]].itemsize, PLANS[x["model"]]
+    size, plan = DTYPES[x["dtype"]].itemsize, plan_of(x["model"], x["dtype"])
     positions = names.CACHE if x["model"] != TINY.name else 32
     parts = x["parts"] or None
     span, found = names.SPANS.get(x["model"]), programs(x, device)
@@ -109,9 +128,9 @@ def _resident(model: str, dtype: str, device: torch.device) -> int:
     from labkit.evidence.roofline import occupancy
 
     properties = torch.cuda.get_device_properties(device)
-    capability, fitting = 10 * properties.major + properties.minor, [PLANS[model].per_sm]
-    for position_from in ("record", "launch", "device"):
-        compiled = kernel(model, dtype, position_from).compile()
+    capability, fitting = 10 * properties.major + properties.minor, [plan_of(model, dtype).per_sm]
+    for one in launches(model, dtype):
+        compiled = kernel(**one).compile()
         compiled._init_handles()
         shared, warps = compiled.metadata.shared, compiled.metadata.num_warps
         fitting.append(occupancy(compiled.n_regs, shared, warps, capability))
@@ -249,11 +268,13 @@ def way(x: Case, device: Any, sets: int, seed: int, name: str) -> Trial:
     return _trial(x, checked, _from_idle(x, found.step, begin, sequence(x, name)), lambda: _traffic(found, name))
 
 
-def prepared(x: Case, device: Any, seed: int, name: str, schedule: str = "round-robin") -> Any:
-    """A way on memory of its own."""
+def prepared(
+    x: Case, device: Any, seed: int, name: str, schedule: str = "round-robin", changed: Mapping[str, Any] | None = None
+) -> Any:
+    """A way on memory of its own. changed: fields of the kernel's choice."""
     from labkit.persistent_tables import kernels, ways
 
-    choice = kernels.Choice(**PLANS[x["model"]].choice)
+    choice = kernels.Choice(**{**plan_of(x["model"], x["dtype"]).choice, **(changed or {})})
     return ways.prepare(name, memory_of(x, device, seed, lowering(x, device, schedule)), choice=choice)
 
 
@@ -293,6 +314,17 @@ def in_graph(x: Case, device: Any, sets: int, seed: int, schedule: str) -> Trial
     )  # fmt: skip
     trial.launch = found.launched
     return trial
+
+
+def ablated(x: Case, device: Any, sets: int, seed: int, name: str) -> Trial:
+    """The same with one choice changed; with moments written down, also where the time of its last token went."""
+    found = prepared(x, device, seed, names.GRAPH, changed=ABLATIONS[name])
+
+    def more() -> dict[str, Any]:
+        marks = found.memory.marks
+        return {} if marks is None else {"stages": stages.by_op(found.tables.records, marks.cpu().numpy())}
+
+    return _trial(x, _checked(x, device, seed, found), _captured(x, found.memory, found.launched), more)
 
 
 def unordered(x: Case, device: Any, sets: int, seed: int) -> Trial:

@@ -231,6 +231,36 @@ def stops(rows: pd.DataFrame) -> str:
     return f"{'; '.join(parts)}." if parts else "the step was not measured beside reading."
 
 
+def ablations(rows: pd.DataFrame) -> pd.DataFrame:
+    """The step with one choice changed, against the step as it is."""
+    return derived.ablations(rows).drop(columns="runs").rename(columns=UNITS)
+
+
+def stages(rows: pd.DataFrame) -> Drawing:
+    """Where a token of Llama goes, by op: waking up, working, waiting for the slowest; beside it what reading takes."""
+    table = derived.stages(rows)
+    mine = table[table["model"] == names.LLAMA]
+    if mine.empty:
+        return f"no moments were written down with {names.LLAMA}."
+    tidy = mine.melt("op", ["floor", "wake", "work", "tail"], var_name="part", value_name="us")
+    words = {"floor": "reading at the ceiling", "wake": "wake", "work": "work", "tail": "tail"}
+    fig = figures.bars(
+        tidy.assign(part=tidy["part"].map(words)), "op", "us", "part", xlabel="operation, all layers together",
+        ylabel="µs of a token", title=f"Where a token's time goes, {names.LLAMA}",
+    )  # fmt: skip
+    sums = mine[["wake", "work", "tail", "floor"]].sum()
+    said = (
+        f"Together {sums['wake']:.0f} µs wake, {sums['work']:.0f} µs work and {sums['tail']:.0f} µs tail; reading the "
+        f"weights alone would take {sums['floor']:.0f} µs"
+    )
+    return {
+        "fig": fig,
+        "alt": f"Bars of µs a token by operation: reading at the ceiling, wake, work, tail. {said}.",
+        "caption": f"One token, by the clock of the GPU. {said}: what is loaded before a wait is streamed in the wake.",
+        "table": table.rename(columns={name: f"{name} µs" for name in ("wake", "work", "tail", "floor", "all")}),
+    }
+
+
 def contexts(rows: pd.DataFrame) -> Drawing:
     """µs a token without the host against the first position, tables and separate kernels."""
     table = derived.contexts(rows)
