@@ -364,7 +364,7 @@ def test_every_view_says_what_the_rows_say(rows):
     assert "not measured" not in str(views.questions(rows))
     assert "ways 1, 2, 3; not in 4, 5, 6, 7, 8, 9" in views.waits(rows)
     assert "1800 of them" in views.where(rows)
-    assert f"{names.H1024} 15 µs of waiting, 0.68 µs a barrier of 22, and 5 µs beyond" in views.stops(rows)
+    assert f"{names.H1024} 15 µs of waiting, 0.68 µs a barrier of 22, and +5 µs against" in views.stops(rows)
 
 
 def test_every_view_is_a_sentence_without_rows(rows):

@@ -25,7 +25,10 @@ from labkit.persistent_tables.tables import Lowering
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 FIRST_TOKEN = 1
 CHECKED, CHECKED_BUILT, CHECKED_TINY = 64, 8, 2  # tokens that are compared; of ways that build for milliseconds
-TOLERANCE = {"bf16": 2e-2, "fp32": 1e-4}  # relative RMSE of the first logits: activations of the kernels are rounded
+TOLERANCE = {"bf16": 5e-3, "fp32": 1e-4}  # relative RMSE of the first logits: the new keys and values are rounded
+# What goes from one separate kernel to the next has the weights' dtype. A decoder that rounds there and nowhere else is
+# 1.5e-2 to 2.5e-2 off with Llama-3.2-1B, by position.
+TOLERANCE_ROUNDED = {"bf16": 4e-2, "fp32": 1e-4}
 TIE = {"bf16": 0.1, "fp32": 1e-4}  # where the reference's two best logits are nearer, either token is right
 SHORT, LONG = 8, 32  # tokens of a timed sequence
 HOST_TOKENS, HOST_LEAST, HOST_SECONDS = 30, 5, 0.15  # of the host's clock: tokens, but fewer where they take long
@@ -246,15 +249,18 @@ def sequence(x: Case, way: str = "") -> int:
     return LONG if small else SHORT
 
 
-def _trial(x: Case, checked: Checked, calls: Sequence[Callable[[], Any]], more: Callable[[], Any]) -> Trial:
-    """more: facts beside those of the check."""
+def _trial(
+    x: Case, checked: Checked, calls: Sequence[Callable[[], Any]], more: Callable[[], Any],
+    tolerance: Mapping[str, float] = TOLERANCE,
+) -> Trial:  # fmt: skip
+    """more: facts beside those of the check. tolerance: of the first logits, by dtype."""
     logits = checked.logits
     return Trial(
         calls,
         partial(logits.fill_, math.nan),
         lambda: not bool(logits.isnan().any()),
         checked,
-        {"logits": TOLERANCE[x["dtype"]], "tokens": 0.0},
+        {"logits": tolerance[x["dtype"]], "tokens": 0.0},
         facts=lambda: checked.facts() | more(),
     )
 
@@ -341,7 +347,7 @@ def separate(x: Case, device: Any, sets: int, seed: int, projections: str, depen
     found = _baseline(x, device, seed, projections, dependent, graph=False)
     return _trial(
         x, _checked(x, device, seed, found), _captured(x, found.memory, found.replay),
-        lambda: {"kernels": len(found.calls), "splits": found.splits},
+        lambda: {"kernels": len(found.calls), "splits": found.splits}, TOLERANCE_ROUNDED,
     )  # fmt: skip
 
 
@@ -349,7 +355,8 @@ def replayed(x: Case, device: Any, sets: int, seed: int) -> Trial:
     """The separate kernels as one CUDA graph that the host replays for every token."""
     found = _baseline(x, device, seed, "gemv", True, graph=True)
     calls = _from_idle(x, found.step, found.begin, sequence(x))
-    return _trial(x, _checked(x, device, seed, found), calls, lambda: {"kernels": len(found.calls)})
+    checked = _checked(x, device, seed, found)
+    return _trial(x, checked, calls, lambda: {"kernels": len(found.calls)}, TOLERANCE_ROUNDED)
 
 
 def _baseline(x: Case, device: Any, seed: int, projections: str, dependent: bool, graph: bool) -> Any:

@@ -226,7 +226,7 @@ def stops(rows: pd.DataFrame) -> str:
             waiting, slower = us[names.OURS] - us[names.UNORDERED], us[names.UNORDERED] - us[names.READ]
             parts.append(
                 f"{model} {waiting:.0f} µs of waiting, {waiting / stages:.2f} µs a barrier of {stages}, and "
-                f"{slower:.0f} µs beyond reading as many bytes without it"
+                f"{slower:+.0f} µs against reading as many bytes without it"
             )
     return f"{'; '.join(parts)}." if parts else "the step was not measured beside reading."
 
