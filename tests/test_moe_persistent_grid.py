@@ -92,6 +92,35 @@ def test_an_int4_layer_is_the_layer_of_its_exact_values():
     assert torch.equal(reference.layer(x, ids, weights, w1, w2), exact)
 
 
+def test_a_coarse_scale_makes_weights_that_are_exact_in_bf16():
+    scales = torch.rand(64, 2, generator=torch.Generator().manual_seed(0)).add(1e-3).bfloat16()
+    values = torch.arange(16).repeat(64, 16)
+    rounded = reference.dequantise(Int4(reference.pack(values), scales))
+    exact = reference.dequantise(Int4(reference.pack(values), reference.coarse(scales)))
+    assert not torch.equal(rounded.bfloat16().double(), rounded)
+    assert torch.equal(exact.bfloat16().double(), exact)
+    torch.testing.assert_close(reference.coarse(scales), scales, rtol=2**-5, atol=0)
+
+
+def test_what_is_stored_is_rounded_and_that_is_most_of_the_error():
+    """A chain of bf16 products against float64 all the way, and against float64 with the same roundings."""
+    torch.manual_seed(0)
+    x, w1, w2 = (torch.randn(shape).bfloat16() for shape in ((64, 256), (4, 512, 256), (4, 256, 256)))
+    w1, w2 = w1 * 2**-4, w2 * 2**-4
+    ids, weights = torch.randint(0, 4, (64, 2)), torch.rand(64, 2)
+    found = torch.zeros(64, 256)
+    for t in range(64):
+        for j, e in enumerate(ids[t].tolist()):
+            gate, up = (w1[e].float() @ x[t].float()).bfloat16().float().chunk(2)
+            hidden = (gate * gate.sigmoid() * up).bfloat16().float()
+            found[t] += weights[t, j] * (w2[e].float() @ hidden).bfloat16().float()
+    exact = reference.errors(found.bfloat16(), reference.layer(x, ids, weights, w1, w2))
+    stored = reference.errors(found.bfloat16(), reference.layer(x, ids, weights, w1, w2, torch.bfloat16))
+    assert 2.5e-3 < exact.rms < 4e-3
+    assert stored.rms < 1.5e-3
+    assert stored.largest < 8e-3
+
+
 def test_errors_by_hand():
     expected = torch.tensor([3.0, 4.0, 0.0, 0.0])  # RMS 2.5
     found = reference.errors(torch.tensor([3.0, 4.4, 0.5, 0.0]), expected)
@@ -299,7 +328,9 @@ def test_a_graph_replays_with_another_routing(tokens, int4):
     torch.manual_seed(0)
     w1, w2 = torch.randn(16, 512, 384) * 384**-0.5, torch.randn(16, 384, 256) * 256**-0.5
     if int4:
-        w1, w2 = (Int4(*(part.cuda() for part in reference.quantise(w))) for w in (w1, w2))
+        # With scales of eight bits the rounding of the weights alone takes the largest error to 2.1e-2.
+        w1, w2 = (reference.quantise(w) for w in (w1, w2))
+        w1, w2 = (Int4(w.packed.cuda(), reference.coarse(w.scales).cuda()) for w in (w1, w2))
     else:
         w1, w2 = w1.cuda().bfloat16(), w2.cuda().bfloat16()
     x = torch.randn(tokens, 384).cuda().bfloat16()
@@ -313,7 +344,8 @@ def test_a_graph_replays_with_another_routing(tokens, int4):
         launched()
     for seed, kind in enumerate(routing.KINDS):
         inputs.ids.copy_(synthetic(kind, tokens, 16, 4, seed, "cuda", empty=1).ids)
-        inputs.ids[tokens // 2 + 1 :] = -1  # fewer tokens than the graph was captured for
+        fewer = tokens // 2 + 1  # tokens than the graph was captured for
+        inputs.ids[fewer:] = -1
         found = []
         for _ in range(2):
             inputs.out.fill_(math.nan)
@@ -321,4 +353,5 @@ def test_a_graph_replays_with_another_routing(tokens, int4):
             found.append(inputs.out.clone())
         assert torch.equal(*found)
         expected = reference.layer(x, inputs.ids, inputs.weights, w1, w2)
-        assert reference.errors(found[0], expected).ok, kind
+        assert not found[0][fewer:].any()
+        assert reference.errors(found[0][:fewer], expected[:fewer]).ok, kind  # zeros would make its RMS smaller

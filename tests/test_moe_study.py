@@ -316,6 +316,15 @@ def test_each_kernel_is_compiled_ahead_once():
     assert not any(one["choice"][one["gemm"]]["descriptor"] for _, one in older)
 
 
+def test_the_product_before_a_candidate_is_compiled_ahead_too():
+    x = Case("tune", case("layer", weights="INT4", T=1642).params)
+    found = [(one["gemm"], Config.of(one["choice"])) for _, one in study.kernels([x], 90)]
+    built = {(config.block_m, config.gemm1) for gemm, config in found if gemm == "gemm1"}
+    for one in study._candidates(x):
+        config = trials.configured(x, one)
+        assert (config.block_m, config.gemm1) in built
+
+
 def compiled_of(x, name, gemm="gemm1"):
     """Evidence of a variant's kernel for sm_90; few experts, whose number changes no code."""
     _, options = names.makers(x.op, x["weights"])[name]

@@ -82,6 +82,7 @@ def _random(shape: tuple[int, int, int], kind: str, device: Any, generator: torc
     if not _only_compiled():
         packed.random_(0, 256, generator=generator)
         scales.uniform_(0.5, 1.5, generator=generator).mul_(K**-0.5 / INT4_RMS)
+        scales = reference.coarse(scales)  # rounded or not, the same weights
     return Int4(packed, scales)
 
 
@@ -202,7 +203,8 @@ def layer(x: Case, device: Any, sets: int, seed: int, **how: Any) -> Trial:
     def facts() -> dict[str, Any]:
         return {"config": found.as_dict()} | {name: evidence(made[0], name) for name in ("gemm1", "gemm2")}
 
-    return _layer(x, items, made, facts, INT8 if how.get("int8") else EXACT, kind)
+    int8 = bool(how.get("int8"))
+    return _layer(x, items, made, facts, INT8 if int8 else EXACT, kind, not found.fused and not int8)
 
 
 def _own(scratch: Any) -> Any:
@@ -221,8 +223,9 @@ def _layer(
     facts: Callable[[], Mapping[str, Any]] | None = None,
     tolerance: Mapping[str, float] = EXACT,
     kind: str = "",
+    stored: bool = False,
 ) -> Trial:
-    """A trial of calls that write their item's `out`."""
+    """A trial of calls that write their item's `out`. stored: gate and up pass through memory, rounded."""
 
     def poison() -> None:
         for item in items:
@@ -230,7 +233,7 @@ def _layer(
 
     def check() -> dict[str, float]:
         calls[0]()
-        return _errors(items[0].out[_some(x)], _expected(x, items[0], kind))
+        return _errors(items[0].out[_some(x)], _expected(x, items[0], kind, stored))
 
     def written() -> bool:
         return not any(bool(item.out.isnan().any()) for item in items)
@@ -243,14 +246,15 @@ def _some(x: Case) -> Tensor:
     return torch.linspace(0, x["T"] - 1, min(CHECKED, x["T"])).long()
 
 
-def _expected(x: Case, item: Any, kind: str) -> Tensor:
-    """Those tokens' outputs in float64."""
+def _expected(x: Case, item: Any, kind: str, stored: bool = False) -> Tensor:
+    """Those tokens' outputs in float64; stored: rounded where they pass from kernel to kernel (`reference.layer`)."""
     some = _some(x).to(item.x.device)
 
     def make() -> Tensor:
-        return reference.layer(item.x[some], item.ids[some], item.weights[some], item.w1, item.w2)
+        dtype = item.x.dtype if stored else None
+        return reference.layer(item.x[some], item.ids[some], item.weights[some], item.w1, item.w2, dtype)
 
-    return _of_case(_owner(x, item.x.device), ("expected", kind, item.x.data_ptr()), make)
+    return _of_case(_owner(x, item.x.device), ("expected", kind, stored, item.x.data_ptr()), make)
 
 
 def _errors(found: Tensor, expected: Tensor) -> dict[str, float]:
@@ -263,7 +267,7 @@ def grouped_mm(x: Case, device: Any, sets: int, seed: int) -> Trial:
     from labkit.moe_persistent_grid import peers
 
     items = _with_outputs(_inputs(x, device, sets, seed))
-    return _layer(x, items, [peers.grouped_mm(item) for item in items])
+    return _layer(x, items, [peers.grouped_mm(item) for item in items], stored=True)
 
 
 def loop(x: Case, device: Any, sets: int, seed: int) -> Trial:
@@ -271,7 +275,7 @@ def loop(x: Case, device: Any, sets: int, seed: int) -> Trial:
     from labkit.moe_persistent_grid import peers
 
     items = _with_outputs(_inputs(x, device, sets, seed))
-    return _layer(x, items, [peers.loop(item) for item in items])
+    return _layer(x, items, [peers.loop(item) for item in items], stored=True)
 
 
 def liger(x: Case, device: Any, sets: int, seed: int) -> Trial:
