@@ -127,6 +127,30 @@ def _rotated(bits, places):
 
 
 @triton.jit
+def _turned(bits, LEFT: tl.constexpr):
+    """Words rotated to the left by LEFT, or to the right by -LEFT."""
+    bits = bits.to(tl.uint32, bitcast=True)
+    return ((bits << LEFT % 32) | (bits >> -LEFT % 32)).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def _fields(tile, FORMAT: tl.constexpr):
+    """Of Q5_K or Q6_K, the parts of all words with the bits above them: even parts in one word, odd ones in the other.
+
+    Part i begins at bit 4i; what is above part 7 goes on at bit 0.
+    """
+    planes, high, _, _ = tile
+    quad = tl.arange(0, 4)
+    if FORMAT == "Q5_K":
+        above = _rotated(high[0], 4 - quad)
+    else:
+        turn = 4 - quad % 2 * 2 + quad // 2 * 16
+        above = (_rotated(high[0], turn) & 0x000FFFF0) | (_rotated(high[1], (turn + 16) % 32) & ~0x000FFFF0)
+    even = (planes[0] & 0x0F0F0F0F) | (above & ~0x0F0F0F0F)
+    return even, (planes[0] & ~0x0F0F0F0F) | (above & 0x0F0F0F0F)
+
+
+@triton.jit
 def _scales(tile, FORMAT: tl.constexpr):
     """The step of the first and of the last 16 weights of each group, and what is subtracted; [units, 1]."""
     _, _, scales, d = tile
@@ -153,7 +177,7 @@ def _weights(tile, scales, magic, i: tl.constexpr, FORMAT: tl.constexpr):
 
     magic: bits of the fp32 2^23, as an argument of the kernel: an instruction takes one constant only, the mask.
     """
-    planes, high, _, _ = tile
+    planes = tile[0]
     first, last, low = scales
     if FORMAT == "F32":
         return planes[i].to(tl.float32, bitcast=True)
@@ -166,15 +190,13 @@ def _weights(tile, scales, magic, i: tl.constexpr, FORMAT: tl.constexpr):
         return _value(bits, 128 << PLACE) * (first * (1.0 / (1 << PLACE)))
     else:
         PLACE: tl.constexpr = 4 * (i % 4)
-        bits = (planes[0] >> 16 * (i // 4) & 15 << PLACE) ^ magic
-        quad = tl.arange(0, 4)
-        # the bits above follow the four where these stand; | after ^ keeps the compiler from regrouping them, so that
-        # each is one instruction
-        if FORMAT == "Q5_K":
-            bits = (_rotated(high[0], 4 - quad + 16 * (i // 4)) & 16 << PLACE) | bits
-        if FORMAT == "Q6_K":
-            bits = (_rotated(high[i // 4], 4 - quad % 2 * 2 + quad // 2 * 16) & 48 << PLACE) | bits
-            return _value(bits, 32 << PLACE) * ((first if i < 4 else last) * (1.0 / (1 << PLACE)))
+        if FORMAT == "Q4_K":
+            bits = (planes[0] >> 16 * (i // 4) & 15 << PLACE) ^ magic
+        else:
+            BITS: tl.constexpr = 5 if FORMAT == "Q5_K" else 6
+            bits = (_turned(_fields(tile, FORMAT)[i % 2], -16 * (i // 4)) & (1 << BITS) - 1 << PLACE) ^ magic
+            if FORMAT == "Q6_K":
+                return _value(bits, 32 << PLACE) * ((first if i < 4 else last) * (1.0 / (1 << PLACE)))
         step = tl.broadcast_to(first * (1.0 / (1 << PLACE)), bits.shape)
         return tl.fma(_value(bits, 0), step, tl.broadcast_to(-low, bits.shape))
 
@@ -198,7 +220,7 @@ def _raised(tile, scales, magic, i: tl.constexpr, FORMAT: tl.constexpr):
 
     The higher they stand, the less of a step is the rounding of what takes 2^23 away again.
     """
-    planes, high, _, _ = tile
+    planes = tile[0]
     first, last, low = scales
     if FORMAT == "Q8_0":
         PLACE: tl.constexpr = 7 + 8 * (i % 2)
@@ -206,18 +228,18 @@ def _raised(tile, scales, magic, i: tl.constexpr, FORMAT: tl.constexpr):
         bits = ((word << 7 if i % 4 < 2 else word >> 9) & 255 << PLACE) ^ magic
         step = first * (1.0 / (1 << PLACE))
         return bits, step, step * (-8388608.0 - (128 << PLACE))
+    elif FORMAT == "Q4_K":
+        PLACE: tl.constexpr = 7 + 4 * (i % 4)
+        bits = ((planes[0] << 7 if i < 4 else planes[0] >> 9) & 15 << PLACE) ^ magic
+        step = first * (1.0 / (1 << PLACE))
+        return bits, step, tl.fma(step, tl.full(step.shape, -8388608.0, tl.float32), -low)
     else:
-        UP: tl.constexpr = 7 if FORMAT == "Q4_K" else 6 if FORMAT == "Q5_K" else 5
-        PLACE: tl.constexpr = UP + 4 * (i % 4)
-        word = planes[0]
-        bits = ((word << UP if i < 4 else word >> 16 - UP) & 15 << PLACE) ^ magic
-        quad = tl.arange(0, 4)
+        BITS: tl.constexpr = 5 if FORMAT == "Q5_K" else 6
+        PLACE: tl.constexpr = 15 - BITS + 8 * (i // 2 % 2)  # of two parts, the upper one ends where the mantissa does
+        bits = (_turned(_fields(tile, FORMAT)[i % 2], PLACE - 4 * i) & (1 << BITS) - 1 << PLACE) ^ magic
         if FORMAT == "Q6_K":
-            bits = (_rotated(high[i // 4], 4 + UP - quad % 2 * 2 + quad // 2 * 16) & 48 << PLACE) | bits
             step = (first if i < 4 else last) * (1.0 / (1 << PLACE))
             return bits, step, step * (-8388608.0 - (32 << PLACE))
-        if FORMAT == "Q5_K":
-            bits = (_rotated(high[0], 4 + UP - quad + 16 * (i // 4)) & 16 << PLACE) | bits
         step = first * (1.0 / (1 << PLACE))
         return bits, step, tl.fma(step, tl.full(step.shape, -8388608.0, tl.float32), -low)
 

@@ -22,8 +22,9 @@ OURS = {  # the lab's variants, each of which has the bits of its family in ever
     "cache": (names.PREFETCHED, names.NEEDED),
 }
 TIMES_COLUMNS = (*SHAPE, "variant", "role", "us", "us a token", "launches", "MB", "passes", "% of reading")
-# To make fp32 of a weight, in instructions: taken out, 2^23 subtracted, scaled; the fifth and sixth bit put beside.
-TO_FLOAT = {"F32": 0, "BF16": 1, "Q8_0": 3, "Q4_K": 3, "Q5_K": 4, "Q6_K": 4}
+# To make fp32 of a weight, in instructions: taken out, 2^23 subtracted, scaled; before, for eight weights at once, what
+# is above the four bits is rotated and put beside the even and the odd ones (of Q6_K, from two words).
+TO_FLOAT = {"F32": 0, "BF16": 1, "Q8_0": 3, "Q4_K": 3, "Q5_K": 3 + 3 / 8, "Q6_K": 3 + 5 / 8}
 LANES = 128  # of a multiprocessor, an instruction each a clock; since compute capability 8.6, and 9.0
 
 

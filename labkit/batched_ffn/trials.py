@@ -52,7 +52,7 @@ def _normal(shape: Sequence[int], scale: float, device: Any, seed: int) -> Tenso
 
 
 def _tokens(N: int, columns: int, x: Case, device: Any, seed: int) -> Tensor:
-    """[N, columns]; the first tokens are the same whatever N is."""
+    """[N, columns]; of another N, other tokens."""
     return _normal((N, columns), 1.0, device, seed + 7).to(DTYPES[x["activations"]])
 
 
