@@ -27,9 +27,9 @@ asked for as soon as the one before has signalled. Not before that: the signal w
 
 With `marks` every record also writes down when it began, was released and had done its work: what a stage waits for.
 
-Memory order: one thread waits with an acquire or all do, then a barrier; all threads store, then a barrier and one
-release. Bits do not depend on how a projection is split, on which program runs what, or on who comes last; those of
-attention depend on the span.
+Memory order: one thread waits with an acquire, then a barrier; all threads store, then a barrier and one release. Bits
+do not depend on how a projection is split, on which program runs what, or on who comes last; those of attention depend
+on the span.
 """
 
 # ruff: noqa: RUF005 (Triton's tuples grow by +; it does not know (*a, b))
@@ -122,19 +122,25 @@ def _fetch(W, K, start, stop, DTYPE: tl.constexpr, BYTES: tl.constexpr):
 
 
 @triton.jit
+def _record(records, number, end):
+    """A record before `end`; any other where there is no such one, so that what is read there is in the table."""
+    return records + tl.maximum(tl.minimum(number, end - 1), 0) * _WORDS
+
+
+@triton.jit
 def _next_projection(records, number, end):
     """The first projection among a program's records from a number on; `end` if there is none."""
-    op = tl.load(records + tl.minimum(number, end - 1) * _WORDS)
+    op = tl.load(_record(records, number, end))
     while (op > _HEAD) & (number < end):
         number += 1
-        op = tl.load(records + tl.minimum(number, end - 1) * _WORDS)
+        op = tl.load(_record(records, number, end))
     return number
 
 
 @triton.jit
 def _rows_of(records, number, end, buffers, DTYPE: tl.constexpr, DIVISOR: tl.constexpr):
     """What a projection before `end` reads: the matrix, values of a row, first row, row after the last."""
-    record = records + tl.minimum(number, end - 1) * _WORDS
+    record = _record(records, number, end)
     K = tl.load(record + _K) // DIVISOR * DIVISOR  # changes nothing, but tells how rows are aligned
     return _buffer(buffers, record, _WEIGHT, DTYPE), K, tl.load(record + _START), tl.load(record + _STOP)
 
