@@ -115,15 +115,9 @@ def decode_us(over: Mapping[str, float] | None = None) -> Us:
             return factor * _host_us(case, way, part)
         step = studies.load("persistent_tables").floor(case).bytes / 3e6
         if variant.role != "ceiling":
-            step += (
-                5
-                if "nobody waits" in name
-                else 30
-                if "nothing loaded" in name
-                else 20
-                if variant.mode == "eager" or name.startswith("tables")
-                else 40
-            )
+            waits = {"nobody waits": 5, "nothing loaded": 30}
+            rest = 20 if variant.mode == "eager" or name.startswith("tables") else 40
+            step += next((us for words, us in waits.items() if words in name), rest)
         parts = [_host_us(case, name, part) for part in ("build", "copy", "launch")] if name[0].isdigit() else []
         return factor * (step + sum(parts))
 

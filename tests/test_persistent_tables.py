@@ -674,8 +674,7 @@ SOURCES = {
 
 def test_compiled_for_hopper():
     """Four programs fit on a multiprocessor, nothing is spilled, weights are loaded 16 bytes a thread."""
-    source = "labkit.persistent_tables.kernels:compilable"
-    sources = {name: (source, {"model": "Llama-3.2-1B", "registers": 128, **more}) for name, more in SOURCES.items()}
+    sources = {name: compilable_of(registers=128, **more) for name, more in SOURCES.items()}
     found = compiled.table(sources, [90]).set_index("source")
     assert (found["spill_bytes"] == 0).all()
     assert (found["ctas_per_sm"] >= 4).all(), found["registers"]

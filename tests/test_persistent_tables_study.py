@@ -409,7 +409,7 @@ def test_kernels_are_compiled_once_for_each_model_and_target():
         assert len(found) - len(steps) == times * (len(names.MODELS) * len(baseline.KERNELS) + len(shapes))
 
 
-@pytest.mark.parametrize("position_from", kernels.POSITION_FROM)
+@pytest.mark.parametrize("position_from", names.POSITION_FROM)
 def test_the_step_of_every_model_fits_four_times_and_spills_next_to_nothing(position_from):
     sources = {
         name: (

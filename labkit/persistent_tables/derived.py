@@ -80,7 +80,7 @@ def ablations(rows: pd.DataFrame) -> pd.DataFrame:
     for params, group in cases(rows, "token", **MAIN):
         group = in_mode(group, "graph")
         us = median_us(group)
-        some = [name for name in (names.NOT_AHEAD, names.FETCHED, names.MARKED) if {name, names.OURS} <= set(us)]
+        some = [name for name in names.ABLATIONS if {name, names.OURS} <= set(us)]
         for one in compare_many(group, [(names.OURS, name) for name in some]):
             found.append({"model": params["model"], "variant": one.against, "us": us[one.against]} | one.columns())
     return pd.DataFrame(found).reindex(columns=["model", "variant", "us", "ratio", "low", "high", "verdict", "runs"])
@@ -96,7 +96,7 @@ def stages(rows: pd.DataFrame) -> pd.DataFrame:
         model, ceiling = MODELS[params["model"]], group["ceiling"].max()
         values = _values_of(model)
         for line in facts(in_mode(group, "graph")).get(names.MARKED, {}).get("stages", []):
-            floor = values.get(line["op"], 0) * 2 / ceiling / 1e6
+            floor = values.get(line["op"], 0) * 2 / ceiling / 1e6  # bf16
             found.append({"model": params["model"]} | line | {"floor": floor})
     table = pd.DataFrame(found).reindex(columns=["model", "op", "stages", "wake", "work", "tail", "floor"])
     return table.assign(all=table["wake"] + table["work"] + table["tail"])

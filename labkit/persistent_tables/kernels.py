@@ -46,12 +46,12 @@ from triton.language.extra.cuda import globaltimer
 
 from labkit.checks import check_one_of
 from labkit.launch import Launch
+from labkit.persistent_tables import names
 from labkit.persistent_tables import tables as t
 from labkit.persistent_tables.model import Decoder, Weights, decoder, head_of, inverse_frequencies, layer_of
 from labkit.persistent_tables.tables import Lowering, Tables, buffer_shapes, check_position, lower
 
 DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
-POSITION_FROM = ("record", "launch", "device")
 INTEGERS = ("token", "tokens", "best_token")
 RESULTS = (*INTEGERS, "hidden", "qkv", "spans", "attention", "ffn", "logits", "best")
 
@@ -638,7 +638,7 @@ def compilable(
 
 def check_step(how: Lowering, position: int | None, position_from: str, choice: Choice) -> None:
     """Raise ValueError for what the kernel cannot take."""
-    check_one_of("position_from", position_from, POSITION_FROM)
+    check_one_of("position_from", position_from, names.POSITION_FROM)
     if (position is None) == (position_from == "launch"):
         raise ValueError(f"position is {position} with position_from {position_from!r}; allowed: one for 'launch' only")
     if position is not None:

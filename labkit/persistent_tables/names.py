@@ -24,6 +24,7 @@ WAYS = (REBUILT, VECTORISED, PREBUILT, PINNED, ONE_POSITION, ONE_BY_ONE, PACKED,
 ALONE = tuple(alone(way, table) for way in (REBUILT, PREBUILT) for table in TABLES)
 BUILT = (REBUILT, *(alone(REBUILT, table) for table in TABLES), VECTORISED)  # by the host, for every token
 SWEPT = (VECTORISED, PREBUILT, PINNED, PACKED, BY_KERNEL, IN_LAUNCH, GRAPH)  # over records and kernel time
+POSITION_FROM = ("record", "launch", "device")  # where the step reads the position
 PARTS = ("build", "copy", "launch")  # of the host's work for a token
 
 
@@ -39,6 +40,7 @@ UNORDERED = "tables, nobody waits"  # wrong results: the same work and bytes wit
 NOT_AHEAD = "tables, nothing loaded before a wait"
 FETCHED = "tables, more asked for in the L2 before a wait"
 MARKED = "tables, moments written down"
+ABLATIONS = {NOT_AHEAD: {"ahead": 0}, FETCHED: {"prefetch": 16384}, MARKED: {"marks": True}}  # changes of the choice
 CUBLAS, GEMV = "kernels, cuBLAS", "kernels, our GEMV"
 CUBLAS_DEPENDENT, GEMV_DEPENDENT = f"{CUBLAS}, dependent launch", f"{GEMV}, dependent launch"
 SEPARATE = (CUBLAS, GEMV)

@@ -3,14 +3,13 @@
 A stage is all records that signal one counter: every program waits for the last of them. What a stage takes, from the
 end of the stage before to its own, is split into three parts that add up:
 
-| part | from the moment that      | to the moment that           | what it is                                  |
-|------|---------------------------|------------------------------|---------------------------------------------|
-| wake | the stage before is done  | half of its records may work | signal, poll, what the memory does meanwhile |
-| work |                           | half of its records are done | weights that are left to stream, sums       |
-| tail |                           | the last record is done      | the slowest program, for which all wait     |
+| part | from the moment that         | to the moment that           | what it is                                   |
+|------|------------------------------|------------------------------|----------------------------------------------|
+| wake | the stage before is done     | half of its records may work | signal, poll, what the memory does meanwhile |
+| work | half of its records may work | half of its records are done | weights that are left to stream, sums        |
+| tail | half of its records are done | the last record is done      | the slowest program, for which all wait      |
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -29,13 +28,12 @@ def stages(records: np.ndarray, marks: np.ndarray) -> list[dict[str, Any]]:
     """
     if len(records) != len(marks):
         raise ValueError(f"marks has {len(marks)} entries; allowed: {len(records)}, one a record")
-    signals = np.unique(records[:, SIGNAL])
-    done = {s: marks[records[:, SIGNAL] == s, _DONE] for s in signals if s >= 0}
+    signalling = {s: records[:, SIGNAL] == s for s in np.unique(records[:, SIGNAL]) if s >= 0}
+    ends = {s: int(marks[mine, _DONE].max()) for s, mine in signalling.items()}
     found, before = [], 0
-    for signal in sorted(done, key=lambda s: done[s].max()):
-        mine = records[:, SIGNAL] == signal
+    for signal, end in sorted(ends.items(), key=lambda item: item[1]):
+        mine = signalling[signal]
         waited = mine & (marks[:, _RELEASED] >= before)
-        end = int(done[signal].max())
         if before and waited.any():
             wake, half = (float(np.median(marks[waited, moment])) for moment in (_RELEASED, _DONE))
             line = {"op": OPS[int(records[mine, OP][0]) - 1]}
@@ -45,16 +43,11 @@ def stages(records: np.ndarray, marks: np.ndarray) -> list[dict[str, Any]]:
 
 
 def by_op(records: np.ndarray, marks: np.ndarray) -> list[dict[str, Any]]:
-    """`stages` by op, in the order of a layer: op, how many there are, and the sums of their PARTS in µs."""
+    """`stages` by op, in the order of time: op, how many there are, and the sums of their PARTS in µs."""
     found: dict[str, dict[str, Any]] = {}
     for one in stages(records, marks):
         line = found.setdefault(one["op"], {"op": one["op"], "stages": 0} | dict.fromkeys(PARTS, 0.0))
         line["stages"] += 1
         for part in PARTS:
             line[part] += one[part] / 1e3
-    return _in_order(list(found.values()))
-
-
-def _in_order(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    order = ("embed", "qkv", "attention", "output", "gate_up", "down", "head", "argmax")
-    return sorted(lines, key=lambda line: order.index(line["op"]))
+    return list(found.values())

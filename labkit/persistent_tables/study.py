@@ -9,9 +9,8 @@ from labkit.persistent_tables.model import TINY, decoder
 
 HERE = "labkit.persistent_tables.trials"
 ONE_SET = 2**40  # bytes: one buffer set, since a decode reads the same weights for every token
-GRAPHS = {names.OURS: "ours", names.LONGEST: "step", names.UNORDERED: "control"} | dict.fromkeys(
-    trials.ABLATIONS, "step"
-)
+GRAPHS = {names.OURS: "ours", names.LONGEST: "step", names.UNORDERED: "control"}
+GRAPHS |= dict.fromkeys(names.ABLATIONS, "step")
 GRAPHS |= dict.fromkeys((*names.SEPARATE, *names.DEPENDENT), "baseline") | {names.READ: "ceiling"}
 
 
@@ -85,7 +84,7 @@ _GRAPH: dict[str, tuple[str, dict[str, Any]]] = {  # variant -> function of `tri
     names.OURS: ("in_graph", {"schedule": "round-robin"}),
     names.LONGEST: ("in_graph", {"schedule": "longest-first"}),
     names.UNORDERED: ("unordered", {}),
-    **{name: ("ablated", {"name": name}) for name in trials.ABLATIONS},
+    **{name: ("ablated", {"name": name}) for name in names.ABLATIONS},
     names.CUBLAS: ("separate", {"projections": "F.linear", "dependent": False}),
     names.GEMV: ("separate", {"projections": "gemv", "dependent": False}),
     names.CUBLAS_DEPENDENT: ("separate", {"projections": "F.linear", "dependent": True}),

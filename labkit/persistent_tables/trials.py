@@ -51,23 +51,18 @@ PLANS = {  # found by sweeps on an H100: `block_k` and `ahead` cover a row of th
     (names.H1024, "fp32"): Plan(choice={"block_k": 1024, "block_t": 32, "registers": 128}),  # values take twice as many
     TINY.name: Plan(rows=64, choice={"block_k": 64, "num_warps": 1}),
 }
-POSITIONS_FROM = ("record", "launch", "device")
-ABLATIONS = {  # of the step in a graph: fields of the choice that are changed
-    names.NOT_AHEAD: {"ahead": 0},
-    names.FETCHED: {"prefetch": 16384},
-    names.MARKED: {"marks": True},
-}
 
 
-def plan_of(model: str, dtype: str) -> Plan:
-    """The plan of a model's tables."""
-    return PLANS.get((model, dtype), PLANS.get(model, Plan()))
+def plan_of(model: str, dtype: str, changed: Mapping[str, Any] | None = None) -> Plan:
+    """The plan of a model's tables. changed: fields of its choice."""
+    plan = PLANS.get((model, dtype)) or PLANS[model]
+    return replace(plan, choice={**plan.choice, **changed}) if changed else plan
 
 
 def launches(model: str, dtype: str) -> list[dict[str, Any]]:
     """Arguments of `kernel` for every launch of the step that a case makes."""
-    found = [{"model": model, "dtype": dtype, "position_from": position_from} for position_from in POSITIONS_FROM]
-    changed = ABLATIONS.values() if dtype == "bf16" and model != TINY.name else ()
+    found = [{"model": model, "dtype": dtype, "position_from": position_from} for position_from in names.POSITION_FROM]
+    changed = names.ABLATIONS.values() if dtype == "bf16" and model != TINY.name else ()
     return found + [{**found[-1], "changed": change} for change in changed]
 
 
@@ -75,9 +70,9 @@ def kernel(model: str, dtype: str, position_from: str, changed: Mapping[str, Any
     """A launch that a case makes, to be compiled beforehand. changed: fields of its choice."""
     from labkit.persistent_tables import kernels
 
-    plan, full = plan_of(model, dtype), str(DTYPES[dtype]).removeprefix("torch.")
-    choice = {**plan.choice, **(changed or {})}
-    return kernels.compilable(model, 1, plan.rows, names.CACHE, position_from, full, names.SPANS.get(model), **choice)
+    plan, full = plan_of(model, dtype, changed), str(DTYPES[dtype]).removeprefix("torch.")
+    span = names.SPANS.get(model)
+    return kernels.compilable(model, 1, plan.rows, names.CACHE, position_from, full, span, **plan.choice)
 
 
 def projection(N: int, K: int, choice: Mapping[str, Any], dependent: bool) -> Any:
@@ -280,7 +275,7 @@ def prepared(
     """A way on memory of its own. changed: fields of the kernel's choice."""
     from labkit.persistent_tables import kernels, ways
 
-    choice = kernels.Choice(**{**plan_of(x["model"], x["dtype"]).choice, **(changed or {})})
+    choice = kernels.Choice(**plan_of(x["model"], x["dtype"], changed).choice)
     return ways.prepare(name, memory_of(x, device, seed, lowering(x, device, schedule)), choice=choice)
 
 
@@ -324,7 +319,7 @@ def in_graph(x: Case, device: Any, sets: int, seed: int, schedule: str) -> Trial
 
 def ablated(x: Case, device: Any, sets: int, seed: int, name: str) -> Trial:
     """The same with one choice changed; with moments written down, also where the time of its last token went."""
-    found = prepared(x, device, seed, names.GRAPH, changed=ABLATIONS[name])
+    found = prepared(x, device, seed, names.GRAPH, changed=names.ABLATIONS[name])
 
     def more() -> dict[str, Any]:
         marks = found.memory.marks

@@ -208,6 +208,7 @@ def test_a_table_that_never_finishes_ends_with_the_records_number(device):
         ({"position_from": "host"}, "position_from is 'host'; allowed: record, launch, device"),
         ({"choice": Choice(block_k=48)}, "block_k is 48; allowed: a power of two"),
         ({"choice": Choice(ahead=-1)}, "ahead is -1; allowed: at least 0"),
+        ({"choice": Choice(prefetch=192)}, "prefetch is 192; allowed: 0 or a power of two from 128 on"),
     ],
 )
 def test_what_a_step_cannot_take_is_named(more, message, device):
