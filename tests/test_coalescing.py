@@ -38,6 +38,14 @@ SOURCES = {
 }
 
 
+@pytest.fixture(scope="module", autouse=True)
+def cache_of_its_own(tmp_path_factory):
+    """Compiled code names the file that it came from: what another checkout has left in the cache names that one."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("triton")))
+        yield
+
+
 @pytest.fixture(scope="module")
 def table():
     return coalescing.table(SOURCES)
