@@ -131,12 +131,12 @@ def _tile(rows: float, block_m: int, columns: int, int4: bool, sms: int) -> Tile
     """A GEMM's tile. columns: rows of w, of all active experts.
 
     Up to 32 rows the time is that of reading weights: they are the left operand, and the tile of w is small, so that
-    several CTAs an SM have loads in flight; where there are too few tiles for that, each has more stages of them. From
+    several CTAs an SM have loads in flight; where there are too few tiles for that, bf16 has more stages of them. From
     256 rows an expert on it is that of products: the widest wgmma. Between: two or three CTAs an SM.
     """
     if block_m <= 32:
-        stages = 3 if columns >= FILL * 64 * sms else 5
-        return Tile(64, 128, 4, stages + int4, group_m=1, swap=True, unpack="split")
+        stages = 4 if int4 else 3 if columns >= FILL * 64 * sms else 5
+        return Tile(64, 128, 4, stages, group_m=1, swap=True, unpack="split")
     if block_m == 64:
         return Tile(128, 64, 4, 3, scale_sums=not int4)
     if rows < 256 or int4:
@@ -173,19 +173,19 @@ class Candidate(NamedTuple):
 
 # BN, BK, warps, stages and what differs from a tile's defaults; by the rows that a block is for.
 FEW = (
-    (32, 128, 4, 5, {}), (64, 64, 4, 6, {}), (64, 128, 4, 3, {}), (64, 128, 4, 5, {}), (64, 256, 4, 3, {}),
-    (128, 128, 4, 3, {}), (64, 128, 4, 4, {"descriptor": True}), (128, 64, 4, 4, {"descriptor": True}),
-    (64, 128, 4, 4, {"programs": 2, "flatten": True}),
+    (64, 128, 4, 3, {}), (64, 128, 4, 4, {}), (64, 128, 4, 5, {}), (128, 64, 4, 5, {}), (128, 128, 4, 3, {}),
+    (64, 128, 4, 4, {"descriptor": True}), (128, 64, 4, 4, {"descriptor": True}),
+    (128, 128, 4, 3, {"descriptor": True}), (64, 128, 4, 4, {"programs": 2, "flatten": True}),
 )  # fmt: skip
 SOME = (
-    (64, 64, 4, 4, {}), (128, 64, 4, 3, {}), (128, 64, 4, 4, {}), (128, 64, 4, 3, {"group_m": 32}),
-    (128, 128, 8, 3, {}), (256, 64, 4, 3, {}), (256, 64, 8, 3, {}), (128, 64, 4, 4, {"swap": True}),
-    (64, 128, 4, 4, {"swap": True}), (128, 64, 4, 4, {"descriptor": True}),
+    (64, 128, 4, 3, {}), (128, 64, 4, 3, {}), (128, 64, 4, 4, {}), (128, 128, 8, 2, {}), (128, 128, 8, 3, {}),
+    (256, 64, 8, 3, {}), (64, 128, 4, 4, {"swap": True}), (128, 128, 8, 3, {"swap": True}),
+    (128, 64, 4, 4, {"descriptor": True}),
 )  # fmt: skip
 MANY = (
     (128, 64, 4, 3, {}), (128, 64, 8, 3, {}), (128, 64, 8, 3, {"group_m": 32}), (256, 64, 8, 3, {}),
-    (256, 64, 8, 4, {}), (256, 64, 8, 4, {"group_m": 32}), (256, 64, 8, 4, {"descriptor": True}),
-    (256, 64, 8, 3, {"programs": 1, "flatten": True}),
+    (256, 64, 8, 4, {}), (256, 64, 8, 4, {"group_m": 1}), (256, 64, 8, 4, {"group_m": 32}),
+    (256, 64, 8, 4, {"descriptor": True}), (256, 64, 8, 3, {"programs": 1, "flatten": True}),
 )  # fmt: skip
 LARGE_GROUPS = 256  # rows an expert, from which groups of more than 8 blocks are tried: else they span experts
 

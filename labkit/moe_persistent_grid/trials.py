@@ -30,7 +30,12 @@ INT4_RMS = math.sqrt((16**2 - 1) / 12 + 0.25)  # of u4 - 8 where all sixteen are
 EXACT = {"max": reference.MAX_TOLERANCE, "rms": reference.RMS_TOLERANCE}
 # A value of 8 bits is off by up to 1/254 of its group's largest; ExecuTorch's tests allow 0.15 of the largest value.
 INT8 = {"max": 0.15, "rms": 2e-2}
-LIGER_TRIES = ((3, 4), (4, 4))  # stages and warps of liger-kernel's configurations that are tried: 4 of 32
+# Of liger-kernel's configurations, all of 64 rows, those that are tried: of its products 4 of 32; of its weighted sum 4
+# of 40, most of which unroll a row so often that one compiles for seconds.
+LIGER_TRIES = {
+    "products": {"BLOCK_K": (64,), "num_stages": (3, 4), "num_warps": (4,)},
+    "sum": {"BLOCK_H": (512,), "BLOCK_K": (2, 8)},
+}
 SIGNATURE = ("x", "ids", "weights", "w1", "w2", "out")
 
 
@@ -298,8 +303,10 @@ def liger_layer(x: Any, tune: bool = True) -> Callable[[], Any]:
     """
     from liger_kernel.ops import fused_moe
 
-    for kernel in (fused_moe._fused_up_proj_swiglu_kernel, fused_moe._fused_down_proj_kernel) if tune else ():
-        _tune_anew(kernel)
+    if tune:
+        _tune_anew(fused_moe._fused_up_proj_swiglu_kernel, LIGER_TRIES["products"])
+        _tune_anew(fused_moe._fused_down_proj_kernel, LIGER_TRIES["products"])
+        _tune_anew(fused_moe._token_gather_weighted_sum_kernel, LIGER_TRIES["sum"])
     weights = x.weights.to(x.x.dtype)
     ids = x.ids.int()
     tiles = len(fused_moe.compute_routing_metadata(ids, len(x.w1))[-1])
@@ -313,12 +320,12 @@ def liger_layer(x: Any, tune: bool = True) -> Callable[[], Any]:
     return call
 
 
-def _tune_anew(kernel: Any) -> None:
-    """Let an autotuned kernel choose again, quickly: its blocks have 64 rows, for which four warps are made."""
+def _tune_anew(kernel: Any, tries: Mapping[str, tuple[int, ...]]) -> None:
+    """Let an autotuned kernel choose again, quickly, among its configurations that have these values."""
     from triton import testing
 
     kernel.cache.clear()
-    some = [c for c in kernel.configs if c.kwargs["BLOCK_K"] == 64 and (c.num_stages, c.num_warps) in LIGER_TRIES]
+    some = [c for c in kernel.configs if all(c.all_kwargs().get(name) in values for name, values in tries.items())]
     kernel.configs = some or kernel.configs
     kernel.do_bench = partial(testing.do_bench, warmup=2, rep=10)
 
