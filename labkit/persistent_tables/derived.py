@@ -224,13 +224,17 @@ def rebuilding(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def queued(rows: pd.DataFrame) -> pd.DataFrame:
-    """The host's µs for the copies of a token with an idle GPU and with other work on the stream; waited: the rest."""
+    """The host's µs for the copies of a token with an idle GPU and with other work on the stream; waited: the rest.
+
+    built: µs of building between that work and the copies, in which as much of it ends.
+    """
     table = hosts(rows)
     table = table[table["parts"] == names.PUBLISHED_PARTS]
     wide = table.pivot_table(index="way", columns="queued_us", values="copy", sort=False)
     if not {0, names.QUEUED_US} <= set(wide):
-        return pd.DataFrame(columns=["way", "idle", "queued", "waited"])
+        return pd.DataFrame(columns=["way", "built", "idle", "queued", "waited"])
     wide = wide.rename(columns={0: "idle", names.QUEUED_US: "queued"}).reset_index().rename_axis(columns=None)
+    wide.insert(1, "built", wide["way"].map(table[table["queued_us"] > 0].set_index("way")["build"]))
     return wide.assign(waited=wide["queued"] - wide["idle"])
 
 
