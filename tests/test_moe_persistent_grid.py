@@ -254,7 +254,7 @@ def launches(config, int4, tokens=8, hidden=2048, width=768):
 @pytest.mark.parametrize("int4", [False, True])
 @pytest.mark.parametrize(("tokens", "block_m"), [(1, 16), (512, 64), (1642, 128), (16384, 128)])
 def test_the_rules_kernels_use_wgmma_and_do_not_spill(tokens, block_m, int4):
-    config = choose.rule(tokens, 128, 8, 2048, 768, int4)
+    config = replace(choose.rule(tokens, 128, 8, 2048, 768, int4), rows=None)
     assert config.block_m == block_m
     made = launches(config, int4)
     for name in ("gemm1", "gemm2"):
@@ -262,6 +262,17 @@ def test_the_rules_kernels_use_wgmma_and_do_not_spill(tokens, block_m, int4):
         assert found["spill_bytes"] == 0
         assert found["ctas_per_sm"] >= (1 if config.gemm1.block_n == 256 or tokens == 1 else 2)
         assert all(instruction.startswith("HGMMA") for instruction in found["matrix"]), found["matrix"]
+
+
+@pytest.mark.parametrize("int4", [False, True])
+def test_one_token_needs_no_matrix_instructions_and_loads_16_bytes(int4):
+    config = choose.rule(1, 128, 8, 2048, 768, int4)
+    for launch in launches(config, int4, tokens=1).values():
+        found = compiled.evidence(launch, 90)
+        assert not found["matrix"]
+        assert found["spill_bytes"] == 0
+        assert found["loads"]["128"] >= 4  # of them those of weights
+        assert found["ctas_per_sm"] >= 4
 
 
 def test_the_sources_kernel_uses_mma_at_16_rows_and_wgmma_at_64():

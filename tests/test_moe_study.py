@@ -110,6 +110,16 @@ def test_floor_of_one_token_by_hand():
     assert study.floor(gemm1).flops + study.floor(gemm2).flops == study.floor(x).flops
 
 
+@pytest.mark.parametrize("weights", study.WEIGHTS)
+@pytest.mark.parametrize("tokens", [1, 128, 16384])
+def test_no_candidate_does_less_than_the_floor_it_is_refused_by(tokens, weights):
+    gemms = [study.floor(case(op, T=tokens, weights=weights)) for op in ("gemm1", "gemm2")]
+    tune = study.floor(case("tune", T=tokens, weights=weights))
+    assert tune.bytes <= min(one.bytes for one in gemms)
+    assert tune.flops == min(one.flops for one in gemms)
+    assert tune.set_bytes == min(one.set_bytes for one in gemms)
+
+
 def test_only_experts_that_got_a_token_are_counted():
     assert work.active(case(T=4096)) == 128
     assert work.active(case(T=4096, routing="one expert")) == 1

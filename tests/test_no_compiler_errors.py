@@ -5,6 +5,7 @@ kernel, or of the compiler, brings one back.
 """
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -57,16 +58,20 @@ def step_launch(op, size, gate, v_first, state):
 
 
 def expert_launch(name, choice, number, int4):
-    """Of an expert layer as wide as Qwen3-30B-A3B's. choice: the rule for `number` tokens, or the source's blocks."""
-    experts, hidden, width = 8, 2048, 768
+    """Of an expert layer as wide as Qwen3-30B-A3B's.
+
+    choice: the rule's tiles for `number` tokens, the source's blocks, or what it has for one token alone.
+    """
+    experts, hidden, width, tokens = 8, 2048, 768, 1 if choice == "rows" else 8
     shapes = ((experts, 2 * width, hidden), (experts, hidden, width))
     if int4:
         w1, w2 = (Int4(empty(e, n, k // 2, dtype="uint8"), empty(e, n, k // GROUP)) for e, n, k in shapes)
     else:
         w1, w2 = (empty(*shape) for shape in shapes)
-    x, ids = empty(8, hidden), torch.zeros(8, 8, dtype=torch.int32)
-    config = choose.rule(number, 128, 8, hidden, width, int4) if choice == "rule" else choose.source(number)
-    return layer(LayerInputs(x, ids, torch.ones(8, 8), w1, w2, torch.empty_like(x)), config).launches[name]
+    x, ids = empty(tokens, hidden), torch.zeros(tokens, 8, dtype=torch.int32)
+    config = choose.source(number) if choice == "source" else choose.rule(number, 128, 8, hidden, width, int4)
+    config = config if choice == "rows" else replace(config, rows=None)
+    return layer(LayerInputs(x, ids, torch.ones(tokens, 8), w1, w2, torch.empty_like(x)), config).launches[name]
 
 
 def routing_launch(name, tokens):
@@ -129,6 +134,7 @@ def grid():
 def experts():
     gemms = {"name": ["gemm1", "gemm2"], "int4": [False, True]}
     found = every("expert_launch", **gemms, choice=["rule"], number=[1, 512, 1642, 16384])
+    found |= every("expert_launch", **gemms, choice=["rows"], number=[1])
     found |= every("expert_launch", **gemms, choice=["source"], number=[16, 64])
     found |= every("expert_launch", name=["sum"], int4=[False], choice=["rule"], number=[1])
     return found | every("routing_launch", name=["place"], tokens=[1, 512])

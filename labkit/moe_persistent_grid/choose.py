@@ -25,6 +25,8 @@ from labkit.moe_persistent_grid.waves import BLOCKS_M
 BLOCKS_N = (16, 32, 64, 128, 256)
 BLOCKS_K = (16, 32, 64, 128, 256)
 UNPACK = ("join", "split", "twice")
+ROWS = (1, 2, 4, 8, 16, 32)
+ROWS_K = (128, 256, 512, 1024, 2048, 4096)
 SOURCE_BLOCKS_M = (16, 64)
 FILL = 3  # CTAs an SM, below which each one needs more loads in flight
 TABLE = "moe_table.json"
@@ -67,10 +69,24 @@ class Tile:
 
 
 @dataclass(frozen=True)
+class Rows:
+    """How the layer of one token is run; see the table at the top of one_token.py.
+
+    up, down: values of the result a program, powers of two; block_k: values along K at once.
+    """
+
+    up: int = 4
+    down: int = 4
+    block_k: int = 1024
+    num_warps: int = 4
+
+
+@dataclass(frozen=True)
 class Config:
     """How an expert layer is run. fused: SiLU(gate) · up at the end of GEMM1; if not, in the K loop of GEMM2.
 
     dependent: each launch may start before the one before has ended, on GPUs that have that (from Hopper on).
+    rows: only for one token, by matrix-vector products; the tiles are not used then. None: by tiles.
     """
 
     block_m: int
@@ -78,6 +94,7 @@ class Config:
     gemm2: Tile
     fused: bool = True
     dependent: bool = True
+    rows: Rows | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """The configuration as JSON."""
@@ -86,7 +103,9 @@ class Config:
     @classmethod
     def of(cls, made: Mapping[str, Any]) -> "Config":
         """The configuration that `as_dict` has made JSON of. TypeError or KeyError for anything else."""
-        return cls(**{**made, "gemm1": Tile(**made["gemm1"]), "gemm2": Tile(**made["gemm2"])})
+        rows = made.get("rows")
+        parts = {"gemm1": Tile(**made["gemm1"]), "gemm2": Tile(**made["gemm2"]), "rows": rows and Rows(**rows)}
+        return cls(**{**made, **parts})
 
 
 def check_config(config: Config, int4: bool) -> None:
@@ -111,6 +130,9 @@ def check_config(config: Config, int4: bool) -> None:
             raise ValueError(f"{name}.block_k is {tile.block_k} with unpack split; allowed: 64 and more")
     if config.fused and config.gemm1.block_n < 32:
         raise ValueError(f"gemm1.block_n is {config.gemm1.block_n}; allowed: at least 32 where SiLU · up is fused")
+    if config.rows:
+        for name, allowed in (("up", ROWS), ("down", ROWS), ("block_k", ROWS_K), ("num_warps", (1, 2, 4, 8))):
+            check_one_of(f"rows.{name}", getattr(config.rows, name), allowed)
 
 
 @cache
@@ -124,7 +146,16 @@ def rule(tokens: int, experts: int, top_k: int, hidden: int, width: int, int4: b
     active = min(experts, slots)
     rows = slots / active
     block_m = next((m for m in BLOCKS_M if rows <= 0.75 * m), 128)
-    return Config(*(block_m, *(_tile(rows, block_m, active * n, int4, sms) for n in (2 * width, hidden))))
+    tiles = (_tile(rows, block_m, active * n, int4, sms) for n in (2 * width, hidden))
+    return Config(block_m, *tiles, rows=_rows(tokens, top_k, int4))
+
+
+def _rows(tokens: int, top_k: int, int4: bool) -> Rows | None:
+    """As many bytes on their way with both kinds of weights; a program of gemm2 reads rows of all experts at once."""
+    if tokens > 1:
+        return None
+    down = 4 if top_k <= 8 else 2
+    return Rows(4, down, 2048) if int4 else Rows(2, down, 1024)
 
 
 def _tile(rows: float, block_m: int, columns: int, int4: bool, sms: int) -> Tile:
@@ -235,7 +266,7 @@ def choose(tokens: int, experts: int, top_k: int, hidden: int, width: int, int4:
     known = _table(device).get((experts, top_k, hidden, width, int4), {})
     tuned_tokens = nearest(tokens, tuple(known))
     if tuned_tokens is not None:
-        return known[tuned_tokens]
+        return replace(known[tuned_tokens], rows=_rows(tokens, top_k, int4))
     return rule(tokens, experts, top_k, hidden, width, int4, multiprocessors(device))
 
 

@@ -1,6 +1,7 @@
 """An expert layer in Triton: two grouped GEMMs over tokens sorted by expert, with bf16 or INT4 weights.
 
-Launches, in order; the first one or two are routing's (see routing.py), and one token needs none of those:
+Launches, in order; the first one or two are routing's (see routing.py), and one token needs none of those (it has two
+launches of its own, see one_token.py, unless its configuration asks for tiles):
 
 | launch       | programs       | what it does                                                                         |
 |--------------|----------------|--------------------------------------------------------------------------------------|
@@ -433,14 +434,20 @@ def layer(
     scratch = workspace(x) if scratch is None else scratch
     if scratch.tokens < T:
         raise ValueError(f"x has {T} tokens; allowed: up to {scratch.tokens}, for which the scratch was made")
+    if config.rows and T > 1:
+        raise ValueError(f"config.rows is {config.rows} with {T} tokens; allowed: only for one token, else None")
     counted = config.gemm1.counted and config.gemm2.counted
     blocks = (waves.most_blocks if counted else waves.source_blocks)(T, top_k, E, config.block_m)
     dependent = config.dependent and has_dependent_launch(x.x.device)
-    if counted and T == 1:
+    if config.rows or (counted and T == 1):
         found = routing.one_token(x.ids, E, config.block_m, check_ids)
     else:
         found = routing.route(x.ids, E, config.block_m, blocks, check_ids, scratch.integers, dependent)
     hidden = _part("hidden", scratch.hidden, blocks * config.block_m * (width if config.fused else 2 * width), x)
+    if config.rows:
+        from labkit.moe_persistent_grid import one_token
+
+        return Layer(config, found, one_token.launches(x, hidden, config.rows, dependent))
     parts = _part("parts", scratch.parts, T * top_k * H, x)
     shared = {"slots": found.slots, "experts": found.experts, "padded": found.padded, "slot_count": T * top_k}
     shared |= {"E": E, "TOP_K": top_k, "BLOCK_M": config.block_m, "blocks": found.blocks}

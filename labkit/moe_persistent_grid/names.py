@@ -7,6 +7,7 @@ OURS = "ours"
 RULE = "ours, by the rule"
 OTHER_TOKENS = "ours, tuned for other tokens"
 ORDINARY = "ours, launches that wait"
+BY_TILES = "ours, by tiles"  # one token as any other number of them
 OURS_BF16 = "ours, bf16 weights"
 GROUPED = "F.grouped_mm with Triton around"
 LIGER = "liger-kernel, its host sync left out"
@@ -77,12 +78,12 @@ def layer_variants(weights: str, uniform: bool, ablated: bool) -> dict[str, str]
     if weights != "INT4":
         found |= {GROUPED: "peer"}
         return found | ({LIGER: "peer", LOOP: "baseline"} | _CHOICES if uniform else {})
-    found |= {OURS_BF16: "baseline", RULE: "step"}
+    found |= {OURS_BF16: "baseline", RULE: "step", BY_TILES: "step"}
     both = (TILES, PERSISTENT) if ablated else ()
     return found | {source(16, grid, int8=int8): "step" for int8 in (False, True) for grid in both}
 
 
-_CHOICES = {ORDINARY: "step", RULE: "step", OTHER_TOKENS: "step", READ: "ceiling"}
+_CHOICES = {ORDINARY: "step", BY_TILES: "step", RULE: "step", OTHER_TOKENS: "step", READ: "ceiling"}
 
 
 def gemm_variants(weights: str, ablated: bool) -> dict[str, str]:
@@ -137,6 +138,7 @@ def makers(op: str, weights: str) -> dict[str, tuple[str, dict[str, Any]]]:
     found: dict[str, tuple[str, dict[str, Any]]] = {
         OURS: ("layer", {}),
         ORDINARY: ("layer", {"dependent": False}),
+        BY_TILES: ("layer", {"rows": False}),
         RULE: ("layer", {"base": "rule"}),
         OTHER_TOKENS: ("layer", {"tokens": TUNED_FOR}),
         OURS_BF16: ("layer", {"plain": True}),

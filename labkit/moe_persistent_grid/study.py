@@ -92,6 +92,8 @@ def roles(x: Case) -> dict[str, str]:
         found = names.gemm_variants(x["weights"], ablated)
     if x["T"] == names.TUNED_FOR:
         found.pop(names.OTHER_TOKENS, None)
+    if x["T"] > 1:
+        found.pop(names.BY_TILES, None)
     if x["T"] > READ_UP_TO:
         for name in (names.READ, names.ORDINARY):
             found.pop(name, None)

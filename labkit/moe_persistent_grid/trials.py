@@ -28,6 +28,9 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 CHECKED, CHECKED_SLOTS = 32, 16  # tokens of a layer, slots of a GEMM, that are compared with the float64 reference
 INT4_RMS = math.sqrt((16**2 - 1) / 12 + 0.25)  # of u4 - 8 where all sixteen are as likely
 EXACT = {"max": reference.MAX_TOLERANCE, "rms": reference.RMS_TOLERANCE}
+# The loop rounds more often than `reference.layer` does with what is stored: SiLU by itself, and each weighted part.
+# One token in a few hundred is then off by more than the metric allows a single kernel.
+LOOPED = {"max": 2 * reference.MAX_TOLERANCE, "rms": reference.RMS_TOLERANCE}
 # A value of 8 bits is off by up to 1/254 of its group's largest; ExecuTorch's tests allow 0.15 of the largest value.
 INT8 = {"max": 0.15, "rms": 2e-2}
 # Of liger-kernel's configurations, all of 64 rows, those that are tried: of its products 4 of 32; of its weighted sum 4
@@ -145,13 +148,14 @@ def config_of(
     tokens: int = 0,
     plain: bool = False,
     dependent: bool = True,
+    rows: bool = True,
     **changes: Any,
 ) -> Config:
     """A configuration for a case. base: "source", "ours" (tuned) or "rule"; block_m: of the source's; 0: the rule's.
 
     grid: "tiles", "SMs", "filled" (SMs × occupancy, which the caller finds) or empty: as it is; tokens: those that it
     is chosen for; 0: the case's. plain: for weights that are not quantised. dependent: False: launches that wait for
-    the one before. changes: of both tiles.
+    the one before. rows: False: one token by tiles too. changes: of both tiles.
     """
     int4 = x["weights"] == "INT4" and not plain
     shape = (tokens or x["T"], x["E"], x["top_k"], x["H"], x["I"], int4)
@@ -168,6 +172,8 @@ def config_of(
     elif grid:
         changes |= {"programs": sms}
     found = found if dependent else replace(found, dependent=False)
+    if x.op != "layer" or x["T"] > 1 or grid or changes or not rows:  # what is about tiles
+        found = replace(found, rows=None)
     return replace(found, gemm1=replace(found.gemm1, **changes), gemm2=replace(found.gemm2, **changes))
 
 
@@ -206,7 +212,8 @@ def layer(x: Case, device: Any, sets: int, seed: int, **how: Any) -> Trial:
     found = made[0].config
 
     def facts() -> dict[str, Any]:
-        return {"config": found.as_dict()} | {name: evidence(made[0], name) for name in ("gemm1", "gemm2")}
+        parts = {} if found.rows else {name: evidence(made[0], name) for name in ("gemm1", "gemm2")}
+        return {"config": found.as_dict()} | parts
 
     int8 = bool(how.get("int8"))
     return _layer(x, items, made, facts, INT8 if int8 else EXACT, kind, not found.fused and not int8)
@@ -280,7 +287,7 @@ def loop(x: Case, device: Any, sets: int, seed: int) -> Trial:
     from labkit.moe_persistent_grid import peers
 
     items = _with_outputs(_inputs(x, device, sets, seed))
-    return _layer(x, items, [peers.loop(item) for item in items], stored=True)
+    return _layer(x, items, [peers.loop(item) for item in items], tolerance=LOOPED, stored=True)
 
 
 def liger(x: Case, device: Any, sets: int, seed: int) -> Trial:
@@ -398,7 +405,7 @@ def candidate(x: Case, device: Any, sets: int, seed: int, choice: Candidate) -> 
 def configured(x: Case, choice: Candidate) -> Config:
     """A whole layer's configuration with one candidate; its other GEMM is as the rule has it, for the same blocks."""
     ruled = choose.rule(x["T"], x["E"], x["top_k"], x["H"], x["I"], x["weights"] == "INT4")
-    return replace(ruled, block_m=choice.block_m, **{choice.gemm: choice.tile})
+    return replace(ruled, block_m=choice.block_m, rows=None, **{choice.gemm: choice.tile})
 
 
 def _gemm(

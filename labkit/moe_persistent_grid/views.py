@@ -122,6 +122,12 @@ def launching(rows: pd.DataFrame) -> str:
     return f"time with launches that wait / time as it is, mean of the models: {', '.join(parts)}."
 
 
+def one_token(rows: pd.DataFrame) -> pd.DataFrame:
+    """One token by matrix-vector products and by tiles; ratio: tiles over those."""
+    table = _uniform(tables.compared(rows, "layer", names.OURS, names.BY_TILES))
+    return table.drop(columns=["T", "routing"], errors="ignore").rename(columns=UNITS)
+
+
 def sglang(rows: pd.DataFrame) -> pd.DataFrame:
     """Our layer beside SGLang's kernel, of another run."""
     return tables.beside_sglang(rows)

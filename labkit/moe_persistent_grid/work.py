@@ -10,6 +10,9 @@ SIZES = {"bf16": 2, "fp16": 2, "fp32": 4}
 # The routing of a case is one and the same in every process, so that its floor can be told. With this seed the experts
 # that get a token under uniform routing are, in every model, nearly as many as there are on average.
 ROUTING_SEED = 2
+# Matrices [H, I] of an expert that an operation has, of the three of a layer. Candidates ("tune") are of either GEMM:
+# the least that any of them must do.
+MATRICES = {"gemm1": 2, "gemm2": 1, "tune": 1}
 BALANCE = 266  # FLOP a byte, from which on an H100 is bound by its bf16 products rather than by reading
 
 
@@ -32,7 +35,7 @@ def active(x: Case) -> int:
 
 def weight_bytes(x: Case) -> int:
     """Of the experts that got a token, of the GEMMs that the case has; INT4 with its scales."""
-    values = {"gemm1": 2, "gemm2": 1}.get(x.op, 3) * active(x) * x["H"] * x["I"]
+    values = MATRICES.get(x.op, 3) * active(x) * x["H"] * x["I"]
     if x["weights"] == "INT4":
         return values // 2 + values // GROUP * 2
     return values * SIZES[x["weights"]]
@@ -40,7 +43,7 @@ def weight_bytes(x: Case) -> int:
 
 def flops(x: Case) -> int:
     """Of the products: two for each weight and slot."""
-    return 2 * {"gemm1": 2, "gemm2": 1}.get(x.op, 3) * x["T"] * x["top_k"] * x["H"] * x["I"]
+    return 2 * MATRICES.get(x.op, 3) * x["T"] * x["top_k"] * x["H"] * x["I"]
 
 
 def floor(x: Case) -> Floor:
@@ -49,11 +52,9 @@ def floor(x: Case) -> Floor:
     Of a whole layer, what one GEMM leaves for the next is not counted: a kernel of the whole need not write it.
     """
     slots, size = x["T"] * x["top_k"], SIZES[x["activations"]]
-    rows = {
-        "gemm1": x["T"] * x["H"] + slots * x["I"],
-        "gemm2": slots * (x["I"] + x["H"]),
-    }.get(x.op, 2 * x["T"] * x["H"])
+    rows = {"gemm1": x["T"] * x["H"] + slots * x["I"], "gemm2": slots * (x["I"] + x["H"])}
+    rows["tune"] = min(rows.values())
     weights, products = weight_bytes(x), flops(x)
-    moved = weights + rows * size
+    moved = weights + rows.get(x.op, 2 * x["T"] * x["H"]) * size
     limit = "bf16" if products > BALANCE * moved else "read"
     return Floor(moved, products, limit, set_bytes=weights)

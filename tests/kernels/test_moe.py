@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from labkit.moe_persistent_grid import choose, reference, routing
-from labkit.moe_persistent_grid.choose import Config, Tile
+from labkit.moe_persistent_grid.choose import Config, Rows, Tile
 from labkit.moe_persistent_grid.kernels import LayerInputs, layer, workspace
 from labkit.moe_persistent_grid.reference import Int4
 from labkit.moe_persistent_grid.routing import route, synthetic
@@ -104,9 +104,40 @@ def test_one_token_with_slots_that_have_no_expert(int4, device):
     x.ids[0, 1] = -1
     x.ids[0, 3] = 6
     assert "place" not in layer(x).launches
-    run(x)
+    by_tiles = replace(choose.rule(1, 6, 4, 128, 128, int4), rows=None)
+    for config in (None, by_tiles):
+        run(x, config)
     x.ids.fill_(-1)
-    run(x)
+    for config in (None, by_tiles):
+        run(x, config)
+        assert not x.out.any()
+
+
+@settings(max_examples=8 if DEVICE == "cpu" else 100, deadline=None)
+@given(
+    st.integers(1, 12), st.integers(1, 5), st.sampled_from((128, 384)), st.sampled_from((128, 256)),
+    st.booleans(), st.sampled_from(choose.ROWS), st.sampled_from(choose.ROWS), st.sampled_from(choose.ROWS_K),
+    st.integers(0, 99),
+)  # fmt: skip
+def test_any_one_token_by_rows(experts, top_k, hidden, width, int4, up, down, block_k, seed):
+    x = inputs(1, experts, min(top_k, experts), hidden, width, DEVICE, int4, seed=seed)
+    rows = Rows(up, min(down, 8), block_k)
+    run(x, replace(choose.rule(1, experts, x.ids.shape[1], hidden, width, int4), rows=rows))
+
+
+def test_rows_of_weights_that_are_not_quantised_may_have_any_length(device):
+    run(inputs(1, 3, 2, 100, 36, device, empty=0))
+
+
+def test_rows_are_for_one_token(device):
+    x = inputs(2, 3, 2, 128, 128, device)
+    with pytest.raises(ValueError, match=r"config.rows is Rows\(.*\) with 2 tokens; allowed: only for one token"):
+        layer(x, choose.rule(1, 3, 2, 128, 128))
+    one = inputs(1, 3, 2, 128, 128, device)
+    assert list(layer(one).launches) == ["gemm1", "gemm2"]
+    for changed, message in (({"up": 3}, "rows.up is 3; allowed: 1, 2"), ({"block_k": 64}, "rows.block_k is 64")):
+        with pytest.raises(ValueError, match=message):
+            layer(one, replace(choose.rule(1, 3, 2, 128, 128), rows=Rows(**changed)))
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,11 @@
 """Variants of the expert layer beside test_moe.py's: weights by descriptors, 8-bit activations, ceilings, peers."""
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
+import triton
 from expert_layers import inputs, run, small
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -242,15 +244,23 @@ def test_a_stand_in_for_liger_kernel_is_called_as_it_is_released(device, monkeyp
         assert (ids.dtype, weights.dtype) == (torch.int32, tokens.dtype)
         return reference.layer(tokens, ids, weights, w1, w2).to(tokens.dtype)
 
-    def configs():
+    def configs(**values):
+        names, every = values, product(*values.values(), (2, 3, 4, 5), (4, 8))
         return [
-            SimpleNamespace(kwargs={"BLOCK_N": n, "BLOCK_K": k}, num_stages=s, num_warps=w)
-            for n in (64, 128) for k in (32, 64) for s in (2, 3, 4, 5) for w in (4, 8)
-        ]  # fmt: skip
+            triton.Config(dict(zip(names, some, strict=True)), num_stages=stages, num_warps=warps)
+            for *some, stages, warps in every
+        ]
 
-    both = [SimpleNamespace(cache={"key": 1}, configs=configs(), do_bench=None) for _ in range(2)]
+    products = [
+        SimpleNamespace(cache={"key": 1}, configs=configs(BLOCK_N=(64, 128), BLOCK_K=(32, 64)), do_bench=None)
+        for _ in range(2)
+    ]
+    total = SimpleNamespace(
+        cache={"key": 1}, configs=configs(BLOCK_H=(64, 128, 256, 512), BLOCK_K=(1, 2, 4, 8, 16)), do_bench=None
+    )
     module = ModuleType("liger_kernel.ops.fused_moe")
-    module._fused_up_proj_swiglu_kernel, module._fused_down_proj_kernel = both
+    module._fused_up_proj_swiglu_kernel, module._fused_down_proj_kernel = products
+    module._token_gather_weighted_sum_kernel = total
     module.compute_routing_metadata = lambda ids, experts: (None, torch.zeros(5))
     module.LigerFusedMoEFunction = SimpleNamespace(apply=apply)
     ops = ModuleType("liger_kernel.ops")
@@ -262,9 +272,11 @@ def test_a_stand_in_for_liger_kernel_is_called_as_it_is_released(device, monkeyp
     assert calls == [7, 5]  # as it is, to tune; then with what it is known to be
     assert torch.tensor([7]).item() == 7
     assert reference.errors(found, reference.layer(x.x, x.ids, x.weights, x.w1, x.w2)).ok
-    for kernel in both:
+    for kernel in products:
         assert kernel.cache == {}
         assert {(c.kwargs["BLOCK_K"], c.num_stages, c.num_warps) for c in kernel.configs} == {(64, 3, 4), (64, 4, 4)}
+    assert total.cache == {}
+    assert {tuple(c.kwargs.values()) for c in total.configs} == {(512, 2), (512, 8)}
 
 
 # Choices
