@@ -15,9 +15,8 @@ SKEWED_AT = (128, 4096)  # tokens at which other routings than the uniform one a
 SKEWED = (QWEN3_30B.name, MIXTRAL.name)  # and models
 ABLATED = (QWEN35_35B.name, MIXTRAL.name)  # models for which every change is timed, the first one the source's
 ABLATED_AT = {"INT4": (16, 128, 512, 1642), "bf16": (128, 1642)}  # and tokens; the source's weights are INT4
-INT4_UP_TO = (
-    512  # tokens, up to which the GEMMs of the other models are timed with INT4 weights: they are bound by them
-)
+TUNED_UP_TO = 4096  # tokens, up to which candidates are timed: beyond, all models fill the widest tile, the rule's
+INT4_UP_TO = 512  # tokens, up to which INT4 GEMMs of the models that are not ablated are timed: the weights bound them
 READ_UP_TO = 1642  # tokens, up to which reading the weights bounds a layer, and what a launch costs is seen
 COUNTED_AT = 1642  # tokens at which hardware counters are taken
 HERE = "labkit.moe_persistent_grid.trials"
@@ -30,6 +29,7 @@ def cases(parameters: Mapping[str, Any]) -> list[Case]:
         for model in parameters["models"]
         for weights in parameters["weights"]
         for tokens in parameters["tokens"]
+        if tokens <= TUNED_UP_TO
     ]
     every = dict.fromkeys([*parameters["models"], *parameters["gemms"]])
     found = [x for model in every for weights in parameters["weights"] for x in _of_model(model, weights, parameters)]
