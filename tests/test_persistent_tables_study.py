@@ -231,6 +231,9 @@ def test_contexts_need_more_than_one_start(rows):
     assert set(zip(table["model"], table["start"], strict=True)) == {
         (name, start) for name in (names.H1024, names.LLAMA) for start in (names.START, 512)
     }
+    rival = table[table["variant"] == names.GEMV_DEPENDENT]
+    assert len(rival)
+    assert set(rival["verdict"]) <= {"faster", "slower", "same"}  # the A/A control's noise is known
     assert derived.contexts(rows[~rows["case"].str.contains('"start": 512')]).empty
 
 

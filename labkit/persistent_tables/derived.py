@@ -179,17 +179,20 @@ def tokens(rows: pd.DataFrame) -> pd.DataFrame:
 def contexts(rows: pd.DataFrame) -> pd.DataFrame:
     """A token without the host by first position: µs of the tables and of separate kernels.
 
-    Columns model, start, variant, us, tbs (streamed bytes, the cache's too).
+    tbs: streamed bytes, the cache's too. ratio, low, high, verdict: time of a variant over that of the tables.
     """
     found = []
     for params, group in cases(rows, "token", dtype="bf16", parts=0):
-        group = in_mode(group, "graph")
-        us, size = median_us(group), group["floor_bytes"].iloc[0]
-        for name in (names.OURS, names.GEMV, names.GEMV_DEPENDENT):
-            if name in us:
-                line = {"model": params["model"], "start": params["start"], "variant": name}
-                found.append(line | {"us": us[name], "tbs": size / us[name] / 1e6})
-    table = pd.DataFrame(found, columns=["model", "start", "variant", "us", "tbs"])
+        us, size = median_us(in_mode(group, "graph")), group["floor_bytes"].iloc[0]
+        some = [name for name in (names.OURS, names.GEMV, names.GEMV_DEPENDENT) if name in us]
+        compared = {c.against: c.columns() for c in compare_many(group, [(names.OURS, name) for name in some])}
+        for name in some:
+            line = {"model": params["model"], "start": params["start"], "variant": name}
+            line |= {"us": us[name], "tbs": size / us[name] / 1e6}
+            against = compared[name] if name != names.OURS and names.OURS in us else {}
+            found.append(line | {key: against.get(key, math.nan) for key in ("ratio", "low", "high")})
+            found[-1]["verdict"] = against.get("verdict", "")
+    table = pd.DataFrame(found, columns=None if found else ["model", "start", "variant", "us", "tbs"])
     return table[table.groupby("model")["start"].transform("nunique") > 1].reset_index(drop=True)
 
 

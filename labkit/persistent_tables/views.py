@@ -270,16 +270,17 @@ def contexts(rows: pd.DataFrame) -> Drawing:
         table, "start", "us", "variant", panel="model", logx=True, logy=True, xlabel="position of the first token",
         ylabel="µs a token (log)", title="Longer contexts: tables and separate kernels",
     )  # fmt: skip
-    last = table[table["start"] == table.groupby("model")["start"].transform("max")]
+    rival = table[table["variant"] == names.GEMV_DEPENDENT]
     said = "; ".join(
-        f"{model} at {some['start'].iloc[0]}: "
-        + ", ".join(f"{line['variant']} {line['us']:.0f} µs" for _, line in some.iterrows())
-        for model, some in last.groupby("model", sort=False)
+        f"{model} "
+        + ", ".join(f"×{line['ratio']:.3f} at {line['start']} ({line['verdict']})" for _, line in some.iterrows())
+        for model, some in rival.groupby("model", sort=False)
     )
+    said = f"Time of {names.GEMV_DEPENDENT}, over that of the tables, of which the verdict is: {said}."
     return {
         "fig": fig,
-        "alt": f"Lines of µs a token against the position, by variant and model. {said}.",
-        "caption": f"CUDA graphs of whole sequences. {said}.",
+        "alt": f"Lines of µs a token against the position, by variant and model. {said}",
+        "caption": f"CUDA graphs of whole sequences. {said}",
         "table": table.rename(columns=UNITS),
     }
 
