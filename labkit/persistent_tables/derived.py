@@ -12,13 +12,15 @@ from labkit.bench.verdict import compare_many, median_us
 from labkit.persistent_tables import names, tables
 from labkit.persistent_tables.model import MODELS, Decoder
 from labkit.persistent_tables.tables import Lowering
+from labkit.persistent_tables.trials import plan_of
 
+STARTS = 2  # times the host's work of one token, that the start of a sample may add: its copies and events come on top
 MAIN = {"start": names.START, "parts": 0, "dtype": "bf16"}  # the case of a model that all variants are timed in
 PUBLISHED = {"model": names.H1024, "start": names.START, "parts": names.PUBLISHED_PARTS, "dtype": "bf16"}
 GRAPH_COLUMNS = ("model", "variant", "us", "tbs", "% of ceiling", "% of reading", "ratio", "low", "high", "verdict")
 WALL_COLUMNS = (
-    "model", "dtype", "start", "parts", "way", "records", "us", "gpu us", "idle us", "% idle", "bytes", "copies",
-    "kernels",
+    "model", "dtype", "start", "parts", "way", "records", "tokens", "us", "gpu us", "idle us", "% idle", "bytes",
+    "copies", "kernels",
 )  # fmt: skip
 HOST_COLUMNS = (
     "model", "parts", "queued_us", "way", "records", "build", "copy", "launch", "host", "low", "high", "runs",
@@ -118,47 +120,52 @@ def best(rows: pd.DataFrame, among: tuple[str, ...]) -> pd.DataFrame:
 def walls(rows: pd.DataFrame) -> pd.DataFrame:
     """µs a token with the host at work, by case and way.
 
-    gpu us: of the same tables in a graph, position on the device; idle: what a token takes beyond it, in which no step
-    runs. bytes, copies, kernels: what a token enqueues.
+    tokens: of a sample, which begins with an idle GPU. gpu us: of the same tables in a graph, position on the device;
+    idle: what a token takes beyond it, in which no step runs; below zero where a way's own kernel is the faster one.
+    bytes, copies, kernels: what a token enqueues.
     """
     found = []
     for params, group in cases(rows, "token"):
         gpu = median_us(in_mode(group, "graph")).get(names.OURS, math.nan)
         eager = in_mode(group, "eager")
         us, known = median_us(eager), facts(eager)
+        tokens = dict(zip(eager["variant"], eager["calls_per_sample"], strict=True))
         for way in (*names.WAYS, *names.ALONE, names.REPLAYED):
             if way not in us:
                 continue
-            idle = max(0.0, us[way] - gpu) if way != names.REPLAYED else math.nan
-            line = {"way": way, "records": known[way].get("records", math.nan), "us": us[way], "gpu us": gpu}
-            line |= {"idle us": idle, "% idle": 100 * idle / us[way]}
+            step = gpu if way != names.REPLAYED else math.nan  # its kernels are others
+            line = {"way": way, "records": known[way].get("records", math.nan), "tokens": tokens[way], "us": us[way]}
+            line |= {"gpu us": step, "idle us": us[way] - step, "% idle": 100 * (us[way] - step) / us[way]}
             found.append(params | line | known[way].get("sent", {}))
     return pd.DataFrame(found).reindex(columns=WALL_COLUMNS)
 
 
 def hosts(rows: pd.DataFrame) -> pd.DataFrame:
-    """The host's µs for a token by case and way: medians of build, copy and launch, and of their sum.
+    """The host's µs for a token by case and way: build, copy and launch, and their sum.
 
-    low, high: quartiles of the sum. queued_us: other work that was on the stream.
+    Each is the middle one of the processes' medians, since a process may run at half another's pace. low, high:
+    quartiles of the sum. queued_us: other work that was on the stream.
     """
     found = []
     for params, group in cases(rows, "host"):
         usable = group[group["ok"]]
         ns = dict(zip(usable["variant"], usable["samples_ns"], strict=True))
-        known, runs = (
-            facts(usable),
-            {name: len(set(run)) for name, run in zip(usable["variant"], usable["run"], strict=True)},
-        )
+        known, run = facts(usable), dict(zip(usable["variant"], usable["run"], strict=True))
         for way in (*names.WAYS, *names.ALONE):
             parts = [np.asarray(ns.get(names.part(way, part), []), float) / 1e3 for part in names.PARTS]
             if not all(map(len, parts)):
                 continue
-            total = sum(parts)
-            line = {"way": way, "records": known[names.part(way, names.PARTS[0])].get("records", math.nan)}
-            line |= {name: float(np.median(part)) for name, part in zip(names.PARTS, parts, strict=True)}
-            line |= {"host": float(np.median(total)), "runs": runs[names.part(way, names.PARTS[0])]}
+            total, first = sum(parts), names.part(way, names.PARTS[0])
+            line = {"way": way, "records": known[first].get("records", math.nan), "runs": len(set(run[first]))}
+            line |= {name: _middle(part, run[first]) for name, part in zip(names.PARTS, parts, strict=True)}
+            line["host"] = _middle(total, run[first])
             found.append(params | line | {"low": np.quantile(total, 0.25), "high": np.quantile(total, 0.75)})
     return pd.DataFrame(found).reindex(columns=HOST_COLUMNS)
+
+
+def _middle(us: np.ndarray, run: np.ndarray) -> float:
+    """The middle one of the processes' medians."""
+    return float(np.median([np.median(us[np.asarray(run) == one]) for one in set(run)]))
 
 
 def tokens(rows: pd.DataFrame) -> pd.DataFrame:
@@ -244,19 +251,24 @@ def queued(rows: pd.DataFrame) -> pd.DataFrame:
 def hidden(rows: pd.DataFrame) -> pd.DataFrame:
     """What each way takes beyond way 8 of the same case, against the step's time on the GPU: does it hide?
 
-    Only of h1024 in bf16, whose records and contexts are swept. beyond: µs a token; hides: no more than 1 % of it.
+    Only of h1024 in bf16, whose records and contexts are swept. beyond: µs a token; host us: of the host for one token
+    of the way, which nothing hides at the first of a sample. hides: "yes" if a token takes no more than 1 % beyond way
+    8; "but its start" if a sample takes no more beyond it than `STARTS` times `host us`; else "no".
     """
-    table = walls(rows)
+    table, host = walls(rows), hosts(rows)
+    host = host[(host["model"] == names.H1024) & (host["queued_us"] == 0)].groupby("way")["host"].median()
     table = table[(table["model"] == names.H1024) & (table["dtype"] == "bf16")]
     found = []
     for key, group in table.groupby(["start", "parts"], sort=False):
         us = group.set_index("way")["us"]
         if names.IN_LAUNCH in us:
             some = group[group["way"].isin(names.SWEPT)]
-            least = us[names.IN_LAUNCH]
-            some = some.assign(beyond=some["us"] - least, hides=some["us"] <= 1.01 * least, sweep=_sweep(*key))
-            found.append(some)
-    columns = [*WALL_COLUMNS, "beyond", "hides", "sweep"]
+            some = some.assign(beyond=some["us"] - us[names.IN_LAUNCH], sweep=_sweep(*key))
+            some["host us"] = some["way"].map(host)
+            small = some["beyond"] * some["tokens"] <= STARTS * some["host us"]
+            hides = np.where(some["us"] <= 1.01 * us[names.IN_LAUNCH], "yes", np.where(small, "but its start", "no"))
+            found.append(some.assign(hides=hides))
+    columns = [*WALL_COLUMNS, "beyond", "host us", "sweep", "hides"]
     return pd.concat(found, ignore_index=True) if found else pd.DataFrame(columns=columns)
 
 
@@ -278,9 +290,8 @@ def sizes() -> pd.DataFrame:
     ]
     wanted = [(name, programs, None) for name in names.MODELS for programs in (132, 528)]
     for model, programs, parts in [*wanted, (names.H1024, 528, names.PUBLISHED_PARTS)]:
-        lowered = tables.lower(
-            Lowering(MODELS[model], programs, cache=names.CACHE, parts=parts, span=names.SPANS.get(model))
-        )
+        more = {"rows": plan_of(model, "bf16").rows, "span": names.SPANS.get(model)}
+        lowered = tables.lower(Lowering(MODELS[model], programs, cache=names.CACHE, parts=parts, **more))
         counts = tables.counts(lowered)
         line = {"design": "this page", "model": model, "programs": str(programs), "records": counts["records"]}
         found.append(line | {"bytes": lowered.nbytes, "words": counts["changed_words"]})
@@ -291,7 +302,8 @@ def changes(position: int = names.START) -> pd.DataFrame:
     """Which words differ between the tables of a position and of the next: model, table, op, field, words, bytes."""
     found = []
     for name in names.MODELS:
-        how = Lowering(MODELS[name], 132, cache=names.CACHE, span=names.SPANS.get(name))
+        rows = plan_of(name, "bf16").rows
+        how = Lowering(MODELS[name], 132, cache=names.CACHE, rows=rows, span=names.SPANS.get(name))
         found += [{"model": name} | one._asdict() for one in tables.changes_of_a_token(how, position)]
     return pd.DataFrame(found)
 

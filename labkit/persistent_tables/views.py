@@ -12,10 +12,12 @@ from labkit.report import figures
 
 Drawing = Mapping[str, Any] | str  # a sentence where there is nothing to draw
 BAR_PERCENT = 85  # of the read ceiling, on streamed bytes, that Llama-3.2-1B was to reach
+NEAR = 1.02  # times the least: as good
 BAR_HOST_US = 20  # of the host a token, that way 8 or 9 was to stay below
 UNITS = {
     "us": "µs", "tbs": "TB/s", "gpu us": "GPU µs", "idle us": "idle µs", "beyond": "µs beyond way 8",
     "queued_us": "queued µs", "host": "all", "build": "build µs", "copy": "copy µs", "launch": "launch µs",
+    "verdict": "tables are",
 }  # fmt: skip
 
 
@@ -26,23 +28,35 @@ def in_short(rows: pd.DataFrame) -> str:
 
 
 def _cost(rows: pd.DataFrame) -> str:
-    """From rebuilding in Python to the best valid way, at the published size."""
+    """From rebuilding in Python to the best valid ways, at the published size; and what the step is of that."""
     table = _at_published(derived.walls(rows))
-    us = table[table["way"] != names.ONE_POSITION].set_index("way")["us"]
-    us = us[us.index.isin(names.WAYS)]
+    table = table[table["way"].isin(names.WAYS) & (table["way"] != names.ONE_POSITION)].set_index("way")
+    us = table["us"]
     if names.REBUILT not in us:
         return ""
-    return (
+    near = ", ".join(dict.fromkeys(way.split()[0] for way in us.index[us <= NEAR * us.min()]))
+    said = (
         f"A token of {names.H1024} with about as many records as were published takes {us[names.REBUILT]:.0f} µs if "
-        f"its tables are rebuilt in Python, {us.min():.0f} µs by the best way that keeps them right ({us.idxmin()})."
+        f"its tables are rebuilt in Python, {us.min():.0f} µs by the best that keep them right (ways {near})"
     )
+    whole = derived.walls(rows)
+    whole = whole[(whole[list(derived.MAIN)] == pd.Series(derived.MAIN)).all(axis=1) & (whole["way"] == names.GRAPH)]
+    whole = whole[whole["model"] == names.H1024]
+    if len(whole):
+        line, step = whole.iloc[0], table["gpu us"].iloc[0]
+        said += (
+            f". {step:.0f} µs of that are the step, which so few records slow down: with {line['records']:.0f} of them "
+            f"way 9 takes {line['us']:.0f} µs"
+        )
+    return f"{said}."
 
 
 def _step(rows: pd.DataFrame) -> str:
     table = derived.graphs(rows)
     table = table[(table["variant"] == names.OURS) & table["% of ceiling"].notna()]
     parts = [f"{line['model']} {line['% of ceiling']:.0f} %" for _, line in table.iterrows()]
-    return f"Of the read ceiling, the step alone reaches: {', '.join(parts)}." if parts else ""
+    said = ", ".join(parts)
+    return f"Of the read ceiling, the step alone with as many records as suit it reaches: {said}." if parts else ""
 
 
 def _at_published(table: pd.DataFrame) -> pd.DataFrame:
@@ -59,13 +73,15 @@ def traffic() -> pd.DataFrame:
         return pd.DataFrame()
     from labkit.persistent_tables import tables, ways
     from labkit.persistent_tables.model import MODELS
+    from labkit.persistent_tables.trials import plan_of
 
     found = []
     for way in (*names.WAYS, *names.ALONE):
         line: dict[str, Any] = {"way": way}
         for model in (names.H1024, names.LLAMA):
             position = None if way in (names.IN_LAUNCH, names.GRAPH) else 0
-            how = tables.Lowering(MODELS[model], 132, cache=names.CACHE, position=position, span=names.SPANS.get(model))
+            more = {"rows": plan_of(model, "bf16").rows, "span": names.SPANS.get(model)}
+            how = tables.Lowering(MODELS[model], 132, cache=names.CACHE, position=position, **more)
             sent = ways.traffic(way, tables.lower(how))
             line |= {f"bytes, {model}": sent.bytes, f"copies, {model}": sent.copies, "kernels": sent.kernels}
         found.append(line)
@@ -177,7 +193,7 @@ def _fastest(table: pd.DataFrame) -> str:
 def against(rows: pd.DataFrame) -> Drawing:
     """The tables against each chain of separate kernels, with intervals."""
     table = derived.graphs(rows)
-    table = table[table["variant"].isin([*names.SEPARATE, *names.DEPENDENT, names.LONGEST]) & table["ratio"].notna()]
+    table = table[table["variant"].isin([*names.SEPARATE, *names.DEPENDENT]) & table["ratio"].notna()]
     if table.empty:
         return "nothing was timed beside the tables."
     fig = figures.ratios(
@@ -212,7 +228,13 @@ def bar_step(rows: pd.DataFrame) -> str:
             said.append(
                 f"{words}, the better one ({line['variant']}) takes ×{line['ratio']:.3f} {interval} of its time"
             )
-    return f"{names.LLAMA}, position advancing, batch 1: {'; '.join(said)}."
+    later = derived.contexts(rows)
+    later = later[(later["model"] == names.LLAMA) & (later["variant"] == names.GEMV_DEPENDENT)]
+    said += [
+        f"from position {line['start']} on ×{line['ratio']:.3f} (tables {line['verdict']})"
+        for _, line in later[later["start"] != names.START].iterrows()
+    ]
+    return f"{names.LLAMA}, batch 1, advancing from position {names.START}: {'; '.join(said)}."
 
 
 def stops(rows: pd.DataFrame) -> str:
@@ -256,8 +278,10 @@ def stages(rows: pd.DataFrame) -> Drawing:
     return {
         "fig": fig,
         "alt": f"Bars of µs a token by operation: reading at the ceiling, wake, work, tail. {said}.",
-        "caption": f"One token, by the clock of the GPU. {said}: what is loaded before a wait is streamed in the wake.",
-        "table": table.rename(columns={name: f"{name} µs" for name in ("wake", "work", "tail", "floor", "all")}),
+        "caption": f"The last token of a sequence, by the clock of the GPU, which ticks about once a µs; the first and "
+        f"the last record of a token are left out. {said}: what is loaded before a wait is streamed in wake and tail, "
+        "which are more than waiting therefore.",
+        "table": table.round(1).rename(columns={n: f"{n} µs" for n in ("wake", "work", "tail", "floor", "all")}),
     }
 
 
@@ -276,7 +300,7 @@ def contexts(rows: pd.DataFrame) -> Drawing:
         + ", ".join(f"×{line['ratio']:.3f} at {line['start']} ({line['verdict']})" for _, line in some.iterrows())
         for model, some in rival.groupby("model", sort=False)
     )
-    said = f"Time of {names.GEMV_DEPENDENT}, over that of the tables, of which the verdict is: {said}."
+    said = f"Time of {names.GEMV_DEPENDENT}, over that of the tables, and what the tables are: {said}."
     return {
         "fig": fig,
         "alt": f"Lines of µs a token against the position, by variant and model. {said}",
@@ -349,7 +373,7 @@ def walls(rows: pd.DataFrame) -> Drawing:
     return {
         "fig": fig,
         "alt": f"Points of µs a token by way, one series a model. Least: {said}.",
-        "caption": f"From an idle GPU, several tokens a sample. Least: {said}.",
+        "caption": f"From an idle GPU, as many tokens a sample as the table says. Least: {said}.",
         "table": derived.walls(rows).rename(columns=UNITS),
     }
 
@@ -384,7 +408,8 @@ def idle(rows: pd.DataFrame) -> Drawing:
     return {
         "fig": fig,
         "alt": f"Map of percent of a token without a step running, by way and model. {said}.",
-        "caption": f"What a token takes beyond the same step in a graph, over what it takes. {said}.",
+        "caption": f"What a token takes beyond way 9's step in a graph, over what it takes; the ways' kernels differ "
+        f"by a percent or two, so that a little below zero is none. {said}.",
         "table": table[["case", "way", "us", "gpu us", "idle us", "% idle"]].rename(columns=UNITS),
     }
 
@@ -408,7 +433,8 @@ def where(rows: pd.DataFrame) -> str:
     return (
         f"rebuilding costs {saved:.0f} µs a token here. {python:.0f} of them go when the same tables are built "
         f"vectorised, {rest:.0f} more when they are kept and only the position is set, and the last {copies:.0f} are "
-        f"pageable copies and their waiting. The building alone, timed on the host: {table.loc['all', 'build']:.0f} µs."
+        f"pageable copies and their waiting. The building alone, timed apart from these, without the GPU: "
+        f"{table.loc['all', 'build']:.0f} µs."
     )
 
 
@@ -433,9 +459,15 @@ def waits(rows: pd.DataFrame) -> str:
     rest = table["waited"] > names.QUEUED_US / 10
     wait = ~late & rest & (table["built"] + table["waited"] > names.QUEUED_US / 2)
     groups = {"the host waits for other work on the stream in the ways": wait, "not in": ~wait & ~late}
-    groups |= {"what was queued has ended when the tables are built in": late}
-    numbers = {words: ", ".join(way.split()[0] for way in table["way"][some]) for words, some in groups.items()}
-    return "; ".join(f"{words} {', '.join(dict.fromkeys(n.split(', ')))}" for words, n in numbers.items() if n) + "."
+    numbers = {words: _numbers(table["way"][some]) for words, some in groups.items()}
+    said = [f"{words} {found}" for words, found in numbers.items() if found]
+    if late.any():
+        said.append(f"way {_numbers(table['way'][late])} cannot tell: building takes longer than that other work")
+    return "; ".join(said) + "."
+
+
+def _numbers(ways: pd.Series) -> str:
+    return ", ".join(dict.fromkeys(way.split()[0] for way in ways))
 
 
 # Sweeps
@@ -500,13 +532,20 @@ def hiding(rows: pd.DataFrame) -> Drawing:
         table, "gpu", "beyond", "way", logx=True, xlabel="µs of the step on the GPU", ylabel="µs beyond way 8",
         title=f"Longer steps: when does the upload hide? {names.H1024}",
     )  # fmt: skip
-    by = table.groupby("way", sort=False)["hides"].agg(["sum", "size"])
-    said = "; ".join(f"{way} in {line['sum']} of {line['size']}" for way, line in by.iterrows())
+    told = {kind: table["way"][table["hides"] == kind] for kind in ("yes", "but its start", "no")}
+    both = {kind: _numbers(ways) or "–" for kind, ways in told.items()}
+    said = (
+        f"A sample begins with an idle GPU, so the host's work for its first token is not hidden by anything. Within "
+        f"1 % of way 8, at some of the contexts: ways {both['yes']}; no more beyond it than such a start explains: "
+        f"{both['but its start']}; more: {both['no']}"
+    )
     return {
         "fig": fig,
         "alt": f"Lines of µs a token beyond way 8 against the step's time, by way. {said}.",
-        "caption": f"The context makes the step longer, not the tables. Within 1 % of way 8, so hidden: {said}.",
-        "table": table[["start", "gpu us", "way", "us", "beyond", "hides"]].rename(columns=UNITS),
+        "caption": f"The context makes the step longer, not the tables. {said}.",
+        "table": table[["start", "gpu us", "way", "tokens", "us", "beyond", "host us", "hides"]].rename(
+            columns=UNITS | {"host us": "host µs of one token"}
+        ),
     }
 
 
@@ -540,7 +579,8 @@ def _why(walls: pd.DataFrame, rebuilt: pd.DataFrame) -> str:
     if "all" not in rebuilt.index or names.REBUILT not in walls.index:
         return "not measured"
     build, us = rebuilt.loc["all", "build"], walls.loc[names.REBUILT, "us"]
-    return f"{build:.0f} of {us:.0f} µs a token are building, {rebuilt.loc['all', 'copy']:.0f} copies"
+    copies = rebuilt.loc["all", "copy"]
+    return f"building {build:.0f} µs and copies {copies:.0f} µs, timed apart from the token of {us:.0f} µs"
 
 
 def _words(walls: pd.DataFrame) -> str:
@@ -564,7 +604,8 @@ def summary(rows: pd.DataFrame) -> str:
         return "the ways were not measured at the published size."
     replay = derived.ratio(rows, names.ONE_POSITION, names.GRAPH, **derived.PUBLISHED)
     more = f"; the replay of one position, which is no decode, takes ×{replay['ratio']:.2f} of it" if replay else ""
+    interval = f"[{found['low']:.1f}, {found['high']:.1f}]"
     return (
-        f"a decode that is right at every token and rebuilds nothing (way 9) is ×{found['ratio']:.2f} as fast as one "
-        f"that rebuilds its tables in Python, at the published size{more}."
+        f"a decode that is right at every token and rebuilds nothing (way 9) is ×{found['ratio']:.1f} {interval} as "
+        f"fast as one that rebuilds its tables in Python, at the published size{more}."
     )
