@@ -345,9 +345,10 @@ def test_each_claim_follows_its_own_rows(claim, over, verdict):
     assert judged(found)[claim].verdict == verdict
 
 
-def test_what_was_published_for_an_h100_is_judged_on_no_other_gpu(rows):
-    found = judged(rows.assign(gpu="NVIDIA H200"))["bandwidth"]
-    assert (found.verdict, found.why) == ("not testable here", "published for an H100")
+@pytest.mark.parametrize(("gpu", "said"), [("NVIDIA H100", False), ("NVIDIA H200", True)])
+def test_what_was_published_for_an_h100_is_said_of_another_gpu(rows, gpu, said):
+    found = judged(rows.assign(gpu=gpu))["bandwidth"]
+    assert ("on another GPU than the H100 of the source" in found.why) == said
     assert "98 % of the read ceiling, beside 84 %" in found.measured
 
 
