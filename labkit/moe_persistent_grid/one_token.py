@@ -25,7 +25,6 @@ from typing import Any
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra import cuda
 
 from labkit.launch import Launch
 from labkit.moe_persistent_grid.choose import Rows
@@ -68,6 +67,22 @@ def _lanes(
         return tl.sum(tl.reshape(products, [J, R, BLOCK_K // V, V]), 3)
 
 
+@triton.jit
+def _sums(
+    b, w, scales, rows, mask, x, J: tl.constexpr, R: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr,
+    INT4: tl.constexpr, GROUP: tl.constexpr, V: tl.constexpr,
+):  # fmt: skip
+    """w[rows] x, [J, R]; b: the first weights of each row, asked for before. The next ones are while these are used."""
+    lanes = tl.zeros([J, R, BLOCK_K // (2 * V if INT4 else V)], tl.float32)
+    for k in range(0, K, BLOCK_K):
+        ahead = b
+        if K > BLOCK_K:
+            ahead = _weights(w, rows, mask & (k + BLOCK_K < K), k + BLOCK_K, K, BLOCK_K, INT4)
+        lanes += _lanes(b, scales, rows, mask, x, k, J, R, K, BLOCK_K, INT4, GROUP, V)
+        b = ahead
+    return tl.sum(lanes, 2)
+
+
 @triton.jit(do_not_specialize=["E"])
 def _up_kernel(
     x, w, scales, ids, hidden, E, N: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -75,7 +90,6 @@ def _up_kernel(
 ):  # fmt: skip
     """One program: ROWS values of hidden [slots, N // 2] of one slot. w: [E, N, K], gate before up."""
     OUT: tl.constexpr = N // 2
-    LANES: tl.constexpr = BLOCK_K // (2 * V if INT4 else V)
     wait_for_inputs(DEPENDENT)
     j = tl.program_id(1)
     e = tl.load(ids + j).to(tl.int64)
@@ -84,14 +98,8 @@ def _up_kernel(
     rows = (e * N + n + tl.arange(0, 2 * ROWS) % 2 * OUT)[None, :]  # gate and up of a value side by side
     start = x + tl.zeros([1], tl.int64)
     b = _weights(w, rows, mask, 0, K, BLOCK_K, INT4)
-    sums = tl.zeros([1, 2 * ROWS, LANES], tl.float32)
-    for k in range(0, K, BLOCK_K):
-        ahead = b
-        if K > BLOCK_K:
-            ahead = _weights(w, rows, mask & (k + BLOCK_K < K), k + BLOCK_K, K, BLOCK_K, INT4)
-        sums += _lanes(b, scales, rows, mask, start, k, 1, 2 * ROWS, K, BLOCK_K, INT4, GROUP, V)
-        b = ahead
-    gate, up = tl.split(tl.reshape(tl.sum(sums, 2), [ROWS, 2]))
+    sums = _sums(b, w, scales, rows, mask, start, 1, 2 * ROWS, K, BLOCK_K, INT4, GROUP, V)
+    gate, up = tl.split(tl.reshape(sums, [ROWS, 2]))
     out = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     tl.store(hidden + j * OUT + out, _silu_up(gate, up).to(hidden.dtype.element_ty), mask=out < OUT)
 
@@ -103,26 +111,17 @@ def _down_kernel(
     V: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """One program: ROWS values of out [N], from hidden [TOP_K, K]. w: [E, N, K]; SLOTS: a power of two."""
-    LANES: tl.constexpr = BLOCK_K // (2 * V if INT4 else V)
     j = tl.arange(0, SLOTS)
     e = tl.load(ids + j, mask=j < TOP_K, other=-1).to(tl.int64)
     n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     mask = ((e >= 0) & (e < E))[:, None] & (n < N)[None, :]
     rows = e[:, None] * N + n[None, :]
     b = _weights(w, rows, mask, 0, K, BLOCK_K, INT4)
-    if DEPENDENT:
-        cuda.gdc_wait()
-        cuda.gdc_launch_dependents()
+    wait_for_inputs(DEPENDENT)
     start = hidden + tl.minimum(j, TOP_K - 1) * K
-    sums = tl.zeros([SLOTS, ROWS, LANES], tl.float32)
-    for k in range(0, K, BLOCK_K):
-        ahead = b
-        if K > BLOCK_K:
-            ahead = _weights(w, rows, mask & (k + BLOCK_K < K), k + BLOCK_K, K, BLOCK_K, INT4)
-        sums += _lanes(b, scales, rows, mask, start, k, SLOTS, ROWS, K, BLOCK_K, INT4, GROUP, V)
-        b = ahead
+    sums = _sums(b, w, scales, rows, mask, start, SLOTS, ROWS, K, BLOCK_K, INT4, GROUP, V)
     share = tl.load(weights + j, mask=j < TOP_K, other=0.0).to(tl.float32)
-    total = tl.sum(tl.sum(sums, 2) * share[:, None], 0)
+    total = tl.sum(sums * share[:, None], 0)
     tl.store(out + n, total.to(out.dtype.element_ty), mask=n < N)
 
 

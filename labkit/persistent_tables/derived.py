@@ -276,6 +276,12 @@ def _sweep(start: int, parts: int) -> str:
     return "contexts" if start != names.START else "records" if parts else "whole"
 
 
+def lowering(model: str, programs: int, **more: Any) -> Lowering:
+    """Of a model's tables as they are timed in bf16, with so many programs. more: further fields."""
+    rows, span = plan_of(model, "bf16").rows, names.SPANS.get(model)
+    return Lowering(MODELS[model], programs, cache=names.CACHE, rows=rows, span=span, **more)
+
+
 def sizes() -> pd.DataFrame:
     """The tables of every model as they are lowered for an H100, and those of the published designs.
 
@@ -290,8 +296,7 @@ def sizes() -> pd.DataFrame:
     ]
     wanted = [(name, programs, None) for name in names.MODELS for programs in (132, 528)]
     for model, programs, parts in [*wanted, (names.H1024, 528, names.PUBLISHED_PARTS)]:
-        more = {"rows": plan_of(model, "bf16").rows, "span": names.SPANS.get(model)}
-        lowered = tables.lower(Lowering(MODELS[model], programs, cache=names.CACHE, parts=parts, **more))
+        lowered = tables.lower(lowering(model, programs, parts=parts))
         counts = tables.counts(lowered)
         line = {"design": "this page", "model": model, "programs": str(programs), "records": counts["records"]}
         found.append(line | {"bytes": lowered.nbytes, "words": counts["changed_words"]})
@@ -302,8 +307,7 @@ def changes(position: int = names.START) -> pd.DataFrame:
     """Which words differ between the tables of a position and of the next: model, table, op, field, words, bytes."""
     found = []
     for name in names.MODELS:
-        rows = plan_of(name, "bf16").rows
-        how = Lowering(MODELS[name], 132, cache=names.CACHE, rows=rows, span=names.SPANS.get(name))
+        how = lowering(name, 132)
         found += [{"model": name} | one._asdict() for one in tables.changes_of_a_token(how, position)]
     return pd.DataFrame(found)
 

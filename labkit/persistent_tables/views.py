@@ -1,6 +1,6 @@
 """Figures and sentences of the study, each made from the rows of one GPU (or from none, where nothing is measured)."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any
 
@@ -29,19 +29,18 @@ def in_short(rows: pd.DataFrame) -> str:
 
 def _cost(rows: pd.DataFrame) -> str:
     """From rebuilding in Python to the best valid ways, at the published size; and what the step is of that."""
-    table = _at_published(derived.walls(rows))
+    walls = derived.walls(rows)
+    table = _at_published(walls)
     table = table[table["way"].isin(names.WAYS) & (table["way"] != names.ONE_POSITION)].set_index("way")
     us = table["us"]
     if names.REBUILT not in us:
         return ""
-    near = ", ".join(dict.fromkeys(way.split()[0] for way in us.index[us <= NEAR * us.min()]))
+    near = _numbers(us.index[us <= NEAR * us.min()])
     said = (
         f"A token of {names.H1024} with about as many records as were published takes {us[names.REBUILT]:.0f} µs if "
         f"its tables are rebuilt in Python, {us.min():.0f} µs by the best that keep them right (ways {near})"
     )
-    whole = derived.walls(rows)
-    whole = whole[(whole[list(derived.MAIN)] == pd.Series(derived.MAIN)).all(axis=1) & (whole["way"] == names.GRAPH)]
-    whole = whole[whole["model"] == names.H1024]
+    whole = _of_case(walls, derived.MAIN | {"model": names.H1024, "way": names.GRAPH})
     if len(whole):
         line, step = whole.iloc[0], table["gpu us"].iloc[0]
         said += (
@@ -60,7 +59,11 @@ def _step(rows: pd.DataFrame) -> str:
 
 
 def _at_published(table: pd.DataFrame) -> pd.DataFrame:
-    wanted = derived.PUBLISHED
+    return _of_case(table, derived.PUBLISHED)
+
+
+def _of_case(table: pd.DataFrame, wanted: Mapping[str, Any]) -> pd.DataFrame:
+    """The lines that have all these values."""
     return table[(table[list(wanted)] == pd.Series(wanted)).all(axis=1)] if len(table) else table
 
 
@@ -72,17 +75,13 @@ def traffic() -> pd.DataFrame:
     if not find_spec("triton"):
         return pd.DataFrame()
     from labkit.persistent_tables import tables, ways
-    from labkit.persistent_tables.model import MODELS
-    from labkit.persistent_tables.trials import plan_of
 
     found = []
     for way in (*names.WAYS, *names.ALONE):
         line: dict[str, Any] = {"way": way}
         for model in (names.H1024, names.LLAMA):
             position = None if way in (names.IN_LAUNCH, names.GRAPH) else 0
-            more = {"rows": plan_of(model, "bf16").rows, "span": names.SPANS.get(model)}
-            how = tables.Lowering(MODELS[model], 132, cache=names.CACHE, position=position, **more)
-            sent = ways.traffic(way, tables.lower(how))
+            sent = ways.traffic(way, tables.lower(derived.lowering(model, 132, position=position)))
             line |= {f"bytes, {model}": sent.bytes, f"copies, {model}": sent.copies, "kernels": sent.kernels}
         found.append(line)
     return pd.DataFrame(found)
@@ -466,7 +465,7 @@ def waits(rows: pd.DataFrame) -> str:
     return "; ".join(said) + "."
 
 
-def _numbers(ways: pd.Series) -> str:
+def _numbers(ways: Iterable[str]) -> str:
     return ", ".join(dict.fromkeys(way.split()[0] for way in ways))
 
 
