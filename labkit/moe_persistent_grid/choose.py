@@ -151,11 +151,11 @@ def rule(tokens: int, experts: int, top_k: int, hidden: int, width: int, int4: b
 
 
 def _rows(tokens: int, top_k: int, int4: bool) -> Rows | None:
-    """As many bytes on their way with both kinds of weights; a program of gemm2 reads rows of all experts at once."""
+    """A thread has as many bytes on their way with both kinds of weights; gemm2 reads rows of all experts at once."""
     if tokens > 1:
         return None
     down = 4 if top_k <= 8 else 2
-    return Rows(4, down, 2048) if int4 else Rows(2, down, 1024)
+    return Rows(4, down, 2048) if int4 else Rows(2, down, 2048, 8)
 
 
 def _tile(rows: float, block_m: int, columns: int, int4: bool, sms: int) -> Tile:
@@ -206,7 +206,8 @@ class Candidate(NamedTuple):
 FEW = (
     (64, 128, 4, 3, {}), (64, 128, 4, 4, {}), (64, 128, 4, 5, {}), (128, 64, 4, 5, {}), (128, 128, 4, 3, {}),
     (64, 128, 4, 4, {"descriptor": True}), (128, 64, 4, 4, {"descriptor": True}),
-    (128, 128, 4, 3, {"descriptor": True}), (64, 128, 4, 4, {"programs": 2, "flatten": True}),
+    (128, 128, 4, 3, {"descriptor": True}), (256, 128, 8, 3, {"descriptor": True}),
+    (64, 128, 4, 4, {"programs": 2, "flatten": True}),
 )  # fmt: skip
 SOME = (
     (64, 128, 4, 3, {}), (128, 64, 4, 3, {}), (128, 64, 4, 4, {}), (128, 128, 8, 2, {}), (128, 128, 8, 3, {}),

@@ -124,7 +124,7 @@ def _inputs(x: Case, device: Any, sets: int, seed: int, kind: str = "") -> list[
 
 
 def _owner(x: Case, device: Any) -> Any:
-    return x.op, x.key, str(device)
+    return x.op, x.key, torch.device(device).type  # "cuda" and a tensor's "cuda:0" are one
 
 
 def _scratch(x: Case, item: Any) -> Any:
