@@ -13,7 +13,8 @@ import torch
 from labkit.bench import records, sweep, verdict
 from labkit.bench.spec import CONTROL, ROLES, VERDICTS, Case
 from labkit.evidence import compiled
-from labkit.moe_persistent_grid import choose, claims, limited, names, study, tables, trials, views, waves, work
+from labkit.launch import Launch
+from labkit.moe_persistent_grid import ahead, choose, claims, limited, names, study, tables, trials, views, waves, work
 from labkit.moe_persistent_grid.choose import Config, Tile
 from labkit.moe_persistent_grid.models import DEEPSEEK, MIXTRAL, MODELS, QWEN3_30B, QWEN35_35B
 from labkit.moe_persistent_grid.synthetic import KINDS
@@ -143,20 +144,20 @@ def test_many_tokens_are_bound_by_products():
 
 def test_floors_are_the_bytes_of_the_tensors():
     x = Case("layer", study.STUDY.tiny[0].params)
-    [item] = trials._inputs(x, "cpu", 1, 0)
+    [item] = trials.inputs(x, "cpu", 1, 0)
     experts = item.ids.unique().long()
     moved = sum(w[experts].numel() * w.element_size() for w in (item.w1, item.w2))
     assert work.weight_bytes(x) == moved
     assert study.floor(x).bytes == moved + 2 * item.x.numel() * item.x.element_size()
     x = Case("layer", dict(x.params) | {"weights": "INT4"})
-    [item] = trials._inputs(x, "cpu", 1, 0)
+    [item] = trials.inputs(x, "cpu", 1, 0)
     parts = [part[experts] for w in (item.w1, item.w2) for part in w]
     assert work.weight_bytes(x) == sum(part.numel() * part.element_size() for part in parts)
 
 
 def test_buffer_sets_send_tokens_to_other_experts_and_as_many():
     x = Case("layer", dict(case(T=1).params) | {"H": 128, "I": 128, "activations": "fp32", "weights": "fp32"})
-    items = trials._inputs(x, "cpu", 4, 0)
+    items = trials.inputs(x, "cpu", 4, 0)
     experts = [set(item.ids.flatten().tolist()) for item in items]
     assert {len(some) for some in experts} == {8}
     assert len(set.union(*experts)) > 24
@@ -319,18 +320,56 @@ def test_each_kernel_is_compiled_ahead_once():
     some = [x for x in study.cases(ALL) if x["model"] == QWEN3_30B.name]
     found = study.kernels(some, 90)
     assert len({json.dumps(one, sort_keys=True) for one in found}) == len(found)
-    every = sum(len(study._configs(x)) for x in some)
+    every = sum(len(study.variants(x)) for x in some)
     assert 50 < len(found) < every
     older = study.kernels(some, 80)
     assert len(older) < len(found)
-    assert not any(one["choice"][one["gemm"]]["descriptor"] for _, one in older)
+    gemms = [(one["wanted"][0], Config.of(one["choice"])) for _, one in older if one.get("wanted", "")[:1] in GEMMS]
+    assert gemms
+    assert not any(not config.rows and getattr(config, gemm).descriptor for gemm, config in gemms)
+
+
+GEMMS = (["gemm1"], ["gemm2"])
+
+
+@pytest.mark.parametrize(
+    ("op", "weights", "tokens"), [("layer", "bf16", 128), ("layer", "INT4", 1), ("gemm2", "INT4", 128)]
+)
+def test_everything_that_a_case_launches_is_compiled_ahead(op, weights, tokens, monkeypatch):
+    x = Case(op, dict(case("layer", QWEN35_35B, tokens, weights).params))
+    some = [x, Case("layer", dict(x.params) | {"weights": "bf16"})] + [Case("gemm1", x.params)] * (op == "gemm2")
+    ahead = {code_of(one) for source in study.kernels(some, 90) for one in several(compiled.launch_of(source, 90))}
+    made = []
+    monkeypatch.setattr(trials, "resident", lambda launch: 4)
+    with compiled.offline(90):
+        for variant in study.variants(x):
+            if variant.name not in (names.LIGER, names.LOOP, names.READ):
+                made += launches_of(variant.prepare(x, "cpu", 1, 0).calls[0], op)
+        codes = {code_of(one) for one in made}
+    assert len(codes) > 3
+    assert codes <= ahead
+
+
+def several(found):
+    return found if isinstance(found, list) else [found] if isinstance(found, Launch) else []
+
+
+def launches_of(call, op):
+    """The launches of a layer, or of a GEMM."""
+    return list(call.launches.values()) if hasattr(call, "launches") else [call] * isinstance(call, Launch)
+
+
+def code_of(launch):
+    """What Triton compiles a launch for."""
+    constants = {k: v for k, v in launch.args.items() if not isinstance(v, torch.Tensor)}
+    return launch.kernel.fn.__name__, str(sorted(constants.items())), str(sorted(launch.options.items()))
 
 
 def test_the_product_before_a_candidate_is_compiled_ahead_too():
     x = Case("tune", case("layer", weights="INT4", T=1642).params)
-    found = [(one["gemm"], Config.of(one["choice"])) for _, one in study.kernels([x], 90)]
-    built = {(config.block_m, config.gemm1) for gemm, config in found if gemm == "gemm1"}
-    for one in study._candidates(x):
+    found = [(one["wanted"], Config.of(one["choice"])) for _, one in study.kernels([x], 90)]
+    built = {(config.block_m, config.gemm1) for wanted, config in found if wanted == ["gemm1"]}
+    for one in trials.candidates(x):
         config = trials.configured(x, one)
         assert (config.block_m, config.gemm1) in built
 
@@ -340,10 +379,10 @@ def compiled_of(x, name, gemm="gemm1"):
     _, options = names.makers(x.op, x["weights"])[name]
     config = trials.config_of(x, "cpu", **({"base": "ours"} if x.op == "layer" else {}) | options)
     params = dict(x.params) | {"E": 8}
-    source = (f"{study.HERE}:kernel", {
-        "op": x.op, "params": params, "gemm": gemm, "choice": config.as_dict(), "int8": bool(options.get("int8")),
+    source = (f"{ahead.HERE}:layer", {
+        "op": x.op, "params": params, "wanted": [gemm], "choice": config.as_dict(), "int8": bool(options.get("int8")),
     })  # fmt: skip
-    return compiled.evidence(compiled.launch_of(source, 90), 90)
+    return compiled.evidence(compiled.launch_of(source, 90)[0], 90)
 
 
 def test_eight_bit_activations_use_integer_products_and_do_not_spill():
@@ -369,9 +408,9 @@ def test_a_gpu_without_the_copy_engine_is_told_so():
     x = case("gemm1", QWEN35_35B, 1642)
     _, options = names.makers("gemm1", "bf16")[names.source(16, names.PERSISTENT, names.BOX)]
     config = trials.config_of(x, "cpu", **options)
-    arguments = {"op": "gemm1", "params": dict(x.params) | {"E": 8}, "gemm": "gemm1", "choice": config.as_dict()}
+    arguments = {"op": "gemm1", "params": dict(x.params) | {"E": 8}, "wanted": ["gemm1"], "choice": config.as_dict()}
     with pytest.raises(ValueError, match=r"descriptor is True on compute capability 8.0; allowed: from 9.0"):
-        compiled.launch_of((f"{study.HERE}:kernel", arguments), 80)
+        compiled.launch_of((f"{ahead.HERE}:layer", arguments), 80)
 
 
 def test_the_kernel_that_counts_multiprocessors_compiles():

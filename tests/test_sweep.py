@@ -53,6 +53,7 @@ class Toy:
     calls: Callable[[Case, str, list[Call]], None] = lambda case, name, calls: None
     sets: list[int] = field(default_factory=list)
     floor: Floor = field(default_factory=lambda: Floor(32, 4, limit=""))
+    moves: dict[str, int] = field(default_factory=dict)  # by variant
     early: int = 0  # the size that is measured before the others
     settled: list[list[int]] = field(default_factory=list)  # the sizes in the file, at each call of `settle`
 
@@ -95,7 +96,8 @@ class Toy:
             return {"y": float((y[0] - 2 * x[0]).norm() / x[0].norm())}
 
         self.calls(case, name, calls)
-        return Trial(calls, lambda: y.fill_(math.nan), lambda: not bool(y.isnan().any()), check, {"y": 1e-6})
+        written = lambda: not bool(y.isnan().any())  # noqa: E731
+        return Trial(calls, lambda: y.fill_(math.nan), written, check, {"y": 1e-6}, moves=self.moves.get(name))
 
 
 def source() -> None:
@@ -589,6 +591,11 @@ def test_a_rate_above_the_datasheet_is_refused(lab: Lab):
     assert set(rows[~rows["ok"]]["cache"]) == {"cold"}  # a hot rate is of the L2
     assert lab.row(1, "double")["reason"].startswith("refused: 0.00 TB/s is above the datasheet's")
     assert lab.row(1, "add")["ok"]
+    lab.toy.moves["double"] = 16  # half of what the others move
+    lab.toy.moves["copy"] = 64
+    lab.run([2])
+    assert lab.row(2, "double")["ok"]
+    assert not lab.row(2, "copy")["ok"]
 
 
 def count_timings(lab: Lab) -> list[tuple[int, bool, tuple[str, ...]]]:

@@ -184,7 +184,7 @@ def _after(row: dict[str, Any], trial: Trial, remark: str, datasheet_tbs: float)
         row["error"] = max(row["error"], *errors.values())
         row["ok"] = bool(row["ok"] and _within(errors, trial.tolerance))
         reasons.append(_beyond(errors, trial.tolerance))
-    tbs = row["floor_bytes"] / np.median(row["samples_ns"]) / 1e3
+    tbs = (trial.moves or row["floor_bytes"]) / np.median(row["samples_ns"]) / 1e3
     if row["cache"] == "cold" and tbs > datasheet_tbs and not trial.idle:
         row["ok"] = False
         reasons.append(f"refused: {tbs:.2f} TB/s is above the datasheet's {datasheet_tbs:.2f} TB/s")

@@ -47,6 +47,7 @@ class Trial:
     dissect:    whether the launch's code is taken apart for the row's evidence (half a second for each new kernel).
     timer:     takes the samples itself (a foreign timer, shown beside ours): () -> ns per call, one a sample.
     idle:       does none of the case's work (an empty kernel): not held against the memory's rates.
+    moves:      bytes that it moves where they are fewer than the floor's (a ceiling that reads the weights alone).
     poison, written and check are None where there is nothing to check (a ceiling that only reads).
     """
 
@@ -60,6 +61,7 @@ class Trial:
     facts: Callable[[], Mapping[str, Any]] | None = None
     dissect: bool = True
     idle: bool = False
+    moves: int | None = None
 
 
 @dataclass(frozen=True)

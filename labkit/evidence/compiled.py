@@ -27,7 +27,8 @@ from labkit.launch import Launch
 
 CAPABILITIES = (80, 90, 100, 120)
 
-# Where a worker gets a Launch with CPU tensors from: "module:function" and its keyword arguments, JSON.
+# Where a worker gets a Launch with CPU tensors from: "module:function" and its keyword arguments, JSON. To compile
+# ahead, the function may also return several.
 Source = tuple[str, Mapping[str, Any]]
 
 
@@ -104,9 +105,11 @@ def prebuild(sources: Sequence[Source], capability: int) -> None:
 
 
 def build_all(sources: Sequence[Source], capability: int) -> None:
-    """In a worker: compile the Launch of every source."""
+    """In a worker: compile the Launch, or the list of them, of every source."""
     for source in sources:
-        build(launch_of(source, capability), capability)
+        found = launch_of(source, capability)
+        for launch in found if isinstance(found, list) else [found]:
+            build(launch, capability)
 
 
 def evidence(launch: Launch, capability: int | None = None) -> dict[str, Any]:

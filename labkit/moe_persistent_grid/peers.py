@@ -85,13 +85,8 @@ def _total_kernel(parts, positions, weights, out, H, TILES, TOP_K: tl.constexpr,
 
 def grouped_mm(x: LayerInputs) -> Callable[[], Any]:
     """The layer by torch's grouped product; every id must be in range. May be captured in a CUDA graph."""
-    T, E, top_k, H, width = x.shape
-    found = routing.route(x.ids, E, PADDED_TO)
-    like = {"dtype": x.x.dtype, "device": x.x.device}
-    rows = found.blocks * PADDED_TO
-    inputs, hidden = torch.zeros((rows, H), **like), torch.zeros((rows, width), **like)
-    positions = torch.zeros(T * top_k, dtype=torch.int32, device=x.x.device)
-    ends = torch.zeros(E, dtype=torch.int32, device=x.x.device)
+    found = routing.route(x.ids, x.shape[1], PADDED_TO)
+    inputs, hidden, positions, ends = _memory(x, found)
     glue = around(x, found, inputs, positions, ends)
 
     def call() -> None:
@@ -104,6 +99,25 @@ def grouped_mm(x: LayerInputs) -> Callable[[], Any]:
         total(parts, positions, x)()
 
     return call
+
+
+def glue(x: LayerInputs) -> list[Launch]:
+    """What `grouped_mm` launches beside torch's products, as something to compile."""
+    found = routing.route(x.ids, x.shape[1], PADDED_TO)
+    inputs, hidden, positions, ends = _memory(x, found)
+    up, parts = inputs.new_empty((len(inputs), 2 * hidden.shape[1])), torch.empty_like(inputs)
+    before = around(x, found, inputs, positions, ends)
+    return [*found.launches.values(), *before.values(), activate(up, hidden, found), total(parts, positions, x)]
+
+
+def _memory(x: LayerInputs, found: routing.Routing) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Sorted rows of x, those between the products, each slot's row, and where each expert's rows end."""
+    T, E, top_k, H, width = x.shape
+    like = {"dtype": x.x.dtype, "device": x.x.device}
+    rows = found.blocks * PADDED_TO
+    positions = torch.zeros(T * top_k, dtype=torch.int32, device=x.x.device)
+    ends = torch.zeros(E, dtype=torch.int32, device=x.x.device)
+    return torch.zeros((rows, H), **like), torch.zeros((rows, width), **like), positions, ends
 
 
 def around(x: LayerInputs, found: routing.Routing, rows: Tensor, positions: Tensor, ends: Tensor) -> dict[str, Launch]:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from labkit.bench.spec import Added, Case, Floor, Rule, Study, Variant, integer, list_of, one_of
-from labkit.moe_persistent_grid import choose, claims, names, tables, trials, work
+from labkit.moe_persistent_grid import ahead, choose, claims, names, tables, trials, work
 from labkit.moe_persistent_grid.models import MIXTRAL, MODELS, QWEN3_30B, QWEN35_35B
 from labkit.moe_persistent_grid.synthetic import KINDS
 
@@ -77,7 +77,7 @@ def floor(x: Case) -> Floor:
 def variants(x: Case) -> list[Variant]:
     """Candidates of the table (tune), whole layers and their rivals (layer), the grids (gemm1, gemm2, waves)."""
     if x.op == "tune":
-        return [_candidate(one) for one in _candidates(x)]
+        return [_candidate(one) for one in trials.candidates(x)]
     return [_variant(x, name, role) for name, role in roles(x).items()]
 
 
@@ -100,13 +100,9 @@ def roles(x: Case) -> dict[str, str]:
     return found
 
 
-def _candidates(x: Case) -> list[choose.Candidate]:
-    return choose.candidates(x["T"], x["E"], x["top_k"], x["H"], x["I"], x["weights"] == "INT4")
-
-
 def control(x: Case) -> str:
     """The variant that the A/A control repeats."""
-    return str(_candidates(x)[0]) if x.op == "tune" else next(iter(roles(x)))
+    return str(trials.candidates(x)[0]) if x.op == "tune" else next(iter(roles(x)))
 
 
 def _candidate(choice: choose.Candidate) -> Variant:
@@ -127,41 +123,8 @@ def _variant(x: Case, name: str, role: str) -> Variant:
 
 
 def kernels(some: Sequence[Case], capability: int) -> list[tuple[str, Mapping[str, Any]]]:
-    """The GEMMs of the lab's variants, each once for all cases that it is the same in."""
-    found: dict[str, tuple[str, Mapping[str, Any]]] = {}
-    for x in some:
-        for gemm, config, int8 in _configs(x):
-            tile = getattr(config, gemm)
-            if tile.descriptor and capability < 90:
-                continue
-            sizes = {name: x[name] for name in ("E", "H", "I", "top_k", "weights")}
-            sizes |= {"gemm": gemm, "int8": int8, "fused": config.fused, "dependent": config.dependent}
-            key = sizes | {"block_m": config.block_m, "tile": tile.as_dict() | {"programs": tile.programs > 0}}
-            arguments = {"op": x.op, "params": dict(x.params), "gemm": gemm, "choice": config.as_dict(), "int8": int8}
-            arguments["dissect"] = x.op != "tune"
-            if arguments["dissect"] or str(key) not in found:
-                found[str(key)] = (f"{HERE}:kernel", arguments)
-    return list(found.values())
-
-
-def _configs(x: Case) -> list[tuple[str, Any, bool]]:
-    """(GEMM, configuration, 8-bit activations) of every kernel of the lab's in a case, by the table as it is now."""
-    if x.op == "tune":
-        some = [(one.gemm, trials.configured(x, one)) for one in _candidates(x)]
-        # A second product is timed on what the rule's first one leaves, in blocks that the rule may not have.
-        return [(gemm, config, False) for one, config in some for gemm in dict.fromkeys(("gemm1", one))]
-    gemms = {"layer": ("gemm1", "gemm2"), "waves": ("gemm1",)}.get(x.op, (x.op,))
-    found = []
-    for make, options in (names.makers(x.op, x["weights"])[name] for name in roles(x)):
-        if make in ("layer", "gemm") and not options.get("plain"):
-            base = {"base": "ours"} if make == "layer" else {}
-            config = trials.config_of(x, trials.here(), **base | options)
-            found += [(gemm, config, bool(options.get("int8"))) for gemm in gemms]
-        elif make == "limited":
-            found.append(
-                ("gemm1", trials.config_of(x, trials.here(), "rule", grid=options["grid"], dependent=False), False)
-            )
-    return found
+    """What the cases launch, each kernel once for all cases that it is the same in."""
+    return ahead.sources(some, lambda x: [] if x.op == "tune" else list(roles(x)), capability)
 
 
 def counted(parameters: Mapping[str, Any]) -> list[tuple[Case, str]]:

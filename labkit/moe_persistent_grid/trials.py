@@ -1,8 +1,8 @@
 """The study's variants made ready for timing: buffers, launches, checks.
 
 Weights and tokens of a case are the same tensors for all its variants, and the weights for all cases of a model; the
-buffer sets differ by which experts the tokens go to, so that with few tokens each set reads other weights. Layers
-write outputs of their own; what the GEMMs write is scratch that the variants share, and that each check writes anew.
+buffer sets differ by which experts the tokens go to, so that with few tokens each set reads other weights. What a
+variant writes is its own: a layer's output, a GEMM's rows. Rows inside a layer are scratch that layers share.
 """
 
 import hashlib
@@ -94,7 +94,7 @@ def _random(shape: tuple[int, int, int], kind: str, device: Any, generator: torc
     return Int4(packed, scales)
 
 
-def _inputs(x: Case, device: Any, sets: int, seed: int, kind: str = "") -> list[Any]:
+def inputs(x: Case, device: Any, sets: int, seed: int, kind: str = "") -> list[Any]:
     """LayerInputs of every set, with an output for all of them that no layer's check looks at.
 
     The first set has the case's routing, the others the same with other experts: as many that get a token. The
@@ -206,9 +206,9 @@ def layer(x: Case, device: Any, sets: int, seed: int, **how: Any) -> Trial:
     """The lab's layer, or ExecuTorch's; how: arguments of `config_of`."""
     kind = x["activations"] if how.get("plain") else x["weights"]
     how = {"base": "ours"} | how
-    items = _with_outputs(_inputs(x, device, sets, seed, kind))
+    items = _with_outputs(inputs(x, device, sets, seed, kind))
     scratch = _scratch(x, items[0])
-    made = [_built(x, item, scratch=_own(scratch), **how) for item in items]
+    made = [_built(x, item, scratch=_own_tables(scratch), **how) for item in items]
     found = made[0].config
 
     def facts() -> dict[str, Any]:
@@ -219,7 +219,7 @@ def layer(x: Case, device: Any, sets: int, seed: int, **how: Any) -> Trial:
     return _layer(x, items, made, facts, INT8 if int8 else EXACT, kind, not found.fused and not int8)
 
 
-def _own(scratch: Any) -> Any:
+def _own_tables(scratch: Any) -> Any:
     return replace(scratch, integers=torch.empty_like(scratch.integers))
 
 
@@ -278,7 +278,7 @@ def grouped_mm(x: Case, device: Any, sets: int, seed: int) -> Trial:
     """torch's grouped product with the lab's kernels around it."""
     from labkit.moe_persistent_grid import peers
 
-    items = _with_outputs(_inputs(x, device, sets, seed))
+    items = _with_outputs(inputs(x, device, sets, seed))
     return _layer(x, items, [peers.grouped_mm(item) for item in items], stored=True)
 
 
@@ -286,13 +286,13 @@ def loop(x: Case, device: Any, sets: int, seed: int) -> Trial:
     """A loop over experts of torch.mm."""
     from labkit.moe_persistent_grid import peers
 
-    items = _with_outputs(_inputs(x, device, sets, seed))
+    items = _with_outputs(inputs(x, device, sets, seed))
     return _layer(x, items, [peers.loop(item) for item in items], tolerance=LOOPED, stored=True)
 
 
 def liger(x: Case, device: Any, sets: int, seed: int) -> Trial:
     """liger-kernel's fused layer, which returns its output."""
-    items = _inputs(x, device, sets, seed)
+    items = inputs(x, device, sets, seed)
     calls = [liger_layer(item, tune=place == 0) for place, item in enumerate(items)]
 
     def check() -> dict[str, float]:
@@ -339,7 +339,7 @@ def _tune_anew(kernel: Any, tries: Mapping[str, tuple[int, ...]]) -> None:
 
 def added(function: Callable[..., Any], x: Case, device: Any, sets: int, seed: int) -> Trial:
     """A function of the reader's own, function(x, ids, weights, w1, w2, out), on the tensors of the other variants."""
-    items = _with_outputs(_inputs(x, device, sets, seed))
+    items = _with_outputs(inputs(x, device, sets, seed))
 
     def bind(item: Any) -> Callable[[], Any]:
         values = [getattr(item, name) for name in SIGNATURE]
@@ -352,7 +352,7 @@ def read(x: Case, device: Any, sets: int, seed: int) -> Trial:
     """The ceiling: the weights of the experts that got a token."""
     from labkit.moe_persistent_grid import ceilings
 
-    items = _inputs(x, device, sets, seed)
+    items = inputs(x, device, sets, seed)
     wanted = {"gemm1": ("w1",), "gemm2": ("w2",)}.get(x.op, ("w1", "w2"))
 
     def bind(item: Any) -> list[Any]:
@@ -372,7 +372,7 @@ def read(x: Case, device: Any, sets: int, seed: int) -> Trial:
             off += abs(sum(_halves(part[e]) for part in parts for e in experts) - int(launch.args["partial"].sum()))
         return {"sum": float(off)}
 
-    return Trial(calls, check=check, tolerance={"sum": 0.0})
+    return Trial(calls, check=check, tolerance={"sum": 0.0}, moves=work.weight_bytes(x))
 
 
 def _halves(part: Tensor) -> int:
@@ -386,9 +386,11 @@ def _halves(part: Tensor) -> int:
 
 def gemm(x: Case, device: Any, sets: int, seed: int, **how: Any) -> Trial:
     """One of the two products, as the case's operation says, on what the launches before it leave."""
-    items = _inputs(x, device, sets, seed)
-    scratch = _scratch(x, items[0])
-    made = [_built(x, item, scratch=_own(scratch), **how) for item in items]
+    from labkit.moe_persistent_grid.kernels import workspace
+
+    items = inputs(x, device, sets, seed)
+    scratch = workspace(items[0])
+    made = [_built(x, item, scratch=_own_tables(scratch), **how) for item in items]
     return _gemm(x, items, made, x.op, int8=bool(how.get("int8")))
 
 
@@ -396,10 +398,15 @@ def candidate(x: Case, device: Any, sets: int, seed: int, choice: Candidate) -> 
     """One candidate of the tuned table, checked like every variant."""
     from labkit.moe_persistent_grid import kernels
 
-    items = _inputs(x, device, sets, seed)
-    scratch = _scratch(x, items[0])
-    made = [kernels.layer(item, configured(x, choice), _own(scratch)) for item in items]
+    items = inputs(x, device, sets, seed)
+    scratch = kernels.workspace(items[0])
+    made = [kernels.layer(item, configured(x, choice), _own_tables(scratch)) for item in items]
     return _gemm(x, items, made, choice.gemm, looked_at=False)
+
+
+def candidates(x: Case) -> list[Candidate]:
+    """What is tried for a case's table."""
+    return choose.candidates(x["T"], x["E"], x["top_k"], x["H"], x["I"], x["weights"] == "INT4")
 
 
 def configured(x: Case, choice: Candidate) -> Config:
@@ -547,7 +554,7 @@ def limited(x: Case, device: Any, sets: int, seed: int, sms: int, grid: str) -> 
     from labkit.moe_persistent_grid import kernels
     from labkit.moe_persistent_grid import limited as part
 
-    [item] = _inputs(x, device, 1, seed)
+    [item] = inputs(x, device, 1, seed)
     config = config_of(x, device, "rule", grid="tiles", dependent=False)  # the next launch would hide this one's end
     made = kernels.layer(item, config, _scratch(x, item))
     stream, seen = part.stream_on(sms, torch.device(device))
@@ -561,31 +568,3 @@ def limited(x: Case, device: Any, sets: int, seed: int, sms: int, grid: str) -> 
         trial.calls, check=trial.check, tolerance=EXACT, timer=lambda: part.timed(stream, launch),
         facts=lambda: evidence(made, "gemm1") | {"seen": seen}, dissect=False,
     )  # fmt: skip
-
-
-# Kernels to compile ahead
-
-
-def here() -> str:
-    """The device whose tuned table counts: this machine's GPU, where there is one."""
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def kernel(
-    op: str, params: Mapping[str, Any], gemm: str, choice: Mapping[str, Any], int8: bool = False, dissect: bool = False
-) -> Any:
-    """The Launch of one GEMM of a case and a configuration, on memory that is never touched: to compile it.
-
-    dissect: also take its code apart now, for the evidence of the rows; what is found is kept on disk.
-    """
-    from labkit.moe_persistent_grid import kernels, w4a8
-
-    x = Case(op, params)
-    [item] = _inputs(x, "cpu", 1, 0)
-    rows, parts, integers = kernels.sizes(item)
-    shared = (torch.empty(size, dtype=item.x.dtype) for size in (rows, parts))
-    scratch = kernels.Workspace(x["T"], *shared, torch.empty(integers, dtype=torch.int32))
-    launch = (w4a8.layer if int8 else kernels.layer)(item, Config.of(choice), scratch).launches[gemm]
-    if dissect:
-        compiled.evidence(launch, compiled.offline_capability())
-    return launch
