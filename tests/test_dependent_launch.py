@@ -1,6 +1,7 @@
 """On a GPU: a chain of GEMVs launched dependently is right, and its check sees one that does not wait."""
 
 import importlib.util
+from itertools import pairwise
 
 import pytest
 
@@ -43,3 +44,57 @@ def test_a_kernel_that_does_not_wait_is_seen(tmp_path):
     spec.loader.exec_module(hasty)
     worst, allowed = chain(hasty.linear)
     assert not worst <= allowed
+
+
+LINKS = 12
+
+
+def products(kernels, **how):
+    """What a chain of products leaves, each of what the one before wrote, under one CUDA graph."""
+    import torch
+
+    from labkit.batched_ffn import formats
+    from labkit.batched_ffn import trials as ffn
+    from labkit.batched_ffn.choose import Tile
+
+    W = formats.pack(ffn._blocks(4096, 4096, "Q8_0", torch.device("cuda"), 1), "Q8_0")
+    xs = [torch.randn((2, 4096), generator=torch.Generator("cuda").manual_seed(2), device="cuda").bfloat16()]
+    xs += [torch.empty_like(xs[0]) for _ in range(LINKS)]
+    chained = [kernels.tensor_core(W, x, y, Tile(**how)) for x, y in pairwise(xs)]
+    for launch in chained:
+        launch()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for launch in chained:
+            launch()
+    for y in xs[1:]:
+        y.fill_(float("nan"))
+    graph.replay()
+    torch.cuda.synchronize()
+    return xs[-1]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("ahead", [0, 1, 2])
+def test_a_chain_of_batched_products_has_the_bits_of_one_that_waits(ahead):
+    from labkit.batched_ffn import kernels
+
+    assert products(kernels, ahead=ahead, dependent=True).equal(products(kernels, ahead=0, dependent=False))
+
+
+@pytest.mark.gpu
+def test_batched_products_that_do_not_wait_are_seen(tmp_path):
+    from labkit.batched_ffn import kernels
+    from labkit.gemv.kernels import has_dependent_launch
+
+    if not has_dependent_launch(trials.torch.device("cuda")):
+        pytest.skip("this GPU launches no kernel before the one before has ended")
+    source = importlib.util.find_spec("labkit.batched_ffn.kernels").loader.get_source("labkit.batched_ffn.kernels")
+    waits = "wait_for_inputs(DEPENDENT)"
+    assert source.count(waits) == 2
+    path = tmp_path / "hasty_ffn.py"
+    path.write_text(source.replace(waits, "tl.extra.cuda.gdc_launch_dependents()"))
+    spec = importlib.util.spec_from_file_location("hasty_ffn", path)
+    hasty = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(hasty)
+    assert not products(hasty, ahead=1, dependent=True).equal(products(kernels, ahead=0, dependent=False))

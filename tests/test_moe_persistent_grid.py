@@ -272,7 +272,7 @@ def test_one_token_needs_no_matrix_instructions_and_loads_16_bytes(int4):
         assert not found["matrix"]
         assert found["spill_bytes"] == 0
         assert found["loads"]["128"] >= 4  # of them those of weights
-        assert found["ctas_per_sm"] >= 4
+        assert found["ctas_per_sm"] * found["num_warps"] >= 16
 
 
 def test_the_sources_kernel_uses_mma_at_16_rows_and_wgmma_at_64():

@@ -9,6 +9,7 @@ BLOCKS = (1, 2, 4, 8)
 TOKENS = (1, 2, 4, 8, 16)
 WARPS = (1, 2, 4, 8)
 STAGES = (1, 2, 3, 4, 5, 6)
+AHEAD = (0, 1, 2)  # nothing; a program's first tile, before the launch waits; each tile, while the one before is used
 # a matrix instruction's least: 16 rows, 8 tokens
 TILE_BLOCKS = (2, 4, 8)
 TILE_TOKENS = (8, 16, 32, 64)
@@ -32,6 +33,8 @@ class Choice:
     tokens: int = 1
     num_warps: int = 4
     num_stages: int = 2
+    ahead: int = 0
+    dependent: bool = False
 
     def as_dict(self) -> dict[str, int]:
         """The choice as JSON."""
@@ -49,6 +52,8 @@ class Tile:
     tokens: int = 8
     num_warps: int = 4
     num_stages: int = 1
+    ahead: int = 0
+    dependent: bool = False
 
     def as_dict(self) -> dict[str, int]:
         """The choice as JSON."""
@@ -104,6 +109,7 @@ def check_groups(choice: Choice) -> None:
     check_one_of("groups", choice.groups, GROUPS)
     check_one_of("num_warps", choice.num_warps, WARPS)
     check_one_of("num_stages", choice.num_stages, STAGES)
+    check_one_of("ahead", choice.ahead, AHEAD)
 
 
 def check_tile(tile: Tile) -> None:
@@ -112,3 +118,4 @@ def check_tile(tile: Tile) -> None:
     check_one_of("blocks", tile.blocks, TILE_BLOCKS)
     check_one_of("num_warps", tile.num_warps, TILE_WARPS)
     check_one_of("num_stages", tile.num_stages, STAGES)
+    check_one_of("ahead", tile.ahead, AHEAD)

@@ -16,6 +16,9 @@ The choices (`choose.Choice`) and theirs:
 | blocks | blocks of 8 rows a program: they share the values of x, and add independent loads in flight             |
 | tokens | tokens a program: weight bytes and dequantisation are shared, until the sums take too many registers    |
 | up     | gate and up in one launch: x is read once for both, SiLU(gate) · up is not stored and read in between   |
+| depend | `dependent`: the next launch starts while this one's last programs end (from Hopper on)                 |
+| ahead  | weights depend on no launch before: 1: a program's first tile is asked for before it waits for those;   |
+|        | 2: so is each tile while the one before is used, for more registers                                     |
 
 Two families, each with the same bits for a token whatever else is in the batch. The first three variants are one
 kernel, in which a token has its own sums, added to by explicit fma in an order that depends on groups and num_warps
@@ -39,6 +42,10 @@ divided by their place instead, exact too. Source of the batching: SharpInferenc
 
 # ruff: noqa: RUF005 (Triton's tuples grow by +; it does not know (*a, b))
 
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -56,10 +63,13 @@ from labkit.batched_ffn.choose import (
 )
 from labkit.batched_ffn.formats import GROUP, ROWS, Packed
 from labkit.checks import check_device, check_one_of, check_shape
+from labkit.dependent import wait_for_inputs
+from labkit.gemv.kernels import has_dependent_launch
 from labkit.launch import Launch
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MAGIC = 0x4B000000  # the fp32 2^23
+NOT_AHEAD = MappingProxyType({"AHEAD": 0, "DEPENDENT": False})
 MOST_PROGRAMS = 65535  # along the second dimension of a grid
 
 
@@ -277,10 +287,36 @@ def _tiles(
 
 
 @triton.jit
+def _add_multiplied(sums, tiles, x_rows, groups, inside, magic, MASKED: tl.constexpr, FORMAT: tl.constexpr):
+    """The sums with a tile's products added, one fma each: of every block of 8 rows, of every token.
+
+    tiles: of `_read`, a block each. x_rows: where each token begins.
+    """
+    steps = ()
+    for m in tl.static_range(len(tiles)):
+        steps = steps + (_scales(tiles[m], FORMAT),)
+    ks = groups[:, None] * 32 + tl.arange(0, 4)[None, :]
+    for i in tl.static_range(8):
+        weights = ()
+        for m in tl.static_range(len(tiles)):
+            weights = weights + (_weights(tiles[m], steps[m], magic, i, FORMAT),)
+        values = ()
+        for n in tl.static_range(len(x_rows)):
+            value = _load(x_rows[n] + ks + 4 * i, inside[:, None], MASKED, "")
+            values = values + (value.to(tl.float32),)
+        new = ()
+        for m in tl.static_range(len(tiles)):
+            for n in tl.static_range(len(x_rows)):
+                new = new + (tl.fma(weights[m], values[n], sums[m * len(x_rows) + n]),)
+        sums = new
+    return sums
+
+
+@triton.jit
 def _multiply_add_kernel(
     x, y, words, high, scales, d, up_words, up_high, up_scales, up_d, N, rows, x_stride, y_stride, magic,
     GROUPS: tl.constexpr, FORMAT: tl.constexpr, PLANES: tl.constexpr, TILE: tl.constexpr, BLOCKS: tl.constexpr,
-    TOKENS: tl.constexpr, GATED: tl.constexpr, TOKEN_AXIS: tl.constexpr,
+    TOKENS: tl.constexpr, GATED: tl.constexpr, TOKEN_AXIS: tl.constexpr, AHEAD: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCKS blocks of 8 rows, TOKENS tokens, all of K in tiles of TILE groups.
 
@@ -293,37 +329,39 @@ def _multiply_add_kernel(
     MATRICES: tl.constexpr = 2 if GATED else 1
     MASKED: tl.constexpr = GROUPS % TILE != 0
     units = tl.arange(0, TILE * 8)
-    lanes = units % 8
-    quad = tl.arange(0, 4)
-
+    group, lanes = units // 8, units % 8
+    x_rows = ()
+    for n in tl.static_range(TOKENS):
+        x_rows = x_rows + (x + tl.minimum(first_token + n, N - 1).to(tl.int64) * x_stride,)
     sums = ()
     for _ in tl.static_range(MATRICES * BLOCKS * TOKENS):
         sums = sums + (tl.zeros((TILE * 8, 4), tl.float32),)
-    for t in range(tl.cdiv(GROUPS, TILE)):
-        groups = t * TILE + units // 8
-        inside = groups < GROUPS
+    tiles = ()
+    if AHEAD > 0:
         tiles = _tiles(
-            W, up, first_block, last_block, groups, lanes, inside, MATRICES, BLOCKS, GROUPS, MASKED, FORMAT, PLANES
-        )
-        steps = ()
-        for m in tl.static_range(MATRICES * BLOCKS):
-            steps = steps + (_scales(tiles[m], FORMAT),)
-        ks = groups[:, None] * 32 + quad[None, :]
-        for i in tl.static_range(8):
-            weights = ()
-            for m in tl.static_range(MATRICES * BLOCKS):
-                weights = weights + (_weights(tiles[m], steps[m], magic, i, FORMAT),)
-            values = ()
-            for n in tl.static_range(TOKENS):
-                token = tl.minimum(first_token + n, N - 1).to(tl.int64)
-                x_at = x + token * x_stride + ks + 4 * i
-                value = _load(x_at, inside[:, None], MASKED, "")
-                values = values + (value.to(tl.float32),)
-            new = ()
-            for m in tl.static_range(MATRICES * BLOCKS):
-                for n in tl.static_range(TOKENS):
-                    new = new + (tl.fma(weights[m], values[n], sums[m * TOKENS + n]),)
-            sums = new
+            W, up, first_block, last_block, group, lanes, group < GROUPS, MATRICES, BLOCKS, GROUPS, MASKED, FORMAT,
+            PLANES,
+        )  # fmt: skip
+    wait_for_inputs(DEPENDENT)
+    FIRST: tl.constexpr = 1 if AHEAD == 1 else 0
+    if FIRST:
+        sums = _add_multiplied(sums, tiles, x_rows, group, group < GROUPS, magic, MASKED, FORMAT)
+    for t in range(FIRST, tl.cdiv(GROUPS, TILE)):
+        groups = t * TILE + group
+        inside = groups < GROUPS
+        if AHEAD == 2:
+            following = groups + TILE
+            ahead = _tiles(
+                W, up, first_block, last_block, following, lanes, following < GROUPS, MATRICES, BLOCKS, GROUPS, True,
+                FORMAT, PLANES,
+            )  # fmt: skip
+            sums = _add_multiplied(sums, tiles, x_rows, groups, inside, magic, MASKED, FORMAT)
+            tiles = ahead
+        else:
+            now = _tiles(
+                W, up, first_block, last_block, groups, lanes, inside, MATRICES, BLOCKS, GROUPS, MASKED, FORMAT, PLANES
+            )
+            sums = _add_multiplied(sums, now, x_rows, groups, inside, magic, MASKED, FORMAT)
 
     for b in tl.static_range(BLOCKS):
         row = (first_block + b) * 8 + tl.arange(0, 8)
@@ -393,7 +431,7 @@ def _add_tile(sums, tiles, x_rows, groups, inside, magic, MASKED: tl.constexpr, 
 def _tensor_core_kernel(
     x, y, words, high, scales, d, up_words, up_high, up_scales, up_d, N, rows, x_stride, y_stride, magic,
     GROUPS: tl.constexpr, FORMAT: tl.constexpr, PLANES: tl.constexpr, WARPS: tl.constexpr, BLOCKS: tl.constexpr,
-    TOKENS: tl.constexpr, GATED: tl.constexpr,
+    TOKENS: tl.constexpr, GATED: tl.constexpr, AHEAD: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCKS blocks of 8 rows, TOKENS tokens, all of K, of which each warp has every WARPS-th 4 groups.
 
@@ -414,13 +452,32 @@ def _tensor_core_kernel(
         token = tl.minimum(first_token + 8 * n + lane, N - 1)
         x_rows = x_rows + (x + token.to(tl.int64) * x_stride,)
     sums = _no_sums(MATRICES * PAIRS * EIGHTS, WARPS)
-    for t in range(tl.cdiv(GROUPS, TILE)):
+    tiles = ()
+    if AHEAD > 0:
+        tiles = _tiles(
+            W, up, first_block, last_block, group, lane, group < GROUPS, MATRICES, BLOCKS, GROUPS, MASKED, FORMAT,
+            PLANES,
+        )  # fmt: skip
+    wait_for_inputs(DEPENDENT)
+    FIRST: tl.constexpr = 1 if AHEAD == 1 else 0
+    if FIRST:
+        sums = _add_tile(sums, tiles, x_rows, group, group < GROUPS, magic, MASKED, FORMAT, WARPS)
+    for t in range(FIRST, tl.cdiv(GROUPS, TILE)):
         groups = t * TILE + group
         inside = groups < GROUPS
-        tiles = _tiles(
-            W, up, first_block, last_block, groups, lane, inside, MATRICES, BLOCKS, GROUPS, MASKED, FORMAT, PLANES
-        )
-        sums = _add_tile(sums, tiles, x_rows, groups, inside, magic, MASKED, FORMAT, WARPS)
+        if AHEAD == 2:
+            following = groups + TILE
+            ahead = _tiles(
+                W, up, first_block, last_block, following, lane, following < GROUPS, MATRICES, BLOCKS, GROUPS, True,
+                FORMAT, PLANES,
+            )  # fmt: skip
+            sums = _add_tile(sums, tiles, x_rows, groups, inside, magic, MASKED, FORMAT, WARPS)
+            tiles = ahead
+        else:
+            now = _tiles(
+                W, up, first_block, last_block, groups, lane, inside, MATRICES, BLOCKS, GROUPS, MASKED, FORMAT, PLANES
+            )
+            sums = _add_tile(sums, now, x_rows, groups, inside, magic, MASKED, FORMAT, WARPS)
     for m in tl.static_range(PAIRS):
         row = (first_block + 2 * m) * 8 + tl.arange(0, 16)
         for n in tl.static_range(EIGHTS):
@@ -515,7 +572,8 @@ def tensor_core(W: Packed, x: Tensor, y: Tensor, tile: Tile | None = None, up: P
     check_tile(tile)
     arguments = {"x": x, "y": y} | _arrays(W) | _ups(W, up) | _sizes(W, x, y)
     arguments |= {"WARPS": tile.num_warps, "BLOCKS": tile.blocks, "TOKENS": tile.tokens, "GATED": up is not None}
-    return Launch(_tensor_core_kernel, _grid(W, x, tile), arguments, _options(tile))
+    ahead = _ahead(tile, x)
+    return Launch(_tensor_core_kernel, _grid(W, x, tile), arguments | ahead, _options(tile, ahead))
 
 
 def wide(W: Packed, x: Tensor, y: Tensor, choice: Choice | None = None) -> Launch:
@@ -528,12 +586,13 @@ def wide(W: Packed, x: Tensor, y: Tensor, choice: Choice | None = None) -> Launc
 
 def _multiply_add(W: Packed, x: Tensor, y: Tensor, choice: Choice, up: Packed | None, axis: int = 0) -> Launch:
     check_choice(choice)
-    arguments = _arguments(W, x, y, choice) | _ups(W, up) | {"GATED": up is not None, "TOKEN_AXIS": axis}
+    ahead = _ahead(choice, x)
+    arguments = _arguments(W, x, y, choice) | _ups(W, up) | {"GATED": up is not None, "TOKEN_AXIS": axis} | ahead
     grid = _grid(W, x, choice)
     if axis:
         check_programs("x", len(x), "tokens", choice.tokens)
         grid = grid[::-1]
-    return Launch(_multiply_add_kernel, grid, arguments, _options(choice))
+    return Launch(_multiply_add_kernel, grid, arguments, _options(choice, ahead))
 
 
 def _grid(W: Packed, x: Tensor, choice: Choice | Tile) -> tuple[int, int]:
@@ -542,8 +601,13 @@ def _grid(W: Packed, x: Tensor, choice: Choice | Tile) -> tuple[int, int]:
     return triton.cdiv(len(x), choice.tokens), triton.cdiv(W.rows, ROWS * choice.blocks)
 
 
-def _options(choice: Choice | Tile) -> dict[str, int]:
-    return {"num_warps": choice.num_warps, "num_stages": choice.num_stages}
+def _ahead(choice: Choice | Tile, x: Tensor) -> dict[str, int]:
+    return {"AHEAD": choice.ahead, "DEPENDENT": choice.dependent and has_dependent_launch(x.device)}
+
+
+def _options(choice: Choice | Tile, ahead: Mapping[str, int] = NOT_AHEAD) -> dict[str, Any]:
+    options = {"num_warps": choice.num_warps, "num_stages": choice.num_stages}
+    return options | ({"launch_pdl": True} if ahead["DEPENDENT"] else {})
 
 
 def _ups(W: Packed, up: Packed | None) -> dict[str, Tensor]:

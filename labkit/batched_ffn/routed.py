@@ -38,15 +38,13 @@ from labkit.batched_ffn.kernels import (
     DTYPES,
     MAGIC,
     MOST_PROGRAMS,
+    _add_multiplied,
     _add_tile,
-    _load,
     _no_sums,
-    _scales,
     _silu_up,
     _tiles,
     _total,
     _units,
-    _weights,
 )
 from labkit.checks import check_device, check_tensor
 from labkit.launch import Launch
@@ -144,7 +142,6 @@ def _grouped_multiply_add_kernel(
     MASKED: tl.constexpr = GROUPS % TILE != 0
     units = tl.arange(0, TILE * 8)
     lanes = units % 8
-    quad = tl.arange(0, 4)
 
     members, x_rows = (), ()
     for n in tl.static_range(TOKENS):
@@ -160,23 +157,7 @@ def _grouped_multiply_add_kernel(
         loaded = _tiles(
             W, up, first_block, last_block, groups, lanes, inside, MATRICES, BLOCKS, GROUPS, MASKED, FORMAT, PLANES
         )
-        steps = ()
-        for m in tl.static_range(MATRICES * BLOCKS):
-            steps = steps + (_scales(loaded[m], FORMAT),)
-        ks = groups[:, None] * 32 + quad[None, :]
-        for i in tl.static_range(8):
-            weights = ()
-            for m in tl.static_range(MATRICES * BLOCKS):
-                weights = weights + (_weights(loaded[m], steps[m], magic, i, FORMAT),)
-            values = ()
-            for n in tl.static_range(TOKENS):
-                value = _load(x_rows[n] + ks + 4 * i, inside[:, None], MASKED, "")
-                values = values + (value.to(tl.float32),)
-            new = ()
-            for m in tl.static_range(MATRICES * BLOCKS):
-                for n in tl.static_range(TOKENS):
-                    new = new + (tl.fma(weights[m], values[n], sums[m * TOKENS + n]),)
-            sums = new
+        sums = _add_multiplied(sums, loaded, x_rows, groups, inside, magic, MASKED, FORMAT)
 
     for b in tl.static_range(BLOCKS):
         row = (first_block + b) * 8 + tl.arange(0, 8)

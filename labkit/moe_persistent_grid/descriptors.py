@@ -20,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from labkit.dependent import wait_for_inputs
 from labkit.evidence.compiled import offline_capability
 from labkit.launch import Launch
 from labkit.moe_persistent_grid import waves
@@ -35,7 +36,6 @@ from labkit.moe_persistent_grid.kernels import (
     words,
 )
 from labkit.moe_persistent_grid.reference import Int4
-from labkit.moe_persistent_grid.routing import wait_for_inputs
 
 LEAST = (9, 0)  # compute capability that has the copy engine
 

@@ -53,12 +53,12 @@ import triton.language as tl
 from torch import Tensor
 
 from labkit.checks import check_tensor
+from labkit.dependent import wait_for_inputs
 from labkit.gemv.kernels import has_dependent_launch
 from labkit.launch import Launch
 from labkit.moe_persistent_grid import routing, waves
 from labkit.moe_persistent_grid.choose import Config, Tile, check_config, choose
 from labkit.moe_persistent_grid.reference import GROUP, Int4
-from labkit.moe_persistent_grid.routing import wait_for_inputs
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 SUM_TILE = 512  # values of a row a program of `sum`

@@ -26,11 +26,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from labkit.dependent import wait_for_inputs
 from labkit.launch import Launch
 from labkit.moe_persistent_grid.choose import Rows
 from labkit.moe_persistent_grid.kernels import LayerInputs, _from_bytes, _silu_up, options_of
 from labkit.moe_persistent_grid.reference import GROUP, Int4
-from labkit.moe_persistent_grid.routing import wait_for_inputs
 
 LOAD = 16  # bytes of a row that a thread loads at once; their products are summed before they meet other threads'
 

@@ -21,9 +21,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra import cuda
 
 from labkit.checks import check_contiguous, check_device, check_one_of
+from labkit.dependent import wait_for_inputs
 from labkit.launch import Launch
 from labkit.moe_persistent_grid.synthetic import KINDS, Synthetic, synthetic
 from labkit.moe_persistent_grid.waves import BLOCKS_M, most_blocks
@@ -40,14 +40,6 @@ def _experts_of(ids, i, slots, E):
     """Experts of slots i; E, which is none, beyond the last slot and for an id out of range."""
     e = tl.load(ids + i, mask=i < slots, other=-1)
     return tl.where((e >= 0) & (e < E), e, E).to(tl.int32)
-
-
-@triton.jit
-def wait_for_inputs(DEPENDENT: tl.constexpr):
-    """Until the launches before have ended, if this one was allowed to start before; and let the next one start."""
-    if DEPENDENT:
-        cuda.gdc_wait()
-        cuda.gdc_launch_dependents()
 
 
 @triton.jit(do_not_specialize=["slots"])

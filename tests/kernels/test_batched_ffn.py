@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from labkit.batched_ffn import formats, kernels, reference
-from labkit.batched_ffn.choose import Choice, Tile, matrix_rule, rule
+from labkit.batched_ffn.choose import AHEAD, Choice, Tile, matrix_rule, rule
 from labkit.batched_ffn.formats import FORMATS
 
 NUMBERS = (1, 2, 3, 4, 5, 8, 11, 16, 17)
@@ -93,6 +93,9 @@ def test_a_token_has_the_same_bits_in_every_batch_and_variant(name, device):
             assert same(run(kernels.weight_stationary, W, x[:number], choice), alone[:number]), (number, shared)
     assert same(run(kernels.weight_stationary, W, x[:3], rule(3)), alone[:3])
     assert same(run(kernels.gemm_n, W, x[:3], Choice(blocks=2)), alone[:3])
+    for ahead in AHEAD:
+        choice = Choice(blocks=1, tokens=4, ahead=ahead, dependent=ahead > 0)
+        assert same(run(kernels.weight_stationary, W, x[:3], choice), alone[:3]), ahead
     # the test has power: another tile is another order of the sum
     assert not same(run(kernels.weight_stationary, W, x[:3], Choice(groups=8, blocks=1, tokens=4)), alone[:3])
 
@@ -107,6 +110,9 @@ def test_a_token_has_the_same_bits_in_every_matrix_product(name, device):
             assert same(run(kernels.tensor_core, W, x[:number], tile), whole[:number]), (number, tile)
     assert same(run(kernels.tensor_core, W, x[-1:], TILE), whole[-1:])
     assert same(run(kernels.tensor_core, W, x[:2], Tile(8, 32, 4)), whole[:2])
+    for ahead in AHEAD:
+        tile = dataclasses.replace(TILE, ahead=ahead, dependent=ahead > 0)
+        assert same(run(kernels.tensor_core, W, x[:1], tile), whole[:1]), ahead
     assert not same(run(kernels.tensor_core, W, x, Tile(2, 8, 2)), whole)  # other warps, another order
 
 
@@ -215,6 +221,8 @@ def test_what_it_cannot_take_is_named(change, message):
         (kernels.tensor_core, Tile(1), "blocks is 1; allowed: 2, 4, 8"),
         (kernels.tensor_core, Tile(2, 4), "tokens is 4; allowed: 8, 16"),
         (kernels.tensor_core, Tile(2, 8, 3), "num_warps is 3; allowed: 1, 2, 4, 8, 16"),
+        (kernels.tensor_core, Tile(ahead=3), "ahead is 3; allowed: 0, 1, 2"),
+        (kernels.weight_stationary, Choice(ahead=-1), "ahead is -1; allowed: 0, 1, 2"),
     ],
 )
 def test_choices_that_a_variant_cannot_take_are_named(variant, choice, message):
