@@ -7,13 +7,12 @@ from labkit.checks import check_one_of
 GROUPS = (4, 8, 16, 32, 64)
 BLOCKS = (1, 2, 4, 8)
 TOKENS = (1, 2, 4, 8, 16)
-WARPS = (1, 2, 4, 8)
+WARPS = (1, 2, 4, 8, 16)
 STAGES = (1, 2, 3, 4, 5, 6)
 AHEAD = (0, 1, 2)  # nothing; a program's first tile, before the launch waits; each tile, while the one before is used
 # a matrix instruction's least: 16 rows, 8 tokens
 TILE_BLOCKS = (2, 4, 8)
 TILE_TOKENS = (8, 16, 32, 64)
-TILE_WARPS = (1, 2, 4, 8, 16)
 WIDE_BLOCKS = (2, 4, 8, 16)
 WIDE_TOKENS = (16, 32, 64, 128, 256)
 ENOUGH_WARPS = 2048  # that a product is spread over: about 16 on each of an H100's 132 multiprocessors
@@ -116,6 +115,6 @@ def check_tile(tile: Tile) -> None:
     """Raise ValueError for a choice that `tensor_core` cannot take."""
     check_one_of("tokens", tile.tokens, TILE_TOKENS)
     check_one_of("blocks", tile.blocks, TILE_BLOCKS)
-    check_one_of("num_warps", tile.num_warps, TILE_WARPS)
+    check_one_of("num_warps", tile.num_warps, WARPS)
     check_one_of("num_stages", tile.num_stages, STAGES)
     check_one_of("ahead", tile.ahead, AHEAD)
