@@ -5,6 +5,7 @@ in the function that times them.
 """
 
 import math
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache as once
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from labkit import paths
+from labkit import isolated, paths
 from labkit.batched_ffn import cache, experts, formats, names, reference, slots
 from labkit.batched_ffn.choose import rule
 from labkit.batched_ffn.experts import Experts
@@ -261,47 +262,67 @@ def split_k(x: Case, device: Any, sets: int, seed: int) -> Trial:
 def gemlite(x: Case, device: Any, sets: int, seed: int) -> Trial:
     """gemlite's product of as many bits, in groups of 32, on weights of its own, with its longest tuning."""
     import gemlite as library
-    from gemlite.helper import A16W4_HQQ_INT, A16W8_HQQ_INT
 
     _tune(library)
-    N, rows, columns, dtype = x["N"], x["rows"], x["K"], DTYPES[x["activations"]]
-    bits = names.GEMLITE_BITS[x["format"]]
-    helper = A16W4_HQQ_INT if bits == 4 else A16W8_HQQ_INT
-    generator = torch.Generator(device).manual_seed(seed)
-    scale = columns**-0.5 * math.sqrt(12) / 2**bits
-    layers, exact = [], []
-    for _ in range(sets):
-        q = torch.randint(0, 2**bits, (rows, columns), generator=generator, device=device, dtype=torch.uint8)
-        scales = torch.full((rows, columns // 32), scale, device=device, dtype=dtype)
-        zeros = torch.full_like(scales, 2 ** (bits - 1))
-        layers.append(helper(device=str(device), dtype=dtype).from_weights(q, scales, zeros))
-        if not exact:
-            exact.append((q.double() - 2 ** (bits - 1)) * scales[:1, :1].double())
-    values = _tokens(N, columns, x, device, seed)
-    calls = [lambda layer=layer: layer(values) for layer in layers]  # it returns y: a copy would be held against it
+    N, generator = x["N"], torch.Generator(device).manual_seed(seed)
+    made = [_gemlite_layer(x, device, generator) for _ in range(sets)]
+    values = _tokens(N, x["K"], x, device, seed)
+    calls = [lambda layer=layer: layer(values) for layer, _ in made]  # it returns y: a copy would be held against it
     calls[0]()
     library.cache_config(str(paths.RUNS / TUNED))
     picks = _picks(N)
-    expected = values[picks].double() @ exact[0].T
+    expected = values[picks].double() @ made[0][1]().T
 
     def check() -> dict[str, float]:
         return {"y": relative_rmse(calls[0]()[picks], expected)}
 
     def facts() -> dict[str, Any]:
-        whole = calls[0]()
-        alone = max(differing(layers[0](values[n : n + 1]), whole[n : n + 1]) for n in sorted({0, N // 2, N - 1}))
+        whole, layer = calls[0](), made[0][0]
+        alone = max(differing(layer(values[n : n + 1]), whole[n : n + 1]) for n in sorted({0, N // 2, N - 1}))
         return {"alone": alone, "launches": launches(calls[0], values.device), "sms": multiprocessors(values.device)}
 
     return Trial(calls, check=check, tolerance={"y": TOLERANCE["bf16"]}, facts=facts)
 
 
+def _gemlite_layer(x: Case, device: Any, generator: torch.Generator) -> tuple[Any, Callable[[], Tensor]]:
+    """Its layer of random weights, and these in float64."""
+    from gemlite.helper import A16W4_HQQ_INT, A16W8_HQQ_INT
+
+    bits, shape, dtype = names.GEMLITE_BITS[x["format"]], (x["rows"], x["K"]), DTYPES[x["activations"]]
+    q = torch.randint(0, 2**bits, shape, generator=generator, device=device, dtype=torch.uint8)
+    scale = torch.tensor(x["K"] ** -0.5 * math.sqrt(12) / 2**bits, dtype=dtype, device=device)
+    scales = scale.expand(x["rows"], x["K"] // 32).contiguous()
+    zeros = torch.full_like(scales, 2 ** (bits - 1))
+    helper = A16W4_HQQ_INT if bits == 4 else A16W8_HQQ_INT
+    layer = helper(device=str(device), dtype=dtype).from_weights(q, scales, zeros)
+    return layer, lambda: (q.double() - 2 ** (bits - 1)) * scale.double()
+
+
 @once
 def _tune(library: Any) -> None:
-    """Its longest tuning, which the first process makes and the others take over."""
+    """Its longest tuning, which the first process makes and the others take over.
+
+    What it tries takes a minute to compile for a number of tokens: first, all of them at once in other processes.
+    """
     library.set_autotune("max")
     paths.RUNS.mkdir(parents=True, exist_ok=True)
     if (paths.RUNS / TUNED).exists():
         library.load_config(str(paths.RUNS / TUNED))
+        return
+    wanted = [(format, N) for format in names.GEMLITE_BITS for N in names.GEMLITE_TOKENS]
+    calls = [isolated.Call(f"{__name__}:tune_apart", [format, N]) for format, N in wanted]
+    isolated.call_many(calls, min(len(calls), os.cpu_count() or 1))
+
+
+def tune_apart(format: str, N: int) -> None:
+    """In a process of its own: have gemlite tune for N tokens, for what that leaves in Triton's cache alone."""
+    import gemlite as library
+
+    library.set_autotune("max")
+    hidden, width = names.DENSE[names.MAIN]
+    x = Case("product", {"rows": width, "K": hidden, "format": format, "activations": "bf16", "N": N})
+    layer, _ = _gemlite_layer(x, "cuda", torch.Generator("cuda").manual_seed(0))
+    layer(_tokens(N, hidden, x, "cuda", 0))
 
 
 def added(x: Case, device: Any, sets: int, seed: int, function: Callable[..., Any]) -> Trial:
