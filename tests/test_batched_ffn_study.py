@@ -255,9 +255,14 @@ class Gemlite:
 def test_gemlite_is_called_as_it_asks_and_judged_by_its_own_weights(monkeypatch, tmp_path, format, most, K):
     library = Gemlite(monkeypatch)
     monkeypatch.setattr(paths, "RUNS", tmp_path / "runs")
+    apart = []
+    monkeypatch.setattr(trials.isolated, "call_many", lambda calls, workers: apart.extend(calls))
     trials._tune.cache_clear()
     x = product(4, 16, K, format)
     found = trials.gemlite(x, "cpu", 2, 0)
+    wanted = [[format, N] for format in names.GEMLITE_BITS for N in names.GEMLITE_TOKENS]
+    assert [one.args for one in apart] == wanted  # compiled before it is tuned
+    assert {one.target for one in apart} == {f"{trials.__name__}:{trials.tune_apart.__name__}"}
     assert found.check()["y"] <= 1e-5
     assert library.tuned == ["max"]
     file = str(tmp_path / "runs" / "gemlite.json")
@@ -266,6 +271,7 @@ def test_gemlite_is_called_as_it_asks_and_judged_by_its_own_weights(monkeypatch,
     trials._tune.cache_clear()
     trials.gemlite(x, "cpu", 1, 0)
     assert library.taken == [file]
+    assert len(apart) == len(wanted)  # then nothing is left to compile
     library.seen.pop()
     assert library.seen == [(most, (16, K // 32))] * 2
 
