@@ -27,7 +27,7 @@ import pandas as pd
 from labkit import isolated, paths, studies
 from labkit.bench import added, machine, records, sweep
 from labkit.bench.spec import Case, Floor, Study
-from labkit.evidence import roofline
+from labkit.evidence import roofline, workers
 from labkit.report import figures
 from labkit.workflow import lease, recorded
 
@@ -401,9 +401,16 @@ def recorded_evidence(rows: pd.DataFrame, wanted: Sequence[tuple[Case, str]]) ->
 
 
 def check_here(study: str, interpreted: bool) -> pd.DataFrame:
-    """Check every variant of the study's tiny cases in a process of its own: interpreted, or on the GPU."""
-    env = INTERPRETER if interpreted else COMPILER
-    return pd.DataFrame(isolated.call("labkit.lab:check_tiny", study, "cpu" if interpreted else "cuda", env=env))
+    """Check every variant of the study's tiny cases in a process of its own: interpreted, or on the GPU.
+
+    What the interpreter finds is kept until a source of the lab changes; a GPU is asked anew each time.
+    """
+    if not interpreted:
+        return pd.DataFrame(isolated.call("labkit.lab:check_tiny", study, "cuda", env=COMPILER))
+    [rows] = workers.ask(
+        "labkit.lab:check_tiny", [{"name": study, "device": "cpu"}], env=workers.COMPILING | INTERPRETER
+    )
+    return pd.DataFrame(rows)
 
 
 def check_tiny(name: str, device: str) -> list[dict[str, Any]]:

@@ -10,11 +10,12 @@ import pytest
 import torch
 
 FOLDER = Path(__file__).parent / "kernels"
+FILES = sorted(path.name for path in FOLDER.glob("test_*.py"))
 
 
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tests/kernels runs on the GPU in this same pytest run")
-@pytest.mark.parametrize("file", sorted(path.name for path in FOLDER.glob("test_*.py")))
+@pytest.mark.parametrize("file", [pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in FILES])
 def test_kernels_in_the_interpreter(file):
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(FOLDER / file)]
     done = subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True)

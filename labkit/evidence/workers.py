@@ -21,12 +21,17 @@ PACKAGE = Path(__file__).resolve().parents[1]
 COMPILING = {"TRITON_INTERPRET": None, "CUDA_VISIBLE_DEVICES": ""}  # away from a GPU that may be timed meanwhile
 
 
-def ask(function: str, requests: Sequence[Mapping[str, Any]], modules: Sequence[str] = ()) -> list[Any]:
+def ask(
+    function: str,
+    requests: Sequence[Mapping[str, Any]],
+    modules: Sequence[str] = (),
+    env: Mapping[str, str | None] = COMPILING,
+) -> list[Any]:
     """What "module:function" answers to each request (its keyword arguments), in their order.
 
-    requests and answers are JSON. modules: modules outside the lab whose source the answers depend on.
-    At most as many processes as there are cores, none of which sees a GPU. isolated.IsolatedError if a call fails; the
-    answers that were there before stay on disk.
+    requests and answers are JSON. modules: modules outside the lab whose source the answers depend on. env: changes to
+    the environment, always the same for a function. At most as many processes as there are cores, none of which should
+    see a GPU. isolated.IsolatedError if a call fails; the answers that were there before stay on disk.
     """
     stamp = _stamp(modules)
     files = [paths.CACHE / "answers" / f"{_hash([stamp, function, request])}.json" for request in requests]
@@ -35,7 +40,7 @@ def ask(function: str, requests: Sequence[Mapping[str, Any]], modules: Sequence[
     if count:
         shares = [missing[i::count] for i in range(count)]
         target = f"{__name__}:answer"
-        isolated.call_many([isolated.Call(target, [function, share], env=COMPILING) for share in shares], count)
+        isolated.call_many([isolated.Call(target, [function, share], env=env) for share in shares], count)
     return [json.loads(file.read_text()) for file in files]
 
 
