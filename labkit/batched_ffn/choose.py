@@ -10,6 +10,7 @@ TOKENS = (1, 2, 4, 8, 16)
 WARPS = (1, 2, 4, 8, 16)
 STAGES = (1, 2, 3, 4, 5, 6)
 AHEAD = (0, 1, 2)  # nothing; a program's first tile, before the launch waits; each tile, while the one before is used
+STEPS = (1, 2, 4, 8, 16)
 # a matrix instruction's least: 16 rows, 8 tokens
 TILE_BLOCKS = (2, 4, 8)
 TILE_TOKENS = (8, 16, 32, 64)
@@ -45,6 +46,7 @@ class Tile:
     """How `tensor_core` is run. blocks: of 8 rows, a program, two an instruction; tokens: a program, 8 an instruction.
 
     num_warps: warps that share the rows of a program, each with groups of its own: the order of a sum depends on it.
+    steps: of routed experts alone: times so many blocks, one after the other, a program.
     """
 
     blocks: int = 2
@@ -53,6 +55,7 @@ class Tile:
     num_stages: int = 1
     ahead: int = 0
     dependent: bool = False
+    steps: int = 1
 
     def as_dict(self) -> dict[str, int]:
         """The choice as JSON."""
@@ -117,4 +120,5 @@ def check_tile(tile: Tile) -> None:
     check_one_of("blocks", tile.blocks, TILE_BLOCKS)
     check_one_of("num_warps", tile.num_warps, WARPS)
     check_one_of("num_stages", tile.num_stages, STAGES)
+    check_one_of("steps", tile.steps, STEPS)
     check_one_of("ahead", tile.ahead, AHEAD)

@@ -174,9 +174,12 @@ def _grouped_tensor_core_kernel(
     x, y, order, tiles, slots, words, high, scales, d, up_words, up_high, up_scales, up_d,
     words_stride, high_stride, scales_stride, d_stride, rows, x_stride, y_stride, magic, slots_a_row,
     GROUPS: tl.constexpr, FORMAT: tl.constexpr, PLANES: tl.constexpr, WARPS: tl.constexpr, BLOCKS: tl.constexpr,
-    TOKENS: tl.constexpr, GATED: tl.constexpr,
+    TOKENS: tl.constexpr, GATED: tl.constexpr, AHEAD: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
-    """The same by matrix instructions, slots padded to multiples of 8."""
+    """The same by matrix instructions, slots padded to multiples of 8; STEPS times BLOCKS blocks, one after the other.
+
+    Experts are narrow: a program of few rows is over before its loads have paid for finding its expert and slots.
+    """
     at = tiles + tl.program_id(1) * 3
     expert = tl.load(at)
     slot = tl.load(slots + tl.maximum(expert, 0)).to(tl.int64)
@@ -184,7 +187,7 @@ def _grouped_tensor_core_kernel(
         return
     first = tl.load(at + 1)
     count = tl.load(at + 2)
-    first_block = tl.program_id(0) * BLOCKS
+    first_block = tl.program_id(0) * (BLOCKS * STEPS)
     last_block = (rows - 1) // 8
     strides = (words_stride, high_stride, scales_stride, d_stride)
     W = _expert((words, high, scales, d), strides, slot)
@@ -199,24 +202,44 @@ def _grouped_tensor_core_kernel(
     for n in tl.static_range(EIGHTS):
         member = tl.load(order + first + tl.minimum(8 * n + lane, count - 1))
         x_rows = x_rows + (x + (member // slots_a_row).to(tl.int64) * x_stride,)
-    sums = _no_sums(MATRICES * PAIRS * EIGHTS, WARPS)
-    for t in range(tl.cdiv(GROUPS, TILE)):
-        groups = t * TILE + group
-        inside = groups < GROUPS
+    T: tl.constexpr = (GROUPS + TILE - 1) // TILE
+    loaded = ()
+    if AHEAD:
         loaded = _tiles(
-            W, up, first_block, last_block, groups, lane, inside, MATRICES, BLOCKS, GROUPS, MASKED, FORMAT, PLANES
-        )
-        sums = _add_tile(sums, loaded, x_rows, groups, inside, magic, MASKED, FORMAT, WARPS)
-    for m in tl.static_range(PAIRS):
-        row = (first_block + 2 * m) * 8 + tl.arange(0, 16)
-        for n in tl.static_range(EIGHTS):
-            total = tl.sum(sums[m * EIGHTS + n], 0)
-            if GATED:
-                total = _silu_up(total, tl.sum(sums[(PAIRS + m) * EIGHTS + n], 0))
-            place = 8 * n + tl.arange(0, 8)
-            member = tl.load(order + first + tl.minimum(place, count - 1)).to(tl.int64)
-            y_at = y + member[None, :] * y_stride + row[:, None]
-            tl.store(y_at, total.to(y.dtype.element_ty), mask=(row < rows)[:, None] & (place < count)[None, :])
+            W, up, first_block, last_block, group, lane, group < GROUPS, MATRICES, BLOCKS, GROUPS, MASKED, FORMAT,
+            PLANES,
+        )  # fmt: skip
+    for step in range(STEPS):
+        block = first_block + step * BLOCKS
+        sums = _no_sums(MATRICES * PAIRS * EIGHTS, WARPS)
+        for t in range(T):
+            groups = t * TILE + group
+            inside = groups < GROUPS
+            if AHEAD:  # the next tile of these rows, or the first one of the next rows
+                ends = t + 1 == T
+                following = tl.where(ends, group, groups + TILE)
+                wanted = (following < GROUPS) & ((t + 1 < T) | (step + 1 < STEPS))
+                ahead = _tiles(
+                    W, up, tl.where(ends, block + BLOCKS, block), last_block, following, lane, wanted, MATRICES, BLOCKS,
+                    GROUPS, True, FORMAT, PLANES,
+                )  # fmt: skip
+                sums = _add_tile(sums, loaded, x_rows, groups, inside, magic, MASKED, FORMAT, WARPS)
+                loaded = ahead
+            else:
+                now = _tiles(
+                    W, up, block, last_block, groups, lane, inside, MATRICES, BLOCKS, GROUPS, MASKED, FORMAT, PLANES
+                )
+                sums = _add_tile(sums, now, x_rows, groups, inside, magic, MASKED, FORMAT, WARPS)
+        for m in tl.static_range(PAIRS):
+            row = (block + 2 * m) * 8 + tl.arange(0, 16)
+            for n in tl.static_range(EIGHTS):
+                total = tl.sum(sums[m * EIGHTS + n], 0)
+                if GATED:
+                    total = _silu_up(total, tl.sum(sums[(PAIRS + m) * EIGHTS + n], 0))
+                place = 8 * n + tl.arange(0, 8)
+                to = tl.load(order + first + tl.minimum(place, count - 1)).to(tl.int64)
+                y_at = y + to[None, :] * y_stride + row[:, None]
+                tl.store(y_at, total.to(y.dtype.element_ty), mask=(row < rows)[:, None] & (place < count)[None, :])
 
 
 @triton.jit
@@ -438,10 +461,13 @@ def _grouped(
     args |= {"rows": first.rows, "x_stride": x.stride(0), "y_stride": y.stride(0), "magic": MAGIC}
     args |= {"slots_a_row": slots_a_row, "GROUPS": first.columns // GROUP, "FORMAT": first.format.name}
     args |= {"PLANES": first.words.shape[2], "BLOCKS": choice.blocks, "TOKENS": choice.tokens}
-    matrix = isinstance(choice, Tile)
-    args |= {"WARPS": choice.num_warps} if matrix else {"TILE": choice.groups}
-    kernel = _grouped_tensor_core_kernel if matrix else _grouped_multiply_add_kernel
-    grid = (triton.cdiv(first.rows, ROWS * choice.blocks), len(made.tiles))
+    if isinstance(choice, Tile):
+        kernel, steps = _grouped_tensor_core_kernel, choice.steps
+        args |= {"WARPS": choice.num_warps, "AHEAD": choice.ahead == 2, "STEPS": steps}
+    else:
+        kernel, steps = _grouped_multiply_add_kernel, 1
+        args |= {"TILE": choice.groups}
+    grid = (triton.cdiv(first.rows, ROWS * choice.blocks * steps), len(made.tiles))
     options = {"num_warps": choice.num_warps, "num_stages": choice.num_stages}
     return Launch(kernel, grid, args | {"GATED": len(roles) > 1}, options)
 

@@ -170,7 +170,8 @@ def test_every_format(format, device):
     made = work(device, N=1, hidden=256, width=256, count=2, top_k=1)
     made.ids.fill_(1)
     held = on(device, format=format, **of)
-    for options in ({"choice": Choice(blocks=4)}, {"matrix": True, "choice": TILE}):
+    steps = {"matrix": True, "choice": Tile(2, 8, 4, steps=4, ahead=2)}  # more rows than there are
+    for options in ({"choice": Choice(blocks=4)}, {"matrix": True, "choice": TILE}, steps):
         run(routed.grouped_indexed(held, everything(device, 2), made, **options), routed.weighted_sum(made))
         assert error(made.y, expected(made, format, **of)) < 1e-6
         made.y.fill_(float("nan"))
@@ -195,7 +196,8 @@ def test_a_token_has_the_same_bits_in_every_variant_and_batch(device):
 def test_the_matrix_family_has_the_same_bits_in_every_batch(device):
     held, made = on(device), work(device, N=11)
     whole = result(routed.grouped_indexed, held, made, matrix=True)
-    for chosen, choice in (([3], None), ([10, 2, 5], TILE)):
+    stepped = [Tile(2, 8, 4, steps=steps, ahead=ahead) for steps, ahead in ((2, 0), (1, 2), (2, 2))]
+    for chosen, choice in (([3], None), ([10, 2, 5], TILE), *(([4, 1], tile) for tile in stepped)):
         alone = result(routed.grouped_indexed, held, part(made, chosen), matrix=True, choice=choice)
         assert same(alone, whole[chosen])
     assert not same(result(routed.grouped_indexed, held, made), whole)
