@@ -125,7 +125,7 @@ def judge_loop(rows: pd.DataFrame) -> Judgement:
         return _untestable(f"needs our layer and the loop in {PROCESSES} processes")
     low, high = table["ratio"].min(), table["ratio"].max()
     within = int(table["ratio"].between(*LOOP).sum())
-    measured = f"loop / ours ×{low:.2f} to ×{high:.2f} over {len(table)} cases, {within} within what was published"
+    measured = f"loop / ours ×{low:.2f} to ×{high:.2f} over {len(table)} cases, {within} in the published range"
     grids = tables.persistence(rows)
     grids = grids[grids["kernel"] == "ours"]
     cause = "the grid was not tested here"

@@ -1,6 +1,7 @@
 """Figures and sentences of the study, each made from the rows of one GPU."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from importlib.metadata import version
 from typing import Any
 
 import pandas as pd
@@ -50,13 +51,18 @@ def _where(line: pd.Series) -> str:
     return ", ".join(str(word) for word in words if word and word != KINDS[0])
 
 
+def _shown(table: pd.DataFrame, *hidden: str) -> pd.DataFrame:
+    """A table without what its page says elsewhere."""
+    return table.drop(columns=["routing", "no slower", "runs", *hidden], errors="ignore").rename(columns=UNITS)
+
+
 def _sentences(said: Iterable[str], otherwise: str) -> str:
     return " ".join(one for one in said if one) or otherwise
 
 
 def _rounded(value: float) -> float:
-    """To three digits, as the ticks of an axis show it."""
-    return float(f"{value:.3g}")
+    """To two digits, as the ticks of an axis show it."""
+    return float(f"{value:.2g}")
 
 
 def _tokens(count: int) -> str:
@@ -148,9 +154,7 @@ def rivals(rows: pd.DataFrame) -> Drawing:
         "fig": fig,
         "alt": f"Ratios of the fastest other layer's time over ours, by model and tokens. {said}.",
         "caption": f"Who is the fastest is in the table; the loop alone is eager. {said}.",
-        "table": table.assign(by=table["by"].map(SHORT)).drop(
-            columns=["weights", "routing", "no slower", "runs"], errors="ignore"
-        ),
+        "table": _shown(table.assign(by=table["by"].map(SHORT)), "weights"),
     }
 
 
@@ -237,16 +241,27 @@ def int4_gain(rows: pd.DataFrame) -> Drawing:
         table.assign(row=_at(table)), "row", "ratio", "low", "high", group="model", verdict="verdict",
         xlabel="time bf16 weights / time INT4 weights (above 1: INT4 faster)", title="What INT4 weights are worth",
     )  # fmt: skip
-    one, least = table[table["T"] == 1]["ratio"], table.loc[table["ratio"].idxmin()]
+    least = table.loc[table["ratio"].idxmin()]
     said = f"INT4 is {counted(table['verdict'])} of {len(table)} cases: {_few(table)}"
-    said += f"; one token ×{_span(one)}" if len(one) else ""
+    said += _one_token_reads(table, rows)
     said += f". Least: ×{least['ratio']:.2f} ({least['model']}, {_tokens(least['T'])})"
     return {
         "fig": fig,
         "alt": f"Ratios of the bf16 layer's time over the INT4 layer's, by model and tokens. {said}.",
         "caption": f"The same layer, timed in the same blocks; rates in the table are of INT4. {said}.",
-        "table": _with_rates(table, rows).drop(columns=["weights", "routing", "no slower", "runs"], errors="ignore"),
+        "table": _shown(_with_rates(table, rows), "weights"),
     }
+
+
+def _one_token_reads(table: pd.DataFrame, rows: pd.DataFrame) -> str:
+    """One token: the ratio, and how near to the read ceiling both kinds of weights are."""
+    one = table[table["T"] == 1]["ratio"]
+    rates = _uniform(tables.times(rows)).dropna(subset=["% of reading"])
+    rates = rates[(rates["T"] == 1) & (rates["variant"] == names.OURS)]
+    shares = [f"{w} {_span(part['% of reading'], '{:.0f}')} %" for w, part in rates.groupby("weights")]
+    if one.empty:
+        return ""
+    return f"; one token ×{_span(one)}" + (f" (of the read ceiling: {', '.join(shares)})" if shares else "")
 
 
 def _with_rates(table: pd.DataFrame, rows: pd.DataFrame) -> pd.DataFrame:
@@ -267,9 +282,9 @@ def grid(rows: pd.DataFrame) -> Drawing:
     if table.empty:
         return "no kernel was measured in both grids, with its tiles known."
     pairs = zip(table["kernel"], table["persistent"], strict=True)
-    table = table.assign(pair=[_pair(*pair) for pair in pairs], waves=table["waves"].map(_rounded))
+    table = table.assign(pair=[_pair(*pair) for pair in pairs], at=table["waves"].map(_rounded))
     fig = figures.lines(
-        table, "waves", "ratio", "pair", panel="GEMM", logx=True, joined=False, reference=[(1, "same")],
+        table, "at", "ratio", "pair", panel="GEMM", logx=True, joined=False, reference=[(1, "same")],
         xlabel="waves of one CTA a tile", ylabel="one CTA a tile / persistent", title="When a persistent grid pays",
     )  # fmt: skip
     said = _by_waves(table)
@@ -277,7 +292,7 @@ def grid(rows: pd.DataFrame) -> Drawing:
         "fig": fig,
         "alt": f"Marks of the ratio of both grids' times against waves, by kernel. {said}.",
         "caption": f"Above 1 the persistent grid is faster. Waves: tiles over the CTAs that the GPU holds. {said}.",
-        "table": table.drop(columns=["pair", "routing", "no slower", "runs"], errors="ignore"),
+        "table": _shown(table, "pair", "at"),
     }
 
 
@@ -427,9 +442,7 @@ def occupancy(rows: pd.DataFrame) -> Drawing:
         "fig": fig,
         "alt": f"Ratios of time with one program an SM over time with as many as fit, by case. {said}.",
         "caption": f"The source's persistent kernel, blocks of 16 rows. {said}.",
-        "table": table.drop(columns=["row", "group", "routing", "no slower", "runs"], errors="ignore").rename(
-            columns=UNITS
-        ),
+        "table": _shown(table, "row", "group"),
     }
 
 
@@ -477,7 +490,7 @@ def order(rows: pd.DataFrame) -> Drawing:
         "fig": fig,
         "alt": f"Lines of time with groups of 1 over time with larger groups, by model and tokens. {said}.",
         "caption": f"Above 1: grouping pays. {said}.",
-        "table": table.drop(columns=["line", "routing", "no slower", "runs"], errors="ignore").rename(columns=UNITS),
+        "table": _shown(table, "line"),
     }
 
 
@@ -572,7 +585,7 @@ def dead(rows: pd.DataFrame) -> Drawing:
         "fig": fig,
         "alt": f"Marks of the time saved by early exit against the dead share of the grid. {said}.",
         "caption": f"The source's kernel with blocks of 16 rows; its grid is for the worst case. {said}.",
-        "table": table.drop(columns=["routing", "no slower", "runs"], errors="ignore"),
+        "table": _shown(table),
     }
 
 
@@ -604,12 +617,12 @@ def compiled_table(evidence: pd.DataFrame) -> pd.DataFrame:
     """Registers, occupancy, matrix instructions and loads of each kernel by target."""
     if evidence.empty:
         return evidence
-    if "arch" not in evidence:  # of recorded rows, which ran on one GPU
-        evidence = evidence.assign(arch="as recorded")
-    found = evidence[["variant", "arch", "registers", "spill_bytes", "ctas_per_sm"]].rename(
-        columns={"arch": "target", "spill_bytes": "bytes spilled", "ctas_per_sm": "CTAs an SM"}
+    here = "arch" in evidence  # if not: of recorded rows, where Triton is missing
+    found = evidence[["variant", "registers", "spill_bytes", "ctas_per_sm"]].rename(
+        columns={"spill_bytes": "bytes spilled", "ctas_per_sm": "CTAs an SM"}
     )
-    found["target"] = [arch if isinstance(arch, str) else f"sm_{arch}" for arch in found["target"]]
+    found.insert(1, "target", [f"sm_{arch}" for arch in evidence["arch"]] if here else "as recorded")
+    found.insert(2, "Triton", version("triton") if here else "as recorded")
     for column, name in (("matrix", "matrix instructions"), ("loads", "loads, by bits")):
         found[name] = [_counts(some) for some in evidence[column]]
     return found
@@ -662,7 +675,7 @@ def parts(rows: pd.DataFrame) -> pd.DataFrame:
     table = tables.persistent_on_parts(rows)
     if table.empty:
         return table
-    return table.drop(columns=["no slower", "runs"], errors="ignore").sort_values(["T", "SMs"], ascending=[True, False])
+    return _shown(table.sort_values(["T", "SMs"], ascending=[True, False]))
 
 
 def other_gpus(rows: pd.DataFrame) -> pd.DataFrame:
@@ -711,11 +724,16 @@ def routings(rows: pd.DataFrame) -> Drawing:
     return {
         "fig": fig,
         "alt": f"Bars of time over that of uniform routing, by synthetic routing and case. {said}.",
-        "caption": f"Bars: ours over ours, of two cases, so without an interval. {said}.",
-        "table": table.drop(columns=["case", "no slower", "runs"], errors="ignore").rename(
-            columns=UNITS | {"by": "fastest other", "ratio": "other / ours"}
-        ),
+        "caption": "Bars: ours over ours, of two cases, so without an interval. Blocks, in the table: of BM rows, of "
+        f"the expert that got the most. {said}.",
+        "table": _with_rivals(table),
     }
+
+
+def _with_rivals(table: pd.DataFrame) -> pd.DataFrame:
+    columns = UNITS | {"by": "fastest other", "ratio": "other / ours"}
+    found = table.assign(by=table["by"].map(SHORT)).rename(columns=columns)
+    return found.drop(columns=["case", "no slower", "runs"], errors="ignore")
 
 
 def _of_rivals(table: pd.DataFrame) -> str:
@@ -887,18 +905,16 @@ def _advice(after: str, before: str) -> str:
 
 
 def _how_fast(rows: pd.DataFrame) -> str:
-    table = _uniform(tables.against_best(rows))
-    if table.empty:
+    table = tables.against_best(rows)
+    uniform, skewed = _uniform(table), table[table["routing"] != KINDS[0]]
+    if uniform.empty:
         return ""
-    said = (
-        f"Our bf16 layer is {counted(table['verdict'])} of {len(table)} cases against the fastest other, under uniform "
-    )
-    said += f"routing: {_mean(table['ratio'])}"
-    skewed = tables.against_best(rows)
-    lost = skewed[(skewed["routing"] != KINDS[0]) & (skewed["verdict"] == "slower")]
+    said = f"Under uniform routing our bf16 layer is {counted(uniform['verdict'])} of {len(uniform)} cases against the "
+    said += f"fastest other (×{geometric_mean(uniform['ratio']):.2f} in the mean, ×{_span(uniform['ratio'])})"
+    lost = skewed[skewed["verdict"] == "slower"]
     if len(lost):
         worst = lost.loc[lost["ratio"].idxmin()]
-        said += f"; but its tiles are chosen by the number of tokens, and with {worst['routing']} it is down to "
+        said += f"; but it takes its tiles by the number of tokens, and with {worst['routing']} it is down to "
         said += f"×{worst['ratio']:.2f} ({worst['model']}, {_tokens(worst['T'])})"
     int4 = _int4(rows)
-    return f"{said}. Its INT4 weights against bf16: {_few(int4)}." if len(int4) else f"{said}."
+    return f"{said}. INT4 weights against bf16: {_few(int4)}." if len(int4) else f"{said}."
