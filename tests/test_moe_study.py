@@ -484,7 +484,8 @@ def evident(x, name):
     programs = tiles if names.TILES in name else SMS * (CTAS if names.FILLED in name else 1)
     registers = 80 if names.TILES in name else 104 if name == names.grouped(1) and x["weights"] == "INT4" else 96
     loads = {"128": 9} if x["weights"] != "INT4" or names.ONCE in name else {"128": 3, "8": 64}
-    return json.dumps(found | {"programs": programs, "registers": registers, "loads": loads})
+    found |= {"programs": programs, "registers": registers, "loads": loads, "spill_bytes": 0, "matrix": {"HMMA": 16}}
+    return json.dumps(found)
 
 
 def counters_of(rows):
@@ -560,11 +561,19 @@ def test_the_fastest_rival_is_found_in_every_case(rows):
 
 
 def test_figures_of_another_run_stand_beside_the_same_gpu_only(rows):
-    assert tables.beside_sglang(rows).empty
-    table = tables.beside_sglang(rows.assign(gpu=tables.H100))
+    assert tables.beside_other_runs(rows).empty
+    table = tables.beside_other_runs(rows.assign(gpu=tables.H100))
     line = table[(table["model"] == QWEN3_30B.name) & (table["T"] == 128)].iloc[0]
     assert line["SGLang / ours"] == pytest.approx(441 / (least_us(case()) * 1.05), rel=3e-3)
-    assert set(table["model"]) == set(tables.SGLANG_MS)
+    assert line["Liger PR / ours"] == pytest.approx(469 / (least_us(case()) * 1.05), rel=3e-3)
+    assert set(table["model"]) == {QWEN3_30B.name, MIXTRAL.name}
+    assert set(tables.beside_other_runs(rows.assign(gpu=tables.H200))["model"]) == {QWEN35_35B.name}
+    assert all(len(ms) == len(tables.AT) for known in tables.OTHER_RUN.values() for ms in known.values())
+    slow = rows["variant"].isin(OURS_AND_TWIN) & rows["case"].str.contains('"T": 4096,')
+    said = views.ahead_of_those(slower(rows, slow, 2).assign(gpu=tables.H100))
+    assert "above 1 in 6 of 10 cases, ×0.62 to 2.23, least with Mixtral-8x7B, 4096 tokens; of two runs" in said
+    assert "above 1 in 8 of 10 cases" in views.ahead_of_those(rows.assign(gpu=tables.H100))
+    assert "no figures of another run" in views.ahead_of_those(rows)
 
 
 def test_int4_gemms_are_taken_together(rows):
@@ -816,6 +825,17 @@ def test_compiled_code_is_shown_of_recorded_rows_too():
     assert recorded["target"].tolist() == recorded["Triton"].tolist() == ["as recorded"]
 
 
+def test_code_is_shown_as_it_was_timed(rows):
+    table = views.as_timed(rows.assign(triton="3.6.0"))
+    assert table["variant"].tolist() == list(views.LOOKED_AT) * 2
+    assert set(table["Triton"]) == {"3.6.0"}
+    base = table[(table["variant"] == names.BASE) & (table["GEMM"] == "gemm2")].iloc[0]
+    assert (base["registers"], base["CTAs an SM"], base["loads, by bits"]) == (96, CTAS, "128 (×3), 8 (×64)")
+    assert judged(rows.assign(triton="3.6.0"))["blocks"].verdict == "consistent"
+    wide = frame({names.source(64, names.TILES): 0.4}, triton="3.6.0")
+    assert judged(wide)["blocks"].why.endswith("not tuned anew; Triton 3.6.0")
+
+
 def test_the_verdict_names_the_grid_that_wins():
     said = views.summary(frame({names.OURS_FILLED: 1.2}))
     assert said.startswith("Launch one CTA a tile: a persistent grid of as many programs as fit is slower in ")
@@ -922,9 +942,9 @@ def test_what_a_view_says_follows_from_the_rows(rows, view, said):
 
 
 VIEWS = (
-    "in_short", "rivals", "rates", "launching", "sglang", "reading", "int4_gain", "grid", "bits", "source_point", "why",
-    "occupancy", "order", "worth", "pays", "dead", "steps", "parts", "other_gpus", "fuller", "routings", "tuning",
-    "prediction", "summary",
+    "in_short", "as_timed", "rivals", "rates", "launching", "other_runs", "ahead_of_those", "reading", "int4_gain",
+    "grid", "bits", "source_point", "why", "occupancy", "order", "worth", "pays", "dead", "steps", "parts",
+    "other_gpus", "fuller", "routings", "tuning", "prediction", "summary",
 )  # fmt: skip
 PARTIAL = {
     "all": lambda rows: rows,

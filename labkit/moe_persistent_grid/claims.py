@@ -34,8 +34,13 @@ def _point(rows: pd.DataFrame) -> pd.Series:
     return tables.source_point(rows).set_index("variant")["us"]
 
 
-ONE_TILE = "The tile is one of those that the source tunes over, not tuned anew"
 NO_POINT = f"needs both INT4 GEMMs of {QWEN35_35B.name} at {tables.SOURCE_T} tokens in {PROCESSES} processes"
+
+
+def _how(rows: pd.DataFrame) -> str:
+    """What the source's kernels were run with here, both of which make other code."""
+    versions = ", ".join(sorted(set(rows[rows["ok"]]["triton"])))
+    return f"The tile is one of those that the source tunes over, not tuned anew; Triton {versions}"
 
 
 def judge_prefill(rows: pd.DataFrame) -> Judgement:
@@ -58,7 +63,7 @@ def judge_prefill(rows: pd.DataFrame) -> Judgement:
     why = "no tie here: the persistent grid is " + ("faster" if gain > 1 else "slower")
     if {filled, base} <= set(us.index):
         why += f"; as many CTAs as fit an SM, instead of one, give ×{us[base] / us[filled]:.2f} with W4A16"
-    return Judgement("not reproduced", measured, f"{why}. {ONE_TILE}")
+    return Judgement("not reproduced", measured, f"{why}. {_how(rows)}")
 
 
 def judge_few_tokens(rows: pd.DataFrame) -> Judgement:
@@ -114,7 +119,7 @@ def judge_blocks(rows: pd.DataFrame) -> Judgement:
         return Judgement("consistent", measured, "about as much here, on another GPU")
     if ratio > 1:
         by = "more" if ratio > WIDER_BLOCKS else "less"
-        return Judgement("not reproduced", measured, f"wider blocks are faster here too, but by {by}. {ONE_TILE}")
+        return Judgement("not reproduced", measured, f"wider blocks are faster here too, but by {by}. {_how(rows)}")
     return Judgement("not reproduced", measured, "wider blocks are not faster here")
 
 

@@ -20,12 +20,24 @@ from labkit.moe_persistent_grid.synthetic import KINDS
 
 CASE = ["model", "weights", "T", "routing"]
 RATIO = ["ratio", "low", "high", "noise", "verdict"]
-H100 = "NVIDIA H100 80GB HBM3"
-# ms of the kernel that SGLang and vLLM share, with its tuned configurations: measured on an H100 80GB HBM3 before this
-# lab's own kernels were, whole layer, bf16, uniform routing, in a CUDA graph. Not of the same run as the rows.
-SGLANG_MS = {
-    "Qwen3-30B-A3B": {1: 0.059, 16: 0.283, 128: 0.441, 512: 0.484, 1642: 0.571, 4096: 0.839, 16384: 2.72},
-    "Mixtral-8x7B": {1: 0.266, 16: 0.952, 128: 0.985, 512: 1.23, 1642: 2.47, 4096: 5.20, 16384: 20.6},
+H100, H200 = "NVIDIA H100 80GB HBM3", "NVIDIA H200"
+AT = (1, 16, 128, 512, 1642, 4096, 16384)  # tokens of the figures below
+# ms on one GPU of each kind, before this lab's own kernels were: whole layer, bf16, uniform routing, in a CUDA graph;
+# not of the same run as the rows. SGLang: the kernel that it shares with vLLM, with its tuned configurations; Liger PR:
+# that of Liger-Kernel's pull request 1294, which no release has.
+OTHER_RUN = {
+    (H100, "Qwen3-30B-A3B"): {
+        "SGLang": (0.059, 0.283, 0.441, 0.484, 0.571, 0.839, 2.72),
+        "Liger PR": (0.068, 0.298, 0.469, 0.503, 0.563, 0.876, 2.71),
+    },
+    (H100, "Mixtral-8x7B"): {
+        "SGLang": (0.266, 0.952, 0.985, 1.23, 2.47, 5.20, 20.6),
+        "Liger PR": (0.299, 1.01, 1.05, 1.18, 2.40, 4.68, 18.4),
+    },
+    (H200, "Qwen3.5-35B-A3B"): {
+        "SGLang": (0.048, 0.184, 0.400, 0.427, 0.485, 0.782, 2.46),
+        "Liger PR": (0.053, 0.198, 0.424, 0.463, 0.492, 0.746, 2.09),
+    },
 }
 SOURCE_T = 1642  # tokens of the source's prefill
 SECTOR = 32
@@ -152,17 +164,17 @@ def against_best(rows: pd.DataFrame) -> pd.DataFrame:
     return _frame(found, [*CASE, "by", "by µs", "ours µs", *RATIO])
 
 
-def beside_sglang(rows: pd.DataFrame) -> pd.DataFrame:
-    """Our bf16 layer beside figures of SGLang's kernel from another run; empty but on the kind of GPU they are from."""
-    table = times(rows[rows["gpu"] == H100])
+def beside_other_runs(rows: pd.DataFrame) -> pd.DataFrame:
+    """Our bf16 layer beside figures of another run; empty but on the kinds of GPU and for the models they are of."""
+    table = times(rows)
     table = table[(table["variant"] == names.OURS) & (table["weights"] == "bf16") & (table["routing"] == KINDS[0])]
-    found = [
-        {"model": line["model"], "T": line["T"], "ours ms": line["us"] / 1e3, "SGLang ms": ms}
-        | {"SGLang / ours": 1e3 * ms / line["us"]}
-        for _, line in table.iterrows()
-        if (ms := SGLANG_MS.get(line["model"], {}).get(line["T"]))
-    ]
-    return _frame(found, ["model", "T", "ours ms", "SGLang ms", "SGLang / ours"])
+    known, found = {model: ms for (gpu, model), ms in OTHER_RUN.items() if gpu in set(rows["gpu"])}, []
+    for _, line in table[table["model"].isin(known) & table["T"].isin(AT)].iterrows():
+        ms = {who: some[AT.index(line["T"])] for who, some in known[line["model"]].items()}
+        one = {"model": line["model"], "T": line["T"], "ours ms": line["us"] / 1e3}
+        one |= {f"{who} ms": some for who, some in ms.items()}
+        found.append(one | {f"{who} / ours": 1e3 * some / line["us"] for who, some in ms.items()})
+    return _frame(found, ["model", "T", "ours ms"])
 
 
 def int4_reading(rows: pd.DataFrame) -> pd.DataFrame:
@@ -301,6 +313,19 @@ def source_point(rows: pd.DataFrame, tokens: int = SOURCE_T) -> pd.DataFrame:
         line |= {"tiles / this": sum(both.get(names.TILES_OF.get(variant), [math.nan])) / (first + second)}
         found.append(line | _grid_of(variant, facts.get(variant, {})) | _second(facts2.get(variant, {})))
     return _frame(found, POINT)
+
+
+def code(rows: pd.DataFrame, variants: Sequence[str], tokens: int = SOURCE_T) -> pd.DataFrame:
+    """Evidence of some variants of the source's own case, a row a GEMM, with the version of Triton that compiled it."""
+    found = []
+    for op in ("gemm1", "gemm2"):
+        for params, group in cases(rows, op):
+            if (params["model"], params["weights"], params["T"]) != (QWEN35_35B.name, "INT4", tokens):
+                continue
+            facts = _evidence(group)
+            known = [name for name in variants if facts.get(name, {}).get("loads")]
+            found += [{"variant": v, "GEMM": op, "triton": group["triton"].iloc[0]} | facts[v] for v in known]
+    return pd.DataFrame(found)
 
 
 def _grid_of(variant: str, known: dict[str, Any]) -> dict[str, float]:

@@ -22,6 +22,10 @@ CLOSE = 5  # points of percent: a saving this near to the dead share follows fro
 READ_BOUND = 512  # tokens, up to which reading is what the pages show of a layer
 SHORT = {names.GROUPED: "F.grouped_mm", names.LIGER: "liger-kernel", names.LOOP: "loop, eager", names.OURS: "ours"}
 GRIDS = ((names.OURS_PERSISTENT, "one program an SM"), (names.OURS_FILLED, "as many programs as fit"))
+LOOKED_AT = (
+    names.source(16, names.TILES), names.BASE, names.source(16, names.PERSISTENT, names.ONCE),
+    names.source(64, names.TILES), names.source(16, names.TILES, int8=True), names.OURS_TILES,
+)  # fmt: skip
 UNITS = {"us": "µs", "against us": "before µs"}
 
 
@@ -201,9 +205,22 @@ def one_token(rows: pd.DataFrame) -> pd.DataFrame:
     return table.drop(columns=["T", "routing"], errors="ignore").rename(columns=UNITS)
 
 
-def sglang(rows: pd.DataFrame) -> pd.DataFrame:
-    """Our layer beside SGLang's kernel, of another run."""
-    return tables.beside_sglang(rows)
+def other_runs(rows: pd.DataFrame) -> pd.DataFrame:
+    """Our layer beside kernels that are no library to call, of another run."""
+    return tables.beside_other_runs(rows)
+
+
+def ahead_of_those(rows: pd.DataFrame) -> str:
+    """How often and how much ours is ahead of the better of those kernels."""
+    table = tables.beside_other_runs(rows)
+    if table.empty:
+        return "no figures of another run are known for this GPU."
+    ratio = table[[name for name in table if name.endswith("/ ours")]].min(axis=1)
+    least = table.loc[ratio.idxmin()]
+    return (
+        f"the better of them / ours is above 1 in {(ratio > 1).sum()} of {len(ratio)} cases, ×{_span(ratio)}, least "
+        f"with {_where(least)}; of two runs, so without an interval."
+    )
 
 
 def reading(rows: pd.DataFrame) -> Drawing:
@@ -607,10 +624,18 @@ def compiled_wanted(study: Study, parameters: Mapping[str, Any]) -> list[tuple[C
     """The kernels whose code the page shows: the source's GEMM1 at its own tokens, and the lab's."""
     shape = QWEN35_35B.as_dict() | {"T": tables.SOURCE_T, "routing": KINDS[0], "weights": "INT4", "activations": "bf16"}
     case = Case("gemm1", shape)
-    wanted = [names.source(16, names.TILES), names.BASE, names.source(16, names.PERSISTENT, names.ONCE)]
-    wanted += [names.source(64, names.TILES), names.source(16, names.TILES, int8=True)]
     known = {x.key for x in study.cases(parameters) if x.op == case.op}
-    return [(case, name) for name in (*wanted, names.OURS_TILES)] if case.key in known else []
+    return [(case, name) for name in LOOKED_AT] if case.key in known else []
+
+
+def as_timed(rows: pd.DataFrame) -> pd.DataFrame:
+    """The code of the same kernels as they were timed, of both GEMMs; it depends on the version of Triton."""
+    found = tables.code(rows, LOOKED_AT)
+    if found.empty:
+        return found
+    table = compiled_table(found).assign(Triton=found["triton"]).drop(columns=["target"])
+    table.insert(1, "GEMM", found["GEMM"])
+    return table
 
 
 def compiled_table(evidence: pd.DataFrame) -> pd.DataFrame:
