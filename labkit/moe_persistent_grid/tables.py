@@ -306,7 +306,7 @@ def source_point(rows: pd.DataFrame, tokens: int = SOURCE_T) -> pd.DataFrame:
     if len(parts) < 2:
         return _frame([], POINT)
     (us1, facts), (us2, facts2) = parts["gemm1"], parts["gemm2"]
-    both = {name: (us1[name], us2[name]) for name in us1 if name in us2 and name.startswith("source")}
+    both = {name: (us1[name], us2[name]) for name in us1 if name in us2 and _at_point(name)}
     found = []
     for variant, (first, second) in both.items():
         line = {"variant": variant, "us": first + second, "GEMM1 us": first, "GEMM2 us": second}
@@ -328,12 +328,17 @@ def code(rows: pd.DataFrame, variants: Sequence[str], tokens: int = SOURCE_T) ->
     return pd.DataFrame(found)
 
 
+def _at_point(variant: str) -> bool:
+    """The source's variants, and the lab's kernel."""
+    return variant.startswith("source") or variant == names.OURS_TILES
+
+
 def _grid_of(variant: str, known: dict[str, Any]) -> dict[str, float]:
     """Of GEMM1's kernel and grid."""
     live, blocks = known.get("live", math.nan), known.get("blocks", math.nan)
     launched = known.get("programs", math.nan) / known.get("sms", math.nan)
     return {
-        "dead %": 0.0 if names.EARLY in variant else 100 * (1 - live / blocks),
+        "dead %": 0.0 if names.EARLY in variant or variant == names.OURS_TILES else 100 * (1 - live / blocks),
         "registers": known.get("registers", math.nan),
         "CTAs an SM": known.get("ctas_per_sm", math.nan),
         "launched an SM": launched if names.PERSISTENT in variant else math.nan,

@@ -381,7 +381,9 @@ def why(rows: pd.DataFrame) -> str:
         return f"the case of {QWEN35_35B.name} at {tables.SOURCE_T} tokens was not measured."
     said = f"with blocks of 16 rows and W4A16, one CTA a tile / persistent is ×{table['tiles / this'][base]:.3f}"
     said += _each_gemm(rows)
-    return f"{said}. " + _sentences([_other_code(table), _fitting(table), _loads(table), _dead(table)], "")
+    return f"{said}. " + _sentences(
+        [_other_code(table), _fitting(table), _loads(table), _dead(table), _ours_there(rows)], ""
+    )
 
 
 def _each_gemm(rows: pd.DataFrame) -> str:
@@ -434,6 +436,19 @@ def _loads(table: pd.DataFrame) -> str:
     if loads[base] == loads[base] and loads[once] == loads[once]:
         said += f": the code has {loads[base]:.0f} loads of 8 bits before and {loads[once]:.0f} after"
     return f"{said}."
+
+
+def _ours_there(rows: pd.DataFrame) -> str:
+    """The lab's two GEMMs at the source's own point beside the fastest of its variants."""
+    us = tables.source_point(rows).set_index("variant")["us"]
+    ours = us.get(names.OURS_TILES)
+    us = us.drop(names.OURS_TILES, errors="ignore")
+    if ours is None or us.empty:
+        return ""
+    return (
+        f"At the source's own point the lab's two GEMMs, one CTA a tile, take {ours:.0f} µs, and the fastest of its "
+        f"variants ({us.idxmin()}) ×{us.min() / ours:.2f} as long."
+    )
 
 
 def _dead(table: pd.DataFrame) -> str:
@@ -872,7 +887,7 @@ def _frame_of(lines: Iterable[Mapping[str, Any]], columns: Sequence[str]) -> pd.
 
 def summary(rows: pd.DataFrame) -> str:
     """What to do: the grid, what pays instead, and the layer."""
-    said = [_which_grid(rows), _instead(rows), _how_fast(rows)]
+    said = [_which_grid(rows), _instead(rows), _ours_there(rows), _how_fast(rows)]
     return _sentences(said, "nothing was measured that decides anything.")
 
 
