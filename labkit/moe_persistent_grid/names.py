@@ -54,7 +54,11 @@ PAIRS = (
     (OURS_TILES, OURS_PERSISTENT),
     (OURS_TILES, OURS_FILLED),
 )
-BASE = source(16, PERSISTENT)
+BASE, FILLED_BASE = source(16, PERSISTENT), source(16, PERSISTENT, FILLED)
+# Source's persistent kernels -> the same in one CTA a tile
+TILES_OF = {persistent: tiles for tiles, persistent in PAIRS if persistent.startswith("source")}
+TILES_OF[FILLED_BASE] = source(16, TILES)
+TILES_OF |= {source(16, PERSISTENT, EARLY, *more): source(16, TILES, EARLY) for more in ((), (FILLED,))}
 CHANGES = (  # variant, and the one of which it changes one thing
     (source(16, PERSISTENT, EARLY), BASE),
     (source(16, TILES, EARLY), source(16, TILES)),

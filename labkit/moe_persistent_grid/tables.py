@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from labkit.bench import verdict
@@ -19,12 +20,24 @@ from labkit.moe_persistent_grid.synthetic import KINDS
 
 CASE = ["model", "weights", "T", "routing"]
 RATIO = ["ratio", "low", "high", "noise", "verdict"]
-H100 = "NVIDIA H100 80GB HBM3"
-# ms of the kernel that SGLang and vLLM share, with its tuned configurations: measured on an H100 80GB HBM3 before this
-# lab's own kernels were, whole layer, bf16, uniform routing, in a CUDA graph. Not of the same run as the rows.
-SGLANG_MS = {
-    "Qwen3-30B-A3B": {1: 0.059, 16: 0.283, 128: 0.441, 512: 0.484, 1642: 0.571, 4096: 0.839, 16384: 2.72},
-    "Mixtral-8x7B": {1: 0.266, 16: 0.952, 128: 0.985, 512: 1.23, 1642: 2.47, 4096: 5.20, 16384: 20.6},
+H100, H200 = "NVIDIA H100 80GB HBM3", "NVIDIA H200"
+AT = (1, 16, 128, 512, 1642, 4096, 16384)  # tokens of the figures below
+# ms on one GPU of each kind, before this lab's own kernels were: whole layer, bf16, uniform routing, in a CUDA graph;
+# not of the same run as the rows. SGLang: the kernel that it shares with vLLM, with its tuned configurations; Liger PR:
+# that of Liger-Kernel's pull request 1294, which no release has.
+OTHER_RUN = {
+    (H100, "Qwen3-30B-A3B"): {
+        "SGLang": (0.059, 0.283, 0.441, 0.484, 0.571, 0.839, 2.72),
+        "Liger PR": (0.068, 0.298, 0.469, 0.503, 0.563, 0.876, 2.71),
+    },
+    (H100, "Mixtral-8x7B"): {
+        "SGLang": (0.266, 0.952, 0.985, 1.23, 2.47, 5.20, 20.6),
+        "Liger PR": (0.299, 1.01, 1.05, 1.18, 2.40, 4.68, 18.4),
+    },
+    (H200, "Qwen3.5-35B-A3B"): {
+        "SGLang": (0.048, 0.184, 0.400, 0.427, 0.485, 0.782, 2.46),
+        "Liger PR": (0.053, 0.198, 0.424, 0.463, 0.492, 0.746, 2.09),
+    },
 }
 SOURCE_T = 1642  # tokens of the source's prefill
 SECTOR = 32
@@ -151,17 +164,17 @@ def against_best(rows: pd.DataFrame) -> pd.DataFrame:
     return _frame(found, [*CASE, "by", "by µs", "ours µs", *RATIO])
 
 
-def beside_sglang(rows: pd.DataFrame) -> pd.DataFrame:
-    """Our bf16 layer beside figures of SGLang's kernel from another run; empty but on the kind of GPU they are from."""
-    table = times(rows[rows["gpu"] == H100])
+def beside_other_runs(rows: pd.DataFrame) -> pd.DataFrame:
+    """Our bf16 layer beside figures of another run; empty but on the kinds of GPU and for the models they are of."""
+    table = times(rows)
     table = table[(table["variant"] == names.OURS) & (table["weights"] == "bf16") & (table["routing"] == KINDS[0])]
-    found = [
-        {"model": line["model"], "T": line["T"], "ours ms": line["us"] / 1e3, "SGLang ms": ms}
-        | {"SGLang / ours": 1e3 * ms / line["us"]}
-        for _, line in table.iterrows()
-        if (ms := SGLANG_MS.get(line["model"], {}).get(line["T"]))
-    ]
-    return _frame(found, ["model", "T", "ours ms", "SGLang ms", "SGLang / ours"])
+    known, found = {model: ms for (gpu, model), ms in OTHER_RUN.items() if gpu in set(rows["gpu"])}, []
+    for _, line in table[table["model"].isin(known) & table["T"].isin(AT)].iterrows():
+        ms = {who: some[AT.index(line["T"])] for who, some in known[line["model"]].items()}
+        one = {"model": line["model"], "T": line["T"], "ours ms": line["us"] / 1e3}
+        one |= {f"{who} ms": some for who, some in ms.items()}
+        found.append(one | {f"{who} / ours": 1e3 * some / line["us"] for who, some in ms.items()})
+    return _frame(found, ["model", "T", "ours ms"])
 
 
 def int4_reading(rows: pd.DataFrame) -> pd.DataFrame:
@@ -190,13 +203,15 @@ def int4_reading(rows: pd.DataFrame) -> pd.DataFrame:
     return _frame(found, [*CASE, "MB", "us", "TB/s", "% of reading", "% of reading here"])
 
 
-PERSISTENCE = [*CASE, "GEMM", "kernel", "persistent", "tiles", "CTAs an SM", "waves", "efficiency", *RATIO]
+CODE = ["registers", "persistent registers", "CTAs an SM", "persistent CTAs"]
+PERSISTENCE = [*CASE, "GEMM", "kernel", "persistent", "tiles", *CODE, "waves", "efficiency", *RATIO]
 
 
 def persistence(rows: pd.DataFrame) -> pd.DataFrame:
     """One CTA a tile / persistent of the same kernel, in every case of a GEMM; above 1: the persistent grid pays.
 
     waves: tiles of the first over CTAs that the GPU holds of it; efficiency: the share of its slots' time that is work.
+    registers and CTAs that fit an SM: of the first, and of the persistent one, whose loop makes it other code.
     """
     found = []
     for op in ("gemm1", "gemm2"):
@@ -208,18 +223,24 @@ def persistence(rows: pd.DataFrame) -> pd.DataFrame:
             ):
                 line = _case(params) | {"GEMM": op, "kernel": per_tile.removesuffix(f", {names.TILES}")}
                 line |= {"persistent": persistent} | _waves(facts.get(per_tile, {}))
+                line |= _code(facts.get(per_tile, {}), facts.get(persistent, {}))
                 found.append(line | result.columns())
     return _frame(found, PERSISTENCE)
 
 
+def _code(per_tile: dict[str, Any], persistent: dict[str, Any]) -> dict[str, float]:
+    """Registers and CTAs an SM of both grids' kernels; NaN where their evidence has them not."""
+    kept = [known.get(name, math.nan) for name in ("registers", "ctas_per_sm") for known in (per_tile, persistent)]
+    return dict(zip(CODE, kept, strict=True))
+
+
 def _waves(facts: dict[str, Any]) -> dict[str, float]:
-    """Tiles, CTAs an SM, waves and efficiency of a grid of one CTA a tile; NaN where its evidence has them not."""
+    """Tiles, waves and efficiency of a grid of one CTA a tile; NaN where its evidence has them not."""
     tiles, per_sm, sms = (facts.get(name, math.nan) for name in ("tiles", "ctas_per_sm", "sms"))
     slots = per_sm * sms
     known = slots == slots and slots > 0
     return {
         "tiles": tiles,
-        "CTAs an SM": per_sm,
         "waves": tiles / slots if known else math.nan,
         "efficiency": waves.efficiency(int(tiles), int(slots)) if known else math.nan,
     }
@@ -265,40 +286,106 @@ def worth(rows: pd.DataFrame) -> pd.DataFrame:
     return _frame(found, ["change", "over", "weights", "mean ratio", "least", "most", "cases", *WORDS])
 
 
-def source_point(rows: pd.DataFrame, tokens: int = SOURCE_T) -> pd.DataFrame:
-    """The source's own case, both GEMMs together, by variant: µs, what is dead of its grid, and its occupancy.
+POINT = [
+    "variant", "us", "GEMM1 us", "GEMM2 us", "tiles / this", "dead %", "registers", "CTAs an SM", "launched an SM",
+    "8-bit loads", "GEMM2 registers", "GEMM2 CTAs",
+]  # fmt: skip
 
-    `tiles / this`: time of the same kernel with one CTA a tile over this one.
+
+def source_point(rows: pd.DataFrame, tokens: int = SOURCE_T) -> pd.DataFrame:
+    """The source's own case by variant: µs of each GEMM and of both; what its grid works on, and what its code is.
+
+    `tiles / this`: time of the same kernel with one CTA a tile over this one. dead: of the blocks that are worked on.
+    launched an SM: programs of a persistent grid. Where no GEMM is named: GEMM1's.
     """
     parts = {}
     for op in ("gemm1", "gemm2"):
         for params, group in cases(rows, op):
             if (params["model"], params["weights"], params["T"]) == (QWEN35_35B.name, "INT4", tokens):
                 parts[op] = (median_us(group), _evidence(group))
-    columns = ["variant", "us", "tiles / this", "dead %", "CTAs an SM", "launched an SM"]
     if len(parts) < 2:
-        return _frame([], columns)
-    (us1, facts), (us2, _) = parts["gemm1"], parts["gemm2"]
-    total = {name: us1[name] + us2[name] for name in us1 if name in us2 and name.startswith("source")}
-    tiles = {persistent: per_tile for per_tile, persistent in names.PAIRS if per_tile.startswith("source")}
+        return _frame([], POINT)
+    (us1, facts), (us2, facts2) = parts["gemm1"], parts["gemm2"]
+    both = {name: (us1[name], us2[name]) for name in us1 if name in us2 and _at_point(name)}
     found = []
-    for variant, us in total.items():
-        known = facts.get(variant, {})
-        live, blocks = known.get("live", math.nan), known.get("blocks", math.nan)
-        line = {"variant": variant, "us": us, "tiles / this": total.get(tiles.get(variant, ""), math.nan) / us}
-        line |= {"dead %": 100 * (1 - live / blocks), "CTAs an SM": known.get("ctas_per_sm", math.nan)}
-        found.append(line | {"launched an SM": known.get("programs", math.nan) / known.get("sms", math.nan)})
+    for variant, (first, second) in both.items():
+        line = {"variant": variant, "us": first + second, "GEMM1 us": first, "GEMM2 us": second}
+        line |= {"tiles / this": sum(both.get(names.TILES_OF.get(variant), [math.nan])) / (first + second)}
+        found.append(line | _grid_of(variant, facts.get(variant, {})) | _second(facts2.get(variant, {})))
+    return _frame(found, POINT)
+
+
+def code(rows: pd.DataFrame, variants: Sequence[str], tokens: int = SOURCE_T) -> pd.DataFrame:
+    """Evidence of some variants of the source's own case, a row a GEMM, with the version of Triton that compiled it."""
+    found = []
+    for op in ("gemm1", "gemm2"):
+        for params, group in cases(rows, op):
+            if (params["model"], params["weights"], params["T"]) != (QWEN35_35B.name, "INT4", tokens):
+                continue
+            facts = _evidence(group)
+            known = [name for name in variants if facts.get(name, {}).get("loads")]
+            found += [{"variant": v, "GEMM": op, "triton": group["triton"].iloc[0]} | facts[v] for v in known]
+    return pd.DataFrame(found)
+
+
+def _at_point(variant: str) -> bool:
+    """The source's variants, and the lab's kernel."""
+    return variant.startswith("source") or variant == names.OURS_TILES
+
+
+def _grid_of(variant: str, known: dict[str, Any]) -> dict[str, float]:
+    """Of GEMM1's kernel and grid."""
+    live, blocks = known.get("live", math.nan), known.get("blocks", math.nan)
+    launched = known.get("programs", math.nan) / known.get("sms", math.nan)
+    return {
+        "dead %": 0.0 if names.EARLY in variant or variant == names.OURS_TILES else 100 * (1 - live / blocks),
+        "registers": known.get("registers", math.nan),
+        "CTAs an SM": known.get("ctas_per_sm", math.nan),
+        "launched an SM": launched if names.PERSISTENT in variant else math.nan,
+        "8-bit loads": known.get("loads", {}).get("8", 0) if known.get("loads") else math.nan,
+    }
+
+
+def _second(known: dict[str, Any]) -> dict[str, float]:
+    return {
+        "GEMM2 registers": known.get("registers", math.nan),
+        "GEMM2 CTAs": known.get("ctas_per_sm", math.nan),
+    }
+
+
+def filling(rows: pd.DataFrame) -> pd.DataFrame:
+    """The source's persistent kernel: time with one program an SM over that with as many as fit, in every case.
+
+    programs: of those, an SM; gain / programs: 1 if a program takes no longer beside others than alone; tiles / filled:
+    time of one CTA a tile over that of as many programs as fit.
+    """
+    found = []
+    for op in ("gemm1", "gemm2"):
+        for params, group in cases(rows, op):
+            us, facts = median_us(group), _evidence(group)
+            if not {names.BASE, names.FILLED_BASE} <= set(us):
+                continue
+            [result] = compare_many(group, [(names.FILLED_BASE, names.BASE)])
+            known = facts[names.FILLED_BASE]
+            programs = known.get("programs", math.nan) / known.get("sms", math.nan)
+            line = _case(params) | {"GEMM": op, "us": us[names.FILLED_BASE], "against us": us[names.BASE]}
+            line |= {"programs": programs, "gain / programs": result.ratio.mid / programs}
+            line |= {"tiles / filled": us.get(names.source(16, names.TILES), math.nan) / us[names.FILLED_BASE]}
+            found.append(line | result.columns())
+    columns = [*CASE, "GEMM", "us", "against us", "programs", "gain / programs", "tiles / filled", *RATIO]
     return _frame(found, columns)
 
 
-ORDER = [*CASE, "GEMM", "groups of", "MB an expert", "us", "L2 hits %", "DRAM / weights", *RATIO]
+ORDER = [*CASE, "GEMM", "groups of", "MB an expert", "us", "registers", "as groups of 1", "L2 hits %", "DRAM / weights"]
+ORDER += RATIO
 
 
 def order(rows: pd.DataFrame) -> pd.DataFrame:
     """GROUP_SIZE_M of the source's persistent kernel: time with groups of 1 over this, and what was counted of the L2.
 
     L2 hits: of the sectors read, those that did not come from memory. DRAM / weights: bytes read from memory over
-    those of the experts that got a token.
+    those of the experts that got a token. as groups of 1: whether the code has as many registers, as far as is known;
+    if not, the compiler made something else of it, and the ratio is not the order's.
     """
     by_size = {size: names.grouped(size) for size in names.GROUPS}
     found = []
@@ -307,14 +394,15 @@ def order(rows: pd.DataFrame) -> pd.DataFrame:
             us = median_us(group)
             if by_size[1] not in us:
                 continue
-            counters = dict(zip(group["variant"], group["counters"], strict=True))
-            x = Case(op, params)
+            counters, facts = dict(zip(group["variant"], group["counters"], strict=True)), _evidence(group)
+            x, registers = Case(op, params), {size: facts.get(v, {}).get("registers") for size, v in by_size.items()}
             for size, variant in by_size.items():
                 if variant not in us:
                     continue
                 [result] = compare_many(group, [(variant, by_size[1])])
                 line = _case(params) | {"GEMM": op, "groups of": size, "us": us[variant]}
                 line |= {"MB an expert": work.weight_bytes(x) / work.active(x) / 1e6}
+                line |= {"registers": registers[size] or math.nan, "as groups of 1": registers[size] == registers[1]}
                 found.append(line | _l2(counters[variant], work.weight_bytes(x)) | result.columns())
     return _frame(found, ORDER)
 
@@ -330,11 +418,12 @@ def _l2(text: str, weight_bytes: int) -> dict[str, float]:
 def dead(rows: pd.DataFrame) -> pd.DataFrame:
     """Blocks of the worst-case grid that no token is in, and what leaving them off is worth, by grid."""
     found = []
-    pairs = [(names.source(16, grid), names.source(16, grid, names.EARLY)) for grid in (names.TILES, names.PERSISTENT)]
+    grids = [(names.TILES,), (names.PERSISTENT,), (names.PERSISTENT, names.FILLED)]
     for op in ("gemm1", "gemm2"):
         for params, group in cases(rows, op):
             us, facts = median_us(group), _evidence(group)
-            for before, after in pairs:
+            for grid, *more in grids:
+                before, after = names.source(16, grid, *more), names.source(16, grid, names.EARLY, *more)
                 if before not in us or after not in us:
                     continue
                 known = facts[before]
@@ -342,7 +431,7 @@ def dead(rows: pd.DataFrame) -> pd.DataFrame:
                 [result] = compare_many(group, [(after, before)])
                 line = _case(params) | {
                     "GEMM": op,
-                    "grid": before.rpartition(", ")[2],
+                    "grid": ", ".join([grid, *more]),
                     "dead %": 100 * (1 - live / blocks),
                 }
                 found.append(line | result.columns())
@@ -387,12 +476,15 @@ def steps(rows: pd.DataFrame) -> pd.DataFrame:
 
 def persistent_on_parts(rows: pd.DataFrame) -> pd.DataFrame:
     """One CTA a tile / persistent on each part of the GPU: does the persistent grid pay more where SMs are fewer?"""
-    table = steps(rows)
-    both = table.pivot_table(index=["T", "SMs"], columns="grid", values="us")
-    if not {names.TILES, names.PERSISTENT} <= set(both):
-        return pd.DataFrame(columns=["T", "SMs", "ratio"])
-    ratio = (both[names.TILES] / both[names.PERSISTENT]).rename("ratio")
-    return ratio.dropna().reset_index()
+    found = []
+    for params, group in cases(rows, "waves"):
+        us, facts = median_us(group), _evidence(group)
+        for sms in names.SMS:
+            tiles, persistent = (names.limited(sms, grid) for grid in (names.TILES, names.PERSISTENT))
+            if tiles in us and persistent in us and "seen" in facts[tiles]:
+                [result] = compare_many(group, [(persistent, tiles)])
+                found.append({"T": params["T"], "SMs": facts[tiles]["seen"]} | result.columns())
+    return _frame(found, ["T", "SMs", *RATIO])
 
 
 def on_other_gpus(rows: pd.DataFrame) -> pd.DataFrame:
@@ -409,8 +501,15 @@ def on_other_gpus(rows: pd.DataFrame) -> pd.DataFrame:
     return _frame(found, [*CASE, "GEMM", "GPU", "waves", "efficiency"])
 
 
+ROUTED = ["us", "active", "most / mean", "BM", "blocks", "TFLOP/s", "TB/s", "over uniform", "by", *RATIO]
+
+
 def routings(rows: pd.DataFrame) -> pd.DataFrame:
-    """Our layer under each synthetic routing, where several were timed: µs over those of the uniform one."""
+    """Our layer under each synthetic routing, where several were timed: against the uniform one, and the fastest other.
+
+    over uniform: µs over those of the uniform routing, of another case, so without an interval. ratio: time of the
+    fastest other layer, `by`, over ours, in this case. blocks: of BM rows, of the expert that got the most.
+    """
     table = times(rows)
     table = table[table["variant"] == names.OURS]
     shape = ["model", "weights", "T"]
@@ -419,15 +518,64 @@ def routings(rows: pd.DataFrame) -> pd.DataFrame:
     table = table[several].copy() if len(table) else table
     index = pd.MultiIndex.from_frame(table[shape])
     table["over uniform"] = table["us"].to_numpy() / base.reindex(index).to_numpy() if len(table) else []
-    table["most / mean"] = [_skew(line) for _, line in table.iterrows()]
-    return table[[*CASE, "us", "active", "most / mean", "TFLOP/s", "TB/s", "over uniform"]].reset_index(drop=True)
+    table["most / mean"] = [max(some) * len(some) / sum(some) for some in _counts(table)]
+    sizes = _blocks_m(rows)
+    table["BM"] = [float(sizes.get(tuple(line), math.nan)) for line in table[CASE].itertuples(index=False)]
+    table["blocks"] = np.ceil([max(some) / size for some, size in zip(_counts(table), table["BM"], strict=True)])
+    table = table.merge(against_best(rows), how="left", on=CASE)
+    return table[[*CASE, *ROUTED]].reset_index(drop=True)
 
 
-def _skew(line: pd.Series) -> float:
-    """Slots of the most loaded expert over the mean of all."""
-    model = MODELS[line["model"]]
-    counts = work.counts(line["routing"], int(line["T"]), model.experts, model.top_k)
-    return max(counts) * len(counts) / sum(counts)
+def _counts(table: pd.DataFrame) -> list[tuple[int, ...]]:
+    """Slots of each expert, for each line of a table of cases."""
+    models = [MODELS[name] for name in table["model"]]
+    both = zip(table["routing"], table["T"], models, strict=True)
+    return [work.counts(kind, int(tokens), model.experts, model.top_k) for kind, tokens, model in both]
+
+
+def _blocks_m(rows: pd.DataFrame) -> dict[tuple, int]:
+    """Rows of a block of our layer in each case whose evidence has its configuration; 1 where it has no tiles."""
+    some = rows[(rows["op"] == "layer") & (rows["variant"] == names.OURS) & rows["ok"]]
+    found = {}
+    for key, text in zip(some["case"], some["evidence"], strict=True):
+        if config := json.loads(text).get("config"):
+            found[tuple(_case(json.loads(key)).values())] = 1 if config.get("rows") else config["block_m"]
+    return found
+
+
+PREDICTED = [*CASE, "us", "predicted us", "off %", "BM", "reading us", "products us", "over both %"]
+
+
+def predictions(rows: pd.DataFrame) -> pd.DataFrame:
+    """Our layers: measured over predicted time, and over the sum of what the prediction takes the larger of.
+
+    reading: weights of the active experts at the read ceiling; products: of whole blocks, since every expert's rows are
+    padded to BM, at theirs. over both: as if neither hid the other.
+    """
+    read_tbs, tflops = ceilings(rows)
+    sizes, found = _blocks_m(rows), []
+    for params, group in cases(rows, "layer"):
+        ours = group[(group["variant"] == names.OURS) & group["ok"] & group["predicted_us"].notna()]
+        if ours.empty:
+            continue
+        x, us, predicted = Case("layer", params), median_us(ours)[names.OURS], ours["predicted_us"].iloc[0]
+        block_m = sizes.get(tuple(_case(params).values()), math.nan)
+        padded = (
+            waves.blocks(work.counts_of(x), block_m) * block_m / sum(work.counts_of(x)) if block_m > 0 else math.nan
+        )
+        line = _case(params) | {"us": us, "predicted us": predicted, "off %": 100 * (us / predicted - 1), "BM": block_m}
+        line |= {
+            "reading us": work.weight_bytes(x) / read_tbs / 1e6,
+            "products us": padded * work.flops(x) / tflops / 1e6,
+        }
+        both = line["reading us"] + line["products us"]
+        found.append(line | {"over both %": 100 * (us / both - 1)})
+    return _frame(found, PREDICTED)
+
+
+def tuned_up_to(rows: pd.DataFrame) -> int:
+    """The most tokens for which candidates were timed; 0 if none were."""
+    return max((json.loads(key)["T"] for key in set(rows[rows["op"] == "tune"]["case"])), default=0)
 
 
 def tuning_seconds(rows: pd.DataFrame) -> pd.Series:
