@@ -208,7 +208,9 @@ class Lab:
         if not rows:
             return figures.note("Nothing was checked: Triton is not installed here, and no row shown has an error.")
         return figures.table(
-            pd.DataFrame(rows), "Relative RMSE against the float64 reference", {"largest error": "{:.1e}"}
+            pd.DataFrame(rows),
+            "Relative error against the float64 reference, by the study's own metric",
+            {"largest error": "{:.1e}"},
         )
 
     @cached_property

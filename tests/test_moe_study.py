@@ -431,6 +431,10 @@ OVER = {  # times over that of the floor; 1.5 for the others
     names.source(16, names.PERSISTENT, names.EARLY, names.FILLED): 1.2,
     names.grouped(1): 1.65, names.grouped(16): 1.5, names.grouped(32): 1.5,
 }  # fmt: skip
+OVER |= {  # tiles of the source that are slower than its usual one
+    variant: 1.9 for int8 in (False, True) for grid in (names.TILES, names.PERSISTENT)
+    for variant in list(names.tuned_over(grid, int8))[1:]
+}  # fmt: skip
 SEEN = {0: 132, 128: 128, 108: 112, 96: 96, 64: 64}  # green contexts are rounded
 
 
@@ -826,6 +830,23 @@ def test_compiled_code_is_shown_of_recorded_rows_too():
     assert recorded["target"].tolist() == recorded["Triton"].tolist() == ["as recorded"]
 
 
+def test_each_grid_has_the_fastest_of_the_tiles_of_the_source():
+    small = list(names.tuned_over(names.PERSISTENT))[1]
+    table = views.tuned_point(frame({small: 1.2}))
+    assert table["kernel"].tolist() == ["W4A16", "W4A8"] * 2
+    w4a16 = table[table["kernel"] == "W4A16"]
+    assert set(w4a16["tile"]) == {"usual"}
+    assert set(w4a16["persistent tile"]) == {"BN=64, BK=64"}
+    assert w4a16["ratio"].tolist() == pytest.approx([1.32 / 1.2] * 2, rel=0.01)
+    assert w4a16["verdict"].tolist() == ["faster"] * 2
+    eight = {variant: 1.0 for variant in list(names.tuned_over(names.TILES, int8=True))[1:]}
+    assert judged(frame(eight))["prefill"].verdict == "not reproduced"
+    without = frame()
+    without = without[~without["variant"].str.contains("BN=")]
+    assert tables.tuned_point(without).empty
+    assert "each with the fastest" not in judged(without)["prefill"].measured
+
+
 def test_code_is_shown_as_it_was_timed(rows):
     table = views.as_timed(rows.assign(triton="3.6.0"))
     assert table["variant"].tolist() == list(views.LOOKED_AT) * 2
@@ -879,7 +900,8 @@ def test_claims_are_judged_from_the_rows(rows):
 
 
 def test_other_rows_are_judged_otherwise():
-    slow = {names.source(16, names.PERSISTENT, int8=True): 3.0, names.source(64, names.TILES): 1.4, names.LIGER: 3.0}
+    slow = dict.fromkeys(names.tuned_over(names.PERSISTENT, int8=True), 3.0)
+    slow |= {names.source(64, names.TILES): 1.4, names.LIGER: 3.0}
     found = judged(frame(slow | {names.LOOP: 9.0}))
     assert found["prefill"].verdict == "not reproduced"
     assert (

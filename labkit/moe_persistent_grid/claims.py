@@ -37,10 +37,11 @@ def _point(rows: pd.DataFrame) -> pd.Series:
 NO_POINT = f"needs both INT4 GEMMs of {QWEN35_35B.name} at {tables.SOURCE_T} tokens in {PROCESSES} processes"
 
 
-def _how(rows: pd.DataFrame) -> str:
+def _how(rows: pd.DataFrame, tuned: bool = False) -> str:
     """What the source's kernels were run with here, both of which make other code."""
     versions = ", ".join(sorted(set(rows[rows["ok"]]["triton"])))
-    return f"The tile is one of those that the source tunes over, not tuned anew; Triton {versions}"
+    tile = "" if tuned else "The tile is one of those that the source tunes over, not tuned anew; "
+    return f"{tile}Triton {versions}"
 
 
 def judge_prefill(rows: pd.DataFrame) -> Judgement:
@@ -49,21 +50,25 @@ def judge_prefill(rows: pd.DataFrame) -> Judgement:
     tiles, persistent = (names.source(16, grid, int8=True) for grid in (names.TILES, names.PERSISTENT))
     if not {tiles, persistent} <= set(us.index):
         return _untestable(NO_POINT)
-    gain = us[tiles] / us[persistent]
+    tuned = tables.tuned_point(rows)
+    tuned = tuned[tuned["kernel"] == "W4A8"]
+    sums = tuned[["us", "persistent us"]].sum() if len(tuned) == 2 else pd.Series([us[tiles], us[persistent]])
+    gain = sums.iloc[0] / sums.iloc[1]
     measured = f"×{gain:.3f} for the two W4A8 GEMMs, one CTA a tile / persistent"
+    measured += ", each with the fastest of the source's tiles" if len(tuned) == 2 else ""
     more = [
         f"×{us[a] / us[b]:.3f} {a.removesuffix(f', {names.TILES}')}"
         for a, b in names.PAIRS
-        if a != tiles and {a, b} <= set(us.index)
+        if (len(tuned) == 2 or a != tiles) and a.startswith("source") and {a, b} <= set(us.index)
     ]
-    measured += f" ({'; '.join(more)})" if more else ""
+    measured += f" (one tile in both: {'; '.join(more)})" if more else ""
     if abs(gain - 1) <= TIE:
         return Judgement("consistent", measured, "a tie here too, on another GPU and for the GEMMs alone")
     filled, base = names.source(16, names.PERSISTENT, names.FILLED), names.source(16, names.PERSISTENT)
     why = "no tie here: the persistent grid is " + ("faster" if gain > 1 else "slower")
     if {filled, base} <= set(us.index):
         why += f"; as many CTAs as fit an SM, instead of one, give ×{us[base] / us[filled]:.2f} with W4A16"
-    return Judgement("not reproduced", measured, f"{why}. {_how(rows)}")
+    return Judgement("not reproduced", measured, f"{why}. {_how(rows, tuned=len(tuned) == 2)}")
 
 
 def judge_few_tokens(rows: pd.DataFrame) -> Judgement:

@@ -54,10 +54,26 @@ PAIRS = (
     (OURS_TILES, OURS_PERSISTENT),
     (OURS_TILES, OURS_FILLED),
 )
+# What the source tunes over beside its tile of 128 x 64 (ExecuTorch's fused_moe.py), at its own point alone: BN, BK,
+# stages. With 8-bit activations a K tile is the group that shares a scale.
+OTHER_TILES = {False: ((64, 64, 3), (64, 128, 3), (128, 128, 2)), True: ((64, 32, 3),)}
+
+
+def tuned_over(grid: str, int8: bool = False) -> dict[str, dict[str, int]]:
+    """The source's variants of a grid that differ in their tile alone, and how; the first one has its usual tile."""
+    found: dict[str, dict[str, int]] = {source(16, grid, int8=int8): {}}
+    for block_n, block_k, stages in OTHER_TILES[int8]:
+        size = {"block_n": block_n, "block_k": block_k, "num_stages": stages}
+        found[source(16, grid, f"BN={block_n}", f"BK={block_k}", int8=int8)] = size
+    return found
+
+
 BASE, FILLED_BASE = source(16, PERSISTENT), source(16, PERSISTENT, FILLED)
 # Source's persistent kernels -> the same in one CTA a tile
 TILES_OF = {persistent: tiles for tiles, persistent in PAIRS if persistent.startswith("source")}
 TILES_OF[FILLED_BASE] = source(16, TILES)
+for _int8 in (False, True):
+    TILES_OF |= dict(zip(tuned_over(PERSISTENT, _int8), tuned_over(TILES, _int8), strict=True))
 TILES_OF |= {source(16, PERSISTENT, EARLY, *more): source(16, TILES, EARLY) for more in ((), (FILLED,))}
 CHANGES = (  # variant, and the one of which it changes one thing
     (source(16, PERSISTENT, EARLY), BASE),
@@ -90,12 +106,14 @@ def layer_variants(weights: str, uniform: bool, ablated: bool) -> dict[str, str]
 _CHOICES = {ORDINARY: "step", BY_TILES: "step", RULE: "step", OTHER_TOKENS: "step", READ: "ceiling"}
 
 
-def gemm_variants(weights: str, ablated: bool) -> dict[str, str]:
-    """Name -> role of the variants of one GEMM, the first one repeated as A/A."""
+def gemm_variants(weights: str, ablated: bool, own_point: bool = False) -> dict[str, str]:
+    """Name -> role of the variants of one GEMM, the first one repeated as A/A. own_point: the source's prefill."""
     found = [OURS_TILES, OURS_PERSISTENT, OURS_FILLED]
     if ablated:
         wanted = [name for pair in (*PAIRS, *CHANGES) for name in pair]
         found += [name for name in wanted if name in _makers(weights)]
+    if own_point:
+        found += [name for int8 in (False, True) for grid in (TILES, PERSISTENT) for name in tuned_over(grid, int8)]
     found = dict.fromkeys(found, "step")
     return found | ({source(16, TILES): "baseline"} if ablated else {}) | {READ: "ceiling"}
 
@@ -126,6 +144,10 @@ def _makers(weights: str) -> dict[str, dict[str, Any]]:
         found[source(16, PERSISTENT, *words)] = {"block_m": 16, "grid": "SMs", "int8": False, **options}
     for size in GROUPS:
         found[grouped(size)] = {"block_m": 16, "grid": "SMs", "int8": False} | ({"group_m": size} if size != 8 else {})
+    for int8 in (False, True) if weights == "INT4" else ():
+        for name, grid in ((TILES, "tiles"), (PERSISTENT, "SMs")):
+            for variant, size in tuned_over(name, int8).items():
+                found[variant] = {"block_m": 16, "grid": grid, "int8": int8} | size
     found[source(16, TILES, EARLY)] = {"block_m": 16, "grid": "tiles", "int8": False, "counted": True}
     return found
 

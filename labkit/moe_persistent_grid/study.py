@@ -89,7 +89,11 @@ def roles(x: Case) -> dict[str, str]:
     if x.op == "layer":
         found = names.layer_variants(x["weights"], x["routing"] == UNIFORM or x["model"] == TINY, ablated)
     else:
-        found = names.gemm_variants(x["weights"], ablated)
+        own_point = (x["model"], x["weights"], x["T"]) in (
+            (QWEN35_35B.name, "INT4", tables.SOURCE_T),
+            (TINY, "INT4", 5),
+        )
+        found = names.gemm_variants(x["weights"], ablated, own_point)
     if x["T"] == names.TUNED_FOR:
         found.pop(names.OTHER_TOKENS, None)
     if x["T"] > 1:

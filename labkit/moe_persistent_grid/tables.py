@@ -298,11 +298,7 @@ def source_point(rows: pd.DataFrame, tokens: int = SOURCE_T) -> pd.DataFrame:
     `tiles / this`: time of the same kernel with one CTA a tile over this one. dead: of the blocks that are worked on.
     launched an SM: programs of a persistent grid. Where no GEMM is named: GEMM1's.
     """
-    parts = {}
-    for op in ("gemm1", "gemm2"):
-        for params, group in cases(rows, op):
-            if (params["model"], params["weights"], params["T"]) == (QWEN35_35B.name, "INT4", tokens):
-                parts[op] = (median_us(group), _evidence(group))
+    parts = {op: (median_us(group), _evidence(group)) for op, group in _own_point(rows, tokens)}
     if len(parts) < 2:
         return _frame([], POINT)
     (us1, facts), (us2, facts2) = parts["gemm1"], parts["gemm2"]
@@ -315,16 +311,51 @@ def source_point(rows: pd.DataFrame, tokens: int = SOURCE_T) -> pd.DataFrame:
     return _frame(found, POINT)
 
 
+def _own_point(rows: pd.DataFrame, tokens: int) -> Iterator[tuple[str, pd.DataFrame]]:
+    """The rows of each GEMM of the source's own case."""
+    for op in ("gemm1", "gemm2"):
+        for params, group in cases(rows, op):
+            if (params["model"], params["weights"], params["T"]) == (QWEN35_35B.name, "INT4", tokens):
+                yield op, group
+
+
+TUNED_POINT = ["kernel", "GEMM", "tile", "us", "persistent tile", "persistent us", "ratio", "low", "high", "noise"]
+
+
+def tuned_point(rows: pd.DataFrame, tokens: int = SOURCE_T) -> pd.DataFrame:
+    """The source's own case, each GEMM and each grid with the fastest of the tiles that the source tunes over.
+
+    ratio: one CTA a tile / persistent. A row a GEMM, where at least two tiles were timed in both grids.
+    """
+    found = []
+    for op, group in _own_point(rows, tokens):
+        us = median_us(group)
+        for kernel, int8 in (("W4A16", False), ("W4A8", True)):
+            timed = [
+                {name: us[name] for name in names.tuned_over(grid, int8) if name in us}
+                for grid in (names.TILES, names.PERSISTENT)
+            ]
+            if min(map(len, timed)) < 2:
+                continue
+            tiles, persistent = (min(some, key=some.__getitem__) for some in timed)
+            line = {"kernel": kernel, "GEMM": op, "tile": _tile_of(tiles), "us": us[tiles]}
+            line |= {"persistent tile": _tile_of(persistent), "persistent us": us[persistent]}
+            found.append(line | compare_many(group, [(persistent, tiles)])[0].columns())
+    return _frame(found, [*TUNED_POINT, "verdict"])
+
+
+def _tile_of(variant: str) -> str:
+    """Its size in words; the source's usual one where a name has none."""
+    return ", ".join(word for word in variant.split(", ") if word.startswith(("BN=", "BK="))) or "usual"
+
+
 def code(rows: pd.DataFrame, variants: Sequence[str], tokens: int = SOURCE_T) -> pd.DataFrame:
     """Evidence of some variants of the source's own case, a row a GEMM, with the version of Triton that compiled it."""
     found = []
-    for op in ("gemm1", "gemm2"):
-        for params, group in cases(rows, op):
-            if (params["model"], params["weights"], params["T"]) != (QWEN35_35B.name, "INT4", tokens):
-                continue
-            facts = _evidence(group)
-            known = [name for name in variants if facts.get(name, {}).get("loads")]
-            found += [{"variant": v, "GEMM": op, "triton": group["triton"].iloc[0]} | facts[v] for v in known]
+    for op, group in _own_point(rows, tokens):
+        facts = _evidence(group)
+        known = [name for name in variants if facts.get(name, {}).get("loads")]
+        found += [{"variant": v, "GEMM": op, "triton": group["triton"].iloc[0]} | facts[v] for v in known]
     return pd.DataFrame(found)
 
 

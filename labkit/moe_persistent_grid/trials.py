@@ -151,7 +151,7 @@ def config_of(
     rows: bool = True,
     **changes: Any,
 ) -> Config:
-    """A configuration for a case. base: "source", "ours" (tuned) or "rule"; block_m: of the source's; 0: the rule's.
+    """A configuration for a case. base: "source", "ours" (tuned) or "rule"; block_m: the source's; 0: by tokens, to 64.
 
     grid: "tiles", "SMs", "filled" (SMs × occupancy, which the caller finds) or empty: as it is; tokens: those that it
     is chosen for; 0: the case's. plain: for weights that are not quantised. dependent: False: launches that wait for
@@ -164,7 +164,8 @@ def config_of(
     ruled = choose.rule(*shape, sms)
     if base == "source":
         found = choose.source(block_m or 16, sms, True, int8=int8)
-        found = found if block_m else replace(found, block_m=ruled.block_m)
+        largest = choose.SOURCE_BLOCKS_M[-1]  # with 128 rows its tile does not fit the registers
+        found = found if block_m else replace(found, block_m=min(ruled.block_m, largest))
     else:
         found = ruled if base == "rule" else choose.choose(*shape, device)
     if grid == "tiles":

@@ -373,6 +373,11 @@ def source_point(rows: pd.DataFrame) -> pd.DataFrame:
     return tables.source_point(rows).rename(columns=units)
 
 
+def tuned_point(rows: pd.DataFrame) -> pd.DataFrame:
+    """Each GEMM of the source's own case, each grid with the fastest of its tiles."""
+    return tables.tuned_point(rows).rename(columns={"us": "µs", "persistent us": "persistent µs"})
+
+
 def why(rows: pd.DataFrame) -> str:
     """The source's own case in words: both GEMMs, their code, occupancy, loads, what is dead."""
     table = tables.source_point(rows).set_index("variant")
