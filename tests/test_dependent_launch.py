@@ -18,6 +18,18 @@ def chain(make, **options):
     return trial.check()["worst link"], trial.tolerance["worst link"]
 
 
+def without_wait(name, wait, count, instead, folder):
+    """A module of kernels, else the same, in which another statement is in the place of each wait."""
+    source = importlib.util.find_spec(name).loader.get_source(name)
+    assert source.count(wait) == count
+    path = folder / "hasty.py"
+    path.write_text(source.replace(wait, instead))
+    spec = importlib.util.spec_from_file_location("hasty", path)
+    hasty = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(hasty)
+    return hasty
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("between", [None, False, True], ids=["alone", "kernels between", "with the trigger between"])
 def test_a_chain_reads_what_the_link_before_wrote(between):
@@ -35,13 +47,7 @@ def test_a_kernel_that_does_not_wait_is_seen(tmp_path):
 
     if not kernels.has_dependent_launch(trials.torch.device("cuda")):
         pytest.skip("this GPU launches no kernel before the one before has ended")
-    source = importlib.util.find_spec("labkit.gemv.kernels").loader.get_source("labkit.gemv.kernels")
-    assert source.count(WAIT) == 1
-    path = tmp_path / "hasty.py"
-    path.write_text(source.replace(WAIT, "pass"))
-    spec = importlib.util.spec_from_file_location("hasty", path)
-    hasty = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(hasty)
+    hasty = without_wait("labkit.gemv.kernels", WAIT, 1, "pass", tmp_path)
     worst, allowed = chain(hasty.linear)
     assert not worst <= allowed
 
@@ -89,12 +95,6 @@ def test_batched_products_that_do_not_wait_are_seen(tmp_path):
 
     if not has_dependent_launch(trials.torch.device("cuda")):
         pytest.skip("this GPU launches no kernel before the one before has ended")
-    source = importlib.util.find_spec("labkit.batched_ffn.kernels").loader.get_source("labkit.batched_ffn.kernels")
-    waits = "wait_for_inputs(DEPENDENT)"
-    assert source.count(waits) == 2
-    path = tmp_path / "hasty_ffn.py"
-    path.write_text(source.replace(waits, "tl.extra.cuda.gdc_launch_dependents()"))
-    spec = importlib.util.spec_from_file_location("hasty_ffn", path)
-    hasty = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(hasty)
+    trigger = "tl.extra.cuda.gdc_launch_dependents()"
+    hasty = without_wait("labkit.batched_ffn.kernels", "wait_for_inputs(DEPENDENT)", 2, trigger, tmp_path)
     assert not products(hasty, ahead=1, dependent=True).equal(products(kernels, ahead=0, dependent=False))

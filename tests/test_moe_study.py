@@ -14,7 +14,20 @@ from labkit.bench import records, sweep, verdict
 from labkit.bench.spec import CONTROL, ROLES, VERDICTS, Case
 from labkit.evidence import compiled
 from labkit.launch import Launch
-from labkit.moe_persistent_grid import ahead, choose, claims, limited, names, study, tables, trials, views, waves, work
+from labkit.moe_persistent_grid import (
+    ahead,
+    choose,
+    claims,
+    grid_views,
+    limited,
+    names,
+    study,
+    tables,
+    trials,
+    views,
+    waves,
+    work,
+)
 from labkit.moe_persistent_grid.choose import Config, Tile
 from labkit.moe_persistent_grid.models import DEEPSEEK, MIXTRAL, MODELS, QWEN3_30B, QWEN35_35B
 from labkit.moe_persistent_grid.synthetic import KINDS
@@ -251,7 +264,8 @@ def test_configurations_differ_as_they_say():
         assert getattr(changed.gemm1, field) == getattr(changed.gemm2, field) == value
         assert changed.gemm1.as_dict() | {field: getattr(base.gemm1, field)} == base.gemm1.as_dict()
     assert of(names.grouped(32)).gemm2.group_m == 32
-    assert of(names.source(16, names.PERSISTENT, names.ROWS)).block_m == choose.rule(1642, 256, 8, 2048, 512).block_m
+    assert choose.rule(1642, 256, 8, 2048, 512).block_m == 128
+    assert of(names.source(16, names.PERSISTENT, names.ROWS)).block_m == 64  # the source's widest
     int8 = of(names.source(64, names.PERSISTENT, int8=True))
     assert (int8.block_m, int8.gemm1.block_k, int8.fused) == (64, 32, False)
     ours = of(names.OURS_PERSISTENT)
@@ -653,10 +667,12 @@ def test_an_order_that_is_other_code_is_told_apart(rows):
     assert set(other["weights"]) == {"INT4"}
     assert set(other["registers"]) == {96}
     assert table[table["weights"] == "bf16"]["as groups of 1"].all()
-    drawn = views.order(rows)
+    drawn = grid_views.order(rows)
     assert "in which the compiler makes other code of groups of 1" in drawn["caption"]
-    assert "8 cases" not in views.order(rows.assign(evidence="{}"))["caption"]  # not known: not left out
-    assert views.order(rows[rows["case"].str.contains('"weights": "INT4"')]).startswith("the compiler makes other code")
+    assert "8 cases" not in grid_views.order(rows.assign(evidence="{}"))["caption"]  # not known: not left out
+    assert grid_views.order(rows[rows["case"].str.contains('"weights": "INT4"')]).startswith(
+        "the compiler makes other code"
+    )
 
 
 def test_order_has_what_was_counted(rows):
@@ -676,7 +692,7 @@ def test_dead_blocks_and_what_they_cost(rows):
     assert set(point["grid"]) == {names.TILES, names.PERSISTENT, f"{names.PERSISTENT}, {names.FILLED}"}
     assert point["dead %"].tolist() == pytest.approx([12.7] * 6, abs=1.2)
     assert point["ratio"].tolist() == pytest.approx([1.1] * 6, rel=3e-3)
-    shares = views.dead_shares([1642]).set_index("model")
+    shares = grid_views.dead_shares([1642]).set_index("model")
     assert shares["dead %, BM=16"][QWEN35_35B.name] == pytest.approx(12.7, abs=1.2)
     assert shares["dead %, BM=64"][QWEN3_30B.name] == pytest.approx(22, abs=1.2)
 
@@ -793,23 +809,23 @@ def kinds(**columns):
 
 
 def test_the_first_cause_is_judged_by_few_waves_against_many():
-    assert "First cause: refuted" in views._by_waves(kinds(waves=[2.0, 20.0], ratio=[1.0, 1.0]))
-    assert "First cause: refuted" in views._by_waves(kinds(waves=[2.0, 20.0], ratio=[1.1, 1.1]))
-    assert "First cause: confirmed" in views._by_waves(kinds(waves=[2.0, 20.0], ratio=[1.1, 1.0]))
-    assert "First cause" not in views._by_waves(kinds(waves=[0.5, 20.0], ratio=[1.1, 1.0]))
+    assert "First cause: refuted" in grid_views._by_waves(kinds(waves=[2.0, 20.0], ratio=[1.0, 1.0]))
+    assert "First cause: refuted" in grid_views._by_waves(kinds(waves=[2.0, 20.0], ratio=[1.1, 1.1]))
+    assert "First cause: confirmed" in grid_views._by_waves(kinds(waves=[2.0, 20.0], ratio=[1.1, 1.0]))
+    assert "First cause" not in grid_views._by_waves(kinds(waves=[0.5, 20.0], ratio=[1.1, 1.0]))
     fewer = kinds(waves=[2.0], ratio=[1.0]).assign(**{"CTAs an SM": 4.0, "persistent CTAs": 3.0})
-    assert "fewer CTAs of the persistent kernel fit in 1 of 1 pairs" in views._by_waves(fewer)
+    assert "fewer CTAs of the persistent kernel fit in 1 of 1 pairs" in grid_views._by_waves(fewer)
 
 
 def test_changes_are_sorted_by_whether_they_always_pay(rows):
-    always, _, depends = views.pays(rows).partition("It depends")
+    always, _, depends = grid_views.pays(rows).partition("It depends")
     assert always.startswith(
         "Faster in every case: early exit of BM=16, persistent (INT4 ×1.10, faster in 12 of 12; bf16"
     )
     assert "descriptor of BM=16, persistent, each byte once (INT4 ×1.00, faster in 0 of 12)" in depends
     assert "groups of" not in always + depends
     early = rows["variant"] == names.source(16, names.PERSISTENT, names.EARLY)
-    late = views.pays(slower(rows, early & rows["case"].str.contains('"T": 16,'), 2))
+    late = grid_views.pays(slower(rows, early & rows["case"].str.contains('"T": 16,'), 2))
     assert "early exit of BM=16, persistent (INT4 ×0.55 to 1.10, faster in 8 of 12)" in late.partition("It depends")[2]
 
 
@@ -822,17 +838,17 @@ def test_compiled_code_is_shown_of_recorded_rows_too():
         "matrix": {"HMMA": 16},
         "loads": {"8": 64},
     }
-    table = views.compiled_table(pd.DataFrame([code | {"arch": 90}]))
+    table = grid_views.compiled_table(pd.DataFrame([code | {"arch": 90}]))
     assert table["target"].tolist() == ["sm_90"]
     assert table["loads, by bits"].tolist() == ["8 (×64)"]
     assert table["Triton"][0][0].isdigit()
-    recorded = views.compiled_table(pd.DataFrame([code]))  # where Triton is missing: no target in their evidence
+    recorded = grid_views.compiled_table(pd.DataFrame([code]))  # where Triton is missing: no target in their evidence
     assert recorded["target"].tolist() == recorded["Triton"].tolist() == ["as recorded"]
 
 
 def test_each_grid_has_the_fastest_of_the_tiles_of_the_source():
     small = list(names.tuned_over(names.PERSISTENT))[1]
-    table = views.tuned_point(frame({small: 1.2}))
+    table = grid_views.tuned_point(frame({small: 1.2}))
     assert table["kernel"].tolist() == ["W4A16", "W4A8"] * 2
     w4a16 = table[table["kernel"] == "W4A16"]
     assert set(w4a16["tile"]) == {"usual"}
@@ -848,8 +864,8 @@ def test_each_grid_has_the_fastest_of_the_tiles_of_the_source():
 
 
 def test_code_is_shown_as_it_was_timed(rows):
-    table = views.as_timed(rows.assign(triton="3.6.0"))
-    assert table["variant"].tolist() == list(views.LOOKED_AT) * 2
+    table = grid_views.as_timed(rows.assign(triton="3.6.0"))
+    assert table["variant"].tolist() == list(grid_views.LOOKED_AT) * 2
     assert set(table["Triton"]) == {"3.6.0"}
     base = table[(table["variant"] == names.BASE) & (table["GEMM"] == "gemm2")].iloc[0]
     assert (base["registers"], base["CTAs an SM"], base["loads, by bits"]) == (96, CTAS, "128 (×3), 8 (×64)")
@@ -870,11 +886,11 @@ def test_the_verdict_names_the_grid_that_wins():
 def test_bits_are_compared_in_pairs(rows):
     table = tables.same_bits(rows)
     assert table["same"].all()
-    assert "in all" in views.bits(rows)
+    assert "in all" in grid_views.bits(rows)
     odd = rows.assign(
         evidence=rows["evidence"].where(rows["variant"] != names.BASE, rows["evidence"].str.replace("abc", "abd"))
     )
-    assert "the bits differ" in views.bits(odd)
+    assert "the bits differ" in grid_views.bits(odd)
 
 
 # claims
@@ -962,13 +978,17 @@ def test_nothing_is_judged_of_one_process_or_of_no_rows(rows):
     ("fuller", "the mean of each column is A100 (108 SMs) 0.8"),
 ])  # fmt: skip
 def test_what_a_view_says_follows_from_the_rows(rows, view, said):
-    assert said in made.caption(getattr(views, view)(rows))
+    module = grid_views if view in GRID_VIEWS else views
+    assert said in made.caption(getattr(module, view)(rows))
 
 
 VIEWS = (
-    "in_short", "as_timed", "rivals", "rates", "launching", "other_runs", "ahead_of_those", "reading", "int4_gain",
-    "grid", "bits", "source_point", "why", "occupancy", "order", "worth", "pays", "dead", "steps", "parts",
-    "other_gpus", "fuller", "routings", "tuning", "prediction", "summary",
+    "in_short", "rivals", "rates", "launching", "one_token", "other_runs", "ahead_of_those", "reading", "int4_gain",
+    "routings", "tuning", "prediction", "summary",
+)  # fmt: skip
+GRID_VIEWS = (
+    "as_timed", "grid", "bits", "source_point", "tuned_point", "why", "occupancy", "order", "worth", "pays", "dead",
+    "steps", "parts", "other_gpus", "fuller",
 )  # fmt: skip
 PARTIAL = {
     "all": lambda rows: rows,
@@ -1000,6 +1020,7 @@ def few():
 def test_every_view_of_partial_rows_is_a_sentence_or_a_drawing(few, which):
     some = PARTIAL[which](few).reset_index(drop=True)
     made.check_views(views, VIEWS, some)
+    made.check_views(grid_views, GRID_VIEWS, some)
 
 
 def test_what_needs_no_measurement():
