@@ -3,7 +3,7 @@
 from typing import Any
 
 from labkit.bench.spec import Case
-from labkit.moe_persistent_grid import choose, views
+from labkit.moe_persistent_grid import choose, grid_views
 from labkit.moe_persistent_grid.models import MODELS, MoeModel
 from labkit.moe_persistent_grid.synthetic import KINDS
 from labkit.moe_persistent_grid.waves import BLOCKS_M
@@ -22,7 +22,7 @@ def widget(x: Any) -> Any:
         dims = (shape.experts, shape.top_k, shape.hidden, shape.width)
         ruled = choose.rule(tokens, *dims, weights == "INT4")
         said = f"Without a table of its GPU: blocks of {ruled.block_m} rows; GEMM1 {ruled.gemm1}; GEMM2 {ruled.gemm2}."
-        table = views.waves_by_gpu(shape, tokens, block_m, block_n, per_sm)
+        table = grid_views.waves_by_gpu(shape, tokens, block_m, block_n, per_sm)
         return [
             figures.note(said),
             x.floors([Case("layer", shape.as_dict() | case)]),
