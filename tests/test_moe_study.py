@@ -3,6 +3,7 @@
 import inspect
 import json
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
@@ -18,6 +19,7 @@ from labkit.moe_persistent_grid import (
     ahead,
     choose,
     claims,
+    explore,
     grid_views,
     limited,
     names,
@@ -1106,3 +1108,20 @@ def test_a_part_of_the_gpu_is_as_large_as_it_is_seen():
         found = one.prepare(x, torch.device("cuda"), 1, 0)
         assert all(error <= found.tolerance[key] for key, error in found.check().items())
         assert all(ns > 0 for ns in found.timer())
+
+
+def test_the_widget_answers_every_control():
+    shown = []
+    lab = SimpleNamespace(
+        floors=lambda cases: SimpleNamespace(html=f"floors of {cases[0]['T']} tokens"),
+        show_table=lambda table, caption, formats: shown.append(table) or SimpleNamespace(html=caption),
+    )
+    *lines, answer = explore.widget(lab).children
+    controls = {control.description: control for line in lines for control in line.children}
+    assert set(controls) == {"model", "tokens", "weights", "rows", "columns", "CTAs an SM"}
+    for name, value in {"model": MIXTRAL.name, "tokens": 7, "weights": "INT4", "rows": 32, "CTAs an SM": 3}.items():
+        answer.value = ""
+        controls[name].value = value
+        assert "Waves of one CTA a tile" in answer.value, name
+    assert "floors of 7 tokens" in answer.value
+    assert len(shown[-1]) > 2
