@@ -21,6 +21,7 @@ NO_BROWSER = "no Chromium on this machine: the pages were not opened in a browse
 NO_GPU = "no CUDA device: the GPU tests did not run"
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skips what needs a GPU, and puts first what takes longest, so that no worker is left alone with it at the end.
 
