@@ -23,7 +23,7 @@ test: setup ## Check everything: style, notebooks, tests
 	$(BIN)/ruff format --check .
 	$(BIN)/nbstripout --keep-id --verify notebooks/*.ipynb
 	$(BIN)/pytest --nbmake --nbmake-timeout=300 notebooks
-	$(BIN)/pytest -n auto --maxprocesses=4 --dist=loadgroup --no-loadscope-reorder
+	$(BIN)/pytest -n auto --maxprocesses=4 --dist=loadfile --no-loadscope-reorder
 
 lab: setup ## Open JupyterLab at 127.0.0.1
 	@$(BIN)/jupyter-lab --ip=127.0.0.1 --notebook-dir=notebooks $(ROOT)

@@ -15,22 +15,15 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 KERNEL_DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
 collect_ignore_glob = [] if INTERPRETED or KERNEL_DEVICE == "cuda" else ["kernels/*.py"]
 
-LONGEST = ("test_kernels.py", "test_end_to_end.py", "test_notebooks.py")
+LONGEST = ("test_kernels.py", "test_end_to_end.py")
 
 NO_BROWSER = "no Chromium on this machine: the pages were not opened in a browser"
 NO_GPU = "no CUDA device: the GPU tests did not run"
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skips what needs a GPU, and puts first what takes longest, so that no worker is left alone with it at the end.
-
-    The tests of a file run in one process, which keeps what they share; files of tests/kernels go where there is room.
-    """
+    """Skips what needs a GPU, and puts first what takes longest, so that no worker is left alone with it at the end."""
     items.sort(key=lambda item: item.path.name not in LONGEST)
-    for item in items:
-        if not item.get_closest_marker("xdist_group"):
-            item.add_marker(pytest.mark.xdist_group(item.path.name))
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if marked and not torch.cuda.is_available():
         for item in marked:
