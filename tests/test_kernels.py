@@ -10,12 +10,11 @@ import pytest
 import torch
 
 FOLDER = Path(__file__).parent / "kernels"
-FILES = sorted(path.name for path in FOLDER.glob("test_*.py"))
 
 
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tests/kernels runs on the GPU in this same pytest run")
-@pytest.mark.parametrize("file", FILES)
+@pytest.mark.parametrize("file", sorted(path.name for path in FOLDER.glob("test_*.py")))
 def test_kernels_in_the_interpreter(file):
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(FOLDER / file)]
     done = subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True)

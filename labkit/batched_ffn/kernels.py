@@ -42,8 +42,6 @@ divided by their place instead, exact too. Source of the batching: SharpInferenc
 
 # ruff: noqa: RUF005 (Triton's tuples grow by +; it does not know (*a, b))
 
-from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -69,7 +67,6 @@ from labkit.launch import Launch
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MAGIC = 0x4B000000  # the fp32 2^23
-NOT_AHEAD = MappingProxyType({"AHEAD": 0, "DEPENDENT": False})
 MOST_PROGRAMS = 65535  # along the second dimension of a grid
 
 
@@ -573,7 +570,7 @@ def tensor_core(W: Packed, x: Tensor, y: Tensor, tile: Tile | None = None, up: P
     arguments = {"x": x, "y": y} | _arrays(W) | _ups(W, up) | _sizes(W, x, y)
     arguments |= {"WARPS": tile.num_warps, "BLOCKS": tile.blocks, "TOKENS": tile.tokens, "GATED": up is not None}
     ahead = _ahead(tile, x)
-    return Launch(_tensor_core_kernel, _grid(W, x, tile), arguments | ahead, _options(tile, ahead))
+    return Launch(_tensor_core_kernel, _grid(W, x, tile), arguments | ahead, _options(tile, ahead["DEPENDENT"]))
 
 
 def wide(W: Packed, x: Tensor, y: Tensor, choice: Choice | None = None) -> Launch:
@@ -592,7 +589,7 @@ def _multiply_add(W: Packed, x: Tensor, y: Tensor, choice: Choice, up: Packed | 
     if axis:
         check_programs("x", len(x), "tokens", choice.tokens)
         grid = grid[::-1]
-    return Launch(_multiply_add_kernel, grid, arguments, _options(choice, ahead))
+    return Launch(_multiply_add_kernel, grid, arguments, _options(choice, ahead["DEPENDENT"]))
 
 
 def _grid(W: Packed, x: Tensor, choice: Choice | Tile) -> tuple[int, int]:
@@ -601,13 +598,13 @@ def _grid(W: Packed, x: Tensor, choice: Choice | Tile) -> tuple[int, int]:
     return triton.cdiv(len(x), choice.tokens), triton.cdiv(W.rows, ROWS * choice.blocks)
 
 
-def _ahead(choice: Choice | Tile, x: Tensor) -> dict[str, int]:
+def _ahead(choice: Choice | Tile, x: Tensor) -> dict[str, Any]:
     return {"AHEAD": choice.ahead, "DEPENDENT": choice.dependent and has_dependent_launch(x.device)}
 
 
-def _options(choice: Choice | Tile, ahead: Mapping[str, int] = NOT_AHEAD) -> dict[str, Any]:
+def _options(choice: Choice | Tile, dependent: bool = False) -> dict[str, Any]:
     options = {"num_warps": choice.num_warps, "num_stages": choice.num_stages}
-    return options | ({"launch_pdl": True} if ahead["DEPENDENT"] else {})
+    return options | ({"launch_pdl": True} if dependent else {})
 
 
 def _ups(W: Packed, up: Packed | None) -> dict[str, Tensor]:

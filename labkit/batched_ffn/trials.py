@@ -96,6 +96,12 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
+def _launched(call: Call, device: torch.device) -> dict[str, int]:
+    """A row's facts of a call's launches; none without a GPU."""
+    count = launches(call, device)
+    return {} if count is None else {"launches": count, "sms": multiprocessors(device)}
+
+
 def _in_order(calls: Any) -> Call:
     """One call of several, in order; of one, itself, so that a `Launch` stays one."""
     if not isinstance(calls, list):
@@ -131,8 +137,7 @@ def _trial(
 
     def facts() -> dict[str, Any]:
         found = {} if alone is None else {"alone": same()}
-        count = launches(calls[0], x.device)
-        return found if count is None else found | {"launches": count, "sms": multiprocessors(x.device)}
+        return found | _launched(calls[0], x.device)
 
     def poison() -> None:
         for one in y:
@@ -279,7 +284,7 @@ def gemlite(x: Case, device: Any, sets: int, seed: int) -> Trial:
     def facts() -> dict[str, Any]:
         whole, layer = calls[0](), made[0][0]
         alone = max(differing(layer(values[n : n + 1]), whole[n : n + 1]) for n in sorted({0, N // 2, N - 1}))
-        return {"alone": alone, "launches": launches(calls[0], values.device), "sms": multiprocessors(values.device)}
+        return {"alone": alone} | _launched(calls[0], values.device)
 
     return Trial(calls, check=check, tolerance={"y": TOLERANCE["bf16"]}, facts=facts)
 

@@ -185,13 +185,12 @@ def resident(launch: Any) -> int:
     return compiled.evidence(launch)["ctas_per_sm"] or 1
 
 
-def _built(x: Case, item: Any, grid: str = "", int8: bool = False, scratch: Any = None, **how: Any) -> Any:
+def _built(x: Case, item: Any, scratch: Any, grid: str = "", int8: bool = False, **how: Any) -> Any:
     """The layer of a configuration, its persistent grids as large as they are asked for."""
     from labkit.moe_persistent_grid import kernels, w4a8
 
     make = w4a8.layer if int8 else kernels.layer
     config = config_of(x, item.x.device, grid=grid, int8=int8, **how)
-    scratch = scratch or _scratch(x, item)
     made = make(item, config, scratch)
     if grid == "filled":
         tiles = {name: getattr(config, name) for name in ("gemm1", "gemm2")}
@@ -209,7 +208,7 @@ def layer(x: Case, device: Any, sets: int, seed: int, **how: Any) -> Trial:
     how = {"base": "ours"} | how
     items = _with_outputs(inputs(x, device, sets, seed, kind))
     scratch = _scratch(x, items[0])
-    made = [_built(x, item, scratch=_own_tables(scratch), **how) for item in items]
+    made = [_built(x, item, _own_tables(scratch), **how) for item in items]
     found = made[0].config
 
     def facts() -> dict[str, Any]:
@@ -391,7 +390,7 @@ def gemm(x: Case, device: Any, sets: int, seed: int, **how: Any) -> Trial:
 
     items = inputs(x, device, sets, seed)
     scratch = workspace(items[0])
-    made = [_built(x, item, scratch=_own_tables(scratch), **how) for item in items]
+    made = [_built(x, item, _own_tables(scratch), **how) for item in items]
     return _gemm(x, items, made, x.op, int8=bool(how.get("int8")))
 
 
