@@ -408,6 +408,8 @@ def check_here(study: str, interpreted: bool) -> pd.DataFrame:
     What the interpreter finds is kept until a source of the lab changes; a GPU is asked anew each time.
     """
     if not interpreted:
+        loaded = studies.load(study)
+        sweep.compile_ahead(loaded, loaded.tiny, say=lambda line: None)
         return pd.DataFrame(isolated.call("labkit.lab:check_tiny", study, "cuda", env=COMPILER))
     [rows] = workers.ask(
         "labkit.lab:check_tiny", [{"name": study, "device": "cpu"}], env=workers.COMPILING | INTERPRETER

@@ -114,7 +114,10 @@ def test_the_report_is_made_from_what_is_recorded(report, recorded):
         assert (lab.UNMEASURED in text) == (not recorded[page])
     index = text_of(paths.REPORTS / "index.html")
     assert all(name in index for names in recorded.values() for name in names)
-    assert "not testable here" not in index  # the recorded cases are enough for every claim
+    # The recorded cases are enough for every claim but one, which is of an operator that the study does not have.
+    rows = re.split("<tr\\b", (paths.REPORTS / "index.html").read_text())
+    untestable = [row for row in rows if "not testable here" in row]
+    assert all("decode calls another operator" in row for row in untestable)
 
 
 def test_every_figure_has_words_and_a_table(report, recorded):

@@ -15,8 +15,9 @@ import rows as made
 from IPython.display import Code
 from toy_lab import MACHINE
 
-from labkit import lab, paths, studies
+from labkit import isolated, lab, paths, studies
 from labkit.bench import machine, records, spec, sweep, verdict
+from labkit.evidence import compiled
 from labkit.shapes import QWEN3_NEXT
 from labkit.state_layout import explore, share, tables, views
 from labkit.state_layout.claims import CLAIMS, CONTEXT, DECODE_GAIN, SLACK, VLLM_HEADS, VLLM_TABLE, vllm_estimate
@@ -434,6 +435,22 @@ def table_of(piece):
         for row in rows
     ]
     return [dict(zip(texts[0], row, strict=True)) for row in texts[1:]]
+
+
+def test_a_gpu_is_checked_with_kernels_that_were_compiled_on_all_cores(monkeypatch):
+    study, here, done = studies.load("moe_persistent_grid"), machine.Machine(**MACHINE), []
+    monkeypatch.setattr(machine, "this_machine", lambda: here)
+    monkeypatch.setattr(compiled, "prebuild", lambda sources, capability: done.append((sources, capability)))
+    monkeypatch.setattr(isolated, "call", lambda target, *arguments, env: done.append((target, *arguments)) or [])
+    lab.check_here(study.name, interpreted=False)
+    assert done == [
+        (study.kernels(study.tiny, here.capability), here.capability),
+        ("labkit.lab:check_tiny", study.name, "cuda"),
+    ]
+    assert done[0][0]
+    done.clear()
+    lab.check_here("state_layout", interpreted=False)  # which has no list of kernels
+    assert done == [("labkit.lab:check_tiny", "state_layout", "cuda")]
 
 
 def test_a_wrong_or_unwritten_result_is_counted_as_wrong(monkeypatch):

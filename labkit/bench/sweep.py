@@ -73,18 +73,21 @@ def _measure(
     have = _recorded(study, cases, path, processes)
     wanted = [case for case in cases if (case.op, case.key) not in have]
     refused = added.refusals(study, wanted, env, say)
-    if wanted and study.kernels:
-        _compile_ahead(study, wanted, say)
+    compile_ahead(study, wanted, say)
     for index in range(processes):
         _one_process(study, parameters, wanted, index, journal, env, say, refused)
     _compact(study, cases, wanted, processes, journal, path)
 
 
-def _compile_ahead(study: Study, cases: Sequence[Case], say: Progress) -> None:
-    """Compile on all cores what the cases need, so that the GPU need not wait for it."""
+def compile_ahead(study: Study, cases: Sequence[Case], say: Progress) -> None:
+    """Compile on all cores what the cases need, so that the GPU need not wait for it; nothing if the study has no list.
+
+    say: gets one line of progress. Raises RuntimeError without a GPU.
+    """
     from labkit.evidence import compiled
 
-    assert study.kernels
+    if not cases or not study.kernels:
+        return
     capability = machine.this_machine().capability
     sources = study.kernels(cases, capability)
     say(f"{study.name}: compiling {len(sources)} kernels")
