@@ -1,5 +1,7 @@
 """Small kernels whose compiled code and memory accesses can be worked out by hand. Each function returns a Launch."""
 
+from types import SimpleNamespace
+
 import torch
 import triton
 import triton.language as tl
@@ -20,6 +22,11 @@ def copy(n=4096, block=128, stride=1, dtype="float32", num_warps=1, offset=0):
     y = torch.zeros(n, dtype=x.dtype)
     args = {"x": x, "y": y, "n": n, "BLOCK": block, "STRIDE": stride}
     return Launch(_copy_kernel, (triton.cdiv(n, block),), args, {"num_warps": num_warps})
+
+
+def of_a_library():
+    """What compiles kernels of its own and gives none of them."""
+    return SimpleNamespace(kernel=None, compile=lambda: None)
 
 
 @triton.jit

@@ -179,6 +179,17 @@ def test_workers_compile_beside_the_interpreter_and_answers_are_kept(monkeypatch
     assert len(calls) == 1
 
 
+def test_what_is_built_ahead_is_disassembled_already(monkeypatch, tmp_path):
+    monkeypatch.setattr(paths, "CACHE", tmp_path)
+    compiled.build_all([SOURCES["copy"], ("kernels_for_tests:of_a_library", {})], 90)
+    monkeypatch.setattr(compiled, "listing_of", lambda cubin: pytest.fail("disassembled again"))
+    launch = compiled.launch_of(SOURCES["copy"], 90)
+    assert compiled.evidence(launch, 90)["loads"] == {"128": 1}
+    other = compiled.launch_of(SOURCES["tile"], 90)
+    with pytest.raises(pytest.fail.Exception, match="disassembled again"):  # not built ahead
+        compiled.evidence(other, 90)
+
+
 def test_a_failing_source_is_an_error():
     with pytest.raises(isolated.IsolatedError, match=r"TypeError: .*no_such_argument"):
         compiled.table({"bad": ("kernels_for_tests:copy", {"no_such_argument": 1})}, [90])

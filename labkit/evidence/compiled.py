@@ -96,6 +96,8 @@ def build(launch: Launch, capability: int | None = None) -> Any:
 def prebuild(sources: Sequence[Source], capability: int) -> None:
     """Compile many kernels on all cores into Triton's cache, where a process that runs them finds them.
 
+    They are disassembled too, which is slow as well: `evidence` then finds the counts on disk.
+
     IsolatedError if one does not compile. ValueError for a capability that is not in `CAPABILITIES`.
     """
     count = min(os.cpu_count() or 1, len(sources))
@@ -105,11 +107,12 @@ def prebuild(sources: Sequence[Source], capability: int) -> None:
 
 
 def build_all(sources: Sequence[Source], capability: int) -> None:
-    """In a worker: compile the Launch, or the list of them, of every source."""
+    """In a worker: compile the Launch, or the list of them, of every source, and disassemble it for its evidence."""
     for source in sources:
         found = launch_of(source, capability)
         for launch in found if isinstance(found, list) else [found]:
-            build(launch, capability)
+            if kernel := build(launch, capability):  # a library's own launch gives none
+                describe(kernel)
 
 
 def evidence(launch: Launch, capability: int | None = None) -> dict[str, Any]:
