@@ -1,6 +1,7 @@
 """GGUF formats against the package gguf, bit for bit; cache policies by hand and by property; what is compiled."""
 
 import functools
+import itertools
 import math
 import re
 from collections import Counter
@@ -322,29 +323,49 @@ def test_a_layer_by_hand():
 
 
 def test_the_rule_by_tokens():
-    assert [choose.rule(n).tokens for n in (1, 2, 3, 4, 5, 8, 9, 512)] == [1, 2, 4, 4, 8, 8, 8, 8]
-    assert [choose.rule(n).blocks for n in (1, 2, 4, 5)] == [4, 4, 2, 1]
-    assert [choose.rule(n, gated=True).blocks for n in (1, 2, 4, 5)] == [2, 2, 1, 1]
+    def rule(n, columns=5120, format="Q4_K", gated=False):
+        return choose.rule(n, columns, format, gated)
+
+    assert [rule(n).tokens for n in (1, 2, 3, 4, 5, 8, 9, 512)] == [1, 2, 4, 4, 8, 8, 8, 8]
+    assert [rule(n).blocks for n in (1, 2, 4, 5)] == [1, 1, 2, 1]
+    assert [rule(n, gated=True).blocks for n in (1, 2, 4, 5)] == [1, 1, 1, 1]
+    assert [rule(n).ahead for n in (1, 2, 3, 8)] == [1, 1, 0, 0]
+    assert [rule(n, format="Q8_0").ahead for n in (1, 2, 3, 8)] == [2, 2, 0, 0]
+    for columns, groups, warps in ((5120, 32, 8), (17408, 32, 8), (2560, 16, 4), (512, 16, 4)):
+        for n, format, gated in itertools.product((1, 2, 3, 8, 40), FORMATS, (False, True)):
+            found = rule(n, columns, format, gated)
+            choose.check_choice(found)
+            assert (found.groups, found.num_warps) == (groups, warps)  # bits depend on these two
+
+
+def test_the_rule_of_experts_has_the_bits_of_the_default():
+    assert [choose.narrow_rule(n).tokens for n in (1, 2, 3, 4, 5, 8, 9, 512)] == [1, 2, 4, 4, 8, 8, 8, 8]
+    assert [choose.narrow_rule(n).blocks for n in (1, 2, 4, 5)] == [4, 4, 2, 1]
+    assert [choose.narrow_rule(n, gated=True).blocks for n in (1, 2, 4, 5)] == [2, 2, 1, 1]
     for n in range(1, 40):
-        choose.check_choice(choose.rule(n))
-        # bits depend on these two
-        assert (choose.rule(n).groups, choose.rule(n).num_warps) == (Choice().groups, Choice().num_warps)
+        found = choose.narrow_rule(n)
+        choose.check_choice(found)
+        assert (found.groups, found.num_warps) == (Choice().groups, Choice().num_warps)
     choose.check_wide_choice(choose.WIDE)
     assert Choice(**choose.WIDE.as_dict()) == choose.WIDE
 
 
 def test_the_matrix_rule_by_shape_and_tokens():
-    def warps(rows, columns, tokens=1, gated=False):
-        return choose.matrix_rule(tokens, rows, columns, gated).num_warps
+    def warps(rows, columns, tokens=1, gated=False, format="Q4_K"):
+        return choose.matrix_rule(tokens, rows, columns, format, gated).num_warps
 
     shapes = ((17408, 5120), (5120, 17408), (9216, 2560), (2560, 9216), (512, 2048), (2048, 512), (8, 32))
     assert [warps(*shape) for shape in shapes] == [4, 8, 4, 16, 16, 4, 4]
     for shape in shapes:  # bits depend on them
         assert {warps(*shape, n, gated) for n in (1, 2, 8, 9, 64, 512) for gated in (False, True)} == {warps(*shape)}
-    found = [choose.matrix_rule(n, 17408, 5120) for n in (1, 8, 9, 16, 17, 512)]
+    assert [warps(*shape, format="Q8_0") for shape in shapes] == [2, 8, 4, 16, 16, 4, 2]
+    found = [choose.matrix_rule(n, 17408, 5120, "Q4_K") for n in (1, 8, 9, 16, 17, 512)]
     assert [(one.blocks, one.tokens) for one in found] == [(2, 8), (2, 8), (4, 16), (4, 16), (4, 32), (4, 32)]
-    assert choose.matrix_rule(512, 2560, 9216) == Tile(2, 32, 16)
-    both = [choose.matrix_rule(n, 17408, 5120, gated=True) for n in (1, 16, 512)]
+    assert [one.ahead for one in found] == [2, 2, 0, 0, 0, 0]
+    narrow = {name: choose.matrix_rule(8, 5120, 17408, name).ahead for name in FORMATS}
+    assert narrow == {"F32": 0, "BF16": 2, "Q8_0": 2, "Q4_K": 2, "Q5_K": 0, "Q6_K": 0}
+    assert choose.matrix_rule(512, 2560, 9216, "Q4_K") == Tile(2, 32, 16)
+    both = [choose.matrix_rule(n, 17408, 5120, "Q4_K", gated=True) for n in (1, 16, 512)]
     assert [(one.blocks, one.tokens) for one in both] == [(2, 8), (2, 16), (2, 16)]
     for one in (*found, *both):
         choose.check_tile(one)
@@ -620,9 +641,9 @@ BESIDE = {
 @pytest.mark.parametrize("name", FORMATS)
 def test_weights_are_loaded_16_bytes_a_thread_and_once_for_eight_tokens(name):
     W = blank(name)
-    found = compiled.evidence(product(W, 17, choose.rule(17)), 90)
+    found = compiled.evidence(product(W, 17, choose.rule(17, W.columns, name)), 90)
     assert (found["spill_bytes"], found["matrix"], found["atomics"]) == (0, {}, 0)
-    assert found["ctas_per_sm"] >= 3
+    assert found["ctas_per_sm"] * found["num_warps"] >= 12
     tiles = found["loads"]["64"] // (8 * 8)  # of x, four bf16 a thread: 8 parts of a group, 8 tokens
     expected = {"128": W.words.shape[2], "64": 8 * 8} | BESIDE[name]
     assert found["loads"] == {bits: tiles * count for bits, count in expected.items()}
@@ -649,10 +670,13 @@ def test_matrix_products_take_their_operands_from_registers(name):
         assert (wide, set(found["loads"]) - {"128"}) == (0, set(BESIDE[name]))
 
 
-@pytest.mark.parametrize(("name", "rows", "columns"), [("F32", 5120, 17408), ("Q6_K", 2560, 9216)])
-def test_the_largest_choice_of_the_matrix_rule_does_not_spill(name, rows, columns):
-    W, tile = blank(name), choose.matrix_rule(32, rows, columns)
-    assert compiled.evidence(kernels.tensor_core(W, *activations(W, 32), tile), 90)["spill_bytes"] == 0
+@pytest.mark.parametrize(
+    ("name", "rows", "columns", "tokens"),
+    [("F32", 5120, 17408, 32), ("Q6_K", 2560, 9216, 32), ("Q5_K", 5120, 17408, 8)],
+)
+def test_the_largest_choices_of_the_matrix_rule_do_not_spill(name, rows, columns, tokens):
+    W, tile = blank(name), choose.matrix_rule(tokens, rows, columns, name)
+    assert compiled.evidence(kernels.tensor_core(W, *activations(W, tokens), tile), 90)["spill_bytes"] == 0
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -690,16 +714,15 @@ def order_of_sums(launch):
 def test_tokens_and_rows_of_a_program_do_not_change_the_order_of_sums():
     W = blank("Q8_0")
     cases = [
-        (1, Choice()),
-        (17, Choice()),
-        (3, choose.rule(3)),
-        (17, choose.rule(17)),
-        (17, Choice(blocks=1, tokens=16)),
+        (1, None),
+        (17, None),
+        (3, None),
+        (17, Choice(32, 1, 16, 8)),
     ]
     orders = [order_of_sums(product(W, *case)) for case in cases] + [order_of_sums(product(W, 8, None, gated=True))]
     assert len(orders[0]) == 2  # four weights of a thread, then the groups of a row
     assert all(order == orders[0] for order in orders)
-    for other in (Choice(groups=8), Choice(num_warps=8)):  # the comparison has power
+    for other in (Choice(), Choice(32, num_warps=4)):  # the comparison has power
         assert order_of_sums(product(W, 1, other)) != orders[0]
     tiles = [(1, Tile()), (17, Tile(4, 32)), (64, Tile(8, 16))]
     matrix = [order_of_sums(kernels.tensor_core(W, *activations(W, n), tile)) for n, tile in tiles]

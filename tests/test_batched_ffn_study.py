@@ -485,9 +485,10 @@ def test_every_view_is_a_sentence_without_rows(rows):
 def test_views_that_need_no_gpu():
     assert {x["N"] for x in views.floor_cases(study.cases(FEW))} == set(FEW["tokens"])
     assert views.floor_cases([]) == []
-    chosen = views.choices([1, 2, 8, 64])
+    chosen = views.choices(["Q8_0", "Q4_K", "Q5_K"], [1, 2, 8, 64])
     matrix = chosen[(chosen["variant"] == names.MATRIX) & (chosen["rows"] == 17408)]
-    assert matrix[["N from", "passes"]].values.tolist() == [[1, 1], [64, 2]]
+    wanted = [[1, 1, "Q8_0"], [1, 1, "Q4_K, Q5_K"], [64, 2, "Q8_0"], [64, 2, "Q4_K, Q5_K"]]
+    assert matrix[["N from", "passes", "format"]].values.tolist() == wanted
     assert "predicted 1.1" in views.reuse([1, 8])["caption"]
     found = views.hit_rates(["local"], ["lru", "slru", "belady"], [16, 64], length=16)
     assert "16 experts a layer" in found["caption"]

@@ -75,7 +75,7 @@ def _vectors(N: int, rows: int, K: int, activations: str) -> tuple[torch.Tensor,
 def product(variant: str, rows: int, K: int, format: str, N: int, activations: str, gated: bool) -> Launch:
     """A product, or gate and up in one launch."""
     W = _weights(rows, K, format)
-    made = trials.multiply(variant, gated)(W, *_vectors(N, rows, K, activations), W if gated else None)
+    made = trials.multiply(variant)(W, *_vectors(N, rows, K, activations), W if gated else None)
     return made[0] if isinstance(made, list) else made
 
 

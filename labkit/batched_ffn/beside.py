@@ -121,13 +121,14 @@ def stored(blocks: Tensor, x: Tensor, y: Tensor) -> Launch:
 
     blocks: uint8 [rows, K / 32 · 34], Q8_0 as stored; x: [1, K], y: [1, rows], contiguous. ValueError for other shapes.
     """
-    groups, choice = x.shape[-1] // GROUP, rule(1)
+    groups, choice = x.shape[-1] // GROUP, rule(1, x.shape[-1], "Q8_0")
     check_shape("blocks", blocks, (len(blocks), groups * 34))
     check_shape("x", x, (1, groups * GROUP))
     check_shape("y", y, (1, len(blocks)))
     args = {"x": x, "y": y, "blocks": blocks.view(torch.int16), "rows": len(blocks), "GROUPS": groups}
     args |= {"TILE": choice.groups, "BLOCKS": choice.blocks}
-    return Launch(_stored_kernel, (triton.cdiv(len(blocks), ROWS * choice.blocks),), args, {"num_warps": 4})
+    grid = (triton.cdiv(len(blocks), ROWS * choice.blocks),)
+    return Launch(_stored_kernel, grid, args, {"num_warps": choice.num_warps})
 
 
 def split_k(W: Packed, x: Tensor, y: Tensor) -> list[Callable[[], Any]]:

@@ -1,7 +1,8 @@
 """Which tiles a product of many tokens runs with: rules from the number of tokens and the shape, with their reasons."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
+from labkit.batched_ffn.formats import GROUP
 from labkit.checks import check_one_of
 
 GROUPS = (4, 8, 16, 32, 64)
@@ -16,6 +17,7 @@ TILE_BLOCKS = (2, 4, 8)
 TILE_TOKENS = (8, 16, 32, 64)
 WIDE_BLOCKS = (2, 4, 8, 16)
 WIDE_TOKENS = (16, 32, 64, 128, 256)
+ARITHMETIC = ("Q4_K", "Q5_K", "Q6_K")  # formats whose weights take a GPU longer to unpack than to read
 ENOUGH_WARPS = 2048  # that a product is spread over: about 16 on each of an H100's 132 multiprocessors
 
 
@@ -65,31 +67,56 @@ class Tile:
 WIDE = Choice(groups=4, blocks=8, tokens=128)  # 64 rows, as wgmma wants; two and more CTAs fit on an SM
 
 
-def rule(tokens: int, gated: bool = False) -> Choice:
-    """A choice for `weight_stationary` and so many tokens, without spills on sm_90; its bits are those of `Choice()`.
+def rule(tokens: int, columns: int, format: str, gated: bool = False) -> Choice:
+    """A choice for `weight_stationary`, so many tokens and rows of so many weights, without spills on sm_90.
 
-    gated: gate and up in one launch. Four blocks of rows (two of each matrix) share the conversion of x, which counts
-    where arithmetic does; from 4 tokens on, the sums take their registers. With 16 tokens a program, only two or three
-    CTAs fit on an SM.
+    Its bits depend on the columns alone: where rows are whole tiles of 32 groups, eight warps share them, since few
+    rows would otherwise be too few programs. Up to two tokens a program has one block of rows (of each matrix), so that
+    there are registers for a tile asked for ahead: each one where time is reading, the first one where it is
+    arithmetic. More tokens' sums take those registers. gated: gate and up in one launch.
     """
-    shared = min(8, 1 << (tokens - 1).bit_length())
+    shared = _shared(tokens)
+    if shared > 2:
+        choice = narrow_rule(tokens, gated)
+    else:
+        choice = Choice(blocks=1, tokens=shared, ahead=1 if format in ARITHMETIC else 2)
+    groups = 32 if columns % (32 * GROUP) == 0 else choice.groups
+    return replace(choice, groups=groups, num_warps=groups // 4, dependent=True)
+
+
+def narrow_rule(tokens: int, gated: bool = False) -> Choice:
+    """The same for experts, which are narrow and many; its bits are those of `Choice()`.
+
+    Four blocks of rows (two of each matrix) share the conversion of x, which counts where arithmetic does; from 4
+    tokens on, the sums take their registers. With 16 tokens a program, only two or three CTAs fit on an SM.
+    """
+    shared = _shared(tokens)
     blocks = 4 if shared <= 2 else 2 if shared <= 4 else 1
     return Choice(blocks=max(1, blocks // 2) if gated else blocks, tokens=shared)
 
 
-def matrix_rule(tokens: int, rows: int, columns: int, gated: bool = False) -> Tile:
-    """A choice for `tensor_core`; a shape has one number of warps, and so the same bits, for every number of tokens.
+def _shared(tokens: int) -> int:
+    return min(8, 1 << (tokens - 1).bit_length())
 
-    Few rows are split among more warps, as far as each has groups, until `ENOUGH_WARPS` are under way. More blocks of
-    rows share the values of x, which a warp reads from many lines; with few tokens, smaller programs hold fewer
-    registers and have more loads under way, and with 16 warps a thread has no more than 128. gated: as of `rule`.
+
+def matrix_rule(tokens: int, rows: int, columns: int, format: str, gated: bool = False) -> Tile:
+    """A choice for `tensor_core`; a shape and format has one number of warps, and so one set of bits.
+
+    Few rows are split among more warps, as far as each has groups, until `ENOUGH_WARPS` are under way; where time is
+    arithmetic, at least four warps. More blocks of rows share the values of x, which a warp reads from many lines; with
+    few tokens, smaller programs hold fewer registers and have more loads under way, and with 16 warps a thread has no
+    more than 128. Up to 8 tokens each tile of weights is asked for ahead, where there are registers. gated: as of
+    `rule`.
     """
-    warps = 4
+    warps = 4 if format in ARITHMETIC else 2
     while warps < 16 and -(-rows // 16) * warps < ENOUGH_WARPS and columns >= 32 * 8 * warps:
         warps *= 2
     padded = max(8, 1 << (tokens - 1).bit_length())
     blocks = 2 if padded <= 8 or warps > 8 else 4
-    return Tile(max(2, blocks // 2) if gated else blocks, min(padded, 16 if gated else 32), warps)
+    few = padded <= 8 and not gated
+    full = format == "F32" or (format in ("Q5_K", "Q6_K") and warps > 4)  # no registers are left
+    ahead = 2 if few and not full else 0
+    return Tile(max(2, blocks // 2) if gated else blocks, min(padded, 16 if gated else 32), warps, 1, ahead, few)
 
 
 def check_choice(choice: Choice) -> None:

@@ -526,9 +526,9 @@ def _wide_kernel(
 
 def per_token(W: Packed, x: Tensor, y: Tensor, choice: Choice | None = None, up: Packed | None = None) -> list[Launch]:
     """y[n] = W x[n], a launch a token; arguments and errors as `weight_stationary`, `choice.tokens` is 1."""
-    choice = choice or Choice()
-    check_one_of("tokens", choice.tokens, (1,))
     check_product(W, x, y, up)
+    choice = choice or rule(1, W.columns, W.format.name, up is not None)
+    check_one_of("tokens", choice.tokens, (1,))
     return [_multiply_add(W, x[n : n + 1], y[n : n + 1], choice, up) for n in range(len(x))]
 
 
@@ -537,9 +537,9 @@ def gemm_n(W: Packed, x: Tensor, y: Tensor, choice: Choice | None = None, up: Pa
 
     As `weight_stationary`; `choice.tokens` is 1.
     """
-    choice = choice or Choice()
-    check_one_of("tokens", choice.tokens, (1,))
     check_product(W, x, y, up)
+    choice = choice or rule(1, W.columns, W.format.name, up is not None)
+    check_one_of("tokens", choice.tokens, (1,))
     return _multiply_add(W, x, y, choice, up, axis=1)
 
 
@@ -554,7 +554,7 @@ def weight_stationary(
     default. ValueError for anything else.
     """
     check_product(W, x, y, up)
-    return _multiply_add(W, x, y, choice or rule(len(x), up is not None), up)
+    return _multiply_add(W, x, y, choice or rule(len(x), W.columns, W.format.name, up is not None), up)
 
 
 def tensor_core(W: Packed, x: Tensor, y: Tensor, tile: Tile | None = None, up: Packed | None = None) -> Launch:
@@ -565,7 +565,7 @@ def tensor_core(W: Packed, x: Tensor, y: Tensor, tile: Tile | None = None, up: P
     cores. tile: `choose.matrix_rule`'s by default.
     """
     check_product(W, x, y, up)
-    tile = tile or matrix_rule(len(x), W.rows, W.columns, up is not None)
+    tile = tile or matrix_rule(len(x), W.rows, W.columns, W.format.name, up is not None)
     check_tile(tile)
     arguments = {"x": x, "y": y} | _arrays(W) | _ups(W, up) | _sizes(W, x, y)
     arguments |= {"WARPS": tile.num_warps, "BLOCKS": tile.blocks, "TOKENS": tile.tokens, "GATED": up is not None}

@@ -31,7 +31,7 @@ import triton.language as tl
 from torch import Tensor
 
 from labkit.batched_ffn import kernels
-from labkit.batched_ffn.choose import Choice, Tile, check_choice, check_tile, rule
+from labkit.batched_ffn.choose import Choice, Tile, check_choice, check_tile, narrow_rule
 from labkit.batched_ffn.experts import Experts
 from labkit.batched_ffn.formats import GROUP, ROWS, Packed
 from labkit.batched_ffn.kernels import (
@@ -309,7 +309,7 @@ def router(
     check_tensor("weights", weights, (N, top_k), (torch.float32,), x.device, "x's")
     args = {"logits": logits, "ids": ids, "weights": weights, "E": experts, "stride": W.rows, "TOP_K": top_k}
     args |= {"BINS": triton.next_power_of_2(experts), "KS": triton.next_power_of_2(top_k)}
-    return [kernels.weight_stationary(W, x, logits, rule(N)), Launch(_top_k_kernel, (N,), args, {"num_warps": 4})]
+    return [kernels.weight_stationary(W, x, logits), Launch(_top_k_kernel, (N,), args, {"num_warps": 4})]
 
 
 def per_token(experts: Experts, resident: Mapping[int, int], ids: Sequence[Sequence[int]], work: Work) -> list[Launch]:
@@ -335,8 +335,8 @@ def one_expert(experts: Experts, slot: int, x: Tensor, mid: Tensor, y: Tensor, t
     """
     gate, up, down = (experts.matrix(role, slot) for role in ("gate", "up", "down"))
     return [
-        kernels.weight_stationary(gate, x, mid, rule(tokens, gated=True), up),
-        kernels.weight_stationary(down, mid, y, rule(tokens)),
+        kernels.weight_stationary(gate, x, mid, narrow_rule(tokens, gated=True), up),
+        kernels.weight_stationary(down, mid, y, narrow_rule(tokens)),
     ]
 
 
@@ -398,8 +398,8 @@ def sort(ids: Tensor, experts: int, tokens: int) -> Sorted:
 
 
 def rule_of(tokens: int, experts: int, top_k: int) -> Choice:
-    """`choose.rule` for the slots that an expert has on average under uniform routing."""
-    return rule(each(tokens, experts, top_k), gated=True)
+    """`choose.narrow_rule` for the slots that an expert has on average under uniform routing."""
+    return narrow_rule(each(tokens, experts, top_k), gated=True)
 
 
 def matrix_rule_of(tokens: int, experts: int, top_k: int) -> Tile:

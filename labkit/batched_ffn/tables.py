@@ -75,8 +75,10 @@ def times(rows: pd.DataFrame, op: str) -> pd.DataFrame:
 def passes(variant: str, params: dict) -> float:
     """How often a variant reads all weights of a product, from memory or the L2; NaN of what is not the lab's."""
     N = params["N"]
-    tokens = {names.PER_TOKEN: 1, names.GEMM_N: 1, names.STATIONARY: choose.rule(N).tokens, names.WIDE: WIDE.tokens}
-    tokens[names.MATRIX] = choose.matrix_rule(N, params["rows"], params["K"]).tokens
+    tokens = {names.PER_TOKEN: 1, names.GEMM_N: 1, names.WIDE: WIDE.tokens}
+    K, format = params["K"], params["format"]
+    tokens[names.STATIONARY] = choose.rule(N, K, format).tokens
+    tokens[names.MATRIX] = choose.matrix_rule(N, params["rows"], K, format).tokens
     return -(-N // tokens[variant]) if variant in tokens else math.nan
 
 

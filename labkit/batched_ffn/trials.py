@@ -16,7 +16,6 @@ from torch import Tensor
 
 from labkit import isolated, paths
 from labkit.batched_ffn import cache, experts, formats, names, reference, slots
-from labkit.batched_ffn.choose import rule
 from labkit.batched_ffn.experts import Experts
 from labkit.batched_ffn.formats import Packed
 from labkit.bench.spec import Case, Trial
@@ -174,17 +173,19 @@ def _dense(x: Case, device: Any, sets: int, seed: int) -> list[Tensor]:
 Multiply = Callable[..., Any]  # W, x [N, K], y [N, rows], perhaps up -> a Launch or several
 
 
-def multiply(variant: str, gated: bool = False) -> Multiply:
-    """A variant of `kernels`, each with its rule's choice: (W, x, y, up). gated: with gate and up in one launch."""
+def multiply(variant: str) -> Multiply:
+    """A variant of `kernels`, each with its rule's choice: (W, x, y, up)."""
     from labkit.batched_ffn import kernels
 
     if variant == names.WIDE:
         return lambda W, x, y, up=None: kernels.wide(W, x, y)
-    if variant in (names.PER_TOKEN, names.GEMM_N):
-        loop = kernels.per_token if variant == names.PER_TOKEN else kernels.gemm_n
-        return lambda W, x, y, up=None: loop(W, x, y, rule(1, gated), up)
-    once = kernels.tensor_core if variant == names.MATRIX else kernels.weight_stationary
-    return lambda W, x, y, up=None: once(W, x, y, None, up)
+    made = {
+        names.PER_TOKEN: kernels.per_token,
+        names.GEMM_N: kernels.gemm_n,
+        names.STATIONARY: kernels.weight_stationary,
+        names.MATRIX: kernels.tensor_core,
+    }[variant]
+    return lambda W, x, y, up=None: made(W, x, y, None, up)
 
 
 def product(x: Case, device: Any, sets: int, seed: int, variant: str) -> Trial:
@@ -387,7 +388,7 @@ def _layer(layer: Sequence[Packed], x: Tensor, y: Tensor, variant: str) -> list[
     """Two launches; per token, two a token."""
     gate, up, down = layer
     middle = x.new_empty((len(x), gate.rows))
-    made = [multiply(variant, True)(gate, x, middle, up), multiply(variant)(down, middle, y)]
+    made = [multiply(variant)(gate, x, middle, up), multiply(variant)(down, middle, y)]
     return [one for some in made for one in (some if isinstance(some, list) else [some])]
 
 

@@ -1,6 +1,7 @@
 """Figures and sentences of the study, each made from the rows of one GPU (or from none, where nothing is measured)."""
 
 from collections.abc import Mapping, Sequence
+from itertools import product
 from typing import Any
 
 import pandas as pd
@@ -82,19 +83,25 @@ def floor_cases(some: Sequence[Case]) -> list[Case]:
     return [x for x in products if first.items() <= dict(x.params).items()]
 
 
-def choices(tokens: Sequence[int]) -> pd.DataFrame:
-    """What the rules choose for the first model, by shape and tokens; how often a variant asks for all weights."""
+def choices(formats: Sequence[str], tokens: Sequence[int]) -> pd.DataFrame:
+    """What the rules choose for the first model, by shape, format and tokens; how often a variant asks for all weights.
+
+    Formats for which they choose the same are one row.
+    """
     found = []
     for hidden, width in list(names.DENSE.values())[:1]:
         for rows, K in ((width, hidden), (hidden, width)):
-            for n in tokens:
-                for variant, choice in ((names.STATIONARY, rule(n)), (names.MATRIX, matrix_rule(n, rows, K))):
-                    line = {"rows": rows, "K": K, "N": n, "variant": variant, "blocks": choice.blocks}
-                    line |= {"tokens": choice.tokens, "warps": choice.num_warps}
-                    found.append(line | {"passes": tables.passes(variant, {"N": n, "rows": rows, "K": K})})
+            for n, format in product(tokens, formats):
+                made = {names.STATIONARY: rule(n, K, format), names.MATRIX: matrix_rule(n, rows, K, format)}
+                for variant, choice in made.items():
+                    line = {"rows": rows, "K": K, "variant": variant, "N from": n, "format": format}
+                    line |= {"blocks": choice.blocks, "tokens": choice.tokens, "warps": choice.num_warps}
+                    line |= {"ahead": choice.ahead, "dependent": "yes" if choice.dependent else "no"}
+                    found.append(line | {"passes": tables.passes(variant, line | {"N": n})})
     table = pd.DataFrame(found)
-    same = table.drop(columns="N").duplicated()
-    return table[~same].rename(columns={"N": "N from"})
+    table = table[~table.drop(columns="N from").duplicated()]
+    alike = [name for name in table if name != "format"]
+    return table.groupby(alike, sort=False)["format"].agg(", ".join).reset_index()
 
 
 def compiled_cases() -> list[tuple[Case, str]]:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from labkit.batched_ffn import formats, kernels, reference
-from labkit.batched_ffn.choose import AHEAD, Choice, Tile, matrix_rule, rule
+from labkit.batched_ffn.choose import AHEAD, Choice, Tile, matrix_rule, narrow_rule
 from labkit.batched_ffn.formats import FORMATS
 
 NUMBERS = (1, 2, 3, 4, 5, 8, 11, 16, 17)
@@ -91,7 +91,7 @@ def test_a_token_has_the_same_bits_in_every_batch_and_variant(name, device):
         for shared in (2, 8, 16) if number > 5 else (4,):
             choice = Choice(blocks=1, tokens=shared)
             assert same(run(kernels.weight_stationary, W, x[:number], choice), alone[:number]), (number, shared)
-    assert same(run(kernels.weight_stationary, W, x[:3], rule(3)), alone[:3])
+    assert same(run(kernels.weight_stationary, W, x[:3], narrow_rule(3)), alone[:3])
     assert same(run(kernels.gemm_n, W, x[:3], Choice(blocks=2)), alone[:3])
     for ahead in AHEAD:
         choice = Choice(blocks=1, tokens=4, ahead=ahead, dependent=ahead > 0)
@@ -156,9 +156,11 @@ def test_gate_and_up_in_one_launch(name, device):
 def test_a_whole_layer(device):
     gate, up, down = (weights("Q8_0", *one) for one in ((32, 96, 0), (32, 96, 1), (96, 32, 2)))
     x = tokens(2, 96, device=device)
-    middle = run(kernels.weight_stationary, gate[0].to(device), x, rule(2, True), up[0].to(device))
-    y = run(kernels.weight_stationary, down[0].to(device), middle, rule(2))
-    matrix = run(kernels.tensor_core, down[0].to(device), middle, matrix_rule(2, 96, 32))  # one group for 16 lanes
+    middle = run(kernels.weight_stationary, gate[0].to(device), x, None, up[0].to(device))
+    y = run(kernels.weight_stationary, down[0].to(device), middle, None)
+    matrix = run(
+        kernels.tensor_core, down[0].to(device), middle, matrix_rule(2, 96, 32, "Q8_0")
+    )  # one group for 16 lanes
     assert error(matrix, y.cpu().double()) < 1e-6
     assert error(y, reference.ffn(gate[1], up[1], down[1], x.cpu())) < 1e-6
 

@@ -5,8 +5,8 @@ import functools
 import pytest
 import torch
 
-from labkit.batched_ffn import cache, experts, formats, kernels, reference, routed, slots
-from labkit.batched_ffn.choose import Choice, Tile, rule
+from labkit.batched_ffn import cache, experts, formats, reference, routed, slots
+from labkit.batched_ffn.choose import Choice, Tile, narrow_rule
 
 E, TOP_K, HIDDEN, WIDTH = 4, 2, 64, 32  # small: the interpreter is slow
 TILE = Tile(4, 16, 4)  # another one of the same bits
@@ -351,8 +351,7 @@ def test_the_shared_rule_has_one_family_of_bits():
     for tokens_, count, top_k in ((1, 256, 8), (64, 256, 8), (512, 256, 8), (5, E, TOP_K)):
         found = routed.rule_of(tokens_, count, top_k)
         assert (found.groups, found.num_warps) == (Choice().groups, Choice().num_warps)
-        assert found == rule(found.tokens, gated=True)
+        assert found == narrow_rule(found.tokens, gated=True)
     assert [routed.rule_of(n, 256, 8).tokens for n in (1, 32, 64, 128, 512)] == [1, 1, 2, 4, 8]
     assert [routed.matrix_rule_of(n, 256, 8).tokens for n in (1, 128, 256, 257, 512)] == [8, 8, 16, 32, 32]
     assert {routed.matrix_rule_of(n, 256, 8).num_warps for n in (1, 64, 512)} == {4}
-    assert kernels.rule is rule
