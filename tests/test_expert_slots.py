@@ -30,10 +30,11 @@ class Late:
         self.host, self.held, self.waiting, self.read = host, held, [], set()
         held.fill_(255)
 
-    def copy(self, expert, slot):
-        assert slot not in self.read, f"slot {slot} is written while it is read"
-        self.held[slot].fill_(255)  # half written
-        self.waiting.append((expert, slot))
+    def copy(self, pairs):
+        for expert, slot in pairs:
+            assert slot not in self.read, f"slot {slot} is written while it is read"
+            self.held[slot].fill_(255)  # half written
+            self.waiting.append((expert, slot))
 
     def wait(self, wanted):
         wanted = set(wanted)

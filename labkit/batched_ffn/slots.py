@@ -25,8 +25,8 @@ from labkit.batched_ffn.experts import Experts
 class Copies(Protocol):
     """Copies of experts into slots, in the order in which they are asked for, beside what is computed."""
 
-    def copy(self, expert: int, slot: int) -> None:
-        """Bring an expert of the host to a slot, once what was released there has been read."""
+    def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Bring experts of the host to slots, (expert, slot) each, once what was released there has been read."""
         ...
 
     def wait(self, slots: Iterable[int]) -> None:
@@ -44,8 +44,9 @@ class Now:
     def __init__(self, host: Tensor, held: Tensor):
         self.host, self.held = host, held
 
-    def copy(self, expert: int, slot: int) -> None:
-        self.held[slot].copy_(self.host[expert])
+    def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
+        for expert, slot in pairs:
+            self.held[slot].copy_(self.host[expert])
 
     def wait(self, slots: Iterable[int]) -> None:
         pass
@@ -68,18 +69,22 @@ class Stream:
         self._landed: list[Any] = [None] * len(held)
         self._read: list[Any] = [None] * len(held)
 
-    def copy(self, expert: int, slot: int) -> None:
-        if self._read[slot] is not None:
-            self.stream.wait_event(self._read[slot])
+    def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
+        for event in {self._read[slot] for _, slot in pairs} - {None}:
+            self.stream.wait_event(event)
         with torch.cuda.stream(self.stream):
-            self.held[slot].copy_(self.host[expert], non_blocking=True)
-        self._landed[slot] = self.stream.record_event()
+            for expert, slot in pairs:
+                self.held[slot].copy_(self.host[expert], non_blocking=True)
+        event = self.stream.record_event()  # one for all: an event takes the host as long as a copy
+        for _, slot in pairs:
+            self._landed[slot] = event
 
     def wait(self, slots: Iterable[int]) -> None:
+        slots = list(slots)
+        for event in {self._landed[slot] for slot in slots} - {None}:
+            torch.cuda.current_stream(self.held.device).wait_event(event)
         for slot in slots:
-            if self._landed[slot] is not None:
-                torch.cuda.current_stream(self.held.device).wait_event(self._landed[slot])
-                self._landed[slot] = None  # later work of the same stream comes after it anyhow
+            self._landed[slot] = None  # later work of the same stream comes after it anyhow
 
     def release(self, slots: Iterable[int]) -> None:
         event = torch.cuda.current_stream(self.held.device).record_event()
@@ -111,10 +116,12 @@ class ExpertSlots:
         self._held: dict[Key, int] = {}  # what the policy holds, and in which slot
         self._early: dict[Key, int] = {}  # prefetched, and not needed yet
         self._free = deque(range(len(self.slots)))
+        self._asked: list[tuple[int, int]] = []  # copies, expert and slot, that are not enqueued yet
         self.accesses = self.hits = self.bypassed = self.copied = 0
         for key in keys:
             if key in policy:
                 self._held[key] = self._bring(key)
+        self._enqueue()
 
     @property
     def replayed(self) -> Replay:
@@ -127,6 +134,7 @@ class ExpertSlots:
             self._check(key)
             if self._free and key not in self._held and key not in self._early:
                 self._early[key] = self._bring(key)
+        self._enqueue()
 
     def waves(self, dispatch: Sequence[Key]) -> Iterator[dict[Key, int]]:
         """The experts of a dispatch, a wave at a time: key -> slot. Compute with a wave before asking for the next.
@@ -173,12 +181,18 @@ class ExpertSlots:
 
     def _bring(self, key: Key) -> int:
         slot = self._free.popleft()
-        self._copies.copy(self._expert[key], slot)
+        self._asked.append((self._expert[key], slot))
         self.copied += 1
         return slot
 
+    def _enqueue(self) -> None:
+        if self._asked:
+            self._copies.copy(self._asked)
+            self._asked = []
+
     def _out(self, wave: dict[Key, int], given_up: Iterable[int]) -> Iterator[dict[Key, int]]:
         if wave:
+            self._enqueue()
             self._copies.wait(wave.values())
             try:
                 yield wave

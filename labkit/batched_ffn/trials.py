@@ -590,7 +590,7 @@ class Steps:
         self.needs = [[[(n, e) for e in distinct(ids)] for n, ids in enumerate(step)] for step in self.routing]
         self.ids = torch.tensor(self.routing, dtype=torch.int32, device=device)
         self.works = [_work(x, device, seed + layer, self.routing[0][layer]) for layer in range(self.layers)]
-        self.tables = [torch.empty(x["E"], dtype=torch.int32, device=device) for _ in range(self.layers)]
+        self.tables = [torch.full((x["E"],), -1, dtype=torch.int32, device=device) for _ in range(self.layers)]
         capacity = x["E"] if variant == names.RESIDENT else x["capacity"]
         keys = [(layer, e) for layer in range(self.layers) for e in range(x["E"])]
         policy = self._policy("lru" if variant == names.RESIDENT else x["policy"], capacity * self.layers)
@@ -598,12 +598,19 @@ class Steps:
         if variant == names.RESIDENT:
             list(self.kept.waves(keys))  # brought once, and all hit from now on
         choice = kernels.matrix_rule_of(x["N"], x["E"], x["top_k"])
-        self.orders = [kernels.sort(work.ids, x["E"], choice.tokens) for work in self.works]
-        self.launches = [
-            kernels.grouped_indexed(self.kept.slots, table, work, choice, matrix=True, order=order)
-            for table, work, order in zip(self.tables, self.works, self.orders, strict=True)
-        ]
-        self.sums = [kernels.weighted_sum(work) for work in self.works]
+        self.before, self.experts, self.after, self.whole = (
+            [],
+            [],
+            [],
+            [],
+        )  # of each layer, a call that takes no host time
+        for table, work in zip(self.tables, self.works, strict=True):
+            order, last = kernels.sort(work.ids, x["E"], choice.tokens), kernels.weighted_sum(work)
+            launches = kernels.grouped_indexed(self.kept.slots, table, work, choice, matrix=True, order=order)
+            self.before.append(_captured([order.launch], table.device))
+            self.experts.append(_captured(launches, table.device))
+            self.after.append(_captured([last], table.device))
+            self.whole.append(_captured([order.launch, *launches, last], table.device))
 
     def _policy(self, name: str, capacity: int) -> cache.Policy:
         """Every call goes on in the trace, so `belady` foresees many rounds of it; `first` is one round."""
@@ -616,28 +623,59 @@ class Steps:
 
     def __call__(self) -> None:
         self.done = (self.done + 1) % len(self.needs)
-        for layer in range(self.layers):
-            self.works[layer].ids.copy_(self.ids[self.done, layer])
-            self.orders[layer].launch()
-            for wave in self.kept.waves(self.needs[self.done][layer]):
-                if self.variant != names.COPIES:
-                    self._compute(layer, wave)
-            if self.variant == names.PREFETCHED:
-                self.kept.prefetch(self._next(layer))
-            self.sums[layer]()
+        for layer, needed in enumerate(self.needs[self.done]):
+            self._layer(layer, needed)
 
-    def _compute(self, layer: int, wave: dict[Any, int]) -> None:
-        where = [wave.get((layer, e), -1) for e in range(len(self.tables[layer]))]
+    def _layer(self, layer: int, needed: list[Any]) -> None:
+        """One layer; the next one's experts set out before it is computed, if its own are all there at once."""
+        if self.variant != names.COPIES:
+            self.works[layer].ids.copy_(self.ids[self.done, layer])
+        at_once = False
+        for count, wave in enumerate(self.kept.waves(needed)):
+            at_once = len(wave) == len(needed)
+            if at_once:
+                self._prefetch(layer)
+            elif not count:
+                self._run(self.before, layer)
+            self._place(layer, wave)
+            self._run(self.whole if at_once else self.experts, layer)
+        if not at_once:
+            self._prefetch(layer)
+            self._run(self.after, layer)
+
+    def _run(self, calls: list[Call], layer: int) -> None:
+        if self.variant != names.COPIES:
+            calls[layer]()
+
+    def _prefetch(self, layer: int) -> None:
+        if self.variant == names.PREFETCHED:
+            self.kept.prefetch(self._next(layer))
+
+    def _place(self, layer: int, wave: dict[Any, int]) -> None:
+        """The layer's table: where the experts of a wave lie."""
         table = self.tables[layer]
-        # pinned, so that the host goes on
-        table.copy_(torch.tensor(where, dtype=torch.int32, pin_memory=table.is_cuda), non_blocking=True)
-        for launch in self.launches[layer]:
-            launch()
+        where = torch.full((len(table),), -1, dtype=torch.int32, pin_memory=table.is_cuda)  # so that the host goes on
+        where.numpy()[[expert for _, expert in wave]] = list(wave.values())
+        table.copy_(where, non_blocking=True)
 
     def _next(self, layer: int) -> list[Any]:
         """The experts of the layer after this one; of the next step's first after the last."""
         step = self.done if layer + 1 < self.layers else (self.done + 1) % len(self.needs)
         return self.needs[step][(layer + 1) % self.layers]
+
+
+def _captured(calls: Sequence[Call], device: torch.device) -> Call:
+    """One call of several: on a GPU a graph, which takes the host as long as one launch. They run once here."""
+    if device.type != "cuda":
+        return _in_order(list(calls))
+    for call in calls:
+        call()
+    torch.cuda.synchronize(device)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    return graph.replay
 
 
 def _host(x: Case, device: Any, seed: int) -> Experts:

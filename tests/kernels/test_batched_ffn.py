@@ -158,9 +158,8 @@ def test_a_whole_layer(device):
     x = tokens(2, 96, device=device)
     middle = run(kernels.weight_stationary, gate[0].to(device), x, None, up[0].to(device))
     y = run(kernels.weight_stationary, down[0].to(device), middle, None)
-    matrix = run(
-        kernels.tensor_core, down[0].to(device), middle, matrix_rule(2, 96, 32, "Q8_0")
-    )  # one group for 16 lanes
+    tile = matrix_rule(2, 96, 32, "Q8_0")  # one group for 8 lanes
+    matrix = run(kernels.tensor_core, down[0].to(device), middle, tile)
     assert error(matrix, y.cpu().double()) < 1e-6
     assert error(y, reference.ffn(gate[1], up[1], down[1], x.cpu())) < 1e-6
 

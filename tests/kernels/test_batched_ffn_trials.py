@@ -116,7 +116,7 @@ def test_an_expert_in_the_wrong_slot_is_noticed(device):
     step = trials.Steps(x, device, 0, names.NEEDED)
     step()
     before = [work.y.clone() for work in step.works]
-    step.kept._copies.copy = lambda expert, slot: step.kept.slots.store[slot].copy_(step.host.store[expert ^ 1])
+    step.kept._copies.copy = lambda pairs: [step.kept.slots.store[s].copy_(step.host.store[e ^ 1]) for e, s in pairs]
     step.done = -1
     for key in list(step.kept._held):  # nothing is there any more
         step.kept._free.append(step.kept._held.pop(key))
