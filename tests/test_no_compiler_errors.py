@@ -10,7 +10,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from labkit.batched_ffn import choose as ffn_choose
 from labkit.batched_ffn import formats
 from labkit.batched_ffn import kernels as ffn_kernels
 from labkit.bench.spec import Case
@@ -79,14 +78,14 @@ def routing_launch(name, tokens):
     return routing.route(ids, 128, 64).launches[name]
 
 
-def ffn_launch(weights, tokens):
+def ffn_launch(weights, tokens, columns):
     """A product of a GGUF matrix with so many tokens; 0 tokens: one token on the matrix units."""
     kind = formats.FORMATS[weights]
-    W = formats.pack(torch.zeros((64, 1024 // kind.block * kind.block_bytes), dtype=torch.uint8), weights)
+    W = formats.pack(torch.zeros((64, columns // kind.block * kind.block_bytes), dtype=torch.uint8), weights)
     x, y = empty(max(1, tokens), W.columns), empty(max(1, tokens), W.rows)
     if not tokens:
         return ffn_kernels.tensor_core(W, x, y)
-    return ffn_kernels.weight_stationary(W, x, y, ffn_choose.rule(tokens))
+    return ffn_kernels.weight_stationary(W, x, y)
 
 
 # which of them
@@ -161,7 +160,10 @@ GROUPS = {
     "decode and verify": steps,
     "grid of layouts": grid,
     "expert layers": experts,
-    "feed-forward": lambda: every("ffn_launch", weights=list(formats.FORMATS), tokens=[0, 17]),
+    "feed-forward": lambda: (
+        every("ffn_launch", weights=list(formats.FORMATS), tokens=[0, 1, 17], columns=[1024])
+        | every("ffn_launch", weights=list(formats.FORMATS), tokens=[17], columns=[512])  # as of experts
+    ),
     "GEMV": gemv,
     "machine": machine,
     "persistent tables": persistent,
