@@ -6,6 +6,7 @@ in the function that times them.
 
 import math
 import os
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache as once
@@ -598,12 +599,9 @@ class Steps:
         if variant == names.RESIDENT:
             list(self.kept.waves(keys))  # brought once, and all hit from now on
         choice = kernels.matrix_rule_of(x["N"], x["E"], x["top_k"])
-        self.before, self.experts, self.after, self.whole = (
-            [],
-            [],
-            [],
-            [],
-        )  # of each layer, a call that takes no host time
+        self.before, self.experts, self.after, self.whole = [], [], [], []  # of each layer one call
+        if variant == names.COPIES:
+            return
         for table, work in zip(self.tables, self.works, strict=True):
             order, last = kernels.sort(work.ids, x["E"], choice.tokens), kernels.weighted_sum(work)
             launches = kernels.grouped_indexed(self.kept.slots, table, work, choice, matrix=True, order=order)
@@ -628,24 +626,23 @@ class Steps:
 
     def _layer(self, layer: int, needed: list[Any]) -> None:
         """One layer; the next one's experts set out before it is computed, if its own are all there at once."""
-        if self.variant != names.COPIES:
-            self.works[layer].ids.copy_(self.ids[self.done, layer])
+        waves = self.kept.waves(needed)
+        if self.variant == names.COPIES:
+            deque(waves, maxlen=0)
+            return
+        self.works[layer].ids.copy_(self.ids[self.done, layer])
         at_once = False
-        for count, wave in enumerate(self.kept.waves(needed)):
+        for count, wave in enumerate(waves):
             at_once = len(wave) == len(needed)
             if at_once:
                 self._prefetch(layer)
             elif not count:
-                self._run(self.before, layer)
+                self.before[layer]()
             self._place(layer, wave)
-            self._run(self.whole if at_once else self.experts, layer)
+            (self.whole if at_once else self.experts)[layer]()
         if not at_once:
             self._prefetch(layer)
-            self._run(self.after, layer)
-
-    def _run(self, calls: list[Call], layer: int) -> None:
-        if self.variant != names.COPIES:
-            calls[layer]()
+            self.after[layer]()
 
     def _prefetch(self, layer: int) -> None:
         if self.variant == names.PREFETCHED:
