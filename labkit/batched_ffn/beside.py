@@ -62,7 +62,6 @@ def _stored_kernel(
     first_block = tl.program_id(0) * BLOCKS
     units = tl.arange(0, TILE * 8)
     quad = tl.arange(0, 4)
-    pair = tl.arange(0, 2)
     starts, sums = (), ()
     for b in tl.static_range(BLOCKS):
         row = tl.minimum((first_block + b) * 8 + units % 8, rows - 1)
@@ -79,9 +78,11 @@ def _stored_kernel(
             value = tl.load(x + (groups * 32 + 4 * i)[:, None] + quad[None, :], mask=inside[:, None], other=0.0)
             new = ()
             for b in tl.static_range(BLOCKS):
+                # one value a load: of two, the compiler makes a layout of its own, in which sums have another order
                 at = starts[b] + groups * 17 + 1 + 2 * i
-                two = tl.load(
-                    at[:, None] + pair[None, :], mask=inside[:, None], other=0, eviction_policy="evict_first"
+                two = tl.join(
+                    tl.load(at, mask=inside, other=0, eviction_policy="evict_first"),
+                    tl.load(at + 1, mask=inside, other=0, eviction_policy="evict_first"),
                 ).to(tl.int32)
                 q = tl.reshape(tl.join((two << 24) >> 24, two >> 8), (TILE * 8, 4))
                 new = new + (tl.fma(q.to(tl.float32) * steps[b], value.to(tl.float32), sums[b]),)
