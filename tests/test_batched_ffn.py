@@ -16,7 +16,7 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from labkit.batched_ffn import cache, choose, files, formats, kernels, reference
+from labkit.batched_ffn import beside, cache, choose, files, formats, kernels, reference
 from labkit.batched_ffn.choose import Choice, Tile
 from labkit.batched_ffn.formats import FORMATS
 from labkit.evidence import compiled
@@ -366,7 +366,7 @@ def test_the_matrix_rule_by_shape_and_tokens():
     assert narrow == {"F32": 0, "BF16": 2, "Q8_0": 2, "Q4_K": 2, "Q5_K": 0, "Q6_K": 0}
     assert choose.matrix_rule(512, 2560, 9216, "Q4_K") == Tile(2, 32, 16)
     both = [choose.matrix_rule(n, 17408, 5120, "Q4_K", gated=True) for n in (1, 16, 512)]
-    assert [(one.blocks, one.tokens) for one in both] == [(2, 8), (2, 16), (2, 16)]
+    assert [(one.blocks, one.tokens, one.ahead) for one in both] == [(2, 8, 2), (4, 16, 0), (4, 16, 0)]
     for one in (*found, *both):
         choose.check_tile(one)
         assert Tile(**one.as_dict()) == one
@@ -666,7 +666,7 @@ def test_matrix_products_take_their_operands_from_registers(name):
         assert found["ctas_per_sm"] >= 3
         assert {one.split(".")[0] for one in found["matrix"]} == {"HMMA"}
         assert in_the_loop(launch) == []
-        wide = found["loads"]["128"] % (2 * (1 + gated) * W.words.shape[2] + 4)  # words of two blocks, x of 8 tokens
+        wide = found["loads"]["128"] % (2 * W.words.shape[2] + 4)  # words of two blocks, x of 8 tokens
         assert (wide, set(found["loads"]) - {"128"}) == (0, set(BESIDE[name]))
 
 
@@ -722,6 +722,9 @@ def test_tokens_and_rows_of_a_program_do_not_change_the_order_of_sums():
     orders = [order_of_sums(product(W, *case)) for case in cases] + [order_of_sums(product(W, 8, None, gated=True))]
     assert len(orders[0]) == 2  # four weights of a thread, then the groups of a row
     assert all(order == orders[0] for order in orders)
+    rows = torch.zeros((W.rows, W.columns // 32 * 34), dtype=torch.uint8)
+    x, y = activations(W, 1)
+    assert order_of_sums(beside.stored(rows, x, y)) == order_of_sums(kernels.per_token(W, x, y)[0])
     for other in (Choice(), Choice(32, num_warps=4)):  # the comparison has power
         assert order_of_sums(product(W, 1, other)) != orders[0]
     tiles = [(1, Tile()), (17, Tile(4, 32)), (64, Tile(8, 16))]

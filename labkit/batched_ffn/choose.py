@@ -10,7 +10,7 @@ BLOCKS = (1, 2, 4, 8)
 TOKENS = (1, 2, 4, 8, 16)
 WARPS = (1, 2, 4, 8, 16)
 STAGES = (1, 2, 3, 4, 5, 6)
-AHEAD = (0, 1, 2)  # nothing; a program's first tile, before the launch waits; each tile, while the one before is used
+AHEAD = (0, 1, 2, 3, 4, 5)  # 1: a program's first tile, before the launch waits; from 2 on, so many less 1 at any time
 STEPS = (1, 2, 4, 8, 16)
 # a matrix instruction's least: 16 rows, 8 tokens
 TILE_BLOCKS = (2, 4, 8)
@@ -46,6 +46,8 @@ class Choice:
 @dataclass(frozen=True)
 class Tile:
     """How `tensor_core` is run. blocks: of 8 rows, a program, two an instruction; tokens: a program, 8 an instruction.
+
+    Of gate and up, half of the blocks are of each: an instruction has 8 rows of gate and the same 8 of up.
 
     num_warps: warps that share the rows of a program, each with groups of its own: the order of a sum depends on it.
     steps: of routed experts alone: times so many blocks, one after the other, a program.
@@ -105,18 +107,17 @@ def matrix_rule(tokens: int, rows: int, columns: int, format: str, gated: bool =
     Few rows are split among more warps, as far as each has groups, until `ENOUGH_WARPS` are under way; where time is
     arithmetic, at least four warps. More blocks of rows share the values of x, which a warp reads from many lines; with
     few tokens, smaller programs hold fewer registers and have more loads under way, and with 16 warps a thread has no
-    more than 128. Up to 8 tokens each tile of weights is asked for ahead, where there are registers. gated: as of
-    `rule`.
+    more than 128. Up to 8 tokens each tile of weights is asked for ahead, where there are registers. gated: gate and
+    up in one launch.
     """
     warps = 4 if format in ARITHMETIC else 2
     while warps < 16 and -(-rows // 16) * warps < ENOUGH_WARPS and columns >= 32 * 8 * warps:
         warps *= 2
     padded = max(8, 1 << (tokens - 1).bit_length())
-    blocks = 2 if padded <= 8 or warps > 8 else 4
-    few = padded <= 8 and not gated
+    few = padded <= 8
     full = format == "F32" or (format in ("Q5_K", "Q6_K") and warps > 4)  # no registers are left
-    ahead = 2 if few and not full else 0
-    return Tile(max(2, blocks // 2) if gated else blocks, min(padded, 16 if gated else 32), warps, 1, ahead, few)
+    blocks = 2 if few or warps > 8 else 4
+    return Tile(blocks, min(padded, 16 if gated else 32), warps, 1, 2 if few and not full else 0, few)
 
 
 def check_choice(choice: Choice) -> None:

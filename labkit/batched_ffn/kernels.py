@@ -18,7 +18,7 @@ The choices (`choose.Choice`) and theirs:
 | up     | gate and up in one launch: x is read once for both, SiLU(gate) · up is not stored and read in between   |
 | depend | `dependent`: the next launch starts while this one's last programs end (from Hopper on)                 |
 | ahead  | weights depend on no launch before: 1: a program's first tile is asked for before it waits for those;   |
-|        | 2: so is each tile while the one before is used, for more registers                                     |
+|        | more: as many tiles less one are on their way while another is used: bytes in flight for registers      |
 
 Two families, each with the same bits for a token whatever else is in the batch. The first three variants are one
 kernel, in which a token has its own sums, added to by explicit fma in an order that depends on groups and num_warps
@@ -42,6 +42,7 @@ divided by their place instead, exact too. Source of the batching: SharpInferenc
 
 # ruff: noqa: RUF005 (Triton's tuples grow by +; it does not know (*a, b))
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -84,8 +85,11 @@ def _low_half(bits):
 
 @triton.jit
 def _load(pointers, mask, MASKED: tl.constexpr, POLICY: tl.constexpr):
-    if MASKED:
+    """MASKED: 1: zeros where the mask is not set; 2: anything, which is not used; 0: it is set everywhere."""
+    if MASKED == 1:
         return tl.load(pointers, mask=mask, other=0, eviction_policy=POLICY)
+    if MASKED == 2:
+        return tl.load(pointers, mask=mask, eviction_policy=POLICY)
     return tl.load(pointers, eviction_policy=POLICY)
 
 
@@ -264,14 +268,14 @@ def _total(sums, TILE: tl.constexpr):
 
 @triton.jit
 def _tiles(
-    W, up, first_block, last_block, groups, lanes, inside,
+    W, up, first_block, last_block, groups, lanes,
     MATRICES: tl.constexpr, BLOCKS: tl.constexpr, GROUPS: tl.constexpr, MASKED: tl.constexpr, FORMAT: tl.constexpr,
     PLANES: tl.constexpr,
 ):  # fmt: skip
-    """What `_read` has of BLOCKS blocks of W and, of two MATRICES, then of as many of up; each four arrays."""
+    """What `_read` has of BLOCKS blocks of W, of two MATRICES each followed by that of up; each four arrays."""
     tiles = ()
-    for s in tl.static_range(MATRICES):
-        for b in tl.static_range(BLOCKS):
+    for b in tl.static_range(BLOCKS):
+        for s in tl.static_range(MATRICES):
             # beyond the last block: it again, but it is not stored
             block = tl.minimum(first_block + b, last_block)
             if s == 0:
@@ -279,7 +283,7 @@ def _tiles(
             else:
                 words, high, scales, d = up
             arrays = _block(words, high, scales, d, block, GROUPS, FORMAT, PLANES)
-            tiles = tiles + (_read(arrays, groups, groups // 8, lanes, inside, MASKED, FORMAT, PLANES),)
+            tiles = tiles + (_read(arrays, groups, groups // 8, lanes, groups < GROUPS, MASKED, FORMAT, PLANES),)
     return tiles
 
 
@@ -310,67 +314,6 @@ def _add_multiplied(sums, tiles, x_rows, groups, inside, magic, MASKED: tl.const
 
 
 @triton.jit
-def _multiply_add_kernel(
-    x, y, words, high, scales, d, up_words, up_high, up_scales, up_d, N, rows, x_stride, y_stride, magic,
-    GROUPS: tl.constexpr, FORMAT: tl.constexpr, PLANES: tl.constexpr, TILE: tl.constexpr, BLOCKS: tl.constexpr,
-    TOKENS: tl.constexpr, GATED: tl.constexpr, TOKEN_AXIS: tl.constexpr, AHEAD: tl.constexpr, DEPENDENT: tl.constexpr,
-):  # fmt: skip
-    """One program: BLOCKS blocks of 8 rows, TOKENS tokens, all of K in tiles of TILE groups.
-
-    GATED: y = SiLU(W x) · (up x); the program then has twice the rows. TOKEN_AXIS: of the grid, that of the tokens.
-    """
-    first_block = tl.program_id(1 - TOKEN_AXIS) * BLOCKS
-    first_token = tl.program_id(TOKEN_AXIS) * TOKENS
-    last_block = (rows - 1) // 8
-    W, up = (words, high, scales, d), (up_words, up_high, up_scales, up_d)
-    MATRICES: tl.constexpr = 2 if GATED else 1
-    MASKED: tl.constexpr = GROUPS % TILE != 0
-    units = tl.arange(0, TILE * 8)
-    group, lanes = units // 8, units % 8
-    x_rows = ()
-    for n in tl.static_range(TOKENS):
-        x_rows = x_rows + (x + tl.minimum(first_token + n, N - 1).to(tl.int64) * x_stride,)
-    sums = ()
-    for _ in tl.static_range(MATRICES * BLOCKS * TOKENS):
-        sums = sums + (tl.zeros((TILE * 8, 4), tl.float32),)
-    tiles = ()
-    if AHEAD > 0:
-        tiles = _tiles(
-            W, up, first_block, last_block, group, lanes, group < GROUPS, MATRICES, BLOCKS, GROUPS, MASKED, FORMAT,
-            PLANES,
-        )  # fmt: skip
-    wait_for_inputs(DEPENDENT)
-    FIRST: tl.constexpr = 1 if AHEAD == 1 else 0
-    if FIRST:
-        sums = _add_multiplied(sums, tiles, x_rows, group, group < GROUPS, magic, MASKED, FORMAT)
-    for t in range(FIRST, tl.cdiv(GROUPS, TILE)):
-        groups = t * TILE + group
-        inside = groups < GROUPS
-        if AHEAD == 2:
-            following = groups + TILE
-            ahead = _tiles(
-                W, up, first_block, last_block, following, lanes, following < GROUPS, MATRICES, BLOCKS, GROUPS, True,
-                FORMAT, PLANES,
-            )  # fmt: skip
-            sums = _add_multiplied(sums, tiles, x_rows, groups, inside, magic, MASKED, FORMAT)
-            tiles = ahead
-        else:
-            now = _tiles(
-                W, up, first_block, last_block, groups, lanes, inside, MATRICES, BLOCKS, GROUPS, MASKED, FORMAT, PLANES
-            )
-            sums = _add_multiplied(sums, now, x_rows, groups, inside, magic, MASKED, FORMAT)
-
-    for b in tl.static_range(BLOCKS):
-        row = (first_block + b) * 8 + tl.arange(0, 8)
-        for n in tl.static_range(TOKENS):
-            total = _total(sums[b * TOKENS + n], TILE)
-            if GATED:
-                total = _silu_up(total, _total(sums[(BLOCKS + b) * TOKENS + n], TILE))
-            y_at = y + (first_token + n).to(tl.int64) * y_stride + row
-            tl.store(y_at, total.to(y.dtype.element_ty), mask=(row < rows) & (first_token + n < N))
-
-
-@triton.jit
 def _units(WARPS: tl.constexpr):
     """Of the lanes of all warps: the group within the tile, and the row of 8 (of x: the token of 8)."""
     units = tl.arange(0, WARPS * 32)
@@ -389,6 +332,17 @@ def _no_sums(COUNT: tl.constexpr, WARPS: tl.constexpr):
     for _ in tl.static_range(COUNT):
         sums = sums + (tl.zeros((WARPS, 16, 8), tl.float32),)
     return sums
+
+
+@triton.jit
+def _of_rows(sums, first_block, m: tl.constexpr, GATED: tl.constexpr):
+    """Rows of pair m of blocks, and their sums, of [warps, 16, 8]; of gate and up, 8 rows each, SiLU(gate) · up."""
+    total = tl.sum(sums, 0)
+    if GATED:
+        gate, up = tl.split(tl.permute(tl.reshape(total, (2, 8, 8)), (1, 2, 0)))
+        return (first_block + m) * 8 + tl.arange(0, 8), _silu_up(gate, up)
+    else:
+        return (first_block + 2 * m) * 8 + tl.arange(0, 16), total
 
 
 @triton.jit
@@ -425,6 +379,118 @@ def _add_tile(sums, tiles, x_rows, groups, inside, magic, MASKED: tl.constexpr, 
 
 
 @triton.jit
+def _add(
+    sums, tiles, x_rows, groups, magic, GROUPS: tl.constexpr, MASKED: tl.constexpr, FORMAT: tl.constexpr,
+    WARPS: tl.constexpr,
+):  # fmt: skip
+    """The sums with a tile's products added: by matrix instructions of so many WARPS; 0: by multiply-add."""
+    if WARPS:
+        return _add_tile(sums, tiles, x_rows, groups, groups < GROUPS, magic, MASKED, FORMAT, WARPS)
+    else:
+        return _add_multiplied(sums, tiles, x_rows, groups, groups < GROUPS, magic, MASKED, FORMAT)
+
+
+@triton.jit
+def _ask(
+    W, up, first_block, last_block, group, lanes, t,
+    TILE: tl.constexpr, STEPS: tl.constexpr, MATRICES: tl.constexpr, BLOCKS: tl.constexpr, GROUPS: tl.constexpr,
+    FORMAT: tl.constexpr, PLANES: tl.constexpr,
+):  # fmt: skip
+    """Tile t of a program, of all tiles of its STEPS times BLOCKS blocks; nothing beyond the last one.
+
+    group: of each unit, that in the first tile of a row.
+    """
+    TILES: tl.constexpr = (GROUPS + TILE - 1) // TILE
+    MASKED: tl.constexpr = GROUPS % TILE != 0
+    block, groups = first_block, t * TILE + group
+    if STEPS > 1:
+        block, groups = first_block + t // TILES * BLOCKS, t % TILES * TILE + group
+    groups = tl.where(t < STEPS * TILES, groups, GROUPS)
+    return _tiles(W, up, block, last_block, groups, lanes, MATRICES, BLOCKS, GROUPS, 1 if MASKED else 2, FORMAT, PLANES)
+
+
+@triton.jit
+def _turn(asked, tiles):
+    """Without the first one, and with tiles at the end."""
+    rest = ()
+    for s in tl.static_range(1, len(asked)):
+        rest = rest + (asked[s],)
+    return rest + (tiles,)
+
+
+@triton.jit
+def _add_all(
+    sums, x_rows, W, up, first_block, last_block, group, lanes, magic,
+    TILE: tl.constexpr, MATRICES: tl.constexpr, BLOCKS: tl.constexpr, GROUPS: tl.constexpr, FORMAT: tl.constexpr,
+    PLANES: tl.constexpr, WARPS: tl.constexpr, AHEAD: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """The sums with the products of all of K added, tile after tile. group: of each unit, that in the first tile."""
+    MASKED: tl.constexpr = GROUPS % TILE != 0
+    TILES: tl.constexpr = (GROUPS + TILE - 1) // TILE
+    DEPTH: tl.constexpr = AHEAD - 1 if AHEAD > 1 else AHEAD
+    asked = ()
+    for t in tl.static_range(DEPTH):
+        some = _ask(W, up, first_block, last_block, group, lanes, t, TILE, 1, MATRICES, BLOCKS, GROUPS, FORMAT, PLANES)
+        asked = asked + (some,)
+    wait_for_inputs(DEPENDENT)
+    FIRST: tl.constexpr = 1 if AHEAD == 1 else 0
+    if FIRST:
+        sums = _add(sums, asked[0], x_rows, group, magic, GROUPS, MASKED, FORMAT, WARPS)
+    for t in range(FIRST, TILES):
+        groups = t * TILE + group
+        if AHEAD > 1:
+            some = _ask(
+                W, up, first_block, last_block, group, lanes, t + DEPTH, TILE, 1, MATRICES, BLOCKS, GROUPS, FORMAT,
+                PLANES,
+            )  # fmt: skip
+            sums = _add(sums, asked[0], x_rows, groups, magic, GROUPS, MASKED, FORMAT, WARPS)
+            asked = _turn(asked, some)
+        else:
+            now = _tiles(
+                W, up, first_block, last_block, groups, lanes, MATRICES, BLOCKS, GROUPS, MASKED, FORMAT, PLANES
+            )
+            sums = _add(sums, now, x_rows, groups, magic, GROUPS, MASKED, FORMAT, WARPS)
+    return sums
+
+
+@triton.jit
+def _multiply_add_kernel(
+    x, y, words, high, scales, d, up_words, up_high, up_scales, up_d, N, rows, x_stride, y_stride, magic,
+    GROUPS: tl.constexpr, FORMAT: tl.constexpr, PLANES: tl.constexpr, TILE: tl.constexpr, BLOCKS: tl.constexpr,
+    TOKENS: tl.constexpr, GATED: tl.constexpr, TOKEN_AXIS: tl.constexpr, AHEAD: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """One program: BLOCKS blocks of 8 rows, TOKENS tokens, all of K in tiles of TILE groups.
+
+    GATED: y = SiLU(W x) · (up x); the program then has twice the rows. TOKEN_AXIS: of the grid, that of the tokens.
+    """
+    first_block = tl.program_id(1 - TOKEN_AXIS) * BLOCKS
+    first_token = tl.program_id(TOKEN_AXIS) * TOKENS
+    last_block = (rows - 1) // 8
+    W, up = (words, high, scales, d), (up_words, up_high, up_scales, up_d)
+    MATRICES: tl.constexpr = 2 if GATED else 1
+    units = tl.arange(0, TILE * 8)
+    group, lanes = units // 8, units % 8
+    x_rows = ()
+    for n in tl.static_range(TOKENS):
+        x_rows = x_rows + (x + tl.minimum(first_token + n, N - 1).to(tl.int64) * x_stride,)
+    sums = ()
+    for _ in tl.static_range(MATRICES * BLOCKS * TOKENS):
+        sums = sums + (tl.zeros((TILE * 8, 4), tl.float32),)
+    sums = _add_all(
+        sums, x_rows, W, up, first_block, last_block, group, lanes, magic, TILE, MATRICES, BLOCKS, GROUPS, FORMAT,
+        PLANES, 0, AHEAD, DEPENDENT,
+    )  # fmt: skip
+    for b in tl.static_range(BLOCKS):
+        row = (first_block + b) * 8 + tl.arange(0, 8)
+        for n in tl.static_range(TOKENS):
+            total = _total(sums[b * MATRICES * TOKENS + n], TILE)
+            if GATED:
+                total = _silu_up(total, _total(sums[(2 * b + 1) * TOKENS + n], TILE))
+            y_at = y + (first_token + n).to(tl.int64) * y_stride + row
+            tl.store(y_at, total.to(y.dtype.element_ty), mask=(row < rows) & (first_token + n < N))
+
+
+@triton.jit
 def _tensor_core_kernel(
     x, y, words, high, scales, d, up_words, up_high, up_scales, up_d, N, rows, x_stride, y_stride, magic,
     GROUPS: tl.constexpr, FORMAT: tl.constexpr, PLANES: tl.constexpr, WARPS: tl.constexpr, BLOCKS: tl.constexpr,
@@ -439,48 +505,21 @@ def _tensor_core_kernel(
     last_block = (rows - 1) // 8
     W, up = (words, high, scales, d), (up_words, up_high, up_scales, up_d)
     group, lane = _units(WARPS)
-    TILE: tl.constexpr = WARPS * 4
-    MASKED: tl.constexpr = GROUPS % TILE != 0
     MATRICES: tl.constexpr = 2 if GATED else 1
     EIGHTS: tl.constexpr = TOKENS // 8
-    PAIRS: tl.constexpr = BLOCKS // 2
+    PAIRS: tl.constexpr = MATRICES * BLOCKS // 2
     x_rows = ()
     for n in tl.static_range(EIGHTS):
         token = tl.minimum(first_token + 8 * n + lane, N - 1)
         x_rows = x_rows + (x + token.to(tl.int64) * x_stride,)
-    sums = _no_sums(MATRICES * PAIRS * EIGHTS, WARPS)
-    tiles = ()
-    if AHEAD > 0:
-        tiles = _tiles(
-            W, up, first_block, last_block, group, lane, group < GROUPS, MATRICES, BLOCKS, GROUPS, MASKED, FORMAT,
-            PLANES,
-        )  # fmt: skip
-    wait_for_inputs(DEPENDENT)
-    FIRST: tl.constexpr = 1 if AHEAD == 1 else 0
-    if FIRST:
-        sums = _add_tile(sums, tiles, x_rows, group, group < GROUPS, magic, MASKED, FORMAT, WARPS)
-    for t in range(FIRST, tl.cdiv(GROUPS, TILE)):
-        groups = t * TILE + group
-        inside = groups < GROUPS
-        if AHEAD == 2:
-            following = groups + TILE
-            ahead = _tiles(
-                W, up, first_block, last_block, following, lane, following < GROUPS, MATRICES, BLOCKS, GROUPS, True,
-                FORMAT, PLANES,
-            )  # fmt: skip
-            sums = _add_tile(sums, tiles, x_rows, groups, inside, magic, MASKED, FORMAT, WARPS)
-            tiles = ahead
-        else:
-            now = _tiles(
-                W, up, first_block, last_block, groups, lane, inside, MATRICES, BLOCKS, GROUPS, MASKED, FORMAT, PLANES
-            )
-            sums = _add_tile(sums, now, x_rows, groups, inside, magic, MASKED, FORMAT, WARPS)
+    sums = _no_sums(PAIRS * EIGHTS, WARPS)
+    sums = _add_all(
+        sums, x_rows, W, up, first_block, last_block, group, lane, magic, WARPS * 4, MATRICES, BLOCKS, GROUPS, FORMAT,
+        PLANES, WARPS, AHEAD, DEPENDENT,
+    )  # fmt: skip
     for m in tl.static_range(PAIRS):
-        row = (first_block + 2 * m) * 8 + tl.arange(0, 16)
         for n in tl.static_range(EIGHTS):
-            total = tl.sum(sums[m * EIGHTS + n], 0)
-            if GATED:
-                total = _silu_up(total, tl.sum(sums[(PAIRS + m) * EIGHTS + n], 0))
+            row, total = _of_rows(sums[m * EIGHTS + n], first_block, m, GATED)
             token = first_token + 8 * n + tl.arange(0, 8)
             y_at = y + token.to(tl.int64)[None, :] * y_stride + row[:, None]
             tl.store(y_at, total.to(y.dtype.element_ty), mask=(row < rows)[:, None] & (token < N)[None, :])
@@ -568,9 +607,11 @@ def tensor_core(W: Packed, x: Tensor, y: Tensor, tile: Tile | None = None, up: P
     tile = tile or matrix_rule(len(x), W.rows, W.columns, W.format.name, up is not None)
     check_tile(tile)
     arguments = {"x": x, "y": y} | _arrays(W) | _ups(W, up) | _sizes(W, x, y)
-    arguments |= {"WARPS": tile.num_warps, "BLOCKS": tile.blocks, "TOKENS": tile.tokens, "GATED": up is not None}
-    ahead = _ahead(tile, x)
-    return Launch(_tensor_core_kernel, _grid(W, x, tile), arguments | ahead, _options(tile, ahead["DEPENDENT"]))
+    blocks = tile.blocks // (1 if up is None else 2)
+    arguments |= {"WARPS": tile.num_warps, "BLOCKS": blocks, "TOKENS": tile.tokens, "GATED": up is not None}
+    arguments |= _ahead(tile, x)
+    grid = _grid(W, x, replace(tile, blocks=blocks))
+    return Launch(_tensor_core_kernel, grid, arguments, _options(tile, arguments["DEPENDENT"]))
 
 
 def wide(W: Packed, x: Tensor, y: Tensor, choice: Choice | None = None) -> Launch:

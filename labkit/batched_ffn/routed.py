@@ -38,12 +38,14 @@ from labkit.batched_ffn.kernels import (
     DTYPES,
     MAGIC,
     MOST_PROGRAMS,
-    _add_multiplied,
-    _add_tile,
+    _add,
+    _ask,
     _no_sums,
+    _of_rows,
     _silu_up,
     _tiles,
     _total,
+    _turn,
     _units,
 )
 from labkit.checks import check_device, check_tensor
@@ -153,18 +155,15 @@ def _grouped_multiply_add_kernel(
         sums = sums + (tl.zeros((TILE * 8, 4), tl.float32),)
     for t in range(tl.cdiv(GROUPS, TILE)):
         groups = t * TILE + units // 8
-        inside = groups < GROUPS
-        loaded = _tiles(
-            W, up, first_block, last_block, groups, lanes, inside, MATRICES, BLOCKS, GROUPS, MASKED, FORMAT, PLANES
-        )
-        sums = _add_multiplied(sums, loaded, x_rows, groups, inside, magic, MASKED, FORMAT)
+        loaded = _tiles(W, up, first_block, last_block, groups, lanes, MATRICES, BLOCKS, GROUPS, MASKED, FORMAT, PLANES)
+        sums = _add(sums, loaded, x_rows, groups, magic, GROUPS, MASKED, FORMAT, 0)
 
     for b in tl.static_range(BLOCKS):
         row = (first_block + b) * 8 + tl.arange(0, 8)
         for n in tl.static_range(TOKENS):
-            total = _total(sums[b * TOKENS + n], TILE)
+            total = _total(sums[b * MATRICES * TOKENS + n], TILE)
             if GATED:
-                total = _silu_up(total, _total(sums[(BLOCKS + b) * TOKENS + n], TILE))
+                total = _silu_up(total, _total(sums[(2 * b + 1) * TOKENS + n], TILE))
             y_at = y + members[n] * y_stride + row
             tl.store(y_at, total.to(y.dtype.element_ty), mask=(row < rows) & (n < count))
 
@@ -174,7 +173,7 @@ def _grouped_tensor_core_kernel(
     x, y, order, tiles, slots, words, high, scales, d, up_words, up_high, up_scales, up_d,
     words_stride, high_stride, scales_stride, d_stride, rows, x_stride, y_stride, magic, slots_a_row,
     GROUPS: tl.constexpr, FORMAT: tl.constexpr, PLANES: tl.constexpr, WARPS: tl.constexpr, BLOCKS: tl.constexpr,
-    TOKENS: tl.constexpr, GATED: tl.constexpr, AHEAD: tl.constexpr, STEPS: tl.constexpr,
+    TOKENS: tl.constexpr, GATED: tl.constexpr, DEPTH: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
     """The same by matrix instructions, slots padded to multiples of 8; STEPS times BLOCKS blocks, one after the other.
 
@@ -197,45 +196,36 @@ def _grouped_tensor_core_kernel(
     MASKED: tl.constexpr = GROUPS % TILE != 0
     MATRICES: tl.constexpr = 2 if GATED else 1
     EIGHTS: tl.constexpr = TOKENS // 8
-    PAIRS: tl.constexpr = BLOCKS // 2
+    PAIRS: tl.constexpr = MATRICES * BLOCKS // 2
     x_rows = ()
     for n in tl.static_range(EIGHTS):
         member = tl.load(order + first + tl.minimum(8 * n + lane, count - 1))
         x_rows = x_rows + (x + (member // slots_a_row).to(tl.int64) * x_stride,)
-    T: tl.constexpr = (GROUPS + TILE - 1) // TILE
-    loaded = ()
-    if AHEAD:
-        loaded = _tiles(
-            W, up, first_block, last_block, group, lane, group < GROUPS, MATRICES, BLOCKS, GROUPS, MASKED, FORMAT,
-            PLANES,
-        )  # fmt: skip
+    TILES: tl.constexpr = (GROUPS + TILE - 1) // TILE
+    asked = ()
+    for i in tl.static_range(DEPTH):
+        some = _ask(
+            W, up, first_block, last_block, group, lane, i, TILE, STEPS, MATRICES, BLOCKS, GROUPS, FORMAT, PLANES
+        )
+        asked = asked + (some,)
     for step in range(STEPS):
         block = first_block + step * BLOCKS
-        sums = _no_sums(MATRICES * PAIRS * EIGHTS, WARPS)
-        for t in range(T):
+        sums = _no_sums(PAIRS * EIGHTS, WARPS)
+        for t in range(TILES):
             groups = t * TILE + group
-            inside = groups < GROUPS
-            if AHEAD:  # the next tile of these rows, or the first one of the next rows
-                ends = t + 1 == T
-                following = tl.where(ends, group, groups + TILE)
-                wanted = (following < GROUPS) & ((t + 1 < T) | (step + 1 < STEPS))
-                ahead = _tiles(
-                    W, up, tl.where(ends, block + BLOCKS, block), last_block, following, lane, wanted, MATRICES, BLOCKS,
-                    GROUPS, True, FORMAT, PLANES,
+            if DEPTH:  # the next tiles of these rows, and then the first ones of the next rows
+                some = _ask(
+                    W, up, first_block, last_block, group, lane, step * TILES + t + DEPTH, TILE, STEPS, MATRICES,
+                    BLOCKS, GROUPS, FORMAT, PLANES,
                 )  # fmt: skip
-                sums = _add_tile(sums, loaded, x_rows, groups, inside, magic, MASKED, FORMAT, WARPS)
-                loaded = ahead
+                sums = _add(sums, asked[0], x_rows, groups, magic, GROUPS, MASKED, FORMAT, WARPS)
+                asked = _turn(asked, some)
             else:
-                now = _tiles(
-                    W, up, block, last_block, groups, lane, inside, MATRICES, BLOCKS, GROUPS, MASKED, FORMAT, PLANES
-                )
-                sums = _add_tile(sums, now, x_rows, groups, inside, magic, MASKED, FORMAT, WARPS)
+                now = _tiles(W, up, block, last_block, groups, lane, MATRICES, BLOCKS, GROUPS, MASKED, FORMAT, PLANES)
+                sums = _add(sums, now, x_rows, groups, magic, GROUPS, MASKED, FORMAT, WARPS)
         for m in tl.static_range(PAIRS):
-            row = (block + 2 * m) * 8 + tl.arange(0, 16)
             for n in tl.static_range(EIGHTS):
-                total = tl.sum(sums[m * EIGHTS + n], 0)
-                if GATED:
-                    total = _silu_up(total, tl.sum(sums[(PAIRS + m) * EIGHTS + n], 0))
+                row, total = _of_rows(sums[m * EIGHTS + n], block, m, GATED)
                 place = 8 * n + tl.arange(0, 8)
                 to = tl.load(order + first + tl.minimum(place, count - 1)).to(tl.int64)
                 y_at = y + to[None, :] * y_stride + row[:, None]
@@ -460,14 +450,15 @@ def _grouped(
     args |= {f"{name}_stride": experts.stride(array) for name, array in arrays.items()}
     args |= {"rows": first.rows, "x_stride": x.stride(0), "y_stride": y.stride(0), "magic": MAGIC}
     args |= {"slots_a_row": slots_a_row, "GROUPS": first.columns // GROUP, "FORMAT": first.format.name}
-    args |= {"PLANES": first.words.shape[2], "BLOCKS": choice.blocks, "TOKENS": choice.tokens}
+    blocks = choice.blocks
     if isinstance(choice, Tile):
-        kernel, steps = _grouped_tensor_core_kernel, choice.steps
-        args |= {"WARPS": choice.num_warps, "AHEAD": choice.ahead == 2, "STEPS": steps}
+        kernel, steps, blocks = _grouped_tensor_core_kernel, choice.steps, blocks // len(roles)
+        args |= {"WARPS": choice.num_warps, "DEPTH": max(0, choice.ahead - 1), "STEPS": steps}
     else:
         kernel, steps = _grouped_multiply_add_kernel, 1
         args |= {"TILE": choice.groups}
-    grid = (triton.cdiv(first.rows, ROWS * choice.blocks * steps), len(made.tiles))
+    args |= {"PLANES": first.words.shape[2], "BLOCKS": blocks, "TOKENS": choice.tokens}
+    grid = (triton.cdiv(first.rows, ROWS * blocks * steps), len(made.tiles))
     options = {"num_warps": choice.num_warps, "num_stages": choice.num_stages}
     return Launch(kernel, grid, args | {"GATED": len(roles) > 1}, options)
 

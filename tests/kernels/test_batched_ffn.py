@@ -116,6 +116,20 @@ def test_a_token_has_the_same_bits_in_every_matrix_product(name, device):
     assert not same(run(kernels.tensor_core, W, x, Tile(2, 8, 2)), whole)  # other warps, another order
 
 
+@pytest.mark.parametrize("ahead", AHEAD)
+@pytest.mark.parametrize(("name", "columns"), [("Q4_K", 2304), ("Q6_K", 2048), ("Q8_0", 1056)])
+def test_as_many_tiles_ahead_as_asked_for_have_the_same_bits(name, columns, ahead, device):
+    """Whole tiles and parts of one, more tiles ahead than there are and fewer."""
+    W, x = on(device, name, rows=17, columns=columns), tokens(2, columns, torch.float16, device)
+    for groups in (4, 16):
+        plain = Choice(groups=groups, blocks=1, tokens=2, num_warps=groups // 4)
+        asked = dataclasses.replace(plain, ahead=ahead)
+        assert same(run(kernels.weight_stationary, W, x, asked), run(kernels.weight_stationary, W, x, plain))
+        plain = Tile(2, 8, groups // 4)
+        asked = dataclasses.replace(plain, ahead=ahead)
+        assert same(run(kernels.tensor_core, W, x, asked), run(kernels.tensor_core, W, x, plain))
+
+
 def test_a_token_has_the_same_bits_in_every_wide_product(device):
     W, x = on(device, "Q5_K"), tokens(MOST, device=device, dtype=torch.float16)
     whole = run(kernels.wide, W, x, WIDE)  # two tiles of tokens
@@ -222,8 +236,8 @@ def test_what_it_cannot_take_is_named(change, message):
         (kernels.tensor_core, Tile(1), "blocks is 1; allowed: 2, 4, 8"),
         (kernels.tensor_core, Tile(2, 4), "tokens is 4; allowed: 8, 16"),
         (kernels.tensor_core, Tile(2, 8, 3), "num_warps is 3; allowed: 1, 2, 4, 8, 16"),
-        (kernels.tensor_core, Tile(ahead=3), "ahead is 3; allowed: 0, 1, 2"),
-        (kernels.weight_stationary, Choice(ahead=-1), "ahead is -1; allowed: 0, 1, 2"),
+        (kernels.tensor_core, Tile(ahead=6), "ahead is 6; allowed: 0, 1, 2, 3, 4, 5"),
+        (kernels.weight_stationary, Choice(ahead=-1), "ahead is -1; allowed: 0, 1, 2, 3, 4, 5"),
     ],
 )
 def test_choices_that_a_variant_cannot_take_are_named(variant, choice, message):

@@ -196,7 +196,7 @@ def test_a_token_has_the_same_bits_in_every_variant_and_batch(device):
 def test_the_matrix_family_has_the_same_bits_in_every_batch(device):
     held, made = on(device), work(device, N=11)
     whole = result(routed.grouped_indexed, held, made, matrix=True)
-    stepped = [Tile(2, 8, 4, steps=steps, ahead=ahead) for steps, ahead in ((2, 0), (1, 2), (2, 2))]
+    stepped = [Tile(2, 8, 4, steps=steps, ahead=ahead) for steps, ahead in ((2, 0), (1, 2), (2, 2), (2, 3), (4, 5))]
     for chosen, choice in (([3], None), ([10, 2, 5], TILE), *(([4, 1], tile) for tile in stepped)):
         alone = result(routed.grouped_indexed, held, part(made, chosen), matrix=True, choice=choice)
         assert same(alone, whole[chosen])
