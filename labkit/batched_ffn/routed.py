@@ -42,6 +42,7 @@ from labkit.batched_ffn.kernels import (
     _ask,
     _no_sums,
     _of_rows,
+    _options,
     _silu_up,
     _tiles,
     _total,
@@ -49,6 +50,8 @@ from labkit.batched_ffn.kernels import (
     _units,
 )
 from labkit.checks import check_device, check_tensor
+from labkit.dependent import wait_for_inputs
+from labkit.gemv.kernels import has_dependent_launch
 from labkit.launch import Launch
 
 CHUNK = 1024  # slots that a program of the sort reads at once
@@ -78,9 +81,11 @@ def _top_k_kernel(logits, ids, weights, E, stride, TOP_K: tl.constexpr, BINS: tl
 
 @triton.jit
 def _sort_kernel(
-    ids, order, tiles, S, E, most, TOKENS: tl.constexpr, CHUNK: tl.constexpr, BINS: tl.constexpr
+    ids, order, tiles, S, E, most, TOKENS: tl.constexpr, CHUNK: tl.constexpr, BINS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """One program an expert: its slots to their places, its tiles to theirs. Each counts all slots for itself."""
+    wait_for_inputs(DEPENDENT)
     expert = tl.program_id(0)
     bins = tl.arange(0, BINS)
     counts = tl.zeros((BINS,), tl.int32)
@@ -173,12 +178,16 @@ def _grouped_tensor_core_kernel(
     x, y, order, tiles, slots, words, high, scales, d, up_words, up_high, up_scales, up_d,
     words_stride, high_stride, scales_stride, d_stride, rows, x_stride, y_stride, magic, slots_a_row,
     GROUPS: tl.constexpr, FORMAT: tl.constexpr, PLANES: tl.constexpr, WARPS: tl.constexpr, BLOCKS: tl.constexpr,
-    TOKENS: tl.constexpr, GATED: tl.constexpr, DEPTH: tl.constexpr, STEPS: tl.constexpr,
+    TOKENS: tl.constexpr, GATED: tl.constexpr, DEPTH: tl.constexpr, STEPS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """The same by matrix instructions, slots padded to multiples of 8; STEPS times BLOCKS blocks, one after the other.
 
-    Experts are narrow: a program of few rows is over before its loads have paid for finding its expert and slots.
+    Experts are narrow: a program of few rows is over before its loads have paid for finding its expert and slots. Gate
+    and up must wait for the sort; down, whose launch before is gate and up, then knows its experts at once, and asks
+    for weights before it waits.
     """
+    if GATED:
+        wait_for_inputs(DEPENDENT)
     at = tiles + tl.program_id(1) * 3
     expert = tl.load(at)
     slot = tl.load(slots + tl.maximum(expert, 0)).to(tl.int64)
@@ -208,6 +217,8 @@ def _grouped_tensor_core_kernel(
             W, up, first_block, last_block, group, lane, i, TILE, STEPS, MATRICES, BLOCKS, GROUPS, FORMAT, PLANES
         )
         asked = asked + (some,)
+    if not GATED:
+        wait_for_inputs(DEPENDENT)
     for step in range(STEPS):
         block = first_block + step * BLOCKS
         sums = _no_sums(PAIRS * EIGHTS, WARPS)
@@ -235,9 +246,10 @@ def _grouped_tensor_core_kernel(
 @triton.jit
 def _weighted_sum_kernel(
     partials, weights, shared, gate, y, hidden, gate_stride, TOP_K: tl.constexpr, SHARED: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK values of one token."""
+    wait_for_inputs(DEPENDENT)
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < hidden
@@ -384,7 +396,8 @@ def sort(ids: Tensor, experts: int, tokens: int) -> Sorted:
     order, tiles = ids.new_empty(slots), ids.new_empty((most, 3))
     args = {"ids": ids, "order": order, "tiles": tiles, "S": slots, "E": experts, "most": most}
     args |= {"TOKENS": tokens, "CHUNK": CHUNK, "BINS": triton.next_power_of_2(experts)}
-    return Sorted(order, tiles, Launch(_sort_kernel, (experts,), args, {"num_warps": 4}))
+    args |= {"DEPENDENT": has_dependent_launch(ids.device)}
+    return Sorted(order, tiles, Launch(_sort_kernel, (experts,), args, _options(Choice(), args["DEPENDENT"])))
 
 
 def rule_of(tokens: int, experts: int, top_k: int) -> Choice:
@@ -398,7 +411,7 @@ def matrix_rule_of(tokens: int, experts: int, top_k: int) -> Tile:
     Always with four warps, so that its bits are the same for every number of tokens: experts are narrow, and many.
     """
     slots = each(tokens, experts, top_k)
-    return Tile(tokens=8 if slots <= 4 else 16 if slots <= 8 else 32)
+    return Tile(tokens=8 if slots <= 4 else 16 if slots <= 8 else 32, dependent=True)
 
 
 def each(tokens: int, experts: int, top_k: int) -> int:
@@ -454,13 +467,13 @@ def _grouped(
     if isinstance(choice, Tile):
         kernel, steps, blocks = _grouped_tensor_core_kernel, choice.steps, blocks // len(roles)
         args |= {"WARPS": choice.num_warps, "DEPTH": max(0, choice.ahead - 1), "STEPS": steps}
+        args |= {"DEPENDENT": choice.dependent and has_dependent_launch(x.device)}
     else:
         kernel, steps = _grouped_multiply_add_kernel, 1
         args |= {"TILE": choice.groups}
     args |= {"PLANES": first.words.shape[2], "BLOCKS": blocks, "TOKENS": choice.tokens}
     grid = (triton.cdiv(first.rows, ROWS * blocks * steps), len(made.tiles))
-    options = {"num_warps": choice.num_warps, "num_stages": choice.num_stages}
-    return Launch(kernel, grid, args | {"GATED": len(roles) > 1}, options)
+    return Launch(kernel, grid, args | {"GATED": len(roles) > 1}, _options(choice, args.get("DEPENDENT", False)))
 
 
 def weighted_sum(work: Work, shared: Tensor | None = None, gate: Tensor | None = None) -> Launch:
@@ -481,7 +494,8 @@ def weighted_sum(work: Work, shared: Tensor | None = None, gate: Tensor | None =
     args |= {"shared": work.y if shared is None else shared, "gate": work.weights if gate is None else gate}
     args |= {"gate_stride": 0 if gate is None else gate.stride(0), "TOP_K": work.top_k, "SHARED": shared is not None}
     grid = (N, triton.cdiv(hidden, SUM_BLOCK))
-    return Launch(_weighted_sum_kernel, grid, args | {"BLOCK": SUM_BLOCK}, {"num_warps": 4})
+    args |= {"BLOCK": SUM_BLOCK, "DEPENDENT": has_dependent_launch(work.x.device)}
+    return Launch(_weighted_sum_kernel, grid, args, _options(Choice(), args["DEPENDENT"]))
 
 
 def check_work(experts: Experts, work: Work) -> None:
