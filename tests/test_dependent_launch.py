@@ -81,7 +81,7 @@ def products(kernels, **how):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("ahead", [0, 1, 2])
+@pytest.mark.parametrize("ahead", [0, 1, 2, 4])
 def test_a_chain_of_batched_products_has_the_bits_of_one_that_waits(ahead):
     from labkit.batched_ffn import kernels
 
@@ -96,5 +96,70 @@ def test_batched_products_that_do_not_wait_are_seen(tmp_path):
     if not has_dependent_launch(trials.torch.device("cuda")):
         pytest.skip("this GPU launches no kernel before the one before has ended")
     trigger = "tl.extra.cuda.gdc_launch_dependents()"
-    hasty = without_wait("labkit.batched_ffn.kernels", "wait_for_inputs(DEPENDENT)", 2, trigger, tmp_path)
+    hasty = without_wait("labkit.batched_ffn.kernels", "wait_for_inputs(DEPENDENT)", 1, trigger, tmp_path)
     assert not products(hasty, ahead=1, dependent=True).equal(products(kernels, ahead=0, dependent=False))
+
+
+LAYERS, EXPERTS, TOP_K, HIDDEN, WIDTH, TOKENS = 4, 32, 4, 1024, 512, 48
+
+
+def routed_layers(routed, at_once, **how):
+    """What a chain of routed layers leaves, each of what the one before wrote: in one CUDA graph, or one by one."""
+    import torch
+
+    from labkit.batched_ffn import experts
+    from labkit.batched_ffn import trials as ffn
+    from labkit.batched_ffn.choose import Tile
+
+    device = torch.device("cuda")
+    torch.manual_seed(3)
+    shapes = ((WIDTH, HIDDEN), (WIDTH, HIDDEN), (HIDDEN, WIDTH))
+    raw = [
+        ffn._blocks(EXPERTS * rows, K, "Q8_0", device, i).unflatten(0, (EXPERTS, rows))
+        for i, (rows, K) in enumerate(shapes)
+    ]
+    held, table = experts.pack(*raw, "Q8_0"), torch.arange(EXPERTS, dtype=torch.int32, device=device)
+    x, launches = torch.randn((TOKENS, HIDDEN), device=device).bfloat16(), []
+    for _ in range(LAYERS):
+        ids = torch.rand((TOKENS, EXPERTS), device=device).topk(TOP_K).indices.int()
+        work = routed.Work.of(x, ids, torch.ones((TOKENS, TOP_K), device=device), WIDTH)
+        launches += [*routed.grouped_indexed(held, table, work, Tile(**how), matrix=True), routed.weighted_sum(work)]
+        x = work.y
+    for launch in launches:
+        launch()
+        torch.cuda.synchronize()
+    if at_once:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for launch in launches:
+                launch()
+        for launch in launches:  # order, tiles, intermediate and final results: nothing of the first time is left
+            for name in ("order", "tiles", "y"):
+                if name in launch.args:
+                    launch.args[name].fill_(-1)
+        graph.replay()
+        torch.cuda.synchronize()
+    return x
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("how", [{}, {"ahead": 3}, {"ahead": 4, "steps": 2}], ids=str)
+def test_a_chain_of_routed_layers_has_the_bits_of_one_that_waits(how):
+    from labkit.batched_ffn import routed
+
+    found = routed_layers(routed, True, dependent=True, **how)
+    assert found.isfinite().all()
+    assert found.any()
+    assert found.equal(routed_layers(routed, False))
+
+
+@pytest.mark.gpu
+def test_routed_layers_that_do_not_wait_are_seen(tmp_path):
+    from labkit.batched_ffn import routed
+    from labkit.gemv.kernels import has_dependent_launch
+
+    if not has_dependent_launch(trials.torch.device("cuda")):
+        pytest.skip("this GPU launches no kernel before the one before has ended")
+    trigger = "tl.extra.cuda.gdc_launch_dependents()"
+    hasty = without_wait("labkit.batched_ffn.routed", "wait_for_inputs(DEPENDENT)", 4, trigger, tmp_path)
+    assert not routed_layers(hasty, True, dependent=True, ahead=3).equal(routed_layers(routed, False))
