@@ -18,6 +18,7 @@ head; the victim is the probationary entry with the fewest accesses, never the o
 evicts, so a cache of `capacity` keeps capacity keys between accesses and needs capacity + 1 slots.
 """
 
+import math
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
@@ -38,6 +39,9 @@ class Access:
 
     hit: bool
     evicted: Key | None = None
+
+
+HIT, MISS = Access(True), Access(False)  # made once: accesses are counted in microseconds
 
 
 class Policy(Protocol):
@@ -93,34 +97,44 @@ class SLRU:
         self._count: Counter[Key] = Counter()
 
     def access(self, key: Key) -> Access:
-        hit = key in self
         self._count[key] += 1
-        if hit:
+        if key in self._protected:
+            self._protected.move_to_end(key)
+            return HIT
+        if key in self._probationary:
             self._promote(key)
-            return Access(True)
+            return HIT
         self._probationary[key] = None
-        return Access(False, self._evict(key) if len(self) > self.capacity else None)
+        return Access(False, self._evict(key)) if len(self) > self.capacity else MISS
 
     def segments(self) -> tuple[list[Key], list[Key]]:
         """The probationary and the protected keys, each from head to tail."""
         return list(reversed(self._probationary)), list(reversed(self._protected))
 
     def _promote(self, key: Key) -> None:
-        self._probationary.pop(key, None)
+        del self._probationary[key]
         self._protected[key] = None
-        self._protected.move_to_end(key)
         if len(self._protected) > self.protected_size:
             self._probationary[self._protected.popitem(last=False)[0]] = None
 
     def _evict(self, inserted: Key) -> Key:
-        others = [key for key in self._probationary if key != inserted]
-        if others:
-            victim = min(others, key=self._count.__getitem__)  # of equal ones the first, which is nearest to the tail
+        victim = self._least_accessed(inserted)
+        if victim is not None:
             del self._probationary[victim]
         else:  # only with capacity 1, whose key is protected
             victim = self._protected.popitem(last=False)[0]
         if not self.remember:
             del self._count[victim]
+        return victim
+
+    def _least_accessed(self, inserted: Key) -> Key | None:
+        """Of the other probationary keys; of equal ones the nearest to the tail. No key there has less than 1."""
+        victim, least = None, math.inf
+        for key in self._probationary:
+            if key != inserted and self._count[key] < least:
+                victim, least = key, self._count[key]
+                if least == 1:
+                    break
         return victim
 
     def __contains__(self, key: Key) -> bool:
@@ -144,7 +158,7 @@ class Pinned:
 
     def access(self, key: Key) -> Access:
         if key in self:
-            return Access(True)
+            return HIT
         evicted, self._passing = self._passing, key
         return Access(False, evicted)
 

@@ -62,7 +62,8 @@ class Stream:
     """
 
     def __init__(self, host: Tensor, held: Tensor):
-        self.host, self.held = host, held
+        self.device = held.device
+        self.host, self.held = host.unbind(), held.unbind()  # once: a view takes the host as long as a copy
         self.stream = torch.cuda.Stream(held.device)
         self.stream.wait_stream(torch.cuda.current_stream(held.device))  # the slots' memory may just have been in use
         held.record_stream(self.stream)  # nor is it given to others while copies are under way
@@ -80,14 +81,16 @@ class Stream:
             self._landed[slot] = event
 
     def wait(self, slots: Iterable[int]) -> None:
-        slots = list(slots)
-        for event in {self._landed[slot] for slot in slots} - {None}:
-            torch.cuda.current_stream(self.held.device).wait_event(event)
+        awaited = set()
         for slot in slots:
-            self._landed[slot] = None  # later work of the same stream comes after it anyhow
+            if self._landed[slot] is not None:
+                awaited.add(self._landed[slot])
+                self._landed[slot] = None  # later work of the same stream comes after it anyhow
+        for event in awaited:
+            torch.cuda.current_stream(self.device).wait_event(event)
 
     def release(self, slots: Iterable[int]) -> None:
-        event = torch.cuda.current_stream(self.held.device).record_event()
+        event = torch.cuda.current_stream(self.device).record_event()
         for slot in slots:
             self._read[slot] = event
 
@@ -169,7 +172,7 @@ class ExpertSlots:
             self._held[key] = self._early.pop(key) if key in self._early else self._bring(key)
         if access.evicted is not None:
             slot = self._held.pop(access.evicted)
-            (given_up if slot in wave.values() else self._free).append(slot)
+            (given_up if access.evicted in wave else self._free).append(slot)
         return self._held[key]
 
     def _past(self, key: Key, given_up: list[int]) -> int:

@@ -589,7 +589,8 @@ class Steps:
         self.host = _host(x, device, seed)
         self.routing = routing(x, self.layers)
         self.needs = [[[(n, e) for e in distinct(ids)] for n, ids in enumerate(step)] for step in self.routing]
-        self.ids = torch.tensor(self.routing, dtype=torch.int32, device=device)
+        ids = torch.tensor(self.routing, dtype=torch.int32, device=device)
+        self.ids = [step.unbind() for step in ids]  # once: a view takes the host as long as a copy
         self.works = [_work(x, device, seed + layer, self.routing[0][layer]) for layer in range(self.layers)]
         self.tables = [torch.full((x["E"],), -1, dtype=torch.int32, device=device) for _ in range(self.layers)]
         capacity = x["E"] if variant == names.RESIDENT else x["capacity"]
@@ -630,7 +631,7 @@ class Steps:
         if self.variant == names.COPIES:
             deque(waves, maxlen=0)
             return
-        self.works[layer].ids.copy_(self.ids[self.done, layer])
+        self.works[layer].ids.copy_(self.ids[self.done][layer])
         at_once = False
         for count, wave in enumerate(waves):
             at_once = len(wave) == len(needed)
