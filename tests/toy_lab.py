@@ -71,7 +71,8 @@ RULES = """{
 ONLY_GROUND_RULES = '{"sizes": list_of(integer(1, 64))}'
 
 DRIVER = """
-import os, sys
+import os, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a suite in the background of a shell has it ignored
 import labkit
 labkit.__path__.append(os.path.join(os.environ["LABKIT_ROOT"], "toys"))
 from labkit import studies
