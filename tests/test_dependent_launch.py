@@ -10,6 +10,7 @@ from labkit.gemv_coalescing import trials
 
 CASE = Case("chain", {"model": "AutoMegaKernel h1024", "dtype": "bf16"})
 WAIT = "cuda.gdc_wait()"
+TRIGGER = "tl.extra.cuda.gdc_launch_dependents()"  # without the wait before it
 
 
 def chain(make, **options):
@@ -30,6 +31,13 @@ def without_wait(name, wait, count, instead, folder):
     return hasty
 
 
+def skip_without_dependent_launch():
+    from labkit.gemv.kernels import has_dependent_launch
+
+    if not has_dependent_launch(trials.torch.device("cuda")):
+        pytest.skip("this GPU launches no kernel before the one before has ended")
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("between", [None, False, True], ids=["alone", "kernels between", "with the trigger between"])
 def test_a_chain_reads_what_the_link_before_wrote(between):
@@ -43,10 +51,7 @@ def test_a_chain_reads_what_the_link_before_wrote(between):
 @pytest.mark.gpu
 def test_a_kernel_that_does_not_wait_is_seen(tmp_path):
     """The control: the production kernel without its wait, else the same."""
-    from labkit.gemv import kernels
-
-    if not kernels.has_dependent_launch(trials.torch.device("cuda")):
-        pytest.skip("this GPU launches no kernel before the one before has ended")
+    skip_without_dependent_launch()
     hasty = without_wait("labkit.gemv.kernels", WAIT, 1, "pass", tmp_path)
     worst, allowed = chain(hasty.linear)
     assert not worst <= allowed
@@ -91,12 +96,9 @@ def test_a_chain_of_batched_products_has_the_bits_of_one_that_waits(ahead):
 @pytest.mark.gpu
 def test_batched_products_that_do_not_wait_are_seen(tmp_path):
     from labkit.batched_ffn import kernels
-    from labkit.gemv.kernels import has_dependent_launch
 
-    if not has_dependent_launch(trials.torch.device("cuda")):
-        pytest.skip("this GPU launches no kernel before the one before has ended")
-    trigger = "tl.extra.cuda.gdc_launch_dependents()"
-    hasty = without_wait("labkit.batched_ffn.kernels", "wait_for_inputs(DEPENDENT)", 1, trigger, tmp_path)
+    skip_without_dependent_launch()
+    hasty = without_wait("labkit.batched_ffn.kernels", "wait_for_inputs(DEPENDENT)", 1, TRIGGER, tmp_path)
     assert not products(hasty, ahead=1, dependent=True).equal(products(kernels, ahead=0, dependent=False))
 
 
@@ -156,10 +158,7 @@ def test_a_chain_of_routed_layers_has_the_bits_of_one_that_waits(how):
 @pytest.mark.gpu
 def test_routed_layers_that_do_not_wait_are_seen(tmp_path):
     from labkit.batched_ffn import routed
-    from labkit.gemv.kernels import has_dependent_launch
 
-    if not has_dependent_launch(trials.torch.device("cuda")):
-        pytest.skip("this GPU launches no kernel before the one before has ended")
-    trigger = "tl.extra.cuda.gdc_launch_dependents()"
-    hasty = without_wait("labkit.batched_ffn.routed", "wait_for_inputs(DEPENDENT)", 4, trigger, tmp_path)
+    skip_without_dependent_launch()
+    hasty = without_wait("labkit.batched_ffn.routed", "wait_for_inputs(DEPENDENT)", 4, TRIGGER, tmp_path)
     assert not routed_layers(hasty, True, dependent=True, ahead=3).equal(routed_layers(routed, False))
