@@ -17,6 +17,7 @@ The choices (`choose.Choice`) and theirs:
 | tokens | tokens a program: weight bytes and dequantisation are shared, until the sums take too many registers    |
 | up     | gate and up in one launch: x is read once for both, SiLU(gate) · up is not stored and read in between   |
 | depend | `dependent`: the next launch starts while this one's last programs end (from Hopper on)                 |
+| parts  | programs that share rows, each with a part of K: else few rows leave multiprocessors idle at the end    |
 | ahead  | weights depend on no launch before: 1: a program's first tile is asked for before it waits for those;   |
 |        | more: as many tiles less one are on their way while another is used: bytes in flight for registers      |
 
@@ -335,14 +336,37 @@ def _no_sums(COUNT: tl.constexpr, WARPS: tl.constexpr):
 
 
 @triton.jit
-def _of_rows(sums, first_block, m: tl.constexpr, GATED: tl.constexpr):
-    """Rows of pair m of blocks, and their sums, of [warps, 16, 8]; of gate and up, 8 rows each, SiLU(gate) · up."""
-    total = tl.sum(sums, 0)
+def _of_rows(total, first_block, m: tl.constexpr, GATED: tl.constexpr):
+    """Rows of pair m of blocks, and their values, of sums [16, 8]; of gate and up, 8 rows each, SiLU(gate) · up."""
     if GATED:
         gate, up = tl.split(tl.permute(tl.reshape(total, (2, 8, 8)), (1, 2, 0)))
         return (first_block + m) * 8 + tl.arange(0, 8), _silu_up(gate, up)
     else:
         return (first_block + 2 * m) * 8 + tl.arange(0, 16), total
+
+
+@triton.jit
+def _all_parts(sums, partials, counter, tile, part, PARTS: tl.constexpr):
+    """The sums [16, 8] of all PARTS programs that share rows, added in the order of the parts; and whether they are.
+
+    Whichever program ends last has them all, and sets the counter to 0 again for the next launch.
+    partials: fp32 [tiles, PARTS, sums, 16, 8]; counter: int32 [tiles].
+    """
+    COUNT: tl.constexpr = len(sums)
+    at = (tl.arange(0, 16) * 8)[:, None] + tl.arange(0, 8)[None, :]
+    ours = partials + tile.to(tl.int64) * (PARTS * COUNT * 128)
+    for s in tl.static_range(COUNT):
+        tl.store(ours + (part * COUNT + s) * 128 + at, sums[s])
+    tl.debug_barrier()  # all threads have stored before one of them counts
+    last = tl.atomic_add(counter + tile, 1) == PARTS - 1
+    totals = ()
+    for s in tl.static_range(COUNT):
+        total = tl.load(ours + s * 128 + at, mask=last, cache_modifier=".cg")
+        for p in tl.static_range(1, PARTS):
+            total += tl.load(ours + (p * COUNT + s) * 128 + at, mask=last, cache_modifier=".cg")
+        totals = totals + (total,)
+    tl.store(counter + tile, 0, mask=last)
+    return totals, last
 
 
 @triton.jit
@@ -492,19 +516,22 @@ def _multiply_add_kernel(
 
 @triton.jit
 def _tensor_core_kernel(
-    x, y, words, high, scales, d, up_words, up_high, up_scales, up_d, N, rows, x_stride, y_stride, magic,
+    x, y, words, high, scales, d, up_words, up_high, up_scales, up_d, partials, counters, N, rows, x_stride, y_stride,
+    magic,
     GROUPS: tl.constexpr, FORMAT: tl.constexpr, PLANES: tl.constexpr, WARPS: tl.constexpr, BLOCKS: tl.constexpr,
-    TOKENS: tl.constexpr, GATED: tl.constexpr, AHEAD: tl.constexpr, DEPENDENT: tl.constexpr,
+    TOKENS: tl.constexpr, GATED: tl.constexpr, PARTS: tl.constexpr, AHEAD: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCKS blocks of 8 rows, TOKENS tokens, all of K, of which each warp has every WARPS-th 4 groups.
+    """One program: BLOCKS blocks of 8 rows, TOKENS tokens, of K every PARTS-th tile of WARPS times 4 groups, 4 a warp.
 
     GATED: y = SiLU(W x) · (up x); the program then has twice the rows.
     """
     first_token = tl.program_id(0) * TOKENS
-    first_block = tl.program_id(1) * BLOCKS
+    part = tl.program_id(1) % PARTS
+    first_block = tl.program_id(1) // PARTS * BLOCKS
     last_block = (rows - 1) // 8
     W, up = (words, high, scales, d), (up_words, up_high, up_scales, up_d)
     group, lane = _units(WARPS)
+    group += part * (WARPS * 4)
     MATRICES: tl.constexpr = 2 if GATED else 1
     EIGHTS: tl.constexpr = TOKENS // 8
     PAIRS: tl.constexpr = MATRICES * BLOCKS // 2
@@ -514,15 +541,22 @@ def _tensor_core_kernel(
         x_rows = x_rows + (x + token.to(tl.int64) * x_stride,)
     sums = _no_sums(PAIRS * EIGHTS, WARPS)
     sums = _add_all(
-        sums, x_rows, W, up, first_block, last_block, group, lane, magic, WARPS * 4, MATRICES, BLOCKS, GROUPS, FORMAT,
-        PLANES, WARPS, AHEAD, DEPENDENT,
+        sums, x_rows, W, up, first_block, last_block, group, lane, magic, PARTS * WARPS * 4, MATRICES, BLOCKS, GROUPS,
+        FORMAT, PLANES, WARPS, AHEAD, DEPENDENT,
     )  # fmt: skip
+    totals = ()
+    for s in tl.static_range(PAIRS * EIGHTS):
+        totals = totals + (tl.sum(sums[s], 0),)
+    last = True
+    if PARTS > 1:
+        tile = tl.program_id(1) // PARTS * tl.num_programs(0) + tl.program_id(0)
+        totals, last = _all_parts(totals, partials, counters, tile, part, PARTS)
     for m in tl.static_range(PAIRS):
         for n in tl.static_range(EIGHTS):
-            row, total = _of_rows(sums[m * EIGHTS + n], first_block, m, GATED)
+            row, total = _of_rows(totals[m * EIGHTS + n], first_block, m, GATED)
             token = first_token + 8 * n + tl.arange(0, 8)
             y_at = y + token.to(tl.int64)[None, :] * y_stride + row[:, None]
-            tl.store(y_at, total.to(y.dtype.element_ty), mask=(row < rows)[:, None] & (token < N)[None, :])
+            tl.store(y_at, total.to(y.dtype.element_ty), mask=(row < rows)[:, None] & (token < N)[None, :] & last)
 
 
 @triton.jit
@@ -610,8 +644,20 @@ def tensor_core(W: Packed, x: Tensor, y: Tensor, tile: Tile | None = None, up: P
     blocks = tile.blocks // (1 if up is None else 2)
     arguments |= {"WARPS": tile.num_warps, "BLOCKS": blocks, "TOKENS": tile.tokens, "GATED": up is not None}
     arguments |= _ahead(tile, x)
-    grid = _grid(W, x, replace(tile, blocks=blocks))
+    token_tiles, row_tiles = _grid(W, x, replace(tile, blocks=blocks))
+    check_programs("W", row_tiles * tile.parts, "tiles of rows, a program a part,", 1)
+    arguments |= _parts(W, tile, token_tiles * row_tiles) | {"PARTS": tile.parts}
+    grid = (token_tiles, row_tiles * tile.parts)
     return Launch(_tensor_core_kernel, grid, arguments, _options(tile, arguments["DEPENDENT"]))
+
+
+def _parts(W: Packed, tile: Tile, tiles: int) -> dict[str, Tensor]:
+    """Where programs that share rows leave their sums, and count how many have; `words` stand in where none do."""
+    if tile.parts == 1:
+        return {"partials": W.words, "counters": W.words}
+    sums = tiles * tile.parts * tile.blocks * ROWS * tile.tokens
+    partials = W.words.new_empty(sums, dtype=torch.float32)
+    return {"partials": partials, "counters": W.words.new_zeros(tiles)}
 
 
 def wide(W: Packed, x: Tensor, y: Tensor, choice: Choice | None = None) -> Launch:

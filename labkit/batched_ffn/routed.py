@@ -236,7 +236,7 @@ def _grouped_tensor_core_kernel(
                 sums = _add(sums, now, x_rows, groups, magic, GROUPS, MASKED, FORMAT, WARPS)
         for m in tl.static_range(PAIRS):
             for n in tl.static_range(EIGHTS):
-                row, total = _of_rows(sums[m * EIGHTS + n], block, m, GATED)
+                row, total = _of_rows(tl.sum(sums[m * EIGHTS + n], 0), block, m, GATED)
                 place = 8 * n + tl.arange(0, 8)
                 to = tl.load(order + first + tl.minimum(place, count - 1)).to(tl.int64)
                 y_at = y + to[None, :] * y_stride + row[:, None]
@@ -465,7 +465,8 @@ def _grouped(
     args |= {"slots_a_row": slots_a_row, "GROUPS": first.columns // GROUP, "FORMAT": first.format.name}
     blocks = choice.blocks
     if isinstance(choice, Tile):
-        kernel, steps, blocks = _grouped_tensor_core_kernel, choice.steps, blocks // len(roles)
+        kernel, blocks = _grouped_tensor_core_kernel, blocks // len(roles)
+        steps = choice.steps if roles == ("down",) else 1  # gate and up have many tiles a row
         args |= {"WARPS": choice.num_warps, "DEPTH": max(0, choice.ahead - 1), "STEPS": steps}
         args |= {"DEPENDENT": choice.dependent and has_dependent_launch(x.device)}
     else:

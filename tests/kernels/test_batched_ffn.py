@@ -116,6 +116,29 @@ def test_a_token_has_the_same_bits_in_every_matrix_product(name, device):
     assert not same(run(kernels.tensor_core, W, x, Tile(2, 8, 2)), whole)  # other warps, another order
 
 
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize(
+    ("name", "columns", "tile"), [("Q4_K", 2304, Tile(2, 8, 2, parts=4)), ("Q8_0", 1056, Tile(4, 16, 4, parts=2))]
+)
+def test_parts_of_the_columns_in_programs_of_their_own(name, columns, tile, gated, device):
+    W, x = on(device, name, rows=17, columns=columns), tokens(MOST, columns, torch.float16, device)
+    up = W if gated else None
+    y = torch.full((MOST, W.rows), float("nan"), device=device)
+    launch = kernels.tensor_core(W, x, y, tile, up)
+    launch()
+    whole = y.clone()
+    one = run(kernels.tensor_core, W, x, dataclasses.replace(tile, parts=1), up)
+    assert error(whole, one.cpu().double()) < 1e-6
+    y.fill_(float("nan"))
+    launch()  # it has left its counters as it found them
+    assert same(y, whole)
+    assert not launch.args["counters"].any()
+    for number, ahead in ((1, 0), (9, 3)):
+        some = dataclasses.replace(tile, ahead=ahead)
+        assert same(run(kernels.tensor_core, W, x[:number], some, up), whole[:number]), number
+    assert not same(one, whole)  # another order
+
+
 @pytest.mark.parametrize("ahead", AHEAD)
 @pytest.mark.parametrize(("name", "columns"), [("Q4_K", 2304), ("Q6_K", 2048), ("Q8_0", 1056)])
 def test_as_many_tiles_ahead_as_asked_for_have_the_same_bits(name, columns, ahead, device):
