@@ -12,7 +12,7 @@ WARPS = (1, 2, 4, 8, 16)
 STAGES = (1, 2, 3, 4, 5, 6)
 AHEAD = (0, 1, 2, 3, 4, 5)  # 1: a program's first tile, before the launch waits; from 2 on, so many less 1 at any time
 STEPS = (1, 2, 4, 8, 16)
-PARTS = (1, 2, 4, 8)
+SHARES = (0, 1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32)
 # a matrix instruction's least: 16 rows, 8 tokens
 TILE_BLOCKS = (2, 4, 8)
 TILE_TOKENS = (8, 16, 32, 64)
@@ -51,7 +51,8 @@ class Tile:
     Of gate and up, half of the blocks are of each: an instruction has 8 rows of gate and the same 8 of up.
 
     num_warps: warps that share the rows of a program, each with groups of its own: the order of a sum depends on it.
-    parts: programs that share those rows, each with tiles of its own too; so do bits.
+    shares: programs a multiprocessor, to which all tiles are dealt in equal shares; 0: a program has whole rows. Bits
+    depend on it too.
     steps: of `down` of routed experts alone: times so many blocks, one after the other, a program.
     """
 
@@ -62,7 +63,7 @@ class Tile:
     ahead: int = 0
     dependent: bool = False
     steps: int = 1
-    parts: int = 1
+    shares: int = 0
 
     def as_dict(self) -> dict[str, int]:
         """The choice as JSON."""
@@ -152,5 +153,5 @@ def check_tile(tile: Tile) -> None:
     check_one_of("num_warps", tile.num_warps, WARPS)
     check_one_of("num_stages", tile.num_stages, STAGES)
     check_one_of("steps", tile.steps, STEPS)
-    check_one_of("parts", tile.parts, PARTS)
+    check_one_of("shares", tile.shares, SHARES)
     check_one_of("ahead", tile.ahead, AHEAD)

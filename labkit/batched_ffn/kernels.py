@@ -17,7 +17,8 @@ The choices (`choose.Choice`) and theirs:
 | tokens | tokens a program: weight bytes and dequantisation are shared, until the sums take too many registers    |
 | up     | gate and up in one launch: x is read once for both, SiLU(gate) · up is not stored and read in between   |
 | depend | `dependent`: the next launch starts while this one's last programs end (from Hopper on)                 |
-| parts  | programs that share rows, each with a part of K: else few rows leave multiprocessors idle at the end    |
+| shares | programs a multiprocessor, to which all tiles are dealt in equal shares, whatever rows they are of: with  |
+|        | a program for every few rows, the last wave of them leaves multiprocessors idle                         |
 | ahead  | weights depend on no launch before: 1: a program's first tile is asked for before it waits for those;   |
 |        | more: as many tiles less one are on their way while another is used: bytes in flight for registers      |
 
@@ -64,12 +65,14 @@ from labkit.batched_ffn.choose import (
 from labkit.batched_ffn.formats import GROUP, ROWS, Packed
 from labkit.checks import check_device, check_one_of, check_shape
 from labkit.dependent import wait_for_inputs
+from labkit.gemv.choose import multiprocessors
 from labkit.gemv.kernels import has_dependent_launch
 from labkit.launch import Launch
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MAGIC = 0x4B000000  # the fp32 2^23
 MOST_PROGRAMS = 65535  # along the second dimension of a grid
+REGISTERS = 65536  # of a multiprocessor, of every generation since Kepler
 
 
 @triton.jit
@@ -346,26 +349,40 @@ def _of_rows(total, first_block, m: tl.constexpr, GATED: tl.constexpr):
 
 
 @triton.jit
-def _all_parts(sums, partials, counter, tile, part, PARTS: tl.constexpr):
-    """The sums [16, 8] of all PARTS programs that share rows, added in the order of the parts; and whether they are.
+def _start(program, each, more):
+    """The first tile of a program's share; the first `more` programs have one more than `each`."""
+    return program * each + tl.minimum(program, more)
 
-    Whichever program ends last has them all, and sets the counter to 0 again for the next launch.
-    partials: fp32 [tiles, PARTS, sums, 16, 8]; counter: int32 [tiles].
+
+@triton.jit
+def _program_of(tile, each, more):
+    """The program whose share a tile is in."""
+    longer = more * (each + 1)
+    return tl.where(tile < longer, tile // (each + 1), more + (tile - longer) // each)
+
+
+@triton.jit
+def _of_all_sharers(sums, partials, counters, at, sharer, sharers, MOST: tl.constexpr):
+    """The sums [16, 8] of all programs that share rows, added in their order; and whether all have come.
+
+    Whichever comes last has them all, and sets its counter to 0 again for the next launch.
+    partials: fp32 [tiles of y, MOST, sums, 16, 8]; counters: int32 [tiles of y]; at: of these tiles, the rows' one.
     """
     COUNT: tl.constexpr = len(sums)
-    at = (tl.arange(0, 16) * 8)[:, None] + tl.arange(0, 8)[None, :]
-    ours = partials + tile.to(tl.int64) * (PARTS * COUNT * 128)
+    where = (tl.arange(0, 16) * 8)[:, None] + tl.arange(0, 8)[None, :]
+    ours = partials + at.to(tl.int64) * (MOST * COUNT * 128) + where
     for s in tl.static_range(COUNT):
-        tl.store(ours + (part * COUNT + s) * 128 + at, sums[s])
+        tl.store(ours + (sharer * COUNT + s) * 128, sums[s])
     tl.debug_barrier()  # all threads have stored before one of them counts
-    last = tl.atomic_add(counter + tile, 1) == PARTS - 1
+    last = tl.atomic_add(counters + at, 1) == sharers - 1
     totals = ()
     for s in tl.static_range(COUNT):
-        total = tl.load(ours + s * 128 + at, mask=last, cache_modifier=".cg")
-        for p in tl.static_range(1, PARTS):
-            total += tl.load(ours + (p * COUNT + s) * 128 + at, mask=last, cache_modifier=".cg")
+        total = tl.load(ours + s * 128, mask=last, cache_modifier=".cg")
+        for other in tl.static_range(1, MOST):
+            here = last & (other < sharers)
+            total += tl.load(ours + (other * COUNT + s) * 128, mask=here, other=0.0, cache_modifier=".cg")
         totals = totals + (total,)
-    tl.store(counter + tile, 0, mask=last)
+    tl.store(counters + at, 0, mask=last)
     return totals, last
 
 
@@ -416,20 +433,20 @@ def _add(
 
 @triton.jit
 def _ask(
-    W, up, first_block, last_block, group, lanes, t,
-    TILE: tl.constexpr, STEPS: tl.constexpr, MATRICES: tl.constexpr, BLOCKS: tl.constexpr, GROUPS: tl.constexpr,
+    W, up, first_block, last_block, group, lanes, t, end,
+    TILE: tl.constexpr, STRIPS: tl.constexpr, MATRICES: tl.constexpr, BLOCKS: tl.constexpr, GROUPS: tl.constexpr,
     FORMAT: tl.constexpr, PLANES: tl.constexpr,
 ):  # fmt: skip
-    """Tile t of a program, of all tiles of its STEPS times BLOCKS blocks; nothing beyond the last one.
+    """Tile t, of BLOCKS blocks of rows, or with STRIPS of those and the following ones; nothing from tile `end` on.
 
     group: of each unit, that in the first tile of a row.
     """
     TILES: tl.constexpr = (GROUPS + TILE - 1) // TILE
     MASKED: tl.constexpr = GROUPS % TILE != 0
     block, groups = first_block, t * TILE + group
-    if STEPS > 1:
+    if STRIPS:
         block, groups = first_block + t // TILES * BLOCKS, t % TILES * TILE + group
-    groups = tl.where(t < STEPS * TILES, groups, GROUPS)
+    groups = tl.where(t < end, groups, GROUPS)
     return _tiles(W, up, block, last_block, groups, lanes, MATRICES, BLOCKS, GROUPS, 1 if MASKED else 2, FORMAT, PLANES)
 
 
@@ -454,7 +471,23 @@ def _add_all(
     DEPTH: tl.constexpr = AHEAD - 1 if AHEAD > 1 else AHEAD
     asked = ()
     for t in tl.static_range(DEPTH):
-        some = _ask(W, up, first_block, last_block, group, lanes, t, TILE, 1, MATRICES, BLOCKS, GROUPS, FORMAT, PLANES)
+        some = _ask(
+            W,
+            up,
+            first_block,
+            last_block,
+            group,
+            lanes,
+            t,
+            TILES,
+            TILE,
+            False,
+            MATRICES,
+            BLOCKS,
+            GROUPS,
+            FORMAT,
+            PLANES,
+        )
         asked = asked + (some,)
     wait_for_inputs(DEPENDENT)
     FIRST: tl.constexpr = 1 if AHEAD == 1 else 0
@@ -464,8 +497,8 @@ def _add_all(
         groups = t * TILE + group
         if AHEAD > 1:
             some = _ask(
-                W, up, first_block, last_block, group, lanes, t + DEPTH, TILE, 1, MATRICES, BLOCKS, GROUPS, FORMAT,
-                PLANES,
+                W, up, first_block, last_block, group, lanes, t + DEPTH, TILES, TILE, False, MATRICES, BLOCKS, GROUPS,
+                FORMAT, PLANES,
             )  # fmt: skip
             sums = _add(sums, asked[0], x_rows, groups, magic, GROUPS, MASKED, FORMAT, WARPS)
             asked = _turn(asked, some)
@@ -516,47 +549,71 @@ def _multiply_add_kernel(
 
 @triton.jit
 def _tensor_core_kernel(
-    x, y, words, high, scales, d, up_words, up_high, up_scales, up_d, partials, counters, N, rows, x_stride, y_stride,
-    magic,
+    x, y, words, high, scales, d, up_words, up_high, up_scales, up_d, partials, counters, N, rows, each, more,
+    x_stride, y_stride, magic,
     GROUPS: tl.constexpr, FORMAT: tl.constexpr, PLANES: tl.constexpr, WARPS: tl.constexpr, BLOCKS: tl.constexpr,
-    TOKENS: tl.constexpr, GATED: tl.constexpr, PARTS: tl.constexpr, AHEAD: tl.constexpr, DEPENDENT: tl.constexpr,
+    TOKENS: tl.constexpr, GATED: tl.constexpr, SHARERS: tl.constexpr, DEPTH: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCKS blocks of 8 rows, TOKENS tokens, of K every PARTS-th tile of WARPS times 4 groups, 4 a warp.
+    """One program: TOKENS tokens, a share of the tiles: those of BLOCKS blocks of 8 rows, then those of the next ones.
 
-    GATED: y = SiLU(W x) · (up x); the program then has twice the rows.
+    A tile has WARPS times 4 groups of a row, 4 a warp. GATED: y = SiLU(W x) · (up x), of twice the rows.
+    each, more: tiles a program; the first `more` have one more. SHARERS: of the same rows, at most.
     """
     first_token = tl.program_id(0) * TOKENS
-    part = tl.program_id(1) % PARTS
-    first_block = tl.program_id(1) // PARTS * BLOCKS
+    program = tl.program_id(1)
     last_block = (rows - 1) // 8
     W, up = (words, high, scales, d), (up_words, up_high, up_scales, up_d)
     group, lane = _units(WARPS)
-    group += part * (WARPS * 4)
     MATRICES: tl.constexpr = 2 if GATED else 1
     EIGHTS: tl.constexpr = TOKENS // 8
     PAIRS: tl.constexpr = MATRICES * BLOCKS // 2
+    TILE: tl.constexpr = WARPS * 4
+    TILES: tl.constexpr = (GROUPS + TILE - 1) // TILE
+    MASKED: tl.constexpr = GROUPS % TILE != 0
     x_rows = ()
     for n in tl.static_range(EIGHTS):
-        token = tl.minimum(first_token + 8 * n + lane, N - 1)
-        x_rows = x_rows + (x + token.to(tl.int64) * x_stride,)
-    sums = _no_sums(PAIRS * EIGHTS, WARPS)
-    sums = _add_all(
-        sums, x_rows, W, up, first_block, last_block, group, lane, magic, PARTS * WARPS * 4, MATRICES, BLOCKS, GROUPS,
-        FORMAT, PLANES, WARPS, AHEAD, DEPENDENT,
-    )  # fmt: skip
-    totals = ()
-    for s in tl.static_range(PAIRS * EIGHTS):
-        totals = totals + (tl.sum(sums[s], 0),)
-    last = True
-    if PARTS > 1:
-        tile = tl.program_id(1) // PARTS * tl.num_programs(0) + tl.program_id(0)
-        totals, last = _all_parts(totals, partials, counters, tile, part, PARTS)
-    for m in tl.static_range(PAIRS):
-        for n in tl.static_range(EIGHTS):
-            row, total = _of_rows(totals[m * EIGHTS + n], first_block, m, GATED)
-            token = first_token + 8 * n + tl.arange(0, 8)
-            y_at = y + token.to(tl.int64)[None, :] * y_stride + row[:, None]
-            tl.store(y_at, total.to(y.dtype.element_ty), mask=(row < rows)[:, None] & (token < N)[None, :] & last)
+        mine = tl.minimum(first_token + 8 * n + lane, N - 1)
+        x_rows = x_rows + (x + mine.to(tl.int64) * x_stride,)
+    start, end = _start(program, each, more), _start(program + 1, each, more)
+    asked = ()
+    for i in tl.static_range(DEPTH):
+        some = _ask(
+            W, up, 0, last_block, group, lane, start + i, end, TILE, True, MATRICES, BLOCKS, GROUPS, FORMAT, PLANES
+        )
+        asked = asked + (some,)
+    wait_for_inputs(DEPENDENT)
+    for strip in range(start // TILES, (end - 1) // TILES + 1):
+        block = strip * BLOCKS
+        sums = _no_sums(PAIRS * EIGHTS, WARPS)
+        for t in range(tl.maximum(start, strip * TILES), tl.minimum(end, (strip + 1) * TILES)):
+            groups = (t - strip * TILES) * TILE + group
+            if DEPTH:  # the next tiles of these rows, and then the first ones of the next rows
+                some = _ask(
+                    W, up, 0, last_block, group, lane, t + DEPTH, end, TILE, True, MATRICES, BLOCKS, GROUPS, FORMAT,
+                    PLANES,
+                )  # fmt: skip
+                sums = _add(sums, asked[0], x_rows, groups, magic, GROUPS, MASKED, FORMAT, WARPS)
+                asked = _turn(asked, some)
+            else:
+                now = _tiles(W, up, block, last_block, groups, lane, MATRICES, BLOCKS, GROUPS, MASKED, FORMAT, PLANES)
+                sums = _add(sums, now, x_rows, groups, magic, GROUPS, MASKED, FORMAT, WARPS)
+        totals = ()
+        for s in tl.static_range(PAIRS * EIGHTS):
+            totals = totals + (tl.sum(sums[s], 0),)
+        whole = True
+        if SHARERS > 1:
+            first = _program_of(strip * TILES, each, more)
+            sharers = _program_of(strip * TILES + TILES - 1, each, more) - first + 1
+            whole = sharers == 1
+            if sharers > 1:
+                at = strip * tl.num_programs(0) + tl.program_id(0)
+                totals, whole = _of_all_sharers(totals, partials, counters, at, program - first, sharers, SHARERS)
+        for m in tl.static_range(PAIRS):
+            for n in tl.static_range(EIGHTS):
+                row, total = _of_rows(totals[m * EIGHTS + n], block, m, GATED)
+                token = first_token + 8 * n + tl.arange(0, 8)
+                y_at = y + token.to(tl.int64)[None, :] * y_stride + row[:, None]
+                tl.store(y_at, total.to(y.dtype.element_ty), mask=(row < rows)[:, None] & (token < N)[None, :] & whole)
 
 
 @triton.jit
@@ -643,21 +700,36 @@ def tensor_core(W: Packed, x: Tensor, y: Tensor, tile: Tile | None = None, up: P
     arguments = {"x": x, "y": y} | _arrays(W) | _ups(W, up) | _sizes(W, x, y)
     blocks = tile.blocks // (1 if up is None else 2)
     arguments |= {"WARPS": tile.num_warps, "BLOCKS": blocks, "TOKENS": tile.tokens, "GATED": up is not None}
-    arguments |= _ahead(tile, x)
-    token_tiles, row_tiles = _grid(W, x, replace(tile, blocks=blocks))
-    check_programs("W", row_tiles * tile.parts, "tiles of rows, a program a part,", 1)
-    arguments |= _parts(W, tile, token_tiles * row_tiles) | {"PARTS": tile.parts}
-    grid = (token_tiles, row_tiles * tile.parts)
-    return Launch(_tensor_core_kernel, grid, arguments, _options(tile, arguments["DEPENDENT"]))
+    arguments |= {"DEPTH": max(0, tile.ahead - 1), "DEPENDENT": tile.dependent and has_dependent_launch(x.device)}
+    grid = _grid(W, x, replace(tile, blocks=blocks))
+    arguments |= _shares(W, tile, *grid)
+    grid = grid[0], arguments.pop("programs")
+    return Launch(_tensor_core_kernel, grid, arguments, _options(tile, arguments["DEPENDENT"]) | _registers(tile))
 
 
-def _parts(W: Packed, tile: Tile, tiles: int) -> dict[str, Tensor]:
-    """Where programs that share rows leave their sums, and count how many have; `words` stand in where none do."""
-    if tile.parts == 1:
-        return {"partials": W.words, "counters": W.words}
-    sums = tiles * tile.parts * tile.blocks * ROWS * tile.tokens
+def _registers(tile: Tile) -> dict[str, int]:
+    """So many for a thread that all programs are there at once; sums of more tokens than 8 need them more."""
+    if not tile.shares or tile.tokens > 8:
+        return {}
+    return {"maxnreg": min(255, REGISTERS // (32 * tile.num_warps * tile.shares) // 8 * 8)}
+
+
+def _shares(W: Packed, tile: Tile, token_tiles: int, strips: int) -> dict[str, Any]:
+    """How many programs a tile of tokens has, what they are dealt, and where those that share rows leave their sums.
+
+    strips: of the rows that a program without shares has. `words` stand in where none are shared.
+    """
+    tiles_a_strip = triton.cdiv(W.columns // GROUP, 4 * tile.num_warps)
+    tiles = strips * tiles_a_strip
+    programs = min(tiles, tile.shares * multiprocessors(W.words.device)) if tile.shares else strips
+    each, more = divmod(tiles, programs)
+    dealt: dict[str, Any] = {"programs": programs, "each": each, "more": more}
+    if each == tiles_a_strip and not more:
+        return dealt | {"SHARERS": 1, "partials": W.words, "counters": W.words}
+    sharers = (tiles_a_strip - 2) // each + 2  # of which the first and the last have at least a tile of these rows
+    sums = token_tiles * strips * sharers * tile.blocks * ROWS * tile.tokens
     partials = W.words.new_empty(sums, dtype=torch.float32)
-    return {"partials": partials, "counters": W.words.new_zeros(tiles)}
+    return dealt | {"SHARERS": sharers, "partials": partials, "counters": W.words.new_zeros(token_tiles * strips)}
 
 
 def wide(W: Packed, x: Tensor, y: Tensor, choice: Choice | None = None) -> Launch:

@@ -214,7 +214,21 @@ def _grouped_tensor_core_kernel(
     asked = ()
     for i in tl.static_range(DEPTH):
         some = _ask(
-            W, up, first_block, last_block, group, lane, i, TILE, STEPS, MATRICES, BLOCKS, GROUPS, FORMAT, PLANES
+            W,
+            up,
+            first_block,
+            last_block,
+            group,
+            lane,
+            i,
+            STEPS * TILES,
+            TILE,
+            STEPS > 1,
+            MATRICES,
+            BLOCKS,
+            GROUPS,
+            FORMAT,
+            PLANES,
         )
         asked = asked + (some,)
     if not GATED:
@@ -226,8 +240,8 @@ def _grouped_tensor_core_kernel(
             groups = t * TILE + group
             if DEPTH:  # the next tiles of these rows, and then the first ones of the next rows
                 some = _ask(
-                    W, up, first_block, last_block, group, lane, step * TILES + t + DEPTH, TILE, STEPS, MATRICES,
-                    BLOCKS, GROUPS, FORMAT, PLANES,
+                    W, up, first_block, last_block, group, lane, step * TILES + t + DEPTH, STEPS * TILES, TILE,
+                    STEPS > 1, MATRICES, BLOCKS, GROUPS, FORMAT, PLANES,
                 )  # fmt: skip
                 sums = _add(sums, asked[0], x_rows, groups, magic, GROUPS, MASKED, FORMAT, WARPS)
                 asked = _turn(asked, some)

@@ -118,16 +118,16 @@ def test_a_token_has_the_same_bits_in_every_matrix_product(name, device):
 
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize(
-    ("name", "columns", "tile"), [("Q4_K", 2304, Tile(2, 8, 2, parts=4)), ("Q8_0", 1056, Tile(4, 16, 4, parts=2))]
+    ("name", "columns", "tile"), [("Q4_K", 2304, Tile(2, 8, 2, shares=1)), ("Q8_0", 1056, Tile(4, 16, 1, shares=1))]
 )
-def test_parts_of_the_columns_in_programs_of_their_own(name, columns, tile, gated, device):
+def test_shares_of_all_tiles_whatever_rows_they_are_of(name, columns, tile, gated, device):
     W, x = on(device, name, rows=17, columns=columns), tokens(MOST, columns, torch.float16, device)
     up = W if gated else None
     y = torch.full((MOST, W.rows), float("nan"), device=device)
     launch = kernels.tensor_core(W, x, y, tile, up)
     launch()
     whole = y.clone()
-    one = run(kernels.tensor_core, W, x, dataclasses.replace(tile, parts=1), up)
+    one = run(kernels.tensor_core, W, x, dataclasses.replace(tile, shares=0), up)
     assert error(whole, one.cpu().double()) < 1e-6
     y.fill_(float("nan"))
     launch()  # it has left its counters as it found them
