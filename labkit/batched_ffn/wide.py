@@ -251,8 +251,7 @@ def _launch(arguments: dict[str, Any], choice: Wide) -> Launch:
 
 def _sources(W: Tensor, x: Tensor, choice: Wide) -> dict[str, Any]:
     """Where a matrix and x are read from: descriptors with the tiles as boxes, or tensors."""
-    boxes = has_descriptors(W.device) and all(one.data_ptr() % 16 == 0 for one in (W, x))
-    boxes = boxes and all(one.stride(0) * one.element_size() % 16 == 0 for one in (W, x))
+    boxes = has_descriptors(W.device) and all(map(_is_aligned, (W, x)))
     others = dict.fromkeys(("high", "scales", "d"), W)
     if not boxes:
         return {"x": x, "words": W, "BOXES": False} | others
@@ -262,6 +261,12 @@ def _sources(W: Tensor, x: Tensor, choice: Wide) -> dict[str, Any]:
         "words": TensorDescriptor(W, list(W.shape), list(W.stride()), [ROWS * choice.blocks, columns]),
     }
     return sources | others | {"BOXES": True}
+
+
+def _is_aligned(matrix: Tensor) -> bool:
+    """Whether a descriptor can be of it: rows, one after the other, that begin at multiples of 16 bytes."""
+    rows = matrix.stride(0) * matrix.element_size()
+    return matrix.data_ptr() % 16 == 0 and rows % 16 == 0 and matrix.stride(0) >= matrix.shape[1]
 
 
 def has_descriptors(device: torch.device) -> bool:

@@ -136,7 +136,7 @@ def test_a_token_has_the_same_bits_in_every_wide_product(device):
     for number in (1, 3, 16):
         assert same(run(wide.wide, W, x[:number], WIDE), whole[:number]), number
     assert same(run(wide.wide, W, x[-1:], WIDE), whole[-1:])
-    assert not same(run(wide.wide, W, x, dataclasses.replace(WIDE, parts=2)), whole)
+    assert not same(run(wide.wide, W, x, dataclasses.replace(WIDE, groups=4, parts=2)), whole)
 
 
 def stored(name="BF16", device="cpu", **of):
@@ -150,8 +150,8 @@ def test_parts_of_the_columns_have_the_same_bits_in_one_program_and_apart(name, 
     """More parts than tiles of columns too; a second call finds the counters as the first one did."""
     W, exact = stored(device=device) if name == "stored" else (on(device, name), weights(name)[1])
     x = tokens(device=device, dtype=torch.float16)
-    for parts in (2, 4):
-        together = dataclasses.replace(WIDE, parts=parts, apart=False)
+    for groups, parts in ((2, 3), (8, 4)):
+        together = dataclasses.replace(WIDE, groups=groups, parts=parts, apart=False)
         found = run_wide(W, x, together)[0]
         assert error(found, reference.product(exact, x.cpu())) < 5e-4
         for number in (1, MOST):
