@@ -29,9 +29,8 @@ ENOUGH_WARPS = 2048  # that a product is spread over: about 16 on each of an H10
 class Choice:
     """How a product is run. groups: of 32 weights of a row, in a tile; blocks: of 8 rows, a program.
 
-    tokens: those of a program: that share a tile of weights (multiply-add), or the tile that they are padded to
-    (`wide`). Of the default's 16 groups of 8 rows, each of the 128 threads has one; with more groups or fewer threads,
-    scales move between threads.
+    tokens: those of a program, that share a tile of weights. Of the default's 16 groups of 8 rows, each of the 128
+    threads has one; with more groups or fewer threads, scales move between threads.
     """
 
     groups: int = 16

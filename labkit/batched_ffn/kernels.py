@@ -22,8 +22,7 @@ The choices (`choose.Choice`) and theirs:
 Two families, each with the same bits for a token whatever else is in the batch. The first three variants are one
 kernel, in which a token has its own sums, added to by explicit fma in an order that depends on groups and num_warps
 only. `tensor_core` pads the tokens to multiples of 8, one matrix instruction's, and its order of a sum depends on
-num_warps only: so a single token runs the same arithmetic. `wide` is a third family: its tile of tokens is always
-padded to one size.
+num_warps only: so a single token runs the same arithmetic. A third family, for many tokens, is in wide.py.
 
 `tensor_core` needs no shared memory and no barrier between loads and the sums' end. A warp has 4 groups of a row, and
 lane 4 r + g loads group g of row r: which is just where the matrix instruction (m16n8k16) wants 4 weights of each lane,
