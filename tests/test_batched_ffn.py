@@ -16,8 +16,8 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from labkit.batched_ffn import beside, cache, choose, files, formats, kernels, reference
-from labkit.batched_ffn.choose import Choice, Tile
+from labkit.batched_ffn import beside, cache, choose, files, formats, kernels, reference, wide
+from labkit.batched_ffn.choose import Choice, Tile, Wide
 from labkit.batched_ffn.formats import FORMATS
 from labkit.evidence import compiled
 
@@ -346,8 +346,37 @@ def test_the_rule_of_experts_has_the_bits_of_the_default():
         found = choose.narrow_rule(n)
         choose.check_choice(found)
         assert (found.groups, found.num_warps) == (Choice().groups, Choice().num_warps)
-    choose.check_wide_choice(choose.WIDE)
-    assert Choice(**choose.WIDE.as_dict()) == choose.WIDE
+
+
+@pytest.mark.parametrize("stored", [False, True])
+def test_the_wide_rule_by_shape_and_tokens(stored):
+    def parts(rows, columns, tokens=64):
+        return choose.wide_rule(tokens, rows, columns, "BF16", stored).parts
+
+    shapes = ((17408, 5120), (5120, 17408), (9216, 2560), (2560, 9216), (512, 2048), (8, 32))
+    assert [parts(*shape) for shape in shapes] == [1, 4 if stored else 2, 2 if stored else 1, 8 if stored else 4, 2, 1]
+    for shape in shapes:
+        found = [choose.wide_rule(n, *shape, "BF16", stored) for n in (1, 2, 16, 17, 64, 65, 512)]
+        assert len({(one.parts, one.groups) for one in found}) == 1  # bits depend on them
+        assert [one.tokens for one in found] == [16, 16, 16, 32, 64, 128, 128]
+        for one in found:
+            choose.check_wide(one)
+            assert Wide(**one.as_dict()) == one
+    many = choose.wide_rule(4096, 5120, 17408, "BF16", stored)
+    assert not many.apart
+    assert choose.wide_rule(64, 5120, 17408, "BF16", stored).apart
+
+
+@pytest.mark.parametrize(
+    "change", [lambda one: (one, "Q8_0"), lambda one: (one[0], "BF16"), lambda one: (one.T, "BF16")]
+)
+def test_only_whole_blocks_of_bf16_are_a_matrix(change):
+    blocks = quantised("BF16", 7, 96)
+    found = formats.matrix(blocks, "BF16")
+    assert found.data_ptr() == blocks.data_ptr()
+    assert torch.equal(found.float(), formats.dequantise(blocks, "BF16"))
+    with pytest.raises(ValueError, match="allowed"):
+        formats.matrix(*change(blocks))
 
 
 def test_the_matrix_rule_by_shape_and_tokens():
@@ -682,17 +711,58 @@ def test_the_largest_choices_of_the_matrix_rule_do_not_spill(name, rows, columns
 @pytest.mark.parametrize("name", FORMATS)
 def test_wide_products_use_wgmma_and_do_not_spill(name):
     W = blank(name)
-    found = compiled.evidence(kernels.wide(W, *activations(W, 1)), 90)
-    assert found["spill_bytes"] == 0
-    assert found["ctas_per_sm"] >= 2
+    for number in (1, 65):
+        found = compiled.evidence(wide.wide(W, *activations(W, number)), 90)
+        assert found["spill_bytes"] == 0
+        assert found["ctas_per_sm"] >= 3
+        assert_wgmma(found)
+
+
+def assert_wgmma(found):
     assert found["matrix"]
     assert all(instruction.startswith("HGMMA") for instruction in found["matrix"]), found["matrix"]
 
 
+def matrix_product(rows, columns, tokens, choice=None):
+    """Of bf16 as stored, for sm_90."""
+    W = torch.empty((rows, columns), dtype=torch.bfloat16)
+    x, y = (torch.empty((tokens, size), dtype=torch.bfloat16) for size in (columns, rows))
+    with compiled.offline(90):
+        return wide.wide(W, x, y, choice)
+
+
+def loop(launch):
+    """What stands between the first matrix instruction and the last one's wait, in the machine's code."""
+    listing = compiled.listing_of(compiled.build(launch, 90).asm["cubin"])
+    return listing[listing.index("HGMMA") : listing.rindex("WARPGROUP.DEPBAR")]
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(17408, 5120), (5120, 17408)])
+@pytest.mark.parametrize("tokens", [64, 128, 512])
+def test_matrices_as_stored_pass_no_registers_on_their_way_to_wgmma(rows, columns, tokens):
+    launch = matrix_product(rows, columns, tokens)
+    found = compiled.evidence(launch, 90)
+    assert (found["spill_bytes"], found["loads"]["tma"]) == (0, 2 * launch.options["num_stages"])
+    assert_wgmma(found)
+    assert re.findall(r"\b(?:LDG|STG|LDS|STS|LDSM|STSM|SHFL)\b", loop(launch)) == []
+    if tokens <= 128:  # all programs run at once
+        assert found["ctas_per_sm"] >= math.ceil(math.prod(launch.grid) / 132)
+
+
+def test_matrices_without_the_copy_engine_compile():
+    W = torch.empty((64, 1024), dtype=torch.bfloat16)
+    x, y = (torch.empty((17, size), dtype=torch.bfloat16) for size in (1024, 64))
+    with compiled.offline(80):
+        launch = wide.wide(W, x, y)
+    assert not launch.args["BOXES"]
+    found = compiled.evidence(launch, 80)
+    assert (found["spill_bytes"], set(found["loads"])) == (0, {"128"})
+
+
 def test_products_of_fp32_are_not_rounded_for_tensor_cores():
     W = blank("Q4_K")
-    for make in (kernels.tensor_core, kernels.wide):
-        small = Choice(groups=8, blocks=2, tokens=16) if make is kernels.wide else None
+    for make in (kernels.tensor_core, wide.wide):
+        small = Wide(groups=8, blocks=2, tokens=16) if make is wide.wide else None
         assert compiled.evidence(make(W, *activations(W, 1, torch.float32), small), 90)["matrix"] == {}
 
 

@@ -32,7 +32,7 @@ def _matters(N: int, variant: str) -> tuple[int, ...]:
     if variant in (names.PER_TOKEN, names.DEQUANTISED):
         return ()
     padded = 1 << (N - 1).bit_length()
-    shared = {names.STATIONARY: min(8, padded), names.MATRIX: max(8, min(32, padded))}
+    shared = {names.STATIONARY: min(8, padded), names.MATRIX: max(8, min(32, padded)), names.WIDE: padded}
     return shared.get(variant, 0), N == 1, N % 16 == 0
 
 
@@ -74,7 +74,8 @@ def _vectors(N: int, rows: int, K: int, activations: str) -> tuple[torch.Tensor,
 
 def product(variant: str, rows: int, K: int, format: str, N: int, activations: str, gated: bool) -> Launch:
     """A product, or gate and up in one launch."""
-    W = _weights(rows, K, format)
+    as_stored = trials.as_stored(variant, format)
+    W = torch.empty((rows, K), dtype=torch.bfloat16) if as_stored else _weights(rows, K, format)
     made = trials.multiply(variant)(W, *_vectors(N, rows, K, activations), W if gated else None)
     return made[0] if isinstance(made, list) else made
 

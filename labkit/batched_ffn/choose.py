@@ -16,9 +16,13 @@ SHARES = (0, 1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32)
 # a matrix instruction's least: 16 rows, 8 tokens
 TILE_BLOCKS = (2, 4, 8)
 TILE_TOKENS = (8, 16, 32, 64)
-WIDE_BLOCKS = (2, 4, 8, 16)
+WIDE_BLOCKS = (2, 4, 8, 16, 32)
 WIDE_TOKENS = (16, 32, 64, 128, 256)
+WIDE_GROUPS = (1, 2, 4, 8)
+WIDE_PARTS = (1, 2, 3, 4, 5, 6, 7, 8)
 ARITHMETIC = ("Q4_K", "Q5_K", "Q6_K")  # formats whose weights take a GPU longer to unpack than to read
+ENOUGH_PROGRAMS = 128  # of `wide`
+LEAST_COLUMNS = 1024  # of a part of `wide`: fewer are over before tiles are on their way
 ENOUGH_WARPS = 2048  # that a product is spread over: about 16 on each of an H100's 132 multiprocessors
 
 
@@ -26,9 +30,8 @@ ENOUGH_WARPS = 2048  # that a product is spread over: about 16 on each of an H10
 class Choice:
     """How a product is run. groups: of 32 weights of a row, in a tile; blocks: of 8 rows, a program.
 
-    tokens: those of a program: that share a tile of weights (multiply-add), or the tile that they are padded to
-    (`wide`). Of the default's 16 groups of 8 rows, each of the 128 threads has one; with more groups or fewer threads,
-    scales move between threads.
+    tokens: those of a program, that share a tile of weights. Of the default's 16 groups of 8 rows, each of the 128
+    threads has one; with more groups or fewer threads, scales move between threads.
     """
 
     groups: int = 16
@@ -70,7 +73,25 @@ class Tile:
         return asdict(self)
 
 
-WIDE = Choice(groups=4, blocks=8, tokens=128)  # 64 rows, as wgmma wants; two and more CTAs fit on an SM
+@dataclass(frozen=True)
+class Wide:
+    """How `wide.wide` is run. groups: of 32 columns, and blocks: of 8 rows, in a tile of weights; tokens: a program.
+
+    parts: of K, each with a sum of its own; apart: each with a program of its own. Bits depend on parts and groups.
+    """
+
+    groups: int = 2
+    blocks: int = 8
+    tokens: int = 64
+    num_warps: int = 4
+    num_stages: int = 4
+    parts: int = 1
+    apart: bool = True
+    dependent: bool = False
+
+    def as_dict(self) -> dict[str, int]:
+        """The choice as JSON."""
+        return asdict(self)
 
 
 def rule(tokens: int, columns: int, format: str, gated: bool = False) -> Choice:
@@ -124,6 +145,28 @@ def matrix_rule(tokens: int, rows: int, columns: int, format: str, gated: bool =
     return Tile(blocks, min(padded, 16 if gated else 32), warps, 1, 2 if few and not full else 0, few)
 
 
+def wide_rule(tokens: int, rows: int, columns: int, format: str, stored: bool = False) -> Wide:
+    """A choice for `wide.wide`; a shape and format has one number of parts and of columns, and so one set of bits.
+
+    stored: a matrix, not `Packed`. Its tile has 128 rows, which halve what is read of x from the L2: with 64 rows, a
+    program of as many tokens reads as many bytes of x as of weights. 96 KiB of shared memory, so that two CTAs fit on
+    an SM and all programs run at once, where their number is not much above that of the SMs. Packed weights take
+    registers while they are unpacked, 64 rows of them leave room for the sums of 64 tokens, and of 128.
+
+    K is split as far as needed for a program on most of an H100's 132 SMs; parts share a program once tiles of tokens
+    are enough.
+    """
+    blocks = 16 if stored else 8
+    padded = min(128, max(16, 1 << (tokens - 1).bit_length()))
+    tiles, parts = -(-rows // (8 * blocks)), 1
+    while parts < 8 and tiles * parts < ENOUGH_PROGRAMS and columns >= LEAST_COLUMNS * 2 * parts:
+        parts *= 2
+    apart = tiles * -(-tokens // padded) < ENOUGH_PROGRAMS
+    if stored:
+        return Wide(2, blocks, padded, 8, 3 if padded > 64 else 4, parts, apart)
+    return Wide(2, blocks, padded, 4, 2 if format == "F32" else 3, parts, apart)
+
+
 def check_choice(choice: Choice) -> None:
     """Raise ValueError for a choice that the multiply-add kernel cannot take."""
     check_one_of("tokens", choice.tokens, TOKENS)
@@ -131,11 +174,14 @@ def check_choice(choice: Choice) -> None:
     check_groups(choice)
 
 
-def check_wide_choice(choice: Choice) -> None:
-    """Raise ValueError for a choice that `wide` cannot take."""
+def check_wide(choice: Wide) -> None:
+    """Raise ValueError for a choice that `wide.wide` cannot take."""
     check_one_of("tokens", choice.tokens, WIDE_TOKENS)
     check_one_of("blocks", choice.blocks, WIDE_BLOCKS)
-    check_groups(choice)
+    check_one_of("groups", choice.groups, WIDE_GROUPS)
+    check_one_of("parts", choice.parts, WIDE_PARTS)
+    check_one_of("num_warps", choice.num_warps, WARPS)
+    check_one_of("num_stages", choice.num_stages, STAGES)
 
 
 def check_groups(choice: Choice) -> None:

@@ -28,7 +28,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from labkit.checks import check_one_of
+from labkit.checks import check_contiguous, check_one_of
 
 GROUP = 32  # weights of a row that one thread takes
 ROWS = 8  # rows side by side
@@ -177,6 +177,19 @@ def pack(blocks: Tensor, format: str) -> Packed:
     high = _groups(_placed((q >> 4).unflatten(-1, (-1, 32)), range(32))) if format == "Q5_K" else None
     d = raw[..., :4].contiguous().view(torch.int32).squeeze(-1)
     return Packed(kind, rows, columns, _words(q & 15, 4), high, _rows(pairs.flatten(-2)), _rows(d))
+
+
+def matrix(blocks: Tensor, format: str) -> Tensor:
+    """The matrix bf16 [rows, columns] that blocks of BF16 as stored are, uint8 [rows, bytes of a row]: a view of them.
+
+    `wide.wide` reads it as it is: there is nothing to unpack. ValueError for another format, blocks that are not
+    contiguous, and as of `pack`.
+    """
+    check_one_of("format", format, ("BF16",))
+    if blocks.ndim != 2 or 0 in blocks.shape:
+        raise ValueError(f"blocks is {tuple(blocks.shape)}; allowed: [rows, bytes of a row], both at least 1")
+    check_contiguous("blocks", blocks)
+    return _blocks(blocks, find(format)).flatten(-2).view(torch.bfloat16)
 
 
 def _blocks(blocks: Tensor, kind: Format) -> Tensor:

@@ -6,7 +6,6 @@
 | `gemm_n`            | tokens on the grid: one launch, but each token still reads all weights, from the L2 at best   |
 | `weight_stationary` | a tile of weights is read and dequantised once for 2, 4, 8 or 16 tokens; more are sub-batches |
 | `tensor_core`       | matrix instructions: no arithmetic a token on the ordinary units, so bytes bound it longer    |
-| `wide`              | the same in tiles of 64 rows and up to 128 tokens: weights are dequantised less often          |
 
 The choices (`choose.Choice`) and theirs:
 
@@ -25,8 +24,7 @@ The choices (`choose.Choice`) and theirs:
 Two families, each with the same bits for a token whatever else is in the batch. The first three variants are one
 kernel, in which a token has its own sums, added to by explicit fma in an order that depends on groups and num_warps
 only. `tensor_core` pads the tokens to multiples of 8, one matrix instruction's, and its order of a sum depends on
-num_warps only: so a single token runs the same arithmetic. `wide` is a third family: its tile of tokens is always
-padded to one size.
+num_warps only: so a single token runs the same arithmetic. A third family, for many tokens, is in wide.py.
 
 `tensor_core` needs no shared memory and no barrier between loads and the sums' end. A warp has 4 groups of a row, and
 lane 4 r + g loads group g of row r: which is just where the matrix instruction (m16n8k16) wants 4 weights of each lane,
@@ -53,12 +51,10 @@ import triton.language as tl
 from torch import Tensor
 
 from labkit.batched_ffn.choose import (
-    WIDE,
     Choice,
     Tile,
     check_choice,
     check_tile,
-    check_wide_choice,
     matrix_rule,
     rule,
 )
@@ -616,44 +612,6 @@ def _tensor_core_kernel(
                 tl.store(y_at, total.to(y.dtype.element_ty), mask=(row < rows)[:, None] & (token < N)[None, :] & whole)
 
 
-@triton.jit
-def _wide_kernel(
-    x, y, words, high, scales, d, N, rows, x_stride, y_stride, magic,
-    GROUPS: tl.constexpr, FORMAT: tl.constexpr, PLANES: tl.constexpr, TILE: tl.constexpr, BLOCKS: tl.constexpr,
-    TOKENS: tl.constexpr,
-):  # fmt: skip
-    """One program: BLOCKS blocks of 8 rows, a tile of TOKENS tokens, all of K, a matrix product for each part i."""
-    first_block = tl.program_id(1) * BLOCKS
-    tokens = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
-    MASKED: tl.constexpr = GROUPS % TILE != 0
-    last_block = (rows - 1) // 8
-    units = tl.arange(0, BLOCKS * TILE * 8)
-    lanes = units % 8
-    # beyond the last block: it again, but it is not stored
-    blocks = tl.minimum(first_block + units // (TILE * 8), last_block) - first_block
-    W = _block(words, high, scales, d, first_block, GROUPS, FORMAT, PLANES)
-    columns = tl.arange(0, TILE * 4)
-    x_rows = x + tl.minimum(tokens, N - 1).to(tl.int64)[None, :] * x_stride
-
-    sums = tl.zeros((BLOCKS * 8, TOKENS), tl.float32)
-    for t in range(tl.cdiv(GROUPS, TILE)):
-        groups = t * TILE + units // 8 % TILE
-        inside = groups < GROUPS
-        above = blocks * (GROUPS // 8) + groups // 8
-        tile = _read(W, blocks * GROUPS + groups, above, lanes, inside, MASKED, FORMAT, PLANES)
-        steps = _scales(tile, FORMAT)
-        ks = t * (TILE * 32) + columns // 4 * 32 + columns % 4
-        for i in tl.static_range(8):
-            weights = _rounded(tile, steps, magic, i, FORMAT, x.dtype.element_ty)
-            weights = tl.permute(tl.reshape(weights, (BLOCKS, TILE, 8, 4)), (0, 2, 1, 3))
-            weights = tl.reshape(weights, (BLOCKS * 8, TILE * 4))
-            values = _load(x_rows + (ks + 4 * i)[:, None], (ks < GROUPS * 32)[:, None], MASKED, "")
-            sums = tl.dot(weights, values, sums, input_precision="ieee")
-    row = first_block * 8 + tl.arange(0, BLOCKS * 8)
-    y_at = y + tokens.to(tl.int64)[None, :] * y_stride + row[:, None]
-    tl.store(y_at, sums.to(y.dtype.element_ty), mask=(row < rows)[:, None] & (tokens < N)[None, :])
-
-
 def per_token(W: Packed, x: Tensor, y: Tensor, choice: Choice | None = None, up: Packed | None = None) -> list[Launch]:
     """y[n] = W x[n], a launch a token; arguments and errors as `weight_stationary`, `choice.tokens` is 1."""
     check_product(W, x, y, up)
@@ -732,14 +690,6 @@ def _shares(W: Packed, tile: Tile, token_tiles: int, strips: int) -> dict[str, A
     return dealt | {"SHARERS": sharers, "partials": partials, "counters": W.words.new_zeros(token_tiles * strips)}
 
 
-def wide(W: Packed, x: Tensor, y: Tensor, choice: Choice | None = None) -> Launch:
-    """As `tensor_core`, but in wide tiles, padded to `choice.tokens`. choice: `choose.WIDE` by default."""
-    choice = choice or WIDE
-    check_wide_choice(choice)
-    check_product(W, x, y)
-    return Launch(_wide_kernel, _grid(W, x, choice), _arguments(W, x, y, choice), _options(choice))
-
-
 def _multiply_add(W: Packed, x: Tensor, y: Tensor, choice: Choice, up: Packed | None, axis: int = 0) -> Launch:
     check_choice(choice)
     ahead = _ahead(choice, x)
@@ -792,12 +742,17 @@ def check_product(W: Packed, x: Tensor, y: Tensor, up: Packed | None = None) -> 
             found = f"{up.format.name} [{up.rows}, {up.columns}]"
             raise ValueError(f"up is {found}; allowed: W's format and shape, {W.format.name} [{W.rows}, {W.columns}]")
         check_device("up", up.words, W.words.device, "W's")
-    if x.ndim != 2 or not len(x) or x.shape[1] != W.columns:
-        raise ValueError(f"x is {tuple(x.shape)}; allowed: [N, {W.columns}], N at least 1")
-    check_shape("y", y, (len(x), W.rows))
+    check_tokens(x, y, W.rows, W.columns, W.words.device)
+
+
+def check_tokens(x: Tensor, y: Tensor, rows: int, columns: int, device: torch.device) -> None:
+    """Raise ValueError for tokens x and their products y that a matrix [rows, columns] on a device cannot take."""
+    if x.ndim != 2 or not len(x) or x.shape[1] != columns:
+        raise ValueError(f"x is {tuple(x.shape)}; allowed: [N, {columns}], N at least 1")
+    check_shape("y", y, (len(x), rows))
     for name, tensor in (("x", x), ("y", y)):
         check_one_of(name, tensor.dtype, DTYPES)
-        check_device(name, tensor, W.words.device, "W's")
+        check_device(name, tensor, device, "W's")
         if tensor.stride(1) != 1 and tensor.shape[1] > 1:
             raise ValueError(f"{name} has strides {tensor.stride()}; allowed: values of a token adjacent (stride 1)")
 

@@ -8,7 +8,6 @@ import numpy as np
 import pandas as pd
 
 from labkit.batched_ffn import cache, choose, names
-from labkit.batched_ffn.choose import WIDE
 from labkit.batched_ffn.formats import FORMATS
 from labkit.bench import verdict
 from labkit.bench.verdict import compare_many, median_us
@@ -75,10 +74,11 @@ def times(rows: pd.DataFrame, op: str) -> pd.DataFrame:
 def passes(variant: str, params: dict) -> float:
     """How often a variant reads all weights of a product, from memory or the L2; NaN of what is not the lab's."""
     N = params["N"]
-    tokens = {names.PER_TOKEN: 1, names.GEMM_N: 1, names.WIDE: WIDE.tokens}
+    tokens = {names.PER_TOKEN: 1, names.GEMM_N: 1}
     K, format = params["K"], params["format"]
     tokens[names.STATIONARY] = choose.rule(N, K, format).tokens
     tokens[names.MATRIX] = choose.matrix_rule(N, params["rows"], K, format).tokens
+    tokens[names.WIDE] = choose.wide_rule(N, params["rows"], K, format, format == "BF16").tokens
     return -(-N // tokens[variant]) if variant in tokens else math.nan
 
 

@@ -176,10 +176,10 @@ Multiply = Callable[..., Any]  # W, x [N, K], y [N, rows], perhaps up -> a Launc
 
 def multiply(variant: str) -> Multiply:
     """A variant of `kernels`, each with its rule's choice: (W, x, y, up)."""
-    from labkit.batched_ffn import kernels
+    from labkit.batched_ffn import kernels, wide
 
     if variant == names.WIDE:
-        return lambda W, x, y, up=None: kernels.wide(W, x, y)
+        return lambda W, x, y, up=None: wide.wide(W, x, y)
     made = {
         names.PER_TOKEN: kernels.per_token,
         names.GEMM_N: kernels.gemm_n,
@@ -189,10 +189,16 @@ def multiply(variant: str) -> Multiply:
     return lambda W, x, y, up=None: made(W, x, y, None, up)
 
 
+def as_stored(variant: str, format: str) -> bool:
+    """Whether a variant reads weights of a format as they are stored: a matrix of bf16, not packed."""
+    return variant == names.WIDE and format == "BF16"
+
+
 def product(x: Case, device: Any, sets: int, seed: int, variant: str) -> Trial:
     """One of the lab's products."""
-    call, packed = multiply(variant), [W for _, W in _matrices(x, device, sets, seed)]
-    make = lambda i, values, out: _in_order(call(packed[i], values, out))  # noqa: E731
+    call, matrices = multiply(variant), _matrices(x, device, sets, seed)
+    W = [formats.matrix(raw, "BF16") if as_stored(variant, x["format"]) else packed for raw, packed in matrices]
+    make = lambda i, values, out: _in_order(call(W[i], values, out))  # noqa: E731
     return _product(x, device, sets, seed, make, ours=True)
 
 

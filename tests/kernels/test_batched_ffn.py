@@ -6,8 +6,8 @@ import functools
 import pytest
 import torch
 
-from labkit.batched_ffn import formats, kernels, reference
-from labkit.batched_ffn.choose import AHEAD, Choice, Tile, matrix_rule, narrow_rule
+from labkit.batched_ffn import formats, kernels, reference, wide
+from labkit.batched_ffn.choose import AHEAD, Choice, Tile, Wide, matrix_rule, narrow_rule
 from labkit.batched_ffn.formats import FORMATS
 
 NUMBERS = (1, 2, 3, 4, 5, 8, 11, 16, 17)
@@ -15,8 +15,8 @@ MOST = max(NUMBERS)
 COLUMNS = 768  # 24 groups: a full tile of 16 and a half one
 SMALL = Choice(blocks=1)
 TILE = Tile(2, 8, 4)
-WIDE = Choice(groups=8, blocks=2, tokens=16)
-PRODUCTS = [(kernels.weight_stationary, Choice(blocks=1, tokens=8)), (kernels.tensor_core, TILE), (kernels.wide, WIDE)]
+WIDE = Wide(groups=8, blocks=2, tokens=16)
+PRODUCTS = [(kernels.weight_stationary, Choice(blocks=1, tokens=8)), (kernels.tensor_core, TILE), (wide.wide, WIDE)]
 
 
 @functools.cache
@@ -43,7 +43,7 @@ def numbers(name, device):
 def run(variant, W, x, choice, up=None, dtype=torch.float32):
     """y of a variant, poisoned before."""
     y = torch.full((len(x), W.rows), float("nan"), device=x.device, dtype=dtype)
-    made = variant(W, x, y, choice) if variant is kernels.wide else variant(W, x, y, choice, up)
+    made = variant(W, x, y, choice) if variant is wide.wide else variant(W, x, y, choice, up)
     for launch in made if isinstance(made, list) else [made]:
         launch()
     return y
@@ -155,11 +155,75 @@ def test_as_many_tiles_ahead_as_asked_for_have_the_same_bits(name, columns, ahea
 
 def test_a_token_has_the_same_bits_in_every_wide_product(device):
     W, x = on(device, "Q5_K"), tokens(MOST, device=device, dtype=torch.float16)
-    whole = run(kernels.wide, W, x, WIDE)  # two tiles of tokens
+    whole = run(wide.wide, W, x, WIDE)  # two tiles of tokens
     for number in (1, 3, 16):
-        assert same(run(kernels.wide, W, x[:number], WIDE), whole[:number]), number
-    assert same(run(kernels.wide, W, x[-1:], WIDE), whole[-1:])
-    assert not same(run(kernels.wide, W, x, Choice(groups=4, blocks=2, tokens=16)), whole)
+        assert same(run(wide.wide, W, x[:number], WIDE), whole[:number]), number
+    assert same(run(wide.wide, W, x[-1:], WIDE), whole[-1:])
+    assert not same(run(wide.wide, W, x, dataclasses.replace(WIDE, groups=4, parts=2)), whole)
+
+
+def stored(name="BF16", device="cpu", **of):
+    """A matrix as stored, which the format of blocks BF16 is, and what it stands for."""
+    exact = weights(name, **of)[1]
+    return formats.matrix(formats.quantise(exact, "BF16"), "BF16").to(device), exact
+
+
+@pytest.mark.parametrize("name", ["BF16", "Q4_K", "stored"])
+def test_parts_of_the_columns_have_the_same_bits_in_one_program_and_apart(name, device):
+    """More parts than tiles of columns too; a second call finds the counters as the first one did."""
+    W, exact = stored(device=device) if name == "stored" else (on(device, name), weights(name)[1])
+    x = tokens(device=device, dtype=torch.float16)
+    for groups, parts in ((2, 3), (8, 4)):
+        together = dataclasses.replace(WIDE, groups=groups, parts=parts, apart=False)
+        found = run_wide(W, x, together)[0]
+        assert error(found, reference.product(exact, x.cpu())) < 5e-4
+        for number in (1, MOST):
+            apart = run_wide(W, x[:number], dataclasses.replace(together, apart=True), calls=2)
+            assert all(same(y, found[:number]) for y in apart)
+
+
+def run_wide(W, x, choice, calls=1):
+    """y of each of several calls of one launch."""
+    y = torch.empty((len(x), W.shape[0] if isinstance(W, torch.Tensor) else W.rows), device=x.device)
+    launch, found = wide.wide(W, x, y, choice), []
+    for _ in range(calls):
+        y.fill_(float("nan"))
+        launch()
+        found.append(y.clone())
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_a_matrix_as_stored_is_multiplied_like_its_packed_form(dtype, device):
+    W, exact = stored(device=device, rows=33, columns=544)  # tiles of rows and of columns that are not full
+    x = tokens(MOST, 544, dtype, device)
+    whole = run_wide(W, x, WIDE)[0]
+    assert error(whole, reference.product(exact, x.cpu())) < 5e-7
+    for number in (1, 3, 16):
+        assert same(run_wide(W, x[:number], WIDE)[0], whole[:number]), number
+    if device == "cuda" and dtype == torch.float16:  # the order of the interpreter's sums depends on the tile
+        for size in (32, 64, 128, 256):
+            assert same(run_wide(W, x, dataclasses.replace(WIDE, blocks=16, tokens=size, num_warps=8))[0], whole), size
+    held = torch.zeros((MOST, 547), dtype=dtype, device=device)[:, 3:]  # rows that begin at no multiple of 16 bytes
+    held.copy_(x)
+    assert not wide.wide(W, held, whole, WIDE).args["BOXES"]
+    assert same(run_wide(W, held, WIDE)[0], whole)
+    assert error(run_wide(on(device, "BF16", rows=33, columns=544), x, WIDE)[0], whole.cpu().double()) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("W", "message"),
+    [
+        (torch.empty(7, 768), "W is torch.float32; allowed: torch.bfloat16"),
+        (torch.empty(768, dtype=torch.bfloat16), r"W is \(768,\); allowed: \[rows, K\], both at least 1"),
+        (torch.empty((768, 7), dtype=torch.bfloat16).T, r"W has strides \(1, 7\); allowed: contiguous"),
+        (torch.empty((7, 64), dtype=torch.bfloat16), r"x is \(2, 768\); allowed: \[N, 64\], N at least 1"),
+        (torch.empty((8, 768), dtype=torch.bfloat16), r"y is \(2, 7\); allowed: \(2, 8\)"),
+    ],
+)
+def test_a_matrix_that_it_cannot_take_is_named(W, message):
+    with pytest.raises(ValueError, match=message):
+        wide.wide(W, tokens(2), torch.empty(2, 7))
 
 
 @pytest.mark.parametrize("name", ["Q8_0", "Q4_K", "Q5_K", "Q6_K"])
@@ -217,7 +281,7 @@ def test_odd_shapes_and_strided_tokens(rows, columns, device):
         for launch in (
             kernels.weight_stationary(W, x, held[:, :rows], Choice(16, 2, 2)),
             kernels.tensor_core(W, x, held[:, :rows], TILE),
-            kernels.wide(W, x, held[:, :rows], WIDE),
+            wide.wide(W, x, held[:, :rows], WIDE),
         ):
             held.fill_(float("nan"))
             launch()
@@ -253,9 +317,12 @@ def test_what_it_cannot_take_is_named(change, message):
     [
         (kernels.per_token, Choice(tokens=2), "tokens is 2; allowed: 1"),
         (kernels.gemm_n, Choice(tokens=2), "tokens is 2; allowed: 1"),
-        (kernels.wide, Choice(8, 8, 4), "tokens is 4; allowed: 16, 32"),
-        (kernels.wide, Choice(8, 1, 16), "blocks is 1; allowed: 2, 4"),
-        (kernels.wide, Choice(2, 8, 16), "groups is 2; allowed: 4, 8"),
+        (wide.wide, Wide(tokens=4), "tokens is 4; allowed: 16, 32"),
+        (wide.wide, Wide(blocks=1), "blocks is 1; allowed: 2, 4"),
+        (wide.wide, Wide(groups=3), "groups is 3; allowed: 1, 2, 4, 8"),
+        (wide.wide, Wide(parts=0), "parts is 0; allowed: 1, 2, 3"),
+        (wide.wide, Wide(num_warps=3), "num_warps is 3; allowed: 1, 2, 4, 8"),
+        (wide.wide, Wide(num_stages=0), "num_stages is 0; allowed: 1, 2, 3"),
         (kernels.tensor_core, Tile(1), "blocks is 1; allowed: 2, 4, 8"),
         (kernels.tensor_core, Tile(2, 4), "tokens is 4; allowed: 8, 16"),
         (kernels.tensor_core, Tile(2, 8, 3), "num_warps is 3; allowed: 1, 2, 4, 8, 16"),
