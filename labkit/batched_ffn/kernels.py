@@ -68,6 +68,8 @@ from labkit.launch import Launch
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MAGIC = 0x4B000000  # the fp32 2^23
+BASE = 0x43000000  # the fp32 128
+ASSEMBLY = tl.constexpr(not triton.knobs.runtime.interpret)  # which the interpreter has not
 MOST_PROGRAMS = 65535  # along the second dimension of a grid
 
 
@@ -261,9 +263,32 @@ def _silu_up(gate, up):
 
 
 @triton.jit
+def _no_products(COUNT: tl.constexpr, TILE: tl.constexpr, PLANES: tl.constexpr):
+    """Sums of units to add products to: of a K format, the one with one plane, [units], of the others [units, 4]."""
+    sums = ()
+    for _ in tl.static_range(COUNT):
+        if PLANES == 1:
+            sums = sums + (tl.zeros((TILE * 8,), tl.float32),)
+        else:
+            sums = sums + (tl.zeros((TILE * 8, 4), tl.float32),)
+    return sums
+
+
+@triton.jit
 def _total(sums, TILE: tl.constexpr):
-    """Of sums of units, [units, 4], those of the 8 rows."""
-    return tl.sum(tl.reshape(tl.sum(sums, 1), (TILE, 8)), 0)
+    """Of sums of units, [units] or [units, 4], those of the 8 rows."""
+    if len(sums.shape) == 2:
+        sums = tl.sum(sums, 1)
+    return tl.sum(tl.reshape(sums, (TILE, 8)), 0)
+
+
+@triton.jit
+def _of_block(sums, b: tl.constexpr, n: tl.constexpr, TILE: tl.constexpr, TOKENS: tl.constexpr, GATED: tl.constexpr):
+    """Of the sums of a program, those of block b's 8 rows for token n; of gate and up, SiLU(gate) · up."""
+    if GATED:
+        return _silu_up(_total(sums[2 * b * TOKENS + n], TILE), _total(sums[(2 * b + 1) * TOKENS + n], TILE))
+    else:
+        return _total(sums[b * TOKENS + n], TILE)
 
 
 @triton.jit
@@ -309,6 +334,137 @@ def _add_multiplied(sums, tiles, x_rows, groups, inside, magic, MASKED: tl.const
         for m in tl.static_range(len(tiles)):
             for n in tl.static_range(len(x_rows)):
                 new = new + (tl.fma(weights[m], values[n], sums[m * len(x_rows) + n]),)
+        sums = new
+    return sums
+
+
+@triton.jit
+def _beside_128(words, p: tl.constexpr, base):
+    """fp32 of 128 plus byte p of words, less than 128: it becomes the upper bits of the mantissa of base, 128's bits."""
+    if ASSEMBLY:  # one instruction, for which the compiler has two
+        select = tl.full([1], 0x7044 + 0x100 * p, tl.int32)
+        raised = tl.inline_asm_elementwise(
+            "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r", [words, base, select], dtype=tl.int32, is_pure=True, pack=1
+        )
+    else:
+        raised = (words >> 8 * p & 255) << 16 | base
+    return raised.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _to_fp32(values):
+    """fp32 of values; of bf16 in one instruction each, for which the compiler has three for two."""
+    if ASSEMBLY and values.dtype == tl.bfloat16:
+        bits = tl.inline_asm_elementwise(
+            "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=r,=r,r", [values], dtype=tl.int32, is_pure=True, pack=2
+        )
+        return bits.to(tl.float32, bitcast=True)
+    else:
+        return values.to(tl.float32)
+
+
+@triton.jit
+def _columns(values):
+    """Of [units, 4], the four columns, [units] each; they stay in their threads."""
+    even, odd = tl.split(tl.reshape(values, (values.shape[0], 2, 2)))
+    zero, two = tl.split(even)
+    one, three = tl.split(odd)
+    return zero, one, two, three
+
+
+@triton.jit
+def _eight(x_at, inside, MASKED: tl.constexpr):
+    """x_at[0 … 7] of every unit as fp32, [units] each; of 16 bits, 16 bytes are one load."""
+    wide = inside[:, None]
+    if x_at.dtype.element_ty.primitive_bitwidth == 16:
+        both = _to_fp32(_load(x_at[:, None] + tl.arange(0, 8)[None, :], wide, MASKED, ""))
+        first, second = tl.split(tl.permute(tl.reshape(both, (both.shape[0], 2, 4)), (0, 2, 1)))
+    else:
+        four = x_at[:, None] + tl.arange(0, 4)[None, :]
+        first, second = _load(four, wide, MASKED, "").to(tl.float32), _load(four + 4, wide, MASKED, "").to(tl.float32)
+    return _columns(first) + _columns(second)
+
+
+@triton.jit
+def _sum_of_x(x_at, lanes, inside, SPAN: tl.constexpr, MASKED: tl.constexpr):
+    """Of every unit, x_at[0] + … + x_at[SPAN - 1]: lanes that share these add four each."""
+    LANES: tl.constexpr = SPAN // 4
+    at = (x_at + lanes % LANES * 4)[:, None] + tl.arange(0, 4)[None, :]
+    part = tl.sum(_to_fp32(_load(at, inside[:, None], MASKED, "")), 1)
+    total = tl.sum(tl.reshape(part, (part.shape[0] // LANES, LANES)), 1)
+    return tl.reshape(tl.broadcast_to(total[:, None], (part.shape[0] // LANES, LANES)), part.shape)
+
+
+@triton.jit
+def _bytes(tile, FORMAT: tl.constexpr):
+    """The integers of a K format in bytes: byte p of word c is weight 8p + c; eight words, [units] each."""
+    words = tile[0][0]
+    if FORMAT == "Q4_K":
+        return _columns(words & 0x0F0F0F0F) + _columns((words >> 4) & 0x0F0F0F0F)
+    else:
+        quad = tl.arange(0, 4)
+        if FORMAT == "Q5_K":
+            above = _rotated(tile[1][0], 4 - quad) & 0x11111111
+        else:
+            turn = 4 - quad % 2 * 2 + quad // 2 * 16
+            first, second = _rotated(tile[1][0], turn), _rotated(tile[1][1], (turn + 16) % 32)
+            above = ((first & 0x000FFFF0) | (second & ~0x000FFFF0)) & 0x33333333
+        even = (words & 0x0F0F0F0F) | (above & ~0x0F0F0F0F)
+        odd = (words & ~0x0F0F0F0F) | (above & 0x0F0F0F0F)
+        return _columns(even) + _columns(_turned(odd, -4))
+
+
+@triton.jit
+def _steps(tile, base, FORMAT: tl.constexpr):
+    """As `_scales`, of a K format, [units]."""
+    _, _, scales, d = tile
+    both = scales.to(tl.int32)
+    if FORMAT == "Q6_K":
+        step = d.to(tl.float32)
+        return step * ((both << 24) >> 24).to(tl.float32), step * (both >> 8).to(tl.float32), 0.0
+    else:
+        first = _low_half(d) * (_beside_128(both, 0, base) - 128.0)
+        return first, first, _low_half(d >> 16) * (_beside_128(both, 1, base) - 128.0)
+
+
+@triton.jit
+def _add_bytes(sums, tiles, x_rows, groups, inside, base, MASKED: tl.constexpr, FORMAT: tl.constexpr):
+    """`_add_multiplied` for the K formats; sums: [units]."""
+    SPANS: tl.constexpr = 2 if FORMAT == "Q6_K" else 1  # of weights with a scale
+    BASE: tl.constexpr = -160.0 if FORMAT == "Q6_K" else -128.0
+    N: tl.constexpr = len(x_rows)
+    lanes = tl.arange(0, groups.shape[0]) % 8
+    words = ()
+    for m in tl.static_range(len(tiles)):
+        words = words + (_bytes(tiles[m], FORMAT),)
+    for span in tl.static_range(SPANS):
+        dots = ()
+        for _ in tl.static_range(len(tiles) * N):
+            dots = dots + (tl.zeros(groups.shape, tl.float32),)
+        for p in tl.static_range(4 // SPANS * span, 4 // SPANS * (span + 1)):
+            values = ()
+            for n in tl.static_range(N):
+                values = values + (_eight(x_rows[n] + groups * 32 + 8 * p, inside, MASKED),)
+            for c in tl.static_range(8):
+                new = ()
+                for m in tl.static_range(len(tiles)):
+                    weight = _beside_128(words[m][c], p, base)
+                    for n in tl.static_range(N):
+                        new = new + (tl.fma(weight, values[n][c], dots[m * N + n]),)
+                dots = new
+        totals = ()
+        for n in tl.static_range(N):
+            x_at = x_rows[n] + groups * 32 + 32 // SPANS * span
+            totals = totals + (_sum_of_x(x_at, lanes, inside, 32 // SPANS, MASKED),)
+        new = ()
+        for m in tl.static_range(len(tiles)):
+            first, last, low = _steps(tiles[m], base, FORMAT)
+            for n in tl.static_range(N):
+                dot = tl.fma(totals[n], tl.full(groups.shape, BASE, tl.float32), dots[m * N + n])
+                total = tl.fma(dot, first if span == 0 else last, sums[m * N + n])
+                if FORMAT != "Q6_K":
+                    total = tl.fma(totals[n], -low, total)
+                new = new + (total,)
         sums = new
     return sums
 
@@ -387,7 +543,10 @@ def _add(
     if WARPS:
         return _add_tile(sums, tiles, x_rows, groups, groups < GROUPS, magic, MASKED, FORMAT, WARPS)
     else:
-        return _add_multiplied(sums, tiles, x_rows, groups, groups < GROUPS, magic, MASKED, FORMAT)
+        if len(tiles[0][0]) == 1:  # one plane of words: a K format
+            return _add_bytes(sums, tiles, x_rows, groups, groups < GROUPS, magic, MASKED, FORMAT)
+        else:
+            return _add_multiplied(sums, tiles, x_rows, groups, groups < GROUPS, magic, MASKED, FORMAT)
 
 
 @triton.jit
@@ -473,9 +632,7 @@ def _multiply_add_kernel(
     x_rows = ()
     for n in tl.static_range(TOKENS):
         x_rows = x_rows + (x + tl.minimum(first_token + n, N - 1).to(tl.int64) * x_stride,)
-    sums = ()
-    for _ in tl.static_range(MATRICES * BLOCKS * TOKENS):
-        sums = sums + (tl.zeros((TILE * 8, 4), tl.float32),)
+    sums = _no_products(MATRICES * BLOCKS * TOKENS, TILE, PLANES)
     sums = _add_all(
         sums, x_rows, W, up, first_block, last_block, group, lanes, magic, TILE, MATRICES, BLOCKS, GROUPS, FORMAT,
         PLANES, 0, AHEAD, DEPENDENT,
@@ -483,9 +640,7 @@ def _multiply_add_kernel(
     for b in tl.static_range(BLOCKS):
         row = (first_block + b) * 8 + tl.arange(0, 8)
         for n in tl.static_range(TOKENS):
-            total = _total(sums[b * MATRICES * TOKENS + n], TILE)
-            if GATED:
-                total = _silu_up(total, _total(sums[(2 * b + 1) * TOKENS + n], TILE))
+            total = _of_block(sums, b, n, TILE, TOKENS, GATED)
             y_at = y + (first_token + n).to(tl.int64) * y_stride + row
             tl.store(y_at, total.to(y.dtype.element_ty), mask=(row < rows) & (first_token + n < N))
 
@@ -626,11 +781,17 @@ def _multiply_add(W: Packed, x: Tensor, y: Tensor, choice: Choice, up: Packed | 
     check_choice(choice)
     ahead = _ahead(choice, x)
     arguments = _arguments(W, x, y, choice) | _ups(W, up) | {"GATED": up is not None, "TOKEN_AXIS": axis} | ahead
+    arguments["magic"] = magic_of(W)
     grid = _grid(W, x, choice)
     if axis:
         check_programs("x", len(x), "tokens", choice.tokens)
         grid = grid[::-1]
     return Launch(_multiply_add_kernel, grid, arguments, _options(choice, ahead["DEPENDENT"]))
+
+
+def magic_of(W: Packed) -> int:
+    """What the multiply-add kernels want as `magic`: bits of the fp32 128 of a K format, of 2^23 of the others."""
+    return BASE if W.words.shape[2] == 1 else MAGIC
 
 
 def _grid(W: Packed, x: Tensor, choice: Choice | Tile) -> tuple[int, int]:
