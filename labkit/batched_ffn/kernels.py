@@ -352,6 +352,18 @@ def _beside_128(words, p: tl.constexpr, base):
 
 
 @triton.jit
+def _chosen(mask: tl.constexpr, a, b):
+    """Bits of a where the mask has ones, of b elsewhere."""
+    if ASSEMBLY:  # one instruction, which the compiler takes apart when it knows that bits of a or b are 0
+        return tl.inline_asm_elementwise(
+            "lop3.b32 $0, $1, $2, $3, 0xe4;", "=r,r,r,r", [a, b, tl.full([1, 1], mask, tl.int32)], dtype=tl.int32,
+            is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        return (a & mask) | (b & ~mask)
+
+
+@triton.jit
 def _to_fp32(values):
     """fp32 of values; of bf16 in one instruction each, for which the compiler has three for two."""
     if ASSEMBLY and values.dtype == tl.bfloat16:
@@ -405,12 +417,13 @@ def _bytes(tile, FORMAT: tl.constexpr):
         quad = tl.arange(0, 4)
         if FORMAT == "Q5_K":
             above = _rotated(tile[1][0], 4 - quad) & 0x11111111
-        else:
-            turn = 4 - quad % 2 * 2 + quad // 2 * 16
-            first, second = _rotated(tile[1][0], turn), _rotated(tile[1][1], (turn + 16) % 32)
-            above = ((first & 0x000FFFF0) | (second & ~0x000FFFF0)) & 0x33333333
-        even = (words & 0x0F0F0F0F) | (above & ~0x0F0F0F0F)
-        odd = (words & ~0x0F0F0F0F) | (above & 0x0F0F0F0F)
+        else:  # of words 0 and 1, and of 2 and 3
+            first, second = tile[1]
+            lower = (first & 0xFFFF) | (second << 16)
+            upper = ((first >> 16) & 0xFFFF) | (second & ~0xFFFF)
+            above = tl.where(quad[None, :] < 2, _rotated(lower, 4 - quad % 2 * 2), _rotated(upper, 4 - quad % 2 * 2))
+            above = above & 0x33333333
+        even, odd = _chosen(0x0F0F0F0F, words, above), _chosen(0x0F0F0F0F, above, words)
         return _columns(even) + _columns(_turned(odd, -4))
 
 
@@ -438,9 +451,13 @@ def _add_bytes(sums, tiles, x_rows, groups, inside, base, MASKED: tl.constexpr, 
     for m in tl.static_range(len(tiles)):
         words = words + (_bytes(tiles[m], FORMAT),)
     for span in tl.static_range(SPANS):
-        dots = ()
-        for _ in tl.static_range(len(tiles) * N):
-            dots = dots + (tl.zeros(groups.shape, tl.float32),)
+        totals, dots = (), ()
+        for n in tl.static_range(N):
+            x_at = x_rows[n] + groups * 32 + 32 // SPANS * span
+            totals = totals + (_sum_of_x(x_at, lanes, inside, 32 // SPANS, MASKED),)
+        for m in tl.static_range(len(tiles)):
+            for n in tl.static_range(N):
+                dots = dots + (totals[n] * BASE,)
         for p in tl.static_range(4 // SPANS * span, 4 // SPANS * (span + 1)):
             values = ()
             for n in tl.static_range(N):
@@ -452,16 +469,11 @@ def _add_bytes(sums, tiles, x_rows, groups, inside, base, MASKED: tl.constexpr, 
                     for n in tl.static_range(N):
                         new = new + (tl.fma(weight, values[n][c], dots[m * N + n]),)
                 dots = new
-        totals = ()
-        for n in tl.static_range(N):
-            x_at = x_rows[n] + groups * 32 + 32 // SPANS * span
-            totals = totals + (_sum_of_x(x_at, lanes, inside, 32 // SPANS, MASKED),)
         new = ()
         for m in tl.static_range(len(tiles)):
             first, last, low = _steps(tiles[m], base, FORMAT)
             for n in tl.static_range(N):
-                dot = tl.fma(totals[n], tl.full(groups.shape, BASE, tl.float32), dots[m * N + n])
-                total = tl.fma(dot, first if span == 0 else last, sums[m * N + n])
+                total = tl.fma(dots[m * N + n], first if span == 0 else last, sums[m * N + n])
                 if FORMAT != "Q6_K":
                     total = tl.fma(totals[n], -low, total)
                 new = new + (total,)
