@@ -644,13 +644,10 @@ def test_weights_are_loaded_16_bytes_a_thread_and_once_for_eight_tokens(name):
     found = compiled.evidence(product(W, 17, choose.rule(17, W.columns, name)), 90)
     assert (found["spill_bytes"], found["matrix"], found["atomics"]) == (0, {}, 0)
     assert found["ctas_per_sm"] * found["num_warps"] >= 12
-    if W.words.shape[2] == 1:  # of x, for each of 8 tokens: all eight bf16 at a time, four for a sum that lanes share
-        words, values = {"128": 1 + 4 * 8}, 8 * (2 if name == "Q6_K" else 1)
-    else:  # four bf16 a thread: 8 parts of a group
-        words, values = {"128": W.words.shape[2]}, 8 * 8
-    tiles = found["loads"]["64"] // values
+    parts = 8 + {"Q4_K": 1, "Q5_K": 1, "Q6_K": 2}.get(name, 0)  # of a group, and for sums that lanes share
+    tiles = found["loads"]["64"] // (parts * 8)  # of x, four bf16 a thread: parts, 8 tokens
+    expected = {"128": W.words.shape[2], "64": parts * 8} | BESIDE[name]
     assert tiles >= 1
-    expected = words | {"64": values} | BESIDE[name]
     assert found["loads"] == {bits: tiles * count for bits, count in expected.items()}
 
 

@@ -395,24 +395,29 @@ def _columns(values):
 
 
 @triton.jit
-def _eight(x_at, inside, MASKED: tl.constexpr):
-    """x_at[0 … 7] of every unit as fp32, [units] each; of 16 bits, 16 bytes are one load."""
-    wide = inside[:, None]
-    if x_at.dtype.element_ty.primitive_bitwidth == 16:
-        both = _to_fp32(_load(x_at[:, None] + tl.arange(0, 8)[None, :], wide, MASKED, ""))
+def _four(x_at, inside, MASKED: tl.constexpr):
+    """x_at[0 … 3] of every unit as fp32, [units, 4]."""
+    return _to_fp32(_load(x_at[:, None] + tl.arange(0, 4)[None, :], inside[:, None], MASKED, ""))
+
+
+@triton.jit
+def _columns_of_x(x_at, inside, COUNT: tl.constexpr, MASKED: tl.constexpr):
+    """x_at[0 … COUNT - 1], 4 or 8, of every unit as fp32, [units] each; 8 of 16 bits, 16 bytes, are one load."""
+    if COUNT == 4:
+        return _columns(_four(x_at, inside, MASKED))
+    elif x_at.dtype.element_ty.primitive_bitwidth == 16:
+        both = _to_fp32(_load(x_at[:, None] + tl.arange(0, 8)[None, :], inside[:, None], MASKED, ""))
         first, second = tl.split(tl.permute(tl.reshape(both, (both.shape[0], 2, 4)), (0, 2, 1)))
+        return _columns(first) + _columns(second)
     else:
-        four = x_at[:, None] + tl.arange(0, 4)[None, :]
-        first, second = _load(four, wide, MASKED, "").to(tl.float32), _load(four + 4, wide, MASKED, "").to(tl.float32)
-    return _columns(first) + _columns(second)
+        return _columns(_four(x_at, inside, MASKED)) + _columns(_four(x_at + 4, inside, MASKED))
 
 
 @triton.jit
 def _sum_of_x(x_at, lanes, inside, SPAN: tl.constexpr, MASKED: tl.constexpr):
     """Of every unit, x_at[0] + … + x_at[SPAN - 1]: lanes that share these add four each."""
     LANES: tl.constexpr = SPAN // 4
-    at = (x_at + lanes % LANES * 4)[:, None] + tl.arange(0, 4)[None, :]
-    part = tl.sum(_to_fp32(_load(at, inside[:, None], MASKED, "")), 1)
+    part = tl.sum(_four(x_at + lanes % LANES * 4, inside, MASKED), 1)
     total = tl.sum(tl.reshape(part, (part.shape[0] // LANES, LANES)), 1)
     return tl.reshape(tl.broadcast_to(total[:, None], (part.shape[0] // LANES, LANES)), part.shape)
 
@@ -456,6 +461,7 @@ def _add_bytes(sums, tiles, x_rows, groups, inside, base, MASKED: tl.constexpr, 
     SPANS: tl.constexpr = 2 if FORMAT == "Q6_K" else 1  # of weights with one scale
     LESS: tl.constexpr = -160.0 if FORMAT == "Q6_K" else -128.0
     N: tl.constexpr = len(x_rows)
+    STEP: tl.constexpr = 8 if N == 1 else 4  # columns; more tokens have no registers for 16 bytes of each
     lanes = tl.arange(0, groups.shape[0]) % 8
     words = ()
     for m in tl.static_range(len(tiles)):
@@ -467,14 +473,14 @@ def _add_bytes(sums, tiles, x_rows, groups, inside, base, MASKED: tl.constexpr, 
             totals = totals + (_sum_of_x(x_at, lanes, inside, 32 // SPANS, MASKED),)
         for i in tl.static_range(len(tiles) * N):
             dots = dots + (totals[i % N] * LESS,)
-        for p in tl.static_range(4 // SPANS * span, 4 // SPANS * (span + 1)):
+        for k in tl.static_range(32 // SPANS * span, 32 // SPANS * (span + 1), STEP):
             values = ()
             for n in tl.static_range(N):
-                values = values + (_eight(x_rows[n] + groups * 32 + 8 * p, inside, MASKED),)
-            for c in tl.static_range(8):
+                values = values + (_columns_of_x(x_rows[n] + groups * 32 + k, inside, STEP, MASKED),)
+            for c in tl.static_range(STEP):
                 new = ()
                 for m in tl.static_range(len(tiles)):
-                    weight = _beside_128(words[m][c], p, base)
+                    weight = _beside_128(words[m][(k + c) % 8], k // 8, base)
                     for n in tl.static_range(N):
                         new = new + (tl.fma(weight, values[n][c], dots[m * N + n]),)
                 dots = new
