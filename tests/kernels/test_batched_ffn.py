@@ -96,7 +96,7 @@ def test_sums_of_bytes_beside_128_are_within_their_bound(name, sign, device):
     rounding = 2.0**-20 * reference.product(exact.abs(), x.abs())  # of products and sums of whole weights
     assert (off <= allowed(blocks, name, x) + rounding).all()
     assert (off <= 4 * rounding).all()
-    # the test has power: an integer of each row that is one step off is beyond both
+    # the test has power: an integer that is one step off would be beyond it
     step = (exact.amax(1) - exact.amin(1)) / 63
     assert (step * x.abs().amax(1, keepdim=True) > 4 * rounding).all()
     assert off.max() > 0
