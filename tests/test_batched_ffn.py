@@ -673,8 +673,10 @@ def test_weights_are_loaded_16_bytes_a_thread_and_once_for_eight_tokens(name):
     found = compiled.evidence(product(W, 17, choose.rule(17, W.columns, name)), 90)
     assert (found["spill_bytes"], found["matrix"], found["atomics"]) == (0, {}, 0)
     assert found["ctas_per_sm"] * found["num_warps"] >= 12
-    tiles = found["loads"]["64"] // (8 * 8)  # of x, four bf16 a thread: 8 parts of a group, 8 tokens
-    expected = {"128": W.words.shape[2], "64": 8 * 8} | BESIDE[name]
+    parts = 8 + {"Q4_K": 1, "Q5_K": 1, "Q6_K": 2}.get(name, 0)  # of a group, and for sums that lanes share
+    tiles = found["loads"]["64"] // (parts * 8)  # of x, four bf16 a thread: parts, 8 tokens
+    expected = {"128": W.words.shape[2], "64": parts * 8} | BESIDE[name]
+    assert tiles >= 1
     assert found["loads"] == {bits: tiles * count for bits, count in expected.items()}
 
 
@@ -792,6 +794,11 @@ def test_tokens_and_rows_of_a_program_do_not_change_the_order_of_sums():
     orders = [order_of_sums(product(W, *case)) for case in cases] + [order_of_sums(product(W, 8, None, gated=True))]
     assert len(orders[0]) == 2  # four weights of a thread, then the groups of a row
     assert all(order == orders[0] for order in orders)
+    for name in ("Q4_K", "Q6_K"):  # of x as well, four values of a thread, then those of lanes
+        some = [order_of_sums(product(blank(name), *case)) for case in cases]
+        some.append(order_of_sums(product(blank(name), 8, None, gated=True)))
+        assert len(some[0]) == 3
+        assert all(order == some[0] for order in some)
     rows = torch.zeros((W.rows, W.columns // 32 * 34), dtype=torch.uint8)
     x, y = activations(W, 1)
     assert order_of_sums(beside.stored(rows, x, y)) == order_of_sums(kernels.per_token(W, x, y)[0])

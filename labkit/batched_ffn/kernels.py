@@ -38,6 +38,16 @@ the same group, so that they share their values of x. Small integers become floa
 a quarter of the rate: put into the mantissa of 2^23, from which 2^23 is then subtracted, exact (the trick is an old
 one; for 4-bit weights: Kim et al. 2022, arXiv 2211.10017). They stay where they stand in the word, and the scale is
 divided by their place instead, exact too. Source of the batching: SharpInference issue 121.
+
+Multiply-add of the K formats goes without the subtraction. Integers q are brought into bytes, four at a time; one byte
+permutation then puts one into the mantissa of 128, which makes it 128 + q. Σ x (128 + q) starts at -128 Σ x (Q6_K,
+whose q stand for q - 32: -160), a sum that all rows share and 8 lanes share the work of; scale and minimum follow once
+for all 32 (Q6_K: 16) weights that have them. What is left of a weight are the permutation and an fma a token.
+
+The price: partial sums are up to 128 (Q6_K: 160) times Σ |x| of the weights of one scale, and each of their 32 (16)
+fma and of 7 other roundings is off by 2^-24 of that at most: together by less than 2^-11 of Σ |x| · scale, were all as
+bad and of one sign. Of random values it is about 2^-21 of Σ |x| |w| in Q4_K, less in the others; of sums in fp32 alone,
+2^-26. Infinity in x gives NaN, since it is subtracted again.
 """
 
 # ruff: noqa: RUF005 (Triton's tuples grow by +; it does not know (*a, b))
@@ -67,6 +77,8 @@ from labkit.launch import Launch
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MAGIC = 0x4B000000  # the fp32 2^23
+BASE = 0x43000000  # the fp32 128: the lowest bit of its exponent is 0, so that a byte less than 128 fits in below
+ASSEMBLY = tl.constexpr(not triton.knobs.runtime.interpret)  # which the interpreter has not
 MOST_PROGRAMS = 65535  # along the second dimension of a grid
 REGISTERS = 65536  # of a multiprocessor, of every generation since Kepler
 
@@ -261,9 +273,32 @@ def _silu_up(gate, up):
 
 
 @triton.jit
+def _no_products(COUNT: tl.constexpr, TILE: tl.constexpr, PLANES: tl.constexpr):
+    """Sums of units to add products to: of a K format, the one with one plane, [units], of the others [units, 4]."""
+    sums = ()
+    for _ in tl.static_range(COUNT):
+        if PLANES == 1:
+            sums = sums + (tl.zeros((TILE * 8,), tl.float32),)
+        else:
+            sums = sums + (tl.zeros((TILE * 8, 4), tl.float32),)
+    return sums
+
+
+@triton.jit
 def _total(sums, TILE: tl.constexpr):
-    """Of sums of units, [units, 4], those of the 8 rows."""
-    return tl.sum(tl.reshape(tl.sum(sums, 1), (TILE, 8)), 0)
+    """Of sums of units, [units] or [units, 4], those of the 8 rows."""
+    if len(sums.shape) == 2:
+        sums = tl.sum(sums, 1)
+    return tl.sum(tl.reshape(sums, (TILE, 8)), 0)
+
+
+@triton.jit
+def _of_block(sums, b: tl.constexpr, n: tl.constexpr, TILE: tl.constexpr, TOKENS: tl.constexpr, GATED: tl.constexpr):
+    """Of the sums of a program, those of block b's 8 rows for token n; of gate and up, SiLU(gate) · up."""
+    if GATED:
+        return _silu_up(_total(sums[2 * b * TOKENS + n], TILE), _total(sums[(2 * b + 1) * TOKENS + n], TILE))
+    else:
+        return _total(sums[b * TOKENS + n], TILE)
 
 
 @triton.jit
@@ -309,6 +344,154 @@ def _add_multiplied(sums, tiles, x_rows, groups, inside, magic, MASKED: tl.const
         for m in tl.static_range(len(tiles)):
             for n in tl.static_range(len(x_rows)):
                 new = new + (tl.fma(weights[m], values[n], sums[m * len(x_rows) + n]),)
+        sums = new
+    return sums
+
+
+@triton.jit
+def _beside_128(words, p: tl.constexpr, base):
+    """fp32 of 128 plus byte p of words, which is less than 128 and goes into the mantissa of base, the bits of 128."""
+    if ASSEMBLY:  # one instruction, for which the compiler has two
+        select = tl.full([1], 0x7044 + 0x100 * p, tl.int32)
+        raised = tl.inline_asm_elementwise(
+            "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r", [words, base, select], dtype=tl.int32, is_pure=True, pack=1
+        )
+    else:
+        raised = (words >> 8 * p & 255) << 16 | base
+    return raised.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _chosen(mask: tl.constexpr, a, b):
+    """Bits of a where the mask has ones, of b elsewhere."""
+    if ASSEMBLY:  # one instruction, which the compiler takes apart when it knows that bits of a or b are 0
+        return tl.inline_asm_elementwise(
+            "lop3.b32 $0, $1, $2, $3, 0xe4;", "=r,r,r,r", [a, b, tl.full([1, 1], mask, tl.int32)], dtype=tl.int32,
+            is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        return (a & mask) | (b & ~mask)
+
+
+@triton.jit
+def _to_fp32(values):
+    """fp32 of values; of bf16 in one instruction each, for which the compiler has three for two."""
+    if ASSEMBLY and values.dtype == tl.bfloat16:
+        bits = tl.inline_asm_elementwise(
+            "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=r,=r,r", [values], dtype=tl.int32, is_pure=True, pack=2
+        )
+        return bits.to(tl.float32, bitcast=True)
+    else:
+        return values.to(tl.float32)
+
+
+@triton.jit
+def _columns(values):
+    """Of [units, 4], the four columns, [units] each; they stay in their threads."""
+    even, odd = tl.split(tl.reshape(values, (values.shape[0], 2, 2)))
+    zero, two = tl.split(even)
+    one, three = tl.split(odd)
+    return zero, one, two, three
+
+
+@triton.jit
+def _four(x_at, inside, MASKED: tl.constexpr):
+    """x_at[0 … 3] of every unit as fp32, [units, 4]."""
+    return _to_fp32(_load(x_at[:, None] + tl.arange(0, 4)[None, :], inside[:, None], MASKED, ""))
+
+
+@triton.jit
+def _columns_of_x(x_at, inside, COUNT: tl.constexpr, MASKED: tl.constexpr):
+    """x_at[0 … COUNT - 1], 4 or 8, of every unit as fp32, [units] each; 8 of 16 bits, 16 bytes, are one load."""
+    if COUNT == 4:
+        return _columns(_four(x_at, inside, MASKED))
+    elif x_at.dtype.element_ty.primitive_bitwidth == 16:
+        both = _to_fp32(_load(x_at[:, None] + tl.arange(0, 8)[None, :], inside[:, None], MASKED, ""))
+        first, second = tl.split(tl.permute(tl.reshape(both, (both.shape[0], 2, 4)), (0, 2, 1)))
+        return _columns(first) + _columns(second)
+    else:
+        return _columns(_four(x_at, inside, MASKED)) + _columns(_four(x_at + 4, inside, MASKED))
+
+
+@triton.jit
+def _sum_of_x(x_at, lanes, inside, SPAN: tl.constexpr, MASKED: tl.constexpr):
+    """Of every unit, x_at[0] + … + x_at[SPAN - 1]: lanes that share these add four each."""
+    LANES: tl.constexpr = SPAN // 4
+    part = tl.sum(_four(x_at + lanes % LANES * 4, inside, MASKED), 1)
+    total = tl.sum(tl.reshape(part, (part.shape[0] // LANES, LANES)), 1)
+    return tl.reshape(tl.broadcast_to(total[:, None], (part.shape[0] // LANES, LANES)), part.shape)
+
+
+@triton.jit
+def _bytes(tile, FORMAT: tl.constexpr):
+    """The integers of a K format in bytes: byte p of word c is weight 8p + c; eight words, [units] each."""
+    words = tile[0][0]
+    if FORMAT == "Q4_K":
+        return _columns(words & 0x0F0F0F0F) + _columns((words >> 4) & 0x0F0F0F0F)
+    else:
+        quad = tl.arange(0, 4)
+        if FORMAT == "Q5_K":
+            above = _rotated(tile[1][0], 4 - quad) & 0x11111111
+        else:  # of words 0 and 1, and of 2 and 3
+            first, second = tile[1]
+            lower = (first & 0xFFFF) | (second << 16)
+            upper = ((first >> 16) & 0xFFFF) | (second & ~0xFFFF)
+            above = tl.where(quad[None, :] < 2, _rotated(lower, 4 - quad % 2 * 2), _rotated(upper, 4 - quad % 2 * 2))
+            above = above & 0x33333333
+        even, odd = _chosen(0x0F0F0F0F, words, above), _chosen(0x0F0F0F0F, above, words)
+        return _columns(even) + _columns(_turned(odd, -4))
+
+
+@triton.jit
+def _steps(tile, base, FORMAT: tl.constexpr):
+    """As `_scales`, of a K format, [units]."""
+    _, _, scales, d = tile
+    both = scales.to(tl.int32)
+    if FORMAT == "Q6_K":
+        step = d.to(tl.float32)
+        return step * ((both << 24) >> 24).to(tl.float32), step * (both >> 8).to(tl.float32), 0.0
+    else:
+        first = _low_half(d) * (_beside_128(both, 0, base) - 128.0)
+        return first, first, _low_half(d >> 16) * (_beside_128(both, 1, base) - 128.0)
+
+
+@triton.jit
+def _add_bytes(sums, tiles, x_rows, groups, inside, base, MASKED: tl.constexpr, FORMAT: tl.constexpr):
+    """`_add_multiplied` for the K formats, by Σ x (128 + q) - 128 Σ x. sums: [units]; base: bits of the fp32 128."""
+    SPANS: tl.constexpr = 2 if FORMAT == "Q6_K" else 1  # of weights with one scale
+    LESS: tl.constexpr = -160.0 if FORMAT == "Q6_K" else -128.0
+    N: tl.constexpr = len(x_rows)
+    STEP: tl.constexpr = 8 if N == 1 else 4  # columns; more tokens have no registers for 16 bytes of each
+    lanes = tl.arange(0, groups.shape[0]) % 8
+    words = ()
+    for m in tl.static_range(len(tiles)):
+        words = words + (_bytes(tiles[m], FORMAT),)
+    for span in tl.static_range(SPANS):
+        totals, dots = (), ()
+        for n in tl.static_range(N):
+            x_at = x_rows[n] + groups * 32 + 32 // SPANS * span
+            totals = totals + (_sum_of_x(x_at, lanes, inside, 32 // SPANS, MASKED),)
+        for i in tl.static_range(len(tiles) * N):
+            dots = dots + (totals[i % N] * LESS,)
+        for k in tl.static_range(32 // SPANS * span, 32 // SPANS * (span + 1), STEP):
+            values = ()
+            for n in tl.static_range(N):
+                values = values + (_columns_of_x(x_rows[n] + groups * 32 + k, inside, STEP, MASKED),)
+            for c in tl.static_range(STEP):
+                new = ()
+                for m in tl.static_range(len(tiles)):
+                    weight = _beside_128(words[m][(k + c) % 8], k // 8, base)
+                    for n in tl.static_range(N):
+                        new = new + (tl.fma(weight, values[n][c], dots[m * N + n]),)
+                dots = new
+        new = ()
+        for m in tl.static_range(len(tiles)):
+            first, last, low = _steps(tiles[m], base, FORMAT)
+            for n in tl.static_range(N):
+                total = tl.fma(dots[m * N + n], first if span == 0 else last, sums[m * N + n])
+                if FORMAT != "Q6_K":
+                    total = tl.fma(totals[n], -low, total)
+                new = new + (total,)
         sums = new
     return sums
 
@@ -424,7 +607,10 @@ def _add(
     if WARPS:
         return _add_tile(sums, tiles, x_rows, groups, groups < GROUPS, magic, MASKED, FORMAT, WARPS)
     else:
-        return _add_multiplied(sums, tiles, x_rows, groups, groups < GROUPS, magic, MASKED, FORMAT)
+        if len(tiles[0][0]) == 1:  # one plane of words: a K format
+            return _add_bytes(sums, tiles, x_rows, groups, groups < GROUPS, magic, MASKED, FORMAT)
+        else:
+            return _add_multiplied(sums, tiles, x_rows, groups, groups < GROUPS, magic, MASKED, FORMAT)
 
 
 @triton.jit
@@ -526,9 +712,7 @@ def _multiply_add_kernel(
     x_rows = ()
     for n in tl.static_range(TOKENS):
         x_rows = x_rows + (x + tl.minimum(first_token + n, N - 1).to(tl.int64) * x_stride,)
-    sums = ()
-    for _ in tl.static_range(MATRICES * BLOCKS * TOKENS):
-        sums = sums + (tl.zeros((TILE * 8, 4), tl.float32),)
+    sums = _no_products(MATRICES * BLOCKS * TOKENS, TILE, PLANES)
     sums = _add_all(
         sums, x_rows, W, up, first_block, last_block, group, lanes, magic, TILE, MATRICES, BLOCKS, GROUPS, FORMAT,
         PLANES, 0, AHEAD, DEPENDENT,
@@ -536,9 +720,7 @@ def _multiply_add_kernel(
     for b in tl.static_range(BLOCKS):
         row = (first_block + b) * 8 + tl.arange(0, 8)
         for n in tl.static_range(TOKENS):
-            total = _total(sums[b * MATRICES * TOKENS + n], TILE)
-            if GATED:
-                total = _silu_up(total, _total(sums[(2 * b + 1) * TOKENS + n], TILE))
+            total = _of_block(sums, b, n, TILE, TOKENS, GATED)
             y_at = y + (first_token + n).to(tl.int64) * y_stride + row
             tl.store(y_at, total.to(y.dtype.element_ty), mask=(row < rows) & (first_token + n < N))
 
@@ -638,8 +820,8 @@ def weight_stationary(
 
     With up: y[n] = SiLU(W x[n]) · (up x[n]), both matrices read by the same programs.
     W: [rows, K]. x: [N, K] and y: [N, rows], bf16, fp16 or fp32 each, values of a token adjacent, on W's device. up:
-    like W, or None. Dequantised in fp32 to the bits of `formats.dequantise`; sums in fp32. choice: `choose.rule`'s by
-    default. ValueError for anything else.
+    like W, or None. Sums in fp32, of weights with the bits of `formats.dequantise`; of a K format as exact, or with the
+    error of the module's docstring, for finite x. choice: `choose.rule`'s by default. ValueError for anything else.
     """
     check_product(W, x, y, up)
     return _multiply_add(W, x, y, choice or rule(len(x), W.columns, W.format.name, up is not None), up)
@@ -694,11 +876,17 @@ def _multiply_add(W: Packed, x: Tensor, y: Tensor, choice: Choice, up: Packed | 
     check_choice(choice)
     ahead = _ahead(choice, x)
     arguments = _arguments(W, x, y, choice) | _ups(W, up) | {"GATED": up is not None, "TOKEN_AXIS": axis} | ahead
+    arguments["magic"] = magic_of(W)
     grid = _grid(W, x, choice)
     if axis:
         check_programs("x", len(x), "tokens", choice.tokens)
         grid = grid[::-1]
     return Launch(_multiply_add_kernel, grid, arguments, _options(choice, ahead["DEPENDENT"]))
+
+
+def magic_of(W: Packed) -> int:
+    """The multiply-add kernels' `magic`: bits of the fp32 128 for a K format, of 2^23 for the others."""
+    return BASE if W.words.shape[2] == 1 else MAGIC
 
 
 def _grid(W: Packed, x: Tensor, choice: Choice | Tile) -> tuple[int, int]:

@@ -40,14 +40,15 @@ from labkit.batched_ffn.kernels import (
     MOST_PROGRAMS,
     _add,
     _ask,
+    _no_products,
     _no_sums,
+    _of_block,
     _of_rows,
     _options,
-    _silu_up,
     _tiles,
-    _total,
     _turn,
     _units,
+    magic_of,
 )
 from labkit.checks import check_device, check_tensor
 from labkit.dependent import wait_for_inputs
@@ -155,9 +156,7 @@ def _grouped_multiply_add_kernel(
         member = tl.load(order + first + tl.minimum(n, count - 1))
         members = members + (member.to(tl.int64),)
         x_rows = x_rows + (x + (member // slots_a_row).to(tl.int64) * x_stride,)
-    sums = ()
-    for _ in tl.static_range(MATRICES * BLOCKS * TOKENS):
-        sums = sums + (tl.zeros((TILE * 8, 4), tl.float32),)
+    sums = _no_products(MATRICES * BLOCKS * TOKENS, TILE, PLANES)
     for t in range(tl.cdiv(GROUPS, TILE)):
         groups = t * TILE + units // 8
         loaded = _tiles(W, up, first_block, last_block, groups, lanes, MATRICES, BLOCKS, GROUPS, MASKED, FORMAT, PLANES)
@@ -166,9 +165,7 @@ def _grouped_multiply_add_kernel(
     for b in tl.static_range(BLOCKS):
         row = (first_block + b) * 8 + tl.arange(0, 8)
         for n in tl.static_range(TOKENS):
-            total = _total(sums[b * MATRICES * TOKENS + n], TILE)
-            if GATED:
-                total = _silu_up(total, _total(sums[(2 * b + 1) * TOKENS + n], TILE))
+            total = _of_block(sums, b, n, TILE, TOKENS, GATED)
             y_at = y + members[n] * y_stride + row
             tl.store(y_at, total.to(y.dtype.element_ty), mask=(row < rows) & (n < count))
 
@@ -485,7 +482,7 @@ def _grouped(
         args |= {"DEPENDENT": choice.dependent and has_dependent_launch(x.device)}
     else:
         kernel, steps = _grouped_multiply_add_kernel, 1
-        args |= {"TILE": choice.groups}
+        args |= {"TILE": choice.groups, "magic": magic_of(first)}
     args |= {"PLANES": first.words.shape[2], "BLOCKS": blocks, "TOKENS": choice.tokens}
     grid = (triton.cdiv(first.rows, ROWS * blocks * steps), len(made.tiles))
     return Launch(kernel, grid, args | {"GATED": len(roles) > 1}, _options(choice, args.get("DEPENDENT", False)))

@@ -173,7 +173,8 @@ def test_every_format(format, device):
     steps = {"matrix": True, "choice": Tile(2, 8, 4, steps=4, ahead=2)}  # more rows than there are
     for options in ({"choice": Choice(blocks=4)}, {"matrix": True, "choice": TILE}, steps):
         run(routed.grouped_indexed(held, everything(device, 2), made, **options), routed.weighted_sum(made))
-        assert error(made.y, expected(made, format, **of)) < 1e-6
+        limit = 1e-6 if format == "F32" or "matrix" in options else 1e-5  # multiply-add takes 128 away from K formats
+        assert error(made.y, expected(made, format, **of)) < limit
         made.y.fill_(float("nan"))
 
 
