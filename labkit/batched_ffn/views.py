@@ -96,7 +96,8 @@ def choices(formats: Sequence[str], tokens: Sequence[int]) -> pd.DataFrame:
                 for variant, choice in made.items():
                     line = {"rows": rows, "K": K, "variant": variant, "N from": n, "format": format}
                     line |= {"blocks": choice.blocks, "tokens": choice.tokens, "warps": choice.num_warps}
-                    line |= {"ahead": choice.ahead, "dependent": "yes" if choice.dependent else "no"}
+                    line |= {"shares": getattr(choice, "shares", 0), "ahead": choice.ahead}
+                    line |= {"dependent": "yes" if choice.dependent else "no"}
                     found.append(line | {"passes": tables.passes(variant, line | {"N": n})})
     table = pd.DataFrame(found)
     table = table[~table.drop(columns="N from").duplicated()]
