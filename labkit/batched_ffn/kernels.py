@@ -518,13 +518,17 @@ def _no_sums(COUNT: tl.constexpr, WARPS: tl.constexpr):
 
 
 @triton.jit
-def _of_rows(total, first_block, m: tl.constexpr, GATED: tl.constexpr):
-    """Rows of pair m of blocks, and their values, of sums [16, 8]; of gate and up, 8 rows each, SiLU(gate) · up."""
-    if GATED:
-        gate, up = tl.split(tl.permute(tl.reshape(total, (2, 8, 8)), (1, 2, 0)))
-        return (first_block + m) * 8 + tl.arange(0, 8), _silu_up(gate, up)
-    else:
-        return (first_block + 2 * m) * 8 + tl.arange(0, 16), total
+def _gated(total, block):
+    """The rows of a block, and SiLU(gate) · up of sums [16, 8], 8 rows of each."""
+    gate, up = tl.split(tl.permute(tl.reshape(total, (2, 8, 8)), (1, 2, 0)))
+    return block * 8 + tl.arange(0, 8), _silu_up(gate, up)
+
+
+@triton.jit
+def _rows_of(upper, lower):
+    """The rows of two blocks."""
+    sixteen = tl.arange(0, 16)
+    return tl.where(sixteen < 8, upper, lower - 1) * 8 + sixteen
 
 
 @triton.jit
@@ -633,12 +637,17 @@ def _ask(
 
 
 @triton.jit
-def _turn(asked, tiles):
-    """Without the first one, and with tiles at the end."""
+def _without_first(asked):
     rest = ()
     for s in tl.static_range(1, len(asked)):
         rest = rest + (asked[s],)
-    return rest + (tiles,)
+    return rest
+
+
+@triton.jit
+def _turn(asked, tiles):
+    """Without the first one, and with tiles at the end."""
+    return _without_first(asked) + (tiles,)
 
 
 @triton.jit
@@ -726,21 +735,64 @@ def _multiply_add_kernel(
 
 
 @triton.jit
+def _blocks(
+    W, up, strips, all_blocks, MATRICES: tl.constexpr, BLOCKS: tl.constexpr, GROUPS: tl.constexpr, FORMAT: tl.constexpr,
+    PLANES: tl.constexpr,
+):  # fmt: skip
+    """Where the first strip's blocks of 8 rows begin, and the arrays from there on; of two MATRICES, those of up too.
+
+    A strip's blocks are `strips` apart, so that what follows a strip's last tile is the next one's first. Where they do
+    not come out even, the last ones are read twice.
+    """
+    firsts, arrays = (), ()
+    for b in tl.static_range(BLOCKS):
+        first = tl.minimum(b * strips, all_blocks - strips)
+        firsts = firsts + (first,)
+        for s in tl.static_range(MATRICES):
+            if s == 0:
+                words, high, scales, d = W
+            else:
+                words, high, scales, d = up
+            arrays = arrays + (_block(words, high, scales, d, first, GROUPS, FORMAT, PLANES),)
+    return firsts, arrays
+
+
+@triton.jit
+def _tile_of(
+    arrays, t, strip, group, lane, TILE: tl.constexpr, GROUPS: tl.constexpr, FORMAT: tl.constexpr, PLANES: tl.constexpr,
+):  # fmt: skip
+    """What `_read` has of tile t of all strips, from each of the arrays. strip: of tile t, where the last is a part."""
+    TILES: tl.constexpr = (GROUPS + TILE - 1) // TILE
+    MASKED: tl.constexpr = GROUPS % TILE != 0
+    HIGH: tl.constexpr = 16 if FORMAT == "Q6_K" else 8
+    inside, first = group < GROUPS, t.to(tl.int64) * TILE
+    if MASKED:
+        inside, first = (t - strip * TILES) * TILE + group < GROUPS, first - strip * (TILES * TILE - GROUPS)
+    above = group // 8
+    if TILE % 8 != 0:
+        above = ((first % 8).to(tl.int32) + group) // 8
+    tiles = ()
+    for a in tl.static_range(len(arrays)):
+        words, high, scales, d = arrays[a]
+        W = words + first * (PLANES * 32), high + first * HIGH, scales + first * 8, d + first // 8 * 8
+        tiles = tiles + (_read(W, group, above, lane, inside, 1 if MASKED else 0, FORMAT, PLANES),)
+    return tiles
+
+
+@triton.jit
 def _tensor_core_kernel(
-    x, y, words, high, scales, d, up_words, up_high, up_scales, up_d, partials, counters, N, rows, each, more,
+    x, y, words, high, scales, d, up_words, up_high, up_scales, up_d, partials, counters, N, rows, strips, each, more,
     x_stride, y_stride, magic,
     GROUPS: tl.constexpr, FORMAT: tl.constexpr, PLANES: tl.constexpr, WARPS: tl.constexpr, BLOCKS: tl.constexpr,
     TOKENS: tl.constexpr, GATED: tl.constexpr, SHARERS: tl.constexpr, DEPTH: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """One program: TOKENS tokens, a share of the tiles: those of BLOCKS blocks of 8 rows, then those of the next ones.
+    """One program: TOKENS tokens, a share of the tiles: of a strip, BLOCKS blocks of 8 rows, then of the next one.
 
     A tile has WARPS times 4 groups of a row, 4 a warp. GATED: y = SiLU(W x) · (up x), of twice the rows.
-    each, more: tiles a program; the first `more` have one more. SHARERS: of the same rows, at most.
+    each, more: tiles a program; the first `more` have one more. SHARERS: of a strip, at most.
     """
     first_token = tl.program_id(0) * TOKENS
     program = tl.program_id(1)
-    last_block = (rows - 1) // 8
-    W, up = (words, high, scales, d), (up_words, up_high, up_scales, up_d)
     group, lane = _units(WARPS)
     MATRICES: tl.constexpr = 2 if GATED else 1
     EIGHTS: tl.constexpr = TOKENS // 8
@@ -752,43 +804,43 @@ def _tensor_core_kernel(
     for n in tl.static_range(EIGHTS):
         mine = tl.minimum(first_token + 8 * n + lane, N - 1)
         x_rows = x_rows + (x + mine.to(tl.int64) * x_stride,)
+    W, up = (words, high, scales, d), (up_words, up_high, up_scales, up_d)
+    firsts, arrays = _blocks(W, up, strips, (rows + 7) // 8, MATRICES, BLOCKS, GROUPS, FORMAT, PLANES)
     start, end = _start(program, each, more), _start(program + 1, each, more)
     asked = ()
     for i in tl.static_range(DEPTH):
-        some = _ask(
-            W, up, 0, last_block, group, lane, start + i, end, TILE, True, MATRICES, BLOCKS, GROUPS, FORMAT, PLANES
+        asked = asked + (
+            _tile_of(arrays, tl.minimum(start + i, end - 1), program, group, lane, TILE, GROUPS, FORMAT, PLANES),
         )
-        asked = asked + (some,)
     wait_for_inputs(DEPENDENT)
     for strip in range(start // TILES, (end - 1) // TILES + 1):
-        block = strip * BLOCKS
         sums = _no_sums(PAIRS * EIGHTS, WARPS)
-        for t in range(tl.maximum(start, strip * TILES), tl.minimum(end, (strip + 1) * TILES)):
+        first, last = tl.maximum(start, strip * TILES), tl.minimum(end, (strip + 1) * TILES)
+        for t in tl.range(first, last, loop_unroll_factor=2):  # else tiles would move from register to register
+            # DEPTH tiles on: of these rows, then of the next ones; beyond the share its last one, which is not used
+            some = _tile_of(arrays, tl.minimum(t + DEPTH, end - 1), strip, group, lane, TILE, GROUPS, FORMAT, PLANES)
+            asked = asked + (some,)
             groups = (t - strip * TILES) * TILE + group
-            if DEPTH:  # the next tiles of these rows, and then the first ones of the next rows
-                some = _ask(
-                    W, up, 0, last_block, group, lane, t + DEPTH, end, TILE, True, MATRICES, BLOCKS, GROUPS, FORMAT,
-                    PLANES,
-                )  # fmt: skip
-                sums = _add(sums, asked[0], x_rows, groups, magic, GROUPS, MASKED, FORMAT, WARPS)
-                asked = _turn(asked, some)
-            else:
-                now = _tiles(W, up, block, last_block, groups, lane, MATRICES, BLOCKS, GROUPS, MASKED, FORMAT, PLANES)
-                sums = _add(sums, now, x_rows, groups, magic, GROUPS, MASKED, FORMAT, WARPS)
+            sums = _add(sums, asked[0], x_rows, groups, magic, GROUPS, MASKED, FORMAT, WARPS)
+            asked = _without_first(asked)
         totals = ()
         for s in tl.static_range(PAIRS * EIGHTS):
             totals = totals + (tl.sum(sums[s], 0),)
         whole = True
         if SHARERS > 1:
-            first = _program_of(strip * TILES, each, more)
-            sharers = _program_of(strip * TILES + TILES - 1, each, more) - first + 1
+            sharer = program - _program_of(strip * TILES, each, more)
+            sharers = _program_of(strip * TILES + TILES - 1, each, more) - program + sharer + 1
             whole = sharers == 1
             if sharers > 1:
                 at = strip * tl.num_programs(0) + tl.program_id(0)
-                totals, whole = _of_all_sharers(totals, partials, counters, at, program - first, sharers, SHARERS)
+                totals, whole = _of_all_sharers(totals, partials, counters, at, sharer, sharers, SHARERS)
         for m in tl.static_range(PAIRS):
             for n in tl.static_range(EIGHTS):
-                row, total = _of_rows(totals[m * EIGHTS + n], block, m, GATED)
+                total = totals[m * EIGHTS + n]
+                if GATED:
+                    row, total = _gated(total, firsts[m] + strip)
+                else:
+                    row = _rows_of(firsts[2 * m] + strip, firsts[2 * m + 1] + strip)
                 token = first_token + 8 * n + tl.arange(0, 8)
                 y_at = y + token.to(tl.int64)[None, :] * y_stride + row[:, None]
                 tl.store(y_at, total.to(y.dtype.element_ty), mask=(row < rows)[:, None] & (token < N)[None, :] & whole)
@@ -863,7 +915,10 @@ def _shares(W: Packed, tile: Tile, token_tiles: int, strips: int) -> dict[str, A
     tiles = strips * tiles_a_strip
     programs = min(tiles, tile.shares * multiprocessors(W.words.device)) if tile.shares else strips
     each, more = divmod(tiles, programs)
-    dealt: dict[str, Any] = {"programs": programs, "each": each, "more": more}
+    if tile.shares and W.columns // GROUP % (4 * tile.num_warps):
+        whole = f"rows of whole tiles, of {128 * tile.num_warps} columns"
+        raise ValueError(f"shares is {tile.shares}, of rows of {W.columns} columns; allowed: 0, or {whole}")
+    dealt: dict[str, Any] = {"programs": programs, "strips": strips, "each": each, "more": more}
     if each == tiles_a_strip and not more:
         return dealt | {"SHARERS": 1, "partials": W.words, "counters": W.words}
     sharers = (tiles_a_strip - 2) // each + 2  # of which the first and the last have at least a tile of these rows

@@ -40,11 +40,12 @@ from labkit.batched_ffn.kernels import (
     MOST_PROGRAMS,
     _add,
     _ask,
+    _gated,
     _no_products,
     _no_sums,
     _of_block,
-    _of_rows,
     _options,
+    _rows_of,
     _tiles,
     _turn,
     _units,
@@ -247,7 +248,11 @@ def _grouped_tensor_core_kernel(
                 sums = _add(sums, now, x_rows, groups, magic, GROUPS, MASKED, FORMAT, WARPS)
         for m in tl.static_range(PAIRS):
             for n in tl.static_range(EIGHTS):
-                row, total = _of_rows(tl.sum(sums[m * EIGHTS + n], 0), block, m, GATED)
+                total = tl.sum(sums[m * EIGHTS + n], 0)
+                if GATED:
+                    row, total = _gated(total, block + m)
+                else:
+                    row = _rows_of(block + 2 * m, block + 2 * m + 1)
                 place = 8 * n + tl.arange(0, 8)
                 to = tl.load(order + first + tl.minimum(place, count - 1)).to(tl.int64)
                 y_at = y + to[None, :] * y_stride + row[:, None]

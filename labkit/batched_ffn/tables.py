@@ -21,8 +21,8 @@ OURS = {  # the lab's variants, each of which has the bits of its family in ever
     "cache": (names.PREFETCHED, names.NEEDED),
 }
 TIMES_COLUMNS = (*SHAPE, "variant", "role", "us", "us a token", "launches", "MB", "passes", "% of reading")
-# To make fp32 of a weight, in instructions: Q8_0: taken out, 2^23 subtracted, scaled. K formats: a byte permuted into the
-# mantissa of 128; before, for eight weights at once, even and odd ones into bytes, with what is above the four bits
+# To make fp32 of a weight, in instructions. Q8_0: taken out, 2^23 subtracted, scaled. K formats: a byte permuted into
+# the mantissa of 128; before, for eight weights at once, even and odd ones into bytes, with what is above the four bits
 # rotated there (of Q6_K, from two words); scale, minimum and what takes 128 away are once for 16 or 32.
 TO_FLOAT = {"F32": 0, "BF16": 1, "Q8_0": 3, "Q4_K": 1 + 3 / 8, "Q5_K": 1 + 5 / 8, "Q6_K": 1 + 7 / 8}
 LANES = 128  # of a multiprocessor, an instruction each a clock; since compute capability 8.6, and 9.0

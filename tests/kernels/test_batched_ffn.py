@@ -150,7 +150,7 @@ def test_a_token_has_the_same_bits_in_every_matrix_product(name, device):
 
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize(
-    ("name", "columns", "tile"), [("Q4_K", 2304, Tile(2, 8, 2, shares=1)), ("Q8_0", 1056, Tile(4, 16, 1, shares=1))]
+    ("name", "columns", "tile"), [("Q4_K", 2304, Tile(2, 8, 2, shares=1)), ("Q8_0", 1152, Tile(4, 16, 1, shares=1))]
 )
 def test_shares_of_all_tiles_whatever_rows_they_are_of(name, columns, tile, gated, device):
     W, x = on(device, name, rows=17, columns=columns), tokens(MOST, columns, torch.float16, device)
