@@ -21,6 +21,7 @@ WIDE_TOKENS = (16, 32, 64, 128, 256)
 WIDE_GROUPS = (1, 2, 4, 8)
 WIDE_PARTS = (1, 2, 3, 4, 5, 6, 7, 8)
 ARITHMETIC = ("Q4_K", "Q5_K", "Q6_K")  # formats whose weights take a GPU longer to unpack than to read
+SHORT_ROW = 8192  # columns, 8 tiles of 32 groups
 ENOUGH_PROGRAMS = 128  # of `wide`
 LEAST_COLUMNS = 1024  # of a part of `wide`: fewer are over before tiles are on their way
 ENOUGH_WARPS = 2048  # that a product is spread over: about 16 on each of an H100's 132 multiprocessors
@@ -98,15 +99,17 @@ def rule(tokens: int, columns: int, format: str, gated: bool = False) -> Choice:
     """A choice for `weight_stationary`, so many tokens and rows of so many weights, without spills on sm_90.
 
     Its bits depend on the columns alone: where rows are whole tiles of 32 groups, eight warps share them, since few
-    rows would otherwise be too few programs. Up to two tokens a program has one block of rows (of each matrix), so that
-    there are registers for a tile asked for ahead: each one where time is reading, the first one where it is
-    arithmetic. More tokens' sums take those registers. gated: gate and up in one launch.
+    rows would otherwise be too few programs. Up to two tokens each tile is asked for ahead. A second block of rows (of
+    each matrix, half as many) shares what is done to x: for two tokens, and for one where that counts and rows are
+    short, so that a program has work enough. More tokens' sums take the registers. gated: gate and up in one launch.
     """
     shared = _shared(tokens)
     if shared > 2:
         choice = narrow_rule(tokens, gated)
     else:
-        choice = Choice(blocks=1, tokens=shared, ahead=1 if format in ARITHMETIC else 2)
+        short = format in ARITHMETIC and columns < SHORT_ROW
+        blocks = 2 if (shared == 2 or short) and not gated else 1
+        choice = Choice(blocks=blocks, tokens=shared, ahead=2)
     groups = 32 if columns % (32 * GROUP) == 0 else choice.groups
     return replace(choice, groups=groups, num_warps=groups // 4, dependent=True)
 

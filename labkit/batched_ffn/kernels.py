@@ -800,6 +800,7 @@ def _tensor_core_kernel(
     TILE: tl.constexpr = WARPS * 4
     TILES: tl.constexpr = (GROUPS + TILE - 1) // TILE
     MASKED: tl.constexpr = GROUPS % TILE != 0
+    UNROLL: tl.constexpr = 2 if TOKENS == 8 else 1  # two tiles a turn need not move from register to register
     x_rows = ()
     for n in tl.static_range(EIGHTS):
         mine = tl.minimum(first_token + 8 * n + lane, N - 1)
@@ -816,7 +817,7 @@ def _tensor_core_kernel(
     for strip in range(start // TILES, (end - 1) // TILES + 1):
         sums = _no_sums(PAIRS * EIGHTS, WARPS)
         first, last = tl.maximum(start, strip * TILES), tl.minimum(end, (strip + 1) * TILES)
-        for t in tl.range(first, last, loop_unroll_factor=2):  # else tiles would move from register to register
+        for t in tl.range(first, last, loop_unroll_factor=UNROLL):
             # DEPTH tiles on: of these rows, then of the next ones; beyond the share its last one, which is not used
             some = _tile_of(arrays, tl.minimum(t + DEPTH, end - 1), strip, group, lane, TILE, GROUPS, FORMAT, PLANES)
             asked = asked + (some,)
