@@ -130,22 +130,25 @@ def _shared(tokens: int) -> int:
 
 
 def matrix_rule(tokens: int, rows: int, columns: int, format: str, gated: bool = False) -> Tile:
-    """A choice for `tensor_core`; a shape and format has one number of warps, and so one set of bits.
+    """A choice for `tensor_core`; a shape has one number of warps and of shares, and so one set of bits.
 
-    Few rows are split among more warps, as far as each has groups, until `ENOUGH_WARPS` are under way; where time is
-    arithmetic, at least four warps. More blocks of rows share the values of x, which a warp reads from many lines; with
-    few tokens, smaller programs hold fewer registers and have more loads under way, and with 16 warps a thread has no
-    more than 128. Up to 8 tokens each tile of weights is asked for ahead, where there are registers. gated: gate and
-    up in one launch.
+    Where rows are whole tiles of four warps, all tiles are dealt in four shares a multiprocessor: up to 8 tokens all
+    are there at once, with 128 registers a thread; with more tokens and registers, half of them, in two full waves.
+    Else few rows are split among more warps, as far as each has groups, until `ENOUGH_WARPS` are under way. More blocks
+    of rows share the values of x, which a warp reads from many lines; with few tokens, smaller tiles leave registers
+    for the next one, which is asked for ahead. gated: gate and up in one launch.
     """
-    warps = 4 if format in ARITHMETIC else 2
-    while warps < 16 and -(-rows // 16) * warps < ENOUGH_WARPS and columns >= 32 * 8 * warps:
-        warps *= 2
     padded = max(8, 1 << (tokens - 1).bit_length())
-    few = padded <= 8
-    full = format == "F32" or (format in ("Q5_K", "Q6_K") and warps > 4)  # no registers are left
-    blocks = 2 if few or warps > 8 else 4
-    return Tile(blocks, min(padded, 16 if gated else 32), warps, 1, 2 if few and not full else 0, few)
+    whole = columns % (4 * 4 * GROUP) == 0
+    warps = 4 if whole else 2
+    while not whole and warps < 16 and -(-rows // 16) * warps < ENOUGH_WARPS and columns >= 32 * 8 * warps:
+        warps *= 2
+    blocks = 2 if padded <= 8 or warps > 8 else 4
+    room = format != "F32" and (format != "BF16" or padded <= 16)  # registers for a tile asked for ahead
+    ahead = 2 if room and (whole or padded <= 8) else 0
+    return Tile(
+        blocks, min(padded, 16 if gated else 32), warps, 1, ahead, whole or padded <= 8, shares=4 if whole else 0
+    )
 
 
 def wide_rule(tokens: int, rows: int, columns: int, format: str, stored: bool = False) -> Wide:

@@ -422,12 +422,14 @@ def rule_of(tokens: int, experts: int, top_k: int) -> Choice:
 
 
 def matrix_rule_of(tokens: int, experts: int, top_k: int) -> Tile:
-    """A `Tile` for about twice as many slots, so that few experts have more and are read twice.
+    """A `Tile` for about as many slots as an expert has; of few, twice as many, so that few experts are read twice.
 
-    Always with four warps, so that its bits are the same for every number of tokens: experts are narrow, and many.
+    Always with one warp, so that its bits are the same for every number of tokens: experts are narrow, and many, and
+    there is nothing to wait for other warps for.
     """
     slots = each(tokens, experts, top_k)
-    return Tile(tokens=8 if slots <= 4 else 16 if slots <= 8 else 32, dependent=True)
+    tokens_a_tile = 8 if slots <= 4 else 16 if slots <= 16 else 32
+    return Tile(2 if tokens_a_tile == 8 else 4, tokens_a_tile, 1, ahead=2, dependent=True)
 
 
 def each(tokens: int, experts: int, top_k: int) -> int:
