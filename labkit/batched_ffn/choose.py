@@ -21,10 +21,10 @@ WIDE_TOKENS = (16, 32, 64, 128, 256)
 WIDE_GROUPS = (1, 2, 4, 8)
 WIDE_PARTS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16)
 ARITHMETIC = ("Q4_K", "Q5_K", "Q6_K")  # formats whose weights take a GPU longer to unpack than to read
-WIDE_ROWS = 128  # of a tile of `wide` that is a program's for a wave
+WIDE_ROWS = 128  # of a tile of `wide`, in which its waves are counted; half as many of packed weights
 LEAST_COLUMNS = 1024  # of a part of `wide`: fewer are over before tiles are on their way
 MOST_PARTS = 8
-MOST_PARTS_BESIDE = 4  # beside whole waves: its tiles of tokens times these are programs for one wave, up to 512 tokens
+MOST_PARTS_BESIDE = 4  # beside whole waves, where tiles of few tokens are more programs already
 ENOUGH_WARPS = 2048  # that a product is spread over: about 16 on each of an H100's 132 multiprocessors
 
 
@@ -182,8 +182,8 @@ def wide_rule(
 def split_rule(tiles: int, columns: int, multiprocessors: int) -> tuple[int, int]:
     """Of so many tiles of rows, how many are not split, and in how many parts K is for the others.
 
-    Tiles that fill whole waves are not split. Those left would take a wave of their own with most SMs idle: parts of
-    them are programs for all. Where that many are left that two parts are more than SMs by a half, it gains nothing.
+    Tiles that fill whole waves are not split. The others would take a wave of their own with most SMs idle: their parts
+    are programs for all SMs, or nearly. Where more than two thirds of a wave are left, nothing is split.
     """
     left = tiles % multiprocessors
     if not left:
