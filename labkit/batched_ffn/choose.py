@@ -156,8 +156,9 @@ def wide_rule(
 
     stored: a matrix, not `Packed`. Up to 64 tokens it is bound by bytes: programs of 64 rows, several on an SM. From
     then on 128 rows halve what is read of x from the L2, with 128 tokens two programs on an SM; beyond, tiles of 256
-    tokens, whose sums take all registers, for the fewest bytes of shared memory an operation. Where all rows are split,
-    programs are many already; 64 tokens each leave room for a second one on an SM until there are four tiles of them.
+    tokens, whose sums take all registers, for the fewest bytes of shared memory an operation. Split rows beside whole
+    ones have tiles of 64 tokens: one wave of small programs, whose sums are soon added. Where all rows are split there
+    are programs enough, and beyond 128 tokens large tiles are worth more.
 
     Packed weights take registers while they are unpacked, 64 rows of them leave room for the sums of 64 tokens, and of
     128. Four groups a tile halve the barriers an operation, of formats with up to 8 bits.

@@ -248,7 +248,7 @@ def _rule(x: Tensor, rows: int, K: int, name: str, stored: bool) -> Wide:
     if x.dtype != torch.float32:
         return choice
     return replace(
-        choice, tokens=min(128, choice.tokens), split_tokens=min(128, choice.split_tokens),
+        choice, tokens=min(64, choice.tokens), split_tokens=min(64, choice.split_tokens),
         num_stages=min(3, choice.num_stages),
     )  # fmt: skip
 
