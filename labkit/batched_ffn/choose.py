@@ -19,11 +19,13 @@ TILE_TOKENS = (8, 16, 32, 64)
 WIDE_BLOCKS = (2, 4, 8, 16, 32)
 WIDE_TOKENS = (16, 32, 64, 128, 256)
 WIDE_GROUPS = (1, 2, 4, 8)
-WIDE_PARTS = (1, 2, 3, 4, 5, 6, 7, 8)
+WIDE_PARTS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16)
 ARITHMETIC = ("Q4_K", "Q5_K", "Q6_K")  # formats whose weights take a GPU longer to unpack than to read
 SHORT_ROW = 8192  # columns, 8 tiles of 32 groups
-ENOUGH_PROGRAMS = 128  # of `wide`
+WIDE_ROWS = 128  # of a tile of `wide`, in which its waves are counted; half as many of packed weights
 LEAST_COLUMNS = 1024  # of a part of `wide`: fewer are over before tiles are on their way
+MOST_PARTS = 8
+MOST_PARTS_BESIDE = 4  # beside whole waves, where tiles of few tokens are more programs already
 ENOUGH_WARPS = 2048  # that a product is spread over: about 16 on each of an H100's 132 multiprocessors
 
 
@@ -78,7 +80,8 @@ class Tile:
 class Wide:
     """How `wide.wide` is run. groups: of 32 columns, and blocks: of 8 rows, in a tile of weights; tokens: a program.
 
-    parts: of K, each with a sum of its own; apart: each with a program of its own. Bits depend on parts and groups.
+    whole: of the first rows, so many are not split; of the others, K is in so many parts, each with a sum and a program
+    of its own, of split_tokens. Bits depend on whole, parts and groups. parts 1: no row is split.
     """
 
     groups: int = 2
@@ -87,7 +90,8 @@ class Wide:
     num_warps: int = 4
     num_stages: int = 4
     parts: int = 1
-    apart: bool = True
+    whole: int = 0
+    split_tokens: int = 64
     dependent: bool = False
 
     def as_dict(self) -> dict[str, int]:
@@ -146,31 +150,53 @@ def matrix_rule(tokens: int, rows: int, columns: int, format: str, gated: bool =
     blocks = 2 if padded <= 8 or warps > 8 else 4
     room = format != "F32" and (format != "BF16" or padded <= 16)  # registers for a tile asked for ahead
     ahead = 2 if room and (whole or padded <= 8) else 0
-    return Tile(
-        blocks, min(padded, 16 if gated else 32), warps, 1, ahead, whole or padded <= 8, shares=4 if whole else 0
-    )
+    most = 16 if gated else 32
+    return Tile(blocks, min(padded, most), warps, 1, ahead, whole or padded <= 8, shares=4 if whole else 0)
 
 
-def wide_rule(tokens: int, rows: int, columns: int, format: str, stored: bool = False) -> Wide:
-    """A choice for `wide.wide`; a shape and format has one number of parts and of columns, and so one set of bits.
+def wide_rule(
+    tokens: int, rows: int, columns: int, format: str, stored: bool = False, multiprocessors: int = 132
+) -> Wide:
+    """A choice for `wide.wide`; for a shape, a format and a GPU one set of bits, whatever the number of tokens.
 
-    stored: a matrix, not `Packed`. Its tile has 128 rows, which halve what is read of x from the L2: with 64 rows, a
-    program of as many tokens reads as many bytes of x as of weights. 96 KiB of shared memory, so that two CTAs fit on
-    an SM and all programs run at once, where their number is not much above that of the SMs. Packed weights take
-    registers while they are unpacked, 64 rows of them leave room for the sums of 64 tokens, and of 128.
+    stored: a matrix, not `Packed`. Up to 64 tokens it is bound by bytes: programs of 64 rows, several on an SM. From
+    then on 128 rows halve what is read of x from the L2, with 128 tokens two programs on an SM; beyond, tiles of 256
+    tokens, whose sums take all registers, for the fewest bytes of shared memory an operation. Split rows beside whole
+    ones have tiles of 64 tokens: one wave of small programs, whose sums are soon added. Where all rows are split there
+    are programs enough, and beyond 128 tokens large tiles are worth more.
 
-    K is split as far as needed for a program on most of an H100's 132 SMs; parts share a program once tiles of tokens
-    are enough.
+    Packed weights take registers while they are unpacked, 64 rows of them leave room for the sums of 64 tokens, and of
+    128. Four groups a tile halve the barriers an operation, of formats with up to 8 bits.
     """
-    blocks = 16 if stored else 8
-    padded = min(128, max(16, 1 << (tokens - 1).bit_length()))
-    tiles, parts = -(-rows // (8 * blocks)), 1
-    while parts < 8 and tiles * parts < ENOUGH_PROGRAMS and columns >= LEAST_COLUMNS * 2 * parts:
-        parts *= 2
-    apart = tiles * -(-tokens // padded) < ENOUGH_PROGRAMS
-    if stored:
-        return Wide(2, blocks, padded, 8, 3 if padded > 64 else 4, parts, apart)
-    return Wide(2, blocks, padded, 4, 2 if format == "F32" else 3, parts, apart)
+    unit = WIDE_ROWS if stored else WIDE_ROWS // 2
+    whole, parts = split_rule(-(-rows // unit), columns, multiprocessors)
+    split = {"parts": parts, "whole": whole * unit if parts > 1 else 0}
+    mixed = parts == 1 or whole > 0  # rows that are not split
+    padded = max(16, 1 << (tokens - 1).bit_length())
+    small = min(64, padded)
+    if not stored:
+        padded = min(128, padded)
+        groups, stages = (4, 2) if format in (*ARITHMETIC, "Q8_0") else (2, 2 if format == "F32" else 3)
+        return Wide(groups, 8, padded, 4, stages, **split, split_tokens=small if mixed else padded)
+    if padded <= 64:
+        return Wide(2, 8, padded, 4, 4, **split, split_tokens=padded)
+    if padded <= 128:
+        return Wide(2, 16, 128 if mixed else 64, 8, 3 if mixed else 4, **split, split_tokens=64)
+    return Wide(2, 16, 256, 8, 4, **split, split_tokens=64 if mixed else 256)
+
+
+def split_rule(tiles: int, columns: int, multiprocessors: int) -> tuple[int, int]:
+    """Of so many tiles of rows, how many are not split, and in how many parts K is for the others.
+
+    Tiles that fill whole waves are not split. The others would take a wave of their own with most SMs idle: their parts
+    are programs for all SMs, or nearly. Where more than two thirds of a wave are left, nothing is split.
+    """
+    left = tiles % multiprocessors
+    if not left:
+        return tiles, 1
+    most = MOST_PARTS if left == tiles else MOST_PARTS_BESIDE
+    parts = max(1, min(most, round(multiprocessors / left), columns // LEAST_COLUMNS))
+    return (tiles - left, parts) if parts > 1 else (tiles, 1)
 
 
 def check_choice(choice: Choice) -> None:
@@ -185,7 +211,10 @@ def check_wide(choice: Wide) -> None:
     check_one_of("tokens", choice.tokens, WIDE_TOKENS)
     check_one_of("blocks", choice.blocks, WIDE_BLOCKS)
     check_one_of("groups", choice.groups, WIDE_GROUPS)
+    check_one_of("split_tokens", choice.split_tokens, WIDE_TOKENS)
     check_one_of("parts", choice.parts, WIDE_PARTS)
+    if choice.whole < 0 or choice.whole % (8 * choice.blocks):
+        raise ValueError(f"whole is {choice.whole}; allowed: multiples of {8 * choice.blocks}, a tile's rows")
     check_one_of("num_warps", choice.num_warps, WARPS)
     check_one_of("num_stages", choice.num_stages, STAGES)
 

@@ -14,19 +14,23 @@ The choices (`choose.Wide`) and theirs:
 |                | each other's begin and end, large ones: fewer bytes of shared memory an operation                   |
 | tokens         | tokens a program: the weights are read again for every tile of them, from the L2 at best            |
 | num_stages     | tiles on their way: bytes in flight for shared memory                                               |
-| parts          | K in parts, each with a sum of its own, added in order: where rows are few, programs share them     |
-| apart          | a program each, which read all of the memory's bandwidth; or all in one, where there are many tiles |
-|                | of tokens: the same bits without sums in memory                                                     |
+| whole          | so many rows, the first ones, have one sum over all of K: as many tiles as fill whole waves of SMs  |
+| parts          | of K, for the other rows: programs share what would keep a few SMs busy for a wave of its own       |
+| split_tokens   | tokens a program of those rows: sums of few parts and small tiles are soon added                    |
 | dependent      | the launch starts while the one before ends (from Hopper on)                                        |
 
-Bits of a token depend on parts and on the tile's columns, not on the other tokens or on their number: tiles of tokens
-are padded, and a matrix instruction sums each token's column alike. Parts that are apart are sums in fp32 in memory;
-the last program of a tile, which a counter tells, adds them in their order and resets the counter.
+Bits of a token depend on whole, parts and the tile's columns, not on the other tokens or on their number: tiles of
+tokens are padded, and a matrix instruction sums each token's column alike. Parts are sums in fp32 in memory; the last
+program of a tile, which a counter tells, adds them in their order and resets the counter.
+
+Tiles of tokens of the same rows follow each other, so that they find the weights in the L2. Split rows come last: they
+fill in where whole ones have ended.
 
 Matrices come through descriptors (the copy engine, TMA) where the GPU has it and addresses are multiples of 16 bytes,
 else by pointers; the bits are the same.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -46,12 +50,12 @@ from labkit.batched_ffn.kernels import (
     _rounded,
     _scales,
     check_product,
-    check_programs,
     check_tokens,
 )
 from labkit.checks import check_contiguous, check_one_of
 from labkit.dependent import wait_for_inputs
 from labkit.evidence.compiled import offline_capability
+from labkit.gemv.choose import multiprocessors
 from labkit.gemv.kernels import has_dependent_launch
 from labkit.launch import Launch
 
@@ -73,16 +77,15 @@ def _whole(tile, magic, BLOCKS: tl.constexpr, TILE: tl.constexpr, FORMAT: tl.con
 
 @triton.jit
 def _packed_part(
-    x, words, high, scales, d, first_row, first_token, part, N, rows, x_stride, magic,
-    K: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr,
-    FORMAT: tl.constexpr, PLANES: tl.constexpr,
+    x, words, high, scales, d, first_row, first_token, begin, end, N, rows, x_stride, magic,
+    K: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr, FORMAT: tl.constexpr,
+    PLANES: tl.constexpr,
 ):  # fmt: skip
-    """The sums [ROWS, TOKENS] over a part of K, of packed weights."""
+    """The sums [ROWS, TOKENS] over tiles of K from begin to end, of packed weights."""
     BLOCKS: tl.constexpr = ROWS // 8
     TILE: tl.constexpr = COLUMNS // 32
     GROUPS: tl.constexpr = K // 32
-    EACH: tl.constexpr = ((GROUPS + TILE - 1) // TILE + PARTS - 1) // PARTS
-    MASKED: tl.constexpr = GROUPS % TILE != 0 or EACH * PARTS * TILE != GROUPS
+    MASKED: tl.constexpr = GROUPS % TILE != 0
     first_block = first_row // 8
     units = tl.arange(0, BLOCKS * TILE * 8)
     # beyond the last block: it again, but it is not stored
@@ -91,7 +94,7 @@ def _packed_part(
     tokens = tl.minimum(first_token + tl.arange(0, TOKENS), N - 1)
     x_rows = x + tokens.to(tl.int64)[None, :] * x_stride
     sums = tl.zeros((ROWS, TOKENS), tl.float32)
-    for t in range(part * EACH, (part + 1) * EACH):
+    for t in range(begin, end):
         groups = t * TILE + units // 8 % TILE
         above = blocks * (GROUPS // 8) + groups // 8
         tile = _read(W, blocks * GROUPS + groups, above, units % 8, groups < GROUPS, MASKED, FORMAT, PLANES)
@@ -118,15 +121,13 @@ def _stored_tile(
 
 @triton.jit
 def _stored_part(
-    x, w, first_row, first_token, part, N, rows, x_stride,
-    K: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr,
-    BOXES: tl.constexpr,
+    x, w, first_row, first_token, begin, end, N, rows, x_stride,
+    K: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr, BOXES: tl.constexpr,
 ):  # fmt: skip
-    """The sums [ROWS, TOKENS] over a part of K, of a matrix of weights."""
-    EACH: tl.constexpr = ((K + COLUMNS - 1) // COLUMNS + PARTS - 1) // PARTS
-    MASKED: tl.constexpr = EACH * PARTS * COLUMNS != K
+    """The sums [ROWS, TOKENS] over tiles of K from begin to end, of a matrix of weights."""
+    MASKED: tl.constexpr = K % COLUMNS != 0
     sums = tl.zeros((ROWS, TOKENS), tl.float32)
-    for t in range(part * EACH, (part + 1) * EACH):
+    for t in range(begin, end):
         weights = _stored_tile(w, first_row, rows - 1, K, t * COLUMNS, K, ROWS, COLUMNS, BOXES, MASKED)
         values = _stored_tile(x, first_token, N - 1, x_stride, t * COLUMNS, K, TOKENS, COLUMNS, BOXES, MASKED)
         sums = tl.dot(weights.to(values.dtype), tl.trans(values), sums, input_precision="ieee")
@@ -135,19 +136,19 @@ def _stored_part(
 
 @triton.jit
 def _part(
-    x, W, first_row, first_token, part, N, rows, x_stride, magic,
-    K: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr,
-    FORMAT: tl.constexpr, PLANES: tl.constexpr, BOXES: tl.constexpr,
+    x, W, first_row, first_token, begin, end, N, rows, x_stride, magic,
+    K: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr, FORMAT: tl.constexpr,
+    PLANES: tl.constexpr, BOXES: tl.constexpr,
 ):  # fmt: skip
     words, high, scales, d = W
     if FORMAT == "stored":
         return _stored_part(
-            x, words, first_row, first_token, part, N, rows, x_stride, K, ROWS, TOKENS, COLUMNS, PARTS, BOXES
+            x, words, first_row, first_token, begin, end, N, rows, x_stride, K, ROWS, TOKENS, COLUMNS, BOXES
         )
     else:
         return _packed_part(
-            x, words, high, scales, d, first_row, first_token, part, N, rows, x_stride, magic, K, ROWS, TOKENS, COLUMNS,
-            PARTS, FORMAT, PLANES,
+            x, words, high, scales, d, first_row, first_token, begin, end, N, rows, x_stride, magic, K, ROWS, TOKENS,
+            COLUMNS, FORMAT, PLANES,
         )  # fmt: skip
 
 
@@ -161,13 +162,12 @@ def _store(sums, y, first_row, first_token, N, rows, y_stride, ROWS: tl.constexp
 
 @triton.jit
 def _store_parts(
-    sums, y, partial, arrived, part, first_row, first_token, N, rows, y_stride,
+    sums, y, partial, arrived, tile, part, first_row, first_token, N, rows, y_stride,
     ROWS: tl.constexpr, TOKENS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """The sums of one part to memory; by the last program of a tile, those of all parts, in order, to y."""
-    tile = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
     inside = tl.arange(0, ROWS)[:, None] * TOKENS + tl.arange(0, TOKENS)[None, :]
-    at = partial + (tile * PARTS).to(tl.int64) * (ROWS * TOKENS) + inside
+    at = partial + tile.to(tl.int64) * (PARTS * ROWS * TOKENS) + inside
     tl.store(at + part * (ROWS * TOKENS), sums)
     tl.debug_barrier()  # all warps have stored their part before one thread says so
     if tl.atomic_add(arrived + tile, 1, sem="acq_rel") == PARTS - 1:
@@ -180,32 +180,40 @@ def _store_parts(
 
 @triton.jit
 def _wide_kernel(
-    x, y, words, high, scales, d, partial, arrived, N, rows, x_stride, y_stride, magic,
-    K: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr,
-    APART: tl.constexpr, FORMAT: tl.constexpr, PLANES: tl.constexpr, BOXES: tl.constexpr, DEPENDENT: tl.constexpr,
+    x, x_split, y, words, high, scales, d, partial, arrived, N, rows, whole, x_stride, y_stride, magic,
+    K: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, SPLIT_TOKENS: tl.constexpr, COLUMNS: tl.constexpr,
+    PARTS: tl.constexpr, SPLIT: tl.constexpr, FORMAT: tl.constexpr, PLANES: tl.constexpr, BOXES: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """One program: a tile of ROWS rows and TOKENS tokens; a part of K if APART, else all."""
-    first_token = tl.program_id(0) * TOKENS
-    first_row = tl.program_id(1) * ROWS
+    """One program: a tile of ROWS rows and TOKENS tokens; beyond `whole` tiles of rows, a part and SPLIT_TOKENS.
+
+    SPLIT: which rows are split: "none", "some" or "all".
+    """
+    TILES: tl.constexpr = (K + COLUMNS - 1) // COLUMNS
+    EACH: tl.constexpr = (TILES + PARTS - 1) // PARTS
     W = (words, high, scales, d)
+    program = tl.program_id(0)
+    tiles = tl.cdiv(N, TOKENS)
     wait_for_inputs(DEPENDENT)
-    if APART or PARTS == 1:
-        part = tl.program_id(2)
+    if SPLIT == "none" or (SPLIT == "some" and program < whole * tiles):
+        row, token = program // tiles * ROWS, program % tiles * TOKENS
         sums = _part(
-            x, W, first_row, first_token, part, N, rows, x_stride, magic, K, ROWS, TOKENS, COLUMNS, PARTS, FORMAT,
-            PLANES, BOXES,
+            x, W, row, token, 0, TILES, N, rows, x_stride, magic, K, ROWS, TOKENS, COLUMNS, FORMAT, PLANES, BOXES
+        )
+        _store(sums, y, row, token, N, rows, y_stride, ROWS, TOKENS)
+    else:
+        small = tl.cdiv(N, SPLIT_TOKENS)
+        split = (tl.cdiv(rows, ROWS) - whole) * small
+        part, tile = (program - whole * tiles) // split, (program - whole * tiles) % split
+        row, token = (whole + tile // small) * ROWS, tile % small * SPLIT_TOKENS
+        begin = part * EACH
+        part_sums = _part(
+            x_split, W, row, token, begin, tl.minimum(begin + EACH, TILES), N, rows, x_stride, magic, K, ROWS,
+            SPLIT_TOKENS, COLUMNS, FORMAT, PLANES, BOXES,
         )  # fmt: skip
-    else:
-        sums = tl.zeros((ROWS, TOKENS), tl.float32)
-        for p in range(PARTS):
-            sums += _part(
-                x, W, first_row, first_token, p, N, rows, x_stride, magic, K, ROWS, TOKENS, COLUMNS, PARTS, FORMAT,
-                PLANES, BOXES,
-            )  # fmt: skip
-    if APART:
-        _store_parts(sums, y, partial, arrived, part, first_row, first_token, N, rows, y_stride, ROWS, TOKENS, PARTS)
-    else:
-        _store(sums, y, first_row, first_token, N, rows, y_stride, ROWS, TOKENS)
+        _store_parts(
+            part_sums, y, partial, arrived, tile, part, row, token, N, rows, y_stride, ROWS, SPLIT_TOKENS, PARTS
+        )
 
 
 def wide(W: Packed | Tensor, x: Tensor, y: Tensor, choice: Wide | None = None) -> Launch:
@@ -214,7 +222,7 @@ def wide(W: Packed | Tensor, x: Tensor, y: Tensor, choice: Wide | None = None) -
     W: `Packed`, or a contiguous matrix of bf16 [rows, K], as `formats.matrix` gives it. x: [N, K] and y: [N, rows],
     bf16, fp16 or fp32 each, values of a token adjacent, on W's device. Weights are rounded to x's dtype, as in
     `kernels.tensor_core`; with x in fp32, products are IEEE fp32 and so not on tensor cores. choice: by default that of
-    `choose.wide_rule`. A launch whose parts are apart must not run twice at once. ValueError for anything else.
+    `choose.wide_rule`. A launch with split rows must not run twice at once. ValueError for anything else.
     """
     stored = isinstance(W, Tensor)
     if stored:
@@ -224,43 +232,60 @@ def wide(W: Packed | Tensor, x: Tensor, y: Tensor, choice: Wide | None = None) -
     else:
         check_product(W, x, y)
         rows, K, name = W.rows, W.columns, W.format.name
-    choice = choice or wide_rule(len(x), rows, K, name, stored)
+    choice = choice or _rule(x, rows, K, name, stored)
     check_wide(choice)
-    arguments = _sources(W, x, choice) if stored else {"x": x, "BOXES": False} | _arrays(W)
+    arguments = _sources(W, x, choice) if stored else {"x": x, "x_split": x, "BOXES": False} | _arrays(W)
     arguments |= {"FORMAT": "stored" if stored else name, "PLANES": 0 if stored else W.words.shape[2]}
     arguments |= {"N": len(x), "rows": rows, "x_stride": x.stride(0), "y_stride": y.stride(0), "magic": MAGIC, "K": K}
-    arguments |= {"ROWS": ROWS * choice.blocks, "TOKENS": choice.tokens, "COLUMNS": GROUP * choice.groups}
+    arguments |= {"ROWS": ROWS * choice.blocks, "COLUMNS": GROUP * choice.groups}
+    arguments |= {"TOKENS": choice.tokens, "SPLIT_TOKENS": choice.split_tokens}
     return _launch(arguments | {"y": y}, choice)
 
 
+def _rule(x: Tensor, rows: int, K: int, name: str, stored: bool) -> Wide:
+    """The rule's choice; values of 4 bytes, which do not go to tensor cores, take smaller tiles."""
+    choice = wide_rule(len(x), rows, K, name, stored, multiprocessors(x.device))
+    if x.dtype != torch.float32:
+        return choice
+    return replace(
+        choice, tokens=min(64, choice.tokens), split_tokens=min(64, choice.split_tokens),
+        num_stages=min(3, choice.num_stages),
+    )  # fmt: skip
+
+
 def _launch(arguments: dict[str, Any], choice: Wide) -> Launch:
-    """The launch, with memory for the parts where they are apart."""
-    rows, tokens, y = arguments["ROWS"], arguments["TOKENS"], arguments["y"]
-    check_programs("W", arguments["rows"], "rows", rows)
-    apart = choice.apart and choice.parts > 1
-    grid = (triton.cdiv(arguments["N"], tokens), triton.cdiv(arguments["rows"], rows), choice.parts if apart else 1)
-    tiles = grid[0] * grid[1]
-    size = tiles * choice.parts * rows * tokens
-    arguments["partial"] = torch.empty(size, dtype=torch.float32, device=y.device) if apart else y
-    arguments["arrived"] = torch.zeros(tiles, dtype=torch.int32, device=y.device) if apart else y
+    """The launch, with memory for the parts where rows are split."""
+    N, rows, y = arguments["N"], arguments["ROWS"], arguments["y"]
+    all_rows = triton.cdiv(arguments["rows"], rows)
+    whole = min(all_rows, choice.whole // rows) if choice.parts > 1 else all_rows
+    tiles = (all_rows - whole) * triton.cdiv(N, choice.split_tokens)
+    grid = (whole * triton.cdiv(N, choice.tokens) + tiles * choice.parts,)
+    size = tiles * choice.parts * rows * choice.split_tokens
+    arguments["partial"] = torch.empty(size, dtype=torch.float32, device=y.device) if tiles else y
+    arguments["arrived"] = torch.zeros(tiles, dtype=torch.int32, device=y.device) if tiles else y
+    split = "none" if not tiles else "some" if whole else "all"
     dependent = choice.dependent and has_dependent_launch(y.device)
-    arguments |= {"PARTS": choice.parts, "APART": apart, "DEPENDENT": dependent}
+    arguments |= {"whole": whole, "PARTS": choice.parts, "SPLIT": split, "DEPENDENT": dependent}
     options = {"num_warps": choice.num_warps, "num_stages": choice.num_stages}
     return Launch(_wide_kernel, grid, arguments, options | ({"launch_pdl": True} if dependent else {}))
 
 
 def _sources(W: Tensor, x: Tensor, choice: Wide) -> dict[str, Any]:
     """Where a matrix and x are read from: descriptors with the tiles as boxes, or tensors."""
-    boxes = has_descriptors(W.device) and all(map(_is_aligned, (W, x)))
     others = dict.fromkeys(("high", "scales", "d"), W)
-    if not boxes:
-        return {"x": x, "words": W, "BOXES": False} | others
-    columns = GROUP * choice.groups
-    sources = {
-        "x": TensorDescriptor(x, list(x.shape), list(x.stride()), [choice.tokens, columns]),
-        "words": TensorDescriptor(W, list(W.shape), list(W.stride()), [ROWS * choice.blocks, columns]),
+    if not (has_descriptors(W.device) and all(map(_is_aligned, (W, x)))):
+        return {"x": x, "x_split": x, "words": W, "BOXES": False} | others
+    boxes = {
+        "x": _boxes(x, choice.tokens, choice),
+        "x_split": _boxes(x, choice.split_tokens, choice),
+        "words": _boxes(W, ROWS * choice.blocks, choice),
     }
-    return sources | others | {"BOXES": True}
+    return boxes | others | {"BOXES": True}
+
+
+def _boxes(matrix: Tensor, rows: int, choice: Wide) -> TensorDescriptor:
+    """A descriptor of a matrix, so many of whose rows and a tile's columns are copied at a time."""
+    return TensorDescriptor(matrix, list(matrix.shape), list(matrix.stride()), [rows, GROUP * choice.groups])
 
 
 def _is_aligned(matrix: Tensor) -> bool:

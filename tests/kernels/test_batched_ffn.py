@@ -201,17 +201,36 @@ def stored(name="BF16", device="cpu", **of):
 
 
 @pytest.mark.parametrize("name", ["BF16", "Q4_K", "stored"])
-def test_parts_of_the_columns_have_the_same_bits_in_one_program_and_apart(name, device):
+def test_whole_and_split_rows_have_bits_of_their_own_for_any_number_of_tokens(name, device):
     """More parts than tiles of columns too; a second call finds the counters as the first one did."""
-    W, exact = stored(device=device) if name == "stored" else (on(device, name), weights(name)[1])
+    of = {"rows": 39}  # three tiles of rows, the last one not full
+    W, exact = stored(device=device, **of) if name == "stored" else (on(device, name, **of), weights(name, **of)[1])
     x = tokens(device=device, dtype=torch.float16)
     for groups, parts in ((2, 3), (8, 4)):
-        together = dataclasses.replace(WIDE, groups=groups, parts=parts, apart=False)
-        found = run_wide(W, x, together)[0]
-        assert error(found, reference.product(exact, x.cpu())) < 5e-4
-        for number in (1, MOST):
-            apart = run_wide(W, x[:number], dataclasses.replace(together, apart=True), calls=2)
-            assert all(same(y, found[:number]) for y in apart)
+        one = dataclasses.replace(WIDE, groups=groups, split_tokens=16)
+        whole, split = (run_wide(W, x, dataclasses.replace(one, parts=count))[0] for count in (1, parts))
+        assert error(split, reference.product(exact, x.cpu())) < 5e-4
+        assert groups == 8 or not same(split, whole)  # parts of more than one tile: another order
+        for rows in (16, 48):
+            choice = dataclasses.replace(one, parts=parts, whole=rows)
+            for number in (1, MOST):
+                for y in run_wide(W, x[:number], choice, calls=2):
+                    assert same(y[:, :rows], whole[:number, :rows])
+                    assert same(y[:, rows:], split[:number, rows:])
+
+
+@pytest.mark.parametrize("rows", [17, 128, 263])
+@pytest.mark.parametrize("choice", [Wide(2, 8, 64), Wide(4, 2, 32, parts=5, split_tokens=16), Wide(1, 16, 16, parts=2)])
+def test_every_row_and_token_is_in_one_tile(rows, choice, device):
+    """Of small integers, whose sums are exact in any order."""
+    generator = torch.Generator().manual_seed(3)
+    W = torch.randint(-9, 9, (rows, 200), generator=generator).to(device, torch.bfloat16)
+    x = torch.randint(-9, 9, (70, 200), generator=generator).to(device, torch.float16)
+    for number in (1, 70):
+        expected = (x[:number].cpu().double() @ W.cpu().double().T).float()
+        for whole in (0, 128, 256):
+            found = run_wide(W, x[:number], dataclasses.replace(choice, whole=whole), calls=2)
+            assert all(torch.equal(y.cpu(), expected) for y in found), (number, whole)
 
 
 def run_wide(W, x, choice, calls=1):
@@ -236,6 +255,11 @@ def test_a_matrix_as_stored_is_multiplied_like_its_packed_form(dtype, device):
     if device == "cuda" and dtype == torch.float16:  # the order of the interpreter's sums depends on the tile
         for size in (32, 64, 128, 256):
             assert same(run_wide(W, x, dataclasses.replace(WIDE, blocks=16, tokens=size, num_warps=8))[0], whole), size
+        split = dataclasses.replace(WIDE, parts=2, whole=16)
+        parts = run_wide(W, x, dataclasses.replace(split, split_tokens=16))[0]
+        for size in (32, 64, 128, 256):
+            for one in (dataclasses.replace(split, split_tokens=size), dataclasses.replace(split, tokens=size)):
+                assert same(run_wide(W, x, one)[0], parts), size
     held = torch.zeros((MOST, 547), dtype=dtype, device=device)[:, 3:]  # rows that begin at no multiple of 16 bytes
     held.copy_(x)
     assert not wide.wide(W, held, whole, WIDE).args["BOXES"]
@@ -355,6 +379,9 @@ def test_what_it_cannot_take_is_named(change, message):
         (wide.wide, Wide(blocks=1), "blocks is 1; allowed: 2, 4"),
         (wide.wide, Wide(groups=3), "groups is 3; allowed: 1, 2, 4, 8"),
         (wide.wide, Wide(parts=0), "parts is 0; allowed: 1, 2, 3"),
+        (wide.wide, Wide(split_tokens=4), "split_tokens is 4; allowed: 16, 32"),
+        (wide.wide, Wide(whole=96), "whole is 96; allowed: multiples of 64, a tile's rows"),
+        (wide.wide, Wide(whole=-64), "whole is -64; allowed: multiples of 64"),
         (wide.wide, Wide(num_warps=3), "num_warps is 3; allowed: 1, 2, 4, 8"),
         (wide.wide, Wide(num_stages=0), "num_stages is 0; allowed: 1, 2, 3"),
         (kernels.tensor_core, Tile(1), "blocks is 1; allowed: 2, 4, 8"),
