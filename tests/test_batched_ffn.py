@@ -328,10 +328,11 @@ def test_the_rule_by_tokens():
         return choose.rule(n, columns, format, gated)
 
     assert [rule(n).tokens for n in (1, 2, 3, 4, 5, 8, 9, 512)] == [1, 2, 4, 4, 8, 8, 8, 8]
-    assert [rule(n).blocks for n in (1, 2, 4, 5)] == [1, 1, 2, 1]
+    assert [rule(n).blocks for n in (1, 2, 4, 5)] == [2, 2, 2, 1]
+    assert [rule(n, columns=17408).blocks for n in (1, 2)] == [1, 2]
+    assert [rule(n, format="Q8_0").blocks for n in (1, 2, 4, 5)] == [1, 2, 2, 1]
     assert [rule(n, gated=True).blocks for n in (1, 2, 4, 5)] == [1, 1, 1, 1]
-    assert [rule(n).ahead for n in (1, 2, 3, 8)] == [1, 1, 0, 0]
-    assert [rule(n, format="Q8_0").ahead for n in (1, 2, 3, 8)] == [2, 2, 0, 0]
+    assert [rule(n).ahead for n in (1, 2, 3, 8)] == [2, 2, 0, 0]
     for columns, groups, warps in ((5120, 32, 8), (17408, 32, 8), (2560, 16, 4), (512, 16, 4)):
         for n, format, gated in itertools.product((1, 2, 3, 8, 40), FORMATS, (False, True)):
             found = rule(n, columns, format, gated)
@@ -353,8 +354,8 @@ def test_the_rule_of_experts_has_the_bits_of_the_default():
 def test_the_wide_rule_by_shape_and_tokens(stored):
     """Tall shapes have whole rows for full waves of 132 SMs; flat ones have parts for one wave; few weights do not."""
     split = {
-        (17408, 5120): (132 * 128, 4),
-        (5120, 17408): (0, 3 if stored else 2),
+        (17408, 5120): (132 * 128, 4) if stored else (0, 1),
+        (5120, 17408): (0, 3),
         (132 * 128, 5120): (0, 1),
         (132 * 128 - 1, 5120): (0, 1),
         (512, 2048): (0, 2),
@@ -400,22 +401,23 @@ def test_only_whole_blocks_of_bf16_are_a_matrix(change):
 
 
 def test_the_matrix_rule_by_shape_and_tokens():
-    def warps(rows, columns, tokens=1, gated=False, format="Q4_K"):
-        return choose.matrix_rule(tokens, rows, columns, format, gated).num_warps
+    def order(rows, columns, tokens=1, gated=False, format="Q4_K"):
+        found = choose.matrix_rule(tokens, rows, columns, format, gated)
+        return found.num_warps, found.shares
 
-    shapes = ((17408, 5120), (5120, 17408), (9216, 2560), (2560, 9216), (512, 2048), (2048, 512), (8, 32))
-    assert [warps(*shape) for shape in shapes] == [4, 8, 4, 16, 16, 4, 4]
+    shapes = ((17408, 5120), (5120, 17408), (9216, 2560), (2560, 9216), (512, 2048), (2048, 512), (64, 64))
+    assert [order(*shape) for shape in shapes] == [(4, 4)] * 6 + [(2, 0)]
+    assert order(2560, 9216 + 32) == (16, 0)  # not of whole tiles of four warps
     for shape in shapes:  # bits depend on them
-        assert {warps(*shape, n, gated) for n in (1, 2, 8, 9, 64, 512) for gated in (False, True)} == {warps(*shape)}
-    assert [warps(*shape, format="Q8_0") for shape in shapes] == [2, 8, 4, 16, 16, 4, 2]
+        every = itertools.product((1, 2, 8, 9, 64, 512), (False, True), FORMATS)
+        assert {order(*shape, *one) for one in every} == {order(*shape)}
     found = [choose.matrix_rule(n, 17408, 5120, "Q4_K") for n in (1, 8, 9, 16, 17, 512)]
     assert [(one.blocks, one.tokens) for one in found] == [(2, 8), (2, 8), (4, 16), (4, 16), (4, 32), (4, 32)]
-    assert [one.ahead for one in found] == [2, 2, 0, 0, 0, 0]
-    narrow = {name: choose.matrix_rule(8, 5120, 17408, name).ahead for name in FORMATS}
-    assert narrow == {"F32": 0, "BF16": 2, "Q8_0": 2, "Q4_K": 2, "Q5_K": 0, "Q6_K": 0}
-    assert choose.matrix_rule(512, 2560, 9216, "Q4_K") == Tile(2, 32, 16)
+    few, many = ({name: choose.matrix_rule(n, 5120, 17408, name).ahead for name in FORMATS} for n in (8, 32))
+    assert few == {"F32": 0, "BF16": 2, "Q8_0": 2, "Q4_K": 2, "Q5_K": 2, "Q6_K": 2}
+    assert many == {"F32": 0, "BF16": 0, "Q8_0": 2, "Q4_K": 2, "Q5_K": 2, "Q6_K": 2}
     both = [choose.matrix_rule(n, 17408, 5120, "Q4_K", gated=True) for n in (1, 16, 512)]
-    assert [(one.blocks, one.tokens, one.ahead) for one in both] == [(2, 8, 2), (4, 16, 0), (4, 16, 0)]
+    assert [(one.blocks, one.tokens, one.ahead) for one in both] == [(2, 8, 2), (4, 16, 2), (4, 16, 2)]
     for one in (*found, *both):
         choose.check_tile(one)
         assert Tile(**one.as_dict()) == one

@@ -22,7 +22,7 @@ WIDE_GROUPS = (1, 2, 4, 8)
 WIDE_PARTS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16)
 ARITHMETIC = ("Q4_K", "Q5_K", "Q6_K")  # formats whose weights take a GPU longer to unpack than to read
 SHORT_ROW = 8192  # columns, 8 tiles of 32 groups
-WIDE_ROWS = 128  # of a tile of `wide`, in which its waves are counted; half as many of packed weights
+WIDE_ROWS = 128  # of a tile of `wide`, in which its waves are counted
 LEAST_COLUMNS = 1024  # of a part of `wide`: fewer are over before tiles are on their way
 MOST_PARTS = 8
 MOST_PARTS_BESIDE = 4  # beside whole waves, where tiles of few tokens are more programs already
@@ -159,29 +159,31 @@ def wide_rule(
 ) -> Wide:
     """A choice for `wide.wide`; for a shape, a format and a GPU one set of bits, whatever the number of tokens.
 
-    stored: a matrix, not `Packed`. Up to 64 tokens it is bound by bytes: programs of 64 rows, several on an SM. From
-    then on 128 rows halve what is read of x from the L2, with 128 tokens two programs on an SM; beyond, tiles of 256
-    tokens, whose sums take all registers, for the fewest bytes of shared memory an operation. Split rows beside whole
-    ones have tiles of 64 tokens: one wave of small programs, whose sums are soon added. Where all rows are split there
-    are programs enough, and beyond 128 tokens large tiles are worth more.
+    stored: a matrix, not `Packed`. Up to 128 tokens it is bound by bytes: programs of 64 rows, several on an SM, or
+    where all rows are split, 128 rows and half as many tokens. Beyond, tiles of 256 tokens, whose sums take all
+    registers, for the fewest bytes of shared memory an operation. Split rows beside whole ones have tiles of 64 tokens:
+    one wave of small programs, whose sums are soon added. Where all rows are split there are programs enough, and
+    beyond 128 tokens large tiles are worth more.
 
     Packed weights take registers while they are unpacked, 64 rows of them leave room for the sums of 64 tokens, and of
-    128. Four groups a tile halve the barriers an operation, of formats with up to 8 bits.
+    128. Four groups a tile halve the barriers an operation, of formats with up to 8 bits. All their programs are on the
+    SMs at once: beside whole waves nothing is split.
     """
-    unit = WIDE_ROWS if stored else WIDE_ROWS // 2
-    whole, parts = split_rule(-(-rows // unit), columns, multiprocessors)
-    split = {"parts": parts, "whole": whole * unit if parts > 1 else 0}
+    whole, parts = split_rule(-(-rows // WIDE_ROWS), columns, multiprocessors)
+    if not stored and whole:
+        parts = 1
+    split = {"parts": parts, "whole": whole * WIDE_ROWS if parts > 1 else 0}
     mixed = parts == 1 or whole > 0  # rows that are not split
     padded = max(16, 1 << (tokens - 1).bit_length())
     small = min(64, padded)
     if not stored:
         padded = min(128, padded)
-        groups, stages = (4, 2) if format in (*ARITHMETIC, "Q8_0") else (2, 2 if format == "F32" else 3)
-        return Wide(groups, 8, padded, 4, stages, **split, split_tokens=small if mixed else padded)
+        groups = 4 if format in (*ARITHMETIC, "Q8_0") else 2
+        return Wide(groups, 8, padded, 4, 2 if format == "F32" else 3, **split, split_tokens=small if mixed else padded)
     if padded <= 64:
-        return Wide(2, 8, padded, 4, 4, **split, split_tokens=padded)
+        return Wide(2, 8, padded, 4, 4 if mixed else 5, **split, split_tokens=padded)
     if padded <= 128:
-        return Wide(2, 16, 128 if mixed else 64, 8, 3 if mixed else 4, **split, split_tokens=64)
+        return Wide(2, 8, 128, 4, 3, **split, split_tokens=64) if mixed else Wide(2, 16, 64, 8, 4, **split)
     return Wide(2, 16, 256, 8, 4, **split, split_tokens=64 if mixed else 256)
 
 
