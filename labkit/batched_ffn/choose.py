@@ -57,8 +57,8 @@ class Tile:
     Of gate and up, half of the blocks are of each: an instruction has 8 rows of gate and the same 8 of up.
 
     num_warps: warps that share the rows of a program, each with groups of its own: the order of a sum depends on it.
-    shares: programs a multiprocessor, to which all tiles are dealt in equal shares; 0: a program has whole rows. Bits
-    depend on it too.
+    shares: equal shares a multiprocessor, in which all tiles are dealt, of strips of four blocks; one has a program, or
+    with tiles of two blocks, two. 0: a program has whole rows. Bits depend on it too.
     steps: of `down` of routed experts alone: times so many blocks, one after the other, a program.
     """
 
@@ -136,11 +136,11 @@ def _shared(tokens: int) -> int:
 def matrix_rule(tokens: int, rows: int, columns: int, format: str, gated: bool = False) -> Tile:
     """A choice for `tensor_core`; a shape has one number of warps and of shares, and so one set of bits.
 
-    Where rows are whole tiles of four warps, all tiles are dealt in four shares a multiprocessor: up to 8 tokens all
-    are there at once, with 128 registers a thread; with more tokens and registers, half of them, in two full waves.
-    Else few rows are split among more warps, as far as each has groups, until `ENOUGH_WARPS` are under way. More blocks
-    of rows share the values of x, which a warp reads from many lines; with few tokens, smaller tiles leave registers
-    for the next one, which is asked for ahead. gated: gate and up in one launch.
+    Where rows are whole tiles of four warps, all tiles are dealt in two shares a multiprocessor: up to 8 tokens in four
+    programs with 128 registers a thread, with more tokens in two, whose sums take twice as many. Else few rows are
+    split among more warps, as far as each has groups, until `ENOUGH_WARPS` are under way. More blocks of rows share the
+    values of x, which a warp reads from many lines; with few tokens, smaller tiles leave registers for the next one,
+    which is asked for ahead. gated: gate and up in one launch.
     """
     padded = max(8, 1 << (tokens - 1).bit_length())
     whole = columns % (4 * 4 * GROUP) == 0
@@ -151,7 +151,7 @@ def matrix_rule(tokens: int, rows: int, columns: int, format: str, gated: bool =
     room = format != "F32" and (format != "BF16" or padded <= 16)  # registers for a tile asked for ahead
     ahead = 2 if room and (whole or padded <= 8) else 0
     most = 16 if gated else 32
-    return Tile(blocks, min(padded, most), warps, 1, ahead, whole or padded <= 8, shares=4 if whole else 0)
+    return Tile(blocks, min(padded, most), warps, 1, ahead, whole or padded <= 8, shares=2 if whole else 0)
 
 
 def wide_rule(

@@ -16,8 +16,8 @@ The choices (`choose.Choice`) and theirs:
 | tokens | tokens a program: weight bytes and dequantisation are shared, until the sums take too many registers    |
 | up     | gate and up in one launch: x is read once for both, SiLU(gate) · up is not stored and read in between   |
 | depend | `dependent`: the next launch starts while this one's last programs end (from Hopper on)                 |
-| shares | programs a multiprocessor, to which all tiles are dealt in equal shares, whatever rows they are of: with  |
-|        | a program for every few rows, the last wave of them leaves multiprocessors idle                         |
+| shares | equal shares a multiprocessor, in which all tiles are dealt, whatever rows they are of: with a program  |
+|        | for every few rows, the last wave of them leaves multiprocessors idle                                   |
 | ahead  | weights depend on no launch before: 1: a program's first tile is asked for before it waits for those;   |
 |        | more: as many tiles less one are on their way while another is used: bytes in flight for registers      |
 
@@ -81,6 +81,7 @@ BASE = 0x43000000  # the fp32 128: the lowest bit of its exponent is 0, so that 
 ASSEMBLY = tl.constexpr(not triton.knobs.runtime.interpret)  # which the interpreter has not
 MOST_PROGRAMS = 65535  # along the second dimension of a grid
 REGISTERS = 65536  # of a multiprocessor, of every generation since Kepler
+STRIP = 4  # blocks of 8 rows that are dealt in shares together; of gate and up, two of each
 
 
 @triton.jit
@@ -532,21 +533,21 @@ def _rows_of(upper, lower):
 
 
 @triton.jit
-def _start(program, each, more):
-    """The first tile of a program's share; the first `more` programs have one more than `each`."""
-    return program * each + tl.minimum(program, more)
+def _start(share, each, more):
+    """The first tile of a share; the first `more` shares have one more than `each`."""
+    return share * each + tl.minimum(share, more)
 
 
 @triton.jit
-def _program_of(tile, each, more):
-    """The program whose share a tile is in."""
+def _share_of(tile, each, more):
+    """The share that a tile is in."""
     longer = more * (each + 1)
     return tl.where(tile < longer, tile // (each + 1), more + (tile - longer) // each)
 
 
 @triton.jit
 def _of_all_sharers(sums, partials, counters, at, sharer, sharers, MOST: tl.constexpr):
-    """The sums [16, 8] of all programs that share rows, added in their order; and whether all have come.
+    """The sums [16, 8] of all programs that share rows, added in the order of their shares; and whether all have come.
 
     Whichever comes last has them all, and sets its counter to 0 again for the next launch.
     partials: fp32 [tiles of y, MOST, sums, 16, 8]; counters: int32 [tiles of y]; at: of these tiles, the rows' one.
@@ -736,17 +737,17 @@ def _multiply_add_kernel(
 
 @triton.jit
 def _blocks(
-    W, up, strips, all_blocks, MATRICES: tl.constexpr, BLOCKS: tl.constexpr, GROUPS: tl.constexpr, FORMAT: tl.constexpr,
-    PLANES: tl.constexpr,
+    W, up, strips, all_blocks, part, MATRICES: tl.constexpr, BLOCKS: tl.constexpr, GROUPS: tl.constexpr,
+    FORMAT: tl.constexpr, PLANES: tl.constexpr,
 ):  # fmt: skip
-    """Where the first strip's blocks of 8 rows begin, and the arrays from there on; of two MATRICES, those of up too.
+    """Blocks of 8 rows of a part of the first strip, and the arrays from there on; of two MATRICES, those of up too.
 
     A strip's blocks are `strips` apart, so that what follows a strip's last tile is the next one's first. Where they do
     not come out even, the last ones are read twice.
     """
     firsts, arrays = (), ()
     for b in tl.static_range(BLOCKS):
-        first = tl.minimum(b * strips, all_blocks - strips)
+        first = tl.minimum((part * BLOCKS + b) * strips, all_blocks - strips)
         firsts = firsts + (first,)
         for s in tl.static_range(MATRICES):
             if s == 0:
@@ -784,15 +785,16 @@ def _tensor_core_kernel(
     x, y, words, high, scales, d, up_words, up_high, up_scales, up_d, partials, counters, N, rows, strips, each, more,
     x_stride, y_stride, magic,
     GROUPS: tl.constexpr, FORMAT: tl.constexpr, PLANES: tl.constexpr, WARPS: tl.constexpr, BLOCKS: tl.constexpr,
-    TOKENS: tl.constexpr, GATED: tl.constexpr, SHARERS: tl.constexpr, DEPTH: tl.constexpr, DEPENDENT: tl.constexpr,
+    PARTS: tl.constexpr, TOKENS: tl.constexpr, GATED: tl.constexpr, SHARERS: tl.constexpr, DEPTH: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """One program: TOKENS tokens, a share of the tiles: of a strip, BLOCKS blocks of 8 rows, then of the next one.
+    """One program: TOKENS tokens, a share of the tiles of one of PARTS of each strip: BLOCKS blocks of 8 rows.
 
     A tile has WARPS times 4 groups of a row, 4 a warp. GATED: y = SiLU(W x) · (up x), of twice the rows.
-    each, more: tiles a program; the first `more` have one more. SHARERS: of a strip, at most.
+    each, more: tiles a share; the first `more` have one more. SHARERS: of a strip, at most.
     """
     first_token = tl.program_id(0) * TOKENS
-    program = tl.program_id(1)
+    share, part = tl.program_id(1) // PARTS, tl.program_id(1) % PARTS
     group, lane = _units(WARPS)
     MATRICES: tl.constexpr = 2 if GATED else 1
     EIGHTS: tl.constexpr = TOKENS // 8
@@ -806,12 +808,12 @@ def _tensor_core_kernel(
         mine = tl.minimum(first_token + 8 * n + lane, N - 1)
         x_rows = x_rows + (x + mine.to(tl.int64) * x_stride,)
     W, up = (words, high, scales, d), (up_words, up_high, up_scales, up_d)
-    firsts, arrays = _blocks(W, up, strips, (rows + 7) // 8, MATRICES, BLOCKS, GROUPS, FORMAT, PLANES)
-    start, end = _start(program, each, more), _start(program + 1, each, more)
+    firsts, arrays = _blocks(W, up, strips, (rows + 7) // 8, part, MATRICES, BLOCKS, GROUPS, FORMAT, PLANES)
+    start, end = _start(share, each, more), _start(share + 1, each, more)
     asked = ()
     for i in tl.static_range(DEPTH):
         asked = asked + (
-            _tile_of(arrays, tl.minimum(start + i, end - 1), program, group, lane, TILE, GROUPS, FORMAT, PLANES),
+            _tile_of(arrays, tl.minimum(start + i, end - 1), share, group, lane, TILE, GROUPS, FORMAT, PLANES),
         )
     wait_for_inputs(DEPENDENT)
     for strip in range(start // TILES, (end - 1) // TILES + 1):
@@ -829,11 +831,11 @@ def _tensor_core_kernel(
             totals = totals + (tl.sum(sums[s], 0),)
         whole = True
         if SHARERS > 1:
-            sharer = program - _program_of(strip * TILES, each, more)
-            sharers = _program_of(strip * TILES + TILES - 1, each, more) - program + sharer + 1
+            sharer = share - _share_of(strip * TILES, each, more)
+            sharers = _share_of(strip * TILES + TILES - 1, each, more) - share + sharer + 1
             whole = sharers == 1
             if sharers > 1:
-                at = strip * tl.num_programs(0) + tl.program_id(0)
+                at = (strip * PARTS + part) * tl.num_programs(0) + tl.program_id(0)
                 totals, whole = _of_all_sharers(totals, partials, counters, at, sharer, sharers, SHARERS)
         for m in tl.static_range(PAIRS):
             for n in tl.static_range(EIGHTS):
@@ -894,38 +896,52 @@ def tensor_core(W: Packed, x: Tensor, y: Tensor, tile: Tile | None = None, up: P
     blocks = tile.blocks // (1 if up is None else 2)
     arguments |= {"WARPS": tile.num_warps, "BLOCKS": blocks, "TOKENS": tile.tokens, "GATED": up is not None}
     arguments |= {"DEPTH": max(0, tile.ahead - 1), "DEPENDENT": tile.dependent and has_dependent_launch(x.device)}
-    grid = _grid(W, x, replace(tile, blocks=blocks))
-    arguments |= _shares(W, tile, *grid)
-    grid = grid[0], arguments.pop("programs")
+    token_tiles, row_tiles = _grid(W, x, replace(tile, blocks=blocks))
+    parts = _parts(tile)
+    arguments |= _shares(W, tile, token_tiles, triton.cdiv(row_tiles, parts), parts) | {"PARTS": parts}
+    grid = token_tiles, arguments.pop("shares") * parts
     return Launch(_tensor_core_kernel, grid, arguments, _options(tile, arguments["DEPENDENT"]) | _registers(tile))
 
 
+def _parts(tile: Tile) -> int:
+    """Programs that each have a part of a strip's rows: with shares, strips have STRIP blocks, whatever a tile has.
+
+    So rows are cut at the same columns for tiles of few blocks and of many, and have the same bits. ValueError for more
+    blocks than a strip has.
+    """
+    if not tile.shares:
+        return 1
+    if tile.blocks > STRIP:
+        raise ValueError(f"blocks is {tile.blocks}, with shares; allowed: at most {STRIP}")
+    return STRIP // tile.blocks
+
+
 def _registers(tile: Tile) -> dict[str, int]:
-    """So many for a thread that all programs are there at once; sums of more tokens than 8 need them more."""
-    if not tile.shares or tile.tokens > 8:
+    """So many for a thread that the programs of all shares are there at once."""
+    if not tile.shares:
         return {}
-    return {"maxnreg": min(255, REGISTERS // (32 * tile.num_warps * tile.shares) // 8 * 8)}
+    return {"maxnreg": min(255, REGISTERS // (32 * tile.num_warps * tile.shares * _parts(tile)) // 8 * 8)}
 
 
-def _shares(W: Packed, tile: Tile, token_tiles: int, strips: int) -> dict[str, Any]:
-    """How many programs a tile of tokens has, what they are dealt, and where those that share rows leave their sums.
+def _shares(W: Packed, tile: Tile, token_tiles: int, strips: int, parts: int) -> dict[str, Any]:
+    """How many shares there are, what they are dealt, and where programs that share rows leave their sums.
 
-    strips: of the rows that a program without shares has. `words` stand in where none are shared.
+    `words` stand in where none are shared.
     """
     tiles_a_strip = triton.cdiv(W.columns // GROUP, 4 * tile.num_warps)
-    tiles = strips * tiles_a_strip
-    programs = min(tiles, tile.shares * multiprocessors(W.words.device)) if tile.shares else strips
-    each, more = divmod(tiles, programs)
     if tile.shares and W.columns // GROUP % (4 * tile.num_warps):
         whole = f"rows of whole tiles, of {128 * tile.num_warps} columns"
         raise ValueError(f"shares is {tile.shares}, of rows of {W.columns} columns; allowed: 0, or {whole}")
-    dealt: dict[str, Any] = {"programs": programs, "strips": strips, "each": each, "more": more}
+    tiles = strips * tiles_a_strip
+    shares = min(tiles, tile.shares * multiprocessors(W.words.device)) if tile.shares else strips
+    each, more = divmod(tiles, shares)
+    dealt: dict[str, Any] = {"shares": shares, "strips": strips, "each": each, "more": more}
     if each == tiles_a_strip and not more:
         return dealt | {"SHARERS": 1, "partials": W.words, "counters": W.words}
     sharers = (tiles_a_strip - 2) // each + 2  # of which the first and the last have at least a tile of these rows
-    sums = token_tiles * strips * sharers * tile.blocks * ROWS * tile.tokens
-    partials = W.words.new_empty(sums, dtype=torch.float32)
-    return dealt | {"SHARERS": sharers, "partials": partials, "counters": W.words.new_zeros(token_tiles * strips)}
+    places = token_tiles * strips * parts
+    partials = W.words.new_empty(places * sharers * tile.blocks * ROWS * tile.tokens, dtype=torch.float32)
+    return dealt | {"SHARERS": sharers, "partials": partials, "counters": W.words.new_zeros(places)}
 
 
 def _multiply_add(W: Packed, x: Tensor, y: Tensor, choice: Choice, up: Packed | None, axis: int = 0) -> Launch:

@@ -149,26 +149,31 @@ def test_a_token_has_the_same_bits_in_every_matrix_product(name, device):
 
 
 @pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize(
-    ("name", "columns", "tile"), [("Q4_K", 2304, Tile(2, 8, 2, shares=1)), ("Q8_0", 1152, Tile(4, 16, 1, shares=1))]
-)
-def test_shares_of_all_tiles_whatever_rows_they_are_of(name, columns, tile, gated, device):
-    W, x = on(device, name, rows=17, columns=columns), tokens(MOST, columns, torch.float16, device)
+@pytest.mark.parametrize("name", ["Q4_K", "Q8_0"])
+def test_shares_of_all_tiles_whatever_rows_they_are_of(name, gated, device, monkeypatch):
+    """Few multiprocessors, so that shares are of several strips, and begin and end within them."""
+    monkeypatch.setattr(kernels, "multiprocessors", lambda device: 2)
+    rows, columns = 70, 2560  # 3 strips, of gate and up 5, of 5 tiles each: 15 and 25 in 4 shares
+    W, x = on(device, name, rows=rows, columns=columns), tokens(MOST, columns, torch.float16, device)
     up = W if gated else None
-    y = torch.full((MOST, W.rows), float("nan"), device=device)
+    tile = matrix_rule(MOST, rows, columns, name, gated)
+    y = torch.full((MOST, rows), float("nan"), device=device)
     launch = kernels.tensor_core(W, x, y, tile, up)
+    assert (launch.args["each"], launch.args["more"]) == ((6, 1) if gated else (3, 3))
     launch()
     whole = y.clone()
     one = run(kernels.tensor_core, W, x, dataclasses.replace(tile, shares=0), up)
     assert error(whole, one.cpu().double()) < 1e-6
+    assert not same(one, whole)  # another order
     y.fill_(float("nan"))
     launch()  # it has left its counters as it found them
     assert same(y, whole)
     assert not launch.args["counters"].any()
-    for number, ahead in ((1, 0), (9, 3)):
-        some = dataclasses.replace(tile, ahead=ahead)
+    for number in (1, 9):  # of tiles of other sizes
+        some = matrix_rule(number, rows, columns, name, gated)
         assert same(run(kernels.tensor_core, W, x[:number], some, up), whole[:number]), number
-    assert not same(one, whole)  # another order
+    few = dataclasses.replace(some, ahead=0)
+    assert same(run(kernels.tensor_core, W, x[:9], few, up), whole[:9])
 
 
 @pytest.mark.parametrize("ahead", AHEAD)
