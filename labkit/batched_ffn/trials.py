@@ -25,6 +25,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}  # of activations
 # Relative RMSE against float64 with the dequantised weights. One product: rounding of y, and in matrix instructions of
 # the weights, to bf16 (2^-9 each at most); whole layers round once more in between.
 TOLERANCE = {"bf16": 6e-3, "fp32": 1e-5}
+GEMLITE_TOLERANCE = 3e-2  # parts of K are added in bf16, as many as its tuning likes
 SAME_BITS = 0.0
 CHECKED = 8  # tokens that are compared with the reference, and three that are computed again alone
 TRACE_TOKENS = 256  # of a trace at least, which then begins again: so many that a cache cannot know it by heart
@@ -294,7 +295,7 @@ def gemlite(x: Case, device: Any, sets: int, seed: int) -> Trial:
         alone = max(differing(layer(values[n : n + 1]), whole[n : n + 1]) for n in sorted({0, N // 2, N - 1}))
         return {"alone": alone} | _launched(calls[0], values.device)
 
-    return Trial(calls, check=check, tolerance={"y": TOLERANCE["bf16"]}, facts=facts)
+    return Trial(calls, check=check, tolerance={"y": GEMLITE_TOLERANCE}, facts=facts)
 
 
 def _gemlite_layer(x: Case, device: Any, generator: torch.Generator) -> tuple[Any, Callable[[], Tensor]]:
