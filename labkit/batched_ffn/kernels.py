@@ -24,7 +24,11 @@ The choices (`choose.Choice`) and theirs:
 Two families, each with the same bits for a token whatever else is in the batch. The first three variants are one
 kernel, in which a token has its own sums, added to by explicit fma in an order that depends on groups and num_warps
 only. `tensor_core` pads the tokens to multiples of 8, one matrix instruction's, and its order of a sum depends on
-num_warps only: so a single token runs the same arithmetic. A third family, for many tokens, is in wide.py.
+num_warps and on where the rows are cut, if shares are dealt (so also on the number of multiprocessors), never on the
+tokens: a single one runs the same arithmetic. A third family, for many tokens, is in wide.py.
+
+Shares are cut where they are even, within a row if need be (as in Stream-K: Osama et al. 2023, arXiv 2301.03598). Each
+program that has a part of a row leaves its sum in memory, and whichever ends last adds them all in the order of K.
 
 `tensor_core` needs no shared memory and no barrier between loads and the sums' end. A warp has 4 groups of a row, and
 lane 4 r + g loads group g of row r: which is just where the matrix instruction (m16n8k16) wants 4 weights of each lane,
@@ -655,7 +659,7 @@ def _turn(asked, tiles):
 def _add_all(
     sums, x_rows, W, up, first_block, last_block, group, lanes, magic,
     TILE: tl.constexpr, MATRICES: tl.constexpr, BLOCKS: tl.constexpr, GROUPS: tl.constexpr, FORMAT: tl.constexpr,
-    PLANES: tl.constexpr, WARPS: tl.constexpr, AHEAD: tl.constexpr, DEPENDENT: tl.constexpr,
+    PLANES: tl.constexpr, AHEAD: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """The sums with the products of all of K added, tile after tile. group: of each unit, that in the first tile."""
     MASKED: tl.constexpr = GROUPS % TILE != 0
@@ -684,7 +688,7 @@ def _add_all(
     wait_for_inputs(DEPENDENT)
     FIRST: tl.constexpr = 1 if AHEAD == 1 else 0
     if FIRST:
-        sums = _add(sums, asked[0], x_rows, group, magic, GROUPS, MASKED, FORMAT, WARPS)
+        sums = _add(sums, asked[0], x_rows, group, magic, GROUPS, MASKED, FORMAT, 0)
     for t in range(FIRST, TILES):
         groups = t * TILE + group
         if AHEAD > 1:
@@ -692,13 +696,13 @@ def _add_all(
                 W, up, first_block, last_block, group, lanes, t + DEPTH, TILES, TILE, False, MATRICES, BLOCKS, GROUPS,
                 FORMAT, PLANES,
             )  # fmt: skip
-            sums = _add(sums, asked[0], x_rows, groups, magic, GROUPS, MASKED, FORMAT, WARPS)
+            sums = _add(sums, asked[0], x_rows, groups, magic, GROUPS, MASKED, FORMAT, 0)
             asked = _turn(asked, some)
         else:
             now = _tiles(
                 W, up, first_block, last_block, groups, lanes, MATRICES, BLOCKS, GROUPS, MASKED, FORMAT, PLANES
             )
-            sums = _add(sums, now, x_rows, groups, magic, GROUPS, MASKED, FORMAT, WARPS)
+            sums = _add(sums, now, x_rows, groups, magic, GROUPS, MASKED, FORMAT, 0)
     return sums
 
 
@@ -725,7 +729,7 @@ def _multiply_add_kernel(
     sums = _no_products(MATRICES * BLOCKS * TOKENS, TILE, PLANES)
     sums = _add_all(
         sums, x_rows, W, up, first_block, last_block, group, lanes, magic, TILE, MATRICES, BLOCKS, GROUPS, FORMAT,
-        PLANES, 0, AHEAD, DEPENDENT,
+        PLANES, AHEAD, DEPENDENT,
     )  # fmt: skip
     for b in tl.static_range(BLOCKS):
         row = (first_block + b) * 8 + tl.arange(0, 8)
@@ -887,7 +891,8 @@ def tensor_core(W: Packed, x: Tensor, y: Tensor, tile: Tile | None = None, up: P
 
     Arguments and errors as `weight_stationary`, but weights are rounded to x's dtype (in fp16, those from 65520 on to
     infinity), of 16 bits perhaps to the other neighbour; with x in fp32, products are IEEE fp32 and so not on tensor
-    cores. tile: `choose.matrix_rule`'s by default.
+    cores. tile: `choose.matrix_rule`'s by default. A launch with shares must not run twice at once: it has memory for
+    one set of sums.
     """
     check_product(W, x, y, up)
     tile = tile or matrix_rule(len(x), W.rows, W.columns, W.format.name, up is not None)
