@@ -173,9 +173,8 @@ def _fields(tile, FORMAT: tl.constexpr):
         above = _rotated(high[0], 4 - quad)
     else:
         turn = 4 - quad % 2 * 2 + quad // 2 * 16
-        above = (_rotated(high[0], turn) & 0x000FFFF0) | (_rotated(high[1], (turn + 16) % 32) & ~0x000FFFF0)
-    even = (planes[0] & 0x0F0F0F0F) | (above & ~0x0F0F0F0F)
-    return even, (planes[0] & ~0x0F0F0F0F) | (above & 0x0F0F0F0F)
+        above = _chosen(0x000FFFF0, _rotated(high[0], turn), _rotated(high[1], (turn + 16) % 32))
+    return _chosen(0x0F0F0F0F, planes[0], above), _chosen(0x0F0F0F0F, above, planes[0])
 
 
 @triton.jit
