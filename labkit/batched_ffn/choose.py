@@ -11,7 +11,6 @@ TOKENS = (1, 2, 4, 8, 16)
 WARPS = (1, 2, 4, 8, 16)
 STAGES = (1, 2, 3, 4, 5, 6)
 AHEAD = (0, 1, 2, 3, 4, 5)  # 1: a program's first tile, before the launch waits; from 2 on, so many less 1 at any time
-STEPS = (1, 2, 4, 8, 16)
 SHARES = (0, 1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32)
 # a matrix instruction's least: 16 rows, 8 tokens
 TILE_BLOCKS = (2, 4, 8)
@@ -59,7 +58,6 @@ class Tile:
     num_warps: warps that share the rows of a program, each with groups of its own: the order of a sum depends on it.
     shares: equal shares a multiprocessor, in which all tiles are dealt, of strips of four blocks; one has a program, or
     with tiles of two blocks, two. 0: a program has whole rows. Bits depend on it too.
-    steps: of `down` of routed experts alone: times so many blocks, one after the other, a program.
     """
 
     blocks: int = 2
@@ -68,7 +66,6 @@ class Tile:
     num_stages: int = 1
     ahead: int = 0
     dependent: bool = False
-    steps: int = 1
     shares: int = 0
 
     def as_dict(self) -> dict[str, int]:
@@ -235,6 +232,5 @@ def check_tile(tile: Tile) -> None:
     check_one_of("blocks", tile.blocks, TILE_BLOCKS)
     check_one_of("num_warps", tile.num_warps, WARPS)
     check_one_of("num_stages", tile.num_stages, STAGES)
-    check_one_of("steps", tile.steps, STEPS)
     check_one_of("shares", tile.shares, SHARES)
     check_one_of("ahead", tile.ahead, AHEAD)

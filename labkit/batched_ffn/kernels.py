@@ -623,21 +623,13 @@ def _add(
 
 @triton.jit
 def _ask(
-    W, up, first_block, last_block, group, lanes, t, end,
-    TILE: tl.constexpr, STRIPS: tl.constexpr, MATRICES: tl.constexpr, BLOCKS: tl.constexpr, GROUPS: tl.constexpr,
-    FORMAT: tl.constexpr, PLANES: tl.constexpr,
+    W, up, first_block, last_block, group, lanes, t, TILE: tl.constexpr, MATRICES: tl.constexpr, BLOCKS: tl.constexpr,
+    GROUPS: tl.constexpr, FORMAT: tl.constexpr, PLANES: tl.constexpr,
 ):  # fmt: skip
-    """Tile t, of BLOCKS blocks of rows, or with STRIPS of those and the following ones; nothing from tile `end` on.
-
-    group: of each unit, that in the first tile of a row.
-    """
-    TILES: tl.constexpr = (GROUPS + TILE - 1) // TILE
-    MASKED: tl.constexpr = GROUPS % TILE != 0
-    block, groups = first_block, t * TILE + group
-    if STRIPS:
-        block, groups = first_block + t // TILES * BLOCKS, t % TILES * TILE + group
-    groups = tl.where(t < end, groups, GROUPS)
-    return _tiles(W, up, block, last_block, groups, lanes, MATRICES, BLOCKS, GROUPS, 1 if MASKED else 2, FORMAT, PLANES)
+    """Tile t of BLOCKS blocks of rows; nothing beyond the last one. group: of each unit, that in the first tile."""
+    MASKED: tl.constexpr = 1 if GROUPS % TILE != 0 else 2
+    groups = tl.where(t < (GROUPS + TILE - 1) // TILE, t * TILE + group, GROUPS)
+    return _tiles(W, up, first_block, last_block, groups, lanes, MATRICES, BLOCKS, GROUPS, MASKED, FORMAT, PLANES)
 
 
 @triton.jit
@@ -692,8 +684,7 @@ def _add_all(
         groups = t * TILE + group
         if AHEAD > 1:
             some = _ask(
-                W, up, first_block, last_block, group, lanes, t + DEPTH, TILES, TILE, False, MATRICES, BLOCKS, GROUPS,
-                FORMAT, PLANES,
+                W, up, first_block, last_block, group, lanes, t + DEPTH, TILE, MATRICES, BLOCKS, GROUPS, FORMAT, PLANES
             )  # fmt: skip
             sums = _add(sums, asked[0], x_rows, groups, magic, GROUPS, MASKED, FORMAT, 0)
             asked = _turn(asked, some)
@@ -784,6 +775,41 @@ def _tile_of(
 
 
 @triton.jit
+def _first_tiles(
+    arrays, start, end, strip, group, lane, DEPTH: tl.constexpr, TILE: tl.constexpr, GROUPS: tl.constexpr,
+    FORMAT: tl.constexpr, PLANES: tl.constexpr,
+):  # fmt: skip
+    """What `_add_tiles` has asked for when it begins: DEPTH tiles from `start` on."""
+    asked = ()
+    for i in tl.static_range(DEPTH):
+        some = _tile_of(arrays, tl.minimum(start + i, end - 1), strip, group, lane, TILE, GROUPS, FORMAT, PLANES)
+        asked = asked + (some,)
+    return asked
+
+
+@triton.jit
+def _add_tiles(
+    sums, asked, arrays, x_rows, first, last, end, strip, group, lane, magic,
+    WARPS: tl.constexpr, UNROLL: tl.constexpr, GROUPS: tl.constexpr, FORMAT: tl.constexpr, PLANES: tl.constexpr,
+):  # fmt: skip
+    """The sums with the products of tiles first … last - 1 added, all of one strip; and what is asked for then.
+
+    Asked for are as many tiles on, of these rows, then of the next ones; beyond `end` the last one, which is not used.
+    """
+    TILE: tl.constexpr = WARPS * 4
+    TILES: tl.constexpr = (GROUPS + TILE - 1) // TILE
+    MASKED: tl.constexpr = GROUPS % TILE != 0
+    for t in tl.range(first, last, loop_unroll_factor=UNROLL):
+        ahead = tl.minimum(t + len(asked), end - 1)
+        some = _tile_of(arrays, ahead, strip, group, lane, TILE, GROUPS, FORMAT, PLANES)
+        asked = asked + (some,)
+        groups = (t - strip * TILES) * TILE + group
+        sums = _add(sums, asked[0], x_rows, groups, magic, GROUPS, MASKED, FORMAT, WARPS)
+        asked = _without_first(asked)
+    return sums, asked
+
+
+@triton.jit
 def _tensor_core_kernel(
     x, y, words, high, scales, d, up_words, up_high, up_scales, up_d, partials, counters, N, rows, strips, each, more,
     x_stride, y_stride, magic,
@@ -804,7 +830,6 @@ def _tensor_core_kernel(
     PAIRS: tl.constexpr = MATRICES * BLOCKS // 2
     TILE: tl.constexpr = WARPS * 4
     TILES: tl.constexpr = (GROUPS + TILE - 1) // TILE
-    MASKED: tl.constexpr = GROUPS % TILE != 0
     UNROLL: tl.constexpr = 2 if TOKENS == 8 else 1  # two tiles a turn need not move from register to register
     x_rows = ()
     for n in tl.static_range(EIGHTS):
@@ -813,22 +838,15 @@ def _tensor_core_kernel(
     W, up = (words, high, scales, d), (up_words, up_high, up_scales, up_d)
     firsts, arrays = _blocks(W, up, strips, (rows + 7) // 8, part, MATRICES, BLOCKS, GROUPS, FORMAT, PLANES)
     start, end = _start(share, each, more), _start(share + 1, each, more)
-    asked = ()
-    for i in tl.static_range(DEPTH):
-        asked = asked + (
-            _tile_of(arrays, tl.minimum(start + i, end - 1), share, group, lane, TILE, GROUPS, FORMAT, PLANES),
-        )
+    asked = _first_tiles(arrays, start, end, share, group, lane, DEPTH, TILE, GROUPS, FORMAT, PLANES)
     wait_for_inputs(DEPENDENT)
     for strip in range(start // TILES, (end - 1) // TILES + 1):
-        sums = _no_sums(PAIRS * EIGHTS, WARPS)
         first, last = tl.maximum(start, strip * TILES), tl.minimum(end, (strip + 1) * TILES)
-        for t in tl.range(first, last, loop_unroll_factor=UNROLL):
-            # DEPTH tiles on: of these rows, then of the next ones; beyond the share its last one, which is not used
-            some = _tile_of(arrays, tl.minimum(t + DEPTH, end - 1), strip, group, lane, TILE, GROUPS, FORMAT, PLANES)
-            asked = asked + (some,)
-            groups = (t - strip * TILES) * TILE + group
-            sums = _add(sums, asked[0], x_rows, groups, magic, GROUPS, MASKED, FORMAT, WARPS)
-            asked = _without_first(asked)
+        sums = _no_sums(PAIRS * EIGHTS, WARPS)
+        sums, asked = _add_tiles(
+            sums, asked, arrays, x_rows, first, last, end, strip, group, lane, magic, WARPS, UNROLL, GROUPS, FORMAT,
+            PLANES,
+        )  # fmt: skip
         totals = ()
         for s in tl.static_range(PAIRS * EIGHTS):
             totals = totals + (tl.sum(sums[s], 0),)

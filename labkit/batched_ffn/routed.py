@@ -39,7 +39,9 @@ from labkit.batched_ffn.kernels import (
     MAGIC,
     MOST_PROGRAMS,
     _add,
-    _ask,
+    _add_tiles,
+    _blocks,
+    _first_tiles,
     _gated,
     _no_products,
     _no_sums,
@@ -47,7 +49,6 @@ from labkit.batched_ffn.kernels import (
     _options,
     _rows_of,
     _tiles,
-    _turn,
     _units,
     magic_of,
 )
@@ -176,13 +177,12 @@ def _grouped_tensor_core_kernel(
     x, y, order, tiles, slots, words, high, scales, d, up_words, up_high, up_scales, up_d,
     words_stride, high_stride, scales_stride, d_stride, rows, x_stride, y_stride, magic, slots_a_row,
     GROUPS: tl.constexpr, FORMAT: tl.constexpr, PLANES: tl.constexpr, WARPS: tl.constexpr, BLOCKS: tl.constexpr,
-    TOKENS: tl.constexpr, GATED: tl.constexpr, DEPTH: tl.constexpr, STEPS: tl.constexpr, DEPENDENT: tl.constexpr,
+    TOKENS: tl.constexpr, GATED: tl.constexpr, DEPTH: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """The same by matrix instructions, slots padded to multiples of 8; STEPS times BLOCKS blocks, one after the other.
+    """The same by matrix instructions, slots padded to multiples of 8.
 
-    Experts are narrow: a program of few rows is over before its loads have paid for finding its expert and slots. Gate
-    and up must wait for the sort; down, whose launch before is gate and up, then knows its experts at once, and asks
-    for weights before it waits.
+    Gate and up must wait for the sort; down, whose launch before is gate and up, then knows its experts at once, and
+    asks for weights before it waits.
     """
     if GATED:
         wait_for_inputs(DEPENDENT)
@@ -193,70 +193,43 @@ def _grouped_tensor_core_kernel(
         return
     first = tl.load(at + 1)
     count = tl.load(at + 2)
-    first_block = tl.program_id(0) * (BLOCKS * STEPS)
-    last_block = (rows - 1) // 8
+    strip = tl.program_id(0)
     strides = (words_stride, high_stride, scales_stride, d_stride)
     W = _expert((words, high, scales, d), strides, slot)
     up = _expert((up_words, up_high, up_scales, up_d), strides, slot)
     group, lane = _units(WARPS)
     TILE: tl.constexpr = WARPS * 4
-    MASKED: tl.constexpr = GROUPS % TILE != 0
+    TILES: tl.constexpr = (GROUPS + TILE - 1) // TILE
     MATRICES: tl.constexpr = 2 if GATED else 1
     EIGHTS: tl.constexpr = TOKENS // 8
     PAIRS: tl.constexpr = MATRICES * BLOCKS // 2
+    UNROLL: tl.constexpr = 2 if TOKENS == 8 else 1  # two tiles a turn need not move from register to register
     x_rows = ()
     for n in tl.static_range(EIGHTS):
         member = tl.load(order + first + tl.minimum(8 * n + lane, count - 1))
         x_rows = x_rows + (x + (member // slots_a_row).to(tl.int64) * x_stride,)
-    TILES: tl.constexpr = (GROUPS + TILE - 1) // TILE
-    asked = ()
-    for i in tl.static_range(DEPTH):
-        some = _ask(
-            W,
-            up,
-            first_block,
-            last_block,
-            group,
-            lane,
-            i,
-            STEPS * TILES,
-            TILE,
-            STEPS > 1,
-            MATRICES,
-            BLOCKS,
-            GROUPS,
-            FORMAT,
-            PLANES,
-        )
-        asked = asked + (some,)
+    firsts, arrays = _blocks(
+        W, up, tl.num_programs(0), (rows + 7) // 8, 0, MATRICES, BLOCKS, GROUPS, FORMAT, PLANES
+    )  # fmt: skip
+    start, end = strip * TILES, (strip + 1) * TILES
+    asked = _first_tiles(arrays, start, end, strip, group, lane, DEPTH, TILE, GROUPS, FORMAT, PLANES)
     if not GATED:
         wait_for_inputs(DEPENDENT)
-    for step in range(STEPS):
-        block = first_block + step * BLOCKS
-        sums = _no_sums(PAIRS * EIGHTS, WARPS)
-        for t in range(TILES):
-            groups = t * TILE + group
-            if DEPTH:  # the next tiles of these rows, and then the first ones of the next rows
-                some = _ask(
-                    W, up, first_block, last_block, group, lane, step * TILES + t + DEPTH, STEPS * TILES, TILE,
-                    STEPS > 1, MATRICES, BLOCKS, GROUPS, FORMAT, PLANES,
-                )  # fmt: skip
-                sums = _add(sums, asked[0], x_rows, groups, magic, GROUPS, MASKED, FORMAT, WARPS)
-                asked = _turn(asked, some)
+    sums = _no_sums(PAIRS * EIGHTS, WARPS)
+    sums, asked = _add_tiles(
+        sums, asked, arrays, x_rows, start, end, end, strip, group, lane, magic, WARPS, UNROLL, GROUPS, FORMAT, PLANES
+    )
+    for m in tl.static_range(PAIRS):
+        for n in tl.static_range(EIGHTS):
+            total = tl.sum(sums[m * EIGHTS + n], 0)
+            if GATED:
+                row, total = _gated(total, firsts[m] + strip)
             else:
-                now = _tiles(W, up, block, last_block, groups, lane, MATRICES, BLOCKS, GROUPS, MASKED, FORMAT, PLANES)
-                sums = _add(sums, now, x_rows, groups, magic, GROUPS, MASKED, FORMAT, WARPS)
-        for m in tl.static_range(PAIRS):
-            for n in tl.static_range(EIGHTS):
-                total = tl.sum(sums[m * EIGHTS + n], 0)
-                if GATED:
-                    row, total = _gated(total, block + m)
-                else:
-                    row = _rows_of(block + 2 * m, block + 2 * m + 1)
-                place = 8 * n + tl.arange(0, 8)
-                to = tl.load(order + first + tl.minimum(place, count - 1)).to(tl.int64)
-                y_at = y + to[None, :] * y_stride + row[:, None]
-                tl.store(y_at, total.to(y.dtype.element_ty), mask=(row < rows)[:, None] & (place < count)[None, :])
+                row = _rows_of(firsts[2 * m] + strip, firsts[2 * m + 1] + strip)
+            place = 8 * n + tl.arange(0, 8)
+            to = tl.load(order + first + tl.minimum(place, count - 1)).to(tl.int64)
+            y_at = y + to[None, :] * y_stride + row[:, None]
+            tl.store(y_at, total.to(y.dtype.element_ty), mask=(row < rows)[:, None] & (place < count)[None, :])
 
 
 @triton.jit
@@ -484,14 +457,13 @@ def _grouped(
     blocks = choice.blocks
     if isinstance(choice, Tile):
         kernel, blocks = _grouped_tensor_core_kernel, blocks // len(roles)
-        steps = choice.steps if roles == ("down",) else 1  # gate and up have many tiles a row
-        args |= {"WARPS": choice.num_warps, "DEPTH": max(0, choice.ahead - 1), "STEPS": steps}
+        args |= {"WARPS": choice.num_warps, "DEPTH": max(0, choice.ahead - 1)}
         args |= {"DEPENDENT": choice.dependent and has_dependent_launch(x.device)}
     else:
-        kernel, steps = _grouped_multiply_add_kernel, 1
+        kernel = _grouped_multiply_add_kernel
         args |= {"TILE": choice.groups, "magic": magic_of(first)}
     args |= {"PLANES": first.words.shape[2], "BLOCKS": blocks, "TOKENS": choice.tokens}
-    grid = (triton.cdiv(first.rows, ROWS * blocks * steps), len(made.tiles))
+    grid = (triton.cdiv(first.rows, ROWS * blocks), len(made.tiles))
     return Launch(kernel, grid, args | {"GATED": len(roles) > 1}, _options(choice, args.get("DEPENDENT", False)))
 
 
