@@ -658,23 +658,7 @@ def _add_all(
     DEPTH: tl.constexpr = AHEAD - 1 if AHEAD > 1 else AHEAD
     asked = ()
     for t in tl.static_range(DEPTH):
-        some = _ask(
-            W,
-            up,
-            first_block,
-            last_block,
-            group,
-            lanes,
-            t,
-            TILES,
-            TILE,
-            False,
-            MATRICES,
-            BLOCKS,
-            GROUPS,
-            FORMAT,
-            PLANES,
-        )
+        some = _ask(W, up, first_block, last_block, group, lanes, t, TILE, MATRICES, BLOCKS, GROUPS, FORMAT, PLANES)
         asked = asked + (some,)
     wait_for_inputs(DEPENDENT)
     FIRST: tl.constexpr = 1 if AHEAD == 1 else 0

@@ -170,8 +170,8 @@ def test_every_format(format, device):
     made = work(device, N=1, hidden=256, width=256, count=2, top_k=1)
     made.ids.fill_(1)
     held = on(device, format=format, **of)
-    steps = {"matrix": True, "choice": Tile(2, 8, 4, steps=4, ahead=2)}  # more rows than there are
-    for options in ({"choice": Choice(blocks=4)}, {"matrix": True, "choice": TILE}, steps):
+    wide = {"matrix": True, "choice": Tile(8, 16, 1, ahead=2)}
+    for options in ({"choice": Choice(blocks=4)}, {"matrix": True, "choice": TILE}, wide):
         run(routed.grouped_indexed(held, everything(device, 2), made, **options), routed.weighted_sum(made))
         limit = 1e-6 if format == "F32" or "matrix" in options else 1e-5  # multiply-add takes 128 away from K formats
         assert error(made.y, expected(made, format, **of)) < limit
@@ -197,8 +197,8 @@ def test_a_token_has_the_same_bits_in_every_variant_and_batch(device):
 def test_the_matrix_family_has_the_same_bits_in_every_batch(device):
     held, made = on(device), work(device, N=11)
     whole = result(routed.grouped_indexed, held, made, matrix=True)
-    stepped = [Tile(2, 8, 4, steps=steps, ahead=ahead) for steps, ahead in ((2, 0), (1, 2), (2, 2), (2, 3), (4, 5))]
-    for chosen, choice in (([3], None), ([10, 2, 5], TILE), *(([4, 1], tile) for tile in stepped)):
+    tiles = [Tile(2, 8, 1, ahead=0), Tile(2, 8, 1, ahead=5), Tile(4, 16, 1, ahead=2), Tile(8, 32, 1, ahead=3)]
+    for chosen, choice in (([3], None), *(([10, 2, 5], tile) for tile in tiles)):
         alone = result(routed.grouped_indexed, held, part(made, chosen), matrix=True, choice=choice)
         assert same(alone, whole[chosen])
     assert not same(result(routed.grouped_indexed, held, made), whole)
@@ -354,5 +354,5 @@ def test_the_shared_rule_has_one_family_of_bits():
         assert (found.groups, found.num_warps) == (Choice().groups, Choice().num_warps)
         assert found == narrow_rule(found.tokens, gated=True)
     assert [routed.rule_of(n, 256, 8).tokens for n in (1, 32, 64, 128, 512)] == [1, 1, 2, 4, 8]
-    assert [routed.matrix_rule_of(n, 256, 8).tokens for n in (1, 128, 256, 257, 512)] == [8, 8, 16, 32, 32]
-    assert {routed.matrix_rule_of(n, 256, 8).num_warps for n in (1, 64, 512)} == {4}
+    assert [routed.matrix_rule_of(n, 256, 8).tokens for n in (1, 128, 129, 512, 513)] == [8, 8, 16, 16, 32]
+    assert {routed.matrix_rule_of(n, 256, 8).num_warps for n in (1, 64, 512)} == {1}
