@@ -176,7 +176,8 @@ def wide_rule(
     if not stored:
         padded = min(128, padded)
         groups = 4 if format in (*ARITHMETIC, "Q8_0") else 2
-        return Wide(groups, 8, padded, 4, 2 if format == "F32" else 3, **split, split_tokens=small if mixed else padded)
+        stages = 2 if format == "F32" or padded > 64 else 3
+        return Wide(groups, 8, padded, 4, stages, **split, split_tokens=small if mixed else padded)
     if padded <= 64:
         return Wide(2, 8, padded, 4, 4 if mixed else 5, **split, split_tokens=padded)
     if padded <= 128:
