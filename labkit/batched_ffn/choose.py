@@ -28,8 +28,14 @@ MOST_PARTS_BESIDE = 4  # beside whole waves, where tiles of few tokens are more 
 ENOUGH_WARPS = 2048  # that a product is spread over: about 16 on each of an H100's 132 multiprocessors
 
 
+class _Json:
+    def as_dict(self) -> dict[str, int]:
+        """The choice as JSON."""
+        return asdict(self)
+
+
 @dataclass(frozen=True)
-class Choice:
+class Choice(_Json):
     """How a product is run. groups: of 32 weights of a row, in a tile; blocks: of 8 rows, a program.
 
     tokens: those of a program, that share a tile of weights. Of the default's 16 groups of 8 rows, each of the 128
@@ -44,13 +50,9 @@ class Choice:
     ahead: int = 0
     dependent: bool = False
 
-    def as_dict(self) -> dict[str, int]:
-        """The choice as JSON."""
-        return asdict(self)
-
 
 @dataclass(frozen=True)
-class Tile:
+class Tile(_Json):
     """How `tensor_core` is run. blocks: of 8 rows, a program, two an instruction; tokens: a program, 8 an instruction.
 
     Of gate and up, half of the blocks are of each: an instruction has 8 rows of gate and the same 8 of up.
@@ -68,13 +70,9 @@ class Tile:
     dependent: bool = False
     shares: int = 0
 
-    def as_dict(self) -> dict[str, int]:
-        """The choice as JSON."""
-        return asdict(self)
-
 
 @dataclass(frozen=True)
-class Wide:
+class Wide(_Json):
     """How `wide.wide` is run. groups: of 32 columns, and blocks: of 8 rows, in a tile of weights; tokens: a program.
 
     whole: of the first rows, so many are not split; of the others, K is in so many parts, each with a sum and a program
@@ -90,10 +88,6 @@ class Wide:
     whole: int = 0
     split_tokens: int = 64
     dependent: bool = False
-
-    def as_dict(self) -> dict[str, int]:
-        """The choice as JSON."""
-        return asdict(self)
 
 
 def rule(tokens: int, columns: int, format: str, gated: bool = False) -> Choice:

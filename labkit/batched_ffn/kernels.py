@@ -641,12 +641,6 @@ def _without_first(asked):
 
 
 @triton.jit
-def _turn(asked, tiles):
-    """Without the first one, and with tiles at the end."""
-    return _without_first(asked) + (tiles,)
-
-
-@triton.jit
 def _add_all(
     sums, x_rows, W, up, first_block, last_block, group, lanes, magic,
     TILE: tl.constexpr, MATRICES: tl.constexpr, BLOCKS: tl.constexpr, GROUPS: tl.constexpr, FORMAT: tl.constexpr,
@@ -671,7 +665,7 @@ def _add_all(
                 W, up, first_block, last_block, group, lanes, t + DEPTH, TILE, MATRICES, BLOCKS, GROUPS, FORMAT, PLANES
             )  # fmt: skip
             sums = _add(sums, asked[0], x_rows, groups, magic, GROUPS, MASKED, FORMAT, 0)
-            asked = _turn(asked, some)
+            asked = _without_first(asked) + (some,)
         else:
             now = _tiles(
                 W, up, first_block, last_block, groups, lanes, MATRICES, BLOCKS, GROUPS, MASKED, FORMAT, PLANES
@@ -774,7 +768,7 @@ def _first_tiles(
 @triton.jit
 def _add_tiles(
     sums, asked, arrays, x_rows, first, last, end, strip, group, lane, magic,
-    WARPS: tl.constexpr, UNROLL: tl.constexpr, GROUPS: tl.constexpr, FORMAT: tl.constexpr, PLANES: tl.constexpr,
+    WARPS: tl.constexpr, GROUPS: tl.constexpr, FORMAT: tl.constexpr, PLANES: tl.constexpr,
 ):  # fmt: skip
     """The sums with the products of tiles first … last - 1 added, all of one strip; and what is asked for then.
 
@@ -783,6 +777,7 @@ def _add_tiles(
     TILE: tl.constexpr = WARPS * 4
     TILES: tl.constexpr = (GROUPS + TILE - 1) // TILE
     MASKED: tl.constexpr = GROUPS % TILE != 0
+    UNROLL: tl.constexpr = 2 if len(x_rows) == 1 else 1  # two tiles a turn need not move from register to register
     for t in tl.range(first, last, loop_unroll_factor=UNROLL):
         ahead = tl.minimum(t + len(asked), end - 1)
         some = _tile_of(arrays, ahead, strip, group, lane, TILE, GROUPS, FORMAT, PLANES)
@@ -814,7 +809,6 @@ def _tensor_core_kernel(
     PAIRS: tl.constexpr = MATRICES * BLOCKS // 2
     TILE: tl.constexpr = WARPS * 4
     TILES: tl.constexpr = (GROUPS + TILE - 1) // TILE
-    UNROLL: tl.constexpr = 2 if TOKENS == 8 else 1  # two tiles a turn need not move from register to register
     x_rows = ()
     for n in tl.static_range(EIGHTS):
         mine = tl.minimum(first_token + 8 * n + lane, N - 1)
@@ -828,8 +822,7 @@ def _tensor_core_kernel(
         first, last = tl.maximum(start, strip * TILES), tl.minimum(end, (strip + 1) * TILES)
         sums = _no_sums(PAIRS * EIGHTS, WARPS)
         sums, asked = _add_tiles(
-            sums, asked, arrays, x_rows, first, last, end, strip, group, lane, magic, WARPS, UNROLL, GROUPS, FORMAT,
-            PLANES,
+            sums, asked, arrays, x_rows, first, last, end, strip, group, lane, magic, WARPS, GROUPS, FORMAT, PLANES,
         )  # fmt: skip
         totals = ()
         for s in tl.static_range(PAIRS * EIGHTS):

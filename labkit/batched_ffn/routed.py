@@ -203,7 +203,6 @@ def _grouped_tensor_core_kernel(
     MATRICES: tl.constexpr = 2 if GATED else 1
     EIGHTS: tl.constexpr = TOKENS // 8
     PAIRS: tl.constexpr = MATRICES * BLOCKS // 2
-    UNROLL: tl.constexpr = 2 if TOKENS == 8 else 1  # two tiles a turn need not move from register to register
     x_rows = ()
     for n in tl.static_range(EIGHTS):
         member = tl.load(order + first + tl.minimum(8 * n + lane, count - 1))
@@ -217,7 +216,7 @@ def _grouped_tensor_core_kernel(
         wait_for_inputs(DEPENDENT)
     sums = _no_sums(PAIRS * EIGHTS, WARPS)
     sums, asked = _add_tiles(
-        sums, asked, arrays, x_rows, start, end, end, strip, group, lane, magic, WARPS, UNROLL, GROUPS, FORMAT, PLANES
+        sums, asked, arrays, x_rows, start, end, end, strip, group, lane, magic, WARPS, GROUPS, FORMAT, PLANES
     )
     for m in tl.static_range(PAIRS):
         for n in tl.static_range(EIGHTS):

@@ -54,12 +54,10 @@ from labkit.batched_ffn.kernels import (
 )
 from labkit.checks import check_contiguous, check_one_of
 from labkit.dependent import wait_for_inputs
-from labkit.evidence.compiled import offline_capability
 from labkit.gemv.choose import multiprocessors
 from labkit.gemv.kernels import has_dependent_launch
 from labkit.launch import Launch
-
-LEAST = (9, 0)  # compute capability that has the copy engine
+from labkit.moe_persistent_grid.descriptors import LEAST, capability_of
 
 
 @triton.jit
@@ -299,10 +297,8 @@ def has_descriptors(device: torch.device) -> bool:
 
     For tensors that are on no GPU: whether the target of `compiled.offline` has them.
     """
-    if device.type == "cuda":
-        return torch.cuda.get_device_capability(device) >= LEAST
-    known = offline_capability()
-    return known is None or (known // 10, known % 10) >= LEAST
+    found = capability_of(device)
+    return found is None or found >= LEAST
 
 
 def check_matrix(W: Tensor) -> None:
