@@ -98,7 +98,7 @@ def test_batched_products_that_do_not_wait_are_seen(tmp_path):
     from labkit.batched_ffn import kernels
 
     skip_without_dependent_launch()
-    hasty = without_wait("labkit.batched_ffn.kernels", "wait_for_inputs(DEPENDENT)", 1, TRIGGER, tmp_path)
+    hasty = without_wait("labkit.batched_ffn.kernels", "wait_for_inputs(DEPENDENT)", 2, TRIGGER, tmp_path)
     assert not products(hasty, ahead=1, dependent=True).equal(products(kernels, ahead=0, dependent=False))
 
 

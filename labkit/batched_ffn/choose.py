@@ -127,22 +127,24 @@ def _shared(tokens: int) -> int:
 def matrix_rule(tokens: int, rows: int, columns: int, format: str, gated: bool = False) -> Tile:
     """A choice for `tensor_core`; a shape has one number of warps and of shares, and so one set of bits.
 
-    Where rows are whole tiles of four warps, all tiles are dealt in two shares a multiprocessor: up to 8 tokens in four
-    programs with 128 registers a thread, with more tokens in two, whose sums take twice as many. Else few rows are
-    split among more warps, as far as each has groups, until `ENOUGH_WARPS` are under way. More blocks of rows share the
-    values of x, which a warp reads from many lines; with few tokens, smaller tiles leave registers for the next one,
-    which is asked for ahead. gated: gate and up in one launch.
+    Where rows are whole tiles of a warp, all tiles are dealt in eight shares a multiprocessor, to programs of one warp,
+    which waits for no other: up to 8 tokens sixteen with 128 registers a thread, with more tokens eight, whose sums
+    take twice as many, and in BF16 eight too, since its tiles are as large again. Else few rows are split among more
+    warps, as far as each has groups, until `ENOUGH_WARPS` are under way. More blocks of rows share the values of x,
+    which a warp reads from many lines; with few tokens, smaller tiles leave registers for the next one or two, which
+    are asked for ahead. gated: gate and up in one launch.
     """
     padded = max(8, 1 << (tokens - 1).bit_length())
-    whole = columns % (4 * 4 * GROUP) == 0
-    warps = 4 if whole else 2
+    whole = columns % (4 * GROUP) == 0
+    warps = 1 if whole else 2
     while not whole and warps < 16 and -(-rows // 16) * warps < ENOUGH_WARPS and columns >= 32 * 8 * warps:
         warps *= 2
-    blocks = 2 if padded <= 8 or warps > 8 else 4
-    room = format != "F32" and (format != "BF16" or padded <= 16)  # registers for a tile asked for ahead
-    ahead = 2 if room and (whole or padded <= 8) else 0
+    few = padded <= 8
+    blocks = 2 if warps > 8 or (few and not (whole and format == "BF16")) else 4
+    room = format != "F32" and (format != "BF16" or padded <= 16)  # registers for tiles asked for ahead
+    ahead = 0 if not room or not (whole or few) else 3 if whole and blocks == 2 else 2
     most = 16 if gated else 32
-    return Tile(blocks, min(padded, most), warps, 1, ahead, whole or padded <= 8, shares=2 if whole else 0)
+    return Tile(blocks, min(padded, most), warps, 1, ahead, whole or few, shares=8 if whole else 0)
 
 
 def wide_rule(

@@ -17,7 +17,8 @@ The choices (`choose.Choice`) and theirs:
 | up     | gate and up in one launch: x is read once for both, SiLU(gate) · up is not stored and read in between   |
 | depend | `dependent`: the next launch starts while this one's last programs end (from Hopper on)                 |
 | shares | equal shares a multiprocessor, in which all tiles are dealt, whatever rows they are of: with a program  |
-|        | for every few rows, the last wave of them leaves multiprocessors idle                                   |
+|        | for every few rows, the last wave of them leaves multiprocessors idle; a share for a single warp: no    |
+|        | barrier, and no sums of other warps to wait for at the end of each row                                  |
 | ahead  | weights depend on no launch before: 1: a program's first tile is asked for before it waits for those;   |
 |        | more: as many tiles less one are on their way while another is used: bytes in flight for registers      |
 
@@ -32,8 +33,8 @@ program that has a part of a row leaves its sum in memory, and whichever ends la
 
 `tensor_core` needs no shared memory and no barrier between loads and the sums' end. A warp has 4 groups of a row, and
 lane 4 r + g loads group g of row r: which is just where the matrix instruction (m16n8k16) wants 4 weights of each lane,
-8 times over. Which column is which does not matter as long as x is read in the same order. Warps take different groups,
-as in a GEMV, so that there are enough of them, and their sums are added at the end. With x in 16 bits the weights are
+8 times over. Which column is which does not matter as long as x is read in the same order. Several warps of a program
+take different groups, as in a GEMV, so that there are enough of them, and their sums are added at the end. With x in 16 bits the weights are
 rounded to these anyway, so that 2^23 need not be subtracted exactly: one fma takes it away, scales, and subtracts the
 minimum (`_rounded`); its error is below that of the rounding.
 
@@ -561,7 +562,8 @@ def _of_all_sharers(sums, partials, counters, at, sharer, sharers, MOST: tl.cons
     for s in tl.static_range(COUNT):
         tl.store(ours + (sharer * COUNT + s) * 128, sums[s])
     tl.debug_barrier()  # all threads have stored before one of them counts
-    last = tl.atomic_add(counters + at, 1) == sharers - 1
+    # What the others left is read past the L1 (.cg), which so keeps its x: an acquire would invalidate it
+    last = tl.atomic_add(counters + at, 1, sem="release") == sharers - 1
     totals = ()
     for s in tl.static_range(COUNT):
         total = tl.load(ours + s * 128, mask=last, cache_modifier=".cg")
@@ -802,7 +804,8 @@ def _tensor_core_kernel(
     each, more: tiles a share; the first `more` have one more. SHARERS: of a strip, at most.
     """
     first_token = tl.program_id(0) * TOKENS
-    share, part = tl.program_id(1) // PARTS, tl.program_id(1) % PARTS
+    shares = tl.num_programs(1) // PARTS
+    share, part = tl.program_id(1) % shares, tl.program_id(1) // shares
     group, lane = _units(WARPS)
     MATRICES: tl.constexpr = 2 if GATED else 1
     EIGHTS: tl.constexpr = TOKENS // 8

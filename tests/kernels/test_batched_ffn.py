@@ -153,13 +153,14 @@ def test_a_token_has_the_same_bits_in_every_matrix_product(name, device):
 def test_shares_of_all_tiles_whatever_rows_they_are_of(name, gated, device, monkeypatch):
     """Few multiprocessors, so that shares are of several strips, and begin and end within them."""
     monkeypatch.setattr(kernels, "multiprocessors", lambda device: 2)
-    rows, columns = 70, 2560  # 3 strips, of gate and up 5, of 5 tiles each: 15 and 25 in 4 shares
+    rows, columns = 70, 2304  # 3 strips, of gate and up 5, of 18 tiles each: 54 and 90 in 4 shares
     W, x = on(device, name, rows=rows, columns=columns), tokens(MOST, columns, torch.float16, device)
     up = W if gated else None
-    tile = matrix_rule(MOST, rows, columns, name, gated)
+    rule = lambda number: dataclasses.replace(matrix_rule(number, rows, columns, name, gated), shares=2)  # noqa: E731
+    tile = rule(MOST)
     y = torch.full((MOST, rows), float("nan"), device=device)
     launch = kernels.tensor_core(W, x, y, tile, up)
-    assert (launch.args["each"], launch.args["more"]) == ((6, 1) if gated else (3, 3))
+    assert (launch.args["each"], launch.args["more"]) == ((22, 2) if gated else (13, 2))
     launch()
     whole = y.clone()
     one = run(kernels.tensor_core, W, x, dataclasses.replace(tile, shares=0), up)
@@ -170,7 +171,7 @@ def test_shares_of_all_tiles_whatever_rows_they_are_of(name, gated, device, monk
     assert same(y, whole)
     assert not launch.args["counters"].any()
     for number in (1, 9):  # of tiles of other sizes
-        some = matrix_rule(number, rows, columns, name, gated)
+        some = rule(number)
         assert same(run(kernels.tensor_core, W, x[:number], some, up), whole[:number]), number
     few = dataclasses.replace(some, ahead=0)
     assert same(run(kernels.tensor_core, W, x[:9], few, up), whole[:9])
@@ -254,7 +255,7 @@ def test_a_matrix_as_stored_is_multiplied_like_its_packed_form(dtype, device):
     W, exact = stored(device=device, rows=33, columns=544)  # tiles of rows and of columns that are not full
     x = tokens(MOST, 544, dtype, device)
     whole = run_wide(W, x, WIDE)[0]
-    assert error(whole, reference.product(exact, x.cpu())) < 5e-7
+    assert error(whole, reference.product(exact, x.cpu())) < 1e-6  # matrix instructions cut fp32 sums off
     for number in (1, 3, 16):
         assert same(run_wide(W, x[:number], WIDE)[0], whole[:number]), number
     if device == "cuda" and dtype == torch.float16:  # the order of the interpreter's sums depends on the tile
