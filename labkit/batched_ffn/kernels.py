@@ -33,10 +33,10 @@ program that has a part of a row leaves its sum in memory, and whichever ends la
 
 `tensor_core` needs no shared memory and no barrier between loads and the sums' end. A warp has 4 groups of a row, and
 lane 4 r + g loads group g of row r: which is just where the matrix instruction (m16n8k16) wants 4 weights of each lane,
-8 times over. Which column is which does not matter as long as x is read in the same order. Several warps of a program
-take different groups, as in a GEMV, so that there are enough of them, and their sums are added at the end. With x in 16 bits the weights are
-rounded to these anyway, so that 2^23 need not be subtracted exactly: one fma takes it away, scales, and subtracts the
-minimum (`_rounded`); its error is below that of the rounding.
+8 times over. Which column is which does not matter as long as x is read in the same order. Warps of one program take
+different groups, as in a GEMV, so that there are enough, and their sums are added at the end. With x in 16 bits the
+weights are rounded to these anyway, so that 2^23 need not be subtracted exactly: one fma takes it away, scales, and
+subtracts the minimum (`_rounded`); its error is below that of the rounding.
 
 A thread takes 32 weights of a row at a time (a group), of which each word holds eight or fewer; 8 lanes hold 8 rows of
 the same group, so that they share their values of x. Small integers become floats without a conversion, which runs at
