@@ -11,7 +11,7 @@ ROUTED = {"Qwen3.5-35B-A3B": (256, 8, 2048, 512)}
 TRACES = {"uniform": cache.uniform, "zipf": cache.zipf, "local": cache.local}  # synthetic: the generators of `cache`
 POLICY = "slru"  # of the cache, in the cases that are timed: the source's
 LAYERS = 4  # of the routed model, in the cases of the expert cache
-FEW_CACHED, MANY_CACHED = 8, 192  # with more tokens than these and fewer experts a layer, a step does nothing but copy
+FEW_CACHED, MANY_CACHED = 8, 192  # tokens at most, experts a layer at least
 
 PER_TOKEN, GEMM_N, STATIONARY, MATRIX = "per_token", "gemm_n", "weight_stationary", "tensor_core"
 WIDE = "tensor_core, wide tiles"

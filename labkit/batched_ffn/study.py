@@ -41,9 +41,14 @@ def _routed_cases(parameters: Mapping[str, Any]) -> list[Case]:
                 for n in parameters["cache_tokens"]
                 for t in parameters["traces"]
                 for c in parameters["capacities"]
-                if n <= names.FEW_CACHED or c >= names.MANY_CACHED
+                if _worth_a_cache(n, c, experts)
             ]
     return found
+
+
+def _worth_a_cache(tokens: int, capacity: int, experts: int) -> bool:
+    """Of many tokens and few experts a layer, a step does nothing but copy; of few tokens, nearly all are like all."""
+    return capacity >= names.MANY_CACHED if tokens > names.FEW_CACHED else not names.MANY_CACHED <= capacity < experts
 
 
 def weight_bytes(x: Case) -> int:

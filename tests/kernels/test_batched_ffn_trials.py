@@ -134,6 +134,15 @@ def test_an_expert_in_the_wrong_slot_is_noticed(device):
     assert any(not torch.equal(a, work.y) for a, work in zip(before, step.works, strict=True))
 
 
+@pytest.mark.parametrize("name", [names.NEEDED, names.PREFETCHED, names.RESIDENT])
+def test_memory_that_steps_use_is_not_given_away(name, device):
+    """On a GPU their launches are in graphs, which do not keep the tensors; what is free is overwritten here."""
+    found = trial(tiny("cache"), name, device)
+    taken = [torch.full((2**size,), -1, dtype=torch.int8, device=device) for size in range(9, 20) for _ in range(32)]
+    assert beyond(found) == set()
+    del taken
+
+
 @pytest.mark.parametrize("name", [names.NEEDED, names.PREFETCHED, names.RESIDENT, names.COPIES])
 def test_steps_go_through_the_trace_and_count(name, device):
     x = tiny("cache")
