@@ -47,7 +47,13 @@ def _of(x: Case) -> list[tuple[str, dict[str, Any]]]:
     if x.op == "ffn":
         gate = shared | {"rows": x["width"], "K": x["hidden"], "gated": True}
         down = shared | {"rows": x["hidden"], "K": x["width"], "gated": False}
-        return [("product", one | {"N": n, "variant": v}) for one in (gate, down) for n in (1, x["N"]) for v in known]
+        apart = gate | {"gated": False}  # as wide tiles have gate and up
+        return [
+            ("product", one | {"N": n, "variant": v})
+            for v in known
+            for one in (apart if v == names.WIDE else gate, down)
+            for n in (1, x["N"])
+        ]
     shape = shared | {name: x[name] for name in ("E", "top_k", "hidden", "width")}
     grouped = [
         ("grouped", shape | {"N": n, "matrix": matrix, "part": part})

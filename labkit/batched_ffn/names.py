@@ -46,9 +46,9 @@ def of(x: Any) -> dict[str, str]:
         found = {INDEXED_MATRIX: "ours", INDEXED: "step", ROWCOPY: "baseline", PER_TOKEN: "baseline"}
         found |= {GROUPED_MM: "peer", READ: "control"}
         return {name: role for name, role in found.items() if x["N"] <= MOST_ROUTED.get(name, x["N"])}
-    found = {MATRIX: "ours", STATIONARY: "step", GEMM_N: "step", PER_TOKEN: "baseline", CUBLAS: "peer"}
+    found = {MATRIX: "ours", STATIONARY: "step", GEMM_N: "step", PER_TOKEN: "baseline", WIDE: "step", CUBLAS: "peer"}
     if x.op == "product":
-        found |= {WIDE: "step", DEQUANTISED: "peer", READ: "control", SPLIT_K: "control"}
+        found |= {DEQUANTISED: "peer", READ: "control", SPLIT_K: "control"}
         if x["format"] == "BF16":  # they are what the library takes
             del found[DEQUANTISED]
         if x["format"] == "Q8_0" and x["N"] == 1:
@@ -59,8 +59,7 @@ def of(x: Any) -> dict[str, str]:
 
 
 MAKERS: dict[tuple[str, str], tuple[str, dict[str, Any]]] = {  # (operation, variant) -> function of `trials`, arguments
-    **{(op, name): (op, {"variant": name}) for op in ("product", "ffn") for name in (*MULTIPLY_ADD, MATRIX)},
-    ("product", WIDE): ("product", {"variant": WIDE}),
+    **{(op, name): (op, {"variant": name}) for op in ("product", "ffn") for name in (*MULTIPLY_ADD, MATRIX, WIDE)},
     ("product", SPLIT_K): ("split_k", {}),
     ("product", STORED): ("stored", {}),
     ("product", CUBLAS): ("cublas", {}),

@@ -389,8 +389,12 @@ def _layers(x: Case, device: Any, sets: int, seed: int) -> list[list[tuple[Tenso
 
 def ffn(x: Case, device: Any, sets: int, seed: int, variant: str) -> Trial:
     """A layer of the lab's products."""
-    layers = [[W for _, W in layer] for layer in _layers(x, device, sets, seed)]
-    return _ffn(x, device, sets, seed, lambda i, v, out: _in_order(_layer(layers[i], v, out, variant)), ours=True)
+    stored = as_stored(variant, x["format"])
+    layers = [
+        [formats.matrix(raw, "BF16") if stored else W for raw, W in layer] for layer in _layers(x, device, sets, seed)
+    ]
+    layer = _wide_layer if variant == names.WIDE else _layer
+    return _ffn(x, device, sets, seed, lambda i, v, out: _in_order(layer(layers[i], v, out, variant)), ours=True)
 
 
 def _layer(layer: Sequence[Packed], x: Tensor, y: Tensor, variant: str) -> list[Call]:
@@ -399,6 +403,15 @@ def _layer(layer: Sequence[Packed], x: Tensor, y: Tensor, variant: str) -> list[
     middle = x.new_empty((len(x), gate.rows))
     made = [multiply(variant)(gate, x, middle, up), multiply(variant)(down, middle, y)]
     return [one for some in made for one in (some if isinstance(some, list) else [some])]
+
+
+def _wide_layer(layer: Sequence[Packed | Tensor], x: Tensor, y: Tensor, variant: str) -> list[Call]:
+    """Gate and up apart, since the sums of one take all registers."""
+    gate, up, down = layer
+    width = gate.rows if isinstance(gate, Packed) else len(gate)
+    first, other, middle = (x.new_empty((len(x), width)) for _ in range(3))
+    call = multiply(variant)
+    return [call(gate, x, first), call(up, x, other), lambda: _silu_up(first, other, middle), call(down, middle, y)]
 
 
 def _silu_up(gate: Tensor, up: Tensor, out: Tensor) -> Tensor:

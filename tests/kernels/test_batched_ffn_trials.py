@@ -49,6 +49,13 @@ def test_wide_products_of_bf16_take_them_as_they_are_stored(device):
         assert beyond(found) <= (set() if device == "cuda" else {"alone"})  # its order of sums depends on the tile
 
 
+@pytest.mark.parametrize("format", ["BF16", "Q8_0"])
+def test_wide_layers_have_gate_and_up_apart(format, device):
+    x = Case("ffn", dict(tiny("ffn").params) | {"N": 64, "format": format})
+    found = trial(x, names.WIDE, device)
+    assert beyond(found) <= (set() if device == "cuda" else {"alone"})
+
+
 def test_dequantised_weights_are_those_of_the_format(device):
     for format, rows, columns in (
         ("Q6_K", 9, 512),
