@@ -97,11 +97,11 @@ def _split_k_kernel(
     x, y, words, high, scales, d, N, rows, x_stride, y_stride, magic,
     GROUPS: tl.constexpr, FORMAT: tl.constexpr, PLANES: tl.constexpr, TILE: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """One program: 8 rows, TILE groups, TOKENS tokens."""
-    block = tl.program_id(0)
+    """One program: 8 rows, TILE groups, TOKENS tokens. Programs that share rows follow each other, and so race."""
+    block = tl.program_id(1)
     first_token = tl.program_id(2) * TOKENS
     units = tl.arange(0, TILE * 8)
-    groups = tl.program_id(1) * TILE + units // 8
+    groups = tl.program_id(0) * TILE + units // 8
     inside = groups < GROUPS
     W = _block(words, high, scales, d, block, GROUPS, FORMAT, PLANES)
     tile = _read(W, groups, groups // 8, units % 8, inside, True, FORMAT, PLANES)
@@ -140,7 +140,7 @@ def split_k(W: Packed, x: Tensor, y: Tensor) -> list[Callable[[], Any]]:
     args = {"x": x, "y": y} | dict.fromkeys(("words", "high", "scales", "d"), W.words) | W.arrays
     args |= {"N": len(x), "rows": W.rows, "x_stride": x.stride(0), "y_stride": y.stride(0), "magic": MAGIC}
     args |= {"GROUPS": groups, "FORMAT": W.format.name, "PLANES": W.words.shape[2], "TILE": DEQUANTISE_GROUPS}
-    grid = (triton.cdiv(W.rows, ROWS), triton.cdiv(groups, DEQUANTISE_GROUPS), triton.cdiv(len(x), tokens))
+    grid = (triton.cdiv(groups, DEQUANTISE_GROUPS), triton.cdiv(W.rows, ROWS), triton.cdiv(len(x), tokens))
     return [y.zero_, Launch(_split_k_kernel, grid, args | {"TOKENS": tokens}, {"num_warps": 4})]
 
 

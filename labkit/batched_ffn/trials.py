@@ -196,20 +196,26 @@ def as_stored(variant: str, format: str) -> bool:
     return variant == names.WIDE and format == "BF16"
 
 
+def _taken(variant: str, raw: Tensor, packed: Packed) -> Packed | Tensor:
+    """What a variant reads, of a matrix as stored and packed."""
+    return formats.matrix(raw, "BF16") if as_stored(variant, packed.format.name) else packed
+
+
 def product(x: Case, device: Any, sets: int, seed: int, variant: str) -> Trial:
     """One of the lab's products."""
     call, matrices = multiply(variant), _matrices(x, device, sets, seed)
-    W = [formats.matrix(raw, "BF16") if as_stored(variant, x["format"]) else packed for raw, packed in matrices]
+    W = [_taken(variant, raw, packed) for raw, packed in matrices]
     make = lambda i, values, out: _in_order(call(W[i], values, out))  # noqa: E731
     return _product(x, device, sets, seed, make, ours=True)
 
 
 def _product(
-    x: Case, device: Any, sets: int, seed: int, make: Callable[[int, Tensor, Tensor], Call], ours: bool = False
-) -> Trial:
-    """make: a call of a buffer set, by its number."""
+    x: Case, device: Any, sets: int, seed: int, make: Callable[[int, Tensor, Tensor], Call], ours: bool = False,
+    dtype: torch.dtype | None = None,
+) -> Trial:  # fmt: skip
+    """make: a call of a buffer set, by its number. dtype: of y, that of the activations by default."""
     values = _tokens(x["N"], x["K"], x, device, seed)
-    y = [values.new_empty((x["N"], x["rows"])) for _ in range(sets)]
+    y = [values.new_empty((x["N"], x["rows"]), dtype=dtype) for _ in range(sets)]
     raw = _matrices(x, device, sets, seed)[0][0]
     group = (x.op, x["rows"], x["K"], x["format"])
 
@@ -262,16 +268,12 @@ def stored(x: Case, device: Any, sets: int, seed: int) -> Trial:
 
 
 def split_k(x: Case, device: Any, sets: int, seed: int) -> Trial:
-    """The control: sums by atomics, whose bits are not asked for, but recorded."""
+    """The control: sums by atomics, in fp32, whose bits are not asked for, but recorded."""
     from labkit.batched_ffn import beside
 
     packed = [W for _, W in _matrices(x, device, sets, seed)]
-
-    def make(i: int, values: Tensor, out: Tensor) -> Call:
-        sums = torch.empty(out.shape, device=out.device)
-        return _in_order([*beside.split_k(packed[i], values, sums), lambda: out.copy_(sums)])
-
-    return _product(x, device, sets, seed, make)
+    make = lambda i, values, out: _in_order(beside.split_k(packed[i], values, out))  # noqa: E731
+    return _product(x, device, sets, seed, make, dtype=torch.float32)
 
 
 def gemlite(x: Case, device: Any, sets: int, seed: int) -> Trial:
@@ -389,10 +391,7 @@ def _layers(x: Case, device: Any, sets: int, seed: int) -> list[list[tuple[Tenso
 
 def ffn(x: Case, device: Any, sets: int, seed: int, variant: str) -> Trial:
     """A layer of the lab's products."""
-    stored = as_stored(variant, x["format"])
-    layers = [
-        [formats.matrix(raw, "BF16") if stored else W for raw, W in layer] for layer in _layers(x, device, sets, seed)
-    ]
+    layers = [[_taken(variant, *matrix) for matrix in layer] for layer in _layers(x, device, sets, seed)]
     layer = _wide_layer if variant == names.WIDE else _layer
     return _ffn(x, device, sets, seed, lambda i, v, out: _in_order(layer(layers[i], v, out, variant)), ours=True)
 
