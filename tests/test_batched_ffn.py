@@ -384,8 +384,19 @@ def test_split_rows_are_the_rest_of_whole_waves(multiprocessors):
             continue
         assert 0 <= whole < tiles
         assert whole % multiprocessors == 0
-        assert (tiles - whole) * parts <= 1.5 * multiprocessors
+        if whole:
+            assert (tiles - whole) * parts <= 1.5 * multiprocessors
+        else:  # waves are fuller than unsplit
+            waves = -(-tiles * parts // multiprocessors)
+            assert tiles * parts / waves > tiles
     assert choose.split_rule(1, 1023, multiprocessors) == (1, 1)  # a part would be over too soon
+
+
+def test_fewer_tiles_than_a_wave_are_split_so_that_waves_are_full():
+    assert choose.split_rule(40, 17408, 132) == (0, 3)  # 120 programs; of 4 parts, 160 would take two waves
+    assert choose.split_rule(20, 9216, 132) == (0, 6)
+    assert choose.split_rule(72, 2560, 132) == (0, 3)  # 216 in two waves, 1 or 2 parts would fill little over a half
+    assert choose.split_rule(131, 2560, 132) == (131, 1)
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,8 @@ WIDE_PARTS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16)
 ARITHMETIC = ("Q4_K", "Q5_K", "Q6_K")  # formats whose weights take a GPU longer to unpack than to read
 SHORT_ROW = 8192  # columns, 8 tiles of 32 groups
 WIDE_ROWS = 128  # of a tile of `wide`, in which its waves are counted
-LEAST_COLUMNS = 1024  # of a part of `wide`: fewer are over before tiles are on their way
+LEAST_COLUMNS = 768  # of a part of `wide`: fewer are over before tiles are on their way
+SUM_OF_PARTS = 128  # columns of a tile that take about as long as a part's sum does through memory
 MOST_PARTS = 8
 MOST_PARTS_BESIDE = 4  # beside whole waves, where tiles of few tokens are more programs already
 ENOUGH_WARPS = 2048  # that a product is spread over: about 16 on each of an H100's 132 multiprocessors
@@ -184,15 +185,25 @@ def wide_rule(
 def split_rule(tiles: int, columns: int, multiprocessors: int) -> tuple[int, int]:
     """Of so many tiles of rows, how many are not split, and in how many parts K is for the others.
 
-    Tiles that fill whole waves are not split. The others would take a wave of their own with most SMs idle: their parts
-    are programs for all SMs, or nearly. Where more than two thirds of a wave are left, nothing is split.
+    Tiles that fill whole waves are not split. The others would take a wave of their own with most SMs idle: beside
+    whole waves, their parts are programs for all SMs, or nearly; where more than two thirds of a wave are left, nothing
+    is split. Fewer tiles than one wave are in so many parts that waves of them are full, as far as sums of parts, which
+    go through memory, do not cost more than that gains.
     """
     left = tiles % multiprocessors
     if not left:
         return tiles, 1
-    most = MOST_PARTS if left == tiles else MOST_PARTS_BESIDE
-    parts = max(1, min(most, round(multiprocessors / left), columns // LEAST_COLUMNS))
-    return (tiles - left, parts) if parts > 1 else (tiles, 1)
+    if left < tiles:
+        parts = min(MOST_PARTS_BESIDE, round(multiprocessors / left), max(1, columns // LEAST_COLUMNS))
+        return (tiles - left, parts) if parts > 1 else (tiles, 1)
+
+    def time(parts: int) -> float:
+        """In that of a tile over all columns."""
+        waves = -(-tiles * parts // multiprocessors)
+        return waves * (1 / parts + (SUM_OF_PARTS / columns if parts > 1 else 0))
+
+    parts = min(range(1, max(1, min(MOST_PARTS, columns // LEAST_COLUMNS)) + 1), key=time)
+    return (0, parts) if parts > 1 else (tiles, 1)
 
 
 def check_choice(choice: Choice) -> None:
