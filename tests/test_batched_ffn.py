@@ -740,9 +740,9 @@ def test_matrix_products_take_their_operands_from_registers(name):
     [("F32", 5120, 17408, 32), ("Q6_K", 2560, 9216, 32), ("Q5_K", 5120, 17408, 8)],
 )
 def test_the_largest_choices_of_the_matrix_rule_hardly_spill(name, rows, columns, tokens):
-    """At most an address or two: all 128 or 255 registers are taken."""
+    """At most an address: all 128 or 255 registers are taken."""
     W, tile = blank(name), choose.matrix_rule(tokens, rows, columns, name)
-    assert compiled.evidence(kernels.tensor_core(W, *activations(W, tokens), tile), 90)["spill_bytes"] <= 16
+    assert compiled.evidence(kernels.tensor_core(W, *activations(W, tokens), tile), 90)["spill_bytes"] <= 8
 
 
 @pytest.mark.parametrize("name", FORMATS)

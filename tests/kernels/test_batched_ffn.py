@@ -255,7 +255,8 @@ def test_a_matrix_as_stored_is_multiplied_like_its_packed_form(dtype, device):
     W, exact = stored(device=device, rows=33, columns=544)  # tiles of rows and of columns that are not full
     x = tokens(MOST, 544, dtype, device)
     whole = run_wide(W, x, WIDE)[0]
-    assert error(whole, reference.product(exact, x.cpu())) < 1e-6  # matrix instructions cut fp32 sums off
+    cut_off = device == "cuda" and dtype == torch.float16  # matrix instructions do not round their fp32 sums
+    assert error(whole, reference.product(exact, x.cpu())) < (1e-6 if cut_off else 5e-7)
     for number in (1, 3, 16):
         assert same(run_wide(W, x[:number], WIDE)[0], whole[:number]), number
     if device == "cuda" and dtype == torch.float16:  # the order of the interpreter's sums depends on the tile
