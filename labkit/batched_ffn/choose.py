@@ -50,6 +50,7 @@ class Choice(_Json):
     num_stages: int = 2
     ahead: int = 0
     dependent: bool = False
+    shares: int = 0
 
 
 @dataclass(frozen=True)

@@ -551,25 +551,25 @@ def _share_of(tile, each, more):
 
 @triton.jit
 def _of_all_sharers(sums, partials, counters, at, sharer, sharers, MOST: tl.constexpr):
-    """The sums [16, 8] of all programs that share rows, added in the order of their shares; and whether all have come.
+    """The sums of all programs that share rows, added in the order of their shares; and whether all have come.
 
-    Whichever comes last has them all, and sets its counter to 0 again for the next launch.
-    partials: fp32 [tiles of y, MOST, sums, 16, 8]; counters: int32 [tiles of y]; at: of these tiles, the rows' one.
+    Whichever comes last has them all, and sets its counter to 0 again for the next launch. sums: [8], rows of a token,
+    or [16, 8]. partials: fp32 [tiles of y, MOST, sums, SIZE]; counters: int32 [tiles of y]; at: of these, the rows'.
     """
     COUNT: tl.constexpr = len(sums)
-    where = (tl.arange(0, 16) * 8)[:, None] + tl.arange(0, 8)[None, :]
-    ours = partials + at.to(tl.int64) * (MOST * COUNT * 128) + where
+    SIZE: tl.constexpr = sums[0].numel
+    ours = partials + at.to(tl.int64) * (MOST * COUNT * SIZE) + tl.reshape(tl.arange(0, SIZE), sums[0].shape)
     for s in tl.static_range(COUNT):
-        tl.store(ours + (sharer * COUNT + s) * 128, sums[s])
+        tl.store(ours + (sharer * COUNT + s) * SIZE, sums[s])
     tl.debug_barrier()  # all threads have stored before one of them counts
     # What the others left is read past the L1 (.cg), which so keeps its x: an acquire would invalidate it
     last = tl.atomic_add(counters + at, 1, sem="release") == sharers - 1
     totals = ()
     for s in tl.static_range(COUNT):
-        total = tl.load(ours + s * 128, mask=last, cache_modifier=".cg")
+        total = tl.load(ours + s * SIZE, mask=last, cache_modifier=".cg")
         for other in tl.static_range(1, MOST):
             here = last & (other < sharers)
-            total += tl.load(ours + (other * COUNT + s) * 128, mask=here, other=0.0, cache_modifier=".cg")
+            total += tl.load(ours + (other * COUNT + s) * SIZE, mask=here, other=0.0, cache_modifier=".cg")
         totals = totals + (total,)
     tl.store(counters + at, 0, mask=last)
     return totals, last
@@ -775,8 +775,9 @@ def _add_tiles(
     """The sums with the products of tiles first … last - 1 added, all of one strip; and what is asked for then.
 
     Asked for are as many tiles on, of these rows, then of the next ones; beyond `end` the last one, which is not used.
+    WARPS: as of `_add`; of multiply-add, whose programs are one warp, 0.
     """
-    TILE: tl.constexpr = WARPS * 4
+    TILE: tl.constexpr = WARPS * 4 if WARPS else 4
     TILES: tl.constexpr = (GROUPS + TILE - 1) // TILE
     MASKED: tl.constexpr = GROUPS % TILE != 0
     UNROLL: tl.constexpr = 2 if len(x_rows) == 1 else 1  # two tiles a turn need not move from register to register
@@ -850,6 +851,59 @@ def _tensor_core_kernel(
                 tl.store(y_at, total.to(y.dtype.element_ty), mask=(row < rows)[:, None] & (token < N)[None, :] & whole)
 
 
+@triton.jit
+def _dealt_multiply_add_kernel(
+    x, y, words, high, scales, d, up_words, up_high, up_scales, up_d, partials, counters, N, rows, strips, each, more,
+    x_stride, y_stride, magic,
+    GROUPS: tl.constexpr, FORMAT: tl.constexpr, PLANES: tl.constexpr, BLOCKS: tl.constexpr, PARTS: tl.constexpr,
+    TOKENS: tl.constexpr, GATED: tl.constexpr, TOKEN_AXIS: tl.constexpr, SHARERS: tl.constexpr, DEPTH: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """`_multiply_add_kernel` of one warp, whose tiles are dealt as in `_tensor_core_kernel`."""
+    first_token = tl.program_id(TOKEN_AXIS) * TOKENS
+    shares = tl.num_programs(1 - TOKEN_AXIS) // PARTS
+    share, part = tl.program_id(1 - TOKEN_AXIS) % shares, tl.program_id(1 - TOKEN_AXIS) // shares
+    units = tl.arange(0, 32)
+    group, lane = units // 8, units % 8
+    MATRICES: tl.constexpr = 2 if GATED else 1
+    COUNT: tl.constexpr = MATRICES * BLOCKS * TOKENS
+    TILES: tl.constexpr = GROUPS // 4
+    x_rows = ()
+    for n in tl.static_range(TOKENS):
+        x_rows = x_rows + (x + tl.minimum(first_token + n, N - 1).to(tl.int64) * x_stride,)
+    W, up = (words, high, scales, d), (up_words, up_high, up_scales, up_d)
+    firsts, arrays = _blocks(W, up, strips, (rows + 7) // 8, part, MATRICES, BLOCKS, GROUPS, FORMAT, PLANES)
+    start, end = _start(share, each, more), _start(share + 1, each, more)
+    asked = _first_tiles(arrays, start, end, share, group, lane, DEPTH, 4, GROUPS, FORMAT, PLANES)
+    wait_for_inputs(DEPENDENT)
+    for strip in range(start // TILES, (end - 1) // TILES + 1):
+        first, last = tl.maximum(start, strip * TILES), tl.minimum(end, (strip + 1) * TILES)
+        sums = _no_products(COUNT, 4, PLANES)
+        sums, asked = _add_tiles(
+            sums, asked, arrays, x_rows, first, last, end, strip, group, lane, magic, 0, GROUPS, FORMAT, PLANES
+        )  # fmt: skip
+        totals = ()
+        for s in tl.static_range(COUNT):
+            totals = totals + (_total(sums[s], 4),)
+        whole = True
+        if SHARERS > 1:
+            sharer = share - _share_of(strip * TILES, each, more)
+            sharers = _share_of(strip * TILES + TILES - 1, each, more) - share + sharer + 1
+            whole = sharers == 1
+            if sharers > 1:
+                at = (strip * PARTS + part) * tl.num_programs(TOKEN_AXIS) + tl.program_id(TOKEN_AXIS)
+                totals, whole = _of_all_sharers(totals, partials, counters, at, sharer, sharers, SHARERS)
+        for b in tl.static_range(BLOCKS):
+            row = (firsts[b] + strip) * 8 + tl.arange(0, 8)
+            for n in tl.static_range(TOKENS):
+                if GATED:
+                    total = _silu_up(totals[2 * b * TOKENS + n], totals[(2 * b + 1) * TOKENS + n])
+                else:
+                    total = totals[b * TOKENS + n]
+                y_at = y + (first_token + n).to(tl.int64) * y_stride + row
+                tl.store(y_at, total.to(y.dtype.element_ty), mask=(row < rows) & (first_token + n < N) & whole)
+
+
 def per_token(W: Packed, x: Tensor, y: Tensor, choice: Choice | None = None, up: Packed | None = None) -> list[Launch]:
     """y[n] = W x[n], a launch a token; arguments and errors as `weight_stationary`, `choice.tokens` is 1."""
     check_product(W, x, y, up)
@@ -900,12 +954,12 @@ def tensor_core(W: Packed, x: Tensor, y: Tensor, tile: Tile | None = None, up: P
     arguments |= {"DEPTH": max(0, tile.ahead - 1), "DEPENDENT": tile.dependent and has_dependent_launch(x.device)}
     token_tiles, row_tiles = _grid(W, x, replace(tile, blocks=blocks))
     parts = _parts(tile)
-    arguments |= _shares(W, tile, token_tiles, triton.cdiv(row_tiles, parts), parts) | {"PARTS": parts}
+    arguments |= _dealt(W, tile, 4 * tile.num_warps, token_tiles, triton.cdiv(row_tiles, parts), parts)
     grid = token_tiles, arguments.pop("shares") * parts
     return Launch(_tensor_core_kernel, grid, arguments, _options(tile, arguments["DEPENDENT"]) | _registers(tile))
 
 
-def _parts(tile: Tile) -> int:
+def _parts(tile: Choice | Tile) -> int:
     """Programs that each have a part of a strip's rows: with shares, strips have STRIP blocks, whatever a tile has.
 
     So rows are cut at the same columns for tiles of few blocks and of many, and have the same bits. ValueError for more
@@ -918,26 +972,28 @@ def _parts(tile: Tile) -> int:
     return STRIP // tile.blocks
 
 
-def _registers(tile: Tile) -> dict[str, int]:
+def _registers(tile: Choice | Tile) -> dict[str, int]:
     """So many for a thread that the programs of all shares are there at once."""
     if not tile.shares:
         return {}
     return {"maxnreg": min(255, REGISTERS // (32 * tile.num_warps * tile.shares * _parts(tile)) // 8 * 8)}
 
 
-def _shares(W: Packed, tile: Tile, token_tiles: int, strips: int, parts: int) -> dict[str, Any]:
+def _dealt(
+    W: Packed, tile: Choice | Tile, groups: int, token_tiles: int, strips: int, parts: int
+) -> dict[str, Any]:  # fmt: skip
     """How many shares there are, what they are dealt, and where programs that share rows leave their sums.
 
-    `words` stand in where none are shared.
+    groups: of a tile. `words` stand in where none are shared.
     """
-    tiles_a_strip = triton.cdiv(W.columns // GROUP, 4 * tile.num_warps)
-    if tile.shares and W.columns // GROUP % (4 * tile.num_warps):
-        whole = f"rows of whole tiles, of {128 * tile.num_warps} columns"
+    tiles_a_strip = triton.cdiv(W.columns // GROUP, groups)
+    if tile.shares and W.columns // GROUP % groups:
+        whole = f"rows of whole tiles, of {GROUP * groups} columns"
         raise ValueError(f"shares is {tile.shares}, of rows of {W.columns} columns; allowed: 0, or {whole}")
     tiles = strips * tiles_a_strip
     shares = min(tiles, tile.shares * multiprocessors(W.words.device)) if tile.shares else strips
     each, more = divmod(tiles, shares)
-    dealt: dict[str, Any] = {"shares": shares, "strips": strips, "each": each, "more": more}
+    dealt: dict[str, Any] = {"shares": shares, "strips": strips, "each": each, "more": more, "PARTS": parts}
     if each == tiles_a_strip and not more:
         return dealt | {"SHARERS": 1, "partials": W.words, "counters": W.words}
     sharers = (tiles_a_strip - 2) // each + 2  # of which the first and the last have at least a tile of these rows
@@ -951,11 +1007,20 @@ def _multiply_add(W: Packed, x: Tensor, y: Tensor, choice: Choice, up: Packed | 
     ahead = _ahead(choice, x)
     arguments = _arguments(W, x, y, choice) | _ups(W, up) | {"GATED": up is not None, "TOKEN_AXIS": axis} | ahead
     arguments["magic"] = magic_of(W)
-    grid = _grid(W, x, choice)
+    token_tiles, row_tiles = _grid(W, x, choice)
     if axis:
         check_programs("x", len(x), "tokens", choice.tokens)
-        grid = grid[::-1]
-    return Launch(_multiply_add_kernel, grid, arguments, _options(choice, ahead["DEPENDENT"]))
+    kernel, options = _multiply_add_kernel, _options(choice, ahead["DEPENDENT"])
+    if choice.shares:
+        both = choice if up is None else replace(choice, blocks=2 * choice.blocks)
+        parts = _parts(both)
+        arguments |= _dealt(W, both, choice.groups, token_tiles, triton.cdiv(row_tiles, parts), parts)
+        arguments["DEPTH"] = max(0, arguments.pop("AHEAD") - 1)
+        del arguments["TILE"]
+        row_tiles = arguments.pop("shares") * parts
+        kernel, options = _dealt_multiply_add_kernel, options | _registers(both)
+    grid = (row_tiles, token_tiles) if axis else (token_tiles, row_tiles)
+    return Launch(kernel, grid, arguments, options)
 
 
 def magic_of(W: Packed) -> int:

@@ -177,6 +177,28 @@ def test_shares_of_all_tiles_whatever_rows_they_are_of(name, gated, device, monk
     assert same(run(kernels.tensor_core, W, x[:9], few, up), whole[:9])
 
 
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("name", ["Q4_K", "Q6_K", "Q8_0"])
+def test_multiply_add_of_shares_has_the_same_bits_in_every_batch_and_variant(name, gated, device, monkeypatch):
+    monkeypatch.setattr(kernels, "multiprocessors", lambda device: 3)
+    rows, columns = 37, 1280  # 2 strips, of gate and up 3, of 10 tiles each, in 6 shares
+    W, x = on(device, name, rows=rows, columns=columns), tokens(3, columns, torch.float16, device)
+    up = W if gated else None
+    dealt = Choice(groups=4, blocks=1, tokens=1, num_warps=1, shares=2)
+    y = torch.full((3, rows), float("nan"), device=device)
+    launch = kernels.gemm_n(W, x, y, dealt, up)
+    assert (launch.args["each"], launch.args["more"]) == ((5, 0) if gated else (3, 2))
+    launch()
+    assert not launch.args["counters"].any()
+    one = run(kernels.gemm_n, W, x, dataclasses.replace(dealt, shares=0), up)
+    assert error(y, one.cpu().double()) < 1e-5
+    assert not same(one, y)  # another order
+    assert same(run(kernels.per_token, W, x[:1], dealt, up), y[:1])
+    for shared, blocks, ahead in ((2, 1, 2), (4, 2 - gated, 0)):
+        some = dataclasses.replace(dealt, tokens=shared, blocks=blocks, ahead=ahead, dependent=ahead > 0)
+        assert same(run(kernels.weight_stationary, W, x, some, up), y), (shared, blocks, ahead)
+
+
 @pytest.mark.parametrize("ahead", AHEAD)
 @pytest.mark.parametrize(("name", "columns"), [("Q4_K", 2304), ("Q6_K", 2048), ("Q8_0", 1056)])
 def test_as_many_tiles_ahead_as_asked_for_have_the_same_bits(name, columns, ahead, device):
