@@ -327,17 +327,21 @@ def test_the_rule_by_tokens():
     def rule(n, columns=5120, format="Q4_K", gated=False):
         return choose.rule(n, columns, format, gated)
 
-    assert [rule(n).tokens for n in (1, 2, 3, 4, 5, 8, 9, 512)] == [1, 2, 4, 4, 8, 8, 8, 8]
-    assert [rule(n).blocks for n in (1, 2, 4, 5)] == [2, 2, 2, 1]
-    assert [rule(n, columns=17408).blocks for n in (1, 2)] == [1, 2]
+    some = (1, 2, 3, 4, 5, 8, 9, 512)
+    for format in ("Q4_K", "Q8_0"):
+        assert [rule(n, format=format).tokens for n in some] == [1, 2, 4, 4, 8, 8, 8, 8]
+    assert [rule(n).blocks for n in (1, 2, 4, 5)] == [2, 2, 2, 4]
+    assert [rule(n, gated=True).blocks for n in (1, 2, 4, 5)] == [1, 1, 1, 2]
+    assert [rule(n).ahead for n in (1, 2, 4, 8)] == [3, 2, 2, 0]
     assert [rule(n, format="Q8_0").blocks for n in (1, 2, 4, 5)] == [1, 2, 2, 1]
-    assert [rule(n, gated=True).blocks for n in (1, 2, 4, 5)] == [1, 1, 1, 1]
-    assert [rule(n).ahead for n in (1, 2, 3, 8)] == [2, 2, 0, 0]
+    assert [rule(n, format="Q8_0", gated=True).blocks for n in (1, 2, 4, 5)] == [1, 1, 1, 1]
+    assert [rule(n, format="Q8_0").ahead for n in (1, 2, 3, 8)] == [2, 2, 0, 0]
     for columns, groups, warps in ((5120, 32, 8), (17408, 32, 8), (2560, 16, 4), (512, 16, 4)):
         for n, format, gated in itertools.product((1, 2, 3, 8, 40), FORMATS, (False, True)):
             found = rule(n, columns, format, gated)
-            choose.check_choice(found)
-            assert (found.groups, found.num_warps) == (groups, warps)  # bits depend on these two
+            choose.check_choice(found)  # bits depend on these three
+            bits = (4, 1, 8) if format in choose.ARITHMETIC else (groups, warps, 0)
+            assert (found.groups, found.num_warps, found.shares) == bits
 
 
 def test_the_rule_of_experts_has_the_bits_of_the_default():
@@ -704,7 +708,7 @@ BESIDE = {
 @pytest.mark.parametrize("name", FORMATS)
 def test_weights_are_loaded_16_bytes_a_thread_and_once_for_eight_tokens(name):
     W = blank(name)
-    found = compiled.evidence(product(W, 17, choose.rule(17, W.columns, name)), 90)
+    found = compiled.evidence(product(W, 17, choose.rule_of_rows(17, W.columns)), 90)
     assert (found["spill_bytes"], found["matrix"], found["atomics"]) == (0, {}, 0)
     assert found["ctas_per_sm"] * found["num_warps"] >= 12
     parts = 8 + {"Q4_K": 1, "Q5_K": 1, "Q6_K": 2}.get(name, 0)  # of a group, and for sums that lanes share
@@ -712,6 +716,17 @@ def test_weights_are_loaded_16_bytes_a_thread_and_once_for_eight_tokens(name):
     expected = {"128": W.words.shape[2], "64": parts * 8} | BESIDE[name]
     assert tiles >= 1
     assert found["loads"] == {bits: tiles * count for bits, count in expected.items()}
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("name", choose.ARITHMETIC)
+def test_multiply_add_of_shares_is_on_all_multiprocessors_at_once(name, gated):
+    W = blank(name, rows=4096)
+    for tokens in (1, 2, 4, 8):
+        launch = product(W, tokens, choose.rule(tokens, W.columns, name, gated), gated)
+        found = compiled.evidence(launch, 90)
+        assert (found["spill_bytes"], found["matrix"]) == (0, {}), tokens
+        assert found["ctas_per_sm"] >= math.ceil(math.prod(launch.grid) / 132), tokens
 
 
 def in_the_loop(launch):

@@ -118,7 +118,7 @@ def _split_k_kernel(
 
 
 def stored(blocks: Tensor, x: Tensor, y: Tensor) -> Launch:
-    """y = W x of one token, with the bits of `kernels.per_token`.
+    """y = W x of one token, with the bits of `kernels.per_token`, by the rule that both have for Q8_0.
 
     blocks: uint8 [rows, K / 32 · 34], Q8_0 as stored; x: [1, K], y: [1, rows], contiguous. ValueError for other shapes.
     """

@@ -20,7 +20,6 @@ WIDE_TOKENS = (16, 32, 64, 128, 256)
 WIDE_GROUPS = (1, 2, 4, 8)
 WIDE_PARTS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16)
 ARITHMETIC = ("Q4_K", "Q5_K", "Q6_K")  # formats whose weights take a GPU longer to unpack than to read
-SHORT_ROW = 8192  # columns, 8 tiles of 32 groups
 WIDE_ROWS = 128  # of a tile of `wide`, in which its waves are counted
 LEAST_COLUMNS = 768  # of a part of `wide`: fewer are over before tiles are on their way
 SUM_OF_PARTS = 128  # columns of a tile that take about as long as a part's sum does through memory
@@ -40,7 +39,8 @@ class Choice(_Json):
     """How a product is run. groups: of 32 weights of a row, in a tile; blocks: of 8 rows, a program.
 
     tokens: those of a program, that share a tile of weights. Of the default's 16 groups of 8 rows, each of the 128
-    threads has one; with more groups or fewer threads, scales move between threads.
+    threads has one; with more groups or fewer threads, scales move between threads. shares: as of `Tile`, with programs
+    of one warp and four groups; 0: a program has whole rows. Bits depend on groups, num_warps and shares.
     """
 
     groups: int = 16
@@ -95,18 +95,31 @@ class Wide(_Json):
 def rule(tokens: int, columns: int, format: str, gated: bool = False) -> Choice:
     """A choice for `weight_stationary`, so many tokens and rows of so many weights, without spills on sm_90.
 
-    Its bits depend on the columns alone: where rows are whole tiles of 32 groups, eight warps share them, since few
-    rows would otherwise be too few programs. Up to two tokens each tile is asked for ahead. A second block of rows (of
-    each matrix, half as many) shares what is done to x: for two tokens, and for one where that counts and rows are
-    short, so that a program has work enough. More tokens' sums take the registers. gated: gate and up in one launch.
+    Its bits depend on format and columns alone. K formats take a GPU long to unpack, so that multiprocessors without
+    work count, and warps that wait for others of their program: all tiles are dealt in eight shares a multiprocessor.
+    More blocks of rows share what is done to x; one or two tokens leave registers for tiles asked for ahead, too. What
+    has no arithmetic to speak of has whole rows: `rule_of_rows`. gated: gate and up in one launch.
+    """
+    if format not in ARITHMETIC:
+        return rule_of_rows(tokens, columns, gated)
+    shared = _shared(tokens)
+    blocks = 4 if shared > 4 else 2  # of both matrices together
+    ahead = 0 if shared > 4 else 3 if shared == 1 else 2
+    return Choice(4, blocks // 2 if gated else blocks, shared, 1, ahead=ahead, dependent=True, shares=8)
+
+
+def rule_of_rows(tokens: int, columns: int, gated: bool = False) -> Choice:
+    """The same with whole rows a program, in any format; its bits depend on the columns alone.
+
+    Where rows are whole tiles of 32 groups, eight warps share them, since few rows would otherwise be too few programs.
+    Up to two tokens each tile is asked for ahead, and two share what is done to x between two blocks of rows (of each
+    matrix, one). More tokens' sums take the registers.
     """
     shared = _shared(tokens)
     if shared > 2:
         choice = narrow_rule(tokens, gated)
     else:
-        short = format in ARITHMETIC and columns < SHORT_ROW
-        blocks = 2 if (shared == 2 or short) and not gated else 1
-        choice = Choice(blocks=blocks, tokens=shared, ahead=2)
+        choice = Choice(blocks=2 if shared == 2 and not gated else 1, tokens=shared, ahead=2)
     groups = 32 if columns % (32 * GROUP) == 0 else choice.groups
     return replace(choice, groups=groups, num_warps=groups // 4, dependent=True)
 
@@ -211,7 +224,11 @@ def check_choice(choice: Choice) -> None:
     """Raise ValueError for a choice that the multiply-add kernel cannot take."""
     check_one_of("tokens", choice.tokens, TOKENS)
     check_one_of("blocks", choice.blocks, BLOCKS)
+    check_one_of("shares", choice.shares, SHARES)
     check_groups(choice)
+    if choice.shares and (choice.groups, choice.num_warps) != (4, 1):
+        found = f"groups is {choice.groups} and num_warps {choice.num_warps}"
+        raise ValueError(f"shares is {choice.shares}, where {found}; allowed: 0, or groups 4 and num_warps 1")
 
 
 def check_wide(choice: Wide) -> None:

@@ -23,10 +23,10 @@ The choices (`choose.Choice`) and theirs:
 |        | more: as many tiles less one are on their way while another is used: bytes in flight for registers      |
 
 Two families, each with the same bits for a token whatever else is in the batch. The first three variants are one
-kernel, in which a token has its own sums, added to by explicit fma in an order that depends on groups and num_warps
-only. `tensor_core` pads the tokens to multiples of 8, one matrix instruction's, and its order of a sum depends on
-num_warps and on where the rows are cut, if shares are dealt (so also on the number of multiprocessors), never on the
-tokens: a single one runs the same arithmetic. A third family, for many tokens, is in wide.py.
+kernel, in which a token has its own sums, added to by explicit fma in an order that depends on groups and num_warps.
+`tensor_core` pads the tokens to multiples of 8, one matrix instruction's, and its order of a sum depends on num_warps.
+In both it depends on where the rows are cut, if shares are dealt (so also on the number of multiprocessors), never on
+the tokens: a single one runs the same arithmetic. A third family, for many tokens, is in wide.py.
 
 Shares are cut where they are even, within a row if need be (as in Stream-K: Osama et al. 2023, arXiv 2301.03598). Each
 program that has a part of a row leaves its sum in memory, and whichever ends last adds them all in the order of K.
@@ -780,7 +780,8 @@ def _add_tiles(
     TILE: tl.constexpr = WARPS * 4 if WARPS else 4
     TILES: tl.constexpr = (GROUPS + TILE - 1) // TILE
     MASKED: tl.constexpr = GROUPS % TILE != 0
-    UNROLL: tl.constexpr = 2 if len(x_rows) == 1 else 1  # two tiles a turn need not move from register to register
+    # Two tiles a turn need not move from register to register, while there is room for the code of both
+    UNROLL: tl.constexpr = 2 if len(x_rows) == 1 or (len(x_rows) == 2 and not WARPS) else 1
     for t in tl.range(first, last, loop_unroll_factor=UNROLL):
         ahead = tl.minimum(t + len(asked), end - 1)
         some = _tile_of(arrays, ahead, strip, group, lane, TILE, GROUPS, FORMAT, PLANES)

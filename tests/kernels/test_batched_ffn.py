@@ -418,6 +418,12 @@ def test_what_it_cannot_take_is_named(change, message):
         (kernels.tensor_core, Tile(2, 8, 3), "num_warps is 3; allowed: 1, 2, 4, 8, 16"),
         (kernels.tensor_core, Tile(ahead=6), "ahead is 6; allowed: 0, 1, 2, 3, 4, 5"),
         (kernels.weight_stationary, Choice(ahead=-1), "ahead is -1; allowed: 0, 1, 2, 3, 4, 5"),
+        (kernels.weight_stationary, Choice(shares=7), "shares is 7; allowed: 0, 1, 2, 3"),
+        (
+            kernels.weight_stationary,
+            Choice(shares=8),
+            "shares is 8, where groups is 16 and num_warps 4; allowed: 0, or groups 4 and num_warps 1",
+        ),
     ],
 )
 def test_choices_that_a_variant_cannot_take_are_named(variant, choice, message):
