@@ -68,6 +68,9 @@ def test_cases_are_distinct_and_survive_json():
     assert {(x["E"], x["top_k"], x["hidden"], x["width"]) for x in of("routed")} == {(256, 8, 2048, 512)}
     assert {(x["N"], x["capacity"]) for x in of("cache")} == {(1, 16), (1, 256), (64, 256)}
     assert len(of("cache")) == 3 * 3
+    assert {x["policy"] for x in of("cache")} == {"slru"}
+    many = of("cache", ALL | {"cache_tokens": [512], "capacities": [16, 240, 256]})  # every expert in every step
+    assert [(x["trace"], x["policy"], x["capacity"]) for x in many] == [("uniform", "pinned", 240)]
 
 
 def test_cases_that_share_weights_follow_each_other():
@@ -392,6 +395,8 @@ def test_stalls_by_hand(rows):
     assert line["prefetched / larger"] == pytest.approx(160 / 150, rel=0.01)
     assert line["balanced"]
     assert line["hit rate"] == 0.25
+    there = rows["evidence"].str.replace('"hit_rate": 0.25', '"hit_rate": 1.0, "copied": 0')
+    assert not tables.cached(rows.assign(evidence=there)).iloc[0]["balanced"]  # nothing is copied
 
 
 def judged(rows):
@@ -464,7 +469,7 @@ def test_every_view_says_what_the_rows_say(rows):
         assert isinstance(text, str)
         assert text.endswith(".")
         assert "nan" not in text
-    assert "×1.07 to ×1.07" in views.overlap(rows)
+    assert "×1.07 to ×1.07 (N = 1, 100 µs of compute and more)." in views.overlap(rows)
     clocked = rows.assign(sm_mhz=[[1000] * len(one) for one in rows["samples_ns"]])
     for tell in TABLES:
         assert len(tell(clocked)), tell.__name__

@@ -12,6 +12,8 @@ TRACES = {"uniform": cache.uniform, "zipf": cache.zipf, "local": cache.local}  #
 POLICY = "slru"  # of the cache, in the cases that are timed: the source's
 LAYERS = 4  # of the routed model, in the cases of the expert cache
 FEW_CACHED, MANY_CACHED = 8, 192  # tokens at most, experts a layer at least
+EVERY_EXPERT = 512  # tokens from which on a step needs all experts: an order of last use hits nothing, `PINNED` does
+PINNED = "pinned"
 
 PER_TOKEN, GEMM_N, STATIONARY, MATRIX = "per_token", "gemm_n", "weight_stationary", "tensor_core"
 WIDE = "tensor_core, wide tiles"

@@ -62,37 +62,30 @@ class Stream:
     """
 
     def __init__(self, host: Tensor, held: Tensor):
-        self.device = held.device
+        self.device = held.device.index  # looked up in a third of the time of a `torch.device`
         self.host, self.held = host.unbind(), held.unbind()  # once: a view takes the host as long as a copy
         self.stream = torch.cuda.Stream(held.device)
         self.stream.wait_stream(torch.cuda.current_stream(held.device))  # the slots' memory may just have been in use
         held.record_stream(self.stream)  # nor is it given to others while copies are under way
-        self._landed: list[Any] = [None] * len(held)
-        self._read: list[Any] = [None] * len(held)
+        self._landed: dict[int, Any] = {}  # of slots, the event of a copy that nothing has waited for yet
+        self._read: dict[int, Any] = {}  # and that of what read them last
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
-        for event in {self._read[slot] for _, slot in pairs} - {None}:
+        for event in {self._read.get(slot) for _, slot in pairs} - {None}:
             self.stream.wait_event(event)
         with torch.cuda.stream(self.stream):
             for expert, slot in pairs:
                 self.held[slot].copy_(self.host[expert], non_blocking=True)
         event = self.stream.record_event()  # one for all: an event takes the host as long as a copy
-        for _, slot in pairs:
-            self._landed[slot] = event
+        self._landed |= dict.fromkeys((slot for _, slot in pairs), event)
 
     def wait(self, slots: Iterable[int]) -> None:
-        awaited = set()
-        for slot in slots:
-            if self._landed[slot] is not None:
-                awaited.add(self._landed[slot])
-                self._landed[slot] = None  # later work of the same stream comes after it anyhow
-        for event in awaited:
+        # once: later work of the same stream comes after it anyhow
+        for event in {self._landed.pop(slot) for slot in self._landed.keys() & slots}:
             torch.cuda.current_stream(self.device).wait_event(event)
 
     def release(self, slots: Iterable[int]) -> None:
-        event = torch.cuda.current_stream(self.device).record_event()
-        for slot in slots:
-            self._read[slot] = event
+        self._read |= dict.fromkeys(slots, torch.cuda.current_stream(self.device).record_event())
 
 
 class ExpertSlots:
@@ -133,10 +126,11 @@ class ExpertSlots:
 
     def prefetch(self, dispatch: Iterable[Key]) -> None:
         """Bring what is not there of a later dispatch, as far as there is room; the policy learns nothing of it."""
-        for key in dispatch:
-            self._check(key)
-            if self._free and key not in self._held and key not in self._early:
-                self._early[key] = self._bring(key)
+        held, early = self._held, self._early
+        missing = [key for key in dict.fromkeys(dispatch) if key not in held and key not in early]
+        self._check(missing)
+        for key in missing[: len(self._free)]:
+            early[key] = self._bring(key)
         self._enqueue()
 
     def waves(self, dispatch: Sequence[Key]) -> Iterator[dict[Key, int]]:
@@ -147,38 +141,46 @@ class ExpertSlots:
         ValueError for a key that is none of an expert.
         """
         keys = list(dict.fromkeys(dispatch))
-        for key in keys:
-            self._check(key)
+        self._check(keys)
         through = not bypasses(keys, self.policy.capacity)
         self.accesses += len(keys)
         self.bypassed += 0 if through else len(keys)
         wave: dict[Key, int] = {}
         given_up: list[int] = []  # slots of the wave that are free once it has been read
-        for key in keys:
-            if not self._free and key not in self._held and key not in self._early:
-                if given_up:
-                    yield from self._out(wave, given_up)
-                    wave, given_up = {}, []
-                else:
-                    self._free.append(self._early.pop(next(iter(self._early))))
-            wave[key] = self._through(key, wave, given_up) if through else self._past(key, given_up)
+        at = 0
+        while at < len(keys):
+            there = self._there(keys, at, through)
+            wave.update((key, self._held[key]) for key in keys[at:there])
+            at = there + 1
+            for key in keys[there:at]:  # the first that is not there
+                if not self._free and key not in self._early:
+                    if given_up:
+                        yield from self._out(wave, given_up)
+                        wave, given_up = {}, []
+                    else:
+                        self._free.append(self._early.pop(next(iter(self._early))))
+                wave[key] = self._through(key, wave, given_up) if through else self._past(key, given_up)
         yield from self._out(wave, given_up)
 
+    def _there(self, keys: list[Key], start: int, through: bool) -> int:
+        """Where the first of these keys is that is not cached; those before are used, if they go through the cache."""
+        if not through:
+            return next((n for n in range(start, len(keys)) if keys[n] not in self._held), len(keys))
+        end = self.policy.hits(keys, start)
+        self.hits += end - start
+        return end
+
     def _through(self, key: Key, wave: dict[Key, int], given_up: list[int]) -> int:
-        """Slot of a key that is used through the cache."""
+        """Slot of a key that is not there, and is used through the cache."""
         access = self.policy.access(key)
-        self.hits += access.hit
-        if not access.hit:
-            self._held[key] = self._early.pop(key) if key in self._early else self._bring(key)
+        self._held[key] = self._early.pop(key) if key in self._early else self._bring(key)
         if access.evicted is not None:
             slot = self._held.pop(access.evicted)
             (given_up if access.evicted in wave else self._free).append(slot)
         return self._held[key]
 
     def _past(self, key: Key, given_up: list[int]) -> int:
-        """Slot of a key that bypasses the cache."""
-        if key in self._held:
-            return self._held[key]
+        """Slot of a key that is not there, and bypasses the cache."""
         given_up.append(self._early.pop(key) if key in self._early else self._bring(key))
         return given_up[-1]
 
@@ -203,9 +205,10 @@ class ExpertSlots:
                 self._copies.release(wave.values())
                 self._free.extend(given_up)
 
-    def _check(self, key: Key) -> None:
-        if key not in self._expert:
-            raise ValueError(f"key is {key!r}; allowed: those of the {len(self._expert)} experts")
+    def _check(self, keys: Iterable[Key]) -> None:
+        for key in keys:
+            if key not in self._expert:
+                raise ValueError(f"key is {key!r}; allowed: those of the {len(self._expert)} experts")
 
 
 def capacity_in(memory: int, host: Experts, room: int = 1) -> int:

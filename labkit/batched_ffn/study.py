@@ -1,6 +1,6 @@
 """Study 05: a feed-forward layer of many tokens from GGUF weights, dense and routed, and experts from a cache."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from labkit.batched_ffn import ahead, claims, names, trials
@@ -35,20 +35,27 @@ def _routed_cases(parameters: Mapping[str, Any]) -> list[Case]:
             shape |= {"format": format, "activations": "bf16"}
             found += [Case("routed", shape | {"N": n, "trace": "uniform"}) for n in parameters["routed_tokens"]]
             found += [
-                Case(
-                    "cache", shape | {"N": n, "layers": names.LAYERS, "trace": t, "policy": names.POLICY, "capacity": c}
-                )
+                Case("cache", shape | {"N": n, "layers": names.LAYERS, "trace": t, "policy": policy, "capacity": c})
                 for n in parameters["cache_tokens"]
-                for t in parameters["traces"]
+                for t, policy in _cached(n, parameters["traces"])
                 for c in parameters["capacities"]
                 if _worth_a_cache(n, c, experts)
             ]
     return found
 
 
+def _cached(tokens: int, traces: Sequence[str]) -> list[tuple[str, str]]:
+    """Traces and policies; where a step needs every expert, one trace is like any other."""
+    if tokens >= names.EVERY_EXPERT:
+        return [(trace, names.PINNED) for trace in traces[:1]]
+    return [(trace, names.POLICY) for trace in traces]
+
+
 def _worth_a_cache(tokens: int, capacity: int, experts: int) -> bool:
     """Of many tokens and few experts a layer, a step does nothing but copy; of few tokens, nearly all are like all."""
-    return capacity >= names.MANY_CACHED if tokens > names.FEW_CACHED else not names.MANY_CACHED <= capacity < experts
+    if tokens <= names.FEW_CACHED:
+        return not names.MANY_CACHED <= capacity < experts
+    return capacity >= names.MANY_CACHED and (tokens < names.EVERY_EXPERT or capacity < experts)
 
 
 def weight_bytes(x: Case) -> int:

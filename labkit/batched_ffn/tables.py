@@ -240,7 +240,8 @@ def cached(rows: pd.DataFrame) -> pd.DataFrame:
     """Steps through the cache: µs of each variant, and what of the copies is left to see.
 
     stall: µs that a step takes longer than with every expert there; prefetched / larger: the time with prefetch over
-    the larger of copies and compute alone, which nothing can beat; balanced: whether these two are within 2×.
+    the larger of copies and compute alone, which nothing can beat; balanced: whether these two are within 2×, and
+    anything is copied. Where nothing is, `copies µs` are what the host takes to find that out.
     """
     found = []
     for params, group in cases(rows, "cache"):
@@ -252,7 +253,7 @@ def cached(rows: pd.DataFrame) -> pd.DataFrame:
         line |= {"when needed µs": us[names.NEEDED], "prefetched µs": us[names.PREFETCHED]}
         line |= {"stall, when needed": us[names.NEEDED] - compute, "stall, prefetched": us[names.PREFETCHED] - compute}
         line["prefetched / larger"] = us[names.PREFETCHED] / max(copies, compute)
-        line["balanced"] = 0.5 <= copies / compute <= 2
+        line["balanced"] = 0.5 <= copies / compute <= 2 and known[names.NEEDED].get("copied", 1) > 0
         found.append(shape(params) | line)
     columns = [*SHAPE, "hit rate", "copies µs", "compute µs", "prefetched / larger", "balanced"]
     return pd.DataFrame(found, columns=None if found else columns)

@@ -347,6 +347,8 @@ def stall(rows: pd.DataFrame) -> Drawing:
         ["trace", "policy", "N", "capacity"], list(names_.values()), var_name="way", value_name="stall"
     )
     tidy = tidy.assign(panel=tidy["trace"] + ", N = " + tidy["N"].astype(str), stall=tidy["stall"].clip(lower=0))
+    several = tidy.groupby("panel")["capacity"].transform("nunique") > 1
+    tidy = tidy[several] if several.any() else tidy
     fig = figures.lines(
         tidy, "capacity", "stall", "way", panel="panel", logx=True, xlabel="experts a layer in the cache",
         ylabel="µs a step waits", title=f"Waiting for experts, {names.LAYERS} layers",
@@ -382,13 +384,19 @@ def thrash(rows: pd.DataFrame) -> str:
 def overlap(rows: pd.DataFrame) -> str:
     """Does prefetch hide the copies where they and the compute are about as long?"""
     table = tables.cached(rows)
-    table = table[table["balanced"]] if len(table) else table
-    if table.empty:
+    some = table[table["balanced"]] if len(table) else table
+    if some.empty:
         return "in no case are copies and compute within 2× of each other."
-    part = table["prefetched / larger"]
+    said = ", ".join(
+        f"×{part['prefetched / larger'].min():.2f} to ×{part['prefetched / larger'].max():.2f} (N = {n}, "
+        f"{part['compute µs'].min():.0f} µs of compute and more)"
+        for n, part in some.groupby("N")
+    )
+    idle = table[table["hit rate"] == 1]["copies µs"]
+    host = f" Where nothing is to be copied, the host takes {idle.min():.0f} to {idle.max():.0f} µs a step to find out."
     return (
-        f"in {len(table)} cases copies and compute are within 2× of each other: with prefetch a step takes "
-        f"×{part.min():.2f} to ×{part.max():.2f} of the larger of the two."
+        f"in {len(some)} cases copies and compute are within 2× of each other; with prefetch a step takes, of the "
+        f"larger of the two, {said}.{host if len(idle) else ''}"
     )
 
 
