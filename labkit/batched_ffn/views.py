@@ -346,12 +346,12 @@ def stall(rows: pd.DataFrame) -> Drawing:
     tidy = table.rename(columns=names_).melt(
         ["trace", "policy", "N", "capacity"], list(names_.values()), var_name="way", value_name="stall"
     )
-    tidy = tidy.assign(panel=tidy["trace"] + ", N = " + tidy["N"].astype(str), stall=tidy["stall"].clip(lower=0))
+    tidy = tidy.assign(panel=tidy["trace"] + ", N = " + tidy["N"].astype(str), stall=tidy["stall"].clip(lower=1))
     several = tidy.groupby("panel")["capacity"].transform("nunique") > 1
     tidy = tidy[several] if several.any() else tidy
     fig = figures.lines(
-        tidy, "capacity", "stall", "way", panel="panel", logx=True, xlabel="experts a layer in the cache",
-        ylabel="µs a step waits", title=f"Waiting for experts, {names.LAYERS} layers",
+        tidy, "capacity", "stall", "way", panel="panel", logx=True, logy=True, xlabel="experts a layer in the cache",
+        ylabel="µs a step waits (log)", title=f"Waiting for experts, {names.LAYERS} layers",
     )  # fmt: skip
     worst, least = (table.loc[table["stall, when needed"].agg(pick)] for pick in ("idxmax", "idxmin"))
     said = (
