@@ -240,8 +240,9 @@ def cached(rows: pd.DataFrame) -> pd.DataFrame:
     """Steps through the cache: µs of each variant, and what of the copies is left to see.
 
     stall: µs that a step takes longer than with every expert there; prefetched / larger: the time with prefetch over
-    the larger of copies and compute alone, which nothing can beat; balanced: whether these two are within 2×, and
-    anything is copied. Where nothing is, `copies µs` are what the host takes to find that out.
+    the larger of copies and compute alone; below 1 is possible, since a step's time ends with its last layer, and what
+    comes for the next step's first one is then still on its way. balanced: whether copies and compute are within 2×,
+    and anything is copied. Where nothing is, `copies µs` are what the host takes to find that out.
     """
     found = []
     for params, group in cases(rows, "cache"):
