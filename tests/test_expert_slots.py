@@ -1,6 +1,7 @@
 """Experts in slots: what a policy decides is what is brought, and nothing is read before it is there."""
 
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -38,18 +39,28 @@ class Late:
 
     def wait(self, wanted):
         wanted = set(wanted)
-        last = max((i for i, (_, slot) in enumerate(self.waiting) if slot in wanted), default=-1)
-        for expert, slot in self.waiting[: last + 1]:
-            self.held[slot].copy_(self.host[expert])
-        self.waiting = self.waiting[last + 1 :]
+        self.land(1 + max((i for i, (_, slot) in enumerate(self.waiting) if slot in wanted), default=-1))
         self.read |= wanted
 
     def release(self, read):
         self.read -= set(read)
 
+    def settle(self):
+        self.land(len(self.waiting))
+
+    def land(self, count):
+        for expert, slot in self.waiting[:count]:
+            self.held[slot].copy_(self.host[expert])
+        self.waiting = self.waiting[count:]
+
 
 class NeverWaits(Late):
     def wait(self, wanted):
+        pass
+
+
+class NeverSettles(Late):
+    def settle(self):
         pass
 
 
@@ -174,6 +185,34 @@ def test_a_wrong_guess_gives_way():
     assert use(kept, [5]) == [[5]]
 
 
+def settled(kept, guess):
+    """Prefetched experts, found right though no wave has asked for them."""
+    kept.prefetch(guess)
+    kept.settle()
+    for key, slot in kept._early.items():
+        assert (kept.slots.store[slot] == key).all(), f"slot {slot} does not hold {key}"
+    return list(kept._early)
+
+
+def test_what_is_asked_for_has_landed_once_settled():
+    kept = cached("lru", 2, room=3)
+    use(kept, [0, 1])
+    assert settled(kept, [4, 1, 5]) == [4, 5]
+    assert kept._copies.waiting == []
+    assert use(kept, [5, 4]) == [[5, 4]]
+    assert kept.copied == 4
+
+
+def test_settling_waits_once_for_every_copy_under_way(monkeypatch):
+    stream, waited = object.__new__(slots.Stream), []  # without a GPU
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(wait_event=waited.append))
+    stream.device, stream._landed = 0, {3: "first", 4: "first", 5: "second"}
+    stream.settle()
+    stream.settle()
+    assert sorted(waited) == ["first", "second"]
+    assert stream._landed == {}
+
+
 @pytest.mark.parametrize("policy", ["pinned", "belady"])
 def test_what_a_policy_holds_from_the_start_is_brought_first(policy):
     kept = cached(policy, 3, first=[[6, 7], [6, 7]], trace=[[7], [6]])
@@ -212,7 +251,7 @@ def test_a_thousand_random_dispatches():
 
 
 def test_the_test_has_power():
-    """A copy that is not waited for, and a slot that is given up too early, are seen."""
+    """A copy that is not waited for, in a wave or at the end, and a slot that is given up too early, are seen."""
     with pytest.raises(AssertionError, match="does not hold"):
         use(cached(copies=NeverWaits), [0, 1])
     kept = cached("lru", 1, room=1)
@@ -221,6 +260,8 @@ def test_the_test_has_power():
     kept._free.extend(kept._held.values())  # while it is read
     with pytest.raises(AssertionError, match="written while it is read"):
         kept.prefetch([1, 2])
+    with pytest.raises(AssertionError, match="does not hold"):
+        settled(cached(copies=NeverSettles), [4])
 
 
 def test_a_wave_that_is_left_early_is_released():
@@ -254,6 +295,11 @@ def test_no_slot_is_read_before_its_copy_has_landed():
             for key, slot in wave.items():
                 wrong += (kept.slots.store[slot] != key).sum()
         kept.prefetch(chance.sample(range(count), 3))
+        if chance.random() < 0.3:
+            kept.settle()
+            for key, slot in kept._early.items():
+                wrong += (kept.slots.store[slot] != key).sum()
+            kept._copies.release(kept._early.values())
     assert int(wrong) == 0
 
 

@@ -20,7 +20,7 @@ evicts, so a cache of `capacity` keeps capacity keys between accesses and needs 
 
 import math
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -187,7 +187,7 @@ class Pinned:
         return Access(False, evicted)
 
     def hits(self, keys: Sequence[Key], start: int) -> int:
-        return next((n for n in range(start, len(keys)) if keys[n] not in self), len(keys))
+        return first_missing(keys, start, self)
 
     def __contains__(self, key: Key) -> bool:
         return key in self._pinned or key == self._passing
@@ -228,11 +228,10 @@ class Belady:
         return Access(hit, victim)
 
     def hits(self, keys: Sequence[Key], start: int) -> int:
-        for n in range(start, len(keys)):
-            if keys[n] not in self._keys:
-                return n
-            self.access(keys[n])
-        return len(keys)
+        end = first_missing(keys, start, self._keys)
+        for key in keys[start:end]:
+            self.access(key)
+        return end
 
     def __contains__(self, key: Key) -> bool:
         return key in self._keys
@@ -294,6 +293,14 @@ def replay(policy: str, capacity: int, trace: Trace, first: Trace = ()) -> Repla
     hits = sum(cache.access(key).hit for key in _flat(through))
     accesses = len(_flat(trace))
     return Replay(accesses, hits, accesses - len(_flat(through)))
+
+
+def first_missing(keys: Sequence[Key], start: int, there: Container[Key]) -> int:
+    """Where the first of these keys from `start` on is that is not there; their number if all are."""
+    for n in range(start, len(keys)):
+        if keys[n] not in there:
+            return n
+    return len(keys)
 
 
 def most_frequent(trace: Trace, count: int) -> list[Key]:

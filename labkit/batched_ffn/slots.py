@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from labkit.batched_ffn.cache import Key, Policy, Replay, bypasses
+from labkit.batched_ffn.cache import Key, Policy, Replay, bypasses, first_missing
 from labkit.batched_ffn.experts import Experts
 
 
@@ -37,6 +37,10 @@ class Copies(Protocol):
         """These slots may be written after what has been computed until now."""
         ...
 
+    def settle(self) -> None:
+        """What is computed from now on comes after all copies asked for until now."""
+        ...
+
 
 class Now:
     """On a CPU: a copy is there at once. host: [experts, bytes]; held: [slots, bytes]."""
@@ -52,6 +56,9 @@ class Now:
         pass
 
     def release(self, slots: Iterable[int]) -> None:
+        pass
+
+    def settle(self) -> None:
         pass
 
 
@@ -86,6 +93,9 @@ class Stream:
 
     def release(self, slots: Iterable[int]) -> None:
         self._read |= dict.fromkeys(slots, torch.cuda.current_stream(self.device).record_event())
+
+    def settle(self) -> None:
+        self.wait(self._landed)  # whatever copy is not among these has been waited for
 
 
 class ExpertSlots:
@@ -151,8 +161,8 @@ class ExpertSlots:
         while at < len(keys):
             there = self._there(keys, at, through)
             wave.update((key, self._held[key]) for key in keys[at:there])
-            at = there + 1
-            for key in keys[there:at]:  # the first that is not there
+            if there < len(keys):
+                key = keys[there]  # the first that is not there
                 if not self._free and key not in self._early:
                     if given_up:
                         yield from self._out(wave, given_up)
@@ -160,12 +170,17 @@ class ExpertSlots:
                     else:
                         self._free.append(self._early.pop(next(iter(self._early))))
                 wave[key] = self._through(key, wave, given_up) if through else self._past(key, given_up)
+            at = there + 1
         yield from self._out(wave, given_up)
+
+    def settle(self) -> None:
+        """What is computed from now on comes after all copies asked for until now, prefetched experts included."""
+        self._copies.settle()
 
     def _there(self, keys: list[Key], start: int, through: bool) -> int:
         """Where the first of these keys is that is not cached; those before are used, if they go through the cache."""
         if not through:
-            return next((n for n in range(start, len(keys)) if keys[n] not in self._held), len(keys))
+            return first_missing(keys, start, self._held)
         end = self.policy.hits(keys, start)
         self.hits += end - start
         return end

@@ -240,9 +240,8 @@ def cached(rows: pd.DataFrame) -> pd.DataFrame:
     """Steps through the cache: µs of each variant, and what of the copies is left to see.
 
     stall: µs that a step takes longer than with every expert there; prefetched / larger: the time with prefetch over
-    the larger of copies and compute alone; below 1 is possible, since a step's time ends with its last layer, and what
-    comes for the next step's first one is then still on its way. balanced: whether copies and compute are within 2×,
-    and anything is copied. Where nothing is, `copies µs` are what the host takes to find that out.
+    the larger of copies and compute alone; balanced: whether these two are within 2×, and anything is copied, which is
+    so unless all hit. Where nothing is, `copies µs` are what the host takes to find that out.
     """
     found = []
     for params, group in cases(rows, "cache"):
@@ -250,11 +249,12 @@ def cached(rows: pd.DataFrame) -> pd.DataFrame:
         if not {names.NEEDED, names.PREFETCHED, names.RESIDENT, names.COPIES} <= set(us):
             continue
         copies, compute = us[names.COPIES], us[names.RESIDENT]
-        line = {"hit rate": known[names.NEEDED].get("hit_rate", math.nan), "copies µs": copies, "compute µs": compute}
+        hit_rate = known[names.NEEDED].get("hit_rate", math.nan)
+        line = {"hit rate": hit_rate, "copies µs": copies, "compute µs": compute}
         line |= {"when needed µs": us[names.NEEDED], "prefetched µs": us[names.PREFETCHED]}
         line |= {"stall, when needed": us[names.NEEDED] - compute, "stall, prefetched": us[names.PREFETCHED] - compute}
         line["prefetched / larger"] = us[names.PREFETCHED] / max(copies, compute)
-        line["balanced"] = 0.5 <= copies / compute <= 2 and known[names.NEEDED].get("copied", 1) > 0
+        line["balanced"] = 0.5 <= copies / compute <= 2 and hit_rate < 1
         found.append(shape(params) | line)
     columns = [*SHAPE, "hit rate", "copies µs", "compute µs", "prefetched / larger", "balanced"]
     return pd.DataFrame(found, columns=None if found else columns)

@@ -599,7 +599,8 @@ def _grouped_mm(gate_up: Tensor, down: Tensor, work: Any) -> Call:
 class Steps:
     """The steps of a trace, one a call: N tokens through every layer, experts brought as the variant says.
 
-    done: number of the step that was computed last.
+    A step ends when all its copies have landed, those for the next step's first layer included: each is in some step's
+    time. done: number of the step that was computed last.
     """
 
     def __init__(self, x: Case, device: Any, seed: int, variant: str):
@@ -644,9 +645,15 @@ class Steps:
         self.done = (self.done + 1) % len(self.needs)
         for layer, needed in enumerate(self.needs[self.done]):
             self._layer(layer, needed)
+        self.kept.settle()
 
     def _layer(self, layer: int, needed: list[Any]) -> None:
-        """One layer; the next one's experts set out before it is computed, if its own are all there at once."""
+        """One layer; the next one's experts set out while it is computed.
+
+        They are asked for after this layer's table: copies to the GPU take turns, and that small one would wait for
+        theirs. If its own experts are all there at once, also before their slots are released: the free ones are then
+        those of earlier layers, and no copy waits for this layer's kernels.
+        """
         waves = self.kept.waves(needed)
         if self.variant == names.COPIES:
             deque(waves, maxlen=0)
@@ -655,12 +662,12 @@ class Steps:
         at_once = False
         for count, wave in enumerate(waves):
             at_once = len(wave) == len(needed)
-            if at_once:
-                self._prefetch(layer)
-            elif not count:
+            if not at_once and not count:
                 self.before[layer]()
             self._place(layer, wave)
             (self.whole if at_once else self.experts)[layer]()
+            if at_once:
+                self._prefetch(layer)
         if not at_once:
             self._prefetch(layer)
             self.after[layer]()

@@ -164,6 +164,51 @@ def test_steps_go_through_the_trace_and_count(name, device):
     assert (step.kept.copied == copied) == (name == names.RESIDENT)
 
 
+def told(step):
+    """What a step then does, in order, instead of doing it: of each layer by number, and of all copies."""
+    order = []
+    step._place = lambda layer, wave: order.append(f"place {layer}")
+    for name in ("before", "experts", "after", "whole"):
+        setattr(step, name, [lambda n=n, name=name: order.append(f"{name} {n}") for n in range(step.layers)])
+    step.kept.prefetch = lambda keys: order.append(f"prefetch {keys[0][0]}")
+    step.kept._copies.release = lambda slots: order.append("release")
+    step.kept._copies.settle = lambda: order.append("settle")
+    return order
+
+
+def test_a_layers_own_copy_goes_before_those_of_the_next_layer(device):
+    """Which are asked for before its slots are released: they need not wait for its kernels."""
+    x = Case("cache", dict(tiny("cache").params) | {"capacity": 3})
+    step = trials.Steps(x, device, 0, names.PREFETCHED)
+    order = told(step)
+    step()
+    layers = [[f"place {n}", f"whole {n}", f"prefetch {1 - n}", "release"] for n in range(2)]
+    assert order == [*layers[0], *layers[1], "settle"]
+
+
+def test_a_layer_in_waves_asks_for_the_next_layers_experts_after_its_last_wave(device):
+    step = trials.Steps(tiny("cache"), device, 0, names.PREFETCHED)
+    keys = [(0, e) for e in range(3)]
+    step.needs, step.layers = [[keys]], 1
+    step.kept.waves = lambda needed: iter([{key: n} for n, key in enumerate(needed)])
+    order = told(step)
+    step()
+    waves = ["place 0", "experts 0"]
+    assert order == ["before 0", *waves, *waves, *waves, "prefetch 0", "after 0", "settle"]
+
+
+@pytest.mark.parametrize("name", [names.NEEDED, names.PREFETCHED, names.RESIDENT, names.COPIES])
+def test_a_step_ends_when_its_copies_have_landed(name, device):
+    step = trials.Steps(tiny("cache"), device, 0, name)
+    settle, ends = step.kept._copies.settle, []
+    step.kept._copies.settle = lambda: (settle(), ends.append((step.done, step.kept.copied)))
+    copied = []
+    for _ in range(3):
+        step()
+        copied.append(step.kept.copied)
+    assert ends == list(enumerate(copied))  # once a step, and nothing is asked for after it
+
+
 def test_a_library_is_told_apart_by_its_bits(device):
     """The negative control: cuBLAS's, or a CPU library's, token alone need not have the bits of the batch."""
     x = Case("product", {"rows": 64, "K": 512, "N": 64, "format": "Q8_0", "activations": "fp32"})
