@@ -330,9 +330,12 @@ def test_the_rule_by_tokens():
     some = (1, 2, 3, 4, 5, 8, 9, 512)
     for format in ("Q4_K", "Q8_0"):
         assert [rule(n, format=format).tokens for n in some] == [1, 2, 4, 4, 8, 8, 8, 8]
-    assert [rule(n).blocks for n in (1, 2, 4, 5)] == [2, 2, 2, 4]
-    assert [rule(n, gated=True).blocks for n in (1, 2, 4, 5)] == [1, 1, 1, 2]
-    assert [rule(n).ahead for n in (1, 2, 4, 8)] == [3, 2, 2, 0]
+    assert [rule(n).blocks for n in (1, 2, 4, 5)] == [4, 4, 4, 4]
+    assert [rule(n, gated=True).blocks for n in (1, 2, 4, 5)] == [2, 2, 2, 2]
+    assert [rule(n).ahead for n in (1, 2, 4, 8)] == [2, 2, 0, 0]
+    assert [rule(n).at_once for n in (1, 2, 4, 5)] == [16, 16, 16, 8]
+    assert [rule(n, format="Q6_K").blocks for n in (1, 2, 4, 5)] == [2, 2, 2, 4]
+    assert [rule(n, format="Q6_K").ahead for n in (1, 2, 4, 8)] == [3, 2, 2, 0]
     assert [rule(n, format="Q8_0").blocks for n in (1, 2, 4, 5)] == [1, 2, 2, 1]
     assert [rule(n, format="Q8_0", gated=True).blocks for n in (1, 2, 4, 5)] == [1, 1, 1, 1]
     assert [rule(n, format="Q8_0").ahead for n in (1, 2, 3, 8)] == [2, 2, 0, 0]
@@ -340,7 +343,7 @@ def test_the_rule_by_tokens():
         for n, format, gated in itertools.product((1, 2, 3, 8, 40), FORMATS, (False, True)):
             found = rule(n, columns, format, gated)
             choose.check_choice(found)  # bits depend on these three
-            bits = (4, 1, 8) if format in choose.ARITHMETIC else (groups, warps, 0)
+            bits = (4, 1, choose.DEALT[format][0]) if format in choose.ARITHMETIC else (groups, warps, 0)
             assert (found.groups, found.num_warps, found.shares) == bits
 
 
@@ -738,13 +741,14 @@ def test_weights_are_loaded_16_bytes_a_thread_and_once_for_eight_tokens(name):
 
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("name", choose.ARITHMETIC)
-def test_multiply_add_of_shares_is_on_all_multiprocessors_at_once(name, gated):
+def test_multiply_add_of_shares_has_registers_for_all_programs_or_half_of_them(name, gated):
     W = blank(name, rows=4096)
     for tokens in (1, 2, 4, 8):
         launch = product(W, tokens, choose.rule(tokens, W.columns, name, gated), gated)
         found = compiled.evidence(launch, 90)
+        turns = 2 if tokens == 8 and name != "Q6_K" else 1
         assert (found["spill_bytes"], found["matrix"]) == (0, {}), tokens
-        assert found["ctas_per_sm"] >= math.ceil(math.prod(launch.grid) / 132), tokens
+        assert found["ctas_per_sm"] * turns >= math.ceil(math.prod(launch.grid) / 132), tokens
 
 
 def in_the_loop(launch):

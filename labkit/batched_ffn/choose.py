@@ -20,6 +20,15 @@ WIDE_TOKENS = (16, 32, 64, 128, 256)
 WIDE_GROUPS = (1, 2, 4, 8)
 WIDE_PARTS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16)
 ARITHMETIC = ("Q4_K", "Q5_K", "Q6_K")  # formats whose weights take a GPU longer to unpack than to read
+# Of multiply-add in K formats: shares a multiprocessor, and of so many tokens blocks of 8 rows (of both matrices
+# together), tiles ahead and programs at once. Four blocks share what is done to x, and are sixteen programs of 128
+# registers; eight tokens' sums take twice as many, so that half of the programs wait for the others. Q6_K has two
+# scales a group, which leaves registers for two blocks: half the shares, and two programs for each.
+DEALT: dict[str, tuple[int, dict[int, tuple[int, int, int]]]] = {
+    "Q4_K": (16, {1: (4, 2, 16), 2: (4, 2, 16), 4: (4, 0, 16), 8: (4, 0, 8)}),
+    "Q5_K": (16, {1: (4, 2, 16), 2: (4, 2, 16), 4: (4, 0, 16), 8: (4, 0, 8)}),
+    "Q6_K": (8, {1: (2, 3, 16), 2: (2, 2, 16), 4: (2, 2, 16), 8: (4, 0, 8)}),
+}
 WIDE_ROWS = 128  # of a tile of `wide`, in which its waves are counted
 LEAST_COLUMNS = 768  # of a part of `wide`: fewer are over before tiles are on their way
 SUM_OF_PARTS = 128  # columns of a tile that take about as long as a part's sum does through memory
@@ -40,7 +49,8 @@ class Choice(_Json):
 
     tokens: those of a program, that share a tile of weights. Of the default's 16 groups of 8 rows, each of the 128
     threads has one; with more groups or fewer threads, scales move between threads. shares: as of `Tile`, with programs
-    of one warp and four groups; 0: a program has whole rows. Bits depend on groups, num_warps and shares.
+    of one warp and four groups; 0: a program has whole rows. at_once: of those programs, so many are on a
+    multiprocessor at once at most: the fewer, the more registers for each. Bits depend on groups, num_warps and shares.
     """
 
     groups: int = 16
@@ -51,6 +61,7 @@ class Choice(_Json):
     ahead: int = 0
     dependent: bool = False
     shares: int = 0
+    at_once: int = 16
 
 
 @dataclass(frozen=True)
@@ -96,16 +107,17 @@ def rule(tokens: int, columns: int, format: str, gated: bool = False) -> Choice:
     """A choice for `weight_stationary`, so many tokens and rows of so many weights, without spills on sm_90.
 
     Its bits depend on format and columns alone. K formats take a GPU long to unpack, so that multiprocessors without
-    work count, and warps that wait for others of their program: all tiles are dealt in eight shares a multiprocessor.
-    More blocks of rows share what is done to x; one or two tokens leave registers for tiles asked for ahead, too. What
-    has no arithmetic to speak of has whole rows: `rule_of_rows`. gated: gate and up in one launch.
+    work count, and warps that wait for others of their program: all tiles are dealt in equal shares, as `DEALT` has it.
+    What has no arithmetic to speak of has whole rows: `rule_of_rows`. gated: gate and up in one launch.
     """
     if format not in ARITHMETIC:
         return rule_of_rows(tokens, columns, gated)
+    shares, choices = DEALT[format]
     shared = _shared(tokens)
-    blocks = 4 if shared > 4 else 2  # of both matrices together
-    ahead = 0 if shared > 4 else 3 if shared == 1 else 2
-    return Choice(4, blocks // 2 if gated else blocks, shared, 1, ahead=ahead, dependent=True, shares=8)
+    blocks, ahead, at_once = choices[shared]
+    if gated:
+        blocks //= 2
+    return Choice(4, blocks, shared, 1, ahead=ahead, dependent=True, shares=shares, at_once=at_once)
 
 
 def rule_of_rows(tokens: int, columns: int, gated: bool = False) -> Choice:
@@ -225,6 +237,7 @@ def check_choice(choice: Choice) -> None:
     check_one_of("tokens", choice.tokens, TOKENS)
     check_one_of("blocks", choice.blocks, BLOCKS)
     check_one_of("shares", choice.shares, SHARES)
+    check_one_of("at_once", choice.at_once, WARPS)
     check_groups(choice)
     if choice.shares and (choice.groups, choice.num_warps) != (4, 1):
         found = f"groups is {choice.groups} and num_warps {choice.num_warps}"

@@ -793,56 +793,19 @@ def _add_tiles(
 
 
 @triton.jit
-def _tensor_core_kernel(
-    x, y, words, high, scales, d, up_words, up_high, up_scales, up_d, partials, counters, N, rows, strips, each, more,
-    x_stride, y_stride, magic,
-    GROUPS: tl.constexpr, FORMAT: tl.constexpr, PLANES: tl.constexpr, WARPS: tl.constexpr, BLOCKS: tl.constexpr,
-    PARTS: tl.constexpr, TOKENS: tl.constexpr, GATED: tl.constexpr, SHARERS: tl.constexpr, DEPTH: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+def _store_products(
+    totals, y, y_stride, firsts, strip, first_token, rows, N, whole, TOKENS: tl.constexpr, GATED: tl.constexpr,
+    WARPS: tl.constexpr,
 ):  # fmt: skip
-    """One program: TOKENS tokens, a share of the tiles of one of PARTS of each strip: BLOCKS blocks of 8 rows.
+    """Store the sums of a strip, if they are whole: of its blocks of 8 rows, each of every token.
 
-    A tile has WARPS times 4 groups of a row, 4 a warp. GATED: y = SiLU(W x) · (up x), of twice the rows.
-    each, more: tiles a share; the first `more` have one more. SHARERS: of a strip, at most.
+    totals: [8] each; by matrix instructions (WARPS not 0) [16, 8], of two blocks and 8 tokens. GATED: blocks of two
+    matrices, in turn.
     """
-    first_token = tl.program_id(0) * TOKENS
-    shares = tl.num_programs(1) // PARTS
-    share, part = tl.program_id(1) % shares, tl.program_id(1) // shares
-    group, lane = _units(WARPS)
-    MATRICES: tl.constexpr = 2 if GATED else 1
-    EIGHTS: tl.constexpr = TOKENS // 8
-    PAIRS: tl.constexpr = MATRICES * BLOCKS // 2
-    TILE: tl.constexpr = WARPS * 4
-    TILES: tl.constexpr = (GROUPS + TILE - 1) // TILE
-    x_rows = ()
-    for n in tl.static_range(EIGHTS):
-        mine = tl.minimum(first_token + 8 * n + lane, N - 1)
-        x_rows = x_rows + (x + mine.to(tl.int64) * x_stride,)
-    W, up = (words, high, scales, d), (up_words, up_high, up_scales, up_d)
-    firsts, arrays = _blocks(W, up, strips, (rows + 7) // 8, part, MATRICES, BLOCKS, GROUPS, FORMAT, PLANES)
-    start, end = _start(share, each, more), _start(share + 1, each, more)
-    asked = _first_tiles(arrays, start, end, share, group, lane, DEPTH, TILE, GROUPS, FORMAT, PLANES)
-    wait_for_inputs(DEPENDENT)
-    for strip in range(start // TILES, (end - 1) // TILES + 1):
-        first, last = tl.maximum(start, strip * TILES), tl.minimum(end, (strip + 1) * TILES)
-        sums = _no_sums(PAIRS * EIGHTS, WARPS)
-        sums, asked = _add_tiles(
-            sums, asked, arrays, x_rows, first, last, end, strip, group, lane, magic, WARPS, GROUPS, FORMAT, PLANES,
-        )  # fmt: skip
-        totals = ()
-        for s in tl.static_range(PAIRS * EIGHTS):
-            totals = totals + (tl.sum(sums[s], 0),)
-        whole = True
-        if SHARERS > 1:
-            sharer = share - _share_of(strip * TILES, each, more)
-            sharers = _share_of(strip * TILES + TILES - 1, each, more) - share + sharer + 1
-            whole = sharers == 1
-            if sharers > 1:
-                at = (strip * PARTS + part) * tl.num_programs(0) + tl.program_id(0)
-                totals, whole = _of_all_sharers(totals, partials, counters, at, sharer, sharers, SHARERS)
-        for m in tl.static_range(PAIRS):
-            for n in tl.static_range(EIGHTS):
-                total = totals[m * EIGHTS + n]
+    if WARPS:
+        for m in tl.static_range(len(totals) // (TOKENS // 8)):
+            for n in tl.static_range(TOKENS // 8):
+                total = totals[m * (TOKENS // 8) + n]
                 if GATED:
                     row, total = _gated(total, firsts[m] + strip)
                 else:
@@ -850,6 +813,83 @@ def _tensor_core_kernel(
                 token = first_token + 8 * n + tl.arange(0, 8)
                 y_at = y + token.to(tl.int64)[None, :] * y_stride + row[:, None]
                 tl.store(y_at, total.to(y.dtype.element_ty), mask=(row < rows)[:, None] & (token < N)[None, :] & whole)
+    else:
+        for b in tl.static_range(len(firsts)):
+            row = (firsts[b] + strip) * 8 + tl.arange(0, 8)
+            for n in tl.static_range(TOKENS):
+                if GATED:
+                    total = _silu_up(totals[2 * b * TOKENS + n], totals[(2 * b + 1) * TOKENS + n])
+                else:
+                    total = totals[b * TOKENS + n]
+                y_at = y + (first_token + n).to(tl.int64) * y_stride + row
+                tl.store(y_at, total.to(y.dtype.element_ty), mask=(row < rows) & (first_token + n < N) & whole)
+
+
+@triton.jit
+def _add_share(
+    x_rows, W, up, y, partials, counters, share, part, token_tile, token_tiles, N, rows, strips, each, more, y_stride,
+    magic, group, lane,
+    GROUPS: tl.constexpr, FORMAT: tl.constexpr, PLANES: tl.constexpr, WARPS: tl.constexpr, BLOCKS: tl.constexpr,
+    PARTS: tl.constexpr, TOKENS: tl.constexpr, GATED: tl.constexpr, SHARERS: tl.constexpr, DEPTH: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """The products of a share's tiles of one of PARTS of each strip, stored where their rows are done.
+
+    each, more: tiles a share; the first `more` have one more. SHARERS: of a strip, at most. WARPS: as of `_add`; of
+    multiply-add, whose programs are one warp, 0. All else is as of the kernels that call it.
+    """
+    MATRICES: tl.constexpr = 2 if GATED else 1
+    TILE: tl.constexpr = WARPS * 4 if WARPS else 4
+    TILES: tl.constexpr = (GROUPS + TILE - 1) // TILE
+    COUNT: tl.constexpr = MATRICES * BLOCKS // 2 * (TOKENS // 8) if WARPS else MATRICES * BLOCKS * TOKENS
+    firsts, arrays = _blocks(W, up, strips, (rows + 7) // 8, part, MATRICES, BLOCKS, GROUPS, FORMAT, PLANES)
+    start, end = _start(share, each, more), _start(share + 1, each, more)
+    asked = _first_tiles(arrays, start, end, share, group, lane, DEPTH, TILE, GROUPS, FORMAT, PLANES)
+    wait_for_inputs(DEPENDENT)
+    for strip in range(start // TILES, (end - 1) // TILES + 1):
+        first, last = tl.maximum(start, strip * TILES), tl.minimum(end, (strip + 1) * TILES)
+        sums = _no_sums(COUNT, WARPS) if WARPS else _no_products(COUNT, TILE, PLANES)
+        sums, asked = _add_tiles(
+            sums, asked, arrays, x_rows, first, last, end, strip, group, lane, magic, WARPS, GROUPS, FORMAT, PLANES
+        )  # fmt: skip
+        totals = ()
+        for s in tl.static_range(COUNT):
+            totals = totals + (tl.sum(sums[s], 0) if WARPS else _total(sums[s], TILE),)
+        whole = True
+        if SHARERS > 1:
+            sharer = share - _share_of(strip * TILES, each, more)
+            sharers = _share_of(strip * TILES + TILES - 1, each, more) - share + sharer + 1
+            whole = sharers == 1
+            if sharers > 1:
+                at = (strip * PARTS + part) * token_tiles + token_tile
+                totals, whole = _of_all_sharers(totals, partials, counters, at, sharer, sharers, SHARERS)
+        _store_products(totals, y, y_stride, firsts, strip, token_tile * TOKENS, rows, N, whole, TOKENS, GATED, WARPS)
+
+
+@triton.jit
+def _tensor_core_kernel(
+    x, y, words, high, scales, d, up_words, up_high, up_scales, up_d, partials, counters, N, rows, strips, each, more,
+    x_stride, y_stride, magic,
+    GROUPS: tl.constexpr, FORMAT: tl.constexpr, PLANES: tl.constexpr, WARPS: tl.constexpr, BLOCKS: tl.constexpr,
+    PARTS: tl.constexpr, TOKENS: tl.constexpr, GATED: tl.constexpr, SHARERS: tl.constexpr, DEPTH: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """One program: TOKENS tokens, a share of the tiles of BLOCKS blocks of 8 rows, one of PARTS of each strip.
+
+    A tile has WARPS times 4 groups of a row, 4 a warp. GATED: y = SiLU(W x) · (up x), of twice the rows.
+    """
+    shares = tl.num_programs(1) // PARTS
+    share, part = tl.program_id(1) % shares, tl.program_id(1) // shares
+    group, lane = _units(WARPS)
+    x_rows = ()
+    for n in tl.static_range(TOKENS // 8):
+        mine = tl.minimum(tl.program_id(0) * TOKENS + 8 * n + lane, N - 1)
+        x_rows = x_rows + (x + mine.to(tl.int64) * x_stride,)
+    _add_share(
+        x_rows, (words, high, scales, d), (up_words, up_high, up_scales, up_d), y, partials, counters, share, part,
+        tl.program_id(0), tl.num_programs(0), N, rows, strips, each, more, y_stride, magic, group, lane,
+        GROUPS, FORMAT, PLANES, WARPS, BLOCKS, PARTS, TOKENS, GATED, SHARERS, DEPTH, DEPENDENT,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -861,48 +901,18 @@ def _dealt_multiply_add_kernel(
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """`_multiply_add_kernel` of one warp, whose tiles are dealt as in `_tensor_core_kernel`."""
-    first_token = tl.program_id(TOKEN_AXIS) * TOKENS
     shares = tl.num_programs(1 - TOKEN_AXIS) // PARTS
     share, part = tl.program_id(1 - TOKEN_AXIS) % shares, tl.program_id(1 - TOKEN_AXIS) // shares
     units = tl.arange(0, 32)
-    group, lane = units // 8, units % 8
-    MATRICES: tl.constexpr = 2 if GATED else 1
-    COUNT: tl.constexpr = MATRICES * BLOCKS * TOKENS
-    TILES: tl.constexpr = GROUPS // 4
     x_rows = ()
     for n in tl.static_range(TOKENS):
-        x_rows = x_rows + (x + tl.minimum(first_token + n, N - 1).to(tl.int64) * x_stride,)
-    W, up = (words, high, scales, d), (up_words, up_high, up_scales, up_d)
-    firsts, arrays = _blocks(W, up, strips, (rows + 7) // 8, part, MATRICES, BLOCKS, GROUPS, FORMAT, PLANES)
-    start, end = _start(share, each, more), _start(share + 1, each, more)
-    asked = _first_tiles(arrays, start, end, share, group, lane, DEPTH, 4, GROUPS, FORMAT, PLANES)
-    wait_for_inputs(DEPENDENT)
-    for strip in range(start // TILES, (end - 1) // TILES + 1):
-        first, last = tl.maximum(start, strip * TILES), tl.minimum(end, (strip + 1) * TILES)
-        sums = _no_products(COUNT, 4, PLANES)
-        sums, asked = _add_tiles(
-            sums, asked, arrays, x_rows, first, last, end, strip, group, lane, magic, 0, GROUPS, FORMAT, PLANES
-        )  # fmt: skip
-        totals = ()
-        for s in tl.static_range(COUNT):
-            totals = totals + (_total(sums[s], 4),)
-        whole = True
-        if SHARERS > 1:
-            sharer = share - _share_of(strip * TILES, each, more)
-            sharers = _share_of(strip * TILES + TILES - 1, each, more) - share + sharer + 1
-            whole = sharers == 1
-            if sharers > 1:
-                at = (strip * PARTS + part) * tl.num_programs(TOKEN_AXIS) + tl.program_id(TOKEN_AXIS)
-                totals, whole = _of_all_sharers(totals, partials, counters, at, sharer, sharers, SHARERS)
-        for b in tl.static_range(BLOCKS):
-            row = (firsts[b] + strip) * 8 + tl.arange(0, 8)
-            for n in tl.static_range(TOKENS):
-                if GATED:
-                    total = _silu_up(totals[2 * b * TOKENS + n], totals[(2 * b + 1) * TOKENS + n])
-                else:
-                    total = totals[b * TOKENS + n]
-                y_at = y + (first_token + n).to(tl.int64) * y_stride + row
-                tl.store(y_at, total.to(y.dtype.element_ty), mask=(row < rows) & (first_token + n < N) & whole)
+        mine = tl.minimum(tl.program_id(TOKEN_AXIS) * TOKENS + n, N - 1)
+        x_rows = x_rows + (x + mine.to(tl.int64) * x_stride,)
+    _add_share(
+        x_rows, (words, high, scales, d), (up_words, up_high, up_scales, up_d), y, partials, counters, share, part,
+        tl.program_id(TOKEN_AXIS), tl.num_programs(TOKEN_AXIS), N, rows, strips, each, more, y_stride, magic,
+        units // 8, units % 8, GROUPS, FORMAT, PLANES, 0, BLOCKS, PARTS, TOKENS, GATED, SHARERS, DEPTH, DEPENDENT,
+    )  # fmt: skip
 
 
 def per_token(W: Packed, x: Tensor, y: Tensor, choice: Choice | None = None, up: Packed | None = None) -> list[Launch]:
@@ -957,7 +967,10 @@ def tensor_core(W: Packed, x: Tensor, y: Tensor, tile: Tile | None = None, up: P
     parts = _parts(tile)
     arguments |= _dealt(W, tile, 4 * tile.num_warps, token_tiles, triton.cdiv(row_tiles, parts), parts)
     grid = token_tiles, arguments.pop("shares") * parts
-    return Launch(_tensor_core_kernel, grid, arguments, _options(tile, arguments["DEPENDENT"]) | _registers(tile))
+    options = _options(tile, arguments["DEPENDENT"])
+    if tile.shares:  # all programs at once
+        options |= _registers(tile.num_warps * tile.shares * parts)
+    return Launch(_tensor_core_kernel, grid, arguments, options)
 
 
 def _parts(tile: Choice | Tile) -> int:
@@ -973,11 +986,9 @@ def _parts(tile: Choice | Tile) -> int:
     return STRIP // tile.blocks
 
 
-def _registers(tile: Choice | Tile) -> dict[str, int]:
-    """So many for a thread that the programs of all shares are there at once."""
-    if not tile.shares:
-        return {}
-    return {"maxnreg": min(255, REGISTERS // (32 * tile.num_warps * tile.shares * _parts(tile)) // 8 * 8)}
+def _registers(warps: int) -> dict[str, int]:
+    """So many for a thread that so many warps are on a multiprocessor at once."""
+    return {"maxnreg": min(255, REGISTERS // (32 * warps) // 8 * 8)}
 
 
 def _dealt(
@@ -1019,7 +1030,7 @@ def _multiply_add(W: Packed, x: Tensor, y: Tensor, choice: Choice, up: Packed | 
         arguments["DEPTH"] = max(0, arguments.pop("AHEAD") - 1)
         del arguments["TILE"]
         row_tiles = arguments.pop("shares") * parts
-        kernel, options = _dealt_multiply_add_kernel, options | _registers(both)
+        kernel, options = _dealt_multiply_add_kernel, options | _registers(min(choice.at_once, choice.shares * parts))
     grid = (row_tiles, token_tiles) if axis else (token_tiles, row_tiles)
     return Launch(kernel, grid, arguments, options)
 
