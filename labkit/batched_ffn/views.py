@@ -96,7 +96,7 @@ def choices(formats: Sequence[str], tokens: Sequence[int]) -> pd.DataFrame:
                 for variant, choice in made.items():
                     line = {"rows": rows, "K": K, "variant": variant, "N from": n, "format": format}
                     line |= {"blocks": choice.blocks, "tokens": choice.tokens, "warps": choice.num_warps}
-                    line |= {"shares": getattr(choice, "shares", 0), "ahead": choice.ahead}
+                    line |= {"shares": choice.shares, "ahead": choice.ahead}
                     line |= {"dependent": "yes" if choice.dependent else "no"}
                     found.append(line | {"passes": tables.passes(variant, line | {"N": n})})
     table = pd.DataFrame(found)
