@@ -469,7 +469,7 @@ def test_every_view_says_what_the_rows_say(rows):
         assert isinstance(text, str)
         assert text.endswith(".")
         assert "nan" not in text
-    assert "×1.07 to ×1.07 (N = 1, 100 µs of compute and more)." in views.overlap(rows)
+    assert "a step takes, of the larger of the two, ×1.07 (N = 1, 100 µs of compute and more)." in views.overlap(rows)
     clocked = rows.assign(sm_mhz=[[1000] * len(one) for one in rows["samples_ns"]])
     for tell in TABLES:
         assert len(tell(clocked)), tell.__name__

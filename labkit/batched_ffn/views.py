@@ -388,8 +388,7 @@ def overlap(rows: pd.DataFrame) -> str:
     if some.empty:
         return "in no case are copies and compute within 2× of each other."
     said = ", ".join(
-        f"×{part['prefetched / larger'].min():.2f} to ×{part['prefetched / larger'].max():.2f} (N = {n}, "
-        f"{part['compute µs'].min():.0f} µs of compute and more)"
+        f"{_span(part['prefetched / larger'])} (N = {n}, {part['compute µs'].min():.0f} µs of compute and more)"
         for n, part in some.groupby("N")
     )
     idle = table[table["hit rate"] == 1]["copies µs"]
@@ -398,6 +397,11 @@ def overlap(rows: pd.DataFrame) -> str:
         f"in {len(some)} cases copies and compute are within 2× of each other; with prefetch a step takes, of the "
         f"larger of the two, {said}.{host if len(idle) else ''}"
     )
+
+
+def _span(ratios: pd.Series) -> str:
+    """The least and the largest of some ratios; a single one alone."""
+    return " to ".join(dict.fromkeys(f"×{value:.2f}" for value in (ratios.min(), ratios.max())))
 
 
 def summary(rows: pd.DataFrame) -> str:
