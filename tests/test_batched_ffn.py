@@ -17,7 +17,7 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from labkit.batched_ffn import beside, cache, choose, files, formats, kernels, reference, wide
+from labkit.batched_ffn import ahead, beside, cache, choose, files, formats, kernels, names, reference, wide
 from labkit.batched_ffn.choose import Choice, Tile, Wide
 from labkit.batched_ffn.formats import FORMATS
 from labkit.evidence import compiled
@@ -324,8 +324,8 @@ def test_a_layer_by_hand():
 
 
 def test_the_rule_by_tokens():
-    def rule(n, columns=5120, format="Q4_K", gated=False):
-        return choose.rule(n, columns, format, gated)
+    def rule(n, columns=5120, format="Q4_K", gated=False, rows=17408):
+        return choose.rule(n, rows, columns, format, gated)
 
     some = (1, 2, 3, 4, 5, 8, 9, 512)
     for format in ("Q4_K", "Q8_0"):
@@ -334,8 +334,9 @@ def test_the_rule_by_tokens():
     assert [rule(n, gated=True).blocks for n in (1, 2, 4, 5)] == [2, 2, 2, 2]
     assert [rule(n).ahead for n in (1, 2, 4, 8)] == [2, 2, 0, 0]
     assert [rule(n).at_once for n in (1, 2, 4, 5)] == [16, 16, 16, 8]
-    assert [rule(n, format="Q6_K").blocks for n in (1, 2, 4, 5)] == [2, 2, 2, 4]
-    assert [rule(n, format="Q6_K").ahead for n in (1, 2, 4, 8)] == [3, 2, 2, 0]
+    for other in ({"format": "Q6_K"}, {"columns": 2560, "rows": 9216}):
+        assert [rule(n, **other).blocks for n in (1, 2, 4, 5)] == [2, 2, 2, 4]
+        assert [rule(n, **other).ahead for n in (1, 2, 4, 8)] == [3, 2, 2, 0]
     assert [rule(n, format="Q8_0").blocks for n in (1, 2, 4, 5)] == [1, 2, 2, 1]
     assert [rule(n, format="Q8_0", gated=True).blocks for n in (1, 2, 4, 5)] == [1, 1, 1, 1]
     assert [rule(n, format="Q8_0").ahead for n in (1, 2, 3, 8)] == [2, 2, 0, 0]
@@ -343,7 +344,8 @@ def test_the_rule_by_tokens():
         for n, format, gated in itertools.product((1, 2, 3, 8, 40), FORMATS, (False, True)):
             found = rule(n, columns, format, gated)
             choose.check_choice(found)  # bits depend on these three
-            bits = (4, 1, choose.DEALT[format][0]) if format in choose.ARITHMETIC else (groups, warps, 0)
+            shares = 16 if columns >= 2560 and format != "Q6_K" else 8
+            bits = (4, 1, shares) if format in choose.ARITHMETIC else (groups, warps, 0)
             assert (found.groups, found.num_warps, found.shares) == bits
 
 
@@ -741,14 +743,28 @@ def test_weights_are_loaded_16_bytes_a_thread_and_once_for_eight_tokens(name):
 
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("name", choose.ARITHMETIC)
-def test_multiply_add_of_shares_has_registers_for_all_programs_or_half_of_them(name, gated):
+def test_multiply_add_of_shares_is_on_all_multiprocessors_at_once(name, gated):
     W = blank(name, rows=4096)
     for tokens in (1, 2, 4, 8):
-        launch = product(W, tokens, choose.rule(tokens, W.columns, name, gated), gated)
-        found = compiled.evidence(launch, 90)
-        turns = 2 if tokens == 8 and name != "Q6_K" else 1
-        assert (found["spill_bytes"], found["matrix"]) == (0, {}), tokens
-        assert found["ctas_per_sm"] * turns >= math.ceil(math.prod(launch.grid) / 132), tokens
+        launch = product(W, tokens, choose.rule(tokens, W.rows, W.columns, name, gated), gated)
+        assert_programs(launch, turns=1)
+
+
+@pytest.mark.parametrize(
+    ("name", "tokens", "gated", "turns"),
+    [("Q4_K", 1, True, 1), ("Q5_K", 2, True, 1), ("Q5_K", 4, False, 1), ("Q5_K", 8, False, 2)],
+)
+def test_large_matrices_have_registers_for_all_programs_or_half_of_them(name, tokens, gated, turns):
+    with compiled.offline(90):
+        launch = ahead.product(names.STATIONARY, 17408, 5120, name, tokens, "bf16", gated)
+    assert launch.args["PARTS"] == 1
+    assert_programs(launch, turns)
+
+
+def assert_programs(launch, turns):
+    found = compiled.evidence(launch, 90)
+    assert (found["spill_bytes"], found["matrix"]) == (0, {})
+    assert found["ctas_per_sm"] * turns >= math.ceil(math.prod(launch.grid) / 132)
 
 
 def in_the_loop(launch):

@@ -122,7 +122,7 @@ def stored(blocks: Tensor, x: Tensor, y: Tensor) -> Launch:
 
     blocks: uint8 [rows, K / 32 · 34], Q8_0 as stored; x: [1, K], y: [1, rows], contiguous. ValueError for other shapes.
     """
-    groups, choice = x.shape[-1] // GROUP, rule(1, x.shape[-1], "Q8_0")
+    groups, choice = x.shape[-1] // GROUP, rule(1, len(blocks), x.shape[-1], "Q8_0")
     check_shape("blocks", blocks, (len(blocks), groups * 34))
     check_shape("x", x, (1, groups * GROUP))
     check_shape("y", y, (1, len(blocks)))

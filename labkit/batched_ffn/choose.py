@@ -22,13 +22,12 @@ WIDE_PARTS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16)
 ARITHMETIC = ("Q4_K", "Q5_K", "Q6_K")  # formats whose weights take a GPU longer to unpack than to read
 # Of multiply-add in K formats: shares a multiprocessor, and of so many tokens blocks of 8 rows (of both matrices
 # together), tiles ahead and programs at once. Four blocks share what is done to x, and are sixteen programs of 128
-# registers; eight tokens' sums take twice as many, so that half of the programs wait for the others. Q6_K has two
-# scales a group, which leaves registers for two blocks: half the shares, and two programs for each.
-DEALT: dict[str, tuple[int, dict[int, tuple[int, int, int]]]] = {
-    "Q4_K": (16, {1: (4, 2, 16), 2: (4, 2, 16), 4: (4, 0, 16), 8: (4, 0, 8)}),
-    "Q5_K": (16, {1: (4, 2, 16), 2: (4, 2, 16), 4: (4, 0, 16), 8: (4, 0, 8)}),
-    "Q6_K": (8, {1: (2, 3, 16), 2: (2, 2, 16), 4: (2, 2, 16), 8: (4, 0, 8)}),
-}
+# registers; eight tokens' sums take twice as many, so that half of the programs wait for the others.
+FOUR_BLOCKS = 16, {1: (4, 2, 16), 2: (4, 2, 16), 4: (4, 0, 16), 8: (4, 0, 8)}
+# Half the shares, two programs for each: where two scales a group leave no registers for more blocks (Q6_K), and of
+# smaller matrices, a row of which would be shared by many programs of few tiles
+TWO_BLOCKS = 8, {1: (2, 3, 16), 2: (2, 2, 16), 4: (2, 2, 16), 8: (4, 0, 8)}
+LARGE = 1 << 25  # weights
 WIDE_ROWS = 128  # of a tile of `wide`, in which its waves are counted
 LEAST_COLUMNS = 768  # of a part of `wide`: fewer are over before tiles are on their way
 SUM_OF_PARTS = 128  # columns of a tile that take about as long as a part's sum does through memory
@@ -103,16 +102,16 @@ class Wide(_Json):
     dependent: bool = False
 
 
-def rule(tokens: int, columns: int, format: str, gated: bool = False) -> Choice:
+def rule(tokens: int, rows: int, columns: int, format: str, gated: bool = False) -> Choice:
     """A choice for `weight_stationary`, so many tokens and rows of so many weights, without spills on sm_90.
 
-    Its bits depend on format and columns alone. K formats take a GPU long to unpack, so that multiprocessors without
-    work count, and warps that wait for others of their program: all tiles are dealt in equal shares, as `DEALT` has it.
-    What has no arithmetic to speak of has whole rows: `rule_of_rows`. gated: gate and up in one launch.
+    Its bits depend on format and shape alone. K formats take a GPU long to unpack, so that multiprocessors without work
+    count, and warps that wait for others of their program: all tiles are dealt in equal shares. What has no arithmetic
+    to speak of has whole rows: `rule_of_rows`. gated: gate and up in one launch.
     """
     if format not in ARITHMETIC:
         return rule_of_rows(tokens, columns, gated)
-    shares, choices = DEALT[format]
+    shares, choices = FOUR_BLOCKS if rows * columns >= LARGE and format != "Q6_K" else TWO_BLOCKS
     shared = _shared(tokens)
     blocks, ahead, at_once = choices[shared]
     if gated:

@@ -17,7 +17,7 @@ def widget(x: Any) -> Any:
 
     def show(rows: int, K: int, N: int, format: str) -> list[figures.Html]:
         params = {"rows": rows, "K": K - K % 256, "N": N, "format": format, "activations": "bf16"}
-        few, many = rule(N, K, format), matrix_rule(N, rows, K, format)
+        few, many = rule(N, rows, K, format), matrix_rule(N, rows, K, format)
         text = f"weight_stationary: {few.tokens} tokens and {few.blocks} blocks of 8 rows a program; tensor_core: "
         text += f"{many.tokens} tokens, {many.blocks} blocks, {many.num_warps} warps. They ask for all weights "
         text += f"{tables.passes(names.STATIONARY, params):.0f} and {tables.passes(names.MATRIX, params):.0f} times."

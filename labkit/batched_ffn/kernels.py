@@ -918,7 +918,7 @@ def _dealt_multiply_add_kernel(
 def per_token(W: Packed, x: Tensor, y: Tensor, choice: Choice | None = None, up: Packed | None = None) -> list[Launch]:
     """y[n] = W x[n], a launch a token; arguments and errors as `weight_stationary`, `choice.tokens` is 1."""
     check_product(W, x, y, up)
-    choice = choice or rule(1, W.columns, W.format.name, up is not None)
+    choice = choice or rule(1, W.rows, W.columns, W.format.name, up is not None)
     check_one_of("tokens", choice.tokens, (1,))
     return [_multiply_add(W, x[n : n + 1], y[n : n + 1], choice, up) for n in range(len(x))]
 
@@ -929,7 +929,7 @@ def gemm_n(W: Packed, x: Tensor, y: Tensor, choice: Choice | None = None, up: Pa
     As `weight_stationary`; `choice.tokens` is 1.
     """
     check_product(W, x, y, up)
-    choice = choice or rule(1, W.columns, W.format.name, up is not None)
+    choice = choice or rule(1, W.rows, W.columns, W.format.name, up is not None)
     check_one_of("tokens", choice.tokens, (1,))
     return _multiply_add(W, x, y, choice, up, axis=1)
 
@@ -945,7 +945,7 @@ def weight_stationary(
     error of the module's docstring, for finite x. choice: `choose.rule`'s by default. ValueError for anything else.
     """
     check_product(W, x, y, up)
-    return _multiply_add(W, x, y, choice or rule(len(x), W.columns, W.format.name, up is not None), up)
+    return _multiply_add(W, x, y, choice or rule(len(x), W.rows, W.columns, W.format.name, up is not None), up)
 
 
 def tensor_core(W: Packed, x: Tensor, y: Tensor, tile: Tile | None = None, up: Packed | None = None) -> Launch:

@@ -77,7 +77,7 @@ def passes(variant: str, params: dict) -> float:
     N = params["N"]
     tokens = {names.PER_TOKEN: 1, names.GEMM_N: 1}
     K, format = params["K"], params["format"]
-    tokens[names.STATIONARY] = choose.rule(N, K, format).tokens
+    tokens[names.STATIONARY] = choose.rule(N, params["rows"], K, format).tokens
     tokens[names.MATRIX] = choose.matrix_rule(N, params["rows"], K, format).tokens
     tokens[names.WIDE] = choose.wide_rule(N, params["rows"], K, format, format == "BF16").tokens
     return -(-N // tokens[variant]) if variant in tokens else math.nan

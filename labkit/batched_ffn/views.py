@@ -92,7 +92,7 @@ def choices(formats: Sequence[str], tokens: Sequence[int]) -> pd.DataFrame:
     for hidden, width in list(names.DENSE.values())[:1]:
         for rows, K in ((width, hidden), (hidden, width)):
             for n, format in product(tokens, formats):
-                made = {names.STATIONARY: rule(n, K, format), names.MATRIX: matrix_rule(n, rows, K, format)}
+                made = {names.STATIONARY: rule(n, rows, K, format), names.MATRIX: matrix_rule(n, rows, K, format)}
                 for variant, choice in made.items():
                     line = {"rows": rows, "K": K, "variant": variant, "N from": n, "format": format}
                     line |= {"blocks": choice.blocks, "tokens": choice.tokens, "warps": choice.num_warps}
