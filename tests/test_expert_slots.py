@@ -45,6 +45,9 @@ class Late:
     def release(self, read):
         self.read -= set(read)
 
+    def follow(self):
+        pass
+
     def settle(self):
         self.land(len(self.waiting))
 
@@ -211,6 +214,14 @@ def test_settling_waits_once_for_every_copy_under_way(monkeypatch):
     stream.settle()
     assert sorted(waited) == ["first", "second"]
     assert stream._landed == {}
+
+
+def test_copies_that_follow_begin_after_what_is_computed(monkeypatch):
+    stream, waited = object.__new__(slots.Stream), []  # without a GPU
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"current stream of {device}")
+    stream.device, stream.stream = 0, SimpleNamespace(wait_stream=waited.append)
+    stream.follow()
+    assert waited == ["current stream of 0"]
 
 
 @pytest.mark.parametrize("policy", ["pinned", "belady"])

@@ -37,6 +37,10 @@ class Copies(Protocol):
         """These slots may be written after what has been computed until now."""
         ...
 
+    def follow(self) -> None:
+        """Copies asked for from now on come after what has been computed until now."""
+        ...
+
     def settle(self) -> None:
         """What is computed from now on comes after all copies asked for until now."""
         ...
@@ -56,6 +60,9 @@ class Now:
         pass
 
     def release(self, slots: Iterable[int]) -> None:
+        pass
+
+    def follow(self) -> None:
         pass
 
     def settle(self) -> None:
@@ -93,6 +100,9 @@ class Stream:
 
     def release(self, slots: Iterable[int]) -> None:
         self._read |= dict.fromkeys(slots, torch.cuda.current_stream(self.device).record_event())
+
+    def follow(self) -> None:
+        self.stream.wait_stream(torch.cuda.current_stream(self.device))
 
     def settle(self) -> None:
         self.wait(self._landed)  # whatever copy is not among these has been waited for
@@ -172,6 +182,10 @@ class ExpertSlots:
                 wave[key] = self._through(key, wave, given_up) if through else self._past(key, given_up)
             at = there + 1
         yield from self._out(wave, given_up)
+
+    def follow(self) -> None:
+        """Copies asked for from now on come after what has been computed until now, whatever slots they go to."""
+        self._copies.follow()
 
     def settle(self) -> None:
         """What is computed from now on comes after all copies asked for until now, prefetched experts included."""

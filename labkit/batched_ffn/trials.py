@@ -599,8 +599,8 @@ def _grouped_mm(gate_up: Tensor, down: Tensor, work: Any) -> Call:
 class Steps:
     """The steps of a trace, one a call: N tokens through every layer, experts brought as the variant says.
 
-    A step ends when all its copies have landed, those for the next step's first layer included: each is in some step's
-    time. done: number of the step that was computed last.
+    No copy of a step begins before it, and it ends when all have landed, those for the next step's first layer
+    included: so that each is in the time of one step, its own. done: number of the step that was computed last.
     """
 
     def __init__(self, x: Case, device: Any, seed: int, variant: str):
@@ -643,6 +643,7 @@ class Steps:
 
     def __call__(self) -> None:
         self.done = (self.done + 1) % len(self.needs)
+        self.kept.follow()
         for layer, needed in enumerate(self.needs[self.done]):
             self._layer(layer, needed)
         self.kept.settle()

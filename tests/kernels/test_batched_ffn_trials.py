@@ -172,6 +172,7 @@ def told(step):
         setattr(step, name, [lambda n=n, name=name: order.append(f"{name} {n}") for n in range(step.layers)])
     step.kept.prefetch = lambda keys: order.append(f"prefetch {keys[0][0]}")
     step.kept._copies.release = lambda slots: order.append("release")
+    step.kept._copies.follow = lambda: order.append("follow")
     step.kept._copies.settle = lambda: order.append("settle")
     return order
 
@@ -183,7 +184,7 @@ def test_a_layers_own_copy_goes_before_those_of_the_next_layer(device):
     order = told(step)
     step()
     layers = [[f"place {n}", f"whole {n}", f"prefetch {1 - n}", "release"] for n in range(2)]
-    assert order == [*layers[0], *layers[1], "settle"]
+    assert order == ["follow", *layers[0], *layers[1], "settle"]
 
 
 def test_a_layer_in_waves_asks_for_the_next_layers_experts_after_its_last_wave(device):
@@ -194,7 +195,7 @@ def test_a_layer_in_waves_asks_for_the_next_layers_experts_after_its_last_wave(d
     order = told(step)
     step()
     waves = ["place 0", "experts 0"]
-    assert order == ["before 0", *waves, *waves, *waves, "prefetch 0", "after 0", "settle"]
+    assert order == ["follow", "before 0", *waves, *waves, *waves, "prefetch 0", "after 0", "settle"]
 
 
 @pytest.mark.parametrize("name", [names.NEEDED, names.PREFETCHED, names.RESIDENT, names.COPIES])
