@@ -1,6 +1,7 @@
 """Experts in slots: what a policy decides is what is brought, and nothing is read before it is there."""
 
 import random
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -44,6 +45,10 @@ class Late:
 
     def release(self, read):
         self.read -= set(read)
+
+    def send(self, values, to):
+        self.land(len(self.waiting))
+        to.copy_(values)
 
     def follow(self):
         pass
@@ -222,6 +227,28 @@ def test_copies_that_follow_begin_after_what_is_computed(monkeypatch):
     stream.device, stream.stream = 0, SimpleNamespace(wait_stream=waited.append)
     stream.follow()
     assert waited == ["current stream of 0"]
+
+
+def test_what_is_sent_goes_in_line_with_experts_and_is_waited_for(monkeypatch):
+    order, inside = [], []  # without a GPU
+    current = SimpleNamespace(wait_event=lambda event: order.append(f"wait for {event}"))
+    beside = SimpleNamespace(record_event=lambda: order.append("recorded") or "its event")
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext(inside.append(stream)))
+    stream = object.__new__(slots.Stream)
+    stream.device, stream.stream = 0, beside
+    table = SimpleNamespace(copy_=lambda values, non_blocking: order.append(f"copy {values} {non_blocking}"))
+    stream.send("values", table)
+    assert inside == [beside]
+    assert order == ["copy values True", "recorded", "wait for its event"]
+
+
+def test_a_small_tensor_is_sent_after_the_experts():
+    kept, table = cached("lru", 2, room=2), torch.zeros(3)
+    kept.prefetch([4, 5])
+    kept.send(torch.arange(3.0), table)
+    assert table.tolist() == [0, 1, 2]
+    assert kept._copies.waiting == []
 
 
 @pytest.mark.parametrize("policy", ["pinned", "belady"])

@@ -3,6 +3,8 @@
 | choice          | hypothesis                                                                            |
 |-----------------|---------------------------------------------------------------------------------------|
 | a second stream | copies run beside the kernels; events alone, no host, keep the two in order           |
+| `send`          | copies to a GPU take turns: a small one that kernels wait for goes in line with those |
+|                 | of experts, before the next layer's, and not beside them, where it waits for them all |
 | `prefetch`      | experts of the next layer, known or guessed, come while this layer is computed        |
 | `room`          | slots beyond the cache's capacity: prefetched experts wait there, others pass through |
 | bypass          | a dispatch of more experts than the cache holds would only evict itself: it passes by |
@@ -13,6 +15,7 @@ before its copy has landed, and none is written before what reads it has ended: 
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cache as once
 from typing import Any, Protocol
 
 import torch
@@ -35,6 +38,13 @@ class Copies(Protocol):
 
     def release(self, slots: Iterable[int]) -> None:
         """These slots may be written after what has been computed until now."""
+        ...
+
+    def send(self, values: Tensor, to: Tensor) -> None:
+        """Copy a small tensor of the host, pinned, after the experts asked for until now.
+
+        What is computed from now on comes after it; what has read `to` must come before the last `follow`.
+        """
         ...
 
     def follow(self) -> None:
@@ -62,6 +72,9 @@ class Now:
     def release(self, slots: Iterable[int]) -> None:
         pass
 
+    def send(self, values: Tensor, to: Tensor) -> None:
+        to.copy_(values)
+
     def follow(self) -> None:
         pass
 
@@ -69,8 +82,17 @@ class Now:
         pass
 
 
+@once
+def _copy_stream(device: int) -> torch.cuda.Stream:
+    """The stream of all copies to a GPU: they take turns anyhow. Of high priority, so that it has a queue of its own.
+
+    Streams of one priority share a few queues of the hardware, and work of two in one queue runs in order.
+    """
+    return torch.cuda.Stream(device, priority=-1)
+
+
 class Stream:
-    """On a GPU: copies on a stream of their own; the current stream computes. Tensors as of `Now`, host pinned.
+    """On a GPU: copies on a stream beside the current one, which computes. Tensors as of `Now`, host pinned.
 
     Whoever computes on another stream than before synchronises the two.
     """
@@ -78,7 +100,7 @@ class Stream:
     def __init__(self, host: Tensor, held: Tensor):
         self.device = held.device.index  # looked up in a third of the time of a `torch.device`
         self.host, self.held = host.unbind(), held.unbind()  # once: a view takes the host as long as a copy
-        self.stream = torch.cuda.Stream(held.device)
+        self.stream = _copy_stream(held.device.index)
         self.stream.wait_stream(torch.cuda.current_stream(held.device))  # the slots' memory may just have been in use
         held.record_stream(self.stream)  # nor is it given to others while copies are under way
         self._landed: dict[int, Any] = {}  # of slots, the event of a copy that nothing has waited for yet
@@ -100,6 +122,11 @@ class Stream:
 
     def release(self, slots: Iterable[int]) -> None:
         self._read |= dict.fromkeys(slots, torch.cuda.current_stream(self.device).record_event())
+
+    def send(self, values: Tensor, to: Tensor) -> None:
+        with torch.cuda.stream(self.stream):
+            to.copy_(values, non_blocking=True)
+        torch.cuda.current_stream(self.device).wait_event(self.stream.record_event())
 
     def follow(self) -> None:
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
@@ -182,6 +209,13 @@ class ExpertSlots:
                 wave[key] = self._through(key, wave, given_up) if through else self._past(key, given_up)
             at = there + 1
         yield from self._out(wave, given_up)
+
+    def send(self, values: Tensor, to: Tensor) -> None:
+        """Copy a small tensor of the host, pinned for a GPU, after the experts asked for until now.
+
+        What is computed from now on comes after it; what has read `to` must come before the last `follow`.
+        """
+        self._copies.send(values, to)
 
     def follow(self) -> None:
         """Copies asked for from now on come after what has been computed until now, whatever slots they go to."""

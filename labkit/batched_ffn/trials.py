@@ -600,7 +600,9 @@ class Steps:
     """The steps of a trace, one a call: N tokens through every layer, experts brought as the variant says.
 
     No copy of a step begins before it, and it ends when all have landed, those for the next step's first layer
-    included: so that each is in the time of one step, its own. done: number of the step that was computed last.
+    included: so that each is in the time of one step, its own. Copied when needed, no expert sets out before the layer
+    before its own has been computed, since until then no router could have chosen it. done: number of the step that
+    was computed last.
     """
 
     def __init__(self, x: Case, device: Any, seed: int, variant: str):
@@ -611,8 +613,9 @@ class Steps:
         self.routing = routing(x, self.layers)
         self.needs = [[[(n, e) for e in distinct(ids)] for n, ids in enumerate(step)] for step in self.routing]
         ids = torch.tensor(self.routing, dtype=torch.int32, device=device)
-        self.ids = [step.unbind() for step in ids]  # once: a view takes the host as long as a copy
-        self.works = [_work(x, device, seed + layer, self.routing[0][layer]) for layer in range(self.layers)]
+        self.ids, self.now = ids.unbind(), ids[0].clone()  # of all steps, and what the layers read: of this one
+        works = [_work(x, device, seed + layer, chosen) for layer, chosen in enumerate(self.routing[0])]
+        self.works = [replace(work, ids=now) for work, now in zip(works, self.now, strict=True)]
         self.tables = [torch.full((x["E"],), -1, dtype=torch.int32, device=device) for _ in range(self.layers)]
         capacity = x["E"] if variant == names.RESIDENT else x["capacity"]
         keys = [(layer, e) for layer in range(self.layers) for e in range(x["E"])]
@@ -644,27 +647,39 @@ class Steps:
     def __call__(self) -> None:
         self.done = (self.done + 1) % len(self.needs)
         self.kept.follow()
+        if self.variant != names.COPIES:
+            self.now.copy_(self.ids[self.done])
         for layer, needed in enumerate(self.needs[self.done]):
             self._layer(layer, needed)
         self.kept.settle()
 
+    def finish_the_trace(self) -> None:
+        """Go on to its end: the next step is its first, and the cache has seen all of it: so for every variant."""
+        while self.done + 1 < len(self.needs):
+            self()
+        if self.now.is_cuda:
+            torch.cuda.synchronize(self.now.device)  # the next step may be on another stream
+
     def _layer(self, layer: int, needed: list[Any]) -> None:
         """One layer; the next one's experts set out while it is computed.
 
-        They are asked for after this layer's table: copies to the GPU take turns, and that small one would wait for
-        theirs. If its own experts are all there at once, also before their slots are released: the free ones are then
-        those of earlier layers, and no copy waits for this layer's kernels.
+        They are asked for after this layer's table, which would wait for them. If its own experts are all there at
+        once, also before their slots are released: the free ones are then those of earlier layers, and no copy waits
+        for this layer's kernels.
         """
+        if self.variant == names.NEEDED:
+            self.kept.follow()
         waves = self.kept.waves(needed)
         if self.variant == names.COPIES:
             deque(waves, maxlen=0)
             return
-        self.works[layer].ids.copy_(self.ids[self.done][layer])
         at_once = False
         for count, wave in enumerate(waves):
             at_once = len(wave) == len(needed)
             if not at_once and not count:
                 self.before[layer]()
+            if count:
+                self.kept.follow()  # the wave before reads the table, too
             self._place(layer, wave)
             (self.whole if at_once else self.experts)[layer]()
             if at_once:
@@ -682,7 +697,7 @@ class Steps:
         table = self.tables[layer]
         where = torch.full((len(table),), -1, dtype=torch.int32, pin_memory=table.is_cuda)  # so that the host goes on
         where.numpy()[[expert for _, expert in wave]] = list(wave.values())
-        table.copy_(where, non_blocking=True)
+        self.kept.send(where, table)
 
     def _next(self, layer: int) -> list[Any]:
         """The experts of the layer after this one; of the next step's first after the last."""
@@ -753,11 +768,11 @@ def cached(x: Case, device: Any, sets: int, seed: int, variant: str) -> Trial:
 
     tolerance = {"y": 2 * TOLERANCE[x["activations"]], "bits": SAME_BITS}
     if variant == names.COPIES:
-        return Trial([step], facts=facts, idle=True)
+        return Trial([step], facts=facts, idle=True, begin=step.finish_the_trace)
     y = [work.y for work in step.works]
     return Trial(
         [step], lambda: [one.fill_(math.nan) for one in y] and None, lambda: not any(map(_has_nan, y)), check,
-        tolerance, facts=facts,
+        tolerance, facts=facts, begin=step.finish_the_trace,
     )  # fmt: skip
 
 

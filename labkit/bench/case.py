@@ -131,6 +131,8 @@ def _time_own(
         return rows
     group = {name: group[name] for name in timed}
     for _, trial, _ in group.values():
+        if trial.begin:
+            trial.begin()
         if trial.poison:
             trial.poison()  # after the warm-up calls: what is found written is written by the timed calls
     twin = study.control(case)

@@ -48,6 +48,7 @@ class Trial:
     timer:     takes the samples itself (a foreign timer, shown beside ours): () -> ns per call, one a sample.
     idle:       does none of the case's work (an empty kernel): not held against the memory's rates.
     moves:      bytes that it moves where they are fewer than the floor's (a ceiling that reads the weights alone).
+    begin:      brings what calls leave behind to where their timing is to begin (a cache that has filled).
     poison, written and check are None where there is nothing to check (a ceiling that only reads).
     """
 
@@ -62,6 +63,7 @@ class Trial:
     dissect: bool = True
     idle: bool = False
     moves: int | None = None
+    begin: Callable[[], None] | None = None
 
 
 @dataclass(frozen=True)

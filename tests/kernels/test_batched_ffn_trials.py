@@ -12,6 +12,13 @@ PEERS = (names.GEMLITE, names.GROUPED_MM)  # imported where they are installed; 
 ALL = [(x, name) for x in study.STUDY.tiny for name in names.of(x) if name not in PEERS]
 
 
+@pytest.fixture(autouse=True)
+def short_traces(monkeypatch):
+    """Since the interpreter takes a second for a step."""
+    monkeypatch.setattr(trials, "TRACE_TOKENS", 4)
+    monkeypatch.setattr(trials, "LEAST_STEPS", 4)
+
+
 def tiny(op):
     return next(x for x in study.STUDY.tiny if x.op == op)
 
@@ -194,8 +201,43 @@ def test_a_layer_in_waves_asks_for_the_next_layers_experts_after_its_last_wave(d
     step.kept.waves = lambda needed: iter([{key: n} for n, key in enumerate(needed)])
     order = told(step)
     step()
-    waves = ["place 0", "experts 0"]
-    assert order == ["follow", "before 0", *waves, *waves, *waves, "prefetch 0", "after 0", "settle"]
+    wave = ["place 0", "experts 0"]
+    again = ["follow", *wave]  # the wave before reads the table, too
+    assert order == ["follow", "before 0", *wave, *again, *again, "prefetch 0", "after 0", "settle"]
+
+
+def test_experts_copied_when_needed_set_out_after_the_layer_before(device):
+    x = Case("cache", dict(tiny("cache").params) | {"capacity": 3})
+    step = trials.Steps(x, device, 0, names.NEEDED)
+    step.kept.waves = lambda needed: (order.append(f"ask {needed[0][0]}"), iter([dict.fromkeys(needed, 0)]))[1]
+    order = told(step)
+    step()
+    layers = [["follow", f"ask {n}", f"place {n}", f"whole {n}"] for n in range(2)]
+    assert order == ["follow", *layers[0], *layers[1], "settle"]
+
+
+@pytest.mark.parametrize("name", [names.NEEDED, names.PREFETCHED, names.RESIDENT, names.COPIES])
+def test_timing_begins_at_the_first_step_of_a_trace_that_the_cache_has_seen(monkeypatch, name, device):
+    made, make = [], trials.Steps
+    monkeypatch.setattr(trials, "Steps", lambda *args: made.append(make(*args)) or made[-1])
+    found = trial(tiny("cache"), name, device)
+    (step,) = made
+    before = step.kept.accesses
+    found.calls[0]()
+    found.begin()
+    assert step.done + 1 == len(step.needs)
+    assert step.kept.accesses - before == sum(len(keys) for one in step.needs for keys in one)
+    found.begin()  # there already
+    assert step.done + 1 == len(step.needs)
+    found.calls[0]()
+    assert step.done == 0
+
+
+def test_a_step_reads_its_own_routing(device):
+    step = trials.Steps(tiny("cache"), device, 0, names.NEEDED)
+    for expected in step.routing[:3]:
+        step()
+        assert [work.ids.tolist() for work in step.works] == expected
 
 
 @pytest.mark.parametrize("name", [names.NEEDED, names.PREFETCHED, names.RESIDENT, names.COPIES])
