@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache as once
 from functools import partial
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -636,9 +637,15 @@ class Steps:
             self.whole.append(_captured([order.launch, *launches, last], table.device))
 
     def _policy(self, name: str, capacity: int) -> cache.Policy:
-        """Every call goes on in the trace, so `belady` foresees many rounds of it; `first` is one round."""
+        """Every call goes on in the trace, so `belady` foresees many rounds of it.
+
+        In what `pinned` counts the layers take turns: of experts that all are needed equally often it keeps those that
+        come first, and so as many of each layer. (Else one layer would miss them all, and no other would have copies
+        to hide.)
+        """
+        first = [[key for turn in zip_longest(*step) for key in turn if key] for step in self.needs]
         trace = [keys for step in self.needs for keys in step]
-        return cache.make(name, capacity, trace, [keys for keys in trace * 100 if not cache.bypasses(keys, capacity)])
+        return cache.make(name, capacity, first, [keys for keys in trace * 100 if not cache.bypasses(keys, capacity)])
 
     def _room(self) -> int:
         """As many slots as the largest dispatch needs: the next layer's experts may all be on their way."""

@@ -233,6 +233,14 @@ def test_timing_begins_at_the_first_step_of_a_trace_that_the_cache_has_seen(monk
     assert step.done == 0
 
 
+def test_of_experts_that_are_needed_equally_often_as_many_of_each_layer_are_pinned(device):
+    x = Case("cache", dict(tiny("cache").params) | {"N": 3, "top_k": 3, "policy": "pinned", "capacity": 2})
+    step = trials.Steps(x, device, 0, names.NEEDED)
+    assert all(len(keys) == x["E"] for one in step.needs for keys in one)
+    kept = [sum((layer, e) in step.kept.policy for e in range(x["E"])) for layer in range(2)]
+    assert sorted(kept) == [1, 2]  # one slot is for all others
+
+
 def test_a_step_reads_its_own_routing(device):
     step = trials.Steps(tiny("cache"), device, 0, names.NEEDED)
     for expected in step.routing[:3]:
