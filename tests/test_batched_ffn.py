@@ -17,7 +17,7 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from labkit.batched_ffn import ahead, beside, cache, choose, files, formats, kernels, names, reference, wide
+from labkit.batched_ffn import ahead, beside, cache, choose, files, formats, integers, kernels, names, reference, wide
 from labkit.batched_ffn.choose import Choice, Tile, Wide
 from labkit.batched_ffn.formats import FORMATS
 from labkit.evidence import compiled
@@ -786,6 +786,19 @@ def test_matrix_products_take_their_operands_from_registers(name):
         assert in_the_loop(launch) == []
         wide = found["loads"]["128"] % (2 * W.words.shape[2] + 4)  # words of two blocks, x of 8 tokens
         assert (wide, set(found["loads"]) - {"128"}) == (0, set(BESIDE[name]))
+
+
+@pytest.mark.parametrize(("name", "tokens", "gated"), [("Q4_K", 8, True), ("Q5_K", 16, False), ("Q6_K", 8, False)])
+def test_products_of_integers_need_two_instructions_a_group_beside_those_of_weights(name, tokens, gated):
+    """And nothing through shared memory."""
+    W = integers.tiled(blank(name, columns=5120))
+    launch = integers.integers(W, *activations(W, tokens), up=W if gated else None)
+    found = compiled.evidence(launch, 90)
+    assert found["spill_bytes"] <= (16 if gated else 0)  # of gate and up, a few: all 128 registers are taken
+    assert in_the_loop(launch) == []
+    pairs, eights = launch.args["BLOCKS"] * (1 + gated) // 2, tokens // 8
+    assert set(found["matrix"]) == {"HMMA.16816.F32.BF16"}
+    assert found["matrix"]["HMMA.16816.F32.BF16"] % (4 * 2 * eights * (1 + pairs)) == 0
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from labkit.launch import Launch
 
 HERE = "labkit.batched_ffn.ahead"
 Source = tuple[str, Mapping[str, Any]]
-LAUNCHES = (names.PER_TOKEN, names.GEMM_N, names.STATIONARY, names.MATRIX, names.WIDE)
+LAUNCHES = (names.PER_TOKEN, names.GEMM_N, names.STATIONARY, names.MATRIX, names.INTEGERS, names.WIDE)
 BESIDE = (names.DEQUANTISED, names.SPLIT_K, names.STORED)
 
 
@@ -33,6 +33,7 @@ def _matters(N: int, variant: str) -> tuple[int, ...]:
         return ()
     padded = 1 << (N - 1).bit_length()
     shared = {names.STATIONARY: min(8, padded), names.MATRIX: max(8, min(32, padded)), names.WIDE: padded}
+    shared[names.INTEGERS] = max(8, min(16, padded))
     return shared.get(variant, 0), N == 1, N % 16 == 0
 
 
@@ -80,6 +81,11 @@ def _vectors(N: int, rows: int, K: int, activations: str) -> tuple[torch.Tensor,
 
 def product(variant: str, rows: int, K: int, format: str, N: int, activations: str, gated: bool) -> Launch:
     """A product, or gate and up in one launch."""
+    if variant == names.INTEGERS:
+        from labkit.batched_ffn import integers
+
+        tiled = replace(integers.tiled(replace(_weights(rows, K, format), rows=ROWS)), rows=rows)
+        return integers.integers(tiled, *_vectors(N, rows, K, activations), up=tiled if gated else None)
     as_stored = trials.as_stored(variant, format)
     W = torch.empty((rows, K), dtype=torch.bfloat16) if as_stored else _weights(rows, K, format)
     made = trials.multiply(variant)(W, *_vectors(N, rows, K, activations), W if gated else None)

@@ -17,6 +17,7 @@ PINNED = "pinned"
 
 PER_TOKEN, GEMM_N, STATIONARY, MATRIX = "per_token", "gemm_n", "weight_stationary", "tensor_core"
 WIDE = "tensor_core, wide tiles"
+INTEGERS = "tensor_core, integers"
 STORED = "per_token, blocks as stored"
 SPLIT_K = "split-K, atomic sum"  # the negative control of bits
 READ = "read the stored bytes"
@@ -30,9 +31,11 @@ GROUPED_MM = "F.grouped_mm, bf16 weights"
 NEEDED, PREFETCHED = "copied when needed", "the next layer's prefetched"
 RESIDENT, COPIES = "every expert there", "copies only"
 
+K_FORMATS = ("Q4_K", "Q5_K", "Q6_K")
 MULTIPLY_ADD = (PER_TOKEN, GEMM_N, STATIONARY)  # one family of bits
-# Most tokens that a variant is timed with: beyond, its launches or its weight bytes, one lot a token, take too long.
-MOST = {PER_TOKEN: 8, GEMM_N: 16, SPLIT_K: 8}
+# Most tokens that a variant is timed with: beyond, its launches or its weight bytes, one lot a token or 16 tokens, take
+# too long.
+MOST = {PER_TOKEN: 8, GEMM_N: 16, SPLIT_K: 8, INTEGERS: 64}
 MOST_ROUTED = {PER_TOKEN: 64}
 LEAST = {WIDE: 64}  # below, its tile is mostly padding
 MAIN = "Qwen3.5-27B"
@@ -53,6 +56,8 @@ def of(x: Any) -> dict[str, str]:
         found |= {DEQUANTISED: "peer", READ: "control", SPLIT_K: "control"}
         if x["format"] == "BF16":  # they are what the library takes
             del found[DEQUANTISED]
+        if x["format"] in K_FORMATS and x["activations"] == "bf16":
+            found[INTEGERS] = "step"
         if x["format"] == "Q8_0" and x["N"] == 1:
             found[STORED] = "step"
         if x["rows"] == GEMLITE_ROWS and x["format"] in GEMLITE_BITS and x["N"] in GEMLITE_TOKENS:
@@ -62,6 +67,7 @@ def of(x: Any) -> dict[str, str]:
 
 MAKERS: dict[tuple[str, str], tuple[str, dict[str, Any]]] = {  # (operation, variant) -> function of `trials`, arguments
     **{(op, name): (op, {"variant": name}) for op in ("product", "ffn") for name in (*MULTIPLY_ADD, MATRIX, WIDE)},
+    ("product", INTEGERS): ("integers", {}),
     ("product", SPLIT_K): ("split_k", {}),
     ("product", STORED): ("stored", {}),
     ("product", CUBLAS): ("cublas", {}),

@@ -15,7 +15,7 @@ from labkit.bench.verdict import compare_many, median_us
 SHAPE = ("model", "rows", "K", "format", "N", "trace", "policy", "capacity")
 RATIO = ["ratio", "low", "high", "noise", "verdict"]
 OURS = {  # the lab's variants, each of which has the bits of its family in every batch
-    "product": (names.MATRIX, names.WIDE, names.STATIONARY, names.GEMM_N, names.PER_TOKEN),
+    "product": (names.MATRIX, names.INTEGERS, names.WIDE, names.STATIONARY, names.GEMM_N, names.PER_TOKEN),
     "ffn": (names.MATRIX, names.WIDE, names.STATIONARY, names.GEMM_N, names.PER_TOKEN),
     "routed": (names.INDEXED_MATRIX, names.INDEXED, names.ROWCOPY, names.PER_TOKEN),
     "cache": (names.PREFETCHED, names.NEEDED),

@@ -210,6 +210,17 @@ def product(x: Case, device: Any, sets: int, seed: int, variant: str) -> Trial:
     return _product(x, device, sets, seed, make, ours=True)
 
 
+def integers(x: Case, device: Any, sets: int, seed: int) -> Trial:
+    """Products of the integers of a K format, from words in the order that these have."""
+    from labkit.batched_ffn import integers as kernels
+
+    matrices = _matrices(x, device, sets, seed)
+    group = (x.op, x["rows"], x["K"], x["format"])
+    make = lambda: [kernels.tiled(packed) for _, packed in matrices]  # noqa: E731
+    W = _once(group, ("tiled", str(device), sets, seed), make)
+    return _product(x, device, sets, seed, lambda i, v, out: kernels.integers(W[i], v, out), ours=True)
+
+
 def _product(
     x: Case, device: Any, sets: int, seed: int, make: Callable[[int, Tensor, Tensor], Call], ours: bool = False,
     dtype: torch.dtype | None = None,
