@@ -8,6 +8,7 @@ RULE = "ours, by the rule"
 OTHER_TOKENS = "ours, tuned for other tokens"
 ORDINARY = "ours, launches that wait"
 BY_TILES = "ours, by tiles"  # one token as any other number of them
+WORDS = "ours, INT4 as words"  # of one token
 OURS_BF16 = "ours, bf16 weights"
 GROUPED = "F.grouped_mm with Triton around"
 LIGER = "liger-kernel, its host sync left out"
@@ -98,7 +99,7 @@ def layer_variants(weights: str, uniform: bool, ablated: bool) -> dict[str, str]
     if weights != "INT4":
         found |= {GROUPED: "peer"}
         return found | ({LIGER: "peer", LOOP: "baseline"} | _CHOICES if uniform else {})
-    found |= {OURS_BF16: "baseline", RULE: "step", BY_TILES: "step"}
+    found |= {OURS_BF16: "baseline", RULE: "step", BY_TILES: "step", WORDS: "step"}
     both = (TILES, PERSISTENT) if ablated else ()
     return found | {source(16, grid, int8=int8): "step" for int8 in (False, True) for grid in both}
 
@@ -165,6 +166,7 @@ def makers(op: str, weights: str) -> dict[str, tuple[str, dict[str, Any]]]:
         OURS: ("layer", {}),
         ORDINARY: ("layer", {"dependent": False}),
         BY_TILES: ("layer", {"rows": False}),
+        WORDS: ("by_words", {}),
         RULE: ("layer", {"base": "rule"}),
         OTHER_TOKENS: ("layer", {"tokens": TUNED_FOR}),
         OURS_BF16: ("layer", {"plain": True}),

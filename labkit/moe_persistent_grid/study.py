@@ -97,7 +97,8 @@ def roles(x: Case) -> dict[str, str]:
     if x["T"] == names.TUNED_FOR:
         found.pop(names.OTHER_TOKENS, None)
     if x["T"] > 1:
-        found.pop(names.BY_TILES, None)
+        for name in (names.BY_TILES, names.WORDS):
+            found.pop(name, None)
     if x["T"] > READ_UP_TO:
         for name in (names.READ, names.ORDINARY):
             found.pop(name, None)

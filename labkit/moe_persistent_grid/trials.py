@@ -219,6 +219,16 @@ def layer(x: Case, device: Any, sets: int, seed: int, **how: Any) -> Trial:
     return _layer(x, items, made, facts, INT8 if int8 else EXACT, kind, not found.fused and not int8)
 
 
+def by_words(x: Case, device: Any, sets: int, seed: int) -> Trial:
+    """The lab's layer of one token with INT4 weights loaded as words."""
+    from labkit.moe_persistent_grid import one_token_words
+
+    items = _with_outputs(inputs(x, device, sets, seed))
+    scratch = _scratch(x, items[0])
+    made = [one_token_words.layer(item, scratch=scratch) for item in items]
+    return _layer(x, items, made, lambda: {"config": made[0].config.as_dict()})
+
+
 def _own_tables(scratch: Any) -> Any:
     return replace(scratch, integers=torch.empty_like(scratch.integers))
 
