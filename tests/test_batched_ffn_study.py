@@ -550,7 +550,7 @@ def test_what_is_compiled_ahead_is_what_is_launched():
     found = ahead.sources(study.cases(few))
     made_ = [compiled.launch_of(source) for source in found]
     kernels_ = {launch.kernel.fn.__name__ for launch in made_}
-    assert len(kernels_) == 10
+    assert len(kernels_) == 11
     assert len(found) == len({json.dumps(source) for source in found})
     wanted = kernels.tensor_core(ahead._weights(17408, 5120, "Q4_K"), *ahead._vectors(8, 17408, 5120, "bf16"))
 
