@@ -84,7 +84,7 @@ def product(variant: str, rows: int, K: int, format: str, N: int, activations: s
     if variant == names.INTEGERS:
         from labkit.batched_ffn import integers
 
-        tiled = replace(integers.tiled(replace(_weights(rows, K, format), rows=ROWS)), rows=rows)
+        tiled = integers.tiled(_weights(rows, K, format))
         return integers.integers(tiled, *_vectors(N, rows, K, activations), up=tiled if gated else None)
     as_stored = trials.as_stored(variant, format)
     W = torch.empty((rows, K), dtype=torch.bfloat16) if as_stored else _weights(rows, K, format)

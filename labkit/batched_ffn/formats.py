@@ -32,6 +32,7 @@ from labkit.checks import check_contiguous, check_one_of
 
 GROUP = 32  # weights of a row that one thread takes
 ROWS = 8  # rows side by side
+K_FORMATS = ("Q4_K", "Q5_K", "Q6_K")
 
 
 @dataclass(frozen=True)

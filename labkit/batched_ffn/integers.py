@@ -30,7 +30,7 @@ import triton.language as tl
 from torch import Tensor
 
 from labkit.batched_ffn.choose import Tile, check_tile
-from labkit.batched_ffn.formats import Packed
+from labkit.batched_ffn.formats import K_FORMATS, Packed, _placed
 from labkit.batched_ffn.kernels import (
     ASSEMBLY,
     _arrays,
@@ -53,7 +53,6 @@ from labkit.dependent import wait_for_inputs
 from labkit.gemv.kernels import has_dependent_launch
 from labkit.launch import Launch
 
-FORMATS = ("Q4_K", "Q5_K", "Q6_K")
 GROUPS = 4  # of 32 columns, in a tile: one for each word of a load
 TILE = 128  # columns
 _MULTIPLY = tl.constexpr(
@@ -74,7 +73,7 @@ def tiled(W: Packed) -> Packed:
     d:      as of `Packed`.
     ValueError for another format.
     """
-    check_one_of("format", W.format.name, FORMATS)
+    check_one_of("format", W.format.name, K_FORMATS)
     q = _values(W)  # [rows/8, columns/128, 8, 4 groups, 32]
     if W.format.name == "Q6_K":
         parts = q.unflatten(-1, (2, 4, 2, 2)).permute(0, 1, 2, 5, 3, 7, 4, 6)  # row, lane, group, i % 4 // …
@@ -108,12 +107,6 @@ def _values(W: Packed) -> Tensor:
         places = [4 * i + 2 * (j % 2) + 16 * (j // 2) for i in range(4) for j in range(4)]
         parts = parts | torch.stack([upper >> place & 3 for place in places], -1).flatten(-2).unflatten(-1, (8, 4)) << 4
     return parts.flatten(-2).unflatten(1, (-1, GROUPS)).transpose(2, 3)
-
-
-def _placed(values: Tensor, places: list[int]) -> Tensor:
-    """int32 [...] of [..., n]: value i from bit places[i] on."""
-    placed = [one << place for one, place in zip(values.unbind(-1), places, strict=True)]
-    return torch.stack(placed, -1).sum(-1, dtype=torch.int64).to(torch.int32)  # no two have a bit in common
 
 
 @triton.jit
@@ -433,7 +426,7 @@ def integers(W: Packed, x: Tensor, y: Tensor, tile: Tile | None = None, up: Pack
     not run twice at once: it has memory for one set of sums.
     """
     check_product(W, x, y, up)
-    check_one_of("format", W.format.name, FORMATS)
+    check_one_of("format", W.format.name, K_FORMATS)
     check_one_of("x", x.dtype, (torch.bfloat16,))
     if x.stride(0) % 2 and len(x) > 1:
         raise ValueError(f"x has strides {x.stride()}; allowed: tokens an even number of values apart")

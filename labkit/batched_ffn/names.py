@@ -3,6 +3,7 @@
 from typing import Any
 
 from labkit.batched_ffn import cache
+from labkit.batched_ffn.formats import K_FORMATS
 
 # hidden, width of the dense feed-forward layer; each model's config.json on its public page
 DENSE = {"Qwen3.5-27B": (5120, 17408), "Qwen3.5-4B": (2560, 9216)}
@@ -31,7 +32,6 @@ GROUPED_MM = "F.grouped_mm, bf16 weights"
 NEEDED, PREFETCHED = "copied when needed", "the next layer's prefetched"
 RESIDENT, COPIES = "every expert there", "copies only"
 
-K_FORMATS = ("Q4_K", "Q5_K", "Q6_K")
 MULTIPLY_ADD = (PER_TOKEN, GEMM_N, STATIONARY)  # one family of bits
 # Most tokens that a variant is timed with: beyond, its launches or its weight bytes, one lot a token or 16 tokens, take
 # too long.

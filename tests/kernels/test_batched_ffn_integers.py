@@ -37,7 +37,7 @@ def error(y, expected):
     return float((y.cpu().double() - expected).norm() / expected.norm())
 
 
-@pytest.mark.parametrize("name", integers.FORMATS)
+@pytest.mark.parametrize("name", formats.K_FORMATS)
 def test_weights_have_the_bits_of_the_format(name, device):
     """Tokens that are 1 in one column take it out: the scales are not rounded, and nothing is left of 128."""
     raw, W = weights(name, 11, 256)
@@ -46,7 +46,7 @@ def test_weights_have_the_bits_of_the_format(name, device):
     assert torch.equal(run(W.to(device), x).T.cpu(), formats.dequantise(raw, name)[:, columns])
 
 
-@pytest.mark.parametrize("name", integers.FORMATS)
+@pytest.mark.parametrize("name", formats.K_FORMATS)
 def test_words_are_the_same_bytes_in_another_order(name):
     packed = formats.pack(weights(name, 19, 512)[0], name)
     tiled = integers.tiled(packed)
@@ -56,7 +56,7 @@ def test_words_are_the_same_bytes_in_another_order(name):
     assert counts[0] == counts[1] > 0
 
 
-@pytest.mark.parametrize("name", integers.FORMATS)
+@pytest.mark.parametrize("name", formats.K_FORMATS)
 def test_a_token_has_the_same_bits_in_every_batch(monkeypatch, name, device):
     """In tiles of 8 tokens and of 16, of two blocks and of four. Where rows are cut matters: the test has power."""
     monkeypatch.setattr(kernels, "multiprocessors", lambda device: 1)
@@ -82,7 +82,7 @@ def test_rows_that_programs_share_are_whole(monkeypatch, shares, cut, device):
         assert error(y, exact(raw, "Q4_K", x)) < 1e-5
 
 
-@pytest.mark.parametrize("name", integers.FORMATS)
+@pytest.mark.parametrize("name", formats.K_FORMATS)
 def test_gate_and_up_in_one_launch(name, device):
     (raw, gate), (other, up) = weights(name, 19, 256), weights(name, 19, 256, seed=1)
     x = tokens(3, 256).to(device)
@@ -92,7 +92,7 @@ def test_gate_and_up_in_one_launch(name, device):
 
 @settings(max_examples=5 if DEVICE == "cpu" else 60, deadline=None)
 @given(
-    name=st.sampled_from(integers.FORMATS), rows=st.integers(1, 20), blocks=st.integers(1, 2), count=st.integers(1, 9),
+    name=st.sampled_from(formats.K_FORMATS), rows=st.integers(1, 20), blocks=st.integers(1, 2), count=st.integers(1, 9),
     ahead=st.integers(0, 3), seed=st.integers(0, 99),
 )  # fmt: skip
 def test_any_product(name, rows, blocks, count, ahead, seed):
