@@ -33,7 +33,7 @@ def _matters(N: int, variant: str) -> tuple[int, ...]:
         return ()
     padded = 1 << (N - 1).bit_length()
     shared = {names.STATIONARY: min(8, padded), names.MATRIX: max(8, min(32, padded)), names.WIDE: padded}
-    shared[names.INTEGERS] = max(8, min(16, padded))
+    shared[names.INTEGERS] = max(8, min(32, padded))
     return shared.get(variant, 0), N == 1, N % 16 == 0
 
 

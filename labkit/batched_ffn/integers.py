@@ -411,11 +411,11 @@ def _integers_kernel(
 def rule(tokens: int) -> Tile:
     """A choice for `integers`, without spills on sm_90; eight shares a multiprocessor, and so one set of bits.
 
-    Up to 8 tokens two programs have a share's blocks, so that sixteen are on a multiprocessor with 128 registers a
-    thread. The sums of 16 tokens take twice as many: a program has all four blocks, which share the values of x. Those
-    of 32 would spill.
+    A program has all four blocks of a strip, which share the values of x: eight are on a multiprocessor, with up to 255
+    registers a thread. What the sums of more tokens take, tiles asked for ahead have not.
     """
-    return Tile(2, 8, 1, 1, 2, True, 8) if tokens <= 8 else Tile(4, 16, 1, 1, 2, True, 8)
+    padded = 8 if tokens <= 8 else 16 if tokens <= 16 else 32
+    return Tile(4, padded, 1, 1, {8: 3, 16: 2, 32: 1}[padded], True, 8)
 
 
 def integers(W: Packed, x: Tensor, y: Tensor, tile: Tile | None = None, up: Packed | None = None) -> Launch:

@@ -35,7 +35,7 @@ RESIDENT, COPIES = "every expert there", "copies only"
 MULTIPLY_ADD = (PER_TOKEN, GEMM_N, STATIONARY)  # one family of bits
 # Most tokens that a variant is timed with: beyond, its launches or its weight bytes, one lot a token or 16 tokens, take
 # too long.
-MOST = {PER_TOKEN: 8, GEMM_N: 16, SPLIT_K: 8, INTEGERS: 64}
+MOST = {PER_TOKEN: 8, GEMM_N: 16, SPLIT_K: 8, INTEGERS: 32}
 MOST_ROUTED = {PER_TOKEN: 64}
 LEAST = {WIDE: 64}  # below, its tile is mostly padding
 MAIN = "Qwen3.5-27B"
