@@ -18,6 +18,7 @@ from labkit.batched_ffn import (
     claims,
     experts,
     formats,
+    integers,
     kernels,
     names,
     reference,
@@ -454,6 +455,7 @@ def test_a_bit_that_differs_refutes_and_a_control_that_agrees_takes_the_power_aw
 
 DRAWINGS = (views.time_per_token, views.read_percent, views.multiply_add_percent, views.gains, views.against_cublas)
 DRAWINGS += (views.dequantised, views.layers, views.routed, views.grouped_mm, views.stall)
+DRAWINGS += (views.integers, views.integers_percent)
 TABLES = (views.launches, views.arithmetic, views.crossovers, views.bits)
 SENTENCES = (views.bars, views.price, views.gemlite, views.thrash, views.overlap, views.summary)
 
@@ -508,10 +510,20 @@ def test_losses_are_told():
     assert "Q4_K from N = 64 on" in views.losses(faster)
 
 
+@pytest.mark.parametrize("N", [1, 8, 9, 16, 17, 32, 33, 100])
+def test_integers_ask_for_all_weights_once_a_tile_of_their_rule(N):
+    params = {"rows": 17408, "K": 5120, "format": "Q4_K", "N": N}
+    assert tables.passes(names.INTEGERS, params) == -(-N // integers.rule(N).tokens)
+
+
 def test_bars_name_the_worst(rows):
     text = views.bars(rows)
-    assert "below" in text  # matrix instructions are made up at 77 % of a plain read
-    assert "77 %" in text
+    assert "below" in text  # matrix instructions are made up at 77 % of a plain read, integers at 67 %
+    assert "the least 67 % (tensor_core, integers, Q4_K" in text
+    cases = [int(word) for word in text.split() if word.isdigit()][1]
+    without = views.bars(rows[rows["variant"] != names.INTEGERS])
+    assert "77 %" in without
+    assert f"of {cases} cases" in without  # a product counts once
 
 
 def test_the_control_repeats_ours():

@@ -79,6 +79,7 @@ def passes(variant: str, params: dict) -> float:
     K, format = params["K"], params["format"]
     tokens[names.STATIONARY] = choose.rule(N, params["rows"], K, format).tokens
     tokens[names.MATRIX] = choose.matrix_rule(N, params["rows"], K, format).tokens
+    tokens[names.INTEGERS] = max(8, min(32, 1 << (N - 1).bit_length()))  # as `integers.rule`, which needs Triton
     tokens[names.WIDE] = choose.wide_rule(N, params["rows"], K, format, format == "BF16").tokens
     return -(-N // tokens[variant]) if variant in tokens else math.nan
 

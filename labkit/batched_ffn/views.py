@@ -13,7 +13,8 @@ from labkit.bench.verdict import counted, geometric_mean
 from labkit.report import figures
 
 Drawing = Mapping[str, Any] | str  # a sentence where there is nothing to draw
-SHOWN = (names.PER_TOKEN, names.GEMM_N, names.STATIONARY, names.MATRIX, names.WIDE, names.CUBLAS, names.GEMLITE)
+SHOWN = (names.PER_TOKEN, names.GEMM_N, names.STATIONARY, names.MATRIX, names.INTEGERS, names.WIDE, names.CUBLAS)
+SHOWN += (names.GEMLITE,)
 UNITS = {"us": "µs", "us a token": "µs a token", "against us": "library µs"}
 BARS = {  # format -> percent of the plain read, for the multiply-add family up to 2 tokens, and for the other up to 8
     "BF16": 80, "Q8_0": 80, "Q4_K": 80, "Q5_K": 70, "Q6_K": 70,
@@ -74,6 +75,32 @@ def read_percent(rows: pd.DataFrame, variant: str = names.MATRIX) -> Drawing:
 def multiply_add_percent(rows: pd.DataFrame) -> Drawing:
     """The same of the multiply-add family."""
     return read_percent(rows, names.STATIONARY)
+
+
+def integers(rows: pd.DataFrame) -> Drawing:
+    """What leaving the weights integers is worth in the matrix family, by format and tokens."""
+    table = tables.compared(rows, "product", names.INTEGERS, names.MATRIX)
+    if table.empty:
+        return f"{names.INTEGERS} was not timed beside {names.MATRIX}."
+    where = [f"{n} × {k}" for n, k in zip(table["rows"], table["K"], strict=True)]
+    fig = figures.lines(
+        table.assign(where=where), "N", "ratio", "format", panel="where", logx=True, reference=[(1, "as fast")],
+        xlabel="tokens", ylabel="time of weights / time of integers", title="Integers into matrix instructions",
+    )  # fmt: skip
+    mean = table.groupby("N")["ratio"].agg(geometric_mean)
+    said = ", ".join(f"×{value:.2f} at N = {n}" for n, value in mean.items())
+    noise = max(table["noise"])
+    return {
+        "fig": fig,
+        "alt": f"Lines of the gain of integers over weights against tokens, by format and shape. Means: {said}.",
+        "caption": f"Above 1: integers are faster. Geometric means: {said}. A/A noise: at most {noise:.1%}.",
+        "table": table.drop(columns=["no slower"], errors="ignore").rename(columns=UNITS),
+    }
+
+
+def integers_percent(rows: pd.DataFrame) -> Drawing:
+    """Percent of a plain read, of integers."""
+    return read_percent(rows, names.INTEGERS)
 
 
 def floor_cases(some: Sequence[Case]) -> list[Case]:
@@ -175,11 +202,18 @@ def arithmetic(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def bars(rows: pd.DataFrame) -> str:
-    """Which cases of few tokens are below the part of the plain read that was aimed at."""
+    """Which cases of few tokens are below the part of the plain read that was aimed at.
+
+    Of matrix instructions, weights' or where they were timed integers', which have the bits of a family, too.
+    """
     table = tables.times(rows, "product")
-    families = ((names.STATIONARY, 2), (names.MATRIX, 8))
+    families = ((names.STATIONARY, 2), (names.MATRIX, 8), (names.INTEGERS, 8))
     parts = [table[(table["variant"] == name) & (table["N"] <= n)] for name, n in families] if len(table) else []
-    some = pd.concat(parts) if parts else table
+    some = pd.concat(parts).sort_index() if parts else table
+    if len(some):
+        place = [name for name in tables.SHAPE if name in some]
+        integer = some[some["variant"] == names.INTEGERS].set_index(place).index
+        some = some[(some["variant"] != names.MATRIX) | ~some.set_index(place).index.isin(integer)]
     some = some[some["format"].isin(BARS) & some["% of reading"].notna()] if len(some) else some
     if some.empty:
         return "no case of few tokens was measured beside a plain read."
