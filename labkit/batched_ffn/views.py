@@ -55,7 +55,7 @@ def read_percent(rows: pd.DataFrame, variant: str = names.MATRIX) -> Drawing:
     table = table[(table["variant"] == variant) & table["% of reading"].notna()] if len(table) else table
     if table.empty:
         return f"{variant} was not measured beside a plain read."
-    table = table.assign(shape=[f"{n} × {k}" for n, k in zip(table["rows"], table["K"], strict=True)])
+    table = table.assign(shape=_shapes(table))
     fig = figures.lines(
         table, "N", "% of reading", "format", panel="shape", logx=True, reference=[(100, names.READ)],
         xlabel="tokens", ylabel="% of a plain read", title=f"{variant}: how near to reading the weights",
@@ -72,6 +72,10 @@ def read_percent(rows: pd.DataFrame, variant: str = names.MATRIX) -> Drawing:
     }
 
 
+def _shapes(table: pd.DataFrame) -> pd.Series:
+    return table["rows"].astype(str) + " × " + table["K"].astype(str)
+
+
 def multiply_add_percent(rows: pd.DataFrame) -> Drawing:
     """The same of the multiply-add family."""
     return read_percent(rows, names.STATIONARY)
@@ -82,19 +86,19 @@ def integers(rows: pd.DataFrame) -> Drawing:
     table = tables.compared(rows, "product", names.INTEGERS, names.MATRIX)
     if table.empty:
         return f"{names.INTEGERS} was not timed beside {names.MATRIX}."
-    where = [f"{n} × {k}" for n, k in zip(table["rows"], table["K"], strict=True)]
     fig = figures.lines(
-        table.assign(where=where), "N", "ratio", "format", panel="where", logx=True, reference=[(1, "as fast")],
+        table.assign(where=_shapes(table)), "N", "ratio", "format", panel="where", logx=True,
+        reference=[(1, "as fast")],
         xlabel="tokens", ylabel="time of weights / time of integers", title="Integers into matrix instructions",
     )  # fmt: skip
     mean = table.groupby("N")["ratio"].agg(geometric_mean)
     said = ", ".join(f"×{value:.2f} at N = {n}" for n, value in mean.items())
-    noise = max(table["noise"])
+    noise = table["noise"].max()
     return {
         "fig": fig,
         "alt": f"Lines of the gain of integers over weights against tokens, by format and shape. Means: {said}.",
         "caption": f"Above 1: integers are faster. Geometric means: {said}. A/A noise: at most {noise:.1%}.",
-        "table": table.drop(columns=["no slower"], errors="ignore").rename(columns=UNITS),
+        "table": table.drop(columns=["no slower"]).rename(columns=UNITS),
     }
 
 
@@ -207,13 +211,11 @@ def bars(rows: pd.DataFrame) -> str:
     Of matrix instructions, weights' or where they were timed integers', which have the bits of a family, too.
     """
     table = tables.times(rows, "product")
-    families = ((names.STATIONARY, 2), (names.MATRIX, 8), (names.INTEGERS, 8))
-    parts = [table[(table["variant"] == name) & (table["N"] <= n)] for name, n in families] if len(table) else []
-    some = pd.concat(parts).sort_index() if parts else table
-    if len(some):
-        place = [name for name in tables.SHAPE if name in some]
-        integer = some[some["variant"] == names.INTEGERS].set_index(place).index
-        some = some[(some["variant"] != names.MATRIX) | ~some.set_index(place).index.isin(integer)]
+    families = (((names.STATIONARY,), 2), ((names.MATRIX, names.INTEGERS), 8))
+    parts = [table[table["variant"].isin(made) & (table["N"] <= n)] for made, n in families] if len(table) else []
+    # of a family and case, the last by name: integers, not weights
+    parts = [part.sort_values("variant").drop_duplicates(["format", "rows", "K", "N"], keep="last") for part in parts]
+    some = pd.concat(parts) if parts else table
     some = some[some["format"].isin(BARS) & some["% of reading"].notna()] if len(some) else some
     if some.empty:
         return "no case of few tokens was measured beside a plain read."
@@ -233,7 +235,7 @@ def against_cublas(rows: pd.DataFrame, op: str = "product", against: str = names
     table = tables.against_best(rows, op, against)
     if table.empty:
         return f"{against} was not timed beside the lab's variants of this operation."
-    where = table["model"] if "model" in table else table["rows"].astype(str) + " × " + table["K"].astype(str)
+    where = table["model"] if "model" in table else _shapes(table)
     fig = figures.lines(
         table.assign(where=where), "N", "ratio", "format", panel="where", logx=True, logy=True,
         reference=[(1, "as fast")], xlabel="tokens", ylabel="time library / time ours (log)",
