@@ -96,33 +96,38 @@ def recorded():
 
 
 @pytest.fixture(scope="module")
-def report(recorded):
-    """The report of this tree, made anew from what is recorded."""
-    shutil.rmtree(paths.REPORTS, ignore_errors=True)
-    return labkit("run", "--source", "recorded", CUDA_VISIBLE_DEVICES="")
+def report(recorded, tmp_path_factory):
+    """The run and the folder of this tree's report of what is recorded; elsewhere, since `reports/` is the reader's."""
+    root = tmp_path_factory.mktemp("recorded")
+    paths.CACHE.mkdir(exist_ok=True)
+    for folder in (paths.NOTEBOOKS, paths.DATA, paths.CACHE):
+        (root / folder.name).symlink_to(folder)
+    return labkit("run", "--source", "recorded", LABKIT_ROOT=str(root), CUDA_VISIBLE_DEVICES=""), root / "reports"
 
 
 def test_the_report_is_made_from_what_is_recorded(report, recorded):
-    check_report(report, paths.REPORTS)
+    done, reports = report
+    check_report(done, reports)
     for page in PAGES:
-        text = text_of(paths.REPORTS / page)
+        text = text_of(reports / page)
         assert "measured here" not in text
         assert "Measured on this machine" not in text
         assert "Traceback" not in text
         for name in recorded[page]:
             assert f"Recorded measurement, not of this machine: {name}, driver" in text
         assert (lab.UNMEASURED in text) == (not recorded[page])
-    index = text_of(paths.REPORTS / "index.html")
+    index = text_of(reports / "index.html")
     assert all(name in index for names in recorded.values() for name in names)
     # The recorded cases are enough for every claim but one, which is of an operator that the study does not have.
-    rows = re.split("<tr\\b", (paths.REPORTS / "index.html").read_text())
+    rows = re.split("<tr\\b", (reports / "index.html").read_text())
     untestable = [row for row in rows if "not testable here" in row]
     assert all("decode calls another operator" in row for row in untestable)
 
 
 def test_every_figure_has_words_and_a_table(report, recorded):
+    _, reports = report
     for page, least in zip(PAGES, (5, 7, 10, 7, 9, 10), strict=True):
-        html = (paths.REPORTS / page).read_text()
+        html = (reports / page).read_text()
         assert html.count("<img ") >= least * len(recorded[page])
         figures = re.findall(r'<figure class="lab">.*?</figure>', html, re.DOTALL)
         assert len(figures) == html.count("<img ")
@@ -135,8 +140,9 @@ def test_every_figure_has_words_and_a_table(report, recorded):
 @pytest.mark.browser
 @pytest.mark.parametrize("page", ["index.html", *PAGES])
 def test_the_pages_have_no_fault_in_a_browser(report, recorded, browser, page):  # noqa: F811
-    assert driver.check(browser, paths.REPORTS / page) == []
-    seen = browser.open(paths.REPORTS / page, 1280, "light")
+    _, reports = report
+    assert driver.check(browser, reports / page) == []
+    seen = browser.open(reports / page, 1280, "light")
     assert not recorded.get(page) or seen["images"] >= 5
 
 

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from labkit.bench.spec import Case
 from labkit.evidence import compiled
-from labkit.gemv.choose import multiprocessors
 from labkit.launch import Launch
 from labkit.moe_persistent_grid import names, trials
 from labkit.moe_persistent_grid.choose import Config
@@ -47,8 +46,7 @@ def _of(x: Case, variants: Sequence[str], capability: int) -> Iterator[tuple[Any
         if name in variants:
             yield [make, x["T"], *_shape(x)], (f"{HERE}:{make}", {"params": dict(x.params)})
     if names.WORDS in variants:
-        sms = multiprocessors(torch.device(_here()))
-        yield ["words", sms, *_shape(x)], (f"{HERE}:words", {"params": dict(x.params), "sms": sms})
+        yield ["words", *_shape(x)], (f"{HERE}:words", {"params": dict(x.params)})
 
 
 def _shape(x: Case) -> list[Any]:
@@ -124,15 +122,15 @@ def layer(
     return found
 
 
-def words(params: Mapping[str, Any], sms: int) -> list[Launch]:
-    """Both launches of one token's layer with INT4 weights as words, by the rule for so many multiprocessors."""
+def words(params: Mapping[str, Any]) -> list[Launch]:
+    """Both launches of one token's layer with INT4 weights as words."""
     from labkit.moe_persistent_grid import kernels, one_token_words
 
     x = Case("layer", params)
     [item] = trials.inputs(x, "cpu", 1, 0)
     hidden = torch.empty(x["top_k"] * x["I"], dtype=item.x.dtype)
     dependent = kernels.has_dependent_launch(item.x.device)
-    return list(one_token_words.launches(item, hidden, one_token_words.rule(x["H"], sms), dependent).values())
+    return list(one_token_words.launches(item, hidden, one_token_words.CHOICE, dependent).values())
 
 
 def grouped_mm(params: Mapping[str, Any]) -> list[Launch]:

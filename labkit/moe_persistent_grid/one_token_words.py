@@ -5,7 +5,8 @@ token's experts, weighted and summed.
 
 Hypothesis: one_token.py executes so many instructions a weight that these, and not the memory, are its time: its tokens
 and its bytes come in other layouts than its products want, and go through shared memory in every step. Here nothing
-does but the sums at the end:
+does but the sums at the end. The page of study 04 judges it, model by model: it holds of large experts; of small ones
+two launches are the time, and not instructions.
 
 | what                    | why                                                                                    |
 |-------------------------|----------------------------------------------------------------------------------------|
@@ -19,9 +20,10 @@ does but the sums at the end:
 | units of a whole group  | 128 values that share a scale; w2's of all slots are one line of units, so that        |
 |                         | neither a number of slots nor of groups must be a power of two                         |
 
-Compiled for sm_90 by Triton 3.6, by the rule below, for Qwen3-30B-A3B, Qwen3.5-35B-A3B, Qwen3-Next-80B-A3B and
-Mixtral-8x7B: 3.3 to 3.4 instructions a weight in the loop (one_token.py: 7.2 to 7.7), with what comes before and after
-it 3.5 to 4.4 (6.7 to 11.8), no spills, 93 to 168 registers, four barriers, all after the loop (12 to 20).
+Compiled for sm_90 by Triton 3.7.1, as `CHOICE` has it, for Qwen3-30B-A3B, Qwen3.5-35B-A3B and Qwen3-Next-80B-A3B: 3.2
+to 3.3 instructions a weight in the loop (one_token.py: 7.2 to 7.7), with what comes before and after it 3.6 to 4.3 (6.7
+to 11.8), no spills, 168 registers, four barriers, all after the loop (12 to 20). Gate and up of Mixtral-8x7B, whose
+rows are two blocks, takes 255 registers and spills 32 bytes.
 
 Sums are in fp32, in an order that depends on the choice alone. That a sum begins at up to 2056 times x and ends near
 eight times that loses up to nine of fp32's 24 bits, of which bf16 has eight.
@@ -40,7 +42,6 @@ from torch import Tensor
 
 from labkit.checks import check_one_of
 from labkit.dependent import wait_for_inputs
-from labkit.gemv.choose import multiprocessors
 from labkit.gemv.kernels import has_dependent_launch
 from labkit.launch import Launch
 from labkit.moe_persistent_grid import choose, routing
@@ -51,6 +52,7 @@ from labkit.moe_persistent_grid.reference import GROUP, Int4
 
 UP, DOWN = (1, 2, 4, 8), (1, 2, 4, 8, 16)  # values of a result that a program may have: a word of each row a register
 WASTE = 1.25  # units that a program's blocks may hold, in units that there are
+CHOICE = Rows(8, 8, 2048, 4)  # of 54 timed on an H100 the fastest for two of three models
 # fp32's sign and exponent of 128 and of 2048. Arguments, so that a mask and they are one instruction: of two constants
 # the compiler makes two.
 HEADS = {"head_128": 0x43000000, "head_2048": 0x45000000}
@@ -214,15 +216,6 @@ def _down_kernel(
     tl.store(out + n + tl.arange(0, ROWS), sums.to(out.dtype.element_ty))
 
 
-def rule(hidden: int, sms: int = 132) -> Rows:
-    """From what the kernels compile to, not yet from measurements.
-
-    Eight rows a program share the work on x, and a thread has 128 bytes of them on their way; fewer where some
-    multiprocessors would have no program of gemm2. As many threads as a block has words by four.
-    """
-    return Rows(4, 8 if hidden >= 8 * sms else 4, 4096, 4)
-
-
 def launches(x: LayerInputs, hidden: Tensor, rows: Rows, dependent: bool) -> Mapping[str, Launch]:
     """Both launches for inputs of one token that have been checked. hidden: [top_k · I], of x's dtype.
 
@@ -277,13 +270,13 @@ def _most(units: int, most: int) -> int:
 
 
 def layer(x: LayerInputs, rows: Rows | None = None, scratch: Workspace | None = None, dependent: bool = True) -> Layer:
-    """As `kernels.layer`, of one token, by words. rows: None: `rule`.
+    """As `kernels.layer`, of one token, by words. rows: None: `CHOICE`.
 
     Raises ValueError naming the argument, its value and what is allowed.
     """
     check_layer(x)
     _, E, top_k, H, width = x.shape
-    rows = rule(H, multiprocessors(x.x.device)) if rows is None else rows
+    rows = CHOICE if rows is None else rows
     hidden = (workspace_of(x) if scratch is None else scratch).hidden[: top_k * width]
     made = launches(x, hidden, rows, dependent and has_dependent_launch(x.x.device))
     config = choose.rule(1, E, top_k, H, width, True)

@@ -157,6 +157,23 @@ def one_token(rows: pd.DataFrame) -> pd.DataFrame:
     return table.drop(columns=["T", "routing"], errors="ignore").rename(columns=UNITS)
 
 
+def by_words(rows: pd.DataFrame) -> pd.DataFrame:
+    """One token with INT4 weights loaded as words; ratio: their time over that of ours."""
+    table = _uniform(tables.compared(rows, "layer", names.OURS, names.WORDS))
+    return table.drop(columns=["T", "weights", "routing"], errors="ignore").rename(columns=UNITS)
+
+
+def words_said(rows: pd.DataFrame) -> str:
+    """Whether fewer instructions a weight are worth anything to one token."""
+    table = _uniform(tables.compared(rows, "layer", names.OURS, names.WORDS))
+    if table.empty:
+        return "INT4 weights as words were not timed beside ours."
+    models = f"{len(table)} models, by words / as it is ×{_span(table['ratio'])}"
+    better = ", ".join(table.loc[table["verdict"] == "slower", "model"])
+    where = f" Instructions are the time of {better}." if better else " So instructions are not its time."
+    return f"the layer as it is, beside words, is {counted(table['verdict'])} of {models}.{where}"
+
+
 def other_runs(rows: pd.DataFrame) -> pd.DataFrame:
     """Our layer beside kernels that are no library to call, of another run."""
     return tables.beside_other_runs(rows)

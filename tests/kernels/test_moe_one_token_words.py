@@ -1,5 +1,7 @@
 """One token's INT4 layer by words against float64; the same bits in every run."""
 
+from dataclasses import asdict
+
 import pytest
 import torch
 from expert_layers import inputs
@@ -120,6 +122,6 @@ def test_the_study_times_it_for_one_token_of_int4():
         call()
     assert found.written()
     assert all(error <= found.tolerance[name] for name, error in found.check().items())
-    assert found.facts()["config"]["rows"] == {"up": 4, "down": 4, "block_k": 4096, "num_warps": 4}
+    assert found.facts()["config"]["rows"] == asdict(one_token_words.CHOICE)
     for other in (Case("layer", shape | {"weights": "fp32"}), Case("layer", shape | {"weights": "INT4", "T": 5})):
         assert names.WORDS not in study.roles(other)
