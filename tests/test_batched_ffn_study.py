@@ -556,13 +556,23 @@ def test_routed_kernels_spill_nothing_and_load_16_bytes(matrix):
             assert ("HMMA" in listing) == matrix
 
 
+@pytest.mark.parametrize("N", [64, 512])
+def test_routed_kernels_of_integers_spill_nothing(N):
+    for part in range(2):
+        launch = ahead.grouped_integers(256, 8, 2048, 512, "Q4_K", N, "bf16", part)
+        listing = compiled.listing_of(compiled.build(launch, 90).asm["cubin"])
+        assert set(re.findall(r"STACK:(\d+)", listing)) == {"0"}
+        assert re.search(r"LDG\S*\.128\b", listing)
+        assert "HMMA" in listing
+
+
 def test_what_is_compiled_ahead_is_what_is_launched():
     """Of every operation and variant, at the real sizes: the same kernel with the same constants and options."""
     few = FEW | {"formats": ["Q4_K"], "tokens": [1, 8, 64]}
     found = ahead.sources(study.cases(few))
     made_ = [compiled.launch_of(source) for source in found]
     kernels_ = {launch.kernel.fn.__name__ for launch in made_}
-    assert len(kernels_) == 11
+    assert len(kernels_) == 12
     assert len(found) == len({json.dumps(source) for source in found})
     wanted = kernels.tensor_core(ahead._weights(17408, 5120, "Q4_K"), *ahead._vectors(8, 17408, 5120, "bf16"))
 

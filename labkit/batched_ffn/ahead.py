@@ -62,6 +62,8 @@ def _of(x: Case) -> list[tuple[str, dict[str, Any]]]:
         for matrix in (False, True)
         for part in range(4)
     ]
+    if names.INDEXED_INTEGERS in names.of(x):
+        grouped += [("grouped_integers", shape | {"N": n, "part": part}) for n in (1, x["N"]) for part in range(2)]
     return grouped + [
         ("one_expert", shape | {"N": n, "part": part}) for n in (1, 2, 4, 8) for part in range(2) if x.op == "routed"
     ]
@@ -114,6 +116,17 @@ def grouped(
     slots = torch.zeros(E, dtype=torch.int32)
     made = routed.grouped_indexed(_expert(hidden, width, format), slots, work, matrix=matrix)
     return [*made, routed.weighted_sum(work)][part]
+
+
+def grouped_integers(
+    E: int, top_k: int, hidden: int, width: int, format: str, N: int, activations: str, part: int
+) -> Launch:
+    """Of routed experts by their integers: gate and up, or down; the sort is that of the other matrix variant."""
+    from labkit.batched_ffn import routed_integers
+
+    held = routed_integers.tiled(_expert(hidden, width, format))
+    work = _work(N, top_k, hidden, width, activations)
+    return routed_integers.grouped_integers(held, torch.zeros(E, dtype=torch.int32), work)[1 + part]
 
 
 def one_expert(E: int, top_k: int, hidden: int, width: int, format: str, N: int, activations: str, part: int) -> Launch:

@@ -28,6 +28,7 @@ GEMLITE_BITS = {"Q4_K": 4, "Q8_0": 8}  # what it is paired with, in groups of 32
 GEMLITE_TOKENS = (1, 4, 16, 64)
 GEMLITE_ROWS = 17408  # one shape: it tunes for a minute at every number of tokens
 ROWCOPY, INDEXED, INDEXED_MATRIX = "grouped_rowcopy", "grouped_indexed", "grouped_indexed, matrix instructions"
+INDEXED_INTEGERS = "grouped_indexed, integers"
 GROUPED_MM = "F.grouped_mm, bf16 weights"
 NEEDED, PREFETCHED = "copied when needed", "the next layer's prefetched"
 RESIDENT, COPIES = "every expert there", "copies only"
@@ -50,6 +51,8 @@ def of(x: Any) -> dict[str, str]:
     if x.op == "routed":
         found = {INDEXED_MATRIX: "ours", INDEXED: "step", ROWCOPY: "baseline", PER_TOKEN: "baseline"}
         found |= {GROUPED_MM: "peer", READ: "control"}
+        if x["format"] in K_FORMATS and x["activations"] == "bf16":
+            found[INDEXED_INTEGERS] = "step"
         return {name: role for name, role in found.items() if x["N"] <= MOST_ROUTED.get(name, x["N"])}
     found = {MATRIX: "ours", STATIONARY: "step", GEMM_N: "step", PER_TOKEN: "baseline", WIDE: "step", CUBLAS: "peer"}
     if x.op == "product":
@@ -76,6 +79,7 @@ MAKERS: dict[tuple[str, str], tuple[str, dict[str, Any]]] = {  # (operation, var
     ("product", READ): ("read", {}),
     ("ffn", CUBLAS): ("cublas_ffn", {}),
     **{("routed", name): ("routed", {"variant": name}) for name in (PER_TOKEN, ROWCOPY, INDEXED, INDEXED_MATRIX)},
+    ("routed", INDEXED_INTEGERS): ("routed_integers", {}),
     ("routed", GROUPED_MM): ("grouped_mm", {}),
     ("routed", READ): ("read", {}),
     **{("cache", name): ("cached", {"variant": name}) for name in (NEEDED, PREFETCHED, RESIDENT, COPIES)},

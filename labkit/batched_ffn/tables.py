@@ -17,7 +17,7 @@ RATIO = ["ratio", "low", "high", "noise", "verdict"]
 OURS = {  # the lab's variants, each of which has the bits of its family in every batch
     "product": (names.MATRIX, names.INTEGERS, names.WIDE, names.STATIONARY, names.GEMM_N, names.PER_TOKEN),
     "ffn": (names.MATRIX, names.WIDE, names.STATIONARY, names.GEMM_N, names.PER_TOKEN),
-    "routed": (names.INDEXED_MATRIX, names.INDEXED, names.ROWCOPY, names.PER_TOKEN),
+    "routed": (names.INDEXED_MATRIX, names.INDEXED_INTEGERS, names.INDEXED, names.ROWCOPY, names.PER_TOKEN),
     "cache": (names.PREFETCHED, names.NEEDED),
 }
 TIMES_COLUMNS = (*SHAPE, "variant", "role", "us", "us a token", "launches", "MB", "passes", "% of reading")

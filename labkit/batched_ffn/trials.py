@@ -553,6 +553,23 @@ def _ways(x: Case, held: Experts, work: Any, variant: str) -> Call:
     return _in_order([*made, kernels.weighted_sum(work)])
 
 
+def routed_integers(x: Case, device: Any, sets: int, seed: int) -> Trial:
+    """The experts by the integers of a K format, from words in the order that these have."""
+    from labkit.batched_ffn import routed, routed_integers
+
+    def make() -> tuple[Experts, Tensor]:
+        held = routed_integers.tiled(_experts(x, device, x["E"], seed)[1])
+        return held, torch.arange(x["E"], dtype=torch.int32, device=device)
+
+    held, table = _once(_group(x), ("tiled", str(device), seed), make)
+
+    def call(_: Experts, work: Any) -> Call:
+        made = routed_integers.grouped_integers(held, table, work)
+        return _in_order([*made, routed.weighted_sum(work)])
+
+    return _routed(x, device, sets, seed, call, ours=True)
+
+
 def _routed(
     x: Case, device: Any, sets: int, seed: int, make: Callable[[Experts, Any], Call], ours: bool = False
 ) -> Trial:

@@ -335,7 +335,7 @@ def routed(rows: pd.DataFrame) -> Drawing:
         table, "N", "us", "variant", panel="format", logx=True, logy=True, xlabel="tokens", ylabel="µs (log)",
         title="Routed experts, all on the GPU",
     )  # fmt: skip
-    ours = table[table["variant"].isin([names.INDEXED, names.INDEXED_MATRIX])]
+    ours = table[table["variant"].isin([names.INDEXED, names.INDEXED_MATRIX, names.INDEXED_INTEGERS])]
     best = ours.loc[ours["% of reading"].idxmax()] if ours["% of reading"].notna().any() else None
     said = "no plain read beside"
     if best is not None:
@@ -347,6 +347,23 @@ def routed(rows: pd.DataFrame) -> Drawing:
         "caption": f"From the chosen experts to the weighted sum, uniform synthetic routing. {said}.",
         "table": table.drop(columns=["role", "model", "trace"]).rename(columns=UNITS),
     }
+
+
+def routed_integers(rows: pd.DataFrame) -> str:
+    """What leaving the experts' weights integers is worth, by tokens, and what it reaches of the read."""
+    table = tables.compared(rows, "routed", names.INDEXED_INTEGERS, names.INDEXED_MATRIX)
+    if table.empty:
+        return "routed experts by integers were not timed beside those by weights."
+    times = tables.times(rows, "routed").set_index(["format", "N", "variant"])["% of reading"]
+    parts = []
+    for _, line in table.iterrows():
+        before, now = (times[line["format"], line["N"], v] for v in (names.INDEXED_MATRIX, names.INDEXED_INTEGERS))
+        parts.append(
+            f"{line['format']}, N = {line['N']}: ×{line['ratio']:.2f} [{line['low']:.2f}, {line['high']:.2f}], "
+            f"{before:.0f} → {now:.0f} % of the read"
+        )
+    noise = table["noise"].max()
+    return f"time by weights / time by integers: {'; '.join(parts)}. A/A noise: at most {noise:.1%}."
 
 
 def hit_rates(

@@ -160,7 +160,8 @@ def one_token(rows: pd.DataFrame) -> pd.DataFrame:
 def by_words(rows: pd.DataFrame) -> pd.DataFrame:
     """One token with INT4 weights loaded as words; ratio: their time over that of ours."""
     table = _uniform(tables.compared(rows, "layer", names.OURS, names.WORDS))
-    return table.drop(columns=["T", "weights", "routing"], errors="ignore").rename(columns=UNITS)
+    table = table.drop(columns=["T", "weights", "routing"], errors="ignore")
+    return table.rename(columns=UNITS | {"against us": "µs by words"})
 
 
 def words_said(rows: pd.DataFrame) -> str:
@@ -170,7 +171,7 @@ def words_said(rows: pd.DataFrame) -> str:
         return "INT4 weights as words were not timed beside ours."
     models = f"{len(table)} models, by words / as it is ×{_span(table['ratio'])}"
     better = ", ".join(table.loc[table["verdict"] == "slower", "model"])
-    where = f" Instructions are the time of {better}." if better else " So instructions are not its time."
+    where = f" Words are faster for {better}." if better else " So instructions are not its time."
     return f"the layer as it is, beside words, is {counted(table['verdict'])} of {models}.{where}"
 
 
