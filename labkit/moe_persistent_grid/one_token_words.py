@@ -5,8 +5,7 @@ token's experts, weighted and summed.
 
 Hypothesis: one_token.py executes so many instructions a weight that these, and not the memory, are its time: its tokens
 and its bytes come in other layouts than its products want, and go through shared memory in every step. Here nothing
-does but the sums at the end. The page of study 04 judges it, model by model: it holds of large experts; of small ones
-two launches are the time, and not instructions.
+does but the sums at the end. The page of study 04 judges it, model by model.
 
 | what                    | why                                                                                    |
 |-------------------------|----------------------------------------------------------------------------------------|
@@ -20,10 +19,10 @@ two launches are the time, and not instructions.
 | units of a whole group  | 128 values that share a scale; w2's of all slots are one line of units, so that        |
 |                         | neither a number of slots nor of groups must be a power of two                         |
 
-Compiled for sm_90 by Triton 3.7.1, as `CHOICE` has it, for Qwen3-30B-A3B, Qwen3.5-35B-A3B and Qwen3-Next-80B-A3B: 3.2
-to 3.3 instructions a weight in the loop (one_token.py: 7.2 to 7.7), with what comes before and after it 3.6 to 4.3 (6.7
-to 11.8), no spills, 168 registers, four barriers, all after the loop (12 to 20). Gate and up of Mixtral-8x7B, whose
-rows are two blocks, takes 255 registers and spills 32 bytes.
+Compiled for sm_90 by Triton 3.7.1 (the recorded rows: by 3.6.0), as `CHOICE` has it, for Qwen3-30B-A3B, Qwen3.5-35B-A3B
+and Qwen3-Next-80B-A3B: 3.2 to 3.3 instructions a weight in the loop, with what comes before and after it 3.6 to 4.3, no
+spills, at most 168 registers, four barriers, all after the loop. Gate and up of Mixtral-8x7B, whose rows are two
+blocks, takes 255 registers and spills 32 bytes.
 
 Sums are in fp32, in an order that depends on the choice alone. That a sum begins at up to 2056 times x and ends near
 eight times that loses up to nine of fp32's 24 bits, of which bf16 has eight.
@@ -52,7 +51,7 @@ from labkit.moe_persistent_grid.reference import GROUP, Int4
 
 UP, DOWN = (1, 2, 4, 8), (1, 2, 4, 8, 16)  # values of a result that a program may have: a word of each row a register
 WASTE = 1.25  # units that a program's blocks may hold, in units that there are
-CHOICE = Rows(8, 8, 2048, 4)  # of 54 timed on an H100 the fastest for two of three models
+CHOICE = Rows(8, 8, 2048, 4)  # of 54 timed on an H100 the fastest for two of three models, Mixtral not among them
 # fp32's sign and exponent of 128 and of 2048. Arguments, so that a mask and they are one instruction: of two constants
 # the compiler makes two.
 HEADS = {"head_128": 0x43000000, "head_2048": 0x45000000}

@@ -171,7 +171,7 @@ def words_said(rows: pd.DataFrame) -> str:
         return "INT4 weights as words were not timed beside ours."
     models = f"{len(table)} models, by words / as it is ×{_span(table['ratio'])}"
     better = ", ".join(table.loc[table["verdict"] == "slower", "model"])
-    where = f" Words are faster for {better}." if better else " So instructions are not its time."
+    where = f" Words are faster for {better}." if better else ""
     return f"the layer as it is, beside words, is {counted(table['verdict'])} of {models}.{where}"
 
 
