@@ -11,7 +11,8 @@ from labkit.moe_persistent_grid import ahead, models, names, one_token_words, st
 from labkit.moe_persistent_grid.kernels import LayerInputs
 from labkit.moe_persistent_grid.reference import GROUP, Int4
 
-SHAPES = (models.QWEN3_30B, models.QWEN35_35B, models.QWEN3_NEXT)  # of Mixtral a few bytes are spilled
+SHAPES = (models.QWEN3_30B, models.QWEN35_35B, models.QWEN3_NEXT, models.MIXTRAL)
+SPILLED = {(models.MIXTRAL.name, "gemm1"): 32}  # bytes: its rows are two blocks, of sixteen rows at once
 
 
 def launches(model, experts=1):
@@ -46,14 +47,15 @@ def loop(code):
 
 @pytest.mark.parametrize("model", SHAPES, ids=lambda model: model.name)
 def test_weights_take_few_instructions_and_nothing_goes_through_shared_memory(model):
-    for launch in launches(model).values():
+    for name, launch in launches(model).items():
+        spilled = SPILLED.get((model.name, name), 0)
         found = compiled.evidence(launch, 90)
         assert not found["matrix"]
-        assert found["spill_bytes"] == 0
+        assert found["spill_bytes"] == spilled
         rows = launch.args["ROWS"] * (2 if "out" not in launch.args else 1)  # gate and up, or down
         assert found["loads"]["128"] >= rows  # one a row
         assert found["barriers"] <= 4
-        assert found["ctas_per_sm"] * found["num_warps"] >= 12
+        assert found["ctas_per_sm"] * found["num_warps"] >= (8 if spilled else 12)
         a_thread = rows * launch.args["BLOCK"] * GROUP / (32 * found["num_warps"])  # weights
         inside = loop(instructions(launch))
         assert not [text for text in inside if re.search(r"\b(LDS|STS|LDSM|STSM|BAR)\b", text)]

@@ -78,7 +78,7 @@ def test_slots_of_an_expert_that_is_not_there_are_left_alone(device):
 
 
 def test_a_program_has_whole_strips_in_turn(device):
-    """Rows whose strips are no multiple of those that a program has: all are written, and once."""
+    """Several strips of few tiles: all rows are written."""
     _, _, held = layer("Q4_K", device)
     made = work(1, device)
     down = routed_integers.grouped_integers(held, table(device), made, TILE)[2]
