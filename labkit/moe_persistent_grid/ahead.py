@@ -3,7 +3,7 @@
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
@@ -14,7 +14,7 @@ from labkit.bench.spec import Case
 from labkit.evidence import compiled
 from labkit.launch import Launch
 from labkit.moe_persistent_grid import names, trials
-from labkit.moe_persistent_grid.choose import Config
+from labkit.moe_persistent_grid.choose import Config, Words
 
 HERE = "labkit.moe_persistent_grid.ahead"
 Source = tuple[str, Mapping[str, Any]]
@@ -45,8 +45,6 @@ def _of(x: Case, variants: Sequence[str], capability: int) -> Iterator[tuple[Any
     for name, make in ((names.GROUPED, "grouped_mm"), (names.LIGER, "liger")):
         if name in variants:
             yield [make, x["T"], *_shape(x)], (f"{HERE}:{make}", {"params": dict(x.params)})
-    if names.WORDS in variants:
-        yield ["words", *_shape(x)], (f"{HERE}:words", {"params": dict(x.params)})
 
 
 def _shape(x: Case) -> list[Any]:
@@ -80,10 +78,12 @@ def _configs(x: Case, variants: Sequence[str]) -> Iterator[tuple[Sequence[str], 
             yield list(dict.fromkeys(("gemm1", one.gemm))), trials.configured(x, one), False
         return
     gemms = {"layer": GEMMS, "waves": GEMMS[:1]}.get(x.op, (x.op,))
-    for make, options in (names.makers(x.op, x["weights"])[name] for name in variants):
+    for make, options in (names.makers(x.op, x["weights"], x["T"])[name] for name in variants):
         if make in ("layer", "gemm") and not options.get("plain"):
             base = {"base": "ours"} if make == "layer" else {}
             yield gemms, trials.config_of(x, _here(), **base | options), bool(options.get("int8"))
+        elif make == "one_token":
+            yield gemms, trials.one_token_config(x, _here(), **options), False
         elif make == "limited":
             yield gemms, trials.config_of(x, _here(), "rule", grid=options["grid"], dependent=False), False
 
@@ -108,29 +108,25 @@ def layer(
 
     dissect: also take their code apart now, for the evidence of the rows; what is found is kept on disk.
     """
-    from labkit.moe_persistent_grid import kernels, w4a8
+    from labkit.moe_persistent_grid import expert_layer, kernels, w4a8
 
     x = Case(op, params)
     [item] = trials.inputs(x, "cpu", 1, 0)
     rows, parts, integers = kernels.sizes(item)
     shared = (torch.empty(size, dtype=item.x.dtype) for size in (rows, parts))
     scratch = kernels.Workspace(x["T"], *shared, torch.empty(integers, dtype=torch.int32))
-    launches = (w4a8.layer if int8 else kernels.layer)(item, Config.of(choice), scratch).launches
+    launches = (w4a8.layer if int8 else expert_layer.layer)(item, config_from(choice), scratch).launches
     found = [launches[name] for name in wanted if name in launches]
     if dissect:
         compiled.evidence(found[0], compiled.offline_capability())
     return found
 
 
-def words(params: Mapping[str, Any]) -> list[Launch]:
-    """Both launches of one token's layer with INT4 weights as words."""
-    from labkit.moe_persistent_grid import kernels, one_token_words
-
-    x = Case("layer", params)
-    [item] = trials.inputs(x, "cpu", 1, 0)
-    hidden = torch.empty(x["top_k"] * x["I"], dtype=item.x.dtype)
-    dependent = kernels.has_dependent_launch(item.x.device)
-    return list(one_token_words.launches(item, hidden, one_token_words.CHOICE, dependent).values())
+def config_from(choice: Mapping[str, Any]) -> Config:
+    """The configuration that `as_dict` has made JSON of, also with words."""
+    rows = choice["rows"] or {}
+    found = Config.of({**choice, "rows": None} if "down_k" in rows else choice)
+    return replace(found, rows=Words(**rows)) if "down_k" in rows else found
 
 
 def grouped_mm(params: Mapping[str, Any]) -> list[Launch]:

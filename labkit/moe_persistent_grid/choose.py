@@ -28,6 +28,9 @@ UNPACK = ("join", "split", "twice")
 ROWS = (1, 2, 4, 8, 16, 32)
 ROWS_K = (128, 256, 512, 1024, 2048, 4096)
 SOURCE_BLOCKS_M = (16, 64)
+WORDS_UP, WORDS_DOWN = (1, 2, 4, 8), (1, 2, 4, 8, 16)  # of INT4 as words: a word of each row is a register
+WORDS_K = (*ROWS_K, 8192)
+WORDS_FROM = 28 << 20  # weights of one token's experts, from which INT4 is loaded as words: see `by_words`
 FILL = 3  # CTAs an SM, below which each one needs more loads in flight
 TABLE = "moe_table.json"
 NEAR = 2.0  # a number of tokens this factor off those that were tuned, or less, runs as they do
@@ -82,6 +85,19 @@ class Rows:
 
 
 @dataclass(frozen=True)
+class Words(Rows):
+    """The same with INT4 weights as words of 32 bits; see the table at the top of one_token_words.py.
+
+    block_k: values of gemm1's rows at once, at most; down_k: of gemm2's, along the rows of all slots. A program has a
+    warp for 1024 values, at most num_warps.
+    """
+
+    down: int = 8
+    num_warps: int = 8
+    down_k: int = 2048
+
+
+@dataclass(frozen=True)
 class Config:
     """How an expert layer is run. fused: SiLU(gate) · up at the end of GEMM1; if not, in the K loop of GEMM2.
 
@@ -130,9 +146,18 @@ def check_config(config: Config, int4: bool) -> None:
             raise ValueError(f"{name}.block_k is {tile.block_k} with unpack split; allowed: 64 and more")
     if config.fused and config.gemm1.block_n < 32:
         raise ValueError(f"gemm1.block_n is {config.gemm1.block_n}; allowed: at least 32 where SiLU · up is fused")
+    if isinstance(config.rows, Words):
+        raise ValueError(f"config.rows is {config.rows}; allowed here: Rows. expert_layer.layer also takes Words")
     if config.rows:
         for name, allowed in (("up", ROWS), ("down", ROWS), ("block_k", ROWS_K), ("num_warps", (1, 2, 4, 8))):
             check_one_of(f"rows.{name}", getattr(config.rows, name), allowed)
+
+
+def check_words(rows: Words) -> None:
+    """Raise ValueError, naming the argument, its value and what is allowed, for what the kernels cannot take."""
+    allowed = {"up": WORDS_UP, "down": WORDS_DOWN, "block_k": WORDS_K, "down_k": WORDS_K, "num_warps": (1, 2, 4, 8)}
+    for name, values in allowed.items():
+        check_one_of(f"rows.{name}", getattr(rows, name), values)
 
 
 @cache
@@ -269,6 +294,27 @@ def choose(tokens: int, experts: int, top_k: int, hidden: int, width: int, int4:
     if tuned_tokens is not None:
         return replace(known[tuned_tokens], rows=_rows(tokens, top_k, int4))
     return rule(tokens, experts, top_k, hidden, width, int4, multiprocessors(device))
+
+
+def choose_any(
+    tokens: int, experts: int, top_k: int, hidden: int, width: int, int4: bool, device: torch.device
+) -> Config:
+    """As `choose`, and one token's INT4 weights as words where that is faster: where its experts have many."""
+    found = choose(tokens, experts, top_k, hidden, width, int4, device)
+    if int4 and tokens == 1 and 3 * top_k * hidden * width >= WORDS_FROM:
+        return replace(found, rows=by_words(top_k, width))
+    return found
+
+
+def by_words(top_k: int, width: int) -> Words:
+    """How one token's INT4 weights are loaded as words.
+
+    The fastest of 80 pairs of launches, 54 of them words, on an H100 and an H200, for Qwen3-30B-A3B (36 Mi weights a
+    token), Qwen3-Next-80B-A3B (30 Mi), Mixtral-8x7B and eight experts of 4096 by 1536; for Qwen3.5-35B-A3B (24 Mi)
+    bytes are. Where gemm2's rows of all slots fit one block, all are asked for before gemm1 has ended; of more, a
+    block is two warps' work.
+    """
+    return Words(down_k=8192 if 4096 < top_k * width <= 8192 else 2048)
 
 
 def nearest(tokens: int, known: tuple[int, ...]) -> int | None:

@@ -1,7 +1,8 @@
 """An expert layer in Triton: two grouped GEMMs over tokens sorted by expert, with bf16 or INT4 weights.
 
 Launches, in order; the first one or two are routing's (see routing.py), and one token needs none of those (it has two
-launches of its own, see one_token.py, unless its configuration asks for tiles):
+launches of its own, see one_token.py, unless its configuration asks for tiles). expert_layer.py chooses between these
+kernels and those of one_token_words.py.
 
 | launch       | programs       | what it does                                                                         |
 |--------------|----------------|--------------------------------------------------------------------------------------|

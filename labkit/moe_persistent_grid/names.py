@@ -8,7 +8,7 @@ RULE = "ours, by the rule"
 OTHER_TOKENS = "ours, tuned for other tokens"
 ORDINARY = "ours, launches that wait"
 BY_TILES = "ours, by tiles"  # one token as any other number of them
-WORDS = "ours, INT4 as words"  # of one token
+BYTES, WORDS = "ours, INT4 as bytes", "ours, INT4 as words"  # of one token
 OURS_BF16 = "ours, bf16 weights"
 GROUPED = "F.grouped_mm with Triton around"
 LIGER = "liger-kernel, its host sync left out"
@@ -99,7 +99,7 @@ def layer_variants(weights: str, uniform: bool, ablated: bool) -> dict[str, str]
     if weights != "INT4":
         found |= {GROUPED: "peer"}
         return found | ({LIGER: "peer", LOOP: "baseline"} | _CHOICES if uniform else {})
-    found |= {OURS_BF16: "baseline", RULE: "step", BY_TILES: "step", WORDS: "step"}
+    found |= {OURS_BF16: "baseline", RULE: "step", BY_TILES: "step", BYTES: "step", WORDS: "step"}
     both = (TILES, PERSISTENT) if ablated else ()
     return found | {source(16, grid, int8=int8): "step" for int8 in (False, True) for grid in both}
 
@@ -153,7 +153,7 @@ def _makers(weights: str) -> dict[str, dict[str, Any]]:
     return found
 
 
-def makers(op: str, weights: str) -> dict[str, tuple[str, dict[str, Any]]]:
+def makers(op: str, weights: str, tokens: int = 0) -> dict[str, tuple[str, dict[str, Any]]]:
     """Variant -> the name of its function in `trials`, and the arguments that make it this variant."""
     if op == "waves":
         grids = {TILES: "tiles", PERSISTENT: "filled"}
@@ -163,10 +163,11 @@ def makers(op: str, weights: str) -> dict[str, tuple[str, dict[str, Any]]]:
     if op in ("gemm1", "gemm2"):
         return {name: ("gemm", options) for name, options in _makers(weights).items()} | {READ: ("read", {})}
     found: dict[str, tuple[str, dict[str, Any]]] = {
-        OURS: ("layer", {}),
+        OURS: ("one_token" if weights == "INT4" and tokens == 1 else "layer", {}),
         ORDINARY: ("layer", {"dependent": False}),
         BY_TILES: ("layer", {"rows": False}),
-        WORDS: ("by_words", {}),
+        BYTES: ("one_token", {"words": False}),
+        WORDS: ("one_token", {"words": True}),
         RULE: ("layer", {"base": "rule"}),
         OTHER_TOKENS: ("layer", {"tokens": TUNED_FOR}),
         OURS_BF16: ("layer", {"plain": True}),

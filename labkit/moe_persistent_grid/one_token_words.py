@@ -1,7 +1,7 @@
 """An expert layer of one token with INT4 weights loaded as words of 32 bits: fewer instructions a weight.
 
 The same two launches as one_token.py: SiLU(gate) · up of rows of one slot's expert, then rows of w2 of all of the
-token's experts, weighted and summed.
+token's experts, weighted and summed. `expert_layer.layer` takes them where they are faster.
 
 Hypothesis: one_token.py executes so many instructions a weight that these, and not the memory, are its time: its tokens
 and its bytes come in other layouts than its products want, and go through shared memory in every step. Here nothing
@@ -18,11 +18,13 @@ does but the sums at the end. The page of study 04 judges it, model by model.
 |                         | these two places                                                                       |
 | units of a whole group  | 128 values that share a scale; w2's of all slots are one line of units, so that        |
 |                         | neither a number of slots nor of groups must be a power of two                         |
+| w2's units in one block | where they fit: all are then on their way before the launch before has ended, and none |
+|                         | is waited for after; a loop over blocks has that wait in every step                    |
 
-Compiled for sm_90 by Triton 3.7.1 (the recorded rows: by 3.6.0), as `CHOICE` has it, for Qwen3-30B-A3B, Qwen3.5-35B-A3B
-and Qwen3-Next-80B-A3B: 3.2 to 3.3 instructions a weight in the loop, with what comes before and after it 3.6 to 4.3, no
-spills, at most 168 registers, four barriers, all after the loop. Gate and up of Mixtral-8x7B, whose rows are two
-blocks, takes 255 registers and spills 32 bytes.
+Compiled for sm_90 by Triton 3.7.1 (the recorded rows: by 3.6.0), as `choose.by_words` has it, for Qwen3-30B-A3B,
+Qwen3.5-35B-A3B, Qwen3-Next-80B-A3B and Mixtral-8x7B: 3.2 to 3.4 instructions a weight in the loop, with what comes
+before and after it 3.7 to 4.3, no spills, at most 168 registers. gemm1 is one warp a program and has neither barriers
+nor shared memory; gemm2 has four barriers, all after the loop.
 
 Sums are in fp32, in an order that depends on the choice alone. That a sum begins at up to 2056 times x and ends near
 eight times that loses up to nine of fp32's 24 bits, of which bf16 has eight.
@@ -31,7 +33,6 @@ Sources: one_token.py; the masks are those of kernels.py, to fp32.
 """
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -39,19 +40,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from labkit.checks import check_one_of
 from labkit.dependent import wait_for_inputs
 from labkit.gemv.kernels import has_dependent_launch
 from labkit.launch import Launch
-from labkit.moe_persistent_grid import choose, routing
-from labkit.moe_persistent_grid.choose import Rows
-from labkit.moe_persistent_grid.kernels import Layer, LayerInputs, Workspace, _silu_up, check_layer, options_of
-from labkit.moe_persistent_grid.kernels import workspace as workspace_of
+from labkit.moe_persistent_grid import routing
+from labkit.moe_persistent_grid.choose import Config, Words, check_words
+from labkit.moe_persistent_grid.kernels import Layer, LayerInputs, Workspace, _part, _silu_up, options_of, workspace
 from labkit.moe_persistent_grid.reference import GROUP, Int4
 
-UP, DOWN = (1, 2, 4, 8), (1, 2, 4, 8, 16)  # values of a result that a program may have: a word of each row a register
-WASTE = 1.25  # units that a program's blocks may hold, in units that there are
-CHOICE = Rows(8, 8, 2048, 4)  # of 54 timed on an H100 the fastest for two of three models, Mixtral not among them
 # fp32's sign and exponent of 128 and of 2048. Arguments, so that a mask and they are one instruction: of two constants
 # the compiler makes two.
 HEADS = {"head_128": 0x43000000, "head_2048": 0x45000000}
@@ -215,68 +211,49 @@ def _down_kernel(
     tl.store(out + n + tl.arange(0, ROWS), sums.to(out.dtype.element_ty))
 
 
-def launches(x: LayerInputs, hidden: Tensor, rows: Rows, dependent: bool) -> Mapping[str, Launch]:
-    """Both launches for inputs of one token that have been checked. hidden: [top_k · I], of x's dtype.
-
-    rows.block_k: at most so many values of a row, or of the rows of all slots, at once. ValueError for weights that are
-    not INT4, for more than one token, for rows that the kernels cannot take, or for bf16 values that do not begin at a
-    multiple of 8 bytes.
-    """
-    T, E, top_k, H, width = x.shape
-    if not (isinstance(x.w1, Int4) and isinstance(x.w2, Int4)):
-        raise ValueError(f"w1 is {x.w1.dtype}; allowed: INT4")
-    if T != 1:
-        raise ValueError(f"x has {T} tokens; allowed: one")
-    _check_rows(rows)
-    four = x.x.dtype == torch.bfloat16
-    shared = {"ids": x.ids, "E": E, "FOUR": four, "DEPENDENT": dependent, **HEADS}
-    up = {"x": _by_four("x", x.x, four), "hidden": hidden, "N": 2 * width, "K": H, "ROWS": rows.up}
-    down = {"hidden": _by_four("hidden", hidden, four), "weights": x.weights, "out": x.out, "N": H, "K": width}
+def launches(x: LayerInputs, hidden: Tensor, rows: Words, dependent: bool) -> Mapping[str, Launch]:
+    """Both launches for inputs of one token with INT4 weights that have been checked. hidden: [top_k · I], as x."""
+    _, E, top_k, H, width = x.shape
+    shared = {"ids": x.ids, "E": E, "DEPENDENT": dependent, **HEADS}
+    up = {**_values_of("x", x.x), "hidden": hidden, "N": 2 * width, "K": H, "ROWS": rows.up}
+    down = {**_values_of("hidden", hidden), "weights": x.weights, "out": x.out, "N": H, "K": width}
     down |= {"TOP_K": top_k, "ROWS": rows.down}
-    grids = {"gemm1": (width // rows.up, top_k), "gemm2": (H // rows.down,)}
-    made: dict[str, tuple[Any, Int4, int, dict[str, Any]]] = {
-        "gemm1": (_up_kernel, x.w1, H // GROUP, up),
-        "gemm2": (_down_kernel, x.w2, top_k * width // GROUP, down),
+    made = {
+        "gemm1": (_up_kernel, (width // rows.up, top_k), _blocks(x.w1, H, rows.block_k) | shared | up),
+        "gemm2": (_down_kernel, (H // rows.down,), _blocks(x.w2, top_k * width, rows.down_k) | shared | down),
     }
-    found = {}
-    for name, (kernel, w, units, own) in made.items():
-        block = _most(units, rows.block_k // GROUP)
-        args = shared | own | {"w": w.packed.view(torch.int32), "scales": w.scales, "BLOCK": block}
-        found[name] = Launch(kernel, grids[name], args, options_of(args, max(1, min(rows.num_warps, block // 8))))
-    return found
+    return {
+        name: Launch(kernel, grid, args, options_of(args, max(1, min(rows.num_warps, args["BLOCK"] // 8))))
+        for name, (kernel, grid, args) in made.items()
+    }
 
 
-def _check_rows(rows: Rows) -> None:
-    for name, allowed in (("up", UP), ("down", DOWN), ("block_k", choose.ROWS_K), ("num_warps", (1, 2, 4, 8))):
-        check_one_of(f"rows.{name}", getattr(rows, name), allowed)
+def _values_of(name: str, x: Tensor) -> dict[str, Any]:
+    """x as the kernels take it: bf16 as words of four values, if it begins where such words may."""
+    four = x.dtype == torch.bfloat16 and x.data_ptr() % 8 == 0
+    return {name: x.view(torch.int64) if four else x, "FOUR": four}
 
 
-def _by_four(name: str, x: Tensor, four: bool) -> Tensor:
-    """x, or its bf16 values as words of four."""
-    if not four:
-        return x
-    if x.data_ptr() % 8:
-        raise ValueError(f"{name} begins {x.data_ptr() % 8} bytes after a multiple of 8; allowed: a multiple of 8")
-    return x.view(torch.int64)
+def _blocks(w: Int4, values: int, most: int) -> dict[str, Any]:
+    """w as words, and the units of a block: of at most so many values, and no more than hold all that there are."""
+    block = min(most // GROUP, triton.next_power_of_2(values // GROUP))
+    return {"w": w.packed.view(torch.int32), "scales": w.scales, "BLOCK": block}
 
 
-def _most(units: int, most: int) -> int:
-    """Units of a block, a power of two: as many as allowed, if blocks of so many are not much more than there are."""
-    found = min(most, triton.next_power_of_2(units))
-    while found > 1 and triton.cdiv(units, found) * found > WASTE * units:
-        found //= 2
-    return found
-
-
-def layer(x: LayerInputs, rows: Rows | None = None, scratch: Workspace | None = None, dependent: bool = True) -> Layer:
-    """As `kernels.layer`, of one token, by words. rows: None: `CHOICE`.
+def layer(x: LayerInputs, config: Config, scratch: Workspace | None = None, check_ids: bool = False) -> Layer:
+    """As `kernels.layer`, of one token with INT4 weights, for inputs that have been checked; config.rows: `Words`.
 
     Raises ValueError naming the argument, its value and what is allowed.
     """
-    check_layer(x)
-    _, E, top_k, H, width = x.shape
-    rows = CHOICE if rows is None else rows
-    hidden = (workspace_of(x) if scratch is None else scratch).hidden[: top_k * width]
-    made = launches(x, hidden, rows, dependent and has_dependent_launch(x.x.device))
-    config = choose.rule(1, E, top_k, H, width, True)
-    return Layer(replace(config, rows=rows), routing.one_token(x.ids, E, config.block_m), made)
+    T, E, top_k, _, width = x.shape
+    rows = config.rows
+    if not isinstance(rows, Words) or not x.int4:
+        raise ValueError(f"config.rows is {rows}, INT4 weights: {x.int4}; allowed: Words, with INT4 weights alone")
+    if T > 1:
+        raise ValueError(f"config.rows is {rows} with {T} tokens; allowed: only for one token")
+    check_words(rows)
+    scratch = workspace(x) if scratch is None else scratch
+    hidden = _part("hidden", scratch.hidden, top_k * width, x)
+    dependent = config.dependent and has_dependent_launch(x.x.device)
+    found = routing.one_token(x.ids, E, config.block_m, check_ids)
+    return Layer(config, found, launches(x, hidden, rows, dependent))

@@ -97,8 +97,10 @@ def roles(x: Case) -> dict[str, str]:
     if x["T"] == names.TUNED_FOR:
         found.pop(names.OTHER_TOKENS, None)
     if x["T"] > 1:
-        for name in (names.BY_TILES, names.WORDS):
+        for name in (names.BY_TILES, names.BYTES, names.WORDS):
             found.pop(name, None)
+    elif x["weights"] == "INT4":  # nothing about one token is tuned
+        found.pop(names.RULE, None)
     if x["T"] > READ_UP_TO:
         for name in (names.READ, names.ORDINARY):
             found.pop(name, None)
@@ -119,7 +121,7 @@ def _candidate(choice: choose.Candidate) -> Variant:
 
 
 def _variant(x: Case, name: str, role: str) -> Variant:
-    make, options = names.makers(x.op, x["weights"])[name]
+    make, options = names.makers(x.op, x["weights"], x["T"])[name]
     prepare = getattr(trials, make)
     return Variant(
         name, role, f"{HERE}:{make}", lambda x, device, sets, seed: prepare(x, device, sets, seed, **options), options,

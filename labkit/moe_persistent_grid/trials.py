@@ -219,14 +219,23 @@ def layer(x: Case, device: Any, sets: int, seed: int, **how: Any) -> Trial:
     return _layer(x, items, made, facts, INT8 if int8 else EXACT, kind, not found.fused and not int8)
 
 
-def by_words(x: Case, device: Any, sets: int, seed: int) -> Trial:
-    """The lab's layer of one token with INT4 weights loaded as words."""
-    from labkit.moe_persistent_grid import one_token_words
+def one_token(x: Case, device: Any, sets: int, seed: int, words: bool | None = None) -> Trial:
+    """The lab's layer of one token with INT4 weights; words: loaded as words, or None: as the lab chooses."""
+    from labkit.moe_persistent_grid import expert_layer
 
     items = _with_outputs(inputs(x, device, sets, seed))
-    scratch = _scratch(x, items[0])
-    made = [one_token_words.layer(item, scratch=scratch) for item in items]
-    return _layer(x, items, made, lambda: {"config": made[0].config.as_dict()})
+    config, scratch = one_token_config(x, device, words), _scratch(x, items[0])
+    made = [expert_layer.layer(item, config, scratch) for item in items]
+    return _layer(x, items, made, lambda: {"config": config.as_dict()})
+
+
+def one_token_config(x: Case, device: Any, words: bool | None = None) -> Config:
+    """The configuration of one token's layer; words: whether INT4 weights are loaded as such, None: as it is chosen."""
+    shape = (x["T"], x["E"], x["top_k"], x["H"], x["I"], x["weights"] == "INT4", torch.device(device))
+    if words is None:
+        return choose.choose_any(*shape)
+    found = choose.choose(*shape)
+    return replace(found, rows=choose.by_words(x["top_k"], x["I"])) if words else found
 
 
 def _own_tables(scratch: Any) -> Any:

@@ -158,21 +158,21 @@ def one_token(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def by_words(rows: pd.DataFrame) -> pd.DataFrame:
-    """One token with INT4 weights loaded as words; ratio: their time over that of ours."""
-    table = _uniform(tables.compared(rows, "layer", names.OURS, names.WORDS))
+    """One token with INT4 weights as words and as bytes; ratio: time by bytes over time by words."""
+    table = _uniform(tables.compared(rows, "layer", names.WORDS, names.BYTES))
     table = table.drop(columns=["T", "weights", "routing"], errors="ignore")
-    return table.rename(columns=UNITS | {"against us": "µs by words"})
+    return table.rename(columns=UNITS | {"us": "µs by words", "against us": "µs by bytes"})
 
 
 def words_said(rows: pd.DataFrame) -> str:
     """Whether fewer instructions a weight are worth anything to one token."""
-    table = _uniform(tables.compared(rows, "layer", names.OURS, names.WORDS))
+    table = _uniform(tables.compared(rows, "layer", names.WORDS, names.BYTES))
     if table.empty:
-        return "INT4 weights as words were not timed beside ours."
-    models = f"{len(table)} models, by words / as it is ×{_span(table['ratio'])}"
-    better = ", ".join(table.loc[table["verdict"] == "slower", "model"])
-    where = f" Words are faster for {better}." if better else ""
-    return f"the layer as it is, beside words, is {counted(table['verdict'])} of {models}.{where}"
+        return "INT4 weights as words were not timed beside bytes."
+    models = f"{len(table)} models, by bytes / by words ×{_span(table['ratio'])}"
+    worse = ", ".join(table.loc[table["verdict"] == "slower", "model"])
+    where = f" Bytes are faster for {worse}." if worse else ""
+    return f"words are {counted(table['verdict'])} of {models}.{where}"
 
 
 def other_runs(rows: pd.DataFrame) -> pd.DataFrame:

@@ -1,6 +1,6 @@
 """One token's INT4 layer by words against float64; the same bits in every run."""
 
-from dataclasses import asdict
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,33 +9,39 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from labkit.bench.spec import Case
-from labkit.moe_persistent_grid import choose, names, one_token_words, reference, study
-from labkit.moe_persistent_grid.choose import Rows
+from labkit.moe_persistent_grid import choose, expert_layer, kernels, names, reference, study
+from labkit.moe_persistent_grid.choose import Rows, Words
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
+def layer(x, rows=None):
+    _, E, top_k, H, width = x.shape
+    rows = choose.by_words(top_k, width) if rows is None else rows
+    return expert_layer.layer(x, replace(choose.rule(1, E, top_k, H, width, True), rows=rows))
+
+
 def errors(x, rows=None):
     x.out.fill_(float("nan"))
-    one_token_words.layer(x, rows)()
+    layer(x, rows)()
     return reference.errors(x.out, reference.layer(x.x, x.ids, x.weights, x.w1, x.w2))
 
 
 @settings(max_examples=4 if DEVICE == "cpu" else 100, deadline=None)
 @given(
     st.integers(1, 12), st.integers(1, 3), st.sampled_from((128, 384)), st.sampled_from((128, 256)),
-    st.sampled_from(one_token_words.UP[2:]), st.sampled_from(one_token_words.DOWN[2:]), st.sampled_from(choose.ROWS_K),
-    st.sampled_from((1, 4)), st.integers(0, 99),
+    st.sampled_from(choose.WORDS_UP[2:]), st.sampled_from(choose.WORDS_DOWN[2:]), st.sampled_from(choose.WORDS_K),
+    st.sampled_from(choose.WORDS_K), st.sampled_from((1, 4)), st.integers(0, 99),
 )  # fmt: skip
-def test_any_one_token_by_words(experts, top_k, hidden, width, up, down, block_k, num_warps, seed):
+def test_any_one_token_by_words(experts, top_k, hidden, width, up, down, block_k, down_k, num_warps, seed):
     x = inputs(1, experts, min(top_k, experts), hidden, width, DEVICE, True, seed=seed)
-    found = errors(x, Rows(up, down, block_k, num_warps))
+    found = errors(x, Words(up, down, block_k, num_warps, down_k))
     assert found.ok
     assert found.rms < 2e-4  # what starting from 2056 times x costs
 
 
 def test_one_value_a_program(device):
-    assert errors(inputs(1, 1, 1, 128, 128, device, True, empty=0), Rows(1, 1, 128, 1)).ok
+    assert errors(inputs(1, 1, 1, 128, 128, device, True, empty=0), Words(1, 1, 128, 1, 128)).ok
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -71,7 +77,7 @@ def test_slots_without_an_expert_add_nothing(device):
 
 def test_two_runs_have_the_same_bits(device):
     x = inputs(1, 6, 2, 128, 256, device, True)
-    made = one_token_words.layer(x)
+    made = layer(x)
     assert list(made.launches) == ["gemm1", "gemm2"]
     made()
     first = x.out.clone()
@@ -82,39 +88,57 @@ def test_two_runs_have_the_same_bits(device):
 
 def test_ids_may_be_of_64_bits_and_change_between_calls(device):
     x = inputs(1, 6, 2, 128, 128, device, True)
-    x = one_token_words.replace(x, ids=x.ids.long())
-    made = one_token_words.layer(x)
+    x = replace(x, ids=x.ids.long())
+    made = layer(x)
     for ids in ([0, 1], [5, 2]):
         x.ids.copy_(torch.tensor([ids]))
         made()
         assert reference.errors(x.out, reference.layer(x.x, x.ids, x.weights, x.w1, x.w2)).ok
 
 
-def test_what_it_cannot_take_is_named(device):
-    with pytest.raises(ValueError, match=r"w1 is torch.float32; allowed: INT4"):
-        one_token_words.layer(inputs(1, 3, 2, 128, 128, device))
-    with pytest.raises(ValueError, match="x has 2 tokens; allowed: one"):
-        one_token_words.layer(inputs(2, 3, 2, 128, 128, device, True))
-    x = inputs(1, 3, 2, 128, 128, device, True)
-    for changed, message in (({"up": 16}, "rows.up is 16; allowed: 1, 2"), ({"block_k": 64}, "rows.block_k is 64")):
-        with pytest.raises(ValueError, match=message):
-            one_token_words.layer(x, Rows(**changed))
+def test_activations_may_begin_anywhere(device):
     x = inputs(1, 3, 2, 128, 128, device, True, dtype=torch.bfloat16)
-    moved = torch.zeros(1, 129, dtype=torch.bfloat16, device=device)[:, 1:]
-    with pytest.raises(ValueError, match="x begins 2 bytes after a multiple of 8; allowed: a multiple of 8"):
-        one_token_words.layer(one_token_words.replace(x, x=moved))
+    moved = replace(x, x=torch.zeros(1, 129, dtype=torch.bfloat16, device=device)[:, 1:].copy_(x.x))
+    assert [layer(one).launches["gemm1"].args["FOUR"] for one in (x, moved)] == [True, False]
+    assert layer(moved).launches["gemm2"].args["FOUR"]
+    errors(x)
+    errors(moved)
+    assert torch.equal(x.out, moved.out)  # one tensor for both
 
 
-def test_blocks_hold_few_units_that_there_are_not():
-    found = {units: one_token_words._most(units, 32) for units in (1, 2, 3, 16, 32, 40, 48, 224)}
-    assert found == {1: 1, 2: 2, 3: 1, 16: 16, 32: 32, 40: 16, 48: 16, 224: 32}
+def test_what_it_cannot_take_is_named(device):
+    with pytest.raises(ValueError, match=r"config.rows is Words\(.*\), INT4 weights: False; allowed: Words, with INT4"):
+        layer(inputs(1, 3, 2, 128, 128, device), Words())
+    with pytest.raises(ValueError, match=r"config.rows is Words\(.*\) with 2 tokens; allowed: only for one token"):
+        layer(inputs(2, 3, 2, 128, 128, device, True), Words())
+    x = inputs(1, 3, 2, 128, 128, device, True)
+    for changed, message in (({"up": 16}, "rows.up is 16; allowed: 1, 2"), ({"down_k": 64}, "rows.down_k is 64")):
+        with pytest.raises(ValueError, match=message):
+            layer(x, Words(**changed))
+    with pytest.raises(ValueError, match=r"config.rows is Words\(.*\); allowed here: Rows"):
+        kernels.layer(x, replace(choose.rule(1, 3, 2, 128, 128, True), rows=Words()))
+    short = replace(kernels.workspace(x), hidden=x.x.new_empty(8))
+    with pytest.raises(ValueError, match=r"scratch.hidden is 8 values"):
+        expert_layer.layer(x, replace(choose.rule(1, 3, 2, 128, 128, True), rows=Words()), short)
 
 
-def test_the_study_times_it_for_one_token_of_int4():
+def test_other_layers_are_those_of_their_own_kernels(device):
+    for tokens, rows in ((1, Rows), (2, type(None))):
+        x = inputs(tokens, 3, 2, 128, 128, device, True)
+        made = expert_layer.layer(x)
+        assert type(made.config.rows) is rows
+        made()
+        first = x.out.clone()
+        kernels.layer(x)()
+        assert torch.equal(first, x.out)
+
+
+@pytest.mark.parametrize("name", [names.WORDS, names.BYTES])
+def test_the_study_times_both_for_one_token_of_int4(name):
     shape = {"model": "tiny", "E": 3, "H": 128, "I": 128, "top_k": 2, "T": 1, "routing": "zipf 1"}
     shape["activations"] = "fp32"
     x = Case("layer", shape | {"weights": "INT4"})
-    (variant,) = (one for one in study.variants(x) if one.name == names.WORDS)
+    (variant,) = (one for one in study.variants(x) if one.name == name)
     found = variant.prepare(x, DEVICE, 2, 0)
     found.poison()
     assert not found.written()
@@ -122,6 +146,6 @@ def test_the_study_times_it_for_one_token_of_int4():
         call()
     assert found.written()
     assert all(error <= found.tolerance[name] for name, error in found.check().items())
-    assert found.facts()["config"]["rows"] == asdict(one_token_words.CHOICE)
+    assert ("down_k" in found.facts()["config"]["rows"]) == (name == names.WORDS)
     for other in (Case("layer", shape | {"weights": "fp32"}), Case("layer", shape | {"weights": "INT4", "T": 5})):
-        assert names.WORDS not in study.roles(other)
+        assert name not in study.roles(other)
