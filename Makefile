@@ -21,12 +21,14 @@ report: setup ## Run every notebook and write reports/index.html
 test: setup ## Check everything: style, notebooks, tests
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports --no-cache
 	$(BIN)/nbstripout --keep-id --verify notebooks/*.ipynb
 	$(BIN)/pytest --nbmake --nbmake-timeout=300 notebooks
 	$(BIN)/pytest -n auto --maxprocesses=4 --dist=loadfile --no-loadscope-reorder
 
-lab: setup ## Open JupyterLab at 127.0.0.1
-	@$(BIN)/jupyter-lab --ip=127.0.0.1 --notebook-dir=notebooks $(ROOT)
+lab: setup ## Open JupyterLab at 127.0.0.1, on copies of the notebooks in lab/
+	@$(BIN)/python -c "from pathlib import Path; from labkit.workflow import notebooks; notebooks.copy_into(Path('lab'))"
+	@$(BIN)/jupyter-lab --ip=127.0.0.1 --notebook-dir=lab $(ROOT)
 
 clean: ## Remove .venv, caches and reports; measurements stay
 	rm -rf .venv .cache .hypothesis .pytest_cache .ruff_cache reports labkit.egg-info

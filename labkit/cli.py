@@ -12,7 +12,7 @@ from typing import Any
 import click
 from click.shell_completion import CompletionItem, get_completion_class
 
-from labkit import __version__, paths, studies
+from labkit import __version__, paths, registry
 
 OK, FAILED, USAGE = 0, 1, 2  # click itself exits with 2 on a UsageError
 INTERRUPTED, TERMINATED = 128 + signal.SIGINT, 128 + signal.SIGTERM
@@ -27,7 +27,7 @@ Exit codes:
 
 def _study(text: str) -> str | None:
     """A study's name from its name, its notebook ("01_state_layout") or its number ("01", "1")."""
-    for name, notebook in studies.NOTEBOOKS.items():
+    for name, notebook in registry.NOTEBOOKS.items():
         number = notebook.partition("_")[0]
         if text in (name, notebook, f"{notebook}.ipynb", number) or (text.isdecimal() and int(text) == int(number)):
             return name
@@ -41,12 +41,12 @@ class StudyName(click.ParamType):
 
     def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
         if (found := _study(value)) is None:
-            known = ", ".join(f"{name} ({notebook})" for name, notebook in studies.NOTEBOOKS.items())
+            known = ", ".join(f"{name} ({notebook})" for name, notebook in registry.NOTEBOOKS.items())
             self.fail(f"unknown study {value!r}; the studies: {known}", param, ctx)
         return found
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-        return [CompletionItem(name) for name in studies.NOTEBOOKS if name.startswith(incomplete)]
+        return [CompletionItem(name) for name in registry.NOTEBOOKS if name.startswith(incomplete)]
 
 
 class GpuName(click.ParamType):
@@ -74,7 +74,7 @@ class Assignment(click.ParamType):
 
         # After an unfinished `-p`, click has not parsed the studies yet; every shell passes the words in COMP_WORDS.
         words = os.environ.get("COMP_WORDS", "").split()
-        chosen = [study for word in words if (study := _study(word))] or studies.NOTEBOOKS
+        chosen = [study for word in words if (study := _study(word))] or registry.NOTEBOOKS
         found = {}
         for study in chosen:
             path = notebooks.source_path(study)
@@ -148,11 +148,11 @@ def run(
     """
     from labkit.workflow import notebooks, reports
 
-    names = [name for name in studies.NOTEBOOKS if name in chosen] or list(studies.NOTEBOOKS)
+    names = [name for name in registry.NOTEBOOKS if name in chosen] or list(registry.NOTEBOOKS)
     can_measure = False
     try:
         short = [*_shorthands(given, source, gpu), *_added(given, names, add)]
-        values = notebooks.assign([studies.load(name) for name in names], [*given, *short])
+        values = notebooks.assign([registry.load(name) for name in names], [*given, *short])
         wants = {name: notebooks.source_of(name, values[name]) for name in names}
         if set(wants.values()) - {"recorded"}:
             problem = notebooks.why_not_measure()
@@ -165,7 +165,9 @@ def run(
     failed = {result.study: result.error for result in results if not result.ok}
     problems = reports.write(failed)
     if failed:
-        click.echo(f"failed: {', '.join(studies.NOTEBOOKS[name] for name in failed)}; their pages show where", err=True)
+        click.echo(
+            f"failed: {', '.join(registry.NOTEBOOKS[name] for name in failed)}; their pages show where", err=True
+        )
     _finish(problems, bool(failed))
 
 
@@ -188,7 +190,7 @@ def _shorthands(given: Sequence[str], source: str | None, gpu: str | None) -> li
 
 def _added(given: Sequence[str], names: Sequence[str], add: Sequence[str]) -> list[str]:
     """--add as the parameter of the one study chosen. UsageError if it takes none, or -p gives the same again."""
-    from labkit.bench import added
+    from labkit.sweep import added
 
     if not add:
         return []
@@ -197,7 +199,7 @@ def _added(given: Sequence[str], names: Sequence[str], add: Sequence[str]) -> li
     target = f"{names[0]}.{added.PARAMETER}"
     if any(text.partition("=")[0].strip() in (added.PARAMETER, target) for text in given):
         raise click.UsageError(f"both --add and -p {added.PARAMETER}=… are given")
-    if problem := added.why_none(studies.load(names[0])):
+    if problem := added.why_none(registry.load(names[0])):
         raise click.UsageError(problem)
     return [f"{target}={json.dumps(list(add))}"]
 
@@ -233,36 +235,35 @@ def report() -> None:
 @click.option("--stale", is_flag=True, help="Name the rows recorded with an earlier kernel; exit 1 if there are any.")
 def list_(stale: bool) -> None:
     """List the studies, the claims that each tests, and the GPUs recorded for it."""
-    from labkit.bench.records import RecordError
-    from labkit.workflow import recorded
-
     try:
-        old = _list_stale(recorded) if stale else _list_all(recorded)
-    except RecordError as problem:
+        old = _list_stale() if stale else _list_all()
+    except ValueError as problem:  # a RecordError
         raise click.ClickException(str(problem)) from None
     sys.exit(FAILED if old else OK)
 
 
-def _list_all(recorded: Any) -> bool:
-    for name, notebook in studies.NOTEBOOKS.items():
-        study = studies.load(name)
+def _list_all() -> bool:
+    from labkit.workflow import summary
+
+    for name, notebook in registry.NOTEBOOKS.items():
+        study = registry.load(name)
         click.echo(f"{notebook}  {study.title}\n  {study.summary}")
         for claim in study.claims:
             click.echo(f"  claim {claim.id}: {claim.statement} ({claim.source}; published: {claim.published})")
-        for found in recorded.all_rows(name):
+        for found in summary.summaries(name):
             where = "measured here" if found.here else "recorded"
-            dates = sorted(day for day in set(found.rows["utc"].str[:10]))
-            when = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}" if dates else "no rows"
-            old = int(recorded.stale(found.rows).sum())
-            note = f", {old} with an earlier kernel (labkit list --stale)" if old else ""
-            click.echo(f"  {where}: {found.gpu}, {when}, {len(found.rows)} rows{note}")
+            when = " to ".join(found.days) or "no rows"
+            note = f", {found.stale} with an earlier kernel (labkit list --stale)" if found.stale else ""
+            click.echo(f"  {where}: {found.gpu}, {when}, {found.rows} rows{note}")
         click.echo()
     return False
 
 
-def _list_stale(recorded: Any) -> bool:
+def _list_stale() -> bool:
+    from labkit.workflow import recorded
+
     total = 0
-    for name in studies.NOTEBOOKS:
+    for name in registry.NOTEBOOKS:
         for found in recorded.all_rows(name, runs=False):
             old = found.rows[recorded.stale(found.rows)]
             total += len(old)
@@ -294,7 +295,8 @@ def doctor() -> None:
     "--pack", metavar="OUT", type=click.Path(dir_okay=False, path_type=Path), help="Only pack runs/ into OUT."
 )
 @click.option("--figures", is_flag=True, help="Only draw the figures of what is recorded anew.")
-def record(archive: Path | None, pack: Path | None, figures: bool) -> None:
+@click.option("--rehash", is_flag=True, help="Only restamp rows of an earlier schema that are of the present sources.")
+def record(archive: Path | None, pack: Path | None, figures: bool, rehash: bool) -> None:
     """Check measurements and promote them into data/<gpu>/.
 
     Takes what was measured here (runs/), or an archive or folder that came from another machine, which holds
@@ -306,17 +308,21 @@ def record(archive: Path | None, pack: Path | None, figures: bool) -> None:
     labkit record --pack runs.tar.gz    on another machine; then, here:
     labkit record runs.tar.gz
     labkit record --figures             after a change of how they are drawn
+    labkit record --rehash              after a change of how sources are hashed
     """
-    from labkit import studies
+    from labkit import registry
     from labkit.bench.records import RecordError
     from labkit.workflow import archive as archives
 
-    if sum(map(bool, (archive, pack, figures))) > 1:
-        raise click.UsageError("ARCHIVE, --pack and --figures exclude each other")
+    if sum(map(bool, (archive, pack, figures, rehash))) > 1:
+        raise click.UsageError("ARCHIVE, --pack, --figures and --rehash exclude each other")
     if figures:
-        _draw(list(studies.NOTEBOOKS))
+        _draw(list(registry.NOTEBOOKS))
         return
     try:
+        if rehash:
+            _say_rehashed(archives.rehash())
+            return
         if pack:
             click.echo(f"{pack}: {archives.pack(pack)} files")
             return
@@ -332,6 +338,12 @@ def record(archive: Path | None, pack: Path | None, figures: bool) -> None:
     if not done.promoted:
         sys.exit(FAILED)
     _draw(sorted({study for _, study in done.promoted}))
+
+
+def _say_rehashed(done: dict[Path, tuple[int, int]]) -> None:
+    for path, (restamped, left) in done.items():
+        note = f", {left} left: not of the present sources" if left else ""
+        click.echo(f"data/{path.parent.name}/{path.name}: {restamped} rows restamped{note}")
 
 
 def _draw(chosen: list[str]) -> None:

@@ -30,6 +30,10 @@ _TRACE_LINES = 12
 _LOG_LINES = 20
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
+# What reads a notebook imports it by way of jsonschema if it is there, to check a kind of address that notebooks do not
+# have; it then parses a grammar for longer than all the rest takes to start.
+_NOT_IMPORTED = ("rfc3987_syntax",)
+
 
 class IsolatedError(RuntimeError):
     """The called function raised, or its process ended without an answer.
@@ -218,6 +222,7 @@ def _main() -> None:
     answer = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever the function prints, or a library below Python, is progress and not the answer
     die_with_parent(request["parent"])
+    sys.modules.update(dict.fromkeys(_NOT_IMPORTED))
     sys.path.extend(folder for folder in request["path"] if folder not in sys.path)
     try:
         module, _, name = request["target"].partition(":")

@@ -24,16 +24,16 @@ from typing import Any
 
 import pandas as pd
 
-from labkit import isolated, paths, studies
-from labkit.bench import added, machine, records, sweep
+from labkit import paths, registry
+from labkit.bench import machine, records
 from labkit.bench.spec import Case, Floor, Study
-from labkit.evidence import roofline, workers
-from labkit.report import figures
+from labkit.evidence import roofline
+from labkit.report import figures, plots
+from labkit.sweep import added, run
+from labkit.sweep.correctness import COMPILER, INTERPRETER, check_here
 from labkit.workflow import lease, recorded
 
 SOURCES = ("auto", "measure", "recorded")
-INTERPRETER = {"TRITON_INTERPRET": "1"}
-COMPILER = {"TRITON_INTERPRET": None}
 OWN_CAPTION = "Added functions. Ratio: the time of what each is set against over its own; above one, yours is faster."
 OWN_FORMATS = {"ratio": "{:.3f}", "low": "{:.3f}", "high": "{:.3f}"}
 
@@ -83,11 +83,11 @@ def open(
     Raises KeyError for an unknown study, ValueError for a wrong parameter, RuntimeError if source is "measure" and
     there is no GPU, or if no GPU that is recorded has these cases. A study that was never recorded opens without rows.
     """
-    study = studies.load(name)
+    study = registry.load(name)
     study.check(parameters)
     if missing := [rule for rule in study.parameters if rule not in parameters]:
         raise ValueError(f"{name}: parameter {missing[0]!r} is missing; needed: {', '.join(study.parameters)}")
-    known = [slug for slug, _, _ in recorded.files(name, runs=False)]
+    known = [path.parent.name for path, _ in paths.data_files(name, runs=False)]
     if source not in SOURCES:
         raise ValueError(f"source is {source!r}; allowed: {', '.join(SOURCES)}")
     if gpu and gpu not in known:
@@ -274,7 +274,7 @@ class Lab:
         if isinstance(drawn, str):
             return figures.note(f"{entry.label}: {drawn}")
         parts = dict(drawn)
-        figures.add_to_title(parts["fig"], entry.machine.name)
+        plots.add_to_title(parts["fig"], entry.machine.name)
         alt, caption = (f"{entry.machine.name}: {parts.pop('alt')}", f"{parts.pop('caption')} {entry.origin}")
         folder = entry.machine.slug + ("-here" if entry.here else "")
         return figures.show(**parts, alt=alt, caption=caption, name=f"{self.study.name}-{name}", gpu=folder)
@@ -344,16 +344,16 @@ class Lab:
 
     def accesses(self, wanted: Sequence[tuple[Case, str]], capability: int = 90) -> pd.DataFrame:
         """Sectors and lines a request of every global access, derived without a GPU; empty where Triton is missing."""
-        from labkit.evidence import coalescing
+        from labkit.sweep import variants
 
-        return coalescing.for_variants(self.study.name, wanted, capability) if find_spec("triton") else pd.DataFrame()
+        return variants.accesses_for(self.study.name, wanted, capability) if find_spec("triton") else pd.DataFrame()
 
     def compiled(self, wanted: Sequence[tuple[Case, str]], capabilities: Sequence[int]) -> pd.DataFrame:
         """Compiled evidence for several GPUs' generations, made here; where Triton is missing, of the recorded rows."""
-        from labkit.evidence import compiled
+        from labkit.sweep import variants
 
         if find_spec("triton"):
-            return compiled.for_variants(self.study.name, wanted, capabilities)
+            return variants.compiled_for(self.study.name, wanted, capabilities)
         parts = [recorded_evidence(entry.rows, wanted) for entry in self.shown]
         return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame()
 
@@ -402,42 +402,6 @@ def recorded_evidence(rows: pd.DataFrame, wanted: Sequence[tuple[Case, str]]) ->
     return pd.concat([found[["op", "case", "variant"]], evidence.drop(columns="accesses", errors="ignore")], axis=1)
 
 
-def check_here(study: str, interpreted: bool) -> pd.DataFrame:
-    """Check every variant of the study's tiny cases in a process of its own: interpreted, or on the GPU.
-
-    What the interpreter finds is kept until a source of the lab changes; a GPU is asked anew each time.
-    """
-    if not interpreted:
-        loaded = studies.load(study)
-        sweep.compile_ahead(loaded, loaded.tiny, say=lambda line: None)
-        return pd.DataFrame(isolated.call("labkit.lab:check_tiny", study, "cuda", env=COMPILER))
-    [rows] = workers.ask(
-        "labkit.lab:check_tiny", [{"name": study, "device": "cpu"}], env=workers.COMPILING | INTERPRETER
-    )
-    return pd.DataFrame(rows)
-
-
-def check_tiny(name: str, device: str) -> list[dict[str, Any]]:
-    """In the checking process: prepare, poison, call and compare.
-
-    Left out are variants that have nothing to check, and those of libraries, which may not be installed or run here.
-    """
-    study, rows = studies.load(name), []
-    for case in study.tiny:
-        for variant in study.variants(case):
-            if variant.role == "peer":
-                continue
-            trial = variant.prepare(case, device, 2, 0)
-            if trial.check is None:
-                continue
-            if trial.poison:
-                trial.poison()
-            errors = trial.check()
-            ok = all(error <= trial.tolerance[key] for key, error in errors.items())
-            rows.append({"case": case.key, "variant": variant.name, "error": max(errors.values()), "ok": ok})
-    return rows
-
-
 def _recorded(study: Study, parameters: Mapping[str, Any], slug: str) -> Shown:
     folder = paths.DATA / slug
     keys = {(case.op, case.key) for case in study.cases(parameters)}
@@ -456,7 +420,7 @@ def _measure(study: Study, parameters: Mapping[str, Any], processes: int) -> tup
     with _leased() as env:
         if problem := machine.why_no_gpu():
             return None, problem
-        rows = sweep.run(study, parameters, processes, env, _progress())
+        rows = run.run(study, parameters, processes, env, _progress())
     asked = {one.variant for one in added.functions(study, study.add)}
     own = rows[rows["variant"].isin(asked)].reset_index(drop=True)
     rows = rows[~added.is_added(rows)].reset_index(drop=True)

@@ -13,4 +13,14 @@ DATA = ROOT / "data"  # recorded measurements, committed
 FIGURES = ROOT / "figures"  # drawn from data/, committed
 RUNS = ROOT / "runs"  # what this machine measured, not committed
 REPORTS = ROOT / "reports"  # executed notebooks and HTML, not committed
+TABLES = ROOT / "labkit" / "kernels" / "tables"  # choices tuned on recorded GPUs, committed and shipped
 CACHE = ROOT / ".cache"  # may be deleted at any time
+
+# What was tuned on this machine counts more than what is shipped: here, and in the processes that this one starts.
+os.environ.setdefault("LABKIT_TABLES", str(RUNS))
+
+
+def data_files(study: str, *, runs: bool = True) -> list[tuple[Path, bool]]:
+    """Data file of a study, and whether it was measured here, for every GPU; the recorded ones first."""
+    bases = ((DATA, False), (RUNS, True))[: 2 if runs else 1]
+    return [(path, here) for base, here in bases for path in sorted(base.glob(f"*/{study}.parquet"))]

@@ -1,10 +1,14 @@
 """Shared fixtures, and a loud line for every kind of test that this machine could not run."""
 
+import fcntl
 import os
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from missing import NO_BROWSER, NO_GPU
 
 from labkit import paths
 
@@ -16,9 +20,6 @@ KERNEL_DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cp
 collect_ignore_glob = [] if INTERPRETED or KERNEL_DEVICE == "cuda" else ["kernels/*.py"]
 
 LONGEST = ("test_kernels.py", "test_end_to_end.py")
-
-NO_BROWSER = "no Chromium on this machine: the pages were not opened in a browser"
-NO_GPU = "no CUDA device: the GPU tests did not run"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -49,3 +50,23 @@ def reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(paths, "REPORTS", tmp_path / "reports")
     (tmp_path / "reports").mkdir()
     return tmp_path / "reports"
+
+
+@pytest.fixture(scope="session")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Callable[[Path], None]], Path]:
+    """A folder that is made once for all processes of this run: the first that asks makes it, others wait for it."""
+    base = tmp_path_factory.getbasetemp()
+    base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+
+    def folder_of(name: str, make: Callable[[Path], None]) -> Path:
+        folder, made = base / name, base / f"{name}.made"
+        with open(base / f"{name}.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not made.exists():
+                shutil.rmtree(folder, ignore_errors=True)  # of one that failed halfway
+                folder.mkdir()
+                make(folder)
+                made.touch()
+        return folder
+
+    return folder_of

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from labkit.launch import Launch
+from labkit.kernels.launch import Launch
 
 
 @triton.jit

@@ -12,10 +12,11 @@ import numpy as np
 import pandas as pd
 from toy_lab import MACHINE, row
 
-from labkit import studies
-from labkit.bench import records, sweep
+from labkit import registry
+from labkit.bench import records
 from labkit.bench.sha import kernel_sha
 from labkit.bench.spec import Case, Variant
+from labkit.sweep import run as sweep
 
 Us = Callable[[Case, Variant], float]
 
@@ -39,7 +40,7 @@ def make(study: str, parameters: Mapping[str, Any], us: Us, spread: float = 1e-3
 
     us: µs of a variant in a case. spread: relative noise of a sample. changes: columns that are the same in all rows.
     """
-    declared = studies.load(study)
+    declared = registry.load(study)
     found = []
     for case in declared.cases(parameters):
         floor = declared.floor(case)
@@ -75,7 +76,7 @@ def layout_us(ratio: Callable[[int, int], float] | float = 1.0) -> Us:
     """Times of the state layout study at 3 TB/s. ratio: KV / VK, in all cases or as a function of batch and tile."""
 
     def us(case: Case, variant: Variant) -> float:
-        least = 2 + studies.load("state_layout").floor(case).bytes / 3e6
+        least = 2 + registry.load("state_layout").floor(case).bytes / 3e6
         if variant.role == "ceiling":
             return least
         slower = ratio(case["batch"], variant.options["BV"]) if callable(ratio) else ratio
@@ -95,7 +96,7 @@ def gemv_us(over: Mapping[str, float] | Callable[[Case, str], float]) -> Us:
         if name.startswith("empty kernel"):
             return 1.5
         factor = over(case, name) if callable(over) else over.get(name, 1.25)
-        return factor * (2 + studies.load("gemv_coalescing").floor(case).bytes / 3e6)
+        return factor * (2 + registry.load("gemv_coalescing").floor(case).bytes / 3e6)
 
     return us
 
@@ -113,7 +114,7 @@ def decode_us(over: Mapping[str, float] | None = None) -> Us:
         if case.op == "host":
             way, _, part = name.partition(" · ")
             return factor * _host_us(case, way, part)
-        step = studies.load("persistent_tables").floor(case).bytes / 3e6
+        step = registry.load("persistent_tables").floor(case).bytes / 3e6
         if variant.role != "ceiling":
             waits = {"nobody waits": 5, "nothing loaded": 30}
             rest = 20 if variant.mode == "eager" or name.startswith("tables") else 40
@@ -133,8 +134,8 @@ def _host_us(case: Case, way: str, part: str) -> float:
 
 @functools.cache
 def _counts(model: str, parts: int) -> dict[str, int]:
-    from labkit.persistent_tables import tables
-    from labkit.persistent_tables.model import decoder
+    from labkit.kernels.decoder import tables
+    from labkit.kernels.decoder.model import decoder
 
     return tables.counts(tables.lower(tables.Lowering(decoder(model), 132, cache=2048, parts=parts or None)))
 
@@ -160,14 +161,15 @@ def decode_facts(case: Case, variant: Variant) -> dict[str, Any]:
 
 def moe_us(case: Case, variant: Variant) -> float:
     """Times of the study of expert layers at 3 TB/s and 800 TFLOP/s: ours a quarter above, the others a half."""
-    floor = studies.load("moe_persistent_grid").floor(case)
+    floor = registry.load("moe_persistent_grid").floor(case)
     least = max(floor.bytes / 3e6, floor.flops / 8e8)
     return least * {"ceiling": 1.0, "ours": 1.25, "control": 1.25}.get(variant.role, 1.5)
 
 
 def ffn_us(case: Case, variant: Variant) -> float:
     """Times of the study of batched FFN: 1 µs and the bytes at 3 TB/s, times a factor; the cache's by name."""
-    from labkit.batched_ffn import names, study
+    from labkit.studies.batched_ffn import study
+    from labkit.studies.batched_ffn import variants as names
 
     if case.op == "cache":
         return {names.RESIDENT: 100.0, names.COPIES: 150.0, names.NEEDED: 260.0}.get(variant.name, 160.0)
@@ -179,7 +181,8 @@ def ffn_us(case: Case, variant: Variant) -> float:
 
 def batched_ffn(parameters: Mapping[str, Any] = BATCHED_FFN, **changes: Mapping[str, Any]) -> pd.DataFrame:
     """Rows of that study, with the facts that its variants record. changes: by variant, other facts."""
-    from labkit.batched_ffn import names, tables
+    from labkit.studies.batched_ffn import tables
+    from labkit.studies.batched_ffn import variants as names
 
     table = make("batched_ffn", parameters, ffn_us)
     own = {name for some in tables.OURS.values() for name in some}
@@ -194,7 +197,7 @@ def batched_ffn(parameters: Mapping[str, Any] = BATCHED_FFN, **changes: Mapping[
 
 def machine_us(case: Case, variant: Variant) -> float:
     """Times of the machine study: 3 TB/s, 800 TFLOP/s, launches of 2 µs."""
-    floor = studies.load("machine").floor(case)
+    floor = registry.load("machine").floor(case)
     return 2.0 + floor.bytes / 3e6 + floor.flops / 800e6
 
 

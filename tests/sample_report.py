@@ -7,7 +7,7 @@ import pandas as pd
 from nbformat import NotebookNode, v4
 
 from labkit.bench import spec
-from labkit.report import figures, pages
+from labkit.report import figures, pages, plots
 
 LONG = "V-first, BV = 32, four warps, " * 8
 
@@ -42,10 +42,10 @@ def notebook(*, error: bool = False) -> NotebookNode:
     """An executed notebook with everything that a page must show."""
     df = frame()
     axes = {"xlabel": "sequences in the batch", "low": "low", "high": "high"}
-    lines = figures.lines(
+    lines = plots.lines(
         df, "batch", "us", "layout", panel="gpu", ylabel="µs per call", title="One decode step", logx=True, **axes
     )
-    bars = figures.bars(df[df.gpu == "NVIDIA H200"], "batch", "us", "layout", ylabel="µs", title="As bars", **axes)
+    bars = plots.bars(df[df.gpu == "NVIDIA H200"], "batch", "us", "layout", ylabel="µs", title="As bars", **axes)
     wide = df.assign(**{f"column {i}": i * 1000.5 for i in range(12)})
     cells = [
         v4.new_markdown_cell("# State layout of *decode*\n\nWhich layout, and [the machine](00_machine.ipynb#launch)?"),

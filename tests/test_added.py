@@ -18,9 +18,11 @@ from click.testing import CliRunner
 from test_lab import folders, html, layout, replayed, table_of  # noqa: F401 (fixtures)
 from toy_lab import CODE, SLUG, Toy
 
-from labkit import cli, isolated, lab, paths, studies
-from labkit.bench import added, machine, records, spec, sweep
+from labkit import cli, isolated, lab, paths, registry
+from labkit.bench import machine, records, spec
 from labkit.bench.sha import kernel_sha
+from labkit.sweep import added
+from labkit.sweep import run as sweep
 from labkit.workflow import archive, notebooks, recorded
 from labkit.workflow import reports as reports_module
 
@@ -64,7 +66,7 @@ def readme():
 
 def tiny(*texts, study="state_layout"):
     """What functions give on the tiny cases of a study, in the interpreter."""
-    return added.check_tiny(added.with_added(studies.load(study), texts), "cpu", INTERPRETED)
+    return added.check_tiny(added.with_added(registry.load(study), texts), "cpu", INTERPRETED)
 
 
 # what is wrong before anything runs
@@ -95,16 +97,16 @@ def test_a_function_that_is_not_there_is_an_error_before_anything_runs(tmp_path,
     (tmp_path / "empty.py").write_text("")
     (tmp_path / "folder.py").mkdir()
     with pytest.raises(ValueError, match=message):
-        added.functions(studies.load("state_layout"), [text])
+        added.functions(registry.load("state_layout"), [text])
     with pytest.raises(notebooks.UsageError, match=message):
-        notebooks.coerce(studies.load("state_layout"), [f"add={text}"])
+        notebooks.coerce(registry.load("state_layout"), [f"add={text}"])
     done = CliRunner().invoke(cli.main, ["run", "state_layout", "--add", text])
     assert done.exit_code == 2
     assert re.search(message, " ".join(done.output.split()))
 
 
 def test_other_mistakes_are_named_too(write):
-    study = studies.load("state_layout")
+    study = registry.load("state_layout")
     mine = write("def mine(): ...")
     with pytest.raises(ValueError, match=r"my\.py:mine is given twice"):
         added.functions(study, [mine, mine])
@@ -117,7 +119,7 @@ def test_other_mistakes_are_named_too(write):
 
 
 def test_two_functions_of_one_name_are_told_apart_by_their_files(write):
-    study = studies.load("state_layout")
+    study = registry.load("state_layout")
     both = [write("def mine(): ...", name=name) for name in ("a.py", "b.py")]
     third = write("def other(): ...", "other", "a.py")
     Path(both[0].rpartition(":")[0]).write_text("def mine(): ...\ndef other(): ...\n")
@@ -143,7 +145,7 @@ def test_two_functions_of_one_name_are_told_apart_by_their_files(write):
 )
 def test_wrong_usage_of_the_command_is_exit_2(tmp_path, monkeypatch, words, message):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(studies, "NOTEBOOKS", {n: studies.NOTEBOOKS[n] for n in ("machine", "state_layout")})
+    monkeypatch.setattr(registry, "NOTEBOOKS", {n: registry.NOTEBOOKS[n] for n in ("machine", "state_layout")})
     (tmp_path / "my.py").write_text("def mine(): ...")
     monkeypatch.setattr(notebooks, "run", lambda *_, **__: pytest.fail("something runs"))
     done = CliRunner().invoke(cli.main, ["run", *words])
@@ -168,37 +170,38 @@ def test_paths_are_of_the_folder_in_which_the_command_is_called(tmp_path, monkey
 # checked without a GPU
 
 
-@pytest.mark.parametrize("study", ["state_layout", "gemv_coalescing"])
-def test_a_right_function_passes_the_example_of_the_readme_too(write, study):
-    code, name = (GOOD, "my_decode") if study == "state_layout" else readme()
-    found = tiny(write(code, name, "my_kernels.py"), study=study)
-    study = studies.load(study)
+def right(found, name):
+    """Whether a function's result was checked in every case that takes one, and no error found."""
+    study = registry.load(name)
     assert found["ok"].all(), found["reason"].tolist()
     assert found["case"].tolist() == [case.key for case in study.tiny if study.added.takes(case)]
     assert found["error"].between(0, 4e-3).all()
+    return True
 
 
-BAD = {
-    "raises": ("    raise KeyError('seven')", "KeyError: 'seven'"),
-    "wrong": ("    out.fill_(1); state.mul_(1)", "wrong: error of out "),
-    "idle": ("    pass", "wrong: error of out nan"),
+def test_the_example_of_the_readme_is_right(write):
+    code, name = readme()
+    assert right(tiny(write(code, name, "my_kernels.py"), study="gemv_coalescing"), "gemv_coalescing")
+
+
+ENDS = {
     "exits": ("    import sys; sys.exit(3)", "the process died: SystemExit: 3"),
     "killed": ("    import os; os.kill(os.getpid(), 11)", "the process ended without an answer: killed by signal 11"),
 }
 
 
-def test_what_is_wrong_with_a_function_is_said_and_the_others_go_on(write):
-    text = "".join(f"def {name}({NAMES}):\n{body}\n" for name, (body, _) in BAD.items())
+def test_what_ends_its_process_is_said_and_the_others_go_on(write):
+    text = "".join(f"def {name}({NAMES}):\n{body}\n" for name, (body, _) in ENDS.items())
     path = write(text, name="bad.py").rpartition(":")[0]
     code, good = GOOD, "my_decode"
-    found = tiny(*(f"{path}:{name}" for name in BAD), write(code, good))
-    assert list(dict.fromkeys(found["function"])) == [*BAD, good]
-    for name, (_, reason) in BAD.items():
+    found = tiny(*(f"{path}:{name}" for name in ENDS), write(code, good))
+    assert list(dict.fromkeys(found["function"])) == [*ENDS, good]
+    for name, (_, reason) in ENDS.items():
         rows = found[found["function"] == name]
         assert len(rows) == 4  # the tiny cases of the grid; the others take none
         assert not rows["ok"].any()
         assert rows["reason"].iloc[0].startswith(reason)
-    assert found[found["function"] == good]["ok"].all()
+    assert right(found[found["function"] == good], "state_layout")
     later = found[found["function"] == "killed"]["reason"].iloc[1:]
     assert later.str.startswith("not called: in another case, the process ended").all()
 
@@ -211,6 +214,9 @@ def test_what_is_wrong_with_a_function_is_said_and_the_others_go_on(write):
         (f"def mine({NAMES}, *, more): ...", "TypeError: another signature"),
         (f"def mine({NAMES.replace('q, k', 'k, q')}): ...", "TypeError: another signature"),
         ("def mine(x, *rest): ...", "TypeError: another signature"),
+        (f"def mine({NAMES}): raise KeyError('seven')", "KeyError: 'seven'"),
+        (f"def mine({NAMES}): out.fill_(1); state.mul_(1)", "wrong: error of out "),
+        (f"def mine({NAMES}): pass", "wrong: error of out nan"),
         ("mine = 3", "TypeError: it is no function: int"),
         ("def mine(): ...\ndel mine", "AttributeError: "),
         ("import no_such_module\ndef mine(): ...", "ModuleNotFoundError: No module named 'no_such_module'"),
@@ -222,9 +228,9 @@ def test_what_is_wrong_with_a_function_is_said_and_the_others_go_on(write):
         (f"import triton\n@triton.jit\ndef mine({NAMES}): ...", ""),
     ],
 )
-def test_signatures_and_imports(write, tmp_path, text, reason):
+def test_what_is_wrong_with_a_function_is_said(write, tmp_path, text, reason):
     """In this process, which they do not end; the interpreter's path is the same."""
-    study, mine = studies.load("state_layout"), write(text)
+    study, mine = registry.load("state_layout"), write(text)
     journal = records.Journal(tmp_path / "journal")
     keys = [[case.op, case.key] for case in study.tiny[:1]]
     added.try_here(study.name, [mine], "added: mine", keys, "cpu", False, str(journal.path))
@@ -237,7 +243,7 @@ def test_signatures_and_imports(write, tmp_path, text, reason):
 
 def test_a_function_that_does_not_come_back_is_ended(write, tmp_path):
     mine = write(f"import time\ndef mine({NAMES}):\n    time.sleep(60)\n")
-    case = studies.load("state_layout").tiny[0]
+    case = registry.load("state_layout").tiny[0]
     arguments = ("state_layout", [mine], "added: mine", [[case.op, case.key]], "cpu", False, f"{tmp_path}/journal")
     code = f"from labkit.bench import added; added.PATIENCE_S = 1; added.try_here(*{arguments!r})"
     env = {**os.environ, **INTERPRETED, "PYTHONPATH": str(CODE)}
@@ -249,14 +255,16 @@ def test_a_function_that_does_not_come_back_is_ended(write, tmp_path):
 
 
 def test_a_triton_kernel_runs_interpreted_and_files_beside_it_are_found(write):
-    write("from labkit.state_layout.kernels import DecodeInputs, decode_v_first\n", name="beside.py")
+    write("from labkit.studies.state_layout.layouts import DecodeInputs, decode_v_first\n", name="beside.py")
     text = f"from beside import *\ndef mine({NAMES}):\n    decode_v_first(DecodeInputs({NAMES}), 8, 1)()\n"
     found = tiny(write(text))
     assert found["ok"].all(), found["reason"].tolist()
 
 
-def test_the_page_shows_that_it_was_checked_and_not_timed(folders, layout, write):  # noqa: F811
+def test_the_page_shows_that_it_was_checked_and_not_timed(folders, layout, write, monkeypatch):  # noqa: F811
     code, name = GOOD, "my_decode"
+    own = pd.DataFrame({"case": ["x"], "variant": ["KV BV=8"], "error": [1e-4], "ok": [True]})
+    monkeypatch.setattr(lab, "check_here", lambda *_: own)
     made.store(paths.DATA / test_lab.GPU, layout)
     bad = write("def mine(W, x, y): ...")
     x = lab.open("state_layout", add=[write(code, name, "my_kernels.py"), bad], **made.LAYOUT)
@@ -308,7 +316,7 @@ class Lab(test_sweep.Lab):
         super().__init__(folder, monkeypatch)
         self.add, self.tried = [], []
         self.path.parent.mkdir(parents=True)
-        monkeypatch.setattr(studies, "load", lambda name: self.plain())
+        monkeypatch.setattr(registry, "load", lambda name: self.plain())
         monkeypatch.setattr(added, "_module", added._module.__wrapped__)
 
     def plain(self):
@@ -323,7 +331,7 @@ class Lab(test_sweep.Lab):
         return trial
 
     def call(self, target, *args, **options):
-        if target == "labkit.bench.added:try_here":
+        if target == "labkit.sweep.added:try_here":
             self.tried.append(args[2])
             return added.try_here(*json.loads(json.dumps(args)))
         return super().call(target, *args, **options)
@@ -591,6 +599,6 @@ def test_the_command_hands_absolute_paths_to_the_notebook(inside, tmp_path_facto
     done = inside.labkit("run", "layers", "--add", "my.py:mine", cwd=elsewhere)
     assert done.returncode == 0, done.stderr
     assert inside.printed("layers") == [f"['{elsewhere / 'my.py'}:mine']"]
-    done = inside.labkit("run", "ground", "--add", "my.py:mine", cwd=elsewhere)
+    done = inside.command("run", "ground", "--add", "my.py:mine", cwd=elsewhere)
     assert done.returncode == 2
     assert "ground takes no functions of your own; these studies do: layers" in " ".join(done.stderr.split())

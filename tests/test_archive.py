@@ -12,7 +12,7 @@ import pandas as pd
 import pytest
 from toy_lab import GPU, MACHINE, SLUG, Toy
 
-from labkit import paths, studies
+from labkit import paths, registry
 from labkit.bench import records
 from labkit.bench.records import RecordError
 from labkit.workflow import archive, recorded
@@ -43,11 +43,15 @@ def test_what_was_measured_here_is_promoted_whole(toy):
 def test_what_follows_from_early_cases_is_made_anew_from_what_is_recorded(toy, monkeypatch):
     toy.measured(toy.rows())
     settled = []
-    load = studies.load
-    monkeypatch.setattr(studies, "load", lambda name: dataclasses.replace(load(name), settle=settled.append))
+
+    def note(rows, folder):
+        assert rows.exists()
+        settled.append((rows, folder))
+
+    load = registry.load
+    monkeypatch.setattr(registry, "load", lambda name: dataclasses.replace(load(name), settle=note))
     archive.promote()
-    assert set(settled) == {paths.DATA / SLUG}
-    assert all((folder / "layers.parquet").exists() for folder in settled)
+    assert settled == [(paths.DATA / SLUG / "layers.parquet", paths.TABLES / SLUG)]
 
 
 def test_promoting_twice_changes_nothing(toy):

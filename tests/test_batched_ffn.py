@@ -1,11 +1,9 @@
-"""GGUF formats against the package gguf, bit for bit; cache policies by hand and by property; what is compiled."""
+"""GGUF formats against the package gguf, bit for bit; cache policies by hand and by property."""
 
 import functools
 import itertools
 import math
-import re
 from collections import Counter
-from dataclasses import replace
 from itertools import pairwise
 
 import gguf
@@ -17,10 +15,10 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from labkit.batched_ffn import ahead, beside, cache, choose, files, formats, integers, kernels, names, reference, wide
-from labkit.batched_ffn.choose import Choice, Tile, Wide
-from labkit.batched_ffn.formats import FORMATS
-from labkit.evidence import compiled
+from labkit.kernels.gguf import choose, files, formats, reference
+from labkit.kernels.gguf.choose import Choice, Tile, Wide
+from labkit.kernels.gguf.formats import FORMATS
+from labkit.kernels.offload import policies
 
 K_FORMATS = ("Q4_K", "Q5_K", "Q6_K")
 SEEDS = st.integers(0, 2**32 - 1)
@@ -454,34 +452,34 @@ def hits(policy, keys):
 
 
 def test_lru_by_hand():
-    found = cache.LRU(2)
+    found = policies.LRU(2)
     assert hits(found, "abab") == [False, False, True, True]
-    assert found.access("c") == cache.Access(False, "a")
-    assert found.access("b") == cache.Access(True)
-    assert found.access("a") == cache.Access(False, "c")
+    assert found.access("c") == policies.Access(False, "a")
+    assert found.access("b") == policies.Access(True)
+    assert found.access("a") == policies.Access(False, "c")
     assert ("b" in found, "c" in found, len(found)) == (True, False, 2)
 
 
 def test_slru_by_hand():
-    found = cache.SLRU(4)  # 3 protected
+    found = policies.SLRU(4)  # 3 protected
     assert hits(found, "abcd") == [False] * 4
     assert found.segments() == (list("dcba"), [])
     assert hits(found, "ab") == [True] * 2
     assert found.segments() == (list("dc"), list("ba"))
-    assert found.access("e") == cache.Access(False, "c")  # the tail of the probationary ones, all accessed once
+    assert found.access("e") == policies.Access(False, "c")  # the tail of the probationary ones, all accessed once
     assert hits(found, "da") == [True] * 2
     assert found.segments() == (list("e"), list("adb"))
     assert hits(found, "e") == [True]  # protected overflows: its tail to the probationary head
     assert found.segments() == (list("b"), list("ead"))
-    assert found.access("f") == cache.Access(False, "b")  # never the one just inserted, though b has more accesses
-    assert found.access("c") == cache.Access(False, "f")
+    assert found.access("f") == policies.Access(False, "b")  # never the one just inserted, though b has more accesses
+    assert found.access("c") == policies.Access(False, "f")
 
 
 def test_slru_evicts_the_least_accessed():
-    found = cache.SLRU(4)
+    found = policies.SLRU(4)
     hits(found, "aabbccdde")  # a is demoted by d, with two accesses; e has one and is inserted
     assert found.segments() == (list("e"), list("dcb"))
-    found = cache.SLRU(8)  # 6 protected
+    found = policies.SLRU(8)  # 6 protected
     hits(found, "aabbccddeeffgghh")
     assert found.segments() == (list("ba"), list("hgfedc"))
     assert found.access("i").evicted == "a"
@@ -490,7 +488,7 @@ def test_slru_evicts_the_least_accessed():
 
 @pytest.mark.parametrize(("remember", "victim"), [(False, "x"), (True, "w")])
 def test_a_remembered_count_outlives_an_eviction(remember, victim):
-    found = cache.SLRU(8, remember)  # 6 protected: a to f
+    found = policies.SLRU(8, remember)  # 6 protected: a to f
     hits(found, "aabbccddeeff" + "xyzxw")  # z evicts x, which comes back: its first access, or its second
     assert found.segments() == (list("wx"), list("fedcba"))
     assert found.access("v").evicted == victim
@@ -526,28 +524,29 @@ class PlainSLRU:
 @settings(max_examples=200, deadline=None)
 @given(st.integers(1, 9), st.booleans(), st.lists(st.integers(0, 12), max_size=80))
 def test_slru_is_the_plain_one(capacity, remember, keys):
-    found, plain = cache.SLRU(capacity, remember), PlainSLRU(capacity, remember)
+    found, plain = policies.SLRU(capacity, remember), PlainSLRU(capacity, remember)
     for key in keys:
-        assert found.access(key) == cache.Access(*plain.access(key))
+        assert found.access(key) == policies.Access(*plain.access(key))
         assert found.segments() == (plain.probationary, plain.protected)
 
 
 @settings(max_examples=200, deadline=None)
 @given(st.integers(1, 9), st.lists(st.integers(0, 12), max_size=80))
 def test_lru_is_the_plain_one(capacity, keys):
-    found, kept = cache.LRU(capacity), []
+    found, kept = policies.LRU(capacity), []
     for key in keys:
         hit = key in kept
         kept = [one for one in kept if one != key] + [key]
         evicted = kept.pop(0) if len(kept) > capacity else None
-        assert found.access(key) == cache.Access(hit, evicted)
+        assert found.access(key) == policies.Access(hit, evicted)
 
 
 def test_pinned_by_hand():
-    found = cache.Pinned(3, [["a", "b"], ["a", "c"], ["c"], ["a"]])
+    found = policies.Pinned(3, [["a", "b"], ["a", "c"], ["c"], ["a"]])
     assert [found.access(key) for key in "acbbda"] == [
-        cache.Access(True), cache.Access(True), cache.Access(False), cache.Access(True), cache.Access(False, "b"),
-        cache.Access(True),
+        policies.Access(True), policies.Access(True), policies.Access(False), policies.Access(True),
+        policies.Access(False, "b"),
+        policies.Access(True),
     ]  # fmt: skip
     assert (len(found), "b" in found, "d" in found) == (3, False, True)
 
@@ -573,25 +572,25 @@ def fewest_misses(keys, capacity, kept=frozenset()):
 @given(st.integers(1, 4), st.lists(st.integers(0, 5), max_size=14).map(tuple), st.sets(st.integers(0, 5), max_size=4))
 def test_the_oracle_has_the_fewest_misses_possible(capacity, keys, start):
     assume(len(start) <= capacity)
-    oracle = cache.Belady(capacity, [[key] for key in keys], start)
+    oracle = policies.Belady(capacity, [[key] for key in keys], start)
     assert hits(oracle, keys).count(False) == fewest_misses(keys, capacity, frozenset(start))
 
 
 @settings(max_examples=150, deadline=None)
 @given(st.integers(1, 6), TRACES, TRACES)
 def test_no_policy_beats_the_oracle(capacity, trace, first):
-    rates = {name: cache.replay(name, capacity, trace, first) for name in cache.POLICIES}
+    rates = {name: policies.replay(name, capacity, trace, first) for name in policies.POLICIES}
     assert all(one.hits <= rates["belady"].hits for one in rates.values())
     bypassed = sum(len(dispatch) for dispatch in trace if len(dispatch) > capacity)
     assert {(one.accesses, one.bypassed) for one in rates.values()} == {(sum(map(len, trace)), bypassed)}
 
 
-@pytest.mark.parametrize("policy", cache.POLICIES)
+@pytest.mark.parametrize("policy", policies.POLICIES)
 @settings(max_examples=60, deadline=None)
 @given(capacity=st.integers(1, 6), trace=TRACES)
 def test_a_cache_holds_what_it_says(policy, capacity, trace):
     keys = [key for dispatch in trace for key in dispatch]
-    found = cache.make(policy, capacity, trace, trace)
+    found = policies.make(policy, capacity, trace, trace)
     held = {key for key in range(8) if key in found}
     for key in keys:
         access = found.access(key)
@@ -602,16 +601,16 @@ def test_a_cache_holds_what_it_says(policy, capacity, trace):
         assert len(held) == len(found) <= capacity
 
 
-@pytest.mark.parametrize("policy", cache.POLICIES)
+@pytest.mark.parametrize("policy", policies.POLICIES)
 @settings(max_examples=60, deadline=None)
 @given(capacity=st.integers(1, 6), trace=TRACES)
 def test_hits_of_many_keys_are_those_of_each(policy, capacity, trace):
     keys = [key for dispatch in trace for key in dispatch]
-    at_once, one_by_one = (cache.make(policy, capacity, trace, trace) for _ in range(2))
+    at_once, one_by_one = (policies.make(policy, capacity, trace, trace) for _ in range(2))
     at = 0
     while at < len(keys):
         until = at_once.hits(keys, at)
-        assert all(one_by_one.access(key) == cache.HIT for key in keys[at:until])
+        assert all(one_by_one.access(key) == policies.HIT for key in keys[at:until])
         assert all((key in at_once) == (key in one_by_one) for key in range(8))
         if until < len(keys):
             found = at_once.access(keys[until])
@@ -622,20 +621,20 @@ def test_hits_of_many_keys_are_those_of_each(policy, capacity, trace):
 
 def test_a_dispatch_larger_than_the_cache_goes_past_it():
     trace = [["a", "b"], ["a", "b", "c"], ["b", "a"]]
-    assert cache.replay("lru", 2, trace) == cache.Replay(7, 2, 3)
-    assert cache.replay("lru", 3, trace) == cache.Replay(7, 4, 0)
-    assert cache.replay("lru", 2, trace).hit_rate == 2 / 7
-    assert math.isnan(cache.replay("lru", 2, []).hit_rate)
-    assert [cache.bypasses(trace[1], capacity) for capacity in (2, 3)] == [True, False]
+    assert policies.replay("lru", 2, trace) == policies.Replay(7, 2, 3)
+    assert policies.replay("lru", 3, trace) == policies.Replay(7, 4, 0)
+    assert policies.replay("lru", 2, trace).hit_rate == 2 / 7
+    assert math.isnan(policies.replay("lru", 2, []).hit_rate)
+    assert [policies.bypasses(trace[1], capacity) for capacity in (2, 3)] == [True, False]
 
 
 def test_advice_and_frequency_by_hand():
-    assert cache.recommended_slots(40, 256, 8) == 640
-    assert cache.recommended_slots(2, 12, 8) == 24
-    assert cache.most_frequent([["a", "b"], ["c", "b"], ["c"]], 2) == ["b", "c"]
+    assert policies.recommended_slots(40, 256, 8) == 640
+    assert policies.recommended_slots(2, 12, 8) == 24
+    assert policies.most_frequent([["a", "b"], ["c", "b"], ["c"]], 2) == ["b", "c"]
 
 
-@pytest.mark.parametrize("make", [cache.uniform, cache.zipf, cache.local], ids=lambda make: make.__name__)
+@pytest.mark.parametrize("make", [policies.uniform, policies.zipf, policies.local], ids=lambda make: make.__name__)
 def test_a_trace_has_different_experts_and_repeats(make):
     found = make(5, 3, 10, 4, seed=1)
     assert [{layer for layer, _ in dispatch} for dispatch in found] == [{0}, {1}, {2}] * 5
@@ -654,47 +653,47 @@ def shares(trace):
 
 
 def test_traces_are_as_skewed_as_they_say():
-    assert shares(cache.uniform(4000, 1, 20, 1))[0] < 0.07
-    found = shares(cache.zipf(8000, 1, 20, 1))
+    assert shares(policies.uniform(4000, 1, 20, 1))[0] < 0.07
+    found = shares(policies.zipf(8000, 1, 20, 1))
     assert found[:2] == pytest.approx([1 / sum(1 / r for r in range(1, 21)) / r for r in (1, 2)], rel=0.1)
-    steep = cache.zipf(50, 2, 16, 4, exponent=1000.0)  # 3^-1000 is no float
+    steep = policies.zipf(50, 2, 16, 4, exponent=1000.0)  # 3^-1000 is no float
     assert [{e for _, e in dispatch} for dispatch in steep] == [{e for _, e in dispatch} for dispatch in steep[:2]] * 50
     assert {e for _, e in steep[0]} != {e for _, e in steep[1]}  # each layer has its own order
 
 
 def test_local_traces_stay():
     def kept(stay):
-        found = [set(dispatch) for dispatch in cache.local(2000, 1, 200, 4, stay, exponent=0.0)]
+        found = [set(dispatch) for dispatch in policies.local(2000, 1, 200, 4, stay, exponent=0.0)]
         return sum(len(a & b) for a, b in pairwise(found)) / (4 * 1999)
 
     assert kept(1.0) == 1
     assert kept(0.7) == pytest.approx(0.7 + 0.3 * 4 / 200, abs=0.02)
     assert kept(0.0) == pytest.approx(4 / 200, abs=0.01)
     with pytest.raises(ValueError, match=r"stay is 1.5; allowed: 0 to 1"):
-        cache.local(1, 1, 4, 2, stay=1.5)
+        policies.local(1, 1, 4, 2, stay=1.5)
 
 
 def test_tokens_together_by_hand():
     trace = [["a", "b"], ["A"], ["b", "c"], ["B"], ["a", "d"], ["A"]]  # three tokens, two layers
-    assert cache.batched(trace, 2, 2) == [["a", "b", "c"], ["A", "B"], ["a", "d"], ["A"]]
-    assert cache.batched(trace, 1, 2) == trace
-    assert cache.batched([], 4, 2) == []
+    assert policies.batched(trace, 2, 2) == [["a", "b", "c"], ["A", "B"], ["a", "d"], ["A"]]
+    assert policies.batched(trace, 1, 2) == trace
+    assert policies.batched([], 4, 2) == []
     for tokens, layers in ((0, 2), (1, 4), (1, 0)):
         with pytest.raises(ValueError, match=f"trace is 6 dispatches of {layers} layers, {tokens} tokens together; al"):
-            cache.batched(trace, tokens, layers)
+            policies.batched(trace, tokens, layers)
 
 
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: cache.make("fifo", 1), "policy is 'fifo'; allowed: lru, slru, slru_freq, pinned, belady"),
+        (lambda: policies.make("fifo", 1), "policy is 'fifo'; allowed: lru, slru, slru_freq, pinned, belady"),
         *[
-            (lambda name=name: cache.make(name, 0), "capacity is 0; allowed: at least 1 expert")
-            for name in cache.POLICIES
+            (lambda name=name: policies.make(name, 0), "capacity is 0; allowed: at least 1 expert")
+            for name in policies.POLICIES
         ],
-        (lambda: cache.Belady(1, [], "ab"), "start has 2 keys; allowed: at most 1, the capacity"),
+        (lambda: policies.Belady(1, [], "ab"), "start has 2 keys; allowed: at most 1, the capacity"),
         (
-            lambda: cache.Belady(1, [["a"]]).access("b"),
+            lambda: policies.Belady(1, [["a"]]).access("b"),
             "access 0 is of 'b'; allowed: the trace that the oracle was made with",
         ),
     ],
@@ -703,215 +702,3 @@ def test_what_a_cache_cannot_do_is_named(call, message):
     with pytest.raises(ValueError) as raised:  # noqa: PT011 (the whole message is compared)
         call()
     assert str(raised.value) == message
-
-
-# what the compiler makes of the kernels, for sm_90 and the Triton installed here
-
-
-def blank(name, rows=64, columns=1024):
-    kind = FORMATS[name]
-    return formats.pack(torch.zeros((rows, columns // kind.block * kind.block_bytes), dtype=torch.uint8), name)
-
-
-def activations(W, tokens, dtype=torch.bfloat16):
-    return torch.empty((tokens, W.columns), dtype=dtype), torch.empty((tokens, W.rows), dtype=dtype)
-
-
-def product(W, tokens, choice, gated=False):
-    return kernels.weight_stationary(W, *activations(W, tokens), choice, W if gated else None)
-
-
-# loads beside those of words, of one tile: bits a thread -> instructions
-BESIDE = {
-    "F32": {}, "BF16": {}, "Q8_0": {"16": 1}, "Q4_K": {"16": 1, "32": 1}, "Q5_K": {"16": 1, "32": 2},
-    "Q6_K": {"16": 2, "32": 2},
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", FORMATS)
-def test_weights_are_loaded_16_bytes_a_thread_and_once_for_eight_tokens(name):
-    W = blank(name)
-    found = compiled.evidence(product(W, 17, choose.rule_of_rows(17, W.columns)), 90)
-    assert (found["spill_bytes"], found["matrix"], found["atomics"]) == (0, {}, 0)
-    assert found["ctas_per_sm"] * found["num_warps"] >= 12
-    parts = 8 + {"Q4_K": 1, "Q5_K": 1, "Q6_K": 2}.get(name, 0)  # of a group, and for sums that lanes share
-    tiles = found["loads"]["64"] // (parts * 8)  # of x, four bf16 a thread: parts, 8 tokens
-    expected = {"128": W.words.shape[2], "64": parts * 8} | BESIDE[name]
-    assert tiles >= 1
-    assert found["loads"] == {bits: tiles * count for bits, count in expected.items()}
-
-
-@pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize("name", choose.ARITHMETIC)
-def test_multiply_add_of_shares_is_on_all_multiprocessors_at_once(name, gated):
-    W = blank(name, rows=4096)
-    for tokens in (1, 2, 4, 8):
-        launch = product(W, tokens, choose.rule(tokens, W.rows, W.columns, name, gated), gated)
-        assert_programs(launch, turns=1)
-
-
-@pytest.mark.parametrize(
-    ("name", "tokens", "gated", "turns"),
-    [("Q4_K", 1, True, 1), ("Q5_K", 2, True, 1), ("Q5_K", 4, False, 1), ("Q5_K", 8, False, 2)],
-)
-def test_large_matrices_have_registers_for_all_programs_or_half_of_them(name, tokens, gated, turns):
-    with compiled.offline(90):
-        launch = ahead.product(names.STATIONARY, 17408, 5120, name, tokens, "bf16", gated)
-    assert launch.args["PARTS"] == 1
-    assert_programs(launch, turns)
-
-
-def assert_programs(launch, turns):
-    found = compiled.evidence(launch, 90)
-    assert (found["spill_bytes"], found["matrix"]) == (0, {})
-    assert found["ctas_per_sm"] * turns >= math.ceil(math.prod(launch.grid) / 132)
-
-
-def in_the_loop(launch):
-    """Shared memory's part in a kernel of matrix instructions, before the sums of the warps are added."""
-    listing = compiled.listing_of(compiled.build(launch, 90).asm["cubin"])
-    last = max(match.start() for match in re.finditer(r"\bHMMA", listing))
-    return re.findall(r"\b(?:LDS|STS|LDSM|SHFL|BAR)\b", listing[:last])
-
-
-@pytest.mark.parametrize("name", FORMATS)
-def test_matrix_products_take_their_operands_from_registers(name):
-    W, tile = blank(name), Tile(2, 8, 4)
-    for gated in (False, True):
-        launch = kernels.tensor_core(W, *activations(W, 17), tile, W if gated else None)
-        found = compiled.evidence(launch, 90)
-        assert found["spill_bytes"] == 0
-        assert found["ctas_per_sm"] >= 3
-        assert {one.split(".")[0] for one in found["matrix"]} == {"HMMA"}
-        assert in_the_loop(launch) == []
-        wide = found["loads"]["128"] % (2 * W.words.shape[2] + 4)  # words of two blocks, x of 8 tokens
-        assert (wide, set(found["loads"]) - {"128"}) == (0, set(BESIDE[name]))
-
-
-@pytest.mark.parametrize(("name", "tokens", "gated"), [("Q4_K", 8, True), ("Q5_K", 16, False), ("Q6_K", 8, False)])
-def test_products_of_integers_need_two_instructions_a_group_beside_those_of_weights(name, tokens, gated):
-    """And nothing through shared memory."""
-    W = integers.tiled(blank(name, columns=5120))
-    launch = integers.integers(W, *activations(W, tokens), up=W if gated else None)
-    found = compiled.evidence(launch, 90)
-    assert found["spill_bytes"] <= (16 if gated else 0)  # of gate and up, a few: all 128 registers are taken
-    assert in_the_loop(launch) == []
-    pairs, eights = launch.args["BLOCKS"] * (1 + gated) // 2, tokens // 8
-    assert set(found["matrix"]) == {"HMMA.16816.F32.BF16"}
-    assert found["matrix"]["HMMA.16816.F32.BF16"] % (4 * 2 * eights * (1 + pairs)) == 0
-
-
-@pytest.mark.parametrize(
-    ("name", "rows", "columns", "tokens"),
-    [("F32", 5120, 17408, 32), ("Q6_K", 2560, 9216, 32), ("Q5_K", 5120, 17408, 8)],
-)
-def test_the_largest_choices_of_the_matrix_rule_hardly_spill(name, rows, columns, tokens):
-    """At most an address: all 128 or 255 registers are taken."""
-    W, tile = blank(name), choose.matrix_rule(tokens, rows, columns, name)
-    assert compiled.evidence(kernels.tensor_core(W, *activations(W, tokens), tile), 90)["spill_bytes"] <= 8
-
-
-@pytest.mark.parametrize("name", FORMATS)
-def test_wide_products_use_wgmma_and_do_not_spill(name):
-    W = blank(name)
-    for number in (1, 65):
-        found = compiled.evidence(wide.wide(W, *activations(W, number)), 90)
-        assert found["spill_bytes"] == 0
-        assert found["ctas_per_sm"] >= (3 if number == 1 else 2)
-        assert_wgmma(found)
-
-
-def assert_wgmma(found):
-    assert found["matrix"]
-    assert all(instruction.startswith("HGMMA") for instruction in found["matrix"]), found["matrix"]
-
-
-def matrix_product(rows, columns, tokens, choice=None):
-    """Of bf16 as stored, for sm_90."""
-    W = torch.empty((rows, columns), dtype=torch.bfloat16)
-    x, y = (torch.empty((tokens, size), dtype=torch.bfloat16) for size in (columns, rows))
-    with compiled.offline(90):
-        return wide.wide(W, x, y, choice)
-
-
-def loop(launch):
-    """What stands between the first matrix instruction and the last one's wait, in the machine's code."""
-    listing = compiled.listing_of(compiled.build(launch, 90).asm["cubin"])
-    return listing[listing.index("HGMMA") : listing.rindex("WARPGROUP.DEPBAR")]
-
-
-@pytest.mark.parametrize(("rows", "columns"), [(17408, 5120), (5120, 17408)])
-@pytest.mark.parametrize("tokens", [64, 128, 512])
-def test_matrices_as_stored_pass_no_registers_on_their_way_to_wgmma(rows, columns, tokens):
-    launch = matrix_product(rows, columns, tokens)
-    found = compiled.evidence(launch, 90)
-    loops = 2 if launch.args["SPLIT"] == "some" else 1
-    assert (found["spill_bytes"], found["loads"]["tma"]) == (0, 2 * loops * launch.options["num_stages"])
-    assert_wgmma(found)
-    choice = choose.wide_rule(tokens, rows, columns, "BF16", True)
-    for one in (replace(choice, parts=1), replace(choice, whole=0)):  # the loop of whole rows, and of split ones
-        code = loop(matrix_product(rows, columns, tokens, one))
-        assert re.findall(r"\b(?:LDG|STG|LDS|STS|LDSM|STSM|SHFL)\b", code) == []
-    if tokens <= 128:  # all programs run at once
-        assert found["ctas_per_sm"] >= math.ceil(math.prod(launch.grid) / 132)
-
-
-def test_matrices_without_the_copy_engine_compile():
-    W = torch.empty((64, 1024), dtype=torch.bfloat16)
-    x, y = (torch.empty((17, size), dtype=torch.bfloat16) for size in (1024, 64))
-    with compiled.offline(80):
-        launch = wide.wide(W, x, y)
-    assert not launch.args["BOXES"]
-    found = compiled.evidence(launch, 80)
-    assert (found["spill_bytes"], set(found["loads"])) == (0, {"128"})
-
-
-def test_products_of_fp32_are_not_rounded_for_tensor_cores():
-    W = blank("Q4_K")
-    for make in (kernels.tensor_core, wide.wide):
-        small = Wide(groups=8, blocks=2, tokens=16) if make is wide.wide else None
-        assert compiled.evidence(make(W, *activations(W, 1, torch.float32), small), 90)["matrix"] == {}
-
-
-@pytest.mark.parametrize("gated", [False, True])
-def test_one_row_and_one_token_compile(gated):
-    """Triton makes arguments that are 1 into constants."""
-    found = compiled.evidence(product(blank("Q6_K", 1, 256), 1, None, gated), 90)
-    assert found["spill_bytes"] == 0
-
-
-def order_of_sums(launch):
-    """The shapes and layouts of what is summed at the end: which thread adds what, in which order."""
-    text = compiled.build(launch, 90).asm["ttgir"]
-    named = dict(re.findall(r"^(#\w+) = (.*)$", text, re.M))
-    found = re.findall(r'"tt\.reduce"\(.*?\}\) : \(tensor<(\w+), (#\w+)>\)', text, re.S)
-    return {(shape, named[layout]) for shape, layout in found}
-
-
-def test_tokens_and_rows_of_a_program_do_not_change_the_order_of_sums():
-    W = blank("Q8_0")
-    cases = [
-        (1, None),
-        (17, None),
-        (3, None),
-        (17, Choice(32, 1, 16, 8)),
-    ]
-    orders = [order_of_sums(product(W, *case)) for case in cases] + [order_of_sums(product(W, 8, None, gated=True))]
-    assert len(orders[0]) == 2  # four weights of a thread, then the groups of a row
-    assert all(order == orders[0] for order in orders)
-    for name in ("Q4_K", "Q6_K"):  # of x as well, four values of a thread, then those of lanes
-        few = [*cases[:3], (17, Choice(4, 2, 4, 1, shares=8))]
-        some = [order_of_sums(product(blank(name), *case)) for case in few]
-        some.append(order_of_sums(product(blank(name), 8, None, gated=True)))
-        assert len(some[0]) == 3
-        assert all(order == some[0] for order in some)
-    rows = torch.zeros((W.rows, W.columns // 32 * 34), dtype=torch.uint8)
-    x, y = activations(W, 1)
-    assert order_of_sums(beside.stored(rows, x, y)) == order_of_sums(kernels.per_token(W, x, y)[0])
-    for other in (Choice(), Choice(32, num_warps=4)):  # the comparison has power
-        assert order_of_sums(product(W, 1, other)) != orders[0]
-    tiles = [(1, Tile()), (17, Tile(4, 32)), (64, Tile(8, 16))]
-    matrix = [order_of_sums(kernels.tensor_core(W, *activations(W, n), tile)) for n, tile in tiles]
-    assert len(matrix[0]) == 1  # the warps' sums
-    assert all(order == matrix[0] for order in matrix)
-    assert order_of_sums(kernels.tensor_core(W, *activations(W, 1), Tile(num_warps=8))) != matrix[0]

@@ -1,5 +1,7 @@
 """Study 05: cases, variants and floors by hand; libraries by stand-ins; tables, claims and views from made-up rows."""
 
+import dataclasses
+import importlib
 import inspect
 import json
 import math
@@ -12,38 +14,29 @@ import rows as made
 import torch
 
 from labkit import paths
-from labkit.batched_ffn import (
-    ahead,
-    cache,
-    claims,
-    experts,
-    formats,
-    integers,
-    kernels,
-    names,
-    reference,
-    routed,
-    study,
-    tables,
-    trials,
-    views,
-)
-from labkit.bench import spec, sweep, verdict
-from labkit.bench.sha import kernel_sha
+from labkit.bench import spec, verdict
+from labkit.bench.sha import covered, kernel_sha
 from labkit.bench.spec import Case
 from labkit.evidence import compiled
+from labkit.kernels import offline
+from labkit.kernels.gguf import experts, formats, integers, products, reference, routed
+from labkit.kernels.launch import Launch
+from labkit.kernels.offload import policies
+from labkit.studies.batched_ffn import ahead, claims, peers, routed_trials, study, tables, trials, variants, views, work
+from labkit.sweep import run
 
-ALL = {"models": list(names.DENSE), "formats": list(formats.FORMATS), "tokens": [1, 2, 4, 8, 16, 64, 512]}
+ALL = {"models": list(variants.DENSE), "formats": list(formats.FORMATS), "tokens": [1, 2, 4, 8, 16, 64, 512]}
 ALL |= {"routed_formats": ["Q4_K"], "routed_tokens": [1, 8, 64, 512], "cache_tokens": [1, 64]}
-ALL |= {"traces": list(names.TRACES), "capacities": [16, 256]}
+ALL |= {"traces": list(variants.TRACES), "capacities": [16, 256]}
 FEW = made.BATCHED_FFN
+EVERY = [(op, one) for op, some in variants.VARIANTS.items() for one in some]
 
 
 @pytest.fixture(autouse=True)
 def registered(monkeypatch):
     """Few resamples, for speed; nothing is left of another test's buffers."""
     monkeypatch.setattr(verdict, "RESAMPLES", 100)
-    trials._shared.clear()
+    trials.SHARED.parts.clear()
 
 
 def product(N=3, rows=16, K=64, format="Q8_0", **more):
@@ -100,32 +93,53 @@ def test_every_variant_of_every_case_has_a_function_that_takes_its_options():
         assert [one.role for one in found].count("ours") == 1
         for one in found:
             used.add((x.op, one.name))
-            make, options = names.MAKERS[x.op, one.name]
-            assert one.source == f"labkit.batched_ffn.trials:{make}"
-            inspect.signature(getattr(trials, make)).bind(x, "cpu", 1, 0, **options)
+            made = inspect.getclosurevars(one.prepare.func).nonlocals
+            function = getattr(importlib.import_module(made["module"]), made["name"])
+            inspect.signature(function).bind(x, "cpu", 1, 0, **one.options)
             assert one.role in spec.ROLES
             assert one.mode == ("eager" if x.op == "cache" else "graph")
-    assert used == set(names.MAKERS)
+    assert used == {(op, one.name) for op, one in EVERY}
+
+
+def names_of(x):
+    return {one.name for one in variants.of(x)}
 
 
 def test_slow_variants_are_left_out_where_many_tokens_are():
-    assert names.PER_TOKEN in names.of(product(8))
-    assert names.PER_TOKEN not in names.of(product(9))
-    assert names.GEMM_N in names.of(product(16))
-    assert names.GEMM_N not in names.of(product(17))
-    assert names.WIDE not in names.of(product(63))
-    assert names.WIDE in names.of(product(64))
-    assert names.GEMLITE in names.of(product(16, 17408, format="Q4_K"))
-    assert names.GEMLITE not in names.of(product(16, 5120, format="Q4_K"))
-    assert names.GEMLITE not in names.of(product(8, 17408, format="Q4_K"))
-    assert names.GEMLITE not in names.of(product(16, 17408, format="Q6_K"))
-    assert names.DEQUANTISED not in names.of(product(16, format="BF16"))
-    assert names.PER_TOKEN not in names.of(next(x for x in of("routed") if x["N"] == 512))
+    assert variants.PER_TOKEN in names_of(product(8))
+    assert variants.PER_TOKEN not in names_of(product(9))
+    assert variants.GEMM_N in names_of(product(16))
+    assert variants.GEMM_N not in names_of(product(17))
+    assert variants.WIDE not in names_of(product(63))
+    assert variants.WIDE in names_of(product(64))
+    assert variants.GEMLITE in names_of(product(16, 17408, format="Q4_K"))
+    assert variants.GEMLITE not in names_of(product(16, 5120, format="Q4_K"))
+    assert variants.GEMLITE not in names_of(product(8, 17408, format="Q4_K"))
+    assert variants.GEMLITE not in names_of(product(16, 17408, format="Q6_K"))
+    assert variants.DEQUANTISED not in names_of(product(16, format="BF16"))
+    assert variants.PER_TOKEN not in names_of(next(x for x in of("routed") if x["N"] == 512))
 
 
-def test_the_hash_covers_the_kernels():
-    sources = {one.name: one.source for x in study.STUDY.tiny for one in study.variants(x)}
-    assert len({kernel_sha(sources[name]) for name in (names.MATRIX, names.INDEXED, names.PREFETCHED)}) == 3
+def test_variants_have_the_same_hash_where_the_same_functions_launch():
+    hashes = {(op, one.name): kernel_sha(one.source) for op, one in EVERY}
+    reads = {("product", variants.READ), ("routed", variants.READ)}
+    indexed = {("routed", variants.INDEXED), ("routed", variants.INDEXED_MATRIX)}  # one argument apart
+    cached = {key for key in hashes if key[0] == "cache"}
+    for same in (reads, indexed, cached):
+        assert len({hashes[key] for key in same}) == 1
+    assert len(set(hashes.values())) == len(hashes) - len(reads) - len(indexed) - len(cached) + 3
+
+
+def test_a_hash_covers_what_runs_and_nothing_that_prepares_or_checks_it():
+    kernels_of = {
+        ("product", variants.MATRIX): "products:_tensor_core_kernel", ("product", variants.CUBLAS): "peers:linear",
+        ("product", variants.DEQUANTISED): "ablations:_dequantise_kernel", ("ffn", variants.WIDE): "wide:_wide_kernel",
+        ("routed", variants.INDEXED): "routed:_weighted_sum_kernel", ("cache", variants.NEEDED): "slots:Stream",
+    }  # fmt: skip
+    for op, one in EVERY:
+        found = {re.sub(r"labkit\.(studies|kernels)\.\w+\.", "", name) for name in covered(one.source)}
+        assert kernels_of.get((op, one.name), "") in {"", *found}
+        assert not {one for one in found if re.match(r"(\w*trials|reference|study|formats:[a-z_])", one)}
 
 
 # floors
@@ -158,23 +172,24 @@ def test_buffer_sets_of_routed_experts_read_others():
                         "format": "Q8_0", "activations": "fp32"})  # fmt: skip
     seen = []
 
-    def make(held, work):
+    def make(work, ids):
+        assert work.ids.tolist() == ids
         seen.append(set(work.ids.flatten().tolist()))
         return lambda: None
 
-    trials._routed(x, "cpu", 2, 0, make)
+    routed_trials._routed(x, "cpu", 2, 0, make)
     assert {(e + 4) % 8 for e in seen[0]} == seen[1]
 
 
 def test_routing_is_of_the_case_alone_and_of_its_trace():
     x = of("routed")[1]
-    ((ids,),) = trials.routing(x)
-    assert trials.routing(x) == [[ids]]
+    ((ids,),) = work.routing(x)
+    assert work.routing(x) == [[ids]]
     assert (len(ids), {len(set(chosen)) for chosen in ids}) == (8, {8})
     through = next(x for x in of("cache") if x["N"] == 64)
-    steps = trials.routing(through, 4)
-    trace = cache.uniform(64 * 32, 4, 256, 8, seed=64)
-    assert (len(steps), trials.steps(1), trials.steps(8), trials.steps(100)) == (32, 256, 32, 32)
+    steps = work.routing(through)
+    trace = policies.uniform(64 * 32, 4, 256, 8, seed=64)
+    assert (len(steps), work.steps(1), work.steps(8), work.steps(100)) == (32, 256, 32, 32)
     for step, layer, token in ((0, 0, 0), (0, 3, 63), (5, 2, 7)):
         assert steps[step][layer][token] == [expert for _, expert in trace[((step * 64) + token) * 4 + layer]]
 
@@ -199,7 +214,7 @@ def trial(x, name, sets=1):
 
 
 def test_cublas_is_right_and_its_weights_are_shared():
-    first, second = (trial(product(n), names.CUBLAS, sets=2) for n in (3, 5))
+    first, second = (trial(product(n), variants.CUBLAS, sets=2) for n in (3, 5))
     for found in (first, second):
         found.poison()
         assert not found.written()
@@ -207,29 +222,29 @@ def test_cublas_is_right_and_its_weights_are_shared():
             call()
         assert found.written()
         assert found.check()["y"] <= found.tolerance["y"]
-    assert len(trials._shared) == 4  # packed and dense, once; what is expected, for each number of tokens
-    trial(product(3, rows=24), names.CUBLAS)
-    assert {group for group, _ in trials._shared} == {("product", 24, 64, "Q8_0")}
+    assert len(trials.SHARED.parts) == 4  # packed and dense, once; what is expected, for each number of tokens
+    trial(product(3, rows=24), variants.CUBLAS)
+    assert trials.SHARED.owner == ("product", 24, 64, None, None, None, "Q8_0")
 
 
 def test_the_code_of_one_case_is_taken_apart(monkeypatch):
     for x in of("product", FEW):
         small = Case("product", dict(x.params) | {"rows": 16, "K": 256})
-        monkeypatch.setattr(names, "DISSECTED", {"rows": 16, "format": "Q4_K", "N": 8})
-        assert trial(small, names.CUBLAS).dissect == ((x["format"], x["N"]) == ("Q4_K", 8))
+        monkeypatch.setattr(variants, "DISSECTED", {"rows": 16, "format": "Q4_K", "N": 8})
+        assert trial(small, variants.CUBLAS).dissect == ((x["format"], x["N"]) == ("Q4_K", 8))
     assert sum(x["rows"] == 17408 and (x["format"], x["N"]) == ("Q4_K", 8) for x in study.cases(ALL)
                if x.op == "product") == 1  # fmt: skip
 
 
 def test_a_library_that_is_wrong_is_noticed(monkeypatch):
-    monkeypatch.setattr(trials, "_linear", lambda W, x, y: lambda: y.copy_(1.01 * x @ W.T))
-    found = trial(product(), names.CUBLAS)
+    monkeypatch.setattr(peers, "linear", lambda W, x, y: lambda: y.copy_(1.01 * x @ W.T))
+    found = trial(product(), variants.CUBLAS)
     assert found.check()["y"] > found.tolerance["y"]
 
 
 def test_a_whole_layer_of_a_library():
     x = next(x for x in study.STUDY.tiny if x.op == "ffn")
-    found = trial(x, names.CUBLAS)
+    found = trial(x, variants.CUBLAS)
     assert found.check()["y"] <= found.tolerance["y"]
 
 
@@ -264,7 +279,7 @@ def test_gemlite_is_called_as_it_asks_and_judged_by_its_own_weights(monkeypatch,
     trials._tune.cache_clear()
     x = product(4, 16, K, format)
     found = trials.gemlite(x, "cpu", 2, 0)
-    wanted = [[format, N] for format in names.GEMLITE_BITS for N in names.GEMLITE_TOKENS]
+    wanted = [[format, N] for format in variants.GEMLITE_BITS for N in variants.GEMLITE_TOKENS]
     assert [one.args for one in apart] == wanted  # compiled before it is tuned
     assert {one.target for one in apart} == {f"{trials.__name__}:{trials.tune_apart.__name__}"}
     assert found.check()["y"] <= 1e-5
@@ -283,16 +298,9 @@ def test_gemlite_is_called_as_it_asks_and_judged_by_its_own_weights(monkeypatch,
 def test_grouped_mm_is_right():
     x = next(x for x in study.STUDY.tiny if x.op == "routed")
     bf16 = Case("routed", dict(x.params) | {"activations": "bf16", "N": 5})
-    found = trial(bf16, names.GROUPED_MM)
+    found = trial(bf16, variants.GROUPED_MM)
     assert found.check()["y"] <= 2 * found.tolerance["y"]  # it rounds each part once more
     assert found.facts()["alone"] >= 0
-
-
-def test_differing_bits_are_counted():
-    a = torch.tensor([1.0, 2.0, math.nan, -0.0])
-    assert trials.differing(a, a.clone()) == 0
-    assert trials.differing(a, torch.tensor([1.0, 2.0 + 2**-22, math.nan, 0.0])) == 0.5
-    assert trials.differing(a.bfloat16(), torch.tensor([1.0, 2.5, math.nan, -0.0]).bfloat16()) == 0.25
 
 
 # tables, claims, views
@@ -309,14 +317,14 @@ def rows():
 
 def test_times_are_beside_a_plain_read(rows):
     table = tables.times(rows, "product")
-    line = table[(table["variant"] == names.MATRIX) & (table["N"] == 8) & (table["rows"] == 17408)].iloc[0]
+    line = table[(table["variant"] == variants.MATRIX) & (table["N"] == 8) & (table["rows"] == 17408)].iloc[0]
     assert line["% of reading"] == pytest.approx(100 / 1.3, rel=0.01)
     assert line["us a token"] == pytest.approx(line["us"] / 8)
     assert line["launches"] == 4
-    assert {names.READ, names.SPLIT_K} & set(table["variant"]) == set()
-    assert table[(table["variant"] == names.STATIONARY) & (table["N"] == 64)]["passes"].unique().tolist() == [8]
-    assert table[(table["variant"] == names.MATRIX) & (table["N"] == 64)]["passes"].unique().tolist() == [2]
-    assert table[table["variant"] == names.CUBLAS]["passes"].isna().all()
+    assert {variants.READ, variants.SPLIT_K} & set(table["variant"]) == set()
+    assert table[(table["variant"] == variants.STATIONARY) & (table["N"] == 64)]["passes"].unique().tolist() == [8]
+    assert table[(table["variant"] == variants.MATRIX) & (table["N"] == 64)]["passes"].unique().tolist() == [2]
+    assert table[table["variant"] == variants.CUBLAS]["passes"].isna().all()
     assert len(tables.times(rows.iloc[:0], "product")) == 0
 
 
@@ -331,10 +339,10 @@ def test_the_price_of_bits(rows):
     table = tables.price(rows)
     assert (table["price"] == 1).all()
     faster = recorded()
-    cublas = faster["variant"] == names.CUBLAS
+    cublas = faster["variant"] == variants.CUBLAS
     faster.loc[cublas, "samples_ns"] = faster.loc[cublas, "samples_ns"].map(lambda ns: [one // 4 for one in ns])
     table = tables.price(faster)
-    assert (table["fastest"] == names.CUBLAS).all()
+    assert (table["fastest"] == variants.CUBLAS).all()
     assert table[table["N"] == 8]["price"].max() == pytest.approx(1.3 / 0.5, rel=0.02)
 
 
@@ -361,16 +369,16 @@ def test_gemlite_is_held_against_its_own_bytes(rows):
     table = tables.gemlite(rows)
     assert set(zip(table["format"], table["N"], strict=True)) == {("Q4_K", 1), ("Q4_K", 4), ("Q4_K", 64)}
     first = table[table["N"] == 1].iloc[0]
-    assert first["ours"] == names.STATIONARY
+    assert first["ours"] == variants.STATIONARY
     assert first["better"] == pytest.approx(2.0 / (0.625 / 0.5625) / 1.2, rel=0.01)
 
 
 def test_bits_are_told_of_libraries_too(rows):
     table = tables.bits(rows).set_index(["op", "variant"])
-    assert table.loc[("product", names.MATRIX)].tolist() == [12, 12]  # not those of one token
-    assert table.loc[("product", names.CUBLAS)].tolist() == [12, 0]
-    assert table.loc[("product", names.SPLIT_K)].tolist() == [8, 0]
-    assert table.loc[("routed", names.GROUPED_MM)].tolist() == [1, 0]
+    assert table.loc[("product", variants.MATRIX)].tolist() == [12, 12]  # not those of one token
+    assert table.loc[("product", variants.CUBLAS)].tolist() == [12, 0]
+    assert table.loc[("product", variants.SPLIT_K)].tolist() == [8, 0]
+    assert table.loc[("routed", variants.GROUPED_MM)].tolist() == [1, 0]
 
 
 def test_reuse_is_that_of_the_facts():
@@ -419,7 +427,7 @@ def test_packing_is_judged_by_q8_0():
     found = judged(made.batched_ffn(few))["packed"]
     assert (found.verdict, "×1.17" in found.measured) == ("consistent", True)
     slow = made.batched_ffn(few)
-    stored = slow["variant"] == names.STORED
+    stored = slow["variant"] == variants.STORED
     slow.loc[stored, "samples_ns"] = slow.loc[stored, "samples_ns"].map(lambda ns: [one // 2 for one in ns])
     assert judged(slow)["packed"].verdict == "not reproduced"
 
@@ -436,7 +444,7 @@ def test_a_readers_function_is_judged_by_what_it_was_given():
     for function, ok in ((right, True), (spoils, False)):
         found = study.STUDY.added.prepare(function, x, "cpu", 2, 0)
         assert (found.check()["y"] <= found.tolerance["y"]) == ok
-    assert trial(x, names.CUBLAS).check()["y"] <= 1e-5  # nothing that others share was spoilt
+    assert trial(x, variants.CUBLAS).check()["y"] <= 1e-5  # nothing that others share was spoilt
 
 
 def test_claims_are_not_testable_without_rows(rows):
@@ -447,8 +455,8 @@ def test_claims_are_not_testable_without_rows(rows):
 
 
 def test_a_bit_that_differs_refutes_and_a_control_that_agrees_takes_the_power_away():
-    assert judged(recorded(**{names.GEMM_N: {"alone": 1e-9}}))["bits"].verdict == "not reproduced"
-    same = {name: {"alone": 0.0} for name in (names.CUBLAS, names.GROUPED_MM, names.SPLIT_K)}
+    assert judged(recorded(**{variants.GEMM_N: {"alone": 1e-9}}))["bits"].verdict == "not reproduced"
+    same = {name: {"alone": 0.0} for name in (variants.CUBLAS, variants.GROUPED_MM, variants.SPLIT_K)}
     found = judged(recorded(**same))["bits"]
     assert (found.verdict, "nothing here shows" in found.why) == ("consistent", True)
 
@@ -456,7 +464,7 @@ def test_a_bit_that_differs_refutes_and_a_control_that_agrees_takes_the_power_aw
 DRAWINGS = (views.time_per_token, views.read_percent, views.multiply_add_percent, views.gains, views.against_cublas)
 DRAWINGS += (views.dequantised, views.layers, views.routed, views.grouped_mm, views.stall)
 DRAWINGS += (views.integers, views.integers_percent)
-TABLES = (views.launches, views.arithmetic, views.crossovers, views.bits)
+TABLES = (views.launches, views.arithmetic, tables.crossovers, tables.bits)
 SENTENCES = (views.bars, views.price, views.gemlite, views.thrash, views.overlap, views.summary)
 
 
@@ -477,8 +485,8 @@ def test_every_view_says_what_the_rows_say(rows):
         assert len(tell(clocked)), tell.__name__
     assert "×" in views.gemlite(rows)
     shown = views.launches(rows).set_index("N")
-    assert shown.loc[64, names.STATIONARY] == "4, 8"  # launches as recorded, eight tokens at a time
-    assert shown.loc[64, names.PER_TOKEN] == ""
+    assert shown.loc[64, variants.STATIONARY] == "4, 8"  # launches as recorded, eight tokens at a time
+    assert shown.loc[64, variants.PER_TOKEN] == ""
 
 
 def test_every_view_is_a_sentence_without_rows(rows):
@@ -493,7 +501,7 @@ def test_views_that_need_no_gpu():
     assert {x["N"] for x in views.floor_cases(study.cases(FEW))} == set(FEW["tokens"])
     assert views.floor_cases([]) == []
     chosen = views.choices(["Q8_0", "Q4_K", "Q5_K"], [1, 2, 8, 64])
-    matrix = chosen[(chosen["variant"] == names.MATRIX) & (chosen["rows"] == 17408)]
+    matrix = chosen[(chosen["variant"] == variants.MATRIX) & (chosen["rows"] == 17408)]
     wanted = [[1, 1, "Q8_0, Q4_K, Q5_K"], [64, 2, "Q8_0, Q4_K, Q5_K"]]
     assert matrix[["N from", "passes", "format"]].values.tolist() == wanted
     assert "predicted 1.1" in views.reuse([1, 8])["caption"]
@@ -505,7 +513,7 @@ def test_views_that_need_no_gpu():
 def test_losses_are_told():
     assert "in none of" in views.losses(recorded())
     faster = recorded()
-    cublas = (faster["variant"] == names.CUBLAS) & faster["case"].str.contains('"N": 64')
+    cublas = (faster["variant"] == variants.CUBLAS) & faster["case"].str.contains('"N": 64')
     faster.loc[cublas, "samples_ns"] = faster.loc[cublas, "samples_ns"].map(lambda ns: [one // 4 for one in ns])
     assert "Q4_K from N = 64 on" in views.losses(faster)
 
@@ -513,7 +521,7 @@ def test_losses_are_told():
 @pytest.mark.parametrize("N", [1, 8, 9, 16, 17, 32, 33, 100])
 def test_integers_ask_for_all_weights_once_a_tile_of_their_rule(N):
     params = {"rows": 17408, "K": 5120, "format": "Q4_K", "N": N}
-    assert tables.passes(names.INTEGERS, params) == -(-N // integers.rule(N).tokens)
+    assert tables.passes(variants.INTEGERS, params) == -(-N // integers.rule(N).tokens)
 
 
 def test_bars_name_the_worst(rows):
@@ -521,13 +529,13 @@ def test_bars_name_the_worst(rows):
     assert "below" in text  # matrix instructions are made up at 77 % of a plain read, integers at 67 %
     assert "the least 67 % (tensor_core, integers, Q4_K" in text
     cases = [int(word) for word in text.split() if word.isdigit()][1]
-    without = views.bars(rows[rows["variant"] != names.INTEGERS])
+    without = views.bars(rows[rows["variant"] != variants.INTEGERS])
     assert "77 %" in without
     assert f"of {cases} cases" in without  # a product counts once
 
 
 def test_the_control_repeats_ours():
-    assert sweep.with_control(study.STUDY, of("product", FEW)[0])[-1].options["repeats"] == names.MATRIX
+    assert run.with_control(study.STUDY, of("product", FEW)[0])[-1].options["repeats"] == variants.MATRIX
 
 
 # what is compiled
@@ -558,30 +566,48 @@ def test_routed_kernels_spill_nothing_and_load_16_bytes(matrix):
 
 @pytest.mark.parametrize("N", [64, 512])
 def test_routed_kernels_of_integers_spill_nothing(N):
-    for part in range(2):
-        launch = ahead.grouped_integers(256, 8, 2048, 512, "Q4_K", N, "bf16", part)
+    [x] = [x for x in of("routed") if x["N"] == N]
+    with offline.offline(90):
+        _, *found, _ = ahead.launches(x.op, x.params, variants.INDEXED_INTEGERS)  # between the sort and the sum
+    assert len(found) == 2
+    for launch in found:
         listing = compiled.listing_of(compiled.build(launch, 90).asm["cubin"])
         assert set(re.findall(r"STACK:(\d+)", listing)) == {"0"}
         assert re.search(r"LDG\S*\.128\b", listing)
         assert "HMMA" in listing
 
 
+def code(launch):
+    plain = {name: value for name, value in launch.args.items() if not isinstance(value, torch.Tensor)}
+    return launch.kernel.fn.__name__, launch.grid, launch.options, plain
+
+
 def test_what_is_compiled_ahead_is_what_is_launched():
     """Of every operation and variant, at the real sizes: the same kernel with the same constants and options."""
     few = FEW | {"formats": ["Q4_K"], "tokens": [1, 8, 64]}
-    found = ahead.sources(study.cases(few))
-    made_ = [compiled.launch_of(source) for source in found]
-    kernels_ = {launch.kernel.fn.__name__ for launch in made_}
-    assert len(kernels_) == 12
-    assert len(found) == len({json.dumps(source) for source in found})
-    wanted = kernels.tensor_core(ahead._weights(17408, 5120, "Q4_K"), *ahead._vectors(8, 17408, 5120, "bf16"))
-
-    def code(launch):
-        plain = {name: value for name, value in launch.args.items() if not isinstance(value, torch.Tensor)}
-        return launch.kernel.fn.__name__, launch.grid, launch.options, plain
-
+    found = ahead.sources(study.cases(few), 90)
+    made_ = [one for source in found for one in compiled.launch_of(source, 90)]
+    assert len({launch.kernel.fn.__name__ for launch in made_}) == 13
+    assert len(found) == len(made_) == len({json.dumps(source) for source in found})
+    W = formats.pack(torch.zeros((8, 5120 // 256 * 144), dtype=torch.uint8), "Q4_K")
+    x, y = (torch.zeros((8, size), dtype=torch.bfloat16) for size in (5120, 17408))
+    with offline.offline(90):
+        wanted = products.tensor_core(dataclasses.replace(W, rows=17408), x, y)
     assert code(wanted) in [code(launch) for launch in made_]
     assert len(found) < 70
+
+
+def test_what_is_compiled_ahead_is_launched_by_trials_with_memory(monkeypatch):
+    """On tensors without memory a trial launches what it launches on others, in the same order."""
+    for x in study.STUDY.tiny:
+        for one in study.variants(x) if x.op != "cache" else ():
+            if one.name in ahead.LIBRARIES:
+                continue
+            found, call = [], one.prepare(x, "cpu", 1, 0).calls[0]
+            with monkeypatch.context() as patched:
+                patched.setattr(Launch, "__call__", lambda launch, found=found: found.append(launch))
+                call()
+            assert list(map(code, ahead.launches(x.op, x.params, one.name))) == list(map(code, found))
 
 
 @pytest.mark.gpu

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import browser as driver
 import pytest
-from conftest import NO_BROWSER
+from missing import NO_BROWSER
 
 pytestmark = pytest.mark.browser
 

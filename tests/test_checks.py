@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from labkit.checks import check_contiguous, check_device, check_one_of, check_shape, check_tensor
+from labkit.kernels.checks import check_contiguous, check_device, check_one_of, check_shape, check_tensor
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 FLOATS = (torch.float32, torch.bfloat16)

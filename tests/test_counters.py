@@ -15,9 +15,10 @@ import pandas as pd
 import pytest
 import test_sweep
 import torch
+from answering import answered_here
 
 from labkit import lab as lab_module
-from labkit import studies
+from labkit import registry
 from labkit.bench.spec import Case
 from labkit.evidence import coalescing, compiled, counters, workers
 from labkit.workflow import doctor
@@ -292,7 +293,8 @@ KERNELS = {
 def predictions() -> dict[str, Any]:
     asked = [{"source": [f"kernels_for_tests:{make}", kwargs], "every": False} for make, kwargs, _ in KERNELS.values()]
     modules = ["kernels_for_tests", "test_counters"]
-    return dict(zip(KERNELS, workers.ask("test_counters:predicted", asked, modules), strict=True))
+    with answered_here():
+        return dict(zip(KERNELS, workers.ask("test_counters:predicted", asked, modules), strict=True))
 
 
 @pytest.mark.parametrize("name", KERNELS)
@@ -309,7 +311,8 @@ def test_predicted_totals_by_hand(predictions, name):
 def test_the_edges_of_a_grid_are_weighted_as_if_every_program_were_evaluated(predictions):
     wide = {"rows": 9, "cols": 200, "stride": 256}
     asked = [{"source": ["kernels_for_tests:patch", wide], "every": every} for every in (False, True)]
-    (found, why), every = workers.ask("test_counters:predicted", asked, ["kernels_for_tests", "test_counters"])
+    with answered_here():
+        (found, why), every = workers.ask("test_counters:predicted", asked, ["kernels_for_tests", "test_counters"])
     assert {kind: figures["sectors"] for kind, figures in found.items()} == {k: v for k, v in every.items() if v}
     assert why == {}
 
@@ -323,7 +326,8 @@ def test_what_the_prediction_assumes_or_cannot_derive_is_kept():
         "floats": ["kernels_for_tests:address_from_floats", {}],
     }
     asked = [{"source": source, "every": False} for source in sources.values()]
-    found = workers.ask("test_counters:predicted", asked, ["kernels_for_tests", "test_counters"])
+    with answered_here():
+        found = workers.ask("test_counters:predicted", asked, ["kernels_for_tests", "test_counters"])
     long, misaligned, floats = found
     assert long[0]["async copy"]["sectors"] == 1102 * 512
     assert long[1] == {"async copy": "all rounds of a long loop are taken to be like the first"}
@@ -389,7 +393,7 @@ def test_a_sweep_counts_what_it_is_asked_for_once(lab, counting):
     assert taken(rows) == of([1, 2])
     assert [sorted(names) for names in counting.names()] == [[(1, "add"), (1, "double"), (2, "add"), (2, "double")]]
     function, arguments = counting.asked[0][0]
-    assert (function, arguments["device"]) == ("labkit.evidence.compiled:variant_launch", "cuda")
+    assert (function, arguments["device"]) == ("labkit.sweep.variants:variant_launch", "cuda")
     assert lab.run().equals(rows)
     lab.run([2, 3])
     assert [sorted(names) for names in counting.names()[1:]] == [[(3, "add"), (3, "double")]]
@@ -460,7 +464,7 @@ def test_the_page_shows_them_or_says_that_there_are_none(lab, counting):
 
 @pytest.mark.parametrize(("batches", "batch"), [([1, 8, 64, 256], 64), ([16, 4], 16), ([1, 8], 8)])
 def test_state_layout_counts_both_layouts_at_every_tile(batches, batch):
-    study = studies.load("state_layout")
+    study = registry.load("state_layout")
     models = ["Qwen3-Next-80B-A3B", next(m for m in _models() if m != "Qwen3-Next-80B-A3B")]
     production = {"gates": ["GDN", "KDA"], "step_batches": [64], "prefills": ["8 x 1024"]}  # none of these is counted
     wanted = study.counted({"models": models, "batches": batches, "states": ["fp32", "bf16"]} | production)

@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 
 from labkit.bench.spec import Case
-from labkit.gemv_coalescing import trials
+from labkit.studies.gemv_coalescing import trials
 
 CASE = Case("chain", {"model": "AutoMegaKernel h1024", "dtype": "bf16"})
 WAIT = "cuda.gdc_wait()"
@@ -32,7 +32,7 @@ def without_wait(name, wait, count, instead, folder):
 
 
 def skip_without_dependent_launch():
-    from labkit.gemv.kernels import has_dependent_launch
+    from labkit.kernels.target import has_dependent_launch
 
     if not has_dependent_launch(trials.torch.device("cuda")):
         pytest.skip("this GPU launches no kernel before the one before has ended")
@@ -41,7 +41,7 @@ def skip_without_dependent_launch():
 @pytest.mark.gpu
 @pytest.mark.parametrize("between", [None, False, True], ids=["alone", "kernels between", "with the trigger between"])
 def test_a_chain_reads_what_the_link_before_wrote(between):
-    from labkit.gemv.kernels import linear
+    from labkit.kernels.gemv.gemv import linear
 
     options = {} if between is None else {"between": trials._between(between)}
     worst, allowed = chain(linear, **options)
@@ -52,7 +52,7 @@ def test_a_chain_reads_what_the_link_before_wrote(between):
 def test_a_kernel_that_does_not_wait_is_seen(tmp_path):
     """The control: the production kernel without its wait, else the same."""
     skip_without_dependent_launch()
-    hasty = without_wait("labkit.gemv.kernels", WAIT, 1, "pass", tmp_path)
+    hasty = without_wait("labkit.kernels.gemv.gemv", WAIT, 1, "pass", tmp_path)
     worst, allowed = chain(hasty.linear)
     assert not worst <= allowed
 
@@ -64,11 +64,11 @@ def products(kernels, **how):
     """What a chain of products leaves, each of what the one before wrote, under one CUDA graph."""
     import torch
 
-    from labkit.batched_ffn import formats
-    from labkit.batched_ffn import trials as ffn
-    from labkit.batched_ffn.choose import Tile
+    from labkit.kernels.gguf import formats
+    from labkit.kernels.gguf.choose import Tile
+    from labkit.studies.batched_ffn import trials as ffn
 
-    W = formats.pack(ffn._blocks(4096, 4096, "Q8_0", torch.device("cuda"), 1), "Q8_0")
+    W = formats.pack(ffn.blocks(4096, 4096, "Q8_0", torch.device("cuda"), 1), "Q8_0")
     xs = [torch.randn((2, 4096), generator=torch.Generator("cuda").manual_seed(2), device="cuda").bfloat16()]
     xs += [torch.empty_like(xs[0]) for _ in range(LINKS)]
     chained = [kernels.tensor_core(W, x, y, Tile(**how)) for x, y in pairwise(xs)]
@@ -88,17 +88,17 @@ def products(kernels, **how):
 @pytest.mark.gpu
 @pytest.mark.parametrize("ahead", [0, 1, 2, 4])
 def test_a_chain_of_batched_products_has_the_bits_of_one_that_waits(ahead):
-    from labkit.batched_ffn import kernels
+    from labkit.kernels.gguf import products as kernels
 
     assert products(kernels, ahead=ahead, dependent=True).equal(products(kernels, ahead=0, dependent=False))
 
 
 @pytest.mark.gpu
 def test_batched_products_that_do_not_wait_are_seen(tmp_path):
-    from labkit.batched_ffn import kernels
+    from labkit.kernels.gguf import products as kernels
 
     skip_without_dependent_launch()
-    hasty = without_wait("labkit.batched_ffn.kernels", "wait_for_inputs(DEPENDENT)", 2, TRIGGER, tmp_path)
+    hasty = without_wait("labkit.kernels.gguf.products", "wait_for_inputs(DEPENDENT)", 2, TRIGGER, tmp_path)
     assert not products(hasty, ahead=1, dependent=True).equal(products(kernels, ahead=0, dependent=False))
 
 
@@ -109,15 +109,15 @@ def routed_layers(routed, at_once, **how):
     """What a chain of routed layers leaves, each of what the one before wrote: in one CUDA graph, or one by one."""
     import torch
 
-    from labkit.batched_ffn import experts
-    from labkit.batched_ffn import trials as ffn
-    from labkit.batched_ffn.choose import Tile
+    from labkit.kernels.gguf import experts
+    from labkit.kernels.gguf.choose import Tile
+    from labkit.studies.batched_ffn import trials as ffn
 
     device = torch.device("cuda")
     torch.manual_seed(3)
     shapes = ((WIDTH, HIDDEN), (WIDTH, HIDDEN), (HIDDEN, WIDTH))
     raw = [
-        ffn._blocks(EXPERTS * rows, K, "Q8_0", device, i).unflatten(0, (EXPERTS, rows))
+        ffn.blocks(EXPERTS * rows, K, "Q8_0", device, i).unflatten(0, (EXPERTS, rows))
         for i, (rows, K) in enumerate(shapes)
     ]
     held, table = experts.pack(*raw, "Q8_0"), torch.arange(EXPERTS, dtype=torch.int32, device=device)
@@ -147,7 +147,7 @@ def routed_layers(routed, at_once, **how):
 @pytest.mark.gpu
 @pytest.mark.parametrize("how", [{}, {"ahead": 3}, {"ahead": 5}], ids=str)
 def test_a_chain_of_routed_layers_has_the_bits_of_one_that_waits(how):
-    from labkit.batched_ffn import routed
+    from labkit.kernels.gguf import routed
 
     found = routed_layers(routed, True, dependent=True, **how)
     assert found.isfinite().all()
@@ -157,8 +157,8 @@ def test_a_chain_of_routed_layers_has_the_bits_of_one_that_waits(how):
 
 @pytest.mark.gpu
 def test_routed_layers_that_do_not_wait_are_seen(tmp_path):
-    from labkit.batched_ffn import routed
+    from labkit.kernels.gguf import routed
 
     skip_without_dependent_launch()
-    hasty = without_wait("labkit.batched_ffn.routed", "wait_for_inputs(DEPENDENT)", 4, TRIGGER, tmp_path)
+    hasty = without_wait("labkit.kernels.gguf.routed", "wait_for_inputs(DEPENDENT)", 4, TRIGGER, tmp_path)
     assert not routed_layers(hasty, True, dependent=True, ahead=3).equal(routed_layers(routed, False))

@@ -1,4 +1,4 @@
-"""The whole lab, as a reader uses it: the report of what is recorded, in a browser; without Triton; killed halfway."""
+"""The whole lab, as a reader uses it: the report of what is recorded, made once, in a browser; and without Triton."""
 
 import json
 import os
@@ -7,8 +7,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import textwrap
-import time
 from html import unescape
 from pathlib import Path
 
@@ -16,36 +14,41 @@ import browser as driver
 import pytest
 import rows as made
 from test_browser import browser  # noqa: F401 (a fixture)
+from test_lab import quick, rows_of
 from toy_lab import CODE, MACHINE
 
-from labkit import lab, paths, studies
+from labkit import lab, paths, registry
 
 pytestmark = pytest.mark.timeout(1500)  # a whole report, beside other tests, on two slow cores
 GPU = "nvidia-made-up-9"
-PAGES = [f"{notebook}.html" for notebook in studies.NOTEBOOKS.values()]
+CHECKED = "Relative error against the float64 reference, by the study"
+PAGES = [f"{notebook}.html" for notebook in registry.NOTEBOOKS.values()]
 
 
-def start(*words, **env):
-    """`labkit WORDS` as its own session; of the environment's variables, those given are set and None removes one."""
-    merged = {**os.environ, "PYTHONPATH": str(CODE), **env}
-    return subprocess.Popen(
+def labkit(*words, **env):
+    """`labkit WORDS` to its end; of the environment's variables, those given are set."""
+    process = subprocess.Popen(
         [sys.executable, "-m", "labkit", *words],
-        env={name: value for name, value in merged.items() if value is not None},
+        env={**os.environ, "PYTHONPATH": str(CODE), **env},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
     )
-
-
-def labkit(*words, **env):
-    process = start(*words, **env)
     try:
         out, err = process.communicate(timeout=1200)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)  # with what it started
         raise
     return subprocess.CompletedProcess(words, process.returncode, out, err)
+
+
+def linked(root):
+    """This tree's notebooks, data and cache in another folder, where reports and measurements then go."""
+    paths.CACHE.mkdir(exist_ok=True)
+    for folder in (paths.NOTEBOOKS, paths.DATA, paths.CACHE):
+        (root / folder.name).symlink_to(folder)
+    return {"LABKIT_ROOT": str(root)}
 
 
 def text_of(page):
@@ -58,7 +61,7 @@ def check_report(done, reports):
     """A run that went well, and a whole report: a page a notebook and the index with every claim."""
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == str(reports / "index.html")
-    for number, notebook in enumerate(studies.NOTEBOOKS.values(), 1):
+    for number, notebook in enumerate(registry.NOTEBOOKS.values(), 1):
         label = f"[{number}/{len(PAGES)}] {notebook}: "
         assert re.search(rf"{re.escape(label)}cell \d+/\d+", done.stderr)
         assert re.search(rf"{re.escape(label)}done \(\d+ s\)", done.stderr)
@@ -67,7 +70,7 @@ def check_report(done, reports):
         assert {one["output_type"] for one in outputs} <= {"display_data", "execute_result", "stream"}
         assert [one["text"] for one in outputs if one.get("name") == "stderr"] == []  # no warning either
     index = text_of(reports / "index.html")
-    for study in map(studies.load, studies.NOTEBOOKS):
+    for study in map(registry.load, registry.NOTEBOOKS):
         assert study.title in index
         for claim in study.claims:
             assert claim.statement in index
@@ -89,20 +92,23 @@ def recorded():
             json.loads((path.parent / "machine.json").read_text())["name"]
             for path in paths.DATA.glob(f"*/{study}.parquet")
         ]
-        for study, page in zip(studies.NOTEBOOKS, PAGES, strict=True)
+        for study, page in zip(registry.NOTEBOOKS, PAGES, strict=True)
     }
     assert any(found.values()), f"no recorded GPU in {paths.DATA}"
     return found
 
 
 @pytest.fixture(scope="module")
-def report(recorded, tmp_path_factory):
+def report(recorded, shared):
     """The run and the folder of this tree's report of what is recorded; elsewhere, since `reports/` is the reader's."""
-    root = tmp_path_factory.mktemp("recorded")
-    paths.CACHE.mkdir(exist_ok=True)
-    for folder in (paths.NOTEBOOKS, paths.DATA, paths.CACHE):
-        (root / folder.name).symlink_to(folder)
-    return labkit("run", "--source", "recorded", LABKIT_ROOT=str(root), CUDA_VISIBLE_DEVICES=""), root / "reports"
+
+    def make(root):
+        done = labkit("run", "--source", "recorded", **linked(root), CUDA_VISIBLE_DEVICES="")
+        (root / "done.json").write_text(json.dumps([done.returncode, done.stdout, done.stderr]))
+
+    root = shared("recorded", make)
+    done = subprocess.CompletedProcess("labkit run", *json.loads((root / "done.json").read_text()))
+    return done, root / "reports"
 
 
 def test_the_report_is_made_from_what_is_recorded(report, recorded):
@@ -146,6 +152,36 @@ def test_the_pages_have_no_fault_in_a_browser(report, recorded, browser, page): 
     assert not recorded.get(page) or seen["images"] >= 5
 
 
+@pytest.mark.parametrize("study", [name for name in registry.NOTEBOOKS if name != "machine"])  # which has none
+def test_every_variant_was_right_on_tiny_cases_in_the_interpreter(report, study):
+    _, reports = report
+    page = (reports / f"{registry.NOTEBOOKS[study]}.html").read_text()
+    tables = re.findall(r'<figure class="lab-table">.*?</figure>', page, re.DOTALL)
+    tables = [table for table in tables if CHECKED in table]
+    assert len(tables) == 1
+    here = rows_of(tables[0])[0]
+    assert here["where"] == "this machine, tiny inputs, Triton's interpreter"
+    assert here["wrong"] == "0"
+    assert 0 <= float(here["largest error"]) < 0.1
+    loaded = registry.load(study)
+    assert 0 < int(here["cases"]) <= len(loaded.tiny)
+    if study == "state_layout":  # where every case and all but these has something to check
+        own = {v.name for case in loaded.tiny for v in loaded.variants(case) if v.role not in ("ceiling", "peer")}
+        assert (int(here["cases"]), int(here["variants"])) == (len(loaded.tiny), len(own))
+        assert 0 < float(here["largest error"]) < 4e-3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("study", registry.NOTEBOOKS)
+def test_the_quick_values_of_a_notebook_are_measured(study, tmp_path):
+    words = [word for name, value in quick(study).items() for word in ("-p", f"{name}={json.dumps(value)}")]
+    done = labkit("run", study, "--source", "measure", *words, **linked(tmp_path))
+    assert done.returncode == 0, done.stderr
+    text = text_of(tmp_path / "reports" / f"{registry.NOTEBOOKS[study]}.html")
+    assert "Measured on this machine" in text
+    assert "Nothing was measured" not in text
+
+
 # a small lab of the real notebooks with made-up rows, where Triton cannot be imported
 
 BLOCKED = """
@@ -179,133 +215,61 @@ def bare(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def bare_report(bare):
-    return labkit("run", "--source", "recorded", **bare), Path(bare["LABKIT_ROOT"]) / "reports"
-
-
-def python(code, env):
-    words = [sys.executable, "-c", textwrap.dedent(code)]
-    return subprocess.run(words, env={**os.environ, **env}, capture_output=True, text=True, timeout=120)
-
-
-def test_triton_is_really_missing_there(bare):
-    done = python("import triton", bare)
-    assert "ModuleNotFoundError" in done.stderr
-    assert python("from importlib.util import find_spec; print(find_spec('triton'))", bare).stdout == "None\n"
-
-
-def test_without_triton_everything_but_the_kernels_is_imported(bare):
-    code = """
-        import importlib, pkgutil, labkit
-        for module in pkgutil.walk_packages(labkit.__path__, "labkit."):
-            if module.name.endswith("__main__"):
-                continue
-            try:
-                importlib.import_module(module.name)
-            except ImportError as problem:
-                print(module.name, problem.name)
-    """
-    done = python(code, bare)
+def without(bare):
+    """What `without_triton` finds there, and what it writes to its standard error."""
+    script = [sys.executable, str(Path(__file__).with_name("without_triton.py"))]
+    done = subprocess.run(script, env={**os.environ, **bare}, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout), done.stderr
+
+
+def test_triton_is_really_missing_there(bare, without):
+    code = [sys.executable, "-c", "import triton"]
+    done = subprocess.run(code, env={**os.environ, **bare}, capture_output=True, text=True, timeout=120)
+    assert "ModuleNotFoundError" in done.stderr
+    assert without[0]["triton"] is None
+
+
+def test_without_triton_everything_but_the_kernels_is_imported(without):
     sources = {path: path.read_text() for path in (CODE / "labkit").rglob("*.py")}
     kernels = {
-        f"{'.'.join(path.relative_to(CODE).with_suffix('').parts)} triton"
+        ".".join(path.relative_to(CODE).with_suffix("").parts)
         for path, text in sources.items()
         if re.search(r"^(import|from) triton\b", text, re.MULTILINE)
     }
     assert len(kernels) >= 4
-    kernels.add("labkit.moe_persistent_grid.expert_layer triton")  # no kernel, it chooses between three modules of them
-    assert set(done.stdout.splitlines()) == kernels
+    kernels |= {f"labkit.kernels.{name}" for name in ("experts.expert_layer", "experts.inputs", "decoder.decode")}
+    kernels |= {f"labkit.studies.{name}.trials" for name in ("state_layout", "gemv_coalescing")}  # all that they launch
+    assert without[0]["not imported"] == dict.fromkeys(kernels, "triton")
 
 
-def test_without_triton_a_study_shows_what_is_recorded(bare):
-    code = f"""
-        from labkit import lab
-        from labkit.state_layout import views
-        x = lab.open("state_layout", **{made.LAYOUT!r})
-        print(x.provenance())
-        print(x.figure("times", views.times))
-        print(x.claims())
-        print(views.compiled_table(x.compiled(views.wanted(x.study, x.parameters), (80, 90))).to_string())
-        print(x.source("labkit.state_layout.kernels", "_decode_kernel").data)
-    """
-    done = python(code, bare)
+def test_without_triton_every_cell_shows_what_is_recorded(without):
+    found, stderr = without
+    assert stderr == ""  # no warning either
+    texts = {study: unescape(re.sub(r"<[^>]*>", "", " ".join(shown))) for study, shown in found["shown"].items()}
+    assert list(texts) == list(registry.NOTEBOOKS)
+    for study, text in texts.items():
+        assert f"Recorded measurement, not of this machine: {MACHINE['name']}" in text, study
+        assert not re.search(r"\bnan\b|\bNone\b|<NA>", text), study
+    assert "Triton is not installed here" in texts["state_layout"]
+    assert "registers, sm_90" in texts["state_layout"]  # from the rows, of the kernels that were timed
+    assert "reproduced" in texts["state_layout"]
+
+
+def test_without_triton_a_page_is_made(bare):
+    """Of the shortest notebook; that all of them run is above."""
+    done = labkit("run", "machine", "--source", "recorded", **bare)
     assert done.returncode == 0, done.stderr
-    for said in (MACHINE["name"], "recorded", "[NVIDIA Made-Up 9: Lines of time", "reproduced", "registers, sm_90"):
-        assert said in done.stdout
-    assert "def _decode_kernel(" in done.stdout
-
-
-def test_without_triton_the_whole_report_is_made(bare_report):
-    done, reports = bare_report
-    check_report(done, reports)
-    machine, layout, *others = (text_of(reports / page) for page in PAGES)
-    assert all(f"Recorded measurement, not of this machine: {MACHINE['name']}" in text for text in (machine, *others))
-    assert "Triton is not installed here" in layout
-    assert "registers, sm_90" in layout  # from the rows, of the kernels that were timed
+    reports = Path(bare["LABKIT_ROOT"]) / "reports"
+    assert f"Recorded measurement, not of this machine: {MACHINE['name']}" in text_of(reports / PAGES[0])
     assert "not installed" in text_of(reports / "index.html")
 
 
-def test_without_triton_the_other_commands_answer(bare):
-    listed = labkit("list", **bare)
-    assert listed.returncode == 0, listed.stderr
-    assert f"recorded: {GPU}" in listed.stdout
-    doctor = labkit("doctor", **bare)
-    assert "Traceback" not in doctor.stderr
-    assert "Triton" in doctor.stdout
-    measure = labkit("run", "--source", "measure", **bare)
-    assert measure.returncode == 2
-    assert "nothing can be measured here" in measure.stderr
-
-
-# killed
-
-
-def family(pid):
-    """Processes that descend from one, itself included (Linux)."""
-    parents = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            words = stat.read_text().rpartition(")")[2].split()
-        except OSError:
-            continue  # it has ended meanwhile
-        parents[int(stat.parent.name)] = int(words[1])
-    found = {pid}
-    while more := {child for child, parent in parents.items() if parent in found} - found:
-        found |= more
-    return found
-
-
-def running(pids):
-    alive = set()
-    for pid in pids:
-        try:
-            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        except OSError:
-            continue
-        if state != "Z":
-            alive.add(pid)
-    return alive
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_a_run_that_is_killed_loses_nothing_and_can_be_repeated(bare, bare_report):
-    _, reports = bare_report
-    before = {path.name: path.read_bytes() for path in reports.glob("*.html")}
-    process = start("run", "--source", "recorded", "--jobs", "1", **bare)
-    for line in process.stderr:
-        if f"[{len(PAGES)}/{len(PAGES)}]" in line and "cell" in line:  # all are done but the last, which is at work
-            break
-    else:
-        pytest.fail(f"ended before it could be killed, with {process.wait()}")
-    started = family(process.pid)
-    assert len(started) > 2  # the command, the process of the notebook, its kernel
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
-    end = time.monotonic() + 30
-    while running(started) and time.monotonic() < end:
-        time.sleep(0.2)
-    assert running(started) == set()
-    assert {path.name: path.read_bytes() for path in reports.glob("*.html")} == before  # the earlier report stands
-    again = labkit("run", "--source", "recorded", **bare)
-    check_report(again, reports)
+def test_without_triton_the_other_commands_answer(without):
+    listed, doctor, measure = without[0]["commands"].values()
+    assert listed["status"] == 0, listed
+    assert f"recorded: {GPU}" in listed["stdout"]
+    assert "Traceback" not in doctor["stderr"]
+    assert "Triton" in doctor["stdout"]
+    assert measure["status"] == 2
+    assert "nothing can be measured here" in measure["stderr"]

@@ -14,7 +14,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
-from labkit.report import figures
+from labkit.report import figures, plots
 
 GPUS = ("NVIDIA H100 80GB HBM3", "NVIDIA H200", "NVIDIA RTX PRO 6000 Blackwell Workstation Edition")
 LONG = "Milliseconds of one decode step of the gated delta rule, launch and gather included, against the batch"
@@ -32,7 +32,7 @@ def frame(series: int = 3, panels: int = 1) -> pd.DataFrame:
 
 def lines(series: int = 3, panels: int = 1, **options: object) -> Figure:
     names = {"xlabel": MIDDLE, "ylabel": "µs per call", "title": LONG, "logx": True} | options
-    return figures.lines(frame(series, panels), "batch", "us", "variant", panel="gpu", low="low", high="high", **names)
+    return plots.lines(frame(series, panels), "batch", "us", "variant", panel="gpu", low="low", high="high", **names)
 
 
 def bars(series: int, panels: int, x: str = "batch") -> Figure:
@@ -40,16 +40,14 @@ def bars(series: int, panels: int, x: str = "batch") -> Figure:
     df["place"] = df.batch.map("pageable host-to-device copy of {} MiB".format)
     df = df[df.batch < 9]
     reference = [(3.0, "in-place ceiling, 3.00 TB/s"), (3.1, "read-only ceiling"), (3.2, "copy")]
-    return figures.bars(
-        df, x, "us", "variant", panel="gpu", xlabel=MIDDLE, ylabel="µs", title=LONG, reference=reference
-    )
+    return plots.bars(df, x, "us", "variant", panel="gpu", xlabel=MIDDLE, ylabel="µs", title=LONG, reference=reference)
 
 
 def ratios(panels: int = 1, verdict: str | None = None) -> Figure:
     df = frame(5, panels)
     df = df[df.batch < 3].assign(word="unclear")
     panel = "gpu" if panels > 1 else None
-    return figures.ratios(
+    return plots.ratios(
         df, "variant", "ratio", "least", "most", group="batch", panel=panel, verdict=verdict, xlabel=MIDDLE, title=LONG
     )
 
@@ -59,7 +57,7 @@ def heat(panels: int = 1, **options: object) -> Figure:
     if panels > 1:
         df = pd.concat([df[df.batch < 16].assign(place=f"place {number}") for number in range(panels)])
         options["panel"] = "place"
-    return figures.heat(df, "batch", "variant", "us", xlabel=LONG, ylabel="variant", title=LONG, unit="µs", **options)
+    return plots.heat(df, "batch", "variant", "us", xlabel=LONG, ylabel="variant", title=LONG, unit="µs", **options)
 
 
 PLOTS = {
@@ -68,7 +66,7 @@ PLOTS = {
         10, 1, logy=True, reference=[(50, "a reference with a long name"), (51, "another one")]
     ),
     "lines in panels": lambda: lines(3, 3),
-    "lines over names": lambda: figures.lines(
+    "lines over names": lambda: plots.lines(
         frame(), "variant", "us", "batch", xlabel="variant", ylabel="µs", title="Names"
     ),
     "bars": lambda: bars(2, 1),
@@ -97,7 +95,7 @@ def test_nothing_is_cut_off_or_written_over(fig: Figure, monkeypatch: pytest.Mon
     drawn: list[Text] = []  # ticks outside the view exist, but are not drawn
     draw = Text.draw
     monkeypatch.setattr(Text, "draw", lambda self, renderer: (drawn.append(self), draw(self, renderer))[1])
-    with figures.style():
+    with plots.style():
         fig.canvas.draw()
         width, height = fig.bbox.size
         places = [(text, Text.get_window_extent(text).extents) for text in drawn if text.get_text().strip()]
@@ -112,7 +110,7 @@ def test_nothing_is_cut_off_or_written_over(fig: Figure, monkeypatch: pytest.Mon
 
 
 def test_axes_keep_most_of_the_figure(fig: Figure) -> None:
-    with figures.style():
+    with plots.style():
         fig.canvas.draw()
         heights = {round(ax.get_position().y0, 2): ax.get_position().height for ax in fig.axes}
     assert sum(heights.values()) > 0.4
@@ -124,28 +122,28 @@ def test_text_is_large_enough(fig: Figure) -> None:
 
 @pytest.mark.parametrize("plot", ["lines of ten", "bars of ten", "ratios", "heat", "heat in panels"])
 def test_same_data_same_bytes(plot: str) -> None:
-    assert figures.svg(PLOTS[plot](), "alt") == figures.svg(PLOTS[plot](), "alt")
+    assert plots.svg(PLOTS[plot](), "alt") == plots.svg(PLOTS[plot](), "alt")
 
 
 def test_svg_is_xml_with_title_and_dark_style(fig: Figure) -> None:
-    text = figures.svg(fig, "Less <is> more").decode()
+    text = plots.svg(fig, "Less <is> more").decode()
     root = ET.fromstring(text)
     assert root.get("role") == "img"
     assert root[0].text == "Less <is> more"
     dark = re.search(r"@media \(prefers-color-scheme:dark\)\{(.*?\})\}</style>", text)[1]
-    for colour in (figures.INK, figures.SOFT, figures.PAPER):
+    for colour in (plots.INK, plots.SOFT, plots.PAPER):
         assert f'[style*="fill: {colour}"]' in dark
-        assert figures.DARK[colour] in dark
+        assert plots.DARK[colour] in dark
     body = text.split("</style>", 1)[1]
     assert "date" not in text.lower()
     used = set(re.findall(r"#[0-9a-f]{6}", body))
-    assert figures.PAPER in used  # its own background
+    assert plots.PAPER in used  # its own background
 
 
 def test_every_colour_of_a_line_plot_has_a_dark_twin() -> None:
-    body = figures.svg(lines(10), "alt").decode().split("</style>", 1)[1]
-    assert set(re.findall(r"#[0-9a-f]{6}", body)) <= set(figures.DARK)
-    assert set(figures.SERIES) <= set(re.findall(r"#[0-9a-f]{6}", body))
+    body = plots.svg(lines(10), "alt").decode().split("</style>", 1)[1]
+    assert set(re.findall(r"#[0-9a-f]{6}", body)) <= set(plots.DARK)
+    assert set(plots.SERIES) <= set(re.findall(r"#[0-9a-f]{6}", body))
 
 
 def luminance(colour: str) -> float:
@@ -160,9 +158,9 @@ def contrast(one: str, two: str) -> float:
 
 
 def test_contrast_in_both_modes() -> None:
-    for colour, least in [(figures.INK, 7), (figures.SOFT, 4.5), *((name, 3) for name in figures.SERIES)]:
-        assert contrast(colour, figures.PAPER) >= least
-        assert contrast(figures.DARK[colour], figures.DARK[figures.PAPER]) >= least
+    for colour, least in [(plots.INK, 7), (plots.SOFT, 4.5), *((name, 3) for name in plots.SERIES)]:
+        assert contrast(colour, plots.PAPER) >= least
+        assert contrast(plots.DARK[colour], plots.DARK[plots.PAPER]) >= least
 
 
 # Machado, Oliveira and Fernandes 2009, severity 1, on linear RGB: what protanopes and deuteranopes see.
@@ -184,7 +182,7 @@ def seen(colour: str, kind: str) -> np.ndarray:
 
 @pytest.mark.parametrize("kind", BLIND)
 def test_first_five_series_are_told_apart_without_red_or_green(kind: str) -> None:
-    for palette in (figures.SERIES[:5], [figures.DARK[colour] for colour in figures.SERIES[:5]]):
+    for palette in (plots.SERIES[:5], [plots.DARK[colour] for colour in plots.SERIES[:5]]):
         for one, two in itertools.combinations(palette, 2):
             assert np.linalg.norm(seen(one, kind) - seen(two, kind)) > 14, (one, two)
 
@@ -211,8 +209,8 @@ def test_ratio_colours_follow_the_interval_or_the_verdict_given() -> None:
 def test_a_series_may_have_no_interval() -> None:
     df = frame(2)
     df.loc[df["index"] == 1, ["low", "high"]] = np.nan
-    fig = figures.lines(df, "batch", "us", "variant", low="low", high="high", xlabel="x", ylabel="y", title="t")
-    assert b"nan" not in figures.svg(fig, "alt").lower()
+    fig = plots.lines(df, "batch", "us", "variant", low="low", high="high", xlabel="x", ylabel="y", title="t")
+    assert b"nan" not in plots.svg(fig, "alt").lower()
 
 
 def test_style_is_not_left_behind() -> None:
@@ -225,12 +223,12 @@ def test_style_is_not_left_behind() -> None:
     ("call", "message"),
     [
         (
-            lambda: figures.lines(frame(), "bach", "us", "variant", xlabel="", ylabel="", title=""),
+            lambda: plots.lines(frame(), "bach", "us", "variant", xlabel="", ylabel="", title=""),
             "no column 'bach' to draw; there are: gpu",
         ),
-        (lambda: figures.bars(frame()[:0], "batch", "us", "variant", xlabel="", ylabel="", title=""), "no rows"),
-        (lambda: figures.heat(frame(), "batch", "gpu", "us", xlabel="", ylabel="", title=""), "more than one us"),
-        (lambda: figures.heat(frame(), "batch", "gpu", "us", panel="place", xlabel="", ylabel="", title=""), "'place'"),
+        (lambda: plots.bars(frame()[:0], "batch", "us", "variant", xlabel="", ylabel="", title=""), "no rows"),
+        (lambda: plots.heat(frame(), "batch", "gpu", "us", xlabel="", ylabel="", title=""), "more than one us"),
+        (lambda: plots.heat(frame(), "batch", "gpu", "us", panel="place", xlabel="", ylabel="", title=""), "'place'"),
         (lambda: ratios(verdict="gpu"), "verdict 'NVIDIA H100 80GB HBM3'; allowed: faster"),
         (lambda: figures.table(frame(), formats={"uss": "{}"}), "no column 'uss'"),
     ],
@@ -324,3 +322,35 @@ def test_badge_says_it_in_words_and_by_a_sign(verdict: str) -> None:
 
 def test_badge_and_note_escape() -> None:
     assert "<b>" not in figures.badge("<b>").html + figures.note("<b>").html
+
+
+# a view's figure, with its texts and table
+
+
+def drawn(**options: object) -> dict[str, object]:
+    names = {"alt": "Lines.", "caption": "Times.", "xlabel": "batch", "ylabel": "µs", "title": "T"} | options
+    return figures.drawing(plots.lines, frame(2), "batch", "us", "variant", **names)
+
+
+def test_a_drawing_is_what_show_takes():
+    found = drawn()
+    assert (found["alt"], found["caption"]) == ("Lines.", "Times.")
+    assert found["fig"].get_suptitle() == "T"
+    pd.testing.assert_frame_equal(found["table"], frame(2))
+    assert "<figcaption>Times.</figcaption>" in figures.show(name="drawn", **found).html
+
+
+def test_what_a_figure_comes_to_ends_both_texts():
+    found = drawn(said="Least 3 µs")
+    assert (found["alt"], found["caption"]) == ("Lines. Least 3 µs.", "Times. Least 3 µs.")
+
+
+def test_the_table_of_a_drawing():
+    assert list(drawn(table=["batch", "us"], units={"us": "µs"})["table"]) == ["batch", "µs"]
+    hidden = drawn(hidden=["gpu", "index", "no such"])["table"]
+    assert list(hidden) == [name for name in frame(2) if name not in ("gpu", "index")]
+    other = pd.DataFrame({"us": [1.0]})
+    assert list(drawn(table=other, units={"us": "µs"})["table"]) == ["µs"]
+    assert list(other) == ["us"]  # renamed in a copy
+    with pytest.raises(KeyError, match="no such"):
+        drawn(table=["no such"])

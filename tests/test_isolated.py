@@ -132,6 +132,11 @@ def test_the_first_failure_of_many_stops_the_others():
     assert time.monotonic() - start < 30
 
 
+def test_a_process_that_reads_notebooks_is_not_held_up_by_a_grammar():
+    """`rfc3987_syntax`, which takes longer than everything else together; this process need not have been spared it."""
+    assert call(f"{HERE}:reads_notebooks") == {"nbformat": True, "rfc3987_syntax": False}
+
+
 def ended(pid):
     """Whether a process is gone, or dead and not yet waited for."""
     try:
@@ -195,3 +200,9 @@ def sleep(seconds, pid_file=None, deaf=False):
 def leave_a_process_behind(seconds):
     subprocess.Popen([sys.executable, "-c", f"import time; time.sleep({seconds})"], stdout=2)
     return "answer"
+
+
+def reads_notebooks():
+    import nbformat  # noqa: F401
+
+    return {name: sys.modules.get(name) is not None for name in ("nbformat", "rfc3987_syntax")}

@@ -15,12 +15,22 @@ import rows as made
 from IPython.display import Code
 from toy_lab import MACHINE
 
-from labkit import isolated, lab, paths, studies
-from labkit.bench import machine, records, spec, sweep, verdict
+from labkit import isolated, lab, paths, registry
+from labkit.bench import machine, records, spec, verdict
 from labkit.evidence import compiled
 from labkit.shapes import QWEN3_NEXT
-from labkit.state_layout import explore, share, tables, views
-from labkit.state_layout.claims import CLAIMS, CONTEXT, DECODE_GAIN, SLACK, VLLM_HEADS, VLLM_TABLE, vllm_estimate
+from labkit.studies.persistent_tables import views as table_views
+from labkit.studies.state_layout import explore, production_views, share, tables, views
+from labkit.studies.state_layout.claims import (
+    CLAIMS,
+    CONTEXT,
+    DECODE_GAIN,
+    SLACK,
+    VLLM_HEADS,
+    VLLM_TABLE,
+    vllm_estimate,
+)
+from labkit.sweep import correctness, run
 from labkit.workflow import lease, notebooks
 
 GPU, OTHER = "nvidia-made-up-9", "nvidia-other-1"
@@ -42,7 +52,8 @@ def folders(tmp_path, monkeypatch):
 @pytest.fixture
 def without_triton(monkeypatch):
     """The notebooks' code then takes what the rows hold, and compiles and checks nothing."""
-    monkeypatch.setattr(lab, "find_spec", lambda name: None if name == "triton" else find_spec(name))
+    for module in (lab, table_views, production_views):
+        monkeypatch.setattr(module, "find_spec", lambda name: None if name == "triton" else find_spec(name))
 
 
 @pytest.fixture(scope="session")
@@ -66,10 +77,19 @@ def html(shown):
     return re.sub(r'src="data:[^"]*"', "", shown._repr_html_())
 
 
+def code_cells(study):
+    book = json.loads(notebooks.source_path(study).read_text())
+    return [cell for cell in book["cells"] if cell["cell_type"] == "code"]
+
+
+def quick(study):
+    """The parameters with which a notebook is run in a moment: a part of what is recorded."""
+    return code_cells(study)[0]["metadata"]["nbmake"]["mock"]
+
+
 def cells(study, **parameters):
     """Run the code cells of a study's notebook here, on what is recorded; the HTML of each cell that shows any."""
-    book = json.loads(notebooks.source_path(study).read_text())
-    code = ["".join(cell["source"]) for cell in book["cells"] if cell["cell_type"] == "code"]
+    code = ["".join(cell["source"]) for cell in code_cells(study)]
     defaults = {name: one.value for name, one in notebooks.parameters(notebooks.source_path(study)).items()}
     space = defaults | {"source": "recorded"} | parameters
     found = []
@@ -159,6 +179,7 @@ def test_recorded_rows_are_never_said_to_be_measured_here(folders, without_trito
     made.store(paths.DATA / GPU, layout, ceilings)
     for study, parameters in (("machine", made.MACHINE_PAGE), ("state_layout", made.LAYOUT)):
         shown = cells(study, **parameters)
+        _shows(shown, study)
         page = "\n".join(shown)
         assert "measured here" not in page
         assert "Measured on this machine" not in page
@@ -193,7 +214,7 @@ def test_rows_of_this_machine_are_said_to_be_measured_here_and_not_measured_agai
     monkeypatch.setattr(machine, "why_no_gpu", lambda: "")
     monkeypatch.setattr(machine, "this_machine", lambda: machine.Machine(**MACHINE))
     monkeypatch.setattr(machine, "provenance", lambda seed: here)
-    monkeypatch.setattr(sweep.isolated, "call", lambda *a, **k: pytest.fail("measured again"))
+    monkeypatch.setattr(run.isolated, "call", lambda *a, **k: pytest.fail("measured again"))
     x = lab.open("state_layout", source="measure", **made.LAYOUT)
     assert [entry.here for entry in x.shown] == [True, False]
     page = html(x.provenance())
@@ -209,10 +230,10 @@ def test_rows_of_this_machine_are_said_to_be_measured_here_and_not_measured_agai
 
 
 def _drawing():
-    from labkit.report import figures
+    from labkit.report import plots
 
     table = pd.DataFrame({"x": [1, 2], "y": [1.0, 2.0], "s": "a"})
-    fig = figures.lines(table, "x", "y", "s", xlabel="x", ylabel="y", title="t")
+    fig = plots.lines(table, "x", "y", "s", xlabel="x", ylabel="y", title="t")
     return {"fig": fig, "alt": "Two points.", "caption": "Points.", "table": table}
 
 
@@ -263,8 +284,6 @@ def test_each_gpu_is_shown_or_the_one_asked_for(folders, layout):
 # every cell of the notebooks, for parameters that are allowed and rows that are poor
 
 STATE_LAYOUT = {
-    "as usual": {},
-    "one batch": {"batches": [1]},
     "a large batch": {"batches": [4096]},
     "one state": {"states": ["bf16"]},
     "one point": {"states": ["fp32"], "batches": [1]},
@@ -278,32 +297,39 @@ def _no_evidence(frame, *starts):
     return frame.assign(evidence=keep)
 
 
+def _some_lost(frame):
+    """One variant failed, another was not measured, and nothing was predicted."""
+    frame = made.without(frame, variant="VK BV=32, 1 warp")
+    return made.unusable(frame, frame["variant"] == "KV BV=8, 1 warp").assign(predicted_us=math.nan, ceiling=math.nan)
+
+
+def _noise(frame):
+    samples = [np.random.default_rng(0).permutation(range(900, 930)) * (i + 1) for i in range(len(frame))]
+    return frame.assign(samples_ns=list(map(list, samples)))
+
+
+# Where two faults are together, they are of different columns or rows, which different cells look at.
 POOR = {
     "nothing usable": made.unusable,
-    "one variant failed": lambda frame: made.unusable(frame, frame["variant"] == "KV BV=8, 1 warp"),
-    "one variant missing": lambda frame: made.without(frame, variant="VK BV=32, 1 warp"),
     "only the ceiling": lambda frame: frame[frame["variant"] == tables.CEILING],
-    "no ceiling": lambda frame: made.unusable(frame, frame["variant"] == tables.CEILING),
-    "no control": lambda frame: made.without(frame, role="control"),
-    "no prediction": lambda frame: frame.assign(predicted_us=math.nan, ceiling=math.nan),
-    "no evidence": lambda frame: _no_evidence(frame, ""),
-    "evidence of one layout": lambda frame: _no_evidence(frame, "KV"),
+    "variants and predictions are lost": _some_lost,
+    "no ceiling and no evidence": lambda frame: _no_evidence(
+        made.unusable(frame, frame["variant"] == tables.CEILING), ""
+    ),
+    "no control and one process": lambda frame: made.processes(made.without(frame, role="control"), 1),
+    "noise and evidence of one layout": lambda frame: _no_evidence(_noise(frame), "KV"),
     "narrow and wide tiles spill": lambda frame: made.spilling(frame, "KV BV=8, 1 warp", "VK BV=32, 1 warp"),
     "all spill": lambda frame: made.spilling(frame, *set(frame["variant"])),
-    "one process": lambda frame: made.processes(frame, 1),
-    "noise": lambda frame: frame.assign(
-        samples_ns=[list(np.random.default_rng(0).permutation(range(900, 930)) * (i + 1)) for i in range(len(frame))]
-    ),
 }
 
 
-def _shows(shown, study):
+def _shows(shown, study, never=r"\bnan\b|\bNone\b|\bNaN\b|<NA>|Timestamp|dtype"):
     """Every cell shows something that a reader can read."""
     assert len(shown) > 8
     for text in shown:
         words = re.sub(r"<[^>]*>", " ", text)
         assert words.strip()
-        assert not re.search(r"\bnan\b|\bNone\b|\bNaN\b|<NA>|Timestamp|dtype", words), f"{study}: {words[:2000]}"
+        assert not re.search(never, words), f"{study}: {words[:2000]}"
 
 
 @pytest.mark.parametrize("changes", STATE_LAYOUT.values(), ids=STATE_LAYOUT)
@@ -332,6 +358,15 @@ def test_cells_of_machine_on_poor_rows(folders, without_triton, ceilings, poor):
     _shows(cells("machine", **made.MACHINE_PAGE), "machine")
 
 
+@pytest.mark.parametrize("study", registry.NOTEBOOKS)
+def test_cells_of_every_notebook_for_its_quick_values(tmp_path, monkeypatch, without_triton, study):
+    """On what is recorded of one GPU in this tree; on a GPU these are measured, in test_end_to_end."""
+    monkeypatch.setattr(paths, "REPORTS", tmp_path)
+    monkeypatch.setattr(verdict, "RESAMPLES", 100)
+    gpu = notebooks.recorded_gpus()[0]
+    _shows(cells(study, gpu=gpu, **quick(study)), study, never=r"\bnan\b|\bNaN\b|<NA>|Timestamp")
+
+
 def test_cells_are_really_run(folders, without_triton, layout, monkeypatch):
     made.store(paths.DATA / GPU, layout)
     monkeypatch.setattr(views, "hot", lambda rows: pd.DataFrame())
@@ -350,7 +385,7 @@ def test_floors_are_bytes_over_the_best_recorded_rate(folders, ceilings, layout)
     best = ceilings[(ceilings["role"] == "ceiling") & ceilings["case"].str.contains('"in_place"')]
     rate = max(b / np.median(ns) for b, ns in zip(best["floor_bytes"], best["samples_ns"], strict=True))  # GB/s
     case = x.cases[0]
-    least = studies.load("state_layout").floor(case).bytes / rate / 1e3
+    least = registry.load("state_layout").floor(case).bytes / rate / 1e3
     text = x.floors([case]).plain
     assert f"least µs, {MACHINE['name']} (recorded)" in text
     assert float(text.split()[-1]) == pytest.approx(least, rel=1e-4)
@@ -371,7 +406,7 @@ def test_published_numbers_come_with_their_source(folders, layout):
 
 
 def test_source_is_read_from_the_file_with_its_decorator():
-    code = lab.Lab.source("labkit.state_layout.kernels", "_decode_kernel", "_normalised").data
+    code = lab.Lab.source("labkit.studies.state_layout.layouts", "_decode_kernel", "_normalised").data
     assert code.startswith("@triton.jit\ndef _decode_kernel(")
     assert "\n\n\n@triton.jit\ndef _normalised(" in code
     assert "class DecodeInputs" not in code
@@ -412,24 +447,33 @@ def _judged(text, verdict="consistent"):
 # checking
 
 
-def test_correctness_runs_every_variant_here_and_reads_the_rows(folders, layout):
+def test_correctness_is_of_what_was_checked_here_and_of_the_rows(folders, layout, monkeypatch):
+    """What is really checked here is in test_end_to_end, of every study."""
+    checked = [("case 1", "a", 1e-4, True), ("case 1", "b", 3e-4, True), ("case 2", "a", 0.2, False)]
+    table = pd.DataFrame(checked, columns=["case", "variant", "error", "ok"])
+    monkeypatch.setattr(lab, "check_here", lambda study, interpreted: table if interpreted else None)
     wrong = layout["variant"] == "KV BV=8, 1 warp"
     x = replayed("state_layout", made.LAYOUT, layout.assign(ok=~wrong, error=np.where(wrong, 0.5, 1e-4)))
     here, recorded = table_of(x.correctness())
-    study = studies.load("state_layout")
-    assert here["where"] == "this machine, tiny inputs, Triton's interpreter"
-    assert int(here["cases"]) == len(study.tiny)
-    own = {v.name for case in study.tiny for v in study.variants(case) if v.role not in ("ceiling", "peer")}
-    assert int(here["variants"]) == len(own)  # the ceiling computes nothing to check, libraries may not be there
-    assert here["wrong"] == "0"
-    assert 0 < float(here["largest error"]) < 4e-3
+    assert here == {
+        "where": "this machine, tiny inputs, Triton's interpreter",
+        "variants": "2",
+        "cases": "2",
+        "largest error": "2.0e-01",
+        "wrong": "1",
+    }
     assert int(recorded["wrong"]) == wrong.sum()
     assert float(recorded["largest error"]) == 0.5
 
 
 def table_of(piece):
     """The rows of a table that is shown: heading -> text."""
-    rows = re.findall(r"<tr>(.*?)</tr>", html(piece), re.DOTALL)
+    return rows_of(html(piece))
+
+
+def rows_of(table):
+    """The rows of a table's HTML: heading -> text."""
+    rows = re.findall(r"<tr>(.*?)</tr>", table, re.DOTALL)
     texts = [
         [unescape(re.sub("<[^>]*>", "", cell)) for cell in re.findall(r"<t[hd].*?</t[hd]>", row, re.DOTALL)]
         for row in rows
@@ -438,19 +482,19 @@ def table_of(piece):
 
 
 def test_a_gpu_is_checked_with_kernels_that_were_compiled_on_all_cores(monkeypatch):
-    study, here, done = studies.load("moe_persistent_grid"), machine.Machine(**MACHINE), []
+    study, here, done = registry.load("moe_persistent_grid"), machine.Machine(**MACHINE), []
     monkeypatch.setattr(machine, "this_machine", lambda: here)
     monkeypatch.setattr(compiled, "prebuild", lambda sources, capability: done.append((sources, capability)))
     monkeypatch.setattr(isolated, "call", lambda target, *arguments, env: done.append((target, *arguments)) or [])
-    lab.check_here(study.name, interpreted=False)
+    correctness.check_here(study.name, interpreted=False)
     assert done == [
         (study.kernels(study.tiny, here.capability), here.capability),
-        ("labkit.lab:check_tiny", study.name, "cuda"),
+        ("labkit.sweep.correctness:check_tiny", study.name, "cuda"),
     ]
     assert done[0][0]
     done.clear()
-    lab.check_here("state_layout", interpreted=False)  # which has no list of kernels
-    assert done == [("labkit.lab:check_tiny", "state_layout", "cuda")]
+    correctness.check_here("state_layout", interpreted=False)  # which has no list of kernels
+    assert done == [("labkit.sweep.correctness:check_tiny", "state_layout", "cuda")]
 
 
 def test_a_wrong_or_unwritten_result_is_counted_as_wrong(monkeypatch):
@@ -468,8 +512,8 @@ def test_a_wrong_or_unwritten_result_is_counted_as_wrong(monkeypatch):
     study = type("Study", (), {"tiny": (case,), "variants": staticmethod(
         lambda case: [spec.Variant(name, "ours", "", trial(error)) for name, error in errors.items()]
         + [spec.Variant("a library that is not there", "peer", "", None)])})  # fmt: skip
-    monkeypatch.setattr(studies, "load", lambda name: study)
-    assert {row["variant"]: row["ok"] for row in lab.check_tiny("x", "cpu")} == {
+    monkeypatch.setattr(registry, "load", lambda name: study)
+    assert {row["variant"]: row["ok"] for row in correctness.check_tiny("x", "cpu")} == {
         "right": True,
         "wrong": False,
         "unwritten": False,

@@ -7,11 +7,13 @@ import torch
 
 from labkit.bench.spec import Case
 from labkit.evidence import compiled
-from labkit.moe_persistent_grid import ahead, choose, models, names, one_token_words, study
-from labkit.moe_persistent_grid.kernels import LayerInputs
-from labkit.moe_persistent_grid.reference import GROUP, Int4
+from labkit.kernels import offline
+from labkit.kernels.experts import choose, one_token_words
+from labkit.kernels.experts.inputs import LayerInputs
+from labkit.kernels.experts.int4 import GROUP, Int4
+from labkit.studies.moe_persistent_grid import ahead, models, study, variants
 
-SHAPES = (models.QWEN3_30B, models.QWEN35_35B, models.QWEN3_NEXT, models.MIXTRAL)
+BY_WORDS = (models.QWEN3_30B, models.QWEN3_NEXT, models.MIXTRAL)  # models whose layers take words
 
 
 def launches(model, experts=1):
@@ -26,7 +28,7 @@ def launches(model, experts=1):
     ids = torch.zeros(1, model.top_k, dtype=torch.int32)
     item = LayerInputs(x, ids, torch.empty(1, model.top_k), weights(2 * width, H), weights(H, width), x.clone())
     hidden = torch.empty(model.top_k * width, dtype=torch.bfloat16)
-    with compiled.offline(90):
+    with offline.offline(90):
         return one_token_words.launches(item, hidden, choose.by_words(model.top_k, width), True)
 
 
@@ -44,7 +46,7 @@ def loop(code):
     return [text for at, text in code if first <= at <= last]
 
 
-@pytest.mark.parametrize("model", SHAPES, ids=lambda model: model.name)
+@pytest.mark.parametrize("model", BY_WORDS, ids=lambda model: model.name)
 def test_weights_take_few_instructions_and_nothing_goes_through_shared_memory(model):
     for launch in launches(model).values():
         found = compiled.evidence(launch, 90)
@@ -64,19 +66,20 @@ def test_weights_take_few_instructions_and_nothing_goes_through_shared_memory(mo
 def test_both_launches_are_compiled_ahead():
     shape = models.QWEN3_30B.as_dict() | {"T": 1, "routing": "uniform", "activations": "bf16", "E": 8}
     cases = [Case("layer", shape | {"weights": weights}) for weights in ("INT4", "bf16")]
-    assert names.WORDS in study.roles(cases[0])
+    assert variants.WORDS in study.roles(cases[0])
     sources = [made for made in study.kernels(cases, 90) if "down_k" in (made[1].get("choice", {}).get("rows") or {})]
     found = [launch for made in sources for launch in compiled.launch_of(made, 90)]
     assert [launch.grid for launch in found] == [(192, 8), (256,)]
     assert all(launch.options["launch_pdl"] for launch in found)
     assert all(launch.args["DEPENDENT"] for launch in found)
-    with compiled.offline(80):
+    with offline.offline(80):
         assert not any(launch.options.get("launch_pdl") for made in sources for launch in ahead.layer(**made[1]))
 
 
 def test_a_layer_takes_words_where_a_tokens_experts_have_many_weights():
     cpu = torch.device("cpu")
-    found = {m.name: choose.choose_any(1, m.experts, m.top_k, m.hidden, m.width, True, cpu).rows for m in SHAPES}
+    known = (*BY_WORDS, models.QWEN35_35B)
+    found = {m.name: choose.choose_any(1, m.experts, m.top_k, m.hidden, m.width, True, cpu).rows for m in known}
     blocks = {name: rows.down_k for name, rows in found.items() if isinstance(rows, choose.Words)}
     assert blocks == {models.QWEN3_30B.name: 8192, models.QWEN3_NEXT.name: 8192, models.MIXTRAL.name: 2048}
     for tokens, int4 in ((1, False), (2, True)):

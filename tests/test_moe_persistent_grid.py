@@ -7,11 +7,15 @@ import pytest
 import torch
 
 from labkit.evidence import compiled
-from labkit.moe_persistent_grid import choose, reference, routing, waves
-from labkit.moe_persistent_grid.choose import Config
-from labkit.moe_persistent_grid.kernels import LayerInputs, layer
-from labkit.moe_persistent_grid.reference import Int4
-from labkit.moe_persistent_grid.routing import synthetic
+from labkit.kernels import offline
+from labkit.kernels.experts import blocks, choose, reference, routing
+from labkit.kernels.experts import int4 as experts_int4
+from labkit.kernels.experts.choose import Config
+from labkit.kernels.experts.expert_layer import plain_layer
+from labkit.kernels.experts.inputs import LayerInputs
+from labkit.kernels.experts.int4 import Int4
+from labkit.studies.moe_persistent_grid import waves
+from labkit.studies.moe_persistent_grid.routings import KINDS, synthetic
 
 
 def silu(x):
@@ -40,10 +44,10 @@ def test_a_slot_without_an_expert_adds_nothing():
 
 
 def test_the_even_k_is_in_the_low_nibble():
-    packed = reference.pack(torch.tensor([[1, 2, 15, 0]]))
+    packed = experts_int4.pack(torch.tensor([[1, 2, 15, 0]]))
     assert packed.tolist() == [[0x21, 0x0F]]
     assert packed.dtype == torch.uint8
-    assert reference.unpack(packed).tolist() == [[1, 2, 15, 0]]
+    assert experts_int4.unpack(packed).tolist() == [[1, 2, 15, 0]]
 
 
 @pytest.mark.parametrize(
@@ -55,15 +59,15 @@ def test_the_even_k_is_in_the_low_nibble():
 )
 def test_what_cannot_be_packed_is_named(values, message):
     with pytest.raises(ValueError, match=message):
-        reference.pack(values)
+        experts_int4.pack(values)
 
 
 def test_an_int4_value_is_a_nibble_less_eight_times_its_groups_scale():
     values = torch.full((1, 256), 8)
     values[0, :4] = torch.tensor([0, 15, 9, 7])
     values[0, 128] = 9
-    w = Int4(reference.pack(values), torch.tensor([[0.5, 3.0]], dtype=torch.bfloat16))
-    found = reference.dequantise(w)
+    w = Int4(experts_int4.pack(values), torch.tensor([[0.5, 3.0]], dtype=torch.bfloat16))
+    found = experts_int4.dequantise(w)
     assert found[0, :5].tolist() == [-4.0, 3.5, 0.5, -0.5, 0.0]
     assert found[0, 127:130].tolist() == [0.0, 3.0, 0.0]
 
@@ -71,35 +75,35 @@ def test_an_int4_value_is_a_nibble_less_eight_times_its_groups_scale():
 def test_quantised_weights_are_at_most_half_a_step_off():
     w = torch.randn(3, 5, 256, generator=torch.Generator().manual_seed(0))
     w[1, 2, :128] = 0
-    found = reference.quantise(w)
+    found = experts_int4.quantise(w)
     assert found.packed.shape == (3, 5, 128)
     assert found.scales.shape == (3, 5, 2)
     assert found.scales.dtype == torch.bfloat16
-    off = (reference.dequantise(found) - w.double()).abs().unflatten(-1, (-1, 128)).amax(-1)
+    off = (experts_int4.dequantise(found) - w.double()).abs().unflatten(-1, (-1, 128)).amax(-1)
     assert (off <= 0.52 * found.scales.double()).all()  # the scale, rounded to bf16, may leave the largest a bit short
-    assert (reference.dequantise(found)[1, 2, :128] == 0).all()
-    again = reference.quantise(reference.dequantise(found))  # what is on the grid stays, up to a rescaled grid
-    torch.testing.assert_close(reference.dequantise(again), reference.dequantise(found), atol=0.05, rtol=0.02)
+    assert (experts_int4.dequantise(found)[1, 2, :128] == 0).all()
+    again = experts_int4.quantise(experts_int4.dequantise(found))  # what is on the grid stays, up to a rescaled grid
+    torch.testing.assert_close(experts_int4.dequantise(again), experts_int4.dequantise(found), atol=0.05, rtol=0.02)
     with pytest.raises(ValueError, match=r"w is \(2, 100\); allowed: \[.., K\] with K a multiple of 128"):
-        reference.quantise(torch.zeros(2, 100))
+        experts_int4.quantise(torch.zeros(2, 100))
 
 
 def test_an_int4_layer_is_the_layer_of_its_exact_values():
     torch.manual_seed(0)
     x, ids, weights = torch.randn(4, 128), torch.randint(0, 3, (4, 2)), torch.rand(4, 2)
-    w1, w2 = (reference.quantise(torch.randn(shape)) for shape in ((3, 256, 128), (3, 128, 128)))
-    exact = reference.layer(x, ids, weights, reference.dequantise(w1), reference.dequantise(w2))
+    w1, w2 = (experts_int4.quantise(torch.randn(shape)) for shape in ((3, 256, 128), (3, 128, 128)))
+    exact = reference.layer(x, ids, weights, experts_int4.dequantise(w1), experts_int4.dequantise(w2))
     assert torch.equal(reference.layer(x, ids, weights, w1, w2), exact)
 
 
 def test_a_coarse_scale_makes_weights_that_are_exact_in_bf16():
     scales = torch.rand(64, 2, generator=torch.Generator().manual_seed(0)).add(1e-3).bfloat16()
     values = torch.arange(16).repeat(64, 16)
-    rounded = reference.dequantise(Int4(reference.pack(values), scales))
-    exact = reference.dequantise(Int4(reference.pack(values), reference.coarse(scales)))
+    rounded = experts_int4.dequantise(Int4(experts_int4.pack(values), scales))
+    exact = experts_int4.dequantise(Int4(experts_int4.pack(values), experts_int4.coarse(scales)))
     assert not torch.equal(rounded.bfloat16().double(), rounded)
     assert torch.equal(exact.bfloat16().double(), exact)
-    torch.testing.assert_close(reference.coarse(scales), scales, rtol=2**-5, atol=0)
+    torch.testing.assert_close(experts_int4.coarse(scales), scales, rtol=2**-5, atol=0)
 
 
 def test_what_is_stored_is_rounded_and_that_is_most_of_the_error():
@@ -138,27 +142,27 @@ def test_errors_by_hand():
 
 
 def test_blocks_by_hand():
-    assert waves.blocks([0, 1, 16, 17], 16) == 4
-    assert waves.most_blocks(1, 8, 128, 64) == 8
-    assert waves.most_blocks(100, 2, 3, 16) == 3 + 197 // 16
-    assert waves.source_blocks(1642, 8, 256, 16) == 1077
+    assert blocks.blocks([0, 1, 16, 17], 16) == 4
+    assert blocks.most_blocks(1, 8, 128, 64) == 8
+    assert blocks.most_blocks(100, 2, 3, 16) == 3 + 197 // 16
+    assert blocks.source_blocks(1642, 8, 256, 16) == 1077
     assert waves.expected_blocks(10, 2, 2, 16) == 2
     assert waves.expected_blocks(1, 1, 4, 16) == pytest.approx(1)
     assert waves.expected_blocks(2, 1, 4, 1) == pytest.approx(2)
     assert waves.expected_blocks(2, 1, 2, 16) == pytest.approx(2 * 3 / 4)
 
 
-@pytest.mark.parametrize("kind", routing.KINDS)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("tokens", "experts", "top_k", "block_m"), [(1, 128, 8, 16), (70, 9, 3, 16), (200, 4, 4, 64)])
 def test_no_routing_needs_more_than_most_blocks(kind, tokens, experts, top_k, block_m):
     counts = synthetic(kind, tokens, experts, top_k).ids.long().flatten().bincount(minlength=experts).tolist()
-    assert waves.blocks(counts, block_m) <= waves.most_blocks(tokens, top_k, experts, block_m)
-    assert waves.most_blocks(tokens, top_k, experts, block_m) <= waves.source_blocks(tokens, top_k, experts, block_m)
+    assert blocks.blocks(counts, block_m) <= blocks.most_blocks(tokens, top_k, experts, block_m)
+    assert blocks.most_blocks(tokens, top_k, experts, block_m) <= blocks.source_blocks(tokens, top_k, experts, block_m)
 
 
 def test_most_blocks_are_reached():
     counts = [1 + 16 * 5, 1, 1]  # the rest of the slots in full blocks of one expert
-    assert waves.blocks(counts, 16) == waves.most_blocks(sum(counts), 1, 3, 16)
+    assert blocks.blocks(counts, 16) == blocks.most_blocks(sum(counts), 1, 3, 16)
 
 
 # (experts, top_k), block_m -> the share of the worst-case grid at 1642 tokens, as it was found with one random routing.
@@ -172,15 +176,15 @@ DEAD = {
 def test_the_dead_share_of_the_sources_grid(model, block_m):
     experts, top_k = model
     live = waves.expected_blocks(1642, top_k, experts, block_m)
-    found = waves.dead_share(live, waves.source_blocks(1642, top_k, experts, block_m))
+    found = waves.dead_share(live, blocks.source_blocks(1642, top_k, experts, block_m))
     assert found == pytest.approx(DEAD[model, block_m], abs=0.012)
     counts = synthetic("uniform", 1642, experts, top_k).ids.long().flatten().bincount(minlength=experts).tolist()
-    assert waves.blocks(counts, block_m) == pytest.approx(live, rel=0.03)
+    assert blocks.blocks(counts, block_m) == pytest.approx(live, rel=0.03)
 
 
 def test_the_sources_own_point_has_57_waves():
     live = waves.expected_blocks(1642, 8, 256, 16)
-    tiles = waves.tiles(round(live), 1024, 128)
+    tiles = blocks.tiles(round(live), 1024, 128)
     assert tiles / 132 == pytest.approx(57, abs=0.2)
     assert waves.efficiency(tiles, 132) > 0.98
     assert waves.on_gpus(tiles, 1)["A100"][0] == pytest.approx(tiles / 108)
@@ -192,7 +196,7 @@ def test_efficiency_by_hand():
     assert waves.efficiency(1572, 132) == pytest.approx(0.992, abs=1e-3)
     assert waves.efficiency(132, 132) == 1
     assert waves.efficiency(0, 132) == 1
-    assert waves.tiles(3, 1000, 128) == 24
+    assert blocks.tiles(3, 1000, 128) == 24
     assert waves.predicted_ratio(133, 132, 148) == 0.5
     assert waves.predicted_ratio(133, 132, 66) == 1.5
     with pytest.raises(ValueError, match="slots is 0; allowed: at least 1"):
@@ -201,7 +205,7 @@ def test_efficiency_by_hand():
         waves.dead_share(5, 4)
 
 
-@pytest.mark.parametrize("kind", routing.KINDS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_synthetic_routing_is_labelled_and_repeats(kind):
     found = synthetic(kind, 50, 32, 4, seed=3, empty=2)
     assert found.name == f"synthetic, {kind}"
@@ -248,7 +252,7 @@ def launches(config, int4, tokens=8, hidden=2048, width=768):
         w1, w2 = (torch.empty(*w.shape[:2], 2 * w.shape[2], dtype=torch.bfloat16) for w in (w1, w2))
     x = torch.empty(tokens, hidden, dtype=torch.bfloat16)
     ids = torch.zeros(tokens, 8, dtype=torch.int32)
-    return layer(LayerInputs(x, ids, torch.ones(tokens, 8), w1, w2, torch.empty_like(x)), config).launches
+    return plain_layer(LayerInputs(x, ids, torch.ones(tokens, 8), w1, w2, torch.empty_like(x)), config).launches
 
 
 @pytest.mark.parametrize("int4", [False, True])
@@ -297,7 +301,7 @@ def test_four_bits_are_copied_in_wide_loads_and_unpacked_in_few_instructions():
 def test_launches_may_start_early_from_hopper_on():
     config = choose.rule(128, 128, 8, 2048, 768)
     for capability, wanted, early in ((90, config, True), (80, config, False), (90, choose.source(16), False)):
-        with compiled.offline(capability):
+        with offline.offline(capability):
             made = launches(wanted, False)
         assert {launch.options.get("launch_pdl", False) for launch in made.values()} == {early}
         assert {launch.args["DEPENDENT"] for launch in made.values()} == {early}
@@ -314,7 +318,7 @@ def test_one_compiled_kernel_serves_any_number_of_tokens(int4):
 
 
 def test_every_routing_kernel_compiles_without_spills():
-    for tokens, experts, top_k in ((1, 1, 1), (16, 512, 10), (128, 128, 8), (16384, 512, 10)):
+    for tokens, experts, top_k in ((1, 1, 1), (16, 512, 10), (16384, 512, 10)):
         found = routing.route(torch.zeros(tokens, top_k, dtype=torch.int32), experts, 64)
         for launch in found.launches.values():
             assert compiled.evidence(launch, 90)["spill_bytes"] == 0
@@ -340,20 +344,20 @@ def test_a_graph_replays_with_another_routing(tokens, int4):
     w1, w2 = torch.randn(16, 512, 384) * 384**-0.5, torch.randn(16, 384, 256) * 256**-0.5
     if int4:
         # With scales of eight bits the rounding of the weights alone takes the largest error to 2.1e-2.
-        w1, w2 = (reference.quantise(w) for w in (w1, w2))
-        w1, w2 = (Int4(w.packed.cuda(), reference.coarse(w.scales).cuda()) for w in (w1, w2))
+        w1, w2 = (experts_int4.quantise(w) for w in (w1, w2))
+        w1, w2 = (Int4(w.packed.cuda(), experts_int4.coarse(w.scales).cuda()) for w in (w1, w2))
     else:
         w1, w2 = w1.cuda().bfloat16(), w2.cuda().bfloat16()
     x = torch.randn(tokens, 384).cuda().bfloat16()
     made = synthetic("uniform", tokens, 16, 4, device="cuda", empty=1)
     inputs = LayerInputs(x, made.ids, made.weights, w1, w2, torch.empty_like(x))
-    launched = layer(inputs)
+    launched = plain_layer(inputs)
     launched()  # compiles
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         launched()
-    for seed, kind in enumerate(routing.KINDS):
+    for seed, kind in enumerate(KINDS):
         inputs.ids.copy_(synthetic(kind, tokens, 16, 4, seed, "cuda", empty=1).ids)
         fewer = tokens // 2 + 1  # tokens than the graph was captured for
         inputs.ids[fewer:] = -1

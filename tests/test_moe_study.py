@@ -11,34 +11,41 @@ import pytest
 import rows as made
 import torch
 
-from labkit.bench import records, sweep, verdict
+from labkit.bench import records, verdict
 from labkit.bench.spec import CONTROL, ROLES, VERDICTS, Case
 from labkit.evidence import compiled
-from labkit.launch import Launch
-from labkit.moe_persistent_grid import (
+from labkit.kernels import offline
+from labkit.kernels.experts import blocks as experts_blocks
+from labkit.kernels.experts import choose
+from labkit.kernels.experts.choose import Config, Tile
+from labkit.kernels.launch import Launch
+from labkit.studies.moe_persistent_grid import (
     ahead,
-    choose,
     claims,
     explore,
+    green_context,
     grid_views,
-    limited,
-    names,
     study,
     tables,
     trials,
+    variants,
     views,
     waves,
     work,
 )
-from labkit.moe_persistent_grid.choose import Config, Tile
-from labkit.moe_persistent_grid.models import DEEPSEEK, MIXTRAL, MODELS, QWEN3_30B, QWEN35_35B
-from labkit.moe_persistent_grid.synthetic import KINDS
+from labkit.studies.moe_persistent_grid.models import DEEPSEEK, MIXTRAL, MODELS, QWEN3_30B, QWEN35_35B
+from labkit.studies.moe_persistent_grid.routings import KINDS
+from labkit.sweep import run
 
 NAME = "moe_persistent_grid"
 ALL = {
     "models": [QWEN3_30B.name, QWEN35_35B.name, MIXTRAL.name], "tokens": [1, 16, 128, 1642, 4096],
     "weights": ["bf16", "INT4"], "routings": ["uniform", "zipf 1", "one expert"],
     "gemms": [QWEN35_35B.name, MIXTRAL.name], "gemm_tokens": [16, 128, 1642], "wave_tokens": [352, 720],
+}  # fmt: skip
+FEW = ALL | {  # around the source's point
+    "models": [QWEN3_30B.name], "tokens": [16, 4096], "routings": ["uniform"], "gemms": [QWEN35_35B.name],
+    "gemm_tokens": [128, 1642], "wave_tokens": [352],
 }  # fmt: skip
 CTAS = 7  # of the source's kernel, on an SM of the made-up GPU
 SMS = 132
@@ -191,49 +198,71 @@ def test_every_variant_of_every_case_has_a_function_that_takes_its_options():
         assert len(set(listed)) == len(listed)
         assert study.control(x) in listed
         assert {one.role for one in found} <= set(ROLES)
-        assert [one.name for one in found if one.role == "ours"] == ([names.OURS] if x.op == "layer" else [])
-        assert {one.mode for one in found if one.name != names.LOOP} <= {"graph"}
-        twin = sweep.with_control(study.STUDY, x)[-1]
+        assert [one.name for one in found if one.role == "ours"] == ([variants.OURS] if x.op == "layer" else [])
+        assert {one.mode for one in found if one.name != variants.LOOP} <= {"graph"}
+        twin = run.with_control(study.STUDY, x)[-1]
         assert (twin.name, twin.options["repeats"]) == (CONTROL, study.control(x))
         for one in found:
             json.dumps(dict(one.options))
             if x.op == "tune":
                 continue
-            make, options = names.makers(x.op, x["weights"], x["T"])[one.name]
-            assert one.source == f"{study.HERE}:{make}"
+            make, options = variants.makers(x.op, x["weights"], x["T"])[one.name]
+            assert one.source == variants.launchers(x.op, x["T"], make, options)
             inspect.signature(getattr(trials, make)).bind(x, "cpu", 1, 0, **options)
+
+
+def test_a_row_s_hash_covers_what_chooses_its_configuration(monkeypatch):
+    called = []
+
+    def noted(name, choose_by):
+        return lambda *arguments, **options: called.append(name) or choose_by(*arguments, **options)
+
+    for name in ("choose", "source"):
+        monkeypatch.setattr(choose, name, noted(name, getattr(choose, name)))
+    seen = set()
+    for x in study.cases(ALL):
+        for one in study.variants(x) if x.op != "tune" else ():
+            make, options = variants.makers(x.op, x["weights"], x["T"])[one.name]
+            if make in ("layer", "gemm"):
+                called.clear()
+                trials.config_of(x, "cpu", **({"base": "ours"} if make == "layer" else {}) | options)
+                chosen = {"source"} if "source" in called else {"rule"}  # what `choose` finds in a table is no code
+                covered = {n for n in ("source", "rule") if f"labkit.{NAME}.choose:{n}" in one.source}
+                assert covered == chosen | ({"rule"} if options.get("block_m") == 0 else set())
+                seen |= covered | set(called)
+    assert seen == {"choose", "source", "rule"}
 
 
 def test_no_two_variants_of_a_case_are_the_same():
     for weights in ("bf16", "INT4"):
         for op in ("layer", "gemm1", "waves"):
-            found = names.makers(op, weights).values()
+            found = variants.makers(op, weights).values()
             assert len({json.dumps(one, sort_keys=True) for one in found}) == len(found)
 
 
 def test_every_change_is_of_variants_that_are_timed():
     for weights in ("bf16", "INT4"):
-        timed = set(names.gemm_variants(weights, True))
-        known = [change for change in names.CHANGES if set(change) <= timed]
+        timed = set(variants.gemm_variants(weights, True))
+        known = [change for change in variants.CHANGES if set(change) <= timed]
         assert len(known) >= 11
         assert all(after != before for after, before in known)
-        assert {name for pair in names.PAIRS for name in pair} & timed == {
-            name for pair in names.PAIRS for name in pair if weights == "INT4" or "W4A8" not in name
+        assert {name for pair in variants.PAIRS for name in pair} & timed == {
+            name for pair in variants.PAIRS for name in pair if weights == "INT4" or "W4A8" not in name
         }
-    every = set(names.gemm_variants("bf16", True)) | set(names.gemm_variants("INT4", True))
-    assert {name for change in names.CHANGES for name in change} <= every
-    assert set(names.gemm_variants("INT4", False)) == {
-        names.OURS_TILES, names.OURS_PERSISTENT, names.OURS_FILLED, names.READ
+    every = set(variants.gemm_variants("bf16", True)) | set(variants.gemm_variants("INT4", True))
+    assert {name for change in variants.CHANGES for name in change} <= every
+    assert set(variants.gemm_variants("INT4", False)) == {
+        variants.OURS_TILES, variants.OURS_PERSISTENT, variants.OURS_FILLED, variants.READ
     }  # fmt: skip
 
 
 def test_the_loop_alone_is_eager_and_libraries_are_peers():
     roles = {one.name: (one.role, one.mode) for one in study.variants(case())}
-    assert roles[names.LOOP] == ("baseline", "eager")
-    assert roles[names.GROUPED] == roles[names.LIGER] == ("peer", "graph")
-    assert names.READ in roles
-    assert names.READ not in {one.name for one in study.variants(case(T=4096))}
-    assert names.OTHER_TOKENS not in {one.name for one in study.variants(case(T=names.TUNED_FOR))}
+    assert roles[variants.LOOP] == ("baseline", "eager")
+    assert roles[variants.GROUPED] == roles[variants.LIGER] == ("peer", "graph")
+    assert variants.READ in roles
+    assert variants.READ not in {one.name for one in study.variants(case(T=4096))}
+    assert variants.OTHER_TOKENS not in {one.name for one in study.variants(case(T=variants.TUNED_FOR))}
 
 
 def test_counters_are_taken_of_every_tile_order():
@@ -242,7 +271,7 @@ def test_counters_are_taken_of_every_tile_order():
     assert {x.op for x, _ in found} == {"gemm1"}
     for x, name in found:
         assert name in {one.name for one in study.variants(x)}
-    assert {names.grouped(size) for size in names.GROUPS} <= {name for _, name in found}
+    assert {variants.grouped(size) for size in variants.GROUPS} <= {name for _, name in found}
     assert study.counted(ALL | {"gemms": []}) == []
 
 
@@ -253,27 +282,27 @@ def test_configurations_differ_as_they_say():
     x = case("gemm1", QWEN35_35B, 1642, "INT4")
 
     def of(name):
-        _, options = names.makers("gemm1", "INT4")[name]
+        _, options = variants.makers("gemm1", "INT4")[name]
         return trials.config_of(x, "cpu", **options)
 
-    tiles, base = of(names.source(16, names.TILES)), of(names.BASE)
+    tiles, base = of(variants.source(16, variants.TILES)), of(variants.BASE)
     assert tiles == choose.source(16, 132, persistent=False)
     assert base == choose.source(16, 132)
     for name, field, value in (
-        (names.EARLY, "counted", True), (names.FLAT, "flatten", True), (names.ONCE, "unpack", "join"),
+        (variants.EARLY, "counted", True), (variants.FLAT, "flatten", True), (variants.ONCE, "unpack", "join"),
     ):  # fmt: skip
-        changed = of(names.source(16, names.PERSISTENT, name))
+        changed = of(variants.source(16, variants.PERSISTENT, name))
         assert getattr(changed.gemm1, field) == getattr(changed.gemm2, field) == value
         assert changed.gemm1.as_dict() | {field: getattr(base.gemm1, field)} == base.gemm1.as_dict()
-    assert of(names.grouped(32)).gemm2.group_m == 32
+    assert of(variants.grouped(32)).gemm2.group_m == 32
     assert choose.rule(1642, 256, 8, 2048, 512).block_m == 128
-    assert of(names.source(16, names.PERSISTENT, names.ROWS)).block_m == 64  # the source's widest
-    int8 = of(names.source(64, names.PERSISTENT, int8=True))
+    assert of(variants.source(16, variants.PERSISTENT, variants.ROWS)).block_m == 64  # the source's widest
+    int8 = of(variants.source(64, variants.PERSISTENT, int8=True))
     assert (int8.block_m, int8.gemm1.block_k, int8.fused) == (64, 32, False)
-    ours = of(names.OURS_PERSISTENT)
+    ours = of(variants.OURS_PERSISTENT)
     assert ours.fused
-    assert (ours.gemm1.programs, of(names.OURS_TILES).gemm1.programs) == (132, 0)
-    few = trials.config_of(case(T=1), "cpu", "ours", tokens=names.TUNED_FOR)
+    assert (ours.gemm1.programs, of(variants.OURS_TILES).gemm1.programs) == (132, 0)
+    few = trials.config_of(case(T=1), "cpu", "ours", tokens=variants.TUNED_FOR)
     assert few == choose.rule(1642, 128, 8, 2048, 768)
     assert trials.config_of(case(T=1, weights="INT4"), "cpu", "rule", plain=True) == choose.rule(1, 128, 8, 2048, 768)
 
@@ -320,7 +349,7 @@ def test_a_table_is_written_read_and_the_nearest_tokens_chosen(tmp_path, monkeyp
 ])  # fmt: skip
 def test_a_table_that_is_none_is_named(tmp_path, text):
     (tmp_path / choose.TABLE).write_text(text)
-    with pytest.raises(ValueError, match=r"moe_table.json: not a table of configurations .*; `labkit record` writes"):
+    with pytest.raises(ValueError, match=r"experts.json: not a table of choices .*; `labkit record` writes"):
         choose.read(tmp_path)
 
 
@@ -360,9 +389,9 @@ def test_everything_that_a_case_launches_is_compiled_ahead(op, weights, tokens, 
     ahead = {code_of(one) for source in study.kernels(some, 90) for one in several(compiled.launch_of(source, 90))}
     made = []
     monkeypatch.setattr(trials, "resident", lambda launch: 4)
-    with compiled.offline(90):
+    with offline.offline(90):
         for variant in study.variants(x):
-            if variant.name not in (names.LIGER, names.LOOP, names.READ):
+            if variant.name not in (variants.LIGER, variants.LOOP, variants.READ):
                 made += launches_of(variant.prepare(x, "cpu", 1, 0).calls[0], op)
         codes = {code_of(one) for one in made}
     assert len(codes) > 3
@@ -395,7 +424,7 @@ def test_the_product_before_a_candidate_is_compiled_ahead_too():
 
 def compiled_of(x, name, gemm="gemm1"):
     """Evidence of a variant's kernel for sm_90; few experts, whose number changes no code."""
-    _, options = names.makers(x.op, x["weights"], x["T"])[name]
+    _, options = variants.makers(x.op, x["weights"], x["T"])[name]
     config = trials.config_of(x, "cpu", **({"base": "ours"} if x.op == "layer" else {}) | options)
     params = dict(x.params) | {"E": 8}
     source = (f"{ahead.HERE}:layer", {
@@ -408,24 +437,24 @@ def test_eight_bit_activations_use_integer_products_and_do_not_spill():
     x = case("gemm1", QWEN35_35B, 1642, "INT4")
     for block_m, instruction in ((16, "IMMA"), (64, "IGMMA")):
         for gemm in ("gemm1", "gemm2"):
-            found = compiled_of(x, names.source(block_m, names.PERSISTENT, int8=True), gemm)
+            found = compiled_of(x, variants.source(block_m, variants.PERSISTENT, int8=True), gemm)
             assert found["spill_bytes"] == 0
             assert all(name.startswith(instruction) for name in found["matrix"])
 
 
 def test_weights_come_by_the_copy_engine_where_they_are_asked_to():
-    for weights, words in (("bf16", (names.BOX,)), ("INT4", (names.ONCE, names.BOX))):
+    for weights, words in (("bf16", (variants.BOX,)), ("INT4", (variants.ONCE, variants.BOX))):
         x = case("gemm1", QWEN35_35B, 1642, weights)
-        found = compiled_of(x, names.source(16, names.PERSISTENT, *words))
+        found = compiled_of(x, variants.source(16, variants.PERSISTENT, *words))
         assert found["loads"].get("tma", 0) > 0
         assert found["spill_bytes"] == 0
-        before = names.source(16, names.PERSISTENT, *words[:-1])
+        before = variants.source(16, variants.PERSISTENT, *words[:-1])
         assert "tma" not in compiled_of(x, before)["loads"]
 
 
 def test_a_gpu_without_the_copy_engine_is_told_so():
     x = case("gemm1", QWEN35_35B, 1642)
-    _, options = names.makers("gemm1", "bf16")[names.source(16, names.PERSISTENT, names.BOX)]
+    _, options = variants.makers("gemm1", "bf16")[variants.source(16, variants.PERSISTENT, variants.BOX)]
     config = trials.config_of(x, "cpu", **options)
     arguments = {"op": "gemm1", "params": dict(x.params) | {"E": 8}, "wanted": ["gemm1"], "choice": config.as_dict()}
     with pytest.raises(ValueError, match=r"descriptor is True on compute capability 8.0; allowed: from 9.0"):
@@ -433,25 +462,27 @@ def test_a_gpu_without_the_copy_engine_is_told_so():
 
 
 def test_the_kernel_that_counts_multiprocessors_compiles():
-    assert compiled.evidence(limited.where(torch.zeros(132, dtype=torch.int32), 64), 90)["spill_bytes"] == 0
+    assert compiled.evidence(green_context.where(torch.zeros(132, dtype=torch.int32), 64), 90)["spill_bytes"] == 0
 
 
 # rows with made-up times
 
 OVER = {  # times over that of the floor; 1.5 for the others
-    names.READ: 1.0, names.OURS: 1.05, names.ORDINARY: 1.155, names.RULE: 1.155, names.OTHER_TOKENS: 1.26,
-    names.OURS_BF16: 3.15, names.GROUPED: 1.26, names.LIGER: 1.365, names.LOOP: 2.1,
-    names.OURS_TILES: 1.10, names.OURS_PERSISTENT: 1.21, names.OURS_FILLED: 1.10,
-    names.source(16, names.TILES): 1.32, names.source(64, names.TILES): 1.0,
-    names.source(16, names.TILES, int8=True): 1.5, names.source(16, names.PERSISTENT, int8=True): 1.51,
-    names.BASE: 1.65, names.source(16, names.PERSISTENT, names.FILLED): 1.32,
-    names.source(16, names.PERSISTENT, names.EARLY): 1.5, names.source(16, names.TILES, names.EARLY): 1.2,
-    names.source(16, names.PERSISTENT, names.EARLY, names.FILLED): 1.2,
-    names.grouped(1): 1.65, names.grouped(16): 1.5, names.grouped(32): 1.5,
+    variants.READ: 1.0, variants.OURS: 1.05, variants.ORDINARY: 1.155,
+    variants.RULE: 1.155, variants.OTHER_TOKENS: 1.26,
+    variants.OURS_BF16: 3.15, variants.GROUPED: 1.26, variants.LIGER: 1.365, variants.LOOP: 2.1,
+    variants.OURS_TILES: 1.10, variants.OURS_PERSISTENT: 1.21, variants.OURS_FILLED: 1.10,
+    variants.source(16, variants.TILES): 1.32, variants.source(64, variants.TILES): 1.0,
+    variants.source(16, variants.TILES, int8=True): 1.5, variants.source(16, variants.PERSISTENT, int8=True): 1.51,
+    variants.BASE: 1.65, variants.source(16, variants.PERSISTENT, variants.FILLED): 1.32,
+    variants.source(16, variants.PERSISTENT, variants.EARLY): 1.5,
+    variants.source(16, variants.TILES, variants.EARLY): 1.2,
+    variants.source(16, variants.PERSISTENT, variants.EARLY, variants.FILLED): 1.2,
+    variants.grouped(1): 1.65, variants.grouped(16): 1.5, variants.grouped(32): 1.5,
 }  # fmt: skip
 OVER |= {  # tiles of the source that are slower than its usual one
-    variant: 1.9 for int8 in (False, True) for grid in (names.TILES, names.PERSISTENT)
-    for variant in list(names.tuned_over(grid, int8))[1:]
+    variant: 1.9 for int8 in (False, True) for grid in (variants.TILES, variants.PERSISTENT)
+    for variant in list(variants.tuned_over(grid, int8))[1:]
 }  # fmt: skip
 SEEN = {0: 132, 128: 128, 108: 112, 96: 96, 64: 64}  # green contexts are rounded
 
@@ -492,21 +523,24 @@ def frame(over=None, parameters=ALL, **changes):
 
 def evident(x, name):
     """What the kernels' evidence says: the layer's blocks; tiles of the routing, CTAs an SM, and the code."""
-    if x.op == "layer" and name == names.OURS:
+    if x.op == "layer" and name == variants.OURS:
         return json.dumps({"config": {"block_m": 16, "rows": {"up": 4} if x["T"] == 1 else None}})
     if x.op == "waves" and " SMs, " in name:
         sms = 0 if name.startswith("all") else int(name.split()[0])
         return json.dumps({"tiles": wave_tiles(x), "ctas_per_sm": 1, "sms": SMS, "seen": SEEN[sms]})
-    if x.op not in ("gemm1", "gemm2") or name in (names.READ, CONTROL):
+    if x.op not in ("gemm1", "gemm2") or name in (variants.READ, CONTROL):
         return "{}"
     block_m = 64 if "BM=64" in name else 16
     columns = (2 * x["I"] if x.op == "gemm1" else x["H"]) // 128
-    live, blocks = waves.blocks(work.counts_of(x), block_m), waves.source_blocks(x["T"], x["top_k"], x["E"], block_m)
-    tiles = columns * (live if names.EARLY in name or name.startswith("ours") else blocks)
+    live, blocks = (
+        experts_blocks.blocks(work.counts_of(x), block_m),
+        experts_blocks.source_blocks(x["T"], x["top_k"], x["E"], block_m),
+    )
+    tiles = columns * (live if variants.EARLY in name or name.startswith("ours") else blocks)
     found = {"live": live, "blocks": blocks, "tiles": tiles, "ctas_per_sm": CTAS, "sms": SMS, "bits": "abc"}
-    programs = tiles if names.TILES in name else SMS * (CTAS if names.FILLED in name else 1)
-    registers = 80 if names.TILES in name else 104 if name == names.grouped(1) and x["weights"] == "INT4" else 96
-    loads = {"128": 9} if x["weights"] != "INT4" or names.ONCE in name else {"128": 3, "8": 64}
+    programs = tiles if variants.TILES in name else SMS * (CTAS if variants.FILLED in name else 1)
+    registers = 80 if variants.TILES in name else 104 if name == variants.grouped(1) and x["weights"] == "INT4" else 96
+    loads = {"128": 9} if x["weights"] != "INT4" or variants.ONCE in name else {"128": 3, "8": 64}
     found |= {"programs": programs, "registers": registers, "loads": loads, "spill_bytes": 0, "matrix": {"HMMA": 16}}
     return json.dumps(found)
 
@@ -537,7 +571,7 @@ def test_the_table_is_the_fastest_candidates(tmp_path, rows):
         for tokens, config in configs.items():
             assert config.gemm1 == choose.candidates(tokens, experts, top_k, hidden, width, int4)[0].tile
             assert config.fused
-    study.settle(tmp_path)
+    study.settle(file, tmp_path)
     assert choose.read(tmp_path) == found
     records.write(file, made.unusable(rows))
     assert tables.fastest(file) == {}
@@ -561,25 +595,25 @@ def test_rates_stand_beside_both_ceilings(rows):
     assert tables.ceilings(rows) == (3.0, 800.0)
     assert CONTROL not in set(table["variant"])
     one = table[(table["model"] == QWEN3_30B.name) & (table["T"] == 1) & (table["weights"] == "bf16")]
-    reading = one.set_index("variant").loc[names.READ]
+    reading = one.set_index("variant").loc[variants.READ]
     assert reading["active"] == 8
     assert reading["% of reading"] == pytest.approx(100, rel=3e-3)
     many = table[(table["model"] == MIXTRAL.name) & (table["T"] == 4096) & (table["weights"] == "bf16")]
-    ours = many[(many["variant"] == names.OURS) & (many["routing"] == "uniform")].iloc[0]
+    ours = many[(many["variant"] == variants.OURS) & (many["routing"] == "uniform")].iloc[0]
     assert ours["% of products"] == pytest.approx(100 / 1.05, rel=3e-3)
-    assert set(table[table["variant"] == names.LOOP]["mode"]) == {"eager"}
+    assert set(table[table["variant"] == variants.LOOP]["mode"]) == {"eager"}
     assert tables.times(rows.iloc[:0]).empty
 
 
 def test_the_fastest_rival_is_found_in_every_case(rows):
     table = tables.against_best(rows)
-    assert set(table["by"]) == {names.GROUPED}
+    assert set(table["by"]) == {variants.GROUPED}
     assert set(table["weights"]) == {"bf16"}
     assert table["ratio"].tolist() == pytest.approx([1.2] * len(table), rel=3e-3)
     assert set(table["verdict"]) == {"faster"}
-    slow = tables.against_best(frame({names.GROUPED: 3.0, names.LIGER: 4.0}))
-    assert set(slow[slow["routing"] == KINDS[0]]["by"]) == {names.LOOP}
-    assert set(slow[slow["routing"] != KINDS[0]]["by"]) == {names.GROUPED}  # the others are timed uniformly alone
+    slow = tables.against_best(frame({variants.GROUPED: 3.0, variants.LIGER: 4.0}))
+    assert set(slow[slow["routing"] == KINDS[0]]["by"]) == {variants.LOOP}
+    assert set(slow[slow["routing"] != KINDS[0]]["by"]) == {variants.GROUPED}  # the others are timed uniformly alone
     assert tables.against_best(rows[rows["role"].isin(["ours", "control"])]).empty
 
 
@@ -605,7 +639,7 @@ def test_int4_gemms_are_taken_together(rows):
     few = table[table["T"] == 16]
     assert few["% of reading"].tolist() == pytest.approx([100 / 1.1] * len(few), rel=0.02)  # tokens are moved as well
     assert few["% of reading here"].tolist() == pytest.approx([100 / 1.1] * len(few), rel=3e-3)
-    gain = tables.compared(rows, "layer", names.OURS, names.OURS_BF16)
+    gain = tables.compared(rows, "layer", variants.OURS, variants.OURS_BF16)
     assert gain["ratio"].tolist() == pytest.approx([3.0] * len(gain), rel=3e-3)
 
 
@@ -613,7 +647,7 @@ def test_both_grids_beside_their_waves(rows):
     table = tables.persistence(rows)
     point = table[(table["model"] == QWEN35_35B.name) & (table["T"] == 1642) & (table["GEMM"] == "gemm1")]
     point = point[point["weights"] == "INT4"].set_index("kernel")
-    blocks = waves.source_blocks(1642, 8, 256, 16)
+    blocks = experts_blocks.source_blocks(1642, 8, 256, 16)
     source = point.loc["source BM=16"]
     assert source["tiles"] == blocks * 8
     assert source["waves"] == pytest.approx(blocks * 8 / (CTAS * SMS))
@@ -621,8 +655,8 @@ def test_both_grids_beside_their_waves(rows):
     assert source["ratio"] == pytest.approx(1.32 / 1.65, rel=3e-3)
     assert source["verdict"] == "slower"
     ours = point.loc[["ours"]].set_index("persistent")["ratio"]
-    assert ours[names.OURS_PERSISTENT] == pytest.approx(1.1 / 1.21, rel=3e-3)
-    assert ours[names.OURS_FILLED] == pytest.approx(1.0, rel=3e-3)
+    assert ours[variants.OURS_PERSISTENT] == pytest.approx(1.1 / 1.21, rel=3e-3)
+    assert ours[variants.OURS_FILLED] == pytest.approx(1.0, rel=3e-3)
     assert (source["registers"], source["persistent registers"]) == (80, 96)
     assert (source["CTAs an SM"], source["persistent CTAs"]) == (CTAS, CTAS)
     assert set(table[table["weights"] == "bf16"]["kernel"]) == {"source BM=16", "source BM=64", "ours"}
@@ -631,28 +665,30 @@ def test_both_grids_beside_their_waves(rows):
 
 def test_changes_are_over_the_kernel_that_they_change(rows):
     table = tables.worth(rows).set_index(["change", "over", "weights"])["mean ratio"]
-    filled = names.source(16, names.PERSISTENT, names.FILLED)
-    assert table[filled, names.BASE, "INT4"] == pytest.approx(1.25, rel=3e-3)
-    assert table[names.grouped(16), names.grouped(1), "bf16"] == pytest.approx(1.1, rel=3e-3)
-    assert table[names.source(64, names.TILES), names.source(16, names.TILES), "INT4"] == pytest.approx(1.32, rel=3e-3)
+    filled = variants.source(16, variants.PERSISTENT, variants.FILLED)
+    assert table[filled, variants.BASE, "INT4"] == pytest.approx(1.25, rel=3e-3)
+    assert table[variants.grouped(16), variants.grouped(1), "bf16"] == pytest.approx(1.1, rel=3e-3)
+    assert table[variants.source(64, variants.TILES), variants.source(16, variants.TILES), "INT4"] == pytest.approx(
+        1.32, rel=3e-3
+    )
     assert ((tables.worth(rows)["cases"]) > 0).all()
 
 
 def test_the_sources_own_point(rows):
     table = tables.source_point(rows).set_index("variant")
-    assert table["tiles / this"][names.BASE] == pytest.approx(0.8, rel=3e-3)
-    assert table["launched an SM"][names.BASE] == 1
-    assert table["CTAs an SM"][names.BASE] == CTAS
-    assert table["dead %"][names.BASE] == pytest.approx(12.7, abs=1.2)
-    assert table["dead %"][names.source(64, names.TILES)] == pytest.approx(42.7, abs=1.2)
-    assert table["dead %"][names.source(16, names.PERSISTENT, names.EARLY)] == 0  # they are not worked on
-    assert math.isnan(table["tiles / this"][names.source(16, names.TILES)])
-    assert math.isnan(table["launched an SM"][names.source(16, names.TILES)])
-    assert table["tiles / this"][names.FILLED_BASE] == pytest.approx(1.0, rel=3e-3)
+    assert table["tiles / this"][variants.BASE] == pytest.approx(0.8, rel=3e-3)
+    assert table["launched an SM"][variants.BASE] == 1
+    assert table["CTAs an SM"][variants.BASE] == CTAS
+    assert table["dead %"][variants.BASE] == pytest.approx(12.7, abs=1.2)
+    assert table["dead %"][variants.source(64, variants.TILES)] == pytest.approx(42.7, abs=1.2)
+    assert table["dead %"][variants.source(16, variants.PERSISTENT, variants.EARLY)] == 0  # they are not worked on
+    assert math.isnan(table["tiles / this"][variants.source(16, variants.TILES)])
+    assert math.isnan(table["launched an SM"][variants.source(16, variants.TILES)])
+    assert table["tiles / this"][variants.FILLED_BASE] == pytest.approx(1.0, rel=3e-3)
     assert table["us"].to_numpy() == pytest.approx((table["GEMM1 us"] + table["GEMM2 us"]).to_numpy())
-    assert (table["registers"][names.BASE], table["GEMM2 CTAs"][names.BASE]) == (96, CTAS)
+    assert (table["registers"][variants.BASE], table["GEMM2 CTAs"][variants.BASE]) == (96, CTAS)
     loads = table["8-bit loads"]
-    assert (loads[names.BASE], loads[names.source(16, names.PERSISTENT, names.ONCE)]) == (64, 0)
+    assert (loads[variants.BASE], loads[variants.source(16, variants.PERSISTENT, variants.ONCE)]) == (64, 0)
     assert tables.source_point(rows[rows["op"] != "gemm2"]).empty
 
 
@@ -662,7 +698,7 @@ def test_filling_is_held_against_how_many_fit(rows):
     assert table["ratio"].tolist() == pytest.approx([1.25] * len(table), rel=3e-3)
     assert table["gain / programs"].tolist() == pytest.approx([1.25 / CTAS] * len(table), rel=3e-3)
     assert table["tiles / filled"].tolist() == pytest.approx([1.0] * len(table), rel=3e-3)
-    assert tables.filling(rows[rows["variant"] != names.FILLED_BASE]).empty
+    assert tables.filling(rows[rows["variant"] != variants.FILLED_BASE]).empty
 
 
 def test_an_order_that_is_other_code_is_told_apart(rows):
@@ -693,7 +729,7 @@ def test_order_has_what_was_counted(rows):
 def test_dead_blocks_and_what_they_cost(rows):
     table = tables.dead(rows)
     point = table[(table["model"] == QWEN35_35B.name) & (table["T"] == 1642) & (table["weights"] == "INT4")]
-    assert set(point["grid"]) == {names.TILES, names.PERSISTENT, f"{names.PERSISTENT}, {names.FILLED}"}
+    assert set(point["grid"]) == {variants.TILES, variants.PERSISTENT, f"{variants.PERSISTENT}, {variants.FILLED}"}
     assert point["dead %"].tolist() == pytest.approx([12.7] * 6, abs=1.2)
     assert point["ratio"].tolist() == pytest.approx([1.1] * 6, rel=3e-3)
     shares = grid_views.dead_shares([1642]).set_index("model")
@@ -703,7 +739,7 @@ def test_dead_blocks_and_what_they_cost(rows):
 
 def test_steps_follow_whole_waves(rows):
     table = tables.steps(rows)
-    few = table[(table["T"] == 352) & (table["grid"] == names.TILES)].set_index("SMs")
+    few = table[(table["T"] == 352) & (table["grid"] == variants.TILES)].set_index("SMs")
     assert few["tiles"].tolist() == [132] * 5
     assert few["whole waves"].to_dict() == {132: 1, 128: 2, 112: 2, 96: 2, 64: 3}
     assert few["predicted"][128] == 2
@@ -720,7 +756,7 @@ def test_other_gpus_have_other_waves(rows):
     table = tables.on_other_gpus(rows)
     point = table[(table["model"] == QWEN35_35B.name) & (table["T"] == 1642) & (table["weights"] == "INT4")]
     point = point[point["GEMM"] == "gemm1"].set_index("GPU")
-    tiles = waves.source_blocks(1642, 8, 256, 16) * 8
+    tiles = experts_blocks.source_blocks(1642, 8, 256, 16) * 8
     assert point["waves"]["A100"] == pytest.approx(tiles / (108 * CTAS))
     assert point["efficiency"]["B200"] == pytest.approx(waves.efficiency(tiles, 148 * CTAS))
 
@@ -735,11 +771,11 @@ def test_routings_are_beside_the_uniform_one(rows):
     assert set(one["most / mean"]) == {8.0}
     assert set(one["blocks"]) == {128 * 2 / 16, 4096 * 2 / 16}  # all slots at one expert, in blocks of 16
     assert table["ratio"].tolist() == pytest.approx([1.2] * len(table), rel=3e-3)
-    assert set(table["by"]) == {names.GROUPED}
+    assert set(table["by"]) == {variants.GROUPED}
     assert tables.routings(rows[rows["case"].str.contains('"uniform"')]).empty
 
 
-OURS_AND_TWIN = (names.OURS, CONTROL)
+OURS_AND_TWIN = (variants.OURS, CONTROL)
 
 
 def slower(rows, some, factor):
@@ -807,7 +843,10 @@ def test_what_was_not_tuned_says_nothing_of_tuning():
 def kinds(**columns):
     """A table of grids or changes with made-up columns."""
     length = max(len(values) for values in columns.values())
-    shared = dict.fromkeys([*tables.CASE, "GEMM", "kernel"], "a") | {"persistent": names.OURS_FILLED, "verdict": "same"}
+    shared = dict.fromkeys([*tables.CASE, "GEMM", "kernel"], "a") | {
+        "persistent": variants.OURS_FILLED,
+        "verdict": "same",
+    }
     shared |= {"efficiency": 1.0} | dict.fromkeys(tables.CODE, 1.0)
     return pd.DataFrame(shared | columns, index=range(length))
 
@@ -828,7 +867,7 @@ def test_changes_are_sorted_by_whether_they_always_pay(rows):
     )
     assert "descriptor of BM=16, persistent, each byte once (INT4 ×1.00, faster in 0 of 12)" in depends
     assert "groups of" not in always + depends
-    early = rows["variant"] == names.source(16, names.PERSISTENT, names.EARLY)
+    early = rows["variant"] == variants.source(16, variants.PERSISTENT, variants.EARLY)
     late = grid_views.pays(slower(rows, early & rows["case"].str.contains('"T": 16,'), 2))
     assert "early exit of BM=16, persistent (INT4 ×0.55 to 1.10, faster in 8 of 12)" in late.partition("It depends")[2]
 
@@ -851,17 +890,17 @@ def test_compiled_code_is_shown_of_recorded_rows_too():
 
 
 def test_each_grid_has_the_fastest_of_the_tiles_of_the_source():
-    small = list(names.tuned_over(names.PERSISTENT))[1]
-    table = grid_views.tuned_point(frame({small: 1.2}))
+    small = list(variants.tuned_over(variants.PERSISTENT))[1]
+    table = grid_views.tuned_point(frame({small: 1.2}, FEW))
     assert table["kernel"].tolist() == ["W4A16", "W4A8"] * 2
     w4a16 = table[table["kernel"] == "W4A16"]
     assert set(w4a16["tile"]) == {"usual"}
     assert set(w4a16["persistent tile"]) == {"BN=64, BK=64"}
     assert w4a16["ratio"].tolist() == pytest.approx([1.32 / 1.2] * 2, rel=0.01)
     assert w4a16["verdict"].tolist() == ["faster"] * 2
-    eight = {variant: 1.0 for variant in list(names.tuned_over(names.TILES, int8=True))[1:]}
-    assert judged(frame(eight))["prefill"].verdict == "not reproduced"
-    without = frame()
+    eight = {variant: 1.0 for variant in list(variants.tuned_over(variants.TILES, int8=True))[1:]}
+    assert judged(frame(eight, FEW))["prefill"].verdict == "not reproduced"
+    without = frame(parameters=FEW)
     without = without[~without["variant"].str.contains("BN=")]
     assert tables.tuned_point(without).empty
     assert "each with the fastest" not in judged(without)["prefill"].measured
@@ -871,20 +910,20 @@ def test_code_is_shown_as_it_was_timed(rows):
     table = grid_views.as_timed(rows.assign(triton="3.6.0"))
     assert table["variant"].tolist() == list(grid_views.LOOKED_AT) * 2
     assert set(table["Triton"]) == {"3.6.0"}
-    base = table[(table["variant"] == names.BASE) & (table["GEMM"] == "gemm2")].iloc[0]
+    base = table[(table["variant"] == variants.BASE) & (table["GEMM"] == "gemm2")].iloc[0]
     assert (base["registers"], base["CTAs an SM"], base["loads, by bits"]) == (96, CTAS, "128 (×3), 8 (×64)")
     assert judged(rows.assign(triton="3.6.0"))["blocks"].verdict == "consistent"
-    wide = frame({names.source(64, names.TILES): 0.4}, triton="3.6.0")
+    wide = frame({variants.source(64, variants.TILES): 0.4}, FEW, triton="3.6.0")
     assert judged(wide)["blocks"].why.endswith("not tuned anew; Triton 3.6.0")
 
 
 def test_the_verdict_names_the_grid_that_wins():
-    said = views.summary(frame({names.OURS_FILLED: 1.2}))
+    said = views.summary(frame({variants.OURS_FILLED: 1.2}))
     assert said.startswith("Launch one CTA a tile: a persistent grid of as many programs as fit is slower in ")
     assert "launch as many programs as fit, if the grid must be persistent (×1.25 in the mean)" in said
     assert "Under uniform routing our bf16 layer is faster in 15 of 15 cases against the fastest other (×1.20" in said
-    assert views.summary(frame({names.OURS_FILLED: 1.0})).startswith("Launch as many programs as fit: ")
-    assert views.summary(frame()).startswith("Any grid will do: ")
+    assert views.summary(frame({variants.OURS_FILLED: 1.0}, FEW)).startswith("Launch as many programs as fit: ")
+    assert views.summary(frame(parameters=FEW)).startswith("Any grid will do: ")
 
 
 def test_bits_are_compared_in_pairs(rows):
@@ -892,7 +931,7 @@ def test_bits_are_compared_in_pairs(rows):
     assert table["same"].all()
     assert "in all" in grid_views.bits(rows)
     odd = rows.assign(
-        evidence=rows["evidence"].where(rows["variant"] != names.BASE, rows["evidence"].str.replace("abc", "abd"))
+        evidence=rows["evidence"].where(rows["variant"] != variants.BASE, rows["evidence"].str.replace("abc", "abd"))
     )
     assert "the bits differ" in grid_views.bits(odd)
 
@@ -920,9 +959,9 @@ def test_claims_are_judged_from_the_rows(rows):
 
 
 def test_other_rows_are_judged_otherwise():
-    slow = dict.fromkeys(names.tuned_over(names.PERSISTENT, int8=True), 3.0)
-    slow |= {names.source(64, names.TILES): 1.4, names.LIGER: 3.0}
-    found = judged(frame(slow | {names.LOOP: 9.0}))
+    slow = dict.fromkeys(variants.tuned_over(variants.PERSISTENT, int8=True), 3.0)
+    slow |= {variants.source(64, variants.TILES): 1.4, variants.LIGER: 3.0}
+    found = judged(frame(slow | {variants.LOOP: 9.0}, FEW))
     assert found["prefill"].verdict == "not reproduced"
     assert (
         "the persistent grid is slower; as many CTAs as fit an SM, instead of one, give ×1.25" in found["prefill"].why
@@ -930,16 +969,16 @@ def test_other_rows_are_judged_otherwise():
     assert found["blocks"].why == "wider blocks are not faster here"
     assert found["loop"].verdict == "not reproduced"
     assert found["liger"].verdict == "not reproduced"
-    wide = judged(frame({names.source(64, names.TILES): 0.4}))["blocks"]
+    wide = judged(frame({variants.source(64, variants.TILES): 0.4}, FEW))["blocks"]
     assert (wide.verdict, wide.measured) == ("not reproduced", "×3.30 for both W4A16 GEMMs")
     assert wide.why.startswith("wider blocks are faster here too, but by more.")
-    narrow = judged(frame({names.source(64, names.TILES): 1.25}))["blocks"]
+    narrow = judged(frame({variants.source(64, variants.TILES): 1.25}, FEW))["blocks"]
     assert narrow.why.startswith("wider blocks are faster here too, but by less.")
-    some = judged(frame({names.source(64, names.PERSISTENT): 0.8}))["few-tokens"]
+    some = judged(frame({variants.source(64, variants.PERSISTENT): 0.8}, FEW))["few-tokens"]
     assert "cases (source BM=64, gemm1: " in some.why
-    fast = {names.source(size, names.PERSISTENT): 0.8 for size in (16, 64)}
-    fast |= {names.source(size, names.PERSISTENT, int8=True): 0.8 for size in (16, 64)}
-    assert judged(frame(fast))["few-tokens"].verdict == "consistent"
+    fast = {variants.source(size, variants.PERSISTENT): 0.8 for size in (16, 64)}
+    fast |= {variants.source(size, variants.PERSISTENT, int8=True): 0.8 for size in (16, 64)}
+    assert judged(frame(fast, FEW))["few-tokens"].verdict == "consistent"
 
 
 def test_nothing_is_judged_of_one_process_or_of_no_rows(rows):
@@ -1009,14 +1048,13 @@ PARTIAL = {
     "no control": lambda rows: rows[rows["role"] != "control"],
     "no evidence": lambda rows: rows.assign(evidence="{}"),
     "no ceilings": lambda rows: rows.assign(ceiling=math.nan, predicted_us=math.nan),
-    "no counters": lambda rows: rows.assign(counters="{}"),
 }
 
 
 @pytest.fixture(scope="module")
 def few():
-    """Rows of few cases, of which every view still finds some."""
-    lists = {"models": [QWEN3_30B.name, QWEN35_35B.name], "tokens": [1, 128], "gemm_tokens": [128, 1642]}
+    """Rows of few cases, of which every view still finds some; nothing was counted."""
+    lists = {"models": [QWEN3_30B.name], "tokens": [1, 128], "gemm_tokens": [128, 1642], "wave_tokens": [352]}
     return frame(parameters=ALL | lists | {"gemms": [QWEN35_35B.name], "routings": ["uniform", "zipf 1"]})
 
 
@@ -1064,7 +1102,7 @@ def captured(call):
 def test_every_variant_is_right_and_can_be_captured(op, weights):
     x = small(op, weights)
     for one in study.variants(x):
-        if one.name == names.LIGER:
+        if one.name == variants.LIGER:
             continue
         found = one.prepare(x, torch.device("cuda"), 2, 0)
         errors = found.check()
@@ -1095,17 +1133,17 @@ def test_candidates_are_right():
 @pytest.mark.gpu
 def test_a_part_of_the_gpu_is_as_large_as_it_is_seen():
     most = torch.cuda.get_device_properties(0).multi_processor_count
-    _, seen = limited.stream_on(0, torch.device("cuda"))
+    _, seen = green_context.stream_on(0, torch.device("cuda"))
     assert seen == most
     with pytest.raises(ValueError, match=f"sms is {most + 1}; allowed: up to {most}"):
-        limited.stream_on(most + 1, torch.device("cuda"))
+        green_context.stream_on(most + 1, torch.device("cuda"))
     try:
-        _, seen = limited.stream_on(64, torch.device("cuda"))
+        _, seen = green_context.stream_on(64, torch.device("cuda"))
     except RuntimeError as problem:
         pytest.skip(str(problem))
     assert 64 <= seen < most
     x = small("waves", routing="one expert", T=640)
-    for name in (names.limited(0, names.TILES), names.limited(64, names.PERSISTENT)):
+    for name in (variants.limited(0, variants.TILES), variants.limited(64, variants.PERSISTENT)):
         one = next(one for one in study.variants(x) if one.name == name)
         found = one.prepare(x, torch.device("cuda"), 1, 0)
         assert all(error <= found.tolerance[key] for key, error in found.check().items())

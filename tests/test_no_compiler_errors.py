@@ -5,20 +5,31 @@ kernel, or of the compiler, brings one back.
 """
 
 import itertools
+import re
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
+from answering import answered_here
+from pairwise import pairwise
+from test_workers import modules as lab_modules
 
-from labkit.batched_ffn import formats
-from labkit.batched_ffn import kernels as ffn_kernels
+from labkit import registry
 from labkit.bench.spec import Case
 from labkit.evidence import compiled, workers
-from labkit.gemv_coalescing import names as gemv_names
-from labkit.moe_persistent_grid import choose, routing
-from labkit.moe_persistent_grid.kernels import GROUP, Int4, LayerInputs, layer
+from labkit.kernels.experts import choose, expert_layer, routing
+from labkit.kernels.experts.inputs import LayerInputs
+from labkit.kernels.experts.tiles import GROUP, Int4
+from labkit.kernels.gated_delta import chunked, recurrent
+from labkit.kernels.gguf import formats, integers, routed, routed_integers, wide
+from labkit.kernels.gguf import products as ffn_kernels
+from labkit.kernels.gguf.experts import pack as pack_experts
 from labkit.shapes import QWEN3_NEXT
-from labkit.state_layout import extend, recurrent, study
+from labkit.studies.gemv_coalescing import variants as gemv_names
+from labkit.studies.persistent_tables import baseline
+from labkit.studies.state_layout import study
+from labkit.sweep import variants as sweep_variants
 
 GATES = ("GDN", "KDA")
 SIZES = ((128, 128), (16, 16), (64, 16), (32, 32), (48, 20))  # K and V
@@ -35,8 +46,8 @@ def extend_launch(name, size, gate, form, **choices):
     (K, V), T, H, HV, v_first = size, 128, 2, 4, form != "KV"
     q, v, state = empty(T, H, K), empty(T, HV, V), torch.empty((2, HV, V, K) if v_first else (2, HV, K, V))
     g, beta = torch.empty((T, HV, K) if gate == "KDA" else (T, HV)), torch.empty(T, HV)
-    x = extend.ExtendInputs(q, q, v, g, beta, torch.tensor([0, 70, T]), state, state, torch.empty_like(v), 1.0)
-    return extend.extend(x, v_first, transposed=form == "transposed", **choices).launches[name]
+    x = chunked.ExtendInputs(q, q, v, g, beta, torch.tensor([0, 70, T]), state, state, torch.empty_like(v), 1.0)
+    return chunked.extend(x, v_first, transposed=form == "transposed", **choices).launches[name]
 
 
 def step_launch(op, size, gate, v_first, state):
@@ -59,9 +70,9 @@ def step_launch(op, size, gate, v_first, state):
 def expert_launch(name, choice, number, int4):
     """Of an expert layer as wide as Qwen3-30B-A3B's.
 
-    choice: the rule's tiles for `number` tokens, the source's blocks, or what it has for one token alone.
+    choice: the rule's tiles for `number` tokens, the source's blocks, or what it has for one token alone (rows, words).
     """
-    experts, hidden, width, tokens = 8, 2048, 768, 1 if choice == "rows" else 8
+    experts, hidden, width, tokens = 8, 2048, 768, 1 if choice in ("rows", "words") else 8
     shapes = ((experts, 2 * width, hidden), (experts, hidden, width))
     if int4:
         w1, w2 = (Int4(empty(e, n, k // 2, dtype="uint8"), empty(e, n, k // GROUP)) for e, n, k in shapes)
@@ -69,8 +80,11 @@ def expert_launch(name, choice, number, int4):
         w1, w2 = (empty(*shape) for shape in shapes)
     x, ids = empty(tokens, hidden), torch.zeros(tokens, 8, dtype=torch.int32)
     config = choose.source(number) if choice == "source" else choose.rule(number, 128, 8, hidden, width, int4)
-    config = config if choice == "rows" else replace(config, rows=None)
-    return layer(LayerInputs(x, ids, torch.ones(tokens, 8), w1, w2, torch.empty_like(x)), config).launches[name]
+    rows = {"rows": config.rows, "words": choose.by_words(8, width)}.get(choice)
+    config = replace(config, rows=rows)
+    return expert_layer.layer(LayerInputs(x, ids, torch.ones(tokens, 8), w1, w2, torch.empty_like(x)), config).launches[
+        name
+    ]
 
 
 def routing_launch(name, tokens):
@@ -78,109 +92,206 @@ def routing_launch(name, tokens):
     return routing.route(ids, 128, 64).launches[name]
 
 
+def gguf(weights, columns, rows=64):
+    kind = formats.FORMATS[weights]
+    return formats.pack(torch.zeros((rows, columns // kind.block * kind.block_bytes), dtype=torch.uint8), weights)
+
+
+def activations(tokens, columns, rows=64):
+    """x and y."""
+    return empty(tokens, columns), empty(tokens, rows)
+
+
 def ffn_launch(weights, tokens, columns):
     """A product of a GGUF matrix with so many tokens; 0 tokens: one token on the matrix units."""
-    kind = formats.FORMATS[weights]
-    W = formats.pack(torch.zeros((64, columns // kind.block * kind.block_bytes), dtype=torch.uint8), weights)
-    x, y = empty(max(1, tokens), W.columns), empty(max(1, tokens), W.rows)
-    if not tokens:
-        return ffn_kernels.tensor_core(W, x, y)
-    return ffn_kernels.weight_stationary(W, x, y)
+    W, (x, y) = gguf(weights, columns), activations(max(1, tokens), columns)
+    return ffn_kernels.weight_stationary(W, x, y) if tokens else ffn_kernels.tensor_core(W, x, y)
 
 
-# which of them
+def integers_launch(columns, tokens):
+    return integers.integers(integers.tiled(gguf("Q4_K", columns)), *activations(tokens, columns))
+
+
+def wide_launch(tokens, stored):
+    """A product with many tokens, of packed weights or of weights in bf16."""
+    return wide.wide(empty(64, 1024) if stored else gguf("Q4_K", 1024), *activations(tokens, 1024))
+
+
+def router_launch():
+    logits, ids = torch.empty(2, 64), torch.empty(2, 8, dtype=torch.int32)
+    return routed.router(gguf("Q8_0", 1024), activations(2, 1024)[0], logits, ids, torch.empty(2, 8))[1]
+
+
+def grouped_integers_launch():
+    """All launches of routed experts by integers, for two tokens."""
+    kind, (count, width, hidden) = formats.FORMATS["Q4_K"], (2, 256, 512)
+
+    def blocks(rows, columns):
+        return torch.zeros(count, rows, columns // kind.block * kind.block_bytes, dtype=torch.uint8)
+
+    given = pack_experts(blocks(width, hidden), blocks(width, hidden), blocks(hidden, width), "Q4_K")
+    ids = torch.zeros(2, 2, dtype=torch.int32)
+    work = routed.Work.of(empty(2, hidden), ids, torch.ones(2, 2), width)
+    tiled = routed_integers.tiled(given)
+    return routed_integers.grouped_integers(tiled, torch.arange(count, dtype=torch.int32), work)
+
+
+# which of them: every two values of two parameters meet, and each kernel has every size of its products
 
 
 def every(function, **choices):
-    """Sources for all combinations: name -> source."""
-    found = (dict(zip(choices, values, strict=True)) for values in itertools.product(*choices.values()))
-    return {f"{function} {some}": (f"{__name__}:{function}", some) for some in found}
+    """Sources in which every two values of two parameters meet: name -> source."""
+    return named(function, (dict(zip(choices, values, strict=True)) for values in pairwise(*choices.values())))
 
 
-def variants(name, cases, wanted):
-    """Sources of variants of a study's cases."""
-    return {f"{name} {x.key} {one}": compiled.variant_source(name, x, one) for x in cases for one in wanted}
+def named(function, choices):
+    return {f"{function} {some}": (f"{__name__}:{function}", some) for some in choices}
 
 
-def extends():
-    """Every launch of an extend, each code once: the state's layout is no matter to the first."""
+def variants(name, pairs):
+    """Sources of variants of a study: of (case, variant)."""
+    return {f"{name} {case.key} {one}": sweep_variants.variant_source(name, case, one) for case, one in pairs}
+
+
+def chunks():
+    """Products of an extend's chunks with themselves: the state's layout is no matter here."""
+    return every("extend_launch", name=["prepare"], size=SIZES, gate=GATES, form=["KV"])
+
+
+def outputs():
+    return every("extend_launch", name=["output"], size=SIZES, gate=GATES, form=["KV", "VK"])
+
+
+def states():
     chunk_state = {"name": ["chunk_state"], "gate": GATES}
-    found = every("extend_launch", name=["prepare"], size=SIZES, gate=GATES, form=["KV"])
-    found |= every("extend_launch", name=["output"], size=SIZES, gate=GATES, form=["KV", "VK"])
-    found |= every("extend_launch", **chunk_state, size=SIZES, form=["KV", "VK"], tile=[16, 64])
-    found |= every("extend_launch", **chunk_state, size=SIZES[:1], form=["KV", "VK"], tile=[32])
+    found = every("extend_launch", **chunk_state, size=SIZES, form=["KV", "VK"], tile=[16, 64])
     found |= every("extend_launch", **chunk_state, size=SIZES, form=["KV", "VK"])  # few sequences: loads far ahead
-    for warps, stages in [(4, 4), (8, 3)]:
-        choice = {"tile": [32], "num_warps": [warps], "num_stages": [stages]}
-        found |= every("extend_launch", **chunk_state, size=SIZES[:1], form=["KV", "VK"], **choice)
-    return found | every("extend_launch", **chunk_state, size=SIZES, form=["transposed"], tile=[64])
+    ahead = [{}, {"num_warps": 4, "num_stages": 4}, {"num_warps": 8, "num_stages": 3}]
+    wide = [{"size": SIZES[0], "tile": 32, "gate": g, "form": f} for g, f in (("GDN", "KV"), ("KDA", "VK"))]
+    turned = [{"size": s, "tile": 64, "gate": g, "form": "transposed"} for s, g in zip(SIZES, 3 * GATES, strict=False)]
+    more = [*(one | choice for one in wide for choice in ahead), *turned]
+    return found | named("extend_launch", [{"name": "chunk_state"} | one for one in more])
 
 
 def steps():
-    layouts = {"gate": GATES, "v_first": [True, False]}
-    found = every("step_launch", op=["decode"], size=SIZES[:1], **layouts, state=["fp32", "bf16"])
-    found |= every("step_launch", op=["tree"], size=SIZES[:1], **layouts, state=["fp32"])
-    return found | every("step_launch", op=["decode", "tree"], size=SIZES[-1:], **layouts, state=["fp32"])
+    both = {"size": SIZES[::4], "gate": GATES, "v_first": [True, False]}
+    found = every("step_launch", op=["decode"], **both, state=["fp32", "bf16"])
+    return found | every("step_launch", op=["tree"], **both, state=["fp32"])
 
 
 def grid():
     """One warp a program: with more of them the code differs by little."""
-    cases = [study.case(QWEN3_NEXT, 1, state) for state in study.DTYPES]
+    cases = [study.case(QWEN3_NEXT, 1, state) for state in study.STATES]
     wanted = [one.name for one in study.variants(cases[0]) if one.options.get("warps") == 1]
-    return variants("state_layout", cases, wanted)
+    return variants("state_layout", zip(itertools.cycle(cases), wanted, strict=False))
 
 
 def experts():
     gemms = {"name": ["gemm1", "gemm2"], "int4": [False, True]}
     found = every("expert_launch", **gemms, choice=["rule"], number=[1, 512, 1642, 16384])
     found |= every("expert_launch", **gemms, choice=["rows"], number=[1])
+    found |= every("expert_launch", name=["gemm1", "gemm2"], int4=[True], choice=["words"], number=[1])
     found |= every("expert_launch", **gemms, choice=["source"], number=[16, 64])
     found |= every("expert_launch", name=["sum"], int4=[False], choice=["rule"], number=[1])
-    return found | every("routing_launch", name=["place"], tokens=[1, 512])
+    return found | every("routing_launch", name=["count", "place"], tokens=[512, 4096])
+
+
+def feed_forward():
+    """0 tokens: by matrix instructions; of the formats whose tiles are dealt, which compile long, one has many."""
+    plain = every("ffn_launch", weights=["F32", "BF16", "Q8_0"], tokens=[0, 1, 17], columns=[512, 1024])
+    dealt = [("Q4_K", 1, 1024), ("Q4_K", 9, 512), ("Q5_K", 0, 1024), ("Q6_K", 1, 512)]
+    found = plain | named("ffn_launch", [{"weights": w, "tokens": n, "columns": c} for w, n, c in dealt])
+    found |= named("integers_launch", [{"columns": 1024, "tokens": 9}])
+    found |= every("wide_launch", tokens=[16, 128], stored=[False, True])
+    return found | named("router_launch", [{}]) | named("grouped_integers_launch", [{}])
 
 
 def gemv():
     case = Case("gemv", {"N": 256, "K": 2048, "dtype": "bf16"})
-    return variants("gemv_coalescing", [case], [*gemv_names.LADDER, gemv_names.OURS])
+    return variants("gemv_coalescing", [(case, one) for one in [*gemv_names.LADDER, gemv_names.OURS]])
 
 
 def machine():
-    cases = [Case("ceiling", {"what": what, "mib": 1}) for what in ("read", "in_place", "copy")]
-    return variants("machine", cases, ["Triton"])
+    return variants("machine", [(Case("ceiling", {"what": what, "mib": 1}), "Triton") for what in RATES])
 
 
 def persistent():
-    choices = [{"rows": 4}, {"rows": 4, "position_from": "device"}, {"rows": 8, "block_k": 512, "block_t": 8}]
-    source = "labkit.persistent_tables.kernels:compilable"
-    return {f"persistent {some}": (source, {"model": "Llama-3.2-1B", **some}) for some in choices}
+    choices = [{"rows": 4, "position_from": "device"}, {"rows": 8, "block_k": 512, "block_t": 8}]
+    source = "labkit.kernels.decoder.step:compilable"
+    found = {f"persistent {some}": (source, {"model": "Llama-3.2-1B", **some}) for some in choices}
+    source = "labkit.studies.persistent_tables.baseline:compilable"
+    found |= {f"baseline {name}": (source, {"model": "Llama-3.2-1B", "kernel": name}) for name in baseline.KERNELS}
+    return found | {"patch": ("labkit.studies.persistent_tables.ways:compilable", {})}
 
 
+def kernels_of(source):
+    """The kernels of a source, "module.function"; none of a library's own launch."""
+    found = compiled.launch_of(source, 90)
+    made = [launch.kernel for launch in (found if isinstance(found, list) else [found]) if launch.kernel is not None]
+    return {f"{kernel.fn.__module__}.{kernel.fn.__name__}" for kernel in made}
+
+
+def others():
+    """Of what studies compile ahead of their tiny cases, the first source of each kernel that is in no other group."""
+    seen = set().union(*(kernels_in(group) for group in GROUPS if group != OTHERS))
+    found = {}
+    for loaded in map(registry.load, registry.NOTEBOOKS):
+        for source in loaded.kernels(loaded.tiny, 90) if loaded.kernels else ():
+            if not (kernels := kernels_of(source)) <= seen:
+                found[str(source)] = source
+                seen |= kernels
+    return found
+
+
+RATES = ("read", "in_place", "copy")
+OTHERS = "other kernels"
 GROUPS = {
-    "extend": extends,
+    "extend: chunks": chunks,
+    "extend: outputs": outputs,
+    "extend: states": states,
     "decode and verify": steps,
     "grid of layouts": grid,
     "expert layers": experts,
-    "feed-forward": lambda: (
-        every("ffn_launch", weights=list(formats.FORMATS), tokens=[0, 1, 17], columns=[1024])
-        | every("ffn_launch", weights=list(formats.FORMATS), tokens=[17], columns=[512])  # as of experts
-    ),
+    "feed-forward": feed_forward,
     "GEMV": gemv,
     "machine": machine,
     "persistent tables": persistent,
+    OTHERS: others,
 }
 
 
-@pytest.fixture(scope="module")
-def found():
-    """Name -> errors that are found in it; compiled on all cores, answers are kept on disk."""
-    sources = {name: source for group in GROUPS.values() for name, source in group().items()}
-    requests = [{"source": list(source), "capability": 90} for source in sources.values()]
-    answers = workers.ask("labkit.evidence.compiler_errors:errors_of", requests, compiled.modules_of(sources))
-    return dict(zip(sources, answers, strict=True))
+@cache
+def sources_of(group):
+    return GROUPS[group]()
+
+
+@cache
+def kernels_in(group):
+    return set().union(*map(kernels_of, sources_of(group).values()))
 
 
 @pytest.mark.parametrize("group", GROUPS)
-def test_no_known_error_of_a_compiler(group, found):
-    names = GROUPS[group]()
-    assert names
-    assert {name: found[name] for name in names if found[name]} == {}
+def test_no_known_error_of_a_compiler(group):
+    """Compiled in this process; the answers are kept on disk."""
+    sources = sources_of(group)
+    assert sources
+    requests = [{"source": list(source), "capability": 90} for source in sources.values()]
+    with answered_here():
+        answers = workers.ask("labkit.evidence.compiler_errors:errors_of", requests, compiled.modules_of(sources))
+    assert {name: found for name, found in zip(sources, answers, strict=True) if found} == {}
+
+
+# They read, or do nothing: there is no product in them, and nothing is loaded ahead.
+NOT_SEARCHED = ("_read_kernel", "_empty_kernel", "_between_kernel", "_where_kernel")
+
+
+def test_every_kernel_is_searched():
+    """Those that are launched: a function of Triton's whose name says that it is a kernel."""
+    known = {
+        f"{module}.{name}"
+        for module, text in lab_modules().items()
+        for name in re.findall(r"^@triton\.jit\b.*\ndef (\w+_kernel)\(", text, re.MULTILINE)
+    }
+    assert len(known) > 40
+    searched = set().union(*map(kernels_in, GROUPS))
+    assert {name for name in known - searched if not name.endswith(NOT_SEARCHED)} == set()

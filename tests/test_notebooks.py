@@ -3,19 +3,19 @@
 import ast
 import json
 import re
-import subprocess
-import sys
 from itertools import pairwise
 
 import nbformat
+import papermill.cli
 import pytest
+from click.testing import CliRunner
 
-from labkit import paths, studies
+from labkit import paths, registry
 from labkit.workflow import notebooks
 
 COMMON = ["source", "gpu", "processes"]
 MAX_LINES = 12
-each = pytest.mark.parametrize("study", studies.NOTEBOOKS)
+each = pytest.mark.parametrize("study", registry.NOTEBOOKS)
 
 
 def book(study):
@@ -155,9 +155,11 @@ def test_a_kernel_or_a_timing_loop_in_a_cell_would_be_found(code):
 
 
 def test_every_study_has_its_notebook_and_every_notebook_its_study():
-    assert {path.stem for path in paths.NOTEBOOKS.glob("*.ipynb")} == set(studies.NOTEBOOKS.values())
-    assert list(studies.NOTEBOOKS.values()) == sorted(studies.NOTEBOOKS.values())  # read in the order of their numbers
-    for name, notebook in studies.NOTEBOOKS.items():
+    assert {path.stem for path in paths.NOTEBOOKS.glob("*.ipynb")} == set(registry.NOTEBOOKS.values())
+    assert list(registry.NOTEBOOKS.values()) == sorted(
+        registry.NOTEBOOKS.values()
+    )  # read in the order of their numbers
+    for name, notebook in registry.NOTEBOOKS.items():
         assert re.fullmatch(rf"\d\d_{name}", notebook)
 
 
@@ -189,7 +191,7 @@ def test_links_to_other_notebooks_lead_somewhere(study):
         for target in re.findall(r"\]\(([^):#]+\.ipynb)", text):
             assert (paths.NOTEBOOKS / target).exists()
         for name in re.findall(r"`(\d\d_\w+)`", text):
-            assert name in studies.NOTEBOOKS.values()
+            assert name in registry.NOTEBOOKS.values()
 
 
 @each
@@ -225,7 +227,7 @@ def test_the_first_code_cell_declares_typed_parameters_with_a_comment_each(study
 @each
 def test_the_parameters_are_those_of_the_study_and_their_defaults_allowed(study):
     declared = notebooks.parameters(notebooks.source_path(study))
-    known = studies.load(study)
+    known = registry.load(study)
     assert list(declared)[:3] == COMMON
     add = ["add"] if known.added else []
     assert set(declared) == {*COMMON, *known.parameters, *add}
@@ -247,9 +249,9 @@ def test_the_quick_values_are_parameters_and_allowed(study):
     assert mock["processes"] == 1
     for name, value in mock.items():
         assert notebooks.parse(declared[name], json.dumps(value)) == value  # of the declared type
-    notebooks.check(studies.load(study), mock)
+    notebooks.check(registry.load(study), mock)
     whole = {name: one.value for name, one in declared.items()}
-    quick, full = (studies.load(study).cases(values) for values in (whole | mock, whole))
+    quick, full = (registry.load(study).cases(values) for values in (whole | mock, whole))
     assert 0 < len(quick) < len(full)
     assert {(case.op, case.key) for case in quick} <= {(case.op, case.key) for case in full}  # so they are recorded
 
@@ -257,10 +259,8 @@ def test_the_quick_values_are_parameters_and_allowed(study):
 @each
 def test_papermill_shows_a_type_and_a_comment_for_each_parameter(study):
     path = notebooks.source_path(study)
-    done = subprocess.run(
-        [sys.executable, "-m", "papermill", "--help-notebook", str(path)], capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
+    done = CliRunner().invoke(papermill.cli.papermill, ["--help-notebook", str(path)])
+    assert done.exit_code == 0, done.output
     shown = " ".join(done.stdout.split())
     for one in notebooks.parameters(path).values():
         assert re.search(rf"{one.name}: {re.escape(one.type)} \(default .*?\) {re.escape(one.help)}", shown)

@@ -1,5 +1,6 @@
 """Study 03: cases, variants and floors by hand; the host's clock; tables, claims and views from made-up rows."""
 
+import itertools
 import json
 import math
 from itertools import pairwise
@@ -11,34 +12,37 @@ import pytest
 import rows as made
 import torch
 
-from labkit.bench import sweep, verdict
-from labkit.bench.sha import kernel_sha
+from labkit.bench import verdict
+from labkit.bench.sha import covered, kernel_sha
 from labkit.bench.spec import CONTROL, Case
 from labkit.evidence import compiled
-from labkit.persistent_tables import (
+from labkit.kernels.decoder import model, step, tables
+from labkit.kernels.gemv import choose
+from labkit.studies.persistent_tables import (
     baseline,
     claims,
-    derived,
     explore,
-    kernels,
-    model,
-    names,
+    host_views,
+    plans,
     study,
-    tables,
     trials,
+    variants,
     views,
     ways,
 )
+from labkit.studies.persistent_tables import tables as derived
+from labkit.sweep import run as sweep
+from labkit.sweep.trial import Shared
 
-ALL = {"models": list(names.MODELS), "dtypes": ["bf16", "fp32"], "parts": [4, 20, 88], "starts": [512, 1984]}
-PUBLISHED = Case("token", derived.PUBLISHED)
-WHOLE = Case("token", derived.PUBLISHED | {"parts": 0})
+ALL = {"models": list(variants.MODELS), "dtypes": ["bf16", "fp32"], "parts": [4, 20, 88], "starts": [512, 1984]}
+PUBLISHED = Case("token", variants.PUBLISHED)
+WHOLE = Case("token", variants.PUBLISHED | {"parts": 0})
 
 
 @pytest.fixture(autouse=True)
 def few_resamples(monkeypatch):
     monkeypatch.setattr(verdict, "RESAMPLES", 100)
-    trials._shared.clear()
+    monkeypatch.setattr(trials, "shared", Shared())
 
 
 @pytest.fixture(scope="module")
@@ -64,13 +68,13 @@ def test_cases_are_distinct_and_survive_json():
         assert Case(x.op, json.loads(x.key)).key == x.key
     assert len(of("token")) == 3 + 3 + 2 * 2 + 1  # models, parts, starts, fp32
     assert len(of("host")) == 3 + 3 + 1  # models, parts, behind other work
-    assert [x["model"] for x in found] == sorted((x["model"] for x in found), key=names.MODELS.index)
-    assert not [x for x in study.cases(ALL | {"models": [names.LLAMA]}) if x["parts"]]
+    assert [x["model"] for x in found] == sorted((x["model"] for x in found), key=variants.MODELS.index)
+    assert not [x for x in study.cases(ALL | {"models": [variants.LLAMA]}) if x["parts"]]
 
 
 def test_the_published_number_of_records_is_met():
-    how = tables.Lowering(model.MODELS[names.H1024], 528, cache=names.CACHE, parts=names.PUBLISHED_PARTS)
-    assert abs(len(tables.lower(how).records) / names.PUBLISHED_RECORDS - 1) < 0.02
+    how = tables.Lowering(model.MODELS[variants.H1024], 528, cache=variants.CACHE, parts=variants.PUBLISHED_PARTS)
+    assert abs(len(tables.lower(how).records) / variants.PUBLISHED_RECORDS - 1) < 0.02
 
 
 def test_every_variant_is_made_hashed_and_once():
@@ -81,23 +85,45 @@ def test_every_variant_is_made_hashed_and_once():
         assert sweep.with_control(study.STUDY, x)[-1].options["repeats"] == study.control(x)
         for v in found:
             assert v.caches == ("cold",)  # a decode reads all weights before it reads one again
-    shas = {kernel_sha(v.source) for v in study.variants(PUBLISHED)}
-    assert len(shas) == 2  # without the host, and with it
+
+
+def test_the_hash_differs_where_the_kernels_or_the_work_of_the_host_do():
+    kinds = {name: kind for name, (kind, _) in variants.KEPT.items()}
+    shas = {v.name: kernel_sha(v.source) for v in study.variants(PUBLISHED)}
+    assert len(set(shas.values())) == len(set(kinds.values())) + 1  # and without the host
+    for a in kinds:
+        assert [shas[a] == shas[b] for b in kinds] == [kinds[a] == kinds[b] for b in kinds]
+    shas = {v.name: kernel_sha(v.source) for v in study.variants(WHOLE)}
+    assert len({shas[name] for name in (variants.OURS, variants.LONGEST, *variants.ABLATIONS)}) == 1  # other arguments
+    assert shas[variants.CUBLAS] == shas[variants.CUBLAS_DEPENDENT]
+    assert shas[variants.GEMV] == shas[variants.GEMV_DEPENDENT]
+    different = (variants.OURS, variants.UNORDERED, variants.CUBLAS, variants.GEMV, variants.REPLAYED, variants.READ)
+    assert len({shas[name] for name in different}) == len(different)
+    host = Case("host", variants.PUBLISHED | {"queued_us": 0})
+    shas = {v.options["name"]: kernel_sha(v.source) for v in study.variants(host)}
+    assert len(set(shas.values())) == len(set(kinds.values()))
+
+
+def test_no_hash_covers_the_reference_or_the_validator():
+    for x in study.cases(ALL):
+        for source in {v.source for v in study.variants(x)}:
+            modules = {one.partition(":")[0].rpartition(".")[2] for one in covered(source)}
+            assert not modules & {"reference", "validate", "trials"}
 
 
 def test_all_ways_are_timed_where_the_published_ones_are():
     named = {v.name for v in study.variants(PUBLISHED)}
     assert set(ways.WAYS) < named
-    assert set(ways.WAYS) == set(names.WAYS + names.ALONE)
-    host = {v.name for v in study.variants(Case("host", derived.PUBLISHED | {"queued_us": 0}))}
-    assert host == {names.part(way, part) for way in ways.WAYS for part in names.PARTS}
+    assert set(ways.WAYS) == set(variants.WAYS + variants.ALONE)
+    host = {v.name for v in study.variants(Case("host", variants.PUBLISHED | {"queued_us": 0}))}
+    assert host == {variants.part(way, part) for way in ways.WAYS for part in variants.PARTS}
     whole = {v.name: v.mode for v in study.variants(WHOLE)}
-    assert {name for name, mode in whole.items() if mode == "graph"} == set(study.GRAPHS)
+    assert {name for name, mode in whole.items() if mode == "graph"} == set(variants.CAPTURED)
 
 
 def test_the_floor_by_hand():
-    x = Case("token", derived.PUBLISHED | {"model": names.H1024})
-    m, tokens = model.MODELS[names.H1024], trials.sequence(x)
+    x = Case("token", variants.PUBLISHED | {"model": variants.H1024})
+    m, tokens = model.MODELS[variants.H1024], study.sequence(x)
     context = sum(16 + i + 1 for i in range(tokens)) / tokens  # positions that attention reads, its own included
     values = m.streamed_weights() + 2 * m.layers * m.kv_width * (context + 1)
     assert study.floor(x).bytes == pytest.approx(2 * values, abs=2 * m.layers * m.kv_width)
@@ -107,9 +133,9 @@ def test_the_floor_by_hand():
 
 
 def test_what_is_timed_and_checked_fits_the_cache():
-    last = names.CACHE - trials.CHECKED
+    last = variants.CACHE - variants.CHECKED
     for x in of("token", ALL | {"starts": [last]}):
-        assert x["start"] + max(trials.CHECKED, trials.sequence(x)) <= names.CACHE
+        assert x["start"] + max(variants.CHECKED, study.sequence(x)) <= variants.CACHE
     with pytest.raises(ValueError, match="parameter starts is"):
         study.STUDY.check(ALL | {"starts": [last + 1]})
 
@@ -148,27 +174,27 @@ class Stub:
 def test_the_clock_has_a_sample_of_every_part_of_every_token(monkeypatch):
     monkeypatch.setattr(trials, "HOST_SECONDS", math.inf)
     run = Stub()
-    clock = trials.HostClock(Case("host", derived.PUBLISHED | {"queued_us": 0}), run)
-    assert {len(clock.samples(part)) for part in names.PARTS} == {trials.HOST_TOKENS}
+    clock = trials.HostClock(Case("host", variants.PUBLISHED | {"queued_us": 0}), run)
+    assert {len(clock.samples(part)) for part in variants.PARTS} == {trials.HOST_TOKENS}
     steps = [one for one in run.done if one[0] != "begin"]
-    assert [name for name, _ in steps[:3]] == list(names.PARTS)
+    assert [name for name, _ in steps[:3]] == list(variants.PARTS)
     positions = [position for name, position in steps if name == "launch"]
-    assert positions[: trials.SHORT + 1] == [*range(16, 16 + trials.SHORT), 16]
-    assert run.done.count(("begin", 16)) == -(-(1 + trials.HOST_TOKENS) // trials.SHORT)
+    assert positions[: study.SHORT + 1] == [*range(16, 16 + study.SHORT), 16]
+    assert run.done.count(("begin", 16)) == -(-(1 + trials.HOST_TOKENS) // study.SHORT)
 
 
 def test_the_clock_ends_early_where_a_token_takes_long(monkeypatch):
     monkeypatch.setattr(trials, "HOST_SECONDS", -1.0)
-    clock = trials.HostClock(Case("host", derived.PUBLISHED | {"queued_us": 0}), Stub())
+    clock = trials.HostClock(Case("host", variants.PUBLISHED | {"queued_us": 0}), Stub())
     assert len(clock.samples("copy")) == trials.HOST_LEAST
 
 
 def test_parts_of_a_way_share_a_clock_and_the_control_has_its_own(monkeypatch):
     monkeypatch.setattr(trials, "prepared", lambda x, device, seed, name: Stub())
-    x = Case("host", derived.PUBLISHED | {"queued_us": 0})
-    found = {part: trials.host(x, "cpu", 1, 0, names.GRAPH, part).timer() for part in names.PARTS}
-    again = trials.host(x, "cpu", 1, 0, names.GRAPH, "launch").timer()
-    [(_, clock)] = trials._shared.items()
+    x = Case("host", variants.PUBLISHED | {"queued_us": 0})
+    found = {part: trials.host(x, "cpu", 1, 0, variants.GRAPH, part).timer() for part in variants.PARTS}
+    again = trials.host(x, "cpu", 1, 0, variants.GRAPH, "launch").timer()
+    [clock] = trials.shared.parts.values()
     assert found == clock.ns
     assert again is not found["launch"]
 
@@ -205,34 +231,36 @@ def test_tokens_are_compared_up_to_a_tie():
 
 def test_graphs_by_hand(rows):
     table = derived.graphs(rows).set_index(["model", "variant"])
-    for name in (names.H1024, names.LLAMA):
-        floor = study.floor(Case("token", derived.MAIN | {"model": name})).bytes / 3e6
-        assert table.loc[(name, names.OURS), "us"] == pytest.approx(floor + 20, rel=2e-3)
-        assert table.loc[(name, names.GEMV), "ratio"] == pytest.approx((floor + 40) / (floor + 20), rel=2e-3)
-        assert table.loc[(name, names.OURS), "% of reading"] == pytest.approx(100 * floor / (floor + 20), rel=2e-3)
-        assert table.loc[(name, names.GEMV), "verdict"] == "faster"
-    assert math.isnan(table.loc[(names.LLAMA, names.OURS), "ratio"])
+    for name in (variants.H1024, variants.LLAMA):
+        floor = study.floor(Case("token", variants.MAIN | {"model": name})).bytes / 3e6
+        assert table.loc[(name, variants.OURS), "us"] == pytest.approx(floor + 20, rel=2e-3)
+        assert table.loc[(name, variants.GEMV), "ratio"] == pytest.approx((floor + 40) / (floor + 20), rel=2e-3)
+        assert table.loc[(name, variants.OURS), "% of reading"] == pytest.approx(100 * floor / (floor + 20), rel=2e-3)
+        assert table.loc[(name, variants.GEMV), "verdict"] == "faster"
+    assert math.isnan(table.loc[(variants.LLAMA, variants.OURS), "ratio"])
 
 
 def test_ablations_and_stages_by_hand(rows):
     table = derived.ablations(rows).set_index(["model", "variant"])
-    floor = study.floor(Case("token", derived.MAIN | {"model": names.H1024})).bytes / 3e6
-    assert table.loc[(names.H1024, names.NOT_AHEAD), "ratio"] == pytest.approx((floor + 30) / (floor + 20), rel=2e-3)
-    assert table.loc[(names.H1024, names.FETCHED), "verdict"] == "same"
+    floor = study.floor(Case("token", variants.MAIN | {"model": variants.H1024})).bytes / 3e6
+    assert table.loc[(variants.H1024, variants.NOT_AHEAD), "ratio"] == pytest.approx(
+        (floor + 30) / (floor + 20), rel=2e-3
+    )
+    assert table.loc[(variants.H1024, variants.FETCHED), "verdict"] == "same"
     shown = derived.stages(rows).set_index(["model", "op"])
-    assert shown.loc[(names.LLAMA, "down"), "all"] == 9.0
+    assert shown.loc[(variants.LLAMA, "down"), "all"] == 9.0
     ceiling = rows["ceiling"].max()
-    assert shown.loc[(names.LLAMA, "down"), "floor"] == pytest.approx(16 * 2048 * 8192 * 2 / ceiling / 1e6)
-    assert shown.loc[(names.LLAMA, "head"), "floor"] == pytest.approx(128256 * 2048 * 2 / ceiling / 1e6)
-    assert shown.loc[(names.LLAMA, "attention"), "floor"] == 0
+    assert shown.loc[(variants.LLAMA, "down"), "floor"] == pytest.approx(16 * 2048 * 8192 * 2 / ceiling / 1e6)
+    assert shown.loc[(variants.LLAMA, "head"), "floor"] == pytest.approx(128256 * 2048 * 2 / ceiling / 1e6)
+    assert shown.loc[(variants.LLAMA, "attention"), "floor"] == 0
 
 
 def test_contexts_need_more_than_one_start(rows):
     table = derived.contexts(rows)
     assert set(zip(table["model"], table["start"], strict=True)) == {
-        (name, start) for name in (names.H1024, names.LLAMA) for start in (names.START, 512)
+        (name, start) for name in (variants.H1024, variants.LLAMA) for start in (variants.START, 512)
     }
-    rival = table[table["variant"] == names.GEMV_DEPENDENT]
+    rival = table[table["variant"] == variants.GEMV_DEPENDENT]
     assert len(rival)
     assert set(rival["verdict"]) <= {"faster", "slower", "same"}  # the A/A control's noise is known
     assert derived.contexts(rows[~rows["case"].str.contains('"start": 512')]).empty
@@ -241,17 +269,17 @@ def test_contexts_need_more_than_one_start(rows):
 def test_walls_and_idle_by_hand(rows):
     table = derived.walls(rows)
     mine = table[(table["parts"] == 20) & (table["start"] == 16)].set_index("way")
-    assert set(mine.index) == set(names.WAYS + names.ALONE)
-    assert mine.loc[names.REBUILT, "idle us"] == pytest.approx(2000 + 30 + 5, rel=5e-3)
-    assert mine.loc[names.GRAPH, "idle us"] == pytest.approx(15, rel=0.05)
-    assert mine.loc[names.GRAPH, "% idle"] == pytest.approx(100 * 15 / mine.loc[names.GRAPH, "us"], rel=0.05)
-    assert mine.loc[names.PACKED, "bytes"] == 260
-    assert names.REBUILT not in set(table[table["model"] == names.LLAMA]["way"])
+    assert set(mine.index) == set(variants.WAYS + variants.ALONE)
+    assert mine.loc[variants.REBUILT, "idle us"] == pytest.approx(2000 + 30 + 5, rel=5e-3)
+    assert mine.loc[variants.GRAPH, "idle us"] == pytest.approx(15, rel=0.05)
+    assert mine.loc[variants.GRAPH, "% idle"] == pytest.approx(100 * 15 / mine.loc[variants.GRAPH, "us"], rel=0.05)
+    assert mine.loc[variants.PACKED, "bytes"] == 260
+    assert variants.REBUILT not in set(table[table["model"] == variants.LLAMA]["way"])
 
 
 def test_hosts_are_sums_of_one_token(rows):
     table = derived.hosts(rows).set_index(["model", "parts", "queued_us", "way"])
-    line = table.loc[(names.H1024, 20, names.QUEUED_US, names.PREBUILT)]
+    line = table.loc[(variants.H1024, 20, variants.QUEUED_US, variants.PREBUILT)]
     assert line[["build", "copy", "launch"]].tolist() == pytest.approx([5, 1030, 5], rel=2e-3)
     assert line["host"] == pytest.approx(1040, rel=2e-3)
     assert line["runs"] == 3
@@ -259,53 +287,53 @@ def test_hosts_are_sums_of_one_token(rows):
 
 
 def test_a_way_without_all_its_parts_is_left_out(rows):
-    some = made.without(rows, op="host", variant=names.part(names.GRAPH, "copy"))
-    assert names.GRAPH not in set(derived.hosts(some)["way"])
-    assert names.IN_LAUNCH in set(derived.hosts(some)["way"])
+    some = made.without(rows, op="host", variant=variants.part(variants.GRAPH, "copy"))
+    assert variants.GRAPH not in set(derived.hosts(some)["way"])
+    assert variants.IN_LAUNCH in set(derived.hosts(some)["way"])
 
 
 def test_what_waits_by_hand(rows):
     table = derived.queued(rows).set_index("way")["waited"]
-    assert table[names.VECTORISED] == pytest.approx(1000, rel=1e-2)
-    assert abs(table[names.PINNED]) < 1
+    assert table[variants.VECTORISED] == pytest.approx(1000, rel=1e-2)
+    assert abs(table[variants.PINNED]) < 1
     assert derived.queued(rows[~rows["case"].str.contains("1000")]).empty
 
 
 def test_what_hides_by_hand(rows):
     table = derived.hidden(rows.assign(calls_per_sample=32)).set_index(["sweep", "way"])
     assert set(table.index.get_level_values(0)) == {"records", "contexts", "whole"}
-    assert table.loc[("contexts", names.PREBUILT), "hides"] == "no"
-    assert table.loc[("contexts", names.PINNED), "hides"] == "yes"
-    assert table.loc[("whole", names.PREBUILT), "beyond"] == pytest.approx(25, rel=0.05)
+    assert table.loc[("contexts", variants.PREBUILT), "hides"] == "no"
+    assert table.loc[("contexts", variants.PINNED), "hides"] == "yes"
+    assert table.loc[("whole", variants.PREBUILT), "beyond"] == pytest.approx(25, rel=0.05)
 
 
 @pytest.mark.parametrize(("tokens", "kind"), [(1, "but its start"), (3, "no")])
 def test_the_start_of_a_sample_is_told_from_not_hiding(rows, tokens, kind):
     """All the tokens of a sample together take longer by what the host works for one of them, or for three."""
-    host = derived.hosts(rows).set_index(["model", "way"]).loc[(names.H1024, names.BY_KERNEL), "host"].median()
-    mine = rows["variant"] == names.BY_KERNEL
+    host = derived.hosts(rows).set_index(["model", "way"]).loc[(variants.H1024, variants.BY_KERNEL), "host"].median()
+    mine = rows["variant"] == variants.BY_KERNEL
     count = max(1, int(tokens * host // 5))  # 5 µs a token beyond way 8: more than 1 % of it
     slower = [np.asarray(ns) + 5000 * here for ns, here in zip(rows["samples_ns"], mine, strict=True)]
     table = derived.hidden(rows.assign(samples_ns=slower, calls_per_sample=count)).set_index(["sweep", "way"])
-    assert table.loc[("whole", names.BY_KERNEL), "hides"] == kind
+    assert table.loc[("whole", variants.BY_KERNEL), "hides"] == kind
 
 
 def test_way_5_is_shown_to_be_wrong(rows):
     table = derived.tokens(rows)
     assert CONTROL not in set(table["way"])
-    assert set(table[table["way"] == names.ONE_POSITION]["right"]) == {1}
-    assert (table[table["way"] != names.ONE_POSITION]["right"] == 64).all()
+    assert set(table[table["way"] == variants.ONE_POSITION]["right"]) == {1}
+    assert (table[table["way"] != variants.ONE_POSITION]["right"] == 64).all()
     shown = views.tokens(rows).set_index("way")["right, bf16"]
-    assert shown[names.ONE_POSITION].startswith(f"{(table['way'] == names.ONE_POSITION).sum()} of ")
+    assert shown[variants.ONE_POSITION].startswith(f"{(table['way'] == variants.ONE_POSITION).sum()} of ")
 
 
 def test_sizes_and_changes_are_counted():
     table = derived.sizes().set_index(["design", "model", "programs"])
-    assert table.loc[("this page", names.LLAMA, "132"), "words"] == 16 * 32 * 16 + 1  # layers, heads, spans, argmax
-    assert table.loc[("Stanford MegaKernels, published", names.LLAMA, "132"), "bytes"] == 1115136
+    assert table.loc[("this page", variants.LLAMA, "132"), "words"] == 16 * 32 * 16 + 1  # layers, heads, spans, argmax
+    assert table.loc[("Stanford MegaKernels, published", variants.LLAMA, "132"), "bytes"] == 1115136
     changed = derived.changes()
     assert set(changed["field"]) == {"position"}
-    assert changed[changed["model"] == names.LLAMA]["words"].sum() == 16 * 32 * 16 + 1
+    assert changed[changed["model"] == variants.LLAMA]["words"].sum() == 16 * 32 * 16 + 1
 
 
 # claims
@@ -328,19 +356,19 @@ def test_claims_are_judged_by_the_rows(rows):
 @pytest.mark.parametrize(
     ("claim", "over", "verdict"),
     [
-        ("persistent", {names.REBUILT: 0.04}, "not reproduced"),
-        ("construction", {names.part(names.alone(names.REBUILT, "records"), "build"): 0.1}, "not reproduced"),
-        ("schedule", {names.LONGEST: 1.1}, "consistent"),
-        ("bandwidth", {names.OURS: 1.3}, "not reproduced"),
-        ("waiting", {names.part(names.PREBUILT, "copy"): 0.1}, "not reproduced"),
-        ("packed", {names.PACKED: 1.5}, "not reproduced"),
-        ("pinned", {names.PINNED: 1.5}, "consistent"),
+        ("persistent", {variants.REBUILT: 0.04}, "not reproduced"),
+        ("construction", {variants.part(variants.alone(variants.REBUILT, "records"), "build"): 0.1}, "not reproduced"),
+        ("schedule", {variants.LONGEST: 1.1}, "consistent"),
+        ("bandwidth", {variants.OURS: 1.3}, "not reproduced"),
+        ("waiting", {variants.part(variants.PREBUILT, "copy"): 0.1}, "not reproduced"),
+        ("packed", {variants.PACKED: 1.5}, "not reproduced"),
+        ("pinned", {variants.PINNED: 1.5}, "consistent"),
     ],
 )
 def test_each_claim_follows_its_own_rows(claim, over, verdict):
-    parameters = {"models": [names.LLAMA], "dtypes": ["bf16"], "parts": [], "starts": []}
+    parameters = {"models": [variants.LLAMA], "dtypes": ["bf16"], "parts": [], "starts": []}
     if claim != "bandwidth":
-        parameters = parameters | {"models": [names.H1024], "parts": [20]}
+        parameters = parameters | {"models": [variants.H1024], "parts": [20]}
     found = made.make("persistent_tables", parameters, made.decode_us(over)).assign(gpu="NVIDIA H100")
     assert judged(found)[claim].verdict == verdict
 
@@ -362,14 +390,14 @@ def test_claims_are_not_testable_without_rows(rows):
 # views
 
 DRAWINGS = (
-    views.step, views.against, views.stages, views.contexts, views.host, views.walls, views.idle, views.over_records,
-    views.host_over_records, views.hiding,
+    views.step, views.against, views.stages, views.contexts, host_views.host, host_views.walls, host_views.idle,
+    host_views.over_records, host_views.host_over_records, host_views.hiding,
 )  # fmt: skip
 SENTENCES = (
-    views.in_short, views.bar_step, views.bar_host, views.one_position, views.stops, views.where, views.waits,
-    views.summary,
+    views.in_short, views.bar_step, host_views.bar_host, views.one_position, views.stops, host_views.where,
+    host_views.waits, views.summary,
 )  # fmt: skip
-TABLES = (views.tokens, views.ablations, views.rebuilding, views.queued, views.questions)
+TABLES = (views.tokens, views.ablations, host_views.rebuilding, host_views.queued, views.questions)
 
 
 def test_every_view_says_what_the_rows_say(rows):
@@ -385,9 +413,9 @@ def test_every_view_says_what_the_rows_say(rows):
     for make in TABLES:
         assert len(make(rows)), make.__name__
     assert "not measured" not in str(views.questions(rows))
-    assert "ways 2, 3; not in 4, 5, 6, 7, 8, 9; way 1 cannot tell: building takes longer" in views.waits(rows)
-    assert "1800 of them" in views.where(rows)
-    assert f"{names.H1024} 15 µs of waiting, 0.68 µs a barrier of 22, and +5 µs against" in views.stops(rows)
+    assert "ways 2, 3; not in 4, 5, 6, 7, 8, 9; way 1 cannot tell: building takes longer" in host_views.waits(rows)
+    assert "1800 of them" in host_views.where(rows)
+    assert f"{variants.H1024} 15 µs of waiting, 0.68 µs a barrier of 22, and +5 µs against" in views.stops(rows)
 
 
 def test_every_view_is_a_sentence_without_rows(rows):
@@ -403,63 +431,74 @@ def test_every_view_is_a_sentence_without_rows(rows):
 
 def test_the_bars_say_whether_they_are_reached(rows):
     assert "98 % of the read ceiling, the 85 % aimed at" in views.bar_step(rows)
-    assert "at most 15.0 µs, below" in views.bar_host(rows)
-    llama = {"models": [names.LLAMA], "dtypes": ["bf16"], "parts": [], "starts": []}
-    over = {names.OURS: 1.5} | {names.part(way, "launch"): 9.0 for way in (names.GRAPH, names.IN_LAUNCH)}
+    assert "at most 15.0 µs, below" in host_views.bar_host(rows)
+    llama = {"models": [variants.LLAMA], "dtypes": ["bf16"], "parts": [], "starts": []}
+    over = {variants.OURS: 1.5} | {variants.part(way, "launch"): 9.0 for way in (variants.GRAPH, variants.IN_LAUNCH)}
     slow = made.make("persistent_tables", llama, made.decode_us(over))
     assert "not the 85 % aimed at" in views.bar_step(slow)
-    assert "µs, not below" in views.bar_host(slow)
+    assert "µs, not below" in host_views.bar_host(slow)
 
 
 def test_traffic_needs_no_measurement():
     table = views.traffic().set_index("way")
-    assert table.loc[names.PACKED, f"bytes, {names.LLAMA}"] == 4 * (16 * 32 * 16 + 1)
-    assert table.loc[names.IN_LAUNCH, f"copies, {names.LLAMA}"] == 0
+    assert table.loc[variants.PACKED, f"bytes, {variants.LLAMA}"] == 4 * (16 * 32 * 16 + 1)
+    assert table.loc[variants.IN_LAUNCH, f"copies, {variants.LLAMA}"] == 0
 
 
 # what is compiled beforehand is what runs
 
 
-def test_kernels_are_compiled_once_for_each_model_and_target():
-    for capability, times in ((90, 2), (80, 1)):
-        found = study.kernels(study.cases(ALL), capability)
+def test_kernels_are_compiled_for_each_model_and_target():
+    for capability, kinds in ((90, [False, True]), (80, [False])):
+        found = study.STUDY.kernels(study.cases(ALL), capability)
         assert len({str(one) for one in found}) == len(found)
-        steps = [arguments for source, arguments in found if source.endswith(":kernel")]
-        assert len(steps) == 3 * (len(names.MODELS) + 1) + 3 * len(names.MODELS)  # and fp32; ablations
-        shapes = {
-            shape for name in names.MODELS for shape in tables.Lowering(model.MODELS[name], 1).projections().values()
-        }
-        assert len(found) - len(steps) == times * (len(names.MODELS) * len(baseline.KERNELS) + len(shapes))
+        steps = [arguments for source, arguments in found if source.endswith(":compilable")]
+        assert len(steps) == 3 * (len(variants.MODELS) + 1) + 3 * len(variants.MODELS)  # and fp32; ablations
+        chains = [arguments for source, arguments in found if source.endswith(":launches")]
+        assert [(one["model"], one["dependent"]) for one in chains] == list(itertools.product(variants.MODELS, kinds))
+        for one in chains:
+            shapes = tables.Lowering(model.MODELS[one["model"]], 1).projections().values()
+            assert set(one["choices"]) == {f"{N} x {K}" for N, K in shapes}
+        assert len(steps) + len(chains) == len(found)
 
 
-@pytest.mark.parametrize("position_from", names.POSITION_FROM)
-def test_the_step_of_every_model_fits_four_times_and_spills_next_to_nothing(position_from):
-    sources = {
-        name: (
-            "labkit.persistent_tables.trials:kernel",
-            {"model": name, "dtype": "bf16", "position_from": position_from},
-        )
-        for name in names.MODELS
-    }
-    table = compiled.table(sources, [90])
-    assert (table["spill_bytes"] <= 16).all()  # four registers, for more positions of the cache at once
-    assert (table["ctas_per_sm"] == 4).all()  # how many run is found on the GPU
+def test_the_chain_is_compiled_with_the_choices_that_it_is_given():
+    choice = {"rows": 2, "num_warps": 2, "block_k": 512}
+    found = baseline.launches(variants.H1024, choices={"5632 x 1024": choice})
+    shapes = {(one.args["N"], one.args["K"]): one for one in found if "AHEAD" in one.args}
+    assert set(shapes) == set(tables.Lowering(model.MODELS[variants.H1024], 1).projections().values())
+    for (N, K), one in shapes.items():
+        expected = choose.Choice(**choice) if (N, K) == (5632, 1024) else choose.rule(N, K, 2)
+        assert (one.args["ROWS"], one.args["BLOCK_K"]) == (expected.rows, expected.block_k)
+
+
+@pytest.mark.parametrize(
+    ("name", "position_from"),
+    [(variants.H1024, how) for how in tables.POSITION_FROM]
+    + [(name, "device") for name in variants.MODELS if name != variants.H1024],
+)
+def test_the_step_of_every_model_fits_four_times_and_spills_next_to_nothing(name, position_from):
+    found = compiled.evidence(trials.compilable(name, "bf16", position_from), 90)
+    assert found["spill_bytes"] <= 16  # four registers, for more positions of the cache at once
+    assert found["ctas_per_sm"] == 4  # how many run is found on the GPU
+    assert found["loads"]["128"] >= 12  # weights, before the wait and after it
+    assert found["atomics"] == 1 + (name in variants.SPANS)  # the signal; spans that have arrived
 
 
 def test_what_is_loaded_before_a_wait_covers_the_model_width():
-    for name in names.MODELS:
-        choice = kernels.Choice(**trials.plan_of(name, "bf16").choice)
+    for name in variants.MODELS:
+        choice = step.Choice(**plans.plan_of(name, "bf16").choice)
         assert choice.block_k * choice.ahead == model.MODELS[name].hidden, name
 
 
 def test_a_plan_of_a_dtype_goes_before_that_of_the_model():
-    assert trials.plan_of(names.H1024, "fp32") is not trials.plan_of(names.H1024, "bf16")
-    assert trials.plan_of(names.LLAMA, "fp32") is trials.plan_of(names.LLAMA, "bf16")
+    assert plans.plan_of(variants.H1024, "fp32") is not plans.plan_of(variants.H1024, "bf16")
+    assert plans.plan_of(variants.LLAMA, "fp32") is plans.plan_of(variants.LLAMA, "bf16")
 
 
 def test_a_queue_is_shown_with_what_it_works_on():
     """Program 3 of 132 begins with its share of the first projection, then has one head of the first attention."""
-    how = tables.Lowering(derived.MODELS[names.H1024], 132, position=7)
+    how = tables.Lowering(derived.MODELS[variants.H1024], 132, position=7)
     found = tables.lower(how)
     shown = derived.queue(how, found, 3, most=2)
     assert shown["op"].tolist() == ["qkv", "attention"]
@@ -471,7 +510,7 @@ def test_a_queue_is_shown_with_what_it_works_on():
 @pytest.mark.parametrize("schedule", tables.SCHEDULES)
 def test_the_fullest_queue_is_counted(schedule):
     """More programs than records: most queues are empty, and the fullest one has a whole record."""
-    how = tables.Lowering(derived.MODELS[names.H1024], 3000, schedule, parts=4)
+    how = tables.Lowering(derived.MODELS[variants.H1024], 3000, schedule, parts=4)
     found = tables.lower(how)
     loads = [tables.values_read(how, found.records[a:b]).sum() for a, b in pairwise(found.queue)]
     ratio = max(loads) / (sum(loads) / len(loads))
@@ -484,7 +523,7 @@ def test_widget_answers_every_control():
     *rows, answer = explore.widget(lab).children
     controls = {control.description: control for row in rows for control in row.children}
     assert set(controls) == {"model", "programs", "schedule", "rows a tile", "position", "program"}
-    for name, value in {"model": names.LLAMA, "programs": 7, "rows a tile": 8, "position": 3, "program": 40}.items():
+    for name, value in {"model": variants.LLAMA, "programs": 7, "rows a tile": 8, "position": 3, "program": 40}.items():
         answer.value = ""
         controls[name].value = value
         assert "records in" in answer.value, name

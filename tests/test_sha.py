@@ -11,12 +11,13 @@ from pathlib import Path
 import pytest
 
 import labkit
-from labkit import studies
-from labkit.bench import sha, sweep
+from labkit import registry
+from labkit.bench import sha
+from labkit.sweep import run
 
 KERNELS = '''
 """A module."""
-from labkit.launch import Launch
+from labkit.kernels.launch import Launch
 from labkit.toy_helpers import BLOCK as SIZE, scale
 from os import path
 
@@ -96,7 +97,7 @@ def launch(a, /, b: int = 1, *args, c=None, **more) -> "dict[str, int]":
 def helper(x): return not x
 STATE = [STATE_SIZE := 3]
 '''
-SYNTAX_SHA = "de07fb0832c8"
+SYNTAX_SHA = "1e54eb161c82"
 
 
 @pytest.fixture
@@ -104,21 +105,16 @@ def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
     """Hash of labkit.toy_kernels:launch, as it is with the given sources; they are written as modules of the lab."""
     monkeypatch.setattr(labkit, "__path__", [*labkit.__path__, str(tmp_path)])
 
-    definitions, hashes = sha._definitions, sha._lab_sha
-
-    def forget() -> None:
-        definitions.cache_clear()
-        hashes.cache_clear()
-
-    def kernel_sha(kernels: str = KERNELS, helpers: str = HELPERS, name: str = "launch") -> str:
-        (tmp_path / "toy_kernels.py").write_text(kernels)
-        (tmp_path / "toy_helpers.py").write_text(helpers)
+    def kernel_sha(kernels: str = KERNELS, helpers: str = HELPERS, name: str = "launch", **more: str) -> str:
+        """more: further modules of the lab, by name."""
+        for module, text in ({"toy_kernels": kernels, "toy_helpers": helpers} | more).items():
+            (tmp_path / f"{module}.py").write_text(text)
         importlib.invalidate_caches()
-        forget()
+        sha.forget()
         return sha.kernel_sha(f"labkit.toy_kernels:{name}")
 
     yield kernel_sha
-    forget()
+    sha.forget()
 
 
 def changed(text: str, old: str, new: str) -> str:
@@ -149,10 +145,16 @@ def test_it_is_twelve_hexadecimal_digits_and_the_same_again(toy: Callable[..., s
         ('raise ValueError("odd")', 'raise ValueError("an odd size")'),
         ("if len(x) % 2", "if len(x) % 4"),
         ("def other", "def added(): ...\n\n\ndef other"),
+        ("    check_size(x)\n    return", "    return"),
+        ("    check_size(x)\n", "    check_size(x)\n    if UNUSED > 2:\n        raise ValueError(x)\n"),
+        ("n: int", "n: float"),
+        ("def launch(x, warps", "def launch(x: int, warps: str"),
+        ("BLOCK as SIZE", "BLOCK"),  # with what names it:
     ],
 )
 def test_what_does_not_count(toy: Callable[..., str], old: str, new: str):
-    assert toy(changed(KERNELS, old, new)) == toy()
+    text = changed(KERNELS, old, new)
+    assert toy(text.replace("= SIZE", "= BLOCK") if new == "BLOCK" else text) == toy()
 
 
 @pytest.mark.parametrize(
@@ -164,8 +166,9 @@ def test_what_does_not_count(toy: Callable[..., str], old: str, new: str):
         ('"few": 1', '"few": 2'),  # a constant that a kernel's launcher names
         ("even=None", "even=False"),
         ("@staticmethod\n", ""),
-        ("check_size(x)\n    return", "return"),  # the call itself is in the launcher
         ("BLOCK as SIZE", "FACTOR as SIZE"),
+        ('"tl.constexpr"', "int"),
+        ("    check_size(x)\n", "    if x == 0:\n        x = 1\n"),
         ("if y else", "if not y else"),
     ],
 )
@@ -197,11 +200,68 @@ def test_helpers_named_through_their_module_count(toy: Callable[..., str]):
         assert toy(kernels, changed(HELPERS, "BLOCK = 128", "BLOCK = 64")) == toy(kernels)  # not named
 
 
-def test_a_kernel_of_the_machine_study_counts():
-    """Its launchers import their kernels where they need them."""
-    parts: dict[tuple[str, str], str] = {}
-    sha._collect("labkit.machine.study", "_prepare_read", parts)
-    assert ("labkit.machine.kernels", "_read_kernel") in parts
+def test_neither_a_move_nor_a_rename_nor_a_split_counts(toy: Callable[..., str]):
+    found = toy()
+    moved = changed(KERNELS, "from labkit.toy_helpers import", "from labkit.toy_moved import")
+    assert toy(moved, "", toy_moved=HELPERS) == found
+    renamed = HELPERS.replace("clamp", "limited").replace("FACTOR", "TIMES").replace("scale", "scaled")
+    assert toy(changed(KERNELS, "scale", "scaled"), renamed) == found
+    assert toy(KERNELS.replace("_kernel", "_multiply").replace("WARPS", "COUNTS").replace("launch(", "begin("),
+               name="begin") == found  # fmt: skip
+    first, second = HELPERS.split("def clamp")
+    first = "from labkit.toy_rest import clamp\n" + first
+    assert toy(helpers=first, toy_rest="from labkit.toy_helpers import scale\n\n\ndef clamp" + second) == found
+
+
+def test_one_constant_of_a_helper_changes_what_names_it_alone(toy: Callable[..., str]):
+    both = KERNELS + "\n\ndef narrow(x):\n    return x + SIZE\n"
+    names = ("launch", "other", "narrow")
+    found = {name: toy(both, name=name) for name in names}
+    now = {name: toy(both, changed(HELPERS, "high=255", "high=127"), name=name) for name in names}
+    assert [name for name in names if now[name] != found[name]] == ["launch"]
+
+
+def test_an_attribute_asked_for_by_a_text_is_followed(toy: Callable[..., str]):
+    by_name = "from labkit import toy_helpers\n\n\ndef launch(x):\n    return getattr(toy_helpers, 'clamp')(x)\n"
+    assert toy(by_name) == toy(changed(by_name, "getattr(toy_helpers, 'clamp')", "toy_helpers.clamp"))
+    assert toy(by_name, changed(HELPERS, "high=255", "high=127")) != toy(by_name)
+
+
+@pytest.mark.parametrize("use", ["getattr(toy_helpers, x)", "other(toy_helpers)", "[toy_helpers]"])
+def test_a_module_that_is_handed_on_is_refused(toy: Callable[..., str], use: str):
+    """What runs could not be followed, and the hash would promise what it does not hold."""
+    with pytest.raises(ValueError, match=r"hands the module labkit\.toy_helpers on as 'toy_helpers'"):
+        toy(f"from labkit import toy_helpers\n\n\ndef launch(x):\n    return {use}\n")
+
+
+def test_a_name_that_cannot_be_followed_is_refused(toy: Callable[..., str]):
+    """As what a package gives out only when it is asked."""
+    with pytest.raises(ValueError, match=r"'clamps' of labkit\.toy_helpers cannot be followed"):
+        toy("from labkit.toy_helpers import clamps\n\n\ndef launch(x):\n    return clamps(x)\n")
+
+
+def test_a_parameter_hides_what_the_module_calls_the_same(toy: Callable[..., str]):
+    hidden = "def launch(scale):\n    return scale + 1\n\n\ndef scale(x):\n    return 2 * x\n"
+    assert toy(hidden) == toy(changed(hidden, "2 * x", "3 * x"))
+    used = hidden.replace("def launch(scale)", "def launch(x)")
+    assert toy(used) != toy(changed(used, "2 * x", "3 * x"))
+
+
+def test_a_class_s_field_hides_nothing_and_stands_for_nothing(toy: Callable[..., str]):
+    text = (
+        "def launch(x):\n    return Made(x).product()\n\n\ndef scale(x):\n    return 2 * x\n\n\n"
+        "class Made:\n    scale: int = 1\n    both = 3\n\n    def product(self):\n        return self.scale\n"
+    )
+    assert toy(text) == toy(changed(text, "2 * x", "3 * x"))
+    used = changed(text, "return self.scale", "return scale(self)")
+    assert toy(used) != toy(changed(used, "2 * x", "3 * x"))
+
+
+def test_several_launchers_have_one_hash_in_their_order(toy: Callable[..., str]):
+    one, other = toy(), toy(name="other")
+    both = sha.kernel_sha(("labkit.toy_kernels:launch", "labkit.toy_kernels:other"))
+    assert len({one, other, both, sha.kernel_sha(("labkit.toy_kernels:other", "labkit.toy_kernels:launch"))}) == 4
+    assert sha.kernel_sha(("labkit.toy_kernels:launch",)) == one
 
 
 def test_two_functions_that_name_each_other(toy: Callable[..., str]):
@@ -210,16 +270,11 @@ def test_two_functions_that_name_each_other(toy: Callable[..., str]):
     assert found != toy(changed(cycle, "x - 1", "x - 2"))
 
 
-def test_machinery_of_the_lab_is_not_followed(toy: Callable[..., str], monkeypatch: pytest.MonkeyPatch):
+def test_machinery_of_the_lab_is_not_followed(toy: Callable[..., str]):
     """How a launch is made a value, or timed, is not what runs."""
-    found = toy()
-    real = sha._definitions
-    asked = []
-    sha._lab_sha.cache_clear()
-    monkeypatch.setattr(sha, "_definitions", lambda module: (asked.append(module), real(module))[1])
-    assert sha.kernel_sha("labkit.toy_kernels:launch") == found
-    assert "labkit.toy_helpers" in asked
-    assert "labkit.launch" not in asked
+    toy()
+    modules = {name.partition(":")[0] for name in sha.covered("labkit.toy_kernels:launch")}
+    assert modules == {"labkit.toy_kernels", "labkit.toy_helpers"}
 
 
 @pytest.mark.parametrize(
@@ -258,10 +313,10 @@ def test_the_hash_does_not_depend_on_the_version_of_python(toy: Callable[..., st
     assert set(found.values()) == {SYNTAX_SHA}, found
 
 
-@pytest.mark.parametrize("name", studies.NOTEBOOKS)
+@pytest.mark.parametrize("name", registry.NOTEBOOKS)
 def test_every_variant_of_the_lab_has_a_hash(name: str):
-    study = studies.load(name)
-    sources = {variant.source for case in study.tiny for variant in sweep.with_control(study, case)}
+    study = registry.load(name)
+    sources = {variant.source for case in study.tiny for variant in run.with_control(study, case)}
     assert sources
     for source in sources:
         assert len(sha.kernel_sha(source)) == 12

@@ -3,18 +3,21 @@
 import itertools
 import json
 import math
-from dataclasses import replace
+from dataclasses import asdict, replace
 
+import pandas as pd
 import pytest
 import rows as made
 import torch
 
-from labkit.bench import sweep
 from labkit.bench.sha import kernel_sha
 from labkit.bench.spec import Case
 from labkit.evidence import coalescing, compiled
+from labkit.kernels.gated_delta import chunked, recurrent, reference
 from labkit.shapes import GATED_DELTA, QWEN3_NEXT, GatedDeltaModel
-from labkit.state_layout import extend, kernels, recurrent, reference, share, study, tables, trials
+from labkit.studies.state_layout import layouts, share, study, tables, trials
+from labkit.sweep import run as sweep
+from labkit.sweep import variants
 
 STATES = ("fp32", "bf16")
 
@@ -406,14 +409,14 @@ def inputs(v_first=True, **changes):
     given |= {"q": torch.zeros(N, H, K), "k": torch.zeros(N, H, K), "v": torch.zeros(N, HV, V)}
     given |= {"a": torch.zeros(N, HV), "b": torch.zeros(N, HV), "out": torch.zeros(N, HV, V)}
     given |= {"A_log": torch.zeros(HV), "dt_bias": torch.zeros(HV)}
-    return kernels.DecodeInputs(**given | changes)
+    return layouts.DecodeInputs(**given | changes)
 
 
 @pytest.mark.parametrize("v_first", [True, False])
 @pytest.mark.parametrize("tile", [1, 8, 16, 32])
 @pytest.mark.parametrize("warps", [1, 2, 4])
 def test_what_is_allowed_becomes_a_launch(v_first, tile, warps):
-    launcher = kernels.decode_v_first if v_first else kernels.decode_k_first
+    launcher = layouts.decode_v_first if v_first else layouts.decode_k_first
     for changes in (
         {},
         {"indices": torch.zeros(N, dtype=torch.int64)},
@@ -427,10 +430,10 @@ def test_what_is_allowed_becomes_a_launch(v_first, tile, warps):
 
 def test_slots_may_lie_apart_and_be_none():
     apart = torch.zeros(10, HV, V, K)[::2]
-    launch = kernels.decode_v_first(inputs(state=apart), 8, 1, folded=True)
+    launch = layouts.decode_v_first(inputs(state=apart), 8, 1, folded=True)
     assert launch.args["state_slot_stride"] == 2 * HV * V * K
     assert launch.args["FOLDED"] is True
-    kernels.check_decode(inputs(state=torch.zeros(0, HV, V, K)), 8, 1, v_first=True)
+    layouts.check_decode(inputs(state=torch.zeros(0, HV, V, K)), 8, 1, v_first=True)
 
 
 def _transposed(*shape):
@@ -489,7 +492,7 @@ BAD = {
 @pytest.mark.parametrize(("changes", "message"), BAD.values(), ids=BAD)
 def test_a_bad_tensor_is_named_with_what_is_allowed(changes, message):
     with pytest.raises(ValueError) as raised:  # noqa: PT011 (the whole message is compared)
-        kernels.decode_v_first(inputs(**changes), 8, 1)
+        layouts.decode_v_first(inputs(**changes), 8, 1)
     assert message in str(raised.value)
 
 
@@ -504,7 +507,7 @@ def test_a_bad_tensor_is_named_with_what_is_allowed(changes, message):
     ],
 )
 def test_a_bad_launch_choice_is_named_with_what_is_allowed(tile, warps, message):
-    for v_first, launcher in ((True, kernels.decode_v_first), (False, kernels.decode_k_first)):
+    for v_first, launcher in ((True, layouts.decode_v_first), (False, layouts.decode_k_first)):
         with pytest.raises(ValueError) as raised:  # noqa: PT011
             launcher(inputs(v_first), tile, warps)
         assert message in str(raised.value)
@@ -512,15 +515,26 @@ def test_a_bad_launch_choice_is_named_with_what_is_allowed(tile, warps, message)
 
 def test_each_layout_refuses_the_other():
     with pytest.raises(ValueError, match=r"state is \(5, 4, 8, 16\); allowed: \[slots, HV, K, V\] with \(4, 16, 8\)"):
-        kernels.decode_k_first(inputs(v_first=True), 8, 1)
+        layouts.decode_k_first(inputs(v_first=True), 8, 1)
 
 
 # what the compiler makes of the kernels: every variant of Qwen3-Next's shape, for sm_90 and the Triton installed here
 
 
+TILES = {  # by state and warps: every tile with some warps of each state, two or more with one and with four or two
+    ("fp32", 1): (8, 16, 32), ("fp32", 2): (16,), ("fp32", 4): (8, 32),
+    ("bf16", 1): (8, 32), ("bf16", 2): (8, 16, 32), ("bf16", 4): (16,),
+}  # fmt: skip
+
+
 def _wanted():
-    cases = [study.case(QWEN3_NEXT, 1, state) for state in STATES]
-    return [(case, one.name) for case in cases for one in study.variants(case) if one.role != "ceiling"]
+    cases = {state: study.case(QWEN3_NEXT, 1, state) for state in STATES}
+    return [
+        (cases[state], one.name)
+        for (state, warps), tiles in TILES.items()
+        for one in study.variants(cases[state])
+        if one.role != "ceiling" and one.options["warps"] == warps and one.options["BV"] in tiles
+    ]
 
 
 def _chosen(table):
@@ -532,28 +546,36 @@ def _chosen(table):
 
 
 @pytest.fixture(scope="module")
-def code():
-    return _chosen(compiled.for_variants("state_layout", _wanted(), (90,)))
+def built():
+    """Launches of the kernels, and what names them. Here, not in workers: both fixtures below look at the same code."""
+    sources = [variants.variant_source("state_layout", case, name) for case, name in _wanted()]
+    named = [{"case": case.key, "variant": name} for case, name in _wanted()]
+    return list(zip(named, [compiled.launch_of(source, 90) for source in sources], strict=True))
 
 
 @pytest.fixture(scope="module")
-def accesses():
-    found = _chosen(coalescing.for_variants("state_layout", _wanted()))
-    return found[found["tensor"] == "state"]
+def code(built):
+    return _chosen(pd.DataFrame([one | compiled.evidence(launch, 90) for one, launch in built]))
 
 
-def test_every_kernel_is_compiled_and_none_spills_with_narrow_tiles(code):
-    assert len(code) == 2 * 21
+@pytest.fixture(scope="module")
+def accesses(built):
+    found = [one | asdict(access) for one, launch in built for access in coalescing.requests(launch, 90)]
+    return _chosen(pd.DataFrame([access for access in found if access["tensor"] == "state"]))
+
+
+def test_no_kernel_spills_with_narrow_tiles(code):
+    assert len(code) == 2 * 12 + 3 + 2  # both layouts; folded ones of one warp
     assert set(code["arch"]) == {90}
     narrow = code[code["BV"] <= 16]
-    assert len(narrow) == 2 * 14
+    assert len(narrow) == 2 * 8 + 2 + 1
     assert narrow["spill_bytes"].max() == narrow["spill_loads"].max() == 0
     assert (code["ctas_per_sm"] > 0).all()
     assert (code["atomics"] == 0).all()
 
 
 def test_the_state_moves_sixteen_bytes_a_thread_in_every_kernel(code, accesses):
-    assert len(accesses) == 2 * 42  # a load and a store each
+    assert len(accesses) == 2 * len(code)  # a load and a store each
     assert sorted(set(accesses["kind"])) == ["load", "store"]
     assert set(accesses["bits"]) == {128}
     assert set(accesses["bits_from"]) == {"ptx"}
@@ -583,11 +605,10 @@ def test_lines_and_sectors_a_request(accesses, kind):
 
 def test_sums_over_k_cost_more_shuffles_on_wide_tiles_of_the_new_layout_only(code):
     plain = code[~code["folded"]].set_index(["state", "layout", "warps", "BV"])["shuffles"]
-    for state in STATES:
-        for warps in tables.WARPS:
-            new, old = ([int(plain[state, layout, warps, tile]) for tile in tables.TILES] for layout in ("VK", "KV"))
-            assert new[0] < new[1] < new[2]
-            assert old[0] > old[1] > old[2]
+    for (state, warps), tiles in TILES.items():
+        new, old = ([int(plain[state, layout, warps, tile]) for tile in tiles] for layout in ("VK", "KV"))
+        assert new == sorted(set(new))
+        assert old == sorted(set(old), reverse=True)
     assert plain["fp32", "VK", 1, 32] > 8 * plain["fp32", "KV", 1, 32]
 
 
@@ -600,7 +621,7 @@ def step(state, kda, v_first, choice=None):
     bf16 = {"dtype": torch.bfloat16}
     gate = (HV, K) if kda else (HV,)
     x = recurrent.StepInputs(
-        state=torch.empty((N, HV, V, K) if v_first else (N, HV, K, V), dtype=study.DTYPES[state]),
+        state=torch.empty((N, HV, V, K) if v_first else (N, HV, K, V), dtype=trials.DTYPES[state]),
         indices=torch.arange(N),
         q=torch.empty((N, H, K), **bf16),
         k=torch.empty((N, H, K), **bf16),
@@ -616,13 +637,22 @@ def step(state, kda, v_first, choice=None):
     return recurrent.decode(x, choice)
 
 
+def rules_choices(state, v_first):
+    """From few heads to more than fill a GPU, on faster and on slower memory; each tile once, marked or not."""
+    found = {}
+    for heads, fast in itertools.product((32, 256, 2048, 16384), (False, True)):
+        choice = recurrent.choose(heads, 128, 128, trials.DTYPES[state].itemsize, 132, fast=fast, v_first=v_first)
+        found.setdefault((choice.tile, choice.pieces, choice.num_warps), choice)
+    return list(found.values())
+
+
 @pytest.mark.parametrize("v_first", [True, False], ids=["VK", "KV"])
-@pytest.mark.parametrize("kda", [False, True], ids=["GDN", "KDA"])
 @pytest.mark.parametrize("state", STATES)
-def test_the_rules_choices_move_sixteen_bytes_a_thread_and_spill_nothing(state, kda, v_first):
-    itemsize = study.DTYPES[state].itemsize
-    for heads, fast in itertools.product((32, 256, 2048, 16384), (False, True)):  # from few to more than fill a GPU
-        choice = recurrent.choose(heads, 128, 128, itemsize, 132, fast=fast, v_first=v_first)
+def test_the_rules_choices_move_sixteen_bytes_a_thread_and_spill_nothing(state, v_first):
+    """With KDA, which needs more registers; with GDN the first choice."""
+    choices = rules_choices(state, v_first)
+    assert len(choices) > 2
+    for choice, kda in ((choices[0], False), *((choice, True) for choice in choices)):
         launch = step(state, kda, v_first, choice)
         found = compiled.evidence(launch, 90)
         assert found["spill_bytes"] == found["spill_loads"] == 0
@@ -642,7 +672,7 @@ def chunk_state(v_first, tile=32):
     T, H, HV, K, V = 128, 2, 4, 128, 128
     bf16 = {"dtype": torch.bfloat16}
     inner = (V, K) if v_first else (K, V)
-    x = extend.ExtendInputs(
+    x = chunked.ExtendInputs(
         q=torch.empty((T, H, K), **bf16),
         k=torch.empty((T, H, K), **bf16),
         v=torch.empty((T, HV, V), **bf16),
@@ -654,7 +684,7 @@ def chunk_state(v_first, tile=32):
         out=torch.empty((T, HV, V), **bf16),
         scale=1.0,
     )
-    return extend.extend(x, v_first, tile=tile).launches["chunk_state"]
+    return chunked.extend(x, v_first, tile=tile).launches["chunk_state"]
 
 
 def test_chunk_state_fits_as_often_in_either_layout():

@@ -12,16 +12,18 @@ import torch
 import triton
 
 from labkit.bench.spec import ROLES, Case
-from labkit.state_layout import extend, names, reference, study, trials
-from labkit.state_layout.recurrent import packed
+from labkit.kernels.gated_delta import chunked, reference
+from labkit.kernels.gated_delta.recurrent import packed
+from labkit.studies.state_layout import peers as library_calls
+from labkit.studies.state_layout import study, trials, variants
 
-ALL = made.LAYOUT | {"gates": ["GDN", "KDA"], "step_batches": [1, 8, 64, 256], "prefills": list(trials.PREFILLS)}
+ALL = made.LAYOUT | {"gates": ["GDN", "KDA"], "step_batches": [1, 8, 64, 256], "prefills": list(variants.PREFILLS)}
 SHAPE = {"model": "test", "activations": "fp32", "H": 2, "HV": 4, "K": 8, "V": 6}
 
 
 def case(op, gate="GDN", **changes):
     more = {"step": {"state": "fp32", "batch": 3}, "verify": {"state": "bf16", "batch": 3, "draft": "chain", "T": 2}}
-    return Case(op, SHAPE | {"gate": gate} | more.get(op, {"prefill": trials.TINY}) | changes)
+    return Case(op, SHAPE | {"gate": gate} | more.get(op, {"prefill": variants.TINY}) | changes)
 
 
 def of(op, gate, **parameters):
@@ -53,10 +55,10 @@ def test_kda_is_timed_with_the_heads_of_kimi_linear_and_at_fewer_points():
     for gate in study.GATES:
         assert {(x["draft"], x["T"]) for x in of("verify", gate)} == {("chain", 4), ("tree", 8)}
         assert {(x["state"], x["batch"], x["tokens"]) for x in of("drift", gate)} == {
-            ("fp32", 1, trials.DRIFT_TOKENS),
-            ("bf16", 1, trials.DRIFT_TOKENS),
+            ("fp32", 1, study.DRIFT_TOKENS),
+            ("bf16", 1, study.DRIFT_TOKENS),
         }
-    assert [x["prefill"] for x in of("extend", "GDN")] == list(trials.PREFILLS)
+    assert [x["prefill"] for x in of("extend", "GDN")] == list(variants.PREFILLS)
     assert {x["prefill"] for x in of("extend", "KDA")} == set(study.STATE_KERNEL_AT)
     assert {x["prefill"] for x in of("chunk_state", "GDN")} == set(study.STATE_KERNEL_AT)
     assert of("chunk_state", "KDA") == []
@@ -69,27 +71,29 @@ def test_an_empty_list_leaves_operations_out():
     assert {x.op for x in study.cases(ALL | {"gates": []})} == {"decode"}
     assert of("step", "GDN", gates=["KDA"]) == []
     assert {x["batch"] for x in of("step", "KDA", step_batches=[8, 64])} == {64}
-    for bad in ({"gates": ["RWKV"]}, {"step_batches": [0]}, {"prefills": [trials.TINY]}, {"gates": ["GDN", "GDN"]}):
+    for bad in ({"gates": ["RWKV"]}, {"step_batches": [0]}, {"prefills": [variants.TINY]}, {"gates": ["GDN", "GDN"]}):
         with pytest.raises(ValueError, match="allowed: a list"):
             study.STUDY.check(ALL | bad)
 
 
 def test_prefills_are_what_their_names_say():
-    for name, lengths in trials.PREFILLS.items():
+    for name, lengths in variants.PREFILLS.items():
         if name != "ragged":
             count, tokens = map(int, name.split(" x "))
             assert lengths == (tokens,) * count
-    assert sum(trials.PREFILLS["ragged"]) == 7200
-    assert {1, 63, 64, 65} < set(trials.PREFILLS["ragged"])  # around the length of a chunk
-    assert set(study.STATE_KERNEL_AT) <= set(trials.PREFILLS)
-    assert set(trials.LENGTHS) == {*trials.PREFILLS, trials.TINY}
-    assert 0 in trials.LENGTHS[trials.TINY]
+    assert sum(variants.PREFILLS["ragged"]) == 7200
+    assert {1, 63, 64, 65} < set(variants.PREFILLS["ragged"])  # around the length of a chunk
+    assert set(study.STATE_KERNEL_AT) <= set(variants.PREFILLS)
+    assert set(variants.LENGTHS) == {*variants.PREFILLS, variants.TINY}
+    assert 0 in variants.LENGTHS[variants.TINY]
 
 
 # variants
 
 
-def test_every_variant_of_every_case_has_a_function_that_takes_its_options():
+def test_every_variant_of_every_case_has_a_function_that_takes_its_options(monkeypatch):
+    for name, function in inspect.getmembers(trials, inspect.isfunction):
+        monkeypatch.setattr(trials, name, inspect.signature(function).bind)
     used = set()
     for x in (*study.cases(ALL), *study.STUDY.tiny):
         found = study.variants(x)
@@ -97,30 +101,21 @@ def test_every_variant_of_every_case_has_a_function_that_takes_its_options():
         assert len(set(listed)) == len(listed)
         assert study.control(x) in listed
         assert {one.role for one in found} <= set(ROLES)
-        if x.op == "decode":
-            continue
-        roles = names.of(x)
         for one in found:
-            if one.role == "ceiling":
-                continue
             used.add((x.op, one.name))
-            assert one.role == roles[one.name]
+            options = one.options
+            assert set(one.prepare(x, "cpu", 1, 0).arguments) == {"x", "device", "sets", "seed", *options}
             assert (one.role == "peer") == one.name.startswith(("fla", "attn-gym"))
-            make, options = names.MAKERS[x.op, one.name]
-            assert one.source == f"labkit.state_layout.trials:{make}"
-            assert one.options == options
-            arguments = inspect.signature(getattr(trials, make)).bind(x, "cpu", 1, 0, **options).arguments
-            assert set(arguments) == {"x", "device", "sets", "seed", *options}
             if "v_first" in options and x.op != "chunk_state":
                 assert options["v_first"] == ("KV" not in one.name)
-    assert used == set(names.MAKERS)
+    assert used == {(op, one.name) for op, some in variants.VARIANTS.items() for one in some}
 
 
 def test_peers_are_libraries_and_kdas_have_no_kernel_that_is_launched_in_place():
     for gate, in_place in (("GDN", 4), ("KDA", 0)):
-        roles = names.of(case("step", gate))
-        assert sum(role == "peer" for role in roles.values()) == 4 + in_place
-        assert sum("in place" in name for name in roles) == in_place
+        peers = [one.name for one in study.variants(case("step", gate)) if one.role == "peer"]
+        assert len(peers) == 4 + in_place
+        assert sum("in place" in name for name in peers) == in_place
 
 
 # floors
@@ -158,7 +153,7 @@ def test_floors_are_the_bytes_of_the_tensors(gate):
 def test_floor_of_the_chunk_state_kernel_is_what_it_is_launched_with():
     x = case("chunk_state")
     (one,) = trials._extend_inputs(x, "cpu", 1, 0, True)
-    args = extend.extend(one, True).launches["chunk_state"].args
+    args = chunked.extend(one, True).launches["chunk_state"].args
     read = [args[name] for name in ("w", "u", "k", "v_new", "states", "initial", "final")]
     assert study.floor(x).bytes == moved(*read)
     assert study.floor(x).flops == 2 * 2 * args["w"].shape[0] * args["w"].shape[1] * 8 * 6  # two products
@@ -196,7 +191,7 @@ def test_floors_grow_with_the_batch(op, gate):
 
 def lengths(monkeypatch, *found):
     monkeypatch.setattr(trials, "LONGEST_CHECKED", 4)
-    monkeypatch.setitem(trials.LENGTHS, "now", found)
+    monkeypatch.setitem(variants.LENGTHS, "now", found)
     (item,) = trials._extend_inputs(case("extend", prefill="now"), "cpu", 1, 0, False)
     start = item.initial.transpose(-1, -2)
     o, S = reference.extend(
@@ -364,12 +359,12 @@ def libraries(monkeypatch):
 
 def peers():
     wanted = [case("step"), case("step", state="bf16"), case("step", "KDA", H=4), case("extend"), case("extend", "KDA")]
-    return [(x, name) for x in wanted for name, role in names.of(x).items() if role == "peer"]
+    return [(x, one.name) for x in wanted for one in study.variants(x) if one.role == "peer"]
 
 
 def prepared(x, name, sets=1):
-    make, options = names.MAKERS[x.op, name]
-    return getattr(trials, make)(x, "cpu", sets, 0, **options)
+    (variant,) = (one for one in study.variants(x) if one.name == name)
+    return variant.prepare(x, "cpu", sets, 0)
 
 
 @pytest.mark.parametrize(("x", "name"), peers(), ids=[f"{x.op} {x['gate']} {name}" for x, name in peers()])
@@ -393,7 +388,7 @@ def test_a_library_is_judged_by_the_reference(libraries, x, name):
 
 @pytest.mark.parametrize("layout", study.LAYOUTS)
 def test_flas_kernel_works_on_the_states_in_place_one_set_after_the_other(libraries, layout):
-    trial = prepared(case("step", batch=3), names.fla_in_place(layout, 8), 2)
+    trial = prepared(case("step", batch=3), variants.fla_in_place(layout, 8), 2)
     for call in trial.calls:
         call()
     first, second = libraries.seen
@@ -405,7 +400,7 @@ def test_flas_kernel_works_on_the_states_in_place_one_set_after_the_other(librar
 
 
 def test_flas_public_call_leaves_its_states_and_attn_gym_updates_the_pool(libraries):
-    trial = prepared(case("step"), names.fla("VK"), 2)
+    trial = prepared(case("step"), variants.fla("VK"), 2)
     for call in trial.calls:
         call()
     states = [one["initial_state"] for one in libraries.seen]
@@ -415,7 +410,7 @@ def test_flas_public_call_leaves_its_states_and_attn_gym_updates_the_pool(librar
     assert all(torch.equal(*pair) for pair in zip(states, kept, strict=True))
     assert states[0].data_ptr() != states[1].data_ptr()
     libraries.seen.clear()
-    trial = prepared(case("step"), names.ATTENTION_GYM, 2)
+    trial = prepared(case("step"), variants.ATTENTION_GYM, 2)
     for call in trial.calls:
         call()
     first, second = libraries.seen
@@ -425,7 +420,7 @@ def test_flas_public_call_leaves_its_states_and_attn_gym_updates_the_pool(librar
     assert len(first["state_cache"]) == 7
     assert slots.tolist() != list(range(1, 7))
     libraries.seen.clear()
-    for call in prepared(case("step"), names.ATTENTION_GYM_IN_ORDER, 2).calls:
+    for call in prepared(case("step"), variants.ATTENTION_GYM_IN_ORDER, 2).calls:
         call()
     assert torch.cat([one["state_indices"] for one in libraries.seen]).tolist() == list(range(1, 7))
     before = first["state_cache"].clone()
@@ -436,7 +431,7 @@ def test_flas_public_call_leaves_its_states_and_attn_gym_updates_the_pool(librar
 
 def test_boundaries_of_an_extend_are_one_tensor_for_all_sets(libraries):
     """The library waits for boundaries that it has not seen lately, which would break the capture of a graph."""
-    for call in prepared(case("extend"), names.fla("VK"), 6).calls:
+    for call in prepared(case("extend"), variants.fla("VK"), 6).calls:
         call()
     assert len({id(one["cu_seqlens"]) for one in libraries.seen}) == 1
 
@@ -446,7 +441,7 @@ def test_a_library_that_tunes_itself_does_so_anew_for_every_case(libraries):
     def kernel(K, BLOCK):
         pass
 
-    trials._tune_anew.cache_clear()
+    library_calls.tune_anew.cache_clear()
     first, second = (triton.autotune([triton.Config({"BLOCK": n}) for n in (1, 2)], ["K"])(kernel) for _ in range(2))
     inner = triton.heuristics({})(first)  # decorators lie around each other
     vars(sys.modules["fla.ops.kda"]).update(kernel=inner, again=first, other=second)
@@ -460,13 +455,13 @@ def test_a_library_that_tunes_itself_does_so_anew_for_every_case(libraries):
 
     chosen()
     prefills = [case("extend", prefill=name) for name in ("1 x 512", "ragged")]
-    trial = prepared(prefills[0], names.fla("KV"), 1)
+    trial = prepared(prefills[0], variants.fla("KV"), 1)
     assert kept() == [0, 0]
     assert not first.cache_results
     chosen()
-    prepared(prefills[0], names.fla("VK"), 1)  # the other layout of the same case
+    prepared(prefills[0], variants.fla("VK"), 1)  # the other layout of the same case
     assert kept() == [1, 1]
-    prepared(prefills[1], names.fla("VK"), 1)
+    prepared(prefills[1], variants.fla("VK"), 1)
     assert kept() == [0, 0]
     assert trial.facts() == {"launches": {}}  # none of them was called
 

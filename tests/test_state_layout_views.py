@@ -7,8 +7,9 @@ import pytest
 import rows as made
 
 from labkit.shapes import QWEN3_NEXT, QWEN35_4B
-from labkit.state_layout import claims, names, production, share, study, tables
-from labkit.state_layout import production_views as views
+from labkit.studies.state_layout import claims, share, study, tables
+from labkit.studies.state_layout import production_views as views
+from labkit.studies.state_layout import variants as names
 
 PARAMETERS = {
     "models": [QWEN3_NEXT.name], "batches": [1, 64, 256], "states": ["fp32", "bf16"], "gates": ["GDN", "KDA"],
@@ -54,18 +55,18 @@ def rows():
 
 
 def test_times_are_beside_the_in_place_multiply(rows):
-    table = production.times(rows, "step")
+    table = tables.operation_times(rows, "step")
     assert set(table["gate"]) == {"GDN", "KDA"}
     ours = table[table["variant"] == names.OURS]
     assert len(ours) == 12
     assert ours["percent"].tolist() == pytest.approx([100 / 1.05] * 12, rel=2e-3)
     assert "control" not in set(table["role"])
-    assert production.times(rows, "verify")["percent"].isna().all()
-    assert production.times(rows.iloc[:0], "step").empty
+    assert tables.operation_times(rows, "verify")["percent"].isna().all()
+    assert tables.operation_times(rows.iloc[:0], "step").empty
 
 
 def test_the_fastest_library_is_found_in_every_case(rows):
-    table = production.against_best(rows, "step")
+    table = tables.against_best(rows, "step")
     order = table[table["slots"] == "in order"]
     gdn = order[order["gate"] == "GDN"]
     assert set(gdn["best library"]) == {BEST}
@@ -77,19 +78,19 @@ def test_the_fastest_library_is_found_in_every_case(rows):
     assert set(pooled["best library"]) == {names.ATTENTION_GYM}
     assert pooled["ratio"].tolist() == pytest.approx([1.2 / 1.05] * 12, rel=2e-3)
     without = rows[rows["role"] != "peer"]
-    assert production.against_best(without, "step").empty
-    assert production.against_best(rows, "verify").empty  # no library offers it
+    assert tables.against_best(without, "step").empty
+    assert tables.against_best(rows, "verify").empty  # no library offers it
 
 
 def test_errors_of_extend_are_beside_the_librarys(rows):
-    table = production.extend_errors(rows.assign(error=rows["variant"].map({names.OURS: 2e-3, names.fla("VK"): 4e-3})))
+    table = tables.extend_errors(rows.assign(error=rows["variant"].map({names.OURS: 2e-3, names.fla("VK"): 4e-3})))
     assert len(table) == 5
     assert set(table["ours / fla"]) == {0.5}
-    assert production.extend_errors(rows.iloc[:0]).empty
+    assert tables.extend_errors(rows.iloc[:0]).empty
 
 
 def test_layouts_of_every_operation(rows):
-    table = production.layouts(rows)
+    table = tables.layouts(rows)
     ours = table[table["kernels"] == "ours"]
     assert set(ours["op"]) == {"step", "verify", "extend"}
     assert ours["ratio"].tolist() == pytest.approx([1.26 / 1.05] * len(ours), rel=2e-3)
@@ -99,11 +100,11 @@ def test_layouts_of_every_operation(rows):
 
 
 def test_chunk_state_by_form_and_tile(rows):
-    table = production.chunk_states(rows)
+    table = tables.chunk_states(rows)
     assert set(table["prefill"]) == {"1 x 8192", "64 x 128"}
     assert set(table["form"]) == {"KV", "VK", "VK, transposed"}
     assert len(table) == 2 * 7
-    pairs = production.chunk_state_layouts(rows)
+    pairs = tables.chunk_state_layouts(rows)
     assert len(pairs) == 2 * 3
     assert pairs["ratio"].tolist() == pytest.approx([1.1] * 6, rel=2e-3)
     more = pairs[pairs["CTAs an SM, VK"] > pairs["CTAs an SM, KV"]]
@@ -112,31 +113,31 @@ def test_chunk_state_by_form_and_tile(rows):
 
 
 def test_drift_is_read_from_the_evidence(rows):
-    table = production.drift(rows)
+    table = tables.drift(rows)
     assert len(table) == 2 * 2 * 2 * 3  # gates, states, layouts, points
     last = table[table["tokens"] == 4]
     assert set(last["output error"]) == {4e-6}
     assert set(last["state error"]) == {4e-7}
-    assert production.drift(made.unusable(rows)).empty
+    assert tables.drift(made.unusable(rows)).empty
 
 
 @pytest.mark.parametrize(("view", "said"), [
-    ("answer", "decode, fp32 state 1.20 to 1.20, bf16 state 1.20 to 1.20; "
-     "all kernels of prefill, with one launch for both layouts, 1.20 to 1.20; "),
+    ("answer", "decode, fp32 state 1.20, bf16 state 1.20; "
+     "all kernels of prefill, with one launch for both layouts, 1.20; "),
     ("answer", "only the simple kernel with BV=8 shows up to 1.2."),
     ("in_short", "fp32 state: 1.20 at batch 1, 1.20 at batch 64, 1.20 at batch 256; bf16 state: 1.20 at"),
     ("in_short", "slots in order: the faster of fla-core and attn-gym takes so many times as long as ours: fp32 1.11"),
-    ("in_short", "Extend: fla-core takes so many times as long as ours: GDN 1.29 to 1.29 (geometric mean 1.29); KDA"),
-    ("step_percent", "ours VK, slots in order, fp32 96.2 to 96.2 %"),
-    ("step_percent", "ours VK, bf16 95.2 to 95.2 %"),
+    ("in_short", "Extend: fla-core takes so many times as long as ours: GDN 1.29 (geometric mean 1.29); KDA"),
+    ("step_percent", "ours VK, slots in order, fp32 96.2 %"),
+    ("step_percent", "ours VK, bf16 95.2 %"),
     ("step_in_order", "GDN: geometric mean 1.111, least 1.111; ours is faster in 12 of 12 cases"),
     ("step_at_random", "GDN: geometric mean 1.143, least 1.143; ours is faster in 12 of 12 cases"),
-    ("slots", "×1.010 to ×1.010"),
+    ("slots", "×1.010"),
     ("verified", "GDN, batch 1, 4 tokens ×4.00; "),
     ("extend", "Ours is faster in 5 of 5 cases"),
-    ("first_token", "time KV / VK: GDN 1.200 to 1.200; KDA 1.200 to 1.200. "),
+    ("first_token", "time KV / VK: GDN 1.200; KDA 1.200. "),
     ("first_token", " % earlier; 7.7 % were published"),
-    ("occupancy", "[V, K] has more CTAs an SM in 2 of 6 pairs, time KV / VK 1.10 to 1.10; both layouts have as many"),
+    ("occupancy", "[V, K] has more CTAs an SM in 2 of 6 pairs, time KV / VK 1.10; both layouts have as many"),
     ("drift", "After 4 tokens: ours VK, fp32: state 4.0e-07, output 4.0e-06"),
 ])  # fmt: skip
 def test_what_a_view_says_follows_from_the_rows(rows, view, said):
@@ -157,7 +158,7 @@ def test_the_first_token_is_judged_by_the_share_of_whole_extends(gpu, kv, verdic
     assert f"KV / VK: {kv / 1.05:.3f} to {kv / 1.05:.3f}" in found.measured
     if gpu == "another":
         said = 100 * (1 - 1.05 / kv)
-        assert f"the first token {said:.1f} to {said:.1f} % earlier" in views.first_token(some)
+        assert f"the first token {said:.1f} % earlier" in views.first_token(some)
 
 
 def test_the_extends_share_of_a_prefill():
@@ -195,7 +196,7 @@ PARTIAL = {
     "batch 1 only": lambda rows: rows[rows["case"].str.contains('"batch": 1,')],
     "no libraries": lambda rows: rows[rows["role"] != "peer"],
     "no ceiling": _less(tables.CEILING),
-    "no [K, V]": _less(names.OURS_KV, *(names.chunk_state("KV", tile) for tile in names.TILES)),
+    "no [K, V]": _less(names.OURS_KV, *(names.chunk_state("KV", tile) for tile in names.CHUNK_STATE_TILES)),
     "no control": lambda rows: rows[rows["role"] != "control"],
     "no evidence": lambda rows: rows.assign(evidence="{}"),
 }

@@ -15,10 +15,11 @@ import pytest
 import simulated
 import torch
 
-from labkit import isolated, paths, studies
-from labkit.bench import case as case_runner
-from labkit.bench import machine, records, sweep, timing
+from labkit import isolated, paths, registry
+from labkit.bench import machine, records, timing
 from labkit.bench.spec import CONTROL, Case, Floor, Study, Trial, Variant
+from labkit.sweep import case as case_runner
+from labkit.sweep import run as sweep
 
 SIZES = [1, 2]
 PROCESSES = 3
@@ -70,8 +71,8 @@ class Toy:
             settle=self.settle,
         )
 
-    def settle(self, folder: Path) -> None:
-        rows = records.expanded(records.read(folder / "toy.parquet"))
+    def settle(self, file: Path, folder: Path) -> None:
+        rows = records.expanded(records.read(file))
         self.settled.append(sorted(set(rows["n"])))
 
     def variants(self, case: Case) -> list[Variant]:
@@ -117,7 +118,7 @@ class Lab:
         self.journal = records.Journal(self.path.with_suffix(".journal.jsonl"))
         monkeypatch.setattr(paths, "RUNS", folder / "runs")
         monkeypatch.setattr(paths, "DATA", folder / "data")
-        monkeypatch.setattr(studies, "load", lambda name: self.toy.study())
+        monkeypatch.setattr(registry, "load", lambda name: self.toy.study())
         monkeypatch.setattr(machine, "this_machine", lambda: self.machine)
         monkeypatch.setattr(machine, "CudaDevice", self.device)
         monkeypatch.setattr(isolated, "call", self.call)
@@ -130,7 +131,7 @@ class Lab:
         return device
 
     def call(self, target: str, *args: Any, env: Mapping[str, str | None], on_line: Callable[[str], None]) -> Any:
-        assert target == "labkit.bench.sweep:measure_process"
+        assert target == "labkit.sweep.run:measure_process"
         assert env == {"CUDA_VISIBLE_DEVICES": "GPU-7", "TRITON_INTERPRET": None}
         args = json.loads(json.dumps(args))  # as they would travel
         with contextlib.redirect_stdout(_Lines(on_line)):

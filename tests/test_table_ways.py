@@ -1,18 +1,22 @@
 """Ways of keeping the tables: what they build and copy, by hand; what changes; what the kernels compile to."""
 
 import dataclasses
+import functools
 
 import numpy as np
 import pytest
 import torch
 
 from labkit.evidence import compiled
-from labkit.persistent_tables import baseline, kernels, names, reference, tables, ways
-from labkit.persistent_tables.baseline import Baseline
-from labkit.persistent_tables.model import MODELS, Decoder, random_weights
-from labkit.persistent_tables.tables import Change, Lowering, changes, changes_of_a_token, lower, lower_slowly
-from labkit.persistent_tables.validate import TableError
-from labkit.persistent_tables.ways import Traffic, traffic
+from labkit.kernels.decoder import reference, step, tables
+from labkit.kernels.decoder.model import MODELS, Decoder, random_weights
+from labkit.kernels.decoder.tables import Change, Lowering, changes, changes_of_a_token, lower, lower_slowly
+from labkit.kernels.decoder.validate import TableError
+from labkit.kernels.gemv import gemv
+from labkit.studies.persistent_tables import baseline, variants, ways
+from labkit.studies.persistent_tables.baseline import Baseline
+from labkit.studies.persistent_tables.peers import linear as cublas
+from labkit.studies.persistent_tables.ways import Traffic, traffic
 
 TINY = Decoder("tiny", hidden=32, layers=2, heads=4, kv_heads=2, head_dim=8, ffn=48, vocab=61)
 LLAMA = "Llama-3.2-1B"
@@ -22,7 +26,7 @@ BUFFERS, RECORDS, QUEUE = 30 * 4 * 8, 37 * 16 * 4, 4 * 4  # bytes of the tables 
 
 
 def memory_of(how=HOW, device="cpu"):
-    return kernels.allocate(how, random_weights(how.model), device)
+    return step.allocate(how, random_weights(how.model), device)
 
 
 # What changes from one token to the next
@@ -121,7 +125,7 @@ def test_a_token_copies_what_was_counted_and_makes_the_tables_of_its_position(na
         for table in ("buffers", "queue"):
             assert np.array_equal(launched.args[table], getattr(expected, table)), table
         if way.position_from == "record":
-            right = position == 2 or name != names.ONE_POSITION
+            right = position == 2 or name != variants.ONE_POSITION
             assert np.array_equal(launched.args["records"], expected.records) == right
 
 
@@ -167,7 +171,7 @@ def test_a_position_past_the_cache_is_refused_before_anything_is_done(name, copi
 
 def test_a_position_that_does_not_follow_is_refused():
     memory = memory_of()
-    for one in (ways.prepare("9 CUDA graph, position on the GPU", memory), Baseline(memory)):
+    for one in (ways.prepare("9 CUDA graph, position on the GPU", memory), Baseline(memory, cublas)):
         one.begin(4)
         assert int(memory.position) == 4
         with pytest.raises(ValueError, match="position is 6; allowed: 4, the device's, or `begin` at another"):
@@ -180,7 +184,7 @@ def test_an_unknown_way_or_table_is_named():
     with pytest.raises(ValueError, match="way is 'quick'"):
         traffic("quick", lower(HOW))
     with pytest.raises(ValueError, match=r"which is \('weights',\); allowed: \('buffers', 'records', 'queue'\)"):
-        ways.Prebuilt(memory_of(), kernels.step, ("weights",))
+        ways.Prebuilt(memory_of(), step.step, ("weights",))
 
 
 def test_malformed_tables_are_refused_when_a_way_is_prepared(monkeypatch):
@@ -195,7 +199,6 @@ def test_malformed_tables_are_refused_when_a_way_is_prepared(monkeypatch):
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ({"projections": "cuBLAS"}, "projections is 'cuBLAS'; allowed: F.linear, gemv"),
         ({"splits": 3}, "splits is 3; allowed: a power of two"),
         ({"block_t": 0, "splits": 1}, "block_t is 0; allowed: a power of two"),
         ({"dependent": True}, "dependent is True; allowed: False, or a GPU of compute capability 9.0"),
@@ -203,7 +206,7 @@ def test_malformed_tables_are_refused_when_a_way_is_prepared(monkeypatch):
 )
 def test_what_the_baseline_cannot_take_is_named(more, message):
     with pytest.raises(ValueError, match=message):
-        Baseline(memory_of(), **more)
+        Baseline(memory_of(), cublas, **more)
 
 
 def test_an_unknown_kernel_is_named():
@@ -220,36 +223,38 @@ def test_parts_of_the_context():
 
 
 def test_kernels_of_a_token_of_the_baseline():
-    names = [name for name, _ in Baseline(memory_of()).calls]
+    variants = [name for name, _ in Baseline(memory_of(), cublas).calls]
     layer = ["norm", "projection", "rotary", "attention", "projection", "norm", "projection", "silu", "projection"]
-    assert names == 2 * layer + ["norm", "projection", "argmax"]
+    assert variants == 2 * layer + ["norm", "projection", "argmax"]
 
 
 # What the kernels compile to, and the ways on a GPU
 
 
-def test_compiled_for_hopper():
-    """Nothing is spilled; caches are read 16 bytes a thread; with dependent launch too."""
-    of = "labkit.persistent_tables.baseline:compilable"
-    sources = {
-        f"{name}{' dependent' * dependent}": (of, {"model": model, "kernel": name, "dependent": dependent})
-        for name in baseline.KERNELS
-        for model, dependent in ((LLAMA, False), ("AutoMegaKernel h2048", True))
-    }
-    sources["patch"] = ("labkit.persistent_tables.ways:compilable", {})
-    found = compiled.table(sources, [90]).set_index("source")
-    assert (found["spill_bytes"] == 0).all()
-    assert found.loads["attention"]["128"] >= 4  # a block's keys and values, two loads a thread of each
-    assert (found.ctas_per_sm >= 1).all()
+@functools.cache
+def launch_of(kernel, dependent):
+    """Of another model with dependent launch than without."""
+    model = "AutoMegaKernel h2048" if dependent else LLAMA
+    of = "labkit.studies.persistent_tables.baseline:compilable"
+    return compiled.launch_of((of, {"model": model, "kernel": kernel, "dependent": dependent}), 90)
 
 
+@pytest.mark.parametrize("dependent", [False, True])
 @pytest.mark.parametrize("kernel", baseline.KERNELS)
-def test_a_dependent_kernel_starts_the_next_and_waits(kernel):
-    of = "labkit.persistent_tables.baseline:compilable"
-    for dependent in (False, True):
-        arguments = {"model": "AutoMegaKernel h1024", "kernel": kernel, "dependent": dependent}
-        ptx = compiled.build(compiled.launch_of((of, arguments), 90), 90).asm["ptx"]
-        assert ("griddepcontrol.wait" in ptx, "griddepcontrol.launch_dependents" in ptx) == (dependent, dependent)
+def test_compiled_for_hopper(kernel, dependent):
+    """Nothing is spilled; caches are read 16 bytes a thread; a dependent kernel starts the next and waits."""
+    launch = launch_of(kernel, dependent)
+    found = compiled.evidence(launch, 90)
+    assert found["spill_bytes"] == 0
+    assert found["ctas_per_sm"] >= 1
+    if kernel == "attention":
+        assert found["loads"]["128"] >= 4  # a block's keys and values, two loads a thread of each
+    ptx = compiled.build(launch, 90).asm["ptx"]
+    assert ("griddepcontrol.wait" in ptx, "griddepcontrol.launch_dependents" in ptx) == (dependent, dependent)
+
+
+def test_the_patching_kernel_spills_nothing():
+    assert compiled.evidence(ways.compilable(), 90)["spill_bytes"] == 0
 
 
 @pytest.mark.gpu
@@ -258,17 +263,19 @@ def test_a_dependent_kernel_starts_the_next_and_waits(kernel):
 def test_many_programs(name, programs):
     how = Lowering(TINY, programs, cache=80, itemsize=4)
     memory = memory_of(how, "cuda")
-    way = ways.prepare(name, memory, choice=kernels.Choice(64, 1, 16, 1))
+    way = ways.prepare(name, memory, choice=step.Choice(64, 1, 16, 1))
     expected = reference.generate(TINY, random_weights(TINY), [5, 2], 64)
     assert ways.generate(way, [5, 2], 64) == expected.tokens
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("projections", baseline.PROJECTIONS)
+@pytest.mark.parametrize("project", [cublas, gemv.linear])
 @pytest.mark.parametrize("dependent", [False, True])
-def test_the_baseline_on_a_gpu(projections, dependent):
+def test_the_baseline_on_a_gpu(project, dependent):
     if dependent and torch.cuda.get_device_capability() < (9, 0):
         pytest.skip("this GPU launches no kernel before the one before has ended")
     memory = memory_of(Lowering(TINY, 1, cache=80, itemsize=4), "cuda")
-    found = Baseline(memory, projections, dependent, block_t=16)
+    if project is gemv.linear:
+        project = functools.partial(project, dependent=dependent)
+    found = Baseline(memory, project, dependent, block_t=16)
     assert ways.generate(found, [5, 2], 64) == reference.generate(TINY, random_weights(TINY), [5, 2], 64).tokens

@@ -1,19 +1,23 @@
 """Notebooks as jobs: parameters, and running them in processes."""
 
+import io
 import json
 import os
 import signal
+import subprocess
 import sys
+import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from toy_lab import NOTEBOOKS, Toy
+from toy_lab import GPU, NOTEBOOKS, Toy
 
-from labkit import isolated, paths, studies
-from labkit.workflow import notebooks, reports
+from labkit import isolated, paths, registry
+from labkit.workflow import lease, notebooks, reports
 from labkit.workflow.notebooks import Parameter, UsageError, parse
 from labkit.workflow.progress import Progress
 
@@ -27,7 +31,7 @@ def toy(tmp_path, monkeypatch):
 
 @pytest.fixture
 def layers(toy):
-    return studies.load("layers")
+    return registry.load("layers")
 
 
 # Parameters
@@ -118,7 +122,7 @@ def test_a_recorded_gpu_is_allowed(toy, layers):
 
 
 def test_a_parameter_goes_to_the_studies_that_have_it(toy):
-    both = [studies.load(name) for name in NOTEBOOKS]
+    both = [registry.load(name) for name in NOTEBOOKS]
     assert notebooks.assign(both, ["processes=2", "batches=4", "sizes=3"]) == {
         "ground": {"processes": 2, "sizes": [3]},
         "layers": {"processes": 2, "batches": [4]},
@@ -140,7 +144,7 @@ def test_a_parameter_goes_to_the_studies_that_have_it(toy):
 )
 def test_a_parameter_that_no_chosen_study_has_is_an_error(toy, text, message):
     with pytest.raises(UsageError, match=message):
-        notebooks.assign([studies.load(name) for name in NOTEBOOKS], [text])
+        notebooks.assign([registry.load(name) for name in NOTEBOOKS], [text])
 
 
 def test_a_parameter_given_twice_is_an_error(layers):
@@ -174,15 +178,15 @@ def test_any_text_is_a_value_of_the_type_or_a_usage_error(text, kind):
     assert all(type(x) is item for x in found)
 
 
-@pytest.mark.parametrize("study", studies.NOTEBOOKS)
+@pytest.mark.parametrize("study", registry.NOTEBOOKS)
 def test_the_real_notebooks_declare_the_parameters_of_their_study(study):
     declared = notebooks.parameters(notebooks.source_path(study))
-    add = {"add"} if studies.load(study).added else set()
-    assert set(declared) == {"source", "gpu", "processes", *studies.load(study).parameters} | add
+    add = {"add"} if registry.load(study).added else set()
+    assert set(declared) == {"source", "gpu", "processes", *registry.load(study).parameters} | add
     for parameter in declared.values():
         assert parameter.help, f"{parameter.name} has no comment"
         assert parse(parameter, parameter.default.strip("\"'")) == parameter.value
-    notebooks.check(studies.load(study), {name: parameter.value for name, parameter in declared.items()})
+    notebooks.check(registry.load(study), {name: parameter.value for name, parameter in declared.items()})
 
 
 # Running
@@ -192,170 +196,189 @@ def run(names=tuple(NOTEBOOKS), values=None, **options):
     return notebooks.run(names, values or {}, progress=Progress(open(os.devnull, "w")), **options)
 
 
-def test_notebooks_run_with_their_parameters_in_this_python(toy):
-    toy.notebook("layers", "import os, sys, labkit\nprint(batches, sys.executable, os.getcwd(), labkit.__file__)")
+def test_notebooks_run_with_their_parameters_in_this_python(toy, monkeypatch):
+    """And not in another kernel of the same name; two at once share the cores."""
+    kernel = {"argv": ["/bin/false", "{connection_file}"], "display_name": "Python 3", "language": "python"}
+    toy.write("jupyter/kernels/python3/kernel.json", json.dumps(kernel))
+    monkeypatch.setenv("JUPYTER_PATH", str(toy.root / "jupyter"))
+    monkeypatch.setenv("JUPYTER_DATA_DIR", str(toy.root / "jupyter"))
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(notebooks, "cores", lambda: 8)
+    seen = "sys.executable, os.getcwd(), labkit.__file__, os.environ['OMP_NUM_THREADS']"
+    toy.notebook("layers", f"import os, sys, labkit\nprint(batches, {seen})")
     ground, layers = run(values={"layers": {"batches": [4, 5]}})
     assert ground.ok, ground.error
     assert layers.ok, layers.error
     assert toy.printed("ground") == ["[1, 2]"]
     where = f"{paths.NOTEBOOKS} {Path(isolated.__file__).with_name('__init__.py')}"
-    assert toy.printed("layers") == [f"[4, 5] {sys.executable} {where}"]
+    assert toy.printed("layers") == [f"[4, 5] {sys.executable} {where} 4"]
 
 
-def test_another_kernel_of_the_same_name_is_not_used(toy, monkeypatch):
-    kernel = {"argv": ["/bin/false", "{connection_file}"], "display_name": "Python 3", "language": "python"}
-    toy.write("jupyter/kernels/python3/kernel.json", json.dumps(kernel))
-    monkeypatch.setenv("JUPYTER_PATH", str(toy.root / "jupyter"))
-    monkeypatch.setenv("JUPYTER_DATA_DIR", str(toy.root / "jupyter"))
-    (result,) = run(["ground"])
-    assert result.ok, result.error
-
-
-def test_a_failing_cell_stops_no_other_notebook_and_is_shown(toy):
+def test_a_failing_cell_or_a_dying_kernel_stops_no_other_notebook_and_is_shown(toy):
     toy.notebook("ground", "print('before')", "1 / 0", "print('after')")
-    ground, layers = run()
+    toy.notebook("layers", "print('before')", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
+    ground, layers = run(jobs=1)
     assert ground.error == "In [3]: ZeroDivisionError: division by zero"
     assert ground.executed == toy.root / "reports/notebooks/00_ground.ipynb"
     assert toy.printed("ground") == ["before"]
-    assert layers.ok, layers.error
+    assert "died" in layers.error
+    assert toy.printed("layers") == ["before"]
 
 
-def test_a_kernel_that_dies_fails_its_notebook_only(toy):
-    toy.notebook("ground", "print('before')", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
-    ground, layers = run()
-    assert "died" in ground.error
-    assert toy.printed("ground") == ["before"]
-    assert layers.ok, layers.error
+class Calls:
+    """Stands in for the processes that execute notebooks: what each was given, and when it ran."""
+
+    def __init__(self, seconds=0.3, failures=0):
+        self.seconds, self.failures = seconds, failures
+        self.env, self.span, self.count = {}, {}, 0
+
+    def __call__(self, target, source, partial, values, *, env, stop, on_line):
+        assert target == "labkit.workflow.notebooks:execute"
+        self.count += 1
+        if self.count <= self.failures:
+            raise isolated.IsolatedError(target, "RuntimeError", "Kernel died before replying to kernel_info")
+        study = Path(source).stem.partition("_")[2]
+        start = time.monotonic()
+        time.sleep(self.seconds)
+        self.env[study], self.span[study] = env, (start, time.monotonic())
+
+    def overlap(self):
+        (a, b), (c, d) = self.span.values()
+        return a < d and c < b
 
 
-def test_a_kernel_that_does_not_start_is_tried_once_more(toy, monkeypatch):
-    real, calls = isolated.call, []
+@pytest.fixture
+def calls(monkeypatch):
+    found = Calls()
+    monkeypatch.setattr(isolated, "call", found)
+    return found
 
-    def flaky(*args, **options):
-        calls.append(args)
-        if len(calls) <= failures:
-            raise isolated.IsolatedError(args[0], "RuntimeError", "Kernel died before replying to kernel_info")
-        return real(*args, **options)
 
-    monkeypatch.setattr(isolated, "call", flaky)
-    failures = 1
+def test_a_kernel_that_does_not_start_is_tried_once_more(toy, calls):
+    calls.failures = 1
     assert run(["ground"])[0].ok
-    assert len(calls) == 2
-    failures = 4
+    assert calls.count == 2
+    calls.failures = 4
     assert "Kernel died" in run(["ground"])[0].error
-    assert len(calls) == 4
+    assert calls.count == 4
 
 
-def test_an_earlier_result_stays_until_the_new_one_is_complete_and_two_runs_exclude_each_other(toy):
-    run(["ground"])
-    before = toy.executed("ground")
-    toy.notebook("ground", LONG)
-    process = toy.start("run", "ground")
-    try:
-        assert wait_for(toy.root / "notebooks" / "pid")
-        assert "is being run by another labkit" in run(["ground"])[0].error
-        assert toy.executed("ground") == before
-    finally:
-        process.kill()
-        process.communicate()
-    assert toy.executed("ground") == before
-
-
-def test_as_many_at_once_as_jobs_allow_and_they_share_the_cores(toy, monkeypatch):
+def test_as_many_at_once_as_jobs_allow_and_they_share_the_cores(toy, calls, monkeypatch):
     monkeypatch.setattr(notebooks, "cores", lambda: 8)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    code = "import os, time; print(os.environ['OMP_NUM_THREADS'], time.time()); time.sleep(1); print(time.time())"
-    for name in NOTEBOOKS:
-        toy.notebook(name, code)
     for jobs, threads, overlap in ((1, "8", False), (2, "4", True)):
         assert all(result.ok for result in run(jobs=jobs))
-        spans = [" ".join(toy.printed(name)).split() for name in NOTEBOOKS]
-        assert {span[0] for span in spans} == {threads}
-        (a, b), (c, d) = (tuple(map(float, span[1:])) for span in spans)
-        assert (a < d and c < b) is overlap
+        assert {env["OMP_NUM_THREADS"] for env in calls.env.values()} == {threads}
+        assert calls.overlap() is overlap
 
+
+# Measuring
+
+
+@pytest.fixture
+def gpu(toy, monkeypatch):
+    """A made-up GPU, leased in the folder where the toy lab's own processes lease it."""
+    found = lease.Gpu(0, "GPU-toy-0", GPU)
+    monkeypatch.setattr(lease, "installed", lambda: [found])
+    monkeypatch.setattr(tempfile, "tempdir", str(toy.tmp()))
+    monkeypatch.setattr(notebooks, "FIRST", "ground")
+    monkeypatch.delenv(lease.VISIBLE, raising=False)
+    return found
+
+
+def test_measuring_notebooks_get_the_gpu_one_at_a_time_and_the_ceilings_come_first(toy, gpu, calls):
+    assert all(result.ok for result in run(["layers", "ground"], jobs=2, can_measure=True))
+    assert list(calls.span) == ["ground", "layers"]
+    assert not calls.overlap()
+    assert list(calls.env.values()) == [{"CUDA_VISIBLE_DEVICES": gpu.id, "LABKIT_LEASED_GPU": gpu.id}] * 2
+
+
+def test_two_measuring_runs_wait_for_each_other(toy, gpu, calls):
+    calls.seconds = 1
+    said = {name: io.StringIO() for name in NOTEBOOKS}
+    with ThreadPoolExecutor(2) as pool:
+        started = [
+            pool.submit(notebooks.run, [name], {}, can_measure=True, progress=Progress(said[name]))
+            for name in NOTEBOOKS
+        ]
+        assert all(result.ok for one in started for result in one.result())
+    assert sum("waiting for a free GPU" in text.getvalue() for text in said.values()) == 1
+    assert not calls.overlap()
+
+
+def test_nothing_is_leased_for_recorded_measurements(toy, gpu, calls):
+    with lease.gpu_lease():
+        (result,) = run(["ground"], {"ground": {"source": "recorded"}}, can_measure=True)
+    assert result.ok, result.error
+    assert "LABKIT_LEASED_GPU" not in calls.env["ground"]
+
+
+def test_a_measuring_command_waits_for_its_gpu_and_can_be_interrupted(toy, gpu):
+    toy.notebook("layers", "import os; print(os.environ['CUDA_VISIBLE_DEVICES'], os.environ['LABKIT_LEASED_GPU'])")
+    with lease.gpu_lease():
+        waiting, interrupted = (toy.start("run", name, gpu=True) for name in ("layers", "ground"))
+        for process in (waiting, interrupted):
+            assert f"waiting for a free GPU; leased: {GPU} (process {os.getpid()})" in process.stderr.readline()
+        interrupted.send_signal(signal.SIGINT)
+        assert interrupted.wait(timeout=30) == 130
+        interrupted.communicate()
+        assert waiting.poll() is None
+    _, err = waiting.communicate(timeout=180)
+    assert waiting.returncode == 0, err
+    assert toy.printed("layers") == [f"{gpu.id} {gpu.id}"]
+
+
+# Stopped
 
 KERNEL = "import os; open('kernel', 'w').write(str(os.getpid())); os.rename('kernel', 'pid')"
 LONG = KERNEL + "\nimport time\ntime.sleep(600)"
 
 
+def test_a_killed_run_leaves_no_process_loses_nothing_and_can_be_repeated(toy):
+    assert run(["layers"])[0].ok
+    reports.write()
+    before = {path.name: path.read_bytes() for path in paths.REPORTS.rglob("*") if path.suffix in (".html", ".ipynb")}
+    assert {"index.html", "01_layers.html", "01_layers.ipynb"} <= set(before)
+    toy.notebook("layers", LONG)
+    process = toy.start("run", "layers")
+    assert wait_for(toy.root / "notebooks" / "pid")
+    started = family(process.pid) if sys.platform == "linux" else {process.pid}
+    assert "is being run by another labkit" in run(["layers"])[0].error
+    process.kill()
+    process.communicate()
+    if sys.platform == "linux":
+        assert len(started) > 2  # the command, the process of the notebook, its kernel
+        assert int((toy.root / "notebooks" / "pid").read_text()) in started
+    assert all(gone(pid) for pid in started)
+    assert {path.name: path.read_bytes() for path in paths.REPORTS.rglob("*") if path.name in before} == before
+    toy.notebook("layers", "print('again')")
+    again = toy.labkit("run", "layers")
+    assert again.returncode == 0, again.stderr
+    assert again.stdout.strip() == str(paths.REPORTS / "index.html")
+    assert toy.printed("layers") == ["again"]
+    assert not list((paths.REPORTS / "notebooks").glob("*partial*"))
+
+
+def interrupt_as_a_terminal_does(process):
+    os.killpg(process.pid, signal.SIGINT)
+
+
 @pytest.mark.parametrize(
-    ("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -signal.SIGKILL)]
+    ("stop", "status", "said"),
+    [(interrupt_as_a_terminal_does, 130, "interrupted"), (subprocess.Popen.terminate, 143, "")],
 )
-def test_a_stopped_run_leaves_no_process_and_can_be_repeated(toy, number, status):
+def test_a_stopped_run_leaves_no_process_and_says_so(toy, stop, status, said):
     toy.notebook("layers", LONG)
     process = toy.start("run", "layers")
     pid = toy.root / "notebooks" / "pid"
     assert wait_for(pid)
-    process.send_signal(number)
+    stop(process)
     _, err = process.communicate(timeout=60)
     assert process.returncode == status, err
     assert "Traceback" not in err
+    assert said in err
     assert gone(int(pid.read_text()))
-    toy.notebook("layers", "print('again')")
-    assert toy.labkit("run", "layers").returncode == 0
-    assert toy.printed("layers") == ["again"]
-
-
-def test_the_whole_group_may_be_interrupted_as_a_terminal_does(toy):
-    toy.notebook("layers", LONG)
-    process = toy.start("run")
-    pid = toy.root / "notebooks" / "pid"
-    assert wait_for(pid)
-    os.killpg(process.pid, signal.SIGINT)
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == 130
-    assert "interrupted" in err
-    assert gone(int(pid.read_text()))
-
-
-def test_measuring_notebooks_get_the_gpu_one_at_a_time_and_the_ceilings_come_first(toy):
-    code = """
-        import os, time
-        print(os.environ["CUDA_VISIBLE_DEVICES"], os.environ["LABKIT_LEASED_GPU"], time.time())
-        time.sleep(0.5)
-        print(time.time())
-    """
-    for name in NOTEBOOKS:
-        toy.notebook(name, code)
-    done = toy.labkit("run", "layers", "ground", gpu=True)
-    assert done.returncode == 0, done.stderr
-    ground, layers = (" ".join(toy.printed(name)).split() for name in NOTEBOOKS)
-    assert ground[:2] == layers[:2] == ["GPU-toy-0", "GPU-toy-0"]
-    assert float(ground[3]) <= float(layers[2])
-
-
-def test_two_measuring_runs_wait_for_each_other(toy):
-    for name in NOTEBOOKS:
-        toy.notebook(name, "import time; print(time.time()); time.sleep(2); print(time.time())")
-    processes = [toy.start("run", name, gpu=True) for name in NOTEBOOKS]
-    texts = [process.communicate(timeout=120)[1] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], texts
-    assert sum("waiting for a free GPU" in text for text in texts) == 1
-    (a, b), (c, d) = (tuple(map(float, toy.printed(name))) for name in NOTEBOOKS)
-    assert b <= c or d <= a
-
-
-def test_waiting_for_a_gpu_can_be_interrupted(toy):
-    toy.notebook("ground", LONG)
-    holder = toy.start("run", "ground", gpu=True)
-    assert wait_for(toy.root / "notebooks" / "pid")
-    waiting = toy.start("run", "layers", gpu=True)
-    try:
-        assert "waiting for a free GPU" in waiting.stderr.readline()
-        waiting.send_signal(signal.SIGINT)
-        assert waiting.wait(timeout=30) == 130
-    finally:
-        for process in (holder, waiting):
-            process.terminate()
-            process.communicate()
-
-
-def test_nothing_is_leased_for_recorded_measurements(toy):
-    toy.notebook("ground", "import os; print(os.environ.get('LABKIT_LEASED_GPU'))")
-    done = toy.labkit("run", "ground", "--source", "recorded", gpu=True)
-    assert done.returncode == 0, done.stderr
-    assert toy.printed("ground") == ["None"]
+    assert not list((paths.REPORTS / "notebooks").glob("*.ipynb"))  # nor half a notebook
 
 
 # Progress
@@ -403,7 +426,22 @@ def wait_for(path, seconds=60):
     return path.exists()
 
 
-def gone(pid, seconds=15):
+def family(pid):
+    """Processes that descend from one, itself included (Linux)."""
+    parents = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            words = stat.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue  # it has ended meanwhile
+        parents[int(stat.parent.name)] = int(words[1])
+    found = {pid}
+    while more := {child for child, parent in parents.items() if parent in found} - found:
+        found |= more
+    return found
+
+
+def gone(pid, seconds=30):
     """Whether a process ends: gone, or dead and not yet waited for."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:

@@ -1,5 +1,6 @@
 """A lab of two toy studies in a folder of its own, for the tests of the command and of what it does."""
 
+import contextlib
 import json
 import os
 import subprocess
@@ -9,10 +10,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from click.testing import CliRunner
 from nbformat import v4
 
 import labkit
-from labkit import paths, studies
+import labkit.studies
+from labkit import cli, paths, registry
 
 CODE = Path(labkit.__file__).resolve().parents[1]
 NOTEBOOKS = {"ground": "00_ground", "layers": "01_layers"}
@@ -44,7 +47,7 @@ def cases(parameters):
     return [Case("op", {"n": n}) for n in (1, 2)]
 
 def variants(case):
-    return [Variant(name, "ours", "labkit.NAME.study:launch", None) for name in ("a", "b")]
+    return [Variant(name, "ours", "labkit.studies.NAME.study:launch", None) for name in ("a", "b")]
 
 def mean(rows):
     us = sum(map(sum, rows["samples_ns"])) / 1e3
@@ -73,11 +76,11 @@ ONLY_GROUND_RULES = '{"sizes": list_of(integer(1, 64))}'
 DRIVER = """
 import os, signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a suite in the background of a shell has it ignored
-import labkit
-labkit.__path__.append(os.path.join(os.environ["LABKIT_ROOT"], "toys"))
-from labkit import studies
-studies.NOTEBOOKS.clear()
-studies.NOTEBOOKS.update(NOTEBOOKS)
+import labkit.studies
+labkit.studies.__path__.append(os.path.join(os.environ["LABKIT_ROOT"], "toys"))
+from labkit import registry
+registry.NOTEBOOKS.clear()
+registry.NOTEBOOKS.update(NOTEBOOKS)
 if os.environ.get("TOY_MEASURES"):
     from labkit.workflow import notebooks
     notebooks.why_not_measure, notebooks.FIRST = lambda: "", "ground"
@@ -161,20 +164,26 @@ class Toy:
         out, err = process.communicate(timeout=180)
         return subprocess.CompletedProcess(words, process.returncode, out, err)
 
+    def command(self, *words: str, cwd: Path | None = None, **env: str) -> subprocess.CompletedProcess:
+        """`labkit WORDS` in this process, which has entered the lab: no less of the command, without its start."""
+        with contextlib.chdir(cwd or self.root):
+            done = CliRunner().invoke(cli.main, words, env=env, prog_name="labkit", catch_exceptions=False)
+        return subprocess.CompletedProcess(words, done.exit_code, done.stdout, done.stderr)
+
     def tmp(self) -> Path:
         (self.root / "tmp").mkdir(exist_ok=True)
         return self.root / "tmp"
 
     def rows(self, study: str = "layers", ns: Sequence[int] = (1000, 1100), **changes: Any) -> list[dict[str, Any]]:
         """Rows as a sweep makes them, of every case and variant, with the present kernel."""
-        from labkit.bench import sweep
         from labkit.bench.sha import kernel_sha
+        from labkit.sweep import run
 
-        declared = studies.load(study)
+        declared = registry.load(study)
         return [
             row(study, case.op, case.key, variant.name, variant.role, kernel_sha(variant.source), ns) | changes
             for case in declared.cases({})
-            for variant in sweep.with_control(declared, case)
+            for variant in run.with_control(declared, case)
         ]
 
     def measured(self, rows: Sequence[Mapping[str, Any]], base: str = "runs", gpu: str = SLUG) -> Path:
@@ -188,9 +197,11 @@ class Toy:
 
     def enter(self, monkeypatch: Any) -> None:
         """Make this process use the lab."""
-        monkeypatch.setattr(labkit, "__path__", [*labkit.__path__, str(self.root / "toys")])
-        monkeypatch.setattr(studies, "NOTEBOOKS", dict(NOTEBOOKS))
-        for name in ("NOTEBOOKS", "DATA", "FIGURES", "RUNS", "REPORTS", "CACHE"):
+        monkeypatch.setattr(labkit.studies, "__path__", [*labkit.studies.__path__, str(self.root / "toys")])
+        for module in (f"labkit.studies.{name}{rest}" for name in NOTEBOOKS for rest in ("", ".study")):
+            monkeypatch.delitem(sys.modules, module, raising=False)  # of another toy lab
+        monkeypatch.setattr(registry, "NOTEBOOKS", dict(NOTEBOOKS))
+        for name in ("NOTEBOOKS", "DATA", "FIGURES", "RUNS", "REPORTS", "TABLES", "CACHE"):
             folder = getattr(paths, name).relative_to(paths.ROOT)
             monkeypatch.setattr(paths, name, self.root / folder)
         monkeypatch.setattr(paths, "ROOT", self.root)

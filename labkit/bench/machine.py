@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import re
 import subprocess
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -13,6 +12,7 @@ from typing import Any
 
 from labkit import __version__, paths
 from labkit.bench.timing import State
+from labkit.kernels.tuned import slug
 
 SAMPLE_US = 600.0  # a sample lasts at least this long, so that the events' resolution does not matter
 DELAY_CYCLES = 400_000  # keeps the GPU busy (about 0.2 ms) while the first replays of a block are enqueued
@@ -54,11 +54,6 @@ class Machine:
     def to_json(self) -> bytes:
         """The content of machine.json."""
         return (json.dumps(asdict(self), indent=1) + "\n").encode()
-
-
-def slug(name: str) -> str:
-    """Folder name of a GPU: "NVIDIA H100 80GB HBM3" -> "nvidia-h100-80gb-hbm3"."""
-    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
 def has_gpu() -> bool:
@@ -141,7 +136,10 @@ def provenance(seed: int) -> dict[str, Any]:
 
 @cache
 def revision() -> str:
-    """Commit of the lab's tree, with "+" where it differs; outside a checkout, LABKIT_REVISION from the environment."""
+    """Commit of the lab's tree, with "+" where its code differs; outside a checkout, LABKIT_REVISION.
+
+    Data, tuned tables and the modes of files, which a copy may change, are not code.
+    """
 
     def git(*words: str) -> str:
         # Whoever owns the files: reading the commit of a tree that was copied here is safe.
@@ -149,7 +147,7 @@ def revision() -> str:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
     try:
-        changed = git("status", "--porcelain", "--untracked-files=no", "--", "labkit")
+        changed = git("-c", "core.fileMode=false", "diff", "--name-only", "HEAD", "--", "labkit/*.py")
         return git("rev-parse", "--short=12", "HEAD").strip() + ("+" if changed.strip() else "")
     except (OSError, subprocess.CalledProcessError):
         return os.environ.get("LABKIT_REVISION", "")

@@ -13,7 +13,8 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-SCHEMA_VERSION = "1"
+SCHEMA_VERSION = "2"
+EARLIER = ("1",)  # schemas that are read too. 1: hashes of another rule, which begin with "1:" once they are read
 
 # Name, type, unit or meaning. data/README.md is made from this table (`labkit record` writes it).
 COLUMNS: tuple[tuple[str, pa.DataType, str], ...] = (
@@ -56,7 +57,11 @@ COLUMNS: tuple[tuple[str, pa.DataType, str], ...] = (
         "JSON object: registers, spills, widths … of the kernel that ran; `{}` for library calls",
     ),
     ("counters", pa.string(), "JSON object: hardware counters; `{}` if not taken"),
-    ("kernel_sha", pa.string(), "hash of the syntax tree of the source that ran, helpers included"),
+    (
+        "kernel_sha",
+        pa.string(),
+        "hash of the launchers that ran, helpers included, wherever they live; `1:` before one by the rule of schema 1",
+    ),
     ("gpu", pa.string(), "name of the GPU, as the driver gives it"),
     ("driver", pa.string(), "version of the driver"),
     ("cuda", pa.string(), "CUDA version that torch was built with"),
@@ -130,13 +135,15 @@ def read(path: Path) -> pd.DataFrame:
             raise RecordError(f"{path}: column {name} is {found}, expected {kind}")
     if unknown := sorted(set(names) - set(SCHEMA.names)):
         raise RecordError(f"{path}: unknown column {unknown[0]} (file schema {version}, this lab {SCHEMA_VERSION})")
-    if version != SCHEMA_VERSION:
-        raise RecordError(f"{path}: schema {version}, this lab reads {SCHEMA_VERSION}")
+    if version not in (SCHEMA_VERSION, *EARLIER):
+        raise RecordError(f"{path}: schema {version}, this lab reads {', '.join((*EARLIER, SCHEMA_VERSION))}")
     for name, kind, _ in COLUMNS:
         if table[name].null_count and kind != pa.float64():  # there NaN is stored as null
             raise RecordError(f"{path}: column {name} has no value in some rows")
     frame = table.to_pandas()
     _check_lists(path, frame)
+    if version in EARLIER:
+        frame["kernel_sha"] = f"{version}:" + frame["kernel_sha"]
     return frame
 
 

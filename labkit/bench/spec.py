@@ -3,6 +3,8 @@
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -72,7 +74,8 @@ class Variant:
 
     name:    unique in its case, in the study's own terms ("V-first BV=8, 1 warp").
     role:    one of `ROLES`.
-    source:  "module:function" of the launcher whose source, helpers included, is hashed into `kernel_sha`.
+    source:  "module:function" of the launcher, or of several, whose source, helpers included, is hashed into
+             `kernel_sha`: what really runs, not what makes inputs ready or checks results.
     prepare: (case, device, sets, seed) -> Trial; allocates `sets` independent buffer sets on `device`.
     options: what distinguishes the variant (layout, tile, warps), for tables.
     caches, mode: what is timed.
@@ -80,11 +83,48 @@ class Variant:
 
     name: str
     role: str
-    source: str
+    source: str | tuple[str, ...]
     prepare: Callable[["Case", Any, int, int], Trial]
     options: Mapping[str, Any] = field(default_factory=dict)
     caches: tuple[str, ...] = ("cold", "hot")
     mode: str = "graph"
+
+
+def lazy(target: str) -> Callable[..., Any]:
+    """The function "module:function", whose module is imported when it is first called.
+
+    So a study can name what makes its trials, and be listed without the libraries that these need.
+    """
+    module, _, name = target.partition(":")
+    if not module or not name:
+        raise ValueError(f"target is {target!r}; allowed: module:function")
+
+    def call(*args: Any, **options: Any) -> Any:
+        return getattr(import_module(module), name)(*args, **options)
+
+    return call
+
+
+def variant(
+    name: str,
+    role: str,
+    trial: str,
+    options: Mapping[str, Any] | None = None,
+    *,
+    source: str | tuple[str, ...] = "",
+    shown: Mapping[str, Any] | None = None,
+    caches: tuple[str, ...] = ("cold",),
+    mode: str = "graph",
+) -> Variant:
+    """A line of a study's table of variants.
+
+    trial:   "module:function", called as function(case, device, sets, seed, **options) -> Trial (`lazy`).
+    source:  what really runs, as in `Variant`; default: the function itself.
+    shown:   the row's options, where those of the function are not what tables should show.
+    """
+    made = dict(options or {})
+    row = made if shown is None else dict(shown)
+    return Variant(name, role, source or trial, partial(lazy(trial), **made), row, caches, mode)
 
 
 @dataclass(frozen=True)
@@ -111,6 +151,11 @@ class Judgement:
     verdict: str
     measured: str
     why: str
+
+
+def untestable(why: str) -> Judgement:
+    """Of data that do not say anything of a claim."""
+    return Judgement("not testable here", "–", why)
 
 
 @dataclass(frozen=True)
@@ -161,10 +206,12 @@ def integer(low: int, high: int) -> Rule:
     return lambda value: None if type(value) is int and low <= value <= high else text
 
 
-def list_of(rule: Rule) -> Rule:
-    """The value is a non-empty list, each of whose items obeys `rule`."""
+def list_of(rule: Rule, empty: bool = False) -> Rule:
+    """The value is a list with no item twice, each of which obeys `rule`. empty: it may have none."""
 
     def check(value: Any) -> str | None:
+        if empty and value == []:
+            return None
         if not isinstance(value, list) or not value or any(value.count(item) > 1 for item in value):
             return "a list with at least one item and none twice"
         return next((f"a list, each item {problem}" for item in value if (problem := rule(item))), None)
@@ -186,8 +233,8 @@ class Study:
                 no process can differ from another.
     kernels:    (cases, compute capability) -> sources of Launches, as in evidence/compiled.py, which are compiled on
                 all cores before the cases are measured; None: each kernel is compiled when it is first run.
-    settle:     called with a GPU's folder (of runs/ or data/) once its early cases are in the study's Parquet file, and
-                whenever they change there: writes beside it what the other cases read (a tuned table).
+    settle:     called with the study's Parquet file of a GPU and a folder, once the early cases are in the file and
+                whenever they change there: writes into the folder what the other cases read (a tuned table).
     counted:    the notebook's parameters -> cases and names of variants, kernels of the lab, whose hardware counters
                 are taken where `ncu` is.
     added:      how it takes functions of the reader's own; None: it takes none.
@@ -205,7 +252,7 @@ class Study:
     parameters: Mapping[str, Rule] = field(default_factory=dict)
     tiny: tuple[Case, ...] = ()
     early: Callable[[Case], bool] = lambda case: False
-    settle: Callable[[Path], None] | None = None
+    settle: Callable[[Path, Path], None] | None = None
     kernels: Callable[[Sequence["Case"], int], list[tuple[str, Mapping[str, Any]]]] | None = None
     counted: Callable[[Mapping[str, Any]], list[tuple[Case, str]]] = lambda parameters: []
     added: Added | None = None

@@ -16,10 +16,9 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from labkit.bench.spec import Case
 from labkit.evidence import compiled, workers
 from labkit.evidence.ttgir import Evaluator, Module, Op, Place, Unsupported, lane_offsets
-from labkit.launch import Launch
+from labkit.kernels.launch import Launch
 
 SECTOR = 32
 LINE = 128
@@ -298,13 +297,3 @@ def table(
 def requests_of(source: compiled.Source, capability: int, program: Sequence[int]) -> list[dict[str, Any]]:
     """In a worker: `requests` of the Launch that the source returns."""
     return [asdict(one) for one in requests(compiled.launch_of(source, capability), capability, tuple(program))]
-
-
-def for_variants(
-    study_name: str,
-    wanted: Sequence[tuple[Case, str]],
-    capability: int = 90,
-    program: tuple[int, int, int] = (0, 0, 0),
-) -> pd.DataFrame:
-    """`table` for variants of a study, (case, variant name) each: columns op, case, variant and those of `Access`."""
-    return compiled.with_cases(study_name, wanted, lambda sources: table(sources, capability, program))

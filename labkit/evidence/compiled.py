@@ -12,69 +12,22 @@ import re
 import subprocess
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
-from labkit import isolated, paths, studies
+from labkit import isolated, paths
 from labkit.bench.records import write_atomic
-from labkit.bench.spec import Case
 from labkit.evidence import roofline, workers
-from labkit.launch import Launch
-
-CAPABILITIES = (80, 90, 100, 120)
+from labkit.kernels.launch import Launch
+from labkit.kernels.offline import CAPABILITIES, offline
 
 # Where a worker gets a Launch with CPU tensors from: "module:function" and its keyword arguments, JSON. To compile
 # ahead, the function may also return several.
 Source = tuple[str, Mapping[str, Any]]
-
-
-class _Offline:
-    """As much of a Triton driver as compiling asks for."""
-
-    def __init__(self, capability: int):
-        self.capability = capability
-
-    def get_current_device(self) -> str:
-        return f"sm_{self.capability}"  # keys Triton's cache of compiled kernels, so it differs for every target
-
-    def get_current_stream(self, device: str) -> int:
-        return 0
-
-    def get_current_target(self) -> Any:
-        from triton.backends.compiler import GPUTarget
-
-        return GPUTarget("cuda", self.capability, 32)
-
-
-@contextmanager
-def offline(capability: int) -> Iterator[None]:
-    """Inside, Triton compiles for sm_80, sm_90, sm_100 or sm_120 (`capability` 80 …) and needs no GPU to do so.
-
-    Kernels can be compiled (`Launch.compile`), not run. ValueError for another capability.
-    """
-    if capability not in CAPABILITIES:
-        raise ValueError(f"capability is {capability!r}; allowed: {', '.join(map(str, CAPABILITIES))}")
-    from triton.runtime import driver
-
-    previous = driver._active  # the property `active` would start a driver, which fails without a GPU
-    driver.set_active(_Offline(capability))
-    try:
-        yield
-    finally:
-        driver.set_active(previous)
-
-
-def offline_capability() -> int | None:
-    """The capability that is compiled for inside `offline`; None outside of it."""
-    try:
-        from triton.runtime import driver
-    except ImportError:
-        return None
-    return driver._active.capability if isinstance(driver._active, _Offline) else None
 
 
 def build(launch: Launch, capability: int | None = None) -> Any:
@@ -249,47 +202,3 @@ def modules_of(sources: Mapping[str, Source]) -> list[str]:
     """The modules of the sources' functions that are not part of the lab."""
     modules = {function.partition(":")[0] for function, _ in sources.values()}
     return sorted(name for name in modules if not name.startswith("labkit."))
-
-
-def for_variants(
-    study_name: str, wanted: Sequence[tuple[Case, str]], capabilities: Sequence[int] = CAPABILITIES
-) -> pd.DataFrame:
-    """`table` for variants of a study: one row for every (case, variant name) and capability.
-
-    Every case is prepared on the CPU at its full size: ask for small batches where the code does not depend on it.
-
-    Columns op, case, variant, capability and those of `evidence`. KeyError for an unknown study or variant;
-    isolated.IsolatedError for a variant that is a library call and so has no kernel of its own.
-    """
-    return with_cases(study_name, wanted, lambda sources: table(sources, capabilities))
-
-
-def with_cases(
-    study_name: str, wanted: Sequence[tuple[Case, str]], ask: Callable[[Mapping[str, Source]], pd.DataFrame]
-) -> pd.DataFrame:
-    """What `ask` answers for the sources of (case, variant name), its column `source` replaced by op, case, variant."""
-    known = studies.load(study_name)
-    for case, name in wanted:
-        if name not in (names := [variant.name for variant in known.variants(case)]):
-            raise KeyError(f"{study_name} has no variant {name!r} for {case.key}; known: {', '.join(names)}")
-    pairs = {f"{case.op} {case.key} {name}": (case, name) for case, name in wanted}
-    found = ask({key: variant_source(study_name, case, name) for key, (case, name) in pairs.items()})
-    labels = [{"op": pairs[s][0].op, "case": pairs[s][0].key, "variant": pairs[s][1]} for s in found["source"]]
-    labels = pd.DataFrame(labels, index=found.index, columns=["op", "case", "variant"])
-    return pd.concat([labels, found.drop(columns="source")], axis=1)
-
-
-def variant_source(study_name: str, case: Case, variant: str) -> Source:
-    """A source, as `table` takes it, for a variant of a study."""
-    arguments = {"study": study_name, "op": case.op, "params": dict(case.params), "variant": variant}
-    return "labkit.evidence.compiled:variant_launch", arguments
-
-
-def variant_launch(study: str, op: str, params: Mapping[str, Any], variant: str, device: str = "cpu") -> Launch:
-    """The launch of a variant, prepared with one buffer set. ValueError if it is a library call, which has none."""
-    case = Case(op, params)
-    found = next(one for one in studies.load(study).variants(case) if one.name == variant)
-    launch = found.prepare(case, device, 1, 0).launch
-    if launch is None:
-        raise ValueError(f"{study}: {variant} is a library call and has no kernel of its own")
-    return launch

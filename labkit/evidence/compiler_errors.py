@@ -18,13 +18,17 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from labkit.evidence import compiled
-from labkit.launch import Launch
+from labkit.kernels.launch import Launch
 
 
 def errors_of(source: compiled.Source, capability: int) -> dict[str, str]:
-    """In a worker: what is found in the Launch that the source returns, of either kind."""
-    asm = compiled.build(compiled.launch_of(source, capability), capability).asm
-    return unwritten(compiled.listing_of(asm["cubin"])) | overwritten(asm["ttgir"])
+    """In a worker: what is found in the Launch that the source returns, or in any of several, of either kind."""
+    launches = compiled.launch_of(source, capability)
+    found: dict[str, str] = {}
+    for launch in launches if isinstance(launches, list) else [launches]:
+        asm = compiled.build(launch, capability).asm
+        found |= unwritten(compiled.listing_of(asm["cubin"])) | overwritten(asm["ttgir"])
+    return found
 
 
 def unwritten_registers(launch: Launch, capability: int | None = None) -> dict[str, str]:

@@ -21,20 +21,17 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from itertools import product
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pandas as pd
 
-from labkit.bench import records
-from labkit.bench.spec import Case, Study
 from labkit.evidence import coalescing, compiled
 from labkit.evidence.ttgir import Unsupported
-from labkit.launch import Launch
+from labkit.kernels.launch import Launch
 
 KINDS = ("load", "async copy", "descriptor", "store")  # as coalescing.Access names them
 DERIVED = ("load", "async copy", "store")
@@ -399,49 +396,6 @@ def in_short(table: pd.DataFrame) -> str:
 
 
 # ---- in a sweep
-
-
-def complete(
-    study: Study,
-    parameters: Mapping[str, Any],
-    path: Path,
-    env: Mapping[str, str | None],
-    say: Callable[[str], None],
-) -> None:
-    """Count what the study asks for (`Study.counted`) and its Parquet file does not have yet, and rewrite the file.
-
-    Counters are kept with the cold graph row of a variant that may be used. Where they cannot be taken one line says
-    why, and the rows stay as they are: the next run tries again.
-    """
-    wanted = {(case.op, case.key, name): (case, name) for case, name in study.counted(parameters)}
-    if not wanted:
-        return
-    rows = records.read(path)
-    usable = rows["ok"] & (rows["cache"] == "cold") & (rows["mode"] == "graph") & (rows["counters"] == "{}")
-    missing = {key: index for index in np.flatnonzero(usable) if (key := _key(rows.iloc[index])) in wanted}
-    if not missing:
-        return
-    say(f"{study.name}: counters of {len(missing)} kernels to take with ncu")
-    try:
-        found = count([_source(study, *wanted[key]) for key in missing], env)
-    except NotTaken as problem:
-        say(f"{study.name}: counters: not taken: {problem}")
-        return
-    for key, one in zip(missing, found, strict=True):
-        if "problem" in one:
-            say(f"{study.name}: counters: not taken of {key[2]}, {key[1]}: {one['problem']}")
-        else:
-            rows.loc[missing[key], "counters"] = json.dumps(one, sort_keys=True)
-    records.write(path, rows)
-
-
-def _key(row: Mapping[str, Any]) -> tuple[str, str, str]:
-    return row["op"], row["case"], row["variant"]
-
-
-def _source(study: Study, case: Case, variant: str) -> compiled.Source:
-    function, arguments = compiled.variant_source(study.name, case, variant)
-    return function, dict(arguments) | {"device": "cuda"}
 
 
 def _main(request: str, answer: str) -> None:

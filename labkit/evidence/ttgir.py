@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from labkit.launch import Launch
+from labkit.kernels.launch import Launch
 
 Place = tuple[str, int, int]  # file, line, column
 

@@ -1,23 +1,32 @@
 """Calls answered in fresh processes that compile, whatever this process does, and kept on disk.
 
 A process is either in Triton's interpreter or compiling, and a notebook may be in either: so compiled evidence is asked
-of worker processes, several at once. An answer is kept under `paths.CACHE` and asked for anew when any source of the
-lab, a module named by the caller, or the version of torch or Triton changes.
+of worker processes, several at once. An answer is kept under `paths.CACHE` and asked for anew when the version of torch
+or Triton changes, or a source that the answer can depend on: those of the function, of the functions and studies that
+the request names, and of all that they import from the lab. What only shows or judges is not among them, so that the
+edit of a view compiles nothing anew.
 """
 
+import ast
+import functools
 import hashlib
 import json
+import math
 import os
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from importlib import import_module, metadata
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from labkit import isolated, paths
+from labkit import isolated, paths, registry
 from labkit.bench.records import write_atomic
 
 PACKAGE = Path(__file__).resolve().parents[1]
+SHOWS = re.compile(r"labkit\.(cli|lab|report|workflow)(\..+)?|labkit\..+[._](views|claims|explore)")
+_NAME = re.compile(r"([A-Za-z_][\w.]*)(:\w+)?")
+_AT_LEAST = 3  # requests for a process of their own: to compile that many takes about as long as to start it
 COMPILING = {"TRITON_INTERPRET": None, "CUDA_VISIBLE_DEVICES": ""}  # away from a GPU that may be timed meanwhile
 
 
@@ -30,13 +39,13 @@ def ask(
     """What "module:function" answers to each request (its keyword arguments), in their order.
 
     requests and answers are JSON. modules: modules outside the lab whose source the answers depend on. env: changes to
-    the environment, always the same for a function. At most as many processes as there are cores, none of which should
-    see a GPU. isolated.IsolatedError if a call fails; the answers that were there before stay on disk.
+    the environment, always the same for a function. As many processes as are worth starting, and at most as there are
+    cores; none of them should see a GPU.
+    isolated.IsolatedError if a call fails; the answers that were there before stay on disk.
     """
-    stamp = _stamp(modules)
-    files = [paths.CACHE / "answers" / f"{_hash([stamp, function, request])}.json" for request in requests]
+    files = files_of(function, requests, modules)
     missing = [(str(f), dict(r)) for f, r in dict(zip(files, requests, strict=True)).items() if not f.exists()]
-    count = min(os.cpu_count() or 1, len(missing))
+    count = min(os.cpu_count() or 1, math.ceil(len(missing) / _AT_LEAST))
     if count:
         shares = [missing[i::count] for i in range(count)]
         target = f"{__name__}:answer"
@@ -44,10 +53,18 @@ def ask(
     return [json.loads(file.read_text()) for file in files]
 
 
+def files_of(function: str, requests: Sequence[Mapping[str, Any]], modules: Sequence[str] = ()) -> list[Path]:
+    """Where the answers are kept; the arguments are those of `ask`."""
+    stamped = functools.cache(stamp)  # many requests reach the same sources
+    always = {_module(function), *modules}
+    stamps = [stamped(frozenset(always | named(request))) for request in requests]
+    hashes = [_hash([one, function, request]) for one, request in zip(stamps, requests, strict=True)]
+    return [paths.CACHE / "answers" / f"{code}.json" for code in hashes]
+
+
 def resolve(function: str) -> Any:
     """The object that "module:name" names."""
-    module, _, name = function.partition(":")
-    return getattr(import_module(module), name)
+    return getattr(import_module(_module(function)), function.partition(":")[2])
 
 
 def answer(function: str, share: Sequence[tuple[str, Mapping[str, Any]]]) -> None:
@@ -56,15 +73,62 @@ def answer(function: str, share: Sequence[tuple[str, Mapping[str, Any]]]) -> Non
         write_atomic(Path(file), json.dumps(resolve(function)(**request)).encode())
 
 
-def _stamp(modules: Sequence[str]) -> str:
-    """Hash of the versions and sources that an answer depends on."""
-    sources = sorted(PACKAGE.rglob("*.py"))
-    for name in modules:
-        found = find_spec(name)
-        if found is None or not found.origin:
+def _module(function: str) -> str:
+    return function.partition(":")[0]
+
+
+def named(request: Any) -> set[str]:
+    """The modules of the functions ("module:function") and studies that a request, or a part of one, names."""
+    if isinstance(request, Mapping | list | tuple):
+        parts = request.values() if isinstance(request, Mapping) else request
+        return set().union(*map(named, parts))
+    if request in registry.NOTEBOOKS:
+        return {registry.load(request).variants.__module__}
+    match = _NAME.fullmatch(request) if isinstance(request, str) else None
+    return {match[1]} if match and match[2] and _source(match[1]) else set()
+
+
+def stamp(modules: Iterable[str]) -> str:
+    """Hash of the versions, the lab's tables (JSON), and the sources that are reached from these modules."""
+    tables = [path.read_text() for path in sorted(PACKAGE.rglob("*.json"))]
+    return _hash([_version("torch"), _version("triton"), tables, reached(modules)])
+
+
+def reached(modules: Iterable[str]) -> dict[str, str]:
+    """The sources of modules and of all that they import from the lab, by name; ModuleNotFoundError if one has none."""
+    found: dict[str, str] = {}
+    ahead = list(modules)
+    while ahead:
+        name = ahead.pop()
+        if (path := _source(name)) is None:
             raise ModuleNotFoundError(f"no module {name!r} with a source file")
-        sources.append(Path(found.origin))
-    return _hash([_version("torch"), _version("triton"), *(f"{path}\n{path.read_text()}" for path in sources)])
+        found[name] = path.read_text()
+        wanted = {one for one in _imports(found[name]) if not SHOWS.fullmatch(one) and _source(one)}
+        ahead += wanted - found.keys() - set(ahead)
+    return found
+
+
+@functools.lru_cache(1000)  # a notebook asks many times, and sources seldom change meanwhile
+def _imports(text: str) -> frozenset[str]:
+    """What a source may import from the lab, or have called by its name, anywhere; some are no modules."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and (match := _NAME.fullmatch(node.value)):
+            found.add(match[1])
+    return frozenset(name for name in found if name.startswith("labkit."))
+
+
+def _source(module: str) -> Path | None:
+    """The file of a module, if there is such a module and it has one."""
+    try:
+        found = find_spec(module)
+    except ModuleNotFoundError:  # what should be its package is a module
+        return None
+    return Path(found.origin) if found and found.has_location else None
 
 
 def _hash(value: Any) -> str:

@@ -17,11 +17,13 @@ from typing import IO, Any
 import pandas as pd
 import pyarrow as pa
 
-from labkit import paths, studies
-from labkit.bench import added, records, spec, sweep
-from labkit.bench.machine import Machine, revision, slug
+from labkit import paths, registry
+from labkit.bench import records, spec
+from labkit.bench.machine import Machine, revision
 from labkit.bench.records import RecordError
-from labkit.workflow import recorded
+from labkit.kernels.tuned import slug
+from labkit.sweep import added, run
+from labkit.workflow import library, recorded
 
 MAX_MEMBERS = 10_000
 MAX_BYTES = 1 << 30  # unpacked, all members together
@@ -92,10 +94,25 @@ def promote(source: Path | None = None) -> Report:
         else:
             records.write(target, content)
     for gpu, study in report.promoted:
-        if settle := studies.load(study).settle:
-            settle(paths.DATA / gpu)
+        if settle := registry.load(study).settle:
+            settle(paths.DATA / gpu / f"{study}.parquet", paths.TABLES / gpu)
     write_readme()
+    library.write()
     return report
+
+
+def rehash() -> dict[Path, tuple[int, int]]:
+    """Bring the hashes of data/ to the present rule; file -> rows restamped, rows left stale. See `recorded.rehash`."""
+    done: dict[Path, tuple[int, int]] = {}
+    for path in sorted(paths.DATA.glob("*/*.parquet")):
+        before = records.read(path)
+        after = recorded.rehash(before)
+        changed = int((before["kernel_sha"] != after["kernel_sha"]).sum())
+        if changed:
+            records.write(path, after)
+        done[path] = (changed, int(after["kernel_sha"].str.contains(":").sum()))
+    write_readme()
+    return done
 
 
 # Where the measurements are
@@ -216,8 +233,8 @@ def _check_machine(folder: Path) -> Machine:
 
 def _check_rows(path: Path, rows: pd.DataFrame, gpu: str, here: Machine) -> None:
     study = path.stem
-    if study not in studies.NOTEBOOKS:
-        raise RecordError(f"{path}: no study {study!r} in this tree; it has: {', '.join(studies.NOTEBOOKS)}")
+    if study not in registry.NOTEBOOKS:
+        raise RecordError(f"{path}: no study {study!r} in this tree; it has: {', '.join(registry.NOTEBOOKS)}")
     _refuse(path, rows, "study", rows["study"] != study, f"is not {study!r}")
     _refuse(path, rows, "gpu", rows["gpu"] != here.name, f"is not {here.name!r}, the machine of {gpu}")
     for name, allowed in (("role", spec.ROLES), ("cache", spec.CACHES), ("mode", spec.MODES)):
@@ -235,7 +252,7 @@ def _check_rows(path: Path, rows: pd.DataFrame, gpu: str, here: Machine) -> None
 
 
 def _check_case(path: Path, study: str, op: str, case: str, group: pd.DataFrame) -> None:
-    wanted = {variant.name for variant in sweep.with_control(studies.load(study), spec.Case(op, json.loads(case)))}
+    wanted = {variant.name for variant in run.with_control(registry.load(study), spec.Case(op, json.loads(case)))}
     if missing := sorted(wanted - set(group["variant"])):
         raise RecordError(f"{path}: column variant, {op} {case}: not complete, {missing[0]!r} is missing")
     for name in _ONE_RUN:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
 
-from labkit import __version__, isolated, paths, studies
+from labkit import __version__, isolated, paths, registry
 from labkit.bench import records
 from labkit.evidence import counters
 from labkit.workflow import lease, notebooks, recorded
@@ -64,7 +64,7 @@ def _installation() -> Iterator[Finding]:
             metadata.version(name)
         except metadata.PackageNotFoundError:
             yield Finding("install", f"{name} is not installed: repeat `make setup`", broken=True)
-    for name in studies.NOTEBOOKS:
+    for name in registry.NOTEBOOKS:
         if not notebooks.source_path(name).is_file():
             yield Finding("install", f"{notebooks.source_path(name)} is missing", broken=True)
 
@@ -114,7 +114,7 @@ def _ceilings() -> Iterator[Finding]:
 
 def _studies(seen: dict[str, Any]) -> Iterator[Finding]:
     why_not = seen.get("why_not", "torch cannot be used")
-    for name, notebook in studies.NOTEBOOKS.items():
+    for name, notebook in registry.NOTEBOOKS.items():
         gpus = sorted({path.parent.name for path in paths.DATA.glob(f"*/{name}.parquet")})
         beside = f"recorded: {', '.join(gpus)}" if gpus else "nothing is recorded"
         if why_not:

@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from labkit import isolated, paths, studies
-from labkit.bench import added, records, spec
+from labkit import isolated, paths, registry
+from labkit.bench import records, spec
+from labkit.sweep import added
 from labkit.workflow import lease
 from labkit.workflow.progress import Progress
 
@@ -70,12 +71,29 @@ class UsageError(ValueError):
 
 def source_path(study: str) -> Path:
     """The notebook of a study."""
-    return paths.NOTEBOOKS / f"{studies.NOTEBOOKS[study]}.ipynb"
+    return paths.NOTEBOOKS / f"{registry.NOTEBOOKS[study]}.ipynb"
 
 
 def executed_path(study: str) -> Path:
     """Where the executed notebook of a study goes."""
-    return paths.REPORTS / "notebooks" / f"{studies.NOTEBOOKS[study]}.ipynb"
+    return paths.REPORTS / "notebooks" / f"{registry.NOTEBOOKS[study]}.ipynb"
+
+
+def copy_into(folder: Path) -> None:
+    """Copy the notebooks, so that running them there leaves the checkout clean. For `make lab`.
+
+    A copy stays as it is until its notebook changes; then one that was run or edited is kept as NAME.old-N.ipynb.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    for notebook in sorted(paths.NOTEBOOKS.glob("*.ipynb")):
+        copy, taken = folder / notebook.name, folder / f".{notebook.name}.taken"  # what the copy was made from
+        if copy.exists() and taken.exists() and taken.read_bytes() == notebook.read_bytes():
+            continue
+        if copy.exists() and not (taken.exists() and taken.read_bytes() == copy.read_bytes()):
+            count = len(list(folder.glob(f"{notebook.stem}.old-*.ipynb"))) + 1
+            copy.rename(folder / f"{notebook.stem}.old-{count}.ipynb")
+        for file in (copy, taken):
+            records.write_atomic(file, notebook.read_bytes())
 
 
 def recorded_gpus() -> list[str]:
@@ -288,7 +306,7 @@ def run(
         return _run_one(name, values.get(name, {}), held, threads, stop, progress)
 
     alone = [name for name in chosen if name == FIRST and name in measuring]
-    progress.start([(name, studies.NOTEBOOKS[name]) for name in chosen])
+    progress.start([(name, registry.NOTEBOOKS[name]) for name in chosen])
     try:
         for group in (alone, [name for name in chosen if name not in alone]):
             with _pool(limit, stop) as pool:

@@ -1,16 +1,17 @@
 """What is recorded, whether it is of the present kernels, and what it says of the claims."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 import pandas as pd
 
-from labkit import paths, studies
-from labkit.bench import added, records, spec, sweep
+from labkit import paths, registry
+from labkit.bench import records, spec
 from labkit.bench.sha import kernel_sha
+from labkit.sweep import added, run
 
 
 @dataclass(frozen=True)
@@ -24,30 +25,46 @@ class Rows:
     rows: pd.DataFrame
 
 
-def files(study: str, *, runs: bool = True) -> list[tuple[str, bool, Path]]:
-    """GPU, whether measured here, and data file of a study, the recorded ones first."""
-    bases = ((paths.DATA, False), (paths.RUNS, True))[: 2 if runs else 1]
-    return [(path.parent.name, here, path) for base, here in bases for path in sorted(base.glob(f"*/{study}.parquet"))]
-
-
 def all_rows(study: str, *, runs: bool = True) -> Iterator[Rows]:
     """Every GPU's rows of a study, the recorded ones first, without functions of the reader's own.
 
     RecordError if a file cannot be used.
     """
-    for gpu, here, path in files(study, runs=runs):
-        rows = records.read(path)
-        yield Rows(study, gpu, here, path, rows[~added.is_added(rows)].reset_index(drop=True))
+    for path, here in paths.data_files(study, runs=runs):
+        yield Rows(study, path.parent.name, here, path, read(path))
+
+
+def read(path: Path) -> pd.DataFrame:
+    """The rows of a data file without functions of the reader's own. RecordError if it cannot be used."""
+    rows = records.read(path)
+    return rows[~added.is_added(rows)].reset_index(drop=True)
+
+
+Rule = Callable[[spec.Variant], str]
+# The rules of earlier schemas, by which hashes that begin with their number were made, for as long as the lab has them:
+# that of schema 1 hashed sources which are gone, so its rows are read and all stale.
+EARLIER: dict[str, Rule] = {}
 
 
 @cache
-def _present(study: str, op: str, case: str) -> dict[str, str]:
-    """kernel_sha of every variant that the study now has for a case; empty if it does not know such a case."""
-    declared = studies.load(study)
+def _variants(study: str, op: str, case: str) -> dict[str, spec.Variant]:
+    """Every variant that the study now has for a case, by name; empty if it does not know such a case."""
     try:
-        return {v.name: kernel_sha(v.source) for v in sweep.with_control(declared, spec.Case(op, json.loads(case)))}
+        found = run.with_control(registry.load(study), spec.Case(op, json.loads(case)))
     except (KeyError, ValueError, TypeError, StopIteration):
         return {}
+    return {variant.name: variant for variant in found}
+
+
+def present(study: str, op: str, case: str, variant: str, schema: str = "") -> str:
+    """The hash of a variant's present sources, by the rule of an earlier schema if one is named.
+
+    Empty if the study has no such variant, or the lab no longer has that rule.
+    """
+    found = _variants(study, op, case).get(variant)
+    if found is None or (schema and schema not in EARLIER):
+        return ""
+    return f"{schema}:{EARLIER[schema](found)}" if schema else kernel_sha(found.source)
 
 
 def stale(rows: pd.DataFrame) -> pd.Series:
@@ -56,8 +73,20 @@ def stale(rows: pd.DataFrame) -> pd.Series:
     Of functions of the reader's own the sources are not known here; they are not called stale.
     """
     keys = zip(rows["study"], rows["op"], rows["case"], rows["variant"], rows["kernel_sha"], strict=True)
-    old = [_present(study, op, case).get(variant) != sha for study, op, case, variant, sha in keys]
+    old = [present(*key, schema=sha.rpartition(":")[0]) != sha for *key, sha in keys]
     return pd.Series(old, rows.index, bool) & ~added.is_added(rows)
+
+
+def rehash(rows: pd.DataFrame) -> pd.DataFrame:
+    """The rows with present hashes in the place of those of an earlier schema that are of the present sources.
+
+    A row that is stale keeps its hash, and stays stale.
+    """
+    earlier = rows["kernel_sha"].str.contains(":") & ~stale(rows)
+    keys = zip(*(rows.loc[earlier, name] for name in ("study", "op", "case", "variant")), strict=True)
+    rows = rows.copy()
+    rows.loc[earlier, "kernel_sha"] = [present(*key) for key in keys]
+    return rows
 
 
 def judge(claim: spec.Claim, rows: pd.DataFrame) -> tuple[spec.Judgement | None, str]:

@@ -11,7 +11,7 @@ from types import MappingProxyType
 
 import pandas as pd
 
-from labkit import __version__, paths, studies
+from labkit import __version__, paths, registry
 from labkit.bench import machine, records
 from labkit.evidence import roofline
 from labkit.report import pages
@@ -29,7 +29,7 @@ def write(failed: Mapping[str, str] = _NONE) -> list[str]:
     problems: list[str] = []
     found, broken = _readable()
     problems += broken.values()
-    executed = {name: notebooks.executed_path(name) for name in studies.NOTEBOOKS}
+    executed = {name: notebooks.executed_path(name) for name in registry.NOTEBOOKS}
     entries = {name: _entry(name, path, found[name], failed.get(name, "")) for name, path in executed.items()}
     shown = [name for name, path in executed.items() if path.exists()]
     for before, name, after in zip([None, *shown], shown, [*shown[1:], None], strict=False):
@@ -85,9 +85,10 @@ def _readable() -> tuple[dict[str, list[recorded.Rows]], dict[tuple[str, str, bo
     """Study -> rows, those measured here first; and (study, GPU, here) -> why its file cannot be used."""
     found: dict[str, list[recorded.Rows]] = {}
     broken: dict[tuple[str, str, bool], str] = {}
-    for name in studies.NOTEBOOKS:
+    for name in registry.NOTEBOOKS:
         found[name] = []
-        for gpu, here, path in reversed(recorded.files(name)):
+        for path, here in reversed(paths.data_files(name)):
+            gpu = path.parent.name
             try:
                 found[name].append(recorded.Rows(name, gpu, here, path, records.read(path)))
             except records.RecordError as problem:
@@ -96,7 +97,7 @@ def _readable() -> tuple[dict[str, list[recorded.Rows]], dict[tuple[str, str, bo
 
 
 def _entry(name: str, executed: Path, found: list[recorded.Rows], error: str) -> pages.StudyEntry:
-    study = studies.load(name)
+    study = registry.load(name)
     page, status, failed = "", "not run yet: `labkit run`", bool(error)
     if executed.exists():
         page = f"{executed.stem}.html"
@@ -124,7 +125,7 @@ def _claims(
     for name, entry in entries.items():
         old = {_key(one.gpu, one.here): bool(recorded.stale(one.rows).any()) for one in found[name]}
         unusable = {_key(gpu, here): why for (study, gpu, here), why in broken.items() if study == name}
-        for claim in studies.load(name).claims:
+        for claim in registry.load(name).claims:
             results = {key: pages.Result(None, error=why) for key, why in unusable.items()}
             for one in found[name]:
                 judgement, error = recorded.judge(claim, one.rows)

@@ -1,10 +1,15 @@
 """Routed experts by the integers of a K format: against float64, and a slot's bits in every batch."""
 
+from dataclasses import replace
+
+import interpreted
 import pytest
 import torch
 
-from labkit.batched_ffn import experts, formats, reference, routed, routed_integers
-from labkit.batched_ffn.choose import Tile
+from labkit.kernels.gguf import experts, formats, reference, routed, routed_integers
+from labkit.kernels.gguf.choose import Tile
+
+interpreted.patch_once()
 
 EXPERTS, HIDDEN, WIDTH, TOP_K = 3, 256, 256, 2
 TILE = Tile(4, 8, 1, 1, 1)
@@ -29,12 +34,14 @@ def work(tokens, device, ids=None, dtype=torch.bfloat16):
     weights = torch.rand((tokens, TOP_K), generator=generator)
     ids = torch.tensor(ids, dtype=torch.int32)
     found = routed.Work.of(x.to(device), ids.to(device), weights.to(device), WIDTH)
-    found.partials.fill_(float("nan"))
+    for one in (found.mid, found.partials):
+        one.fill_(float("nan"))
     return found
 
 
-def table(device, gone=()):
-    return torch.tensor([-1 if e in gone else e for e in range(EXPERTS)], dtype=torch.int32, device=device)
+def table(device, *slots):
+    """Where experts lie, -1 for one that is not there; all by default, each in its own slot."""
+    return torch.tensor(slots or range(EXPERTS), dtype=torch.int32, device=device)
 
 
 def run(held, made, slots, tile=TILE):
@@ -43,48 +50,71 @@ def run(held, made, slots, tile=TILE):
     return made.partials
 
 
-@pytest.mark.parametrize("name", formats.K_FORMATS)
-def test_experts_are_those_of_the_format(name, device):
+def gate_and_up(held, made, slots, tile=TILE):
+    """mid; in the interpreter, which is slow, of the first program of every tile of slots, which has a few strips."""
+    sort, gated, _ = routed_integers.grouped_integers(held, slots, made, tile)
+    sort()
+    (gated if made.x.is_cuda else replace(gated, grid=(1, gated.grid[1])))()
+    return made.mid
+
+
+def error(found, expected):
+    return float((found.cpu().double() - expected).norm() / expected.norm())
+
+
+def matrices(raw, name, expert):
+    """Gate, up and down of an expert in fp32."""
+    return [formats.dequantise(one[expert], name) for one in raw]
+
+
+@pytest.mark.parametrize("name", formats.K_FORMATS if torch.cuda.is_available() else ["Q4_K"])
+def test_experts_are_those_of_the_format_and_slots_of_one_that_is_not_there_are_left_alone(name, device):
+    """Where the table says that an expert lies; a program has several strips in turn, and all rows are written."""
     raw, _, held = layer(name, device)
-    made = work(2, device)
-    run(held, made, table(device))
-    routed.weighted_sum(made)()
-    exact = [[formats.dequantise(one[e], name) for one in raw] for e in range(EXPERTS)]
-    expected = reference.routed(exact, made.x.cpu(), made.ids.cpu(), made.weights.cpu())
-    assert float((made.y.cpu().double() - expected).norm() / expected.norm()) < 1.2e-2
+    made, slots = work(2, device, [[2, 0], [1, 2]]), table(device, -1, -1, 1)
+    down = routed_integers.grouped_integers(held, slots, made, TILE)[2]
+    assert down.args["STRIPS"] == 4  # of two tiles each
+    assert down.grid[0] * down.args["STRIPS"] >= down.args["strips"] == HIDDEN // 32
+    partials = run(held, made, slots)
+    assert partials.isnan().all(1).tolist() == [False, True, True, False]
+    for slot, token in ((0, 0), (3, 1)):
+        expected = reference.ffn(*matrices(raw, name, 1), made.x[token : token + 1].cpu())
+        assert error(partials[slot : slot + 1], expected) < 1.2e-2
+
+
+@pytest.mark.parametrize("name", formats.K_FORMATS)
+def test_gate_and_up_are_those_of_the_format(name, device):
+    raw, _, held = layer(name, device)
+    made = work(1, device, [[1, 2]])
+    gate, up, _ = matrices(raw, name, 1)
+    expected = reference.gated(gate, up, made.x.cpu())[0]
+    mid = gate_and_up(held, made, table(device, -1, 1, -1))
+    written = ~mid[0].isnan().cpu()
+    assert int(written.sum()) == (WIDTH if made.x.is_cuda else 4 * 16)  # of four strips of gate
+    assert error(mid[0, written], expected[written]) < 2**-7  # the interpreter does not round to bf16: it cuts off
+    assert mid[1].isnan().all()
 
 
 def test_a_slot_has_the_same_bits_in_every_batch(device):
     """Alone, in tiles of 16 slots, of two blocks, and with a tile asked for ahead; those of weights have others."""
     _, weights, held = layer("Q4_K", device)
-    real = device == "cuda"  # the interpreter is slow, and cannot multiply matrices in bf16
-    ids = [[0, 1]] * (9 if real else 2)  # more than one tile of 8 slots
-    whole = run(held, work(len(ids), device, ids), table(device)).clone()
+    real, slots = device == "cuda", table(device, -1, 1, -1)
+    ids = [[1, 0]] * 9  # more than one tile of 8 slots
+    whole = gate_and_up(held, work(len(ids), device, ids), slots)
+    assert (~whole[::2].isnan()).all(0).sum() == (WIDTH if real else 4 * 16)
     for tile in (Tile(2, 16, 1, 1, 2), *([Tile(4, 16, 1, 1, 1), Tile(2, 8, 1, 1, 3)] if real else [])):
-        assert torch.equal(run(held, work(len(ids), device, ids), table(device), tile), whole)
-    alone = work(1, device, ids[:1])
-    assert torch.equal(run(held, alone, table(device)), whole[:TOP_K])
-    if real:
-        for launch in routed.grouped_indexed(weights, table(device), alone, matrix=True):
+        found = gate_and_up(held, work(len(ids), device, ids), slots, tile)
+        both = ~(found.isnan() | whole.isnan())
+        assert both[::2].any(1).all()
+        assert torch.equal(found[both], whole[both])
+    alone = gate_and_up(held, work(1, device, ids[:1]), slots)
+    assert torch.equal(alone[0].nan_to_num(0), whole[0].nan_to_num(0))
+    if real:  # the interpreter cannot multiply matrices in bf16
+        made = [work(1, device, ids[:1]) for _ in range(2)]
+        partials = run(held, made[0], slots)
+        for launch in routed.grouped_indexed(weights, slots, made[1], matrix=True):
             launch()
-        assert not torch.equal(alone.partials, whole[:TOP_K])
-
-
-def test_slots_of_an_expert_that_is_not_there_are_left_alone(device):
-    _, _, held = layer("Q4_K", device)
-    made = work(2, device, [[0, 1], [1, 2]])
-    partials = run(held, made, table(device, gone=(1,)))
-    assert partials.isnan().all(1).tolist() == [False, True, True, False]
-
-
-def test_a_program_has_whole_strips_in_turn(device):
-    """Several strips of few tiles: all rows are written."""
-    _, _, held = layer("Q4_K", device)
-    made = work(1, device)
-    down = routed_integers.grouped_integers(held, table(device), made, TILE)[2]
-    assert down.args["STRIPS"] == 4  # of two tiles each
-    assert down.grid[0] * down.args["STRIPS"] >= down.args["strips"] == HIDDEN // 32
-    assert not run(held, made, table(device)).isnan().any()
+        assert not torch.equal(made[1].partials[0], partials[0])
 
 
 def test_what_cannot_be_taken_is_named(device):

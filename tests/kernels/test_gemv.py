@@ -4,12 +4,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pairwise import pairwise
 
-from labkit.gemv import choose
-from labkit.gemv.choose import Choice
-from labkit.gemv.kernels import gemv, linear
-from labkit.gemv_coalescing import ladder, reference
+from labkit.kernels.gemv import choose, reference
+from labkit.kernels.gemv.choose import Choice
+from labkit.kernels.gemv.gemv import gemv, linear
+from labkit.studies.gemv_coalescing import ladder
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}  # the interpreter truncates bf16
 
 
@@ -26,29 +28,51 @@ def error(y, W, x, bias=None):
     return float((y.double() - expected).norm() / expected.norm())
 
 
-@pytest.mark.parametrize(("N", "K"), [(1, 1), (1, 33), (31, 31), (33, 1000), (5, 4097), (70, 64)])
-@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+@pytest.mark.parametrize(
+    ("N", "K", "dtype"),
+    [
+        (1, 1, torch.float32), (1, 33, torch.float16), (31, 31, torch.bfloat16), (9, 64, torch.float32),
+        *((5, K, dtype) for K in (1000, 4097) for dtype in TOLERANCE),
+    ],
+)  # fmt: skip
 def test_any_shape_by_the_rule(N, K, dtype, device):
     W, x, y = inputs(N, K, dtype, device)
     linear(W, x, y)()
     assert error(y, W, x) < TOLERANCE[dtype]
 
 
-@settings(max_examples=15, deadline=None)
-@given(
-    st.integers(1, 40), st.integers(1, 300), st.sampled_from(choose.ROWS), st.sampled_from((1, 2)),
-    st.sampled_from((64, 128)), st.sampled_from((1, 2, 4)), st.booleans(), st.booleans(), st.integers(0, 3),
-)  # fmt: skip
-def test_any_choice(N, K, rows, warps, block_k, split, interleaved, with_bias, pad):
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    W, x, y = inputs(N, K, torch.float32, device, pad=pad)
-    bias = torch.randn(N, device=device) if with_bias else None
-    launch = gemv(W, x, y, Choice(rows, warps, block_k, split, interleaved), bias)
+def check_choice(N, K, choice, with_bias, pad):
+    W, x, y = inputs(N, K, torch.float32, DEVICE, pad=pad)
+    bias = torch.randn(N, device=DEVICE) if with_bias else None
+    launch = gemv(W, x, y, choice, bias)
     launch()
     first = y.clone()
+    y.fill_(float("nan"))
     launch()  # a split counts its programs anew
     assert error(y, W, x, bias) < 1e-5
     assert torch.equal(first, y)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "rows", "split", "interleaved", "with_bias", "pad"),
+    pairwise(
+        [(3, 1, 1, 64), (9, 300, 2, 128), (17, 130, 1, 64)],  # N, K, warps, block_k
+        choose.ROWS, [1, 2, 4], [False, True], [False, True], [0, 3],
+    ),
+)  # fmt: skip
+def test_every_part_of_a_choice(sizes, rows, split, interleaved, with_bias, pad):
+    N, K, warps, block_k = sizes
+    check_choice(N, K, Choice(rows, warps, block_k, split, interleaved), with_bias, pad)
+
+
+@settings(max_examples=3 if DEVICE == "cpu" else 15, deadline=None)
+@given(
+    st.integers(1, 12 if DEVICE == "cpu" else 40), st.integers(1, 300), st.sampled_from(choose.ROWS),
+    st.sampled_from((1, 2)), st.sampled_from((64, 128)), st.sampled_from((1, 2, 4)), st.booleans(), st.booleans(),
+    st.integers(0, 3),
+)  # fmt: skip
+def test_any_choice(N, K, rows, warps, block_k, split, interleaved, with_bias, pad):
+    check_choice(N, K, Choice(rows, warps, block_k, split, interleaved), with_bias, pad)
 
 
 def test_rows_beyond_the_unrolled_ones_are_looped_over(device):
@@ -60,20 +84,19 @@ def test_rows_beyond_the_unrolled_ones_are_looped_over(device):
 
 
 def test_the_bits_do_not_depend_on_the_rows(device):
-    W, x, _ = inputs(37, 999, torch.float32, device)
+    W, x, _ = inputs(17, 299, torch.float32, device)
     found = []
-    for rows in choose.ROWS:
-        for interleaved in (False, True):
-            y = torch.empty(37, device=device)
-            gemv(W, x, y, Choice(rows, 2, 128, 1, interleaved))()
-            found.append(y)
+    for rows, interleaved in (*((rows, False) for rows in choose.ROWS), (4, True), (16, True)):
+        y = torch.empty(17, device=device)
+        gemv(W, x, y, Choice(rows, 2, 128, 1, interleaved))()
+        found.append(y)
     assert all(torch.equal(found[0], y) for y in found)
-    other = torch.empty(37, device=device)
+    other = torch.empty(17, device=device)
     gemv(W, x, other, Choice(1, 2, 64))()  # another tile is another order of the sum
     assert not torch.equal(found[0], other)
 
 
-@pytest.mark.parametrize(("N", "K"), [(70, 31), (33, 100)])
+@pytest.mark.parametrize(("N", "K"), [(37, 31), (5, 100)])
 def test_every_step_of_the_ladder(N, K, device):
     W, x, _ = inputs(N, K, torch.float16, device)
     vector = ladder.vector_of(W.dtype)
@@ -124,11 +147,11 @@ def test_a_choice_it_cannot_take_is_named(choice, message, device):
 
 
 def test_every_candidate_of_a_shape(device):
-    W, x, _ = inputs(40, 1280, torch.float16, device)
-    found = choose.candidates(40, 1280, 2)
+    W, x, _ = inputs(16, 1280, torch.float16, device)
+    found = choose.candidates(16, 1280, 2)
     assert len(found) > 10
     for choice in found[:: 1 if device == "cuda" else 5]:
-        y = torch.full((40,), float("nan"), dtype=W.dtype, device=device)
+        y = torch.full((16,), float("nan"), dtype=W.dtype, device=device)
         gemv(W, x, y, choice)()
         assert error(y, W, x) < TOLERANCE[W.dtype], choice
 

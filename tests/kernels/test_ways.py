@@ -1,22 +1,26 @@
-"""The ways of keeping the tables, and the baseline, against the reference decoder: tokens from several positions."""
+"""The ways of keeping the tables, the baseline, and what study 03 times of both, against the reference decoder."""
 
 import functools
 
 import pytest
 import torch
 
-from labkit.persistent_tables import baseline, kernels, names, reference, ways
-from labkit.persistent_tables.baseline import Baseline
-from labkit.persistent_tables.kernels import Choice, allocate
-from labkit.persistent_tables.model import Decoder, random_weights
-from labkit.persistent_tables.tables import Lowering
+from labkit.kernels.decoder import reference, step, tables
+from labkit.kernels.decoder.model import Decoder, random_weights
+from labkit.kernels.decoder.step import Choice, allocate
+from labkit.kernels.decoder.tables import Lowering
+from labkit.kernels.gemv.gemv import linear
+from labkit.studies.persistent_tables import baseline, study, trials, variants, ways
+from labkit.studies.persistent_tables.baseline import Baseline
+from labkit.studies.persistent_tables.peers import linear as cublas
+from labkit.sweep.trial import Shared
 
 SMALL = Decoder("small", hidden=16, layers=1, heads=2, kv_heads=1, head_dim=8, ffn=24, vocab=61)
 TINY = Decoder("tiny", hidden=32, layers=2, heads=6, kv_heads=2, head_dim=8, ffn=48, vocab=61)
+GEMV = functools.partial(linear, dependent=False)
 CHOICE = Choice(block_k=64, block_t=16, num_warps=1)
 MARGIN = 1e-4  # of the float64 reference: below it, float32 may choose otherwise
-STARTS = (0, 9)  # the second one's tokens cross a block of the cache
-COUNT = 8
+START, COUNT = 14, 3  # the last token is the first of another block of the cache, and of longer parts of the context
 
 
 @functools.cache
@@ -42,48 +46,46 @@ def memory_of(model, start, device, dtype=torch.float32):
     return memory, token, expected
 
 
-@pytest.mark.parametrize("start", STARTS)
 @pytest.mark.parametrize("name", ways.VALID)
-def test_tokens_of_every_valid_way(name, start, device):
-    memory, token, expected = memory_of(SMALL, start, device)
+def test_tokens_of_every_valid_way(name, device):
+    memory, token, expected = memory_of(SMALL, START, device)
     way = ways.prepare(name, memory, choice=CHOICE)
-    assert ways.generate(way, token, COUNT, start) == expected.tokens
-    assert memory.buffers["tokens"][0, start + 1 : start + 1 + COUNT].tolist() == expected.tokens
+    assert ways.generate(way, token, COUNT, START) == expected.tokens
+    assert memory.buffers["tokens"][0, START + 1 : START + 1 + COUNT].tolist() == expected.tokens
     logits = memory.buffers["logits"][0].double().cpu()
     torch.testing.assert_close(logits, expected.logits[-1], rtol=1e-5, atol=1e-5)
 
 
-def test_a_way_begins_again_elsewhere(device):
-    """One way, prepared once: the same sequence twice, then another one."""
-    for name in ("4 pinned, double-buffered", "9 CUDA graph, position on the GPU"):
-        memory, token, expected = memory_of(SMALL, 9, device)
-        way = ways.prepare(name, memory, choice=CHOICE)
-        for _ in range(2):
-            assert ways.generate(way, token, 3, 9) == expected.tokens[:3]
-        _, _, token, expected = sequence(SMALL, 0)
-        assert ways.generate(way, token, 3) == expected.tokens[:3]
+@pytest.mark.parametrize("name", [variants.PINNED, variants.IN_LAUNCH, variants.GRAPH])
+def test_a_way_begins_again_elsewhere(name, device):
+    """One way, prepared once: the same sequence twice, then another one, from the cache's beginning."""
+    memory, token, expected = memory_of(SMALL, START, device)
+    way = ways.prepare(name, memory, choice=CHOICE)
+    for _ in range(2):
+        assert ways.generate(way, token, 2, START) == expected.tokens[:2]
+    _, _, token, expected = sequence(SMALL, 0)
+    assert ways.generate(way, token, 2) == expected.tokens[:2]
 
 
-@pytest.mark.parametrize("start", STARTS)
-def test_one_position_replayed_is_wrong_from_the_second_on(start, device):
+def test_one_position_replayed_is_wrong_from_the_second_on(device):
     """The control: the published way. Its first token is right; then keys and values go where the first ones went."""
-    memory, token, expected = memory_of(SMALL, start, device)
-    way = ways.prepare(names.ONE_POSITION, memory, choice=CHOICE)
+    memory, token, expected = memory_of(SMALL, START, device)
+    way = ways.prepare(variants.ONE_POSITION, memory, choice=CHOICE)
     for count, right in ((1, True), (2, False)):
-        tokens = ways.generate(way, token, count, start)
+        tokens = ways.generate(way, token, count, START)
         error = (memory.buffers["logits"][0].double().cpu() - expected.logits[count - 1]).abs().max()
         assert error < 1e-5 if right else error > 1e-2
     assert tokens[0] == expected.tokens[0]
-    assert not memory.buffers["k_cache.0"][start + 1 :].any()
-    assert ways.generate(way, token, COUNT, start) != expected.tokens
+    assert not memory.buffers["k_cache.0"][START + 1 :].any()
+    assert ways.generate(way, token, COUNT, START) != expected.tokens
 
 
 def test_tables_left_as_they_were_are_seen(device, monkeypatch):
     """The control of the ways that patch: without the patch they are the fifth."""
     monkeypatch.setattr(ways.WordsByKernel, "copy", lambda self, position: None)
-    memory, token, expected = memory_of(SMALL, 9, device)
+    memory, token, expected = memory_of(SMALL, START, device)
     way = ways.prepare("7 words by a kernel", memory, choice=CHOICE)
-    assert ways.generate(way, token, 2, 9) != expected.tokens[:2]
+    assert ways.generate(way, token, COUNT, START) != expected.tokens
 
 
 def test_a_kernel_patches_the_words_that_it_is_given(device):
@@ -99,15 +101,15 @@ def test_a_kernel_patches_the_words_that_it_is_given(device):
 
 
 @pytest.mark.parametrize(
-    ("projections", "model", "start", "splits", "count"),
+    ("project", "model", "start", "splits", "count"),
     [
-        ("F.linear", SMALL, 0, 1, COUNT), ("F.linear", SMALL, 9, 4, COUNT), ("F.linear", TINY, 0, 2, COUNT),
-        ("F.linear", TINY, 9, 8, COUNT), ("gemv", SMALL, 9, 2, COUNT), ("gemv", TINY, 0, 4, 1),  # slow interpreted
+        (cublas, SMALL, 0, 1, COUNT), (cublas, SMALL, START, 4, COUNT), (cublas, TINY, 0, 2, COUNT),
+        (cublas, TINY, START, 8, 1), (GEMV, SMALL, START, 2, 2),
     ],
 )  # fmt: skip
-def test_tokens_of_the_baseline(projections, model, start, splits, count, device):
+def test_tokens_of_the_baseline(project, model, start, splits, count, device):
     memory, token, expected = memory_of(model, start, device)
-    found = Baseline(memory, projections, splits=splits, block_t=4)
+    found = Baseline(memory, project, splits=splits, block_t=4)
     assert ways.generate(found, token, count, start) == expected.tokens[:count]
     assert memory.buffers["tokens"][0, start + 1 : start + 1 + count].tolist() == expected.tokens[:count]
     torch.testing.assert_close(found.logits.double().cpu(), expected.logits[count - 1], rtol=1e-5, atol=1e-5)
@@ -116,19 +118,19 @@ def test_tokens_of_the_baseline(projections, model, start, splits, count, device
 
 def test_the_baseline_and_the_tables_fill_the_same_cache(device):
     caches = []
-    for make in (lambda m: Baseline(m, "F.linear"), lambda m: ways.prepare(ways.VALID[-1], m, choice=CHOICE)):
-        memory, token, expected = memory_of(TINY, 9, device)
-        assert ways.generate(make(memory), token, 3, 9) == expected.tokens[:3]
+    for make in (lambda m: Baseline(m, cublas), lambda m: ways.prepare(ways.VALID[-1], m, choice=CHOICE)):
+        memory, token, expected = memory_of(TINY, START, device)
+        assert ways.generate(make(memory), token, 2, START) == expected.tokens[:2]
         caches.append([memory.buffers[f"{x}_cache.{i}"] for x in "kv" for i in range(TINY.layers)])
     for one, other in zip(*caches, strict=True):
-        assert one[9].any()
+        assert one[START].any()
         torch.testing.assert_close(one, other, rtol=1e-5, atol=4e-6)
 
 
-@pytest.mark.parametrize("projections", baseline.PROJECTIONS)
-def test_the_baseline_in_16_bits(projections, device):
-    memory, token, expected = memory_of(TINY, 9, device, torch.bfloat16)
-    found = Baseline(memory, projections)
+@pytest.mark.parametrize(("project", "model"), [(cublas, TINY), (GEMV, SMALL)])
+def test_the_baseline_in_16_bits(project, model, device):
+    memory, token, expected = memory_of(model, 9, device, torch.bfloat16)
+    found = Baseline(memory, project)
     tokens = ways.generate(found, token, 1, 9)
     error = (found.logits.double().cpu() - expected.logits[0]).abs().max()
     assert error < 6e-2  # activations are rounded from kernel to kernel; the interpreter truncates bf16
@@ -137,23 +139,23 @@ def test_the_baseline_in_16_bits(projections, device):
 
 def test_every_position_of_the_context_matters(device):
     """The control: what any part of the context lacks is seen in the logits."""
-    memory, token, expected = memory_of(TINY, 9, device)
-    found = Baseline(memory, "F.linear", splits=4, block_t=4, graph=False)
+    memory, token, expected = memory_of(SMALL, 9, device)
+    found = Baseline(memory, cublas, splits=4, block_t=4, graph=False)
     for position in range(9):  # in each part that has positions
-        kept = memory.buffers["v_cache.0"].view(2, 32, -1)[:, position].clone()
-        memory.buffers["v_cache.0"].view(2, 32, -1)[:, position] = 0
+        kept = memory.buffers["v_cache.0"].view(1, 32, -1)[:, position].clone()
+        memory.buffers["v_cache.0"].view(1, 32, -1)[:, position] = 0
         ways.generate(found, token, 1, 9)
         assert (found.logits.double().cpu() - expected.logits[0]).abs().max() > 1e-3
-        memory.buffers["v_cache.0"].view(2, 32, -1)[:, position] = kept
+        memory.buffers["v_cache.0"].view(1, 32, -1)[:, position] = kept
 
 
 def test_scores_whose_exponential_is_no_number(device):
     weights = dict(random_weights(SMALL))
     weights["model.layers.0.self_attn.q_proj.weight"] = 300 * weights["model.layers.0.self_attn.q_proj.weight"]
-    expected = reference.generate(SMALL, weights, [5, 1, 60], 4)
+    expected = reference.generate(SMALL, weights, [5, 1, 60], 2)
     memory = allocate(Lowering(SMALL, 1, cache=32, rows=64, itemsize=4), weights, device)
-    found = Baseline(memory, "F.linear", splits=2, block_t=4)
-    ways.generate(found, [5, 1, 60], 4)
+    found = Baseline(memory, cublas, splits=2, block_t=4)
+    ways.generate(found, [5, 1, 60], 2)
     torch.testing.assert_close(found.logits.double().cpu(), expected.logits[-1], rtol=1e-3, atol=1e-3)
 
 
@@ -163,20 +165,95 @@ def test_of_equal_logits_the_baseline_takes_the_first(device, monkeypatch):
     best = expected.tokens[0]
     for other in (best - 1, 60):
         memory.buffers["head"][other] = memory.buffers["head"][best]
-    assert ways.generate(Baseline(memory, "F.linear"), token, 1) == [best - 1]
+    assert ways.generate(Baseline(memory, cublas), token, 1) == [best - 1]
 
 
 def test_a_launch_by_launch_baseline_is_the_graphs(device):
     tokens = []
     for graph in (False, True):
-        memory, token, _ = memory_of(SMALL, 9, device)
-        tokens.append(ways.generate(Baseline(memory, "F.linear", graph=graph), token, 3, 9))
+        memory, token, _ = memory_of(SMALL, START, device)
+        tokens.append(ways.generate(Baseline(memory, cublas, graph=graph), token, COUNT, START))
     assert tokens[0] == tokens[1]
 
 
 def test_generation_by_a_way_is_that_by_launches(device):
     """`ways.generate` adds nothing but the beginning."""
-    memory, token, expected = memory_of(SMALL, 9, device)
+    memory, token, expected = memory_of(SMALL, START, device)
     way = ways.prepare("8 position in the launch", memory, choice=CHOICE)
-    tokens = kernels.generate(memory, lambda p: functools.partial(way.step, p), token, 2, 9)
+    tokens = step.generate(memory, lambda p: functools.partial(way.step, p), token, 2, START)
     assert tokens == expected.tokens[:2]
+
+
+# What study 03 times, beyond what `check_tiny` runs: a sequence ends and begins anew, what is not right is noticed
+
+(CASE,) = study.STUDY.tiny
+
+
+@pytest.fixture
+def sequences(monkeypatch):
+    """Sequences of two tokens, of memory of their own."""
+    monkeypatch.setattr(trials, "shared", Shared())
+    monkeypatch.setattr(trials, "sequence", lambda x, way="": 2)
+
+
+def trial(name, device):
+    (variant,) = (variant for variant in study.variants(CASE) if variant.name == name)
+    return variant.prepare(CASE, device, 1, 0)
+
+
+def check_trial(found):
+    """Two rounds of the timed calls on poisoned outputs; the errors are within the tolerance."""
+    found.poison()
+    assert not found.written()
+    for call in list(found.calls) * 2:
+        call()
+    assert found.written()
+    errors = found.check()
+    assert set(errors) == {"logits", "tokens"}
+    assert all(errors[name] <= found.tolerance[name] for name in errors), errors
+
+
+@pytest.mark.parametrize("name", [variants.OURS, variants.PINNED])
+def test_a_sequence_can_be_repeated_and_is_right(name, sequences, device):
+    found = trial(name, device)
+    assert len(found.calls) == 2
+    check_trial(found)
+    facts = found.facts()
+    assert facts["right"] == facts["checked"] == trials.CHECKED_TINY
+    assert facts["records"] > 0
+    assert facts["sent"]["kernels"] >= 1
+
+
+def test_sequences_of_separate_kernels_are_right(sequences, device):
+    found = trials.separate(CASE, device, 1, 0, projections="F.linear", dependent=True)
+    check_trial(found)
+    assert found.facts()["kernels"] == 9 + 3  # of a layer; norm, head and argmax
+
+
+def test_replayed_kernels_are_right(device):
+    check_trial(trials.replayed(CASE, device, 1, 0))
+
+
+def test_without_waits_the_same_records_run(sequences, device):
+    found = trials.unordered(CASE, device, 1, 0)
+    assert found.check is None
+    (record,) = {call.args["records"] for call in found.calls[1:]}
+    ordered = trials.prepared(CASE, device, 0, variants.GRAPH).launched.args["records"]
+    changed = (record != ordered).any(0).nonzero().flatten().tolist()
+    assert changed == [tables.TARGET]
+    for call in found.calls:
+        call()
+
+
+def test_one_position_is_shown_but_not_judged(device):
+    found = trial(variants.ONE_POSITION, device)
+    assert set(found.check()) == {"logits"}
+    first, second = found.facts()["errors"]
+    assert first < 1e-5
+    assert second > 1e-2
+
+
+def test_tables_that_stay_as_they_were_are_noticed(monkeypatch, device):
+    monkeypatch.setattr(ways.WordsByKernel, "copy", lambda self, position: None)
+    found = trial(variants.BY_KERNEL, device)
+    assert found.check()["logits"] > found.tolerance["logits"]

@@ -1,1 +1,0 @@
-"""The production GEMV, y = W x + bias: a module that any study may use."""

@@ -1,0 +1,67 @@
+"""A decode made ready: memory, tables and the launch of every position, from a model's weights."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from labkit.kernels.decoder.model import Decoder, Weights
+from labkit.kernels.decoder.step import Choice, Memory, Uploaded, allocate, generate, step, upload
+from labkit.kernels.decoder.tables import Lowering, buffer_shapes, lower
+from labkit.kernels.decoder.validate import validate
+from labkit.kernels.launch import Launch
+from labkit.kernels.target import multiprocessors
+
+REGISTERS, SHARED = 65536, 227 << 10  # of a multiprocessor, from compute capability 9.0 on
+CHOICE = Choice(block_k=1024, ahead=2, block_t=32, registers=128)  # the fastest for Llama-3.2-1B on an H100
+
+
+@dataclass(frozen=True)
+class Decode:
+    """A model's decode on a GPU. memory.buffers: "token" [1], "tokens", "logits", the caches "k_cache.0" …"""
+
+    memory: Memory
+    tables: Uploaded
+    choice: Choice
+
+    def at(self, position: int) -> Launch:
+        """The launch of a token: its successor takes the place of `token`. ValueError for a position past the cache."""
+        return step(self.memory, self.tables, position, choice=self.choice)
+
+    def generate(self, prompt: Sequence[int], count: int, start: int = 0) -> list[int]:
+        """The `count` tokens after a prompt, greedily. RuntimeError if a program gave up waiting."""
+        return generate(self.memory, self.at, prompt, count, start)
+
+
+def prepare(
+    model: Decoder, weights: Weights, device: str | torch.device = "cuda", cache: int = 2048, rows: int = 4,
+    span: int | None = 128, choice: Choice = CHOICE,
+) -> Decode:  # fmt: skip
+    """A Llama model's decode, one token at a time, as one launch a token.
+
+    weights: by checkpoint name, of one dtype, bf16, fp16 or fp32 (`load_weights`); cache: positions; rows: of a tile;
+    span: positions that one record of attention reads, None: all. All programs must be resident at once, so that
+    nothing else may run on the GPU meanwhile. ValueError naming the argument, its value and what is allowed. Source:
+    AutoMegaKernel and Stanford MegaKernels, by tables in device memory; page 03.
+
+        decode = prepare(decoder("Llama-3.2-1B"), load_weights(decoder("Llama-3.2-1B"), folder))
+        decode.generate(prompt, 64)
+    """
+    device, dtype = torch.device(device), next(iter(weights.values())).dtype
+    how = Lowering(model, 1, cache=cache, position=None, rows=rows, itemsize=dtype.itemsize, span=span)
+    if device.type == "cuda":
+        buffers = {name: torch.empty(1, dtype=dtype, device=device) for name in buffer_shapes(how)}
+        how = replace(how, programs=resident(step(Memory(how, buffers), upload(lower(how), device), 0, choice=choice)))
+    memory = allocate(how, weights, device)
+    tables = lower(how, memory.addresses())
+    validate(tables, memory.extents(), position=0)
+    return Decode(memory, upload(tables, device), choice)
+
+
+def resident(launch: Launch) -> int:
+    """Programs of a launch that are all on the GPU at once, by the registers and the shared memory that each takes."""
+    kernel = launch.compile()
+    kernel._init_handles()
+    threads = 32 * kernel.metadata.num_warps
+    each = min(REGISTERS // (threads * -(-kernel.n_regs // 8) * 8), SHARED // (kernel.metadata.shared + 1024), 16)
+    return multiprocessors(launch.args["records"].device) * each

@@ -1,0 +1,113 @@
+"""The decoder in plain PyTorch, one token at a time with a KV cache; the kernels are judged by it.
+
+Source: Llama (Touvron et al., 2023), as Hugging Face's checkpoints lay its weights out: rotate-half rotary embedding,
+kv head of query head h: h // group.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from labkit.kernels.decoder.model import Decoder, Weights, head_of, inverse_frequencies, layer_of
+
+
+@dataclass
+class Cache:
+    """Keys (rotated) and values of every position so far; k, v: [layers, kv_heads, cache, head_dim]."""
+
+    k: Tensor
+    v: Tensor
+
+
+@dataclass
+class Generated:
+    """tokens: the generated ones. margins: for each, its logit minus the second largest: how far from another choice.
+    logits: [tokens, vocab]."""
+
+    tokens: list[int]
+    margins: list[float]
+    logits: Tensor
+
+
+def new_cache(
+    model: Decoder, cache: int, dtype: torch.dtype = torch.float64, device: str | torch.device = "cpu"
+) -> Cache:
+    """Room for `cache` positions, zeros."""
+    k = torch.zeros((model.layers, model.kv_heads, cache, model.head_dim), dtype=dtype, device=device)
+    return Cache(k, torch.zeros_like(k))
+
+
+def rms_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
+    """x / sqrt(mean(x²) + eps) · gain. x: [..., hidden], gain: [hidden]; returns x's shape and dtype."""
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * gain.to(x.dtype)
+
+
+def rotate(x: Tensor, position: int, model: Decoder) -> Tensor:
+    """Rotary embedding: pair (i, i + head_dim / 2) turned by position · frequency i. x: [..., head_dim]."""
+    angle = position * inverse_frequencies(model)
+    cos, sin = angle.cos().to(x), angle.sin().to(x)
+    first, second = x.chunk(2, -1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Attention of one token over its cache. q: [heads, D]; k, v: [kv_heads, T, D]; returns [heads, D]."""
+    group = q.shape[0] // k.shape[0]
+    k, v = k.repeat_interleave(group, 0), v.repeat_interleave(group, 0)
+    scores = torch.einsum("hd,htd->ht", q, k) * q.shape[-1] ** -0.5
+    return torch.einsum("ht,htd->hd", scores.softmax(-1), v)
+
+
+def step(model: Decoder, weights: Weights, cache: Cache, token: int, position: int) -> Tensor:
+    """Logits [vocab] after one token; its keys and values go to the cache at `position`.
+
+    All values in the cache's dtype, float64 or float32. ValueError for a token or position out of range.
+    """
+    if not 0 <= token < model.vocab:
+        raise ValueError(f"token is {token}; allowed: 0 to {model.vocab - 1}")
+    if not 0 <= position < cache.k.shape[2]:
+        raise ValueError(f"position is {position}; allowed: 0 to {cache.k.shape[2] - 1}, the cache's last")
+    dtype = cache.k.dtype
+    x = weights["model.embed_tokens.weight"][token].to(dtype)
+    for i in range(model.layers):
+        w = {name: tensor.to(dtype) for name, tensor in layer_of(model, weights, i).items()}
+        x = x + _attend(model, w, cache.k[i], cache.v[i], rms_norm(x, w["input_layernorm"], model.eps), position)
+        x = x + _feed_forward(w, rms_norm(x, w["post_attention_layernorm"], model.eps))
+    return head_of(model, weights).to(dtype) @ rms_norm(x, weights["model.norm.weight"].to(dtype), model.eps)
+
+
+def _attend(model: Decoder, w: Weights, k: Tensor, v: Tensor, x: Tensor, position: int) -> Tensor:
+    q = rotate((w["self_attn.q_proj"] @ x).view(model.heads, model.head_dim), position, model)
+    k[:, position] = rotate((w["self_attn.k_proj"] @ x).view(model.kv_heads, model.head_dim), position, model)
+    v[:, position] = (w["self_attn.v_proj"] @ x).view(model.kv_heads, model.head_dim)
+    seen = slice(0, position + 1)
+    return w["self_attn.o_proj"] @ attention(q, k[:, seen], v[:, seen]).flatten()
+
+
+def _feed_forward(w: Weights, x: Tensor) -> Tensor:
+    return w["mlp.down_proj"] @ (torch.nn.functional.silu(w["mlp.gate_proj"] @ x) * (w["mlp.up_proj"] @ x))
+
+
+def generate(
+    model: Decoder, weights: Weights, prompt: Sequence[int], count: int, dtype: torch.dtype = torch.float64
+) -> Generated:
+    """Greedy generation of `count` tokens after a prompt (position 0 on); of equal logits, the first token.
+
+    ValueError for an empty prompt.
+    """
+    if not prompt:
+        raise ValueError("prompt is empty; allowed: at least one token")
+    device = weights["model.embed_tokens.weight"].device
+    cache = new_cache(model, len(prompt) + count, dtype, device)
+    for position, token in enumerate(prompt[:-1]):
+        step(model, weights, cache, token, position)
+    token, found = prompt[-1], Generated([], [], torch.empty((count, model.vocab), dtype=dtype, device=device))
+    for i in range(count):
+        logits = found.logits[i] = step(model, weights, cache, token, len(prompt) - 1 + i)
+        token = int(logits.argmax())
+        best = logits.topk(min(2, model.vocab)).values
+        found.tokens.append(token)
+        found.margins.append(float(best[0] - best[-1]))
+    return found

@@ -1,0 +1,18 @@
+"""A layer of routed experts, bf16, fp16 or INT4 weights: sorted on the device, two grouped products, weighted sum.
+
+    layer(LayerInputs(x, ids, weights, w1, w2, out))()
+
+One token takes kernels of its own. `quantise` makes INT4 weights.
+"""
+
+from labkit.kernels.lazy import exported
+
+__getattr__, __all__ = exported(
+    __name__,
+    {
+        "expert_layer": "layer",
+        "inputs": "LayerInputs Workspace Layer workspace",
+        "int4": "Int4 quantise dequantise",
+        "choose": "Config Tile choose",
+    },
+)

@@ -1,0 +1,23 @@
+"""The studies, in the order in which they are read. A new study adds one line."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from labkit.bench.spec import Study
+
+NOTEBOOKS = {
+    "machine": "00_machine",
+    "state_layout": "01_state_layout",
+    "gemv_coalescing": "02_gemv_coalescing",
+    "persistent_tables": "03_persistent_tables",
+    "moe_persistent_grid": "04_moe_persistent_grid",
+    "batched_ffn": "05_batched_ffn",
+}
+
+
+def load(name: str) -> "Study":
+    """The study called `name`; KeyError naming the known ones if there is none."""
+    if name not in NOTEBOOKS:
+        raise KeyError(f"unknown study {name!r}; known: {', '.join(NOTEBOOKS)}")
+    return import_module(f"labkit.studies.{name}.study").STUDY

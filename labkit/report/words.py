@@ -1,0 +1,39 @@
+"""Words that sentences of several studies share: spans, means, intervals, numbers of tokens."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import pandas as pd
+
+from labkit.bench.verdict import geometric_mean
+
+
+def span(values: pd.Series, form: str = "{:.2f}") -> str:
+    """The least and the largest: "0.98 to 1.31"; once where both read the same."""
+    return " to ".join(dict.fromkeys(form.format(end) for end in (values.min(), values.max())))
+
+
+def mean(ratios: pd.Series) -> str:
+    """Mean of some cases' ratios, and the least and most of them."""
+    return f"×{geometric_mean(ratios):.2f} in the mean of {len(ratios)} cases, ×{span(ratios)}"
+
+
+def interval(line: Mapping[str, Any] | pd.Series, digits: int = 2) -> str:
+    """The ratio of a table's line with its interval: "×1.31 [1.29, 1.33]"."""
+    mid, low, high = (f"{line[name]:.{digits}f}" for name in ("ratio", "low", "high"))
+    return f"×{mid} [{low}, {high}]"
+
+
+def sentences(said: Iterable[str], otherwise: str) -> str:
+    """Those of some sentences that are not empty; `otherwise` if all are."""
+    return " ".join(one for one in said if one) or otherwise
+
+
+def rounded(value: float) -> float:
+    """To two digits, as the ticks of an axis show it."""
+    return float(f"{value:.2g}")
+
+
+def tokens(count: int) -> str:
+    """ "1 token", "2 tokens"."""
+    return f"{count} token{'s' if count != 1 else ''}"

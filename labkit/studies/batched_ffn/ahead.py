@@ -1,0 +1,48 @@
+"""The kernels that cases need, to compile before them: what their trials launch on `meta`, tensors without memory."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+from unittest import mock
+
+from labkit.bench.spec import Case
+from labkit.evidence.compiled import Source
+from labkit.kernels.launch import Launch
+from labkit.kernels.offline import offline
+from labkit.studies.batched_ffn import variants
+from labkit.sweep.variants import code_of
+
+LIBRARIES = (variants.CUBLAS, variants.GEMLITE, variants.GROUPED_MM)  # have no kernel of the lab's
+
+
+def sources(some: Sequence[Case], capability: int) -> list[Source]:
+    """What `compiled.prebuild` takes; of launches with the same code the first."""
+    found: dict[str, Source] = {}
+    with offline(capability):
+        for arguments in _wanted(some):
+            for place, launch in enumerate(launches(**arguments)):
+                found.setdefault(code_of(launch), (f"{__name__}:launches", arguments | {"places": [place]}))
+    return list(found.values())
+
+
+def _wanted(some: Sequence[Case]) -> Iterator[dict[str, Any]]:
+    """Arguments of `launches`. A token is also computed alone, to compare its bits."""
+    for op, names, params in {(x.op, x.key): _launched(x) for x in some}.values():
+        for name in names:
+            for N in sorted({1, params["N"]}):
+                yield {"op": op, "params": params | {"N": N}, "variant": name}
+
+
+def _launched(x: Case) -> tuple[str, list[str], dict[str, Any]]:
+    """Operation, variants and parameters; a step through the cache launches what experts that are all there do."""
+    if x.op == "cache":
+        return "routed", [variants.INDEXED_MATRIX], dict(x.params) | {"layers": 1}
+    return x.op, [one.name for one in variants.of(x) if one.name not in LIBRARIES], dict(x.params)
+
+
+def launches(op: str, params: Mapping[str, Any], variant: str, places: Sequence[int] | None = None) -> list[Launch]:
+    """What a call of a variant launches; places: those of its launches alone."""
+    [one] = [one for one in variants.VARIANTS[op] if one.name == variant]
+    call, found = one.prepare(Case(op, params), "meta", 1, 0).calls[0], []
+    with mock.patch.object(Launch, "__call__", lambda launch: found.append(launch)):
+        call()
+    return found if places is None else [found[place] for place in places]

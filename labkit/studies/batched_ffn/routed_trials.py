@@ -1,0 +1,125 @@
+"""Routed experts made ready for timing, all on the GPU: from the chosen experts to y."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from labkit.bench.spec import Case, Trial
+from labkit.kernels.gguf import experts, formats, reference
+from labkit.kernels.gguf.experts import Experts
+from labkit.studies.batched_ffn import peers, variants
+from labkit.studies.batched_ffn.trials import TOLERANCE, blocks, shapes, shared, tokens, trial_of_tokens
+from labkit.studies.batched_ffn.work import routing
+from labkit.sweep.trial import DTYPES, Call, Random, in_order
+
+Ids = Sequence[Sequence[int]]  # experts of every token, as the host knows them
+Make = Callable[[Any, Ids], Call]  # `Work`, its ids -> y
+
+
+def held_experts(x: Case, device: Any, count: int, seed: int) -> tuple[list[Tensor], Experts]:
+    """Blocks of gate, up and down, [count, rows, bytes of a row], and the experts packed."""
+
+    def make() -> tuple[list[Tensor], Experts]:
+        raw = []
+        for i, (rows, columns) in enumerate(shapes(x)):  # a layer at a time: quantising takes several times the room
+            parts = [
+                blocks(x["E"] * rows, columns, x["format"], device, seed + 3 * layer + i)
+                for layer in range(count // x["E"])
+            ]
+            raw.append(torch.cat(parts).unflatten(0, (count, rows)))
+        return raw, experts.pack(*raw, x["format"])
+
+    return shared(x, (str(device), count, seed), make)
+
+
+def expected_of(x: Case, raw: Sequence[Tensor], first: int, v: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    """Of some tokens, float64; first: number of a layer's first expert in raw."""
+    needed = ids.unique().tolist()
+    exact = {e: [formats.dequantise(one[first + e], x["format"]) for one in raw] for e in needed}
+    return reference.routed([exact.get(e, []) for e in range(x["E"])], v, ids, weights)
+
+
+def work_of(x: Case, device: Any, seed: int, ids: Ids) -> Any:
+    """The tokens of a case, with these experts each, of random weights."""
+    from labkit.kernels.gguf.routed import Work
+
+    chosen = torch.tensor(ids, dtype=torch.int32, device=device)
+    weights = Random(device, seed + 5)(*chosen.shape).softmax(1)
+    return Work.of(tokens(x, x["hidden"], device, seed), chosen, weights, x["width"])
+
+
+def _routed(x: Case, device: Any, sets: int, seed: int, make: Make, ours: bool = False) -> Trial:
+    [[ids]] = routing(x)
+    raw, _ = held_experts(x, device, x["E"], seed)
+    # every buffer set has experts of its own, as far as there are so many: together they are larger than the L2
+    moved = [[[(e + i * x["E"] // sets) % x["E"] for e in chosen] for chosen in ids] for i in range(sets)]
+    works = [work_of(x, device, seed, one) for one in moved]
+    first = works[0]
+
+    def expected(picks: list[int]) -> Tensor:
+        return expected_of(x, raw, 0, first.x[picks], first.ids[picks], first.weights[picks])
+
+    def alone(values: Tensor, out: Tensor) -> Call:
+        at = (values.data_ptr() - first.x.data_ptr()) // (first.x.stride(0) * values.element_size())
+        work = type(first).of(values, first.ids[at : at + 1], first.weights[at : at + 1], x["width"])
+        return in_order([make(work, moved[0][at : at + 1]), lambda: out.copy_(work.y)])
+
+    return trial_of_tokens(
+        list(map(make, works, moved)), first.x, [work.y for work in works], expected,
+        2 * TOLERANCE[x["activations"]], alone, ours,
+    )  # fmt: skip
+
+
+def routed(x: Case, device: Any, sets: int, seed: int, variant: str) -> Trial:
+    """One of the lab's ways through the experts.
+
+    Per token and with a copy a row, the host knows the routing before: what it takes to ask for it is left out.
+    """
+    from labkit.kernels.gguf import routed as kernels
+
+    _, held = held_experts(x, device, x["E"], seed)
+    indexed = variant in (variants.INDEXED, variants.INDEXED_MATRIX)
+    way = kernels.per_token if variant == variants.PER_TOKEN else kernels.grouped_rowcopy
+
+    def make(work: Any, ids: Ids) -> Call:
+        if indexed:
+            made = kernels.grouped_indexed(held, _table(x, device), work, matrix=variant == variants.INDEXED_MATRIX)
+        else:
+            made = way(held, {e: e for e in range(x["E"])}, ids, work)
+        return in_order([*made, kernels.weighted_sum(work)])
+
+    return _routed(x, device, sets, seed, make, ours=True)
+
+
+def _table(x: Case, device: Any) -> Tensor:
+    """Where each expert lies: at its number."""
+    return torch.arange(x["E"], dtype=torch.int32, device=device)
+
+
+def integers(x: Case, device: Any, sets: int, seed: int) -> Trial:
+    """The experts by the integers of a K format, from words in the order that these have."""
+    from labkit.kernels.gguf import routed as kernels
+    from labkit.kernels.gguf import routed_integers
+
+    _, packed = held_experts(x, device, x["E"], seed)
+    held = shared(x, ("tiled", str(device), seed), lambda: routed_integers.tiled(packed))
+    table = _table(x, device)
+
+    def make(work: Any, ids: Ids) -> Call:
+        return in_order([*routed_integers.grouped_integers(held, table, work), kernels.weighted_sum(work)])
+
+    return _routed(x, device, sets, seed, make, ours=True)
+
+
+def grouped_mm(x: Case, device: Any, sets: int, seed: int) -> Trial:
+    """F.grouped_mm on weights that were dequantised to bf16 before; rows are sorted and gathered in every call."""
+
+    def dense() -> tuple[Tensor, Tensor]:
+        raw, _ = held_experts(x, device, x["E"], seed)
+        gate, up, down = (formats.dequantise(one, x["format"]).to(DTYPES[x["activations"]]) for one in raw)
+        return torch.cat([gate, up], 1).mT, down.mT
+
+    matrices = shared(x, ("dense", x["activations"], str(device), seed), dense)
+    return _routed(x, device, sets, seed, lambda work, ids: peers.grouped_mm(*matrices, work))

@@ -1,0 +1,125 @@
+"""Study 05: a feed-forward layer of many tokens from GGUF weights, dense and routed, and experts from a cache."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from labkit.bench.spec import Added, Case, Floor, Study, Variant, integer, lazy, list_of, one_of
+from labkit.studies.batched_ffn import claims
+from labkit.studies.batched_ffn import variants as names
+from labkit.studies.batched_ffn.work import weight_bytes
+
+
+def cases(parameters: Mapping[str, Any]) -> list[Case]:
+    """Products, then whole layers, routed experts and the cache; cases that share weights follow each other."""
+    found = []
+    few = [n for n in parameters["tokens"] if n in names.FEW_TOKENS]
+    for format in parameters["formats"]:
+        for model in parameters["models"]:
+            hidden, width = names.DENSE[model]
+            for rows, K in ((width, hidden), (hidden, width)):
+                shape = {"rows": rows, "K": K, "format": format, "activations": "bf16"}
+                found += [
+                    Case("product", shape | {"N": n}) for n in (parameters["tokens"] if model == names.MAIN else few)
+                ]
+            shape = {"model": model, "hidden": hidden, "width": width, "format": format, "activations": "bf16"}
+            found += [Case("ffn", shape | {"N": n}) for n in few if model == names.MAIN]
+    return found + _routed_cases(parameters)
+
+
+def _routed_cases(parameters: Mapping[str, Any]) -> list[Case]:
+    found = []
+    for format in parameters["routed_formats"]:
+        for model, (experts, top_k, hidden, width) in names.ROUTED.items():
+            shape = {"model": model, "E": experts, "top_k": top_k, "hidden": hidden, "width": width}
+            shape |= {"format": format, "activations": "bf16"}
+            found += [Case("routed", shape | {"N": n, "trace": "uniform"}) for n in parameters["routed_tokens"]]
+            found += [
+                Case("cache", shape | {"N": n, "layers": names.LAYERS, "trace": t, "policy": policy, "capacity": c})
+                for n in parameters["cache_tokens"]
+                for t, policy in _cached(n, parameters["traces"])
+                for c in parameters["capacities"]
+                if _worth_a_cache(n, c, experts)
+            ]
+    return found
+
+
+def _cached(tokens: int, traces: Sequence[str]) -> list[tuple[str, str]]:
+    """Traces and policies; where a step needs every expert, one trace is like any other."""
+    if tokens >= names.EVERY_EXPERT:
+        return [(trace, names.PINNED) for trace in traces[:1]]
+    return [(trace, names.POLICY) for trace in traces]
+
+
+def _worth_a_cache(tokens: int, capacity: int, experts: int) -> bool:
+    """Of many tokens and few experts a layer, a step does nothing but copy; of few tokens, nearly all are like all."""
+    if tokens <= names.FEW_CACHED:
+        return not names.MANY_CACHED <= capacity < experts
+    return capacity >= names.MANY_CACHED and (tokens < names.EVERY_EXPERT or capacity < experts)
+
+
+def floor(x: Case) -> Floor:
+    """The weights that any token needs, once; x read and y written. Nothing is predicted of the cache's copies."""
+    size = {"bf16": 2, "fp32": 4}[x["activations"]]
+    layers, weights = x.params.get("layers", 1), weight_bytes(x)
+    values = x["rows"] + x["K"] if x.op == "product" else 2 * x["hidden"] * layers
+    matrix = x["rows"] * x["K"] if x.op == "product" else 3 * x["hidden"] * x["width"]
+    flops = 2 * x["N"] * x.params.get("top_k", 1) * layers * matrix
+    if x.op == "cache":  # the experts of all layers are one buffer set, far larger than the L2
+        return Floor(weights + x["N"] * values * size, flops, "", set_bytes=weight_bytes(x, whole=True))
+    return Floor(weights + x["N"] * values * size, flops, "read", set_bytes=weights)
+
+
+def variants(x: Case) -> list[Variant]:
+    """The lab's variants and the libraries."""
+    return names.of(x)
+
+
+def control(x: Case) -> str:
+    """The variant that the A/A control repeats: ours."""
+    return names.VARIANTS[x.op][0].name
+
+
+def _tiny(op: str, N: int, format: str = "Q8_0", **shape: Any) -> Case:
+    """A case for the interpreter; fp32 activations, since it cannot multiply matrices in bf16."""
+    return Case(op, {"N": N, "format": format, "activations": "fp32"} | shape)
+
+
+_LAYER = {"model": "tiny", "hidden": 32, "width": 32}
+_ROUTED = _LAYER | {"E": 3, "top_k": 2, "trace": "uniform"}
+STUDY = Study(
+    name="batched_ffn",
+    title="Batched feed-forward layers, dense and routed",
+    summary="What does batching a feed-forward layer save, launches or bytes, without changing a bit of its results?",
+    cases=cases,
+    variants=variants,
+    control=control,
+    floor=floor,
+    claims=claims.CLAIMS,
+    added=Added(
+        ("blocks", "x", "y"),
+        "blocks: uint8 [rows, bytes of a row], of the case's GGUF format as stored; x: [N, K], y: [N, rows], bf16; the "
+        "function writes y[n] = W x[n].",
+        lazy(f"{names.TRIALS}:added"),
+        lambda case: case.op == "product",
+        ("cold",),
+    ),
+    kernels=lazy(f"{names.STUDY}.ahead:sources"),
+    parameters={
+        "models": list_of(one_of(*names.DENSE)),
+        "formats": list_of(one_of(*names.FORMATS), empty=True),  # without: no product, no dense layer
+        "tokens": list_of(integer(1, 4096)),
+        "routed_formats": list_of(one_of(*names.FORMATS), empty=True),
+        "routed_tokens": list_of(integer(1, 4096), empty=True),
+        "cache_tokens": list_of(integer(1, 4096), empty=True),
+        "traces": list_of(one_of(*names.TRACES)),
+        "capacities": list_of(integer(1, 256)),
+    },
+    tiny=(
+        _tiny("product", 3, rows=9, K=64),
+        _tiny("product", 1, rows=33, K=544),
+        _tiny("product", 2, "Q4_K", rows=8, K=256),
+        _tiny("ffn", 2, **_LAYER),
+        _tiny("routed", 2, **_ROUTED),
+        _tiny("cache", 2, **_ROUTED, layers=2, policy="lru", capacity=1),
+    ),
+)

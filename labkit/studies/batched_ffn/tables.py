@@ -1,0 +1,240 @@
+"""Tables of the study: what the notebook shows and the claims are judged by, made from the measured rows."""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import pandas as pd
+
+from labkit.bench import tables as kit
+from labkit.bench.spec import CONTROL
+from labkit.bench.tables import Cases, Params, facts, fastest, frame, picked, timed
+from labkit.bench.verdict import median_us
+from labkit.kernels.gguf import choose
+from labkit.kernels.gguf.formats import FORMATS
+from labkit.kernels.offload import policies as cache
+from labkit.studies.batched_ffn import variants
+
+SHAPE = ("model", "rows", "K", "format", "N", "trace", "policy", "capacity")
+PRODUCTS = (variants.MATRIX, variants.WIDE, variants.STATIONARY, variants.GEMM_N, variants.PER_TOKEN)
+OURS = {  # the lab's variants, each of which has the bits of its family in every batch
+    "product": (*PRODUCTS, variants.INTEGERS),
+    "ffn": PRODUCTS,
+    "routed": (
+        variants.INDEXED_MATRIX, variants.INDEXED_INTEGERS, variants.INDEXED, variants.ROWCOPY, variants.PER_TOKEN,
+    ),
+    "cache": (variants.PREFETCHED, variants.NEEDED),
+}  # fmt: skip
+TIMES_COLUMNS = (*SHAPE, "variant", "role", "us", "us a token", "launches", "MB", "passes", "% of reading")
+# To make fp32 of a weight, in instructions. Q8_0: taken out, 2^23 subtracted, scaled. K formats: a byte permuted into
+# the mantissa of 128; before, for eight weights at once, even and odd ones into bytes, with what is above the four bits
+# rotated there (of Q6_K, from two words); scale, minimum and what takes 128 away are once for 16 or 32.
+TO_FLOAT = {"F32": 0, "BF16": 1, "Q8_0": 3, "Q4_K": 1 + 3 / 8, "Q5_K": 1 + 5 / 8, "Q6_K": 1 + 7 / 8}
+LANES = 128  # of a multiprocessor, an instruction each a clock; since compute capability 8.6, and 9.0
+
+
+def cases(rows: pd.DataFrame, op: str) -> Cases:
+    """Parameters and cold rows of every case of an operation: by format, then shape, then tokens."""
+    return kit.cases(rows, op, _place)
+
+
+def _place(params: Params, group: pd.DataFrame) -> tuple[int, str, int]:
+    return list(FORMATS).index(params["format"]), str([params.get(n) for n in ("model", "rows")]), params["N"]
+
+
+def times(rows: pd.DataFrame, op: str) -> pd.DataFrame:
+    """µs of every variant of every case; launches as the profiler saw them.
+
+    MB: the least that is moved; passes: how often a variant asks for all weights. `% of reading`: a plain cold read of
+    as many bytes as the weights have, in the same run, over the variant's time.
+    """
+    found = []
+    for params, group in cases(rows, op):
+        known, reading = facts(group), median_us(group).get(variants.READ, math.nan)
+        for variant, line in timed(group).items():
+            made = {"variant": variant, "role": line["role"], "us": line["us"], "us a token": line["us"] / params["N"]}
+            made |= {"launches": known[variant].get("launches", math.nan), "MB": group["floor_bytes"].iloc[0] / 1e6}
+            made["passes"] = passes(variant, params) if op == "product" else math.nan
+            found.append(picked(params, SHAPE) | made | {"% of reading": 100 * reading / line["us"]})
+    return frame(found, TIMES_COLUMNS)
+
+
+def passes(variant: str, params: dict) -> float:
+    """How often a variant reads all weights of a product, from memory or the L2; NaN of what is not the lab's."""
+    N = params["N"]
+    tokens = {variants.PER_TOKEN: 1, variants.GEMM_N: 1}
+    K, format = params["K"], params["format"]
+    tokens[variants.STATIONARY] = choose.rule(N, params["rows"], K, format).tokens
+    tokens[variants.MATRIX] = choose.matrix_rule(N, params["rows"], K, format).tokens
+    tokens[variants.INTEGERS] = max(8, min(32, 1 << (N - 1).bit_length()))  # as `integers.rule`, which needs Triton
+    tokens[variants.WIDE] = choose.wide_rule(N, params["rows"], K, format, format == "BF16").tokens
+    return -(-N // tokens[variant]) if variant in tokens else math.nan
+
+
+def arithmetic(rows: pd.DataFrame) -> pd.DataFrame:
+    """The multiply-add family's least instructions a weight, and what they allow of the plain read's speed at most.
+
+    Those of x (a conversion a row block and token), of scales, addresses and loops come on top. % of reading: at the
+    clock of the run, if every lane had an instruction in every cycle.
+    """
+    found = []
+    for params, group in cases(rows, "product"):
+        us, known = median_us(group), facts(group).get(variants.STATIONARY, {})
+        clock = [mhz for samples in group["sm_mhz"] for mhz in samples]
+        if not {variants.STATIONARY, variants.READ} <= set(us) or not known.get("sms") or not clock:
+            continue
+        least = TO_FLOAT[params["format"]] + params["N"]
+        weights = params["rows"] * params["K"]
+        bound = least * weights / (known["sms"] * LANES * float(np.median(clock)))
+        line = {"instructions a weight": least, "least µs": bound, "reading µs": us[variants.READ]}
+        line |= {"at most %": min(100.0, 100 * us[variants.READ] / bound), "us": us[variants.STATIONARY]}
+        found.append(picked(params, SHAPE) | line | {"% of reading": 100 * us[variants.READ] / us[variants.STATIONARY]})
+    return frame(found, [*SHAPE, "instructions a weight", "at most %"])
+
+
+def gains(rows: pd.DataFrame) -> pd.DataFrame:
+    """What one launch instead of N is worth, and what reading the weights once for all tokens is, by N."""
+    steps = {
+        "one launch": (variants.GEMM_N, variants.PER_TOKEN),
+        "weights read once": (variants.STATIONARY, variants.GEMM_N),
+    }
+    parts = [
+        compared(rows, "product", *pair).assign(step=step, change=f"{pair[1]} → {pair[0]}")
+        for step, pair in steps.items()
+    ]
+    return pd.concat(parts, ignore_index=True)
+
+
+def compared(rows: pd.DataFrame, op: str, variant: str, against: str) -> pd.DataFrame:
+    """Time of `against` over that of `variant` in every case of an operation that has both."""
+    return kit.compared(cases(rows, op), variant, against, SHAPE)
+
+
+def against_best(rows: pd.DataFrame, op: str, against: str) -> pd.DataFrame:
+    """Time of a library over the fastest of the lab's variants, column `ours`; above 1: ours is faster."""
+    table = kit.against_best(cases(rows, op), OURS[op], [against], SHAPE)
+    return table.drop(columns="against").rename(columns={"variant": "ours"})
+
+
+def crossovers(rows: pd.DataFrame) -> pd.DataFrame:
+    """The least N, for every format and shape, from which on matrix instructions are the faster family.
+
+    NaN where they never are. `multiply-add up to`: the largest N at which the first family still reads at 80 % of the
+    plain read's speed (NaN: at none).
+    """
+    table = times(rows, "product")
+    found = []
+    for (format, n, k), some in table.groupby(["format", "rows", "K"], sort=False) if len(table) else ():
+        us = some.pivot_table(index="N", columns="variant", values="us").sort_index()
+        if not {variants.MATRIX, variants.STATIONARY} <= set(us):
+            continue
+        slower = us[us[variants.MATRIX] >= us[variants.STATIONARY]].index
+        after = us.index[us.index > slower.max()] if len(slower) else us.index
+        near = some[(some["variant"] == variants.STATIONARY) & (some["% of reading"] >= 80)]["N"]
+        line = {"matrix instructions from": after.min() if len(after) else math.nan}
+        found.append({"format": format, "rows": n, "K": k} | line | {"multiply-add up to": near.max()})
+    return pd.DataFrame(found, columns=["format", "rows", "K", "matrix instructions from", "multiply-add up to"])
+
+
+def price(rows: pd.DataFrame) -> pd.DataFrame:
+    """What bit identity costs: time of the lab's fastest variant over that of the fastest of all, 1 if it is ours."""
+    found = []
+    for params, group in cases(rows, "product"):
+        us = {variant: line["us"] for variant, line in timed(group).items()}
+        best, ours = fastest(us, us), fastest(us, OURS["product"])
+        if best and ours:
+            found.append(picked(params, SHAPE) | {"fastest": best, "price": us[ours] / us[best]})
+    return frame(found, [*SHAPE, "fastest", "price"])
+
+
+def gemlite(rows: pd.DataFrame) -> pd.DataFrame:
+    """Ours against gemlite's, each as time over that of its own bytes at the plain read's speed of the same run.
+
+    `better`: gemlite's such ratio over ours. Bytes: a format's as stored; gemlite's bits, and two bf16 in 32 weights.
+    """
+    found = []
+    for params, group in cases(rows, "product"):
+        us = median_us(group)
+        ours = fastest(us, OURS["product"])
+        if ours and variants.GEMLITE in us and variants.READ in us:
+            own = FORMATS[params["format"]].bytes_per_weight()
+            other = variants.GEMLITE_BITS[params["format"]] / 8 + 4 / 32
+            line = {"ours": ours, "ours / floor": us[ours] / us[variants.READ]}
+            line["gemlite / floor"] = us[variants.GEMLITE] / (us[variants.READ] * other / own)
+            found.append(picked(params, SHAPE) | line | {"better": line["gemlite / floor"] / line["ours / floor"]})
+    return frame(found, [*SHAPE, "ours", "better"])
+
+
+def bits(rows: pd.DataFrame) -> pd.DataFrame:
+    """Of every variant: cases in which a token alone was looked at, and in how many it had the bits of its batch.
+
+    Cases of one token say nothing, and are left out.
+    """
+    found = []
+    for op in ("product", "ffn", "routed"):
+        for params, group in cases(rows, op):
+            if params["N"] == 1:
+                continue
+            known = {name: one["alone"] for name, one in facts(group).items() if "alone" in one}
+            found += [{"op": op, "variant": name, "same": value == 0} for name, value in known.items()]
+    table = frame(found, ["op", "variant", "same"])
+    grouped = table[table["variant"] != CONTROL].groupby(["op", "variant"], sort=False)["same"]
+    return grouped.agg(cases="size", same="sum").reset_index()
+
+
+def reuse(tokens: Sequence[int], model: str = "Qwen3.5-35B-A3B", trace: str = "uniform") -> pd.DataFrame:
+    """How many tokens share an expert: N · top_k / distinct experts, predicted for uniform routing, and drawn."""
+    experts, top_k, _, _ = variants.ROUTED[model]
+    found = []
+    for n in tokens:
+        drawn = variants.TRACES[trace](n, 1, experts, top_k, seed=n)
+        distinct = len({key for dispatch in drawn for key in dispatch})
+        expected = experts * (1 - (1 - top_k / experts) ** n)
+        line = {"N": n, "distinct, predicted": expected, "distinct": distinct}
+        found.append(line | {"reuse, predicted": n * top_k / expected, "reuse": n * top_k / distinct})
+    return pd.DataFrame(found)
+
+
+def hit_rates(
+    traces: Sequence[str], policies: Sequence[str], capacities: Sequence[int], tokens: int = 1, length: int = 256,
+    layers: int = variants.LAYERS, model: str = "Qwen3.5-35B-A3B",
+) -> pd.DataFrame:  # fmt: skip
+    """Hit rates of synthetic traces, by `cache.replay`; no GPU. capacities: experts a layer; tokens: in a dispatch.
+
+    The first half of a trace is what `pinned` counts, the second what is replayed. Column bypassed: share of accesses.
+    """
+    experts, top_k, _, _ = variants.ROUTED[model]
+    found = []
+    for trace in traces:
+        whole = variants.TRACES[trace](2 * length, layers, experts, top_k, seed=1)
+        half = [cache.batched(whole[i : i + length * layers], tokens, layers) for i in (0, length * layers)]
+        for policy in policies:
+            for capacity in capacities:
+                seen = cache.replay(policy, capacity * layers, half[1], half[0])
+                line = {"trace": trace, "policy": policy, "capacity": capacity, "hit rate": seen.hit_rate}
+                found.append(line | {"bypassed": seen.bypassed / seen.accesses})
+    return pd.DataFrame(found)
+
+
+def cached(rows: pd.DataFrame) -> pd.DataFrame:
+    """Steps through the cache: µs of each variant, and what of the copies is left to see.
+
+    stall: µs that a step takes longer than with every expert there; prefetched / larger: the time with prefetch over
+    the larger of copies and compute alone; balanced: whether these two are within 2×, and anything is copied, which is
+    so unless all hit. Where nothing is, `copies µs` are what the host takes to find that out.
+    """
+    found = []
+    for params, group in cases(rows, "cache"):
+        us, known = median_us(group), facts(group)
+        if not {variants.NEEDED, variants.PREFETCHED, variants.RESIDENT, variants.COPIES} <= set(us):
+            continue
+        copies, compute = us[variants.COPIES], us[variants.RESIDENT]
+        needed, prefetched = us[variants.NEEDED], us[variants.PREFETCHED]
+        hit_rate = known[variants.NEEDED].get("hit_rate", math.nan)
+        line = {"hit rate": hit_rate, "copies µs": copies, "compute µs": compute}
+        line |= {"when needed µs": needed, "prefetched µs": prefetched}
+        line |= {"stall, when needed": needed - compute, "stall, prefetched": prefetched - compute}
+        line["prefetched / larger"] = prefetched / max(copies, compute)
+        line["balanced"] = 0.5 <= copies / compute <= 2 and hit_rate < 1
+        found.append(picked(params, SHAPE) | line)
+    return frame(found, [*SHAPE, "hit rate", "copies µs", "compute µs", "prefetched / larger", "balanced"])

@@ -1,0 +1,321 @@
+"""Products and dense layers made ready for timing: buffers, calls, checks.
+
+Weights of a shape and format are the same tensors for all variants and numbers of tokens. Libraries are imported only
+in the function that times them. Routed experts: `routed_trials`, and through the cache `cache_trials`.
+"""
+
+import math
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cache as once
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from labkit import isolated, paths
+from labkit.bench.spec import Case, Trial, lazy
+from labkit.kernels.gguf import formats, layers, reference
+from labkit.kernels.gguf.formats import Packed
+from labkit.kernels.target import multiprocessors
+from labkit.studies.batched_ffn import peers, variants
+from labkit.studies.batched_ffn.work import weight_bytes
+from labkit.sweep.trial import DTYPES, SAME_BITS, Call, Random, Shared, differing, in_order, relative_rmse, trial
+
+# Relative RMSE against float64 with the dequantised weights. One product: rounding of y, and in matrix instructions of
+# the weights, to bf16 (2^-9 each at most); whole layers round once more in between.
+TOLERANCE = {"bf16": 6e-3, "fp32": 1e-5}
+GEMLITE_TOLERANCE = 3e-2  # parts of K are added in bf16, as many as its tuning likes
+CHECKED = 8  # tokens that are compared with the reference, and three that are computed again alone
+TUNED = "gemlite.json"
+WEIGHTS = ("rows", "K", "E", "hidden", "width", "format")  # parameters: cases that have the same share weights
+SHARED = Shared()
+
+Make = Callable[[int, Tensor, Tensor], Call]  # number of a buffer set, x [N, K], y [N, rows] -> y = f(x)
+
+
+def shared(x: Case, name: Any, make: Callable[[], Any]) -> Any:
+    """What `make` gives, kept while the cases have these weights. name: all else that it depends on."""
+    return SHARED((x.op, *(x.params.get(one) for one in WEIGHTS)), name, make)
+
+
+def tokens(x: Case, columns: int, device: Any, seed: int) -> Tensor:
+    """[N, columns]; of another N, other tokens."""
+    return Random(device, seed + 7, DTYPES[x["activations"]])(x["N"], columns)
+
+
+def blocks(rows: int, columns: int, format: str, device: Any, seed: int) -> Tensor:
+    """Normal weights as blocks as stored, so that a product of normal values has unit variance."""
+    if torch.device(device).type == "meta":  # there are no values to quantise
+        kind = formats.find(format)
+        return torch.empty((rows, columns // kind.block * kind.block_bytes), dtype=torch.uint8, device=device)
+    return formats.quantise(Random(device, seed)(rows, columns, std=columns**-0.5), format)
+
+
+def shapes(x: Case) -> list[tuple[int, int]]:
+    """Of a case's matrix; of a layer gate, up and down."""
+    if x.op == "product":
+        return [(x["rows"], x["K"])]
+    return [(x["width"], x["hidden"]), (x["width"], x["hidden"]), (x["hidden"], x["width"])]
+
+
+def trial_of_tokens(
+    calls: Sequence[Call], x: Tensor, y: Sequence[Tensor], expected: Callable[[list[int]], Tensor], tolerance: float,
+    alone: Callable[[Tensor, Tensor], Call], ours: bool, **more: Any,
+) -> Trial:  # fmt: skip
+    """A trial of y[n] = f(x[n]) for tokens n.
+
+    y: of each buffer set, [N, ·]; expected: of some tokens, float64. alone: the same function on other tokens, of set
+    0: a token has the same bits whatever else is in the batch; of libraries that is recorded, not asked for.
+    """
+
+    def same() -> float:
+        calls[0]()
+        worst = 0.0
+        for n in _three(len(x)):
+            one = y[0].new_full((1, y[0].shape[1]), math.nan)
+            alone(x[n : n + 1], one)()
+            worst = max(worst, differing(one, y[0][n : n + 1]))
+        return worst
+
+    def check() -> dict[str, float]:
+        calls[0]()
+        picks = _picks(len(x))
+        errors = {"y": relative_rmse(y[0][picks], expected(picks))}
+        return errors | ({"alone": same()} if ours else {})
+
+    def facts() -> dict[str, Any]:
+        return {"alone": same()} | _launched(calls[0], x.device)
+
+    return trial(calls, y, check, {"y": tolerance, "alone": SAME_BITS}, facts=facts, **more)
+
+
+def _picks(N: int) -> list[int]:
+    """The tokens that are checked: the first and the last."""
+    return sorted({*range(min(N, CHECKED // 2)), *range(max(0, N - CHECKED // 2), N)})
+
+
+def _three(N: int) -> list[int]:
+    """The tokens that are computed again alone."""
+    return sorted({0, N // 2, N - 1})
+
+
+def _launched(call: Call, device: torch.device) -> dict[str, int]:
+    """A row's facts of a call: its operations on the GPU's stream, as the profiler sees them; none without a GPU."""
+    if device.type != "cuda":
+        return {}
+    from torch.autograd import DeviceType
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        call()
+        torch.cuda.synchronize()
+    count = sum(event.device_type == DeviceType.CUDA for event in seen.events())
+    return {"launches": count, "sms": multiprocessors(device)}
+
+
+# A product, or a whole dense layer
+
+
+def _weights(x: Case, device: Any, sets: int, seed: int) -> list[list[tuple[Tensor, Packed]]]:
+    """Of each buffer set every matrix: blocks as stored, and packed."""
+
+    def make() -> list[list[tuple[Tensor, Packed]]]:
+        sizes = shapes(x)
+        raw = [
+            [blocks(*size, x["format"], device, seed + len(sizes) * i + j) for j, size in enumerate(sizes)]
+            for i in range(sets)
+        ]
+        return [[(one, formats.pack(one, x["format"])) for one in matrices] for matrices in raw]
+
+    return shared(x, (str(device), sets, seed), make)
+
+
+def _packed(x: Case, device: Any, sets: int, seed: int) -> list[Packed]:
+    """The matrix of each buffer set of a product."""
+    return [packed for [(_, packed)] in _weights(x, device, sets, seed)]
+
+
+def _multiplied(
+    x: Case, device: Any, sets: int, seed: int, make: Make, ours: bool = False, dtype: torch.dtype | None = None
+) -> Trial:
+    """A trial of what `make` gives. dtype: of y, that of the activations by default."""
+    single = x.op == "product"
+    columns, rows = (x["K"], x["rows"]) if single else (x["hidden"], x["hidden"])
+    values = tokens(x, columns, device, seed)
+    y = [values.new_empty((x["N"], rows), dtype=dtype) for _ in range(sets)]
+    raw = [one for one, _ in _weights(x, device, sets, seed)[0]]
+
+    def expected(picks: list[int]) -> Tensor:
+        exact = reference.product if single else reference.ffn
+        name = ("expected", x["N"], x["activations"], str(device), sets, seed)
+        return shared(x, name, lambda: exact(*(formats.dequantise(one, x["format"]) for one in raw), values[picks]))
+
+    return trial_of_tokens(
+        [make(i, values, out) for i, out in enumerate(y)], values, y, expected,
+        (1 if single else 2) * TOLERANCE[x["activations"]], lambda v, out: make(0, v, out), ours,
+        dissect=not single or variants.DISSECTED.items() <= dict(x.params).items(),
+    )  # fmt: skip
+
+
+def ours(x: Case, device: Any, sets: int, seed: int, variant: str) -> Trial:
+    """One of the lab's products, or a layer of it."""
+    launcher = lazy(variants.PRODUCTS[variant])
+    W = [[_taken(variant, *matrix) for matrix in matrices] for matrices in _weights(x, device, sets, seed)]
+    if x.op == "product":
+        return _multiplied(x, device, sets, seed, lambda i, v, out: in_order(launcher(*W[i], v, out)), ours=True)
+    layer = layers.apart if variant == variants.WIDE else layers.layer
+    return _multiplied(x, device, sets, seed, lambda i, v, out: in_order(layer(launcher, W[i], v, out)), ours=True)
+
+
+def _taken(variant: str, raw: Tensor, packed: Packed) -> Packed | Tensor:
+    """What a variant reads, of a matrix as stored and packed: wide tiles take bf16 as they are stored."""
+    as_stored = variant == variants.WIDE and packed.format.name == "BF16"
+    return formats.matrix(raw, "BF16") if as_stored else packed
+
+
+def integers(x: Case, device: Any, sets: int, seed: int) -> Trial:
+    """Products of the integers of a K format, from words in the order that these have."""
+    from labkit.kernels.gguf import integers as kernels
+
+    W = shared(x, ("tiled", str(device), sets, seed), lambda: list(map(kernels.tiled, _packed(x, device, sets, seed))))
+    return _multiplied(x, device, sets, seed, lambda i, v, out: kernels.integers(W[i], v, out), ours=True)
+
+
+def cublas(x: Case, device: Any, sets: int, seed: int) -> Trial:
+    """F.linear on weights that were dequantised before; of a layer, gate and up as one matrix."""
+
+    def matrices(stored: Sequence[tuple[Tensor, Packed]]) -> list[Tensor]:
+        *first, last = (formats.dequantise(raw, x["format"]).to(DTYPES[x["activations"]]) for raw, _ in stored)
+        return [torch.cat(first), last] if first else [last]
+
+    name = ("dense", x["activations"], str(device), sets, seed)
+    dense = shared(x, name, lambda: list(map(matrices, _weights(x, device, sets, seed))))
+    call = peers.linear if x.op == "product" else peers.linear_layer
+    return _multiplied(x, device, sets, seed, lambda i, v, out: in_order(call(*dense[i], v, out)))
+
+
+def dequantised(x: Case, device: Any, sets: int, seed: int) -> Trial:
+    """Weights dequantised in every call, then F.linear."""
+    W = _packed(x, device, sets, seed)
+    space = torch.empty((x["rows"], x["K"]), dtype=DTYPES[x["activations"]], device=device)
+    make = lambda i, v, out: in_order(peers.dequantise_linear(W[i], space, v, out))  # noqa: E731
+    return _multiplied(x, device, sets, seed, make)
+
+
+def stored(x: Case, device: Any, sets: int, seed: int) -> Trial:
+    """Q8_0 as it is stored, one token; and in how many values its bits are not those of the packed weights."""
+    from labkit.kernels.gguf import products
+    from labkit.studies.batched_ffn import ablations
+
+    W = [matrix for [matrix] in _weights(x, device, sets, seed)]
+    made = _multiplied(x, device, sets, seed, lambda i, v, out: ablations.stored(W[i][0], v, out))
+    values = tokens(x, x["K"], device, seed)
+    found, packed = (torch.full((1, x["rows"]), math.nan, device=device) for _ in range(2))
+
+    def check() -> dict[str, float]:
+        ablations.stored(W[0][0], values, found)()
+        in_order(products.per_token(W[0][1], values, packed))()
+        return dict(made.check() if made.check else {}) | {"packed": differing(found, packed)}
+
+    return replace(made, check=check, tolerance=dict(made.tolerance) | {"packed": SAME_BITS})
+
+
+def split_k(x: Case, device: Any, sets: int, seed: int) -> Trial:
+    """The control: sums by atomics, in fp32, whose bits are not asked for, but recorded."""
+    from labkit.studies.batched_ffn import ablations
+
+    W = _packed(x, device, sets, seed)
+    make = lambda i, v, out: in_order(ablations.split_k(W[i], v, out))  # noqa: E731
+    return _multiplied(x, device, sets, seed, make, dtype=torch.float32)
+
+
+def added(function: Callable[..., Any], x: Case, device: Any, sets: int, seed: int) -> Trial:
+    """A function of the reader's own, function(blocks, x, y), on copies that it may spoil."""
+    raw = [one.clone() for [(one, _)] in _weights(x, device, sets, seed)]
+
+    def make(i: int, values: Tensor, out: Tensor) -> Call:
+        own = values.clone()
+        return lambda: function(raw[i], own, out)
+
+    return _multiplied(x, device, sets, seed, make)
+
+
+def read(x: Case, device: Any, sets: int, seed: int) -> Trial:
+    """As many bytes as the weights of a case have, as stored, read and summed."""
+    from labkit.kernels import ceilings
+
+    size = weight_bytes(x) // 4
+    # so small that no sum of a block overflows
+    words = torch.randint(0, 2**17, (sets, size), dtype=torch.int32, device=device)
+    sums = torch.zeros((sets, -(-size // ceilings.WORDS_BLOCK)), dtype=torch.int32, device=device)
+    calls = list(map(ceilings.read_words, words, sums))
+
+    def check() -> dict[str, float]:
+        calls[0]()
+        return {"sum": float(abs(int(sums[0].long().sum()) - int(words[0].long().sum())))}
+
+    return trial(calls, check=check, tolerance={"sum": 0.0}, dissect=False, moves=4 * size)
+
+
+# gemlite's product
+
+
+def gemlite(x: Case, device: Any, sets: int, seed: int) -> Trial:
+    """gemlite's product of as many bits, in groups of 32, on weights of its own, with its longest tuning."""
+    _tune()
+    N, generator = x["N"], torch.Generator(device).manual_seed(seed)
+    made = [_gemlite_layer(x, device, generator) for _ in range(sets)]
+    values = tokens(x, x["K"], device, seed)
+    calls = [lambda layer=layer: layer(values) for layer, _ in made]  # it returns y: a copy would be held against it
+    calls[0]()
+    peers.keep_gemlite(paths.RUNS / TUNED)
+    picks = _picks(N)
+    expected = values[picks].double() @ made[0][1]().T
+
+    def check() -> dict[str, float]:
+        return {"y": relative_rmse(calls[0]()[picks], expected)}
+
+    def facts() -> dict[str, Any]:
+        whole, layer = calls[0](), made[0][0]
+        alone = max(differing(layer(values[n : n + 1]), whole[n : n + 1]) for n in _three(N))
+        return {"alone": alone} | _launched(calls[0], values.device)
+
+    return trial(calls, check=check, tolerance={"y": GEMLITE_TOLERANCE}, facts=facts)
+
+
+def _gemlite_layer(x: Case, device: Any, generator: torch.Generator) -> tuple[Any, Callable[[], Tensor]]:
+    """Its layer of random weights, and these in float64."""
+    bits, shape, dtype = variants.GEMLITE_BITS[x["format"]], (x["rows"], x["K"]), DTYPES[x["activations"]]
+    q = torch.randint(0, 2**bits, shape, generator=generator, device=device, dtype=torch.uint8)
+    scale = torch.tensor(x["K"] ** -0.5 * math.sqrt(12) / 2**bits, dtype=dtype, device=device)
+    scales = scale.expand(x["rows"], x["K"] // 32).contiguous()
+    zeros = torch.full_like(scales, 2 ** (bits - 1))
+    layer = peers.gemlite(bits, q, scales, zeros, device)
+    return layer, lambda: (q.double() - 2 ** (bits - 1)) * scale.double()
+
+
+@once
+def _tune() -> None:
+    """Its longest tuning, which the first process makes and the others take over.
+
+    What it tries takes a minute to compile for a number of tokens: first, all of them at once in other processes.
+    """
+    peers.tune_gemlite()
+    paths.RUNS.mkdir(parents=True, exist_ok=True)
+    if (paths.RUNS / TUNED).exists():
+        peers.take_gemlite(paths.RUNS / TUNED)
+        return
+    wanted = [(format, N) for format in variants.GEMLITE_BITS for N in variants.GEMLITE_TOKENS]
+    calls = [isolated.Call(f"{__name__}:tune_apart", [format, N]) for format, N in wanted]
+    isolated.call_many(calls, min(len(calls), os.cpu_count() or 1))
+
+
+def tune_apart(format: str, N: int) -> None:
+    """In a process of its own: have gemlite tune for N tokens, for what that leaves in Triton's cache alone."""
+    peers.tune_gemlite()
+    hidden, width = variants.DENSE[variants.MAIN]
+    x = Case("product", {"rows": width, "K": hidden, "format": format, "activations": "bf16", "N": N})
+    layer, _ = _gemlite_layer(x, "cuda", torch.Generator("cuda").manual_seed(0))
+    layer(tokens(x, hidden, "cuda", 0))

@@ -1,0 +1,424 @@
+"""Figures and sentences of the study, each made from the rows of one GPU (or from none, where nothing is measured)."""
+
+from collections.abc import Sequence
+from itertools import product
+
+import pandas as pd
+
+from labkit.bench.spec import Case
+from labkit.bench.tables import where
+from labkit.bench.verdict import counted, geometric_mean
+from labkit.kernels.gguf.choose import matrix_rule, rule
+from labkit.kernels.offload import policies as cache
+from labkit.report import plots, words
+from labkit.report.figures import Drawing, drawing
+from labkit.studies.batched_ffn import tables, variants
+
+SHOWN = (variants.PER_TOKEN, variants.GEMM_N, variants.STATIONARY, variants.MATRIX, variants.INTEGERS, variants.WIDE)
+SHOWN += (variants.CUBLAS, variants.GEMLITE)
+UNITS = {"us": "µs", "us a token": "µs a token", "against us": "library µs"}
+BARS = {  # format -> percent of the plain read, for the multiply-add family up to 2 tokens, and for the other up to 8
+    "BF16": 80, "Q8_0": 80, "Q4_K": 80, "Q5_K": 70, "Q6_K": 70,
+}  # fmt: skip
+
+
+def time_per_token(rows: pd.DataFrame, rows_of: int = 17408) -> Drawing:
+    """µs a token against the number of tokens, by variant and format, of one shape."""
+    table = where(tables.times(rows, "product"), rows=rows_of, variant=SHOWN)
+    if table.empty:
+        return f"no product of {rows_of} rows was measured."
+    return drawing(
+        plots.lines, table, "N", "us a token", "variant", panel="format", logx=True, logy=True, xlabel="tokens",
+        ylabel="µs a token (log)", title=f"One product, {rows_of} × {table['K'].iloc[0]}",
+        alt="Lines of µs a token against tokens, by variant and format.", caption="Cold weights, CUDA graph.",
+        said="; ".join(_fastest(part, format) for format, part in table.groupby("format", sort=False)),
+        hidden=["rows", "K", "role", "MB"], units=UNITS,
+    )  # fmt: skip
+
+
+def _fastest(table: pd.DataFrame, format: str) -> str:
+    """Which variant is the fastest at the least and at the largest number of tokens."""
+    parts = []
+    for n in (table["N"].min(), table["N"].max()):
+        some = table[table["N"] == n]
+        parts.append(f"{some.loc[some['us'].idxmin(), 'variant']} at {n}")
+    return f"{format}: fastest {', '.join(dict.fromkeys(parts))}"
+
+
+def read_percent(rows: pd.DataFrame, variant: str = variants.MATRIX) -> Drawing:
+    """Percent of a plain cold read of the same stored bytes, by format and tokens."""
+    table = where(tables.times(rows, "product"), variant=variant).dropna(subset="% of reading")
+    if table.empty:
+        return f"{variant} was not measured beside a plain read."
+    said = "; ".join(
+        f"{format} {part['% of reading'].iloc[0]:.0f} % at N = {part['N'].iloc[0]}"
+        for format, part in table.sort_values("N").groupby("format", sort=False)
+    )
+    return drawing(
+        plots.lines, table.assign(shape=_shapes(table)), "N", "% of reading", "format", panel="shape", logx=True,
+        reference=[(100, variants.READ)], xlabel="tokens", ylabel="% of a plain read",
+        title=f"{variant}: how near to reading the weights", said=said,
+        alt="Lines of percent of a plain read against tokens, by format and shape.",
+        caption="A plain cold read of as many bytes, in the same blocks, is 100 %.",
+        table=["shape", "format", "N", "us", "% of reading"], units=UNITS,
+    )  # fmt: skip
+
+
+def _shapes(table: pd.DataFrame) -> pd.Series:
+    return table["rows"].astype(str) + " × " + table["K"].astype(str)
+
+
+def multiply_add_percent(rows: pd.DataFrame) -> Drawing:
+    """The same of the multiply-add family."""
+    return read_percent(rows, variants.STATIONARY)
+
+
+def integers(rows: pd.DataFrame) -> Drawing:
+    """What leaving the weights integers is worth in the matrix family, by format and tokens."""
+    table = tables.compared(rows, "product", variants.INTEGERS, variants.MATRIX)
+    if table.empty:
+        return f"{variants.INTEGERS} was not timed beside {variants.MATRIX}."
+    mean = table.groupby("N")["ratio"].agg(geometric_mean)
+    said, noise = ", ".join(f"×{value:.2f} at N = {n}" for n, value in mean.items()), table["noise"].max()
+    return drawing(
+        plots.lines, table.assign(where=_shapes(table)), "N", "ratio", "format", panel="where", logx=True,
+        reference=[(1, "as fast")], xlabel="tokens", ylabel="time of weights / time of integers",
+        title="Integers into matrix instructions",
+        alt=f"Lines of the gain of integers over weights against tokens, by format and shape. Means: {said}.",
+        caption=f"Above 1: integers are faster. Geometric means: {said}. A/A noise: at most {noise:.1%}.",
+        hidden=["where", "no slower"], units=UNITS,
+    )  # fmt: skip
+
+
+def integers_percent(rows: pd.DataFrame) -> Drawing:
+    """Percent of a plain read, of integers."""
+    return read_percent(rows, variants.INTEGERS)
+
+
+def floor_cases(some: Sequence[Case]) -> list[Case]:
+    """The products of the first shape and format."""
+    products = [x for x in some if x.op == "product"]
+    first = {name: products[0][name] for name in ("rows", "K", "format")} if products else {}
+    return [x for x in products if first.items() <= dict(x.params).items()]
+
+
+def choices(formats: Sequence[str], tokens: Sequence[int]) -> pd.DataFrame:
+    """What the rules choose for the first model, by shape, format and tokens; how often a variant asks for all weights.
+
+    Formats for which they choose the same are one row.
+    """
+    found = []
+    for hidden, width in list(variants.DENSE.values())[:1]:
+        for rows, K in ((width, hidden), (hidden, width)):
+            for n, format in product(tokens, formats):
+                made = {variants.STATIONARY: rule(n, rows, K, format), variants.MATRIX: matrix_rule(n, rows, K, format)}
+                for variant, choice in made.items():
+                    line = {"rows": rows, "K": K, "variant": variant, "N from": n, "format": format}
+                    line |= {"blocks": choice.blocks, "tokens": choice.tokens, "warps": choice.num_warps}
+                    line |= {"shares": choice.shares, "ahead": choice.ahead}
+                    line |= {"dependent": "yes" if choice.dependent else "no"}
+                    found.append(line | {"passes": tables.passes(variant, line | {"N": n})})
+    table = pd.DataFrame(found)
+    table = table[~table.drop(columns="N from").duplicated()]
+    alike = [name for name in table if name != "format"]
+    return table.groupby(alike, sort=False)["format"].agg(", ".join).reset_index()
+
+
+def compiled_cases() -> list[tuple[Case, str]]:
+    """The kernels whose code is shown, at a small shape."""
+    shape = {"rows": 1024, "K": 1024, "format": "Q8_0", "activations": "bf16"}
+    return [
+        (Case("product", shape | {"N": 8}), name) for name in (variants.GEMM_N, variants.STATIONARY, variants.MATRIX)
+    ]
+
+
+def compiled_table(table: pd.DataFrame) -> pd.DataFrame:
+    """What the compiler made of them."""
+    columns = ["variant", "arch", "registers", "spill_bytes", "shared_bytes", "loads", "matrix", "shuffles", "barriers"]
+    return table[[name for name in columns if name in table]] if len(table) else table
+
+
+def losses(rows: pd.DataFrame) -> str:
+    """The cases in which a library is the faster one."""
+    table = tables.against_best(rows, "product", variants.CUBLAS)
+    slower = table[table["verdict"] == "slower"] if len(table) else table
+    if table.empty:
+        return "nothing could be compared with cuBLAS."
+    if slower.empty:
+        return f"in none of {len(table)} cases is bf16 cuBLAS clearly faster than the lab's fastest variant."
+    parts = [
+        f"{format} from N = {part['N'].min()} on (at worst ×{1 / part['ratio'].min():.2f})"
+        for format, part in slower.groupby("format", sort=False)
+    ]
+    return f"bf16 cuBLAS is faster in {len(slower)} of {len(table)} cases: {', '.join(parts)}."
+
+
+def gains(rows: pd.DataFrame) -> Drawing:
+    """What one launch is worth, and what reading the weights once, against the number of tokens."""
+    table = tables.gains(rows)
+    if table.empty:
+        return "the loop, one launch, and weights read once were not timed beside each other."
+    mean = table.groupby(["step", "format", "N"], sort=False)["ratio"].agg(geometric_mean).reset_index()
+    said = "; ".join(
+        f"{step} ×{geometric_mean(part[part['N'] == part['N'].max()]['ratio']):.2f} at N = {part['N'].max()}"
+        for step, part in mean.groupby("step", sort=False)
+    )
+    return drawing(
+        plots.lines, mean, "N", "ratio", "step", panel="format", logx=True, logy=True, reference=[(1, "no gain")],
+        xlabel="tokens", ylabel="time before / time after (log)", title="Fewer launches, then fewer bytes",
+        alt=f"Lines of the gain of each change against tokens, by format. Geometric means: {said}.",
+        caption=f"In a CUDA graph, so that a launch costs the GPU alone. Geometric means: {said}.",
+        table=table, hidden=["no slower"], units=UNITS,
+    )  # fmt: skip
+
+
+def launches(rows: pd.DataFrame) -> pd.DataFrame:
+    """Operations on the GPU, as the profiler counted them, and how often all weights are asked for, by tokens."""
+    table = tables.times(rows, "product").dropna(subset="launches")
+    if table.empty:
+        return table
+    ours = table[table["passes"].notna()].drop_duplicates(["variant", "N"])
+    ours = ours.assign(text=[f"{n:.0f}, {p:.0f}" for n, p in zip(ours["launches"], ours["passes"], strict=True)])
+    return ours.pivot(index="N", columns="variant", values="text").fillna("").reset_index()
+
+
+def arithmetic(rows: pd.DataFrame) -> pd.DataFrame:
+    """What arithmetic allows the multiply-add family at most, at one shape."""
+    table = tables.arithmetic(rows)
+    if table.empty:
+        return table
+    first = table[(table["rows"] == table["rows"].iloc[0]) & (table["N"] <= 8)]
+    return first.drop(columns=["rows", "K"]).rename(columns=UNITS)
+
+
+def bars(rows: pd.DataFrame) -> str:
+    """Which cases of few tokens are below the part of the plain read that was aimed at.
+
+    Of matrix instructions, weights' or where they were timed integers', which have the bits of a family, too.
+    """
+    table = tables.times(rows, "product")
+    families = (((variants.STATIONARY,), 2), ((variants.MATRIX, variants.INTEGERS), 8))
+    parts = [table[table["variant"].isin(made) & (table["N"] <= n)] for made, n in families] if len(table) else []
+    # of a family and case, the last by name: integers, not weights
+    parts = [part.sort_values("variant").drop_duplicates(["format", "rows", "K", "N"], keep="last") for part in parts]
+    some = pd.concat(parts) if parts else table
+    some = some[some["format"].isin(BARS) & some["% of reading"].notna()] if len(some) else some
+    if some.empty:
+        return "no case of few tokens was measured beside a plain read."
+    below = some[some["% of reading"] < some["format"].map(BARS)]
+    if below.empty:
+        return f"all {len(some)} cases of few tokens reach the part of a plain read that was aimed at."
+    worst = below.loc[below["% of reading"].idxmin()]
+    return (
+        f"{len(below)} of {len(some)} cases of few tokens are below the part of a plain read that was aimed at, the "
+        f"least {worst['% of reading']:.0f} % ({worst['variant']}, {worst['format']}, {worst['rows']} × {worst['K']}, "
+        f"N = {worst['N']})."
+    )
+
+
+def against_cublas(rows: pd.DataFrame, op: str = "product", against: str = variants.CUBLAS) -> Drawing:
+    """A library's time over the lab's fastest variant, by format and tokens."""
+    table = tables.against_best(rows, op, against)
+    if table.empty:
+        return f"{against} was not timed beside the lab's variants of this operation."
+    place = table["model"] if "model" in table else _shapes(table)
+    mean = geometric_mean(table["ratio"])
+    return drawing(
+        plots.lines, table.assign(where=place), "N", "ratio", "format", panel="where", logx=True, logy=True,
+        reference=[(1, "as fast")], xlabel="tokens", ylabel="time library / time ours (log)",
+        title=f"Against {against} (above 1: ours faster)",
+        said=f"ours is {counted(table['verdict'])} of {len(table)} cases, geometric mean {mean:.2f}",
+        alt=f"Lines of the time of {against} over the lab's fastest variant, by shape, format and tokens.",
+        caption="The lab's fastest variant at each N, and intervals, are in the table.",
+        hidden=["where", "no slower"], units=UNITS,
+    )  # fmt: skip
+
+
+def dequantised(rows: pd.DataFrame) -> Drawing:
+    """The weak rival: weights dequantised in every call."""
+    return against_cublas(rows, against=variants.DEQUANTISED)
+
+
+def layers(rows: pd.DataFrame) -> Drawing:
+    """Whole layers, gate and up, SiLU and down, against the library's."""
+    return against_cublas(rows, "ffn")
+
+
+def grouped_mm(rows: pd.DataFrame) -> Drawing:
+    """Routed experts against the library's grouped product."""
+    return against_cublas(rows, "routed", variants.GROUPED_MM)
+
+
+def price(rows: pd.DataFrame) -> str:
+    """What the same bits in every batch cost, against the fastest of all."""
+    table = tables.price(rows)
+    if table.empty:
+        return "no product was measured."
+    worst = table.loc[table["price"].idxmax()]
+    free = (table["price"] == 1).sum()
+    return (
+        f"in {free} of {len(table)} cases a variant with the same bits in every batch is the fastest of all; on "
+        f"average it takes ×{geometric_mean(table['price']):.2f} of the fastest's time, at most ×{worst['price']:.2f} "
+        f"({worst['format']}, {worst['rows']} × {worst['K']}, N = {worst['N']}, against {worst['fastest']})."
+    )
+
+
+def gemlite(rows: pd.DataFrame) -> str:
+    """gemlite and ours, each over the floor of its own bytes."""
+    table = tables.gemlite(rows)
+    if table.empty:
+        return "gemlite was not timed beside the lab's variants: it is an optional library."
+    parts = [
+        f"{format} ×{geometric_mean(part):.2f} (from ×{part.min():.2f} to ×{part.max():.2f})"
+        for format, part in table.groupby("format", sort=False)["better"]
+    ]
+    return (
+        f"time over the floor of its own bytes, gemlite's over ours, geometric mean of {len(table)} cases "
+        f"×{geometric_mean(table['better']):.2f}: {'; '.join(parts)}."
+    )
+
+
+def reuse(tokens: Sequence[int]) -> Drawing:
+    """Tokens that share an expert under uniform routing: predicted and drawn."""
+    table = tables.reuse(tokens)
+    tidy = table.rename(columns={"reuse, predicted": "predicted", "reuse": "drawn"})
+    last = table.iloc[-1]
+    return drawing(
+        plots.lines, tidy.melt("N", ["predicted", "drawn"], var_name="series", value_name="reuse"),
+        "N", "reuse", "series", logx=True, logy=True, xlabel="tokens", ylabel="tokens an expert (log)",
+        title="How often an expert's bytes are used",
+        said=f"N = {last['N']:.0f}: predicted {last['reuse, predicted']:.1f}, drawn {last['reuse']:.1f}",
+        alt="Lines of slots a distinct expert against tokens, predicted and drawn.",
+        caption="N · top_k / distinct experts, synthetic uniform routing.", table=table,
+    )  # fmt: skip
+
+
+def routed(rows: pd.DataFrame) -> Drawing:
+    """Routed experts, all there: µs against tokens by variant."""
+    table = tables.times(rows, "routed")
+    if table.empty:
+        return "routed experts were not measured."
+    said = "no plain read beside"
+    indexed = (variants.INDEXED, variants.INDEXED_MATRIX, variants.INDEXED_INTEGERS)
+    near = where(table, variant=indexed).dropna(subset="% of reading")
+    if len(near):
+        best = near.loc[near["% of reading"].idxmax()]
+        said = f"nearest to reading the distinct experts: {best['% of reading']:.0f} % ({best['variant']}, "
+        said += f"{best['format']}, N = {best['N']})"
+    return drawing(
+        plots.lines, table, "N", "us", "variant", panel="format", logx=True, logy=True, xlabel="tokens",
+        ylabel="µs (log)", title="Routed experts, all on the GPU", said=said,
+        alt="Lines of time of a routed layer against tokens, by variant.",
+        caption="From the chosen experts to the weighted sum, uniform synthetic routing.",
+        hidden=["role", "model", "trace"], units=UNITS,
+    )  # fmt: skip
+
+
+def routed_integers(rows: pd.DataFrame) -> str:
+    """What leaving the experts' weights integers is worth, by tokens, and what it reaches of the read."""
+    both = variants.INDEXED_MATRIX, variants.INDEXED_INTEGERS
+    table = tables.compared(rows, "routed", both[1], both[0])
+    if table.empty:
+        return "routed experts by integers were not timed beside those by weights."
+    times = tables.times(rows, "routed").set_index(["format", "N", "variant"])["% of reading"]
+    parts = []
+    for _, line in table.iterrows():
+        before, now = (times[line["format"], line["N"], name] for name in both)
+        said = f"{line['format']}, N = {line['N']}: {words.interval(line)}"
+        parts.append(f"{said}, {before:.0f} → {now:.0f} % of the read")
+    return f"time by weights / time by integers: {'; '.join(parts)}. A/A noise: at most {table['noise'].max():.1%}."
+
+
+def hit_rates(
+    traces: Sequence[str] = tuple(variants.TRACES), policies: Sequence[str] = tuple(cache.POLICIES),
+    capacities: Sequence[int] = (16, 64, 128, 256), tokens: int = 1, length: int = 256,
+) -> Drawing:  # fmt: skip
+    """Hit rate against capacity by policy, of synthetic traces; counted, not measured."""
+    table = tables.hit_rates(traces, policies, capacities, tokens, length)
+    least = table[table["capacity"] == table["capacity"].min()]
+    said = "; ".join(
+        f"{trace} {part['hit rate'].max():.0%} ({part.loc[part['hit rate'].idxmax(), 'policy']})"
+        for trace, part in least[least["policy"] != "belady"].groupby("trace", sort=False)
+    )
+    return drawing(
+        plots.lines, table, "capacity", "hit rate", "policy", panel="trace", logx=True,
+        xlabel="experts a layer in the cache", ylabel="hit rate",
+        title=f"Synthetic traces, {words.tokens(tokens)} at a time",
+        alt=f"Lines of hit rate against capacity, by policy and trace. {said}.",
+        caption=f"Best policy with {table['capacity'].min()} experts a layer: {said}. belady is the oracle.",
+    )  # fmt: skip
+
+
+def stall(rows: pd.DataFrame) -> Drawing:
+    """µs that a step waits for experts, against capacity, by trace and tokens."""
+    table = tables.cached(rows)
+    if table.empty:
+        return "no steps through the cache were measured."
+    ways = {"stall, when needed": "copied when needed", "stall, prefetched": "prefetched"}
+    tidy = table.rename(columns=ways).melt(
+        ["trace", "policy", "N", "capacity"], list(ways.values()), var_name="way", value_name="stall"
+    )
+    tidy = tidy.assign(panel=tidy["trace"] + ", N = " + tidy["N"].astype(str), stall=tidy["stall"].clip(lower=1))
+    several = tidy.groupby("panel")["capacity"].transform("nunique") > 1
+    waits = table["stall, when needed"]
+    said = " to ".join(
+        f"{end['stall, when needed']:.0f} µs ({end['trace']}, N = {end['N']}, {end['capacity']} experts)"
+        for end in (table.loc[waits.idxmin()], table.loc[waits.idxmax()])
+    )
+    return drawing(
+        plots.lines, tidy[several] if several.any() else tidy, "capacity", "stall", "way", panel="panel", logx=True,
+        logy=True, xlabel="experts a layer in the cache", ylabel="µs a step waits (log)",
+        title=f"Waiting for experts, {variants.LAYERS} layers",
+        alt=f"Lines of the time a step waits against capacity, with and without prefetch. When needed: from {said}.",
+        caption=f"Beyond the same step with every expert there. Copied when needed: from {said}. Synthetic traces.",
+        table=table, hidden=["model", "format"],
+    )  # fmt: skip
+
+
+def thrash(rows: pd.DataFrame) -> str:
+    """When a small cache is no better than none: steps that go past it."""
+    table = tables.cached(rows)
+    if table.empty:
+        return "no steps through the cache were measured."
+    table = table.assign(slower=table["when needed µs"] / table["compute µs"])
+    none = table[table["hit rate"] == 0]
+    worst = table.loc[table["slower"].idxmax()]
+    return (
+        f"{len(none)} of {len(table)} cases hit nothing; the slowest step takes ×{worst['slower']:.1f} of one with "
+        f"every expert there (N = {worst['N']}, {worst['trace']}, {worst['policy']}, {worst['capacity']} experts a "
+        f"layer)."
+    )
+
+
+def overlap(rows: pd.DataFrame) -> str:
+    """Does prefetch hide the copies where they and the compute are about as long?"""
+    table = tables.cached(rows)
+    some = table[table["balanced"]] if len(table) else table
+    if some.empty:
+        return "in no case are copies and compute within 2× of each other."
+    said = ", ".join(
+        f"{words.span(part['prefetched / larger'], '×{:.2f}')} "
+        f"(N = {n}, {part['compute µs'].min():.0f} µs of compute and more)"
+        for n, part in some.groupby("N")
+    )
+    idle = table[table["hit rate"] == 1]["copies µs"]
+    host = f" Where nothing is to be copied, the host takes {idle.min():.0f} to {idle.max():.0f} µs a step to find out."
+    return (
+        f"in {len(some)} cases copies and compute are within 2× of each other; with prefetch a step takes, of the "
+        f"larger of the two, {said}.{host if len(idle) else ''}"
+    )
+
+
+def summary(rows: pd.DataFrame) -> str:
+    """The result in one sentence."""
+    table = tables.against_best(rows, "product", variants.CUBLAS)
+    if table.empty:
+        return "nothing could be compared with cuBLAS."
+    parts = [
+        f"N = {n} ×{geometric_mean(part['ratio']):.2f}" for n, part in table.groupby("N") if n in (1, 8, 32, 64, 512)
+    ]
+    return (
+        f"against bf16 cuBLAS, the lab's fastest variant with the same bits in every batch is "
+        f"{counted(table['verdict'])} of {len(table)} cases; geometric means over formats and "
+        f"shapes: {', '.join(parts) or 'at other N only'}."
+    )

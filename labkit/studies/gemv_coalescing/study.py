@@ -1,0 +1,130 @@
+"""Study 02: what coalescing is worth in a GEMV, how many rows a program should take, what a chain of them reaches."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from labkit.bench.spec import Added, Case, Floor, Study, Variant, lazy, list_of, one_of
+from labkit.shapes import LINEAR, OTHER_LINEAR
+from labkit.studies.gemv_coalescing import claims
+from labkit.studies.gemv_coalescing import variants as names
+
+OTHER = "other shapes"
+# A compiler's tuning takes seconds a shape, so the peers are timed at the shapes that sources give figures for.
+PEER_SHAPES = ((1024, 2560), (2560, 4096), (9216, 2560), (2560, 9216), (4096, 4096), (152064, 2560))
+ALL_DTYPES = "Llama-3.2-1B"  # the model whose shapes are timed in other dtypes than bf16 too
+
+
+def cases(parameters: Mapping[str, Any]) -> list[Case]:
+    """What is tuned, then every shape of the models in every dtype, then the models' chains."""
+    wanted = [
+        _params(shape, dtype)
+        for dtype in parameters["dtypes"]
+        for shape in dict.fromkeys(shape for name in parameters["models"] for shape in shapes_of(name))
+        if dtype == "bf16" or shape in LINEAR[ALL_DTYPES].shapes()
+    ]
+    found = [Case(op, params) for op in ("tune", "gemv") for params in wanted]
+    chains = [name for name in parameters["models"] if name in LINEAR]
+    return found + [
+        Case("chain", {"model": name, "dtype": "bf16"}) for name in chains if "bf16" in parameters["dtypes"]
+    ]
+
+
+def shapes_of(name: str) -> list[tuple[int, int]]:
+    """[N, K] of a model, or of the other published shapes."""
+    return LINEAR[name].shapes() if name in LINEAR else list(OTHER_LINEAR)
+
+
+def _params(shape: tuple[int, int], dtype: str) -> dict[str, Any]:
+    return {"N": shape[0], "K": shape[1], "dtype": dtype}
+
+
+def floor(x: Case) -> Floor:
+    """The weights and x read once, y written."""
+    size = names.SIZES[x["dtype"]]
+    if x.op == "chain":
+        groups = LINEAR[x["model"]].chain(merged=True)
+        weights = sum(n * k for k, ns in groups for n in ns)
+        vectors = sum(k + n for k, ns in groups for n in ns)
+    else:
+        weights, vectors = x["N"] * x["K"], x["N"] + x["K"]
+    return Floor((weights + vectors) * size, 2 * weights, "read", set_bytes=weights * size)
+
+
+def variants(x: Case) -> list[Variant]:
+    """Candidates of the table (tune); the ladder, the rows, the libraries (gemv); whole layers (chain)."""
+    if x.op == "tune":
+        return [names.candidate(choice) for choice in _candidates(x)]
+    if x.op == "chain":
+        return list(names.CHAINS)
+    peers = x["dtype"] == "bf16" and (x["N"], x["K"]) in PEER_SHAPES
+    return [*names.GEMVS, *(names.PEER_GEMVS if peers else ())]
+
+
+def control(x: Case) -> str:
+    """The variant that the A/A control repeats."""
+    if x.op == "tune":
+        return str(_candidates(x)[0])
+    return names.CHAIN_OURS if x.op == "chain" else names.OURS
+
+
+def _candidates(x: Case) -> list[Any]:
+    from labkit.kernels.gemv import choose
+
+    return choose.candidates(x["N"], x["K"], names.SIZES[x["dtype"]])
+
+
+def kernels(some: Sequence[Case], capability: int) -> list[tuple[str, Mapping[str, Any]]]:
+    """What differs from shape to shape and so is compiled for each: candidates, and numbers of rows."""
+    from labkit.sweep.variants import ahead
+
+    rows = (*names.ROWS_VARIANTS, *names.PLAIN_ROWS, *names.TWO_D)
+    wanted = [(x, one) for x in some if x.op != "chain" for one in variants(x) if x.op == "tune" or one.name in rows]
+    return ahead("gemv_coalescing", wanted, capability)
+
+
+def counted(parameters: Mapping[str, Any]) -> list[tuple[Case, str]]:
+    """The ladder at the bf16 shape that is nearest to 16 MB of weights."""
+    some = [case for case in cases(parameters) if case.op == "gemv" and case["dtype"] == "bf16"]
+    if not some:
+        return []
+    case = min(some, key=lambda case: abs(case["N"] * case["K"] - 2**23))
+    return [(case, name) for name in (*names.LADDER, names.OURS) if name != names.SPLIT_K]
+
+
+def settle(rows: Path, folder: Path) -> None:
+    """Write the tuned table of a GPU from the rows that its folder holds: the fastest candidate, cold and hot."""
+    from labkit.kernels.gemv import choose
+    from labkit.studies.gemv_coalescing import tables
+
+    choose.write(folder, tables.fastest(rows))
+
+
+STUDY = Study(
+    name="gemv_coalescing",
+    title="GEMV: coalescing, rows a program, and a chain of them",
+    summary="What is coalescing worth in a GEMV, step by step; how many rows should a program take; who beats cuBLAS?",
+    cases=cases,
+    variants=variants,
+    control=control,
+    floor=floor,
+    claims=claims.CLAIMS,
+    parameters={
+        "models": list_of(one_of(*LINEAR, OTHER)),
+        "dtypes": list_of(one_of(*names.SIZES)),
+    },
+    tiny=tuple(
+        Case("gemv", {"N": n, "K": k, "dtype": dtype}) for n, k, dtype in ((70, 96, "fp32"), (33, 1000, "fp16"))
+    ),
+    early=lambda case: case.op == "tune",
+    settle=settle,
+    counted=counted,
+    added=Added(
+        ("W", "x", "y"),
+        "W: [N, K], x: [K], y: [N], all of the case's dtype, contiguous; the function writes y = W x.",
+        lazy("labkit.studies.gemv_coalescing.trials:added"),
+        lambda case: case.op == "gemv",
+        ("cold",),
+    ),
+    kernels=kernels,
+)

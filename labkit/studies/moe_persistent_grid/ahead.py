@@ -1,0 +1,178 @@
+"""The kernels that cases need, as launches to compile before them: on memory that is never touched."""
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from labkit.bench.spec import Case
+from labkit.evidence import compiled
+from labkit.kernels import offline
+from labkit.kernels.experts.choose import Config, Words
+from labkit.kernels.launch import Launch
+from labkit.studies.moe_persistent_grid import trials
+from labkit.studies.moe_persistent_grid import variants as names
+
+HERE = "labkit.studies.moe_persistent_grid.ahead"
+Source = tuple[str, Mapping[str, Any]]
+GEMMS = ("gemm1", "gemm2")
+BEFORE = {"gemm1": "quantise", "gemm2": "activate"}  # what an 8-bit product needs, beside itself
+
+
+def sources(some: Sequence[Case], variants_of: Callable[[Case], list[str]], capability: int) -> list[Source]:
+    """What `compiled.prebuild` takes; launches of the same code once.
+
+    variants_of: the names of a case's variants; none for one that is tuned, whose candidates are meant.
+    """
+    found: dict[str, Source] = {}
+    for x in some:
+        for key, source in _of(x, variants_of(x), capability):
+            found.setdefault(json.dumps(key), source)
+    return list(found.values())
+
+
+def _of(x: Case, variants: Sequence[str], capability: int) -> Iterator[tuple[Any, Source]]:
+    """What the code depends on, and a source, of everything that a case launches and that is not a library's."""
+    for gemms, config, int8 in _configs(x, variants):
+        shared = {"op": x.op, "params": dict(x.params), "choice": config.as_dict(), "int8": int8}
+        for key, wanted in _parts(x, gemms, config, int8, capability):
+            # A layer's own evidence is of its products; what is tuned is not looked at.
+            dissect = wanted[0] in GEMMS and x.op != "tune" and not config.rows
+            yield [*key, dissect], (f"{HERE}:layer", shared | {"wanted": wanted, "dissect": dissect})
+    for name, make in ((names.GROUPED, "grouped_mm"), (names.LIGER, "liger")):
+        if name in variants:
+            yield [make, x["T"], *_shape(x)], (f"{HERE}:{make}", {"params": dict(x.params)})
+
+
+def _shape(x: Case) -> list[Any]:
+    return [x[name] for name in ("E", "H", "I", "top_k", "weights", "activations")]
+
+
+def _parts(
+    x: Case, gemms: Sequence[str], config: Config, int8: bool, capability: int
+) -> Iterator[tuple[list[Any], list[str]]]:
+    """What the code of some of a layer's launches depends on, and their names."""
+    for gemm in gemms:
+        tile = getattr(config, gemm)
+        if config.rows:
+            yield [gemm, *_shape(x), config.as_dict()["rows"], config.dependent], [gemm]
+        elif not tile.descriptor or capability >= 90:
+            how = tile.as_dict() | {"programs": tile.programs > 0}
+            key = [gemm, *_shape(x), config.block_m, config.fused, config.dependent, how, int8]
+            yield key, [gemm, BEFORE[gemm]] if int8 else [gemm]
+    if not config.rows:
+        counted = config.gemm1.counted and config.gemm2.counted
+        yield ["routing", x["E"], x["T"], x["top_k"], config.block_m, config.dependent, counted], ["count", "place"]
+        if x.op == "layer":
+            yield ["sum", *_shape(x), config.dependent], ["sum"]
+
+
+def _configs(x: Case, variants: Sequence[str]) -> Iterator[tuple[Sequence[str], Config, bool]]:
+    """(GEMMs, configuration, 8-bit activations) of a case's variants, by the table as it is now."""
+    if x.op == "tune":
+        for one in trials.candidates(x):
+            # A second product is timed on what the rule's first one leaves, in blocks that the rule may not have.
+            yield list(dict.fromkeys(("gemm1", one.gemm))), trials.configured(x, one), False
+        return
+    gemms = {"layer": GEMMS, "waves": GEMMS[:1]}.get(x.op, (x.op,))
+    for make, options in (names.makers(x.op, x["weights"], x["T"])[name] for name in variants):
+        if make in ("layer", "gemm") and not options.get("plain"):
+            base = {"base": "ours"} if make == "layer" else {}
+            yield gemms, trials.config_of(x, _here(), **base | options), bool(options.get("int8"))
+        elif make == "one_token":
+            yield gemms, trials.one_token_config(x, _here(), **options), False
+        elif make == "limited":
+            yield gemms, trials.config_of(x, _here(), "rule", grid=options["grid"], dependent=False), False
+
+
+def _here() -> str:
+    """The device whose tuned table counts: this machine's GPU, where there is one."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+# In the processes that compile
+
+
+def layer(
+    op: str,
+    params: Mapping[str, Any],
+    wanted: Sequence[str],
+    choice: Mapping[str, Any],
+    int8: bool = False,
+    dissect: bool = False,
+) -> list[Launch]:
+    """Those of the wanted launches that the layer of a case and a configuration has.
+
+    dissect: also take their code apart now, for the evidence of the rows; what is found is kept on disk.
+    """
+    from labkit.kernels.experts import expert_layer, inputs
+    from labkit.studies.moe_persistent_grid import w4a8
+
+    x = Case(op, params)
+    [item] = trials.inputs(x, "cpu", 1, 0)
+    rows, parts, integers = inputs.sizes(item)
+    shared = (torch.empty(size, dtype=item.x.dtype) for size in (rows, parts))
+    scratch = inputs.Workspace(x["T"], *shared, torch.empty(integers, dtype=torch.int32))
+    launches = (w4a8.layer if int8 else expert_layer.layer)(item, config_from(choice), scratch).launches
+    found = [launches[name] for name in wanted if name in launches]
+    if dissect:
+        compiled.evidence(found[0], offline.offline_capability())
+    return found
+
+
+def config_from(choice: Mapping[str, Any]) -> Config:
+    """The configuration that `as_dict` has made JSON of, also with words."""
+    rows = choice["rows"] or {}
+    found = Config.of({**choice, "rows": None} if "down_k" in rows else choice)
+    return replace(found, rows=Words(**rows)) if "down_k" in rows else found
+
+
+def grouped_mm(params: Mapping[str, Any]) -> list[Launch]:
+    """The kernels around torch's grouped product."""
+    from labkit.studies.moe_persistent_grid import peers
+
+    [item] = trials.inputs(Case("layer", params), "cpu", 1, 0)
+    return peers.glue(item)
+
+
+def liger(params: Mapping[str, Any]) -> "LigerLayer":
+    """liger-kernel's layer, as something to compile; nothing where it is not installed."""
+    [item] = trials.inputs(Case("layer", params), "cpu", 1, 0)
+    return LigerLayer(item)
+
+
+@dataclass(frozen=True)
+class LigerLayer:
+    """liger-kernel's layer of LayerInputs x: all the kernels that it has and tries while it tunes."""
+
+    x: Any
+    kernel: Any = None
+
+    def compile(self) -> None:
+        """Compile what a call would launch; tensors are on the CPU and never touched."""
+        from triton import testing
+        from triton.runtime.jit import JITFunction
+
+        from labkit.studies.moe_persistent_grid import peers
+
+        run = JITFunction.run
+
+        def only_compiled(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+            return run(kernel, *args, grid=grid, warmup=True, **options)
+
+        def not_timed(call: Any, **how: Any) -> list[float]:
+            call()
+            return [1.0, 1.0, 1.0]
+
+        with (
+            mock.patch.object(JITFunction, "run", only_compiled),
+            mock.patch.object(testing, "do_bench", not_timed),
+            mock.patch.object(Tensor, "item", return_value=64),
+            suppress(Exception),
+        ):  # the variant itself will say what is wrong
+            peers.liger(self.x)

@@ -1,0 +1,201 @@
+"""The published numbers that the study tests, and the functions that judge them from one GPU's rows."""
+
+import pandas as pd
+
+from labkit.bench.spec import Claim, Judgement
+from labkit.bench.verdict import geometric_mean
+from labkit.studies.moe_persistent_grid import tables, variants
+from labkit.studies.moe_persistent_grid.models import QWEN3_30B, QWEN35_35B
+
+PREFILL = (6171, 6127)  # tokens a second, activations quantised before, then the persistent grid as well
+DECODE = (99.0, 84.5)
+WIDER_BLOCKS = 1.32  # BLOCK_M 64 over 16
+LOOP = (1.42, 2.62)
+LIGER_TFLOPS = 523.0
+TIE = 0.03  # the GEMMs are a part of the prefill, so that a tie of it within 1 % may be one of them within this
+ABOUT = 1.15  # a factor of another GPU agrees within this
+FEW = 512  # tokens, up to which the source expects gains
+PROCESSES = 3
+
+
+def _untestable(why: str) -> Judgement:
+    return Judgement("not testable here", "–", why)
+
+
+def _processes(rows: pd.DataFrame, op: str) -> int:
+    """In how many processes the cases of an operation were measured, the least of them."""
+    return min((len(set(run)) for run in rows[(rows["op"] == op) & rows["ok"]]["run"]), default=0)
+
+
+def _point(rows: pd.DataFrame) -> pd.Series:
+    """µs of both GEMMs of the source's own case by variant; empty if it was not measured in enough processes."""
+    if min(_processes(rows, op) for op in ("gemm1", "gemm2")) < PROCESSES:
+        return pd.Series(dtype=float)
+    return tables.source_point(rows).set_index("variant")["us"]
+
+
+NO_POINT = f"needs both INT4 GEMMs of {QWEN35_35B.name} at {tables.SOURCE_T} tokens in {PROCESSES} processes"
+
+
+def _how(rows: pd.DataFrame, tuned: bool = False) -> str:
+    """What the source's kernels were run with here, both of which make other code."""
+    versions = ", ".join(sorted(set(rows[rows["ok"]]["triton"])))
+    tile = "" if tuned else "The tile is one of those that the source tunes over, not tuned anew; "
+    return f"{tile}Triton {versions}"
+
+
+def judge_prefill(rows: pd.DataFrame) -> Judgement:
+    """Does the persistent grid change the time of the two GEMMs of the source's prefill as little as it says?"""
+    us = _point(rows)
+    tiles, persistent = (variants.source(16, grid, int8=True) for grid in (variants.TILES, variants.PERSISTENT))
+    if not {tiles, persistent} <= set(us.index):
+        return _untestable(NO_POINT)
+    tuned = tables.tuned_point(rows)
+    tuned = tuned[tuned["kernel"] == "W4A8"]
+    sums = tuned[["us", "persistent us"]].sum() if len(tuned) == 2 else pd.Series([us[tiles], us[persistent]])
+    gain = sums.iloc[0] / sums.iloc[1]
+    measured = f"×{gain:.3f} for the two W4A8 GEMMs, one CTA a tile / persistent"
+    measured += ", each with the fastest of the source's tiles" if len(tuned) == 2 else ""
+    more = [
+        f"×{us[a] / us[b]:.3f} {a.removesuffix(f', {variants.TILES}')}"
+        for a, b in variants.PAIRS
+        if (len(tuned) == 2 or a != tiles) and a.startswith("source") and {a, b} <= set(us.index)
+    ]
+    measured += f" (one tile in both: {'; '.join(more)})" if more else ""
+    if abs(gain - 1) <= TIE:
+        return Judgement("consistent", measured, "a tie here too, on another GPU and for the GEMMs alone")
+    filled, base = variants.source(16, variants.PERSISTENT, variants.FILLED), variants.source(16, variants.PERSISTENT)
+    why = "no tie here: the persistent grid is " + ("faster" if gain > 1 else "slower")
+    if {filled, base} <= set(us.index):
+        why += f"; as many CTAs as fit an SM, instead of one, give ×{us[base] / us[filled]:.2f} with W4A16"
+    return Judgement("not reproduced", measured, f"{why}. {_how(rows, tuned=len(tuned) == 2)}")
+
+
+def judge_few_tokens(rows: pd.DataFrame) -> Judgement:
+    """Does the source's persistent grid pay for up to 512 tokens?"""
+    table = tables.persistence(rows)
+    table = table[table["kernel"].str.startswith("source") & (table["weights"] == "INT4") & (table["T"] <= FEW)]
+    if table.empty or _processes(rows, "gemm1") < PROCESSES:
+        return _untestable(f"needs the source's INT4 kernels at {FEW} tokens or fewer in {PROCESSES} processes")
+    best = table.loc[table["ratio"].idxmax()]
+    faster = (table["verdict"] == "faster").sum()
+    mean = geometric_mean(table["ratio"])
+    measured = f"×{mean:.2f} in the geometric mean of {len(table)} cases, ×{table['ratio'].min():.2f} to "
+    measured += f"×{best['ratio']:.2f}; faster in {faster}"
+    if mean > 1 and faster > len(table) / 2:
+        return Judgement("consistent", measured, "it pays in most of these cases")
+    won = table[table["verdict"] == "faster"].groupby(["kernel", "GEMM"], sort=False).size()
+    where = ", ".join(f"{kernel}, {gemm}: {count}" for (kernel, gemm), count in won.items())
+    why = "it pays in none of these cases" if not faster else f"it pays in {faster} of {len(table)} cases ({where})"
+    return Judgement("not reproduced", measured, why)
+
+
+def judge_fewer_sms(rows: pd.DataFrame) -> Judgement:
+    """Does the persistent grid gain more where there are fewer multiprocessors?"""
+    table = tables.persistent_on_parts(rows)
+    sizes = sorted(table["SMs"].unique())
+    if len(sizes) < 2:
+        return _untestable("needs a GEMM on all and on fewer multiprocessors of this GPU (green contexts)")
+    means = {size: geometric_mean(table[table["SMs"] == size]["ratio"]) for size in sizes}
+    measured = "one CTA a tile / persistent: " + ", ".join(f"{size} SMs ×{mean:.3f}" for size, mean in means.items())
+    whole = means[sizes[-1]]
+    more = [size for size in sizes[:-1] if means[size] > whole + 0.01]
+    if len(more) == len(sizes) - 1:
+        return Judgement("consistent", measured, "the persistent grid gains more on every smaller part of this GPU")
+    why = "its gain does not grow with fewer multiprocessors here"
+    return Judgement("not reproduced", measured, f"{why}. The A100 that was measured has fewer than the 4090 named")
+
+
+def judge_decode(rows: pd.DataFrame) -> Judgement:
+    """Decode at that commit does not run the kernels that were changed."""
+    del rows
+    return _untestable("decode calls another operator, which the pull request does not change: no cause to test")
+
+
+def judge_blocks(rows: pd.DataFrame) -> Judgement:
+    """Are blocks of 64 rows as much faster than blocks of 16 at the source's prefill?"""
+    us = _point(rows)
+    narrow, wide = (variants.source(size, variants.TILES) for size in (16, 64))
+    if not {narrow, wide} <= set(us.index):
+        return _untestable(NO_POINT)
+    ratio = us[narrow] / us[wide]
+    measured = f"×{ratio:.2f} for both W4A16 GEMMs"
+    if WIDER_BLOCKS / ABOUT <= ratio <= WIDER_BLOCKS * ABOUT:
+        return Judgement("consistent", measured, "about as much here, on another GPU")
+    if ratio > 1:
+        by = "more" if ratio > WIDER_BLOCKS else "less"
+        return Judgement("not reproduced", measured, f"wider blocks are faster here too, but by {by}. {_how(rows)}")
+    return Judgement("not reproduced", measured, "wider blocks are not faster here")
+
+
+def judge_loop(rows: pd.DataFrame) -> Judgement:
+    """Is an expert layer that much faster than a loop over experts, and is the persistent grid what makes it so?"""
+    table = tables.loop_gain(rows)
+    if table.empty or _processes(rows, "layer") < PROCESSES:
+        return _untestable(f"needs our layer and the loop in {PROCESSES} processes")
+    low, high = table["ratio"].min(), table["ratio"].max()
+    within = int(table["ratio"].between(*LOOP).sum())
+    measured = f"loop / ours ×{low:.2f} to ×{high:.2f} over {len(table)} cases, {within} in the published range"
+    grids = tables.persistence(rows)
+    grids = grids[grids["kernel"] == "ours"]
+    cause = "the grid was not tested here"
+    if len(grids):
+        gain = geometric_mean(grids["ratio"])
+        cause = f"of our own GEMMs, one CTA a tile / persistent is ×{gain:.2f} in the mean"
+        cause += ": the factor is not the grid's" if gain < 1 + TIE else ""
+    cause += ". The shapes are others, and the loop is eager while ours is in a graph"
+    return Judgement("consistent" if within else "not reproduced", measured, cause)
+
+
+def judge_liger(rows: pd.DataFrame) -> Judgement:
+    """Does liger-kernel reach its TFLOP/s?"""
+    best = tables.best_tflops(rows, variants.LIGER)
+    if best != best:
+        return _untestable("liger-kernel was not timed here: `pip install labkit[peers]`")
+    measured = (
+        f"{best:.0f} TFLOP/s at most with {QWEN3_30B.name}'s shape; ours {tables.best_tflops(rows, variants.OURS):.0f}"
+    )
+    why = "of the released package, tuned over some of its configurations"
+    if best >= LIGER_TFLOPS / ABOUT:
+        return Judgement("consistent", measured, f"about as much here {why}")
+    return Judgement("not reproduced", measured, f"less here {why}")
+
+
+PULL_REQUEST = ("ExecuTorch pull request 19219", "https://github.com/pytorch/executorch/pull/19219")
+A100 = f"A100 80GB, {QWEN35_35B.name}, INT4 weights"
+CLAIMS = (
+    Claim(
+        "prefill", *PULL_REQUEST, "A persistent grid with grouped tile order does not change the prefill",
+        f"{A100}, 8-bit activations, {tables.SOURCE_T} tokens", f"{PREFILL[0]} → {PREFILL[1]} tokens/s", judge_prefill,
+    ),
+    Claim(
+        "few-tokens", *PULL_REQUEST, f"It should pay for up to {FEW} tokens", "expected, not measured", "no figure",
+        judge_few_tokens,
+    ),
+    Claim(
+        "fewer-sms", *PULL_REQUEST, "It should pay on GPUs with fewer multiprocessors, such as the RTX 4090's 128",
+        "expected, not measured", "no figure", judge_fewer_sms,
+    ),
+    Claim(
+        "decode", *PULL_REQUEST, "The same commit made decode slower", f"{A100}, 512 tokens decoded",
+        f"{DECODE[0]} → {DECODE[1]} tokens/s", judge_decode,
+    ),
+    Claim(
+        "blocks", "ExecuTorch, comment in fused_moe.py",
+        "https://github.com/pytorch/executorch/blob/main/backends/cuda/triton/kernels/fused_moe.py",
+        "Blocks of 64 rows are faster than blocks of 16",
+        "Qwen3.5 MoE prefill, 1696 tokens, 256 experts; GPU not stated",
+        f"×{WIDER_BLOCKS}", judge_blocks,
+    ),
+    Claim(
+        "loop", "PyTorch blog, Triton persistent cache-aware grouped GEMM",
+        "https://pytorch.org/blog/accelerating-moes-with-a-triton-persistent-cache-aware-grouped-gemm-kernel/",
+        "A persistent grouped GEMM is faster than a loop over the experts", "H100, DeepSeek-V3 16B shapes, bf16",
+        f"×{LOOP[0]} to ×{LOOP[1]}", judge_loop,
+    ),
+    Claim(
+        "liger", "Liger-Kernel pull request 1294", "https://github.com/linkedin/Liger-Kernel/pull/1294",
+        "Peak of its fused expert layer in inference", "H100, the pull request's own kernels",
+        f"{LIGER_TFLOPS:.0f} TFLOP/s", judge_liger,
+    ),
+)  # fmt: skip

@@ -1,0 +1,257 @@
+"""Figures, tables and sentences on the production operations, each made from the rows of one GPU."""
+
+from collections.abc import Sequence
+from importlib.util import find_spec
+from typing import Any
+
+import pandas as pd
+
+from labkit.bench.tables import where
+from labkit.bench.verdict import counted, geometric_mean
+from labkit.report import plots
+from labkit.report.figures import Drawing, drawing
+from labkit.report.words import span
+from labkit.shapes import QWEN3_NEXT
+from labkit.studies.state_layout import tables, variants
+from labkit.studies.state_layout.claims import CONTEXT, FULL, NARROW, TTFT_PERCENT, VLLM_TABLE, WIDE, vllm_estimate
+from labkit.studies.state_layout.study import ITEMSIZE
+from labkit.studies.state_layout.views import INTERVAL, at_batches
+
+SHOWN_STEPS = [variants.OURS_IN_ORDER, variants.OURS, variants.OURS_KV, variants.ATTENTION_GYM]
+FASTEST_FLA = "fastest of fla-core, in order"
+LIBRARIES = {"in order": "the faster of fla-core and attn-gym", "at random": "attn-gym"}  # which find states so
+
+
+def choices(batches: Sequence[int], states: Sequence[str], sms: int = 132) -> pd.DataFrame:
+    """What the rule of `recurrent` chooses for Qwen3-Next's heads, by how fast the memory is; empty without Triton."""
+    if not find_spec("triton"):
+        return pd.DataFrame()
+    from labkit.kernels.gated_delta.recurrent import choose
+
+    model, found = QWEN3_NEXT, []
+    for state in states:
+        for batch in batches:
+            heads = batch * model.value_heads
+            line = {"state": state, "batch": batch}
+            for fast, gpu in ((False, "H100"), (True, "H200")):
+                choice = choose(heads, model.v, model.k, ITEMSIZE[state], sms, fast=fast)
+                programs = heads * -(-model.v // choice.tile)
+                line |= {f"choice, {gpu}": str(choice), f"all programs / SMs, {gpu}": round(programs / sms)}
+            found.append(line)
+    return pd.DataFrame(found)
+
+
+def answer(rows: pd.DataFrame) -> str:
+    """What the layout changes, from the tuned kernel to the whole model, before everything else."""
+    steps, prefills = (tables.gdn_layouts(rows, op) for op in ("step", "extend"))
+    if steps.empty:
+        return "production kernels were not measured in both layouts."
+    parts = [f"{state} state {span(ratio)}" for state, ratio in steps.groupby("state", sort=False)["ratio"]]
+    said = ["each layout tuned for itself, [K, V] takes so many times as long: decode, " + ", ".join(parts)]
+    if len(prefills):
+        said.append(f"all kernels of prefill, with one launch for both layouts, {span(prefills['ratio'])}")
+    gain = vllm_estimate(rows, WIDE)["gain %"]
+    if len(gain):
+        said.append(f"with [V, K] a whole decode step gains {span(gain, '{:+.1f}')} % (estimate, BV={WIDE})")
+    narrow = where(tables.ratios(rows), BV=NARROW, K=QWEN3_NEXT.k)
+    said += [f"only the simple kernel with BV={NARROW} shows up to {narrow['ratio'].max():.1f}"] if len(narrow) else []
+    return "; ".join(said) + "."
+
+
+def in_short(rows: pd.DataFrame) -> str:
+    """What the layout is worth to production kernels of decode, and where decode and extend stand among libraries."""
+    layout = tables.gdn_layouts(rows, "step")
+    if layout.empty:
+        return "production kernels were not measured in both layouts."
+    parts = at_batches(layout)
+    said = [f"production kernels, each layout with choices of its own, time of [K, V] over [V, K]: {parts}"]
+    steps = where(tables.against_best(rows, "step"), gate="GDN")
+    for slots, group in steps.groupby("slots", sort=False):
+        longer = f"{LIBRARIES[slots]} takes so many times as long as ours: {_spans(group, 'state')}"
+        said.append(f"Decode, GDN, slots {slots}: {longer}")
+    prefills = tables.against_best(rows, "extend")
+    if len(prefills):
+        said.append(f"Extend: fla-core takes so many times as long as ours: {_spans(prefills, 'gate')}")
+    return ". ".join(said) + "."
+
+
+def _spans(table: pd.DataFrame, by: str) -> str:
+    """Least and largest ratio of each group, and the geometric mean."""
+    return "; ".join(
+        f"{name} {span(ratio)} (geometric mean {geometric_mean(ratio):.2f})"
+        for name, ratio in table.groupby(by, sort=False)["ratio"]
+    )
+
+
+def step_percent(rows: pd.DataFrame) -> Drawing:
+    """Percent of the in-place multiply against batch, GDN: ours in both layouts, and libraries."""
+    table = where(tables.operation_times(rows, "step"), gate="GDN")
+    table = table[table["percent"].notna()]
+    fla = table[table["variant"].str.startswith("fla ")].sort_values("us", kind="stable")
+    fla = fla.drop_duplicates(["state", "batch"]).sort_index().assign(variant=FASTEST_FLA)
+    table = pd.concat([where(table, variant=SHOWN_STEPS), fla], ignore_index=True)
+    if table.empty:
+        return "no decode step was measured beside the in-place multiply."
+    ours = where(table[table["batch"] >= FULL], variant=[variants.OURS_IN_ORDER, variants.OURS])
+    spans = "; ".join(
+        f"{who}, {state} {span(some, '{:.1f}')} %"
+        for (who, state), some in ours.groupby(["variant", "state"], sort=False)["percent"]
+    )
+    return drawing(
+        plots.lines, table, "batch", "percent", "variant", panel="state", logx=True,
+        reference=[(100, variants.CEILING)], xlabel="batch", ylabel="% of in-place multiply",
+        title="Decode, production kernels, GDN",
+        alt="Lines of percent of an in-place multiply against batch, by kernel.",
+        caption="The same states multiplied in place, in the same blocks, are 100 %.",
+        said=f"batch {FULL} and more: {spans}" if spans else "no batch fills the GPU",
+        table=["state", "batch", "variant", "us", "percent"], units={"us": "µs", "percent": "%"},
+    )  # fmt: skip
+
+
+def step_in_order(rows: pd.DataFrame) -> Drawing:
+    """The fastest library over ours by batch, the states in slots one after the other."""
+    return _step_libraries(rows, "in order")
+
+
+def step_at_random(rows: pd.DataFrame) -> Drawing:
+    """The same with slots at random, which only libraries with indices can read."""
+    return _step_libraries(rows, "at random")
+
+
+def _step_libraries(rows: pd.DataFrame, slots: str) -> Drawing:
+    table = where(tables.against_best(rows, "step"), slots=slots)
+    if table.empty:
+        return "no library was timed beside the lab's decode: `pip install labkit[peers]` brings those that there are."
+    gdn = where(table, gate="GDN")["ratio"]
+    said = [f"GDN: geometric mean {geometric_mean(gdn):.3f}, least {gdn.min():.3f}"] if len(gdn) else []
+    return _step_ratios(
+        table,
+        xlabel=f"time {LIBRARIES[slots]} / time ours (above 1: ours faster)",
+        title=f"Decode against {LIBRARIES[slots]}, slots {slots}",
+        alt=f"Ratios of {LIBRARIES[slots]}'s time over ours, by gate, state and batch.",
+        caption="The fastest of its ways at each batch is named in the table.",
+        said="; ".join([*said, f"ours is {counted(table['verdict'])} of {len(table)} cases"]),
+    )
+
+
+def slots(rows: pd.DataFrame) -> Drawing:
+    """What it costs that an engine's pool has the states of a batch in slots at random."""
+    table = tables.compared(rows, "step", variants.OURS_IN_ORDER, variants.OURS)
+    if table.empty:
+        return "states in order and at random were not both measured."
+    return _step_ratios(
+        table,
+        xlabel="time slots at random / time slots in order (above 1: order is faster)",
+        title="The same kernel, the same states, in another order",
+        alt="Ratios of time with slots at random over time with slots in order, by gate, state and batch.",
+        caption="Each state is a slot of its own, megabytes in one piece, in both.",
+        said=span(table["ratio"], "×{:.3f}"),
+        units={"us": "in order µs", "against us": "at random µs"},
+    )
+
+
+def _step_ratios(table: pd.DataFrame, **texts: Any) -> Drawing:
+    """Ratios by batch, grouped by gate and state."""
+    table = table.assign(group=table["gate"] + ", " + table["state"], row="batch " + table["batch"].astype(str))
+    hidden = ("group", "row")
+    return drawing(plots.ratios, table, "row", *INTERVAL, group="group", verdict="verdict", hidden=hidden, **texts)
+
+
+def layouts(rows: pd.DataFrame) -> pd.DataFrame:
+    """KV / VK of production kernels in every operation."""
+    return tables.layouts(rows).dropna(axis=1, how="all")
+
+
+def verified(rows: pd.DataFrame) -> str:
+    """What verify saves over decoding the draft token by token."""
+    table = tables.compared(rows, "verify", variants.OURS, variants.TOKENS)
+    if table.empty:
+        return "no chain of draft tokens was measured both ways."
+    parts = "; ".join(
+        f"{line['gate']}, batch {line['batch']}, {line['T']} tokens ×{line['ratio']:.2f}"
+        for _, line in table.iterrows()
+    )
+    return f"by decode and copies of the states a chain takes so many times as long as by our verify: {parts}."
+
+
+def extend(rows: pd.DataFrame) -> Drawing:
+    """fla-core's chunked kernels over ours, by prefill."""
+    table = tables.against_best(rows, "extend")
+    if table.empty:
+        return "no library was timed beside the lab's extend: `pip install labkit[peers]` brings those that there are."
+    return drawing(
+        plots.ratios, table, "prefill", *INTERVAL, group="gate", verdict="verdict",
+        xlabel="time fla-core / time ours (above 1: ours faster)", title="Extend, sequences x tokens",
+        alt="Ratios of fla-core's time over ours, by prefill.",
+        caption="bf16 inputs, fp32 states; fla-core in the faster of its layouts.",
+        said=f"Ours is {counted(table['verdict'])} of {len(table)} cases", hidden=["ours, % of in-place"],
+    )  # fmt: skip
+
+
+def extend_errors(rows: pd.DataFrame) -> str:
+    """Is ours as accurate as fla-core's?"""
+    table = tables.extend_errors(rows)
+    if table.empty:
+        return "no library's error was measured beside ours."
+    ours, times = span(table["error, ours"], "{:.1e}"), span(table["ours / fla"])
+    return f"relative error against float64 on the same inputs: ours {ours}, which is {times} times fla-core's."
+
+
+def first_token(rows: pd.DataFrame) -> str:
+    """What the layout could do for the first token: its gain for a whole extend, by the share of the extends."""
+    table, whole = tables.compared(rows, "extend", variants.OURS, variants.OURS_KV), tables.first_token(rows)
+    if whole.empty:
+        return "extend was not measured in both layouts."
+    said = "; ".join(f"{gate} {span(ratio, '{:.3f}')}" for gate, ratio in table.groupby("gate", sort=False)["ratio"])
+    return (
+        f"our whole extends, time KV / VK: {said}. Were all else in a prefill of {QWEN3_NEXT.name} as fast as the GPU "
+        f"can multiply, extends would take {span(whole['share %'], '{:.0f}')} % of it, and the layout bring the first "
+        f"token {span(whole['earlier %'], '{:.1f}')} % earlier; {TTFT_PERCENT:.1f} % were published."
+    )
+
+
+def occupancy(rows: pd.DataFrame) -> str:
+    """Do more CTAs an SM go with less time of the chunk-state kernel?"""
+    table = tables.chunk_state_layouts(rows)
+    if table.empty:
+        return "the chunk-state kernel was not measured in both layouts."
+    more = table[table["CTAs an SM, VK"] > table["CTAs an SM, KV"]]
+    equal = table[table["CTAs an SM, VK"] == table["CTAs an SM, KV"]]
+    said = [
+        f"{words} in {len(some)} of {len(table)} pairs, time KV / VK {span(some['ratio'])}"
+        for some, words in ((more, "[V, K] has more CTAs an SM"), (equal, "both layouts have as many CTAs an SM"))
+        if len(some)
+    ]
+    if more.empty:
+        said.append("so no gain of a layout comes from more CTAs here: in our kernel the tile decides how many")
+    return f"{'; '.join(said)}."
+
+
+def chunk_states(rows: pd.DataFrame) -> pd.DataFrame:
+    """The chunk-state kernel by form, tile and prefill."""
+    units = {"us": "µs", "shared_bytes": "shared bytes", "ctas_per_sm": "CTAs an SM"}
+    return tables.chunk_states(rows).rename(columns=units)
+
+
+def shares(rows: pd.DataFrame) -> pd.DataFrame:
+    """Share of the state in a decode step, and what the wide tile's ratio would then give, by model and context."""
+    return tables.shares(rows, WIDE, (256, CONTEXT, 32768), list(VLLM_TABLE))
+
+
+def drift(rows: pd.DataFrame) -> Drawing:
+    """Error of the state along the tokens."""
+    table = tables.drift(rows)
+    table = where(table, gate="GDN") if "GDN" in set(table["gate"]) else table
+    if table.empty:
+        return "the drift was not measured."
+    last = table[table["tokens"] == table["tokens"].max()]
+    said = "; ".join(
+        f"{line['variant']}, {line['state']}: state {line['state error']:.1e}, output {line['output error']:.1e}"
+        for _, line in last.iterrows()
+    )
+    return drawing(
+        plots.lines, table, "tokens", "state error", "variant", panel="state", logx=True, logy=True,
+        xlabel="tokens decoded", ylabel="relative RMSE of the state (log)", title="Does the error grow?",
+        alt=f"Lines of the state's error against tokens decoded, by layout and state type. {said}.",
+        caption=f"Against float64 on the same inputs. After {last['tokens'].iloc[0]} tokens: {said}.",
+    )  # fmt: skip

@@ -1,0 +1,180 @@
+"""Study 01: does the state layout [V, K] make decode of the gated delta rule faster than [K, V]?"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from labkit.bench.spec import Added, Case, Floor, Study, integer, lazy, list_of, one_of
+from labkit.shapes import GATED_DELTA, KIMI_LINEAR, QWEN3_NEXT
+from labkit.studies.state_layout import claims
+from labkit.studies.state_layout.variants import (
+    LAYOUTS,
+    LENGTHS,
+    PREFILLS,
+    SIGNATURE,
+    STATES,
+    TILES,
+    TINY,
+    TRIALS,
+    control,
+    variant_name,
+    variants,
+)
+
+ITEMSIZE = {"fp32": 4, "bf16": 2, "fp16": 2}
+GATES = {"GDN": QWEN3_NEXT, "KDA": KIMI_LINEAR}  # kind of gate -> the model whose heads it is timed with
+KDA_BATCHES = (1, 64, 256)  # of those asked for
+VERIFY_BATCHES = (1, 16, 64)
+DRAFTS = (("chain", 4), ("tree", 8))  # kind of draft, and its tokens
+DRIFT_TOKENS = 8192
+STATE_KERNEL_AT = ("1 x 8192", "8 x 1024", "64 x 128")  # where the chunk-state kernel is timed alone
+CHUNK = 64  # tokens, of extend
+COUNTED = 16  # smallest batch whose hardware counters are taken, if a larger one is asked for at all
+
+
+def cases(parameters: Mapping[str, Any]) -> list[Case]:
+    """The grid (every model × state dtype × batch), then the production kernels: step, verify, extend, drift."""
+    grid = [
+        case(GATED_DELTA[model], batch, state)
+        for model in parameters["models"]
+        for state in parameters["states"]
+        for batch in parameters["batches"]
+    ]
+    return grid + [found for gate in parameters["gates"] for found in _production(gate, parameters)]
+
+
+def _production(gate: str, parameters: Mapping[str, Any]) -> list[Case]:
+    """The cases of one kind of gate."""
+    shape = {"gate": gate, "activations": "bf16"} | _heads(GATES[gate])
+    batches = [n for n in parameters["step_batches"] if gate == "GDN" or n in KDA_BATCHES]
+    found = [Case("step", shape | {"state": state, "batch": n}) for state in parameters["states"] for n in batches]
+    found += [
+        Case("verify", shape | {"state": "fp32", "batch": n, "draft": draft, "T": tokens})
+        for n in (VERIFY_BATCHES if gate == "GDN" else VERIFY_BATCHES[1:2])
+        for draft, tokens in DRAFTS
+    ]
+    prefills = [name for name in parameters["prefills"] if gate == "GDN" or name in STATE_KERNEL_AT]
+    found += [Case("extend", shape | {"prefill": name}) for name in prefills]
+    if gate == "GDN":
+        found += [Case("chunk_state", shape | {"prefill": name}) for name in prefills if name in STATE_KERNEL_AT]
+    drifting = {"batch": 1, "tokens": DRIFT_TOKENS}
+    return found + [Case("drift", shape | drifting | {"state": state}) for state in parameters["states"]]
+
+
+def _heads(model: Any) -> dict[str, Any]:
+    return {"model": model.name, "H": model.heads, "HV": model.value_heads, "K": model.k, "V": model.v}
+
+
+def case(model: Any, batch: int, state: str) -> Case:
+    """One decode step of a batch in one layer of a model."""
+    return Case("decode", {"batch": batch, "state": state, "activations": "bf16"} | _heads(model))
+
+
+def floor(x: Case) -> Floor:
+    """What must move: the states, and all that a token brings and takes; see the function of each operation."""
+    floors = {"verify": _verify_floor, "extend": _extend_floor, "chunk_state": _chunk_state_floor}
+    return floors.get(x.op, _step_floor)(x)
+
+
+def _step_floor(x: Case) -> Floor:
+    """State read and written once; q, k, v, the gates and the index read, the output written."""
+    state = x["batch"] * _state_bytes(x)
+    small = x["batch"] * (_token_bytes(x) + 4)  # and int32 indices
+    return Floor(2 * state + small, 7 * x["batch"] * x["HV"] * x["K"] * x["V"], "in_place", set_bytes=state)
+
+
+def _verify_floor(x: Case) -> Floor:
+    """State read once, written once a draft token; the tokens."""
+    state, tokens = x["batch"] * _state_bytes(x), x["batch"] * x["T"]
+    moved = (1 + x["T"]) * state + tokens * _token_bytes(x)
+    return Floor(moved, 7 * tokens * x["HV"] * x["K"] * x["V"], "copy", set_bytes=moved)
+
+
+def _extend_floor(x: Case) -> Floor:
+    """The tokens, with their gates in fp32 as extend takes them, and the first and last state of every sequence.
+
+    The arithmetic is that of the chunked form, which moves more: what one kernel leaves for the next is not counted.
+    """
+    lengths = LENGTHS[x["prefill"]]
+    gates = sum(lengths) * x["HV"] * 4 * (1 + (x["K"] if x["gate"] == "KDA" else 1))
+    values = sum(lengths) * (2 * x["H"] * x["K"] + 2 * x["HV"] * x["V"]) * ITEMSIZE[x["activations"]]
+    states = 2 * len(lengths) * x["HV"] * x["K"] * x["V"] * 4
+    flops = sum(lengths) * x["HV"] * (6 * x["K"] * x["V"] + 2 * CHUNK * (2 * x["K"] + 2 * x["V"]))
+    return Floor(values + gates + states, flops, "copy")
+
+
+def _chunk_state_floor(x: Case) -> Floor:
+    """w, u and k read, v_new and the state before each chunk written, in the inputs' dtype; first and last state."""
+    lengths = LENGTHS[x["prefill"]]
+    chunks = sum(-(-length // CHUNK) for length in lengths)
+    values = sum(lengths) * (x["HV"] * (x["K"] + 2 * x["V"]) + x["H"] * x["K"]) + chunks * x["HV"] * x["K"] * x["V"]
+    states = 2 * len(lengths) * x["HV"] * x["K"] * x["V"] * 4
+    flops = 4 * sum(lengths) * x["HV"] * x["K"] * x["V"]
+    return Floor(values * ITEMSIZE[x["activations"]] + states, flops, "copy")
+
+
+def _state_bytes(x: Case) -> int:
+    """Of one sequence in one layer."""
+    return x["HV"] * x["K"] * x["V"] * ITEMSIZE[x["state"]]
+
+
+def _token_bytes(x: Case) -> int:
+    """q, k, v, a and b of one token read, its output written."""
+    gate = x["K"] if x.params.get("gate") == "KDA" else 1
+    values = 2 * x["H"] * x["K"] + 2 * x["HV"] * x["V"] + x["HV"] * (1 + gate)
+    return values * ITEMSIZE[x["activations"]]
+
+
+def counted(parameters: Mapping[str, Any]) -> list[tuple[Case, str]]:
+    """Both layouts at every tile, one warp, at the first model and a batch that is small and yet fills the GPU."""
+    batch = min((size for size in parameters["batches"] if size >= COUNTED), default=max(parameters["batches"]))
+    some = cases(dict(parameters) | {"models": parameters["models"][:1], "batches": [batch], "gates": []})
+    return [(x, variant_name(layout, tile)) for x in some for layout in LAYOUTS for tile in TILES]
+
+
+def _tiny(state: str, K: int, V: int) -> Case:
+    """A case for the interpreter; fp32 activations, since it cannot round to bf16."""
+    shape = {"H": 2, "HV": 4, "K": K, "V": V}
+    return Case("decode", {"model": "tiny", "batch": 3, "state": state, "activations": "fp32"} | shape)
+
+
+def _tiny_production(gate: str) -> list[Case]:
+    """Cases of the other operations for the interpreter."""
+    shape = {"gate": gate, "model": "tiny", "H": 2, "HV": 4, "K": 16, "V": 24, "activations": "fp32"}
+    found = [Case("step", shape | {"state": state, "batch": 3}) for state in STATES]
+    found += [Case("verify", shape | {"state": "fp32", "batch": 2, "draft": draft, "T": 3}) for draft, _ in DRAFTS]
+    return [*found, Case("extend", shape | {"prefill": TINY})]
+
+
+STUDY = Study(
+    name="state_layout",
+    title="State layout of the gated delta rule",
+    summary="Does keeping the recurrent state as [V, K] instead of [K, V] make decode faster, where, and why?",
+    cases=cases,
+    variants=variants,
+    control=control,
+    floor=floor,
+    claims=claims.CLAIMS,
+    parameters={
+        "models": list_of(one_of(*GATED_DELTA)),
+        "batches": list_of(integer(1, 4096)),
+        "states": list_of(one_of(*STATES)),
+        "gates": list_of(one_of(*GATES), empty=True),
+        "step_batches": list_of(integer(1, 4096), empty=True),
+        "prefills": list_of(one_of(*PREFILLS), empty=True),
+    },
+    counted=counted,
+    added=Added(
+        SIGNATURE,
+        "One decode step of N sequences. state: pool [slots, HV, V, K], fp32 or bf16, updated in place in the slots "
+        "that indices ([N], int32, each once) names; q, k: [N, H, K], not normalised; v: [N, HV, V]; a, b: [N, HV]; "
+        "A_log, dt_bias: [HV], fp32; out: [N, HV, V], to be written; scale: a float, K ** -0.5. q, k, v, a, b and out "
+        "are bf16 (fp32 in the tiny cases); value head i reads q and k of head i // (HV // H).",
+        lazy(f"{TRIALS}:added"),
+        lambda case: case.op == "decode",
+    ),
+    early=lambda case: case.op == "drift",  # the same in every process
+    tiny=(
+        *(_tiny(state, K, V) for state in STATES for K, V in ((32, 16), (16, 40))),
+        *(case for gate in GATES for case in _tiny_production(gate)),
+    ),
+)

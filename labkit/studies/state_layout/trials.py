@@ -1,0 +1,355 @@
+"""The study's variants made ready for timing: launchers on random values, checked against the float64 reference."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cache, partial
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from labkit.bench.spec import Case, Trial
+from labkit.kernels.gated_delta import chunked as kernels
+from labkit.kernels.gated_delta import recurrent, reference
+from labkit.kernels.gated_delta.chunked import ExtendInputs
+from labkit.kernels.gated_delta.recurrent import StepInputs, VerifyInputs
+from labkit.studies.state_layout import layouts, peers, ways
+from labkit.studies.state_layout.variants import LENGTHS, SIGNATURE
+from labkit.sweep.trial import DTYPES, Call, Random, relative_rmse, trial
+
+CHECKED = 8  # sequences, or tokens at each end, that are compared with the float64 reference
+LONGEST_CHECKED = 1024  # tokens of an extend that are compared token by token; the reference makes one step a token
+# Relative RMSE: a bf16 output rounds to 2^-9; an fp32 state differs by the order of its sums alone. Extend multiplies
+# values of the inputs' dtype, and keeps what one kernel hands to the next in it.
+OUT_TOLERANCE = {"fp32": 1e-5, "bf16": 2e-3, "fp16": 1e-3}
+STATE_TOLERANCE = {"fp32": 1e-5, "bf16": 4e-3}
+EXTEND_TOLERANCE = {"fp32": 1e-4, "bf16": 5e-3, "fp16": 5e-3}
+DRAWN_TOGETHER = 256  # tokens whose random inputs, and their gates, are made at once
+
+
+# decode and verify
+
+
+def in_place(x: Case, device: Any, sets: int, seed: int) -> Trial:
+    """The ceiling, on the states of a batch."""
+    states = torch.ones((sets, x["batch"] * x["HV"] * x["K"] * x["V"]), dtype=DTYPES[x["state"]], device=device)
+    return trial([peers.in_place(part, -1.0) for part in states])
+
+
+def grid(x: Case, device: Any, sets: int, seed: int, layout: str, BV: int, warps: int, folded: bool) -> Trial:
+    """A point of the grid."""
+    choice = {"folded": True} if folded else {}
+    launch = layouts.decode_v_first if layout == "VK" else layouts.decode_k_first
+    inputs = _step_inputs(x, device, sets, seed, layout == "VK")
+    return _stepped(x, inputs, lambda item: launch(layouts.DecodeInputs(*_values(item)), BV, warps, **choice))
+
+
+def added(function: Callable[..., Any], x: Case, device: Any, sets: int, seed: int) -> Trial:
+    """A decode step by a function of the reader's own, on a state [slots, HV, V, K]."""
+    inputs = _step_inputs(x, device, sets, seed, v_first=True)
+    return _stepped(x, inputs, lambda item: partial(function, *_values(item)))
+
+
+def _values(item: StepInputs) -> list[Any]:
+    return [getattr(item, name) for name in SIGNATURE]
+
+
+def step(x: Case, device: Any, sets: int, seed: int, v_first: bool, in_order: bool = False) -> Trial:
+    """The production decode, with the choice of its rule; in_order: slots one after the other."""
+    return _stepped(x, _step_inputs(x, device, sets, seed, v_first, in_order), recurrent.decode)
+
+
+def fla_in_place(x: Case, device: Any, sets: int, seed: int, v_first: bool, tile: int) -> Trial:
+    """fla-core's kernel on the states in place."""
+    inputs = _step_inputs(x, device, sets, seed, v_first, in_order=True)
+    return _stepped(x, inputs, lambda item: peers.fla_in_place(item, tile))
+
+
+def fla_step(x: Case, device: Any, sets: int, seed: int, v_first: bool) -> Trial:
+    """fla-core's public call, which leaves the states as they are."""
+    inputs = _step_inputs(x, device, sets, seed, v_first, in_order=True)
+    calls = [peers.fla_step(item) for item in inputs]
+
+    def check() -> dict[str, float]:
+        o, S = calls[0]()
+        return _step_errors(inputs[0], _states(inputs[0]), o[:, 0], _v_first(S[:CHECKED], v_first))
+
+    return trial(calls, check=check, tolerance=_step_tolerance(x))
+
+
+def attn_gym_step(x: Case, device: Any, sets: int, seed: int, in_order: bool = False) -> Trial:
+    """attn-gym's paged decode; slot 0 is its padding."""
+    return _stepped(x, _step_inputs(x, device, sets, seed, True, in_order, spare=1), peers.attn_gym_step)
+
+
+def _stepped(x: Case, inputs: Sequence[StepInputs], bind: Callable[[StepInputs], Call]) -> Trial:
+    """Decode steps that update the pool in place."""
+    calls = [bind(item) for item in inputs]
+
+    def check() -> dict[str, float]:
+        before = _states(inputs[0])
+        calls[0]()
+        return _step_errors(inputs[0], before, inputs[0].out, _states(inputs[0]))
+
+    return trial(calls, [item.out for item in inputs], check, _step_tolerance(x))
+
+
+def _step_tolerance(x: Case) -> dict[str, float]:
+    return {"out": OUT_TOLERANCE[x["activations"]], "state": STATE_TOLERANCE[x["state"]]}
+
+
+def _states(item: StepInputs | VerifyInputs) -> Tensor:
+    """A copy of the states of the sequences that are checked, [n, HV, V, K]."""
+    return _v_first(item.state[item.indices[:CHECKED].long()], item.v_first)
+
+
+def _v_first(states: Tensor, v_first: bool) -> Tensor:
+    return states if v_first else states.transpose(-1, -2)
+
+
+def _step_errors(item: StepInputs, before: Tensor, out: Tensor, after: Tensor) -> dict[str, float]:
+    """Of the sequences that are checked. before, after: their states, [n, HV, V, K]."""
+    q, k, v, a, b = (part[:CHECKED] for part in (item.q, item.k, item.v, item.a, item.b))
+    o, S = reference.decode_step(before, q, k, v, *_gates(item, a, b), item.scale)
+    return {"out": relative_rmse(out[:CHECKED], o), "state": relative_rmse(after, S)}
+
+
+def _gates(item: StepInputs | VerifyInputs, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """α and β in float64, by the kind of gate that dt_bias is of."""
+    if item.dt_bias.ndim == 1:
+        return reference.decay_and_beta(a, b, item.A_log, item.dt_bias)
+    return reference.kda_decay(a, item.A_log, item.dt_bias, item.lower_bound), torch.sigmoid(b.double())
+
+
+def _step_inputs(
+    x: Case, device: Any, sets: int, seed: int, v_first: bool, in_order: bool = False, spare: int = 0
+) -> list[StepInputs]:
+    """`sets` parts of one pool; slots in random order, or one after the other; `spare` unused first."""
+    N, H, HV, K, V = (x[name] for name in ("batch", "H", "HV", "K", "V"))
+    made = Random(device, seed, DTYPES[x["activations"]])
+    pool = _pool(made, spare + sets * N, x, v_first, DTYPES[x["state"]])
+    order = torch.arange(sets * N, device=device) if in_order else made.order(sets * N)
+    slots = (order + spare).to(torch.int32).view(sets, N)
+    q, k, v = made(sets, N, H, K), made(sets, N, H, K), made(sets, N, HV, V)
+    a, b = made(sets, N, *_gate_shape(x)), made(sets, N, HV)
+    out = torch.empty((sets, N, HV, V), dtype=made.dtype, device=device)
+    rest = {"state": pool, "scale": K**-0.5, "v_first": v_first} | _rates(x, device)
+    names = ("indices", "q", "k", "v", "a", "b", "out")
+    return [
+        StepInputs(**dict(zip(names, part, strict=True)), **rest)
+        for part in zip(slots, q, k, v, a, b, out, strict=True)
+    ]
+
+
+def _pool(made: Random, count: int, x: Case, v_first: bool, dtype: torch.dtype) -> Tensor:
+    """Random states."""
+    HV, K, V = (x[name] for name in ("HV", "K", "V"))
+    pool = torch.empty((count, HV, *((V, K) if v_first else (K, V))), dtype=dtype, device=made.device)
+    for part in pool.split(64):  # in parts: a copy of the whole pool in fp32 need not fit beside it
+        made.fill(part)
+    return pool
+
+
+def _gate_shape(x: Case) -> tuple[int, ...]:
+    return (x["HV"], x["K"]) if x.params.get("gate") == "KDA" else (x["HV"],)
+
+
+def _rates(x: Case, device: Any) -> dict[str, Tensor]:
+    """A_log and dt_bias as models initialise them: decay rates of 1 to 16, softplus(dt_bias) of 1e-3 to 1e-1."""
+    shape = _gate_shape(x)
+    bias = torch.logspace(-3, -1, math.prod(shape), device=device).expm1().log().view(shape)
+    return {"A_log": torch.linspace(1, 16, x["HV"], device=device).log(), "dt_bias": bias}
+
+
+def verify(x: Case, device: Any, sets: int, seed: int, v_first: bool) -> Trial:
+    """The production verify: T draft tokens a sequence, the state after each one stored, the pool only read."""
+    return _verified(x, _verify_inputs(x, device, sets, seed, v_first), recurrent.verify)
+
+
+def token_by_token(x: Case, device: Any, sets: int, seed: int, v_first: bool) -> Trial:
+    """The same of what decode offers."""
+    return _verified(x, _verify_inputs(x, device, sets, seed, v_first), ways.token_by_token)
+
+
+def _verified(x: Case, inputs: Sequence[VerifyInputs], bind: Callable[[VerifyInputs], Call]) -> Trial:
+    calls = [bind(item) for item in inputs]
+    item, some = inputs[0], slice(0, CHECKED)
+
+    def check() -> dict[str, float]:
+        start, before = _states(item), item.state.clone()
+        calls[0]()
+        parents = None if item.parents is None else item.parents[some]
+        parts = (part[some] for part in (item.q, item.k, item.v))
+        gates = _gates(item, item.a[some], item.b[some])
+        o, S = reference.verify(start, *parts, *gates, item.scale, parents)
+        after = _v_first(item.intermediate_states[item.cache_indices[some].long()], item.v_first)
+        changed = 0.0 if torch.equal(before, item.state) else math.inf  # the pool must be left as it was
+        return {"out": relative_rmse(item.out[some], o), "state": relative_rmse(after, S), "pool": changed}
+
+    outputs = [tensor for one in inputs for tensor in (one.out, one.intermediate_states)]
+    return trial(calls, outputs, check, _step_tolerance(x) | {"pool": 0.0})
+
+
+def _verify_inputs(x: Case, device: Any, sets: int, seed: int, v_first: bool) -> list[VerifyInputs]:
+    N, T, H, HV, K, V = (x[name] for name in ("batch", "T", "H", "HV", "K", "V"))
+    made = Random(device, seed, DTYPES[x["activations"]])
+    pool = _pool(made, sets * N, x, v_first, DTYPES[x["state"]])
+    slots = made.order(sets * N).to(torch.int32).view(sets, N)
+    rest = {"state": pool, "scale": K**-0.5, "v_first": v_first} | _rates(x, device)
+    found = []
+    for indices in slots:
+        parts = {"q": made(N, T, H, K), "k": made(N, T, H, K), "v": made(N, T, HV, V)}
+        parts |= {"a": made(N, T, *_gate_shape(x)), "b": made(N, T, HV)}
+        parts["out"] = torch.empty((N, T, HV, V), dtype=made.dtype, device=device)
+        parts["intermediate_states"] = torch.empty((N, T, *pool.shape[1:]), dtype=pool.dtype, device=device)
+        parts["cache_indices"] = torch.arange(N, dtype=torch.int32, device=device)
+        parts["parents"] = tree(N, T, device) if x["draft"] == "tree" else None
+        found.append(VerifyInputs(indices=indices, **parts, **rest))
+    return found
+
+
+def tree(N: int, T: int, device: Any) -> Tensor:
+    """[N, T] parents of a binary draft tree in breadth-first order: the children of token i are 2 i + 1 and 2 i + 2."""
+    parents = (torch.arange(T, device=device, dtype=torch.int32) - 1) // 2
+    parents[0] = -1
+    return parents.expand(N, T).contiguous()
+
+
+# drift: an error that grows from token to token stands in for accuracy runs, which need a model
+
+
+def drift(x: Case, device: Any, sets: int, seed: int, v_first: bool) -> Trial:
+    """A decode whose facts are its errors along many tokens, against float64 on the same inputs.
+
+    `drift`: [tokens, error of the output, error of the state] at every power of two.
+    """
+    made = step(x, device, sets, seed, v_first)
+    made.facts = lambda: {"drift": errors_along(x, device, seed, v_first, x["tokens"])}
+    return made
+
+
+def errors_along(x: Case, device: Any, seed: int, v_first: bool, tokens: int) -> list[list[float]]:
+    """[tokens so far, relative RMSE of the output of the last, of the state], at every power of two up to `tokens`."""
+    made = Random(device, seed, DTYPES[x["activations"]])
+    [item] = _step_inputs(x, device, 1, seed, v_first)
+    exact = _v_first(item.state[item.indices.long()], v_first).double()
+    launch = recurrent.decode(item)
+    found = []
+    for first in range(1, tokens + 1, DRAWN_TOGETHER):
+        count = min(DRAWN_TOGETHER, tokens + 1 - first)
+        drawn = {name: made(count, *getattr(item, name).shape) for name in ("q", "k", "v", "a", "b")}
+        alpha, beta = _gates(item, drawn["a"], drawn["b"])
+        for i in range(count):
+            for name, values in drawn.items():
+                getattr(item, name).copy_(values[i])
+            o, exact = reference.decode_step(exact, item.q, item.k, item.v, alpha[i], beta[i], item.scale)
+            launch()
+            token = first + i
+            if token & (token - 1) == 0:
+                states = _v_first(item.state[item.indices.long()], v_first)
+                found.append([token, relative_rmse(item.out, o), relative_rmse(states, exact)])
+    return found
+
+
+# extend
+
+
+def extend(
+    x: Case, device: Any, sets: int, seed: int, v_first: bool, transposed: bool = False, tile: int | None = None
+) -> Trial:
+    """The production extend. tile: of chunk_state; None: the rule's."""
+    inputs = _extend_inputs(x, device, sets, seed, v_first)
+    batch = kernels.plan(inputs[0].cu_seqlens, device=inputs[0].v.device)
+    calls = [kernels.extend(item, v_first, batch, tile=tile, transposed=transposed) for item in inputs]
+    errors = _extend_errors(inputs[0], v_first)
+
+    def check() -> dict[str, float]:
+        calls[0]()
+        return errors(inputs[0].out, inputs[0].final)
+
+    outputs = [tensor for item in inputs for tensor in (item.out, item.final)]
+    return trial(calls, outputs, check, _extend_tolerance(x), launch=calls[0].launches["chunk_state"])
+
+
+def chunk_state(x: Case, device: Any, sets: int, seed: int, v_first: bool, transposed: bool, tile: int) -> Trial:
+    """The kernel of extend that takes the state from chunk to chunk, alone, on what those before it have left."""
+    whole = extend(x, device, sets, seed, v_first, transposed, tile)
+    calls = [ways.chunk_state(call) for call in whole.calls]
+    return trial(calls, check=whole.check, tolerance=whole.tolerance)
+
+
+def fla_extend(x: Case, device: Any, sets: int, seed: int, v_first: bool) -> Trial:
+    """fla-core's chunked call on the same inputs."""
+    inputs = _extend_inputs(x, device, sets, seed, v_first)
+    bounds = inputs[0].cu_seqlens.long()  # one for all sets: see `peers.fla_extend`
+    calls = [peers.fla_extend(item, v_first, bounds) for item in inputs]
+    tuners = peers.tune_anew(x.key)  # of the library, which is imported by now
+    errors = _extend_errors(inputs[0], v_first)
+
+    def check() -> dict[str, float]:
+        o, S = calls[0]()
+        return errors(o[0], S)
+
+    calls[0]()  # which chooses the launches
+    chosen = {one.base_fn.__name__: str(one.best_config) for one in tuners if hasattr(one, "best_config")}
+    return trial(calls, check=check, tolerance=_extend_tolerance(x), facts=lambda: {"launches": chosen})
+
+
+def _extend_tolerance(x: Case) -> dict[str, float]:
+    return dict.fromkeys(("out", "state"), EXTEND_TOLERANCE[x["activations"]])
+
+
+def _extend_errors(item: ExtendInputs, v_first: bool) -> Callable[[Tensor, Tensor], dict[str, float]]:
+    """(out, final) -> errors of the longest sequence that is short enough to be followed token by token.
+
+    Where none is, of the first tokens of the first sequence; its final state is then left to the kernels' own tests.
+    What is expected is worked out once: it takes the reference a step a token.
+    """
+    bounds = item.cu_seqlens.tolist()
+    lengths = [end - start for start, end in pairwise(bounds)]
+    n = max(range(len(lengths)), key=lambda i: lengths[i] if lengths[i] <= LONGEST_CHECKED else 0)
+    tokens = slice(bounds[n], bounds[n] + min(lengths[n], LONGEST_CHECKED))
+    initial = _v_first(item.initial[n : n + 1], v_first)
+
+    @cache
+    def expected() -> tuple[Tensor, Tensor]:
+        parts = [part[tokens] for part in (item.q, item.k, item.v)]
+        decay, ends = item.g[tokens].double().exp(), torch.tensor([0, tokens.stop - tokens.start])
+        return reference.extend(initial, *parts, decay, item.beta[tokens], item.scale, ends)
+
+    def errors(out: Tensor, final: Tensor) -> dict[str, float]:
+        o, S = expected()
+        found = {"out": relative_rmse(out[tokens], o)}
+        if lengths[n] <= LONGEST_CHECKED:
+            found["state"] = relative_rmse(_v_first(final[n : n + 1], v_first), S)
+        return found
+
+    return errors
+
+
+def _extend_inputs(x: Case, device: Any, sets: int, seed: int, v_first: bool) -> list[ExtendInputs]:
+    H, HV, K, V = (x[name] for name in ("H", "HV", "K", "V"))
+    lengths = LENGTHS[x["prefill"]]
+    T = sum(lengths)
+    made = Random(device, seed, DTYPES[x["activations"]])
+    bounds = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
+    rates = _rates(x, device)
+    found = []
+    for _ in range(sets):
+        a, b = made(T, *_gate_shape(x)), made(T, HV)
+        initial = _pool(made, len(lengths), x, v_first, torch.float32)
+        item = ExtendInputs(
+            q=made(T, H, K), k=made(T, H, K), v=made(T, HV, V), g=a.float(), beta=torch.sigmoid(b.float()),
+            cu_seqlens=bounds, initial=initial, final=torch.empty_like(initial),
+            out=torch.empty((T, HV, V), dtype=made.dtype, device=device), scale=K**-0.5,
+        )  # fmt: skip
+        found.append(replace(item, g=_log_decay(a, **rates)))
+    return found
+
+
+def _log_decay(a: Tensor, A_log: Tensor, dt_bias: Tensor) -> Tensor:
+    """The decay's logarithm as extend takes it, fp32: a kernel of the layer before makes it in an engine."""
+    rate = A_log.exp()
+    return -(rate if a.ndim == 2 else rate[:, None]) * torch.nn.functional.softplus(a.float() + dt_bias)

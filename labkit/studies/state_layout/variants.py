@@ -1,0 +1,153 @@
+"""What is timed: the variants of every operation, and the prompts of an extend.
+
+Operations: `decode`, the grid of tiles in both layouts; of the production kernels `step`, `verify`, `extend`, the one
+kernel of an extend that depends on the layout (`chunk_state`), and a step whose error is followed (`drift`).
+"""
+
+from labkit.bench.spec import CACHES, Case, Variant, variant
+from labkit.shapes import QWEN3_NEXT
+
+TRIALS, PEERS, WAYS, GRID = (f"labkit.studies.state_layout.{name}" for name in ("trials", "peers", "ways", "layouts"))
+DECODE, VERIFY, EXTEND = (
+    f"labkit.kernels.gated_delta.{name}" for name in ("recurrent:decode", "recurrent:verify", "chunked:extend")
+)
+
+LAYOUTS = {"KV": "[N, HV, K, V]", "VK": "[N, HV, V, K]"}
+STATES = ("fp32", "bf16")  # in the order of the pages
+TILES = (8, 16, 32)
+WARPS = (1, 2, 4)
+GRID_MODEL = QWEN3_NEXT.name  # the one model that is timed with every number of warps
+CHUNK_STATE_TILES = (16, 32, 64)
+PREFILLS = {  # name -> tokens of every sequence
+    "1 x 512": (512,),
+    "1 x 2048": (2048,),
+    "1 x 8192": (8192,),
+    "1 x 32768": (32768,),
+    "8 x 1024": (1024,) * 8,
+    "64 x 128": (128,) * 64,
+    "ragged": (1, 7, 63, 64, 65, 300, 1000, 2500, 3200),
+}
+TINY = "tiny"
+LENGTHS = PREFILLS | {TINY: (5, 0, 17)}
+SIGNATURE = ("state", "indices", "q", "k", "v", "a", "b", "A_log", "dt_bias", "out", "scale")  # of DecodeInputs
+
+CEILING = "in-place multiply"
+OURS, OURS_KV, OURS_TRANSPOSED = "ours VK", "ours KV", "ours VK, transposed"
+OURS_IN_ORDER = "ours VK, slots in order"  # the others find their states in slots at random
+TOKENS = "decode, token by token"
+ATTENTION_GYM = "attn-gym VK"
+ATTENTION_GYM_IN_ORDER = "attn-gym VK, slots in order"
+
+
+def variant_name(layout: str, tile: int, warps: int = 1, folded: bool = False) -> str:
+    """A point of the grid, as the tables show it."""
+    return f"{layout} BV={tile}, {warps} warp{'s' if warps > 1 else ''}{', folded' if folded else ''}"
+
+
+def fla_in_place(layout: str, tile: int) -> str:
+    """fla-core's kernel, launched on the states in place."""
+    return f"fla {layout} in place, BV={tile}"
+
+
+def fla(layout: str) -> str:
+    """fla-core's public call."""
+    return f"fla {layout}"
+
+
+def chunk_state(form: str, tile: int) -> str:
+    """The chunk-state kernel of extend; form: KV, VK or "VK, transposed"."""
+    return f"{form}, BV={tile}"
+
+
+def _line(name: str, role: str, trial: str, source: str | tuple[str, ...], **options: object) -> Variant:
+    return variant(name, role, f"{TRIALS}:{trial}", options, source=source)
+
+
+def _ceiling(caches: tuple[str, ...] = ("cold",)) -> Variant:
+    return variant(CEILING, "ceiling", f"{TRIALS}:in_place", source=f"{PEERS}:in_place", caches=caches)
+
+
+def _point(layout: str, tile: int, warps: int, folded: bool = False) -> Variant:
+    # The change that the pull request made: K-first before, V-first after, at the narrow tile.
+    role = "baseline" if (layout, tile, warps) == ("KV", 8, 1) else "step"
+    name, options = variant_name(layout, tile, warps, folded), {"BV": tile, "warps": warps, "folded": folded}
+    source = f"{GRID}:{'decode_v_first' if layout == 'VK' else 'decode_k_first'}"
+    return variant(name, role, f"{TRIALS}:grid", {"layout": layout} | options, source=source, caches=CACHES)
+
+
+def _chunk_state(form: str, tile: int) -> Variant:
+    options = {"v_first": form != "KV", "transposed": "transposed" in form, "tile": tile}
+    return _line(chunk_state(form, tile), "step", "chunk_state", (EXTEND, f"{WAYS}:chunk_state"), **options)
+
+
+FLA_EXTEND = (f"{PEERS}:fla_extend", f"{PEERS}:tune_anew")
+VARIANTS = {  # of every operation
+    "decode": [
+        _ceiling(CACHES),
+        *(_point(layout, tile, warps) for layout in LAYOUTS for tile in TILES for warps in WARPS),
+        *(_point("VK", tile, 1, folded=True) for tile in TILES),
+    ],
+    "step": [
+        _ceiling(),
+        _line(OURS, "ours", "step", DECODE, v_first=True),
+        _line(OURS_IN_ORDER, "step", "step", DECODE, v_first=True, in_order=True),
+        _line(OURS_KV, "step", "step", DECODE, v_first=False),
+        *(
+            _line(fla_in_place(layout, tile), "peer", "fla_in_place", f"{PEERS}:fla_in_place", v_first=new, tile=tile)
+            for layout, new in (("KV", False), ("VK", True))
+            for tile in (8, 32)
+        ),
+        _line(fla("KV"), "peer", "fla_step", f"{PEERS}:fla_step", v_first=False),
+        _line(fla("VK"), "peer", "fla_step", f"{PEERS}:fla_step", v_first=True),
+        _line(ATTENTION_GYM, "peer", "attn_gym_step", f"{PEERS}:attn_gym_step"),
+        _line(ATTENTION_GYM_IN_ORDER, "peer", "attn_gym_step", f"{PEERS}:attn_gym_step", in_order=True),
+    ],
+    "verify": [
+        _line(OURS, "ours", "verify", VERIFY, v_first=True),
+        _line(OURS_KV, "step", "verify", VERIFY, v_first=False),
+        _line(TOKENS, "baseline", "token_by_token", f"{WAYS}:token_by_token", v_first=True),
+    ],
+    "extend": [
+        _line(OURS, "ours", "extend", EXTEND, v_first=True),
+        _line(OURS_KV, "step", "extend", EXTEND, v_first=False),
+        _line(OURS_TRANSPOSED, "step", "extend", EXTEND, v_first=True, transposed=True),
+        _line(fla("KV"), "peer", "fla_extend", FLA_EXTEND, v_first=False),
+        _line(fla("VK"), "peer", "fla_extend", FLA_EXTEND, v_first=True),
+    ],
+    "chunk_state": [
+        *(_chunk_state(layout, tile) for layout in ("VK", "KV") for tile in CHUNK_STATE_TILES),
+        _chunk_state("VK, transposed", 64),
+    ],
+    "drift": [
+        _ceiling(),
+        _line(OURS, "ours", "drift", DECODE, v_first=True),
+        _line(OURS_KV, "step", "drift", DECODE, v_first=False),
+    ],
+}
+
+
+def variants(x: Case) -> list[Variant]:
+    """Those of its operation that a case has."""
+    left_out = {
+        "decode": lambda one: x["model"] != GRID_MODEL and one.options.get("warps", 1) > 1,
+        "step": lambda one: x["gate"] == "KDA" and "in place" in one.name,  # fla-core's kernel is for GDN alone
+        "verify": lambda one: x["draft"] == "tree" and one.name == TOKENS,
+    }.get(x.op, lambda one: False)
+    return [one for one in VARIANTS[x.op] if not left_out(one)]
+
+
+def control(x: Case) -> str:
+    """The variant that the A/A control repeats."""
+    return variant_name("VK", 8) if x.op == "decode" else next(v.name for v in variants(x) if v.role != "ceiling")
+
+
+def rivals(op: str) -> dict[str, tuple[str, list[str]]]:
+    """Where the states are -> our variant and the libraries' that find them there, so that equals are compared.
+
+    Only attn-gym takes indices into a pool, which may be in order; fla-core takes the states one after the other.
+    """
+    peers = [one.name for one in VARIANTS[op] if one.role == "peer"]
+    if op != "step":
+        return {"": (OURS, peers)}
+    ordered = [name for name in peers if name != ATTENTION_GYM]
+    return {"in order": (OURS_IN_ORDER, ordered), "at random": (OURS, [ATTENTION_GYM])}

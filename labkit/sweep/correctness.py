@@ -1,0 +1,50 @@
+"""Every variant of a study's tiny cases against its float64 reference, in a process of its own."""
+
+from typing import Any
+
+import pandas as pd
+
+from labkit import isolated, registry
+from labkit.evidence import workers
+from labkit.sweep import run
+
+INTERPRETER = {"TRITON_INTERPRET": "1"}
+
+
+COMPILER = {"TRITON_INTERPRET": None}
+
+
+def check_here(study: str, interpreted: bool) -> pd.DataFrame:
+    """Check every variant of the study's tiny cases in a process of its own: interpreted, or on the GPU.
+
+    What the interpreter finds is kept until a source of the lab changes; a GPU is asked anew each time.
+    """
+    if not interpreted:
+        loaded = registry.load(study)
+        run.compile_ahead(loaded, loaded.tiny, say=lambda line: None)
+        return pd.DataFrame(isolated.call("labkit.sweep.correctness:check_tiny", study, "cuda", env=COMPILER))
+    [rows] = workers.ask(
+        "labkit.sweep.correctness:check_tiny", [{"name": study, "device": "cpu"}], env=workers.COMPILING | INTERPRETER
+    )
+    return pd.DataFrame(rows)
+
+
+def check_tiny(name: str, device: str) -> list[dict[str, Any]]:
+    """In the checking process: prepare, poison, call and compare.
+
+    Left out are variants that have nothing to check, and those of libraries, which may not be installed or run here.
+    """
+    study, rows = registry.load(name), []
+    for case in study.tiny:
+        for variant in study.variants(case):
+            if variant.role == "peer":
+                continue
+            trial = variant.prepare(case, device, 2, 0)
+            if trial.check is None:
+                continue
+            if trial.poison:
+                trial.poison()
+            errors = trial.check()
+            ok = all(error <= trial.tolerance[key] for key, error in errors.items())
+            rows.append({"case": case.key, "variant": variant.name, "error": max(errors.values()), "ok": ok})
+    return rows

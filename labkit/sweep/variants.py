@@ -1,0 +1,146 @@
+"""Evidence of a study's variants: compiled code, accesses and hardware counters of its launches."""
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+
+from labkit import registry
+from labkit.bench import records
+from labkit.bench.spec import Case, Study, Variant
+from labkit.evidence import coalescing, compiled
+from labkit.evidence.compiled import Source
+from labkit.evidence.counters import NotTaken, count
+from labkit.kernels.launch import Launch
+from labkit.kernels.offline import CAPABILITIES, offline
+
+
+def compiled_for(
+    study_name: str, wanted: Sequence[tuple[Case, str]], capabilities: Sequence[int] = CAPABILITIES
+) -> pd.DataFrame:
+    """`table` for variants of a study: one row for every (case, variant name) and capability.
+
+    Every case is prepared on the CPU at its full size: ask for small batches where the code does not depend on it.
+
+    Columns op, case, variant, capability and those of `evidence`. KeyError for an unknown study or variant;
+    isolated.IsolatedError for a variant that is a library call and so has no kernel of its own.
+    """
+    return with_cases(study_name, wanted, lambda sources: compiled.table(sources, capabilities))
+
+
+def with_cases(
+    study_name: str, wanted: Sequence[tuple[Case, str]], ask: Callable[[Mapping[str, Source]], pd.DataFrame]
+) -> pd.DataFrame:
+    """What `ask` answers for the sources of (case, variant name), its column `source` replaced by op, case, variant."""
+    known = registry.load(study_name)
+    for case, name in wanted:
+        if name not in (names := [variant.name for variant in known.variants(case)]):
+            raise KeyError(f"{study_name} has no variant {name!r} for {case.key}; known: {', '.join(names)}")
+    pairs = {f"{case.op} {case.key} {name}": (case, name) for case, name in wanted}
+    found = ask({key: variant_source(study_name, case, name) for key, (case, name) in pairs.items()})
+    labels = [{"op": pairs[s][0].op, "case": pairs[s][0].key, "variant": pairs[s][1]} for s in found["source"]]
+    labels = pd.DataFrame(labels, index=found.index, columns=["op", "case", "variant"])
+    return pd.concat([labels, found.drop(columns="source")], axis=1)
+
+
+def variant_source(study_name: str, case: Case, variant: str) -> Source:
+    """A source, as `table` takes it, for a variant of a study."""
+    arguments = {"study": study_name, "op": case.op, "params": dict(case.params), "variant": variant}
+    return "labkit.sweep.variants:variant_launch", arguments
+
+
+def variant_launch(study: str, op: str, params: Mapping[str, Any], variant: str, device: str = "cpu") -> Launch:
+    """The launch of a variant, prepared with one buffer set. ValueError if it is a library call, which has none."""
+    case = Case(op, params)
+    found = next(one for one in registry.load(study).variants(case) if one.name == variant)
+    launch = found.prepare(case, device, 1, 0).launch
+    if launch is None:
+        raise ValueError(f"{study}: {variant} is a library call and has no kernel of its own")
+    return launch
+
+
+def ahead(study_name: str, wanted: Iterable[tuple[Case, Variant]], capability: int) -> list[Source]:
+    """Sources of the launches of (case, variant) for `compiled.prebuild`, of those with the same code the first.
+
+    They are prepared on the device `meta`, whose tensors have no memory, here and where they are compiled.
+    """
+    found: dict[str, Source] = {}
+    with offline(capability):
+        for case, variant in wanted:
+            launch = variant.prepare(case, "meta", 1, 0).launch
+            if launch is not None and (code := code_of(launch)) not in found:
+                function, arguments = variant_source(study_name, case, variant.name)
+                found[code] = function, {**arguments, "device": "meta"}
+    return list(found.values())
+
+
+def code_of(launch: Launch) -> str:
+    """What a launch is compiled for: its kernel, constants and options, and what Triton asks of the other arguments."""
+    kinds = launch.kernel.fn.__annotations__
+    args = {name: value if "constexpr" in str(kinds.get(name)) else _kind(value) for name, value in launch.args.items()}
+    return repr((launch.kernel.fn.__name__, sorted(args.items()), sorted(launch.options.items())))
+
+
+def _kind(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.dtype, value.data_ptr() % 16 == 0
+    if type(value) is int:
+        return value == 1, value % 16 == 0, value.bit_length() > 31
+    return type(value) if isinstance(value, float) else value
+
+
+def accesses_for(
+    study_name: str,
+    wanted: Sequence[tuple[Case, str]],
+    capability: int = 90,
+    program: tuple[int, int, int] = (0, 0, 0),
+) -> pd.DataFrame:
+    """`table` for variants of a study, (case, variant name) each: columns op, case, variant and those of `Access`."""
+    return with_cases(study_name, wanted, lambda sources: coalescing.table(sources, capability, program))
+
+
+def complete(
+    study: Study,
+    parameters: Mapping[str, Any],
+    path: Path,
+    env: Mapping[str, str | None],
+    say: Callable[[str], None],
+) -> None:
+    """Count what the study asks for (`Study.counted`) and its Parquet file does not have yet, and rewrite the file.
+
+    Counters are kept with the cold graph row of a variant that may be used. Where they cannot be taken one line says
+    why, and the rows stay as they are: the next run tries again.
+    """
+    wanted = {(case.op, case.key, name): (case, name) for case, name in study.counted(parameters)}
+    if not wanted:
+        return
+    rows = records.read(path)
+    usable = rows["ok"] & (rows["cache"] == "cold") & (rows["mode"] == "graph") & (rows["counters"] == "{}")
+    missing = {key: index for index in np.flatnonzero(usable) if (key := _key(rows.iloc[index])) in wanted}
+    if not missing:
+        return
+    say(f"{study.name}: counters of {len(missing)} kernels to take with ncu")
+    try:
+        found = count([_source(study, *wanted[key]) for key in missing], env)
+    except NotTaken as problem:
+        say(f"{study.name}: counters: not taken: {problem}")
+        return
+    for key, one in zip(missing, found, strict=True):
+        if "problem" in one:
+            say(f"{study.name}: counters: not taken of {key[2]}, {key[1]}: {one['problem']}")
+        else:
+            rows.loc[missing[key], "counters"] = json.dumps(one, sort_keys=True)
+    records.write(path, rows)
+
+
+def _key(row: Mapping[str, Any]) -> tuple[str, str, str]:
+    return row["op"], row["case"], row["variant"]
+
+
+def _source(study: Study, case: Case, variant: str) -> compiled.Source:
+    function, arguments = variant_source(study.name, case, variant)
+    return function, dict(arguments) | {"device": "cuda"}

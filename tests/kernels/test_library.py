@@ -1,0 +1,86 @@
+"""The library as others use it: the snippets of its README, what its packages give out, and a wheel of it alone."""
+
+import math
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+import labkit.kernels
+from labkit.kernels import decoder, experts, gated_delta, gemv, gguf
+from labkit.kernels.decoder import reference as decoder_reference
+from labkit.kernels.experts import reference as experts_reference
+from labkit.kernels.gated_delta import reference as gated_delta_reference
+
+README = Path(labkit.kernels.__file__).with_name("README.md")
+SNIPPETS = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+
+
+def run(package, device, number=0):
+    """What a snippet of the README leaves behind, run on this device."""
+    [*found] = (text for text in SNIPPETS if f"import {package}\n" in text)
+    torch.manual_seed(0)
+    names = {}
+    exec(found[number].replace('"cuda"', repr(device)), names)
+    return names
+
+
+def error(found, expected):
+    return float((found.double() - expected.double()).norm() / expected.double().norm())
+
+
+def test_every_package_with_a_function_has_a_snippet():
+    named = {re.search(r"import (\w+)\n\n", text)[1] for text in SNIPPETS}
+    assert named == {"gemv", "gated_delta", "experts", "gguf", "decoder"}
+
+
+def test_the_snippet_of_a_gemv(device):
+    made = run("gemv", device)
+    assert error(made["y"], made["W"].double() @ made["x"].double()) < 1e-3
+
+
+def test_the_snippet_of_a_decode(device):
+    made = run("gated_delta", device)
+    torch.manual_seed(0)
+    before = torch.randn(made["pool"].shape, device=device)
+    step = made["step"]
+    alpha, beta = gated_delta_reference.decay_and_beta(step.a, step.b, step.A_log, step.dt_bias)
+    some = step.indices.long()
+    out, states = gated_delta_reference.decode_step(before[some], step.q, step.k, step.v, alpha, beta, step.scale)
+    assert error(step.out, out) < 1e-5
+    assert error(step.state[some], states) < 1e-5
+
+
+def test_the_snippet_of_an_extend(device):
+    made = run("gated_delta", device, 1)
+    prompt = made["prompt"]
+    assert not prompt.out.isnan().any()
+    assert made["states"].abs().amax((1, 2, 3)).gt(0).all()
+
+
+def test_the_snippet_of_an_expert_layer(device):
+    made = run("experts", device)
+    w1, w2 = (experts.dequantise(experts.quantise(made[name])) for name in ("w1", "w2"))
+    expected = experts_reference.layer(made["x"], made["ids"], made["weights"], w1, w2)
+    assert error(made["out"], expected) < 1e-2
+
+
+def test_the_snippet_of_a_gguf_product(device):
+    made = run("gguf", device)
+    expected = made["x"].double() @ gguf.dequantise(made["blocks"], "Q4_K").to(device).double().T
+    assert error(made["y"], expected) < 1e-3
+
+
+def test_the_snippet_of_a_decoder(device):
+    made = run("decoder", device)
+    expected = decoder_reference.generate(made["model"], made["weights"], [5, 1, 60], 3)
+    assert made["tokens"] == expected.tokens
+
+
+@pytest.mark.parametrize("package", [decoder, gemv, gated_delta, experts, gguf])
+def test_a_package_gives_out_what_it_names_and_nothing_else(package):
+    assert all(getattr(package, name).__doc__ for name in package.__all__ if name not in ("FORMATS",))
+    with pytest.raises(AttributeError, match=rf"module '{package.__name__}' has no attribute 'nothing'; it has: "):
+        package.nothing  # noqa: B018
+    assert not math.isnan(len(package.__doc__))

@@ -1,0 +1,121 @@
+"""Which answers of worker processes are asked for anew: those that an edit can change, and no others."""
+
+import ast
+import re
+
+import pytest
+
+from labkit.evidence import workers
+
+COMPILED = "labkit.evidence.compiled:evidence_of"
+
+
+def variant(study):
+    arguments = {"study": study, "op": "op", "params": {"batch": 1}, "variant": "one"}
+    return {"source": ["labkit.sweep.variants:variant_launch", arguments], "capability": 90}
+
+
+REQUESTS = {
+    "state_layout": (COMPILED, variant("state_layout")),
+    "batched_ffn": (COMPILED, variant("batched_ffn")),
+    "extend": (COMPILED, {"source": ["labkit.kernels.gated_delta.chunked:extend", {}], "capability": 90}),
+    "checks of state_layout": ("labkit.sweep.correctness:check_tiny", {"name": "state_layout", "device": "cpu"}),
+}
+LAYOUT = {"state_layout", "checks of state_layout"}
+
+
+def files():
+    """Request -> where its answer is kept."""
+    return {name: workers.files_of(function, [request])[0] for name, (function, request) in REQUESTS.items()}
+
+
+@pytest.fixture
+def edited(tmp_path, monkeypatch):
+    """Puts a line at the end of a module's source, as the lab reads it."""
+    real = workers._source
+
+    def edit(module):
+        copy = tmp_path / f"{module}.py"
+        copy.write_text(real(module).read_text() + "\nMORE = 1\n")
+        monkeypatch.setattr(workers, "_source", lambda name: copy if name == module else real(name))
+
+    return edit
+
+
+@pytest.mark.parametrize(
+    ("module", "asked_anew"),
+    [
+        ("labkit.studies.state_layout.views", set()),
+        ("labkit.studies.state_layout.production_views", set()),
+        ("labkit.studies.state_layout.claims", set()),
+        ("labkit.studies.state_layout.explore", set()),
+        ("labkit.report.figures", set()),
+        ("labkit.workflow.recorded", set()),
+        ("labkit.cli", set()),
+        ("labkit.lab", {"checks of state_layout"}),  # which its own function does
+        ("labkit.kernels.gated_delta.chunked", LAYOUT | {"extend"}),
+        ("labkit.studies.state_layout.layouts", LAYOUT),
+        ("labkit.kernels.gguf.integers", {"batched_ffn"}),
+        ("labkit.kernels.launch", set(REQUESTS)),
+    ],
+)
+def test_an_edit_asks_anew_for_what_reaches_it_alone(edited, module, asked_anew):
+    before = files()
+    edited(module)
+    after = files()
+    assert {name for name in REQUESTS if before[name] != after[name]} == asked_anew
+
+
+def test_a_module_of_the_caller_counts_with_what_it_imports_of_the_lab(edited):
+    assert set(workers.reached(["kernels_for_tests"])) == {"kernels_for_tests", "labkit.kernels.launch"}
+    request = [{"source": ["kernels_for_tests:copy", {}]}]
+    before = workers.files_of(COMPILED, request), workers.files_of("json:dumps", [{}], ["kernels_for_tests"])
+    edited("kernels_for_tests")
+    assert workers.files_of(COMPILED, request) != before[0]
+    assert workers.files_of("json:dumps", [{}], ["kernels_for_tests"]) != before[1]
+    with pytest.raises(ModuleNotFoundError, match="no module 'no_such_module' with a source file"):
+        workers.files_of(COMPILED, request, ["no_such_module"])
+
+
+def test_versions_and_shipped_tables_count(tmp_path, monkeypatch):
+    before = workers.stamp([])
+    monkeypatch.setattr(workers, "_version", lambda name: "another")
+    assert workers.stamp([]) != before
+    monkeypatch.undo()
+    assert workers.stamp([]) == before
+    (tmp_path / "tuned.json").write_text("{}")
+    monkeypatch.setattr(workers, "PACKAGE", tmp_path)
+    assert workers.stamp([]) != before
+
+
+# what that rests on
+
+
+def modules():
+    """Every module of the lab: name -> source."""
+    folder = workers.PACKAGE
+    names = {path: ".".join(path.relative_to(folder.parent).with_suffix("").parts) for path in folder.rglob("*.py")}
+    return {name.removesuffix(".__init__"): path.read_text() for path, name in names.items()}
+
+
+def test_no_module_is_imported_in_a_way_that_is_not_seen():
+    def unseen(node):
+        called = isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("import_module", "__import__"))
+        return called or (isinstance(node, ast.ImportFrom) and node.level)
+
+    found = {name for name, text in modules().items() if any(map(unseen, ast.walk(ast.parse(text))))}
+    # Those of functions and studies that a request names.
+    assert found == {"labkit.isolated", "labkit.evidence.workers", "labkit.registry"}
+
+
+def test_what_only_shows_is_used_by_nothing_that_runs_but_for_a_studys_claims():
+    sources = modules()
+    showing = {name for name in sources if workers.SHOWS.fullmatch(name)}
+    assert len(showing) > 20
+    uses = {name: workers._imports(text) & showing for name, text in sources.items() if name not in showing}
+    users = {name: used for name, used in uses.items() if used}
+    assert users.pop("labkit.__main__") == {"labkit.cli"}
+    assert len(users) >= 5
+    for name, used in users.items():
+        assert used == {name.removesuffix(".study") + ".claims"}
+        assert re.findall(r"\bclaims\.\w+", sources[name]) == ["claims.CLAIMS"]
