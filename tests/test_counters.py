@@ -21,6 +21,7 @@ from labkit import lab as lab_module
 from labkit import registry
 from labkit.bench.spec import Case
 from labkit.evidence import coalescing, compiled, counters, workers
+from labkit.sweep import variants
 from labkit.workflow import doctor
 
 LD, ST = "l1tex__t_{}_pipe_lsu_mem_global_op_ld", "l1tex__t_{}_pipe_lsu_mem_global_op_st"
@@ -362,7 +363,7 @@ class Counting:
 @pytest.fixture
 def counting(monkeypatch: pytest.MonkeyPatch) -> Counting:
     found = Counting()
-    monkeypatch.setattr(counters, "count", found)
+    monkeypatch.setattr(variants, "count", found)
     return found
 
 

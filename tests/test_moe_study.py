@@ -227,7 +227,7 @@ def test_a_row_s_hash_covers_what_chooses_its_configuration(monkeypatch):
                 called.clear()
                 trials.config_of(x, "cpu", **({"base": "ours"} if make == "layer" else {}) | options)
                 chosen = {"source"} if "source" in called else {"rule"}  # what `choose` finds in a table is no code
-                covered = {n for n in ("source", "rule") if f"labkit.{NAME}.choose:{n}" in one.source}
+                covered = {n for n in ("source", "rule") if f"labkit.kernels.experts.choose:{n}" in one.source}
                 assert covered == chosen | ({"rule"} if options.get("block_m") == 0 else set())
                 seen |= covered | set(called)
     assert seen == {"choose", "source", "rule"}

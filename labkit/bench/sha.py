@@ -282,6 +282,9 @@ def _file_sha(path: Path) -> str:
         except SyntaxError:  # it cannot run, but may be mended
             parts[file.name] = text
             continue
+        for node in ast.walk(tree):
+            if isinstance(getattr(node, "body", None), list):
+                node.body = _without_docstring(node.body)
         parts[file.name] = ast.dump(tree)
         names = {name.partition(".")[0] for node in ast.walk(tree) for name in _modules(node)}
         beside = {path.parent / f"{name}.py" for name in names}

@@ -13,6 +13,7 @@ import hashlib
 import json
 import math
 import os
+import pkgutil
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import import_module, metadata
@@ -24,7 +25,7 @@ from labkit import isolated, paths, registry
 from labkit.bench.records import write_atomic
 
 PACKAGE = Path(__file__).resolve().parents[1]
-SHOWS = re.compile(r"labkit\.(cli|lab|report|workflow)(\..+)?|labkit\..+[._](views|claims|explore)")
+SHOWS = re.compile(r"labkit\.(cli|lab|report|workflow)(\..+)?|labkit\..+[._](views|claims|explore|wording)")
 _NAME = re.compile(r"([A-Za-z_][\w.]*)(:\w+)?")
 _AT_LEAST = 3  # requests for a process of their own: to compile that many takes about as long as to start it
 COMPILING = {"TRITON_INTERPRET": None, "CUDA_VISIBLE_DEVICES": ""}  # away from a GPU that may be timed meanwhile
@@ -83,9 +84,17 @@ def named(request: Any) -> set[str]:
         parts = request.values() if isinstance(request, Mapping) else request
         return set().union(*map(named, parts))
     if request in registry.NOTEBOOKS:
-        return {registry.load(request).variants.__module__}
+        return _of_study(request)
     match = _NAME.fullmatch(request) if isinstance(request, str) else None
     return {match[1]} if match and match[2] and _source(match[1]) else set()
+
+
+def _of_study(name: str) -> set[str]:
+    """The modules that a study's variants may call: all of its folder, since its table names them as text."""
+    study = registry.load(name).variants.__module__
+    folder = study.rpartition(".")[0]
+    beside = {one.name for one in pkgutil.iter_modules(import_module(folder).__path__, f"{folder}.")}
+    return {study} | {one for one in beside if not SHOWS.fullmatch(one)}
 
 
 def stamp(modules: Iterable[str]) -> str:
