@@ -283,8 +283,13 @@ def test_no_known_error_of_a_compiler(group):
 
 # They read, or do nothing: there is no product in them, and nothing is loaded ahead.
 NOT_SEARCHED = (
-    "_read_kernel", "ceilings._sum_kernel", "_empty_kernel", "_empty_dependent_kernel", "_between_kernel", "_where_kernel",
-)  # fmt: skip
+    "_read_kernel",
+    "ceilings._sum_kernel",
+    "_empty_kernel",
+    "_empty_dependent_kernel",
+    "_between_kernel",
+    "_where_kernel",
+)
 
 
 def test_every_kernel_is_searched():

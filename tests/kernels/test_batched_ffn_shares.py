@@ -131,6 +131,36 @@ def test_multiply_add_of_shares_has_the_same_bits_in_every_batch_and_variant(
         assert same(run(products.weight_stationary, W, x, some, up), y), (shared, blocks, ahead)
 
 
+@pytest.mark.parametrize("gated", [False, True])
+def test_rows_of_no_whole_strips_are_not_cut_at_different_columns(gated, device, monkeypatch):
+    """Five blocks in strips of four (of gate and up, of two): one block is in two strips."""
+    monkeypatch.setattr(gguf_shares, "multiprocessors", lambda device: 1)
+    rows, x = 37, tokens(9, COLUMNS, torch.float16, device)
+    W = on(device, "Q8_0", rows=rows, columns=COLUMNS)
+    up = W if gated else None
+    for variant, choice in (
+        (products.weight_stationary, Choice(groups=4, blocks=1, num_warps=1, shares=5)),
+        (products.tensor_core, Tile(4, 16, 1, shares=5)),
+    ):
+        with pytest.raises(ValueError, match=rf"shares is 5, of {rows} rows; allowed: 0, or rows in whole strips"):
+            run(variant, W, x, choice, up)
+    y = [torch.full((len(some), rows), float("nan"), device=device) for some in (x, x[:1])]
+    for some, out in zip((x, x[:1]), y, strict=True):
+        products.multiply(W, some, out, up)()
+    assert same(y[0][:1], y[1])
+    assert not y[0].isnan().any()
+
+
+def test_strips_overlap_where_their_blocks_are_no_whole_number():
+    """Against what the kernel does: part b of a strip begins at b × strips, but at most at the last whole strip."""
+    for strip in (2, 4):
+        for blocks in range(1, 40):
+            strips = -(-blocks // strip)
+            firsts = [min(b * strips, blocks - strips) for b in range(strip)]
+            places = {(first + i, i) for first in firsts for i in range(strips)}
+            assert gguf_shares.strips_overlap(blocks, strip) == (len(places) > blocks)
+
+
 @pytest.mark.parametrize(("name", "columns"), [("Q4_K", 512), ("Q6_K", 256), ("Q8_0", 352)])
 def test_as_many_tiles_ahead_as_asked_for_have_the_same_bits(name, columns, device):
     """Whole tiles and parts of one, more tiles ahead than there are and fewer, of several strips of rows."""

@@ -68,6 +68,7 @@ from labkit.kernels.dependent import wait_for_inputs
 from labkit.kernels.gguf.choose import Choice, Tile, check_choice, check_tile, matrix_rule, rule
 from labkit.kernels.gguf.formats import GROUP, ROWS, Packed
 from labkit.kernels.gguf.shares import (
+    STRIP,
     _ask,
     _blocks,
     _dealt,
@@ -84,6 +85,8 @@ from labkit.kernels.gguf.shares import (
     _tile_of,
     _units,
     _without_first,
+    check_strips,
+    strips_overlap,
 )
 from labkit.kernels.gguf.unpack import (
     BASE,
@@ -476,8 +479,14 @@ def multiply(W: Packed, x: Tensor, y: Tensor, up: Packed | None = None) -> Launc
         W = pack(blocks, "Q4_K").to("cuda")  # blocks: uint8 [rows, bytes of a row], as a .gguf file holds them
         launch = multiply(W, x, y)
         launch()
+
+    Rows that make no whole strips (`check_strips`) are not dealt in shares.
     """
-    return tensor_core(W, x, y, None, up)
+    check_product(W, x, y, up)
+    tile = matrix_rule(len(x), W.rows, W.columns, W.format.name, up is not None)
+    if strips_overlap(triton.cdiv(W.rows, ROWS), STRIP if up is None else STRIP // 2):
+        tile = replace(tile, shares=0, blocks=2)  # so that a row has its place in an instruction in every batch
+    return tensor_core(W, x, y, tile, up)
 
 
 def per_token(W: Packed, x: Tensor, y: Tensor, choice: Choice | None = None, up: Packed | None = None) -> list[Launch]:
@@ -524,6 +533,7 @@ def tensor_core(W: Packed, x: Tensor, y: Tensor, tile: Tile | None = None, up: P
     check_product(W, x, y, up)
     tile = tile or matrix_rule(len(x), W.rows, W.columns, W.format.name, up is not None)
     check_tile(tile)
+    check_strips(W, tile, 4 * tile.num_warps, STRIP if up is None else STRIP // 2)
     arguments = {"x": x, "y": y} | _arrays(W) | _ups(W, up) | _sizes(W, x, y)
     blocks = tile.blocks // (1 if up is None else 2)
     arguments |= {"WARPS": tile.num_warps, "BLOCKS": blocks, "TOKENS": tile.tokens, "GATED": up is not None}
@@ -540,6 +550,7 @@ def tensor_core(W: Packed, x: Tensor, y: Tensor, tile: Tile | None = None, up: P
 
 def _multiply_add(W: Packed, x: Tensor, y: Tensor, choice: Choice, up: Packed | None, axis: int = 0) -> Launch:
     check_choice(choice)
+    check_strips(W, choice, choice.groups, STRIP if up is None else STRIP // 2)
     ahead = _ahead(choice, x)
     arguments = _arguments(W, x, y, choice) | _ups(W, up) | {"GATED": up is not None, "TOKEN_AXIS": axis} | ahead
     arguments["magic"] = magic_of(W)

@@ -181,6 +181,31 @@ def _parts(tile: Choice | Tile) -> int:
     return STRIP // tile.blocks
 
 
+def strips_overlap(blocks: int, strip: int) -> bool:
+    """Whether so many blocks of 8 rows make no whole strips, so that the last ones begin within others.
+
+    strip: blocks of one.
+    """
+    return blocks % triton.cdiv(blocks, strip) != 0
+
+
+def check_strips(W: Packed, tile: Choice | Tile, groups: int, strip: int) -> None:
+    """Raise ValueError where two strips would compute a block and cut it at different columns, so that its bits would
+    be those of whichever stores last.
+
+    groups: of a tile of one program; strip: blocks of a strip, of one matrix.
+    """
+    blocks = triton.cdiv(W.rows, ROWS)
+    if not tile.shares or not strips_overlap(blocks, strip):
+        return
+    tiles_a_strip = triton.cdiv(W.columns // GROUP, groups)
+    tiles = tiles_a_strip * triton.cdiv(blocks, strip)
+    each, more = divmod(tiles, min(tiles, tile.shares * multiprocessors(W.words.device)))
+    if more or (each % tiles_a_strip and tiles_a_strip % each):
+        rows = f"rows in whole strips, such as multiples of {ROWS * strip}"
+        raise ValueError(f"shares is {tile.shares}, of {W.rows} rows; allowed: 0, or {rows}")
+
+
 def _registers(warps: int) -> dict[str, int]:
     """So many for a thread that so many warps are on a multiprocessor at once."""
     return {"maxnreg": min(255, REGISTERS // (32 * warps) // 8 * 8)}
