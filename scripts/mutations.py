@@ -4,6 +4,7 @@ usage: python scripts/mutations.py [--list] [--each N] [FILE ...]        FILE: k
 
 Of each file N mutations are made (default 3), spread over its kernels, always the same ones. Each is tried in a copy of
 the tree, with the tests that import the file's package, those in Triton's interpreter first; the first failure ends it.
+A test file that fails without any mutation finds none: it is named and left out.
 The last line counts what was caught. Takes about an hour with two cores; the tree itself is not touched.
 """
 
@@ -90,26 +91,27 @@ def tests_of(file: Path) -> list[Path]:
     return sorted(found, key=lambda path: (path.parent.name != "kernels", path.stat().st_size))
 
 
-def is_caught(one: Mutation, folder: Path, limit: float) -> str:
+def is_caught(one: Mutation, folder: Path, tests: list[Path], limit: float) -> str:
     """The test file that finds a mutation in a copy of the tree; empty if none does."""
     target = folder / one.file.relative_to(ROOT)
     source = one.file.read_bytes()
     target.write_bytes(source[: one.start] + one.text.encode() + source[one.end :])
     try:
-        for test in tests_of(one.file):
-            env = os.environ | {"PYTHONPATH": str(folder)}
-            env |= {"TRITON_INTERPRET": "1"} if test.parent.name == "kernels" else {}
-            name = str(test.relative_to(ROOT))
-            command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", name]
-            try:
-                done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=limit)
-            except subprocess.TimeoutExpired:
-                return f"{name} (no end within {limit:.0f} s)"
-            if done.returncode not in (0, 5):  # 5: nothing to run here
-                return name
-        return ""
+        return next((str(test.relative_to(ROOT)) for test in tests if not passes(test, folder, limit)), "")
     finally:
         target.write_bytes(source)
+
+
+def passes(test: Path, folder: Path, limit: float) -> bool:
+    """Whether a test file passes in a copy of the tree, in time."""
+    env = os.environ | {"PYTHONPATH": str(folder)}
+    env |= {"TRITON_INTERPRET": "1"} if test.parent.name == "kernels" else {}
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", str(test.relative_to(ROOT))]
+    try:
+        done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=limit)
+    except subprocess.TimeoutExpired:
+        return False
+    return done.returncode in (0, 5)  # 5: nothing to run here
 
 
 def main() -> int:
@@ -120,18 +122,22 @@ def main() -> int:
     parser.add_argument("--limit", type=float, default=900, help="seconds for one test file")
     given = parser.parse_args()
     files = [path.resolve() for path in given.files] or sorted(ROOT.glob("labkit/**/*.py"))
-    wanted = [one for file in files for one in (chosen(file, given.each) if mutations(file) else [])]
+    files = [file for file in files if mutations(file)]
+    wanted = [one for file in files for one in chosen(file, given.each)]
     if given.list:
         print("\n".join(one.what for one in wanted))
         return 0
     caught = 0
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        for part in ("labkit", "tests", "data", "notebooks", "pyproject.toml"):
+        for part in ("labkit", "tests", "data", "notebooks", "scripts", "pyproject.toml", "README.md", "Makefile"):
             copy = shutil.copytree if (ROOT / part).is_dir() else shutil.copy
             copy(ROOT / part, folder / part)
+        tests = {path for file in files for path in tests_of(file)}
+        broken = {path for path in sorted(tests) if not passes(path, folder, given.limit)}
+        print(f"fail without a mutation: {', '.join(sorted(path.name for path in broken)) or 'none'}", flush=True)
         for one in wanted:
-            by = is_caught(one, folder, given.limit)
+            by = is_caught(one, folder, [path for path in tests_of(one.file) if path not in broken], given.limit)
             caught += bool(by)
             print(f"{'caught' if by else 'MISSED'}  {one.what}{f'  by {by}' if by else ''}", flush=True)
     print(f"{caught} of {len(wanted)} caught")
