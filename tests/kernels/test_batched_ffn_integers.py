@@ -1,6 +1,5 @@
 """Products of a K format's integers: the weights exactly, against float64, and the same bits however many tokens."""
 
-import interpreted
 import pytest
 import torch
 from hypothesis import given, settings
@@ -10,7 +9,6 @@ from labkit.kernels.gguf import formats, integers
 from labkit.kernels.gguf import shares as gguf_shares
 from labkit.kernels.gguf.choose import Tile
 
-interpreted.patch_once()
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TILE = Tile(2, 8, 1, 1, 2, shares=8)

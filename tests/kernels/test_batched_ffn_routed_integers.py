@@ -2,14 +2,12 @@
 
 from dataclasses import replace
 
-import interpreted
 import pytest
 import torch
 
 from labkit.kernels.gguf import experts, formats, reference, routed, routed_integers
 from labkit.kernels.gguf.choose import Tile
 
-interpreted.patch_once()
 
 EXPERTS, HIDDEN, WIDTH, TOP_K = 3, 256, 256, 2
 TILE = Tile(4, 8, 1, 1, 1)

@@ -2,7 +2,6 @@
 
 import math
 
-import interpreted
 import pytest
 import torch
 
@@ -11,7 +10,6 @@ from labkit.kernels import ceilings
 from labkit.kernels.gguf import formats, products, routed
 from labkit.studies.batched_ffn import ablations, cache_trials, study, variants, work
 
-interpreted.patch_once()
 
 PEERS = (variants.GEMLITE, variants.GROUPED_MM)  # imported where they are installed; a GPU's only
 ON_GPU = torch.cuda.is_available()
