@@ -9,7 +9,6 @@ from labkit.kernels.gguf import formats, integers
 from labkit.kernels.gguf import shares as gguf_shares
 from labkit.kernels.gguf.choose import Tile
 
-
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TILE = Tile(2, 8, 1, 1, 2, shares=8)
 

@@ -8,7 +8,6 @@ import torch
 from labkit.kernels.gguf import experts, formats, reference, routed, routed_integers
 from labkit.kernels.gguf.choose import Tile
 
-
 EXPERTS, HIDDEN, WIDTH, TOP_K = 3, 256, 256, 2
 TILE = Tile(4, 8, 1, 1, 1)
 

@@ -14,7 +14,6 @@ from labkit.kernels.gguf.choose import AHEAD, Choice, Tile, matrix_rule
 from labkit.kernels.gguf.shares import _share_of, _start
 from labkit.kernels.launch import Launch
 
-
 COLUMNS = 512  # 4 tiles a strip
 EVEN = (1, 3)  # 8 tiles in 5 shares: of one tile, of which three have one more
 

@@ -10,7 +10,6 @@ from labkit.kernels import ceilings
 from labkit.kernels.gguf import formats, products, routed
 from labkit.studies.batched_ffn import ablations, cache_trials, study, variants, work
 
-
 PEERS = (variants.GEMLITE, variants.GROUPED_MM)  # imported where they are installed; a GPU's only
 ON_GPU = torch.cuda.is_available()
 SMALL = study.STUDY.tiny if ON_GPU else study.STUDY.tiny[:1]  # the interpreter takes a minute for all of them

@@ -10,7 +10,6 @@ from labkit.kernels.gguf import formats, products, reference, wide
 from labkit.kernels.gguf.choose import AHEAD, Choice, Tile, Wide, matrix_rule, narrow_rule
 from labkit.kernels.gguf.formats import FORMATS
 
-
 NUMBERS = (1, 2, 3, 4, 5, 8, 11, 16, MOST)
 LIMIT = {"Q4_K": 1e-5, "Q5_K": 4e-6, "Q6_K": 3e-6}  # of multiply-add in fp32: that of 128 less 128, not of fp32 sums
 IN_FULL = "Q5_K"  # the interpreter is slow: one format in many batches, the others, of the same kernels, in few

@@ -9,7 +9,6 @@ from labkit.kernels.gguf import experts, formats, reference, routed
 from labkit.kernels.gguf.choose import Choice, Tile, narrow_rule
 from labkit.kernels.offload import policies, slots
 
-
 E, TOP_K, HIDDEN, WIDTH = 4, 2, 64, 32  # small: the interpreter is slow
 TILE = Tile(4, 16, 4)  # another one of the same bits
 
