@@ -286,6 +286,59 @@ def doctor() -> None:
     sys.exit(FAILED if any(finding.broken for finding in findings) else OK)
 
 
+# fetch
+
+
+class SourceName(click.ParamType):
+    """A release in sources.toml, or a package, which stands for all of its releases."""
+
+    name = "source"
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        from labkit import sources
+
+        names = {name: None for made in sources.manifest().values() for name in (made.package, made.name)}
+        return [CompletionItem(name) for name in names if name.startswith(incomplete)]
+
+
+@main.command(epilog=EXIT_CODES)
+@click.argument("names", metavar="[NAME]...", nargs=-1, type=SourceName())
+@click.option(
+    "--into", metavar="DIR", type=click.Path(file_okay=False, path_type=Path), help="Keep them there instead."
+)
+def fetch(names: Sequence[str], into: Path | None) -> None:
+    """Take other people's kernels from the packages that they released, to be measured beside the lab's.
+
+    NAME is a release (sglang-0.5.9) or a package (sglang); all of them by default. Of each package a few named files
+    are kept, in the user's cache or in LABKIT_SOURCES, and only if their hashes are those of sources.toml. Nothing is
+    installed. For a machine without network: --into elsewhere, copy the folder, and name it in LABKIT_SOURCES.
+
+    \b
+    labkit fetch
+    labkit fetch sglang
+    labkit fetch --into /media/stick/sources
+    """
+    from labkit import sources
+
+    try:
+        wanted = sources.named(names)
+    except ValueError as problem:
+        raise click.UsageError(str(problem)) from None
+    failed = False
+    for made in wanted:
+        try:
+            where = sources.fetch(made, into)
+        except sources.SourceError as problem:
+            failed = True
+            click.echo(problem, err=True)
+        else:
+            size = sum((where / path).stat().st_size for path in made.files)
+            click.echo(
+                f"{made.name}: {len(made.files)} files, {size / 1e3:.0f} kB, {made.licence}, {made.home}: {where}"
+            )
+    sys.exit(FAILED if failed else OK)
+
+
 # record
 
 

