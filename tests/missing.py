@@ -1,4 +1,12 @@
 """What a machine may lack, in the words of the tests that it then cannot run."""
 
+from labkit import sources
+
 NO_BROWSER = "no Chromium on this machine: the pages were not opened in a browser"
 NO_GPU = "no CUDA device: the GPU tests did not run"
+NO_SOURCES = "others' kernels are not on this machine: labkit fetch"
+
+
+def sources_missing() -> bool:
+    """Whether any release that tests call has not been fetched."""
+    return not all(sources.is_fetched(made) for made in sources.manifest().values())

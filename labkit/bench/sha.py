@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
-from labkit.sources import manifest
+from labkit.sources import catalogue
 
 # Machinery that hands a kernel its arguments or times it, but does not change what the kernel does.
 NOT_HASHED = (
@@ -62,7 +62,7 @@ def _texts_of_releases(source: Source) -> tuple[list[str], tuple[str, ...]]:
     """A text for each release among several sources, and what of them is the lab's."""
     parts = (source,) if isinstance(source, str) else source
     released = [one.removeprefix(_RELEASED) for one in parts if one.startswith(_RELEASED)]
-    return [manifest.source(name).sha for name in released], tuple(o for o in parts if not o.startswith(_RELEASED))
+    return [catalogue.source(name).sha for name in released], tuple(o for o in parts if not o.startswith(_RELEASED))
 
 
 def covered(source: Source) -> list[str]:

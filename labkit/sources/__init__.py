@@ -4,14 +4,15 @@ None of their code is in this repository. `sources.toml` names package, version,
 takes these files out of the released package into a cache outside the tree; `load` imports one of them.
 """
 
-from labkit.sources.fetch import SourceError, fetch
-from labkit.sources.load import NotFetched, load
-from labkit.sources.manifest import Source, folder, is_fetched, manifest, named, source
+from labkit.sources.catalogue import Source, folder, is_fetched, manifest, named, source
+from labkit.sources.fetching import SourceError, fetch
+from labkit.sources.loading import NotFetched, changed, load
 
 __all__ = [
     "NotFetched",
     "Source",
     "SourceError",
+    "changed",
     "fetch",
     "folder",
     "is_fetched",

@@ -6,11 +6,14 @@ up in the same namespace, at any time, since their `__import__` is this one; whe
 is the manifest's.
 """
 
+import ast
 import builtins
 import hashlib
+import inspect
+import linecache
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
@@ -20,7 +23,7 @@ from pathlib import PurePosixPath
 from types import ModuleType
 from typing import Any
 
-from labkit.sources.manifest import Source, folder, is_fetched, manifest, source
+from labkit.sources.catalogue import Source, folder, is_fetched, manifest, source
 
 ROOM = "labkit_sources"
 
@@ -41,6 +44,30 @@ def load(name: str, module: str) -> ModuleType:
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.append(_Finder())
     return import_module(f"{_prefix(made)}.{module}")
+
+
+def changed(name: str, module: str, change: Callable[[ast.Module], ast.Module]) -> ModuleType:
+    """A copy of a source's module with its syntax tree changed; everything that it imports stays as it was published.
+
+    change: gets the tree that was parsed, and returns the one to run; there is one copy for each. Raises what `load`
+    does, and what `change` raises.
+    """
+    original = load(name, module)
+    label = f"{original.__name__}_{change.__name__}"
+    if label in sys.modules:
+        return sys.modules[label]
+    text = ast.unparse(ast.fix_missing_locations(change(ast.parse(inspect.getsource(original)))))
+    filename = f"<{label}>"
+    linecache.cache[filename] = (len(text), None, text.splitlines(keepends=True), filename)  # for inspect.getsource
+    copy = ModuleType(label)
+    vars(copy).update({key: vars(original)[key] for key in ("__builtins__", "__package__")}, __file__=filename)
+    sys.modules[label] = copy
+    try:
+        exec(compile(text, filename, "exec"), vars(copy))
+    except BaseException:
+        del sys.modules[label]
+        raise
+    return copy
 
 
 def _prefix(made: Source) -> str:

@@ -4,13 +4,11 @@ import hashlib
 import shutil
 import subprocess
 import sys
-import tarfile
 import tempfile
 import zipfile
-from collections.abc import Callable
 from pathlib import Path
 
-from labkit.sources.manifest import Source, folder
+from labkit.sources.catalogue import Source, folder
 
 # A wheel is only read, never installed: so it need not be one for this Python or this machine.
 TARGET = ["--only-binary=:all:", "--python-version=3.12", "--implementation=cp"]
@@ -59,35 +57,20 @@ def problems(made: Source, root: Path) -> list[str]:
 
 def _download(made: Source, scratch: Path) -> Path:
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-cache-dir", f"--dest={scratch}"]
-    command += ["--no-binary=:all:"] if made.archive == "sdist" else TARGET
-    done = subprocess.run([*command, f"{made.package}=={made.version}"], capture_output=True, text=True)
-    archives = [path for path in scratch.iterdir() if path.suffix in (".whl", ".gz", ".zip")]
-    if done.returncode or not archives:
+    done = subprocess.run([*command, *TARGET, f"{made.package}=={made.version}"], capture_output=True, text=True)
+    wheels = list(scratch.glob("*.whl"))
+    if done.returncode or not wheels:
         errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or done.stderr.splitlines()
         raise SourceError(f"{made.name}: pip: {errors[-1] if errors else 'nothing was downloaded'}")
-    return archives[0]
+    return wheels[0]
 
 
 def _extract(made: Source, archive: Path, kept: Path) -> None:
+    """The manifest's files of a wheel, as far as it has them."""
     try:
-        if archive.suffix == ".gz":
-            _extract_sdist(made, archive, kept)
-        else:
-            with zipfile.ZipFile(archive) as wheel:
-                _copy(made, kept, lambda path: wheel.read(path) if path in wheel.namelist() else None)
-    except (zipfile.BadZipFile, tarfile.TarError, EOFError) as error:
+        with zipfile.ZipFile(archive) as wheel:
+            for path in made.files.keys() & set(wheel.namelist()):
+                (kept / path).parent.mkdir(parents=True, exist_ok=True)
+                (kept / path).write_bytes(wheel.read(path))
+    except zipfile.BadZipFile as error:
         raise SourceError(f"{made.name}: {archive.name} is damaged: {error}") from error
-
-
-def _extract_sdist(made: Source, archive: Path, kept: Path) -> None:
-    """The files of an sdist stand in a folder of its name."""
-    with tarfile.open(archive) as sdist:
-        members = {member.name.partition("/")[2]: member for member in sdist if member.isfile()}
-        _copy(made, kept, lambda path: sdist.extractfile(members[path]).read() if path in members else None)
-
-
-def _copy(made: Source, kept: Path, read: Callable[[str], bytes | None]) -> None:
-    for path in made.files:
-        if (content := read(path)) is not None:
-            (kept / path).parent.mkdir(parents=True, exist_ok=True)
-            (kept / path).write_bytes(content)

@@ -14,15 +14,10 @@ MANIFEST = Path(__file__).with_name("sources.toml")
 
 @dataclass(frozen=True)
 class Source:
-    """Files of one version of a package.
-
-    files:   path in the package -> its SHA-256.
-    archive: "wheel", or "sdist" where the package's source is what is wanted.
-    """
+    """Files of one version of a package. files: path in its wheel -> SHA-256."""
 
     package: str
     version: str
-    archive: str
     licence: str
     home: str
     files: Mapping[str, str]
@@ -45,7 +40,7 @@ def manifest() -> Mapping[str, Source]:
     found = {}
     for package, entry in tomllib.loads(MANIFEST.read_text()).items():
         for version, files in entry["versions"].items():
-            made = Source(package, version, entry.get("archive", "wheel"), entry["licence"], entry["home"], files)
+            made = Source(package, version, entry["licence"], entry["home"], files)
             found[made.name] = made
     return found
 

@@ -1,0 +1,149 @@
+"""ExecuTorch's expert layer, as it was released and with the pull request's persistent grid applied to it.
+
+| function   | what it calls                                                                                       |
+|------------|-----------------------------------------------------------------------------------------------------|
+| per_pair   | `fused_moe`: the decode kernels, a program for each (token, expert) pair and block of columns        |
+| batched    | `fused_moe_batched`: sorted tokens, tiles of 64 rows, bf16 or 8-bit activations                      |
+
+The release (1.5.1) has one program a tile. The pull request (19219, closed unmerged) changed launch and loop of its
+four batched kernels: `min(multiprocessors, tiles)` programs take tiles in turn, by columns within groups of
+GROUP_SIZE_M blocks of rows, tuned over 8 and 16. `persistent` makes the same change to the syntax tree of what was
+released; hypothesis: fewer programs save launches and reuse weights in L2. Both tune themselves, over their own
+configurations.
+"""
+
+import ast
+from collections.abc import Callable
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from labkit import sources
+from labkit.kernels.experts.int4 import GROUP
+
+if TYPE_CHECKING:
+    from labkit.kernels.experts.inputs import LayerInputs
+
+SOURCE, MODULE = "executorch-1.5.1", "executorch.backends.cuda.triton.kernels.fused_moe"
+GROUPS_M = (8, 16)  # of the pull request
+OPERATORS = "triton::"  # in which the release registers its functions, once a process
+
+
+def per_pair(x: "LayerInputs") -> Callable[[], torch.Tensor]:
+    """The decode layer; a call returns its output [T, H], bf16. x: INT4 weights, bf16 activations."""
+    return _bound(sources.load(SOURCE, MODULE).fused_moe, x)
+
+
+def batched(x: "LayerInputs", int8: bool = False, grid: str = "tiles") -> Callable[[], torch.Tensor]:
+    """The prefill layer; a call returns its output [T, H], bf16. grid: "tiles" or "persistent"."""
+    return _bound(module(grid).fused_moe_batched, x, activation_dtype="int8" if int8 else "bf16")
+
+
+def module(grid: str) -> ModuleType:
+    """The release, or its copy with the pull request's change. ValueError for another grid."""
+    if grid not in ("tiles", "persistent"):
+        raise ValueError(f"grid is {grid!r}; allowed: tiles, persistent")
+    return sources.load(SOURCE, MODULE) if grid == "tiles" else sources.changed(SOURCE, MODULE, persistent)
+
+
+def _bound(function: Callable[..., torch.Tensor], x: "LayerInputs", **options: Any) -> Callable[[], torch.Tensor]:
+    (_, E, top_k, _, _), packed = x.shape, [w.packed.view(torch.int8) for w in (x.w1, x.w2)]
+    weights = (packed[0], x.w1.scales, packed[1], x.w2.scales, x.weights.float(), x.ids.long())
+    return lambda: function(x.x, *weights, top_k, E, GROUP, **options)
+
+
+def persistent(tree: ast.Module) -> ast.Module:
+    """The pull request's change. ValueError if the release is not written as it is expected to be."""
+    change = _Persistent()
+    changed = change.visit(tree)
+    if change.kernels != 4 or change.launches != 4:
+        raise ValueError(f"{change.kernels} kernels and {change.launches} launches were changed; expected: 4 of each")
+    return changed
+
+
+# A kernel's body below its first lines runs once a tile; these replace the lines that find the tile.
+_LOOP = """
+tiles = num_expert_blocks * num_n_blocks
+for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
+    group_tiles = GROUP_SIZE_M * num_n_blocks
+    first_block = tile // group_tiles * GROUP_SIZE_M
+    group_blocks = min(num_expert_blocks - first_block, GROUP_SIZE_M)
+    expert_block_idx = first_block + tile % group_tiles % group_blocks
+    n_block = tile % group_tiles // group_blocks
+"""
+_GRID = "(min({programs}, num_expert_blocks * triton.cdiv({columns}, meta['BLOCK_SIZE_N'])),)"
+_PROGRAMS = "torch.cuda.get_device_properties(hidden_states.device).multi_processor_count"
+_CONFIGS = "[_in_groups(one, size) for one in {configs} for size in {groups}]"
+_IN_GROUPS = """
+def _in_groups(one, size):
+    kwargs = one.kwargs | {"GROUP_SIZE_M": size}
+    return triton.Config(kwargs, num_warps=one.num_warps, num_stages=one.num_stages)
+"""
+
+
+class _Persistent(ast.NodeTransformer):
+    """Changes kernels that find their tile by `expert_block_idx`, and the grids and calls that launch them."""
+
+    def __init__(self) -> None:
+        self.kernels = self.launches = 0
+
+    def visit_Module(self, node: ast.Module) -> ast.Module:
+        self.generic_visit(node)
+        after = next(i for i, one in enumerate(node.body) if isinstance(one, ast.FunctionDef))
+        node.body.insert(after, ast.parse(_IN_GROUPS).body[0])
+        return node
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.FunctionDef:
+        if any("register_fake" in ast.unparse(one) for one in node.decorator_list):
+            node.decorator_list = []
+            return node
+        # Operators are registered once a process: the copy's functions are called without that.
+        node.decorator_list = [one for one in node.decorator_list if OPERATORS not in ast.unparse(one)]
+        found = [i for i, one in enumerate(node.body) if _assigns(one) == "expert_block_idx"]
+        if found and any("triton.jit" in ast.unparse(one) for one in node.decorator_list):
+            return self._kernel(node, found[0])
+        return self.generic_visit(node)
+
+    def _kernel(self, node: ast.FunctionDef, at: int) -> ast.FunctionDef:
+        names = [_assigns(one) for one in node.body[at - 2 : at + 2]]
+        if names != ["pid", "num_n_blocks", "expert_block_idx", "n_block"]:
+            raise ValueError(f"{node.name} begins with {names}; expected: pid, num_n_blocks, expert_block_idx, n_block")
+        total, loop = ast.parse(_LOOP).body
+        loop.body += node.body[at + 2 :]
+        node.body = [*node.body[: at - 2], node.body[at - 1], total, loop]
+        node.args.args += [
+            ast.arg("num_expert_blocks"),
+            ast.arg("GROUP_SIZE_M", ast.parse("tl.constexpr").body[0].value),
+        ]
+        tuned = next(one for one in node.decorator_list if "autotune" in ast.unparse(one))
+        configs = next(one for one in tuned.keywords if one.arg == "configs")
+        configs.value = _expression(_CONFIGS.format(configs=ast.unparse(configs.value), groups=GROUPS_M))
+        self.kernels += 1
+        return node
+
+    def visit_Return(self, node: ast.Return) -> ast.Return:
+        text = ast.unparse(node.value) if node.value else ""
+        if text.startswith("(num_expert_blocks * triton.cdiv("):
+            columns = text.partition("cdiv(")[2].partition(",")[0]
+            node.value = _expression(_GRID.format(programs=_PROGRAMS, columns=columns))
+        return node
+
+    def visit_Call(self, node: ast.Call) -> ast.Call:
+        self.generic_visit(node)
+        kernel = ast.unparse(node.func)
+        if kernel.startswith("wrap_triton("):  # of a registered operator; the copy's are not
+            node.func = _expression(kernel.replace("wrap_triton(", "(", 1))
+        if kernel.startswith("wrap_triton(") and "batched" in kernel:
+            node.keywords.append(ast.keyword("num_expert_blocks", _expression("num_expert_blocks")))
+            self.launches += 1
+        return node
+
+
+def _assigns(node: ast.stmt) -> str:
+    """The name that a statement assigns, if it is one."""
+    return node.targets[0].id if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) else ""
+
+
+def _expression(text: str) -> ast.expr:
+    return ast.parse(text, mode="eval").body

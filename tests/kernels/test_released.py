@@ -1,0 +1,169 @@
+"""Released kernels of others, called as the studies call them: right against float64, and changed as they say."""
+
+import ast
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+import torch
+import triton.language as tl
+from missing import NO_SOURCES, sources_missing
+from torch import Tensor
+
+from labkit import registry, sources
+from labkit.bench.spec import Case
+from labkit.kernels.experts import int4, reference
+from labkit.kernels.experts.inputs import LayerInputs
+from labkit.studies.moe_persistent_grid import executorch
+from labkit.studies.state_layout import variants
+from labkit.sweep.trial import relative_rmse
+
+pytestmark = pytest.mark.skipif(sources_missing(), reason=NO_SOURCES)
+
+STUDY = registry.load("state_layout")
+TINY = [case for case in STUDY.tiny if case.op in ("step", "verify")]
+RELEASED = [(case, one) for case in TINY for one in STUDY.variants(case) if one.name.startswith("sglang")]
+
+
+@pytest.fixture
+def interpretable(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Once the modules are loaded: what Triton's interpreter, or a CPU, cannot do in them is done in its own words."""
+    monkeypatch.setattr(torch.cpu, "device", lambda index: nullcontext(), raising=False)
+
+    def now() -> None:
+        for name, module in list(sys.modules.items()):
+            if name.startswith("labkit_sources") and getattr(module, "exp", None) is tl.exp:
+                monkeypatch.setattr(module, "exp", lambda x: tl.exp(x))
+
+    return now
+
+
+def names() -> list[str]:
+    return [f"{case.op} {case['gate']} {case.params['state']} {one.name}" for case, one in RELEASED]
+
+
+@pytest.mark.parametrize(("case", "variant"), RELEASED, ids=names())
+def test_sglang_s_step_and_verify_are_right_in_both_layouts(case, variant, device, interpretable):
+    trial = variant.prepare(case, device, 2, 0)
+    interpretable()
+    errors = trial.check()
+    assert errors.keys() == trial.tolerance.keys()
+    assert all(errors[name] <= trial.tolerance[name] for name in errors), errors
+
+
+@pytest.mark.parametrize("release", [variants.BEFORE, variants.AFTER])
+def test_a_release_on_states_of_the_other_layout_is_noticed(release, device, monkeypatch, interpretable):
+    """The control: what says that 0.5.10 reads [V, K] would say so if it read [K, V]."""
+    from labkit.studies.state_layout import sglang
+
+    case = Case("step", {**TINY[0].params, "K": 16, "V": 16})
+    variant = next(one for one in STUDY.variants(case) if one.name == variants.released(release))
+    monkeypatch.setitem(sglang.V_FIRST, release, not sglang.V_FIRST[release])
+    trial = variant.prepare(case, device, 1, 0)
+    interpretable()
+    assert trial.check()["out"] > 0.1
+
+
+def test_every_release_that_decodes_is_among_the_variants():
+    assert {one.name for _, one in RELEASED} >= {variants.released(name) for name in variants.RELEASES}
+    assert {one.name for _, one in RELEASED} >= {variants.released(name, "packed") for name in variants.PACKED}
+
+
+# ExecuTorch: the pull request's grid, applied to what was released
+
+
+@pytest.fixture
+def grids(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Both modules with one configuration each, on a GPU of three multiprocessors; operators called directly."""
+    three = SimpleNamespace(multi_processor_count=3)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: three)
+    for module in map(executorch.module, ("tiles", "persistent")):
+        monkeypatch.setattr(module, "wrap_triton", lambda kernel: kernel)
+        for value in vars(module).values():
+            if hasattr(value, "configs"):
+                monkeypatch.setattr(value, "configs", value.configs[:1])
+    return
+
+
+def layer(device: str) -> tuple[LayerInputs, Tensor]:
+    """A layer of four tokens, and its output in float64."""
+    generator = torch.Generator().manual_seed(0)
+    T, E, top_k, H, width = 4, 2, 1, 256, 128
+    w1, w2 = (
+        int4.quantise(torch.randn(shape, generator=generator) * shape[-1] ** -0.5)
+        for shape in ((E, 2 * width, H), (E, H, width))
+    )
+    x = torch.randn((T, H), generator=generator).bfloat16()
+    ids = torch.tensor([[0], [1], [1], [0]], dtype=torch.int32)
+    weights = torch.rand((T, top_k), generator=generator)
+    expected = reference.layer(x, ids, weights, w1, w2)
+    parts = [part.to(device) for part in (x, ids, weights)]
+    w1, w2 = (int4.Int4(w.packed.to(device), w.scales.to(device)) for w in (w1, w2))
+    return LayerInputs(*parts, w1, w2, torch.empty_like(parts[0])), expected
+
+
+def test_executorch_s_layer_is_right_and_its_grid_changes_no_bit(device, grids):
+    item, expected = layer(device)
+    found = {grid: executorch.batched(item, int8=True, grid=grid)() for grid in ("tiles", "persistent")}
+    assert torch.equal(found["tiles"], found["persistent"])
+    assert relative_rmse(found["tiles"].cpu(), expected) < 2e-2
+    assert relative_rmse(executorch.per_pair(item)().cpu(), expected) < 2e-2
+
+
+def test_a_grid_that_leaves_out_tiles_is_noticed(device, grids, monkeypatch):
+    """The control of the test above: nobody takes the first tile."""
+    wrong = executorch._LOOP.replace("range(tl.program_id(0),", "range(tl.program_id(0) + 1,")
+
+    def one_left_out(tree: ast.Module) -> ast.Module:
+        return executorch.persistent(tree)
+
+    assert wrong != executorch._LOOP
+    monkeypatch.setattr(executorch, "_LOOP", wrong)
+    module = sources.changed(executorch.SOURCE, executorch.MODULE, one_left_out)
+    for value in vars(module).values():
+        if hasattr(value, "configs"):
+            value.configs = value.configs[:1]
+    item, _ = layer(device)
+    right = executorch.batched(item, int8=True)()
+    assert not torch.equal(executorch._bound(module.fused_moe_batched, item, activation_dtype="int8")(), right)
+
+
+def test_the_change_is_of_launch_and_loop_alone():
+    """Of the four batched kernels, everything below the lines that find the tile is as it was released."""
+    released, changed = (
+        {
+            one.name: [ast.unparse(part) for part in ast.walk(one) if isinstance(part, ast.stmt)]
+            for one in tree.body
+            if isinstance(one, ast.FunctionDef) and one.name.endswith("kernel")
+        }
+        for tree in (_tree(), executorch.persistent(_tree()))
+    )
+    assert released.keys() == changed.keys()
+    touched = {name for name in released if released[name] != changed[name]}
+    assert len(touched) == 4
+    for name in touched:
+        assert "batched" in name
+        finds_tile = {
+            "pid = tl.program_id(0)",
+            "expert_block_idx = pid // num_n_blocks",
+            "n_block = pid % num_n_blocks",
+        }
+        body = [text for text in released[name][1:] if text not in finds_tile]
+        assert [text for text in body if text not in changed[name]] == []
+
+
+def test_a_release_that_is_written_otherwise_is_refused():
+    tree = _tree()
+    tree.body = [one for one in tree.body if getattr(one, "name", "") != "_fused_moe_batched_int8_kernel"]
+    with pytest.raises(ValueError, match="3 kernels and 4 launches were changed; expected: 4 of each"):
+        executorch.persistent(tree)
+    with pytest.raises(ValueError, match="grid is 'rows'; allowed: tiles, persistent"):
+        executorch.module("rows")
+
+
+def _tree() -> ast.Module:
+    made = sources.source(executorch.SOURCE)
+    [path] = made.files
+    return ast.parse((sources.folder(made) / path).read_text())
