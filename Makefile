@@ -1,7 +1,7 @@
 # The commands of the lab. Each sets up .venv first, which takes minutes once and no time after that.
 # PYTHON=/path/to/python3.12 chooses the interpreter; without it, the first one that is new enough is taken.
 .DEFAULT_GOAL := help
-.PHONY: help setup report test lab clean lock
+.PHONY: help setup report test fetch lab clean lock
 MAKEFLAGS += --no-print-directory
 unexport PYTHONPATH PYTHONHOME
 
@@ -18,13 +18,18 @@ setup: ## Make or repair .venv, and nothing else
 report: setup ## Run every notebook and write reports/index.html
 	@$(BIN)/labkit run
 
+# Without a network what was fetched before serves; what is missing is not tested, and the last lines say so.
 test: setup ## Check everything: style, notebooks, tests
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/nbstripout --keep-id --verify notebooks/*.ipynb
+	-$(BIN)/labkit fetch
 	$(BIN)/pytest --nbmake --nbmake-timeout=300 notebooks
 	$(BIN)/pytest -n auto --maxprocesses=4 --dist=loadfile --no-loadscope-reorder
+
+fetch: setup ## Get other people's kernels, to be measured beside the lab's
+	@$(BIN)/labkit fetch
 
 lab: setup ## Open JupyterLab at 127.0.0.1, on copies of the notebooks in lab/
 	@$(BIN)/python -c "from pathlib import Path; from labkit.workflow import notebooks; notebooks.copy_into(Path('lab'))"

@@ -1,6 +1,6 @@
 """Figures, tables and sentences on the production operations, each made from the rows of one GPU."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any
 
@@ -19,7 +19,7 @@ from labkit.studies.state_layout.views import INTERVAL, at_batches
 
 SHOWN_STEPS = [variants.OURS_IN_ORDER, variants.OURS, variants.OURS_KV, variants.ATTENTION_GYM]
 FASTEST_FLA = "fastest of fla-core, in order"
-LIBRARIES = {"in order": "the faster of fla-core and attn-gym", "at random": "attn-gym"}  # which find states so
+OPERATIONS = {"step": "decode", "verify": "verify", "extend": "extend"}
 
 
 def choices(batches: Sequence[int], states: Sequence[str], sms: int = 132) -> pd.DataFrame:
@@ -67,12 +67,20 @@ def in_short(rows: pd.DataFrame) -> str:
     said = [f"production kernels, each layout with choices of its own, time of [K, V] over [V, K]: {parts}"]
     steps = where(tables.against_best(rows, "step"), gate="GDN")
     for slots, group in steps.groupby("slots", sort=False):
-        longer = f"{LIBRARIES[slots]} takes so many times as long as ours: {_spans(group, 'state')}"
+        longer = f"the fastest of {_libraries(group)} takes so many times as long as ours: {_spans(group, 'state')}"
         said.append(f"Decode, GDN, slots {slots}: {longer}")
     prefills = tables.against_best(rows, "extend")
     if len(prefills):
-        said.append(f"Extend: fla-core takes so many times as long as ours: {_spans(prefills, 'gate')}")
+        longer = (
+            f"the fastest of {_libraries(prefills)} takes so many times as long as ours: {_spans(prefills, 'gate')}"
+        )
+        said.append(f"Extend: {longer}")
     return ". ".join(said) + "."
+
+
+def _libraries(table: pd.DataFrame) -> str:
+    """Of `tables.against_best`: all that were timed in any case."""
+    return ", ".join(dict.fromkeys(name for names in table["libraries"] for name in names.split(", ")))
 
 
 def _spans(table: pd.DataFrame, by: str) -> str:
@@ -126,12 +134,42 @@ def _step_libraries(rows: pd.DataFrame, slots: str) -> Drawing:
     said = [f"GDN: geometric mean {geometric_mean(gdn):.3f}, least {gdn.min():.3f}"] if len(gdn) else []
     return _step_ratios(
         table,
-        xlabel=f"time {LIBRARIES[slots]} / time ours (above 1: ours faster)",
-        title=f"Decode against {LIBRARIES[slots]}, slots {slots}",
-        alt=f"Ratios of {LIBRARIES[slots]}'s time over ours, by gate, state and batch.",
-        caption="The fastest of its ways at each batch is named in the table.",
+        xlabel="time fastest library / time ours (above 1: ours faster)",
+        title=f"Decode against the fastest library, slots {slots}",
+        alt="Ratios of the fastest library's time over ours, by gate, state and batch.",
+        caption=f"The fastest of {_libraries(table)} at each batch is named in the table.",
         said="; ".join([*said, f"ours is {counted(table['verdict'])} of {len(table)} cases"]),
     )
+
+
+def own_code(rows: pd.DataFrame) -> Drawing:
+    """What SGLang's own kernels gained from the release before the change to the first with it, by operation."""
+    table = tables.released(rows)
+    if table.empty:
+        return f"SGLang's own kernels, before and after the change: {tables.why_no_release(rows)}."
+    spans = [f"{OPERATIONS[op]} {span(part['ratio'])}" for op, part in table.groupby("op", sort=False)]
+    sizes = [_case(line) for line in table.to_dict("records")]
+    table = table.assign(group=table["op"].map(OPERATIONS) + ", " + table["gate"], row=sizes)
+    return drawing(
+        plots.ratios, table, "row", *INTERVAL, group="group", verdict="verdict", hidden=("group", "row"),
+        xlabel="time 0.5.9, [K, V] / time 0.5.10rc0, [V, K] (above 1: [V, K] faster)",
+        title="SGLang's own kernels, before and after the change",
+        alt="Ratios of SGLang 0.5.9's time over 0.5.10rc0's, by operation and case.",
+        caption="The source's own code: files of both releases as they were published, called as SGLang calls them.",
+        said=f"{'; '.join(spans)}; [V, K] is {counted(table['verdict'])} of {len(table)} cases",
+        units={"us": "0.5.10rc0 µs", "against us": "0.5.9 µs"},
+    )  # fmt: skip
+
+
+def _case(line: Mapping[str, Any]) -> str:
+    """What a row of any operation is of: "fp32, batch 64, tree", or its prompts."""
+    said = [line["prefill"]] if isinstance(line["prefill"], str) else [line["state"], f"batch {line['batch']:.0f}"]
+    return ", ".join([*said, *([line["draft"]] if isinstance(line["draft"], str) else [])])
+
+
+def by_release(rows: pd.DataFrame) -> pd.DataFrame:
+    """Decode of SGLang's releases beside ours, at the smallest batch that fills the GPU."""
+    return tables.by_release(rows, FULL).rename(columns={"us": "µs"})
 
 
 def slots(rows: pd.DataFrame) -> Drawing:
@@ -153,7 +191,7 @@ def slots(rows: pd.DataFrame) -> Drawing:
 def _step_ratios(table: pd.DataFrame, **texts: Any) -> Drawing:
     """Ratios by batch, grouped by gate and state."""
     table = table.assign(group=table["gate"] + ", " + table["state"], row="batch " + table["batch"].astype(str))
-    hidden = ("group", "row")
+    hidden = ("group", "row", "libraries")
     return drawing(plots.ratios, table, "row", *INTERVAL, group="group", verdict="verdict", hidden=hidden, **texts)
 
 
@@ -175,16 +213,16 @@ def verified(rows: pd.DataFrame) -> str:
 
 
 def extend(rows: pd.DataFrame) -> Drawing:
-    """fla-core's chunked kernels over ours, by prefill."""
+    """The fastest library's chunked kernels over ours, by prefill."""
     table = tables.against_best(rows, "extend")
     if table.empty:
         return "no library was timed beside the lab's extend: `pip install labkit[peers]` brings those that there are."
     return drawing(
         plots.ratios, table, "prefill", *INTERVAL, group="gate", verdict="verdict",
-        xlabel="time fla-core / time ours (above 1: ours faster)", title="Extend, sequences x tokens",
-        alt="Ratios of fla-core's time over ours, by prefill.",
-        caption="bf16 inputs, fp32 states; fla-core in the faster of its layouts.",
-        said=f"Ours is {counted(table['verdict'])} of {len(table)} cases", hidden=["ours, % of in-place"],
+        xlabel="time fastest library / time ours (above 1: ours faster)", title="Extend, sequences x tokens",
+        alt="Ratios of the fastest library's time over ours, by prefill.",
+        caption=f"bf16 inputs, fp32 states; the fastest of {_libraries(table)}, each in the faster of its layouts.",
+        said=f"Ours is {counted(table['verdict'])} of {len(table)} cases", hidden=["ours, % of in-place", "libraries"],
     )  # fmt: skip
 
 

@@ -12,7 +12,9 @@ The pool's layout is the release's: [slots, HV, K, V] in 0.5.9, [slots, HV, V, K
 Nothing is imported before a function is called; without its files each raises `sources.NotFetched`.
 """
 
+import sys
 from collections.abc import Callable
+from functools import partial
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +22,7 @@ import torch
 from torch import Tensor
 
 from labkit import sources
+from labkit.studies.state_layout import peers
 
 if TYPE_CHECKING:
     from labkit.kernels.gated_delta.chunked import ExtendInputs
@@ -32,7 +35,7 @@ SOFTPLUS = {"softplus_beta": 1.0, "softplus_threshold": 20.0}
 
 def decode(x: "StepInputs", source: str) -> Call:
     """A step that updates the pool and returns its output [1, N, HV, V]. Every slot may be any but a negative one."""
-    function = _fla(source, "fused_sigmoid_gating_recurrent").fused_sigmoid_gating_delta_rule_update
+    function = fla(source, "fused_sigmoid_gating_recurrent").fused_sigmoid_gating_delta_rule_update
     q, k, v, b = (part[None] for part in (x.q, x.k, x.v, x.b))
     options = SOFTPLUS | {
         "A_log": x.A_log, "dt_bias": x.dt_bias.flatten(), "q": q, "k": k, "v": v, "a": x.a.flatten(1), "b": b,
@@ -45,7 +48,7 @@ def decode(x: "StepInputs", source: str) -> Call:
 
 def packed(x: "StepInputs", source: str) -> Call:
     """A step of q, k and v in one tensor, as the layer before leaves them; writes x.out."""
-    function = _fla(source, "fused_recurrent").fused_recurrent_gated_delta_rule_packed_decode
+    function = fla(source, "fused_recurrent").fused_recurrent_gated_delta_rule_packed_decode
     mixed = torch.cat([part.flatten(1) for part in (x.q, x.k, x.v)], 1)
     options = {
         "mixed_qkv": mixed, "a": x.a, "b": x.b, "A_log": x.A_log, "dt_bias": x.dt_bias, "scale": x.scale,
@@ -57,8 +60,8 @@ def packed(x: "StepInputs", source: str) -> Call:
 
 def verify(x: "VerifyInputs", source: str) -> Call:
     """GDN alone. Leaves the pool as it is, stores the state after every token, returns the output [1, N T, HV, V]."""
-    gating = _fla(source, "fused_gdn_gating").fused_gdn_gating
-    function = _fla(source, "fused_recurrent").fused_recurrent_gated_delta_rule_update
+    gating = fla(source, "fused_gdn_gating").fused_gdn_gating
+    function = fla(source, "fused_recurrent").fused_recurrent_gated_delta_rule_update
     N, T = x.q.shape[:2]
     q, k, v = (part.flatten(0, 1)[None] for part in (x.q, x.k, x.v))
     a, b = x.a.flatten(0, 1), x.b.flatten(0, 1)
@@ -89,14 +92,33 @@ def extend(x: "ExtendInputs", source: str, bounds: Tensor, indices: Tensor) -> C
         "initial_state_indices": indices, "cu_seqlens": bounds, "use_qk_l2norm_in_kernel": True,
     }  # fmt: skip
     if x.g.ndim == 3:
-        function = _fla(source, "kda").chunk_kda
+        function = fla(source, "kda").chunk_kda
         # It writes its output over v. In the engine v is a part of a wider tensor, of which the call makes a copy.
         return lambda: function(v=v.clone(), **options)
-    function = _fla(source, "chunk").chunk_gated_delta_rule
+    function = fla(source, "chunk").chunk_gated_delta_rule
     return lambda: function(v=v, **options)[0]
 
 
-def _fla(source: str, name: str) -> ModuleType:
+def tune_anew(module: ModuleType) -> list[Any]:
+    """A release's autotuners, which forget what they have chosen; to be called before its calls on a new prompt.
+
+    As of fla-core (`peers.tune_anew`): else what suits the first prompt would be kept for prompts of other lengths.
+    """
+    from triton.runtime.autotuner import Autotuner
+    from triton.testing import do_bench
+
+    own = ".".join(module.__name__.split(".")[:2])
+    values = [
+        value for name, other in sys.modules.items() if name.startswith(f"{own}.") for value in vars(other).values()
+    ]
+    found = {id(one): one for value in values for one in peers.chain(value, Autotuner)}
+    for one in found.values():
+        one.cache.clear()
+        one.do_bench = partial(do_bench, warmup=peers.TUNING_MS[0], rep=peers.TUNING_MS[1])
+    return list(found.values())
+
+
+def fla(source: str, name: str) -> ModuleType:
     """A module of the release's copy of fla, by the folder that the release has it in."""
     folder = "sglang.kernels.ops.attention.fla" if source == "sglang-0.5.23" else "sglang.srt.layers.attention.fla"
     return sources.load(source, f"{folder}.{name}")

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import product
 from typing import Any
 
@@ -212,10 +212,46 @@ def against_best(rows: pd.DataFrame, op: str) -> pd.DataFrame:
         for slots, (ours, libraries) in variants.rivals(op).items():
             if pair := best_pair(group, [ours], libraries):
                 line = ({"slots": slots} if slots else {}) | {"best library": pair["against"]}
+                line["libraries"] = families(name for name in libraries if name in set(group["variant"][group["ok"]]))
                 line |= {"library µs": pair["against us"], "ours µs": pair["us"]}
                 line |= {"ours, % of in-place": 100 * roof / pair["us"]}
                 found.append(picked(params, PRODUCTION) | line | picked(pair, [*RATIO, "runs"]))
     return frame(found, ["gate", "slots", "best library", *RATIO])
+
+
+def families(names: Iterable[str]) -> str:
+    """Whose variants these are: "attn-gym, SGLang"."""
+    shown = {"fla": "fla-core", "sglang": "SGLang"}
+    return ", ".join(dict.fromkeys(shown.get(word, word) for word in (name.partition(" ")[0] for name in names)))
+
+
+def released(rows: pd.DataFrame) -> pd.DataFrame:
+    """SGLang's own kernels: time of the release before the change over that of the first with it, in every case.
+
+    Above 1, the one with [V, K] is the faster.
+    """
+    before, after = variants.released(variants.BEFORE), variants.released(variants.AFTER)
+    parts = [compared(rows, op, after, before).assign(op=op) for op in ("step", "verify", "extend")]
+    table = pd.concat([part for part in parts if len(part)] or parts[:1], ignore_index=True)
+    return table.reindex(columns=["op", "gate", "state", "batch", "draft", "prefill", "us", "against us", *RATIO])
+
+
+def by_release(rows: pd.DataFrame, batch: int) -> pd.DataFrame:
+    """One decode step of a batch by every release and form that was timed, and by ours: µs and error."""
+    found = []
+    for params, group in production(rows, "step", batch=batch):
+        errors = dict(zip(group["variant"], group["error"], strict=True))
+        for name, line in timed(group).items():
+            if name == variants.OURS or name.startswith("sglang"):
+                found.append(picked(params, PRODUCTION) | picked(line, ["variant", "us"]) | {"error": errors[name]})
+    return frame(found, ["gate", "state", "batch", "variant", "us", "error"])
+
+
+def why_no_release(rows: pd.DataFrame) -> str:
+    """What kept SGLang's releases from being measured: what their rows say, or that there are none."""
+    tried = rows[rows["variant"].str.startswith("sglang")]
+    reasons = [reason for reason in tried["reason"].unique() if reason]
+    return reasons[0].removeprefix("NotFetched: ") if reasons else "not measured on this GPU"
 
 
 def compared(rows: pd.DataFrame, op: str, variant: str, against: str, **wanted: Any) -> pd.DataFrame:

@@ -1,7 +1,7 @@
 """The study's variants made ready for timing: launchers on random values, checked against the float64 reference."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from itertools import accumulate, pairwise
@@ -334,8 +334,7 @@ def fla_extend(x: Case, device: Any, sets: int, seed: int, v_first: bool) -> Tri
         return errors(o[0], S)
 
     calls[0]()  # which chooses the launches
-    chosen = {one.base_fn.__name__: str(one.best_config) for one in tuners if hasattr(one, "best_config")}
-    return trial(calls, check=check, tolerance=_extend_tolerance(x), facts=lambda: {"launches": chosen})
+    return trial(calls, check=check, tolerance=_extend_tolerance(x), facts=lambda: {"launches": chosen(tuners)})
 
 
 def sglang_extend(x: Case, device: Any, sets: int, seed: int, source: str) -> Trial:
@@ -344,6 +343,7 @@ def sglang_extend(x: Case, device: Any, sets: int, seed: int, source: str) -> Tr
     inputs = _extend_inputs(x, device, sets, seed, v_first)
     bounds = inputs[0].cu_seqlens.long()
     indices = torch.arange(len(bounds) - 1, dtype=torch.int32, device=bounds.device)
+    tuners = sglang.tune_anew(sglang.fla(source, "kda" if x["gate"] == "KDA" else "chunk"))
     calls = kept([sglang.extend(item, source, bounds, indices) for item in inputs])
     errors, initial = _extend_errors(inputs[0], v_first), inputs[0].initial.clone()
 
@@ -352,7 +352,13 @@ def sglang_extend(x: Case, device: Any, sets: int, seed: int, source: str) -> Tr
         out = calls[0]()
         return errors(out[0], inputs[0].initial)
 
-    return trial(calls, check=check, tolerance=_extend_tolerance(x))
+    calls[0]()  # which chooses the launches
+    return trial(calls, check=check, tolerance=_extend_tolerance(x), facts=lambda: {"launches": chosen(tuners)})
+
+
+def chosen(tuners: Iterable[Any]) -> dict[str, str]:
+    """Name of a kernel -> the configuration that its autotuner has chosen."""
+    return {one.base_fn.__name__: str(one.best_config) for one in tuners if hasattr(one, "best_config")}
 
 
 def _extend_tolerance(x: Case) -> dict[str, float]:

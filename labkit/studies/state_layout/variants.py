@@ -168,12 +168,15 @@ def control(x: Case) -> str:
 
 
 def rivals(op: str) -> dict[str, tuple[str, list[str]]]:
-    """Where the states are -> our variant and the libraries' that find them there, so that equals are compared.
+    """Where the states are -> our variant and the others' that find them there, so that equals are compared.
 
-    Only attn-gym takes indices into a pool, which may be in order; fla-core takes the states one after the other.
+    attn-gym and SGLang take indices into a pool; fla-core takes the states one after the other.
     """
     peers = [one.name for one in VARIANTS[op] if one.role == "peer"]
     if op != "step":
         return {"": (OURS, peers)}
-    ordered = [name for name in peers if name != ATTENTION_GYM]
-    return {"in order": (OURS_IN_ORDER, ordered), "at random": (OURS, [ATTENTION_GYM])}
+    at_random = [name for name in peers if name == ATTENTION_GYM or name.startswith("sglang")]
+    return {
+        "in order": (OURS_IN_ORDER, [name for name in peers if name not in at_random]),
+        "at random": (OURS, at_random),
+    }
