@@ -1,6 +1,6 @@
 """Words that sentences of several studies share: spans, means, intervals, numbers of tokens."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import pandas as pd
@@ -11,6 +11,17 @@ from labkit.bench.verdict import geometric_mean
 def span(values: pd.Series, form: str = "{:.2f}") -> str:
     """The least and the largest: "0.98 to 1.31"; once where both read the same."""
     return " to ".join(dict.fromkeys(form.format(end) for end in (values.min(), values.max())))
+
+
+def spans(table: pd.DataFrame, by: str | Sequence[str], column: str, form: str = "{:.2f}") -> list[str]:
+    """ "GDN 0.98 to 1.31" of each group, in the order of the table. by: the column, or columns, that name it."""
+    groups = table.groupby([by] if isinstance(by, str) else list(by), sort=False)[column]
+    return [f"{', '.join(names)} {span(values, form)}" for names, values in groups]
+
+
+def filled(table: pd.DataFrame, form: str) -> list[str]:
+    """The form with the values of each line of a table: "{model}: {us:.1f} µs"."""
+    return [form.format(**line) for line in table.to_dict("records")]
 
 
 def mean(ratios: pd.Series) -> str:

@@ -5,7 +5,7 @@ import pandas as pd
 from labkit.bench.tables import RATIO, cases, compared, where
 from labkit.report import plots
 from labkit.report.figures import Drawing, drawing
-from labkit.report.words import span
+from labkit.report.words import filled, spans
 from labkit.studies.gemv_coalescing import tables, variants
 from labkit.studies.gemv_coalescing.claims import PULL_REQUEST
 
@@ -41,8 +41,7 @@ def chain(rows: pd.DataFrame) -> Drawing:
     if table.empty:
         return NO_CHAIN
     ours = where(table, variant=variants.CHAIN_OURS)
-    said = "; ".join(f"{m}: {p:.0f} %" for m, p in zip(ours["model"], ours["% of reading W"], strict=True))
-    said = f"Ours, merged: {said or 'not measured'}."
+    said = f"Ours, merged: {'; '.join(filled(ours, '{model}: {% of reading W:.0f} %')) or 'not measured'}."
     return drawing(
         plots.bars, table, "model", "% of reading W", "variant",
         xlabel="model", ylabel="% of read speed", title="Whole layers in order, one CUDA graph",
@@ -72,7 +71,7 @@ def between(rows: pd.DataFrame) -> Drawing:
     if table.empty:
         return "no chain with kernels between was measured."
     table = table.sort_values("variant", key=lambda some: some.map(shown.index), kind="stable")
-    said = "; ".join(f"{name} {span(some, '×{:.2f}')}" for name, some in table.groupby("variant", sort=False)["ratio"])
+    said = "; ".join(spans(table, "variant", "ratio", "×{:.2f}"))
     return drawing(
         plots.ratios, table.assign(name=table["variant"].str.removesuffix(variants.merged(""))), "name", "ratio", "low",
         "high", group="model", verdict="verdict", xlabel="time cuBLAS, ordinary kernels between / time ours",
@@ -88,8 +87,7 @@ def overhead(rows: pd.DataFrame) -> Drawing:
     table = where(tables.chains(rows), variant=SHOWN_CHAINS).dropna(subset=["beyond reading"])
     if table.empty:
         return NO_CHAIN
-    ends = table.groupby("variant", sort=False)["beyond reading"]
-    said = "; ".join(f"{name} {span(us, '{:.1f}')} µs" for name, us in ends)
+    said = "; ".join(f"{one} µs" for one in spans(table, "variant", "beyond reading", "{:.1f}"))
     return drawing(
         plots.bars, table, "model", "beyond reading", "variant",
         xlabel="model", ylabel="µs a GEMV", title="What a GEMV of a chain takes beyond reading its weights",
@@ -101,16 +99,13 @@ def overhead(rows: pd.DataFrame) -> Drawing:
 
 def grows(rows: pd.DataFrame) -> str:
     """Is what a GEMV of a chain takes beyond reading a cost of every launch, or of every byte?"""
-    said = []
-    for _, line in where(tables.beyond_reading(rows), variant=SHOWN_CHAINS).iterrows():
-        half_way = (1 + line["most MB"] / line["least MB"]) / 2  # between a cost of every launch and one of every byte
-        grows = line["most"] > half_way * line["least"]
-        kind = "it grows with the bytes" if grows else "mostly a cost of every launch"
-        said.append(
-            f"{line['variant']}: {line['least']:.1f} µs where a GEMV has {line['least MB']:.0f} MB, "
-            f"{line['most']:.1f} µs where it has {line['most MB']:.0f}, {kind}"
-        )
-    return f"{'; '.join(said) or 'fewer than two chains were measured beside reading their weights'}."
+    table = where(tables.beyond_reading(rows), variant=SHOWN_CHAINS)
+    half_way = (1 + table["most MB"] / table["least MB"]) / 2  # between a cost of every launch and one of every byte
+    grows = table["most"] > half_way * table["least"]
+    table = table.assign(kind=grows.map({True: "it grows with the bytes", False: "mostly a cost of every launch"}))
+    form = "{variant}: {least:.1f} µs where a GEMV has {least MB:.0f} MB, {most:.1f} µs where it has {most MB:.0f}"
+    said = "; ".join(filled(table, form + ", {kind}"))
+    return f"{said or 'fewer than two chains were measured beside reading their weights'}."
 
 
 def limits(rows: pd.DataFrame) -> str:
@@ -119,14 +114,9 @@ def limits(rows: pd.DataFrame) -> str:
     table = where(tables.chains(rows), variant=shown).dropna(subset=["at most"])
     if table.empty:
         return "no chain was measured beside cuBLAS and reading its weights."
-    parts = [
-        f"{line['model']}, {line['variant'].removeprefix('ours, ')}: at most ×{line['at most']:.2f}, "
-        f"reached ×{line['ratio']:.2f}"
-        for _, line in table.iterrows()
-    ]
-    return (
-        f"a kernel that took no longer than our reading kernel would gain only so much over cuBLAS. {'; '.join(parts)}."
-    )
+    table = table.assign(how=table["variant"].str.removeprefix("ours, "))
+    parts = "; ".join(filled(table, "{model}, {how}: at most ×{at most:.2f}, reached ×{ratio:.2f}"))
+    return f"a kernel that took no longer than our reading kernel would gain only so much over cuBLAS. {parts}."
 
 
 def cross_check(rows: pd.DataFrame) -> pd.DataFrame:

@@ -47,27 +47,21 @@ def times(rows: pd.DataFrame, op: str = "gemv") -> pd.DataFrame:
     table = expanded(rows[(rows["op"] == op) & (rows["cache"] == "cold") & rows["ok"]])
     table = table.reindex(columns=[*table, *(name for name in [*SHAPE, "model"] if name not in table)])
     table["tbs"] = table["floor_bytes"] / table["us"] / 1e6
-    table["percent"] = 100 * table["tbs"] / best_ceiling(table)
+    table["percent"] = 100 * table["tbs"] / table["ceiling"].max()
     table["MB"] = table["floor_bytes"] / 1e6
     return table.sort_values(["floor_bytes", "K"], kind="stable", ignore_index=True)
 
 
-def best_ceiling(table: pd.DataFrame) -> float:
-    """TB/s that reading reached on this GPU; NaN if it was not known."""
-    return float(table["ceiling"].max()) if len(table) else math.nan
-
-
-def by_variant(rows: pd.DataFrame, dtype: str = "bf16") -> pd.DataFrame:
-    """µs, one row a shape and one column a variant; index MB, N, K."""
+def by_variant(rows: pd.DataFrame) -> pd.DataFrame:
+    """µs in bf16, one row a shape and one column a variant; index MB, N, K."""
     table = times(rows)
-    table = table[table["dtype"] == dtype]
-    return table.pivot_table(index=["MB", "N", "K"], columns="variant", values="us")
+    return table[table["dtype"] == "bf16"].pivot_table(index=["MB", "N", "K"], columns="variant", values="us")
 
 
 def _by_shape(rows: pd.DataFrame) -> pd.DataFrame:
-    """The same in bf16, index N, K."""
+    """The same, index N, K."""
     us = by_variant(rows)
-    return us.reset_index(level="MB", drop=True) if len(us) else us
+    return us.droplevel("MB") if len(us) else us
 
 
 def shapes(table: pd.DataFrame) -> list[str]:
@@ -98,12 +92,12 @@ def against_cublas(rows: pd.DataFrame, variant: str = names.OURS) -> pd.DataFram
 def other_choice(rows: pd.DataFrame) -> pd.DataFrame:
     """`compared` of the table's choice and that of a warm cache, where the two are not the same."""
 
-    def differ(group: pd.DataFrame) -> bool:
+    found = []
+    for params, group in cases(rows, "gemv"):
         known = facts(group)
         cold, hot = (known.get(name, {}).get("choice") for name in (names.OURS, names.WARM))
-        return cold != hot
-
-    found = [(params, group) for params, group in cases(rows, "gemv") if differ(group)]
+        if cold != hot:
+            found.append((params, group))
     return compared(found, names.OURS, names.WARM, SHAPE)
 
 
@@ -122,8 +116,8 @@ def _chains(model: str, group: pd.DataFrame) -> list[dict]:
     us, size = median_us(group), group["floor_bytes"].iloc[0]
     reading = us.get(names.READ, math.nan)
     known = [one.name for one in names.CHAINS if one.name in us]
-    library = {name: _cublas(name, us) for name in known if name != names.READ}
-    ratios = {pair["variant"]: pair for pair in pairs(group, [both for both in library.items() if both[1]])}
+    both = [(name, fastest_of(us, _libraries(name))) for name in known if name != names.READ]
+    ratios = {pair["variant"]: pair for pair in pairs(group, both)}
     found = []
     for name in known:
         tbs = size / us[name] / 1e6
@@ -142,11 +136,10 @@ def _is_merged(name: str) -> bool:
     return name.endswith(names.merged(""))
 
 
-def _cublas(name: str, us: dict[str, float]) -> str | None:
-    """What a chain is compared with."""
-    if name in names.BETWEEN:
-        return fastest_of(us, [names.BETWEEN_MV])
-    return fastest_of(us, map(names.merged if _is_merged(name) else names.separate, names.LIBRARY))
+def _libraries(name: str) -> list[str]:
+    """What a chain is compared with: the fastest of these."""
+    how = names.merged if _is_merged(name) else names.separate
+    return [names.BETWEEN_MV] if name in names.BETWEEN else list(map(how, names.LIBRARY))
 
 
 def token_total(rows: pd.DataFrame, model: str, merged: bool = True) -> pd.DataFrame:
@@ -158,7 +151,7 @@ def token_total(rows: pd.DataFrame, model: str, merged: bool = True) -> pd.DataF
     """
     us, counts = _by_shape(rows), LINEAR[model].token(merged)
     size = sum(count * n * k * names.SIZES["bf16"] for (n, k), count in counts.items())
-    top = best_ceiling(times(rows))
+    top = times(rows)["ceiling"].max()
     found = []
     for rule, variants in _rules().items():
         total = sum(count * _least(us, shape, variants(shape[0])) for shape, count in counts.items())
@@ -222,11 +215,8 @@ def beyond_reading(rows: pd.DataFrame) -> pd.DataFrame:
     for variant, some in table[table["beyond reading"].notna()].groupby("variant", sort=False):
         some = some.assign(MB=some["us"] * some["tbs"] / some["GEMVs"]).sort_values("MB")  # µs times TB/s are MB
         if len(some) > 1:
-            first, last = some.iloc[0], some.iloc[-1]
-            line = {"least MB": first["MB"], "most MB": last["MB"]}
-            found.append(
-                {"variant": variant} | line | {"least": first["beyond reading"], "most": last["beyond reading"]}
-            )
+            ends = some[["MB", "beyond reading"]].iloc[[0, -1]].to_numpy().T.ravel()
+            found.append((variant, *ends))
     return pd.DataFrame(found, columns=["variant", "least MB", "most MB", "least", "most"])
 
 
@@ -278,8 +268,7 @@ def choices(rows: pd.DataFrame, model: str) -> pd.DataFrame:
     Columns shape, warps, rows, tile (values of a row) and over best; the smallest shape first.
     """
     table = times(rows, "tune")
-    table = table[(table["dtype"] == "bf16") & (table["role"] != "control")]
-    table = table[_of_model(table, model)]
+    table = table[(table["dtype"] == "bf16") & (table["role"] != "control") & _of_model(table, model)]
     options = pd.DataFrame([json.loads(text) for text in table["options"]], index=table.index)
     if table.empty:
         return pd.DataFrame(columns=["shape", "warps", "rows", "tile", "over best"])
@@ -304,14 +293,14 @@ def pattern(rows: pd.DataFrame) -> pd.DataFrame:
     us = table.pivot_table(index=["dtype", "N", "K", "MB"], columns="variant", values="us")
     if not {first, turned, wide} <= set(us):
         return pd.DataFrame(columns=PATTERN_COLUMNS)
-    us = us[[first, turned, wide]].dropna().reset_index()
-    sms, ghz = _multiprocessors(table), _clock_ghz(table)
-    ctas = np.ceil(np.ceil(us["N"] / names.THREADS) / sms)
-    found = us[["dtype", "N", "K", "MB"]].assign(**{"CTAs an SM": ctas})
+    found = us[[first, turned, wide]].dropna().reset_index()
+    clock = [mhz for some in table["sm_mhz"] for mhz in some if mhz]
+    ghz = float(np.median(clock)) / 1e3 if clock else math.nan
+    found["CTAs an SM"] = np.ceil(np.ceil(found["N"] / names.THREADS) / _multiprocessors(table))
     for column, variant in zip(STEPS, (first, turned), strict=True):
-        found[column] = 1e3 * us[variant] / us["K"]
-    found["look-ups, ns"] = ctas * names.THREADS / ghz
-    found["pattern alone"], found["with width"] = us[first] / us[turned], us[first] / us[wide]
+        found[column] = 1e3 * found[variant] / found["K"]
+    found["look-ups, ns"] = found["CTAs an SM"] * names.THREADS / ghz
+    found["pattern alone"], found["with width"] = found[first] / found[turned], found[first] / found[wide]
     return found[list(PATTERN_COLUMNS)].sort_values(["dtype", "N", "K"], ignore_index=True)
 
 
@@ -319,12 +308,6 @@ def _multiprocessors(table: pd.DataFrame, otherwise: float = math.nan) -> float:
     """Of the GPU that the rows are from, as their evidence has it; `otherwise` if it does not."""
     found = (json.loads(text).get("sms") for text in table["evidence"])
     return float(next((sms for sms in found if sms), otherwise))
-
-
-def _clock_ghz(table: pd.DataFrame) -> float:
-    """Median clock of the multiprocessors while the rows were timed; NaN if it was not read."""
-    samples = [mhz for some in table["sm_mhz"] for mhz in some if mhz]
-    return float(np.median(samples)) / 1e3 if samples else math.nan
 
 
 def pays_from(table: pd.DataFrame) -> int | None:
@@ -354,7 +337,7 @@ def steps(rows: pd.DataFrame) -> pd.DataFrame:
 def same_bits(rows: pd.DataFrame, variants: Sequence[str]) -> pd.DataFrame:
     """In how many ways the bits of y came out over some variants of a case; columns of the shape and `outcomes`."""
     table = times(rows)
-    table = table[table["variant"].isin(variants) & (table["evidence"] != "{}")]
+    table = table[table["variant"].isin(variants)]
     table = table.assign(bits=[json.loads(text).get("bits") for text in table["evidence"]])
     table = table[table["bits"].notna()]
     return table.groupby(SHAPE, as_index=False)["bits"].nunique().rename(columns={"bits": "outcomes"})
@@ -372,8 +355,7 @@ def ladder(rows: pd.DataFrame, model: str | None = None) -> pd.DataFrame:
         table = table[_of_model(table, model)]
     extra = [_request(json.loads(text)) for text in table["evidence"]]
     table = pd.concat([table, pd.DataFrame(extra, index=table.index, columns=list(_request({})))], axis=1)
-    step = [steps.index(name) + 1 for name in table["variant"]]
-    table = table.assign(step=step, shape=shapes(table))
+    table = table.assign(step=[steps.index(name) + 1 for name in table["variant"]], shape=shapes(table))
     return table.sort_values(["dtype", "floor_bytes", "step"], kind="stable", ignore_index=True)
 
 
@@ -385,7 +367,6 @@ def _of_model(table: pd.DataFrame, model: str) -> np.ndarray:
 
 def _request(evidence: dict) -> dict:
     """Bits a thread, sectors and lines a request of the load of W, and how many CTAs find room on an SM."""
-    loads = [a for a in evidence.get("accesses", []) if a.get("tensor") == "W"]
-    first = loads[0] if loads else {}
+    first = next((access for access in evidence.get("accesses", []) if access.get("tensor") == "W"), {})
     found = {f"{what} a request": first.get(what, math.nan) for what in ("sectors", "lines")}
     return {"bits a thread": first.get("bits", math.nan)} | found | {RESIDENT: evidence.get("ctas_per_sm", math.nan)}

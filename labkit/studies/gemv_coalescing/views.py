@@ -9,7 +9,7 @@ from labkit.bench.tables import RATIO, cases, compared, tuning_seconds, where
 from labkit.bench.verdict import counted, geometric_mean
 from labkit.report import plots
 from labkit.report.figures import Drawing, drawing
-from labkit.report.words import span
+from labkit.report.words import filled, span
 from labkit.studies.gemv_coalescing import chain_views, tables, variants
 from labkit.studies.gemv_coalescing.claims import PULL_REQUEST
 
@@ -108,13 +108,13 @@ def why_not_32(rows: pd.DataFrame) -> str:
     walk, turned = tables.STEPS
     said = [f"step 4 is {span(table['with width'], '{:.0f}')} times as fast as step 1"]
     if len(one):
-        spans = [
+        taken = ", ".join(
             f"{span(part[walk], '{:.0f}')} ns with W stored [N, K] and "
             f"{span(part[turned], '{:.0f}')} ns with [K, N] in {dtype}"
             for dtype, part in one.groupby("dtype")
-        ]
+        )
         said.append(
-            f"with one CTA a multiprocessor, up to {one['N'].max()} rows, a step along K takes {', '.join(spans)}, of "
+            f"with one CTA a multiprocessor, up to {one['N'].max()} rows, a step along K takes {taken}, of "
             f"which look-ups are {one['look-ups, ns'].mean():.0f} ns. The rest is, we think, waiting: a thread has "
             f"only its own few loads under way, and with [N, K] the next are in a line that it has asked for already"
         )
@@ -123,23 +123,16 @@ def why_not_32(rows: pd.DataFrame) -> str:
             f"with {MANY} CTAs and more, [N, K] takes {span(many[walk] / many['look-ups, ns'])} times as long as "
             f"looking up 32 lines a request at one a clock"
         )
-    said += _twice_the_bytes(table, walk)
-    start = tables.pays_from(table)
-    last = table.loc[table["N"].idxmax()]
+    # The tallest W in two types: if look-ups are the limit, twice the bytes take the same time.
+    both = table.pivot_table(index=["N", "K"], columns="dtype", values=walk).reindex(columns=["bf16", "fp32"])
+    form = "At {N} × {K} it takes {bf16:.0f} ns in bf16 and {fp32:.0f} ns in fp32, twice the bytes"
+    said += filled(both.dropna().reset_index().tail(1), form)
+    start, last = tables.pays_from(table), table.loc[table["N"].idxmax()]
     said.append(
         f"so the pattern alone pays {f'from {start} rows on' if start else 'nowhere to the end'}, and at {last['N']} "
         f"rows it gives ×{last['pattern alone']:.1f} of ×{last['with width']:.1f}"
     )
     return ". ".join(f"{sentence[0].upper()}{sentence[1:]}" for sentence in said) + "."
-
-
-def _twice_the_bytes(table: pd.DataFrame, walk: str) -> list[str]:
-    """The tallest W in two types: if look-ups are the limit, twice the bytes take the same time."""
-    both = table.pivot_table(index=["N", "K"], columns="dtype", values=walk)
-    if not {"bf16", "fp32"} <= set(both) or both[["bf16", "fp32"]].dropna().empty:
-        return []
-    (n, k), line = max(both[["bf16", "fp32"]].dropna().iterrows(), key=lambda item: item[0])
-    return [f"At {n} × {k} it takes {line['bf16']:.0f} ns in bf16 and {line['fp32']:.0f} ns in fp32, twice the bytes"]
 
 
 def cublas(rows: pd.DataFrame) -> Drawing:
@@ -148,9 +141,9 @@ def cublas(rows: pd.DataFrame) -> Drawing:
     if table.empty:
         return "no shape has both cuBLAS and the production GEMV."
     table = table.assign(shape=tables.shapes(table))
-    least, most = (table.loc[find(table["ratio"])] for find in (pd.Series.idxmin, pd.Series.idxmax))
+    least, most = filled(_ends(table), "{ratio:.2f} at {shape}")
     known = table["allowed µs"].notna()
-    said = f"Least: {least['ratio']:.2f} at {least['shape']}; most: {most['ratio']:.2f} at {most['shape']}"
+    said = f"Least: {least}; most: {most}"
     said += f"; {table['within'].sum()} of {known.sum()} within the limit" * bool(known.any())
     columns = ["shape", "MB", "cuBLAS by", "cuBLAS µs", "ours µs", "read µs", "ours TB/s", "allowed µs", *RATIO]
     return drawing(
@@ -180,9 +173,7 @@ def beyond_limit(rows: pd.DataFrame) -> str:
     )
 
 
-def steps(rows: pd.DataFrame) -> pd.DataFrame:
-    """What each step is worth, gains and losses."""
-    return tables.steps(rows)
+steps = tables.steps  # what each step is worth, gains and losses
 
 
 def losses(rows: pd.DataFrame) -> str:
@@ -191,12 +182,8 @@ def losses(rows: pd.DataFrame) -> str:
     table = table[table["mean ratio"] < 1]
     if table.empty:
         return "every step that was measured pays on average."
-    parts = [
-        f"{line['step']} (×{line['mean ratio']:.2f} over {line['over']}; slower in {line['slower']}, faster in "
-        f"{line['faster']} of {line['cases']})"
-        for _, line in table.iterrows()
-    ]
-    return f"on average these do not pay here: {'; '.join(parts)}."
+    form = "{step} (×{mean ratio:.2f} over {over}; slower in {slower}, faster in {faster} of {cases})"
+    return f"on average these do not pay here: {'; '.join(filled(table, form))}."
 
 
 def peers(rows: pd.DataFrame) -> pd.DataFrame:
@@ -216,10 +203,8 @@ def best_peer(rows: pd.DataFrame) -> str:
     best = table[libraries].min(axis=1)
     ratios = {name: (best / table[name]).dropna() for name in (variants.OURS, variants.TUNED) if name in table}
     said = [f"{geometric_mean(ratio):.2f} times as long as {name}" for name, ratio in ratios.items() if len(ratio)]
-    return (
-        f"the fastest of {', '.join(libraries)} at each of these {len(table)} shapes takes {' and '.join(said)} "
-        f"(geometric means)."
-    )
+    names, taken = ", ".join(libraries), " and ".join(said)
+    return f"the fastest of {names} at each of these {len(table)} shapes takes {taken} (geometric means)."
 
 
 def rows_map(rows: pd.DataFrame) -> Drawing:
@@ -271,8 +256,8 @@ def splits(rows: pd.DataFrame) -> str:
     table = tables.splits(rows)
     if table.empty:
         return "no shape was short enough to split its rows."
-    parts = [f"{line['N']} × {line['K']} {line['split / whole']:.2f}" for _, line in table.iterrows()]
-    return f"time of the fastest choice that splits a row over the fastest that does not: {', '.join(parts)}."
+    parts = ", ".join(filled(table, "{N} × {K} {split / whole:.2f}"))
+    return f"time of the fastest choice that splits a row over the fastest that does not: {parts}."
 
 
 def choices(rows: pd.DataFrame) -> Drawing:
@@ -327,9 +312,9 @@ def bits(rows: pd.DataFrame) -> str:
         return "the bits of the results are not recorded."
     said = []
     for dtype in ours["dtype"].unique():
-        same, differ = ours[ours["dtype"] == dtype]["outcomes"] == 1, control[control["dtype"] == dtype]["outcomes"] > 1
-        said.append(f"{dtype}: the same bits in {same.sum()} of {len(same)} shapes, other bits in {differ.sum()} of "
-                    f"{len(differ)} for the control")  # fmt: skip
+        same, differ = where(ours, dtype=dtype)["outcomes"] == 1, where(control, dtype=dtype)["outcomes"] > 1
+        words = f"{dtype}: the same bits in {same.sum()} of {len(same)} shapes"
+        said.append(f"{words}, other bits in {differ.sum()} of {len(differ)} for the control")
     return f"all numbers of rows, adjacent and interleaved, against one 2-D tile of several rows. {'; '.join(said)}."
 
 
@@ -353,12 +338,16 @@ def _spread(table: pd.DataFrame, what: str, faster: str) -> str:
     """Mean, ends and verdicts of the ratios of all shapes, in a sentence. faster: which one a ratio above 1 favours."""
     if table.empty:
         return "not measured."
-    least, most = (table.loc[find(table["ratio"])] for find in (pd.Series.idxmin, pd.Series.idxmax))
-    ends = [f"{line['ratio']:.2f} at {line['N']} × {line['K']} in {line['dtype']}" for line in (least, most)]
+    ends = " to ".join(filled(_ends(table), "{ratio:.2f} at {N} × {K} in {dtype}"))
     return (
         f"time {what}: {geometric_mean(table['ratio']):.3f} on average over {len(table)} shapes and types, from "
-        f"{ends[0]} to {ends[1]}; {faster} is {counted(table['verdict'])}."
+        f"{ends}; {faster} is {counted(table['verdict'])}."
     )
+
+
+def _ends(table: pd.DataFrame) -> pd.DataFrame:
+    """The lines with the least and the largest ratio."""
+    return table.loc[[table["ratio"].idxmin(), table["ratio"].idxmax()]]
 
 
 def questions(rows: pd.DataFrame) -> pd.DataFrame:
@@ -417,8 +406,7 @@ def predicted_accesses(accesses: pd.DataFrame) -> pd.DataFrame:
     """How each step loads W: what one request costs."""
     if accesses.empty:
         return accesses
-    loads = accesses[(accesses["tensor"] == "W") & accesses["kind"].isin(["load", "async copy"])]
-    loads = loads.drop_duplicates("variant")
+    loads = where(accesses, tensor="W", kind=["load", "async copy"]).drop_duplicates("variant")
     renamed = {"bits": "bits a thread", "sectors": "sectors a request", "lines": "lines a request"}
     return loads[["variant", "kind", *renamed]].rename(columns=renamed)
 

@@ -45,14 +45,19 @@ def floor(case: Case) -> Floor:
 def variants(case: Case) -> list[Variant]:
     """The ways to reach a ceiling: a library's call and a plain Triton kernel."""
     if case.op == "launch":
-        return [_launch(library, mode) for library in ("Triton", "torch") for mode in ("graph", "eager")]
+        return [
+            _ceiling(f"{library}, {mode}", "launch", source, {"library": library}, mode=mode)
+            for library, source in (("Triton", f"{KERNELS}:empty"), ("torch", f"{PEERS}:zero"))
+            for mode in ("graph", "eager")
+        ]
     if case.op == "copy":
-        return [_host_copy(memory) for memory in ("pageable", "pinned")]
+        source = f"{PEERS}:copy_from_host"
+        return [_ceiling(of, "host_copy", source, {"memory": of}, mode="eager") for of in ("pageable", "pinned")]
     what = case["what"]
     if what in MATRIX:
-        return [variant("torch", "ceiling", f"{TRIALS}:product", source=f"{PEERS}:{PRODUCTS[what]}")]
+        return [_ceiling("torch", "product", f"{PEERS}:{PRODUCTS[what]}")]
     found = [
-        variant(library, "ceiling", f"{TRIALS}:{what}", {"library": library}, source=f"{module}:{what}", caches=CACHES)
+        _ceiling(library, what, f"{module}:{what}", {"library": library}, caches=CACHES)
         for library, module in (("torch", PEERS), ("Triton", KERNELS))
     ]
     if what == "in_place" and case["mib"] == SANITY_MIB:
@@ -61,15 +66,8 @@ def variants(case: Case) -> list[Variant]:
     return found
 
 
-def _launch(library: str, mode: str) -> Variant:
-    source = f"{KERNELS}:empty" if library == "Triton" else f"{PEERS}:zero"
-    name = f"{library}, {mode}"
-    return variant(name, "ceiling", f"{TRIALS}:launch", {"library": library}, source=source, mode=mode)
-
-
-def _host_copy(memory: str) -> Variant:
-    source = f"{PEERS}:copy_from_host"
-    return variant(memory, "ceiling", f"{TRIALS}:host_copy", {"memory": memory}, source=source, mode="eager")
+def _ceiling(name: str, trial: str, source: str, options: Mapping[str, Any] | None = None, **how: Any) -> Variant:
+    return variant(name, "ceiling", f"{TRIALS}:{trial}", options, source=source, **how)
 
 
 def control(case: Case) -> str:

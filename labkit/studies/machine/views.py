@@ -8,8 +8,11 @@ import pandas as pd
 
 from labkit.bench.records import expanded
 from labkit.bench.spec import CONTROL
+from labkit.bench.tables import where
+from labkit.bench.verdict import BAND, aa
 from labkit.report import plots
 from labkit.report.figures import Drawing, drawing
+from labkit.report.words import filled
 from labkit.studies.machine.study import MATRIX, MEMORY, SANITY_MIB
 
 NAMES = {"read": "read only", "in_place": "in place", "copy": "copy"}
@@ -29,7 +32,7 @@ def memory_rates(rows: pd.DataFrame) -> pd.DataFrame:
     table = _usable(rows, "ceiling", MEMORY)
     if table.empty:
         return table
-    table = table[table["role"] == "ceiling"]
+    table = where(table, role="ceiling")
     table = table.loc[table.groupby(["what", "mib", "cache"])["us"].idxmin()]
     table = table.assign(kind=table["what"].map(NAMES), by=table["variant"])
     return table[["kind", "mib", "cache", "tbs", "us", "by"]].sort_values(["kind", "mib", "cache"], ignore_index=True)
@@ -73,8 +76,7 @@ def launch_cost(rows: pd.DataFrame) -> Drawing:
         return "no launch was measured."
     names = {"Triton": "Triton, empty kernel", "torch": "PyTorch, zero_ of one value"}
     table = table.assign(kernel=table["library"].map(names))
-    cost = {(lib, mode): us for lib, mode, us in zip(table["library"], table["mode"], table["us"], strict=True)}
-    words = ", ".join(f"{library} {mode} {us:.2f} µs" for (library, mode), us in cost.items())
+    words = ", ".join(filled(table, "{library} {mode} {us:.2f} µs"))
     return drawing(
         plots.bars, table, "mode", "us", "kernel", xlabel="how it is launched", ylabel="µs a launch",
         title="What a launch costs", alt=f"Bars of launch cost: {words}.",
@@ -89,10 +91,9 @@ def host_copies(rows: pd.DataFrame) -> Drawing:
     if table.empty:
         return "no copy from the host was measured."
     table = table.sort_values(["bytes", "memory"])
-    table = table.assign(gbs=1e3 * table["tbs"], size=[_size(b) for b in table["bytes"]])
-    words = ", ".join(
-        f"{s} {m} {us:.1f} µs" for s, m, us in zip(table["size"], table["memory"], table["us"], strict=True)
-    )
+    names = [f"{b / 2**20:.0f} MiB" if b >= 2**20 else f"{b / 2**10:.0f} KiB" for b in table["bytes"]]
+    table = table.assign(gbs=1e3 * table["tbs"], size=names)
+    words = ", ".join(filled(table, "{size} {memory} {us:.1f} µs"))
     return drawing(
         plots.bars, table, "size", "us", "memory", logy=True, xlabel="bytes a copy", ylabel="µs a copy (log)",
         title="What a copy to the GPU costs", alt=f"Bars of copy time: {words}.",
@@ -126,42 +127,35 @@ def ceilings(rows: pd.DataFrame) -> pd.DataFrame:
         return table
     found = []
     for what, group in table.groupby("what", sort=False):
-        memory = what in MEMORY
-        top = group.loc[group["tbs" if memory else "tflops"].idxmax()]
-        rate = f"{top['tbs']:.2f} TB/s" if memory else f"{top['tflops']:.0f} TFLOP/s"
-        at = f"{top['mib']:.0f} MiB" if memory else f"n = {top['n']:.0f}"
-        found.append(
-            {"ceiling": NAMES.get(what, f"matrix, {what}"), "best cold rate": f"{rate} ({at}, {top['variant']})"}
-        )
+        column, form = "tflops", "{tflops:.0f} TFLOP/s (n = {n:.0f}, {variant})"
+        if what in MEMORY:
+            column, form = "tbs", "{tbs:.2f} TB/s ({mib:.0f} MiB, {variant})"
+        top = group.loc[group[column].idxmax()]
+        found.append({"ceiling": NAMES.get(what, f"matrix, {what}"), "best cold rate": form.format(**top)})
     return pd.DataFrame(found)
 
 
 def sanity(rows: pd.DataFrame) -> pd.DataFrame:
     """Our timing of one in-place multiply beside `triton.testing.do_bench` of the same call."""
-    table = _usable(rows, "ceiling", ("in_place",))
+    table = _usable(rows, "ceiling", ["in_place"])
     if table.empty:
         return table
-    table = table[(table["mib"] == SANITY_MIB) & (table["cache"] == "cold")]
-    table = table[table["variant"].isin(["torch", "torch, timed by do_bench"])].sort_values("variant")
-    spread = [np.percentile(samples, [5, 95]) / 1e3 for samples in table["samples_ns"]]
-    return pd.DataFrame(
-        {"timed by": table["variant"], "mode": table["mode"], "median µs": table["us"]}
-        | {"5th percentile µs": [low for low, _ in spread], "95th percentile µs": [high for _, high in spread]}
-    )
+    both = ("torch", "torch, timed by do_bench")
+    table = where(table, mib=SANITY_MIB, cache="cold", variant=both).sort_values("variant")
+    shown = table[["variant", "mode", "us"]].set_axis(["timed by", "mode", "median µs"], axis=1)
+    spread = {f"{q}th percentile µs": [np.percentile(ns, q) / 1e3 for ns in table["samples_ns"]] for q in (5, 95)}
+    return shown.assign(**spread)
 
 
 def noise(rows: pd.DataFrame) -> pd.DataFrame:
     """The A/A control: one variant timed twice with its own buffers; its interval is what this machine resolves."""
-    from labkit.bench.verdict import BAND, aa
-
     found = []
-    for (op, cache, mode), group in rows.groupby(["op", "cache", "mode"]):
-        widths = [aa(case).half_width for _, case in group.groupby("case") if CONTROL in set(case["variant"])]
+    for names, group in rows.groupby(["op", "cache", "mode"]):
+        widths = [aa(case).half_width for _, case in group.groupby("case")]
         widths = [width for width in widths if np.isfinite(width)]
         if widths:
             inside = sum(width <= BAND for width in widths)
-            line = {"median ± %": 100 * float(np.median(widths)), "widest ± %": 100 * max(widths)}
-            found.append({"op": op, "cache": cache, "mode": mode, "cases": len(widths), "within ±1 %": inside} | line)
+            found.append((*names, len(widths), inside, 100 * float(np.median(widths)), 100 * max(widths)))
     columns = ["op", "cache", "mode", "cases", "within ±1 %", "median ± %", "widest ± %"]
     return pd.DataFrame(found, columns=columns)
 
@@ -169,12 +163,8 @@ def noise(rows: pd.DataFrame) -> pd.DataFrame:
 def resolution(rows: pd.DataFrame) -> str:
     """One sentence: what the A/A control says."""
     table = noise(rows)
-    chosen = table[(table["op"] == "ceiling") & (table["cache"] == "cold")]
+    chosen = where(table, op="ceiling", cache="cold")
     inside, cases = int(chosen["within ±1 %"].sum()), int(chosen["cases"].sum())
     if not cases:
         return "no memory or matrix work was timed twice, so nothing says how far to trust a difference."
     return f"the A/A interval lies within ±1 % in {inside} of {cases} cold ceiling cases."
-
-
-def _size(count: float) -> str:
-    return f"{count / 2**20:.0f} MiB" if count >= 2**20 else f"{count / 2**10:.0f} KiB"

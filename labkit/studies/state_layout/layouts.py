@@ -24,6 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from labkit.kernels.checks import check_contiguous, check_device, check_one_of, check_shape
 from labkit.kernels.launch import Launch
 
 STATE_DTYPES = (torch.float32, torch.bfloat16)
@@ -116,15 +117,10 @@ def _decode_kernel(
 
 @dataclass(frozen=True)
 class DecodeInputs:
-    """Everything that one decode step reads and writes.
+    """What one decode step reads and writes: as `recurrent.StepInputs` of GDN, but q, k and v contiguous as well.
 
-    state: pool of fp32 or bf16, [slots, HV, K, V] or [slots, HV, V, K], updated in place; contiguous inside a slot.
-    indices: [N] int32 or int64, the slot of each sequence; negative: padding (state untouched, output zero). Every
-             index must be below `slots` and no slot may occur twice; checking that would cost a synchronisation, so
-             the caller answers for it.
-    q, k: [N, H, K]; v: [N, HV, V]; a, b: [N, HV]; A_log, dt_bias: [HV]; out: [N, HV, V]; HV a multiple of H.
-             Any float dtype, contiguous, all on the state's device.
-    scale:   multiplies q (K ** -0.5 in the models).
+    state: [slots, HV, K, V] or [slots, HV, V, K]. Every index must be below `slots` and no slot may occur twice;
+    checking that would cost a synchronisation, so the caller answers for it.
     """
 
     state: Tensor
@@ -167,39 +163,26 @@ def _launch(x: DecodeInputs, tile: int, num_warps: int, v_first: bool, folded: b
 def check_decode(x: DecodeInputs, tile: int, num_warps: int, v_first: bool) -> None:
     """Raise ValueError for shapes, dtypes, strides, devices or launch choices that the kernels cannot take."""
     if x.q.ndim != 3 or x.v.ndim != 3:
-        raise ValueError(f"q is {_shape(x.q)} and v is {_shape(x.v)}; allowed: [N, H, K] and [N, HV, V]")
+        raise ValueError(f"q is {tuple(x.q.shape)} and v is {tuple(x.v.shape)}; allowed: [N, H, K] and [N, HV, V]")
     (N, H, K), (HV, V) = x.q.shape, x.v.shape[1:]
     if H == 0 or HV % H:
         raise ValueError(f"v has {HV} heads and q has {H}; allowed: a multiple of q's")
     layout, inner = ("[slots, HV, V, K]", (HV, V, K)) if v_first else ("[slots, HV, K, V]", (HV, K, V))
     if x.state.ndim != 4 or tuple(x.state.shape[1:]) != inner:
-        raise ValueError(f"state is {_shape(x.state)}; allowed: {layout} with {inner} inside")
-    if x.state.dtype not in STATE_DTYPES:
-        raise ValueError(f"state is {x.state.dtype}; allowed: {', '.join(map(str, STATE_DTYPES))}")
+        raise ValueError(f"state is {tuple(x.state.shape)}; allowed: {layout} with {inner} inside")
+    check_one_of("state", x.state.dtype, STATE_DTYPES)
     if len(x.state) and not x.state[0].is_contiguous():
         raise ValueError(f"state has strides {x.state.stride()}; allowed: contiguous inside a slot")
     shapes = {"indices": (N,), "q": (N, H, K), "k": (N, H, K), "v": (N, HV, V), "a": (N, HV), "b": (N, HV)}
     shapes |= {"A_log": (HV,), "dt_bias": (HV,), "out": (N, HV, V)}
     for name, shape in shapes.items():
-        _check_tensor(name, getattr(x, name), shape, x.state.device)
-    if x.indices.dtype not in (torch.int32, torch.int64):
-        raise ValueError(f"indices is {x.indices.dtype}; allowed: torch.int32, torch.int64")
+        tensor = getattr(x, name)
+        check_shape(name, tensor, shape)
+        check_contiguous(name, tensor)
+        check_device(name, tensor, x.state.device, "the state's")
+        if name != "indices" and not tensor.dtype.is_floating_point:
+            raise ValueError(f"{name} is {tensor.dtype}; allowed: a floating-point dtype")
+    check_one_of("indices", x.indices.dtype, (torch.int32, torch.int64))
     if tile < 1 or tile & (tile - 1):
         raise ValueError(f"tile is {tile}; allowed: a power of two")
-    if num_warps not in (1, 2, 4):
-        raise ValueError(f"num_warps is {num_warps}; allowed: 1, 2, 4")
-
-
-def _check_tensor(name: str, tensor: Tensor, shape: tuple[int, ...], device: torch.device) -> None:
-    if tuple(tensor.shape) != shape:
-        raise ValueError(f"{name} is {_shape(tensor)}; allowed: {shape}")
-    if not tensor.is_contiguous():
-        raise ValueError(f"{name} has strides {tensor.stride()}; allowed: contiguous")
-    if tensor.device != device:
-        raise ValueError(f"{name} is on {tensor.device}; allowed: the state's device, {device}")
-    if name != "indices" and not tensor.dtype.is_floating_point:
-        raise ValueError(f"{name} is {tensor.dtype}; allowed: a floating-point dtype")
-
-
-def _shape(tensor: Tensor) -> tuple[int, ...]:
-    return tuple(tensor.shape)
+    check_one_of("num_warps", num_warps, (1, 2, 4))

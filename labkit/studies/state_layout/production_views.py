@@ -1,7 +1,9 @@
 """Figures, tables and sentences on the production operations, each made from the rows of one GPU."""
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from importlib.util import find_spec
+from itertools import product
 from typing import Any
 
 import pandas as pd
@@ -10,7 +12,7 @@ from labkit.bench.tables import where
 from labkit.bench.verdict import counted, geometric_mean
 from labkit.report import plots
 from labkit.report.figures import Drawing, drawing
-from labkit.report.words import span
+from labkit.report.words import filled, span, spans
 from labkit.shapes import QWEN3_NEXT
 from labkit.studies.state_layout import tables, variants
 from labkit.studies.state_layout.claims import CONTEXT, FULL, NARROW, TTFT_PERCENT, VLLM_TABLE, WIDE, vllm_estimate
@@ -29,15 +31,14 @@ def choices(batches: Sequence[int], states: Sequence[str], sms: int = 132) -> pd
     from labkit.kernels.gated_delta.recurrent import choose
 
     model, found = QWEN3_NEXT, []
-    for state in states:
-        for batch in batches:
-            heads = batch * model.value_heads
-            line = {"state": state, "batch": batch}
-            for fast, gpu in ((False, "H100"), (True, "H200")):
-                choice = choose(heads, model.v, model.k, ITEMSIZE[state], sms, fast=fast)
-                programs = heads * -(-model.v // choice.tile)
-                line |= {f"choice, {gpu}": str(choice), f"all programs / SMs, {gpu}": round(programs / sms)}
-            found.append(line)
+    for state, batch in product(states, batches):
+        heads = batch * model.value_heads
+        line = {"state": state, "batch": batch}
+        for fast, gpu in ((False, "H100"), (True, "H200")):
+            choice = choose(heads, model.v, model.k, ITEMSIZE[state], sms, fast=fast)
+            programs = heads * -(-model.v // choice.tile)
+            line |= {f"choice, {gpu}": str(choice), f"all programs / SMs, {gpu}": round(programs / sms)}
+        found.append(line)
     return pd.DataFrame(found)
 
 
@@ -46,8 +47,8 @@ def answer(rows: pd.DataFrame) -> str:
     steps, prefills = (tables.gdn_layouts(rows, op) for op in ("step", "extend"))
     if steps.empty:
         return "production kernels were not measured in both layouts."
-    parts = [f"{state} state {span(ratio)}" for state, ratio in steps.groupby("state", sort=False)["ratio"]]
-    said = ["each layout tuned for itself, [K, V] takes so many times as long: decode, " + ", ".join(parts)]
+    parts = ", ".join(spans(steps.assign(of=steps["state"] + " state"), "of", "ratio"))
+    said = [f"each layout tuned for itself, [K, V] takes so many times as long: decode, {parts}"]
     if len(prefills):
         said.append(f"all kernels of prefill, with one launch for both layouts, {span(prefills['ratio'])}")
     gain = vllm_estimate(rows, WIDE)["gain %"]
@@ -67,14 +68,10 @@ def in_short(rows: pd.DataFrame) -> str:
     said = [f"production kernels, each layout with choices of its own, time of [K, V] over [V, K]: {parts}"]
     steps = where(tables.against_best(rows, "step"), gate="GDN")
     for slots, group in steps.groupby("slots", sort=False):
-        longer = f"the fastest of {_libraries(group)} takes so many times as long as ours: {_spans(group, 'state')}"
-        said.append(f"Decode, GDN, slots {slots}: {longer}")
+        said.append(f"Decode, GDN, slots {slots}: the fastest of {_libraries(group)} {_longer(group, 'state')}")
     prefills = tables.against_best(rows, "extend")
     if len(prefills):
-        longer = (
-            f"the fastest of {_libraries(prefills)} takes so many times as long as ours: {_spans(prefills, 'gate')}"
-        )
-        said.append(f"Extend: {longer}")
+        said.append(f"Extend: the fastest of {_libraries(prefills)} {_longer(prefills, 'gate')}")
     return ". ".join(said) + "."
 
 
@@ -83,12 +80,13 @@ def _libraries(table: pd.DataFrame) -> str:
     return ", ".join(dict.fromkeys(name for names in table["libraries"] for name in names.split(", ")))
 
 
-def _spans(table: pd.DataFrame, by: str) -> str:
+def _longer(table: pd.DataFrame, by: str) -> str:
     """Least and largest ratio of each group, and the geometric mean."""
-    return "; ".join(
+    parts = (
         f"{name} {span(ratio)} (geometric mean {geometric_mean(ratio):.2f})"
         for name, ratio in table.groupby(by, sort=False)["ratio"]
     )
+    return f"takes so many times as long as ours: {'; '.join(parts)}"
 
 
 def step_percent(rows: pd.DataFrame) -> Drawing:
@@ -101,32 +99,20 @@ def step_percent(rows: pd.DataFrame) -> Drawing:
     if table.empty:
         return "no decode step was measured beside the in-place multiply."
     ours = where(table[table["batch"] >= FULL], variant=[variants.OURS_IN_ORDER, variants.OURS])
-    spans = "; ".join(
-        f"{who}, {state} {span(some, '{:.1f}')} %"
-        for (who, state), some in ours.groupby(["variant", "state"], sort=False)["percent"]
-    )
+    ends = "; ".join(f"{one} %" for one in spans(ours, ["variant", "state"], "percent", "{:.1f}"))
     return drawing(
         plots.lines, table, "batch", "percent", "variant", panel="state", logx=True,
         reference=[(100, variants.CEILING)], xlabel="batch", ylabel="% of in-place multiply",
         title="Decode, production kernels, GDN",
         alt="Lines of percent of an in-place multiply against batch, by kernel.",
         caption="The same states multiplied in place, in the same blocks, are 100 %.",
-        said=f"batch {FULL} and more: {spans}" if spans else "no batch fills the GPU",
+        said=f"batch {FULL} and more: {ends}" if ends else "no batch fills the GPU",
         table=["state", "batch", "variant", "us", "percent"], units={"us": "µs", "percent": "%"},
     )  # fmt: skip
 
 
-def step_in_order(rows: pd.DataFrame) -> Drawing:
-    """The fastest library over ours by batch, the states in slots one after the other."""
-    return _step_libraries(rows, "in order")
-
-
-def step_at_random(rows: pd.DataFrame) -> Drawing:
-    """The same with slots at random, which only libraries with indices can read."""
-    return _step_libraries(rows, "at random")
-
-
 def _step_libraries(rows: pd.DataFrame, slots: str) -> Drawing:
+    """The fastest library over ours by batch; slots: "in order", or "at random", which few libraries can read."""
     table = where(tables.against_best(rows, "step"), slots=slots)
     if table.empty:
         return "no library was timed beside the lab's decode: `pip install labkit[peers]` brings those that there are."
@@ -140,6 +126,9 @@ def _step_libraries(rows: pd.DataFrame, slots: str) -> Drawing:
         caption=f"The fastest of {_libraries(table)} at each batch is named in the table.",
         said="; ".join([*said, f"ours is {counted(table['verdict'])} of {len(table)} cases"]),
     )
+
+
+step_in_order, step_at_random = (partial(_step_libraries, slots=slots) for slots in ("in order", "at random"))
 
 
 def own_code(rows: pd.DataFrame) -> Drawing:
@@ -190,7 +179,7 @@ def slots(rows: pd.DataFrame) -> Drawing:
 
 def _step_ratios(table: pd.DataFrame, **texts: Any) -> Drawing:
     """Ratios by batch, grouped by gate and state."""
-    table = table.assign(group=table["gate"] + ", " + table["state"], row="batch " + table["batch"].astype(str))
+    table = table.assign(group=filled(table, "{gate}, {state}"), row=filled(table, "batch {batch}"))
     hidden = ("group", "row", "libraries")
     return drawing(plots.ratios, table, "row", *INTERVAL, group="group", verdict="verdict", hidden=hidden, **texts)
 
@@ -205,10 +194,7 @@ def verified(rows: pd.DataFrame) -> str:
     table = tables.compared(rows, "verify", variants.OURS, variants.TOKENS)
     if table.empty:
         return "no chain of draft tokens was measured both ways."
-    parts = "; ".join(
-        f"{line['gate']}, batch {line['batch']}, {line['T']} tokens ×{line['ratio']:.2f}"
-        for _, line in table.iterrows()
-    )
+    parts = "; ".join(filled(table, "{gate}, batch {batch}, {T} tokens ×{ratio:.2f}"))
     return f"by decode and copies of the states a chain takes so many times as long as by our verify: {parts}."
 
 
@@ -240,7 +226,7 @@ def first_token(rows: pd.DataFrame) -> str:
     table, whole = tables.compared(rows, "extend", variants.OURS, variants.OURS_KV), tables.first_token(rows)
     if whole.empty:
         return "extend was not measured in both layouts."
-    said = "; ".join(f"{gate} {span(ratio, '{:.3f}')}" for gate, ratio in table.groupby("gate", sort=False)["ratio"])
+    said = "; ".join(spans(table, "gate", "ratio", "{:.3f}"))
     return (
         f"our whole extends, time KV / VK: {said}. Were all else in a prefill of {QWEN3_NEXT.name} as fast as the GPU "
         f"can multiply, extends would take {span(whole['share %'], '{:.0f}')} % of it, and the layout bring the first "
@@ -283,10 +269,7 @@ def drift(rows: pd.DataFrame) -> Drawing:
     if table.empty:
         return "the drift was not measured."
     last = table[table["tokens"] == table["tokens"].max()]
-    said = "; ".join(
-        f"{line['variant']}, {line['state']}: state {line['state error']:.1e}, output {line['output error']:.1e}"
-        for _, line in last.iterrows()
-    )
+    said = "; ".join(filled(last, "{variant}, {state}: state {state error:.1e}, output {output error:.1e}"))
     return drawing(
         plots.lines, table, "tokens", "state error", "variant", panel="state", logx=True, logy=True,
         xlabel="tokens decoded", ylabel="relative RMSE of the state (log)", title="Does the error grow?",

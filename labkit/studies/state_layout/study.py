@@ -44,7 +44,7 @@ def cases(parameters: Mapping[str, Any]) -> list[Case]:
 
 def _production(gate: str, parameters: Mapping[str, Any]) -> list[Case]:
     """The cases of one kind of gate."""
-    shape = {"gate": gate, "activations": "bf16"} | _heads(GATES[gate])
+    shape = {"gate": gate} | _shape(GATES[gate])
     batches = [n for n in parameters["step_batches"] if gate == "GDN" or n in KDA_BATCHES]
     found = [Case("step", shape | {"state": state, "batch": n}) for state in parameters["states"] for n in batches]
     found += [
@@ -60,33 +60,32 @@ def _production(gate: str, parameters: Mapping[str, Any]) -> list[Case]:
     return found + [Case("drift", shape | drifting | {"state": state}) for state in parameters["states"]]
 
 
-def _heads(model: Any) -> dict[str, Any]:
-    return {"model": model.name, "H": model.heads, "HV": model.value_heads, "K": model.k, "V": model.v}
-
-
 def case(model: Any, batch: int, state: str) -> Case:
     """One decode step of a batch in one layer of a model."""
-    return Case("decode", {"batch": batch, "state": state, "activations": "bf16"} | _heads(model))
+    return Case("decode", {"batch": batch, "state": state} | _shape(model))
+
+
+def _shape(model: Any) -> dict[str, Any]:
+    heads = {"H": model.heads, "HV": model.value_heads, "K": model.k, "V": model.v}
+    return {"activations": "bf16", "model": model.name} | heads
 
 
 def floor(x: Case) -> Floor:
-    """What must move: the states, and all that a token brings and takes; see the function of each operation."""
-    floors = {"verify": _verify_floor, "extend": _extend_floor, "chunk_state": _chunk_state_floor}
-    return floors.get(x.op, _step_floor)(x)
+    """What must move. A step: the states in place, and all that a token brings and takes, its int32 index included.
 
-
-def _step_floor(x: Case) -> Floor:
-    """State read and written once; q, k, v, the gates and the index read, the output written."""
-    state = x["batch"] * _state_bytes(x)
-    small = x["batch"] * (_token_bytes(x) + 4)  # and int32 indices
-    return Floor(2 * state + small, 7 * x["batch"] * x["HV"] * x["K"] * x["V"], "in_place", set_bytes=state)
-
-
-def _verify_floor(x: Case) -> Floor:
-    """State read once, written once a draft token; the tokens."""
-    state, tokens = x["batch"] * _state_bytes(x), x["batch"] * x["T"]
-    moved = (1 + x["T"]) * state + tokens * _token_bytes(x)
-    return Floor(moved, 7 * tokens * x["HV"] * x["K"] * x["V"], "copy", set_bytes=moved)
+    A verify: the states read once, written once a draft token; the tokens. The others: see their functions.
+    """
+    if x.op in ("extend", "chunk_state"):
+        return _extend_floor(x) if x.op == "extend" else _chunk_state_floor(x)
+    tokens = x["batch"] * (x["T"] if x.op == "verify" else 1)
+    state = x["batch"] * x["HV"] * x["K"] * x["V"] * ITEMSIZE[x["state"]]
+    gate = x["K"] if x.params.get("gate") == "KDA" else 1
+    values = 2 * x["H"] * x["K"] + 2 * x["HV"] * x["V"] + x["HV"] * (1 + gate)  # of q, k, v, a, b and the output
+    small, flops = tokens * values * ITEMSIZE[x["activations"]], 7 * tokens * x["HV"] * x["K"] * x["V"]
+    if x.op == "verify":
+        moved = (1 + x["T"]) * state + small
+        return Floor(moved, flops, "copy", set_bytes=moved)
+    return Floor(2 * state + small + 4 * tokens, flops, "in_place", set_bytes=state)
 
 
 def _extend_floor(x: Case) -> Floor:
@@ -112,18 +111,6 @@ def _chunk_state_floor(x: Case) -> Floor:
     return Floor(values * ITEMSIZE[x["activations"]] + states, flops, "copy")
 
 
-def _state_bytes(x: Case) -> int:
-    """Of one sequence in one layer."""
-    return x["HV"] * x["K"] * x["V"] * ITEMSIZE[x["state"]]
-
-
-def _token_bytes(x: Case) -> int:
-    """q, k, v, a and b of one token read, its output written."""
-    gate = x["K"] if x.params.get("gate") == "KDA" else 1
-    values = 2 * x["H"] * x["K"] + 2 * x["HV"] * x["V"] + x["HV"] * (1 + gate)
-    return values * ITEMSIZE[x["activations"]]
-
-
 def counted(parameters: Mapping[str, Any]) -> list[tuple[Case, str]]:
     """Both layouts at every tile, one warp, at the first model and a batch that is small and yet fills the GPU."""
     batch = min((size for size in parameters["batches"] if size >= COUNTED), default=max(parameters["batches"]))
@@ -131,18 +118,17 @@ def counted(parameters: Mapping[str, Any]) -> list[tuple[Case, str]]:
     return [(x, variant_name(layout, tile)) for x in some for layout in LAYOUTS for tile in TILES]
 
 
-def _tiny(state: str, K: int, V: int) -> Case:
-    """A case for the interpreter; fp32 activations, since it cannot round to bf16."""
-    shape = {"H": 2, "HV": 4, "K": K, "V": V}
-    return Case("decode", {"model": "tiny", "batch": 3, "state": state, "activations": "fp32"} | shape)
-
-
-def _tiny_production(gate: str) -> list[Case]:
-    """Cases of the other operations for the interpreter."""
-    shape = {"gate": gate, "model": "tiny", "H": 2, "HV": 4, "K": 16, "V": 24, "activations": "fp32"}
-    found = [Case("step", shape | {"state": state, "batch": 3}) for state in STATES]
-    found += [Case("verify", shape | {"state": "fp32", "batch": 2, "draft": draft, "T": 3}) for draft, _ in DRAFTS]
-    return [*found, Case("extend", shape | {"prefill": TINY})]
+def _tiny() -> list[Case]:
+    """Cases for the interpreter; fp32 activations, since it cannot round to bf16."""
+    shape = {"model": "tiny", "activations": "fp32", "H": 2, "HV": 4}
+    sizes = [(state, {"K": K, "V": V}) for state in STATES for K, V in ((32, 16), (16, 40))]
+    found = [Case("decode", shape | {"state": state, "batch": 3} | size) for state, size in sizes]
+    for gate in GATES:
+        gated = shape | {"gate": gate, "K": 16, "V": 24}
+        found += [Case("step", gated | {"state": state, "batch": 3}) for state in STATES]
+        found += [Case("verify", gated | {"state": "fp32", "batch": 2, "draft": draft, "T": 3}) for draft, _ in DRAFTS]
+        found += [Case("extend", gated | {"prefill": TINY})]
+    return found
 
 
 STUDY = Study(
@@ -173,8 +159,5 @@ STUDY = Study(
         lambda case: case.op == "decode",
     ),
     early=lambda case: case.op == "drift",  # the same in every process
-    tiny=(
-        *(_tiny(state, K, V) for state in STATES for K, V in ((32, 16), (16, 40))),
-        *(case for gate in GATES for case in _tiny_production(gate)),
-    ),
+    tiny=tuple(_tiny()),
 )

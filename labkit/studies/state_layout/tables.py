@@ -9,7 +9,7 @@ from typing import Any
 import pandas as pd
 
 from labkit.bench.records import expanded
-from labkit.bench.tables import RATIO, Cases, best_pair, cases, facts, frame, pairs, picked, timed, where
+from labkit.bench.tables import RATIO, Cases, Params, best_pair, cases, facts, frame, pairs, picked, timed, where
 from labkit.bench.tables import compared as compared_in
 from labkit.bench.verdict import median_us
 from labkit.shapes import QWEN3_NEXT, QWEN35_4B, GatedDeltaModel
@@ -38,19 +38,17 @@ def ordered(table: pd.DataFrame, columns: Sequence[str]) -> pd.DataFrame:
 
 
 def _expanded(rows: pd.DataFrame) -> pd.DataFrame:
-    """`expanded`, with the columns of cases and options even where no row has them."""
-    table = expanded(rows)
+    """`expanded` of the usable rows, with the columns of cases and options even where no row has them."""
+    table = expanded(rows[(rows["op"] == "decode") & rows["ok"] & (rows["role"] != "control")])
     return table.reindex(columns=[*table, *(name for name in [*SHAPE, *CHOICE] if name not in table)])
 
 
 def times(rows: pd.DataFrame, cache: str = "cold") -> pd.DataFrame:
     """A row a usable measurement: shape, variant, µs, percent of the in-place ceiling of the same case, prediction."""
-    rows = rows[rows["op"] == "decode"]
-    table = _expanded(rows[(rows["cache"] == cache) & rows["ok"] & (rows["role"] != "control")])
+    table = _expanded(rows[rows["cache"] == cache])
     roof = table[table["variant"] == CEILING].set_index(["op", "case"])["us"]
     table["percent"] = 100 * pd.MultiIndex.from_frame(table[["op", "case"]]).map(roof) / table["us"]
     table["tbs"] = table["floor_bytes"] / table["us"] / 1e6
-    table["off"] = 100 * (table["us"] / table["predicted_us"] - 1)
     return ordered(table, [*SHAPE, "us"])
 
 
@@ -63,29 +61,26 @@ def ratios(rows: pd.DataFrame, cache: str = "cold") -> pd.DataFrame:
         (variant_name("VK", tile, warps), variant_name("KV", tile, warps)): {"BV": tile, "warps": warps}
         for tile, warps in product(TILES, WARPS)
     }
-    found = []
-    for params, group in cases(rows, "decode", cache=cache):
-        spilled = spilling(group)
-        whole = {pair: said for pair, said in wanted.items() if not spilled & set(pair)}
-        found += _pairs(params, group, whole)
     columns = [*SHAPE, "BV", "warps", *RATIO, "runs"]
-    return ordered(pd.DataFrame(found, columns=columns), columns[:7])
+    return ordered(where(_pairs(rows, cache, wanted), spills=False)[columns], columns[:7])
 
 
 def folding(rows: pd.DataFrame, cache: str = "cold") -> pd.DataFrame:
     """V-first with two passes over the tile / folded into one, with interval and verdict: above 1, folding pays."""
     wanted = {(variant_name("VK", tile, 1, True), variant_name("VK", tile)): {"BV": tile} for tile in TILES}
-    found = [line for case in cases(rows, "decode", cache=cache) for line in _pairs(*case, wanted)]
     columns = [*SHAPE, "BV", *RATIO]
-    return ordered(pd.DataFrame(found, columns=columns), columns[:6])
+    return ordered(_pairs(rows, cache, wanted)[columns], columns[:6])
 
 
-def _pairs(
-    params: Mapping[str, Any], group: pd.DataFrame, wanted: Mapping[tuple[str, str], Mapping[str, Any]]
-) -> list[dict[str, Any]]:
-    """A line for each pair that the case has. wanted: (variant, against) -> what is said of it."""
-    found = pairs(group, wanted)
-    return [picked(params, SHAPE) | wanted[line["variant"], line["against"]] | line for line in found]
+def _pairs(rows: pd.DataFrame, cache: str, wanted: Mapping[tuple[str, str], Params]) -> pd.DataFrame:
+    """A line for each pair of each case, and whether one of it `spills`. wanted: (variant, against) -> what is said."""
+    found = []
+    for params, group in cases(rows, "decode", cache=cache):
+        for line in pairs(group, wanted):
+            pair = line["variant"], line["against"]
+            spills = not spilling(group).isdisjoint(pair)
+            found.append(picked(params, SHAPE) | wanted[pair] | line | {"spills": spills})
+    return pd.DataFrame(found, columns=[*SHAPE, "BV", "warps", *RATIO, "runs", "spills"])
 
 
 def spilling(rows: pd.DataFrame) -> set[str]:
@@ -114,8 +109,7 @@ def best(rows: pd.DataFrame, cache: str = "cold") -> pd.DataFrame:
 
 def state_access(rows: pd.DataFrame, kind: str = "load") -> pd.DataFrame:
     """Sectors and lines a request of the state's tile, as derived from the code that ran; one row a shape and tile."""
-    rows = rows[rows["op"] == "decode"]
-    table = _expanded(rows[rows["ok"] & (rows["evidence"] != "{}") & (rows["role"] != "control")])
+    table = _expanded(rows[rows["evidence"] != "{}"])
     table = table[table["layout"].isin(LAYOUTS)].drop_duplicates(["K", "state", "variant"])
     keys = ["K", "state", *CHOICE]
     widest = [(row, widest_access(json.loads(row["evidence"]), kind)) for _, row in table.iterrows()]
@@ -168,13 +162,10 @@ def end_to_end_estimate(
 
 def shares(rows: pd.DataFrame, tile: int, contexts: Sequence[int], batches: Sequence[int]) -> pd.DataFrame:
     """`end_to_end_estimate` of both models whose weights are known, bf16 weights, at several contexts."""
-    parts = [
-        end_to_end_estimate(rows, tile, model=model, context=context, batches=batches).assign(
-            model=model.name, context=context
-        )
-        for model in (QWEN3_NEXT, QWEN35_4B)
-        for context in contexts
-    ]
+    parts = []
+    for model, context in product((QWEN3_NEXT, QWEN35_4B), contexts):
+        table = end_to_end_estimate(rows, tile, model=model, context=context, batches=batches)
+        parts.append(table.assign(model=model.name, context=context))
     columns = ["model", "context", "batch", "share %", "kernel KV / VK", "gain %"]
     return pd.concat(parts, ignore_index=True)[columns]
 
@@ -193,12 +184,17 @@ def production(rows: pd.DataFrame, op: str, **wanted: Any) -> Cases:
 
 def operation_times(rows: pd.DataFrame, op: str) -> pd.DataFrame:
     """µs of every variant of every case of an operation, and percent of the in-place multiply of the same states."""
-    found = []
-    for params, group in production(rows, op):
-        roof = median_us(group).get(CEILING, math.nan)
-        for line in timed(group).values():
-            found.append(picked(params, PRODUCTION) | line | {"percent": 100 * roof / line["us"]})
+    found = [
+        picked(params, PRODUCTION) | line | {"percent": _percent(group, line["us"])}
+        for params, group in production(rows, op)
+        for line in timed(group).values()
+    ]
     return frame(found, ["gate", "variant", "us", "percent", "role"])
+
+
+def _percent(group: pd.DataFrame, us: float) -> float:
+    """Of the in-place multiply in the same case."""
+    return 100 * median_us(group).get(CEILING, math.nan) / us
 
 
 def against_best(rows: pd.DataFrame, op: str) -> pd.DataFrame:
@@ -208,13 +204,12 @@ def against_best(rows: pd.DataFrame, op: str) -> pd.DataFrame:
     """
     found = []
     for params, group in production(rows, op):
-        roof = median_us(group).get(CEILING, math.nan)
         for slots, (ours, libraries) in variants.rivals(op).items():
             if pair := best_pair(group, [ours], libraries):
                 line = ({"slots": slots} if slots else {}) | {"best library": pair["against"]}
                 line["libraries"] = families(name for name in libraries if name in set(group["variant"][group["ok"]]))
                 line |= {"library µs": pair["against us"], "ours µs": pair["us"]}
-                line |= {"ours, % of in-place": 100 * roof / pair["us"]}
+                line |= {"ours, % of in-place": _percent(group, pair["us"])}
                 found.append(picked(params, PRODUCTION) | line | picked(pair, [*RATIO, "runs"]))
     return frame(found, ["gate", "slots", "best library", *RATIO])
 

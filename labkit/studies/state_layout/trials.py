@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from functools import cache, partial
 from itertools import accumulate, pairwise
 from typing import Any
@@ -187,14 +186,19 @@ def _rates(x: Case, device: Any) -> dict[str, Tensor]:
     return {"A_log": torch.linspace(1, 16, x["HV"], device=device).log(), "dt_bias": bias}
 
 
-def verify(x: Case, device: Any, sets: int, seed: int, v_first: bool) -> Trial:
+def verify(
+    x: Case, device: Any, sets: int, seed: int, v_first: bool, bind: Callable[[VerifyInputs], Call] = recurrent.verify
+) -> Trial:
     """The production verify: T draft tokens a sequence, the state after each one stored, the pool only read."""
-    return _verified(x, _verify_inputs(x, device, sets, seed, v_first), recurrent.verify)
+    inputs = _verify_inputs(x, device, sets, seed, v_first)
+    calls = [bind(item) for item in inputs]
 
+    def out() -> Tensor:
+        calls[0]()
+        return inputs[0].out
 
-def token_by_token(x: Case, device: Any, sets: int, seed: int, v_first: bool) -> Trial:
-    """The same of what decode offers."""
-    return _verified(x, _verify_inputs(x, device, sets, seed, v_first), ways.token_by_token)
+    outputs = [tensor for one in inputs for tensor in (one.out, one.intermediate_states)]
+    return trial(calls, outputs, partial(_verify_errors, inputs[0], out), _step_tolerance(x) | {"pool": 0.0})
 
 
 def sglang_verify(x: Case, device: Any, sets: int, seed: int, source: str) -> Trial:
@@ -205,18 +209,6 @@ def sglang_verify(x: Case, device: Any, sets: int, seed: int, source: str) -> Tr
     tolerance = _step_tolerance(x) | {"pool": 0.0}
     watched = [item.intermediate_states for item in inputs]
     return trial(calls, watched, check, tolerance | _wider(tolerance, BETA_ROUNDED))
-
-
-def _verified(x: Case, inputs: Sequence[VerifyInputs], bind: Callable[[VerifyInputs], Call]) -> Trial:
-    """Verifications that write their output."""
-    calls = [bind(item) for item in inputs]
-
-    def out() -> Tensor:
-        calls[0]()
-        return inputs[0].out
-
-    outputs = [tensor for one in inputs for tensor in (one.out, one.intermediate_states)]
-    return trial(calls, outputs, partial(_verify_errors, inputs[0], out), _step_tolerance(x) | {"pool": 0.0})
 
 
 def _verify_errors(item: VerifyInputs, run: Callable[[], Tensor]) -> dict[str, float]:
@@ -231,6 +223,11 @@ def _verify_errors(item: VerifyInputs, run: Callable[[], Tensor]) -> dict[str, f
     after = _v_first(item.intermediate_states[item.cache_indices[some].long()], item.v_first)
     changed = 0.0 if torch.equal(before, item.state) else math.inf  # the pool must be left as it was
     return {"out": relative_rmse(out[some], o), "state": relative_rmse(after, S), "pool": changed}
+
+
+def token_by_token(x: Case, device: Any, sets: int, seed: int, v_first: bool) -> Trial:
+    """The same of what decode offers."""
+    return verify(x, device, sets, seed, v_first, ways.token_by_token)
 
 
 def _verify_inputs(x: Case, device: Any, sets: int, seed: int, v_first: bool) -> list[VerifyInputs]:
@@ -258,22 +255,16 @@ def tree(N: int, T: int, device: Any) -> Tensor:
     return parents.expand(N, T).contiguous()
 
 
-# drift: an error that grows from token to token stands in for accuracy runs, which need a model
-
-
 def drift(x: Case, device: Any, sets: int, seed: int, v_first: bool) -> Trial:
-    """A decode whose facts are its errors along many tokens, against float64 on the same inputs.
-
-    `drift`: [tokens, error of the output, error of the state] at every power of two.
-    """
+    """A decode whose fact `drift` is its errors along many tokens, in place of accuracy runs, which need a model."""
     made = step(x, device, sets, seed, v_first)
-    made.facts = lambda: {"drift": errors_along(x, device, seed, v_first, x["tokens"])}
+    made.facts = lambda: {"drift": _errors_along(x, device, seed, v_first)}
     return made
 
 
-def errors_along(x: Case, device: Any, seed: int, v_first: bool, tokens: int) -> list[list[float]]:
-    """[tokens so far, relative RMSE of the output of the last, of the state], at every power of two up to `tokens`."""
-    made = Random(device, seed, DTYPES[x["activations"]])
+def _errors_along(x: Case, device: Any, seed: int, v_first: bool) -> list[list[float]]:
+    """At every power of two: tokens so far, relative RMSE of the last output and of the state, against float64."""
+    tokens, made = x["tokens"], Random(device, seed, DTYPES[x["activations"]])
     [item] = _step_inputs(x, device, 1, seed, v_first)
     exact = _v_first(item.state[item.indices.long()], v_first).double()
     launch = recurrent.decode(item)
@@ -400,20 +391,17 @@ def _extend_inputs(x: Case, device: Any, sets: int, seed: int, v_first: bool) ->
     made = Random(device, seed, DTYPES[x["activations"]])
     bounds = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
     rates = _rates(x, device)
+    rate = rates["A_log"].exp().view(HV, *[1] * len(_gate_shape(x)[1:]))
     found = []
     for _ in range(sets):
         a, b = made(T, *_gate_shape(x)), made(T, HV)
         initial = _pool(made, len(lengths), x, v_first, torch.float32)
+        # The decay's logarithm, fp32: a kernel of the layer before makes it in an engine.
+        g = -rate * torch.nn.functional.softplus(a.float() + rates["dt_bias"])
         item = ExtendInputs(
-            q=made(T, H, K), k=made(T, H, K), v=made(T, HV, V), g=a.float(), beta=torch.sigmoid(b.float()),
+            q=made(T, H, K), k=made(T, H, K), v=made(T, HV, V), g=g, beta=torch.sigmoid(b.float()),
             cu_seqlens=bounds, initial=initial, final=torch.empty_like(initial),
             out=torch.empty((T, HV, V), dtype=made.dtype, device=device), scale=K**-0.5,
         )  # fmt: skip
-        found.append(replace(item, g=_log_decay(a, **rates)))
+        found.append(item)
     return found
-
-
-def _log_decay(a: Tensor, A_log: Tensor, dt_bias: Tensor) -> Tensor:
-    """The decay's logarithm as extend takes it, fp32: a kernel of the layer before makes it in an engine."""
-    rate = A_log.exp()
-    return -(rate if a.ndim == 2 else rate[:, None]) * torch.nn.functional.softplus(a.float() + dt_bias)

@@ -14,7 +14,8 @@ DECODE, VERIFY, EXTEND = (
     f"labkit.kernels.gated_delta.{name}" for name in ("recurrent:decode", "recurrent:verify", "chunked:extend")
 )
 
-LAYOUTS = {"KV": "[N, HV, K, V]", "VK": "[N, HV, V, K]"}
+V_FIRST = {"KV": False, "VK": True}  # of [N, HV, K, V] and of [N, HV, V, K]
+LAYOUTS = tuple(V_FIRST)
 STATES = ("fp32", "bf16")  # in the order of the pages
 TILES = (8, 16, 32)
 WARPS = (1, 2, 4)
@@ -113,11 +114,10 @@ VARIANTS = {  # of every operation
         _line(OURS_KV, "step", "step", DECODE, v_first=False),
         *(
             _line(fla_in_place(layout, tile), "peer", "fla_in_place", f"{PEERS}:fla_in_place", v_first=new, tile=tile)
-            for layout, new in (("KV", False), ("VK", True))
+            for layout, new in V_FIRST.items()
             for tile in (8, 32)
         ),
-        _line(fla("KV"), "peer", "fla_step", f"{PEERS}:fla_step", v_first=False),
-        _line(fla("VK"), "peer", "fla_step", f"{PEERS}:fla_step", v_first=True),
+        *(_line(fla(layout), "peer", "fla_step", f"{PEERS}:fla_step", v_first=new) for layout, new in V_FIRST.items()),
         _line(ATTENTION_GYM, "peer", "attn_gym_step", f"{PEERS}:attn_gym_step"),
         _line(ATTENTION_GYM_IN_ORDER, "peer", "attn_gym_step", f"{PEERS}:attn_gym_step", in_order=True),
         *(_released("step", source, function="decode") for source in RELEASES),
@@ -133,8 +133,7 @@ VARIANTS = {  # of every operation
         _line(OURS, "ours", "extend", EXTEND, v_first=True),
         _line(OURS_KV, "step", "extend", EXTEND, v_first=False),
         _line(OURS_TRANSPOSED, "step", "extend", EXTEND, v_first=True, transposed=True),
-        _line(fla("KV"), "peer", "fla_extend", FLA_EXTEND, v_first=False),
-        _line(fla("VK"), "peer", "fla_extend", FLA_EXTEND, v_first=True),
+        *(_line(fla(layout), "peer", "fla_extend", FLA_EXTEND, v_first=new) for layout, new in V_FIRST.items()),
         *(_released("extend", source) for source in (BEFORE, AFTER)),
     ],
     "chunk_state": [

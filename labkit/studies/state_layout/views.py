@@ -10,7 +10,7 @@ from labkit.bench.tables import where
 from labkit.bench.verdict import counted
 from labkit.report import plots
 from labkit.report.figures import Drawing, drawing
-from labkit.report.words import span
+from labkit.report.words import filled, span
 from labkit.shapes import QWEN3_NEXT
 from labkit.studies.state_layout import tables
 from labkit.studies.state_layout.claims import CONTEXT, FULL, NARROW, VLLM_TABLE, WIDE, vllm_estimate, vllm_heads
@@ -20,6 +20,7 @@ MAIN = [variant_name(layout, tile) for tile in (NARROW, WIDE) for layout in LAYO
 INTERVAL = ["ratio", "low", "high"]
 JUDGED = [*INTERVAL, "noise", "verdict"]
 ACCESS = {"sectors": "sectors a request", "lines": "lines a request"}
+FASTER = "time KV / time VK (above 1: [V, K] faster)"
 NOTHING = "no usable rows of both layouts at these shapes."
 
 
@@ -32,6 +33,11 @@ def _main_shape(table: pd.DataFrame) -> pd.DataFrame:
     return tables.ordered(table[table["model"] == name], keys)
 
 
+def _largest(table: pd.DataFrame) -> pd.DataFrame:
+    """The rows of the largest batch."""
+    return table[table["batch"] == table["batch"].max()]
+
+
 def times(rows: pd.DataFrame) -> Drawing:
     """µs against batch, both layouts at the narrow and the wide tile, with the in-place multiply."""
     table = where(_main_shape(tables.times(rows)), variant=[*MAIN, CEILING])
@@ -40,10 +46,7 @@ def times(rows: pd.DataFrame) -> Drawing:
     model = table["model"].iloc[0]
     # Last, so that the kernels have the same colours as in the figures without it.
     table = table.sort_values("variant", key=lambda names: names == CEILING, kind="stable", ignore_index=True)
-    largest = table[table["batch"] == table["batch"].max()]
-    ends = "; ".join(
-        f"{v}, {s}: {us:.0f} µs" for v, s, us in zip(largest["variant"], largest["state"], largest["us"], strict=True)
-    )
+    ends = "; ".join(filled(_largest(table), "{variant}, {state}: {us:.0f} µs"))
     return drawing(
         plots.lines, table, "batch", "us", "variant", panel="state", logx=True, logy=True, xlabel="batch",
         ylabel="µs (log), cold L2", title=f"One decode step of one layer, {model}",
@@ -76,17 +79,12 @@ def ratio_by_tile(rows: pd.DataFrame) -> Drawing:
     table = _main_shape(tables.ratios(rows))
     if table.empty:
         return NOTHING
-    batch = table["batch"].max()
-    table = table[table["batch"] == batch]
-    table = table.assign(
-        tile=[f"BV={b}, {w} warp{'s' * (w > 1)}" for b, w in zip(table["BV"], table["warps"], strict=True)]
-    )
-    said = "; ".join(
-        f"{s}, {t}: {r:.2f}" for s, t, r in zip(table["state"], table["tile"], table["ratio"], strict=True)
-    )
+    table, batch = _largest(table), table["batch"].max()
+    choices = zip(table["BV"], table["warps"], strict=True)
+    table = table.assign(tile=[variant_name("", *choice).strip() for choice in choices])
+    said = "; ".join(filled(table, "{state}, {tile}: {ratio:.2f}"))
     return drawing(
-        plots.ratios, table, "tile", *INTERVAL, group="state", verdict="verdict",
-        xlabel="time KV / time VK (above 1: [V, K] faster)",
+        plots.ratios, table, "tile", *INTERVAL, group="state", verdict="verdict", xlabel=FASTER,
         title=f"What the layout is worth, by tile (batch {batch})",
         alt=f"Ratios KV/VK with 95 % intervals: {said}.",
         caption="Ratio of times at equal tile and warps, paired block by block, 95 % intervals; grey band: ±1 %.",
@@ -118,13 +116,10 @@ def ratio_by_shape(rows: pd.DataFrame) -> Drawing:
         return NOTHING
     batch = min(group["batch"].max() for _, group in table.groupby("model"))
     table = table[table["batch"] == batch]
-    table = table.assign(
-        shape=[f"{m} (HV={h}, K={k})" for m, h, k in zip(table["model"], table["HV"], table["K"], strict=True)]
-    )
+    table = table.assign(shape=filled(table, "{model} (HV={HV}, K={K})"))
     ends = f"from {table['ratio'].min():.2f} to {table['ratio'].max():.2f}"
     return drawing(
-        plots.ratios, table, "shape", *INTERVAL, group="state", verdict="verdict",
-        xlabel="time KV / time VK (above 1: [V, K] faster)",
+        plots.ratios, table, "shape", *INTERVAL, group="state", verdict="verdict", xlabel=FASTER,
         title=f"Does it hold for other shapes? BV={NARROW}, batch {batch}",
         alt=f"Ratios KV/VK of {len(table)} shapes and state types, {ends}.",
         caption=f"The narrow tile at batch {batch} in every shape: {ends}.", table=["shape", "state", *JUDGED],
@@ -203,7 +198,7 @@ def summary(rows: pd.DataFrame) -> str:
 def at_batches(table: pd.DataFrame) -> str:
     """ "fp32 state: 1.01 at batch 1, …; bf16 state: …"."""
     return "; ".join(
-        f"{state} state: " + ", ".join(f"{row['ratio']:.2f} at batch {row['batch']}" for _, row in group.iterrows())
+        f"{state} state: " + ", ".join(filled(group, "{ratio:.2f} at batch {batch}"))
         for state, group in table.groupby("state", sort=False)
     )
 
@@ -224,13 +219,11 @@ def in_short(rows: pd.DataFrame) -> str:
     table = where(_main_shape(tables.ratios(rows)), warps=1)
     if table.empty:
         return "no case has both layouts."
-    batch = table["batch"].max()
-    parts = []
-    for tile in (NARROW, WIDE):
-        some = where(table, batch=batch, BV=tile)
-        values = (f"{ratio:.2f} ({state})" for state, ratio in zip(some["state"], some["ratio"], strict=True))
-        if len(some):
-            parts.append(f"at equal tiles of {tile} and batch {batch}: {' and '.join(values)}")
+    parts = [
+        f"at equal tiles of {tile} and batch {table['batch'].max()}: {' and '.join(values)}"
+        for tile in (NARROW, WIDE)
+        if (values := filled(where(_largest(table), BV=tile), "{ratio:.2f} ({state})"))
+    ]
     return free_choice(rows) + (f" {'; '.join(parts).capitalize()}." if parts else "")
 
 
@@ -248,9 +241,8 @@ def spills(rows: pd.DataFrame) -> str:
     slower = (table["us"] / fastest)[some.index]
     kernels = sorted(set(some[["variant", "K", "state", "spill"]].itertuples(index=False, name=None)))
     names = ", ".join(f"{variant} at K={k}, {state} ({spill} bytes a thread)" for variant, k, state, spill in kernels)
-    return (
-        f"registers run out in {names}: these take {slower.min():.1f} to {slower.max():.1f} times the fastest variant."
-    )
+    ends = f"{slower.min():.1f} to {slower.max():.1f}"
+    return f"registers run out in {names}: these take {ends} times the fastest variant."
 
 
 def wanted(study: Any, parameters: Mapping[str, Sequence[Any]]) -> list[tuple[Any, str]]:
@@ -307,8 +299,7 @@ def hot(rows: pd.DataFrame) -> pd.DataFrame:
 
 def lines_and_ratio(rows: pd.DataFrame) -> pd.DataFrame:
     """Lines a request in both layouts beside the ratio of their times, Qwen3-Next's shape at the largest batch."""
-    ratio = where(_main_shape(tables.ratios(rows)), warps=1)
-    ratio = ratio[ratio["batch"] == ratio["batch"].max()]
+    ratio = _largest(where(_main_shape(tables.ratios(rows)), warps=1))
     shown = ratio[["state", "BV", *INTERVAL, "verdict"]]
     access = where(tables.state_access(rows), warps=1, folded=False, K=set(ratio["K"]))
     if access.empty:
