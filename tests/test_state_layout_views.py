@@ -18,17 +18,17 @@ PARAMETERS = {
 BEST = names.fla_in_place("KV", 32)
 OVER = {  # times over that of the floor; 1.5 for the others
     tables.CEILING: 1.0, names.OURS: 1.05, names.OURS_IN_ORDER: 1.04, names.OURS_KV: 1.26, BEST: 1.155,
-    names.ATTENTION_GYM: 1.2,
+    names.ATTENTION_GYM: 1.2, names.released(names.BEFORE): 2.0, names.released(names.AFTER): 1.6,
     names.fla("KV"): 1.4, names.fla("VK"): 1.35, names.TOKENS: 4.2, names.OURS_TRANSPOSED: 1.1,
 }  # fmt: skip
 
 
-def frame(over=None, **changes):
+def frame(over=None, grid=1.2, **changes):
     times = OVER | (over or {})
 
     def us(case, variant):
         if case.op == "decode":  # the grid
-            return made.layout_us(1.2)(case, variant)
+            return made.layout_us(grid)(case, variant)
         name = variant.options.get("repeats", variant.name)
         layout = 1.1 if case.op == "chunk_state" and name.startswith("KV") else 1.0
         return (2 + study.floor(case).bytes / 3e6) * times.get(name, 1.5) * layout
@@ -76,10 +76,14 @@ def test_the_fastest_library_is_found_in_every_case(rows):
     assert set(kda["best library"]) == {names.fla("VK")}
     pooled = table[table["slots"] == "at random"]
     assert set(pooled["best library"]) == {names.ATTENTION_GYM}
+    assert set(pooled["libraries"]) == {"attn-gym, SGLang"}
+    assert set(order["libraries"]) == {"fla-core, attn-gym"}
     assert pooled["ratio"].tolist() == pytest.approx([1.2 / 1.05] * 12, rel=2e-3)
     without = rows[rows["role"] != "peer"]
     assert tables.against_best(without, "step").empty
-    assert tables.against_best(rows, "verify").empty  # no library offers it
+    verified = tables.against_best(rows, "verify")  # which SGLang alone offers, of GDN
+    assert set(verified["gate"]) == {"GDN"}
+    assert set(verified["libraries"]) == {"SGLang"}
 
 
 def test_errors_of_extend_are_beside_the_librarys(rows):
@@ -126,12 +130,13 @@ def test_drift_is_read_from_the_evidence(rows):
      "all kernels of prefill, with one launch for both layouts, 1.20; "),
     ("answer", "only the simple kernel with BV=8 shows up to 1.2."),
     ("in_short", "fp32 state: 1.20 at batch 1, 1.20 at batch 64, 1.20 at batch 256; bf16 state: 1.20 at"),
-    ("in_short", "slots in order: the faster of fla-core and attn-gym takes so many times as long as ours: fp32 1.11"),
-    ("in_short", "Extend: fla-core takes so many times as long as ours: GDN 1.29 (geometric mean 1.29); KDA"),
+    ("in_short", "slots in order: the fastest of fla-core, attn-gym takes so many times as long as ours: fp32 1.11"),
+    ("in_short", "Extend: the fastest of fla-core, SGLang takes so many times as long as ours: GDN 1.29 (geometric"),
     ("step_percent", "ours VK, slots in order, fp32 96.2 %"),
     ("step_percent", "ours VK, bf16 95.2 %"),
     ("step_in_order", "GDN: geometric mean 1.111, least 1.111; ours is faster in 12 of 12 cases"),
     ("step_at_random", "GDN: geometric mean 1.143, least 1.143; ours is faster in 12 of 12 cases"),
+    ("own_code", "decode 1.25; verify 1.25; extend 1.25; [V, K] is faster in 23 of 23 cases"),
     ("slots", "×1.010"),
     ("verified", "GDN, batch 1, 4 tokens ×4.00; "),
     ("extend", "Ours is faster in 5 of 5 cases"),
@@ -147,18 +152,64 @@ def test_what_a_view_says_follows_from_the_rows(rows, view, said):
 @pytest.mark.parametrize(("gpu", "kv", "verdict"), [
     ("another", 1.05, "not reproduced"), ("another", 1.16, "consistent"), ("NVIDIA H200", 1.16, "not reproduced"),
 ])  # fmt: skip
-def test_the_first_token_is_judged_by_the_share_of_whole_extends(gpu, kv, verdict):
-    """Ours with [V, K] takes 1.05; fla-core's layouts, whose choices differ as well, do not count.
+@pytest.mark.parametrize("own", [True, False])
+def test_the_first_token_is_judged_by_the_share_of_whole_extends(gpu, kv, verdict, own):
+    """Those of SGLang, before and after, or else ours: [V, K] takes 1.05; fla-core's layouts do not count.
 
     On another GPU, whose peak is not known, extends are all of the prefill.
     """
-    some = frame({names.OURS_KV: kv, names.fla("KV"): 3.0}).assign(gpu=gpu)
+    after = {names.OURS: 1.05, names.released(names.AFTER): 1.05 if own else 1.0}
+    before = {names.OURS_KV: kv if not own else 9.0, names.released(names.BEFORE): kv, names.fla("KV"): 3.0}
+    some = frame(before | after).assign(gpu=gpu)
+    some = some if own else some[~some["variant"].str.startswith("sglang")]
     found = claims.judge_first_token(some)
     assert found.verdict == verdict
-    assert f"KV / VK: {kv / 1.05:.3f} to {kv / 1.05:.3f}" in found.measured
-    if gpu == "another":
+    assert f"KV / VK: {kv / 1.05:.2f}" in found.measured
+    assert f"whole extends by {claims.OWN if own else 'this lab'}" in found.measured
+    if gpu == "another" and not own:
         said = 100 * (1 - 1.05 / kv)
         assert f"the first token {said:.1f} % earlier" in views.first_token(some)
+
+
+def without_releases(rows):
+    return rows[~rows["variant"].str.startswith("sglang")]
+
+
+def test_releases_stand_side_by_side_or_the_page_says_what_is_missing(rows):
+    table = views.by_release(rows)
+    assert set(table["batch"]) == {64}
+    assert set(table["variant"]) == {
+        names.OURS,
+        *(names.released(name) for name in names.RELEASES),
+        *(names.released(name, "packed") for name in names.PACKED),
+    }
+    assert not {name for name in table[table["gate"] == "KDA"]["variant"] if "packed" in name}
+    assert views.own_code(without_releases(rows)).endswith("not measured on this GPU.")
+    missing = rows["variant"].str.startswith("sglang")
+    reasons = missing.map({True: "NotFetched: not fetched: labkit fetch sglang", False: ""})
+    assert views.own_code(rows.assign(reason=reasons, ok=rows["ok"] & ~missing)).endswith(": labkit fetch sglang.")
+
+
+@pytest.mark.parametrize(("before", "verdict", "said"), [
+    (2.0, "consistent", "fewer lines go with less time"),
+    (1.6, "not reproduced", "SGLang's own kernels with this tile are not faster throughout"),
+])  # fmt: skip
+def test_the_mechanism_is_not_reproduced_where_the_sources_own_tile_is_no_faster(monkeypatch, before, verdict, said):
+    monkeypatch.setattr(claims, "lines_a_request", lambda rows, tile: {"KV": 32 // tile * 4, "VK": 4})
+    some = frame({names.released(names.BEFORE): before}, grid=lambda batch, tile: 1.3 if tile == 8 else 1.0)
+    found = claims.judge_mechanism(some)
+    assert (found.verdict, said in found.why) == (verdict, True), found
+    assert "verify has the tile of 8" in found.measured
+
+
+@pytest.mark.parametrize(("before", "verdict"), [(1.65, "not reproduced"), (2.0, "consistent")])
+def test_end_to_end_is_judged_by_the_sources_own_decode(before, verdict):
+    found = claims.judge_sglang_end_to_end(frame({names.released(names.BEFORE): before}))
+    assert found.verdict == verdict
+    assert "with its own kernels, before and after, this" in found.why
+    assert "BV=32: up to" in found.measured
+    assert f"{claims.OWN}: up to" in found.measured
+    assert "its own kernels" not in claims.judge_sglang_end_to_end(without_releases(frame())).why
 
 
 def test_the_extends_share_of_a_prefill():

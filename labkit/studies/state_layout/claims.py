@@ -27,6 +27,9 @@ VLLM_TABLE = {1: 0.9, 16: -1.2, 64: -1.0, 256: 1.4, 1024: 4.8}  # batch: percent
 WANTED = f"needs fp32 rows of {QWEN3_NEXT.name} from batch 1 to {FULL} or more"
 
 
+OWN = "SGLang's own kernels"
+
+
 def judge_mechanism(rows: "pd.DataFrame") -> Judgement:
     """Are narrow K-first tiles slower, do they touch more lines, and does the ratio vanish where lines are equal?"""
     from labkit.studies.state_layout import tables
@@ -46,6 +49,13 @@ def judge_mechanism(rows: "pd.DataFrame") -> Judgement:
     gain, left = narrow["ratio"].median() - 1, abs(wide["ratio"].median() - 1)
     count = (narrow["verdict"] == "faster").sum()
     faster = count > len(narrow) / 2 and not narrow["verdict"].isin(["same", "slower"]).any()
+    own = tables.released(rows)
+    own = own[own["batch"] >= FULL]
+    if len(own):
+        parts = (f"{op} {part.min():.2f} to {part.max():.2f}" for op, part in own.groupby("op", sort=False)["ratio"])
+        measured += f"; {OWN}, before and after, time ratio: {', '.join(parts)} (verify has the tile of {NARROW})"
+    if len(own) and not (tables.where(own, op="verify")["verdict"] == "faster").all():
+        return Judgement("not reproduced", measured, f"{OWN} with this tile are not faster throughout")
     if lines[NARROW]["KV"] <= lines[NARROW]["VK"] or not faster or left > gain / 2:
         return Judgement("not reproduced", measured, "the time does not follow the lines that a request touches")
     why = f"fewer lines go with less time in {count} of {len(narrow)} cases from batch {FULL} on"
@@ -66,16 +76,23 @@ def lines_a_request(rows: "pd.DataFrame", tile: int) -> dict[str, float]:
 
 def judge_sglang_end_to_end(rows: "pd.DataFrame") -> Judgement:
     """Could the kernel's ratio, at its share of a decode step, give what decode must have gained?"""
+    from labkit.studies.state_layout import tables
+
     said = []
-    for tile in (NARROW, WIDE):
+    owned = len(tables.where(tables.released(rows), op="step")) > 0
+    for tile in (NARROW, WIDE, *([None] if owned else [])):
         parts = [_estimate(rows, tile, weight_bytes=size).assign(weights=name) for name, size in WEIGHTS.items()]
         if not all(map(_whole, parts)):
             return untestable(WANTED)
         most = max((line for part in parts for line in part.to_dict("records")), key=lambda line: line["gain %"])
-        said.append("BV={}: up to {gain %:+.1f} % (batch {batch}, {weights} weights)".format(tile, **most))
+        kernels = OWN if tile is None else f"BV={tile}"
+        said.append("{}: up to {gain %:+.1f} % (batch {batch}, {weights} weights)".format(kernels, **most))
     measured = f"estimated for decode: {'; '.join(said)}"
-    why = f"its times leave {DECODE_GAIN:+.1f} % for decode; with tiles of {WIDE}, which it ships, the kernel alone "
-    enough = most["high %"] >= DECODE_GAIN - SLACK  # with the wide tile, which comes last
+    kernels = (
+        "its own kernels, before and after, this" if owned else f"tiles of {WIDE}, which it ships, the kernel alone"
+    )
+    why = f"its times leave {DECODE_GAIN:+.1f} % for decode; with {kernels} "
+    enough = most["high %"] >= DECODE_GAIN - SLACK  # with the source's own, or the wide tile, which come last
     why += "can give that" if enough else "cannot give that at any batch tried"
     return Judgement("consistent" if enough else "not reproduced", measured, why)
 
@@ -93,19 +110,21 @@ def _whole(estimate: "pd.DataFrame") -> bool:
 
 
 def judge_first_token(rows: "pd.DataFrame") -> Judgement:
-    """Could the layout bring the first token so much earlier? By our extends, at most their share of a prefill."""
+    """Could the layout bring the first token so much earlier? By extends, at most their share of a prefill."""
     from labkit.studies.state_layout import tables
 
-    table = tables.first_token(rows)
+    owned = len(tables.first_token(rows, own=True)) > 0
+    table = tables.first_token(rows, own=owned)
     if table.empty:
         return untestable("needs whole extends (GDN) in both layouts")
     ratio, most = table["ratio"], table.loc[table["earlier %"].idxmax()]
+    kernels = OWN if owned else "this lab's kernels"
     measured = (
-        f"whole extends, time KV / VK: {ratio.min():.3f} to {ratio.max():.3f}; first token estimated at most "
-        f"{most['earlier %']:.1f} % earlier ({most['prefill']})"
+        f"whole extends by {kernels}, time KV / VK: {ratio.min():.3f} to {ratio.max():.3f}; first token estimated at "
+        f"most {most['earlier %']:.1f} % earlier ({most['prefill']})"
     )
     enough = table["high %"].max() >= TTFT_PERCENT
-    why = f"its times are {TTFT_PERCENT:.1f} % apart; with this lab's kernels, extends of {QWEN3_NEXT.name} "
+    why = f"its times are {TTFT_PERCENT:.1f} % apart; with {kernels}, extends of {QWEN3_NEXT.name} "
     why += "may give that, if nothing else takes longer than it must" if enough else "do not give that by their layout"
     return Judgement("consistent" if enough else "not reproduced", measured, why)
 

@@ -124,8 +124,7 @@ def widest_access(evidence: dict, kind: str) -> dict | None:
 
 def end_to_end_estimate(
     rows: pd.DataFrame,
-    tile: int,
-    warps: int = 1,
+    tile: int | None,
     model: GatedDeltaModel = QWEN3_NEXT,
     context: int = 2048,
     weight_bytes: float = BF16_BYTES,
@@ -136,6 +135,7 @@ def end_to_end_estimate(
 
     The time is that of the bytes moved at the in-place ceiling, but for the state at the rate of the measured kernel.
 
+    tile: of the simple kernel, one warp; None: SGLang's own decode, before and after the change.
     model: whose weights, cache and layers. heads_of: the model with whose heads the kernel was timed; Qwen3.5-4B has
     those of Qwen3-Next, and each of two GPUs that share Qwen3-Next has as many value heads as Qwen3.5-0.8B.
     batches: default those measured; another takes the ratio of the largest measured batch below it (column `ratio of
@@ -144,9 +144,13 @@ def end_to_end_estimate(
     params = {key: json.loads(key) for key in rows["case"].unique()}
     own = [key for key, case in params.items() if (case.get("model"), case.get("state")) == (heads_of, "fp32")]
     rows = rows[rows["case"].isin(own)]  # the intervals of other cases would take seconds, for nothing
-    table = where(ratios(rows), BV=tile, warps=warps).set_index("batch")
-    old = where(times(rows), variant=variant_name("KV", tile, warps))
-    slowness = dict(zip(old["batch"], 100 / old["percent"].fillna(100), strict=True))
+    if tile is None:
+        table = where(released(rows), op="step", gate="GDN").set_index("batch")
+        old = where(operation_times(rows, "step"), gate="GDN", variant=variants.released(variants.BEFORE))
+    else:
+        table = where(ratios(rows), BV=tile, warps=1).set_index("batch")
+        old = where(times(rows), variant=variant_name("KV", tile))
+    slowness = dict(zip(old["batch"], 100 / old["percent"].fillna(100), strict=True)) if len(old) else {}
     found = []
     for batch in batches or table.index:
         below = table.index[table.index <= batch].max()
@@ -279,12 +283,14 @@ def gdn_layouts(rows: pd.DataFrame, op: str) -> pd.DataFrame:
     return compared(rows, op, variants.OURS, variants.OURS_KV, gate="GDN")
 
 
-def first_token(rows: pd.DataFrame) -> pd.DataFrame:
+def first_token(rows: pd.DataFrame, own: bool = False) -> pd.DataFrame:
     """How much earlier [V, K] brings Qwen3-Next's first token, at most, in percent; by our extends in both layouts.
 
-    share %: of the extends, K-first, in the prefill (see `share.prefill_share`).
+    own: by SGLang's, before and after the change. share %: of the extends, K-first, in the prefill (see
+    `share.prefill_share`).
     """
-    table = gdn_layouts(rows, "extend")
+    table = where(released(rows), op="extend", gate="GDN") if own else gdn_layouts(rows, "extend")
+    table = table.reset_index(drop=True)
     if table.empty:
         return table
     us, gpu = zip(table["prefill"], table["against us"], strict=True), rows["gpu"].iloc[0]
