@@ -6,7 +6,8 @@ stage before, is not.
 """
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import numpy as np
 
@@ -44,9 +45,9 @@ def validate(tables: Tables, memory: Iterable[tuple[int, int]] | None = None, po
     memory: (address, bytes) of what is allocated, against which every buffer's address is checked; None: addresses are
     not checked. position: of the launch, for tables that leave it to the launch. Refused are: wrong shapes or dtypes, a
     queue that is out of order, an unknown op, buffers or rows out of range or not those of the op, a position past the
-    cache, rows that no record or two records compute, spans of a head that do not share a counter of
-    their own, a wait for a counter that fewer or more records signal or that is
-    not that of the stage before, and records that can never run since they wait for one another (queues included).
+    cache, rows that no record or two records compute, spans of a head that do not share a counter of their own, a wait
+    for a counter that fewer or more records signal or that is not that of the stage before, and records that can never
+    run since they wait for one another (queues included).
     """
     _check_arrays(tables)
     if memory is not None:
@@ -58,6 +59,13 @@ def validate(tables: Tables, memory: Iterable[tuple[int, int]] | None = None, po
     _check_arrivals(tables)
     _check_stages(tables)
     _check_order(tables)
+
+
+def _refuse(wrong: np.ndarray, message: str, *values: np.ndarray) -> None:
+    """TableError for the first record that is wrong, [records]; message: with a place for its entry of each value."""
+    if wrong.any():
+        number = int(wrong.argmax())
+        raise TableError(message.format(*(each[number] for each in values)), number)
 
 
 def _check_arrays(tables: Tables) -> None:
@@ -84,115 +92,93 @@ def check_addresses(buffers: np.ndarray, memory: list[tuple[int, int]]) -> None:
 
 
 def _check_records(tables: Tables) -> None:
-    """All records; where those at the ends of every range are within it, so are those between, which are many."""
-    try:
-        for number in _extremes(tables.records):
-            _check_record(tables, number)
-    except TableError:
-        for number in range(len(tables.records)):  # the first one that is at fault is named
-            _check_record(tables, number)
+    """Every record by itself: its op, its buffers, and that it stays within them. The first one at fault is named."""
+    _, kind = np.unique(tables.records[:, [t.OP, *_BUFFERS, t.K]], axis=0, return_inverse=True)
+    kind = kind.reshape(-1)
+    problems = [one for i in range(kind.max() + 1) for one in _problems(tables, np.flatnonzero(kind == i))]
+    if problems:
+        number, what = min(problems, key=lambda problem: problem[0])
+        raise TableError(what, number)
 
 
-def _extremes(records: np.ndarray) -> list[int]:
-    """Of all records with the same op, buffers and K: one with the least and one with the most of all else checked."""
-    _, group = np.unique(records[:, [t.OP, *_BUFFERS, t.K]], axis=0, return_inverse=True)
-    group = group.reshape(-1)
-    start, stop, slot = records[:, [t.START, t.STOP, t.SLOT]].astype(np.int64).T
-    found: set[int] = set()
-    for key in (start, stop, stop - start, start % 2, slot):
-        order = np.lexsort((key, group))
-        ends = np.flatnonzero(np.diff(group[order], append=-1))  # the last of each group; the next one begins another
-        found.update(order[ends].tolist(), order[np.append(0, ends[:-1] + 1)].tolist())
-    return sorted(found)
-
-
-def _check_record(tables: Tables, number: int) -> None:
-    """One record by itself: its op, its buffers, and that it stays within them."""
-    words = tables.records[number].tolist()
-    op = words[t.OP]
+def _problems(tables: Tables, numbers: np.ndarray) -> Iterator[tuple[int, str]]:
+    """What is wrong with records of the same op, buffers and K: (number, message)."""
+    words = tables.records[numbers].T.astype(np.int64)
+    first, op = int(numbers[0]), int(words[t.OP, 0])
+    buffers = {word: int(words[word, 0]) for word in _BUFFERS}
     if op not in _USED:
-        raise TableError(f"op is {op}; allowed: 1 to {len(t.OPS)}", number)
-    layer = _layer(words)
-    for word, name in zip(_BUFFERS, _USED[op], strict=True):
-        value, expected = words[word], t.buffer_number(name, layer) if name else -1
-        if name and not 0 <= value < len(tables.buffers):
-            allowed = f"0 to {len(tables.buffers) - 1}"
-            raise TableError(f"{t.WORDS[word]} of {t.OPS[op - 1]} is buffer {value}; allowed: {allowed}", number)
-        if value != expected:
-            raise TableError(f"{t.WORDS[word]} of {t.OPS[op - 1]} is buffer {value}; allowed: {expected}", number)
-    sizes = {word: _size(tables, words[word]) for word in _BUFFERS if words[word] >= 0}
-    for name, value, least, most in _ranges(tables, op, words, sizes):
-        if not least <= value <= most:
-            raise TableError(f"{name} of {t.OPS[op - 1]} is {value}; allowed: {least} to {most}", number)
+        yield first, f"op is {op}; allowed: 1 to {len(t.OPS)}"
+        return
+    layer = int(_layers(tables.records[numbers[:1]])[0])
+    for (word, value), name in zip(buffers.items(), _USED[op], strict=True):
+        expected, there = t.buffer_number(name, layer) if name else -1, 0 <= value < len(tables.buffers)
+        if value != expected or (name and not there):
+            allowed = f"0 to {len(tables.buffers) - 1}" if name and not there else expected
+            yield first, f"{t.WORDS[word]} of {t.OPS[op - 1]} is buffer {value}; allowed: {allowed}"
+            return
+    sizes = {word: _size(tables, value) for word, value in buffers.items() if value >= 0}
+    for name, *bounds in _bounds(tables, op, words, sizes):
+        value, least, most = np.broadcast_arrays(*bounds)
+        for i in np.flatnonzero((value < least) | (value > most))[:1]:
+            allowed = f"{least.flat[i]} to {most.flat[i]}"
+            yield int(numbers[i]), f"{name} of {t.OPS[op - 1]} is {value.flat[i]}; allowed: {allowed}"
 
 
-def _layer(words: list[int]) -> int:
-    """The layer whose buffers a record names; 0 for the ops that are of none."""
-    word = t.FIRST if words[t.OP] == t.ATTENTION else t.WEIGHT
-    return max(0, (words[word] - len(t.SHARED)) // len(t.LAYER))
+def _layers(records: np.ndarray) -> np.ndarray:
+    """The layer whose buffers each record names; 0 for the ops that are of none; [records]."""
+    named = np.where(records[:, t.OP] == t.ATTENTION, records[:, t.FIRST], records[:, t.WEIGHT])
+    return np.maximum(0, (named - len(t.SHARED)) // len(t.LAYER))
 
 
 def _size(tables: Tables, buffer: int) -> tuple[int, int]:
     return tuple(tables.buffers[buffer, [t.ROWS, t.COLUMNS]].tolist())
 
 
-def _ranges(
-    tables: Tables, op: int, words: list[int], sizes: dict[int, tuple[int, int]]
-) -> Iterable[tuple[str, int, int, int]]:
-    """(what, value, least, most) of everything that bounds what a record reads and writes."""
+def _bounds(
+    tables: Tables, op: int, words: np.ndarray, sizes: dict[int, tuple[int, int]]
+) -> Iterator[tuple[str, Any, Any, Any]]:
+    """(what, value, least, most) of everything that bounds what records of an op read and write.
+
+    words: int64 [words, records]; sizes: rows and columns of the buffers that they all name, by word.
+    """
     m, start, stop = tables.model, words[t.START], words[t.STOP]
     values = {word: rows * columns for word, (rows, columns) in sizes.items()}
-    many = 1 << 62
+    least: dict[int, int] = {}  # values of a buffer that must be no fewer; of those in `exact` no more either
     if op in _PROJECTIONS:
-        rows, columns = sizes[t.WEIGHT]
-        k, pair = words[t.K], 2 if op == t.GATE_UP else 1
-        yield "K", k, columns, columns
+        (rows, k), pair = sizes[t.WEIGHT], 2 if op == t.GATE_UP else 1
         yield "stop", stop, start + 1, rows
         yield "start", start, 0, rows - 1
         yield "start modulo 2", start % pair, 0, 0
-        yield "values of the input", values[t.INPUT], k, k
-        yield "values of the output", values[t.OUT], rows // pair, rows // pair
-        if t.GAIN in sizes:
-            yield "values of the gain", values[t.GAIN], k, k
+        exact = {t.INPUT: k, t.OUT: rows // pair, t.GAIN: k}
         if op == t.HEAD:
             yield "slot", words[t.SLOT], 0, min(values[t.FIRST], values[t.SECOND]) - 1
-    elif op == t.EMBED:
-        yield "start", start, 0, 0
-        yield "stop", stop, 1, 1
-        yield "K", words[t.K], sizes[t.WEIGHT][1], sizes[t.WEIGHT][1]
-        yield "rows of the weight", sizes[t.WEIGHT][0], m.vocab, many
-        yield "values of the input", values[t.INPUT], 1, 1
-        yield "values of the output", values[t.OUT], words[t.K], words[t.K]
-    elif op == t.ARGMAX:
-        yield "start", start, 0, 0
-        yield "stop", stop, 1, 1
-        yield "K", words[t.K], values[t.INPUT], values[t.INPUT]
-        yield "values of the weight", values[t.WEIGHT], words[t.K], words[t.K]
-        yield "values of the output", values[t.OUT], 1, 1
-        yield "values of first", values[t.FIRST], tables.cache + 1, many
-    else:
-        yield "K", words[t.K], m.head_dim, m.head_dim
+    elif op == t.ATTENTION:
+        k = m.head_dim
         yield "start", start, 0, m.heads - 1
         yield "stop", stop, start + 1, start + 1
-        yield "values of the input", values[t.INPUT], m.qkv_width, m.qkv_width
         yield "slot", words[t.SLOT], 0, tables.spans - 1
-        yield "values of the output", values[t.OUT], m.q_width, m.q_width
-        yield "values of the weight", values[t.WEIGHT], tables.cache * m.head_dim, many
-        for word in (t.FIRST, t.SECOND):
-            yield f"values of {t.WORDS[word]}", values[word], tables.cache * m.kv_width, many
+        exact = {t.INPUT: m.qkv_width, t.OUT: m.q_width}
+        least = {t.WEIGHT: tables.cache * k} | dict.fromkeys((t.FIRST, t.SECOND), tables.cache * m.kv_width)
+    else:
+        k = sizes[t.WEIGHT][1] if op == t.EMBED else values[t.INPUT]
+        yield "start", start, 0, 0
+        yield "stop", stop, 1, 1
+        exact = {t.INPUT: 1, t.OUT: k} if op == t.EMBED else {t.WEIGHT: k, t.OUT: 1}
+        least = {t.WEIGHT: m.vocab * k} if op == t.EMBED else {t.FIRST: tables.cache + 1}
+    yield "K", words[t.K], k, k
+    for word, count in (exact | least).items():
+        if word in values:
+            yield f"values of the {t.WORDS[word]}", values[word], count, count if word in exact else 1 << 62
 
 
 def _check_positions(tables: Tables, position: int | None) -> None:
     """All records that depend on it have the same position, or none has one and the launch has."""
-    inside = np.isin(tables.records[:, t.OP], t.POSITIONED)
-    found = tables.records[:, t.POSITION]
-    for number in np.flatnonzero(~inside & (found != -1)):
-        raise TableError(f"position is {found[number]}; allowed: -1, its op has none", int(number))
-    for number in np.flatnonzero(inside & ((found < -1) | (found >= tables.cache))):
-        raise TableError(f"position is {found[number]}; allowed: up to {tables.cache - 1}", int(number))
-    usual = found[inside][0] if inside.any() else -1
-    for number in np.flatnonzero(inside & (found != usual)):
-        raise TableError(f"position is {found[number]}, but others have {usual}", int(number))
+    found, has = tables.records[:, t.POSITION], np.isin(tables.records[:, t.OP], t.POSITIONED)
+    usual = found[has][0] if has.any() else -1
+    _refuse(~has & (found != -1), "position is {}; allowed: -1, its op has none", found)
+    past = has & ((found < -1) | (found >= tables.cache))
+    _refuse(past, f"position is {{}}; allowed: up to {tables.cache - 1}", found)
+    _refuse(has & (found != usual), f"position is {{}}, but others have {usual}", found)
     if position is not None:
         check_position(position, tables.cache)
 
@@ -229,41 +215,33 @@ def _check_coverage(tables: Tables) -> None:
 
 def _stages(tables: Tables) -> np.ndarray:
     """Stage of every record: 0 embedding, 1 … layers, then head and argmax; [records]."""
-    records, layers = tables.records, tables.model.layers
     of_op = np.zeros(len(t.OPS) + 1, np.int64)
     of_op[list(_STAGES)] = np.arange(1, 1 + len(_STAGES))
-    of_op[[t.HEAD, t.ARGMAX]] = np.array([1, 2]) + len(_STAGES) * layers
-    names_layer = np.where(records[:, t.OP] == t.ATTENTION, records[:, t.FIRST], records[:, t.WEIGHT])
-    return of_op[records[:, t.OP]] + len(_STAGES) * np.maximum(0, (names_layer - len(t.SHARED)) // len(t.LAYER))
+    of_op[[t.HEAD, t.ARGMAX]] = np.array([1, 2]) + len(_STAGES) * tables.model.layers
+    return of_op[tables.records[:, t.OP]] + len(_STAGES) * _layers(tables.records)
 
 
 def _check_counters(tables: Tables) -> None:
     """A wait is for all records that signal its counter; all but argmax signal one that somebody waits for."""
-    records = tables.records
-    for word, free in ((t.WAIT, t.EMBED), (t.SIGNAL, t.ARGMAX)):
-        least = np.where(records[:, t.OP] == free, -1, 0)
-        most = np.where(records[:, t.OP] == free, -1, tables.counters - 1)
-        for number in np.flatnonzero((records[:, word] < least) | (records[:, word] > most)):
-            allowed = f"{least[number]} to {most[number]}"
-            raise TableError(f"{t.WORDS[word]} is counter {records[number, word]}; allowed: {allowed}", int(number))
-    signals = np.bincount(records[records[:, t.SIGNAL] >= 0, t.SIGNAL], minlength=tables.counters)
-    for number in np.flatnonzero(records[:, t.WAIT] >= 0):
-        counter, target = records[number, [t.WAIT, t.TARGET]].tolist()
-        if target != signals[counter] or target < 1:
-            what = f"waits until counter {counter} is {target}, but {signals[counter]} records signal it"
-            raise TableError(what, int(number))
-    waited = np.isin(records[:, t.SIGNAL], records[:, t.WAIT])
-    for number in np.flatnonzero(~waited & (records[:, t.OP] != t.ARGMAX)):
-        raise TableError(f"signals counter {records[number, t.SIGNAL]}, for which no record waits", int(number))
+    op, wait, target, signal = tables.records[:, [t.OP, t.WAIT, t.TARGET, t.SIGNAL]].T
+    for name, counter, free in (("wait", wait, t.EMBED), ("signal", signal, t.ARGMAX)):
+        least, most = (np.where(op == free, -1, end) for end in (0, tables.counters - 1))
+        wrong = (counter < least) | (counter > most)
+        _refuse(wrong, f"{name} is counter {{}}; allowed: {{}} to {{}}", counter, least, most)
+    signals = np.bincount(signal[signal >= 0], minlength=tables.counters)[wait]  # of the counter that is waited for
+    wrong = (wait >= 0) & ((target != signals) | (target < 1))
+    _refuse(wrong, "waits until counter {} is {}, but {} records signal it", wait, target, signals)
+    lone = ~np.isin(signal, wait) & (op != t.ARGMAX)
+    _refuse(lone, "signals counter {}, for which no record waits", signal)
 
 
 def _check_arrivals(tables: Tables) -> None:
     """The spans of one head in one layer share a counter that nothing else uses; other ops have none."""
     records, stages = tables.records, _stages(tables)
     found, attends = records[:, t.ARRIVALS], records[:, t.OP] == t.ATTENTION
-    for number in np.flatnonzero(np.where(attends, (found < 0) | (found >= tables.counters), found != -1)):
-        allowed = f"0 to {tables.counters - 1}" if attends[number] else "-1, its op has none"
-        raise TableError(f"arrivals is counter {found[number]}; allowed: {allowed}", int(number))
+    _refuse(~attends & (found != -1), "arrivals is counter {}; allowed: -1, its op has none", found)
+    wrong = attends & ((found < 0) | (found >= tables.counters))
+    _refuse(wrong, f"arrivals is counter {{}}; allowed: 0 to {tables.counters - 1}", found)
     owners: dict[int, tuple[int, int] | None] = dict.fromkeys(map(int, records[:, [t.WAIT, t.SIGNAL]].flat))
     counters: dict[tuple[int, int], int] = {}
     for number in np.flatnonzero(attends).tolist():
@@ -282,12 +260,9 @@ def _check_stages(tables: Tables) -> None:
     np.minimum.at(least, counter, stages[signals])
     np.maximum.at(most, counter, stages[signals])
     many = np.bincount(counter, minlength=tables.counters)
-    waits = np.flatnonzero(records[:, t.WAIT] >= 0)
-    on, before = records[waits, t.WAIT], stages[waits] - 1
-    wrong = (least[on] != before) | (most[on] != before) | (many[on] != count[before])
-    for number in waits[wrong]:
-        what = f"waits for counter {records[number, t.WAIT]}, which is not all of the stage before"
-        raise TableError(what, int(number))
+    on, before = records[:, t.WAIT], stages - 1
+    wrong = (on >= 0) & ((least[on] != before) | (most[on] != before) | (many[on] != count[before]))
+    _refuse(wrong, "waits for counter {}, which is not all of the stage before", on)
 
 
 def _check_order(tables: Tables) -> None:
