@@ -328,10 +328,10 @@ def test_way_5_is_shown_to_be_wrong(rows):
 
 
 def test_sizes_and_changes_are_counted():
-    table = derived.sizes().set_index(["design", "model", "programs"])
+    table = views.sizes().set_index(["design", "model", "programs"])
     assert table.loc[("this page", variants.LLAMA, "132"), "words"] == 16 * 32 * 16 + 1  # layers, heads, spans, argmax
     assert table.loc[("Stanford MegaKernels, published", variants.LLAMA, "132"), "bytes"] == 1115136
-    changed = derived.changes()
+    changed = views.changes()
     assert set(changed["field"]) == {"position"}
     assert changed[changed["model"] == variants.LLAMA]["words"].sum() == 16 * 32 * 16 + 1
 

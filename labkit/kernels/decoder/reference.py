@@ -91,23 +91,24 @@ def _feed_forward(w: Weights, x: Tensor) -> Tensor:
 
 
 def generate(
-    model: Decoder, weights: Weights, prompt: Sequence[int], count: int, dtype: torch.dtype = torch.float64
+    model: Decoder, weights: Weights, prompt: Sequence[int], count: int, cache: Cache | None = None, start: int = 0
 ) -> Generated:
-    """Greedy generation of `count` tokens after a prompt (position 0 on); of equal logits, the first token.
+    """Greedy generation of `count` tokens after a prompt; of equal logits, the first token.
 
-    ValueError for an empty prompt.
+    cache: with room for all, its positions before `start` filled; the prompt begins at `start`. None: a new one, of
+    float64. ValueError for an empty prompt.
     """
     if not prompt:
         raise ValueError("prompt is empty; allowed: at least one token")
-    device = weights["model.embed_tokens.weight"].device
-    cache = new_cache(model, len(prompt) + count, dtype, device)
-    for position, token in enumerate(prompt[:-1]):
-        step(model, weights, cache, token, position)
-    token, found = prompt[-1], Generated([], [], torch.empty((count, model.vocab), dtype=dtype, device=device))
-    for i in range(count):
-        logits = found.logits[i] = step(model, weights, cache, token, len(prompt) - 1 + i)
-        token = int(logits.argmax())
-        best = logits.topk(min(2, model.vocab)).values
-        found.tokens.append(token)
-        found.margins.append(float(best[0] - best[-1]))
+    if cache is None:
+        device = weights["model.embed_tokens.weight"].device
+        cache = new_cache(model, start + len(prompt) + count, device=device)
+    found = Generated([], [], cache.k.new_empty((count, model.vocab)))
+    for i in range(len(prompt) + count - 1):
+        logits = step(model, weights, cache, (*prompt, *found.tokens)[i], start + i)
+        if (after := i - len(prompt) + 1) >= 0:
+            best = logits.topk(min(2, model.vocab)).values
+            found.logits[after] = logits
+            found.tokens.append(int(logits.argmax()))
+            found.margins.append(float(best[0] - best[-1]))
     return found

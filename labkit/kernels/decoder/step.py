@@ -498,15 +498,7 @@ def allocate(how: Lowering, weights: Weights, device: str | torch.device = "cpu"
     ready |= {"head": head_of(how.model, weights), "rope": _rope(how)}
     for i in range(how.model.layers):
         ready |= {f"{name}.{i}": tensor for name, tensor in _packed(how.model, layer_of(how.model, weights, i)).items()}
-    found = {}
-    for name, (rows, columns, _) in buffer_shapes(how).items():
-        if name in ready:
-            found[name] = _aligned(ready[name].to(device))
-        elif "cache" in name:
-            found[name] = torch.zeros((rows, columns), dtype=dtype, device=device)
-        else:
-            found[name] = _poisoned(name, (rows, columns), device)
-    return Memory(how, found)
+    return _memory(how, {name: _aligned(tensor.to(device)) for name, tensor in ready.items()})
 
 
 def fresh(memory: Memory, how: Lowering) -> Memory:
@@ -514,19 +506,22 @@ def fresh(memory: Memory, how: Lowering) -> Memory:
 
     how: of the same model, dtype and cache.
     """
-    found = {}
+    written = (*RESULTS, *(name for name in memory.buffers if "cache" in name))
+    return _memory(how, {name: tensor for name, tensor in memory.buffers.items() if name not in written})
+
+
+def _memory(how: Lowering, weights: Weights) -> Memory:
+    """Memory with these weights, by the names of buffers; all else is new."""
+    found, embedding = {}, weights["embedding"]
     for name, (rows, columns, _) in buffer_shapes(how).items():
-        old = memory.buffers[name]
+        if name in weights:
+            found[name] = weights[name]
+            continue
+        kind, value = (torch.int32, -1) if name in INTEGERS else (torch.float32, float("nan"))
         if "cache" in name:
-            found[name] = torch.zeros_like(old)
-        else:
-            found[name] = _poisoned(name, (rows, columns), old.device) if name in RESULTS else old
+            kind, value = embedding.dtype, 0
+        found[name] = torch.full((rows, columns), value, dtype=kind, device=embedding.device)
     return Memory(how, found)
-
-
-def _poisoned(name: str, shape: tuple[int, int], device: str | torch.device) -> Tensor:
-    kind, value = (torch.int32, -1) if name in INTEGERS else (torch.float32, float("nan"))
-    return torch.full(shape, value, dtype=kind, device=device)
 
 
 def _packed(model: Decoder, layer: Weights) -> Weights:

@@ -24,7 +24,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from labkit.kernels.checks import check_one_of
-from labkit.kernels.decoder import tables as decoder_tables
 from labkit.kernels.decoder.model import Decoder
 
 OPS = ("qkv", "output", "gate_up", "down", "head", "embed", "attention", "argmax")  # op code - 1
@@ -53,6 +52,8 @@ _ID = {name: i for i, name in enumerate(SHARED + LAYER)}  # of a layer's buffers
 
 SPAN_PADDING = 4  # values beyond a span's result: the logarithm, and the rest of its 16 bytes
 SCHEDULES = ("round-robin", "longest-first")
+TABLES = ("buffers", "records", "queue")
+POSITION_FROM = ("record", "launch", "device")  # where the step reads the position
 
 
 @dataclass(frozen=True)
@@ -463,20 +464,6 @@ def position_words(tables: Tables) -> np.ndarray:
     return np.flatnonzero(np.isin(tables.records[:, OP], POSITIONED)) * len(WORDS) + POSITION
 
 
-def patch(tables: Tables, position: int) -> np.ndarray:
-    """Set the position in place; returns the words that changed, as `position_words`.
-
-    ValueError for a position past the cache, and for tables that leave the position to the launch.
-    """
-    check_position(position, tables.cache)
-    words, flat = position_words(tables), tables.records.reshape(-1)
-    if (flat[words] < 0).any():
-        raise ValueError("position is the launch's: these tables have none to patch")
-    changed = words[flat[words] != position]
-    flat[changed] = position
-    return changed
-
-
 class Change(NamedTuple):
     """Words of one field that differ. field: the word's or column's name; op: of the records, else empty."""
 
@@ -494,7 +481,7 @@ def changes(before: Tables, after: Tables) -> list[Change]:
     """
     columns = {"buffers": ("address", "rows", "columns", "itemsize"), "records": WORDS, "queue": ("first",)}
     found = []
-    for table in decoder_tables.TABLES:
+    for table in TABLES:
         a, b = (getattr(tables, table) for tables in (before, after))
         if a.shape != b.shape:
             raise ValueError(f"{table} is {a.shape} before and {b.shape} after; allowed: one shape")
@@ -531,9 +518,3 @@ def counts(tables: Tables) -> dict[str, int]:
         "queue_bytes": tables.queue.nbytes,
         "changed_words": int((tables.records.reshape(-1)[words] >= 0).sum()),
     }
-
-
-TABLES = ("buffers", "records", "queue")
-
-
-POSITION_FROM = ("record", "launch", "device")  # where the step reads the position

@@ -29,19 +29,24 @@ def _published(rows: pd.DataFrame, slow: str, fast: str) -> dict[str, Any]:
     return found if found.get("runs", 0) >= PROCESSES else {}
 
 
+def _in_processes(what: str) -> Judgement:
+    return untestable(f"needs {what} in {PROCESSES} processes")
+
+
+def _judged(holds: bool, measured: str, why: str, otherwise: str) -> Judgement:
+    verdict, because = ("consistent", why) if holds else ("not reproduced", otherwise)
+    return Judgement(verdict, measured, because)
+
+
 def judge_persistent(rows: pd.DataFrame) -> Judgement:
     """Is a token faster by about 2.75 if the tables of one position stay, instead of being rebuilt in Python?"""
-    found = _published(rows, variants.REBUILT, variants.ONE_POSITION)
-    if not found:
-        return untestable(f"needs ways 1 and 5 at the published size in {PROCESSES} processes")
+    if not (found := _published(rows, variants.REBUILT, variants.ONE_POSITION)):
+        return _in_processes("ways 1 and 5 at the published size")
     measured = f"{interval(found, 1)}, paired; medians {found['against us']:.0f} → {found['us']:.0f} µs"
     valid = ratio(rows, variants.REBUILT, variants.GRAPH, **variants.PUBLISHED)
     also = f"; way 9, whose tokens are right, {interval(valid, 1)}" if valid else ""
-    if found["low"] > 1:
-        return Judgement(
-            "consistent", measured, f"rebuilding costs time here too{also}; the replay itself is no decode"
-        )
-    return Judgement("not reproduced", measured, "rebuilding costs nothing here")
+    why = f"rebuilding costs time here too{also}; the replay itself is no decode"
+    return _judged(found["low"] > 1, measured, why, "rebuilding costs nothing here")
 
 
 def judge_construction(rows: pd.DataFrame) -> Judgement:
@@ -49,14 +54,14 @@ def judge_construction(rows: pd.DataFrame) -> Judgement:
     table = rebuilding(rows).set_index("table")
     runs = where(hosts(rows), parts=variants.PUBLISHED_PARTS, queued_us=0)["runs"]
     if not {"records", "all"} <= set(table.index) or runs.min() < PROCESSES:
-        return untestable(f"needs way 1 part by part in {PROCESSES} processes")
-    build, copy = table.loc["all", ["build", "copy"]]
-    measured = f"building {build:.0f} µs, of it records {table.loc['records', 'share']:.0%}; copies {copy:.0f} µs"
-    if build > copy and table.loc["records", "share"] > 0.5:
-        return Judgement(
-            "consistent", measured, "the copies are the small part, and the records are most of the building"
-        )
-    return Judgement("not reproduced", measured, "the building of records is not most of it here")
+        return _in_processes("way 1 part by part")
+    (build, copy), share = table.loc["all", ["build", "copy"]], table.loc["records", "share"]
+    return _judged(
+        build > copy and share > 0.5,
+        f"building {build:.0f} µs, of it records {share:.0%}; copies {copy:.0f} µs",
+        "the copies are the small part, and the records are most of the building",
+        "the building of records is not most of it here",
+    )
 
 
 def judge_schedule(rows: pd.DataFrame) -> Judgement:
@@ -64,13 +69,11 @@ def judge_schedule(rows: pd.DataFrame) -> Judgement:
     table = where(graphs(rows), variant=variants.LONGEST)
     table = table[table["runs"] >= PROCESSES]
     if table.empty:
-        return untestable(f"needs both schedules in {PROCESSES} processes")
+        return _in_processes("both schedules")
     parts = [f"{line['model']} {interval(line, 3)}" for _, line in table.iterrows()]
+    slower = (where(table, model=variants.H1024)["low"] > 1).any()
     measured = f"time longest first / round-robin: {'; '.join(parts)}"
-    mine = table[table["model"] == variants.H1024]
-    if len(mine) and mine["low"].iloc[0] > 1:
-        return Judgement("consistent", measured, "slower on its model here too")
-    return Judgement("not reproduced", measured, "not slower on its model here")
+    return _judged(slower, measured, "slower on its model here too", "not slower on its model here")
 
 
 def judge_bandwidth(rows: pd.DataFrame) -> Judgement:
@@ -81,50 +84,41 @@ def judge_bandwidth(rows: pd.DataFrame) -> Judgement:
     percent, us = table[["% of ceiling", "us"]].iloc[0]
     measured = f"{percent:.0f} % of the read ceiling, beside {STANFORD} % ({us:.0f} µs a token)"
     elsewhere = "" if STANFORD_ON in rows["gpu"].iloc[0] else f", on another GPU than the {STANFORD_ON} of the source,"
-    if percent >= STANFORD:
-        return Judgement("consistent", measured, f"another kernel, in Triton{elsewhere} reaches as much")
-    return Judgement("not reproduced", measured, f"another kernel, in Triton{elsewhere} does not reach as much")
+    who = f"another kernel, in Triton{elsewhere}"
+    return _judged(percent >= STANFORD, measured, f"{who} reaches as much", f"{who} does not reach as much")
 
 
 def judge_waiting(rows: pd.DataFrame) -> Judgement:
     """Does a pageable copy wait for all that is queued on the stream before it?"""
-    table = queued(rows).set_index("way")
-    if variants.PREBUILT not in table.index or variants.PINNED not in table.index:
+    waited = queued(rows).set_index("way")["waited"]
+    if not {variants.PREBUILT, variants.PINNED} <= set(waited.index):
         return untestable("needs ways 3 and 4 with other work queued and without")
-    pageable, pinned = table.loc[variants.PREBUILT, "waited"], table.loc[variants.PINNED, "waited"]
-    measured = f"{pageable:.0f} µs more with {variants.QUEUED_US} µs of other work queued; pinned {pinned:.0f} µs more"
-    if pageable >= WAITS * variants.QUEUED_US and pinned < (1 - WAITS) * variants.QUEUED_US:
-        why = (
-            "a blocking copy from pageable memory waits for the stream, an asynchronous one from pinned memory does not"
-        )
-        return Judgement("consistent", measured, why)
-    return Judgement("not reproduced", measured, "no such difference here")
+    pageable, pinned = waited[variants.PREBUILT], waited[variants.PINNED]
+    return _judged(
+        pageable >= WAITS * variants.QUEUED_US and pinned < (1 - WAITS) * variants.QUEUED_US,
+        f"{pageable:.0f} µs more with {variants.QUEUED_US} µs of other work queued; pinned {pinned:.0f} µs more",
+        "a blocking copy from pageable memory waits for the stream, an asynchronous one from pinned memory does not",
+        "no such difference here",
+    )
 
 
 def judge_packed(rows: pd.DataFrame) -> Judgement:
     """Is it faster to send the changed words, packed, and scatter them on the device than to send the tables?"""
-    found = _published(rows, variants.PREBUILT, variants.PACKED)
-    if not found:
-        return untestable(f"needs ways 3 and 6 at the published size in {PROCESSES} processes")
+    if not (found := _published(rows, variants.PREBUILT, variants.PACKED)):
+        return _in_processes("ways 3 and 6 at the published size")
+    also = ""
+    if pinned := _published(rows, variants.PINNED, variants.PACKED):
+        also = f"; against all in one pinned copy (way 4) ×{pinned['ratio']:.3f}: what pays is not to block"
     measured = f"{interval(found)} a token, against blocking copies of all"
-    pinned = _published(rows, variants.PINNED, variants.PACKED)
-    also = (
-        f"; against all in one pinned copy (way 4) ×{pinned['ratio']:.3f}: what pays is not to block" if pinned else ""
-    )
-    if found["low"] > 1:
-        return Judgement("consistent", measured, f"faster here too{also}")
-    return Judgement("not reproduced", measured, f"not faster here{also}")
+    return _judged(found["low"] > 1, measured, f"faster here too{also}", f"not faster here{also}")
 
 
 def judge_pinned(rows: pd.DataFrame) -> Judgement:
     """Is one pinned copy slower than several pageable ones?"""
-    found = _published(rows, variants.PREBUILT, variants.PINNED)
-    if not found:
-        return untestable(f"needs ways 3 and 4 at the published size in {PROCESSES} processes")
-    measured = f"pageable / pinned {interval(found)}"
-    if found["high"] < 1:
-        return Judgement("consistent", measured, "slower here too")
-    return Judgement("not reproduced", measured, "not slower here: double-buffered, on a stream of its own")
+    if not (found := _published(rows, variants.PREBUILT, variants.PINNED)):
+        return _in_processes("ways 3 and 4 at the published size")
+    otherwise = "not slower here: double-buffered, on a stream of its own"
+    return _judged(found["high"] < 1, f"pageable / pinned {interval(found)}", "slower here too", otherwise)
 
 
 AUTOMEGAKERNEL = ("AutoMegaKernel, issue 1", "https://github.com/RightNow-AI/AutoMegaKernel/issues/1")

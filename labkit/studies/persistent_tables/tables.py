@@ -272,36 +272,6 @@ def lowering(model: str, programs: int, **more: Any) -> Lowering:
     return replace(plans.lowering(MODELS[model], "bf16", variants.BYTES["bf16"], programs), **more)
 
 
-def sizes() -> pd.DataFrame:
-    """The tables of every model as they are lowered for an H100, and those of the published designs.
-
-    Columns design, model, programs, records, bytes, words that change a token; counted, not measured. With the position
-    in the launch, the same tables change in no word.
-    """
-    found = [
-        {"design": "Stanford MegaKernels, published", "model": variants.LLAMA, "programs": "132", "records": 8644}
-        | {"bytes": 132 * 66 * 32 * 4, "words": 0},
-        {"design": "AutoMegaKernel, published", "model": variants.H1024, "programs": "–"}
-        | {"records": variants.PUBLISHED_RECORDS, "bytes": 402 * 224 + 121 * 96, "words": 12},
-    ]
-    wanted = [(name, programs, None) for name in variants.MODELS for programs in (132, 528)]
-    for model, programs, parts in [*wanted, (variants.H1024, 528, variants.PUBLISHED_PARTS)]:
-        lowered = tables.lower(lowering(model, programs, parts=parts))
-        counts = tables.counts(lowered)
-        line = {"design": "this page", "model": model, "programs": str(programs), "records": counts["records"]}
-        found.append(line | {"bytes": lowered.nbytes, "words": counts["changed_words"]})
-    return pd.DataFrame(found)
-
-
-def changes(position: int = variants.START) -> pd.DataFrame:
-    """Which words differ between the tables of a position and of the next: model, table, op, field, words, bytes."""
-    found = []
-    for name in variants.MODELS:
-        how = lowering(name, 132)
-        found += [{"model": name} | one._asdict() for one in tables.changes_of_a_token(how, position)]
-    return pd.DataFrame(found)
-
-
 def lowered(how: Lowering, found: tables.Tables) -> str:
     """What the tables of a lowering are: their size, how evenly work is dealt, and what the next token changes."""
     counts = tables.counts(found)

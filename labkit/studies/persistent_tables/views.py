@@ -1,6 +1,6 @@
 """Figures and sentences of the study, each made from the rows of one GPU (or from none, where nothing is measured)."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from importlib.util import find_spec
 from typing import Any
 
@@ -33,8 +33,7 @@ def in_short(rows: pd.DataFrame) -> str:
 def _cost(rows: pd.DataFrame) -> str:
     """From rebuilding in Python to the best valid ways, at the published size; and what the step is of that."""
     walls = derived.walls(rows)
-    valid = [way for way in variants.WAYS if way != variants.ONE_POSITION]
-    table = kit.where(walls, **variants.PUBLISHED, way=valid).set_index("way")
+    table = kit.where(walls, **variants.PUBLISHED, way=set(variants.WAYS) - {variants.ONE_POSITION}).set_index("way")
     us = table["us"]
     if variants.REBUILT not in us:
         return ""
@@ -55,12 +54,12 @@ def _cost(rows: pd.DataFrame) -> str:
 
 def _step(rows: pd.DataFrame) -> str:
     table = kit.where(derived.graphs(rows), variant=variants.OURS).dropna(subset="% of ceiling")
-    parts = [f"{line['model']} {line['% of ceiling']:.0f} %" for _, line in table.iterrows()]
-    said = ", ".join(parts)
-    return f"Of the read ceiling, the step alone with as many records as suit it reaches: {said}." if parts else ""
+    said = ", ".join(f"{line['model']} {line['% of ceiling']:.0f} %" for _, line in table.iterrows())
+    return said and f"Of the read ceiling, the step alone with as many records as suit it reaches: {said}."
 
 
 def numbers(ways: Iterable[str]) -> str:
+    """The numbers of some ways: "1, 2, 6"."""
     return ", ".join(dict.fromkeys(way.split()[0] for way in ways))
 
 
@@ -76,22 +75,42 @@ def traffic() -> pd.DataFrame:
     found = []
     for way in (*variants.WAYS, *variants.ALONE):
         line: dict[str, Any] = {"way": way}
+        position = None if way in (variants.IN_LAUNCH, variants.GRAPH) else 0
         for model in (variants.H1024, variants.LLAMA):
-            position = None if way in (variants.IN_LAUNCH, variants.GRAPH) else 0
             sent = ways.traffic(way, decoder_tables.lower(derived.lowering(model, 132, position=position)))
             line |= {f"bytes, {model}": sent.bytes, f"copies, {model}": sent.copies, "kernels": sent.kernels}
         found.append(line)
     return pd.DataFrame(found)
 
 
-def changes() -> pd.DataFrame:
-    """Which words differ from one position to the next."""
-    return derived.changes()
-
-
 def sizes() -> pd.DataFrame:
-    """Records, bytes and words that change, here and in the published designs."""
-    return derived.sizes()
+    """The tables of every model as they are lowered for an H100, and those of the published designs.
+
+    Columns design, model, programs, records, bytes, words that change a token; counted, not measured. With the position
+    in the launch, the same tables change in no word.
+    """
+    found = [
+        {"design": "Stanford MegaKernels, published", "model": variants.LLAMA, "programs": "132", "records": 8644}
+        | {"bytes": 132 * 66 * 32 * 4, "words": 0},
+        {"design": "AutoMegaKernel, published", "model": variants.H1024, "programs": "–"}
+        | {"records": variants.PUBLISHED_RECORDS, "bytes": 402 * 224 + 121 * 96, "words": 12},
+    ]
+    wanted = [(name, programs, None) for name in variants.MODELS for programs in (132, 528)]
+    for model, programs, parts in [*wanted, (variants.H1024, 528, variants.PUBLISHED_PARTS)]:
+        lowered = decoder_tables.lower(derived.lowering(model, programs, parts=parts))
+        counts = decoder_tables.counts(lowered)
+        line = {"design": "this page", "model": model, "programs": str(programs), "records": counts["records"]}
+        found.append(line | {"bytes": lowered.nbytes, "words": counts["changed_words"]})
+    return pd.DataFrame(found)
+
+
+def changes(position: int = variants.START) -> pd.DataFrame:
+    """Which words differ between the tables of a position and of the next: model, table, op, field, words, bytes."""
+    found = []
+    for name in variants.MODELS:
+        how = derived.lowering(name, 132)
+        found += [{"model": name} | one._asdict() for one in decoder_tables.changes_of_a_token(how, position)]
+    return pd.DataFrame(found)
 
 
 def floor_cases(cases: Sequence[Any]) -> list[Any]:
@@ -289,45 +308,43 @@ def questions(rows: pd.DataFrame) -> pd.DataFrame:
     """The issue's questions, each with the figure that answers it."""
     walls = kit.where(derived.walls(rows), **variants.PUBLISHED).set_index("way")
     rebuilt = derived.rebuilding(rows).set_index("table")
+    us, build, copy = (column.map("{:.0f} µs".format) for column in (walls["us"], rebuilt["build"], rebuilt["copy"]))
     found = [
-        ("Which tables are persistent?", "buffers, records, queues", _records_alone(rebuilt)),
-        ("Why is loading or building them a bottleneck?", "Python loops for every token", _why(walls, rebuilt)),
-        ("What has to change for a token?", "the position's words, or none", _words(walls)),
+        (
+            "Which tables are persistent?",
+            "buffers, records, queues",
+            lambda: ", ".join(f"{one} {build[one]} to build" for one in variants.TABLES),
+        ),
+        (
+            "Why is loading or building them a bottleneck?",
+            "Python loops for every token",
+            lambda: (
+                f"building {build['all']} and copies {copy['all']}, timed apart from the token of "
+                f"{us[variants.REBUILT]}"
+            ),
+        ),
+        (
+            "What has to change for a token?",
+            "the position's words, or none",
+            lambda: f"{walls.loc[variants.PACKED, 'bytes']:.0f} of {walls['bytes'].max():.0f} bytes",
+        ),
         (
             "How does it differ from commands that are all on the GPU before?",
             "only in the position's words",
-            _apart(walls),
+            lambda: ", ".join(
+                f"{way} {us[way]}" for way in (variants.ONE_POSITION, variants.IN_LAUNCH, variants.GRAPH)
+            ),
         ),
     ]
-    return pd.DataFrame(found, columns=["question", "answer", "figure"])
+    lines = [(question, answer, _measured(figure)) for question, answer, figure in found]
+    return pd.DataFrame(lines, columns=["question", "answer", "figure"])
 
 
-def _records_alone(rebuilt: pd.DataFrame) -> str:
-    if not set(decoder_tables.TABLES) <= set(rebuilt.index):
+def _measured(figure: Callable[[], str]) -> str:
+    try:
+        return figure()
+    except KeyError:  # a way or a table that it names has no line
         return "not measured"
-    return ", ".join(f"{one} {rebuilt.loc[one, 'build']:.0f} µs to build" for one in decoder_tables.TABLES)
-
-
-def _why(walls: pd.DataFrame, rebuilt: pd.DataFrame) -> str:
-    if "all" not in rebuilt.index or variants.REBUILT not in walls.index:
-        return "not measured"
-    build, us = rebuilt.loc["all", "build"], walls.loc[variants.REBUILT, "us"]
-    copies = rebuilt.loc["all", "copy"]
-    return f"building {build:.0f} µs and copies {copies:.0f} µs, timed apart from the token of {us:.0f} µs"
-
-
-def _words(walls: pd.DataFrame) -> str:
-    if variants.PACKED not in walls.index:
-        return "not measured"
-    sent, whole = walls.loc[variants.PACKED, "bytes"], walls["bytes"].max()
-    return f"{sent:.0f} of {whole:.0f} bytes"
-
-
-def _apart(walls: pd.DataFrame) -> str:
-    ways = (variants.ONE_POSITION, variants.IN_LAUNCH, variants.GRAPH)
-    if not set(ways) <= set(walls.index):
-        return "not measured"
-    return ", ".join(f"{name} {walls.loc[name, 'us']:.0f} µs" for name in ways)
 
 
 def summary(rows: pd.DataFrame) -> str:
