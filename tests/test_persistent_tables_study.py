@@ -16,7 +16,7 @@ from labkit.bench import verdict
 from labkit.bench.sha import covered, kernel_sha
 from labkit.bench.spec import CONTROL, Case
 from labkit.evidence import compiled
-from labkit.kernels.decoder import model, step, tables
+from labkit.kernels.decoder import model, reference, step, tables
 from labkit.kernels.gemv import choose
 from labkit.studies.persistent_tables import (
     baseline,
@@ -208,7 +208,7 @@ def decode(tokens, wanted, margins, dtype="fp32", valid=True):
     run = SimpleNamespace(
         memory=memory, begin=lambda position: None, step=lambda p: buffers["token"].fill_(next(following))
     )
-    expected = trials.Expected(wanted, margins, torch.ones((2, 4), dtype=torch.float64))
+    expected = reference.Generated(wanted, margins, torch.ones((2, 4), dtype=torch.float64))
     return trials.Checked(Case("token", {"start": 3, "dtype": dtype}), run, logits, expected, len(tokens), valid)
 
 

@@ -66,17 +66,10 @@ def graphs(rows: pd.DataFrame) -> pd.DataFrame:
 
     % of ceiling: streamed bytes a second over the read ceiling; % of reading: over reading as many bytes here.
     """
-    names = (
-        variants.OURS,
-        variants.LONGEST,
-        *variants.SEPARATE,
-        *variants.DEPENDENT,
-        variants.UNORDERED,
-        variants.READ,
-    )
+    chains = (*variants.SEPARATE, *variants.DEPENDENT)
     found = []
     for params, group in cases(rows, "token", **variants.MAIN):
-        lines = _alone(group, names)
+        lines = _alone(group, (variants.OURS, variants.LONGEST, *chains, variants.UNORDERED, variants.READ))
         read = next((line["us"] for line in lines if line["variant"] == variants.READ), math.nan)
         ceiling = where(group, mode="graph")["ceiling"].max()
         for line in lines:
@@ -216,14 +209,9 @@ def rebuilding(rows: pd.DataFrame) -> pd.DataFrame:
     table = where(hosts(rows), parts=variants.PUBLISHED_PARTS, queued_us=0).set_index("way")
     if variants.REBUILT not in table.index:
         return pd.DataFrame(columns=["table", "build", "copy", "share"])
-    whole = table.loc[variants.REBUILT, "build"]
-    lines = {one: variants.alone(variants.REBUILT, one) for one in tables.TABLES} | {"all": variants.REBUILT}
-    there = {one: table.loc[way] for one, way in lines.items() if way in table.index}
-    found = [
-        {"table": one, "build": line["build"], "copy": line["copy"], "share": line["build"] / whole}
-        for one, line in there.items()
-    ]
-    return pd.DataFrame(found)
+    ways = {variants.alone(variants.REBUILT, one): one for one in tables.TABLES} | {variants.REBUILT: "all"}
+    table = table.loc[[way for way in ways if way in table.index], ["build", "copy"]].rename(ways)
+    return table.assign(share=table["build"] / table.loc["all", "build"]).rename_axis("table").reset_index()
 
 
 def queued(rows: pd.DataFrame) -> pd.DataFrame:

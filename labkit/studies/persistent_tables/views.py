@@ -304,39 +304,29 @@ def contexts(rows: pd.DataFrame) -> Drawing:
 # Questions and verdict
 
 
+QUESTIONS = (  # and what answers each in words
+    ("Which tables are persistent?", "buffers, records, queues"),
+    ("Why is loading or building them a bottleneck?", "Python loops for every token"),
+    ("What has to change for a token?", "the position's words, or none"),
+    ("How does it differ from commands that are all on the GPU before?", "only in the position's words"),
+)
+
+
 def questions(rows: pd.DataFrame) -> pd.DataFrame:
     """The issue's questions, each with the figure that answers it."""
     walls = kit.where(derived.walls(rows), **variants.PUBLISHED).set_index("way")
     rebuilt = derived.rebuilding(rows).set_index("table")
     us, build, copy = (column.map("{:.0f} µs".format) for column in (walls["us"], rebuilt["build"], rebuilt["copy"]))
-    found = [
-        (
-            "Which tables are persistent?",
-            "buffers, records, queues",
-            lambda: ", ".join(f"{one} {build[one]} to build" for one in variants.TABLES),
+    ways = (variants.ONE_POSITION, variants.IN_LAUNCH, variants.GRAPH)
+    figures = (
+        lambda: ", ".join(f"{one} {build[one]} to build" for one in variants.TABLES),
+        lambda: (
+            f"building {build['all']} and copies {copy['all']}, timed apart from the token of {us[variants.REBUILT]}"
         ),
-        (
-            "Why is loading or building them a bottleneck?",
-            "Python loops for every token",
-            lambda: (
-                f"building {build['all']} and copies {copy['all']}, timed apart from the token of "
-                f"{us[variants.REBUILT]}"
-            ),
-        ),
-        (
-            "What has to change for a token?",
-            "the position's words, or none",
-            lambda: f"{walls.loc[variants.PACKED, 'bytes']:.0f} of {walls['bytes'].max():.0f} bytes",
-        ),
-        (
-            "How does it differ from commands that are all on the GPU before?",
-            "only in the position's words",
-            lambda: ", ".join(
-                f"{way} {us[way]}" for way in (variants.ONE_POSITION, variants.IN_LAUNCH, variants.GRAPH)
-            ),
-        ),
-    ]
-    lines = [(question, answer, _measured(figure)) for question, answer, figure in found]
+        lambda: f"{walls.loc[variants.PACKED, 'bytes']:.0f} of {walls['bytes'].max():.0f} bytes",
+        lambda: ", ".join(f"{way} {us[way]}" for way in ways),
+    )
+    lines = [(*asked, _measured(figure)) for asked, figure in zip(QUESTIONS, figures, strict=True)]
     return pd.DataFrame(lines, columns=["question", "answer", "figure"])
 
 
