@@ -6,6 +6,7 @@ import functools
 import numpy as np
 import pytest
 import torch
+from decoding import VALID, generate
 
 from labkit.evidence import compiled
 from labkit.kernels.decoder import reference, step, tables
@@ -259,13 +260,13 @@ def test_the_patching_kernel_spills_nothing():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("programs", [7, 64])
-@pytest.mark.parametrize("name", ways.VALID)
+@pytest.mark.parametrize("name", VALID)
 def test_many_programs(name, programs):
     how = Lowering(TINY, programs, cache=80, itemsize=4)
     memory = memory_of(how, "cuda")
     way = ways.prepare(name, memory, choice=step.Choice(64, 1, 16, 1))
     expected = reference.generate(TINY, random_weights(TINY), [5, 2], 64)
-    assert ways.generate(way, [5, 2], 64) == expected.tokens
+    assert generate(way, [5, 2], 64) == expected.tokens
 
 
 @pytest.mark.gpu
@@ -278,4 +279,4 @@ def test_the_baseline_on_a_gpu(project, dependent):
     if project is gemv.linear:
         project = functools.partial(project, dependent=dependent)
     found = Baseline(memory, project, dependent, block_t=16)
-    assert ways.generate(found, [5, 2], 64) == reference.generate(TINY, random_weights(TINY), [5, 2], 64).tokens
+    assert generate(found, [5, 2], 64) == reference.generate(TINY, random_weights(TINY), [5, 2], 64).tokens

@@ -4,6 +4,7 @@ import functools
 
 import pytest
 import torch
+from decoding import VALID, generate
 
 from labkit.kernels.decoder import reference, step, tables
 from labkit.kernels.decoder.model import Decoder, random_weights
@@ -46,11 +47,11 @@ def memory_of(model, start, device, dtype=torch.float32):
     return memory, token, expected
 
 
-@pytest.mark.parametrize("name", ways.VALID)
+@pytest.mark.parametrize("name", VALID)
 def test_tokens_of_every_valid_way(name, device):
     memory, token, expected = memory_of(SMALL, START, device)
     way = ways.prepare(name, memory, choice=CHOICE)
-    assert ways.generate(way, token, COUNT, START) == expected.tokens
+    assert generate(way, token, COUNT, START) == expected.tokens
     assert memory.buffers["tokens"][0, START + 1 : START + 1 + COUNT].tolist() == expected.tokens
     logits = memory.buffers["logits"][0].double().cpu()
     torch.testing.assert_close(logits, expected.logits[-1], rtol=1e-5, atol=1e-5)
@@ -62,9 +63,9 @@ def test_a_way_begins_again_elsewhere(name, device):
     memory, token, expected = memory_of(SMALL, START, device)
     way = ways.prepare(name, memory, choice=CHOICE)
     for _ in range(2):
-        assert ways.generate(way, token, 2, START) == expected.tokens[:2]
+        assert generate(way, token, 2, START) == expected.tokens[:2]
     _, _, token, expected = sequence(SMALL, 0)
-    assert ways.generate(way, token, 2) == expected.tokens[:2]
+    assert generate(way, token, 2) == expected.tokens[:2]
 
 
 def test_one_position_replayed_is_wrong_from_the_second_on(device):
@@ -72,12 +73,12 @@ def test_one_position_replayed_is_wrong_from_the_second_on(device):
     memory, token, expected = memory_of(SMALL, START, device)
     way = ways.prepare(variants.ONE_POSITION, memory, choice=CHOICE)
     for count, right in ((1, True), (2, False)):
-        tokens = ways.generate(way, token, count, START)
+        tokens = generate(way, token, count, START)
         error = (memory.buffers["logits"][0].double().cpu() - expected.logits[count - 1]).abs().max()
         assert error < 1e-5 if right else error > 1e-2
     assert tokens[0] == expected.tokens[0]
     assert not memory.buffers["k_cache.0"][START + 1 :].any()
-    assert ways.generate(way, token, COUNT, START) != expected.tokens
+    assert generate(way, token, COUNT, START) != expected.tokens
 
 
 def test_tables_left_as_they_were_are_seen(device, monkeypatch):
@@ -85,7 +86,7 @@ def test_tables_left_as_they_were_are_seen(device, monkeypatch):
     monkeypatch.setattr(ways.WordsByKernel, "copy", lambda self, position: None)
     memory, token, expected = memory_of(SMALL, START, device)
     way = ways.prepare("7 words by a kernel", memory, choice=CHOICE)
-    assert ways.generate(way, token, COUNT, START) != expected.tokens
+    assert generate(way, token, COUNT, START) != expected.tokens
 
 
 def test_a_kernel_patches_the_words_that_it_is_given(device):
@@ -110,7 +111,7 @@ def test_a_kernel_patches_the_words_that_it_is_given(device):
 def test_tokens_of_the_baseline(project, model, start, splits, count, device):
     memory, token, expected = memory_of(model, start, device)
     found = Baseline(memory, project, splits=splits, block_t=4)
-    assert ways.generate(found, token, count, start) == expected.tokens[:count]
+    assert generate(found, token, count, start) == expected.tokens[:count]
     assert memory.buffers["tokens"][0, start + 1 : start + 1 + count].tolist() == expected.tokens[:count]
     torch.testing.assert_close(found.logits.double().cpu(), expected.logits[count - 1], rtol=1e-5, atol=1e-5)
     assert not found.arrived.any()
@@ -118,9 +119,9 @@ def test_tokens_of_the_baseline(project, model, start, splits, count, device):
 
 def test_the_baseline_and_the_tables_fill_the_same_cache(device):
     caches = []
-    for make in (lambda m: Baseline(m, cublas), lambda m: ways.prepare(ways.VALID[-1], m, choice=CHOICE)):
+    for make in (lambda m: Baseline(m, cublas), lambda m: ways.prepare(VALID[-1], m, choice=CHOICE)):
         memory, token, expected = memory_of(TINY, START, device)
-        assert ways.generate(make(memory), token, 2, START) == expected.tokens[:2]
+        assert generate(make(memory), token, 2, START) == expected.tokens[:2]
         caches.append([memory.buffers[f"{x}_cache.{i}"] for x in "kv" for i in range(TINY.layers)])
     for one, other in zip(*caches, strict=True):
         assert one[START].any()
@@ -131,7 +132,7 @@ def test_the_baseline_and_the_tables_fill_the_same_cache(device):
 def test_the_baseline_in_16_bits(project, model, device):
     memory, token, expected = memory_of(model, 9, device, torch.bfloat16)
     found = Baseline(memory, project)
-    tokens = ways.generate(found, token, 1, 9)
+    tokens = generate(found, token, 1, 9)
     error = (found.logits.double().cpu() - expected.logits[0]).abs().max()
     assert error < 6e-2  # activations are rounded from kernel to kernel; the interpreter truncates bf16
     assert tokens == expected.tokens[:1] or expected.margins[0] < 2 * error
@@ -144,7 +145,7 @@ def test_every_position_of_the_context_matters(device):
     for position in range(9):  # in each part that has positions
         kept = memory.buffers["v_cache.0"].view(1, 32, -1)[:, position].clone()
         memory.buffers["v_cache.0"].view(1, 32, -1)[:, position] = 0
-        ways.generate(found, token, 1, 9)
+        generate(found, token, 1, 9)
         assert (found.logits.double().cpu() - expected.logits[0]).abs().max() > 1e-3
         memory.buffers["v_cache.0"].view(1, 32, -1)[:, position] = kept
 
@@ -155,7 +156,7 @@ def test_scores_whose_exponential_is_no_number(device):
     expected = reference.generate(SMALL, weights, [5, 1, 60], 2)
     memory = allocate(Lowering(SMALL, 1, cache=32, rows=64, itemsize=4), weights, device)
     found = Baseline(memory, cublas, splits=2, block_t=4)
-    ways.generate(found, [5, 1, 60], 2)
+    generate(found, [5, 1, 60], 2)
     torch.testing.assert_close(found.logits.double().cpu(), expected.logits[-1], rtol=1e-3, atol=1e-3)
 
 
@@ -165,19 +166,19 @@ def test_of_equal_logits_the_baseline_takes_the_first(device, monkeypatch):
     best = expected.tokens[0]
     for other in (best - 1, 60):
         memory.buffers["head"][other] = memory.buffers["head"][best]
-    assert ways.generate(Baseline(memory, cublas), token, 1) == [best - 1]
+    assert generate(Baseline(memory, cublas), token, 1) == [best - 1]
 
 
 def test_a_launch_by_launch_baseline_is_the_graphs(device):
     tokens = []
     for graph in (False, True):
         memory, token, _ = memory_of(SMALL, START, device)
-        tokens.append(ways.generate(Baseline(memory, cublas, graph=graph), token, COUNT, START))
+        tokens.append(generate(Baseline(memory, cublas, graph=graph), token, COUNT, START))
     assert tokens[0] == tokens[1]
 
 
 def test_generation_by_a_way_is_that_by_launches(device):
-    """`ways.generate` adds nothing but the beginning."""
+    """`generate` adds nothing but the beginning."""
     memory, token, expected = memory_of(SMALL, START, device)
     way = ways.prepare("8 position in the launch", memory, choice=CHOICE)
     tokens = step.generate(memory, lambda p: functools.partial(way.step, p), token, 2, START)

@@ -14,12 +14,15 @@ from labkit.bench.spec import CONTROL
 from labkit.bench.tables import facts, pairs, where
 from labkit.bench.verdict import median_us
 from labkit.kernels.decoder import tables
-from labkit.kernels.decoder.model import MODELS, Decoder
+from labkit.kernels.decoder.model import MODELS
 from labkit.kernels.decoder.tables import Lowering
 from labkit.studies.persistent_tables import plans, variants
 
 STARTS = 2  # times the host's work of one token, that the start of a sample may add: its copies and events come on top
 RATIO = ("ratio", "low", "high", "verdict")  # time of a variant over that of the tables, and what the tables are
+WHOLE = (
+    variants.OURS, variants.LONGEST, *variants.SEPARATE, *variants.DEPENDENT, variants.UNORDERED, variants.READ
+)  # fmt: skip
 GRAPH_COLUMNS = ("model", "variant", "us", "tbs", "% of ceiling", "% of reading", *RATIO, "runs")
 WALL_COLUMNS = (
     "model", "dtype", "start", "parts", "way", "records", "tokens", "us", "gpu us", "idle us", "% idle", "bytes",
@@ -61,15 +64,14 @@ def _alone(group: pd.DataFrame, names: Iterable[str]) -> list[dict[str, Any]]:
     return [line | {key: against.get(line["variant"], unknown)[key] for key in unknown} for line in found]
 
 
-def graphs(rows: pd.DataFrame) -> pd.DataFrame:
-    """A token without the host, all variants of every model; ratio: the time of a variant over that of the tables.
+def graphs(rows: pd.DataFrame, names: Iterable[str] = WHOLE) -> pd.DataFrame:
+    """A token without the host, by model and variant; ratio: the time of a variant over that of the tables.
 
     % of ceiling: streamed bytes a second over the read ceiling; % of reading: over reading as many bytes here.
     """
-    chains = (*variants.SEPARATE, *variants.DEPENDENT)
     found = []
     for params, group in cases(rows, "token", **variants.MAIN):
-        lines = _alone(group, (variants.OURS, variants.LONGEST, *chains, variants.UNORDERED, variants.READ))
+        lines = _alone(group, names)
         read = next((line["us"] for line in lines if line["variant"] == variants.READ), math.nan)
         ceiling = where(group, mode="graph")["ceiling"].max()
         for line in lines:
@@ -80,13 +82,8 @@ def graphs(rows: pd.DataFrame) -> pd.DataFrame:
 
 def ablations(rows: pd.DataFrame) -> pd.DataFrame:
     """The step with one choice changed, by model: µs, and time over that of the tables as they are."""
-    found = [
-        {"model": params["model"]} | line
-        for params, group in cases(rows, "token", **variants.MAIN)
-        for line in _alone(group, (variants.OURS, *variants.ABLATIONS))
-    ]
-    table = _lines(found, ("model", "variant", "us", *RATIO, "runs"))
-    return table[table["ratio"].notna()].reset_index(drop=True)
+    table = graphs(rows, (variants.OURS, *variants.ABLATIONS)).dropna(subset="ratio")
+    return table[["model", "variant", "us", *RATIO]].reset_index(drop=True)
 
 
 def stages(rows: pd.DataFrame) -> pd.DataFrame:
@@ -97,18 +94,12 @@ def stages(rows: pd.DataFrame) -> pd.DataFrame:
     found = []
     for params, group in cases(rows, "token", **variants.MAIN):
         model, ceiling = MODELS[params["model"]], group["ceiling"].max()
-        values = _values_of(model)
+        each = {tables.OPS[op - 1]: n * k for op, (n, k) in Lowering(model, 1).projections().items()}  # of a layer
         for line in facts(where(group, mode="graph"), usable=False).get(variants.MARKED, {}).get("stages", []):
-            floor = values.get(line["op"], 0) * 2 / ceiling / 1e6  # bf16
-            found.append({"model": params["model"]} | line | {"floor": floor})
+            values = each.get(line["op"], 0) * (1 if line["op"] == "head" else model.layers)
+            found.append({"model": params["model"]} | line | {"floor": values * 2 / ceiling / 1e6})  # bf16
     table = _lines(found, ("model", "op", "stages", "wake", "work", "tail", "floor"))
     return table.assign(all=table["wake"] + table["work"] + table["tail"])
-
-
-def _values_of(model: Decoder) -> dict[str, int]:
-    """Weights that each op reads a token, over all layers."""
-    each = {tables.OPS[op - 1]: rows * k for op, (rows, k) in Lowering(model, 1).projections().items()}
-    return {op: count * (1 if op == "head" else model.layers) for op, count in each.items()}
 
 
 def best(rows: pd.DataFrame, among: tuple[str, ...]) -> pd.DataFrame:
@@ -238,21 +229,18 @@ def hidden(rows: pd.DataFrame) -> pd.DataFrame:
     host = where(hosts(rows), model=variants.H1024, queued_us=0).groupby("way")["host"].median()
     table = where(walls(rows), model=variants.H1024, dtype="bf16")
     found = []
-    for key, group in table.groupby(["start", "parts"], sort=False):
+    for (start, parts), group in table.groupby(["start", "parts"], sort=False):
         us = group.set_index("way")["us"]
         if variants.IN_LAUNCH in us:
             some = where(group, way=variants.SWEPT)
-            some = some.assign(beyond=some["us"] - us[variants.IN_LAUNCH], sweep=_sweep(*key))
+            sweep = "contexts" if start != variants.START else "records" if parts else "whole"
+            some = some.assign(beyond=some["us"] - us[variants.IN_LAUNCH], sweep=sweep)
             some["host us"] = some["way"].map(host)
             small = some["beyond"] * some["tokens"] <= STARTS * some["host us"]
             hides = np.where(some["us"] <= 1.01 * us[variants.IN_LAUNCH], "yes", np.where(small, "but its start", "no"))
             found.append(some.assign(hides=hides))
     columns = [*WALL_COLUMNS, "beyond", "host us", "sweep", "hides"]
     return pd.concat(found, ignore_index=True) if found else pd.DataFrame(columns=columns)
-
-
-def _sweep(start: int, parts: int) -> str:
-    return "contexts" if start != variants.START else "records" if parts else "whole"
 
 
 def lowering(model: str, programs: int, **more: Any) -> Lowering:

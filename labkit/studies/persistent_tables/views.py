@@ -251,7 +251,7 @@ def stops(rows: pd.DataFrame) -> str:
 
 def ablations(rows: pd.DataFrame) -> pd.DataFrame:
     """The step with one choice changed, against the step as it is."""
-    return derived.ablations(rows).drop(columns="runs").rename(columns=UNITS)
+    return derived.ablations(rows).rename(columns=UNITS)
 
 
 def stages(rows: pd.DataFrame) -> Drawing:

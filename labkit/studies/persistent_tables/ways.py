@@ -320,7 +320,6 @@ def check_following(position: int, following: int, cache: int) -> None:
 WAYS: dict[str, tuple[type[Way], dict[str, Any]]] = {
     name: (globals()[kind], options) for name, (kind, options) in variants.KEPT.items()
 }
-VALID = tuple(name for name in WAYS if name != variants.ONE_POSITION)
 
 
 _passed: set[bytes] = set()  # tables that were validated in this process, without their addresses
@@ -341,12 +340,6 @@ def prepare(name: str, memory: Memory, **step: Any) -> Way:
     check_one_of("way", name, WAYS)
     kind, options = WAYS[name]
     return kind(memory, partial(kernels.step, **step), **options)
-
-
-def generate(way: Any, prompt: Sequence[int], count: int, start: int = 0) -> list[int]:
-    """`kernels.generate` by a way, or by anything else with its memory, begin and step."""
-    way.begin(start)
-    return kernels.generate(way.memory, lambda position: partial(way.step, position), prompt, count, start)
 
 
 # What a token enqueues
