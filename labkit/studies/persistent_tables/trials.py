@@ -5,7 +5,7 @@ sequence of tokens from the case's position on, again and again, so that every s
 and values before it are random. In `graph` mode all launches of a sequence lie in one CUDA graph: what the GPU alone
 takes. In `eager` mode the host does what the way does for every token, beginning with an idle GPU.
 
-What needs Triton is imported where it is used: the module itself can be without it.
+What needs Triton is imported when it is first called: the module itself can be without it.
 """
 
 import math
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from labkit.bench.machine import this_machine
-from labkit.bench.spec import Case, Trial
+from labkit.bench.spec import Case, Trial, lazy
 from labkit.evidence.roofline import occupancy
 from labkit.kernels.decoder import reference, tables
 from labkit.kernels.decoder.model import TINY, Weights, decoder, random_weights
@@ -39,6 +39,12 @@ TOLERANCE = {"bf16": 5e-3, "fp32": 1e-4}  # relative RMSE of the first logits: t
 TOLERANCE_ROUNDED = {"bf16": 4e-2, "fp32": 1e-4}
 TIE = {"bf16": 0.1, "fp32": 1e-4}  # where the reference's two best logits are nearer, either token is right
 HOST_TOKENS, HOST_LEAST, HOST_SECONDS = 30, 5, 0.15  # of the host's clock: tokens, but fewer where they take long
+
+compilable_step, allocate, fresh, Choice = (
+    lazy(f"labkit.kernels.decoder.step:{name}") for name in ("compilable", "allocate", "fresh", "Choice")
+)
+prepare, traffic = (lazy(f"{variants.PACKAGE}.ways:{name}") for name in ("prepare", "traffic"))
+Baseline, linear = lazy(f"{variants.PACKAGE}.baseline:Baseline"), lazy("labkit.kernels.gemv.gemv:linear")
 
 # What is compiled before the cases are timed
 
@@ -63,11 +69,9 @@ def steps(model: str, dtype: str) -> list[dict[str, Any]]:
 
 def compilable(model: str, dtype: str, position_from: str, changed: Mapping[str, Any] | None = None) -> Launch:
     """A launch of the step that can be compiled but not run. changed: fields of its choice."""
-    from labkit.kernels.decoder import step
-
     plan, full = plans.plan_of(model, dtype, changed), str(DTYPES[dtype]).removeprefix("torch.")
     span = variants.SPANS.get(model)
-    return step.compilable(model, 1, plan.rows, variants.CACHE, position_from, full, span, **plan.choice)
+    return compilable_step(model, 1, plan.rows, variants.CACHE, position_from, full, span, **plan.choice)
 
 
 def _choices(model: str) -> dict[str, dict[str, int]]:
@@ -115,8 +119,6 @@ def programs(model: str, dtype: str, device: torch.device) -> int:
 
 def memory_of(x: Case, device: Any, seed: int, how: Lowering) -> Any:
     """Memory of a decode that shares weights with the others of its case; what it writes is its own."""
-    from labkit.kernels.decoder.step import allocate, fresh
-
     weights = _weights(x, device, seed)
     own = fresh(_once(x, device, seed, "packed", lambda: allocate(how, weights, device)), how)
     for i, (k, v) in enumerate(_context(x, device, seed)):
@@ -207,17 +209,12 @@ def prepared(
     x: Case, device: Any, seed: int, name: str, schedule: str = "round-robin", changed: Mapping[str, Any] | None = None
 ) -> Any:
     """A way on memory of its own. changed: fields of the kernel's choice."""
-    from labkit.kernels.decoder.step import Choice
-    from labkit.studies.persistent_tables import ways
-
     choice = Choice(**plans.plan_of(x["model"], x["dtype"], changed).choice)
-    return ways.prepare(name, memory_of(x, device, seed, lowering(x, device, schedule)), choice=choice)
+    return prepare(name, memory_of(x, device, seed, lowering(x, device, schedule)), choice=choice)
 
 
 def _traffic(run: Any, name: str) -> dict[str, Any]:
-    from labkit.studies.persistent_tables import ways
-
-    return tables.counts(run.tables) | {"sent": ways.traffic(name, run.tables)._asdict()}
+    return tables.counts(run.tables) | {"sent": traffic(name, run.tables)._asdict()}
 
 
 def _captured(x: Case, run: Any, step: Callable[[], Any]) -> list[Callable[[], Any]]:
@@ -267,11 +264,8 @@ def replayed(x: Case, device: Any, sets: int, seed: int) -> Trial:
 
 
 def _baseline(x: Case, device: Any, seed: int, projections: str, dependent: bool, graph: bool) -> Any:
-    from labkit.kernels.gemv import gemv
-    from labkit.studies.persistent_tables.baseline import Baseline
-
     dependent = dependent and has_dependent_launch(torch.device(device))
-    project = peers.linear if projections == "F.linear" else partial(gemv.linear, dependent=dependent)
+    project = peers.linear if projections == "F.linear" else partial(linear, dependent=dependent)
     return Baseline(memory_of(x, device, seed, lowering(x, device)), project, dependent, graph=graph)
 
 
