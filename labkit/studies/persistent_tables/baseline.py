@@ -32,7 +32,7 @@ from triton.language.extra import cuda
 from labkit.kernels import target
 from labkit.kernels.checks import check_one_of
 from labkit.kernels.decoder.model import decoder
-from labkit.kernels.decoder.step import Memory
+from labkit.kernels.decoder.step import INTEGERS, Memory
 from labkit.kernels.decoder.tables import Lowering, buffer_shapes, check_position
 from labkit.kernels.gemv import gemv
 from labkit.kernels.gemv.choose import Choice, rule
@@ -335,9 +335,9 @@ def launches(model: str, dependent: bool = False, choices: Mapping[str, Mapping[
     only.
     """
     how = Lowering(decoder(model), 1, cache=variants.CACHE)
-    integers, dtypes = ("token", "tokens", "best_token"), {2: torch.bfloat16, 4: torch.float32}
+    dtypes = {2: torch.bfloat16, 4: torch.float32}
     buffers = {
-        name: torch.empty((rows, columns), dtype=torch.int32 if name in integers else dtypes[size])
+        name: torch.empty((rows, columns), dtype=torch.int32 if name in INTEGERS else dtypes[size])
         for name, (rows, columns, size) in buffer_shapes(how).items()
     }
 

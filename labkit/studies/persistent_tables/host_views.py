@@ -116,18 +116,13 @@ def where(rows: pd.DataFrame) -> str:
 
 def queued(rows: pd.DataFrame) -> pd.DataFrame:
     """The host's µs for copies with an idle GPU and behind other work."""
-    return _whole_ways(rows).rename(
-        columns={"built": "build µs", "idle": "GPU idle", "queued": f"{variants.QUEUED_US} µs queued"}
-    )
-
-
-def _whole_ways(rows: pd.DataFrame) -> pd.DataFrame:
-    return kit.where(derived.queued(rows), way=variants.WAYS).reset_index(drop=True)
+    heads = {"built": "build µs", "idle": "GPU idle", "queued": f"{variants.QUEUED_US} µs queued"}
+    return derived.queued(rows).rename(columns=heads)
 
 
 def waits(rows: pd.DataFrame) -> str:
     """Which copies wait for what is queued, or for what of it is left when the tables are built."""
-    table = _whole_ways(rows)
+    table = derived.queued(rows)
     if table.empty:
         return "copies were not timed behind other work."
     late = table["built"] >= variants.QUEUED_US

@@ -23,9 +23,7 @@ PLANS = {  # found by sweeps on an H100: `block_k` and `ahead` cover a row of th
     variants.H1024: Plan(rows=8, choice={"block_k": 1024, "block_t": 32, "registers": 128}),
     "AutoMegaKernel h2048": Plan(choice={"block_k": 1024, "ahead": 2, "block_t": 8, "registers": 128}),
     variants.LLAMA: Plan(choice={"block_k": 1024, "ahead": 2, "block_t": 32, "registers": 128}),
-    (variants.H1024, "fp32"): Plan(
-        choice={"block_k": 1024, "block_t": 32, "registers": 128}
-    ),  # values take twice as many
+    (variants.H1024, "fp32"): Plan(choice={"block_k": 1024, "block_t": 32, "registers": 128}),  # values twice as large
     variants.TINY: Plan(rows=64, choice={"block_k": 64, "num_warps": 1}),
 }
 

@@ -38,9 +38,8 @@ TOKENS_COLUMNS = (
 
 
 def _place(params: Mapping[str, Any], group: pd.DataFrame) -> tuple[Any, ...]:
-    """Cases by model, type, start and parts."""
-    models = list(variants.MODELS)
-    return models.index(params["model"]), params["dtype"], params["start"], params["parts"], params.get("queued_us", 0)
+    names = ("dtype", "start", "parts", "queued_us")
+    return variants.MODELS.index(params["model"]), *(params.get(name, 0) for name in names)
 
 
 cases = partial(kit.cases, place=_place)
@@ -210,13 +209,10 @@ def queued(rows: pd.DataFrame) -> pd.DataFrame:
 
     built: µs of building between that work and the copies, in which as much of it ends.
     """
-    table = where(hosts(rows), parts=variants.PUBLISHED_PARTS)
-    wide = table.pivot_table(index="way", columns="queued_us", values="copy", sort=False)
-    if not {0, variants.QUEUED_US} <= set(wide):
-        return pd.DataFrame(columns=["way", "built", "idle", "queued", "waited"])
-    wide = wide.rename(columns={0: "idle", variants.QUEUED_US: "queued"}).reset_index().rename_axis(columns=None)
-    wide.insert(1, "built", wide["way"].map(table[table["queued_us"] > 0].set_index("way")["build"]))
-    return wide.assign(waited=wide["queued"] - wide["idle"])
+    table = where(hosts(rows), parts=variants.PUBLISHED_PARTS, way=variants.WAYS).set_index("way")
+    idle, busy = (where(table, queued_us=us) for us in (0, variants.QUEUED_US))
+    found = pd.DataFrame({"built": busy["build"], "idle": idle["copy"], "queued": busy["copy"]}).dropna()
+    return found.assign(waited=found["queued"] - found["idle"]).rename_axis("way").reset_index()
 
 
 def hidden(rows: pd.DataFrame) -> pd.DataFrame:

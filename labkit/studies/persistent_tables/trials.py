@@ -8,7 +8,6 @@ takes. In `eager` mode the host does what the way does for every token, beginnin
 What needs Triton is imported when it is first called: the module itself can be without it.
 """
 
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
@@ -179,10 +178,9 @@ class Checked:
 
     def facts(self) -> dict[str, Any]:
         """checked, right: tokens; margin: the reference's least, and that where the two part; errors: of logits."""
-        there = self.wanted.margins[self.right] if self.right < self.count else math.nan
-        least = min(self.wanted.margins[: self.count])
-        found = {"checked": self.count, "right": self.right, "margin": least, "errors": self.errors}
-        return found if there != there else found | {"margin there": there}
+        margins = self.wanted.margins[: self.count]
+        found = {"checked": self.count, "right": self.right, "margin": min(margins), "errors": self.errors}
+        return found | ({"margin there": margins[self.right]} if self.right < self.count else {})
 
 
 def _trial(
