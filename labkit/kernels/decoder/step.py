@@ -495,7 +495,8 @@ def allocate(how: Lowering, weights: Weights, device: str | torch.device = "cpu"
     if dtypes or dtype not in DTYPES or dtype.itemsize != how.itemsize:
         raise ValueError(f"weights are {dtype}; allowed: one of {', '.join(map(str, DTYPES))} of {how.itemsize} bytes")
     ready = {"embedding": weights["model.embed_tokens.weight"], "final_gain": weights["model.norm.weight"]}
-    ready |= {"head": head_of(how.model, weights), "rope": _rope(how)}
+    angle = torch.arange(how.cache)[:, None] * inverse_frequencies(how.model)
+    ready |= {"head": head_of(how.model, weights), "rope": torch.cat([angle.cos(), angle.sin()], 1).float()}
     for i in range(how.model.layers):
         ready |= {f"{name}.{i}": tensor for name, tensor in _packed(how.model, layer_of(how.model, weights, i)).items()}
     return _memory(how, {name: _aligned(tensor.to(device)) for name, tensor in ready.items()})
@@ -534,11 +535,6 @@ def _packed(model: Decoder, layer: Weights) -> Weights:
         "gate_up_weight": torch.stack([gate, up], 1).view(2 * model.ffn, model.hidden),
         "down_weight": layer["mlp.down_proj"],
     }
-
-
-def _rope(how: Lowering) -> Tensor:
-    angle = torch.arange(how.cache)[:, None] * inverse_frequencies(how.model)
-    return torch.cat([angle.cos(), angle.sin()], 1).float()
 
 
 def _aligned(tensor: Tensor) -> Tensor:
