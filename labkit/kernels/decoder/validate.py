@@ -95,7 +95,7 @@ def _check_records(tables: Tables) -> None:
     """Every record by itself: its op, its buffers, and that it stays within them. The first one at fault is named."""
     _, kind = np.unique(tables.records[:, [t.OP, *_BUFFERS, t.K]], axis=0, return_inverse=True)
     kind = kind.reshape(-1)
-    problems = [one for i in range(kind.max() + 1) for one in _problems(tables, np.flatnonzero(kind == i))]
+    problems = [one for i in np.unique(kind) for one in _problems(tables, np.flatnonzero(kind == i))]
     if problems:
         number, what = min(problems, key=lambda problem: problem[0])
         raise TableError(what, number)

@@ -101,12 +101,6 @@ def stages(rows: pd.DataFrame) -> pd.DataFrame:
     return table.assign(all=table["wake"] + table["work"] + table["tail"])
 
 
-def best(rows: pd.DataFrame, among: tuple[str, ...]) -> pd.DataFrame:
-    """Of every model, the fastest of some variants beside the tables: the lines of `graphs`."""
-    some = where(graphs(rows), variant=among).dropna(subset="ratio")
-    return some.loc[some.groupby("model", sort=False)["us"].idxmin()].reset_index(drop=True)
-
-
 def walls(rows: pd.DataFrame) -> pd.DataFrame:
     """µs a token with the host at work, by case and way.
 
