@@ -66,8 +66,10 @@ def test_weights_take_few_instructions_and_nothing_goes_through_shared_memory(mo
 def test_both_launches_are_compiled_ahead():
     shape = models.QWEN3_30B.as_dict() | {"T": 1, "routing": "uniform", "activations": "bf16", "E": 8}
     cases = [Case("layer", shape | {"weights": weights}) for weights in ("INT4", "bf16")]
-    assert variants.WORDS in study.roles(cases[0])
-    sources = [made for made in study.kernels(cases, 90) if "down_k" in (made[1].get("choice", {}).get("rows") or {})]
+    assert variants.WORDS in [line.name for line in variants.lines(cases[0])]
+    sources = [
+        made for made in study.STUDY.kernels(cases, 90) if "down_k" in (made[1].get("choice", {}).get("rows") or {})
+    ]
     found = [launch for made in sources for launch in compiled.launch_of(made, 90)]
     assert [launch.grid for launch in found] == [(192, 8), (256,)]
     assert all(launch.options["launch_pdl"] for launch in found)

@@ -75,7 +75,7 @@ def test_cases_are_distinct_and_survive_json():
     for x in found:
         again = Case(x.op, json.loads(x.key))
         assert again.key == x.key
-        assert study.floor(again) == study.floor(x)
+        assert work.floor(again) == work.floor(x)
         assert set(x.params) == {"model", "E", "H", "I", "top_k", "T", "routing", "weights", "activations"}
     assert [study.STUDY.early(x) for x in found] == [x.op == "tune" for x in found]
     tuned = {x.key for x in found if x.op == "tune"}
@@ -121,23 +121,23 @@ def test_floor_of_one_token_by_hand():
     x = case(T=1)
     weights = 8 * 3 * 2048 * 768 * 2
     assert work.active(x) == 8
-    assert study.floor(x).bytes == weights + 2 * 2048 * 2
-    assert (study.floor(x).set_bytes, study.floor(x).limit) == (weights, "read")
-    assert study.floor(x).flops == 2 * 8 * 3 * 2048 * 768
+    assert work.floor(x).bytes == weights + 2 * 2048 * 2
+    assert (work.floor(x).set_bytes, work.floor(x).limit) == (weights, "read")
+    assert work.floor(x).flops == 2 * 8 * 3 * 2048 * 768
     int4 = case(T=1, weights="INT4")
     assert work.weight_bytes(int4) == weights // 4 + 8 * 3 * 2048 * 768 // 128 * 2  # a nibble, and a scale for 128
     gemm1, gemm2 = case("gemm1", T=1), case("gemm2", T=1)
     assert work.weight_bytes(gemm1) == 2 * work.weight_bytes(gemm2) == 2 * weights // 3
-    assert study.floor(gemm1).bytes == work.weight_bytes(gemm1) + 2 * (2048 + 8 * 768)
-    assert study.floor(gemm2).bytes == work.weight_bytes(gemm2) + 2 * 8 * (768 + 2048)
-    assert study.floor(gemm1).flops + study.floor(gemm2).flops == study.floor(x).flops
+    assert work.floor(gemm1).bytes == work.weight_bytes(gemm1) + 2 * (2048 + 8 * 768)
+    assert work.floor(gemm2).bytes == work.weight_bytes(gemm2) + 2 * 8 * (768 + 2048)
+    assert work.floor(gemm1).flops + work.floor(gemm2).flops == work.floor(x).flops
 
 
 @pytest.mark.parametrize("weights", study.WEIGHTS)
 @pytest.mark.parametrize("tokens", [1, 128, 16384])
 def test_no_candidate_does_less_than_the_floor_it_is_refused_by(tokens, weights):
-    gemms = [study.floor(case(op, T=tokens, weights=weights)) for op in ("gemm1", "gemm2")]
-    tune = study.floor(case("tune", T=tokens, weights=weights))
+    gemms = [work.floor(case(op, T=tokens, weights=weights)) for op in ("gemm1", "gemm2")]
+    tune = work.floor(case("tune", T=tokens, weights=weights))
     assert tune.bytes <= min(one.bytes for one in gemms)
     assert tune.flops == min(one.flops for one in gemms)
     assert tune.set_bytes == min(one.set_bytes for one in gemms)
@@ -157,9 +157,9 @@ def test_only_experts_that_got_a_token_are_counted():
 def test_many_tokens_are_bound_by_products():
     """A Qwen3-30B layer has enough of them for an H100 from about 4260 tokens on, Mixtral's from about 1060."""
     for model, least in ((QWEN3_30B, 4260), (MIXTRAL, 1060)):
-        limits = {t: study.floor(case(model=model, T=t)).limit for t in (least // 2, 2 * least)}
+        limits = {t: work.floor(case(model=model, T=t)).limit for t in (least // 2, 2 * least)}
         assert list(limits.values()) == ["read", "bf16"]
-    assert study.floor(case("waves", routing="one expert", T=720)) == study.floor(
+    assert work.floor(case("waves", routing="one expert", T=720)) == work.floor(
         case("gemm1", routing="one expert", T=720)
     )
 
@@ -170,7 +170,7 @@ def test_floors_are_the_bytes_of_the_tensors():
     experts = item.ids.unique().long()
     moved = sum(w[experts].numel() * w.element_size() for w in (item.w1, item.w2))
     assert work.weight_bytes(x) == moved
-    assert study.floor(x).bytes == moved + 2 * item.x.numel() * item.x.element_size()
+    assert work.floor(x).bytes == moved + 2 * item.x.numel() * item.x.element_size()
     x = Case("layer", dict(x.params) | {"weights": "INT4"})
     [item] = trials.inputs(x, "cpu", 1, 0)
     parts = [part[experts] for w in (item.w1, item.w2) for part in w]
@@ -193,22 +193,19 @@ def test_buffer_sets_send_tokens_to_other_experts_and_as_many():
 
 def test_every_variant_of_every_case_has_a_function_that_takes_its_options():
     for x in (*study.cases(ALL), *study.STUDY.tiny):
-        found = study.variants(x)
+        found = study.STUDY.variants(x)
         listed = [one.name for one in found]
         assert len(set(listed)) == len(listed)
-        assert study.control(x) in listed
+        assert study.STUDY.control(x) in listed
         assert {one.role for one in found} <= set(ROLES)
         assert [one.name for one in found if one.role == "ours"] == ([variants.OURS] if x.op == "layer" else [])
         assert {one.mode for one in found if one.name != variants.LOOP} <= {"graph"}
         twin = run.with_control(study.STUDY, x)[-1]
-        assert (twin.name, twin.options["repeats"]) == (CONTROL, study.control(x))
+        assert (twin.name, twin.options["repeats"]) == (CONTROL, study.STUDY.control(x))
         for one in found:
             json.dumps(dict(one.options))
-            if x.op == "tune":
-                continue
-            make, options = variants.makers(x.op, x["weights"], x["T"])[one.name]
-            assert one.source == variants.launchers(x.op, x["T"], make, options)
-            inspect.signature(getattr(trials, make)).bind(x, "cpu", 1, 0, **options)
+        for line in variants.lines(x):
+            inspect.signature(getattr(trials, line.make)).bind(x, "cpu", 1, 0, **line.options)
 
 
 def test_a_row_s_hash_covers_what_chooses_its_configuration(monkeypatch):
@@ -221,56 +218,70 @@ def test_a_row_s_hash_covers_what_chooses_its_configuration(monkeypatch):
         monkeypatch.setattr(choose, name, noted(name, getattr(choose, name)))
     seen = set()
     for x in study.cases(ALL):
-        for one in study.variants(x) if x.op != "tune" else ():
-            make, options = variants.makers(x.op, x["weights"], x["T"])[one.name]
-            if make in ("layer", "gemm"):
+        for line, one in zip(variants.lines(x), study.STUDY.variants(x), strict=True):
+            if line.make in ("layer", "gemm") and x.op != "tune" and "words" not in line.options:
                 called.clear()
-                trials.config_of(x, "cpu", **({"base": "ours"} if make == "layer" else {}) | options)
+                trials.config_of(x, "cpu", **line.options)
                 chosen = {"source"} if "source" in called else {"rule"}  # what `choose` finds in a table is no code
                 covered = {n for n in ("source", "rule") if f"labkit.kernels.experts.choose:{n}" in one.source}
-                assert covered == chosen | ({"rule"} if options.get("block_m") == 0 else set())
+                assert covered == chosen | ({"rule"} if line.options.get("block_m") == 0 else set())
                 seen |= covered | set(called)
     assert seen == {"choose", "source", "rule"}
 
 
 def test_no_two_variants_of_a_case_are_the_same():
-    for weights in ("bf16", "INT4"):
-        for op in ("layer", "gemm1", "waves"):
-            found = variants.makers(op, weights).values()
-            assert len({json.dumps(one, sort_keys=True) for one in found}) == len(found)
+    for x in study.cases(ALL):
+        found = [(line.make, json.dumps(line.options, sort_keys=True, default=str)) for line in variants.lines(x)]
+        assert len(set(found)) == len(found)
+
+
+def gemm_names(weights, tokens=128):
+    return {line.name for line in variants.lines(case("gemm1", QWEN35_35B, tokens, weights))}
 
 
 def test_every_change_is_of_variants_that_are_timed():
     for weights in ("bf16", "INT4"):
-        timed = set(variants.gemm_variants(weights, True))
+        timed = gemm_names(weights)
         known = [change for change in variants.CHANGES if set(change) <= timed]
         assert len(known) >= 11
         assert all(after != before for after, before in known)
         assert {name for pair in variants.PAIRS for name in pair} & timed == {
             name for pair in variants.PAIRS for name in pair if weights == "INT4" or "W4A8" not in name
         }
-    every = set(variants.gemm_variants("bf16", True)) | set(variants.gemm_variants("INT4", True))
+    every = gemm_names("bf16") | gemm_names("INT4")
     assert {name for change in variants.CHANGES for name in change} <= every
-    assert set(variants.gemm_variants("INT4", False)) == {
+    assert gemm_names("INT4", 1) == {
         variants.OURS_TILES, variants.OURS_PERSISTENT, variants.OURS_FILLED, variants.READ
     }  # fmt: skip
 
 
+def test_one_cta_a_tile_of_a_persistent_kernel_is_its_twin():
+    persistent = (
+        variants.BASE,
+        variants.FILLED_BASE,
+        variants.source(64, variants.PERSISTENT),
+        variants.source(16, variants.PERSISTENT, variants.EARLY, variants.FILLED),
+    )
+    twins = [variants.source(size) for size in (16, 16, 64)] + [variants.source(16, variants.TILES, variants.EARLY)]
+    assert list(map(variants.tiles_of, persistent)) == twins
+    assert variants.tiles_of(variants.source(16)) == ""
+
+
 def test_the_loop_alone_is_eager_and_libraries_are_peers():
-    roles = {one.name: (one.role, one.mode) for one in study.variants(case())}
+    roles = {one.name: (one.role, one.mode) for one in study.STUDY.variants(case())}
     assert roles[variants.LOOP] == ("baseline", "eager")
     assert roles[variants.GROUPED] == roles[variants.LIGER] == ("peer", "graph")
     assert variants.READ in roles
-    assert variants.READ not in {one.name for one in study.variants(case(T=4096))}
-    assert variants.OTHER_TOKENS not in {one.name for one in study.variants(case(T=variants.TUNED_FOR))}
+    assert variants.READ not in {one.name for one in study.STUDY.variants(case(T=4096))}
+    assert variants.OTHER_TOKENS not in {one.name for one in study.STUDY.variants(case(T=variants.TUNED_FOR))}
 
 
 def test_counters_are_taken_of_every_tile_order():
     found = study.counted(ALL)
-    assert {x["model"] for x, _ in found} == set(study.ABLATED)
+    assert {x["model"] for x, _ in found} == set(variants.ABLATED)
     assert {x.op for x, _ in found} == {"gemm1"}
     for x, name in found:
-        assert name in {one.name for one in study.variants(x)}
+        assert name in {one.name for one in study.STUDY.variants(x)}
     assert {variants.grouped(size) for size in variants.GROUPS} <= {name for _, name in found}
     assert study.counted(ALL | {"gemms": []}) == []
 
@@ -278,12 +289,17 @@ def test_counters_are_taken_of_every_tile_order():
 # configurations
 
 
+def options_of(x, name):
+    """Arguments of a variant's trial."""
+    [line] = [line for line in variants.lines(x) if line.name == name]
+    return line.options
+
+
 def test_configurations_differ_as_they_say():
     x = case("gemm1", QWEN35_35B, 1642, "INT4")
 
     def of(name):
-        _, options = variants.makers("gemm1", "INT4")[name]
-        return trials.config_of(x, "cpu", **options)
+        return trials.config_of(x, "cpu", **options_of(x, name))
 
     tiles, base = of(variants.source(16, variants.TILES)), of(variants.BASE)
     assert tiles == choose.source(16, 132, persistent=False)
@@ -323,7 +339,8 @@ def test_candidates_are_ones_that_the_kernels_take(tokens, int4):
         )
     assert {one.block_m for one in found} <= {ruled.block_m, ruled.block_m // 2}
     for one in found:
-        choose.check_config(trials.configured(case(T=tokens, weights="INT4" if int4 else "bf16"), one), int4)
+        x = case("tune", T=tokens, weights="INT4" if int4 else "bf16")
+        choose.check_config(trials.config_of(x, "cpu", choice=one), int4)
 
 
 def test_a_table_is_written_read_and_the_nearest_tokens_chosen(tmp_path, monkeypatch):
@@ -363,11 +380,11 @@ def test_configurations_survive_json():
 
 def test_each_kernel_is_compiled_ahead_once():
     some = [x for x in study.cases(ALL) if x["model"] == QWEN3_30B.name]
-    found = study.kernels(some, 90)
+    found = study.STUDY.kernels(some, 90)
     assert len({json.dumps(one, sort_keys=True) for one in found}) == len(found)
-    every = sum(len(study.variants(x)) for x in some)
+    every = sum(len(study.STUDY.variants(x)) for x in some)
     assert 50 < len(found) < every
-    older = study.kernels(some, 80)
+    older = study.STUDY.kernels(some, 80)
     assert len(older) < len(found)
     gemms = [
         (one["wanted"][0], ahead.config_from(one["choice"])) for _, one in older if one.get("wanted", "")[:1] in GEMMS
@@ -386,11 +403,13 @@ def test_everything_that_a_case_launches_is_compiled_ahead(op, weights, tokens, 
     x = Case(op, dict(case("layer", QWEN35_35B, tokens, weights).params))
     some = [x, Case("layer", dict(x.params) | {"weights": "bf16"})] + [Case("gemm1", x.params)] * (op == "gemm2")
     monkeypatch.setattr(compiled, "evidence", lambda launch, capability=None: {})  # taken apart elsewhere
-    ahead = {code_of(one) for source in study.kernels(some, 90) for one in several(compiled.launch_of(source, 90))}
+    ahead = {
+        code_of(one) for source in study.STUDY.kernels(some, 90) for one in several(compiled.launch_of(source, 90))
+    }
     made = []
     monkeypatch.setattr(trials, "resident", lambda launch: 4)
     with offline.offline(90):
-        for variant in study.variants(x):
+        for variant in study.STUDY.variants(x):
             if variant.name not in (variants.LIGER, variants.LOOP, variants.READ):
                 made += launches_of(variant.prepare(x, "cpu", 1, 0).calls[0], op)
         codes = {code_of(one) for one in made}
@@ -415,19 +434,19 @@ def code_of(launch):
 
 def test_the_product_before_a_candidate_is_compiled_ahead_too():
     x = Case("tune", case("layer", weights="INT4", T=1642).params)
-    found = [(one["wanted"], ahead.config_from(one["choice"])) for _, one in study.kernels([x], 90)]
+    found = [(one["wanted"], ahead.config_from(one["choice"])) for _, one in study.STUDY.kernels([x], 90)]
     built = {(config.block_m, config.gemm1) for wanted, config in found if wanted == ["gemm1"]}
-    for one in trials.candidates(x):
-        config = trials.configured(x, one)
+    for one in variants.candidates(x):
+        config = trials.config_of(x, "cpu", choice=one)
         assert (config.block_m, config.gemm1) in built
 
 
 def compiled_of(x, name, gemm="gemm1"):
     """Evidence of a variant's kernel for sm_90; few experts, whose number changes no code."""
-    _, options = variants.makers(x.op, x["weights"], x["T"])[name]
-    config = trials.config_of(x, "cpu", **({"base": "ours"} if x.op == "layer" else {}) | options)
+    options = options_of(x, name)
+    config = trials.config_of(x, "cpu", **options)
     params = dict(x.params) | {"E": 8}
-    source = (f"{ahead.HERE}:layer", {
+    source = (f"{ahead.__name__}:layer", {
         "op": x.op, "params": params, "wanted": [gemm], "choice": config.as_dict(), "int8": bool(options.get("int8")),
     })  # fmt: skip
     return compiled.evidence(compiled.launch_of(source, 90)[0], 90)
@@ -454,11 +473,10 @@ def test_weights_come_by_the_copy_engine_where_they_are_asked_to():
 
 def test_a_gpu_without_the_copy_engine_is_told_so():
     x = case("gemm1", QWEN35_35B, 1642)
-    _, options = variants.makers("gemm1", "bf16")[variants.source(16, variants.PERSISTENT, variants.BOX)]
-    config = trials.config_of(x, "cpu", **options)
+    config = trials.config_of(x, "cpu", **options_of(x, variants.source(16, variants.PERSISTENT, variants.BOX)))
     arguments = {"op": "gemm1", "params": dict(x.params) | {"E": 8}, "wanted": ["gemm1"], "choice": config.as_dict()}
     with pytest.raises(ValueError, match=r"descriptor is True on compute capability 8.0; allowed: from 9.0"):
-        compiled.launch_of((f"{ahead.HERE}:layer", arguments), 80)
+        compiled.launch_of((f"{ahead.__name__}:layer", arguments), 80)
 
 
 def test_the_kernel_that_counts_multiprocessors_compiles():
@@ -488,7 +506,7 @@ SEEN = {0: 132, 128: 128, 108: 112, 96: 96, 64: 64}  # green contexts are rounde
 
 
 def least_us(x):
-    floor = study.floor(x)
+    floor = work.floor(x)
     return max(floor.bytes / 3e6, floor.flops / 800e6)
 
 
@@ -501,7 +519,7 @@ def us_of(over=None):
             sms = 0 if name.startswith("all") else int(name.split()[0])
             return 20.0 * math.ceil(wave_tiles(x) / SEEN[sms])
         if x.op == "tune":
-            return least_us(x) * (1.2 if variant.name == study.control(x) else 1.3)
+            return least_us(x) * (1.2 if variant.name == study.STUDY.control(x) else 1.3)
         return least_us(x) * times.get(name, 1.5)
 
     return us
@@ -1081,7 +1099,7 @@ def test_what_needs_no_measurement():
 
 
 def small(op, weights="bf16", **changes):
-    shape = {"model": study.TINY, "E": 8, "H": 256, "I": 256, "top_k": 2, "T": 33, "routing": "zipf 1"}
+    shape = {"model": variants.TINY, "E": 8, "H": 256, "I": 256, "top_k": 2, "T": 33, "routing": "zipf 1"}
     return Case(op, shape | {"weights": weights, "activations": "bf16"} | changes)
 
 
@@ -1101,7 +1119,7 @@ def captured(call):
 @pytest.mark.parametrize("weights", ["bf16", "INT4"])
 def test_every_variant_is_right_and_can_be_captured(op, weights):
     x = small(op, weights)
-    for one in study.variants(x):
+    for one in study.STUDY.variants(x):
         if one.name == variants.LIGER:
             continue
         found = one.prepare(x, torch.device("cuda"), 2, 0)
@@ -1124,7 +1142,7 @@ def test_liger_kernel_is_right_and_can_be_captured():
 def test_candidates_are_right():
     for weights in ("bf16", "INT4"):
         x = small("tune", weights)
-        for one in study.variants(x):
+        for one in study.STUDY.variants(x):
             found = one.prepare(x, torch.device("cuda"), 1, 0)
             errors = found.check()
             assert all(error <= found.tolerance[key] for key, error in errors.items()), (one.name, errors)
@@ -1144,7 +1162,7 @@ def test_a_part_of_the_gpu_is_as_large_as_it_is_seen():
     assert 64 <= seen < most
     x = small("waves", routing="one expert", T=640)
     for name in (variants.limited(0, variants.TILES), variants.limited(64, variants.PERSISTENT)):
-        one = next(one for one in study.variants(x) if one.name == name)
+        one = next(one for one in study.STUDY.variants(x) if one.name == name)
         found = one.prepare(x, torch.device("cuda"), 1, 0)
         assert all(error <= found.tolerance[key] for key, error in found.check().items())
         assert all(ns > 0 for ns in found.timer())

@@ -21,7 +21,7 @@ def case(op="layer", weights="fp32", **changes):
 
 
 def variant(x, name):
-    (found,) = (one for one in study.variants(x) if one.name == name)
+    (found,) = (one for one in study.STUDY.variants(x) if one.name == name)
     return found
 
 
@@ -64,7 +64,8 @@ def test_peers_are_timed_where_they_take_the_case():
 
 def test_candidates_are_checked_like_every_variant():
     for weights, name in (("fp32", "gemm1"), ("INT4", "gemm2")):
-        found = trials.candidate(case("tune", weights), DEVICE, 1, 0, Candidate(name, 16, Tile(128, 64, num_stages=2)))
+        choice = Candidate(name, 16, Tile(128, 64, num_stages=2))
+        found = trials.gemm(case("tune", weights), DEVICE, 1, 0, choice=choice)
         assert beyond(found) == set()
         assert found.facts is None
         found.poison()
@@ -160,14 +161,14 @@ def damaged(launch, damage):
     [("gemm1", 1.01, {"rms"}), ("gemm2", 1.01, {"rms"}), ("gemm2", float("nan"), {"max", "rms"})],
 )
 def test_a_wrong_product_is_noticed(monkeypatch, op, factor, wrong):
-    layer = expert_layer.plain_layer
+    layer = expert_layer.layer
 
     def spoilt(*arguments, **options):
         made = layer(*arguments, **options)
         made.launches[op] = damaged(made.launches[op], lambda c: c.mul_(factor))
         return made
 
-    monkeypatch.setattr(expert_layer, "plain_layer", spoilt)
+    monkeypatch.setattr(expert_layer, "layer", spoilt)
     assert beyond(trial(case(op), variants.OURS_TILES)) == wrong
 
 

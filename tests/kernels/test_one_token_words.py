@@ -144,7 +144,7 @@ def test_the_study_times_both_for_one_token_of_int4(name):
     shape = {"model": "tiny", "E": 3, "H": 128, "I": 128, "top_k": 1, "T": 1, "routing": "zipf 1"}
     shape["activations"] = "fp32"
     x = Case("layer", shape | {"weights": "INT4"})
-    (variant,) = (one for one in study.variants(x) if one.name == name)
+    (variant,) = (one for one in study.STUDY.variants(x) if one.name == name)
     found = variant.prepare(x, DEVICE, 1, 0)
     found.poison()
     assert not found.written()
@@ -152,4 +152,4 @@ def test_the_study_times_both_for_one_token_of_int4(name):
     assert found.written()
     assert ("down_k" in found.facts()["config"]["rows"]) == (name == variants.WORDS)
     for other in (Case("layer", shape | {"weights": "fp32"}), Case("layer", shape | {"weights": "INT4", "T": 5})):
-        assert name not in study.roles(other)
+        assert name not in [line.name for line in variants.lines(other)]

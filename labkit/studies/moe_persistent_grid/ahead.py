@@ -1,7 +1,7 @@
 """The kernels that cases need, as launches to compile before them: on memory that is never touched."""
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,87 +12,72 @@ from torch import Tensor
 
 from labkit.bench.spec import Case
 from labkit.evidence import compiled
+from labkit.evidence.compiled import Source
 from labkit.kernels import offline
+from labkit.kernels.experts import expert_layer, inputs
 from labkit.kernels.experts.choose import Config, Words
 from labkit.kernels.launch import Launch
-from labkit.studies.moe_persistent_grid import trials
-from labkit.studies.moe_persistent_grid import variants as names
+from labkit.studies.moe_persistent_grid import peers, trials, variants, w4a8
 
-HERE = "labkit.studies.moe_persistent_grid.ahead"
-Source = tuple[str, Mapping[str, Any]]
-GEMMS = ("gemm1", "gemm2")
 BEFORE = {"gemm1": "quantise", "gemm2": "activate"}  # what an 8-bit product needs, beside itself
 
 
-def sources(some: Sequence[Case], variants_of: Callable[[Case], list[str]], capability: int) -> list[Source]:
-    """What `compiled.prebuild` takes; launches of the same code once.
-
-    variants_of: the names of a case's variants; none for one that is tuned, whose candidates are meant.
-    """
+def sources(some: Sequence[Case], capability: int) -> list[Source]:
+    """What `compiled.prebuild` takes; launches of the same code once."""
     found: dict[str, Source] = {}
     for x in some:
-        for key, source in _of(x, variants_of(x), capability):
+        for key, source in _of(x, capability):
             found.setdefault(json.dumps(key), source)
     return list(found.values())
 
 
-def _of(x: Case, variants: Sequence[str], capability: int) -> Iterator[tuple[Any, Source]]:
+def _of(x: Case, capability: int) -> Iterator[tuple[Any, Source]]:
     """What the code depends on, and a source, of everything that a case launches and that is not a library's."""
-    for gemms, config, int8 in _configs(x, variants):
+    lines = variants.lines(x)
+    shape = [x[name] for name in ("E", "H", "I", "top_k", "weights", "activations")]
+    for line in lines:
+        how = line.options
+        if line.make == "limited":
+            how = {"base": "rule", "grid": how["grid"], "dependent": False}
+        elif line.make not in ("layer", "gemm") or how.get("plain"):
+            continue
+        # The device whose tuned table counts is this machine's GPU, where there is one.
+        config = trials.config_of(x, "cuda" if torch.cuda.is_available() else "cpu", **how)
+        int8 = bool(how.get("int8"))
         shared = {"op": x.op, "params": dict(x.params), "choice": config.as_dict(), "int8": int8}
-        for key, wanted in _parts(x, gemms, config, int8, capability):
+        for key, wanted in _parts(x, shape, _gemms(x, how), config, int8, capability):
             # A layer's own evidence is of its products; what is tuned is not looked at.
-            dissect = wanted[0] in GEMMS and x.op != "tune" and not config.rows
-            yield [*key, dissect], (f"{HERE}:layer", shared | {"wanted": wanted, "dissect": dissect})
-    for name, make in ((names.GROUPED, "grouped_mm"), (names.LIGER, "liger")):
-        if name in variants:
-            yield [make, x["T"], *_shape(x)], (f"{HERE}:{make}", {"params": dict(x.params)})
+            dissect = wanted[0] in variants.GEMMS and x.op != "tune" and not config.rows
+            yield [*key, dissect], (f"{__name__}:layer", shared | {"wanted": wanted, "dissect": dissect})
+    for make in ("grouped_mm", "liger"):
+        if any(line.make == make for line in lines):
+            yield [make, x["T"], *shape], (f"{__name__}:{make}", {"params": dict(x.params)})
 
 
-def _shape(x: Case) -> list[Any]:
-    return [x[name] for name in ("E", "H", "I", "top_k", "weights", "activations")]
+def _gemms(x: Case, how: Mapping[str, Any]) -> Sequence[str]:
+    """The products of a case's variant."""
+    if x.op == "tune":  # a second product is timed on what the rule's first one leaves, in blocks it may not have
+        return list(dict.fromkeys(("gemm1", how["choice"].gemm)))
+    return {"layer": variants.GEMMS, "waves": ("gemm1",)}.get(x.op, (x.op,))
 
 
 def _parts(
-    x: Case, gemms: Sequence[str], config: Config, int8: bool, capability: int
+    x: Case, shape: list[Any], gemms: Sequence[str], config: Config, int8: bool, capability: int
 ) -> Iterator[tuple[list[Any], list[str]]]:
     """What the code of some of a layer's launches depends on, and their names."""
     for gemm in gemms:
         tile = getattr(config, gemm)
         if config.rows:
-            yield [gemm, *_shape(x), config.as_dict()["rows"], config.dependent], [gemm]
+            yield [gemm, *shape, config.as_dict()["rows"], config.dependent], [gemm]
         elif not tile.descriptor or capability >= 90:
             how = tile.as_dict() | {"programs": tile.programs > 0}
-            key = [gemm, *_shape(x), config.block_m, config.fused, config.dependent, how, int8]
+            key = [gemm, *shape, config.block_m, config.fused, config.dependent, how, int8]
             yield key, [gemm, BEFORE[gemm]] if int8 else [gemm]
     if not config.rows:
         counted = config.gemm1.counted and config.gemm2.counted
         yield ["routing", x["E"], x["T"], x["top_k"], config.block_m, config.dependent, counted], ["count", "place"]
         if x.op == "layer":
-            yield ["sum", *_shape(x), config.dependent], ["sum"]
-
-
-def _configs(x: Case, variants: Sequence[str]) -> Iterator[tuple[Sequence[str], Config, bool]]:
-    """(GEMMs, configuration, 8-bit activations) of a case's variants, by the table as it is now."""
-    if x.op == "tune":
-        for one in trials.candidates(x):
-            # A second product is timed on what the rule's first one leaves, in blocks that the rule may not have.
-            yield list(dict.fromkeys(("gemm1", one.gemm))), trials.configured(x, one), False
-        return
-    gemms = {"layer": GEMMS, "waves": GEMMS[:1]}.get(x.op, (x.op,))
-    for make, options in (names.makers(x.op, x["weights"], x["T"])[name] for name in variants):
-        if make in ("layer", "gemm") and not options.get("plain"):
-            base = {"base": "ours"} if make == "layer" else {}
-            yield gemms, trials.config_of(x, _here(), **base | options), bool(options.get("int8"))
-        elif make == "one_token":
-            yield gemms, trials.one_token_config(x, _here(), **options), False
-        elif make == "limited":
-            yield gemms, trials.config_of(x, _here(), "rule", grid=options["grid"], dependent=False), False
-
-
-def _here() -> str:
-    """The device whose tuned table counts: this machine's GPU, where there is one."""
-    return "cuda" if torch.cuda.is_available() else "cpu"
+            yield ["sum", *shape, config.dependent], ["sum"]
 
 
 # In the processes that compile
@@ -110,9 +95,6 @@ def layer(
 
     dissect: also take their code apart now, for the evidence of the rows; what is found is kept on disk.
     """
-    from labkit.kernels.experts import expert_layer, inputs
-    from labkit.studies.moe_persistent_grid import w4a8
-
     x = Case(op, params)
     [item] = trials.inputs(x, "cpu", 1, 0)
     rows, parts, integers = inputs.sizes(item)
@@ -134,8 +116,6 @@ def config_from(choice: Mapping[str, Any]) -> Config:
 
 def grouped_mm(params: Mapping[str, Any]) -> list[Launch]:
     """The kernels around torch's grouped product."""
-    from labkit.studies.moe_persistent_grid import peers
-
     [item] = trials.inputs(Case("layer", params), "cpu", 1, 0)
     return peers.glue(item)
 
@@ -157,8 +137,6 @@ class LigerLayer:
         """Compile what a call would launch; tensors are on the CPU and never touched."""
         from triton import testing
         from triton.runtime.jit import JITFunction
-
-        from labkit.studies.moe_persistent_grid import peers
 
         run = JITFunction.run
 

@@ -309,7 +309,7 @@ def source_point(rows: pd.DataFrame, tokens: int = SOURCE_T) -> pd.DataFrame:
     found = []
     for variant, (first, second) in both.items():
         line = {"variant": variant, "us": first + second, "GEMM1 us": first, "GEMM2 us": second}
-        line |= {"tiles / this": sum(both.get(names.TILES_OF.get(variant), [math.nan])) / (first + second)}
+        line |= {"tiles / this": sum(both.get(names.tiles_of(variant), [math.nan])) / (first + second)}
         found.append(line | _grid_of(variant, facts.get(variant, {})) | _second(facts2.get(variant, {})))
     return _frame(found, POINT)
 

@@ -5,7 +5,6 @@ buffer sets differ by which experts the tokens go to, so that with few tokens ea
 variant writes is its own: a layer's output, a GEMM's rows. Rows inside a layer are scratch that layers share.
 """
 
-import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -17,16 +16,17 @@ from torch import Tensor
 from labkit.bench.spec import Case, Trial
 from labkit.evidence import compiled
 from labkit.kernels import offline
-from labkit.kernels.experts import choose, reference
+from labkit.kernels.experts import choose, expert_layer, reference
 from labkit.kernels.experts import int4 as experts_int4
 from labkit.kernels.experts.choose import Candidate, Config
+from labkit.kernels.experts.inputs import Layer, LayerInputs, Workspace, workspace
 from labkit.kernels.experts.int4 import GROUP, Int4
+from labkit.kernels.launch import Launch
 from labkit.kernels.target import multiprocessors
-from labkit.studies.moe_persistent_grid import work
+from labkit.studies.moe_persistent_grid import ceilings, green_context, peers, w4a8, work
 from labkit.studies.moe_persistent_grid.routings import synthetic
-from labkit.sweep.trial import Shared
+from labkit.sweep.trial import DTYPES, Call, Shared, hash_of, in_order, trial
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 CHECKED, CHECKED_SLOTS = 32, 16  # tokens of a layer, slots of a GEMM, that are compared with the float64 reference
 INT4_RMS = math.sqrt((16**2 - 1) / 12 + 0.25)  # of u4 - 8 where all sixteen are as likely
 EXACT = {"max": reference.MAX_TOLERANCE, "rms": reference.RMS_TOLERANCE}
@@ -35,13 +35,17 @@ EXACT = {"max": reference.MAX_TOLERANCE, "rms": reference.RMS_TOLERANCE}
 LOOPED = {"max": 2 * reference.MAX_TOLERANCE, "rms": reference.RMS_TOLERANCE}
 # A value of 8 bits is off by up to 1/254 of its group's largest; ExecuTorch's tests allow 0.15 of the largest value.
 INT8 = {"max": 0.15, "rms": 2e-2}
-SIGNATURE = ("x", "ids", "weights", "w1", "w2", "out")
 
 
 # What the variants of a case, or of a model, share
 
 
 _of_model, _of_case = Shared(), Shared()
+
+
+def _shared(x: Case, device: Any, name: Any, make: Callable[[], Any]) -> Any:
+    """What `make` gives, kept while this case's variants are made."""
+    return _of_case((x.op, x.key, torch.device(device).type), name, make)  # "cuda" and a tensor's "cuda:0" are one
 
 
 def _only_compiled() -> bool:
@@ -74,22 +78,18 @@ def _random(shape: tuple[int, int, int], kind: str, device: Any, generator: torc
     return Int4(packed, scales)
 
 
-def inputs(x: Case, device: Any, sets: int, seed: int, kind: str = "") -> list[Any]:
+def inputs(x: Case, device: Any, sets: int, seed: int, kind: str = "") -> list[LayerInputs]:
     """LayerInputs of every set, with an output for all of them that no layer's check looks at.
 
     The first set has the case's routing, the others the same with other experts: as many that get a token. The
     weights of a token's experts are exact in bf16. kind: of the expert weights; empty: the case's.
     """
-    from labkit.kernels.experts.inputs import LayerInputs
-
     dtype = DTYPES[x["activations"]]
 
     def make() -> tuple[Tensor, list[Tensor], Tensor, Tensor]:
         if _only_compiled():
-            tokens, ids = (
-                torch.empty((x["T"], x["H"]), dtype=dtype),
-                torch.empty((x["T"], x["top_k"]), dtype=torch.int32),
-            )
+            tokens = torch.empty((x["T"], x["H"]), dtype=dtype)
+            ids = torch.empty((x["T"], x["top_k"]), dtype=torch.int32)
             return tokens, [ids] * sets, torch.empty(ids.shape), tokens
         made = synthetic(x["routing"], x["T"], x["E"], x["top_k"], work.ROUTING_SEED, device)
         step = max(1, x["E"] // sets)
@@ -98,21 +98,14 @@ def inputs(x: Case, device: Any, sets: int, seed: int, kind: str = "") -> list[A
         tokens = torch.randn((x["T"], x["H"]), device=device, generator=generator).to(dtype)
         return tokens, ids, made.weights.bfloat16().float(), torch.empty_like(tokens)
 
-    tokens, ids, weights, out = _of_case(_owner(x, device), ("inputs", sets, seed), make)
+    tokens, ids, weights, out = _shared(x, device, ("inputs", sets, seed), make)
     w1, w2 = _weights(x, device, seed, kind or x["weights"])
     return [LayerInputs(tokens, one, weights, w1, w2, out) for one in ids]
 
 
-def _owner(x: Case, device: Any) -> Any:
-    return x.op, x.key, torch.device(device).type  # "cuda" and a tensor's "cuda:0" are one
-
-
-def _scratch(x: Case, item: Any) -> Any:
-    """Workspace of a case's shape: rows shared by all its variants, the routing's tables each variant's own."""
-    from labkit.kernels.experts.inputs import workspace
-
-    shared = _of_case(_owner(x, item.x.device), "scratch", lambda: workspace(item))
-    return replace(shared, integers=torch.empty_like(shared.integers))
+def _with_outputs(items: Sequence[LayerInputs]) -> list[LayerInputs]:
+    """The same inputs with outputs that are this variant's own."""
+    return [replace(item, out=torch.empty_like(item.out)) for item in items]
 
 
 # Configurations
@@ -121,7 +114,7 @@ def _scratch(x: Case, item: Any) -> Any:
 def config_of(
     x: Case,
     device: Any,
-    base: str = "source",
+    base: str = "",
     block_m: int = 0,
     grid: str = "",
     int8: bool = False,
@@ -129,25 +122,35 @@ def config_of(
     plain: bool = False,
     dependent: bool = True,
     rows: bool = True,
+    words: bool | None = None,
+    choice: Candidate | None = None,
     **changes: Any,
 ) -> Config:
-    """A configuration for a case. base: "source", "ours" (tuned) or "rule"; block_m: the source's; 0: by tokens, to 64.
+    """A configuration for a case. base: "ours" (tuned, of layers the default), "rule" or "source" (of single GEMMs).
 
-    grid: "tiles", "SMs", "filled" (SMs × occupancy, which the caller finds) or empty: as it is; tokens: those that it
-    is chosen for; 0: the case's. plain: for weights that are not quantised. dependent: False: launches that wait for
-    the one before. rows: False: one token by tiles too. changes: of both tiles.
+    block_m: the source's; 0: by tokens, to 64. grid: "tiles", "SMs", "filled" (SMs × occupancy, which the caller finds)
+    or empty: as it is. tokens: those that it is chosen for; 0: the case's. plain: for weights that are not quantised.
+    dependent: False: launches that wait for the one before. rows: False: one token by tiles too. words: whether one
+    token's INT4 weights are loaded as such; None: as is chosen. choice: of the rule's, with this candidate, the other
+    GEMM for the same blocks. changes: of both tiles.
     """
     int4 = x["weights"] == "INT4" and not plain
     shape = (tokens or x["T"], x["E"], x["top_k"], x["H"], x["I"], int4)
+    if choice:
+        return replace(choose.rule(*shape), block_m=choice.block_m, rows=None, **{choice.gemm: choice.tile})
     device = torch.device(device)
-    sms = multiprocessors(device)
+    sms, base = multiprocessors(device), base or ("ours" if x.op == "layer" else "source")
     ruled = choose.rule(*shape, sms)
     if base == "source":
         found = choose.source(block_m or 16, sms, True, int8=int8)
         largest = choose.SOURCE_BLOCKS_M[-1]  # with 128 rows its tile does not fit the registers
         found = found if block_m else replace(found, block_m=min(ruled.block_m, largest))
+    elif base == "rule":
+        found = ruled
     else:
-        found = ruled if base == "rule" else choose.choose(*shape, device)
+        found = (choose.choose_any if words is None else choose.choose)(*shape, device)
+    if words:
+        found = replace(found, rows=choose.by_words(x["top_k"], x["I"]))
     if grid == "tiles":
         changes |= {"programs": 0, "flatten": False}
     elif grid:
@@ -158,19 +161,21 @@ def config_of(
     return replace(found, gemm1=replace(found.gemm1, **changes), gemm2=replace(found.gemm2, **changes))
 
 
-def resident(launch: Any) -> int:
+def resident(launch: Launch) -> int:
     """CTAs of a kernel that fit on a multiprocessor at once; 1 where it is only compiled or interpreted."""
     if launch.args["slots"].device.type != "cuda":
         return 1
     return compiled.evidence(launch)["ctas_per_sm"] or 1
 
 
-def _built(x: Case, item: Any, scratch: Any, grid: str = "", int8: bool = False, **how: Any) -> Any:
-    """The layer of a configuration, its persistent grids as large as they are asked for."""
-    from labkit.kernels.experts import expert_layer as experts_expert_layer
-    from labkit.studies.moe_persistent_grid import w4a8
+def _own_tables(scratch: Workspace) -> Workspace:
+    """Scratch with the same rows, and tables of the routing that are a variant's own."""
+    return replace(scratch, integers=torch.empty_like(scratch.integers))
 
-    make = w4a8.layer if int8 else experts_expert_layer.plain_layer
+
+def _built(x: Case, item: LayerInputs, scratch: Workspace, grid: str = "", int8: bool = False, **how: Any) -> Layer:
+    """The layer of a configuration, its persistent grids as large as they are asked for."""
+    make, scratch = w4a8.layer if int8 else expert_layer.layer, _own_tables(scratch)
     config = config_of(x, item.x.device, grid=grid, int8=int8, **how)
     made = make(item, config, scratch)
     if grid == "filled":
@@ -186,71 +191,35 @@ def _built(x: Case, item: Any, scratch: Any, grid: str = "", int8: bool = False,
 def layer(x: Case, device: Any, sets: int, seed: int, **how: Any) -> Trial:
     """The lab's layer, or ExecuTorch's; how: arguments of `config_of`."""
     kind = x["activations"] if how.get("plain") else x["weights"]
-    how = {"base": "ours"} | how
     items = _with_outputs(inputs(x, device, sets, seed, kind))
-    scratch = _scratch(x, items[0])
-    made = [_built(x, item, _own_tables(scratch), **how) for item in items]
-    found = made[0].config
+    scratch = _shared(x, device, "scratch", lambda: workspace(items[0]))
+    made = [_built(x, item, scratch, **how) for item in items]
+    config, int8 = made[0].config, bool(how.get("int8"))
 
     def facts() -> dict[str, Any]:
-        parts = {} if found.rows else {name: evidence(made[0], name) for name in ("gemm1", "gemm2")}
-        return {"config": found.as_dict()} | parts
+        parts = {} if config.rows else {name: evidence(made[0], name) for name in ("gemm1", "gemm2")}
+        return {"config": config.as_dict()} | parts
 
-    int8 = bool(how.get("int8"))
-    return _layer(x, items, made, facts, INT8 if int8 else EXACT, kind, not found.fused and not int8)
-
-
-def one_token(x: Case, device: Any, sets: int, seed: int, words: bool | None = None) -> Trial:
-    """The lab's layer of one token with INT4 weights; words: loaded as words, or None: as the lab chooses."""
-    from labkit.kernels.experts import expert_layer
-
-    items = _with_outputs(inputs(x, device, sets, seed))
-    config, scratch = one_token_config(x, device, words), _scratch(x, items[0])
-    made = [expert_layer.layer(item, config, scratch) for item in items]
-    return _layer(x, items, made, lambda: {"config": config.as_dict()})
-
-
-def one_token_config(x: Case, device: Any, words: bool | None = None) -> Config:
-    """The configuration of one token's layer; words: whether INT4 weights are loaded as such, None: as it is chosen."""
-    shape = (x["T"], x["E"], x["top_k"], x["H"], x["I"], x["weights"] == "INT4", torch.device(device))
-    if words is None:
-        return choose.choose_any(*shape)
-    found = choose.choose(*shape)
-    return replace(found, rows=choose.by_words(x["top_k"], x["I"])) if words else found
-
-
-def _own_tables(scratch: Any) -> Any:
-    return replace(scratch, integers=torch.empty_like(scratch.integers))
-
-
-def _with_outputs(items: Sequence[Any]) -> list[Any]:
-    """The same inputs with outputs that are this variant's own."""
-    return [replace(item, out=torch.empty_like(item.out)) for item in items]
+    stored = not config.fused and not int8
+    return _layer(x, items, made, INT8 if int8 else EXACT, kind, stored, facts=facts)
 
 
 def _layer(
     x: Case,
-    items: Sequence[Any],
-    calls: Sequence[Callable[[], Any]],
-    facts: Callable[[], Mapping[str, Any]] | None = None,
+    items: Sequence[LayerInputs],
+    calls: Sequence[Call],
     tolerance: Mapping[str, float] = EXACT,
     kind: str = "",
     stored: bool = False,
+    **more: Any,
 ) -> Trial:
-    """A trial of calls that write their item's `out`. stored: gate and up pass through memory, rounded."""
-
-    def poison() -> None:
-        for item in items:
-            item.out.fill_(math.nan)
+    """A trial of calls that write their item's `out`. kind: of the weights; stored: gate and up pass through memory."""
 
     def check() -> dict[str, float]:
         calls[0]()
         return _errors(items[0].out[_some(x)], _expected(x, items[0], kind, stored))
 
-    def written() -> bool:
-        return not any(bool(item.out.isnan().any()) for item in items)
-
-    return Trial(calls, poison, written, check, tolerance, facts=facts)
+    return trial(calls, [item.out for item in items], check, tolerance, **more)
 
 
 def _some(x: Case) -> Tensor:
@@ -258,7 +227,7 @@ def _some(x: Case) -> Tensor:
     return torch.linspace(0, x["T"] - 1, min(CHECKED, x["T"])).long()
 
 
-def _expected(x: Case, item: Any, kind: str, stored: bool = False) -> Tensor:
+def _expected(x: Case, item: LayerInputs, kind: str = "", stored: bool = False) -> Tensor:
     """Those tokens' outputs in float64; stored: rounded where they pass from kernel to kernel (`reference.layer`)."""
     some = _some(x).to(item.x.device)
 
@@ -266,79 +235,64 @@ def _expected(x: Case, item: Any, kind: str, stored: bool = False) -> Tensor:
         dtype = item.x.dtype if stored else None
         return reference.layer(item.x[some], item.ids[some], item.weights[some], item.w1, item.w2, dtype)
 
-    return _of_case(_owner(x, item.x.device), ("expected", kind, stored, item.x.data_ptr()), make)
+    return _shared(x, item.x.device, ("expected", kind or x["weights"], stored, item.x.data_ptr()), make)
 
 
 def _errors(found: Tensor, expected: Tensor) -> dict[str, float]:
-    largest, rms = reference.errors(found, expected)
-    return {"max": largest, "rms": rms}
+    return dict(zip(("max", "rms"), reference.errors(found, expected), strict=True))
 
 
 def grouped_mm(x: Case, device: Any, sets: int, seed: int) -> Trial:
     """torch's grouped product with the lab's kernels around it."""
-    from labkit.studies.moe_persistent_grid import peers
-
     items = _with_outputs(inputs(x, device, sets, seed))
     return _layer(x, items, [peers.grouped_mm(item) for item in items], stored=True)
 
 
 def loop(x: Case, device: Any, sets: int, seed: int) -> Trial:
     """A loop over experts of torch.mm."""
-    from labkit.studies.moe_persistent_grid import peers
-
     items = _with_outputs(inputs(x, device, sets, seed))
-    return _layer(x, items, [peers.loop(item) for item in items], tolerance=LOOPED, stored=True)
+    return _layer(x, items, [peers.loop(item) for item in items], LOOPED, stored=True)
 
 
 def liger(x: Case, device: Any, sets: int, seed: int) -> Trial:
     """liger-kernel's fused layer, which returns its output."""
-    from labkit.studies.moe_persistent_grid import peers
-
     items = inputs(x, device, sets, seed)
     calls = [peers.liger(item, tune=place == 0) for place, item in enumerate(items)]
-
-    def check() -> dict[str, float]:
-        return _errors(calls[0]()[_some(x)], _expected(x, items[0], x["weights"]))
-
-    return Trial(calls, check=check, tolerance=EXACT)
+    return trial(calls, (), lambda: _errors(calls[0]()[_some(x)], _expected(x, items[0])), EXACT)
 
 
 def added(function: Callable[..., Any], x: Case, device: Any, sets: int, seed: int) -> Trial:
     """A function of the reader's own, function(x, ids, weights, w1, w2, out), on the tensors of the other variants."""
     items = _with_outputs(inputs(x, device, sets, seed))
 
-    def bind(item: Any) -> Callable[[], Any]:
-        values = [getattr(item, name) for name in SIGNATURE]
-        return lambda: function(*values)
+    def bind(item: LayerInputs) -> Call:
+        return lambda: function(item.x, item.ids, item.weights, item.w1, item.w2, item.out)
 
     return _layer(x, items, [bind(item) for item in items])
 
 
 def read(x: Case, device: Any, sets: int, seed: int) -> Trial:
     """The ceiling: the weights of the experts that got a token."""
-    from labkit.studies.moe_persistent_grid import ceilings
-
     items = inputs(x, device, sets, seed)
     wanted = {"gemm1": ("w1",), "gemm2": ("w2",)}.get(x.op, ("w1", "w2"))
-
-    def bind(item: Any) -> list[Any]:
-        experts = item.ids.unique().int()
-        return [ceilings.read(getattr(item, name), experts) for name in wanted]
-
-    launches = [bind(item) for item in items]
-    calls = [lambda some=some: [launch() for launch in some] for some in launches]
+    experts = [item.ids.unique() for item in items]
+    launches = [
+        [ceilings.read(getattr(item, name), some.int()) for name in wanted]
+        for item, some in zip(items, experts, strict=True)
+    ]
+    calls = [in_order(some) for some in launches]
 
     def check() -> dict[str, float]:
         calls[0]()
-        experts = items[0].ids.unique().long()
         off = 0
         for name, launch in zip(wanted, launches[0], strict=True):
             w = getattr(items[0], name)
             parts = [w.packed, w.scales] if isinstance(w, Int4) else [w]
-            off += abs(sum(_halves(part[e]) for part in parts for e in experts) - int(launch.args["partial"].sum()))
+            expected = sum(_halves(part[e]) for part in parts for e in experts[0].long())
+            off += abs(expected - int(launch.args["partial"].sum()))
         return {"sum": float(off)}
 
-    return Trial(calls, check=check, tolerance={"sum": 0.0}, moves=work.weight_bytes(x))
+    return trial(calls, (), check, {"sum": 0.0}, moves=work.weight_bytes(x))
 
 
 def _halves(part: Tensor) -> int:
@@ -351,72 +305,41 @@ def _halves(part: Tensor) -> int:
 
 
 def gemm(x: Case, device: Any, sets: int, seed: int, **how: Any) -> Trial:
-    """One of the two products, as the case's operation says, on what the launches before it leave."""
-    from labkit.kernels.experts.inputs import workspace
+    """One of the two products, on what the launches before it leave; how: arguments of `config_of`.
 
-    items = inputs(x, device, sets, seed)
+    Which one is said by the case's operation, or by the candidate of the tuned table.
+    """
+    items, choice = inputs(x, device, sets, seed), how.get("choice")
     scratch = workspace(items[0])
-    made = [_built(x, item, _own_tables(scratch), **how) for item in items]
-    return _gemm(x, items, made, x.op, int8=bool(how.get("int8")))
+    made = [_built(x, item, scratch, **how) for item in items]
+    found = _gemm(x, items[0], made, choice.gemm if choice else x.op, bool(how.get("int8")))
+    return replace(found, facts=None) if choice else found  # what is tuned is not looked at
 
 
-def candidate(x: Case, device: Any, sets: int, seed: int, choice: Candidate) -> Trial:
-    """One candidate of the tuned table, checked like every variant."""
-    from labkit.kernels.experts import expert_layer as experts_expert_layer
-    from labkit.kernels.experts import inputs as experts_inputs
-
-    items = inputs(x, device, sets, seed)
-    scratch = experts_inputs.workspace(items[0])
-    made = [experts_expert_layer.plain_layer(item, configured(x, choice), _own_tables(scratch)) for item in items]
-    return _gemm(x, items, made, choice.gemm, looked_at=False)
-
-
-def candidates(x: Case) -> list[Candidate]:
-    """What is tried for a case's table."""
-    return choose.candidates(x["T"], x["E"], x["top_k"], x["H"], x["I"], x["weights"] == "INT4")
-
-
-def configured(x: Case, choice: Candidate) -> Config:
-    """A whole layer's configuration with one candidate; its other GEMM is as the rule has it, for the same blocks."""
-    ruled = choose.rule(x["T"], x["E"], x["top_k"], x["H"], x["I"], x["weights"] == "INT4")
-    return replace(ruled, block_m=choice.block_m, rows=None, **{choice.gemm: choice.tile})
-
-
-def _gemm(
-    x: Case, items: Sequence[Any], made: Sequence[Any], op: str, int8: bool = False, looked_at: bool = True
-) -> Trial:
-    """looked_at: take the kernel's registers and the like for the row's evidence."""
+def _gemm(x: Case, item: LayerInputs, made: Sequence[Layer], op: str, int8: bool = False) -> Trial:
     calls = [one.launches[op] for one in made]
     if not _only_compiled():
         for one in made:
             _until(one, op)
 
-    def output() -> Tensor:
-        return calls[0].args["c"]
+    def poison() -> None:
+        calls[0].args["c"].fill_(math.nan)
 
     def check() -> dict[str, float]:
-        output().fill_(math.nan)
+        poison()
         _until(made[0], op)
-        return _errors(*_rows_of(x, items[0], made[0], op, int8))
+        return _errors(_found_rows(item, made[0], op), _expected_rows(x, item, made[0], op, int8))
 
     def written() -> bool:
-        return not bool(_found_rows(x, items[0], made[0], op).isnan().any())
+        return not bool(_found_rows(item, made[0], op).isnan().any())
 
     def facts() -> dict[str, Any]:
-        return evidence(made[0], op) | {"bits": _hash(_found_rows(x, items[0], made[0], op))}
+        return evidence(made[0], op) | {"bits": hash_of(_found_rows(item, made[0], op))}
 
-    return Trial(
-        calls, lambda: output().fill_(math.nan), written, check, EXACT, calls[0], facts=facts if looked_at else None,
-        dissect=False,
-    )  # fmt: skip
+    return Trial(calls, poison, written, check, EXACT, calls[0], facts=facts, dissect=False)
 
 
-def _hash(values: Tensor) -> str:
-    """Of the bits of some values."""
-    return hashlib.sha256(values.contiguous().cpu().view(torch.uint8).numpy().tobytes()).hexdigest()[:12]
-
-
-def _until(made: Any, op: str) -> None:
+def _until(made: Layer, op: str) -> None:
     """Launch everything up to one of the products."""
     for name, launch in made.launches.items():
         launch()
@@ -424,7 +347,7 @@ def _until(made: Any, op: str) -> None:
             return
 
 
-def _slots(x: Case, item: Any, made: Any) -> list[tuple[int, int, int]]:
+def _slots(item: LayerInputs, made: Layer) -> list[tuple[int, int, int]]:
     """Some slots: each one's number, the row that it is sorted to, and its expert."""
     ids = item.ids.flatten()
     slots = torch.linspace(0, len(ids) - 1, min(CHECKED_SLOTS, len(ids))).long().to(ids.device)
@@ -432,36 +355,40 @@ def _slots(x: Case, item: Any, made: Any) -> list[tuple[int, int, int]]:
     return list(zip(slots.tolist(), rows.tolist(), ids[slots].tolist(), strict=True))
 
 
-def _found_rows(x: Case, item: Any, made: Any, op: str) -> Tensor:
-    """The rows of those slots that a product wrote: the first one sorted, the second one in the order of the slots."""
+def _row(made: Layer, op: str, place: int) -> Tensor:
+    """A row that a product wrote."""
     args = made.launches[op].args
     width = args["N"] // 2 if op == "gemm1" and made.config.fused else args["N"]
-    where = [row if op == "gemm1" else slot for slot, row, _ in _slots(x, item, made)]
-    values = args["c"].view(-1)
-    return torch.stack([values[at * width :][:width] for at in where])
+    return args["c"].view(-1)[place * width :][:width]
 
 
-def _rows_of(x: Case, item: Any, made: Any, op: str, int8: bool) -> tuple[Tensor, Tensor]:
-    """Those rows, and the same in float64 from what the product read; of the first one, for all variants of a case."""
-    slots, fused = _slots(x, item, made), made.config.fused
+def _found_rows(item: LayerInputs, made: Layer, op: str) -> Tensor:
+    """The rows of those slots that a product wrote: the first one sorted, the second one in the order of the slots."""
+    return torch.stack([_row(made, op, row if op == "gemm1" else slot) for slot, row, _ in _slots(item, made)])
 
-    def expected() -> Tensor:
+
+def _expected_rows(x: Case, item: LayerInputs, made: Layer, op: str, int8: bool) -> Tensor:
+    """The same in float64 from what the product read; of the first one, for all variants of a case."""
+    fused = made.config.fused
+
+    def make() -> Tensor:
         found = []
-        for slot, row, e in slots:
-            w = _expert(x, item, op, e)
-            a = item.x[slot // x["top_k"]].double() if op == "gemm1" else _hidden(made, row)
-            y = w @ _eight_bit(a, int8)
+        for slot, row, e in _slots(item, made):
+            if op == "gemm1":
+                a = item.x[slot // x["top_k"]].double()
+            else:
+                a = _row(made, "gemm1", row).double()
+                a = a if fused else _silu_up(a)
+            y = _expert(x, item, op, e) @ (_eight_bit(a) if int8 else a)
             found.append(_silu_up(y) if op == "gemm1" and fused else y)
         return torch.stack(found)
 
     if op == "gemm2":
-        return _found_rows(x, item, made, op), expected()
-    return _found_rows(x, item, made, op), _of_case(
-        _owner(x, item.x.device), ("rows", fused, int8, item.x.data_ptr()), expected
-    )
+        return make()
+    return _shared(x, item.x.device, ("rows", fused, int8, item.x.data_ptr()), make)
 
 
-def _expert(x: Case, item: Any, op: str, e: int) -> Tensor:
+def _expert(x: Case, item: LayerInputs, op: str, e: int) -> Tensor:
     """An expert's weights in float64, made once for all variants of a case."""
     w = item.w1 if op == "gemm1" else item.w2
 
@@ -469,15 +396,7 @@ def _expert(x: Case, item: Any, op: str, e: int) -> Tensor:
         return experts_int4.dequantise(Int4(w.packed[e], w.scales[e])) if isinstance(w, Int4) else w[e].double()
 
     place = (w.packed if isinstance(w, Int4) else w).data_ptr()
-    return _of_case(_owner(x, item.x.device), ("expert", place, e), make)
-
-
-def _hidden(made: Any, row: int) -> Tensor:
-    """A row between the products, float64, as the second one takes it."""
-    args = made.launches["gemm1"].args
-    width = args["N"] // 2 if made.config.fused else args["N"]
-    values = args["c"].view(-1)[row * width :][:width].double()
-    return values if made.config.fused else _silu_up(values)
+    return _shared(x, item.x.device, ("expert", place, e), make)
 
 
 def _silu_up(values: Tensor) -> Tensor:
@@ -485,14 +404,13 @@ def _silu_up(values: Tensor) -> Tensor:
     return gate * torch.sigmoid(gate) * up
 
 
-def _eight_bit(values: Tensor, int8: bool) -> Tensor:
-    if not int8:
-        return values
+def _eight_bit(values: Tensor) -> Tensor:
+    """The values as they are once they are quantised to 8 bits."""
     whole, scales = experts_int4.quantise_rows(values, choose.INT8_GROUP)
     return (whole.unflatten(-1, (-1, choose.INT8_GROUP)) * scales[..., None]).flatten(-2)
 
 
-def evidence(made: Any, op: str) -> dict[str, Any]:
+def evidence(made: Layer, op: str) -> dict[str, Any]:
     """What is known of one GEMM of a layer whose routing has run: its grid, and what its kernel was compiled to.
 
     live: blocks that have a token, of the `blocks` of the grid; tiles: those that are worked on; programs: launched.
@@ -518,22 +436,18 @@ def limited(x: Case, device: Any, sets: int, seed: int, sms: int, grid: str) -> 
 
     grid: "tiles", or "filled": persistent, as many programs as those multiprocessors hold.
     """
-    from labkit.kernels.experts import expert_layer as experts_expert_layer
-    from labkit.studies.moe_persistent_grid import green_context as part
-
     [item] = inputs(x, device, 1, seed)
+    scratch = _own_tables(_shared(x, device, "scratch", lambda: workspace(item)))
     config = config_of(x, device, "rule", grid="tiles", dependent=False)  # the next launch would hide this one's end
-    made = experts_expert_layer.plain_layer(item, config, _scratch(x, item))
-    stream, seen = part.stream_on(sms, torch.device(device))
+    made = expert_layer.layer(item, config, scratch)
+    stream, seen = green_context.stream_on(sms, torch.device(device))
     if grid == "filled":
         programs = seen * resident(made.launches["gemm1"])
-        made = experts_expert_layer.plain_layer(
-            item, replace(config, gemm1=replace(config.gemm1, programs=programs)), _scratch(x, item)
-        )
-    trial = _gemm(x, [item], [made], "gemm1")
+        made = expert_layer.layer(item, replace(config, gemm1=replace(config.gemm1, programs=programs)), scratch)
+    found = _gemm(x, item, [made], "gemm1")
     torch.cuda.synchronize(device)
     launch = made.launches["gemm1"]
-    return Trial(
-        trial.calls, check=trial.check, tolerance=EXACT, timer=lambda: part.timed(stream, launch),
-        facts=lambda: evidence(made, "gemm1") | {"seen": seen}, dissect=False,
+    return replace(
+        found, poison=None, written=None, launch=None, timer=lambda: green_context.timed(stream, launch),
+        facts=lambda: evidence(made, "gemm1") | {"seen": seen},
     )  # fmt: skip

@@ -1,7 +1,23 @@
-"""Names of the study's variants and what makes them; in the order of its pages."""
+"""What is timed: the names of the variants, one table of them for each operation, and which of them a case has.
 
-from collections.abc import Mapping
-from typing import Any
+Operations: `layer`, a whole layer; `gemm1` and `gemm2`, one of its products; `waves`, GEMM1 on parts of the GPU;
+`tune`, candidates for the tuned table, of either product.
+"""
+
+from typing import Any, NamedTuple
+
+from labkit.bench.spec import Case, Variant, variant
+from labkit.kernels.experts import choose
+from labkit.studies.moe_persistent_grid.models import MIXTRAL, QWEN35_35B
+from labkit.studies.moe_persistent_grid.routings import UNIFORM
+
+STUDY, EXPERTS = "labkit.studies.moe_persistent_grid", "labkit.kernels.experts"
+GEMMS = ("gemm1", "gemm2")
+TINY = "tiny"  # the model of the cases for the interpreter, which have every variant
+SOURCE_T = 1642  # tokens of the source's prefill
+ABLATED = (QWEN35_35B.name, MIXTRAL.name)  # models for which every change is timed, the first one the source's
+ABLATED_AT = {"INT4": (16, 128, 512, SOURCE_T), "bf16": (128, SOURCE_T)}  # and tokens; the source's weights are INT4
+READ_UP_TO = 1642  # tokens, up to which reading the weights bounds a layer, and what a launch costs is seen
 
 # Whole layers
 OURS = "ours"
@@ -16,17 +32,16 @@ LIGER = "liger-kernel, its host sync left out"
 LOOP = "loop of torch.mm, eager"
 READ = "read the experts' weights"
 RIVALS = (GROUPED, LIGER, LOOP)
-TUNED_FOR = 1642  # tokens that OTHER_TOKENS was tuned for: the source's prefill
+TUNED_FOR = SOURCE_T  # tokens that OTHER_TOKENS was tuned for
 
 # The grids of one GEMM
 TILES, PERSISTENT = "one CTA a tile", "persistent"
-GROUPS = (1, 8, 16, 32)
+GRIDS = {TILES: "tiles", PERSISTENT: "SMs"}  # as `trials.config_of` has them
 EARLY, FILLED, FLAT, BOX, ONCE, ROWS = (
     "early exit", "SMs × occupancy", "flattened", "descriptor", "each byte once", "BM from the tokens",
 )  # fmt: skip
-OURS_TILES = f"ours, {TILES}"
-OURS_PERSISTENT = f"ours, {PERSISTENT}"
-OURS_FILLED = f"ours, {PERSISTENT}, {FILLED}"
+OURS_TILES, OURS_PERSISTENT = (f"ours, {grid}" for grid in GRIDS)
+OURS_FILLED = f"{OURS_PERSISTENT}, {FILLED}"
 
 
 def source(block_m: int = 16, grid: str = TILES, *changes: str, int8: bool = False) -> str:
@@ -34,9 +49,36 @@ def source(block_m: int = 16, grid: str = TILES, *changes: str, int8: bool = Fal
     return ", ".join([f"source{' W4A8' if int8 else ''} BM={block_m}", grid, *changes])
 
 
+GROUPS = (1, 8, 16, 32)
+# What the source tunes over beside its tile of 128 x 64 (ExecuTorch's fused_moe.py), at its own point alone: BN, BK,
+# stages. With 8-bit activations a K tile is the group that shares a scale.
+OTHER_TILES = {False: ((64, 64, 3), (64, 128, 3), (128, 128, 2)), True: ((64, 32, 3),)}
+MEANS: dict[str, dict[str, Any]] = {  # a change -> the arguments of `trials.config_of` that it stands for
+    EARLY: {"counted": True}, FILLED: {"grid": "filled"}, FLAT: {"flatten": True}, BOX: {"descriptor": True},
+    ONCE: {"unpack": "join"}, ROWS: {"block_m": 0},
+}  # fmt: skip
+MEANS |= {f"groups of {size}": {"group_m": size} for size in GROUPS}
+MEANS |= {
+    f"BN={n}, BK={k}": {"block_n": n, "block_k": k, "num_stages": stages}
+    for some in OTHER_TILES.values()
+    for n, k, stages in some
+}
+
+
 def grouped(group_m: int) -> str:
     """The source's persistent kernel with this GROUP_SIZE_M; 8 is its own."""
     return source(16, PERSISTENT, *([f"groups of {group_m}"] if group_m != 8 else []))
+
+
+def tuned_over(grid: str, int8: bool = False) -> list[str]:
+    """The source's variants of a grid that differ in their tile alone; the first one has its usual tile."""
+    others = [source(16, grid, f"BN={n}, BK={k}", int8=int8) for n, k, _ in OTHER_TILES[int8]]
+    return [source(16, grid, int8=int8), *others]
+
+
+def tiles_of(persistent: str) -> str:
+    """One of the source's persistent kernels -> the same in one CTA a tile; of one that is not persistent: empty."""
+    return persistent.replace(PERSISTENT, TILES).removesuffix(f", {FILLED}") if PERSISTENT in persistent else ""
 
 
 def limited(sms: int, grid: str) -> str:
@@ -45,48 +87,18 @@ def limited(sms: int, grid: str) -> str:
 
 
 SMS = (0, 128, 108, 96, 64)  # 128 and 108: those of an RTX 4090 and an A100
-STEPPED = tuple(limited(sms, grid) for sms in SMS for grid in (TILES, PERSISTENT))
-
-# Pairs of the same kernel in the two grids: one CTA a tile, persistent
-PAIRS = (
-    (source(16, TILES), source(16, PERSISTENT)),
-    (source(64, TILES), source(64, PERSISTENT)),
-    (source(16, TILES, int8=True), source(16, PERSISTENT, int8=True)),
-    (source(64, TILES, int8=True), source(64, PERSISTENT, int8=True)),
+BASE, FILLED_BASE = source(16, PERSISTENT), source(16, PERSISTENT, FILLED)
+PAIRS = (  # of the same kernel in the two grids: one CTA a tile, persistent
+    *((source(m, TILES, int8=int8), source(m, PERSISTENT, int8=int8)) for int8 in (False, True) for m in (16, 64)),
     (OURS_TILES, OURS_PERSISTENT),
     (OURS_TILES, OURS_FILLED),
 )
-# What the source tunes over beside its tile of 128 x 64 (ExecuTorch's fused_moe.py), at its own point alone: BN, BK,
-# stages. With 8-bit activations a K tile is the group that shares a scale.
-OTHER_TILES = {False: ((64, 64, 3), (64, 128, 3), (128, 128, 2)), True: ((64, 32, 3),)}
-
-
-def tuned_over(grid: str, int8: bool = False) -> dict[str, dict[str, int]]:
-    """The source's variants of a grid that differ in their tile alone, and how; the first one has its usual tile."""
-    found: dict[str, dict[str, int]] = {source(16, grid, int8=int8): {}}
-    for block_n, block_k, stages in OTHER_TILES[int8]:
-        size = {"block_n": block_n, "block_k": block_k, "num_stages": stages}
-        found[source(16, grid, f"BN={block_n}", f"BK={block_k}", int8=int8)] = size
-    return found
-
-
-BASE, FILLED_BASE = source(16, PERSISTENT), source(16, PERSISTENT, FILLED)
-# Source's persistent kernels -> the same in one CTA a tile
-TILES_OF = {persistent: tiles for tiles, persistent in PAIRS if persistent.startswith("source")}
-TILES_OF[FILLED_BASE] = source(16, TILES)
-for _int8 in (False, True):
-    TILES_OF |= dict(zip(tuned_over(PERSISTENT, _int8), tuned_over(TILES, _int8), strict=True))
-TILES_OF |= {source(16, PERSISTENT, EARLY, *more): source(16, TILES, EARLY) for more in ((), (FILLED,))}
+CHANGED = (  # of the source's kernel with blocks of 16 rows: its grid, and what is changed in it, the last thing last
+    (PERSISTENT, EARLY), (TILES, EARLY), (PERSISTENT, FILLED), (PERSISTENT, EARLY, FILLED), (PERSISTENT, FLAT),
+    (PERSISTENT, ONCE), (PERSISTENT, ONCE, BOX), (PERSISTENT, BOX), (PERSISTENT, ROWS),
+)  # fmt: skip
 CHANGES = (  # variant, and the one of which it changes one thing
-    (source(16, PERSISTENT, EARLY), BASE),
-    (source(16, TILES, EARLY), source(16, TILES)),
-    (source(16, PERSISTENT, FILLED), BASE),
-    (source(16, PERSISTENT, EARLY, FILLED), source(16, PERSISTENT, EARLY)),
-    (source(16, PERSISTENT, FLAT), BASE),
-    (source(16, PERSISTENT, ONCE), BASE),
-    (source(16, PERSISTENT, ONCE, BOX), source(16, PERSISTENT, ONCE)),
-    (source(16, PERSISTENT, BOX), BASE),  # of bf16 weights, which have no bytes to load twice
-    (source(16, PERSISTENT, ROWS), BASE),
+    *((source(16, *words), source(16, *words[:-1])) for words in CHANGED),
     (source(64, PERSISTENT), BASE),
     (source(64, TILES), source(16, TILES)),
     (source(16, PERSISTENT, int8=True), BASE),
@@ -94,145 +106,158 @@ CHANGES = (  # variant, and the one of which it changes one thing
 )
 
 
-def layer_variants(weights: str, uniform: bool, ablated: bool) -> dict[str, str]:
-    """Name -> role of the variants of a whole layer, the first one repeated as A/A. uniform: the routing."""
-    found = {OURS: "ours"}
-    if weights != "INT4":
-        found |= {GROUPED: "peer"}
-        return found | ({LIGER: "peer", LOOP: "baseline"} | _CHOICES if uniform else {})
-    found |= {OURS_BF16: "baseline", RULE: "step", BY_TILES: "step", BYTES: "step", WORDS: "step"}
-    both = (TILES, PERSISTENT) if ablated else ()
-    return found | {source(16, grid, int8=int8): "step" for int8 in (False, True) for grid in both}
+class Line(NamedTuple):
+    """A variant: name, role, its function of `trials`, and the arguments of that."""
+
+    name: str
+    role: str
+    make: str
+    options: dict[str, Any]
 
 
-_CHOICES = {ORDINARY: "step", BY_TILES: "step", RULE: "step", OTHER_TOKENS: "step", READ: "ceiling"}
+def _of_source(block_m: int, grid: str, *words: str, int8: bool = False) -> Line:
+    options = {"block_m": block_m, "grid": GRIDS[grid], "int8": int8}
+    for word in words:
+        options |= MEANS[word]
+    name = source(block_m, grid, *words, int8=int8)
+    return Line(name, "baseline" if name == source(16, TILES) else "step", "gemm", options)
 
 
-def gemm_variants(weights: str, ablated: bool, own_point: bool = False) -> dict[str, str]:
-    """Name -> role of the variants of one GEMM, the first one repeated as A/A. own_point: the source's prefill."""
-    found = [OURS_TILES, OURS_PERSISTENT, OURS_FILLED]
-    if ablated:
-        wanted = [name for pair in (*PAIRS, *CHANGES) for name in pair]
-        found += [name for name in wanted if name in _makers(weights)]
-    if own_point:
-        found += [name for int8 in (False, True) for grid in (TILES, PERSISTENT) for name in tuned_over(grid, int8)]
-    found = dict.fromkeys(found, "step")
-    return found | ({source(16, TILES): "baseline"} if ablated else {}) | {READ: "ceiling"}
+_BOTH = [(int8, block_m, grid) for int8 in (False, True) for block_m in (16, 64) for grid in GRIDS]
+_SOURCE = [_of_source(block_m, grid, int8=int8) for int8, block_m, grid in _BOTH]
+LINES = {  # operation, of layers with the kind of weights -> its variants; the first one is repeated as A/A
+    "layer": [
+        Line(OURS, "ours", "layer", {}),
+        Line(GROUPED, "peer", "grouped_mm", {}),
+        Line(LIGER, "peer", "liger", {}),
+        Line(LOOP, "baseline", "loop", {}),
+        Line(ORDINARY, "step", "layer", {"dependent": False}),
+        Line(BY_TILES, "step", "layer", {"rows": False}),
+        Line(RULE, "step", "layer", {"base": "rule"}),
+        Line(OTHER_TOKENS, "step", "layer", {"tokens": TUNED_FOR}),
+        Line(READ, "ceiling", "read", {}),
+    ],
+    "layer, INT4": [
+        Line(OURS, "ours", "layer", {}),
+        Line(OURS_BF16, "baseline", "layer", {"plain": True}),
+        Line(RULE, "step", "layer", {"base": "rule"}),
+        Line(BY_TILES, "step", "layer", {"rows": False}),
+        Line(BYTES, "step", "layer", {"words": False}),
+        Line(WORDS, "step", "layer", {"words": True}),
+        *(
+            Line(one.name, "step", "layer", {"base": "source"} | one.options)
+            for one in _SOURCE
+            if one.options["block_m"] == 16
+        ),
+    ],
+    "gemm": [
+        Line(OURS_TILES, "step", "gemm", {"base": "ours", "grid": "tiles"}),
+        Line(OURS_PERSISTENT, "step", "gemm", {"base": "ours", "grid": "SMs"}),
+        Line(OURS_FILLED, "step", "gemm", {"base": "ours", "grid": "filled"}),
+        *_SOURCE,
+        *(_of_source(16, *words) for words in CHANGED),
+        *(_of_source(16, PERSISTENT, f"groups of {size}") for size in GROUPS if size != 8),
+        *(
+            _of_source(16, grid, f"BN={n}, BK={k}", int8=int8)
+            for int8, some in OTHER_TILES.items()
+            for grid in GRIDS
+            for n, k, _ in some
+        ),
+        Line(READ, "ceiling", "read", {}),
+    ],
+    "waves": [
+        Line(limited(sms, grid), "step", "limited", {"sms": sms, "grid": how})
+        for sms in SMS
+        for grid, how in {TILES: "tiles", PERSISTENT: "filled"}.items()
+    ],
+}
 
 
-def _makers(weights: str) -> dict[str, dict[str, Any]]:
-    """Variant of one GEMM -> the arguments of `trials.gemm` that make it."""
-    found: dict[str, dict[str, Any]] = {
-        OURS_TILES: {"base": "ours", "grid": "tiles"},
-        OURS_PERSISTENT: {"base": "ours", "grid": "SMs"},
-        OURS_FILLED: {"base": "ours", "grid": "filled"},
-    }
-    for block_m in (16, 64):
-        for int8 in (False, True) if weights == "INT4" else (False,):
-            for name, grid in ((TILES, "tiles"), (PERSISTENT, "SMs")):
-                found[source(block_m, name, int8=int8)] = {"block_m": block_m, "grid": grid, "int8": int8}
-    changes: dict[tuple[str, ...], dict[str, Any]] = {
-        (EARLY,): {"counted": True},
-        (FILLED,): {"grid": "filled"},
-        (EARLY, FILLED): {"counted": True, "grid": "filled"},
-        (FLAT,): {"flatten": True},
-        (ROWS,): {"block_m": 0},
-    }
-    if weights == "INT4":
-        changes |= {(ONCE,): {"unpack": "join"}, (ONCE, BOX): {"unpack": "join", "descriptor": True}}
-    else:
-        changes[(BOX,)] = {"descriptor": True}
-    for words, options in changes.items():
-        found[source(16, PERSISTENT, *words)] = {"block_m": 16, "grid": "SMs", "int8": False, **options}
-    for size in GROUPS:
-        found[grouped(size)] = {"block_m": 16, "grid": "SMs", "int8": False} | ({"group_m": size} if size != 8 else {})
-    for int8 in (False, True) if weights == "INT4" else ():
-        for name, grid in ((TILES, "tiles"), (PERSISTENT, "SMs")):
-            for variant, size in tuned_over(name, int8).items():
-                found[variant] = {"block_m": 16, "grid": grid, "int8": int8} | size
-    found[source(16, TILES, EARLY)] = {"block_m": 16, "grid": "tiles", "int8": False, "counted": True}
-    return found
+def candidates(x: Case) -> list[choose.Candidate]:
+    """What is tried for a case's table."""
+    return choose.candidates(x["T"], x["E"], x["top_k"], x["H"], x["I"], x["weights"] == "INT4")
 
 
-def makers(op: str, weights: str, tokens: int = 0) -> dict[str, tuple[str, dict[str, Any]]]:
-    """Variant -> the name of its function in `trials`, and the arguments that make it this variant."""
-    if op == "waves":
-        grids = {TILES: "tiles", PERSISTENT: "filled"}
-        return {
-            limited(sms, grid): ("limited", {"sms": sms, "grid": how}) for sms in SMS for grid, how in grids.items()
-        }
-    if op in ("gemm1", "gemm2"):
-        return {name: ("gemm", options) for name, options in _makers(weights).items()} | {READ: ("read", {})}
-    found: dict[str, tuple[str, dict[str, Any]]] = {
-        OURS: ("one_token" if weights == "INT4" and tokens == 1 else "layer", {}),
-        ORDINARY: ("layer", {"dependent": False}),
-        BY_TILES: ("layer", {"rows": False}),
-        BYTES: ("one_token", {"words": False}),
-        WORDS: ("one_token", {"words": True}),
-        RULE: ("layer", {"base": "rule"}),
-        OTHER_TOKENS: ("layer", {"tokens": TUNED_FOR}),
-        OURS_BF16: ("layer", {"plain": True}),
-        GROUPED: ("grouped_mm", {}),
-        LIGER: ("liger", {}),
-        LOOP: ("loop", {}),
-        READ: ("read", {}),
-    }
-    for int8 in (False, True):
-        for name, grid in ((TILES, "tiles"), (PERSISTENT, "SMs")):
-            options = {"base": "source", "block_m": 16, "grid": grid, "int8": int8}
-            found[source(16, name, int8=int8)] = ("layer", options)
-    return found
+def lines(x: Case) -> list[Line]:
+    """The variants of a case."""
+    if x.op == "tune":
+        return [Line(str(one), "step", "gemm", {"choice": one}) for one in candidates(x)]
+    key = "gemm" if x.op in GEMMS else f"{x.op}, INT4" if (x.op, x["weights"]) == ("layer", "INT4") else x.op
+    return [line for line in LINES[key] if _takes(x, line.name)]
+
+
+def _takes(x: Case, name: str) -> bool:
+    """Whether a variant is timed in a case."""
+    T, int4 = x["T"], x["weights"] == "INT4"
+    if name in (READ, ORDINARY):
+        return T <= READ_UP_TO and (x.op != "layer" or _is_plain(x))
+    if name in (BY_TILES, BYTES, WORDS):
+        return T == 1 and (int4 or _is_plain(x))
+    if name == RULE and int4:
+        return T > 1  # nothing about one token is tuned
+    if name in (LIGER, LOOP, RULE, OTHER_TOKENS):
+        return _is_plain(x) and (name != OTHER_TOKENS or T != TUNED_FOR)
+    if not name.startswith("source"):
+        return True
+    if "BN=" in name:
+        return (x["model"], x["weights"], T) in ((ABLATED[0], "INT4", SOURCE_T), (TINY, "INT4", 5))
+    weights = "W4A8" not in name and ONCE not in name if not int4 else name != source(16, PERSISTENT, BOX)
+    return weights and ablated(x["model"], x["weights"], T)
+
+
+def _is_plain(x: Case) -> bool:
+    """Whether all that is no matter of routing is timed."""
+    return x["routing"] == UNIFORM or x["model"] == TINY
+
+
+def ablated(model: str, weights: str, tokens: int) -> bool:
+    """Whether every change of the source's kernel is timed in a case; weights: of a tiny case, fp32 or INT4."""
+    return model == TINY or (model in ABLATED and tokens in ABLATED_AT.get(weights, ()))
+
+
+def of(x: Case) -> list[Variant]:
+    """Candidates of the table (tune), whole layers and their rivals (layer), the grids (gemm1, gemm2, waves)."""
+    return [_variant(x, line) for line in lines(x)]
+
+
+def _variant(x: Case, line: Line) -> Variant:
+    shown, choice = line.options, line.options.get("choice")
+    if choice:
+        shown = {"gemm": choice.gemm, "block_m": choice.block_m, "tile": choice.tile.as_dict()}
+    return variant(
+        line.name, line.role, f"{STUDY}.trials:{line.make}", line.options, source=_runs(x, line), shown=shown,
+        mode="eager" if line.name == LOOP else "graph",
+    )  # fmt: skip
 
 
 # What runs, as "module:function": launchers, and before them the rules of their configuration; a table is no code
 
-_EXPERTS = "labkit.kernels.experts"
-_HERE = "labkit.studies.moe_persistent_grid"
+_RULE, _BY_WORDS = f"{EXPERTS}.choose:rule", f"{EXPERTS}.choose:by_words"
+_PRODUCTS, _TILES = f"{EXPERTS}.expert_layer:products", f"{EXPERTS}.expert_layer:by_tiles"
+_IN_BYTES, _IN_WORDS = f"{EXPERTS}.one_token:launches", f"{EXPERTS}.one_token_words:launches"
 _RUNS = {  # by the name of the function in `trials`, where that is enough
-    "candidate": (f"{_EXPERTS}.expert_layer:products",),
-    "limited": (
-        f"{_EXPERTS}.choose:rule",
-        f"{_EXPERTS}.expert_layer:products",
-        f"{_HERE}.green_context:stream_on",
-        f"{_HERE}.green_context:timed",
-    ),
-    "grouped_mm": (f"{_HERE}.peers:grouped_mm",),
-    "liger": (f"{_HERE}.peers:liger",),
-    "loop": (f"{_HERE}.peers:loop",),
-    "read": (f"{_HERE}.ceilings:read",),
-}
-_RUNS_INT4 = {  # of one token, by what `words` says
-    None: (
-        f"{_EXPERTS}.choose:rule",
-        f"{_EXPERTS}.choose:by_words",
-        f"{_EXPERTS}.one_token:launches",
-        f"{_EXPERTS}.one_token_words:launches",
-    ),
-    False: (f"{_EXPERTS}.choose:rule", f"{_EXPERTS}.one_token:launches"),
-    True: (f"{_EXPERTS}.choose:by_words", f"{_EXPERTS}.one_token_words:launches"),
-}
-_CHOOSES = {
-    "ours": (f"{_EXPERTS}.choose:rule",),
-    "rule": (f"{_EXPERTS}.choose:rule",),
-    "source": (f"{_EXPERTS}.choose:source",),
+    "limited": (_RULE, _PRODUCTS, f"{STUDY}.green_context:stream_on", f"{STUDY}.green_context:timed"),
+    "grouped_mm": f"{STUDY}.peers:grouped_mm",
+    "liger": f"{STUDY}.peers:liger",
+    "loop": f"{STUDY}.peers:loop",
+    "read": f"{STUDY}.ceilings:read",
 }
 
 
-def launchers(op: str, tokens: int, make: str, options: Mapping[str, Any]) -> tuple[str, ...]:
-    """What really runs in a variant of a case; make, options: as `makers` has them."""
-    if make == "one_token":
-        found = _RUNS_INT4[options.get("words")]
-    else:
-        found = _RUNS.get(make) or _by_choice(op, tokens, options)
-    return found
-
-
-def _by_choice(op: str, tokens: int, options: Mapping[str, Any]) -> tuple[str, ...]:
-    """Of a layer, or of one of its GEMMs, with a configuration that is chosen."""
-    found = _CHOOSES[options.get("base", "ours" if op == "layer" else "source")]
-    if options.get("block_m") == 0:  # by the tokens
-        found += (f"{_EXPERTS}.choose:rule",)
-    if op == "layer" and tokens == 1 and not options.keys() & {"grid", "tokens", "rows"}:  # these are about tiles
-        return (*found, f"{_EXPERTS}.one_token:launches")
-    found += (f"{_EXPERTS}.expert_layer:by_tiles" if op == "layer" else f"{_EXPERTS}.expert_layer:products",)
-    return (*found, f"{_HERE}.w4a8:_quantise", f"{_HERE}.w4a8:_gemm") if options.get("int8") else found
+def _runs(x: Case, line: Line) -> str | tuple[str, ...]:
+    """What really runs in a variant of a case."""
+    options = line.options
+    if "choice" in options:
+        return _PRODUCTS
+    if line.make in _RUNS:
+        return _RUNS[line.make]
+    if x.op == "layer" and x["T"] == 1 and not options.keys() & {"grid", "tokens", "rows"}:  # these are about tiles
+        if x["weights"] != "INT4" or "plain" in options:
+            return _RULE, _IN_BYTES
+        by_words = {None: (_RULE, _BY_WORDS, _IN_BYTES, _IN_WORDS), False: (_RULE, _IN_BYTES)}
+        return by_words.get(options.get("words"), (_BY_WORDS, _IN_WORDS))
+    is_source = options.get("base", "ours" if x.op == "layer" else "source") == "source"
+    found = (f"{EXPERTS}.choose:source" if is_source else _RULE,)
+    found += (_RULE,) if options.get("block_m") == 0 else ()  # by the tokens
+    found += (_TILES if x.op == "layer" else _PRODUCTS,)
+    return (*found, f"{STUDY}.w4a8:_quantise", f"{STUDY}.w4a8:_gemm") if options.get("int8") else found

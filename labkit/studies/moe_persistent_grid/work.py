@@ -10,9 +10,9 @@ SIZES = {"bf16": 2, "fp16": 2, "fp32": 4}
 # The routing of a case is one and the same in every process, so that its floor can be told. With this seed the experts
 # that get a token under uniform routing are, in every model, nearly as many as there are on average.
 ROUTING_SEED = 2
-# Matrices [H, I] of an expert that an operation has, of the three of a layer. Candidates ("tune") are of either GEMM:
-# the least that any of them must do.
-MATRICES = {"gemm1": 2, "gemm2": 1, "tune": 1}
+# Matrices [H, I] of an expert that an operation has, of the three of a layer. "waves" is GEMM1; candidates ("tune") are
+# of either GEMM: the least that any of them must do.
+MATRICES = {"gemm1": 2, "waves": 2, "gemm2": 1, "tune": 1}
 BALANCE = 266  # FLOP a byte, from which on an H100 is bound by its bf16 products rather than by reading
 
 
@@ -53,7 +53,7 @@ def floor(x: Case) -> Floor:
     """
     slots, size = x["T"] * x["top_k"], SIZES[x["activations"]]
     rows = {"gemm1": x["T"] * x["H"] + slots * x["I"], "gemm2": slots * (x["I"] + x["H"])}
-    rows["tune"] = min(rows.values())
+    rows |= {"tune": min(rows.values()), "waves": rows["gemm1"]}
     weights, products = weight_bytes(x), flops(x)
     moved = weights + rows.get(x.op, 2 * x["T"] * x["H"]) * size
     limit = "bf16" if products > BALANCE * moved else "read"
