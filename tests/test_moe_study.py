@@ -657,7 +657,7 @@ def test_int4_gemms_are_taken_together(rows):
     few = table[table["T"] == 16]
     assert few["% of reading"].tolist() == pytest.approx([100 / 1.1] * len(few), rel=0.02)  # tokens are moved as well
     assert few["% of reading here"].tolist() == pytest.approx([100 / 1.1] * len(few), rel=3e-3)
-    gain = tables.compared(rows, "layer", variants.OURS, variants.OURS_BF16)
+    gain = tables.compared(rows, variants.OURS, variants.OURS_BF16)
     assert gain["ratio"].tolist() == pytest.approx([3.0] * len(gain), rel=3e-3)
 
 
@@ -703,7 +703,7 @@ def test_the_sources_own_point(rows):
     assert math.isnan(table["tiles / this"][variants.source(16, variants.TILES)])
     assert math.isnan(table["launched an SM"][variants.source(16, variants.TILES)])
     assert table["tiles / this"][variants.FILLED_BASE] == pytest.approx(1.0, rel=3e-3)
-    assert table["us"].to_numpy() == pytest.approx((table["GEMM1 us"] + table["GEMM2 us"]).to_numpy())
+    assert table["µs, both"].to_numpy() == pytest.approx((table["GEMM1 µs"] + table["GEMM2 µs"]).to_numpy())
     assert (table["registers"][variants.BASE], table["GEMM2 CTAs"][variants.BASE]) == (96, CTAS)
     loads = table["8-bit loads"]
     assert (loads[variants.BASE], loads[variants.source(16, variants.PERSISTENT, variants.ONCE)]) == (64, 0)
@@ -909,7 +909,7 @@ def test_compiled_code_is_shown_of_recorded_rows_too():
 
 def test_each_grid_has_the_fastest_of_the_tiles_of_the_source():
     small = list(variants.tuned_over(variants.PERSISTENT))[1]
-    table = grid_views.tuned_point(frame({small: 1.2}, FEW))
+    table = tables.tuned_point(frame({small: 1.2}, FEW))
     assert table["kernel"].tolist() == ["W4A16", "W4A8"] * 2
     w4a16 = table[table["kernel"] == "W4A16"]
     assert set(w4a16["tile"]) == {"usual"}
@@ -1044,13 +1044,13 @@ def test_what_a_view_says_follows_from_the_rows(rows, view, said):
 
 
 VIEWS = (
-    "in_short", "rivals", "rates", "launching", "one_token", "other_runs", "ahead_of_those", "reading", "int4_gain",
-    "routings", "tuning", "prediction", "summary",
+    "in_short", "rivals", "rates", "launching", "one_token", "by_words", "words_said", "ahead_of_those", "reading",
+    "int4_gain", "routings", "tuning", "prediction", "summary",
 )  # fmt: skip
 GRID_VIEWS = (
-    "as_timed", "grid", "bits", "source_point", "tuned_point", "why", "occupancy", "order", "worth", "pays", "dead",
-    "steps", "parts", "other_gpus", "fuller",
+    "as_timed", "grid", "bits", "why", "occupancy", "order", "pays", "dead", "steps", "other_gpus", "fuller",
 )  # fmt: skip
+TABLES = ("source_point", "tuned_point", "worth", "persistent_on_parts", "beside_other_runs")
 PARTIAL = {
     "all": lambda rows: rows,
     "none": lambda rows: rows.iloc[:0],
@@ -1081,6 +1081,7 @@ def test_every_view_of_partial_rows_is_a_sentence_or_a_drawing(few, which):
     some = PARTIAL[which](few).reset_index(drop=True)
     made.check_views(views, VIEWS, some)
     made.check_views(grid_views, GRID_VIEWS, some)
+    made.check_views(tables, TABLES, some)
 
 
 def test_what_needs_no_measurement():

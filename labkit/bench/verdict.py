@@ -7,7 +7,7 @@ two processes differ in ways (addresses, clocks) that the blocks of one do not s
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -173,22 +173,6 @@ def compare_many(rows: pd.DataFrame, pairs: Sequence[tuple[str, str]]) -> list[C
         both = variant in samples and against in samples
         interval = ratio(samples[against], samples[variant]) if both else NAN
         found.append(Comparison(variant, against, interval, noise, verdict(interval, noise)))
-    return found
-
-
-def compared(
-    cases: Iterable[tuple[Mapping[str, Any], pd.DataFrame]], variant: str, against: str
-) -> list[dict[str, Any]]:
-    """Time of `against` over that of `variant` in every case that has both; the columns of a table, a row a case.
-
-    cases: what is said of a case, and its rows of one cache and mode.
-    """
-    found = []
-    for said, group in cases:
-        us = median_us(group)
-        if variant in us and against in us:
-            times = {"us": us[variant], "against us": us[against]}
-            found.append(dict(said) | times | compare(group, variant, against).columns())
     return found
 
 

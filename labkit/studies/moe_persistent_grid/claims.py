@@ -2,10 +2,12 @@
 
 import pandas as pd
 
-from labkit.bench.spec import Claim, Judgement
+from labkit.bench.spec import Claim, Judgement, untestable
+from labkit.bench.tables import processes, where
 from labkit.bench.verdict import geometric_mean
 from labkit.studies.moe_persistent_grid import tables, variants
 from labkit.studies.moe_persistent_grid.models import QWEN3_30B, QWEN35_35B
+from labkit.studies.moe_persistent_grid.variants import SOURCE_T
 
 PREFILL = (6171, 6127)  # tokens a second, activations quantised before, then the persistent grid as well
 DECODE = (99.0, 84.5)
@@ -18,23 +20,14 @@ FEW = 512  # tokens, up to which the source expects gains
 PROCESSES = 3
 
 
-def _untestable(why: str) -> Judgement:
-    return Judgement("not testable here", "–", why)
-
-
-def _processes(rows: pd.DataFrame, op: str) -> int:
-    """In how many processes the cases of an operation were measured, the least of them."""
-    return min((len(set(run)) for run in rows[(rows["op"] == op) & rows["ok"]]["run"]), default=0)
-
-
 def _point(rows: pd.DataFrame) -> pd.Series:
     """µs of both GEMMs of the source's own case by variant; empty if it was not measured in enough processes."""
-    if min(_processes(rows, op) for op in ("gemm1", "gemm2")) < PROCESSES:
+    if min(processes(rows, op) for op in ("gemm1", "gemm2")) < PROCESSES:
         return pd.Series(dtype=float)
-    return tables.source_point(rows).set_index("variant")["us"]
+    return tables.source_point(rows).set_index("variant")["µs, both"]
 
 
-NO_POINT = f"needs both INT4 GEMMs of {QWEN35_35B.name} at {tables.SOURCE_T} tokens in {PROCESSES} processes"
+NO_POINT = f"needs both INT4 GEMMs of {QWEN35_35B.name} at {SOURCE_T} tokens in {PROCESSES} processes"
 
 
 def _how(rows: pd.DataFrame, tuned: bool = False) -> str:
@@ -49,10 +42,10 @@ def judge_prefill(rows: pd.DataFrame) -> Judgement:
     us = _point(rows)
     tiles, persistent = (variants.source(16, grid, int8=True) for grid in (variants.TILES, variants.PERSISTENT))
     if not {tiles, persistent} <= set(us.index):
-        return _untestable(NO_POINT)
+        return untestable(NO_POINT)
     tuned = tables.tuned_point(rows)
-    tuned = tuned[tuned["kernel"] == "W4A8"]
-    sums = tuned[["us", "persistent us"]].sum() if len(tuned) == 2 else pd.Series([us[tiles], us[persistent]])
+    tuned = where(tuned, kernel="W4A8")
+    sums = tuned[["µs", "persistent µs"]].sum() if len(tuned) == 2 else pd.Series([us[tiles], us[persistent]])
     gain = sums.iloc[0] / sums.iloc[1]
     measured = f"×{gain:.3f} for the two W4A8 GEMMs, one CTA a tile / persistent"
     measured += ", each with the fastest of the source's tiles" if len(tuned) == 2 else ""
@@ -75,8 +68,8 @@ def judge_few_tokens(rows: pd.DataFrame) -> Judgement:
     """Does the source's persistent grid pay for up to 512 tokens?"""
     table = tables.persistence(rows)
     table = table[table["kernel"].str.startswith("source") & (table["weights"] == "INT4") & (table["T"] <= FEW)]
-    if table.empty or _processes(rows, "gemm1") < PROCESSES:
-        return _untestable(f"needs the source's INT4 kernels at {FEW} tokens or fewer in {PROCESSES} processes")
+    if table.empty or processes(rows, "gemm1") < PROCESSES:
+        return untestable(f"needs the source's INT4 kernels at {FEW} tokens or fewer in {PROCESSES} processes")
     best = table.loc[table["ratio"].idxmax()]
     faster = (table["verdict"] == "faster").sum()
     mean = geometric_mean(table["ratio"])
@@ -95,7 +88,7 @@ def judge_fewer_sms(rows: pd.DataFrame) -> Judgement:
     table = tables.persistent_on_parts(rows)
     sizes = sorted(table["SMs"].unique())
     if len(sizes) < 2:
-        return _untestable("needs a GEMM on all and on fewer multiprocessors of this GPU (green contexts)")
+        return untestable("needs a GEMM on all and on fewer multiprocessors of this GPU (green contexts)")
     means = {size: geometric_mean(table[table["SMs"] == size]["ratio"]) for size in sizes}
     measured = "one CTA a tile / persistent: " + ", ".join(f"{size} SMs ×{mean:.3f}" for size, mean in means.items())
     whole = means[sizes[-1]]
@@ -109,7 +102,7 @@ def judge_fewer_sms(rows: pd.DataFrame) -> Judgement:
 def judge_decode(rows: pd.DataFrame) -> Judgement:
     """Decode at that commit does not run the kernels that were changed."""
     del rows
-    return _untestable("decode calls another operator, which the pull request does not change: no cause to test")
+    return untestable("decode calls another operator, which the pull request does not change: no cause to test")
 
 
 def judge_blocks(rows: pd.DataFrame) -> Judgement:
@@ -117,7 +110,7 @@ def judge_blocks(rows: pd.DataFrame) -> Judgement:
     us = _point(rows)
     narrow, wide = (variants.source(size, variants.TILES) for size in (16, 64))
     if not {narrow, wide} <= set(us.index):
-        return _untestable(NO_POINT)
+        return untestable(NO_POINT)
     ratio = us[narrow] / us[wide]
     measured = f"×{ratio:.2f} for both W4A16 GEMMs"
     if WIDER_BLOCKS / ABOUT <= ratio <= WIDER_BLOCKS * ABOUT:
@@ -130,9 +123,9 @@ def judge_blocks(rows: pd.DataFrame) -> Judgement:
 
 def judge_loop(rows: pd.DataFrame) -> Judgement:
     """Is an expert layer that much faster than a loop over experts, and is the persistent grid what makes it so?"""
-    table = tables.loop_gain(rows)
-    if table.empty or _processes(rows, "layer") < PROCESSES:
-        return _untestable(f"needs our layer and the loop in {PROCESSES} processes")
+    table = tables.compared(rows, variants.OURS, variants.LOOP)
+    if table.empty or processes(rows, "layer") < PROCESSES:
+        return untestable(f"needs our layer and the loop in {PROCESSES} processes")
     low, high = table["ratio"].min(), table["ratio"].max()
     within = int(table["ratio"].between(*LOOP).sum())
     measured = f"loop / ours ×{low:.2f} to ×{high:.2f} over {len(table)} cases, {within} in the published range"
@@ -149,12 +142,11 @@ def judge_loop(rows: pd.DataFrame) -> Judgement:
 
 def judge_liger(rows: pd.DataFrame) -> Judgement:
     """Does liger-kernel reach its TFLOP/s?"""
-    best = tables.best_tflops(rows, variants.LIGER)
+    table = where(tables.times(rows), model=QWEN3_30B.name)
+    best, ours = (where(table, variant=name)["TFLOP/s"].max() for name in (variants.LIGER, variants.OURS))
     if best != best:
-        return _untestable("liger-kernel was not timed here: `pip install labkit[peers]`")
-    measured = (
-        f"{best:.0f} TFLOP/s at most with {QWEN3_30B.name}'s shape; ours {tables.best_tflops(rows, variants.OURS):.0f}"
-    )
+        return untestable("liger-kernel was not timed here: `pip install labkit[peers]`")
+    measured = f"{best:.0f} TFLOP/s at most with {QWEN3_30B.name}'s shape; ours {ours:.0f}"
     why = "of the released package, tuned over some of its configurations"
     if best >= LIGER_TFLOPS / ABOUT:
         return Judgement("consistent", measured, f"about as much here {why}")
@@ -166,7 +158,7 @@ A100 = f"A100 80GB, {QWEN35_35B.name}, INT4 weights"
 CLAIMS = (
     Claim(
         "prefill", *PULL_REQUEST, "A persistent grid with grouped tile order does not change the prefill",
-        f"{A100}, 8-bit activations, {tables.SOURCE_T} tokens", f"{PREFILL[0]} → {PREFILL[1]} tokens/s", judge_prefill,
+        f"{A100}, 8-bit activations, {SOURCE_T} tokens", f"{PREFILL[0]} → {PREFILL[1]} tokens/s", judge_prefill,
     ),
     Claim(
         "few-tokens", *PULL_REQUEST, f"It should pay for up to {FEW} tokens", "expected, not measured", "no figure",

@@ -7,27 +7,27 @@ from typing import Any
 import pandas as pd
 
 from labkit.bench.spec import Case, Study
+from labkit.bench.tables import where
 from labkit.bench.verdict import counted, geometric_mean
 from labkit.kernels.experts import blocks as experts_blocks
 from labkit.report import plots
-from labkit.report.words import mean as _mean
-from labkit.report.words import rounded as _rounded
-from labkit.report.words import sentences as _sentences
-from labkit.report.words import span as _span
-from labkit.report.words import tokens as _tokens
+from labkit.report.figures import Drawing, drawing
+from labkit.report.words import interval, mean, rounded, sentences, span
+from labkit.report.words import tokens as in_tokens
 from labkit.studies.moe_persistent_grid import tables, variants, waves
 from labkit.studies.moe_persistent_grid.models import MODELS, QWEN35_35B, MoeModel
-from labkit.studies.moe_persistent_grid.routings import KINDS
-from labkit.studies.moe_persistent_grid.wording import UNITS, Drawing, _at, _shown
+from labkit.studies.moe_persistent_grid.routings import UNIFORM
+from labkit.studies.moe_persistent_grid.variants import BASE, FILLED, FILLED_BASE, SOURCE_T
+from labkit.studies.moe_persistent_grid.views import HIDDEN, UNITS, labels, ours_there
 
 ONE_WAVE, FEW_WAVES, MANY_WAVES = 1, 3, 10
 FULL = 0.9  # share of the slots' time that is work, up to which a last wave leaves something to win
 BAND = 0.01  # a mean ratio nearer to 1 is none
+BOTH = "µs, both"  # of the source's own point
 CLOSE = 5  # points of percent: a saving this near to the dead share follows from it
-LOOKED_AT = (
-    variants.source(16, variants.TILES), variants.BASE, variants.source(16, variants.PERSISTENT, variants.ONCE),
-    variants.source(64, variants.TILES), variants.source(16, variants.TILES, int8=True), variants.OURS_TILES,
-)  # fmt: skip
+TILES, WIDE_TILES = variants.source(16, variants.TILES), variants.source(64, variants.TILES)
+ONCE, EARLY = (variants.source(16, variants.PERSISTENT, word) for word in (variants.ONCE, variants.EARLY))
+LOOKED_AT = (TILES, BASE, ONCE, WIDE_TILES, variants.source(16, variants.TILES, int8=True), variants.OURS_TILES)
 
 
 # The grid
@@ -39,38 +39,32 @@ def grid(rows: pd.DataFrame) -> Drawing:
     table = table[table["waves"].notna()]
     if table.empty:
         return "no kernel was measured in both grids, with its tiles known."
-    pairs = zip(table["kernel"], table["persistent"], strict=True)
-    table = table.assign(pair=[_pair(*pair) for pair in pairs], at=table["waves"].map(_rounded))
-    fig = plots.lines(
-        table, "at", "ratio", "pair", panel="GEMM", logx=True, joined=False, reference=[(1, "same")],
+    filled = table["persistent"] == variants.OURS_FILLED
+    table = table.assign(
+        pair=table["kernel"].mask(filled, table["kernel"] + f", {FILLED}"), at=table["waves"].map(rounded)
+    )
+    return drawing(
+        plots.lines, table, "at", "ratio", "pair", panel="GEMM", logx=True, joined=False, reference=[(1, "same")],
         xlabel="waves of one CTA a tile", ylabel="one CTA a tile / persistent", title="When a persistent grid pays",
+        alt="Marks of the ratio of both grids' times against waves, by kernel.",
+        caption="Above 1 the persistent grid is faster. Waves: tiles over the CTAs that the GPU holds.",
+        said=_by_waves(table), hidden=[*HIDDEN, "pair", "at"],
     )  # fmt: skip
-    said = _by_waves(table)
-    return {
-        "fig": fig,
-        "alt": f"Marks of the ratio of both grids' times against waves, by kernel. {said}.",
-        "caption": f"Above 1 the persistent grid is faster. Waves: tiles over the CTAs that the GPU holds. {said}.",
-        "table": _shown(table, "pair", "at"),
-    }
-
-
-def _pair(kernel: str, persistent: str) -> str:
-    return f"{kernel}, {variants.FILLED}" if persistent == variants.OURS_FILLED else kernel
 
 
 def _by_waves(table: pd.DataFrame) -> str:
     """Mean ratios by waves, of as many programs as fit: the second cause is then left out; and what follows."""
-    full = table[table["persistent"] == variants.OURS_FILLED]
+    full = where(table, persistent=variants.OURS_FILLED)
     if full.empty:
-        return f"Ours was not measured with {variants.FILLED}"
+        return f"Ours was not measured with {FILLED}"
     few, many = full["waves"].between(ONE_WAVE, FEW_WAVES, "right"), full["waves"] >= MANY_WAVES
     some = {
         f"up to {ONE_WAVE} wave": full["waves"] <= ONE_WAVE, f"{ONE_WAVE} to {FEW_WAVES} waves": few,
         f"{MANY_WAVES} waves and more": many,
-        f"at most {FULL:.0%} of the slots' time is work".replace("%", " %"): full["efficiency"] <= FULL,
+        f"at most {100 * FULL:.0f} % of the slots' time is work": full["efficiency"] <= FULL,
     }  # fmt: skip
     parts = [f"{words} {_brief(full[these])}" for words, these in some.items() if these.any()]
-    said = [f"Ours with {variants.FILLED}: {'; '.join(parts)}", _costs_ctas(table)]
+    said = [f"Ours with {FILLED}: {'; '.join(parts)}", _costs_ctas(table)]
     if few.any() and many.any():
         gains = [geometric_mean(full[these]["ratio"]) for these in (few, many)]
         pays = gains[0] > max(1, gains[1]) + BAND
@@ -88,9 +82,8 @@ def _costs_ctas(table: pd.DataFrame) -> str:
     if pairs.empty:
         return ""
     fewer = int((pairs["persistent CTAs"] < pairs["CTAs an SM"]).sum())
-    return (
-        f"The loop over tiles takes registers: fewer CTAs of the persistent kernel fit in {fewer} of {len(pairs)} pairs"
-    )
+    said = "The loop over tiles takes registers: fewer CTAs of the persistent kernel fit in"
+    return f"{said} {fewer} of {len(pairs)} pairs"
 
 
 def bits(rows: pd.DataFrame) -> str:
@@ -103,51 +96,32 @@ def bits(rows: pd.DataFrame) -> str:
         return f"in all {same} pairs of one CTA a tile and a persistent grid, the rows looked at have the same bits."
     odd = table[~table["same"]].iloc[0]
     return (
-        f"in {len(table) - same} of {len(table)} pairs the bits differ, first in {odd['model']}, {_tokens(odd['T'])}, "
-        f"{odd['GEMM']}, {odd['kernel']}."
+        f"in {len(table) - same} of {len(table)} pairs the bits differ, first in {odd['model']}, "
+        f"{in_tokens(odd['T'])}, {odd['GEMM']}, {odd['kernel']}."
     )
-
-
-def source_point(rows: pd.DataFrame) -> pd.DataFrame:
-    """The source's own case, by variant."""
-    units = {"us": "µs, both", "GEMM1 us": "GEMM1 µs", "GEMM2 us": "GEMM2 µs"}
-    return tables.source_point(rows).rename(columns=units)
-
-
-def tuned_point(rows: pd.DataFrame) -> pd.DataFrame:
-    """Each GEMM of the source's own case, each grid with the fastest of its tiles."""
-    return tables.tuned_point(rows).rename(columns={"us": "µs", "persistent us": "persistent µs"})
 
 
 def why(rows: pd.DataFrame) -> str:
     """The source's own case in words: both GEMMs, their code, occupancy, loads, what is dead."""
     table = tables.source_point(rows).set_index("variant")
-    tiles, base = variants.source(16, variants.TILES), variants.BASE
-    if not {tiles, base} <= set(table.index):
-        return f"the case of {QWEN35_35B.name} at {tables.SOURCE_T} tokens was not measured."
-    said = f"with blocks of 16 rows and W4A16, one CTA a tile / persistent is ×{table['tiles / this'][base]:.3f}"
-    said += _each_gemm(rows)
-    return f"{said}. " + _sentences(
-        [_other_code(table), _fitting(table), _loads(table), _dead(table), ours_there(rows)], ""
-    )
+    if not {TILES, BASE} <= set(table.index):
+        return f"the case of {QWEN35_35B.name} at {SOURCE_T} tokens was not measured."
+    said = f"with blocks of 16 rows and W4A16, one CTA a tile / persistent is ×{table['tiles / this'][BASE]:.3f}"
+    parts = [_other_code(table), _fitting(table), _loads(table), _dead(table), ours_there(rows)]
+    return f"{said}{_each_gemm(rows)}. " + sentences(parts, "")
 
 
 def _each_gemm(rows: pd.DataFrame) -> str:
     """The same ratio of each GEMM, with its interval."""
-    table = tables.persistence(rows)
-    point = (table["model"] == QWEN35_35B.name) & (table["T"] == tables.SOURCE_T) & (table["weights"] == "INT4")
-    table = table[point & (table["persistent"] == variants.BASE)]
-    parts = [
-        f"×{line['ratio']:.3f} [{line['low']:.3f}, {line['high']:.3f}] of {line['GEMM']}"
-        for _, line in table.iterrows()
-    ]
+    table = where(tables.persistence(rows), model=QWEN35_35B.name, T=SOURCE_T, weights="INT4", persistent=BASE)
+    parts = [f"{interval(line, 3)} of {line['GEMM']}" for _, line in table.iterrows()]
     noise = table["noise"].max()
     return f" ({', '.join(parts)}" + (f"; A/A within ±{100 * noise:.1f} %)" if noise == noise else ")")
 
 
 def _other_code(table: pd.DataFrame) -> str:
     """What the loop over tiles makes of each GEMM's kernel."""
-    tiles, base = (table.loc[name] for name in (variants.source(16, variants.TILES), variants.BASE))
+    tiles, base = table.loc[TILES], table.loc[BASE]
     columns = {"GEMM1": ("registers", "CTAs an SM"), "GEMM2": ("GEMM2 registers", "GEMM2 CTAs")}
     parts = [
         f"{gemm} {tiles[registers]:.0f} → {base[registers]:.0f} registers, {tiles[ctas]:.0f} → {base[ctas]:.0f} CTAs"
@@ -158,95 +132,70 @@ def _other_code(table: pd.DataFrame) -> str:
 
 
 def _fitting(table: pd.DataFrame) -> str:
-    base, filled = variants.BASE, variants.FILLED_BASE
-    said = ""
-    if table["CTAs an SM"][base] == table["CTAs an SM"][base]:
-        said = f"Of GEMM1 {table['CTAs an SM'][base]:.0f} CTAs fit an SM and {table['launched an SM'][base]:.0f} is "
-        said += "launched. "
-    if filled in table.index:
-        said += f"As many as fit are ×{table['us'][base] / table['us'][filled]:.3f} over one, "
-        said += f"and ×{table['tiles / this'][filled]:.3f} over one CTA a tile ("
-        tiles = table.loc[variants.source(16, variants.TILES)]
-        each = [f"{gemm} ×{tiles[f'{gemm} us'] / table[f'{gemm} us'][filled]:.3f}" for gemm in ("GEMM1", "GEMM2")]
-        said += f"{', '.join(each)})."
-    return said.strip()
+    base, said = table.loc[BASE], []
+    if base["CTAs an SM"] == base["CTAs an SM"]:
+        said.append(f"Of GEMM1 {base['CTAs an SM']:.0f} CTAs fit an SM and {base['launched an SM']:.0f} is launched.")
+    if FILLED_BASE in table.index:
+        tiles, filled = table.loc[TILES], table.loc[FILLED_BASE]
+        each = [f"{gemm} ×{tiles[f'{gemm} µs'] / filled[f'{gemm} µs']:.3f}" for gemm in ("GEMM1", "GEMM2")]
+        said.append(
+            f"As many as fit are ×{base[BOTH] / filled[BOTH]:.3f} over one, and ×{filled['tiles / this']:.3f} over one "
+            f"CTA a tile ({', '.join(each)})."
+        )
+    return " ".join(said)
 
 
 def _loads(table: pd.DataFrame) -> str:
     """What loads of single bytes cost."""
-    base, once = variants.BASE, variants.source(16, variants.PERSISTENT, variants.ONCE)
-    if once not in table.index:
+    if ONCE not in table.index:
         return ""
-    said = f"Each byte of a weight loaded once, not twice, gives ×{table['us'][base] / table['us'][once]:.3f}"
-    loads = table["8-bit loads"]
-    if loads[base] == loads[base] and loads[once] == loads[once]:
-        said += f": the code has {loads[base]:.0f} loads of 8 bits before and {loads[once]:.0f} after"
+    said = f"Each byte of a weight loaded once, not twice, gives ×{table[BOTH][BASE] / table[BOTH][ONCE]:.3f}"
+    loads = table["8-bit loads"][[BASE, ONCE]]
+    if loads.notna().all():
+        said += f": the code has {loads[BASE]:.0f} loads of 8 bits before and {loads[ONCE]:.0f} after"
     return f"{said}."
 
 
-def ours_there(rows: pd.DataFrame) -> str:
-    """The lab's two GEMMs at the source's own point beside the fastest of its variants."""
-    us = tables.source_point(rows).set_index("variant")["us"]
-    ours = us.get(variants.OURS_TILES)
-    us = us.drop(variants.OURS_TILES, errors="ignore")
-    if ours is None or us.empty:
-        return ""
-    return (
-        f"At the source's own point the lab's two GEMMs, one CTA a tile, take {ours:.0f} µs, and the fastest of its "
-        f"variants ({us.idxmin()}) ×{us.min() / ours:.2f} as long."
-    )
-
-
 def _dead(table: pd.DataFrame) -> str:
-    base, early = variants.BASE, variants.source(16, variants.PERSISTENT, variants.EARLY)
-    if early not in table.index or table["dead %"][base] != table["dead %"][base]:
+    if EARLY not in table.index or table["dead %"][BASE] != table["dead %"][BASE]:
         return ""
-    gain = table["us"][base] / table["us"][early]
-    return f"{table['dead %'][base]:.1f} % of the blocks are dead, and leaving them off gives ×{gain:.3f}."
+    gain = table[BOTH][BASE] / table[BOTH][EARLY]
+    return f"{table['dead %'][BASE]:.1f} % of the blocks are dead, and leaving them off gives ×{gain:.3f}."
 
 
 def occupancy(rows: pd.DataFrame) -> Drawing:
     """The second cause: SMs × occupancy over one program an SM, by the CTAs that fit."""
     table = tables.filling(rows)
     if table.empty:
-        return f"{variants.FILLED} was not measured."
-    table = table.assign(row=_at(table), group=_groups(table))
-    fig = plots.ratios(
-        table, "row", "ratio", "low", "high", group="group", verdict="verdict",
+        return f"{FILLED} was not measured."
+    table = table.assign(row=labels(table, "T"), group=labels(table, "model", "weights", "GEMM"))
+    return drawing(
+        plots.ratios, table, "row", "ratio", "low", "high", group="group", verdict="verdict",
         xlabel="time one program an SM / time as many as fit (above 1: filling pays)", title="What occupancy is worth",
+        alt="Ratios of time with one program an SM over time with as many as fit, by case.",
+        caption="The source's persistent kernel, blocks of 16 rows.", said=_of_filling(table),
+        hidden=[*HIDDEN, "row", "group"], units=UNITS,
     )  # fmt: skip
-    said = _of_filling(table)
-    return {
-        "fig": fig,
-        "alt": f"Ratios of time with one program an SM over time with as many as fit, by case. {said}.",
-        "caption": f"The source's persistent kernel, blocks of 16 rows. {said}.",
-        "table": _shown(table, "row", "group"),
-    }
 
 
 def _of_filling(table: pd.DataFrame) -> str:
     """How much, of how many programs, what it leaves of the loss against one CTA a tile, and what follows."""
-    said = [f"×{_span(table['ratio'])}, {counted(table['verdict'])} of {len(table)} cases"]
+    said = [f"×{span(table['ratio'])}, {counted(table['verdict'])} of {len(table)} cases"]
     parts = [
-        f"{weights} {_span(part['gain / programs'])} with {_span(part['programs'], '{:.0f}')} programs an SM"
+        f"{weights} {span(part['gain / programs'])} with {span(part['programs'], '{:.0f}')} programs an SM"
         for weights, part in table.dropna(subset=["programs"]).groupby("weights")
     ]
     said += [f"Gain over their number: {'; '.join(parts)}"] if parts else []
-    left = [
-        f"{gemm} {_mean(part['tiles / filled'])}"
-        for gemm, part in table.dropna(subset=["tiles / filled"]).groupby("GEMM")
-    ]
+    left = table.dropna(subset=["tiles / filled"]).groupby("GEMM")["tiles / filled"]
+    left = [f"{gemm} {mean(part)}" for gemm, part in left]
     said += [f"One CTA a tile / as many as fit: {'; '.join(left)}"] if left else []
     pays = (table["verdict"] == "faster").mean() > 0.5
-    said.append(
-        f"Second cause: {'confirmed, filling the SMs pays' if pays else 'refuted, filling the SMs gains little'}"
+    return ". ".join(
+        [
+            *said,
+            f"Second cause: {'confirmed, filling the SMs pays' if pays else 'refuted, filling the SMs gains little'}",
+        ]
     )
-    return ". ".join(said)
-
-
-def _groups(table: pd.DataFrame) -> list[str]:
-    columns = (table["model"], table["weights"], table["GEMM"])
-    return [", ".join(words) for words in zip(*columns, strict=True)]
 
 
 def order(rows: pd.DataFrame) -> Drawing:
@@ -254,22 +203,18 @@ def order(rows: pd.DataFrame) -> Drawing:
     table = tables.order(rows)
     if table.empty:
         return "no tile orders were measured."
-    lines = zip(table["model"], table["weights"], table["T"], strict=True)
-    table = table.assign(line=[f"{model}, {weights}, {_tokens(t)}" for model, weights, t in lines])
+    table = table.assign(line=labels(table, "model", "weights", "T"))
     fair = table.groupby([*tables.CASE, "GEMM"])["as groups of 1"].transform("all")
     if not fair.any():
         return "the compiler makes other code of groups of 1 in every case, so that the order cannot be told from it."
-    fig = plots.lines(
-        table[fair], "groups of", "ratio", "line", panel="GEMM", logx=True, reference=[(1, "groups of 1")],
-        xlabel="GROUP_SIZE_M", ylabel="time groups of 1 / time", title="Tile order, the same code",
+    return drawing(
+        plots.lines, table[fair], "groups of", "ratio", "line", panel="GEMM", logx=True,
+        reference=[(1, "groups of 1")], xlabel="GROUP_SIZE_M", ylabel="time groups of 1 / time",
+        title="Tile order, the same code",
+        alt="Lines of time with groups of 1 over time with larger groups, by model and tokens.",
+        caption="Above 1: grouping pays.", said=_of_order(table[fair], table[~fair]), table=table,
+        hidden=[*HIDDEN, "line"], units=UNITS,
     )  # fmt: skip
-    said = _of_order(table[fair], table[~fair])
-    return {
-        "fig": fig,
-        "alt": f"Lines of time with groups of 1 over time with larger groups, by model and tokens. {said}.",
-        "caption": f"Above 1: grouping pays. {said}.",
-        "table": _shown(table, "line"),
-    }
 
 
 def _of_order(fair: pd.DataFrame, other: pd.DataFrame) -> str:
@@ -277,19 +222,18 @@ def _of_order(fair: pd.DataFrame, other: pd.DataFrame) -> str:
     large = fair[fair["groups of"] > 1]
     if large.empty:
         return "Only one order was measured"
-    groups = large.groupby(["model", "GEMM"], sort=False)
     parts = [
-        f"{model}, {gemm} ({_span(part['MB an expert'], '{:.1f}')} MB an expert) ×{_span(part['ratio'])}"
-        for (model, gemm), part in groups
+        f"{model}, {gemm} ({span(part['MB an expert'], '{:.1f}')} MB an expert) ×{span(part['ratio'])}"
+        for (model, gemm), part in large.groupby(["model", "GEMM"], sort=False)
     ]
     said = ["; ".join(parts)]
     other, hits = other[other["groups of"] > 1], fair[fair["L2 hits %"].notna()]
     if len(other):
         said.append(
-            f"Left out: {len(other.groupby([*tables.CASE, 'GEMM']))} cases (×{_span(other['ratio'])}) in which the "
+            f"Left out: {len(other.groupby([*tables.CASE, 'GEMM']))} cases (×{span(other['ratio'])}) in which the "
             "compiler makes other code of groups of 1, with other registers, so that the ratio is not the order's"
         )
-    said += [f"Sectors that the L2 had: {_span(hits['L2 hits %'], '{:.0f}')} %"] if len(hits) else []
+    said += [f"Sectors that the L2 had: {span(hits['L2 hits %'], '{:.0f}')} %"] if len(hits) else []
     means = large.groupby("model").agg(size=("MB an expert", "max"), gain=("ratio", "max")).sort_values("size")
     if len(means) > 1:
         small, big = means["gain"].iloc[0], means["gain"].iloc[-1]
@@ -301,38 +245,28 @@ def _of_order(fair: pd.DataFrame, other: pd.DataFrame) -> str:
     return ". ".join(said)
 
 
-def worth(rows: pd.DataFrame) -> pd.DataFrame:
-    """What each change of the source's kernel is worth."""
-    return tables.worth(rows)
-
-
 def pays(rows: pd.DataFrame) -> str:
     """Which changes are faster in every case, which slower, and which depend on the case; tile order apart."""
     table = tables.worth(rows)
-    table = table[~table["over"].isin([variants.grouped(1)])]
+    table = table[table["over"] != variants.grouped(1)]
     if table.empty:
         return "no change was measured."
     faster, slower = (table[word] == table["cases"] for word in ("faster", "slower"))
-    groups = (
-        ("Faster in every case", faster),
-        ("Slower in every case", slower),
-        ("It depends, or is the same", ~faster & ~slower),
-    )
-    said = [f"{words}: {'; '.join(_changes(table[some]))}." for words, some in groups if some.any()]
-    return " ".join(said)
+    groups = {"Faster in every case": faster, "Slower in every case": slower}
+    groups["It depends, or is the same"] = ~faster & ~slower
+    return " ".join(f"{words}: {'; '.join(_changes(table[some]))}." for words, some in groups.items() if some.any())
 
 
 def _changes(table: pd.DataFrame) -> list[str]:
     """Changes in words, each with its ratios for each kind of weights."""
     found = []
     for (after, before), part in table.groupby(["change", "over"], sort=False):
-        ratios = [f"{line['weights']} ×{_span(line[['least', 'most']])}, {_won(line)}" for _, line in part.iterrows()]
+        ratios = [
+            f"{line['weights']} ×{span(line[['least', 'most']])}, faster in {line['faster']} of {line['cases']}"
+            for _, line in part.iterrows()
+        ]
         found.append(f"{_change(after, before)} ({'; '.join(ratios)})")
     return found
-
-
-def _won(line: pd.Series) -> str:
-    return f"faster in {line['faster']} of {line['cases']}"
 
 
 def _change(after: str, before: str) -> str:
@@ -348,23 +282,18 @@ def dead(rows: pd.DataFrame) -> Drawing:
     if table.empty:
         return "early exit was not measured, or not with the grid's blocks."
     table = table.assign(**{"saved %": 100 * (1 - 1 / table["ratio"]), "dead %": table["dead %"].round(1)})
-    fig = plots.lines(
-        table, "dead %", "saved %", "grid", panel="weights", joined=False, reference=[(0, "nothing")],
+    off = table["saved %"] - table["dead %"]
+    near = off.abs() <= CLOSE
+    said = f"{span(table['dead %'], '{:.0f}')} % dead, {span(table['saved %'], '{:.0f}')} % of the time saved: "
+    said += f"within {CLOSE} points of what is dead in {near.sum()} of {len(table)} cases, less in "
+    said += f"{(~near & (off < 0)).sum()}, more in {(~near & (off > 0)).sum()}; early exit is "
+    return drawing(
+        plots.lines, table, "dead %", "saved %", "grid", panel="weights", joined=False, reference=[(0, "nothing")],
         xlabel="dead blocks, %", ylabel="time saved by early exit, %", title="What dead blocks cost",
+        alt="Marks of the time saved by early exit against the dead share of the grid.",
+        caption="The source's kernel with blocks of 16 rows; its grid is for the worst case.",
+        said=said + counted(table["verdict"]), hidden=HIDDEN,
     )  # fmt: skip
-    near = (table["saved %"] - table["dead %"]).abs() <= CLOSE
-    said = (
-        f"{_span(table['dead %'], '{:.0f}')} % dead, {_span(table['saved %'], '{:.0f}')} % of the time saved: within "
-    )
-    said += f"{CLOSE} points of what is dead in {near.sum()} of {len(table)} cases, less in "
-    said += f"{(~near & (table['saved %'] < table['dead %'])).sum()}, more in "
-    said += f"{(~near & (table['saved %'] > table['dead %'])).sum()}; early exit is {counted(table['verdict'])}"
-    return {
-        "fig": fig,
-        "alt": f"Marks of the time saved by early exit against the dead share of the grid. {said}.",
-        "caption": f"The source's kernel with blocks of 16 rows; its grid is for the worst case. {said}.",
-        "table": _shown(table),
-    }
 
 
 def dead_shares(tokens: Sequence[int], blocks: Sequence[int] = (16, 64)) -> pd.DataFrame:
@@ -383,7 +312,7 @@ def dead_shares(tokens: Sequence[int], blocks: Sequence[int] = (16, 64)) -> pd.D
 
 def compiled_wanted(study: Study, parameters: Mapping[str, Any]) -> list[tuple[Case, str]]:
     """The kernels whose code the page shows: the source's GEMM1 at its own tokens, and the lab's."""
-    shape = QWEN35_35B.as_dict() | {"T": tables.SOURCE_T, "routing": KINDS[0], "weights": "INT4", "activations": "bf16"}
+    shape = QWEN35_35B.as_dict() | {"T": SOURCE_T, "routing": UNIFORM, "weights": "INT4", "activations": "bf16"}
     case = Case("gemm1", shape)
     known = {x.key for x in study.cases(parameters) if x.op == case.op}
     return [(case, name) for name in LOOKED_AT] if case.key in known else []
@@ -439,29 +368,19 @@ def steps(rows: pd.DataFrame) -> Drawing:
     if table.empty:
         return "the GEMM of few tiles was not measured on parts of this GPU."
     table = table.assign(part=table["SMs"].astype(str) + " SMs").sort_values(["SMs", "tiles"])
-    fig = plots.lines(
-        table, "tiles", "us", "part", panel="grid", xlabel="tiles", ylabel="µs",
-        title="A GEMM of few tiles on fewer multiprocessors",
-    )  # fmt: skip
     known = table[table["predicted"].notna()]
     off = 100 * (known["measured"] / known["predicted"] - 1)
-    said = f"Measured over predicted by whole waves: {off.median():+.0f} % in the median of {len(off)}, "
-    said += f"{off.min():+.0f} to {off.max():+.0f} %" if len(off) else ""
-    said = said if len(off) else "No part of the GPU was measured beside all of it"
-    return {
-        "fig": fig,
-        "alt": f"Lines of time against tiles, by multiprocessors and grid. {said}.",
-        "caption": f"All tokens at one expert; timed outside the blocks of the other variants. {said}.",
-        "table": table.drop(columns=["part"]).rename(columns=UNITS),
-    }
-
-
-def parts(rows: pd.DataFrame) -> pd.DataFrame:
-    """Whether the persistent grid pays more on fewer multiprocessors: one CTA a tile / persistent on each part."""
-    table = tables.persistent_on_parts(rows)
-    if table.empty:
-        return table
-    return _shown(table.sort_values(["T", "SMs"], ascending=[True, False]))
+    said = "No part of the GPU was measured beside all of it"
+    if len(off):
+        said = f"Measured over predicted by whole waves: {off.median():+.0f} % in the median of {len(off)}, "
+        said += f"{off.min():+.0f} to {off.max():+.0f} %"
+    return drawing(
+        plots.lines, table, "tiles", "us", "part", panel="grid", xlabel="tiles", ylabel="µs",
+        title="A GEMM of few tiles on fewer multiprocessors",
+        alt="Lines of time against tiles, by multiprocessors and grid.",
+        caption="All tokens at one expert; timed outside the blocks of the other variants.", said=said,
+        hidden=["part"], units=UNITS,
+    )  # fmt: skip
 
 
 def other_gpus(rows: pd.DataFrame) -> pd.DataFrame:

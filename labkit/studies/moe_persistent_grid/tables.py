@@ -9,20 +9,24 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from labkit.bench import verdict
 from labkit.bench.records import expanded, read
 from labkit.bench.spec import Case
-from labkit.bench.verdict import WORDS, compare_many, geometric_mean, median_us
+from labkit.bench.tables import RATIO, facts, frame, pairs, picked, timed, where
+from labkit.bench.tables import against_best as best_against_best
+from labkit.bench.tables import cases as cases_by
+from labkit.bench.tables import compared as compared_in
+from labkit.bench.tables import fastest as fastest_of
+from labkit.bench.verdict import WORDS, geometric_mean, median_us
 from labkit.kernels.experts import blocks as experts_blocks
 from labkit.kernels.experts import choose
 from labkit.kernels.experts.choose import Config, Tile
 from labkit.studies.moe_persistent_grid import variants as names
 from labkit.studies.moe_persistent_grid import waves, work
-from labkit.studies.moe_persistent_grid.models import MODELS, QWEN3_30B, QWEN35_35B
-from labkit.studies.moe_persistent_grid.routings import KINDS
+from labkit.studies.moe_persistent_grid.models import MODELS, QWEN35_35B
+from labkit.studies.moe_persistent_grid.routings import KINDS, UNIFORM
+from labkit.studies.moe_persistent_grid.variants import GEMMS, SOURCE_T
 
 CASE = ["model", "weights", "T", "routing"]
-RATIO = ["ratio", "low", "high", "noise", "verdict"]
 H100, H200 = "NVIDIA H100 80GB HBM3", "NVIDIA H200"
 AT = (1, 16, 128, 512, 1642, 4096, 16384)  # tokens of the figures below
 # ms on one GPU of each kind, before this lab's own kernels were: whole layer, bf16, uniform routing, in a CUDA graph;
@@ -42,7 +46,6 @@ OTHER_RUN = {
         "Liger PR": (0.053, 0.198, 0.424, 0.463, 0.492, 0.746, 2.09),
     },
 }
-SOURCE_T = 1642  # tokens of the source's prefill
 SECTOR = 32
 
 
@@ -69,34 +72,22 @@ def _best_config(group: pd.DataFrame) -> Config | None:
     return found[min(found)] if found else None
 
 
-def cases(rows: pd.DataFrame, op: str) -> Iterator[tuple[dict[str, Any], pd.DataFrame]]:
+def cases(rows: pd.DataFrame, op: str) -> list[tuple[dict[str, Any], pd.DataFrame]]:
     """Parameters and rows of every case of an operation, in the order of the pages: model, weights, tokens, routing."""
-    some = rows[rows["op"] == op]
-    models, kinds = list(MODELS), list(KINDS)
+    models = [*MODELS]
 
-    def place(item: tuple[dict[str, Any], pd.DataFrame]) -> tuple:
-        params, _ = item
-        known = params["model"] in models
-        return (
-            models.index(params["model"]) if known else len(models), params["weights"], params["T"],
-            kinds.index(params["routing"]),
-        )  # fmt: skip
+    def place(params: dict[str, Any], group: pd.DataFrame) -> tuple:
+        model = models.index(params["model"]) if params["model"] in models else len(models)
+        return model, params["weights"], params["T"], KINDS.index(params["routing"])
 
-    yield from sorted(((json.loads(key), group) for key, group in some.groupby("case")), key=place)
+    return cases_by(rows, op, place)
 
 
-def _frame(found: list[dict[str, Any]], columns: Sequence[str]) -> pd.DataFrame:
-    return pd.DataFrame(found, columns=None if found else list(columns))
-
-
-def _case(params: dict[str, Any]) -> dict[str, Any]:
-    return {name: params[name] for name in CASE}
-
-
-def _evidence(group: pd.DataFrame) -> dict[str, dict[str, Any]]:
-    """Evidence of each usable variant of a case."""
-    usable = group[group["ok"]]
-    return {v: json.loads(text) for v, text in zip(usable["variant"], usable["evidence"], strict=True)}
+def _gemms(rows: pd.DataFrame) -> Iterator[tuple[Case, dict[str, Any], pd.DataFrame]]:
+    """Every case of either GEMM, the columns that say which it is, and its rows."""
+    for op in GEMMS:
+        for params, group in cases(rows, op):
+            yield Case(op, params), picked(params, CASE) | {"GEMM": op}, group
 
 
 def ceilings(rows: pd.DataFrame) -> tuple[float, float]:
@@ -107,47 +98,29 @@ def ceilings(rows: pd.DataFrame) -> tuple[float, float]:
 
 
 TIMES = [
-    *CASE,
-    "variant",
-    "role",
-    "mode",
-    "us",
-    "active",
-    "weight MB",
-    "TFLOP/s",
-    "TB/s",
-    "% of products",
-    "% of reading",
-]
+    *CASE, "variant", "role", "mode", "us", "active", "TFLOP/s", "TB/s", "% of products", "% of reading",
+]  # fmt: skip
 
 
-def times(rows: pd.DataFrame, op: str = "layer") -> pd.DataFrame:
-    """A row a usable variant: µs, experts that got a token, and both rates beside both ceilings.
+def times(rows: pd.DataFrame) -> pd.DataFrame:
+    """A row a usable variant of a layer: µs, experts that got a token, and both rates beside both ceilings.
 
     TFLOP/s: of the products; TB/s: of the weights of those experts alone, each counted once.
     """
     read_tbs, tflops = ceilings(rows)
     found = []
-    for params, group in cases(rows, op):
-        x = Case(op, params)
-        moved, products = work.weight_bytes(x), work.flops(x)
-        roles = {v: (role, mode) for v, role, mode in zip(group["variant"], group["role"], group["mode"], strict=True)}
-        for variant, us in median_us(group).items():
-            role, mode = roles[variant]
-            if role == "control":
-                continue
-            line = _case(params) | {"variant": variant, "role": role, "mode": mode, "us": us}
-            line |= {"active": work.active(x), "weight MB": moved / 1e6}
-            line |= {"TFLOP/s": products / us / 1e6, "TB/s": moved / us / 1e6}
-            line |= {"% of products": 100 * line["TFLOP/s"] / tflops, "% of reading": 100 * line["TB/s"] / read_tbs}
-            found.append(line)
-    return _frame(found, TIMES)
+    for params, group in cases(rows, "layer"):
+        x = Case("layer", params)
+        for line in timed(group).values():
+            rates = {"TFLOP/s": work.flops(x) / line["us"] / 1e6, "TB/s": work.weight_bytes(x) / line["us"] / 1e6}
+            rates |= {"% of products": 100 * rates["TFLOP/s"] / tflops, "% of reading": 100 * rates["TB/s"] / read_tbs}
+            found.append(picked(params, CASE) | line | {"active": work.active(x)} | rates)
+    return frame(found, TIMES)
 
 
-def compared(rows: pd.DataFrame, op: str, variant: str, against: str) -> pd.DataFrame:
-    """Time of `against` over that of `variant` in every case of an operation that has both."""
-    found = verdict.compared(((_case(params), group) for params, group in cases(rows, op)), variant, against)
-    return _frame(found, [*CASE, "us", "against us", *RATIO, "runs"])
+def compared(rows: pd.DataFrame, variant: str, against: str) -> pd.DataFrame:
+    """Time of `against` over that of `variant` in every layer that has both."""
+    return compared_in(cases(rows, "layer"), variant, against, CASE)
 
 
 def against_best(rows: pd.DataFrame) -> pd.DataFrame:
@@ -155,29 +128,22 @@ def against_best(rows: pd.DataFrame) -> pd.DataFrame:
 
     `by`: who that is; one that is timed eagerly is named so.
     """
-    found = []
-    for params, group in cases(rows, "layer"):
-        us = median_us(group)
-        rivals = [name for name in names.RIVALS if name in us]
-        if params["weights"] == "INT4" or names.OURS not in us or not rivals:
-            continue
-        best = min(rivals, key=us.__getitem__)
-        [result] = compare_many(group, [(names.OURS, best)])
-        found.append(_case(params) | {"by": best, "by µs": us[best], "ours µs": us[names.OURS]} | result.columns())
-    return _frame(found, [*CASE, "by", "by µs", "ours µs", *RATIO])
+    plain = [(params, group) for params, group in cases(rows, "layer") if params["weights"] != "INT4"]
+    table = best_against_best(plain, [names.OURS], names.RIVALS, CASE)
+    table = table.rename(columns={"against": "by", "against us": "by µs", "us": "ours µs"})
+    return table[[*CASE, "by", "by µs", "ours µs", *RATIO]]
 
 
 def beside_other_runs(rows: pd.DataFrame) -> pd.DataFrame:
     """Our bf16 layer beside figures of another run; empty but on the kinds of GPU and for the models they are of."""
-    table = times(rows)
-    table = table[(table["variant"] == names.OURS) & (table["weights"] == "bf16") & (table["routing"] == KINDS[0])]
+    table = where(times(rows), variant=names.OURS, weights="bf16", routing=UNIFORM)
     known, found = {model: ms for (gpu, model), ms in OTHER_RUN.items() if gpu in set(rows["gpu"])}, []
     for _, line in table[table["model"].isin(known) & table["T"].isin(AT)].iterrows():
         ms = {who: some[AT.index(line["T"])] for who, some in known[line["model"]].items()}
         one = {"model": line["model"], "T": line["T"], "ours ms": line["us"] / 1e3}
         one |= {f"{who} ms": some for who, some in ms.items()}
         found.append(one | {f"{who} / ours": 1e3 * some / line["us"] for who, some in ms.items()})
-    return _frame(found, ["model", "T", "ours ms"])
+    return frame(found, ["model", "T", "ours ms"])
 
 
 def int4_reading(rows: pd.DataFrame) -> pd.DataFrame:
@@ -187,15 +153,12 @@ def int4_reading(rows: pd.DataFrame) -> pd.DataFrame:
     """
     parts: dict[tuple, list[tuple[float, float, float]]] = {}
     read_tbs, _ = ceilings(rows)
-    ours = (names.OURS_TILES, names.OURS_PERSISTENT, names.OURS_FILLED)
-    for op in ("gemm1", "gemm2"):
-        for params, group in cases(rows, op):
-            us = median_us(group)
-            own = [us[name] for name in ours if name in us]
-            if params["weights"] == "INT4" and own:
-                moved = work.weight_bytes(Case(op, params))
-                line = (moved, min(own), us.get(names.READ, math.nan))
-                parts.setdefault(tuple(params[name] for name in CASE), []).append(line)
+    for x, _, group in _gemms(rows):
+        us = median_us(group)
+        own = fastest_of(us, (names.OURS_TILES, names.OURS_PERSISTENT, names.OURS_FILLED))
+        if x["weights"] == "INT4" and own:
+            line = (work.weight_bytes(x), us[own], us.get(names.READ, math.nan))
+            parts.setdefault(tuple(x[name] for name in CASE), []).append(line)
     found = []
     for case, both in parts.items():
         if len(both) == 2:
@@ -203,11 +166,11 @@ def int4_reading(rows: pd.DataFrame) -> pd.DataFrame:
             line = {"MB": moved / 1e6, "us": us, "TB/s": moved / us / 1e6}
             line |= {"% of reading": 100 * line["TB/s"] / read_tbs, "% of reading here": 100 * reading / us}
             found.append(dict(zip(CASE, case, strict=True)) | line)
-    return _frame(found, [*CASE, "MB", "us", "TB/s", "% of reading", "% of reading here"])
+    return frame(found, [*CASE, "MB", "us", "TB/s", "% of reading", "% of reading here"])
 
 
 CODE = ["registers", "persistent registers", "CTAs an SM", "persistent CTAs"]
-PERSISTENCE = [*CASE, "GEMM", "kernel", "persistent", "tiles", *CODE, "waves", "efficiency", *RATIO]
+PERSISTENCE = [*CASE, "GEMM", "kernel", "persistent", "tiles", "waves", "efficiency", *CODE, *RATIO]
 
 
 def persistence(rows: pd.DataFrame) -> pd.DataFrame:
@@ -217,18 +180,13 @@ def persistence(rows: pd.DataFrame) -> pd.DataFrame:
     registers and CTAs that fit an SM: of the first, and of the persistent one, whose loop makes it other code.
     """
     found = []
-    for op in ("gemm1", "gemm2"):
-        for params, group in cases(rows, op):
-            us, facts = median_us(group), _evidence(group)
-            pairs = [pair for pair in names.PAIRS if set(pair) <= set(us)]
-            for (per_tile, persistent), result in zip(
-                pairs, compare_many(group, [(p, t) for t, p in pairs]), strict=True
-            ):
-                line = _case(params) | {"GEMM": op, "kernel": per_tile.removesuffix(f", {names.TILES}")}
-                line |= {"persistent": persistent} | _waves(facts.get(per_tile, {}))
-                line |= _code(facts.get(per_tile, {}), facts.get(persistent, {}))
-                found.append(line | result.columns())
-    return _frame(found, PERSISTENCE)
+    for _, said, group in _gemms(rows):
+        known = facts(group)
+        for line in pairs(group, [(persistent, tiles) for tiles, persistent in names.PAIRS]):
+            tiles, persistent = (known.get(line[name], {}) for name in ("against", "variant"))
+            line |= {"kernel": line["against"].removesuffix(f", {names.TILES}"), "persistent": line["variant"]}
+            found.append(said | _waves(tiles) | _code(tiles, persistent) | line)
+    return pd.DataFrame(found, columns=PERSISTENCE)
 
 
 def _code(per_tile: dict[str, Any], persistent: dict[str, Any]) -> dict[str, float]:
@@ -252,99 +210,107 @@ def _waves(facts: dict[str, Any]) -> dict[str, float]:
 def same_bits(rows: pd.DataFrame) -> pd.DataFrame:
     """Whether a kernel gives the same bits in both grids, in every case of a GEMM; of the rows that were looked at."""
     found = []
-    for op in ("gemm1", "gemm2"):
-        for params, group in cases(rows, op):
-            bits = {variant: facts.get("bits") for variant, facts in _evidence(group).items()}
-            for per_tile, persistent in names.PAIRS:
-                if bits.get(per_tile) and bits.get(persistent):
-                    line = _case(params) | {"GEMM": op, "kernel": persistent}
-                    found.append(line | {"same": bits[per_tile] == bits[persistent]})
-    return _frame(found, [*CASE, "GEMM", "kernel", "same"])
+    for _, said, group in _gemms(rows):
+        bits = {variant: known.get("bits") for variant, known in facts(group).items()}
+        for per_tile, persistent in names.PAIRS:
+            if bits.get(per_tile) and bits.get(persistent):
+                found.append(said | {"kernel": persistent, "same": bits[per_tile] == bits[persistent]})
+    return frame(found, [*CASE, "GEMM", "kernel", "same"])
 
 
-CHANGES = [*CASE, "GEMM", "change", "over", "us", "against us", *RATIO]
-
-
-def changes(rows: pd.DataFrame) -> pd.DataFrame:
-    """Time before / after each change of the source's kernel, in every case that has both; above 1: it pays."""
-    found = []
-    for op in ("gemm1", "gemm2"):
-        for params, group in cases(rows, op):
-            us = median_us(group)
-            pairs = [pair for pair in dict.fromkeys(names.CHANGES) if set(pair) <= set(us)]
-            for (after, before), result in zip(pairs, compare_many(group, pairs), strict=True):
-                line = _case(params) | {"GEMM": op, "change": after, "over": before}
-                found.append(line | {"us": us[after], "against us": us[before]} | result.columns())
-    return _frame(found, CHANGES)
+WORTH = ["change", "over", "weights", "mean ratio", "least", "most", "cases", *WORDS]
 
 
 def worth(rows: pd.DataFrame) -> pd.DataFrame:
-    """`changes`, one line a change and kind of weights: mean, least and most, and in how many cases it pays or not."""
-    table, found = changes(rows), []
-    for (after, before, weights), part in table.groupby(["change", "over", "weights"], sort=False):
-        counts = part["verdict"].value_counts()
-        line = {"change": after, "over": before, "weights": weights, "mean ratio": geometric_mean(part["ratio"])}
-        line |= {"least": part["ratio"].min(), "most": part["ratio"].max(), "cases": len(part)}
+    """Time before / after each change of the source's kernel, over all cases that have both; above 1: it pays.
+
+    A line a change and kind of weights: mean, least and most, and in how many cases it pays or not.
+    """
+    lines = [said | line for _, said, group in _gemms(rows) for line in pairs(group, names.CHANGES)]
+    table, found = frame(lines, ["variant", "against", "weights"]), []
+    for (after, before, weights), part in table.groupby(["variant", "against", "weights"], sort=False):
+        counts, ratio = part["verdict"].value_counts(), part["ratio"]
+        line = {"change": after, "over": before, "weights": weights, "mean ratio": geometric_mean(ratio)}
+        line |= {"least": ratio.min(), "most": ratio.max(), "cases": len(part)}
         found.append(line | {word: int(counts.get(word, 0)) for word in WORDS})
-    return _frame(found, ["change", "over", "weights", "mean ratio", "least", "most", "cases", *WORDS])
+    return frame(found, WORTH)
 
 
 POINT = [
-    "variant", "us", "GEMM1 us", "GEMM2 us", "tiles / this", "dead %", "registers", "CTAs an SM", "launched an SM",
-    "8-bit loads", "GEMM2 registers", "GEMM2 CTAs",
+    "variant", "µs, both", "GEMM1 µs", "GEMM2 µs", "tiles / this", "dead %", "registers", "CTAs an SM",
+    "launched an SM", "8-bit loads", "GEMM2 registers", "GEMM2 CTAs",
 ]  # fmt: skip
 
 
-def source_point(rows: pd.DataFrame, tokens: int = SOURCE_T) -> pd.DataFrame:
+def source_point(rows: pd.DataFrame) -> pd.DataFrame:
     """The source's own case by variant: µs of each GEMM and of both; what its grid works on, and what its code is.
 
     `tiles / this`: time of the same kernel with one CTA a tile over this one. dead: of the blocks that are worked on.
     launched an SM: programs of a persistent grid. Where no GEMM is named: GEMM1's.
     """
-    parts = {op: (median_us(group), _evidence(group)) for op, group in _own_point(rows, tokens)}
+    parts = {op: (median_us(group), facts(group)) for op, group in _own_point(rows)}
     if len(parts) < 2:
-        return _frame([], POINT)
-    (us1, facts), (us2, facts2) = parts["gemm1"], parts["gemm2"]
-    both = {name: (us1[name], us2[name]) for name in us1 if name in us2 and _at_point(name)}
+        return frame([], POINT)
+    (us1, facts1), (us2, facts2) = parts["gemm1"], parts["gemm2"]
+    both = {
+        name: (us1[name], us2[name])
+        for name in us1
+        if name in us2 and (name.startswith("source") or name == names.OURS_TILES)
+    }
     found = []
     for variant, (first, second) in both.items():
-        line = {"variant": variant, "us": first + second, "GEMM1 us": first, "GEMM2 us": second}
+        line = {"variant": variant, "µs, both": first + second, "GEMM1 µs": first, "GEMM2 µs": second}
         line |= {"tiles / this": sum(both.get(names.tiles_of(variant), [math.nan])) / (first + second)}
-        found.append(line | _grid_of(variant, facts.get(variant, {})) | _second(facts2.get(variant, {})))
-    return _frame(found, POINT)
+        known, known2 = facts1.get(variant, {}), facts2.get(variant, {})
+        early = names.EARLY in variant or variant == names.OURS_TILES
+        line |= {"dead %": 0.0 if early else _dead(known), "launched an SM": math.nan, "8-bit loads": math.nan}
+        line |= {"registers": _number(known, "registers"), "CTAs an SM": _number(known, "ctas_per_sm")}
+        if names.PERSISTENT in variant:
+            line["launched an SM"] = _number(known, "programs") / _number(known, "sms")
+        if known.get("loads"):
+            line["8-bit loads"] = known["loads"].get("8", 0)
+        line |= {"GEMM2 registers": _number(known2, "registers"), "GEMM2 CTAs": _number(known2, "ctas_per_sm")}
+        found.append(line)
+    return pd.DataFrame(found, columns=POINT)
 
 
-def _own_point(rows: pd.DataFrame, tokens: int) -> Iterator[tuple[str, pd.DataFrame]]:
+def _number(known: dict[str, Any], name: str) -> float:
+    """Of a row's evidence; NaN where that has it not."""
+    return known.get(name, math.nan)
+
+
+def _dead(known: dict[str, Any]) -> float:
+    """Percent of a grid's blocks that no token is in."""
+    return 100 * (1 - _number(known, "live") / _number(known, "blocks"))
+
+
+def _own_point(rows: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
     """The rows of each GEMM of the source's own case."""
-    for op in ("gemm1", "gemm2"):
-        for params, group in cases(rows, op):
-            if (params["model"], params["weights"], params["T"]) == (QWEN35_35B.name, "INT4", tokens):
-                yield op, group
+    for x, _, group in _gemms(rows):
+        if (x["model"], x["weights"], x["T"]) == (QWEN35_35B.name, "INT4", SOURCE_T):
+            yield x.op, group
 
 
-TUNED_POINT = ["kernel", "GEMM", "tile", "us", "persistent tile", "persistent us", "ratio", "low", "high", "noise"]
+TUNED_POINT = ["kernel", "GEMM", "tile", "µs", "persistent tile", "persistent µs", *RATIO, "no slower", "runs"]
 
 
-def tuned_point(rows: pd.DataFrame, tokens: int = SOURCE_T) -> pd.DataFrame:
+def tuned_point(rows: pd.DataFrame) -> pd.DataFrame:
     """The source's own case, each GEMM and each grid with the fastest of the tiles that the source tunes over.
 
     ratio: one CTA a tile / persistent. A row a GEMM, where at least two tiles were timed in both grids.
     """
     found = []
-    for op, group in _own_point(rows, tokens):
+    for op, group in _own_point(rows):
         us = median_us(group)
         for kernel, int8 in (("W4A16", False), ("W4A8", True)):
-            timed = [
-                {name: us[name] for name in names.tuned_over(grid, int8) if name in us}
-                for grid in (names.TILES, names.PERSISTENT)
-            ]
-            if min(map(len, timed)) < 2:
+            some = [[name for name in names.tuned_over(grid, int8) if name in us] for grid in names.GRIDS]
+            if min(map(len, some)) < 2:
                 continue
-            tiles, persistent = (min(some, key=some.__getitem__) for some in timed)
-            line = {"kernel": kernel, "GEMM": op, "tile": _tile_of(tiles), "us": us[tiles]}
-            line |= {"persistent tile": _tile_of(persistent), "persistent us": us[persistent]}
-            found.append(line | compare_many(group, [(persistent, tiles)])[0].columns())
-    return _frame(found, [*TUNED_POINT, "verdict"])
+            tiles, persistent = (fastest_of(us, timed_in) for timed_in in some)
+            line = {"kernel": kernel, "GEMM": op, "tile": _tile_of(tiles), "µs": us[tiles]}
+            line |= {"persistent tile": _tile_of(persistent), "persistent µs": us[persistent]}
+            found.append(line | pairs(group, [(persistent, tiles)])[0])
+    return pd.DataFrame(found, columns=TUNED_POINT)
 
 
 def _tile_of(variant: str) -> str:
@@ -352,39 +318,17 @@ def _tile_of(variant: str) -> str:
     return ", ".join(word for word in variant.split(", ") if word.startswith(("BN=", "BK="))) or "usual"
 
 
-def code(rows: pd.DataFrame, variants: Sequence[str], tokens: int = SOURCE_T) -> pd.DataFrame:
+def code(rows: pd.DataFrame, variants: Sequence[str]) -> pd.DataFrame:
     """Evidence of some variants of the source's own case, a row a GEMM, with the version of Triton that compiled it."""
     found = []
-    for op, group in _own_point(rows, tokens):
-        facts = _evidence(group)
-        known = [name for name in variants if facts.get(name, {}).get("loads")]
-        found += [{"variant": v, "GEMM": op, "triton": group["triton"].iloc[0]} | facts[v] for v in known]
+    for op, group in _own_point(rows):
+        known = facts(group)
+        shown = {"GEMM": op, "triton": group["triton"].iloc[0]}
+        found += [{"variant": v} | shown | known[v] for v in variants if known.get(v, {}).get("loads")]
     return pd.DataFrame(found)
 
 
-def _at_point(variant: str) -> bool:
-    """The source's variants, and the lab's kernel."""
-    return variant.startswith("source") or variant == names.OURS_TILES
-
-
-def _grid_of(variant: str, known: dict[str, Any]) -> dict[str, float]:
-    """Of GEMM1's kernel and grid."""
-    live, blocks = known.get("live", math.nan), known.get("blocks", math.nan)
-    launched = known.get("programs", math.nan) / known.get("sms", math.nan)
-    return {
-        "dead %": 0.0 if names.EARLY in variant or variant == names.OURS_TILES else 100 * (1 - live / blocks),
-        "registers": known.get("registers", math.nan),
-        "CTAs an SM": known.get("ctas_per_sm", math.nan),
-        "launched an SM": launched if names.PERSISTENT in variant else math.nan,
-        "8-bit loads": known.get("loads", {}).get("8", 0) if known.get("loads") else math.nan,
-    }
-
-
-def _second(known: dict[str, Any]) -> dict[str, float]:
-    return {
-        "GEMM2 registers": known.get("registers", math.nan),
-        "GEMM2 CTAs": known.get("ctas_per_sm", math.nan),
-    }
+FILLING = [*CASE, "GEMM", "us", "against us", "programs", "gain / programs", "tiles / filled", *RATIO]
 
 
 def filling(rows: pd.DataFrame) -> pd.DataFrame:
@@ -394,23 +338,17 @@ def filling(rows: pd.DataFrame) -> pd.DataFrame:
     time of one CTA a tile over that of as many programs as fit.
     """
     found = []
-    for op in ("gemm1", "gemm2"):
-        for params, group in cases(rows, op):
-            us, facts = median_us(group), _evidence(group)
-            if not {names.BASE, names.FILLED_BASE} <= set(us):
-                continue
-            [result] = compare_many(group, [(names.FILLED_BASE, names.BASE)])
-            known = facts[names.FILLED_BASE]
-            programs = known.get("programs", math.nan) / known.get("sms", math.nan)
-            line = _case(params) | {"GEMM": op, "us": us[names.FILLED_BASE], "against us": us[names.BASE]}
-            line |= {"programs": programs, "gain / programs": result.ratio.mid / programs}
-            line |= {"tiles / filled": us.get(names.source(16, names.TILES), math.nan) / us[names.FILLED_BASE]}
-            found.append(line | result.columns())
-    columns = [*CASE, "GEMM", "us", "against us", "programs", "gain / programs", "tiles / filled", *RATIO]
-    return _frame(found, columns)
+    for _, said, group in _gemms(rows):
+        tiles = median_us(group).get(names.source(16, names.TILES), math.nan)
+        for line in pairs(group, [(names.FILLED_BASE, names.BASE)]):
+            known = facts(group)[names.FILLED_BASE]
+            programs = _number(known, "programs") / _number(known, "sms")
+            line |= {"programs": programs, "gain / programs": line["ratio"] / programs}
+            found.append(said | line | {"tiles / filled": tiles / line["us"]})
+    return pd.DataFrame(found, columns=FILLING)
 
 
-ORDER = [*CASE, "GEMM", "groups of", "MB an expert", "us", "registers", "as groups of 1", "L2 hits %", "DRAM / weights"]
+ORDER = [*CASE, "GEMM", "groups of", "us", "MB an expert", "registers", "as groups of 1", "L2 hits %", "DRAM / weights"]
 ORDER += RATIO
 
 
@@ -421,28 +359,19 @@ def order(rows: pd.DataFrame) -> pd.DataFrame:
     those of the experts that got a token. as groups of 1: whether the code has as many registers, as far as is known;
     if not, the compiler made something else of it, and the ratio is not the order's.
     """
-    by_size = {size: names.grouped(size) for size in names.GROUPS}
+    by_name = {names.grouped(size): size for size in names.GROUPS}
     found = []
-    for op in ("gemm1", "gemm2"):
-        for params, group in cases(rows, op):
-            us = median_us(group)
-            if by_size[1] not in us:
-                continue
-            counters, facts = dict(zip(group["variant"], group["counters"], strict=True)), _evidence(group)
-            x, registers = Case(op, params), {size: facts.get(v, {}).get("registers") for size, v in by_size.items()}
-            for size, variant in by_size.items():
-                if variant not in us:
-                    continue
-                [result] = compare_many(group, [(variant, by_size[1])])
-                line = _case(params) | {"GEMM": op, "groups of": size, "us": us[variant]}
-                line |= {"MB an expert": work.weight_bytes(x) / work.active(x) / 1e6}
-                line |= {"registers": registers[size] or math.nan, "as groups of 1": registers[size] == registers[1]}
-                found.append(line | _l2(counters[variant], work.weight_bytes(x)) | result.columns())
-    return _frame(found, ORDER)
+    for x, said, group in _gemms(rows):
+        known, counters, moved = facts(group), facts(group, column="counters"), work.weight_bytes(x)
+        for line in pairs(group, [(name, names.grouped(1)) for name in by_name]):
+            registers, usual = (known.get(line[name], {}).get("registers") for name in ("variant", "against"))
+            line |= {"groups of": by_name[line["variant"]], "MB an expert": moved / work.active(x) / 1e6}
+            line |= {"registers": registers or math.nan, "as groups of 1": registers == usual}
+            found.append(said | line | _l2(counters[line["variant"]], moved))
+    return pd.DataFrame(found, columns=ORDER)
 
 
-def _l2(text: str, weight_bytes: int) -> dict[str, float]:
-    counted = json.loads(text)
+def _l2(counted: dict[str, Any], weight_bytes: int) -> dict[str, float]:
     memory, sectors = counted.get("dram_read_bytes"), counted.get("l2_read_sectors")
     if not memory or not sectors:
         return {"L2 hits %": math.nan, "DRAM / weights": math.nan}
@@ -451,25 +380,16 @@ def _l2(text: str, weight_bytes: int) -> dict[str, float]:
 
 def dead(rows: pd.DataFrame) -> pd.DataFrame:
     """Blocks of the worst-case grid that no token is in, and what leaving them off is worth, by grid."""
-    found = []
     grids = [(names.TILES,), (names.PERSISTENT,), (names.PERSISTENT, names.FILLED)]
-    for op in ("gemm1", "gemm2"):
-        for params, group in cases(rows, op):
-            us, facts = median_us(group), _evidence(group)
-            for grid, *more in grids:
-                before, after = names.source(16, grid, *more), names.source(16, grid, names.EARLY, *more)
-                if before not in us or after not in us:
-                    continue
-                known = facts[before]
-                live, blocks = known.get("live", math.nan), known.get("blocks", math.nan)
-                [result] = compare_many(group, [(after, before)])
-                line = _case(params) | {
-                    "GEMM": op,
-                    "grid": ", ".join([grid, *more]),
-                    "dead %": 100 * (1 - live / blocks),
-                }
-                found.append(line | result.columns())
-    return _frame(found, [*CASE, "GEMM", "grid", "dead %", *RATIO])
+    by_name = {names.source(16, *grid): ", ".join(grid) for grid in grids}
+    early = [names.source(16, grid, names.EARLY, *more) for grid, *more in grids]
+    found = []
+    for _, said, group in _gemms(rows):
+        known = facts(group)
+        for line in pairs(group, zip(early, by_name, strict=True)):
+            before = line["against"]
+            found.append(said | line | {"grid": by_name[before], "dead %": _dead(known[before])})
+    return pd.DataFrame(found, columns=[*CASE, "GEMM", "grid", "dead %", *RATIO])
 
 
 STEPS = ["T", "SMs", "grid", "tiles", "CTAs an SM", "waves", "whole waves", "us", "us a wave", "predicted", "measured"]
@@ -482,57 +402,53 @@ def steps(rows: pd.DataFrame) -> pd.DataFrame:
     """
     found = []
     for params, group in cases(rows, "waves"):
-        us, facts = median_us(group), _evidence(group)
-        for grid in (names.TILES, names.PERSISTENT):
-            whole = names.limited(0, grid)
+        us, known = median_us(group), facts(group)
+        for grid in names.GRIDS:
+            whole = known.get(names.limited(0, grid), {})
             for sms in names.SMS:
                 variant = names.limited(sms, grid)
-                known = facts.get(variant, {})
-                if variant not in us or not {"seen", "tiles"} <= set(known):
+                one = known.get(variant, {})
+                if variant not in us or not {"seen", "tiles"} <= set(one):
                     continue
-                slots, tiles = known["seen"] * known.get("ctas_per_sm", 1), known["tiles"]
+                per_sm, tiles = one.get("ctas_per_sm", 1), one["tiles"]
+                slots = one["seen"] * per_sm
                 count = math.ceil(tiles / slots)
-                line = {"T": params["T"], "SMs": known["seen"], "grid": grid, "tiles": tiles}
-                line |= {"CTAs an SM": known.get("ctas_per_sm", 1), "waves": tiles / slots, "whole waves": count}
+                line = {"T": params["T"], "SMs": one["seen"], "grid": grid, "tiles": tiles, "CTAs an SM": per_sm}
                 line |= {
+                    "waves": tiles / slots,
+                    "whole waves": count,
                     "us": us[variant],
                     "us a wave": us[variant] / count,
-                    "predicted": math.nan,
-                    "measured": math.nan,
                 }
-                if sms and whole in us and "seen" in facts[whole]:
-                    all_slots = facts[whole]["seen"] * facts[whole].get("ctas_per_sm", 1)
+                if sms and "seen" in whole:
+                    all_slots = whole["seen"] * whole.get("ctas_per_sm", 1)
                     line["predicted"] = waves.predicted_ratio(tiles, all_slots, slots)
-                    line["measured"] = us[variant] / us[whole]
+                    line["measured"] = us[variant] / us[names.limited(0, grid)]
                 found.append(line)
-    return _frame(found, STEPS)
+    return pd.DataFrame(found, columns=STEPS)
 
 
 def persistent_on_parts(rows: pd.DataFrame) -> pd.DataFrame:
     """One CTA a tile / persistent on each part of the GPU: does the persistent grid pay more where SMs are fewer?"""
+    both = {names.limited(sms, names.PERSISTENT): names.limited(sms, names.TILES) for sms in names.SMS}
     found = []
     for params, group in cases(rows, "waves"):
-        us, facts = median_us(group), _evidence(group)
-        for sms in names.SMS:
-            tiles, persistent = (names.limited(sms, grid) for grid in (names.TILES, names.PERSISTENT))
-            if tiles in us and persistent in us and "seen" in facts[tiles]:
-                [result] = compare_many(group, [(persistent, tiles)])
-                found.append({"T": params["T"], "SMs": facts[tiles]["seen"]} | result.columns())
-    return _frame(found, ["T", "SMs", *RATIO])
+        known = facts(group)
+        for line in pairs(group, both.items()):
+            if "seen" in known[line["against"]]:
+                found.append({"T": params["T"], "SMs": known[line["against"]]["seen"]} | line)
+    return pd.DataFrame(found, columns=["T", "SMs", *RATIO])
 
 
 def on_other_gpus(rows: pd.DataFrame) -> pd.DataFrame:
     """Waves of the source's grid of one CTA a tile on GPUs of other sizes, by arithmetic; tiles as they were here."""
     table = persistence(rows)
-    table = table[(table["kernel"] == names.source(16, names.TILES).removesuffix(f", {names.TILES}"))]
-    table = table[table["CTAs an SM"].notna()]
+    table = table[(table["persistent"] == names.BASE) & table["CTAs an SM"].notna()]
     found = []
     for _, line in table.iterrows():
         for gpu, (count, share) in waves.on_gpus(int(line["tiles"]), int(line["CTAs an SM"])).items():
-            found.append(
-                {name: line[name] for name in (*CASE, "GEMM")} | {"GPU": gpu, "waves": count, "efficiency": share}
-            )
-    return _frame(found, [*CASE, "GEMM", "GPU", "waves", "efficiency"])
+            found.append({**line[[*CASE, "GEMM"]], "GPU": gpu, "waves": count, "efficiency": share})
+    return frame(found, [*CASE, "GEMM", "GPU", "waves", "efficiency"])
 
 
 ROUTED = ["us", "active", "most / mean", "BM", "blocks", "TFLOP/s", "TB/s", "over uniform", "by", *RATIO]
@@ -544,37 +460,29 @@ def routings(rows: pd.DataFrame) -> pd.DataFrame:
     over uniform: µs over those of the uniform routing, of another case, so without an interval. ratio: time of the
     fastest other layer, `by`, over ours, in this case. blocks: of BM rows, of the expert that got the most.
     """
-    table = times(rows)
-    table = table[table["variant"] == names.OURS]
-    shape = ["model", "weights", "T"]
-    base = table[table["routing"] == KINDS[0]].set_index(shape)["us"]
-    several = table.groupby(shape)["routing"].transform("nunique") > 1 if len(table) else []
-    table = table[several].copy() if len(table) else table
-    index = pd.MultiIndex.from_frame(table[shape])
-    table["over uniform"] = table["us"].to_numpy() / base.reindex(index).to_numpy() if len(table) else []
-    table["most / mean"] = [max(some) * len(some) / sum(some) for some in _counts(table)]
-    sizes = _blocks_m(rows)
-    table["BM"] = [float(sizes.get(tuple(line), math.nan)) for line in table[CASE].itertuples(index=False)]
-    table["blocks"] = np.ceil([max(some) / size for some, size in zip(_counts(table), table["BM"], strict=True)])
-    table = table.merge(against_best(rows), how="left", on=CASE)
-    return table[[*CASE, *ROUTED]].reset_index(drop=True)
+    shape, table = ["model", "weights", "T"], where(times(rows), variant=names.OURS)
+    base = where(table, routing=UNIFORM).set_index(shape)["us"]
+    table = table[table.groupby(shape)["routing"].transform("nunique") > 1] if len(table) else table
+    if table.empty:
+        return frame([], [*CASE, *ROUTED])
+    known = {
+        tuple(picked(params, CASE).values()): (work.counts_of(Case("layer", params)), _block_m(group))
+        for params, group in cases(rows, "layer")
+    }
+    counts, sizes = zip(*(known[line] for line in table[CASE].itertuples(index=False, name=None)), strict=True)
+    uniform = base.reindex(pd.MultiIndex.from_frame(table[shape])).to_numpy()
+    most = np.array([max(some) for some in counts])
+    table = table.assign(
+        **{"over uniform": table["us"].to_numpy() / uniform, "BM": sizes, "blocks": np.ceil(most / np.array(sizes))},
+        **{"most / mean": most * [len(some) / sum(some) for some in counts]},
+    )
+    return table.merge(against_best(rows), how="left", on=CASE)[[*CASE, *ROUTED]]
 
 
-def _counts(table: pd.DataFrame) -> list[tuple[int, ...]]:
-    """Slots of each expert, for each line of a table of cases."""
-    models = [MODELS[name] for name in table["model"]]
-    both = zip(table["routing"], table["T"], models, strict=True)
-    return [work.counts(kind, int(tokens), model.experts, model.top_k) for kind, tokens, model in both]
-
-
-def _blocks_m(rows: pd.DataFrame) -> dict[tuple, int]:
-    """Rows of a block of our layer in each case whose evidence has its configuration; 1 where it has no tiles."""
-    some = rows[(rows["op"] == "layer") & (rows["variant"] == names.OURS) & rows["ok"]]
-    found = {}
-    for key, text in zip(some["case"], some["evidence"], strict=True):
-        if config := json.loads(text).get("config"):
-            found[tuple(_case(json.loads(key)).values())] = 1 if config.get("rows") else config["block_m"]
-    return found
+def _block_m(group: pd.DataFrame) -> float:
+    """Rows of a block of our layer in a case; 1 where it has no tiles, NaN where its evidence has no configuration."""
+    config = facts(group).get(names.OURS, {}).get("config")
+    return float(1 if config.get("rows") else config["block_m"]) if config else math.nan
 
 
 PREDICTED = [*CASE, "us", "predicted us", "off %", "BM", "reading us", "products us", "over both %"]
@@ -587,47 +495,22 @@ def predictions(rows: pd.DataFrame) -> pd.DataFrame:
     padded to BM, at theirs. over both: as if neither hid the other.
     """
     read_tbs, tflops = ceilings(rows)
-    sizes, found = _blocks_m(rows), []
+    found = []
     for params, group in cases(rows, "layer"):
         ours = group[(group["variant"] == names.OURS) & group["ok"] & group["predicted_us"].notna()]
         if ours.empty:
             continue
         x, us, predicted = Case("layer", params), median_us(ours)[names.OURS], ours["predicted_us"].iloc[0]
-        block_m = sizes.get(tuple(_case(params).values()), math.nan)
-        padded = (
-            experts_blocks.blocks(work.counts_of(x), block_m) * block_m / sum(work.counts_of(x))
-            if block_m > 0
-            else math.nan
-        )
-        line = _case(params) | {"us": us, "predicted us": predicted, "off %": 100 * (us / predicted - 1), "BM": block_m}
-        line |= {
-            "reading us": work.weight_bytes(x) / read_tbs / 1e6,
-            "products us": padded * work.flops(x) / tflops / 1e6,
-        }
-        both = line["reading us"] + line["products us"]
-        found.append(line | {"over both %": 100 * (us / both - 1)})
-    return _frame(found, PREDICTED)
+        block_m, counts = _block_m(group), work.counts_of(x)
+        padded = experts_blocks.blocks(counts, int(block_m)) * block_m if block_m == block_m else math.nan
+        reading = work.weight_bytes(x) / read_tbs / 1e6
+        products = padded / sum(counts) * work.flops(x) / tflops / 1e6
+        line = {"us": us, "predicted us": predicted, "off %": 100 * (us / predicted - 1), "BM": block_m}
+        line |= {"reading us": reading, "products us": products, "over both %": 100 * (us / (reading + products) - 1)}
+        found.append(picked(params, CASE) | line)
+    return frame(found, PREDICTED)
 
 
 def tuned_up_to(rows: pd.DataFrame) -> int:
     """The most tokens for which candidates were timed; 0 if none were."""
     return max((json.loads(key)["T"] for key in set(rows[rows["op"] == "tune"]["case"])), default=0)
-
-
-def tuning_seconds(rows: pd.DataFrame) -> pd.Series:
-    """Seconds from the start of one shape's tuning to that of the next, in the order of measuring; compiling apart."""
-    tuned = rows[rows["op"] == "tune"]
-    starts = pd.to_datetime(tuned["utc"]).groupby(tuned["case"]).min().sort_values()
-    return starts.diff().dt.total_seconds().dropna()
-
-
-def loop_gain(rows: pd.DataFrame) -> pd.DataFrame:
-    """The loop over experts, over ours, in every case."""
-    return compared(rows, "layer", names.OURS, names.LOOP)
-
-
-def best_tflops(rows: pd.DataFrame, variant: str, model: str = QWEN3_30B.name) -> float:
-    """The most TFLOP/s of a variant of the layer of a model; NaN if it did not run."""
-    table = times(rows)
-    table = table[(table["variant"] == variant) & (table["model"] == model)]
-    return float(table["TFLOP/s"].max()) if len(table) else math.nan

@@ -1,22 +1,19 @@
 """Figures and sentences of whole layers, and what the study comes to, each made from the rows of one GPU."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pandas as pd
 
 from labkit.bench.spec import Case
+from labkit.bench.tables import frame, tuning_seconds, where
 from labkit.bench.verdict import counted, geometric_mean
 from labkit.report import plots
-from labkit.report.words import interval as _interval
-from labkit.report.words import mean as _mean
-from labkit.report.words import sentences as _sentences
-from labkit.report.words import span as _span
-from labkit.report.words import tokens as _tokens
+from labkit.report.figures import Drawing, drawing
+from labkit.report.words import interval, mean, sentences, span
+from labkit.report.words import tokens as in_tokens
 from labkit.studies.moe_persistent_grid import tables, variants, work
-from labkit.studies.moe_persistent_grid.grid_views import ours_there
-from labkit.studies.moe_persistent_grid.routings import KINDS
-from labkit.studies.moe_persistent_grid.wording import UNITS, Drawing, _at, _shown, _uniform, _where
+from labkit.studies.moe_persistent_grid.routings import UNIFORM
 
 AIM = 80  # percent of the read ceiling that the INT4 GEMMs of 16 to 128 tokens are to reach
 READ_BOUND = 512  # tokens, up to which reading is what the pages show of a layer
@@ -27,6 +24,26 @@ SHORT = {
     variants.OURS: "ours",
 }
 GRIDS = ((variants.OURS_PERSISTENT, "one program an SM"), (variants.OURS_FILLED, "as many programs as fit"))
+UNITS = {"us": "µs", "against us": "before µs", "active": "experts active"}
+UNITS |= {f"{what} us": f"{what} µs" for what in ("predicted", "reading", "products")}
+HIDDEN = ["routing", "no slower", "runs"]  # of every table: what the page says elsewhere
+
+
+def uniform(table: pd.DataFrame) -> pd.DataFrame:
+    """The lines of the uniform routing."""
+    return where(table, routing=UNIFORM)
+
+
+def labels(table: pd.DataFrame, *columns: str) -> list[str]:
+    """These columns of each line in words; T: its tokens."""
+    words = [table[name].map(in_tokens) if name == "T" else table[name] for name in columns]
+    return [", ".join(line) for line in zip(*words, strict=True)]
+
+
+def _where(line: pd.Series) -> str:
+    """The case of a row in words: model, tokens, and what else it has of weights, GEMM and routing."""
+    words = [line["model"], line.get("weights"), in_tokens(line["T"]), line.get("GEMM"), line.get("routing")]
+    return ", ".join(str(word) for word in words if word and word != UNIFORM)
 
 
 # What comes out
@@ -35,17 +52,17 @@ GRIDS = ((variants.OURS_PERSISTENT, "one program an SM"), (variants.OURS_FILLED,
 def in_short(rows: pd.DataFrame) -> str:
     """When the persistent grid pays, what became of the source's, and how the lab's layer stands."""
     said = [*_ours_in_both(rows), _source_in_short(rows), _layer_in_short(rows), _int4_in_short(rows)]
-    return _sentences(said, "nothing was compared.")
+    return sentences(said, "nothing was compared.")
 
 
 def _ours_in_both(rows: pd.DataFrame) -> list[str]:
     table, said = tables.persistence(rows), []
     for persistent, words in GRIDS:
-        part = table[table["persistent"] == persistent]
+        part = where(table, persistent=persistent)
         if len(part):
             said.append(
                 f"In the lab's own GEMMs a persistent grid of {words} is {counted(part['verdict'])} of {len(part)} "
-                f"cases (×{geometric_mean(part['ratio']):.2f} in the mean, ×{_span(part['ratio'])})."
+                f"cases (×{geometric_mean(part['ratio']):.2f} in the mean, ×{span(part['ratio'])})."
             )
     return said
 
@@ -57,15 +74,19 @@ def _source_in_short(rows: pd.DataFrame) -> str:
     return f"The source's kernels at its own point: {' and '.join(parts)}." if parts else ""
 
 
+def _rivals_of(table: pd.DataFrame) -> str:
+    """Who the fastest others are."""
+    return ", ".join(SHORT[name] for name in variants.RIVALS if name in set(table["by"]))
+
+
 def _layer_in_short(rows: pd.DataFrame) -> str:
     table = tables.against_best(rows)
-    uniform, skewed = _uniform(table), table[table["routing"] != KINDS[0]]
-    if uniform.empty:
+    usual, skewed = uniform(table), table[table["routing"] != UNIFORM]
+    if usual.empty:
         return ""
-    who = ", ".join(SHORT[name] for name in variants.RIVALS if name in set(uniform["by"]))
-    said = f"The lab's bf16 layer: time of the fastest other ({who}) / ours is {_mean(uniform['ratio'])}"
+    said = f"The lab's bf16 layer: time of the fastest other ({_rivals_of(usual)}) / ours is {mean(usual['ratio'])}"
     if len(skewed):
-        said += f"; under skewed routings ×{_span(skewed['ratio'])}, {counted(skewed['verdict'])} of {len(skewed)}"
+        said += f"; under skewed routings ×{span(skewed['ratio'])}, {counted(skewed['verdict'])} of {len(skewed)}"
     return f"{said}."
 
 
@@ -77,72 +98,64 @@ def _int4_in_short(rows: pd.DataFrame) -> str:
 
 
 def _int4(rows: pd.DataFrame) -> pd.DataFrame:
-    return _uniform(tables.compared(rows, "layer", variants.OURS, variants.OURS_BF16), "INT4")
+    return uniform(tables.compared(rows, variants.OURS, variants.OURS_BF16))
 
 
 def _few(table: pd.DataFrame) -> str:
     """Ratios of INT4 weights up to the most tokens at which no model is slower with them, and beyond."""
     good = [t for t, part in table.groupby("T") if part["verdict"].isin(["faster", "same"]).all()]
     bad = sorted(set(table["T"]) - set(good))
-    good = [t for t in good if not bad or t < bad[0]]
-    parts = [(f"up to {_tokens(max(good))}", table["T"] <= max(good))] if good else []
-    parts += [("beyond" if good else "in all", table["T"] > max(good, default=0))]
-    return ", ".join(f"{words} ×{_span(table[some]['ratio'])}" for words, some in parts if some.any())
+    most = max((t for t in good if not bad or t < bad[0]), default=0)
+    parts = {f"up to {in_tokens(most)}": table["T"] <= most, "beyond" if most else "in all": table["T"] > most}
+    return ", ".join(f"{words} ×{span(table[some]['ratio'])}" for words, some in parts.items() if some.any())
 
 
 def rivals(rows: pd.DataFrame) -> Drawing:
     """The fastest other layer over ours, bf16, uniform routing."""
-    table = _uniform(tables.against_best(rows))
+    table = uniform(tables.against_best(rows))
     if table.empty:
         return "no other layer was timed beside ours: `pip install labkit[peers]` brings those that there are."
-    fig = plots.ratios(
-        table.assign(row=_at(table)), "row", "ratio", "low", "high", group="model", verdict="verdict",
-        xlabel="time fastest other / time ours (above 1: ours faster)", title="Whole layers, bf16",
-    )  # fmt: skip
     least = table.loc[table["ratio"].idxmin()]
     said = f"Ours is {counted(table['verdict'])} of {len(table)} cases; geometric mean "
     said += f"{geometric_mean(table['ratio']):.3f}, least {least['ratio']:.3f} ({_where(least)})"
     more = table[table["T"] > 1]["ratio"]
     said += f"; without one token {geometric_mean(more):.3f}" if 0 < len(more) < len(table) else ""
-    return {
-        "fig": fig,
-        "alt": f"Ratios of the fastest other layer's time over ours, by model and tokens. {said}.",
-        "caption": f"Who is the fastest is in the table; the loop alone is eager. {said}.",
-        "table": _shown(table.assign(by=table["by"].map(SHORT)), "weights"),
-    }
+    return drawing(
+        plots.ratios, table.assign(row=labels(table, "T")), "row", "ratio", "low", "high", group="model",
+        verdict="verdict", xlabel="time fastest other / time ours (above 1: ours faster)", title="Whole layers, bf16",
+        alt="Ratios of the fastest other layer's time over ours, by model and tokens.",
+        caption="Who is the fastest is in the table; the loop alone is eager.", said=said,
+        table=table.assign(by=table["by"].map(SHORT)), hidden=[*HIDDEN, "weights"], units=UNITS,
+    )  # fmt: skip
 
 
 def rates(rows: pd.DataFrame) -> Drawing:
     """TFLOP/s of every layer against tokens, bf16."""
-    table = _uniform(tables.times(rows), "bf16")
-    table = table[table["variant"].isin(SHORT)]
+    table = where(uniform(tables.times(rows)), weights="bf16", variant=[*SHORT])
     if table.empty:
         return "no bf16 layer was measured."
     _, tflops = tables.ceilings(rows)
-    fig = plots.lines(
-        table.assign(variant=table["variant"].map(SHORT)), "T", "TFLOP/s", "variant", panel="model", logx=True,
-        logy=True, xlabel="tokens", ylabel="TFLOP/s (log)", title="Whole layers, bf16, uniform routing",
-        reference=[(tflops, "ceiling")] if tflops == tflops else None,
-    )  # fmt: skip
     best = table.loc[table["TFLOP/s"].idxmax()]
-    said = f"Most: {SHORT[best['variant']]}, {best['TFLOP/s']:.0f} TFLOP/s ({best['model']}, {_tokens(best['T'])})"
-    columns = ["model", "T", "active", "variant", "mode", "us", "TFLOP/s", "% of products", "TB/s", "% of reading"]
-    return {
-        "fig": fig,
-        "alt": f"Lines of TFLOP/s against tokens, by model and layer. {said}.",
-        "caption": "The line is the ceiling of bf16 products. TB/s in the table: of the weights of the experts that "
-        f"got a token, each once. {said}.",
-        "table": table[columns].rename(columns={"us": "µs", "active": "experts active"}),
-    }
+    said = f"Most: {SHORT[best['variant']]}, {best['TFLOP/s']:.0f} TFLOP/s ({best['model']}, {in_tokens(best['T'])})"
+    return drawing(
+        plots.lines, table.assign(short=table["variant"].map(SHORT)), "T", "TFLOP/s", "short", panel="model",
+        logx=True, logy=True, xlabel="tokens", ylabel="TFLOP/s (log)", title="Whole layers, bf16, uniform routing",
+        reference=[(tflops, "ceiling")] if tflops == tflops else None,
+        alt="Lines of TFLOP/s against tokens, by model and layer.",
+        caption="The line is the ceiling of bf16 products. TB/s in the table: of the weights of the experts that "
+        "got a token, each once.", said=said,
+        table=["model", "T", "active", "variant", "mode", "us", "TFLOP/s", "% of products", "TB/s", "% of reading"],
+        units=UNITS,
+    )  # fmt: skip
 
 
 def launching(rows: pd.DataFrame) -> str:
     """What dependent launch is worth to a layer of few kernels, by tokens."""
-    table = _uniform(tables.compared(rows, "layer", variants.OURS, variants.ORDINARY))
+    table = uniform(tables.compared(rows, variants.OURS, variants.ORDINARY))
     if table.empty:
         return "launches that wait were not timed beside ours."
     parts = [
-        f"{_tokens(t)} ×{geometric_mean(part['ratio']):.3f} (faster in {(part['verdict'] == 'faster').sum()} of "
+        f"{in_tokens(t)} ×{geometric_mean(part['ratio']):.3f} (faster in {(part['verdict'] == 'faster').sum()} of "
         f"{len(part)} models)"
         for t, part in table.groupby("T")
     ]
@@ -151,70 +164,60 @@ def launching(rows: pd.DataFrame) -> str:
 
 def one_token(rows: pd.DataFrame) -> pd.DataFrame:
     """One token by matrix-vector products and by tiles; ratio: tiles over those."""
-    table = _uniform(tables.compared(rows, "layer", variants.OURS, variants.BY_TILES))
+    table = uniform(tables.compared(rows, variants.OURS, variants.BY_TILES))
     return table.drop(columns=["T", "routing"], errors="ignore").rename(columns=UNITS)
 
 
 def by_words(rows: pd.DataFrame) -> pd.DataFrame:
     """One token with INT4 weights as words and as bytes; ratio: time by bytes over time by words."""
-    table = _uniform(tables.compared(rows, "layer", variants.WORDS, variants.BYTES))
+    table = uniform(tables.compared(rows, variants.WORDS, variants.BYTES))
     table = table.drop(columns=["T", "weights", "routing"], errors="ignore")
-    return table.rename(columns=UNITS | {"us": "µs by words", "against us": "µs by bytes"})
+    return table.rename(columns={"us": "µs by words", "against us": "µs by bytes"})
 
 
 def words_said(rows: pd.DataFrame) -> str:
     """Whether fewer instructions a weight are worth anything to one token."""
-    table = _uniform(tables.compared(rows, "layer", variants.WORDS, variants.BYTES))
+    table = by_words(rows)
     if table.empty:
         return "INT4 weights as words were not timed beside bytes."
-    models = f"{len(table)} models, by bytes / by words ×{_span(table['ratio'])}"
-    worse = ", ".join(table.loc[table["verdict"] == "slower", "model"])
-    where = f" Bytes are faster for {worse}." if worse else ""
-    return f"words are {counted(table['verdict'])} of {models}.{where}"
-
-
-def other_runs(rows: pd.DataFrame) -> pd.DataFrame:
-    """Our layer beside kernels that are no library to call, of another run."""
-    return tables.beside_other_runs(rows)
+    said = f"words are {counted(table['verdict'])} of {len(table)} models, by bytes / by words ×{span(table['ratio'])}."
+    worse = ", ".join(where(table, verdict="slower")["model"])
+    return f"{said} Bytes are faster for {worse}." if worse else said
 
 
 def ahead_of_those(rows: pd.DataFrame) -> str:
-    """How often and how much ours is ahead of the better of those kernels."""
+    """How often and how much ours is ahead of the better of the kernels that are of another run."""
     table = tables.beside_other_runs(rows)
     if table.empty:
         return "no figures of another run are known for this GPU."
     ratio = table[[name for name in table if name.endswith("/ ours")]].min(axis=1)
     least = table.loc[ratio.idxmin()]
     return (
-        f"the better of them / ours is above 1 in {(ratio > 1).sum()} of {len(ratio)} cases, ×{_span(ratio)}, least "
+        f"the better of them / ours is above 1 in {(ratio > 1).sum()} of {len(ratio)} cases, ×{span(ratio)}, least "
         f"with {_where(least)}; of two runs, so without an interval."
     )
 
 
 def reading(rows: pd.DataFrame) -> Drawing:
     """The two INT4 GEMMs as percent of the read ceiling, by tokens."""
-    table = _uniform(tables.int4_reading(rows))
+    table = uniform(tables.int4_reading(rows))
     table = table[(table["T"] <= READ_BOUND) & table["% of reading"].notna()]
     if table.empty:
         return "no INT4 GEMMs were measured beside a known read ceiling."
-    fig = plots.lines(
-        table, "T", "% of reading", "model", logx=True, reference=[(AIM, "aimed at")], xlabel="tokens",
-        ylabel="% of the read ceiling", title="INT4: the weights of the experts that got a token",
-    )  # fmt: skip
     some = table[table["T"].between(16, 128)]
     said = "not measured at 16 to 128 tokens"
     if len(some):
-        said = f"16 to 128 tokens: {_span(some['% of reading'], '{:.0f}')} %, at least {AIM} % in "
+        said = f"16 to 128 tokens: {span(some['% of reading'], '{:.0f}')} %, at least {AIM} % in "
         said += f"{(some['% of reading'] >= AIM).sum()} of {len(some)} cases"
     beside = some["% of reading here"].dropna()
-    said += f"; of reading in the same run {_span(beside, '{:.0f}')} %" if len(beside) else ""
-    return {
-        "fig": fig,
-        "alt": f"Lines of percent of the read ceiling against tokens, by model. {said}.",
-        "caption": "Both GEMMs by tiles, each with the faster of its grids; the layer of one token has other kernels. "
-        f"{said}.",
-        "table": table.rename(columns=UNITS).drop(columns=["weights", "routing"]),
-    }
+    said += f"; of reading in the same run {span(beside, '{:.0f}')} %" if len(beside) else ""
+    return drawing(
+        plots.lines, table, "T", "% of reading", "model", logx=True, reference=[(AIM, "aimed at")], xlabel="tokens",
+        ylabel="% of the read ceiling", title="INT4: the weights of the experts that got a token",
+        alt="Lines of percent of the read ceiling against tokens, by model.",
+        caption="Both GEMMs by tiles, each with the faster of its grids; the layer of one token has other kernels.",
+        said=said, hidden=["weights", "routing"], units=UNITS,
+    )  # fmt: skip
 
 
 def int4_gain(rows: pd.DataFrame) -> Drawing:
@@ -222,39 +225,31 @@ def int4_gain(rows: pd.DataFrame) -> Drawing:
     table = _int4(rows)
     if table.empty:
         return "our layer was not measured with both kinds of weights in one case."
-    fig = plots.ratios(
-        table.assign(row=_at(table)), "row", "ratio", "low", "high", group="model", verdict="verdict",
-        xlabel="time bf16 weights / time INT4 weights (above 1: INT4 faster)", title="What INT4 weights are worth",
-    )  # fmt: skip
+    ours = where(tables.times(rows), variant=variants.OURS)
     least = table.loc[table["ratio"].idxmin()]
     said = f"INT4 is {counted(table['verdict'])} of {len(table)} cases: {_few(table)}"
-    said += _one_token_reads(table, rows)
-    said += f". Least: ×{least['ratio']:.2f} ({least['model']}, {_tokens(least['T'])})"
-    return {
-        "fig": fig,
-        "alt": f"Ratios of the bf16 layer's time over the INT4 layer's, by model and tokens. {said}.",
-        "caption": f"The same layer, timed in the same blocks; rates in the table are of INT4. {said}.",
-        "table": _shown(_with_rates(table, rows), "weights"),
-    }
+    said += _one_token_reads(table, ours)
+    said += f". Least: ×{least['ratio']:.2f} ({least['model']}, {in_tokens(least['T'])})"
+    rated = ours[[*tables.CASE, "TFLOP/s", "% of products", "TB/s", "% of reading"]]
+    return drawing(
+        plots.ratios, table.assign(row=labels(table, "T")), "row", "ratio", "low", "high", group="model",
+        verdict="verdict", xlabel="time bf16 weights / time INT4 weights (above 1: INT4 faster)",
+        title="What INT4 weights are worth",
+        alt="Ratios of the bf16 layer's time over the INT4 layer's, by model and tokens.",
+        caption="The same layer, timed in the same blocks; rates in the table are of INT4.", said=said,
+        table=table.merge(rated, how="left", on=tables.CASE), hidden=[*HIDDEN, "weights"],
+        units={"us": "INT4 µs", "against us": "bf16 µs"},
+    )  # fmt: skip
 
 
-def _one_token_reads(table: pd.DataFrame, rows: pd.DataFrame) -> str:
+def _one_token_reads(table: pd.DataFrame, ours: pd.DataFrame) -> str:
     """One token: the ratio, and how near to the read ceiling both kinds of weights are."""
-    one = table[table["T"] == 1]["ratio"]
-    rates = _uniform(tables.times(rows)).dropna(subset=["% of reading"])
-    rates = rates[(rates["T"] == 1) & (rates["variant"] == variants.OURS)]
-    shares = [f"{w} {_span(part['% of reading'], '{:.0f}')} %" for w, part in rates.groupby("weights")]
+    one = where(table, T=1)["ratio"]
+    rates = where(uniform(ours), T=1).dropna(subset=["% of reading"])
+    shares = [f"{w} {span(part['% of reading'], '{:.0f}')} %" for w, part in rates.groupby("weights")]
     if one.empty:
         return ""
-    return f"; one token ×{_span(one)}" + (f" (of the read ceiling: {', '.join(shares)})" if shares else "")
-
-
-def _with_rates(table: pd.DataFrame, rows: pd.DataFrame) -> pd.DataFrame:
-    """A table of layers with our rates beside both ceilings."""
-    rates = tables.times(rows)
-    rates = rates[rates["variant"] == variants.OURS][[*tables.CASE, "TFLOP/s", "% of products", "TB/s", "% of reading"]]
-    found = table.rename(columns={"us": "INT4 µs", "against us": "bf16 µs"})
-    return found.merge(rates, how="left", on=tables.CASE)
+    return f"; one token ×{span(one)}" + (f" (of the read ceiling: {', '.join(shares)})" if shares else "")
 
 
 # Routing, tuning, prediction
@@ -265,91 +260,71 @@ def routings(rows: pd.DataFrame) -> Drawing:
     table = tables.routings(rows)
     if table.empty:
         return "our layer was measured under one routing only."
-    table = table.assign(case=_cases(table))
-    fig = plots.bars(
-        table, "routing", "over uniform", "case", xlabel="synthetic routing", ylabel="time / time of uniform routing",
-        title="What skew does to a layer", reference=[(1, "uniform")],
-    )  # fmt: skip
+    table = table.assign(case=labels(table, "model", "weights", "T"))
     worst = table.loc[table["over uniform"].idxmax()]
-    said = f"Most: ×{worst['over uniform']:.2f}, {worst['case']}, {worst['routing']}" + _of_rivals(table)
-    return {
-        "fig": fig,
-        "alt": f"Bars of time over that of uniform routing, by synthetic routing and case. {said}.",
-        "caption": "Bars: ours over ours, of two cases, so without an interval. Blocks, in the table: of BM rows, of "
-        f"the expert that got the most. {said}.",
-        "table": _with_rivals(table),
-    }
-
-
-def _with_rivals(table: pd.DataFrame) -> pd.DataFrame:
-    columns = UNITS | {"by": "fastest other", "ratio": "other / ours"}
-    found = table.assign(by=table["by"].map(SHORT)).rename(columns=columns)
-    return found.drop(columns=["case", "no slower", "runs"], errors="ignore")
+    return drawing(
+        plots.bars, table, "routing", "over uniform", "case", xlabel="synthetic routing",
+        ylabel="time / time of uniform routing", title="What skew does to a layer", reference=[(1, "uniform")],
+        alt="Bars of time over that of uniform routing, by synthetic routing and case.",
+        caption="Bars: ours over ours, of two cases, so without an interval. Blocks, in the table: of BM rows, of "
+        "the expert that got the most.",
+        said=f"Most: ×{worst['over uniform']:.2f}, {worst['case']}, {worst['routing']}" + _of_rivals(table),
+        table=table.assign(by=table["by"].map(SHORT)), hidden=["case"],
+        units={"us": "µs", "by": "fastest other", "ratio": "other / ours"},
+    )  # fmt: skip
 
 
 def _of_rivals(table: pd.DataFrame) -> str:
     """The fastest other layer over ours under skewed routings, and every case that ours loses, with its blocks."""
-    table = table[(table["routing"] != KINDS[0]) & table["ratio"].notna()]
+    table = table[(table["routing"] != UNIFORM) & table["ratio"].notna()]
     if table.empty:
         return ""
-    who = ", ".join(SHORT[name] for name in variants.RIVALS if name in set(table["by"]))
-    said = f". Skewed, time of the fastest other ({who}) / ours is ×{_span(table['ratio'])}: ours is "
+    said = f". Skewed, time of the fastest other ({_rivals_of(table)}) / ours is ×{span(table['ratio'])}: ours is "
     said += f"{counted(table['verdict'])} of {len(table)}"
     lost = [
-        f"{_where(line)}, {_interval(line)}"
+        f"{_where(line)}, {interval(line)}"
         + (f", {line['blocks']:.0f} blocks of {line['BM']:.0f} rows at one expert" if line["BM"] == line["BM"] else "")
-        for _, line in table[table["verdict"] == "slower"].iterrows()
+        for _, line in where(table, verdict="slower").iterrows()
     ]
     return said + (f". Ours loses: {'; '.join(lost)}" if lost else "")
 
 
-def _cases(table: pd.DataFrame) -> list[str]:
-    columns = (table["model"], table["weights"], table["T"])
-    return [f"{model}, {weights}, {_tokens(t)}" for model, weights, t in zip(*columns, strict=True)]
-
-
 def tuning(rows: pd.DataFrame) -> str:
     """How long tuning takes, and what it and the number of tokens in its key are worth."""
-    said, most = [], tables.tuned_up_to(rows)
-    seconds = tables.tuning_seconds(rows)
+    said, most, seconds = [], tables.tuned_up_to(rows), tuning_seconds(rows)
     if len(seconds):
         said.append(
             f"A model's layer took {seconds.median():.1f} s to tune for one number of tokens in the median, at most "
-            f"{seconds.max():.1f} s, beside compiling; up to {_tokens(most)} were tuned; beyond, the rule decides."
+            f"{seconds.max():.1f} s, beside compiling; up to {in_tokens(most)} were tuned; beyond, the rule decides."
         )
-    for variant, words in (
-        (variants.RULE, "By the rule"),
-        (variants.OTHER_TOKENS, f"Tuned for {variants.TUNED_FOR} tokens"),
-    ):
-        table = _uniform(tables.compared(rows, "layer", variants.OURS, variant))
-        table = table[table["T"] <= most] if variant == variants.RULE else table
+    ruled, other = (
+        uniform(tables.compared(rows, variants.OURS, name)) for name in (variants.RULE, variants.OTHER_TOKENS)
+    )
+    ruled = ruled[ruled["T"] <= most]
+    for table, words in ((ruled, "By the rule"), (other, f"Tuned for {variants.TUNED_FOR} tokens")):
         if len(table):
             worst, least = (table.loc[place] for place in (table["ratio"].idxmax(), table["ratio"].idxmin()))
             said.append(
                 f"{words} the layer takes ×{geometric_mean(table['ratio']):.2f} as long in the mean of {len(table)} "
-                f"cases, least {_interval(least)} ({_where(least)}), most {_interval(worst)} ({_where(worst)})."
+                f"cases, least {interval(least)} ({_where(least)}), most {interval(worst)} ({_where(worst)})."
             )
-    return _sentences(said, "nothing was tuned.")
+    return sentences(said, "nothing was tuned.")
 
 
 def prediction(rows: pd.DataFrame) -> Drawing:
     """Measured over predicted time of our layers: what bytes and products do not explain."""
-    table = _uniform(tables.predictions(rows))
+    table = uniform(tables.predictions(rows))
     if table.empty:
         return "no prediction was stored: this GPU's ceilings were not known."
-    fig = plots.lines(
-        table, "T", "off %", "model", panel="weights", logx=True, reference=[(0, "as predicted")], xlabel="tokens",
-        ylabel="measured over predicted, %", title="The floor as a prediction",
+    said = [f"{weights} {span(part['off %'], '{:+.0f}')} %" for weights, part in table.groupby("weights")]
+    return drawing(
+        plots.lines, table, "T", "off %", "model", panel="weights", logx=True, reference=[(0, "as predicted")],
+        xlabel="tokens", ylabel="measured over predicted, %", title="The floor as a prediction",
+        alt="Lines of measured over predicted time against tokens, by model.",
+        caption="Predicted: reading or products, whichever is longer, and a launch.",
+        said=", ".join(said) + _over_both(table.dropna(subset=["over both %"])) + _unpacking(rows),
+        hidden=["routing"], units=UNITS,
     )  # fmt: skip
-    said = [f"{weights} {_span(part['off %'], '{:+.0f}')} %" for weights, part in table.groupby("weights")]
-    said = ", ".join(said) + _over_both(table.dropna(subset=["over both %"])) + _unpacking(rows)
-    units = {"us": "µs", "predicted us": "predicted µs", "reading us": "reading µs", "products us": "products µs"}
-    return {
-        "fig": fig,
-        "alt": f"Lines of measured over predicted time against tokens, by model. {said}.",
-        "caption": f"Predicted: reading or products, whichever is longer, and a launch. {said}.",
-        "table": table.drop(columns=["routing"]).rename(columns=units),
-    }
 
 
 def _over_both(table: pd.DataFrame) -> str:
@@ -358,7 +333,7 @@ def _over_both(table: pd.DataFrame) -> str:
     for weights, part in table.groupby("weights"):
         many = part["T"] > READ_BOUND
         some = ((f"up to {READ_BOUND} tokens", ~many & (part["T"] > 1)), ("beyond", many))
-        spans = [f"{words} {_span(part[s]['over both %'], '{:+.0f}')} %" for words, s in some if s.any()]
+        spans = [f"{words} {span(part[s]['over both %'], '{:+.0f}')} %" for words, s in some if s.any()]
         parts += [f"{weights} {', '.join(spans)}"] if spans else []
     said = ". Over the sum of reading and of the products of whole blocks, without one token: "
     return said + "; ".join(parts) if parts else ""
@@ -367,62 +342,52 @@ def _over_both(table: pd.DataFrame) -> str:
 def _unpacking(rows: pd.DataFrame) -> str:
     """What the same products with fewer bytes say, where they take longer."""
     table = _int4(rows)
-    slower = table[table["verdict"] == "slower"]["ratio"]
+    slower = where(table, verdict="slower")["ratio"]
     if slower.empty:
         return ""
     return (
-        f". In {len(slower)} of {len(table)} cases INT4 takes ×{_span(1 / slower)} the time of bf16, which does the "
+        f". In {len(slower)} of {len(table)} cases INT4 takes ×{span(1 / slower)} the time of bf16, which does the "
         "same products and reads more: what is left for that time is unpacking, again for every block of rows"
     )
 
 
 def floor_cases(cases: Sequence[Case]) -> list[Case]:
     """The layers whose floors the page shows: bf16, uniform routing."""
-    return [x for x in cases if x.op == "layer" and x["weights"] != "INT4" and x["routing"] == KINDS[0]]
+    return [x for x in cases if x.op == "layer" and x["weights"] != "INT4" and x["routing"] == UNIFORM]
 
 
 def active_experts(cases: Sequence[Case]) -> pd.DataFrame:
     """Experts that get a token in each case's routing, and the bytes of their weights; no measurement."""
     found: dict[tuple[str, int], dict[str, Any]] = {}
     for x in cases:
-        if x.op == "layer" and x["routing"] == KINDS[0]:
+        if x.op == "layer" and x["routing"] == UNIFORM:
             line = {"model": x["model"], "T": x["T"], "active": work.active(x), "of": x["E"]}
-            line |= found.get((x["model"], x["T"]), {})
             moved = work.weight_bytes(x)
-            line |= {f"MB, {x['weights']}": moved / 1e6, f"FLOP a byte, {x['weights']}": work.flops(x) / moved}
-            found[x["model"], x["T"]] = line
-    return _frame_of(found.values(), ["model", "T", "active", "of"])
+            found.setdefault((x["model"], x["T"]), line).update(
+                {f"MB, {x['weights']}": moved / 1e6, f"FLOP a byte, {x['weights']}": work.flops(x) / moved}
+            )
+    return frame(list(found.values()), ["model", "T", "active", "of"])
 
 
-def _frame_of(lines: Iterable[Mapping[str, Any]], columns: Sequence[str]) -> pd.DataFrame:
-    lines = list(lines)
-    return pd.DataFrame(lines, columns=None if lines else columns)
+# What to do
 
 
 def summary(rows: pd.DataFrame) -> str:
     """What to do: the grid, what pays instead, and the layer."""
     said = [_which_grid(rows), _instead(rows), ours_there(rows), _how_fast(rows)]
-    return _sentences(said, "nothing was measured that decides anything.")
+    return sentences(said, "nothing was measured that decides anything.")
 
 
 def _which_grid(rows: pd.DataFrame) -> str:
-    table = tables.persistence(rows)
-    table = table[table["persistent"] == variants.OURS_FILLED]
+    table = where(tables.persistence(rows), persistent=variants.OURS_FILLED)
     if table.empty:
         return ""
     faster, slower = ((table["verdict"] == word).sum() for word in ("faster", "slower"))
-    advice = (
-        "Launch one CTA a tile"
-        if slower > faster
-        else "Launch as many programs as fit"
-        if faster
-        else "Any grid will do"
-    )
+    advice = "Launch as many programs as fit" if faster else "Any grid will do"
+    advice = "Launch one CTA a tile" if slower > faster else advice
     best = table.loc[table["ratio"].idxmax()]
-    said = (
-        f"{advice}: a persistent grid of as many programs as fit is {counted(table['verdict'])} of {len(table)} cases"
-    )
-    said += f", at best {_interval(best)} ({_where(best)})"
+    said = f"{advice}: a persistent grid of as many programs as fit is {counted(table['verdict'])} of {len(table)} "
+    said += f"cases, at best {interval(best)} ({_where(best)})"
     alone = table["CTAs an SM"] == 1
     if 0 < alone.sum() < len(table):
         wins = [int((table[some]["verdict"] == "faster").sum()) for some in (alone, ~alone)]
@@ -444,31 +409,39 @@ ADVICE = {
 def _instead(rows: pd.DataFrame) -> str:
     """What is faster in every case and with all weights that it was timed with, the most first."""
     table = tables.worth(rows)
-    table = table.assign(what=[_advice(*pair) for pair in zip(table["change"], table["over"], strict=True)])
+    both = zip(table["change"], table["over"], strict=True)
+    table = table.assign(what=[ADVICE.get(after.removeprefix(f"{before}, "), "") for after, before in both])
     table = table[table["what"] != ""]
     sure = table.groupby("what")[["faster", "cases"]].transform("sum")
     table = table[sure["faster"] == sure["cases"]]
     means = table.groupby("what")["mean ratio"].agg(geometric_mean).sort_values(ascending=False)
-    said = [f"{what} (×{mean:.2f} in the mean)" for what, mean in means.items()]
+    said = [f"{what} (×{gain:.2f} in the mean)" for what, gain in means.items()]
     return f"What makes the source's kernel faster in every case instead: {'; '.join(said)}." if said else ""
 
 
-def _advice(after: str, before: str) -> str:
-    """What to do, for a change that adds something; empty for others."""
-    return ADVICE.get(after.removeprefix(f"{before}, "), "")
+def ours_there(rows: pd.DataFrame) -> str:
+    """The lab's two GEMMs at the source's own point beside the fastest of its variants."""
+    us = tables.source_point(rows).set_index("variant")["µs, both"]
+    ours = us.get(variants.OURS_TILES)
+    us = us.drop(variants.OURS_TILES, errors="ignore")
+    if ours is None or us.empty:
+        return ""
+    return (
+        f"At the source's own point the lab's two GEMMs, one CTA a tile, take {ours:.0f} µs, and the fastest of its "
+        f"variants ({us.idxmin()}) ×{us.min() / ours:.2f} as long."
+    )
 
 
 def _how_fast(rows: pd.DataFrame) -> str:
     table = tables.against_best(rows)
-    uniform, skewed = _uniform(table), table[table["routing"] != KINDS[0]]
-    if uniform.empty:
+    usual, lost = uniform(table), where(table[table["routing"] != UNIFORM], verdict="slower")
+    if usual.empty:
         return ""
-    said = f"Under uniform routing our bf16 layer is {counted(uniform['verdict'])} of {len(uniform)} cases against the "
-    said += f"fastest other (×{geometric_mean(uniform['ratio']):.2f} in the mean, ×{_span(uniform['ratio'])})"
-    lost = skewed[skewed["verdict"] == "slower"]
+    said = f"Under uniform routing our bf16 layer is {counted(usual['verdict'])} of {len(usual)} cases against the "
+    said += f"fastest other (×{geometric_mean(usual['ratio']):.2f} in the mean, ×{span(usual['ratio'])})"
     if len(lost):
         worst = lost.loc[lost["ratio"].idxmin()]
         said += f"; but it takes its tiles by the number of tokens, and with {worst['routing']} it is down to "
-        said += f"×{worst['ratio']:.2f} ({worst['model']}, {_tokens(worst['T'])})"
+        said += f"×{worst['ratio']:.2f} ({worst['model']}, {in_tokens(worst['T'])})"
     int4 = _int4(rows)
     return f"{said}. INT4 weights against bf16: {_few(int4)}." if len(int4) else f"{said}."
