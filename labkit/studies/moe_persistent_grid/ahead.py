@@ -51,7 +51,7 @@ def _of(x: Case, capability: int) -> Iterator[tuple[Any, Source]]:
             yield [*key, dissect], (f"{__name__}:layer", shared | {"wanted": wanted, "dissect": dissect})
     for make in ("grouped_mm", "liger"):
         if any(line.make == make for line in lines):
-            yield [make, x["T"], *shape], (f"{__name__}:{make}", {"params": dict(x.params)})
+            yield [make, x["T"], *shape], (f"{__name__}:library", {"make": make, "params": dict(x.params)})
 
 
 def _gemms(x: Case, how: Mapping[str, Any]) -> Sequence[str]:
@@ -114,16 +114,10 @@ def config_from(choice: Mapping[str, Any]) -> Config:
     return replace(found, rows=Words(**rows)) if "down_k" in rows else found
 
 
-def grouped_mm(params: Mapping[str, Any]) -> list[Launch]:
-    """The kernels around torch's grouped product."""
+def library(make: str, params: Mapping[str, Any]) -> "list[Launch] | LigerLayer":
+    """The kernels around torch's grouped product, or liger-kernel's layer: nothing where it is not installed."""
     [item] = trials.inputs(Case("layer", params), "cpu", 1, 0)
-    return peers.glue(item)
-
-
-def liger(params: Mapping[str, Any]) -> "LigerLayer":
-    """liger-kernel's layer, as something to compile; nothing where it is not installed."""
-    [item] = trials.inputs(Case("layer", params), "cpu", 1, 0)
-    return LigerLayer(item)
+    return LigerLayer(item) if make == "liger" else peers.glue(item)
 
 
 @dataclass(frozen=True)

@@ -43,8 +43,7 @@ def judge_prefill(rows: pd.DataFrame) -> Judgement:
     tiles, persistent = (variants.source(16, grid, int8=True) for grid in (variants.TILES, variants.PERSISTENT))
     if not {tiles, persistent} <= set(us.index):
         return untestable(NO_POINT)
-    tuned = tables.tuned_point(rows)
-    tuned = where(tuned, kernel="W4A8")
+    tuned = where(tables.tuned_point(rows), kernel="W4A8")
     sums = tuned[["µs", "persistent µs"]].sum() if len(tuned) == 2 else pd.Series([us[tiles], us[persistent]])
     gain = sums.iloc[0] / sums.iloc[1]
     measured = f"×{gain:.3f} for the two W4A8 GEMMs, one CTA a tile / persistent"
@@ -57,17 +56,17 @@ def judge_prefill(rows: pd.DataFrame) -> Judgement:
     measured += f" (one tile in both: {'; '.join(more)})" if more else ""
     if abs(gain - 1) <= TIE:
         return Judgement("consistent", measured, "a tie here too, on another GPU and for the GEMMs alone")
-    filled, base = variants.source(16, variants.PERSISTENT, variants.FILLED), variants.source(16, variants.PERSISTENT)
     why = "no tie here: the persistent grid is " + ("faster" if gain > 1 else "slower")
-    if {filled, base} <= set(us.index):
-        why += f"; as many CTAs as fit an SM, instead of one, give ×{us[base] / us[filled]:.2f} with W4A16"
+    if {variants.FILLED_BASE, variants.BASE} <= set(us.index):
+        more_ctas = us[variants.BASE] / us[variants.FILLED_BASE]
+        why += f"; as many CTAs as fit an SM, instead of one, give ×{more_ctas:.2f} with W4A16"
     return Judgement("not reproduced", measured, f"{why}. {_how(rows, tuned=len(tuned) == 2)}")
 
 
 def judge_few_tokens(rows: pd.DataFrame) -> Judgement:
     """Does the source's persistent grid pay for up to 512 tokens?"""
-    table = tables.persistence(rows)
-    table = table[table["kernel"].str.startswith("source") & (table["weights"] == "INT4") & (table["T"] <= FEW)]
+    table = where(tables.persistence(rows), weights="INT4")
+    table = table[table["kernel"].str.startswith("source") & (table["T"] <= FEW)]
     if table.empty or processes(rows, "gemm1") < PROCESSES:
         return untestable(f"needs the source's INT4 kernels at {FEW} tokens or fewer in {PROCESSES} processes")
     best = table.loc[table["ratio"].idxmax()]
@@ -77,9 +76,9 @@ def judge_few_tokens(rows: pd.DataFrame) -> Judgement:
     measured += f"×{best['ratio']:.2f}; faster in {faster}"
     if mean > 1 and faster > len(table) / 2:
         return Judgement("consistent", measured, "it pays in most of these cases")
-    won = table[table["verdict"] == "faster"].groupby(["kernel", "GEMM"], sort=False).size()
-    where = ", ".join(f"{kernel}, {gemm}: {count}" for (kernel, gemm), count in won.items())
-    why = "it pays in none of these cases" if not faster else f"it pays in {faster} of {len(table)} cases ({where})"
+    won = where(table, verdict="faster").groupby(["kernel", "GEMM"], sort=False).size()
+    places = ", ".join(f"{kernel}, {gemm}: {count}" for (kernel, gemm), count in won.items())
+    why = f"it pays in {faster} of {len(table)} cases ({places})" if faster else "it pays in none of these cases"
     return Judgement("not reproduced", measured, why)
 
 
@@ -89,7 +88,7 @@ def judge_fewer_sms(rows: pd.DataFrame) -> Judgement:
     sizes = sorted(table["SMs"].unique())
     if len(sizes) < 2:
         return untestable("needs a GEMM on all and on fewer multiprocessors of this GPU (green contexts)")
-    means = {size: geometric_mean(table[table["SMs"] == size]["ratio"]) for size in sizes}
+    means = {size: geometric_mean(where(table, SMs=size)["ratio"]) for size in sizes}
     measured = "one CTA a tile / persistent: " + ", ".join(f"{size} SMs ×{mean:.3f}" for size, mean in means.items())
     whole = means[sizes[-1]]
     more = [size for size in sizes[:-1] if means[size] > whole + 0.01]
@@ -129,8 +128,7 @@ def judge_loop(rows: pd.DataFrame) -> Judgement:
     low, high = table["ratio"].min(), table["ratio"].max()
     within = int(table["ratio"].between(*LOOP).sum())
     measured = f"loop / ours ×{low:.2f} to ×{high:.2f} over {len(table)} cases, {within} in the published range"
-    grids = tables.persistence(rows)
-    grids = grids[grids["kernel"] == "ours"]
+    grids = where(tables.persistence(rows), kernel="ours")
     cause = "the grid was not tested here"
     if len(grids):
         gain = geometric_mean(grids["ratio"])

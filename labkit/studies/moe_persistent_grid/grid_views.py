@@ -385,27 +385,20 @@ def steps(rows: pd.DataFrame) -> Drawing:
 
 def other_gpus(rows: pd.DataFrame) -> pd.DataFrame:
     """Efficiency of the source's grid on GPUs of other sizes, one column a GPU; by arithmetic."""
-    table = _on_gpus(rows)
+    table = tables.on_other_gpus(rows)
     if table.empty:
         return table
-    index = ["model", "GEMM", "T"]
-    found = table.pivot_table(index=index, columns="GPU", values="efficiency", sort=False)
+    found = table.pivot_table(index=["model", "GEMM", "T"], columns="GPU", values="efficiency", sort=False)
     return found[[gpu for gpu in waves.SMS if gpu in found]].reset_index()
-
-
-def _on_gpus(rows: pd.DataFrame) -> pd.DataFrame:
-    """Of the source's weights, which are INT4, where those were timed."""
-    table = tables.on_other_gpus(rows)
-    return table[table["weights"] == "INT4"] if (table["weights"] == "INT4").any() else table
 
 
 def fuller(rows: pd.DataFrame) -> str:
     """Whether fewer multiprocessors mean emptier waves, by the same arithmetic."""
-    table = _on_gpus(rows)
+    table = tables.on_other_gpus(rows)
     if table.empty:
         return "there is no such measurement."
-    shares = {gpu: table[table["GPU"] == gpu]["efficiency"] for gpu in sorted(waves.SMS, key=waves.SMS.__getitem__)}
-    parts = [f"{gpu} ({waves.SMS[gpu]} SMs) {some.mean():.3f}" for gpu, some in shares.items()]
-    smallest, *_, largest = (some.mean() for some in shares.values())
+    means = table.groupby("GPU")["efficiency"].mean()[sorted(waves.SMS, key=waves.SMS.__getitem__)]
+    parts = [f"{gpu} ({waves.SMS[gpu]} SMs) {share:.3f}" for gpu, share in means.items()]
+    smallest, largest = means.iloc[0], means.iloc[-1]
     follows = "the fewer, the emptier" if smallest < largest - BAND else "fewer multiprocessors are no emptier"
     return f"the mean of each column is {', '.join(parts)}: {follows}."

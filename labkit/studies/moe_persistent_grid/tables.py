@@ -90,6 +90,16 @@ def _gemms(rows: pd.DataFrame) -> Iterator[tuple[Case, dict[str, Any], pd.DataFr
             yield Case(op, params), picked(params, CASE) | {"GEMM": op}, group
 
 
+def _number(known: dict[str, Any], name: str) -> float:
+    """Of a row's evidence; NaN where that has it not."""
+    return known.get(name, math.nan)
+
+
+def _dead(known: dict[str, Any]) -> float:
+    """Percent of a grid's blocks that no token is in."""
+    return 100 * (1 - _number(known, "live") / _number(known, "blocks"))
+
+
 def ceilings(rows: pd.DataFrame) -> tuple[float, float]:
     """TB/s of reading and TFLOP/s of bf16 products, as this GPU's machine page has them; NaN where unknown."""
     bound = rows["floor_flops"] > work.BALANCE * rows["floor_bytes"]
@@ -184,27 +194,13 @@ def persistence(rows: pd.DataFrame) -> pd.DataFrame:
         known = facts(group)
         for line in pairs(group, [(persistent, tiles) for tiles, persistent in names.PAIRS]):
             tiles, persistent = (known.get(line[name], {}) for name in ("against", "variant"))
+            code = [_number(one, name) for name in ("registers", "ctas_per_sm") for one in (tiles, persistent)]
+            count, slots = _number(tiles, "tiles"), _number(tiles, "ctas_per_sm") * _number(tiles, "sms") or math.nan
             line |= {"kernel": line["against"].removesuffix(f", {names.TILES}"), "persistent": line["variant"]}
-            found.append(said | _waves(tiles) | _code(tiles, persistent) | line)
+            line |= {"tiles": count, "waves": count / slots, **dict(zip(CODE, code, strict=True))}
+            line["efficiency"] = waves.efficiency(int(count), int(slots)) if slots == slots else math.nan
+            found.append(said | line)
     return pd.DataFrame(found, columns=PERSISTENCE)
-
-
-def _code(per_tile: dict[str, Any], persistent: dict[str, Any]) -> dict[str, float]:
-    """Registers and CTAs an SM of both grids' kernels; NaN where their evidence has them not."""
-    kept = [known.get(name, math.nan) for name in ("registers", "ctas_per_sm") for known in (per_tile, persistent)]
-    return dict(zip(CODE, kept, strict=True))
-
-
-def _waves(facts: dict[str, Any]) -> dict[str, float]:
-    """Tiles, waves and efficiency of a grid of one CTA a tile; NaN where its evidence has them not."""
-    tiles, per_sm, sms = (facts.get(name, math.nan) for name in ("tiles", "ctas_per_sm", "sms"))
-    slots = per_sm * sms
-    known = slots == slots and slots > 0
-    return {
-        "tiles": tiles,
-        "waves": tiles / slots if known else math.nan,
-        "efficiency": waves.efficiency(int(tiles), int(slots)) if known else math.nan,
-    }
 
 
 def same_bits(rows: pd.DataFrame) -> pd.DataFrame:
@@ -272,16 +268,6 @@ def source_point(rows: pd.DataFrame) -> pd.DataFrame:
         line |= {"GEMM2 registers": _number(known2, "registers"), "GEMM2 CTAs": _number(known2, "ctas_per_sm")}
         found.append(line)
     return pd.DataFrame(found, columns=POINT)
-
-
-def _number(known: dict[str, Any], name: str) -> float:
-    """Of a row's evidence; NaN where that has it not."""
-    return known.get(name, math.nan)
-
-
-def _dead(known: dict[str, Any]) -> float:
-    """Percent of a grid's blocks that no token is in."""
-    return 100 * (1 - _number(known, "live") / _number(known, "blocks"))
 
 
 def _own_point(rows: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
@@ -441,9 +427,13 @@ def persistent_on_parts(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def on_other_gpus(rows: pd.DataFrame) -> pd.DataFrame:
-    """Waves of the source's grid of one CTA a tile on GPUs of other sizes, by arithmetic; tiles as they were here."""
-    table = persistence(rows)
-    table = table[(table["persistent"] == names.BASE) & table["CTAs an SM"].notna()]
+    """Waves of the source's grid of one CTA a tile on GPUs of other sizes, by arithmetic; tiles as they were here.
+
+    Of the source's weights, which are INT4, where those were timed.
+    """
+    table = where(persistence(rows), persistent=names.BASE)
+    table = table[table["CTAs an SM"].notna()]
+    table = where(table, weights="INT4") if "INT4" in set(table["weights"]) else table
     found = []
     for _, line in table.iterrows():
         for gpu, (count, share) in waves.on_gpus(int(line["tiles"]), int(line["CTAs an SM"])).items():

@@ -123,8 +123,7 @@ def _of_source(block_m: int, grid: str, *words: str, int8: bool = False) -> Line
     return Line(name, "baseline" if name == source(16, TILES) else "step", "gemm", options)
 
 
-_BOTH = [(int8, block_m, grid) for int8 in (False, True) for block_m in (16, 64) for grid in GRIDS]
-_SOURCE = [_of_source(block_m, grid, int8=int8) for int8, block_m, grid in _BOTH]
+_SOURCE = [_of_source(m, grid, int8=int8) for int8 in (False, True) for m in (16, 64) for grid in GRIDS]
 LINES = {  # operation, of layers with the kind of weights -> its variants; the first one is repeated as A/A
     "layer": [
         Line(OURS, "ours", "layer", {}),
@@ -144,11 +143,7 @@ LINES = {  # operation, of layers with the kind of weights -> its variants; the 
         Line(BY_TILES, "step", "layer", {"rows": False}),
         Line(BYTES, "step", "layer", {"words": False}),
         Line(WORDS, "step", "layer", {"words": True}),
-        *(
-            Line(one.name, "step", "layer", {"base": "source"} | one.options)
-            for one in _SOURCE
-            if one.options["block_m"] == 16
-        ),
+        *(Line(one.name, "step", "layer", {"base": "source"} | one.options) for one in _SOURCE if "=16" in one.name),
     ],
     "gemm": [
         Line(OURS_TILES, "step", "gemm", {"base": "ours", "grid": "tiles"}),

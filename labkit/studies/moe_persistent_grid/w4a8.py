@@ -184,10 +184,9 @@ def check_w4a8(x: LayerInputs, config: Config) -> None:
     """Raise ValueError for weights or a configuration that these kernels do not have."""
     if not x.int4:
         raise ValueError("w1 and w2 are not INT4; allowed with 8-bit activations: INT4")
-    if config.dependent:
-        raise ValueError("dependent is True; allowed with 8-bit activations: False")
-    if config.fused:
-        raise ValueError("fused is True; allowed with 8-bit activations: False")
+    for name in ("dependent", "fused"):
+        if getattr(config, name):
+            raise ValueError(f"{name} is True; allowed with 8-bit activations: False")
     for name in ("gemm1", "gemm2"):
         tile: Tile = getattr(config, name)
         if tile.block_k != INT8_GROUP:
