@@ -190,12 +190,8 @@ def _of_filling(table: pd.DataFrame) -> str:
     left = [f"{gemm} {mean(part)}" for gemm, part in left]
     said += [f"One CTA a tile / as many as fit: {'; '.join(left)}"] if left else []
     pays = (table["verdict"] == "faster").mean() > 0.5
-    return ". ".join(
-        [
-            *said,
-            f"Second cause: {'confirmed, filling the SMs pays' if pays else 'refuted, filling the SMs gains little'}",
-        ]
-    )
+    judged = "confirmed, filling the SMs pays" if pays else "refuted, filling the SMs gains little"
+    return ". ".join([*said, f"Second cause: {judged}"])
 
 
 def order(rows: pd.DataFrame) -> Drawing:
