@@ -471,7 +471,7 @@ SENTENCES = (views.bars, views.price, views.gemlite, views.thrash, views.overlap
 def test_every_view_says_what_the_rows_say(rows):
     for draw in DRAWINGS:
         found = draw(rows)
-        assert set(found) == {"fig", "alt", "caption", "table"}, draw.__name__
+        assert set(found) == {"fig", "alt", "caption", "table"}, draw
         assert len(found["table"])
         assert "nan" not in found["alt"] + found["caption"]
     for tell in SENTENCES:
@@ -482,7 +482,7 @@ def test_every_view_says_what_the_rows_say(rows):
     assert "a step takes, of the larger of the two, ×1.07 (N = 1, 100 µs of compute and more)." in views.overlap(rows)
     clocked = rows.assign(sm_mhz=[[1000] * len(one) for one in rows["samples_ns"]])
     for tell in TABLES:
-        assert len(tell(clocked)), tell.__name__
+        assert len(tell(clocked)), tell
     assert "×" in views.gemlite(rows)
     shown = views.launches(rows).set_index("N")
     assert shown.loc[64, variants.STATIONARY] == "4, 8"  # launches as recorded, eight tokens at a time
@@ -492,9 +492,9 @@ def test_every_view_says_what_the_rows_say(rows):
 def test_every_view_is_a_sentence_without_rows(rows):
     for draw in (*DRAWINGS, *SENTENCES):
         for some in (rows.iloc[:0], made.unusable(rows)):
-            assert isinstance(draw(some), str), draw.__name__
+            assert isinstance(draw(some), str), draw
     for tell in TABLES:
-        assert len(tell(rows.iloc[:0])) == 0, tell.__name__
+        assert len(tell(rows.iloc[:0])) == 0, tell
 
 
 def test_views_that_need_no_gpu():

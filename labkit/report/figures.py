@@ -5,6 +5,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import wraps
 from typing import Any
 
 import numpy as np
@@ -60,6 +61,22 @@ def drawing(
     shown = data if table is None else table if isinstance(table, pd.DataFrame) else data[list(table)]
     shown = shown.drop(columns=list(hidden), errors="ignore").rename(columns=dict(units or {}))
     return {"fig": plot(data, *columns, **options), "alt": alt + end, "caption": caption + end, "table": shown}
+
+
+def view(
+    table: Callable[[pd.DataFrame], pd.DataFrame], otherwise: str
+) -> Callable[[Callable[[pd.DataFrame], Any]], Callable[[pd.DataFrame], Any]]:
+    """Has a function of a table be one of rows: `otherwise` where the table that is made of them is empty."""
+
+    def decorated(tell: Callable[[pd.DataFrame], Any]) -> Callable[[pd.DataFrame], Any]:
+        @wraps(tell)
+        def told(rows: pd.DataFrame) -> Any:
+            made = table(rows)
+            return otherwise if made.empty else tell(made)
+
+        return told
+
+    return decorated
 
 
 def show(

@@ -1,6 +1,7 @@
 """Figures and sentences of the study, each made from the rows of one GPU (or from none, where nothing is measured)."""
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import product
 
 import pandas as pd
@@ -11,7 +12,7 @@ from labkit.bench.verdict import counted, geometric_mean
 from labkit.kernels.gguf.choose import matrix_rule, rule
 from labkit.kernels.offload import policies as cache
 from labkit.report import plots, words
-from labkit.report.figures import Drawing, drawing
+from labkit.report.figures import Drawing, drawing, view
 from labkit.studies.batched_ffn import tables, variants
 
 SHOWN = (variants.PER_TOKEN, variants.GEMM_N, variants.STATIONARY, variants.MATRIX, variants.INTEGERS, variants.WIDE)
@@ -20,19 +21,22 @@ UNITS = {"us": "µs", "us a token": "µs a token", "against us": "library µs"}
 BARS = {  # format -> percent of the plain read, for the multiply-add family up to 2 tokens, and for the other up to 8
     "BF16": 80, "Q8_0": 80, "Q4_K": 80, "Q5_K": 70, "Q6_K": 70,
 }  # fmt: skip
+ROWS = 17408  # of the product whose times are drawn
+
+_by_tokens = partial(drawing, plots.lines, x="N", logx=True, xlabel="tokens", units=UNITS)
+_products = partial(tables.times, op="product")
+_beside_cublas = partial(tables.against_best, op="product", against=variants.CUBLAS)
 
 
-def time_per_token(rows: pd.DataFrame, rows_of: int = 17408) -> Drawing:
+@view(lambda rows: where(_products(rows), rows=ROWS, variant=SHOWN), f"no product of {ROWS} rows was measured.")
+def time_per_token(table: pd.DataFrame) -> Drawing:
     """µs a token against the number of tokens, by variant and format, of one shape."""
-    table = where(tables.times(rows, "product"), rows=rows_of, variant=SHOWN)
-    if table.empty:
-        return f"no product of {rows_of} rows was measured."
-    return drawing(
-        plots.lines, table, "N", "us a token", "variant", panel="format", logx=True, logy=True, xlabel="tokens",
-        ylabel="µs a token (log)", title=f"One product, {rows_of} × {table['K'].iloc[0]}",
-        alt="Lines of µs a token against tokens, by variant and format.", caption="Cold weights, CUDA graph.",
+    return _by_tokens(
+        table, y="us a token", series="variant", panel="format", logy=True, ylabel="µs a token (log)",
+        title=f"One product, {ROWS} × {table['K'].iloc[0]}", caption="Cold weights, CUDA graph.",
+        alt="Lines of µs a token against tokens, by variant and format.",
         said="; ".join(_fastest(part, format) for format, part in table.groupby("format", sort=False)),
-        hidden=["rows", "K", "role", "MB"], units=UNITS,
+        hidden=["rows", "K", "role", "MB"],
     )  # fmt: skip
 
 
@@ -47,52 +51,46 @@ def _fastest(table: pd.DataFrame, format: str) -> str:
 
 def read_percent(rows: pd.DataFrame, variant: str = variants.MATRIX) -> Drawing:
     """Percent of a plain cold read of the same stored bytes, by format and tokens."""
-    table = where(tables.times(rows, "product"), variant=variant).dropna(subset="% of reading")
+    table = where(_products(rows), variant=variant).dropna(subset="% of reading")
     if table.empty:
         return f"{variant} was not measured beside a plain read."
     said = "; ".join(
         f"{format} {part['% of reading'].iloc[0]:.0f} % at N = {part['N'].iloc[0]}"
         for format, part in table.sort_values("N").groupby("format", sort=False)
     )
-    return drawing(
-        plots.lines, table.assign(shape=_shapes(table)), "N", "% of reading", "format", panel="shape", logx=True,
-        reference=[(100, variants.READ)], xlabel="tokens", ylabel="% of a plain read",
-        title=f"{variant}: how near to reading the weights", said=said,
+    return _by_tokens(
+        table.assign(shape=_shapes(table)), y="% of reading", series="format", panel="shape",
+        reference=[(100, variants.READ)], ylabel="% of a plain read", said=said,
+        title=f"{variant}: how near to reading the weights",
         alt="Lines of percent of a plain read against tokens, by format and shape.",
         caption="A plain cold read of as many bytes, in the same blocks, is 100 %.",
-        table=["shape", "format", "N", "us", "% of reading"], units=UNITS,
+        table=["shape", "format", "N", "us", "% of reading"],
     )  # fmt: skip
+
+
+multiply_add_percent = partial(read_percent, variant=variants.STATIONARY)
+integers_percent = partial(read_percent, variant=variants.INTEGERS)
 
 
 def _shapes(table: pd.DataFrame) -> pd.Series:
     return table["rows"].astype(str) + " × " + table["K"].astype(str)
 
 
-def multiply_add_percent(rows: pd.DataFrame) -> Drawing:
-    """The same of the multiply-add family."""
-    return read_percent(rows, variants.STATIONARY)
-
-
-def integers(rows: pd.DataFrame) -> Drawing:
+@view(
+    partial(tables.compared, op="product", variant=variants.INTEGERS, against=variants.MATRIX),
+    f"{variants.INTEGERS} was not timed beside {variants.MATRIX}.",
+)
+def integers(table: pd.DataFrame) -> Drawing:
     """What leaving the weights integers is worth in the matrix family, by format and tokens."""
-    table = tables.compared(rows, "product", variants.INTEGERS, variants.MATRIX)
-    if table.empty:
-        return f"{variants.INTEGERS} was not timed beside {variants.MATRIX}."
     mean = table.groupby("N")["ratio"].agg(geometric_mean)
     said, noise = ", ".join(f"×{value:.2f} at N = {n}" for n, value in mean.items()), table["noise"].max()
-    return drawing(
-        plots.lines, table.assign(where=_shapes(table)), "N", "ratio", "format", panel="where", logx=True,
-        reference=[(1, "as fast")], xlabel="tokens", ylabel="time of weights / time of integers",
-        title="Integers into matrix instructions",
+    return _by_tokens(
+        table.assign(where=_shapes(table)), y="ratio", series="format", panel="where", reference=[(1, "as fast")],
+        ylabel="time of weights / time of integers", title="Integers into matrix instructions",
         alt=f"Lines of the gain of integers over weights against tokens, by format and shape. Means: {said}.",
         caption=f"Above 1: integers are faster. Geometric means: {said}. A/A noise: at most {noise:.1%}.",
-        hidden=["where", "no slower"], units=UNITS,
+        hidden=["where", "no slower"],
     )  # fmt: skip
-
-
-def integers_percent(rows: pd.DataFrame) -> Drawing:
-    """Percent of a plain read, of integers."""
-    return read_percent(rows, variants.INTEGERS)
 
 
 def floor_cases(some: Sequence[Case]) -> list[Case]:
@@ -108,16 +106,14 @@ def choices(formats: Sequence[str], tokens: Sequence[int]) -> pd.DataFrame:
     Formats for which they choose the same are one row.
     """
     found = []
-    for hidden, width in list(variants.DENSE.values())[:1]:
-        for rows, K in ((width, hidden), (hidden, width)):
-            for n, format in product(tokens, formats):
-                made = {variants.STATIONARY: rule(n, rows, K, format), variants.MATRIX: matrix_rule(n, rows, K, format)}
-                for variant, choice in made.items():
-                    line = {"rows": rows, "K": K, "variant": variant, "N from": n, "format": format}
-                    line |= {"blocks": choice.blocks, "tokens": choice.tokens, "warps": choice.num_warps}
-                    line |= {"shares": choice.shares, "ahead": choice.ahead}
-                    line |= {"dependent": "yes" if choice.dependent else "no"}
-                    found.append(line | {"passes": tables.passes(variant, line | {"N": n})})
+    hidden, width = next(iter(variants.DENSE.values()))
+    for (rows, K), n, format in product(((width, hidden), (hidden, width)), tokens, formats):
+        made = {variants.STATIONARY: rule(n, rows, K, format), variants.MATRIX: matrix_rule(n, rows, K, format)}
+        for variant, choice in made.items():
+            line = {"rows": rows, "K": K, "variant": variant, "N from": n, "format": format}
+            line |= {"blocks": choice.blocks, "tokens": choice.tokens, "warps": choice.num_warps}
+            line |= {"shares": choice.shares, "ahead": choice.ahead, "dependent": "yes" if choice.dependent else "no"}
+            found.append(line | {"passes": tables.passes(variant, line | {"N": n})})
     table = pd.DataFrame(found)
     table = table[~table.drop(columns="N from").duplicated()]
     alike = [name for name in table if name != "format"]
@@ -135,15 +131,13 @@ def compiled_cases() -> list[tuple[Case, str]]:
 def compiled_table(table: pd.DataFrame) -> pd.DataFrame:
     """What the compiler made of them."""
     columns = ["variant", "arch", "registers", "spill_bytes", "shared_bytes", "loads", "matrix", "shuffles", "barriers"]
-    return table[[name for name in columns if name in table]] if len(table) else table
+    return table[[name for name in columns if name in table]]
 
 
-def losses(rows: pd.DataFrame) -> str:
+@view(_beside_cublas, "nothing could be compared with cuBLAS.")
+def losses(table: pd.DataFrame) -> str:
     """The cases in which a library is the faster one."""
-    table = tables.against_best(rows, "product", variants.CUBLAS)
-    slower = table[table["verdict"] == "slower"] if len(table) else table
-    if table.empty:
-        return "nothing could be compared with cuBLAS."
+    slower = table[table["verdict"] == "slower"]
     if slower.empty:
         return f"in none of {len(table)} cases is bf16 cuBLAS clearly faster than the lab's fastest variant."
     parts = [
@@ -153,41 +147,34 @@ def losses(rows: pd.DataFrame) -> str:
     return f"bf16 cuBLAS is faster in {len(slower)} of {len(table)} cases: {', '.join(parts)}."
 
 
-def gains(rows: pd.DataFrame) -> Drawing:
+@view(tables.gains, "the loop, one launch, and weights read once were not timed beside each other.")
+def gains(table: pd.DataFrame) -> Drawing:
     """What one launch is worth, and what reading the weights once, against the number of tokens."""
-    table = tables.gains(rows)
-    if table.empty:
-        return "the loop, one launch, and weights read once were not timed beside each other."
     mean = table.groupby(["step", "format", "N"], sort=False)["ratio"].agg(geometric_mean).reset_index()
     said = "; ".join(
         f"{step} ×{geometric_mean(part[part['N'] == part['N'].max()]['ratio']):.2f} at N = {part['N'].max()}"
         for step, part in mean.groupby("step", sort=False)
     )
-    return drawing(
-        plots.lines, mean, "N", "ratio", "step", panel="format", logx=True, logy=True, reference=[(1, "no gain")],
-        xlabel="tokens", ylabel="time before / time after (log)", title="Fewer launches, then fewer bytes",
+    return _by_tokens(
+        mean, y="ratio", series="step", panel="format", logy=True, reference=[(1, "no gain")],
+        ylabel="time before / time after (log)", title="Fewer launches, then fewer bytes",
         alt=f"Lines of the gain of each change against tokens, by format. Geometric means: {said}.",
         caption=f"In a CUDA graph, so that a launch costs the GPU alone. Geometric means: {said}.",
-        table=table, hidden=["no slower"], units=UNITS,
+        table=table, hidden=["no slower"],
     )  # fmt: skip
 
 
 def launches(rows: pd.DataFrame) -> pd.DataFrame:
-    """Operations on the GPU, as the profiler counted them, and how often all weights are asked for, by tokens."""
-    table = tables.times(rows, "product").dropna(subset="launches")
-    if table.empty:
-        return table
-    ours = table[table["passes"].notna()].drop_duplicates(["variant", "N"])
-    ours = ours.assign(text=[f"{n:.0f}, {p:.0f}" for n, p in zip(ours["launches"], ours["passes"], strict=True)])
-    return ours.pivot(index="N", columns="variant", values="text").fillna("").reset_index()
+    """Launches and how often all weights are asked for, by tokens."""
+    table = _products(rows).dropna(subset=["launches", "passes"]).drop_duplicates(["variant", "N"])
+    table = table.assign(text=[f"{n:.0f}, {p:.0f}" for n, p in zip(table["launches"], table["passes"], strict=True)])
+    return table.pivot(index="N", columns="variant", values="text").fillna("").reset_index()
 
 
 def arithmetic(rows: pd.DataFrame) -> pd.DataFrame:
     """What arithmetic allows the multiply-add family at most, at one shape."""
     table = tables.arithmetic(rows)
-    if table.empty:
-        return table
-    first = table[(table["rows"] == table["rows"].iloc[0]) & (table["N"] <= 8)]
+    first = table[table["rows"].isin(table["rows"].head(1)) & (table["N"] <= 8)]
     return first.drop(columns=["rows", "K"]).rename(columns=UNITS)
 
 
@@ -196,13 +183,11 @@ def bars(rows: pd.DataFrame) -> str:
 
     Of matrix instructions, weights' or where they were timed integers', which have the bits of a family, too.
     """
-    table = tables.times(rows, "product")
+    table = where(_products(rows), format=list(BARS)).dropna(subset="% of reading")
     families = (((variants.STATIONARY,), 2), ((variants.MATRIX, variants.INTEGERS), 8))
-    parts = [table[table["variant"].isin(made) & (table["N"] <= n)] for made, n in families] if len(table) else []
+    parts = [table[table["variant"].isin(made) & (table["N"] <= n)].sort_values("variant") for made, n in families]
     # of a family and case, the last by name: integers, not weights
-    parts = [part.sort_values("variant").drop_duplicates(["format", "rows", "K", "N"], keep="last") for part in parts]
-    some = pd.concat(parts) if parts else table
-    some = some[some["format"].isin(BARS) & some["% of reading"].notna()] if len(some) else some
+    some = pd.concat([part.drop_duplicates(["format", "rows", "K", "N"], keep="last") for part in parts])
     if some.empty:
         return "no case of few tokens was measured beside a plain read."
     below = some[some["% of reading"] < some["format"].map(BARS)]
@@ -223,37 +208,24 @@ def against_cublas(rows: pd.DataFrame, op: str = "product", against: str = varia
         return f"{against} was not timed beside the lab's variants of this operation."
     place = table["model"] if "model" in table else _shapes(table)
     mean = geometric_mean(table["ratio"])
-    return drawing(
-        plots.lines, table.assign(where=place), "N", "ratio", "format", panel="where", logx=True, logy=True,
-        reference=[(1, "as fast")], xlabel="tokens", ylabel="time library / time ours (log)",
-        title=f"Against {against} (above 1: ours faster)",
+    return _by_tokens(
+        table.assign(where=place), y="ratio", series="format", panel="where", logy=True, reference=[(1, "as fast")],
+        ylabel="time library / time ours (log)", title=f"Against {against} (above 1: ours faster)",
         said=f"ours is {counted(table['verdict'])} of {len(table)} cases, geometric mean {mean:.2f}",
         alt=f"Lines of the time of {against} over the lab's fastest variant, by shape, format and tokens.",
         caption="The lab's fastest variant at each N, and intervals, are in the table.",
-        hidden=["where", "no slower"], units=UNITS,
+        hidden=["where", "no slower"],
     )  # fmt: skip
 
 
-def dequantised(rows: pd.DataFrame) -> Drawing:
-    """The weak rival: weights dequantised in every call."""
-    return against_cublas(rows, against=variants.DEQUANTISED)
+dequantised = partial(against_cublas, against=variants.DEQUANTISED)  # the weak rival: in every call
+layers = partial(against_cublas, op="ffn")
+grouped_mm = partial(against_cublas, op="routed", against=variants.GROUPED_MM)
 
 
-def layers(rows: pd.DataFrame) -> Drawing:
-    """Whole layers, gate and up, SiLU and down, against the library's."""
-    return against_cublas(rows, "ffn")
-
-
-def grouped_mm(rows: pd.DataFrame) -> Drawing:
-    """Routed experts against the library's grouped product."""
-    return against_cublas(rows, "routed", variants.GROUPED_MM)
-
-
-def price(rows: pd.DataFrame) -> str:
+@view(tables.price, "no product was measured.")
+def price(table: pd.DataFrame) -> str:
     """What the same bits in every batch cost, against the fastest of all."""
-    table = tables.price(rows)
-    if table.empty:
-        return "no product was measured."
     worst = table.loc[table["price"].idxmax()]
     free = (table["price"] == 1).sum()
     return (
@@ -263,11 +235,9 @@ def price(rows: pd.DataFrame) -> str:
     )
 
 
-def gemlite(rows: pd.DataFrame) -> str:
+@view(tables.gemlite, "gemlite was not timed beside the lab's variants: it is an optional library.")
+def gemlite(table: pd.DataFrame) -> str:
     """gemlite and ours, each over the floor of its own bytes."""
-    table = tables.gemlite(rows)
-    if table.empty:
-        return "gemlite was not timed beside the lab's variants: it is an optional library."
     parts = [
         f"{format} ×{geometric_mean(part):.2f} (from ×{part.min():.2f} to ×{part.max():.2f})"
         for format, part in table.groupby("format", sort=False)["better"]
@@ -283,21 +253,18 @@ def reuse(tokens: Sequence[int]) -> Drawing:
     table = tables.reuse(tokens)
     tidy = table.rename(columns={"reuse, predicted": "predicted", "reuse": "drawn"})
     last = table.iloc[-1]
-    return drawing(
-        plots.lines, tidy.melt("N", ["predicted", "drawn"], var_name="series", value_name="reuse"),
-        "N", "reuse", "series", logx=True, logy=True, xlabel="tokens", ylabel="tokens an expert (log)",
-        title="How often an expert's bytes are used",
+    return _by_tokens(
+        tidy.melt("N", ["predicted", "drawn"], var_name="series", value_name="reuse"), y="reuse", series="series",
+        logy=True, ylabel="tokens an expert (log)", title="How often an expert's bytes are used",
         said=f"N = {last['N']:.0f}: predicted {last['reuse, predicted']:.1f}, drawn {last['reuse']:.1f}",
         alt="Lines of slots a distinct expert against tokens, predicted and drawn.",
         caption="N · top_k / distinct experts, synthetic uniform routing.", table=table,
     )  # fmt: skip
 
 
-def routed(rows: pd.DataFrame) -> Drawing:
+@view(partial(tables.times, op="routed"), "routed experts were not measured.")
+def routed(table: pd.DataFrame) -> Drawing:
     """Routed experts, all there: µs against tokens by variant."""
-    table = tables.times(rows, "routed")
-    if table.empty:
-        return "routed experts were not measured."
     said = "no plain read beside"
     indexed = (variants.INDEXED, variants.INDEXED_MATRIX, variants.INDEXED_INTEGERS)
     near = where(table, variant=indexed).dropna(subset="% of reading")
@@ -305,12 +272,12 @@ def routed(rows: pd.DataFrame) -> Drawing:
         best = near.loc[near["% of reading"].idxmax()]
         said = f"nearest to reading the distinct experts: {best['% of reading']:.0f} % ({best['variant']}, "
         said += f"{best['format']}, N = {best['N']})"
-    return drawing(
-        plots.lines, table, "N", "us", "variant", panel="format", logx=True, logy=True, xlabel="tokens",
-        ylabel="µs (log)", title="Routed experts, all on the GPU", said=said,
+    return _by_tokens(
+        table, y="us", series="variant", panel="format", logy=True, ylabel="µs (log)",
+        title="Routed experts, all on the GPU", said=said,
         alt="Lines of time of a routed layer against tokens, by variant.",
         caption="From the chosen experts to the weighted sum, uniform synthetic routing.",
-        hidden=["role", "model", "trace"], units=UNITS,
+        hidden=["role", "model", "trace"],
     )  # fmt: skip
 
 
@@ -349,11 +316,9 @@ def hit_rates(
     )  # fmt: skip
 
 
-def stall(rows: pd.DataFrame) -> Drawing:
+@view(tables.cached, "no steps through the cache were measured.")
+def stall(table: pd.DataFrame) -> Drawing:
     """µs that a step waits for experts, against capacity, by trace and tokens."""
-    table = tables.cached(rows)
-    if table.empty:
-        return "no steps through the cache were measured."
     ways = {"stall, when needed": "copied when needed", "stall, prefetched": "prefetched"}
     tidy = table.rename(columns=ways).melt(
         ["trace", "policy", "N", "capacity"], list(ways.values()), var_name="way", value_name="stall"
@@ -375,11 +340,9 @@ def stall(rows: pd.DataFrame) -> Drawing:
     )  # fmt: skip
 
 
-def thrash(rows: pd.DataFrame) -> str:
+@view(tables.cached, "no steps through the cache were measured.")
+def thrash(table: pd.DataFrame) -> str:
     """When a small cache is no better than none: steps that go past it."""
-    table = tables.cached(rows)
-    if table.empty:
-        return "no steps through the cache were measured."
     table = table.assign(slower=table["when needed µs"] / table["compute µs"])
     none = table[table["hit rate"] == 0]
     worst = table.loc[table["slower"].idxmax()]
@@ -393,7 +356,7 @@ def thrash(rows: pd.DataFrame) -> str:
 def overlap(rows: pd.DataFrame) -> str:
     """Does prefetch hide the copies where they and the compute are about as long?"""
     table = tables.cached(rows)
-    some = table[table["balanced"]] if len(table) else table
+    some = where(table, balanced=True)
     if some.empty:
         return "in no case are copies and compute within 2× of each other."
     said = ", ".join(
@@ -409,11 +372,9 @@ def overlap(rows: pd.DataFrame) -> str:
     )
 
 
-def summary(rows: pd.DataFrame) -> str:
+@view(_beside_cublas, "nothing could be compared with cuBLAS.")
+def summary(table: pd.DataFrame) -> str:
     """The result in one sentence."""
-    table = tables.against_best(rows, "product", variants.CUBLAS)
-    if table.empty:
-        return "nothing could be compared with cuBLAS."
     parts = [
         f"N = {n} ×{geometric_mean(part['ratio']):.2f}" for n, part in table.groupby("N") if n in (1, 8, 32, 64, 512)
     ]
