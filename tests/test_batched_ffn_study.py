@@ -88,8 +88,8 @@ def test_an_empty_list_leaves_operations_out():
 def test_every_variant_of_every_case_has_a_function_that_takes_its_options():
     used = set()
     for x in (*study.cases(ALL), *study.STUDY.tiny):
-        found = study.variants(x)
-        assert study.control(x) == found[0].name
+        found = variants.of(x)
+        assert study.STUDY.control(x) == found[0].name
         assert [one.role for one in found].count("ours") == 1
         for one in found:
             used.add((x.op, one.name))
@@ -209,7 +209,7 @@ def test_routed_experts_by_hand():
 
 
 def trial(x, name, sets=1):
-    (variant,) = (one for one in study.variants(x) if one.name == name)
+    (variant,) = (one for one in variants.of(x) if one.name == name)
     return variant.prepare(x, "cpu", sets, 0)
 
 
@@ -600,7 +600,7 @@ def test_what_is_compiled_ahead_is_what_is_launched():
 def test_what_is_compiled_ahead_is_launched_by_trials_with_memory(monkeypatch):
     """On tensors without memory a trial launches what it launches on others, in the same order."""
     for x in study.STUDY.tiny:
-        for one in study.variants(x) if x.op != "cache" else ():
+        for one in variants.of(x) if x.op != "cache" else ():
             if one.name in ahead.LIBRARIES:
                 continue
             found, call = [], one.prepare(x, "cpu", 1, 0).calls[0]

@@ -13,7 +13,7 @@ from labkit.studies.batched_ffn import ablations, cache_trials, study, variants,
 PEERS = (variants.GEMLITE, variants.GROUPED_MM)  # imported where they are installed; a GPU's only
 ON_GPU = torch.cuda.is_available()
 SMALL = study.STUDY.tiny if ON_GPU else study.STUDY.tiny[:1]  # the interpreter takes a minute for all of them
-ALL = [(x, one.name) for x in SMALL for one in study.variants(x) if one.name not in PEERS]
+ALL = [(x, one.name) for x in SMALL for one in variants.of(x) if one.name not in PEERS]
 
 
 @pytest.fixture(autouse=True)
@@ -35,7 +35,7 @@ def tiny(op):
 
 
 def trial(x, name, device, sets=1, seed=0):
-    (variant,) = (one for one in study.variants(x) if one.name == name)
+    (variant,) = (one for one in variants.of(x) if one.name == name)
     return variant.prepare(x, device, sets, seed)
 
 
@@ -143,7 +143,7 @@ def test_a_wrong_weighted_sum_is_noticed(monkeypatch, op, device):
 
     x = tiny(op)
     monkeypatch.setattr(routed, "weighted_sum", wrong)
-    assert "y" in beyond(trial(x, variants.INDEXED if op == "routed" else study.control(x), device))
+    assert "y" in beyond(trial(x, variants.INDEXED if op == "routed" else study.STUDY.control(x), device))
 
 
 def test_an_expert_in_the_wrong_slot_is_noticed(device):

@@ -1,6 +1,7 @@
 """The kernels that cases need, to compile before them: what their trials launch on `meta`, tensors without memory."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
 from typing import Any
 from unittest import mock
 
@@ -25,18 +26,16 @@ def sources(some: Sequence[Case], capability: int) -> list[Source]:
 
 
 def _wanted(some: Sequence[Case]) -> Iterator[dict[str, Any]]:
-    """Arguments of `launches`. A token is also computed alone, to compare its bits."""
-    for op, names, params in {(x.op, x.key): _launched(x) for x in some}.values():
-        for name in names:
-            for N in sorted({1, params["N"]}):
-                yield {"op": op, "params": params | {"N": N}, "variant": name}
+    """Arguments of `launches`. A token is also computed alone, to compare its bits.
 
-
-def _launched(x: Case) -> tuple[str, list[str], dict[str, Any]]:
-    """Operation, variants and parameters; a step through the cache launches what experts that are all there do."""
-    if x.op == "cache":
-        return "routed", [variants.INDEXED_MATRIX], dict(x.params) | {"layers": 1}
-    return x.op, [one.name for one in variants.of(x) if one.name not in LIBRARIES], dict(x.params)
+    A step through the cache launches what experts that are all there do.
+    """
+    for x in {(x.op, x.key): x for x in some}.values():
+        op, params, names = x.op, dict(x.params), [one.name for one in variants.of(x) if one.name not in LIBRARIES]
+        if op == "cache":
+            op, params, names = "routed", params | {"layers": 1}, [variants.INDEXED_MATRIX]
+        for name, N in product(names, sorted({1, x["N"]})):
+            yield {"op": op, "params": params | {"N": N}, "variant": name}
 
 
 def launches(op: str, params: Mapping[str, Any], variant: str, places: Sequence[int] | None = None) -> list[Launch]:

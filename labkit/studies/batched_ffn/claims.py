@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from labkit.bench.spec import Claim, Judgement, untestable
@@ -25,18 +26,8 @@ def _compared(rows: pd.DataFrame, op: str, variant: str, against: str) -> pd.Dat
     return table[table["runs"] >= PROCESSES]
 
 
-def judge_launches(rows: pd.DataFrame) -> Judgement:
-    """Does one launch alone, each token still reading all weights, make eight tokens about 1.4 times as fast?"""
-    return _judge_gain(rows, variants.GEMM_N, GEMM_N)
-
-
-def judge_reuse(rows: pd.DataFrame) -> Judgement:
-    """Does reading a tile of weights once for all tokens make eight of them about 2.42 times as fast?"""
-    return _judge_gain(rows, variants.STATIONARY, STATIONARY)
-
-
 def _judge_gain(rows: pd.DataFrame, variant: str, published: float) -> Judgement:
-    """Against the loop at TOKENS."""
+    """Does a variant make TOKENS tokens as much faster than the loop as was published?"""
     from labkit.bench.verdict import geometric_mean
 
     table = _compared(rows, "product", variant, variants.PER_TOKEN)
@@ -50,6 +41,11 @@ def _judge_gain(rows: pd.DataFrame, variant: str, published: float) -> Judgement
     if mean > published:
         return Judgement("consistent", measured, f"on average ×{mean:.2f}: faster here too, and by more")
     return Judgement("not reproduced", measured, f"on average ×{mean:.2f}, less than there")
+
+
+# Does one launch alone, each token still reading all weights, do it; and a tile of weights that is read once for all?
+judge_launches = partial(_judge_gain, variant=variants.GEMM_N, published=GEMM_N)
+judge_reuse = partial(_judge_gain, variant=variants.STATIONARY, published=STATIONARY)
 
 
 def judge_bits(rows: pd.DataFrame) -> Judgement:

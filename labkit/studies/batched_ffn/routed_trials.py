@@ -1,6 +1,7 @@
 """Routed experts made ready for timing, all on the GPU: from the chosen experts to y."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,10 +25,8 @@ def held_experts(x: Case, device: Any, count: int, seed: int) -> tuple[list[Tens
     def make() -> tuple[list[Tensor], Experts]:
         raw = []
         for i, (rows, columns) in enumerate(shapes(x)):  # a layer at a time: quantising takes several times the room
-            parts = [
-                blocks(x["E"] * rows, columns, x["format"], device, seed + 3 * layer + i)
-                for layer in range(count // x["E"])
-            ]
+            seeds = [seed + 3 * layer + i for layer in range(count // x["E"])]
+            parts = [blocks(x["E"] * rows, columns, x["format"], device, one) for one in seeds]
             raw.append(torch.cat(parts).unflatten(0, (count, rows)))
         return raw, experts.pack(*raw, x["format"])
 
@@ -66,10 +65,8 @@ def _routed(x: Case, device: Any, sets: int, seed: int, make: Make, ours: bool =
         work = type(first).of(values, first.ids[at : at + 1], first.weights[at : at + 1], x["width"])
         return in_order([make(work, moved[0][at : at + 1]), lambda: out.copy_(work.y)])
 
-    return trial_of_tokens(
-        list(map(make, works, moved)), first.x, [work.y for work in works], expected,
-        2 * TOLERANCE[x["activations"]], alone, ours,
-    )  # fmt: skip
+    calls, y, tolerance = list(map(make, works, moved)), [work.y for work in works], 2 * TOLERANCE[x["activations"]]
+    return trial_of_tokens(calls, first.x, y, expected, tolerance, alone, ours)
 
 
 def routed(x: Case, device: Any, sets: int, seed: int, variant: str) -> Trial:
@@ -78,39 +75,29 @@ def routed(x: Case, device: Any, sets: int, seed: int, variant: str) -> Trial:
     Per token and with a copy a row, the host knows the routing before: what it takes to ask for it is left out.
     """
     from labkit.kernels.gguf import routed as kernels
+    from labkit.kernels.gguf import routed_integers
 
     _, held = held_experts(x, device, x["E"], seed)
-    indexed = variant in (variants.INDEXED, variants.INDEXED_MATRIX)
-    way = kernels.per_token if variant == variants.PER_TOKEN else kernels.grouped_rowcopy
+    by_integers = variant == variants.INDEXED_INTEGERS
+    if by_integers:
+        packed = held
+        held = shared(x, ("tiled", str(device), seed), lambda: routed_integers.tiled(packed))
+    table = torch.arange(x["E"], dtype=torch.int32, device=device)  # each lies at its number
 
     def make(work: Any, ids: Ids) -> Call:
-        if indexed:
-            made = kernels.grouped_indexed(held, _table(x, device), work, matrix=variant == variants.INDEXED_MATRIX)
+        if by_integers:
+            made = routed_integers.grouped_integers(held, table, work)
+        elif variant in (variants.INDEXED, variants.INDEXED_MATRIX):
+            made = kernels.grouped_indexed(held, table, work, matrix=variant == variants.INDEXED_MATRIX)
         else:
+            way = kernels.per_token if variant == variants.PER_TOKEN else kernels.grouped_rowcopy
             made = way(held, {e: e for e in range(x["E"])}, ids, work)
         return in_order([*made, kernels.weighted_sum(work)])
 
     return _routed(x, device, sets, seed, make, ours=True)
 
 
-def _table(x: Case, device: Any) -> Tensor:
-    """Where each expert lies: at its number."""
-    return torch.arange(x["E"], dtype=torch.int32, device=device)
-
-
-def integers(x: Case, device: Any, sets: int, seed: int) -> Trial:
-    """The experts by the integers of a K format, from words in the order that these have."""
-    from labkit.kernels.gguf import routed as kernels
-    from labkit.kernels.gguf import routed_integers
-
-    _, packed = held_experts(x, device, x["E"], seed)
-    held = shared(x, ("tiled", str(device), seed), lambda: routed_integers.tiled(packed))
-    table = _table(x, device)
-
-    def make(work: Any, ids: Ids) -> Call:
-        return in_order([*routed_integers.grouped_integers(held, table, work), kernels.weighted_sum(work)])
-
-    return _routed(x, device, sets, seed, make, ours=True)
+integers = partial(routed, variant=variants.INDEXED_INTEGERS)
 
 
 def grouped_mm(x: Case, device: Any, sets: int, seed: int) -> Trial:

@@ -1,9 +1,10 @@
 """Study 05: a feed-forward layer of many tokens from GGUF weights, dense and routed, and experts from a cache."""
 
 from collections.abc import Mapping, Sequence
+from itertools import product
 from typing import Any
 
-from labkit.bench.spec import Added, Case, Floor, Study, Variant, integer, lazy, list_of, one_of
+from labkit.bench.spec import Added, Case, Floor, Study, integer, lazy, list_of, one_of
 from labkit.studies.batched_ffn import claims
 from labkit.studies.batched_ffn import variants as names
 from labkit.studies.batched_ffn.work import weight_bytes
@@ -13,33 +14,29 @@ def cases(parameters: Mapping[str, Any]) -> list[Case]:
     """Products, then whole layers, routed experts and the cache; cases that share weights follow each other."""
     found = []
     few = [n for n in parameters["tokens"] if n in names.FEW_TOKENS]
-    for format in parameters["formats"]:
-        for model in parameters["models"]:
-            hidden, width = names.DENSE[model]
-            for rows, K in ((width, hidden), (hidden, width)):
-                shape = {"rows": rows, "K": K, "format": format, "activations": "bf16"}
-                found += [
-                    Case("product", shape | {"N": n}) for n in (parameters["tokens"] if model == names.MAIN else few)
-                ]
-            shape = {"model": model, "hidden": hidden, "width": width, "format": format, "activations": "bf16"}
-            found += [Case("ffn", shape | {"N": n}) for n in few if model == names.MAIN]
+    for format, model in product(parameters["formats"], parameters["models"]):
+        (hidden, width), main, of = names.DENSE[model], model == names.MAIN, {"format": format, "activations": "bf16"}
+        for rows, K in ((width, hidden), (hidden, width)):
+            shape, tokens = {"rows": rows, "K": K} | of, parameters["tokens"] if main else few
+            found += [Case("product", shape | {"N": n}) for n in tokens]
+        shape = {"model": model, "hidden": hidden, "width": width} | of
+        found += [Case("ffn", shape | {"N": n}) for n in few if main]
     return found + _routed_cases(parameters)
 
 
 def _routed_cases(parameters: Mapping[str, Any]) -> list[Case]:
     found = []
-    for format in parameters["routed_formats"]:
-        for model, (experts, top_k, hidden, width) in names.ROUTED.items():
-            shape = {"model": model, "E": experts, "top_k": top_k, "hidden": hidden, "width": width}
-            shape |= {"format": format, "activations": "bf16"}
-            found += [Case("routed", shape | {"N": n, "trace": "uniform"}) for n in parameters["routed_tokens"]]
-            found += [
-                Case("cache", shape | {"N": n, "layers": names.LAYERS, "trace": t, "policy": policy, "capacity": c})
-                for n in parameters["cache_tokens"]
-                for t, policy in _cached(n, parameters["traces"])
-                for c in parameters["capacities"]
-                if _worth_a_cache(n, c, experts)
-            ]
+    for format, (model, sizes) in product(parameters["routed_formats"], names.ROUTED.items()):
+        shape = dict(zip(("model", "E", "top_k", "hidden", "width"), (model, *sizes), strict=True))
+        shape |= {"format": format, "activations": "bf16"}
+        found += [Case("routed", shape | {"N": n, "trace": "uniform"}) for n in parameters["routed_tokens"]]
+        found += [
+            Case("cache", shape | {"N": n, "layers": names.LAYERS, "trace": t, "policy": policy, "capacity": c})
+            for n in parameters["cache_tokens"]
+            for t, policy in _cached(n, parameters["traces"])
+            for c in parameters["capacities"]
+            if _worth_a_cache(n, c, shape["E"])
+        ]
     return found
 
 
@@ -69,16 +66,6 @@ def floor(x: Case) -> Floor:
     return Floor(weights + x["N"] * values * size, flops, "read", set_bytes=weights)
 
 
-def variants(x: Case) -> list[Variant]:
-    """The lab's variants and the libraries."""
-    return names.of(x)
-
-
-def control(x: Case) -> str:
-    """The variant that the A/A control repeats: ours."""
-    return names.VARIANTS[x.op][0].name
-
-
 def _tiny(op: str, N: int, format: str = "Q8_0", **shape: Any) -> Case:
     """A case for the interpreter; fp32 activations, since it cannot multiply matrices in bf16."""
     return Case(op, {"N": N, "format": format, "activations": "fp32"} | shape)
@@ -91,8 +78,8 @@ STUDY = Study(
     title="Batched feed-forward layers, dense and routed",
     summary="What does batching a feed-forward layer save, launches or bytes, without changing a bit of its results?",
     cases=cases,
-    variants=variants,
-    control=control,
+    variants=names.of,
+    control=lambda x: names.VARIANTS[x.op][0].name,  # ours
     floor=floor,
     claims=claims.CLAIMS,
     added=Added(

@@ -9,6 +9,8 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache as once
+from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -70,14 +72,14 @@ def trial_of_tokens(
     0: a token has the same bits whatever else is in the batch; of libraries that is recorded, not asked for.
     """
 
+    def differs(n: int) -> float:
+        one = y[0].new_full((1, y[0].shape[1]), math.nan)
+        alone(x[n : n + 1], one)()
+        return differing(one, y[0][n : n + 1])
+
     def same() -> float:
         calls[0]()
-        worst = 0.0
-        for n in _three(len(x)):
-            one = y[0].new_full((1, y[0].shape[1]), math.nan)
-            alone(x[n : n + 1], one)()
-            worst = max(worst, differing(one, y[0][n : n + 1]))
-        return worst
+        return max(map(differs, _three(len(x))))
 
     def check() -> dict[str, float]:
         calls[0]()
@@ -123,11 +125,9 @@ def _weights(x: Case, device: Any, sets: int, seed: int) -> list[list[tuple[Tens
 
     def make() -> list[list[tuple[Tensor, Packed]]]:
         sizes = shapes(x)
-        raw = [
-            [blocks(*size, x["format"], device, seed + len(sizes) * i + j) for j, size in enumerate(sizes)]
-            for i in range(sets)
-        ]
-        return [[(one, formats.pack(one, x["format"])) for one in matrices] for matrices in raw]
+        raw = [blocks(*size, x["format"], device, seed + i) for i, size in enumerate(sizes * sets)]
+        both = [(one, formats.pack(one, x["format"])) for one in raw]
+        return [both[i : i + len(sizes)] for i in range(0, len(both), len(sizes))]
 
     return shared(x, (str(device), sets, seed), make)
 
@@ -152,27 +152,24 @@ def _multiplied(
         name = ("expected", x["N"], x["activations"], str(device), sets, seed)
         return shared(x, name, lambda: exact(*(formats.dequantise(one, x["format"]) for one in raw), values[picks]))
 
-    return trial_of_tokens(
-        [make(i, values, out) for i, out in enumerate(y)], values, y, expected,
-        (1 if single else 2) * TOLERANCE[x["activations"]], lambda v, out: make(0, v, out), ours,
-        dissect=not single or variants.DISSECTED.items() <= dict(x.params).items(),
-    )  # fmt: skip
+    calls = [make(i, values, out) for i, out in enumerate(y)]
+    tolerance = (1 if single else 2) * TOLERANCE[x["activations"]]
+    dissect = not single or variants.DISSECTED.items() <= dict(x.params).items()
+    return trial_of_tokens(calls, values, y, expected, tolerance, partial(make, 0), ours, dissect=dissect)
 
 
 def ours(x: Case, device: Any, sets: int, seed: int, variant: str) -> Trial:
     """One of the lab's products, or a layer of it."""
-    launcher = lazy(variants.PRODUCTS[variant])
-    W = [[_taken(variant, *matrix) for matrix in matrices] for matrices in _weights(x, device, sets, seed)]
-    if x.op == "product":
-        return _multiplied(x, device, sets, seed, lambda i, v, out: in_order(launcher(*W[i], v, out)), ours=True)
-    layer = layers.apart if variant == variants.WIDE else layers.layer
-    return _multiplied(x, device, sets, seed, lambda i, v, out: in_order(layer(launcher, W[i], v, out)), ours=True)
+    launcher, wide = lazy(variants.PRODUCTS[variant]), variant == variants.WIDE
+    layer, stored = layers.apart if wide else layers.layer, wide and x["format"] == "BF16"  # which wide tiles take so
+    weights = _weights(x, device, sets, seed)
+    W = [[formats.matrix(raw, "BF16") if stored else packed for raw, packed in matrices] for matrices in weights]
 
+    def make(i: int, values: Tensor, out: Tensor) -> Call:
+        single = x.op == "product"
+        return in_order(launcher(*W[i], values, out) if single else layer(launcher, W[i], values, out))
 
-def _taken(variant: str, raw: Tensor, packed: Packed) -> Packed | Tensor:
-    """What a variant reads, of a matrix as stored and packed: wide tiles take bf16 as they are stored."""
-    as_stored = variant == variants.WIDE and packed.format.name == "BF16"
-    return formats.matrix(raw, "BF16") if as_stored else packed
+    return _multiplied(x, device, sets, seed, make, ours=True)
 
 
 def integers(x: Case, device: Any, sets: int, seed: int) -> Trial:
@@ -200,8 +197,7 @@ def dequantised(x: Case, device: Any, sets: int, seed: int) -> Trial:
     """Weights dequantised in every call, then F.linear."""
     W = _packed(x, device, sets, seed)
     space = torch.empty((x["rows"], x["K"]), dtype=DTYPES[x["activations"]], device=device)
-    make = lambda i, v, out: in_order(peers.dequantise_linear(W[i], space, v, out))  # noqa: E731
-    return _multiplied(x, device, sets, seed, make)
+    return _multiplied(x, device, sets, seed, lambda i, v, out: in_order(peers.dequantise_linear(W[i], space, v, out)))
 
 
 def stored(x: Case, device: Any, sets: int, seed: int) -> Trial:
@@ -217,18 +213,17 @@ def stored(x: Case, device: Any, sets: int, seed: int) -> Trial:
     def check() -> dict[str, float]:
         ablations.stored(W[0][0], values, found)()
         in_order(products.per_token(W[0][1], values, packed))()
-        return dict(made.check() if made.check else {}) | {"packed": differing(found, packed)}
+        return {**made.check(), "packed": differing(found, packed)}
 
-    return replace(made, check=check, tolerance=dict(made.tolerance) | {"packed": SAME_BITS})
+    return replace(made, check=check, tolerance={**made.tolerance, "packed": SAME_BITS})
 
 
 def split_k(x: Case, device: Any, sets: int, seed: int) -> Trial:
     """The control: sums by atomics, in fp32, whose bits are not asked for, but recorded."""
     from labkit.studies.batched_ffn import ablations
 
-    W = _packed(x, device, sets, seed)
-    make = lambda i, v, out: in_order(ablations.split_k(W[i], v, out))  # noqa: E731
-    return _multiplied(x, device, sets, seed, make, dtype=torch.float32)
+    W, fp32 = _packed(x, device, sets, seed), torch.float32
+    return _multiplied(x, device, sets, seed, lambda i, v, out: in_order(ablations.split_k(W[i], v, out)), dtype=fp32)
 
 
 def added(function: Callable[..., Any], x: Case, device: Any, sets: int, seed: int) -> Trial:
@@ -264,14 +259,16 @@ def read(x: Case, device: Any, sets: int, seed: int) -> Trial:
 
 def gemlite(x: Case, device: Any, sets: int, seed: int) -> Trial:
     """gemlite's product of as many bits, in groups of 32, on weights of its own, with its longest tuning."""
+    import gemlite as library
+
     _tune()
-    N, generator = x["N"], torch.Generator(device).manual_seed(seed)
+    generator = torch.Generator(device).manual_seed(seed)
     made = [_gemlite_layer(x, device, generator) for _ in range(sets)]
     values = tokens(x, x["K"], device, seed)
     calls = [lambda layer=layer: layer(values) for layer, _ in made]  # it returns y: a copy would be held against it
     calls[0]()
-    peers.keep_gemlite(paths.RUNS / TUNED)
-    picks = _picks(N)
+    library.cache_config(str(paths.RUNS / TUNED))
+    picks = _picks(len(values))
     expected = values[picks].double() @ made[0][1]().T
 
     def check() -> dict[str, float]:
@@ -279,7 +276,7 @@ def gemlite(x: Case, device: Any, sets: int, seed: int) -> Trial:
 
     def facts() -> dict[str, Any]:
         whole, layer = calls[0](), made[0][0]
-        alone = max(differing(layer(values[n : n + 1]), whole[n : n + 1]) for n in _three(N))
+        alone = max(differing(layer(values[n : n + 1]), whole[n : n + 1]) for n in _three(len(values)))
         return {"alone": alone} | _launched(calls[0], values.device)
 
     return trial(calls, check=check, tolerance={"y": GEMLITE_TOLERANCE}, facts=facts)
@@ -302,13 +299,15 @@ def _tune() -> None:
 
     What it tries takes a minute to compile for a number of tokens: first, all of them at once in other processes.
     """
+    import gemlite as library
+
     peers.tune_gemlite()
     paths.RUNS.mkdir(parents=True, exist_ok=True)
     if (paths.RUNS / TUNED).exists():
-        peers.take_gemlite(paths.RUNS / TUNED)
+        library.load_config(str(paths.RUNS / TUNED))
         return
-    wanted = [(format, N) for format in variants.GEMLITE_BITS for N in variants.GEMLITE_TOKENS]
-    calls = [isolated.Call(f"{__name__}:tune_apart", [format, N]) for format, N in wanted]
+    wanted = product(variants.GEMLITE_BITS, variants.GEMLITE_TOKENS)
+    calls = [isolated.Call(f"{__name__}:tune_apart", list(one)) for one in wanted]
     isolated.call_many(calls, min(len(calls), os.cpu_count() or 1))
 
 

@@ -54,8 +54,12 @@ PRODUCTS = {  # the lab's: name -> what launches it
     GEMM_N: f"{GGUF}.products:gemm_n", PER_TOKEN: f"{GGUF}.products:per_token", WIDE: f"{GGUF}.wide:wide",
 }  # fmt: skip
 ROLES = {MATRIX: "ours", STATIONARY: "step", GEMM_N: "step", PER_TOKEN: "baseline", WIDE: "step"}
-LAYER_OF = {name: f"{GGUF}.layers:layer" for name in PRODUCTS} | {WIDE: f"{GGUF}.layers:apart"}
 READING = variant(READ, "control", f"{TRIALS}:read", source="labkit.kernels.ceilings:read_words")
+
+
+def _ours(name: str, *before: str) -> Variant:
+    """before: what launches more than the product."""
+    return variant(name, ROLES[name], f"{TRIALS}:ours", {"variant": name}, source=(*before, PRODUCTS[name]))
 
 
 def _product(name: str, role: str, trial: str, *source: str) -> Variant:
@@ -74,7 +78,7 @@ def _cached(name: str, role: str) -> Variant:
 
 VARIANTS = {  # operation -> its variants; the first one is repeated by the A/A control
     "product": (
-        *(variant(n, role, f"{TRIALS}:ours", {"variant": n}, source=PRODUCTS[n]) for n, role in ROLES.items()),
+        *(_ours(name) for name in PRODUCTS),
         _product(CUBLAS, "peer", "cublas", f"{PEERS}:linear"),
         _product(DEQUANTISED, "peer", "dequantised", f"{PEERS}:dequantise_linear"),
         READING,
@@ -84,10 +88,7 @@ VARIANTS = {  # operation -> its variants; the first one is repeated by the A/A 
         _product(GEMLITE, "peer", "gemlite", f"{PEERS}:tune_gemlite", f"{PEERS}:gemlite"),
     ),
     "ffn": (
-        *(
-            variant(n, role, f"{TRIALS}:ours", {"variant": n}, source=(LAYER_OF[n], PRODUCTS[n]))
-            for n, role in ROLES.items()
-        ),
+        *(_ours(name, f"{GGUF}.layers:{'apart' if name == WIDE else 'layer'}") for name in PRODUCTS),
         _product(CUBLAS, "peer", "cublas", f"{PEERS}:linear_layer"),
     ),
     "routed": (
