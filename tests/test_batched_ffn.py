@@ -39,6 +39,15 @@ def quantised(name, rows=7, columns=768, seed=0):
     return formats.quantise(torch.randn((rows, columns), generator=generator) * columns**-0.5, name)
 
 
+def size(W):
+    return sum(one.nbytes for one in W.arrays.values())
+
+
+def packed_bytes(kind, weights):
+    """As many as are stored; of Q4_K and Q5_K 4 more a block."""
+    return weights // kind.block * (kind.block_bytes + 4 * (kind.name in ("Q4_K", "Q5_K")))
+
+
 def same_bits(a, b):
     """The same bits; of a NaN, any."""
     return bool((a.view(torch.int32).eq(b.view(torch.int32)) | (a.isnan() & b.isnan())).all())
@@ -52,7 +61,7 @@ def test_sizes_are_those_of_gguf(name):
     kind = FORMATS[name]
     assert (kind.block, kind.block_bytes) == gguf.GGML_QUANT_SIZES[Type[name]]
     assert kind.bytes_per_weight() == kind.block_bytes / kind.block
-    assert kind.bytes_per_weight(packed=True) == formats.pack(quantised(name, 8, 512), name).nbytes / (8 * 512)
+    assert size(formats.pack(quantised(name, 8, 512), name)) == packed_bytes(kind, 8 * 512)
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -237,7 +246,7 @@ def test_a_packed_weight_is_where_it_should_be(name):
         for column in [*range(64), *range(230, 290), 767]:
             assert packed_weight(W, row, column) == exact[row, column], (row, column)
     assert all(packed_weight(W, row, 5) == 0 for row in range(11, 16))  # rows that fill the last block
-    assert W.nbytes == 16 * 768 * FORMATS[name].bytes_per_weight(packed=True)
+    assert size(W) == packed_bytes(FORMATS[name], 16 * 768)
 
 
 def test_packed_weights_move_to_a_device():
@@ -245,7 +254,7 @@ def test_packed_weights_move_to_a_device():
     moved = W.to("meta")
     assert {one.device.type for one in moved.arrays.values()} == {"meta"}
     assert list(moved.arrays) == ["words", "high", "scales", "d"]
-    assert (moved.format, moved.rows, moved.columns, moved.nbytes) == (W.format, W.rows, W.columns, W.nbytes)
+    assert (moved.format, moved.rows, moved.columns, size(moved)) == (W.format, W.rows, W.columns, size(W))
 
 
 # files
@@ -343,7 +352,7 @@ def test_the_rule_by_tokens():
             found = rule(n, columns, format, gated)
             choose.check_choice(found)  # bits depend on these three
             shares = 16 if columns >= 2560 and format != "Q6_K" else 8
-            bits = (4, 1, shares) if format in choose.ARITHMETIC else (groups, warps, 0)
+            bits = (4, 1, shares) if format in formats.K_FORMATS else (groups, warps, 0)
             assert (found.groups, found.num_warps, found.shares) == bits
 
 
@@ -628,13 +637,11 @@ def test_a_dispatch_larger_than_the_cache_goes_past_it():
     assert [policies.bypasses(trace[1], capacity) for capacity in (2, 3)] == [True, False]
 
 
-def test_advice_and_frequency_by_hand():
-    assert policies.recommended_slots(40, 256, 8) == 640
-    assert policies.recommended_slots(2, 12, 8) == 24
+def test_frequency_by_hand():
     assert policies.most_frequent([["a", "b"], ["c", "b"], ["c"]], 2) == ["b", "c"]
 
 
-@pytest.mark.parametrize("make", [policies.uniform, policies.zipf, policies.local], ids=lambda make: make.__name__)
+@pytest.mark.parametrize("make", [policies.uniform, policies.zipf, policies.local], ids=["uniform", "zipf", "local"])
 def test_a_trace_has_different_experts_and_repeats(make):
     found = make(5, 3, 10, 4, seed=1)
     assert [{layer for layer, _ in dispatch} for dispatch in found] == [{0}, {1}, {2}] * 5

@@ -10,7 +10,7 @@ from compiled_products import activations, blank, order_of_sums, product
 
 from labkit.evidence import compiled, roofline
 from labkit.kernels import offline
-from labkit.kernels.gguf import choose, integers, products
+from labkit.kernels.gguf import choose, formats, integers, products
 from labkit.kernels.gguf.choose import Choice
 from labkit.studies.batched_ffn import variants
 
@@ -44,7 +44,7 @@ def programs(launch):
 @pytest.mark.parametrize("variant", [variants.STATIONARY, variants.MATRIX, variants.INTEGERS])
 def test_all_programs_have_registers_or_half_of_them_as_the_rule_says(variant):
     """Of every format, shape and number of tokens: as many as they may have; what they take is compiled below."""
-    shapes = itertools.product(SHAPES, choose.ARITHMETIC, (1, 2, 4, 8), (False, True))
+    shapes = itertools.product(SHAPES, formats.K_FORMATS, (1, 2, 4, 8), (False, True))
     for (rows, columns), name, tokens, gated in shapes:
         launch = launched(variant, rows, columns, name, tokens, gated)
         assert launch.args["PARTS"] * launch.args["BLOCKS"] * (1 + gated) == 4  # blocks of a strip

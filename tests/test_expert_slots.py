@@ -361,20 +361,11 @@ def test_no_slot_is_read_before_its_copy_has_landed():
         ),
         (lambda: use(cached(), [1, 9]), "key is 9; allowed: those of the 8 experts"),
         (lambda: cached().prefetch(["x"]), "key is 'x'; allowed: those of the 8 experts"),
-        (
-            lambda: slots.capacity_in(31, numbered()),
-            "memory is 31 bytes; allowed: at least 32, one expert and a room of 1",
-        ),
     ],
 )
 def test_what_cannot_be_taken_is_named(call, message):
     with pytest.raises(ValueError, match=message):
         call()
-
-
-def test_capacity_of_some_memory():
-    assert slots.capacity_in(33, numbered()) == 1
-    assert slots.capacity_in(16 * 9, numbered(), room=2) == 7
 
 
 def test_keys_of_layers():

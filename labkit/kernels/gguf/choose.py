@@ -1,25 +1,21 @@
 """Which tiles a product of many tokens runs with: rules from the number of tokens and the shape, with their reasons."""
 
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, replace
 
 from labkit.kernels.checks import check_one_of
-from labkit.kernels.gguf.formats import GROUP
+from labkit.kernels.gguf.formats import GROUP, K_FORMATS
 
-GROUPS = (4, 8, 16, 32, 64)
-BLOCKS = (1, 2, 4, 8)
-TOKENS = (1, 2, 4, 8, 16)
 WARPS = (1, 2, 4, 8, 16)
-STAGES = (1, 2, 3, 4, 5, 6)
-AHEAD = (0, 1, 2, 3, 4, 5)  # 1: a program's first tile, before the launch waits; from 2 on, so many less 1 at any time
 SHARES = (0, 1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32)
-# a matrix instruction's least: 16 rows, 8 tokens
-TILE_BLOCKS = (2, 4, 8)
-TILE_TOKENS = (8, 16, 32, 64)
-WIDE_BLOCKS = (2, 4, 8, 16, 32)
+AHEAD = (0, 1, 2, 3, 4, 5)  # 1: a program's first tile, before the launch waits; from 2 on, so many less 1 at any time
+RUNS = {"num_warps": WARPS, "num_stages": (1, 2, 3, 4, 5, 6)}
+COMMON = RUNS | {"shares": SHARES, "ahead": AHEAD}
+CHOICES = {"tokens": (1, 2, 4, 8, 16), "blocks": (1, 2, 4, 8), "at_once": WARPS, "groups": (4, 8, 16, 32, 64)} | COMMON
+TILES = {"tokens": (8, 16, 32, 64), "blocks": (2, 4, 8)} | COMMON  # a matrix instruction's least: 16 rows, 8 tokens
 WIDE_TOKENS = (16, 32, 64, 128, 256)
-WIDE_GROUPS = (1, 2, 4, 8)
-WIDE_PARTS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16)
-ARITHMETIC = ("Q4_K", "Q5_K", "Q6_K")  # formats whose weights take a GPU longer to unpack than to read
+WIDES = {"tokens": WIDE_TOKENS, "blocks": (2, 4, 8, 16, 32), "groups": (1, 2, 4, 8), "split_tokens": WIDE_TOKENS}
+WIDES |= {"parts": (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16)} | RUNS
 # Of multiply-add in K formats: shares a multiprocessor, and of so many tokens blocks of 8 rows (of both matrices
 # together), tiles ahead and programs at once. Four blocks share what is done to x, and are sixteen programs of 128
 # registers; eight tokens' sums take twice as many, so that half of the programs wait for the others.
@@ -109,7 +105,7 @@ def rule(tokens: int, rows: int, columns: int, format: str, gated: bool = False)
     count, and warps that wait for others of their program: all tiles are dealt in equal shares. What has no arithmetic
     to speak of has whole rows: `rule_of_rows`. gated: gate and up in one launch.
     """
-    if format not in ARITHMETIC:
+    if format not in K_FORMATS:
         return rule_of_rows(tokens, columns, gated)
     shares, choices = FOUR_BLOCKS if rows * columns >= LARGE and format != "Q6_K" else TWO_BLOCKS
     shared = _shared(tokens)
@@ -197,7 +193,7 @@ def wide_rule(
     small = min(64, padded)
     if not stored:
         padded = min(128, padded)
-        groups = 4 if format in (*ARITHMETIC, "Q8_0") else 2
+        groups = 4 if format in (*K_FORMATS, "Q8_0") else 2
         stages = 2 if format == "F32" or padded > 64 else 3
         return Wide(groups, 8, padded, 4, stages, **split, split_tokens=small if mixed else padded)
     if padded <= 64:
@@ -233,42 +229,24 @@ def split_rule(tiles: int, columns: int, multiprocessors: int) -> tuple[int, int
 
 def check_choice(choice: Choice) -> None:
     """Raise ValueError for a choice that the multiply-add kernel cannot take."""
-    check_one_of("tokens", choice.tokens, TOKENS)
-    check_one_of("blocks", choice.blocks, BLOCKS)
-    check_one_of("shares", choice.shares, SHARES)
-    check_one_of("at_once", choice.at_once, WARPS)
-    check_groups(choice)
+    _check_each(choice, CHOICES)
     if choice.shares and (choice.groups, choice.num_warps) != (4, 1):
         found = f"groups is {choice.groups} and num_warps {choice.num_warps}"
         raise ValueError(f"shares is {choice.shares}, where {found}; allowed: 0, or groups 4 and num_warps 1")
 
 
-def check_wide(choice: Wide) -> None:
-    """Raise ValueError for a choice that `wide.wide` cannot take."""
-    check_one_of("tokens", choice.tokens, WIDE_TOKENS)
-    check_one_of("blocks", choice.blocks, WIDE_BLOCKS)
-    check_one_of("groups", choice.groups, WIDE_GROUPS)
-    check_one_of("split_tokens", choice.split_tokens, WIDE_TOKENS)
-    check_one_of("parts", choice.parts, WIDE_PARTS)
-    if choice.whole < 0 or choice.whole % (8 * choice.blocks):
-        raise ValueError(f"whole is {choice.whole}; allowed: multiples of {8 * choice.blocks}, a tile's rows")
-    check_one_of("num_warps", choice.num_warps, WARPS)
-    check_one_of("num_stages", choice.num_stages, STAGES)
-
-
-def check_groups(choice: Choice) -> None:
-    """Raise ValueError for what neither can take."""
-    check_one_of("groups", choice.groups, GROUPS)
-    check_one_of("num_warps", choice.num_warps, WARPS)
-    check_one_of("num_stages", choice.num_stages, STAGES)
-    check_one_of("ahead", choice.ahead, AHEAD)
-
-
 def check_tile(tile: Tile) -> None:
     """Raise ValueError for a choice that `tensor_core` cannot take."""
-    check_one_of("tokens", tile.tokens, TILE_TOKENS)
-    check_one_of("blocks", tile.blocks, TILE_BLOCKS)
-    check_one_of("num_warps", tile.num_warps, WARPS)
-    check_one_of("num_stages", tile.num_stages, STAGES)
-    check_one_of("shares", tile.shares, SHARES)
-    check_one_of("ahead", tile.ahead, AHEAD)
+    _check_each(tile, TILES)
+
+
+def check_wide(choice: Wide) -> None:
+    """Raise ValueError for a choice that `wide.wide` cannot take."""
+    _check_each(choice, WIDES)
+    if choice.whole < 0 or choice.whole % (8 * choice.blocks):
+        raise ValueError(f"whole is {choice.whole}; allowed: multiples of {8 * choice.blocks}, a tile's rows")
+
+
+def _check_each(choice: Choice | Tile | Wide, allowed: Mapping[str, Collection[int]]) -> None:
+    for name, values in allowed.items():
+        check_one_of(name, getattr(choice, name), values)

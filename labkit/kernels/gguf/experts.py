@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,7 +39,11 @@ class Experts:
     def matrix(self, role: str, expert: int) -> Packed:
         """Views of gate, up or down of one expert. ValueError for another role, IndexError for no such expert."""
         check_one_of("role", role, ROLES)
-        return _views(self.format, self.hidden, self.width, self.store[expert])[role]
+        like, store, arrays = _layout(self.format, self.hidden, self.width)[role], self.store[expert], {}
+        for name, array in like.packed.arrays.items():
+            first = like.first[name]
+            arrays[name] = store[first : first + array.nbytes].view(array.dtype).view(array.shape)
+        return replace(like.packed, **arrays)
 
     def stride(self, array: Tensor) -> int:
         """From an array of one expert to that of the next, in values of it."""
@@ -57,24 +62,22 @@ def pack(gate: Tensor, up: Tensor, down: Tensor, format: str) -> Experts:
     ValueError as `formats.pack`, for shapes that do not fit each other, and for a width or hidden that is no multiple
     of 8, the rows that lie side by side.
     """
-    kind = formats.find(format)
-    for name, blocks in (("gate", gate), ("up", up), ("down", down)):
+    kind, given = formats.find(format), dict(zip(ROLES, (gate, up, down), strict=True))
+    for name, blocks in given.items():
         if blocks.ndim != 3 or 0 in blocks.shape:
             raise ValueError(f"{name} is {tuple(blocks.shape)}; allowed: [count, rows, bytes of a row], none of them 0")
     count, width, hidden = len(gate), gate.shape[1], down.shape[1]
-    matrices = {
-        name: formats.pack(blocks.flatten(0, 1), format) for name, blocks in zip(ROLES, (gate, up, down), strict=True)
-    }
-    for name, rows, columns in (("gate", width, hidden), ("up", width, hidden), ("down", hidden, width)):
-        found = matrices[name]
+    matrices = {name: formats.pack(blocks.flatten(0, 1), format) for name, blocks in given.items()}
+    for name, found in matrices.items():
+        rows, columns = (hidden, width) if name == "down" else (width, hidden)
         if (found.rows, found.columns) != (count * rows, columns):
             shape = f"{found.rows} rows of {found.columns} weights"
             raise ValueError(f"{name} has {shape}; allowed: {count} × {rows} rows of {columns}")
     for name, size in (("width", width), ("hidden", hidden)):
         if size % ROWS:
             raise ValueError(f"{name} is {size}; allowed: a multiple of {ROWS}")
-    empty = torch.zeros(_bytes(kind, hidden, width), dtype=torch.uint8, device=gate.device)
-    experts = Experts(kind, hidden, width, empty.repeat(count, 1))
+    size = _layout(kind, hidden, width)["down"].end
+    experts = Experts(kind, hidden, width, torch.zeros((count, size), dtype=torch.uint8, device=gate.device))
     for role, whole in matrices.items():
         for name, array in experts.matrix(role, 0).arrays.items():
             parts = whole.arrays[name].unflatten(0, (count, -1))
@@ -82,39 +85,24 @@ def pack(gate: Tensor, up: Tensor, down: Tensor, format: str) -> Experts:
     return experts
 
 
+class _Place(NamedTuple):
+    """A matrix of an expert without memory; of each of its arrays the first byte in an expert; where the last ends."""
+
+    packed: Packed
+    first: dict[str, int]
+    end: int
+
+
 @cache
-def _places(kind: Format, hidden: int, width: int) -> dict[str, dict[str, tuple[int, int]]]:
-    """Role -> array -> first byte in an expert, and bytes."""
-    found: dict[str, dict[str, tuple[int, int]]] = {}
-    first = 0
+def _layout(kind: Format, hidden: int, width: int) -> dict[str, _Place]:
+    """By role."""
+    found, end = {}, 0
     for role in ROLES:
-        found[role] = {}
-        for name, array in _matrix(kind, hidden, width, role).arrays.items():
-            found[role][name] = (first, array.nbytes)
-            first += -(-array.nbytes // ALIGNMENT) * ALIGNMENT
-    return found
-
-
-def _bytes(kind: Format, hidden: int, width: int) -> int:
-    last = max(place for one in _places(kind, hidden, width).values() for place in one.values())
-    return -(-sum(last) // ALIGNMENT) * ALIGNMENT
-
-
-@cache
-def _matrix(kind: Format, hidden: int, width: int, role: str) -> Packed:
-    """A matrix of an expert without memory: the shapes and dtypes of its arrays."""
-    rows, columns = (hidden, width) if role == "down" else (width, hidden)
-    size = columns // kind.block * kind.block_bytes
-    return formats.pack(torch.empty((rows, size), dtype=torch.uint8, device="meta"), kind.name)
-
-
-def _views(kind: Format, hidden: int, width: int, expert: Tensor) -> dict[str, Packed]:
-    found = {}
-    for role, places in _places(kind, hidden, width).items():
-        shapes = _matrix(kind, hidden, width, role)
-        arrays = {}
-        for name, (first, size) in places.items():
-            array = shapes.arrays[name]
-            arrays[name] = expert[first : first + size].view(array.dtype).view(array.shape)
-        found[role] = replace(shapes, **arrays)
+        rows, columns = (hidden, width) if role == "down" else (width, hidden)
+        blocks = torch.empty((rows, columns // kind.block * kind.block_bytes), dtype=torch.uint8, device="meta")
+        packed, first = formats.pack(blocks, kind.name), {}
+        for name, array in packed.arrays.items():
+            first[name] = end
+            end += -(-array.nbytes // ALIGNMENT) * ALIGNMENT
+        found[role] = _Place(packed, first, end)
     return found

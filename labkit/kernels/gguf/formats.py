@@ -32,34 +32,25 @@ from labkit.kernels.checks import check_contiguous, check_one_of
 
 GROUP = 32  # weights of a row that one thread takes
 ROWS = 8  # rows side by side
-K_FORMATS = ("Q4_K", "Q5_K", "Q6_K")
+K_FORMATS = ("Q4_K", "Q5_K", "Q6_K")  # whose weights take a GPU longer to unpack than to read
+Q6_K_PLACES = [4 * i + 2 * (j % 2) + 16 * (j // 2) for i in range(4) for j in range(4)]  # of bits in `Packed.high`
 
 
 @dataclass(frozen=True)
 class Format:
-    """A GGUF format. block: weights of a block; block_bytes: bytes of one as stored; packed_bytes: as packed."""
+    """A GGUF format. block: weights of a block; block_bytes: bytes of one as stored."""
 
     name: str
     block: int
     block_bytes: int
-    packed_bytes: int
 
-    def bytes_per_weight(self, packed: bool = False) -> float:
-        """Bytes of a weight with its share of the scales, as stored or as packed."""
-        return (self.packed_bytes if packed else self.block_bytes) / self.block
+    def bytes_per_weight(self) -> float:
+        """Bytes of a weight with its share of the scales, as stored."""
+        return self.block_bytes / self.block
 
 
-FORMATS = {
-    one.name: one
-    for one in (
-        Format("F32", 1, 4, 4),
-        Format("BF16", 1, 2, 2),
-        Format("Q8_0", 32, 34, 34),
-        Format("Q4_K", 256, 144, 148),
-        Format("Q5_K", 256, 176, 180),
-        Format("Q6_K", 256, 210, 210),
-    )
-}
+_SIZES = {"F32": (1, 4), "BF16": (1, 2), "Q8_0": (32, 34), "Q4_K": (256, 144), "Q5_K": (256, 176), "Q6_K": (256, 210)}
+FORMATS = {name: Format(name, *sizes) for name, sizes in _SIZES.items()}
 
 
 @dataclass(frozen=True)
@@ -89,11 +80,6 @@ class Packed:
         """The arrays that its format has, by name."""
         found = {"words": self.words, "high": self.high, "scales": self.scales, "d": self.d}
         return {name: one for name, one in found.items() if one is not None}
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all arrays, padding rows included."""
-        return sum(one.nbytes for one in self.arrays.values())
 
     def to(self, device: torch.device | str) -> "Packed":
         """The same weights on a device."""
@@ -155,10 +141,7 @@ def pack(blocks: Tensor, format: str) -> Packed:
 
     ValueError as of `dequantise`, and for columns that are no multiple of 32 (F32, BF16) or blocks of other dimensions.
     """
-    kind = find(format)
-    if blocks.ndim != 2 or 0 in blocks.shape:
-        raise ValueError(f"blocks is {tuple(blocks.shape)}; allowed: [rows, bytes of a row], both at least 1")
-    raw = _blocks(blocks, kind)
+    kind, raw = find(format), _matrix_blocks(blocks, format)
     rows, columns = blocks.shape[0], raw.shape[-2] * kind.block
     if columns % GROUP:
         raise ValueError(f"columns is {columns}; allowed for {format}: a multiple of {GROUP}")
@@ -167,17 +150,17 @@ def pack(blocks: Tensor, format: str) -> Packed:
         return Packed(kind, rows, columns, _words(values, 32 if format == "F32" else 16))
     if format == "Q8_0":
         q = (raw[..., 2:] ^ 128).contiguous().view(torch.int8).flatten(-2)
-        return Packed(kind, rows, columns, _words(q, 8), scales=_rows(_half(raw[..., :2]).squeeze(-1).half()))
+        return Packed(kind, rows, columns, _words(q, 8), scales=_groups(_half(raw[..., :2]).squeeze(-1).half()))
     if format == "Q6_K":
         q, scales, d = _q6_k(raw)
         q, pairs = q.flatten(-2), scales.view(torch.int16)
-        d = _rows(d.squeeze(-1).half())
-        return Packed(kind, rows, columns, _words(q & 15, 4), _q6_k_high(q >> 4), _rows(pairs.flatten(-2)), d)
+        d = _groups(d.squeeze(-1).half())
+        return Packed(kind, rows, columns, _words(q & 15, 4), _q6_k_high(q >> 4), _groups(pairs.flatten(-2)), d)
     q, scales, mins, _, _ = _q45_k(raw, format)
     q, pairs = q.flatten(-2), torch.stack([scales, mins], -1).view(torch.int16).squeeze(-1)
     high = _groups(_placed((q >> 4).unflatten(-1, (-1, 32)), range(32))) if format == "Q5_K" else None
     d = raw[..., :4].contiguous().view(torch.int32).squeeze(-1)
-    return Packed(kind, rows, columns, _words(q & 15, 4), high, _rows(pairs.flatten(-2)), _rows(d))
+    return Packed(kind, rows, columns, _words(q & 15, 4), high, _groups(pairs.flatten(-2)), _groups(d))
 
 
 def matrix(blocks: Tensor, format: str) -> Tensor:
@@ -187,10 +170,16 @@ def matrix(blocks: Tensor, format: str) -> Tensor:
     contiguous, and as of `pack`.
     """
     check_one_of("format", format, ("BF16",))
+    raw = _matrix_blocks(blocks, format)
+    check_contiguous("blocks", blocks)
+    return raw.flatten(-2).view(torch.bfloat16)
+
+
+def _matrix_blocks(blocks: Tensor, format: str) -> Tensor:
+    """As `_blocks`, of a matrix."""
     if blocks.ndim != 2 or 0 in blocks.shape:
         raise ValueError(f"blocks is {tuple(blocks.shape)}; allowed: [rows, bytes of a row], both at least 1")
-    check_contiguous("blocks", blocks)
-    return _blocks(blocks, find(format)).flatten(-2).view(torch.bfloat16)
+    return _blocks(blocks, find(format))
 
 
 def _blocks(blocks: Tensor, kind: Format) -> Tensor:
@@ -299,14 +288,8 @@ def _bytes(values: Tensor) -> Tensor:
     return values.contiguous().view(torch.uint8)
 
 
-def _rows(values: Tensor) -> Tensor:
-    """[rows/8, n, 8] of [rows, n], missing rows zero."""
-    padded = torch.nn.functional.pad(values, (0, 0, 0, -len(values) % ROWS))
-    return padded.unflatten(0, (-1, ROWS)).transpose(1, 2).contiguous()
-
-
 def _groups(values: Tensor) -> Tensor:
-    """[rows/8, groups, 8, ...] of [rows, groups, ...], missing rows zero."""
+    """[rows/8, n, 8, ...] of [rows, n, ...], missing rows zero."""
     missing = values.new_zeros((-len(values) % ROWS, *values.shape[1:]))
     return torch.cat([values, missing]).unflatten(0, (-1, ROWS)).transpose(1, 2).contiguous()
 
@@ -318,8 +301,7 @@ def _placed(values: Tensor, places: Sequence[int]) -> Tensor:
 
 def _q6_k_high(values: Tensor) -> Tensor:
     """`Packed.high` of Q6_K from the upper two bits of each weight, [rows, columns]."""
-    places = [4 * i + 2 * (j % 2) + 16 * (j // 2) for i in range(4) for j in range(4)]
-    return _groups(_placed(values.unflatten(-1, (-1, 2, 16)), places)).transpose(2, 3).contiguous()
+    return _groups(_placed(values.unflatten(-1, (-1, 2, 16)), Q6_K_PLACES)).transpose(2, 3).contiguous()
 
 
 def _words(values: Tensor, bits: int) -> Tensor:

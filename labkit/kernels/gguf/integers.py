@@ -30,7 +30,7 @@ from torch import Tensor
 from labkit.kernels.checks import check_one_of
 from labkit.kernels.dependent import wait_for_inputs
 from labkit.kernels.gguf.choose import Tile, check_tile
-from labkit.kernels.gguf.formats import K_FORMATS, Packed, _placed
+from labkit.kernels.gguf.formats import K_FORMATS, Q6_K_PLACES, Packed, _placed
 from labkit.kernels.gguf.products import _arrays, _grid, _ups, check_product
 from labkit.kernels.gguf.shares import _dealt, _of_all_sharers, _parts, _registers, _share_of, _start, _without_first
 from labkit.kernels.gguf.unpack import ASSEMBLY, _columns, _silu_up, _turned
@@ -65,14 +65,13 @@ def tiled(W: Packed) -> Packed:
         parts = q.unflatten(-1, (4, 4, 2)).permute(0, 1, 2, 4, 3, 6, 5)
     parts = parts.reshape(*q.shape[:3], 4, 4, 8)  # row, lane, group, part: the upper half of a word has odd columns
     words = _placed(parts & 15, [4 * i for i in range(8)])
-    high = None
-    above = parts >> 4
+    high, above = None, parts >> 4
     if W.format.name == "Q5_K":
-        places = [[8 * (i // 2) + 2 * p + i % 2 for i in range(8)] for p in range(4)]
-        high = _placed(above.flatten(-2), [place for some in places for place in some]).unsqueeze(-1)
+        places = [8 * (i // 2) + 2 * p + i % 2 for p in range(4) for i in range(8)]
+        high = _placed(above.flatten(-2), places).unsqueeze(-1)
     if W.format.name == "Q6_K":
-        places = [[8 * (i // 2) + 4 * p + 2 * (i % 2) for i in range(8)] for p in range(2)]
-        high = _placed(above.unflatten(-2, (2, 2)).flatten(-2), [place for some in places for place in some])
+        places = [8 * (i // 2) + 4 * p + 2 * (i % 2) for p in range(2) for i in range(8)]
+        high = _placed(above.unflatten(-2, (2, 2)).flatten(-2), places)
     assert W.scales is not None
     pairs = W.scales.unflatten(1, (-1, GROUPS)).transpose(2, 3).contiguous()  # [rows/8, tiles, 8, 4] of 16 bits
     return replace(W, words=words, high=high, scales=pairs.view(torch.int32))
@@ -82,14 +81,13 @@ def _values(W: Packed) -> Tensor:
     """The integers, int32 [rows/8, columns/128, 8, 4 groups, 32]."""
     words = W.words.squeeze(2)  # [rows/8, groups, 8, 4]
     parts = torch.stack([words >> 4 * i & 15 for i in range(8)], -2)  # part i of word j is weight 4 i + j
+    assert W.high is not None or W.format.name == "Q4_K"
     if W.format.name == "Q5_K":
-        assert W.high is not None
         parts = parts | torch.stack([W.high >> i & 1 for i in range(32)], -1).unflatten(-1, (8, 4)) << 4
     if W.format.name == "Q6_K":
-        assert W.high is not None
         upper = W.high.transpose(2, 3)  # [rows/8, groups, 8, 2]
-        places = [4 * i + 2 * (j % 2) + 16 * (j // 2) for i in range(4) for j in range(4)]
-        parts = parts | torch.stack([upper >> place & 3 for place in places], -1).flatten(-2).unflatten(-1, (8, 4)) << 4
+        bits = torch.stack([upper >> place & 3 for place in Q6_K_PLACES], -1).flatten(-2)
+        parts = parts | bits.unflatten(-1, (8, 4)) << 4
     return parts.flatten(-2).unflatten(1, (-1, GROUPS)).transpose(2, 3)
 
 

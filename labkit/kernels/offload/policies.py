@@ -22,6 +22,7 @@ import math
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Container, Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -308,31 +309,14 @@ def most_frequent(trace: Trace, count: int) -> list[Key]:
     return [key for key, _ in Counter(_flat(trace)).most_common(count)]
 
 
-def recommended_slots(layers: int, experts: int, top_k: int) -> int:
-    """The source's advice: layers × min(experts, 2 · top_k)."""
-    return layers * min(experts, 2 * top_k)
-
-
-def uniform(tokens: int, layers: int, experts: int, top_k: int, seed: int = 0) -> list[list[tuple[int, int]]]:
-    """A synthetic trace of decode: every expert is as likely as any other.
-
-    One dispatch a token and layer, in this order: top_k different (layer, expert). ValueError if top_k is not in 1 …
-    experts.
-    """
-    return local(tokens, layers, experts, top_k, 0.0, 0.0, seed)
-
-
-def zipf(
-    tokens: int, layers: int, experts: int, top_k: int, exponent: float = 1.0, seed: int = 0
-) -> list[list[tuple[int, int]]]:
-    """As `uniform`, but the r-th expert of a layer, in an order of its own, has weight r^-exponent."""
-    return local(tokens, layers, experts, top_k, 0.0, exponent, seed)
-
-
 def local(
     tokens: int, layers: int, experts: int, top_k: int, stay: float = 0.5, exponent: float = 1.0, seed: int = 0
 ) -> list[list[tuple[int, int]]]:
-    """As `zipf`, but each expert of a token is kept for the next one with probability `stay` (0 to 1: ValueError)."""
+    """A synthetic trace of decode: one dispatch a token and layer, in this order: top_k different (layer, expert).
+
+    The r-th expert of a layer, in an order of its own, has weight r^-exponent; each expert of a token is kept for the
+    next one with probability `stay`. ValueError if that is not in 0 … 1, or top_k not in 1 … experts.
+    """
     if not 1 <= top_k <= experts:
         raise ValueError(f"top_k is {top_k}; allowed: 1 to {experts}, the experts")
     if not 0 <= stay <= 1:
@@ -348,6 +332,10 @@ def local(
             before[layer] = kept + _drawn(likely[layer], kept, top_k - len(kept), random)
             trace.append([(layer, expert) for expert in before[layer]])
     return trace
+
+
+zipf = partial(local, stay=0.0)
+uniform = partial(zipf, exponent=0.0)  # every expert is as likely as any other
 
 
 def _drawn(log_weights: np.ndarray, without: list[int], count: int, random: np.random.Generator) -> list[int]:

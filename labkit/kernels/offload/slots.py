@@ -211,18 +211,15 @@ class ExpertSlots:
         yield from self._out(wave, given_up)
 
     def send(self, values: Tensor, to: Tensor) -> None:
-        """Copy a small tensor of the host, pinned for a GPU, after the experts asked for until now.
-
-        What is computed from now on comes after it; what has read `to` must come before the last `follow`.
-        """
+        """As of `Copies`; pinned for a GPU."""
         self._copies.send(values, to)
 
     def follow(self) -> None:
-        """Copies asked for from now on come after what has been computed until now, whatever slots they go to."""
+        """As of `Copies`, whatever slots they go to."""
         self._copies.follow()
 
     def settle(self) -> None:
-        """What is computed from now on comes after all copies asked for until now, prefetched experts included."""
+        """As of `Copies`, prefetched experts included."""
         self._copies.settle()
 
     def _there(self, keys: list[Key], start: int, through: bool) -> int:
@@ -272,15 +269,6 @@ class ExpertSlots:
         for key in keys:
             if key not in self._expert:
                 raise ValueError(f"key is {key!r}; allowed: those of the {len(self._expert)} experts")
-
-
-def capacity_in(memory: int, host: Experts, room: int = 1) -> int:
-    """Experts that a cache in so many bytes holds, beside its room. ValueError if that is not even one."""
-    found = memory // host.expert_bytes - room
-    if found < 1:
-        least = (1 + room) * host.expert_bytes
-        raise ValueError(f"memory is {memory} bytes; allowed: at least {least}, one expert and a room of {room}")
-    return found
 
 
 def check_slots(host: Experts, room: int, keys: Sequence[Key], device: torch.device) -> None:
