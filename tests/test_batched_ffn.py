@@ -39,10 +39,6 @@ def quantised(name, rows=7, columns=768, seed=0):
     return formats.quantise(torch.randn((rows, columns), generator=generator) * columns**-0.5, name)
 
 
-def size(W):
-    return sum(one.nbytes for one in W.arrays.values())
-
-
 def packed_bytes(kind, weights):
     """As many as are stored; of Q4_K and Q5_K 4 more a block."""
     return weights // kind.block * (kind.block_bytes + 4 * (kind.name in ("Q4_K", "Q5_K")))
@@ -61,7 +57,7 @@ def test_sizes_are_those_of_gguf(name):
     kind = FORMATS[name]
     assert (kind.block, kind.block_bytes) == gguf.GGML_QUANT_SIZES[Type[name]]
     assert kind.bytes_per_weight() == kind.block_bytes / kind.block
-    assert size(formats.pack(quantised(name, 8, 512), name)) == packed_bytes(kind, 8 * 512)
+    assert formats.pack(quantised(name, 8, 512), name).nbytes == packed_bytes(kind, 8 * 512)
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -246,7 +242,7 @@ def test_a_packed_weight_is_where_it_should_be(name):
         for column in [*range(64), *range(230, 290), 767]:
             assert packed_weight(W, row, column) == exact[row, column], (row, column)
     assert all(packed_weight(W, row, 5) == 0 for row in range(11, 16))  # rows that fill the last block
-    assert size(W) == packed_bytes(FORMATS[name], 16 * 768)
+    assert W.nbytes == packed_bytes(FORMATS[name], 16 * 768)
 
 
 def test_packed_weights_move_to_a_device():
@@ -254,7 +250,7 @@ def test_packed_weights_move_to_a_device():
     moved = W.to("meta")
     assert {one.device.type for one in moved.arrays.values()} == {"meta"}
     assert list(moved.arrays) == ["words", "high", "scales", "d"]
-    assert (moved.format, moved.rows, moved.columns, size(moved)) == (W.format, W.rows, W.columns, size(W))
+    assert (moved.format, moved.rows, moved.columns, moved.nbytes) == (W.format, W.rows, W.columns, W.nbytes)
 
 
 # files

@@ -81,6 +81,11 @@ class Packed:
         found = {"words": self.words, "high": self.high, "scales": self.scales, "d": self.d}
         return {name: one for name, one in found.items() if one is not None}
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays, padding rows included."""
+        return sum(one.nbytes for one in self.arrays.values())
+
     def to(self, device: torch.device | str) -> "Packed":
         """The same weights on a device."""
         return replace(self, **{name: one.to(device) for name, one in self.arrays.items()})
