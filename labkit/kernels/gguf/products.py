@@ -498,10 +498,7 @@ def per_token(W: Packed, x: Tensor, y: Tensor, choice: Choice | None = None, up:
 
 
 def gemm_n(W: Packed, x: Tensor, y: Tensor, choice: Choice | None = None, up: Packed | None = None) -> Launch:
-    """y[n] = W x[n] in one launch, a program a token, as the source has them: all rows of one, then the next token's.
-
-    As `weight_stationary`; `choice.tokens` is 1.
-    """
+    """As `weight_stationary`, a program a token (`choice.tokens` is 1), as the source: all rows of one first."""
     check_product(W, x, y, up)
     choice = choice or rule(1, W.rows, W.columns, W.format.name, up is not None)
     check_one_of("tokens", choice.tokens, (1,))

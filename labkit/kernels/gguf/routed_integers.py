@@ -36,10 +36,9 @@ BASE = 0x43004300  # bits of two bf16 128
 
 
 def tiled(experts: Experts) -> Experts:
-    """The same experts, each matrix in the order of `integers.tiled`, which takes as many bytes.
+    """The same experts, each matrix in the order of `integers.tiled`, of as many bytes; ValueError for another format.
 
     Only `grouped_integers` reads them: the shapes and dtypes of `Experts.matrix` are those of the other order.
-    ValueError for another format.
     """
     check_one_of("format", experts.format.name, K_FORMATS)
     found = replace(experts, store=torch.zeros_like(experts.store))
@@ -80,8 +79,7 @@ def _grouped_integers_kernel(
 ):  # fmt: skip
     """One program: STRIPS strips of BLOCKS blocks of 8 rows of one expert, and up to TOKENS of its slots.
 
-    x: pairs of bf16, as int32, x_stride too. Gate and up must wait for the sort; down, whose launch before is gate and
-    up, then knows its experts at once, and asks for weights before it waits.
+    x: pairs of bf16, as int32, x_stride too. It waits where `routed`'s kernel by matrix instructions does.
     """
     if GATED:
         wait_for_inputs(DEPENDENT)
@@ -145,10 +143,9 @@ def tiles_a_program(tile: Tile) -> int:
 def grouped_integers(
     experts: Experts, slots: Tensor, work: Work, tile: Tile | None = None, order: Sorted | None = None
 ) -> list[Launch]:
-    """The partials of `routed.grouped_indexed` in three launches: sort, gate and up, down.
+    """As `routed.grouped_indexed`: its partials, in three launches.
 
-    experts: of `tiled`. work: x and mid bf16. tile: `rule`'s by default, one warp, no shares. The others as in
-    `routed.grouped_indexed`. ValueError for anything else.
+    experts: of `tiled`. work: x and mid bf16. tile: `rule`'s by default, one warp, no shares.
     """
     tile = tile or rule(len(work.x), len(slots), work.top_k)
     check_one_of("format", experts.format.name, K_FORMATS)

@@ -12,8 +12,6 @@ from labkit.kernels.gguf.unpack import _block, _read, _silu_up, _tiles
 from labkit.kernels.target import multiprocessors
 
 REGISTERS = 65536  # of a multiprocessor, of every generation since Kepler
-
-
 STRIP = 4  # blocks of 8 rows that are dealt in shares together; of gate and up, two of each
 
 
@@ -182,16 +180,12 @@ def _parts(tile: Choice | Tile) -> int:
 
 
 def strips_overlap(blocks: int, strip: int) -> bool:
-    """Whether so many blocks of 8 rows make no whole strips, so that the last ones begin within others.
-
-    strip: blocks of one.
-    """
+    """Whether so many blocks of 8 rows make no whole strips of `strip` each: the last ones begin within others."""
     return blocks % triton.cdiv(blocks, strip) != 0
 
 
 def check_strips(W: Packed, tile: Choice | Tile, groups: int, strip: int) -> None:
-    """Raise ValueError where two strips would compute a block and cut it at different columns, so that its bits would
-    be those of whichever stores last.
+    """Raise ValueError where two strips cut a block at different columns: its bits would be those stored last.
 
     groups: of a tile of one program; strip: blocks of a strip, of one matrix.
     """

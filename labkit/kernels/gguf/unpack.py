@@ -4,11 +4,7 @@ import triton
 import triton.language as tl
 
 MAGIC = 0x4B000000  # the fp32 2^23
-
-
 BASE = 0x43000000  # the fp32 128: the lowest bit of its exponent is 0, so that a byte less than 128 fits in below
-
-
 ASSEMBLY = tl.constexpr(not triton.knobs.runtime.interpret)  # which the interpreter has not
 
 

@@ -271,7 +271,7 @@ def _sources(W: Tensor, x: Tensor, choice: Wide) -> dict[str, Any]:
 
 
 def _boxes(matrix: Tensor, rows: int, choice: Wide) -> TensorDescriptor:
-    """A descriptor of a matrix, so many of whose rows and a tile's columns are copied at a time."""
+    """A descriptor of a matrix, of which so many rows and a tile's columns are copied at a time."""
     return TensorDescriptor(matrix, list(matrix.shape), list(matrix.stride()), [rows, GROUP * choice.groups])
 
 
@@ -282,10 +282,7 @@ def _is_aligned(matrix: Tensor) -> bool:
 
 
 def has_descriptors(device: torch.device) -> bool:
-    """Whether kernels on this device can have tiles copied by descriptors; the interpreter can.
-
-    For tensors that are on no GPU: whether the target of `compiled.offline` has them.
-    """
+    """Whether tiles can be copied by descriptors: on this device, or `offline`'s target; in the interpreter, too."""
     found = capability_of(device)
     return found is None or found >= COPY_ENGINE
 

@@ -52,14 +52,12 @@ class Policy(Protocol):
 
     def access(self, key: Key) -> Access:
         """Use a key: from now on it is in the cache, and what gave way is not."""
-        ...
 
     def hits(self, keys: Sequence[Key], start: int) -> int:
         """Use these keys from `start` on as long as they are there; where the first is that is not (or their number).
 
         As `access` of each, in a fraction of the time.
         """
-        ...
 
     def __contains__(self, key: Key) -> bool: ...
 
@@ -96,11 +94,10 @@ class LRU:
 
 
 class SLRU:
-    """Segmented LRU as in the source; see the module.
+    """Segmented LRU as in the source (see the module); of equally often used entries the nearest to the tail goes.
 
-    remember: a key keeps its number of accesses when it is evicted (`slru_freq`). Of probationary entries with the same
-    number, the one nearest to the tail goes. The probationary segment is longer than its quarter for as long as the
-    protected one is not full.
+    remember: a key keeps its number of accesses when it is evicted (`slru_freq`). The probationary segment is longer
+    than its quarter for as long as the protected one is not full.
     """
 
     def __init__(self, capacity: int, remember: bool = False):
@@ -170,10 +167,7 @@ class SLRU:
 
 
 class Pinned:
-    """Keeps the capacity - 1 most frequent keys of a first trace; all others share one slot.
-
-    Pinned keys are there from the start, so that their first use hits.
-    """
+    """Keeps the capacity - 1 most frequent keys of a first trace, from the start on; all others share one slot."""
 
     def __init__(self, capacity: int, first: Trace):
         check_capacity(capacity)
@@ -281,8 +275,8 @@ def make(policy: str, capacity: int, first: Trace = (), trace: Trace = ()) -> Po
 def bypasses(dispatch: Sequence[Key], capacity: int) -> bool:
     """Whether a dispatch needs more experts at once than the cache holds.
 
-    Its own experts would evict one another, and everything else. It reads them past the cache instead, and leaves what
-    is cached as it is; all count as misses, though those that are there need no copy (`slots.py`).
+    They would evict one another, and all else. It reads them past the cache instead, which stays as it is; all count as
+    misses, though those that are there need no copy (`slots.py`).
     """
     return len(set(dispatch)) > capacity
 

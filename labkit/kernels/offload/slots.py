@@ -30,30 +30,24 @@ class Copies(Protocol):
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Bring experts of the host to slots, (expert, slot) each, once what was released there has been read."""
-        ...
 
     def wait(self, slots: Iterable[int]) -> None:
         """What is computed from now on comes after the copies into these slots."""
-        ...
 
     def release(self, slots: Iterable[int]) -> None:
         """These slots may be written after what has been computed until now."""
-        ...
 
     def send(self, values: Tensor, to: Tensor) -> None:
         """Copy a small tensor of the host, pinned, after the experts asked for until now.
 
         What is computed from now on comes after it; what has read `to` must come before the last `follow`.
         """
-        ...
 
     def follow(self) -> None:
         """Copies asked for from now on come after what has been computed until now."""
-        ...
 
     def settle(self) -> None:
         """What is computed from now on comes after all copies asked for until now."""
-        ...
 
 
 class Now:

@@ -96,7 +96,7 @@ def judge_slots(rows: pd.DataFrame) -> Judgement:
     from labkit.bench.tables import where
     from labkit.studies.batched_ffn import tables
 
-    top_k = variants.ROUTED["Qwen3.5-35B-A3B"][1]
+    top_k = variants.ROUTED[variants.MAIN_ROUTED][1]
     few = where(tables.cached(rows), capacity=ADVICE * top_k, N=1, policy=variants.POLICY)
     if few.empty:
         return untestable(f"needs steps of one token with {ADVICE * top_k} slots a layer and the source's policy")

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from itertools import product
 
 import numpy as np
 import pandas as pd
@@ -35,11 +36,11 @@ LANES = 128  # of a multiprocessor, an instruction each a clock; since compute c
 
 def cases(rows: pd.DataFrame, op: str) -> Cases:
     """Parameters and cold rows of every case of an operation: by format, then shape, then tokens."""
-    return kit.cases(rows, op, _place)
 
+    def place(params: Params, group: pd.DataFrame) -> tuple[int, str, int]:
+        return list(FORMATS).index(params["format"]), str([params.get(n) for n in ("model", "rows")]), params["N"]
 
-def _place(params: Params, group: pd.DataFrame) -> tuple[int, str, int]:
-    return list(FORMATS).index(params["format"]), str([params.get(n) for n in ("model", "rows")]), params["N"]
+    return kit.cases(rows, op, place)
 
 
 def times(rows: pd.DataFrame, op: str) -> pd.DataFrame:
@@ -61,13 +62,12 @@ def times(rows: pd.DataFrame, op: str) -> pd.DataFrame:
 
 def passes(variant: str, params: dict) -> float:
     """How often a variant reads all weights of a product, from memory or the L2; NaN of what is not the lab's."""
-    N = params["N"]
+    N, *shape, format = (params[name] for name in ("N", "rows", "K", "format"))
     tokens = {variants.PER_TOKEN: 1, variants.GEMM_N: 1}
-    K, format = params["K"], params["format"]
-    tokens[variants.STATIONARY] = choose.rule(N, params["rows"], K, format).tokens
-    tokens[variants.MATRIX] = choose.matrix_rule(N, params["rows"], K, format).tokens
+    tokens[variants.STATIONARY] = choose.rule(N, *shape, format).tokens
+    tokens[variants.MATRIX] = choose.matrix_rule(N, *shape, format).tokens
     tokens[variants.INTEGERS] = max(8, min(32, 1 << (N - 1).bit_length()))  # as `integers.rule`, which needs Triton
-    tokens[variants.WIDE] = choose.wide_rule(N, params["rows"], K, format, format == "BF16").tokens
+    tokens[variants.WIDE] = choose.wide_rule(N, *shape, format, format == "BF16").tokens
     return -(-N // tokens[variant]) if variant in tokens else math.nan
 
 
@@ -94,13 +94,10 @@ def arithmetic(rows: pd.DataFrame) -> pd.DataFrame:
 
 def gains(rows: pd.DataFrame) -> pd.DataFrame:
     """What one launch instead of N is worth, and what reading the weights once for all tokens is, by N."""
-    steps = {
-        "one launch": (variants.GEMM_N, variants.PER_TOKEN),
-        "weights read once": (variants.STATIONARY, variants.GEMM_N),
-    }
+    loop, launch, once = variants.PER_TOKEN, variants.GEMM_N, variants.STATIONARY
     parts = [
-        compared(rows, "product", *pair).assign(step=step, change=f"{pair[1]} → {pair[0]}")
-        for step, pair in steps.items()
+        compared(rows, "product", now, before).assign(step=step, change=f"{before} → {now}")
+        for step, now, before in (("one launch", launch, loop), ("weights read once", once, launch))
     ]
     return pd.concat(parts, ignore_index=True)
 
@@ -131,8 +128,8 @@ def crossovers(rows: pd.DataFrame) -> pd.DataFrame:
         slower = us[us[variants.MATRIX] >= us[variants.STATIONARY]].index
         after = us.index[us.index > slower.max()] if len(slower) else us.index
         near = some[(some["variant"] == variants.STATIONARY) & (some["% of reading"] >= 80)]["N"]
-        line = {"matrix instructions from": after.min() if len(after) else math.nan}
-        found.append({"format": format, "rows": n, "K": k} | line | {"multiply-add up to": near.max()})
+        line = {"matrix instructions from": after.min(), "multiply-add up to": near.max()}
+        found.append({"format": format, "rows": n, "K": k} | line)
     return pd.DataFrame(found, columns=["format", "rows", "K", "matrix instructions from", "multiply-add up to"])
 
 
@@ -140,8 +137,8 @@ def price(rows: pd.DataFrame) -> pd.DataFrame:
     """What bit identity costs: time of the lab's fastest variant over that of the fastest of all, 1 if it is ours."""
     found = []
     for params, group in cases(rows, "product"):
-        us = {variant: line["us"] for variant, line in timed(group).items()}
-        best, ours = fastest(us, us), fastest(us, OURS["product"])
+        us = median_us(group)
+        best, ours = fastest(us, timed(group)), fastest(us, OURS["product"])
         if best and ours:
             found.append(picked(params, SHAPE) | {"fastest": best, "price": us[ours] / us[best]})
     return frame(found, [*SHAPE, "fastest", "price"])
@@ -175,19 +172,21 @@ def bits(rows: pd.DataFrame) -> pd.DataFrame:
         for params, group in cases(rows, op):
             if params["N"] == 1:
                 continue
-            known = {name: one["alone"] for name, one in facts(group).items() if "alone" in one}
-            found += [{"op": op, "variant": name, "same": value == 0} for name, value in known.items()]
-    table = frame(found, ["op", "variant", "same"])
-    grouped = table[table["variant"] != CONTROL].groupby(["op", "variant"], sort=False)["same"]
+            found += [
+                {"op": op, "variant": name, "same": one["alone"] == 0}
+                for name, one in facts(group).items()
+                if "alone" in one and name != CONTROL
+            ]
+    grouped = frame(found, ["op", "variant", "same"]).groupby(["op", "variant"], sort=False)["same"]
     return grouped.agg(cases="size", same="sum").reset_index()
 
 
-def reuse(tokens: Sequence[int], model: str = "Qwen3.5-35B-A3B", trace: str = "uniform") -> pd.DataFrame:
+def reuse(tokens: Sequence[int]) -> pd.DataFrame:
     """How many tokens share an expert: N · top_k / distinct experts, predicted for uniform routing, and drawn."""
-    experts, top_k, _, _ = variants.ROUTED[model]
+    experts, top_k, _, _ = variants.ROUTED[variants.MAIN_ROUTED]
     found = []
     for n in tokens:
-        drawn = variants.TRACES[trace](n, 1, experts, top_k, seed=n)
+        drawn = variants.TRACES["uniform"](n, 1, experts, top_k, seed=n)
         distinct = len({key for dispatch in drawn for key in dispatch})
         expected = experts * (1 - (1 - top_k / experts) ** n)
         line = {"N": n, "distinct, predicted": expected, "distinct": distinct}
@@ -197,22 +196,20 @@ def reuse(tokens: Sequence[int], model: str = "Qwen3.5-35B-A3B", trace: str = "u
 
 def hit_rates(
     traces: Sequence[str], policies: Sequence[str], capacities: Sequence[int], tokens: int = 1, length: int = 256,
-    layers: int = variants.LAYERS, model: str = "Qwen3.5-35B-A3B",
 ) -> pd.DataFrame:  # fmt: skip
     """Hit rates of synthetic traces, by `cache.replay`; no GPU. capacities: experts a layer; tokens: in a dispatch.
 
     The first half of a trace is what `pinned` counts, the second what is replayed. Column bypassed: share of accesses.
     """
-    experts, top_k, _, _ = variants.ROUTED[model]
+    layers, (experts, top_k, _, _) = variants.LAYERS, variants.ROUTED[variants.MAIN_ROUTED]
     found = []
     for trace in traces:
         whole = variants.TRACES[trace](2 * length, layers, experts, top_k, seed=1)
-        half = [cache.batched(whole[i : i + length * layers], tokens, layers) for i in (0, length * layers)]
-        for policy in policies:
-            for capacity in capacities:
-                seen = cache.replay(policy, capacity * layers, half[1], half[0])
-                line = {"trace": trace, "policy": policy, "capacity": capacity, "hit rate": seen.hit_rate}
-                found.append(line | {"bypassed": seen.bypassed / seen.accesses})
+        first, second = (cache.batched(whole[i : i + length * layers], tokens, layers) for i in (0, length * layers))
+        for policy, capacity in product(policies, capacities):
+            seen = cache.replay(policy, capacity * layers, second, first)
+            line = {"trace": trace, "policy": policy, "capacity": capacity, "hit rate": seen.hit_rate}
+            found.append(line | {"bypassed": seen.bypassed / seen.accesses})
     return pd.DataFrame(found)
 
 
@@ -225,12 +222,11 @@ def cached(rows: pd.DataFrame) -> pd.DataFrame:
     """
     found = []
     for params, group in cases(rows, "cache"):
-        us, known = median_us(group), facts(group)
-        if not {variants.NEEDED, variants.PREFETCHED, variants.RESIDENT, variants.COPIES} <= set(us):
+        us, names = median_us(group), (variants.COPIES, variants.RESIDENT, variants.NEEDED, variants.PREFETCHED)
+        if not set(names) <= set(us):
             continue
-        copies, compute = us[variants.COPIES], us[variants.RESIDENT]
-        needed, prefetched = us[variants.NEEDED], us[variants.PREFETCHED]
-        hit_rate = known[variants.NEEDED].get("hit_rate", math.nan)
+        copies, compute, needed, prefetched = (us[name] for name in names)
+        hit_rate = facts(group)[variants.NEEDED].get("hit_rate", math.nan)
         line = {"hit rate": hit_rate, "copies µs": copies, "compute µs": compute}
         line |= {"when needed µs": needed, "prefetched µs": prefetched}
         line |= {"stall, when needed": needed - compute, "stall, prefetched": prefetched - compute}

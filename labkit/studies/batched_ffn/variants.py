@@ -16,6 +16,7 @@ K_FORMATS = ("Q4_K", "Q5_K", "Q6_K")
 DENSE = {"Qwen3.5-27B": (5120, 17408), "Qwen3.5-4B": (2560, 9216)}
 # experts, top_k, hidden, width of one routed expert
 ROUTED = {"Qwen3.5-35B-A3B": (256, 8, 2048, 512)}
+MAIN, MAIN_ROUTED = "Qwen3.5-27B", "Qwen3.5-35B-A3B"
 TRACES = {name: lazy(f"labkit.kernels.offload.policies:{name}") for name in ("uniform", "zipf", "local")}  # synthetic
 POLICY = "slru"  # of the cache, in the cases that are timed: the source's
 LAYERS = 4  # of the routed model, in the cases of the expert cache
@@ -45,7 +46,6 @@ RESIDENT, COPIES = "every expert there", "copies only"
 MOST = {PER_TOKEN: 8, GEMM_N: 16, SPLIT_K: 8, INTEGERS: 32}
 MOST_ROUTED = {PER_TOKEN: 64}
 LEAST = {WIDE: 64}  # below, its tile is mostly padding
-MAIN = "Qwen3.5-27B"
 DISSECTED = {"rows": 17408, "format": "Q4_K", "N": 8}  # whose code is taken apart: seconds for every kernel
 FEW_TOKENS = (1, 8, 64)  # of those asked for, other models, and whole layers, are timed with these
 
@@ -117,12 +117,12 @@ def of(x: Case) -> list[Variant]:
 def _takes(x: Case, name: str) -> bool:
     """Whether a variant is timed in a case: libraries take some formats, what is slow few tokens."""
     N, format = x["N"], x["format"]
-    if name in (INTEGERS, INDEXED_INTEGERS) and (format not in K_FORMATS or x["activations"] != "bf16"):
-        return False
-    if name == GEMLITE and (x["rows"] != GEMLITE_ROWS or format not in GEMLITE_BITS or N not in GEMLITE_TOKENS):
-        return False
-    if name == DEQUANTISED and format == "BF16":  # they are what the library takes
-        return False
-    if name == STORED and (format, N) != ("Q8_0", 1):
-        return False
-    return LEAST.get(name, 0) <= N <= (MOST_ROUTED if x.op == "routed" else MOST).get(name, N)
+    if name in (INTEGERS, INDEXED_INTEGERS):
+        takes = format in K_FORMATS and x["activations"] == "bf16"
+    elif name == GEMLITE:
+        takes = x["rows"] == GEMLITE_ROWS and format in GEMLITE_BITS and N in GEMLITE_TOKENS
+    elif name == STORED:
+        takes = (format, N) == ("Q8_0", 1)
+    else:
+        takes = name != DEQUANTISED or format != "BF16"  # which is what the library takes
+    return takes and LEAST.get(name, 0) <= N <= (MOST_ROUTED if x.op == "routed" else MOST).get(name, N)

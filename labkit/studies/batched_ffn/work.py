@@ -14,9 +14,8 @@ Routing = list[list[list[list[int]]]]  # experts of every token, [steps][layers]
 
 def routing(x: Case) -> Routing:
     """Experts of every token of a case; of the case alone, so that every process has the same."""
-    return _drawn(
-        x["trace"], x["N"], steps(x["N"]) if x.op == "cache" else 1, x.params.get("layers", 1), x["E"], x["top_k"]
-    )
+    count = steps(x["N"]) if x.op == "cache" else 1
+    return _drawn(x["trace"], x["N"], count, x.params.get("layers", 1), x["E"], x["top_k"])
 
 
 def steps(N: int) -> int:
