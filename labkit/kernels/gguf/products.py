@@ -88,21 +88,7 @@ from labkit.kernels.gguf.shares import (
     check_strips,
     strips_overlap,
 )
-from labkit.kernels.gguf.unpack import (
-    BASE,
-    MAGIC,
-    _beside_128,
-    _bytes,
-    _columns_of_x,
-    _load,
-    _rounded,
-    _scales,
-    _silu_up,
-    _steps,
-    _sum_of_x,
-    _tiles,
-    _weights,
-)
+from labkit.kernels.gguf.unpack import BASE, MAGIC, _add_bytes, _load, _rounded, _scales, _silu_up, _tiles, _weights
 from labkit.kernels.launch import Launch
 from labkit.kernels.target import has_dependent_launch
 
@@ -161,47 +147,6 @@ def _add_multiplied(sums, tiles, x_rows, groups, inside, magic, MASKED: tl.const
         for m in tl.static_range(len(tiles)):
             for n in tl.static_range(len(x_rows)):
                 new = new + (tl.fma(weights[m], values[n], sums[m * len(x_rows) + n]),)
-        sums = new
-    return sums
-
-
-@triton.jit
-def _add_bytes(sums, tiles, x_rows, groups, inside, base, MASKED: tl.constexpr, FORMAT: tl.constexpr):
-    """`_add_multiplied` for the K formats, by Σ x (128 + q) - 128 Σ x. sums: [units]; base: bits of the fp32 128."""
-    SPANS: tl.constexpr = 2 if FORMAT == "Q6_K" else 1  # of weights with one scale
-    LESS: tl.constexpr = -160.0 if FORMAT == "Q6_K" else -128.0
-    N: tl.constexpr = len(x_rows)
-    STEP: tl.constexpr = 8 if N == 1 else 4  # columns; more tokens have no registers for 16 bytes of each
-    lanes = tl.arange(0, groups.shape[0]) % 8
-    words = ()
-    for m in tl.static_range(len(tiles)):
-        words = words + (_bytes(tiles[m], FORMAT),)
-    for span in tl.static_range(SPANS):
-        totals, dots = (), ()
-        for n in tl.static_range(N):
-            x_at = x_rows[n] + groups * 32 + 32 // SPANS * span
-            totals = totals + (_sum_of_x(x_at, lanes, inside, 32 // SPANS, MASKED),)
-        for i in tl.static_range(len(tiles) * N):
-            dots = dots + (totals[i % N] * LESS,)
-        for k in tl.static_range(32 // SPANS * span, 32 // SPANS * (span + 1), STEP):
-            values = ()
-            for n in tl.static_range(N):
-                values = values + (_columns_of_x(x_rows[n] + groups * 32 + k, inside, STEP, MASKED),)
-            for c in tl.static_range(STEP):
-                new = ()
-                for m in tl.static_range(len(tiles)):
-                    weight = _beside_128(words[m][(k + c) % 8], k // 8, base)
-                    for n in tl.static_range(N):
-                        new = new + (tl.fma(weight, values[n][c], dots[m * N + n]),)
-                dots = new
-        new = ()
-        for m in tl.static_range(len(tiles)):
-            first, last, low = _steps(tiles[m], base, FORMAT)
-            for n in tl.static_range(N):
-                total = tl.fma(dots[m * N + n], first if span == 0 else last, sums[m * N + n])
-                if FORMAT != "Q6_K":
-                    total = tl.fma(totals[n], -low, total)
-                new = new + (total,)
         sums = new
     return sums
 

@@ -34,16 +34,7 @@ from labkit.kernels.gguf import products
 from labkit.kernels.gguf.choose import Choice, Tile, check_choice, check_tile, narrow_rule
 from labkit.kernels.gguf.experts import Experts
 from labkit.kernels.gguf.formats import GROUP, ROWS, Packed
-from labkit.kernels.gguf.products import (
-    DTYPES,
-    MOST_PROGRAMS,
-    _add,
-    _add_tiles,
-    _no_products,
-    _of_block,
-    _options,
-    magic_of,
-)
+from labkit.kernels.gguf.products import _add, _add_tiles, _no_products, _of_block, _options, magic_of
 from labkit.kernels.gguf.shares import _blocks, _first_tiles, _gated, _no_sums, _rows_of, _units
 from labkit.kernels.gguf.unpack import MAGIC, _tiles
 from labkit.kernels.launch import Launch
@@ -402,20 +393,16 @@ def each(tokens: int, experts: int, top_k: int) -> int:
 
 
 def grouped_indexed(
-    experts: Experts,
-    slots: Tensor,
-    work: Work,
-    choice: Choice | Tile | None = None,
-    matrix: bool = False,
+    experts: Experts, slots: Tensor, work: Work, choice: Choice | Tile | None = None, matrix: bool = False,
     order: Sorted | None = None,
-) -> list[Launch]:
+) -> list[Launch]:  # fmt: skip
     """The same partials in three launches: sort, gate and up, down.
 
     slots: [number of routed experts] int32, where each lies in `experts`, or -1: its slots are left as they are.
     matrix: by matrix instructions. choice: a `Choice`, with matrix a `Tile`; by default of `rule_of` and
     `matrix_rule_of`, with the bits of its family. order: of `sort` with `choice.tokens`; the first launch is then left
     out, as for a second table of the same routing. ValueError for anything else.
-    """  # fmt: skip
+    """
     choice = choice or (matrix_rule_of if matrix else rule_of)(len(work.x), len(slots), work.top_k)
     if isinstance(choice, Tile) != matrix:
         raise ValueError(f"choice is {choice}; allowed: a {'Tile' if matrix else 'Choice'}")
@@ -467,7 +454,7 @@ def weighted_sum(work: Work, shared: Tensor | None = None, gate: Tensor | None =
     if (shared is None) != (gate is None):
         raise ValueError("only one of shared and gate is given; allowed: both or neither")
     if shared is not None and gate is not None:
-        check_tensor("shared", shared, tuple(work.x.shape), DTYPES, work.x.device, "x's")
+        check_tensor("shared", shared, tuple(work.x.shape), products.DTYPES, work.x.device, "x's")
         if gate.shape != (len(work.x),):
             raise ValueError(f"gate is {tuple(gate.shape)}; allowed: ({len(work.x)},)")
         check_device("gate", gate, work.x.device, "x's")
@@ -489,10 +476,10 @@ def check_work(experts: Experts, work: Work) -> None:
     shapes = {
         "ids": (work.ids, (N, work.top_k), (torch.int32,)),
         "weights": (work.weights, (N, work.top_k), (torch.float32,)),
-        "x": (work.x, (N, experts.hidden), DTYPES),
-        "mid": (work.mid, (N * work.top_k, experts.width), DTYPES),
-        "partials": (work.partials, (N * work.top_k, experts.hidden), DTYPES),
-        "y": (work.y, (N, experts.hidden), DTYPES),
+        "x": (work.x, (N, experts.hidden), products.DTYPES),
+        "mid": (work.mid, (N * work.top_k, experts.width), products.DTYPES),
+        "partials": (work.partials, (N * work.top_k, experts.hidden), products.DTYPES),
+        "y": (work.y, (N, experts.hidden), products.DTYPES),
     }
     for name, (tensor, shape, dtypes) in shapes.items():
         check_tensor(name, tensor, shape, dtypes, device, owner)
@@ -500,5 +487,5 @@ def check_work(experts: Experts, work: Work) -> None:
 
 def check_tiles(tiles: int) -> None:
     """Raise ValueError for more tiles than a grid holds."""
-    if tiles > MOST_PROGRAMS:
-        raise ValueError(f"the slots may need {tiles} tiles; allowed: at most {MOST_PROGRAMS}, along a grid")
+    if tiles > products.MOST_PROGRAMS:
+        raise ValueError(f"the slots may need {tiles} tiles; allowed: at most {products.MOST_PROGRAMS}, along a grid")

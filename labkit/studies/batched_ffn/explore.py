@@ -18,11 +18,10 @@ def widget(x: Any) -> Any:
     def show(rows: int, K: int, N: int, format: str) -> list[figures.Html]:
         params = {"rows": rows, "K": K - K % 256, "N": N, "format": format, "activations": "bf16"}
         few, many = rule(N, rows, K, format), matrix_rule(N, rows, K, format)
+        once, again = (tables.passes(name, params) for name in (variants.STATIONARY, variants.MATRIX))
         text = f"weight_stationary: {few.tokens} tokens and {few.blocks} blocks of 8 rows a program; tensor_core: "
         text += f"{many.tokens} tokens, {many.blocks} blocks, {many.num_warps} warps. They ask for all weights "
-        text += (
-            f"{tables.passes(variants.STATIONARY, params):.0f} and {tables.passes(variants.MATRIX, params):.0f} times."
-        )
+        text += f"{once:.0f} and {again:.0f} times."
         return [figures.note(text), x.floors([Case("product", params)])]
 
     return widgets.panel(

@@ -79,7 +79,7 @@ def trial_of_tokens(
 
     def same() -> float:
         calls[0]()
-        return max(map(differs, _three(len(x))))
+        return max(map(differs, {0, len(x) // 2, len(x) - 1}))
 
     def check() -> dict[str, float]:
         calls[0]()
@@ -96,11 +96,6 @@ def trial_of_tokens(
 def _picks(N: int) -> list[int]:
     """The tokens that are checked: the first and the last."""
     return sorted({*range(min(N, CHECKED // 2)), *range(max(0, N - CHECKED // 2), N)})
-
-
-def _three(N: int) -> list[int]:
-    """The tokens that are computed again alone."""
-    return sorted({0, N // 2, N - 1})
 
 
 def _launched(call: Call, device: torch.device) -> dict[str, int]:
@@ -275,8 +270,8 @@ def gemlite(x: Case, device: Any, sets: int, seed: int) -> Trial:
         return {"y": relative_rmse(calls[0]()[picks], expected)}
 
     def facts() -> dict[str, Any]:
-        whole, layer = calls[0](), made[0][0]
-        alone = max(differing(layer(values[n : n + 1]), whole[n : n + 1]) for n in _three(len(values)))
+        (layer, _), whole, N = made[0], calls[0](), len(values)
+        alone = max(differing(layer(values[n : n + 1]), whole[n : n + 1]) for n in {0, N // 2, N - 1})
         return {"alone": alone} | _launched(calls[0], values.device)
 
     return trial(calls, check=check, tolerance={"y": GEMLITE_TOLERANCE}, facts=facts)

@@ -115,14 +115,12 @@ def of(x: Case) -> list[Variant]:
 
 
 def _takes(x: Case, name: str) -> bool:
-    """Whether a variant is timed in a case: libraries take some formats, what is slow few tokens."""
+    """Whether a variant is timed in a case: libraries take some formats (BF16 as it is), what is slow few tokens."""
     N, format = x["N"], x["format"]
-    if name in (INTEGERS, INDEXED_INTEGERS):
-        takes = format in K_FORMATS and x["activations"] == "bf16"
-    elif name == GEMLITE:
-        takes = x["rows"] == GEMLITE_ROWS and format in GEMLITE_BITS and N in GEMLITE_TOKENS
-    elif name == STORED:
-        takes = (format, N) == ("Q8_0", 1)
-    else:
-        takes = name != DEQUANTISED or format != "BF16"  # which is what the library takes
-    return takes and LEAST.get(name, 0) <= N <= (MOST_ROUTED if x.op == "routed" else MOST).get(name, N)
+    if name in (INTEGERS, INDEXED_INTEGERS) and (format not in K_FORMATS or x["activations"] != "bf16"):
+        return False
+    if name == GEMLITE and (x["rows"] != GEMLITE_ROWS or format not in GEMLITE_BITS or N not in GEMLITE_TOKENS):
+        return False
+    if (name, format) == (DEQUANTISED, "BF16") or (name == STORED and (format, N) != ("Q8_0", 1)):
+        return False
+    return LEAST.get(name, 0) <= N <= (MOST_ROUTED if x.op == "routed" else MOST).get(name, N)
