@@ -9,6 +9,7 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -55,9 +56,15 @@ def ratio(slow: "Samples", fast: "Samples", seed: int = 0) -> Interval:
 
     The centre is the mean over processes of the median log ratio of the process's blocks.
     """
-    logs = _paired_logs(slow, fast)
-    if not logs:
+    return _bootstrap(tuple(logs.tobytes() for logs in _paired_logs(slow, fast)), seed)
+
+
+@lru_cache(20_000)  # the views of a page ask for the same pairs again and again
+def _bootstrap(paired: tuple[bytes, ...], seed: int) -> Interval:
+    """The interval of log ratios (float64), an array for each process."""
+    if not paired:
         return NAN
+    logs = [np.frombuffer(values) for values in paired]
     rng = np.random.default_rng(seed)
     centre = np.mean([np.median(values) for values in logs])
     # medians[r]: RESAMPLES medians of resampled blocks of process r; then processes are resampled over them.
@@ -156,8 +163,8 @@ def geometric_mean(values: pd.Series) -> float:
 
 def median_us(rows: pd.DataFrame) -> dict[str, float]:
     """µs of every usable variant. rows: of one case, cache and mode."""
-    usable = rows[rows["ok"]]
-    return {v: float(np.median(s)) / 1e3 for v, s in zip(usable["variant"], usable["samples_ns"], strict=True)}
+    columns = (rows[name] for name in ("variant", "ok", "samples_ns"))
+    return {variant: float(np.median(ns)) / 1e3 for variant, ok, ns in zip(*columns, strict=True) if ok}
 
 
 def compare(rows: pd.DataFrame, variant: str, against: str) -> Comparison:
@@ -167,8 +174,8 @@ def compare(rows: pd.DataFrame, variant: str, against: str) -> Comparison:
 
 def compare_many(rows: pd.DataFrame, pairs: Sequence[tuple[str, str]]) -> list[Comparison]:
     """`compare` for several (variant, against) of one case, cache and mode."""
-    samples, noise = _samples(rows), aa(rows)
-    found = []
+    samples = _samples(rows)
+    noise, found = _aa(rows, samples), []
     for variant, against in pairs:
         both = variant in samples and against in samples
         interval = ratio(samples[against], samples[variant]) if both else NAN
@@ -178,10 +185,13 @@ def compare_many(rows: pd.DataFrame, pairs: Sequence[tuple[str, str]]) -> list[C
 
 def aa(rows: pd.DataFrame) -> Interval:
     """The A/A interval of one case, cache and mode: the control against the variant that it repeats."""
-    samples, control = _samples(rows), rows[rows["variant"] == CONTROL]
-    if control.empty or CONTROL not in samples:
+    return _aa(rows, _samples(rows))
+
+
+def _aa(rows: pd.DataFrame, samples: Mapping[str, Samples]) -> Interval:
+    if CONTROL not in samples:
         return NAN
-    twin = json.loads(control["options"].iloc[0])["repeats"]
+    twin = json.loads(rows["options"].iloc[list(rows["variant"]).index(CONTROL)])["repeats"]
     return ratio(samples[twin], samples[CONTROL]) if twin in samples else NAN
 
 
