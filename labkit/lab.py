@@ -117,12 +117,7 @@ class Lab:
     """
 
     def __init__(
-        self,
-        study: Study,
-        parameters: Mapping[str, Any],
-        shown: Sequence[Shown],
-        problem: str,
-        add: Sequence[str] = (),
+        self, study: Study, parameters: Mapping[str, Any], shown: Sequence[Shown], problem: str, add: Sequence[str] = ()
     ):
         self.study, self.parameters, self.shown, self.problem, self.add = study, parameters, shown, problem, add
         self.cases = study.cases(parameters)

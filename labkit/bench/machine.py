@@ -56,14 +56,9 @@ class Machine:
         return (json.dumps(asdict(self), indent=1) + "\n").encode()
 
 
-def has_gpu() -> bool:
-    """Whether this process can measure: an NVIDIA GPU, a torch that sees it, and Triton outside its interpreter."""
-    return why_no_gpu() == ""
-
-
 @cache
 def why_no_gpu() -> str:
-    """Why this process cannot measure; empty if it can."""
+    """Why this process cannot measure; empty if it has an NVIDIA GPU, torch that sees it, and Triton that compiles."""
     try:
         import torch
     except ImportError:
@@ -112,8 +107,7 @@ def _nvml() -> tuple[Any, Any]:
     import torch
 
     pynvml.nvmlInit()
-    # torch numbers the devices that CUDA_VISIBLE_DEVICES leaves; the UUID is the same for both.
-    uuid = str(torch.cuda.get_device_properties(0).uuid)
+    uuid = str(torch.cuda.get_device_properties(0).uuid)  # NVML also numbers devices that CUDA_VISIBLE_DEVICES hides
     return pynvml, pynvml.nvmlDeviceGetHandleByUUID(uuid if uuid.startswith("GPU-") else f"GPU-{uuid}")
 
 
@@ -142,7 +136,7 @@ def revision() -> str:
     """
 
     def git(*words: str) -> str:
-        # Whoever owns the files: reading the commit of a tree that was copied here is safe.
+        # safe, whoever owns the files: a tree that was copied here has a commit too
         command = ["git", "-c", f"safe.directory={paths.ROOT}", "-C", str(paths.ROOT), *words]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 

@@ -101,7 +101,7 @@ def write_atomic(path: Path, data: bytes) -> None:
 
 def write(path: Path, rows: pd.DataFrame | list[Mapping[str, Any]]) -> None:
     """Write rows to a Parquet file, atomically. RecordError if a column is missing, unknown or of another type."""
-    frame = pd.DataFrame(rows, columns=SCHEMA.names) if isinstance(rows, list) and not rows else pd.DataFrame(rows)
+    frame = pd.DataFrame(rows, columns=SCHEMA.names if isinstance(rows, list) and not rows else None)
     if odd := sorted(set(frame.columns) ^ set(SCHEMA.names)):
         raise RecordError(f"{path}: columns missing or unknown: {', '.join(odd)}")
     try:
@@ -175,28 +175,21 @@ def expanded(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 class Journal:
-    """Finished parts of a sweep, one JSON line each, flushed to disk before `append` returns.
-
-    A last line that was cut off by a crash is dropped on read.
-    """
+    """Finished parts of a sweep, one JSON line each; a last line that was cut off by a crash is dropped on read."""
 
     def __init__(self, path: Path):
         self.path = path
 
     def append(self, entry: Mapping[str, Any]) -> None:
-        """Add one entry, atomically as far as a reader is concerned."""
+        """Add one entry, atomically as far as a reader is concerned; it is on the disk when this returns."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with open(self.path, "ab+") as file:
-            if file.tell() and not self._ends_with_newline(file):
-                file.write(b"\n")  # closes a line that a crash cut off
+            if file.tell():
+                file.seek(-1, os.SEEK_END)
+                file.write(b"" if file.read(1) == b"\n" else b"\n")  # closes a line that a crash cut off
             file.write(json.dumps(entry).encode() + b"\n")
             file.flush()
             os.fsync(file.fileno())
-
-    @staticmethod
-    def _ends_with_newline(file: Any) -> bool:
-        file.seek(-1, os.SEEK_END)
-        return file.read(1) == b"\n"
 
     def entries(self) -> list[dict[str, Any]]:
         """Every complete entry, in the order of writing."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 ROLES = ("ours", "step", "baseline", "peer", "ceiling", "control")
 CACHES = ("cold", "hot")
@@ -189,10 +189,7 @@ class Added:
     caches: tuple[str, ...] = ("cold", "hot")
 
 
-class Rule(Protocol):
-    """Checks one notebook parameter: returns None, or what is allowed if the value is not."""
-
-    def __call__(self, value: Any) -> str | None: ...
+Rule = Callable[[Any], str | None]  # checks one notebook parameter: None, or what is allowed if the value is not
 
 
 def one_of(*allowed: Any) -> Rule:

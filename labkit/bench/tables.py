@@ -15,19 +15,17 @@ Params = dict[str, Any]
 Cases = Iterable[tuple[Params, pd.DataFrame]]  # parameters and rows of each case
 
 
-def smallest_first(params: Params, group: pd.DataFrame) -> Any:
-    """Place of a case in a table: by the bytes that it moves at least."""
-    return group["floor_bytes"].iloc[0]
-
-
 def cases(
     rows: pd.DataFrame,
     op: str,
-    place: Callable[[Params, pd.DataFrame], Any] = smallest_first,
+    place: Callable[[Params, pd.DataFrame], Any] = lambda params, group: group["floor_bytes"].iloc[0],
     cache: str = "cold",
     **wanted: Any,
 ) -> list[tuple[Params, pd.DataFrame]]:
-    """Parameters and rows of every case of an operation that has all these parameters, sorted by `place`."""
+    """Parameters and rows of every case of an operation that has all these parameters.
+
+    place: what sorts them; default: the bytes that a case moves at least.
+    """
     some = rows[(rows["op"] == op) & (rows["cache"] == cache)]
     groups = [(json.loads(key), group) for key, group in some.groupby("case")]
     groups = [(params, group) for params, group in groups if wanted.items() <= params.items()]

@@ -51,26 +51,26 @@ class Interval:
 NAN = Interval(float("nan"), float("nan"), float("nan"), 0, 0)
 
 
-def ratio(slow: "Samples", fast: "Samples", seed: int = 0) -> Interval:
+def ratio(slow: "Samples", fast: "Samples") -> Interval:
     """time(slow) / time(fast), paired by (run, block): above 1 where `fast` is the faster one.
 
     The centre is the mean over processes of the median log ratio of the process's blocks.
     """
-    return _bootstrap(tuple(logs.tobytes() for logs in _paired_logs(slow, fast)), seed)
+    return _bootstrap(tuple(logs.tobytes() for logs in _paired_logs(slow, fast)), RESAMPLES)
 
 
 @lru_cache(20_000)  # the views of a page ask for the same pairs again and again
-def _bootstrap(paired: tuple[bytes, ...], seed: int) -> Interval:
+def _bootstrap(paired: tuple[bytes, ...], resamples: int) -> Interval:
     """The interval of log ratios (float64), an array for each process."""
     if not paired:
         return NAN
     logs = [np.frombuffer(values) for values in paired]
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     centre = np.mean([np.median(values) for values in logs])
-    # medians[r]: RESAMPLES medians of resampled blocks of process r; then processes are resampled over them.
-    medians = np.stack([np.median(rng.choice(v, size=(RESAMPLES, len(v))), axis=1) for v in logs])
-    chosen = rng.integers(0, len(logs), size=(len(logs), RESAMPLES))
-    draws = np.stack([medians[chosen[i], rng.permutation(RESAMPLES)] for i in range(len(logs))]).mean(axis=0)
+    # medians[r]: `resamples` medians of resampled blocks of process r; then processes are resampled over them.
+    medians = np.stack([np.median(rng.choice(v, size=(resamples, len(v))), axis=1) for v in logs])
+    chosen = rng.integers(0, len(logs), size=(len(logs), resamples))
+    draws = np.stack([medians[chosen[i], rng.permutation(resamples)] for i in range(len(logs))]).mean(axis=0)
     low, high = np.percentile(draws, [2.5, 97.5])
     # A bootstrap of two or three processes is too narrow where they differ: never less than Student's interval of them.
     spread = _student(np.array([np.median(values) for values in logs]))

@@ -59,10 +59,7 @@ def occupancy(registers: int, shared_bytes: int, num_warps: int, capability: int
     warps_by_registers = _REGISTERS_PER_PARTITION // warp_registers * _PARTITIONS
     shared = _round_up(shared_bytes + _SHARED_RESERVED, _SHARED_UNIT)
     return min(
-        limits.blocks,
-        limits.warps // num_warps,
-        warps_by_registers // num_warps,
-        limits.shared_kib * 1024 // shared,
+        limits.blocks, limits.warps // num_warps, warps_by_registers // num_warps, limits.shared_kib * 1024 // shared
     )
 
 

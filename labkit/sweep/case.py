@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
@@ -78,9 +78,8 @@ def _time_group(
     study: Study, case: Case, group: Mapping[str, Ready], cache: str, mode: str, device: machine.CudaDevice, seed: int
 ) -> list[dict[str, Any]]:
     """The rows of all variants that share a cache and a mode, timed against each other."""
-    foreign = {name: ready for name, ready in group.items() if ready[1].timer}
     own = {name: ready for name, ready in group.items() if not ready[1].timer}
-    rows = [_foreign_row(base, trial, cache, mode, device) for _, trial, base in foreign.values()]
+    rows = [_foreign_row(base, trial, cache, mode, device) for _, trial, base in group.values() if trial.timer]
     return rows + (_time_own(study, case, own, cache, mode, device, seed) if own else [])
 
 
@@ -112,8 +111,8 @@ def first_look(trial: Trial, evidence: bool) -> dict[str, Any]:
     return {
         "evidence": json.dumps(found, sort_keys=True),
         "error": max(errors.values(), default=math.nan),
-        "ok": _within(errors, trial.tolerance),
-        "reason": _beyond(errors, trial.tolerance),
+        "ok": not (reason := _beyond(errors, trial.tolerance)),
+        "reason": reason,
     }
 
 
@@ -123,7 +122,7 @@ def _time_own(
     timed, rows = {}, []
     for name, (_, trial, base) in group.items():
         try:
-            timed[name] = device.prepare(_calls(trial, cache), mode)
+            timed[name] = device.prepare(trial.calls if cache == "cold" else trial.calls[:1], mode)
         except Exception as problem:  # it cannot be launched or captured; the others go on
             rows.append(base | _not_ok(cache, mode, first_line(problem)))
             device.recover()
@@ -144,24 +143,14 @@ def _time_own(
     result = once(0)
     if cache == "cold" and _above_ceiling(group, result):
         result = once(1)
-    above = _above_ceiling(group, result) if cache == "cold" else set()
+    above = _above_ceiling(group, result) if cache == "cold" else ()
     for name, (_, trial, base) in group.items():
-        row = base | {
-            "cache": cache,
-            "mode": mode,
-            "block": result.block,
-            "samples_ns": result.ns[name],
-            "throttled": result.throttled,
-            "sm_mhz": result.sm_mhz,
-            "calls_per_sample": timed[name].calls,
-        }
+        row = base | {"cache": cache, "mode": mode, "calls_per_sample": timed[name].calls}
+        row |= {"block": result.block, "samples_ns": result.ns[name]}
+        row |= {"throttled": result.throttled, "sm_mhz": result.sm_mhz}
         remark = "above the ceiling timed in the same run, twice" if name in above else ""
         rows.append(_after(row, trial, remark, device.machine.datasheet_tbs))
     return rows
-
-
-def _calls(trial: Trial, cache: str) -> Sequence[Callable[[], Any]]:
-    return trial.calls if cache == "cold" else trial.calls[:1]
 
 
 def _above_ceiling(group: Mapping[str, Ready], result: timing.Timing) -> set[str]:
@@ -184,8 +173,8 @@ def _after(row: dict[str, Any], trial: Trial, remark: str, datasheet_tbs: float)
     if trial.check:
         errors = trial.check()
         row["error"] = max(row["error"], *errors.values())
-        row["ok"] = bool(row["ok"] and _within(errors, trial.tolerance))
         reasons.append(_beyond(errors, trial.tolerance))
+        row["ok"] = row["ok"] and not reasons[-1]
     tbs = (trial.moves or row["floor_bytes"]) / np.median(row["samples_ns"]) / 1e3
     if row["cache"] == "cold" and tbs > datasheet_tbs and not trial.idle:
         row["ok"] = False
@@ -194,11 +183,8 @@ def _after(row: dict[str, Any], trial: Trial, remark: str, datasheet_tbs: float)
     return row
 
 
-def _within(errors: Mapping[str, float], tolerance: Mapping[str, float]) -> bool:
-    return all(value <= tolerance[name] for name, value in errors.items())  # NaN is never within
-
-
 def _beyond(errors: Mapping[str, float], tolerance: Mapping[str, float]) -> str:
+    """The errors beyond their tolerance, NaN included, as a row's reason; empty if there is none."""
     bad = [f"{n} {v:.1e} (allowed {tolerance[n]:.0e})" for n, v in errors.items() if not v <= tolerance[n]]
     return "wrong: error of " + ", ".join(bad) if bad else ""
 

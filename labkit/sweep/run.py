@@ -6,6 +6,7 @@ headline claim needs are independent.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,48 +37,118 @@ def run(
     env: environment of the measuring processes (the leased GPU). say: gets each line of progress.
     Raises RuntimeError without a GPU. A case that cannot run is a row with its reason; one that kills its process too.
     """
+    from labkit.sweep import variants
+
     here = machine.this_machine()
-    records.write_atomic(folder(here.slug) / "machine.json", here.to_json())
     path = folder(here.slug) / f"{study.name}.parquet"
+    records.write_atomic(path.with_name("machine.json"), here.to_json())
+    sweep = _Sweep(study, parameters, env, say, path, records.Journal(path.with_suffix(".journal.jsonl")))
     cases = study.cases(parameters)
     if early := [case for case in cases if study.early(case)]:
-        _measure(study, parameters, early, 1, path, env, say)
+        sweep.measure(early, 1)
         if study.settle:
             study.settle(path, path.parent)
-    _measure(study, parameters, [case for case in cases if not study.early(case)], processes, path, env, say)
-    _count(study, parameters, path, env, say)
+    sweep.measure([case for case in cases if not study.early(case)], processes)
+    variants.complete(study, parameters, path, env, say)
+    return of_cases(records.read(path), cases)
+
+
+def of_cases(rows: pd.DataFrame, cases: Iterable[Case]) -> pd.DataFrame:
+    """The rows of these cases."""
     keys = {(case.op, case.key) for case in cases}
-    rows = records.read(path)
     return rows[[key in keys for key in zip(rows["op"], rows["case"], strict=True)]].reset_index(drop=True)
 
 
-def _count(
-    study: Study, parameters: Mapping[str, Any], path: Path, env: Mapping[str, str | None], say: Progress
-) -> None:
-    """Take the hardware counters that are missing; without them the sweep is as good."""
-    from labkit.sweep import variants
+@dataclass(frozen=True)
+class _Sweep:
+    """A study that is measured on this GPU. path: its Parquet file; the other fields as in `run`."""
 
-    variants.complete(study, parameters, path, env, say)
+    study: Study
+    parameters: Mapping[str, Any]
+    env: Mapping[str, str | None]
+    say: Progress
+    path: Path
+    journal: records.Journal
 
+    def measure(self, cases: Sequence[Case], processes: int) -> None:
+        """Bring the Parquet file up to date for these cases."""
+        have = self._recorded(cases, processes)
+        wanted = [case for case in cases if (case.op, case.key) not in have]
+        refused = added.refusals(self.study, wanted, self.env, self.say)
+        compile_ahead(self.study, wanted, self.say)
+        for index in range(processes):
+            self._one_process(wanted, index, refused)
+        self._compact(cases, wanted, processes)
 
-def _measure(
-    study: Study,
-    parameters: Mapping[str, Any],
-    cases: Sequence[Case],
-    processes: int,
-    path: Path,
-    env: Mapping[str, str | None],
-    say: Progress,
-) -> None:
-    """Bring the Parquet file up to date for these cases."""
-    journal = records.Journal(path.with_suffix(".journal.jsonl"))
-    have = _recorded(study, cases, path, processes)
-    wanted = [case for case in cases if (case.op, case.key) not in have]
-    refused = added.refusals(study, wanted, env, say)
-    compile_ahead(study, wanted, say)
-    for index in range(processes):
-        _one_process(study, parameters, wanted, index, journal, env, say, refused)
-    _compact(study, cases, wanted, processes, journal, path)
+    def _one_process(self, wanted: Sequence[Case], index: int, refused: added.Refused) -> None:
+        """Run process `index` until it has every case; a case that kills it is recorded as failed and passed over.
+
+        With functions of the reader's own, it is first measured again without them.
+        """
+        study, env = self.study, dict(self.env) | {"TRITON_INTERPRET": None}
+        while missing := self._missing(wanted, index):
+            self.say(f"{study.name}: process {index + 1}, {len(missing)} of {len(wanted)} cases to measure")
+            keys = [[case.op, case.key] for case in missing]
+            arguments = (study.name, keys, dict(self.parameters), index, str(self.journal.path), study.add, refused)
+            before = len(self.journal.entries())
+            try:
+                isolated.call("labkit.sweep.run:measure_process", *arguments, env=env, on_line=self.say)
+            except isolated.IsolatedError as failure:
+                last = self.journal.entries()[before:][-1:]  # an older one may be of a case at which a run was stopped
+                if not last or "rows" in last[0]:
+                    raise  # it died outside any case: that would repeat for ever
+                case = next(case for case in wanted if [case.op, case.key] == last[0]["case"])
+                reason = f"the process died: {failure.kind}: {failure.message}"
+                if not added.refuse(refused, study, case, reason):
+                    self.journal.append(_entry(case, index, case_runner.failed_case(study, case, index, reason)))
+            else:
+                if self._missing(wanted, index):
+                    raise RuntimeError(f"{study.name}: the source changed while it was measured; restart this process")
+
+    def _missing(self, wanted: Sequence[Case], index: int) -> list[Case]:
+        done = self._finished(wanted)
+        return [case for case in wanted if (case.op, case.key, index) not in done]
+
+    def _finished(self, wanted: Sequence[Case]) -> dict[tuple[str, str, int], list[dict[str, Any]]]:
+        """(op, case, process) -> the rows in the journal that may still be used."""
+        found = {(*e["case"], e["run"]): e["rows"] for e in self.journal.entries() if "rows" in e}
+        cases = {(case.op, case.key): case for case in wanted}
+        known = {key: cases[key[:2]] for key in found if key[:2] in cases}
+        return {key: found[key] for key, case in known.items() if _is_current(self.study, case, found[key])}
+
+    def _recorded(self, cases: Sequence[Case], processes: int) -> set[tuple[str, str]]:
+        """The cases that the Parquet file holds as the present sources, in as many processes, measure them here.
+
+        Functions of the reader's own that were timed beside them, and are not asked for now, do no harm.
+        """
+        if not self.path.exists():
+            return set()
+        found = set()
+        groups = {key: rows.to_dict("records") for key, rows in records.read(self.path).groupby(["op", "case"])}
+        for case in cases:
+            rows = groups.get((case.op, case.key), [])
+            measured = max((max(row["run"]) + 1 for row in rows if len(row["run"])), default=0)  # 0: nothing could run
+            if _is_current(self.study, case, added.wanted(rows, self.study)) and not 0 < measured < processes:
+                found.add((case.op, case.key))
+        return found
+
+    def _compact(self, cases: Sequence[Case], wanted: Sequence[Case], processes: int) -> None:
+        """Move finished cases from the journal into the Parquet file; they leave the journal once the file is safe.
+
+        So do `cases` that the file held already: a run that ended between the two steps leaves them behind.
+        """
+        done = self._finished(wanted)
+        rows: list[dict[str, Any]] = []
+        for case in wanted:
+            rows += _joined([done[case.op, case.key, index] for index in range(processes)])
+        if rows:
+            old = records.read(self.path) if self.path.exists() else None
+            records.write(self.path, records.merge(old, pd.DataFrame(rows)))
+        moved = {(case.op, case.key) for case in cases}
+        if left := [entry for entry in self.journal.entries() if tuple(entry["case"]) not in moved]:
+            self.journal.rewrite(left)
+        else:
+            self.journal.path.unlink(missing_ok=True)
 
 
 def compile_ahead(study: Study, cases: Sequence[Case], say: Progress) -> None:
@@ -93,42 +164,6 @@ def compile_ahead(study: Study, cases: Sequence[Case], say: Progress) -> None:
     sources = study.kernels(cases, capability)
     say(f"{study.name}: compiling {len(sources)} kernels")
     compiled.prebuild(sources, capability)
-
-
-def _one_process(
-    study: Study,
-    parameters: Mapping[str, Any],
-    wanted: Sequence[Case],
-    index: int,
-    journal: records.Journal,
-    env: Mapping[str, str | None],
-    say: Progress,
-    refused: added.Refused,
-) -> None:
-    """Run process `index` until it has every case; a case that kills it is recorded as failed and passed over.
-
-    With functions of the reader's own, it is first measured again without them.
-    """
-    target = "labkit.sweep.run:measure_process"
-    while missing := _missing(study, wanted, index, journal):
-        say(f"{study.name}: process {index + 1}, {len(missing)} of {len(wanted)} cases to measure")
-        keys = [[case.op, case.key] for case in missing]
-        arguments = (study.name, keys, dict(parameters), index, str(journal.path), study.add, refused)
-        before = len(journal.entries())
-        try:
-            isolated.call(target, *arguments, env=dict(env) | {"TRITON_INTERPRET": None}, on_line=say)
-        except isolated.IsolatedError as failure:
-            last = journal.entries()[before:][-1:]  # an older one may be of a case at which a run was stopped
-            if not last or "rows" in last[0]:
-                raise  # it died outside any case: that would repeat for ever
-            case = next(case for case in wanted if [case.op, case.key] == last[0]["case"])
-            reason = f"the process died: {failure.kind}: {failure.message}"
-            if added.refuse(refused, study, case, reason):
-                continue
-            journal.append(_entry(case, index, case_runner.failed_case(study, case, index, reason)))
-        else:
-            if _missing(study, wanted, index, journal):
-                raise RuntimeError(f"{study.name}: the source changed while it was measured; restart this process")
 
 
 def measure_process(
@@ -160,66 +195,11 @@ def _identity(row: Mapping[str, Any]) -> tuple[Any, ...]:
     return tuple(row[name] for name in ("gpu", "driver", "torch", "triton", "kernel_sha"))
 
 
-def _expected(study: Study, case: Case) -> dict[str, tuple[Any, ...]]:
-    here = machine.provenance(0)
-    return {v.name: _identity(here | {"kernel_sha": kernel_sha(v.source)}) for v in with_control(study, case)}
-
-
 def _is_current(study: Study, case: Case, rows: Iterable[Mapping[str, Any]]) -> bool:
     """Whether rows are of exactly the variants that the study has now, from this machine and the present sources."""
-    return {row["variant"]: _identity(row) for row in rows} == _expected(study, case)
-
-
-def _finished(study: Study, wanted: Sequence[Case], journal: records.Journal) -> dict[tuple[str, str, int], list[dict]]:
-    """(op, case, process) -> the rows in the journal that may still be used."""
-    found = {(*e["case"], e["run"]): e["rows"] for e in journal.entries() if "rows" in e}
-    cases = {(case.op, case.key): case for case in wanted}
-    return {key: rows for key, rows in found.items() if key[:2] in cases and _is_current(study, cases[key[:2]], rows)}
-
-
-def _missing(study: Study, wanted: Sequence[Case], index: int, journal: records.Journal) -> list[Case]:
-    done = _finished(study, wanted, journal)
-    return [case for case in wanted if (case.op, case.key, index) not in done]
-
-
-def _recorded(study: Study, cases: Sequence[Case], path: Path, processes: int) -> set[tuple[str, str]]:
-    """The cases that the Parquet file already holds as the present sources, in as many processes, measure them here.
-
-    Functions of the reader's own that were timed beside them, and are not asked for now, do no harm.
-    """
-    if not path.exists():
-        return set()
-    groups = {key: rows.to_dict("records") for key, rows in records.read(path).groupby(["op", "case"])}
-    keys = {(case.op, case.key): case for case in cases}
-    known = {key: added.wanted(rows, study) for key, rows in groups.items()}
-    current = {key for key, rows in known.items() if key in keys and _is_current(study, keys[key], rows)}
-    return {key for key in current if not 0 < _processes(groups[key]) < processes}
-
-
-def _processes(rows: Iterable[Mapping[str, Any]]) -> int:
-    """How many processes the samples of a case are from; 0 if nothing in it could run."""
-    return max((max(row["run"]) + 1 for row in rows if len(row["run"])), default=0)
-
-
-def _compact(
-    study: Study, cases: Sequence[Case], wanted: Sequence[Case], processes: int, journal: records.Journal, path: Path
-) -> None:
-    """Move finished cases from the journal into the Parquet file; they leave the journal once the file is safe.
-
-    So do `cases` that the file held already: a run that ended between the two steps leaves them behind.
-    """
-    done = _finished(study, wanted, journal)
-    rows: list[dict[str, Any]] = []
-    for case in wanted:
-        rows += _joined([done[case.op, case.key, index] for index in range(processes)])
-    if rows:
-        old = records.read(path) if path.exists() else None
-        records.write(path, records.merge(old, pd.DataFrame(rows)))
-    moved = {(case.op, case.key) for case in cases}
-    if left := [entry for entry in journal.entries() if tuple(entry["case"]) not in moved]:
-        journal.rewrite(left)
-    else:
-        journal.path.unlink(missing_ok=True)
+    here = machine.provenance(0)
+    wanted = {v.name: _identity(here | {"kernel_sha": kernel_sha(v.source)}) for v in with_control(study, case)}
+    return {row["variant"]: _identity(row) for row in rows} == wanted
 
 
 def _joined(parts: Sequence[list[dict[str, Any]]]) -> list[dict[str, Any]]:
@@ -235,16 +215,13 @@ def _joined(parts: Sequence[list[dict[str, Any]]]) -> list[dict[str, Any]]:
 
 def _join(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
     lists = {name: old[name] + new[name] for name in ("run", "block", "samples_ns", "throttled", "sm_mhz")}
-    return (
-        old
-        | lists
-        | {
-            "ok": old["ok"] and new["ok"],
-            "error": float(np.fmax(old["error"], new["error"])),
-            "reason": "; ".join(dict.fromkeys(filter(None, [old["reason"], new["reason"]]))),
-            "calls_per_sample": max(old["calls_per_sample"], new["calls_per_sample"]),
-        }
-    )
+    worst = {
+        "ok": old["ok"] and new["ok"],
+        "error": float(np.fmax(old["error"], new["error"])),
+        "reason": "; ".join(dict.fromkeys(filter(None, [old["reason"], new["reason"]]))),
+        "calls_per_sample": max(old["calls_per_sample"], new["calls_per_sample"]),
+    }
+    return old | lists | worst
 
 
 def _ceilings() -> Any:

@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pandas as pd
 import torch
 
@@ -42,7 +41,7 @@ def with_cases(
             raise KeyError(f"{study_name} has no variant {name!r} for {case.key}; known: {', '.join(names)}")
     pairs = {f"{case.op} {case.key} {name}": (case, name) for case, name in wanted}
     found = ask({key: variant_source(study_name, case, name) for key, (case, name) in pairs.items()})
-    labels = [{"op": pairs[s][0].op, "case": pairs[s][0].key, "variant": pairs[s][1]} for s in found["source"]]
+    labels = [(case.op, case.key, name) for case, name in map(pairs.__getitem__, found["source"])]
     labels = pd.DataFrame(labels, index=found.index, columns=["op", "case", "variant"])
     return pd.concat([labels, found.drop(columns="source")], axis=1)
 
@@ -94,21 +93,14 @@ def _kind(value: Any) -> Any:
 
 
 def accesses_for(
-    study_name: str,
-    wanted: Sequence[tuple[Case, str]],
-    capability: int = 90,
-    program: tuple[int, int, int] = (0, 0, 0),
+    study_name: str, wanted: Sequence[tuple[Case, str]], capability: int = 90, program: tuple[int, int, int] = (0, 0, 0)
 ) -> pd.DataFrame:
     """`table` for variants of a study, (case, variant name) each: columns op, case, variant and those of `Access`."""
     return with_cases(study_name, wanted, lambda sources: coalescing.table(sources, capability, program))
 
 
 def complete(
-    study: Study,
-    parameters: Mapping[str, Any],
-    path: Path,
-    env: Mapping[str, str | None],
-    say: Callable[[str], None],
+    study: Study, parameters: Mapping[str, Any], path: Path, env: Mapping[str, str | None], say: Callable[[str], None]
 ) -> None:
     """Count what the study asks for (`Study.counted`) and its Parquet file does not have yet, and rewrite the file.
 
@@ -119,13 +111,15 @@ def complete(
     if not wanted:
         return
     rows = records.read(path)
-    usable = rows["ok"] & (rows["cache"] == "cold") & (rows["mode"] == "graph") & (rows["counters"] == "{}")
-    missing = {key: index for index in np.flatnonzero(usable) if (key := _key(rows.iloc[index])) in wanted}
+    usable = rows[rows["ok"] & (rows["cache"] == "cold") & (rows["mode"] == "graph") & (rows["counters"] == "{}")]
+    keys = zip(usable["op"], usable["case"], usable["variant"], strict=True)
+    missing = {key: index for key, index in zip(keys, usable.index, strict=True) if key in wanted}
     if not missing:
         return
     say(f"{study.name}: counters of {len(missing)} kernels to take with ncu")
     try:
-        found = count([_source(study, *wanted[key]) for key in missing], env)
+        sources = [variant_source(study.name, *wanted[key]) for key in missing]
+        found = count([(function, {**arguments, "device": "cuda"}) for function, arguments in sources], env)
     except NotTaken as problem:
         say(f"{study.name}: counters: not taken: {problem}")
         return
@@ -135,12 +129,3 @@ def complete(
         else:
             rows.loc[missing[key], "counters"] = json.dumps(one, sort_keys=True)
     records.write(path, rows)
-
-
-def _key(row: Mapping[str, Any]) -> tuple[str, str, str]:
-    return row["op"], row["case"], row["variant"]
-
-
-def _source(study: Study, case: Case, variant: str) -> compiled.Source:
-    function, arguments = variant_source(study.name, case, variant)
-    return function, dict(arguments) | {"device": "cuda"}
