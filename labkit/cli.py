@@ -13,8 +13,9 @@ import click
 from click.shell_completion import CompletionItem, get_completion_class
 
 from labkit import __version__, paths, registry
+from labkit.bench import spec
 
-OK, FAILED, USAGE = 0, 1, 2  # click itself exits with 2 on a UsageError
+OK, FAILED = 0, 1  # click itself exits with 2 on a UsageError
 INTERRUPTED, TERMINATED = 128 + signal.SIGINT, 128 + signal.SIGTERM
 
 EXIT_CODES = """\b
@@ -55,45 +56,31 @@ class GpuName(click.ParamType):
     name = "gpu"
 
     def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        known = _recorded_gpus()
+        known = paths.recorded_gpus()
         if value not in known:
             self.fail(f"no recorded GPU {value!r}; recorded: {', '.join(known) or 'none'}", param, ctx)
         return value
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-        return [CompletionItem(name) for name in _recorded_gpus() if name.startswith(incomplete)]
+        return [CompletionItem(name) for name in paths.recorded_gpus() if name.startswith(incomplete)]
 
 
-class Assignment(click.ParamType):
-    """NAME=VALUE or STUDY.NAME=VALUE; names are checked against the notebooks once the studies are known."""
+def _complete_parameter(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """The names of the chosen studies' parameters."""
+    from labkit.workflow import notebooks
 
-    name = "name=value"
-
-    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-        from labkit.workflow import notebooks
-
-        # After an unfinished `-p`, click has not parsed the studies yet; every shell passes the words in COMP_WORDS.
-        words = os.environ.get("COMP_WORDS", "").split()
-        chosen = [study for word in words if (study := _study(word))] or registry.NOTEBOOKS
-        found = {}
-        for study in chosen:
-            path = notebooks.source_path(study)
-            known = notebooks.parameters(path).values() if path.exists() else ()
-            found.update({p.name: f"{p.type}: {p.help}" for p in known})
-        return [CompletionItem(f"{n}=", help=text) for n, text in found.items() if n.startswith(incomplete)]
+    # After an unfinished `-p`, click has not parsed the studies yet; every shell passes the words in COMP_WORDS.
+    words = os.environ.get("COMP_WORDS", "").split()
+    chosen = [study for word in words if (study := _study(word))] or registry.NOTEBOOKS
+    found = {}
+    for path in map(notebooks.source_path, chosen):
+        known = notebooks.parameters(path).values() if path.exists() else ()
+        found.update({p.name: f"{p.type}: {p.help}" for p in known})
+    return [CompletionItem(f"{n}=", help=text) for n, text in found.items() if n.startswith(incomplete)]
 
 
-class FunctionName(click.ParamType):
-    """FILE.py:FUNCTION; completes the file."""
-
-    name = "file.py:function"
-
-    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-        return [CompletionItem(incomplete, type="file")]
-
-
-def _recorded_gpus() -> list[str]:
-    return sorted({path.parent.name for path in paths.DATA.glob("*/*.parquet")})
+def _complete_file(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    return [CompletionItem(incomplete, type="file")]
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]}, epilog=EXIT_CODES)
@@ -114,15 +101,22 @@ def main() -> None:
 
 @main.command(epilog=EXIT_CODES)
 @click.argument("chosen", metavar="[STUDY]...", nargs=-1, type=StudyName())
-@click.option("-p", "given", metavar="NAME=VALUE", multiple=True, type=Assignment(), help="Set a notebook's parameter.")
-@click.option("--source", type=click.Choice(("auto", "measure", "recorded")), help="Measure here, or replay data/.")
+@click.option(
+    "-p",
+    "given",
+    metavar="NAME=VALUE",
+    multiple=True,
+    shell_complete=_complete_parameter,
+    help="Set a notebook's parameter.",
+)
+@click.option("--source", type=click.Choice(spec.SOURCES), help="Measure here, or replay data/.")
 @click.option("--gpu", type=GpuName(), help="Recorded GPU to show; default: all.")
 @click.option("--jobs", type=click.IntRange(min=1), help="Notebooks at once; default: one per core, or per GPU.")
 @click.option(
     "--add",
     metavar="FILE.py:FUNCTION",
     multiple=True,
-    type=FunctionName(),
+    shell_complete=_complete_file,
     help="Check and time a function of your own beside those of the one STUDY.",
 )
 def run(
@@ -165,9 +159,8 @@ def run(
     failed = {result.study: result.error for result in results if not result.ok}
     problems = reports.write(failed)
     if failed:
-        click.echo(
-            f"failed: {', '.join(registry.NOTEBOOKS[name] for name in failed)}; their pages show where", err=True
-        )
+        names = ", ".join(registry.NOTEBOOKS[name] for name in failed)
+        click.echo(f"failed: {names}; their pages show where", err=True)
     _finish(problems, bool(failed))
 
 
@@ -180,12 +173,11 @@ def _finish(problems: Sequence[str], failed: bool = False) -> None:
 
 def _shorthands(given: Sequence[str], source: str | None, gpu: str | None) -> list[str]:
     """--source and --gpu as parameters. UsageError if -p gives the same again."""
-    short = [f"{name}={value}" for name, value in (("source", source), ("gpu", gpu)) if value is not None]
-    for text in short:
-        name = text.partition("=")[0]
-        if any(other.partition("=")[0].strip() == name for other in given):
+    short = {name: value for name, value in (("source", source), ("gpu", gpu)) if value is not None}
+    for text in given:
+        if (name := text.partition("=")[0].strip()) in short:
             raise click.UsageError(f"both --{name} and -p {name}=… are given")
-    return short
+    return [f"{name}={value}" for name, value in short.items()]
 
 
 def _added(given: Sequence[str], names: Sequence[str], add: Sequence[str]) -> list[str]:
@@ -363,7 +355,6 @@ def record(archive: Path | None, pack: Path | None, figures: bool, rehash: bool)
     labkit record --figures             after a change of how they are drawn
     labkit record --rehash              after a change of how sources are hashed
     """
-    from labkit import registry
     from labkit.bench.records import RecordError
     from labkit.workflow import archive as archives
 
@@ -374,7 +365,9 @@ def record(archive: Path | None, pack: Path | None, figures: bool, rehash: bool)
         return
     try:
         if rehash:
-            _say_rehashed(archives.rehash())
+            for path, (restamped, left) in archives.rehash().items():
+                note = f", {left} left: not of the present sources" if left else ""
+                click.echo(f"data/{path.parent.name}/{path.name}: {restamped} rows restamped{note}")
             return
         if pack:
             click.echo(f"{pack}: {archives.pack(pack)} files")
@@ -391,12 +384,6 @@ def record(archive: Path | None, pack: Path | None, figures: bool, rehash: bool)
     if not done.promoted:
         sys.exit(FAILED)
     _draw(sorted({study for _, study in done.promoted}))
-
-
-def _say_rehashed(done: dict[Path, tuple[int, int]]) -> None:
-    for path, (restamped, left) in done.items():
-        note = f", {left} left: not of the present sources" if left else ""
-        click.echo(f"data/{path.parent.name}/{path.name}: {restamped} rows restamped{note}")
 
 
 def _draw(chosen: list[str]) -> None:

@@ -117,10 +117,15 @@ def call_many(calls: Sequence[Call], workers: int) -> list[Any]:
         return [future.result() for future in futures]
 
 
-def _start(question: Any, answer: Any, env: Mapping[str, str | None]) -> subprocess.Popen:
+def environment(env: Mapping[str, str | None]) -> dict[str, str]:
+    """This process's environment with some changes, of which None removes a variable, and with the lab on the path."""
     merged = {**os.environ, **env}
     package = str(Path(__file__).resolve().parents[1])
     merged["PYTHONPATH"] = os.pathsep.join(filter(None, [package, merged.get("PYTHONPATH")]))
+    return {name: value for name, value in merged.items() if value is not None}
+
+
+def _start(question: Any, answer: Any, env: Mapping[str, str | None]) -> subprocess.Popen:
     return subprocess.Popen(
         [sys.executable, "-P", "-u", "-m", "labkit.isolated"],
         stdin=question,
@@ -128,7 +133,7 @@ def _start(question: Any, answer: Any, env: Mapping[str, str | None]) -> subproc
         stderr=subprocess.PIPE,
         text=True,
         errors="replace",
-        env={name: value for name, value in merged.items() if value is not None},
+        env=environment(env),
         start_new_session=True,  # Ctrl-C reaches this process only, which then ends the child
     )
 
@@ -179,8 +184,7 @@ def _pump(stream: Any, lines: "queue.Queue[str | None]") -> None:
 
 
 def _to_stderr(line: str) -> None:
-    sys.stderr.write(line)  # in a Jupyter kernel this is no file, so it cannot be handed to the child
-    sys.stderr.flush()
+    print(line, end="", file=sys.stderr, flush=True)  # in a Jupyter kernel no file that could be handed to the child
 
 
 def _end(child: subprocess.Popen) -> None:

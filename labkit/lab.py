@@ -19,13 +19,14 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from html import escape
 from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
 from labkit import paths, registry
-from labkit.bench import machine, records
+from labkit.bench import machine, records, spec
 from labkit.bench.spec import Case, Floor, Study
 from labkit.evidence import roofline
 from labkit.report import figures, plots
@@ -33,9 +34,8 @@ from labkit.sweep import added, run
 from labkit.sweep.correctness import COMPILER, INTERPRETER, check_here
 from labkit.workflow import lease, recorded
 
-SOURCES = ("auto", "measure", "recorded")
 OWN_CAPTION = "Added functions. Ratio: the time of what each is set against over its own; above one, yours is faster."
-OWN_FORMATS = {"ratio": "{:.3f}", "low": "{:.3f}", "high": "{:.3f}"}
+OWN_FORMATS = {"error": "{:.1e}"} | dict.fromkeys(("ratio", "low", "high"), "{:.3f}")
 
 Draw = Callable[[pd.DataFrame], Mapping[str, Any] | str]
 
@@ -66,10 +66,9 @@ class Shown:
 
 def origins(rows: pd.DataFrame) -> dict[str, str]:
     """Date, driver and versions of rows; all of them where the rows were not measured in one go."""
-    days = sorted(set(rows["utc"].str[:10]))
-    columns = {"driver": "driver", "torch": "torch", "Triton": "triton"}
-    versions = {name: ", ".join(sorted(set(rows[column]))) for name, column in columns.items()}
-    return {"date": " to ".join(dict.fromkeys([days[0], days[-1]]))} | versions
+    days = rows["utc"].str[:10]
+    versions = {name: ", ".join(sorted(set(rows[name.lower()]))) for name in ("driver", "torch", "Triton")}
+    return {"date": " to ".join(dict.fromkeys([days.min(), days.max()]))} | versions
 
 
 def open(
@@ -88,8 +87,8 @@ def open(
     if missing := [rule for rule in study.parameters if rule not in parameters]:
         raise ValueError(f"{name}: parameter {missing[0]!r} is missing; needed: {', '.join(study.parameters)}")
     known = [path.parent.name for path, _ in paths.data_files(name, runs=False)]
-    if source not in SOURCES:
-        raise ValueError(f"source is {source!r}; allowed: {', '.join(SOURCES)}")
+    if source not in spec.SOURCES:
+        raise ValueError(f"source is {source!r}; allowed: {', '.join(spec.SOURCES)}")
     if gpu and gpu not in known:
         raise ValueError(f"gpu is {gpu!r}; recorded: {', '.join(known) or 'none'}")
     if type(processes) is not int or processes < 1:
@@ -126,9 +125,9 @@ class Lab:
         """What is measured here and what is replayed, and why; one row a GPU."""
         if not self.shown:
             return figures.note(f"{UNMEASURED} Here nothing is measured: {self.problem}.")
-        table = pd.DataFrame([self._provenance(entry) for entry in self.shown])
-        why = f"Nothing was measured on this machine: {self.problem}." if self.problem else ""
-        return figures.table(table, caption=f"Where the figures on this page are from. {why}".strip())
+        why = f" Nothing was measured on this machine: {self.problem}." if self.problem else ""
+        rows = [self._provenance(entry) for entry in self.shown]
+        return figures.table(pd.DataFrame(rows), f"Where the figures on this page are from.{why}")
 
     def _provenance(self, entry: Shown) -> dict[str, Any]:
         absent = len(self.cases) - entry.rows.groupby(["op", "case"]).ngroups
@@ -175,7 +174,8 @@ class Lab:
         text = Path(found.origin).read_text()
         nodes = {node.name: node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef)}
         lines = text.splitlines()
-        parts = ["\n".join(lines[_first(nodes[name]) - 1 : nodes[name].end_lineno]) for name in names]
+        first = {name: min([node.lineno, *(one.lineno for one in node.decorator_list)]) for name, node in nodes.items()}
+        parts = ["\n".join(lines[first[name] - 1 : nodes[name].end_lineno]) for name in names]
         return Code("\n\n\n".join(parts), language="python")
 
     @staticmethod
@@ -187,19 +187,17 @@ class Lab:
 
     def correctness(self) -> figures.Html:
         """Every variant on the study's tiny cases, here; and the largest error of the timed cases on each GPU."""
-        rows = [
-            {"where": entry.label, "variants": part["variant"].nunique(), "cases": part["case"].nunique()}
-            | {"largest error": part["error"].max(), "wrong": int((~part["ok"]).sum())}
-            for entry in self.shown
-            if len(part := entry.rows[entry.rows["error"].notna()])
-        ]
+        checked = [(entry.label, entry.rows[entry.rows["error"].notna()]) for entry in self.shown]
         if find_spec("triton"):
-            tiny = check_here(self.study.name, self._interpreted)
-            row = {"where": self._tiny, "variants": tiny["variant"].nunique(), "cases": tiny["case"].nunique()}
-            rows.insert(0, row | {"largest error": tiny["error"].max(), "wrong": int((~tiny["ok"]).sum())})
-        for name, own in self._own_checked().groupby("function", sort=False):
-            row = {"where": f"{name} (added), {self._tiny}", "variants": 1, "cases": len(own)}
-            rows.append(row | {"largest error": own["error"].max(), "wrong": int((~own["ok"]).sum())})
+            checked.insert(0, (self._tiny, check_here(self.study.name, self._interpreted)))
+        for name, own in self._own.groupby("function", sort=False) if self.add else ():
+            checked.append((f"{name} (added), {self._tiny}", own.assign(variant=name)))
+        rows = [
+            {"where": where, "variants": part["variant"].nunique(), "cases": part["case"].nunique()}
+            | {"largest error": part["error"].max(), "wrong": int((~part["ok"]).sum())}
+            for where, part in checked
+            if len(part)
+        ]
         if not rows:
             return figures.note("Nothing was checked: Triton is not installed here, and no row shown has an error.")
         return figures.table(
@@ -222,9 +220,6 @@ class Lab:
         study = added.with_added(self.study, self.add)
         return added.check_tiny(study, *(("cpu", INTERPRETER) if self._interpreted else ("cuda", COMPILER)))
 
-    def _own_checked(self) -> pd.DataFrame:
-        return self._own if self.add else pd.DataFrame(columns=["function"])
-
     def added(self) -> "Gallery":
         """The reader's own functions (`add`) against the study's choice; or how to have one checked and timed."""
         takes = self.study.added
@@ -234,27 +229,25 @@ class Lab:
             call = f"labkit run {self.study.name} --add my_kernels.py:my_function"
             text = f"No function was added. `{call}` has one checked and timed beside these: a Python file that defines"
             return Gallery([figures.note(f"{text} my_function({', '.join(takes.signature)}). {takes.help}")])
-        measured = [self._one_added(entry) for entry in self.shown if entry.here]
-        return Gallery(measured or [self._only_checked()])
+        if measured := [self._one_added(entry) for entry in self.shown if entry.here]:
+            return Gallery(measured)
+        if self._own.empty:
+            return Gallery([figures.note("Added functions were neither checked nor timed: no tiny case takes them.")])
+        said = f"Added functions against the float64 reference: {self._tiny}. None was timed: {self.problem}."
+        return Gallery([figures.table(self._own.assign(case=self._own["case"].map(_in_words)), said, OWN_FORMATS)])
 
     def _one_added(self, entry: Shown) -> figures.Html:
         table = added.compared(self.study, pd.concat([entry.rows, entry.own], ignore_index=True))
         if table.empty:
             return figures.note(f"{entry.label}: no case shown takes added functions.")
         table["verdict"] = [figures.badge(text) for text in table["verdict"]]
-        return figures.table(_varying(table), f"{OWN_CAPTION} {entry.origin}", {"error": "{:.1e}"} | OWN_FORMATS)
+        cases = table.columns[: list(table.columns).index("µs")]  # those that say the same in every row are left out
+        table = table.drop(columns=[name for name in cases if name != "function" and table[name].nunique() == 1])
+        return figures.table(table, f"{OWN_CAPTION} {entry.origin}", OWN_FORMATS)
 
-    def _only_checked(self) -> figures.Html:
-        if self._own.empty:
-            return figures.note("Added functions were neither checked nor timed: no tiny case takes them.")
-        where = f"Added functions against the float64 reference: {self._tiny}."
-        table = self._own.assign(case=self._own["case"].map(_in_words))
-        return figures.table(table, f"{where} None was timed: {self.problem}.", {"error": "{:.1e}"})
-
-    @staticmethod
-    def _each(parts: list[figures.Html]) -> "Gallery":
+    def _each(self, show: Callable[[Shown], figures.Html]) -> "Gallery":
         """What every GPU shows; a note where there is none."""
-        return Gallery(parts or [figures.note(UNMEASURED)])
+        return Gallery([show(entry) for entry in self.shown] or [figures.note(UNMEASURED)])
 
     def figure(self, name: str, draw: Draw) -> "Gallery":
         """One figure a GPU.
@@ -262,33 +255,34 @@ class Lab:
         draw: that GPU's rows -> fig, alt, caption, table (the arguments of `figures.show`), or a sentence that says why
         there is nothing to draw.
         """
-        return self._each([self._one_figure(name, draw, entry) for entry in self.shown])
 
-    def _one_figure(self, name: str, draw: Draw, entry: Shown) -> figures.Html:
-        drawn = draw(entry.rows)
-        if isinstance(drawn, str):
-            return figures.note(f"{entry.label}: {drawn}")
-        parts = dict(drawn)
-        plots.add_to_title(parts["fig"], entry.machine.name)
-        alt, caption = (f"{entry.machine.name}: {parts.pop('alt')}", f"{parts.pop('caption')} {entry.origin}")
-        folder = entry.machine.slug + ("-here" if entry.here else "")
-        return figures.show(**parts, alt=alt, caption=caption, name=f"{self.study.name}-{name}", gpu=folder)
+        def one(entry: Shown) -> figures.Html:
+            drawn = draw(entry.rows)
+            if isinstance(drawn, str):
+                return figures.note(f"{entry.label}: {drawn}")
+            plots.add_to_title(drawn["fig"], entry.machine.name)
+            said = {"alt": f"{entry.machine.name}: {drawn['alt']}", "caption": f"{drawn['caption']} {entry.origin}"}
+            folder = entry.machine.slug + ("-here" if entry.here else "")
+            return figures.show(**{**drawn, **said}, name=f"{self.study.name}-{name}", gpu=folder)
+
+        return self._each(one)
 
     def table(
         self, make: Callable[[pd.DataFrame], pd.DataFrame], caption: str, formats: Mapping | None = None
     ) -> "Gallery":
         """One table a GPU, made from its rows."""
-        return self._each([self._one_table(make(e.rows), caption, formats, e) for e in self.shown])
 
-    @staticmethod
-    def _one_table(table: pd.DataFrame, caption: str, formats: Mapping | None, entry: Shown) -> figures.Html:
-        if table.empty:
-            return figures.note(f"{entry.label}: {caption} There is no such measurement.")
-        return figures.table(table, f"{caption} {entry.origin}", formats)
+        def one(entry: Shown) -> figures.Html:
+            table = make(entry.rows)
+            if table.empty:
+                return figures.note(f"{entry.label}: {caption} There is no such measurement.")
+            return figures.table(table, f"{caption} {entry.origin}", formats)
+
+        return self._each(one)
 
     def counters(self, caption: str = "Requests and sectors of a whole launch, counted and predicted.") -> "Gallery":
         """One table a GPU: what ncu counted beside what the code predicts; or a sentence where nothing was counted."""
-        return self._each([self._one_count(caption, entry) for entry in self.shown])
+        return self._each(lambda entry: self._one_count(caption, entry))
 
     @staticmethod
     def _one_count(caption: str, entry: Shown) -> figures.Html:
@@ -299,8 +293,8 @@ class Lab:
             why = "they were measured without ncu, or it could not be used (`labkit doctor` says what is here)"
             return figures.note(f"{entry.label}: hardware counters are not recorded in these rows: {why}.")
         cases = [json.loads(key) for key in entry.rows[entry.rows["counters"] != "{}"]["case"].unique()]
-        shared = [f"{name} = {value}" for name, value in cases[0].items() if all(c.get(name) == value for c in cases)]
-        how = "; ".join(["Cold, caches flushed by ncu", *[", ".join(shared)] * bool(shared)])
+        shared = ", ".join(f"{name} = {v}" for name, v in cases[0].items() if all(c.get(name) == v for c in cases))
+        how = "; ".join(filter(None, ["Cold, caches flushed by ncu", shared]))
         said = f"{caption} {how}. {counters.in_short(found)} {entry.origin}"
         return figures.table(found.assign(agree=found["agree"].map({True: "yes", False: "no"})), said, counters.FORMATS)
 
@@ -316,26 +310,19 @@ class Lab:
 
     def say(self, sentence: Callable[[pd.DataFrame], str]) -> "Gallery":
         """One generated sentence a GPU: results are never typed into prose, since they differ from GPU to GPU."""
-        return self._each([figures.note(f"{e.label}: {sentence(e.rows)}") for e in self.shown])
+        return self._each(lambda entry: figures.note(f"{entry.label}: {sentence(entry.rows)}"))
 
     def claims(self) -> figures.Html:
         """The published numbers, what each GPU measured, and the verdict."""
-        rows = [
-            {"GPU": entry.label, "verdict": None, "claim": f"{claim.source}: {claim.statement}"}
-            | {"published": claim.published}
-            | self._judged(claim, entry)
-            for claim in self.study.claims
-            for entry in self.shown
-        ]
+        rows = []
+        for claim, entry in product(self.study.claims, self.shown):
+            said, judged = f"{claim.source}: {claim.statement}", claim.judge(entry.rows)
+            row = {"GPU": entry.label, "verdict": figures.badge(judged.verdict), "claim": said}
+            rows.append(row | {"published": claim.published, "measured": judged.measured, "why": judged.why})
         if not rows:
             return figures.note(UNMEASURED)
         text = "The claims, judged from the rows shown on this page; the index judges from all recorded rows"
         return figures.table(pd.DataFrame(rows), caption=text)
-
-    @staticmethod
-    def _judged(claim: Any, entry: Shown) -> dict[str, Any]:
-        judgement = claim.judge(entry.rows)
-        return {"verdict": figures.badge(judgement.verdict), "measured": judgement.measured, "why": judgement.why}
 
     def accesses(self, wanted: Sequence[tuple[Case, str]], capability: int = 90) -> pd.DataFrame:
         """Sectors and lines a request of every global access, derived without a GPU; empty where Triton is missing."""
@@ -353,19 +340,8 @@ class Lab:
         return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame()
 
 
-def _varying(table: pd.DataFrame) -> pd.DataFrame:
-    """The table without the columns of its cases that say the same in every row."""
-    cases = table.columns[: list(table.columns).index("µs")]
-    return table.drop(columns=[name for name in cases if name != "function" and table[name].nunique() == 1])
-
-
 def _in_words(key: str) -> str:
     return ", ".join(f"{name} {value}" for name, value in json.loads(key).items())
-
-
-def _first(node: ast.FunctionDef) -> int:
-    """First line of a function, decorators included."""
-    return min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
 
 
 def link(text: str, url: str) -> figures.Html:
@@ -399,9 +375,7 @@ def recorded_evidence(rows: pd.DataFrame, wanted: Sequence[tuple[Case, str]]) ->
 
 def _recorded(study: Study, parameters: Mapping[str, Any], slug: str) -> Shown:
     folder = paths.DATA / slug
-    keys = {(case.op, case.key) for case in study.cases(parameters)}
-    rows = records.read(folder / f"{study.name}.parquet")
-    rows = rows[[key in keys for key in zip(rows["op"], rows["case"], strict=True)]].reset_index(drop=True)
+    rows = run.of_cases(records.read(folder / f"{study.name}.parquet"), study.cases(parameters))
     here = machine.Machine.load(folder)
     if here is None:
         raise records.RecordError(f"{folder / 'machine.json'}: missing or not readable")
@@ -433,11 +407,9 @@ def _leased() -> Iterator[Mapping[str, str]]:
 
 def _progress() -> Callable[[str], None]:
     """Show one line that the next one replaces, so that the page does not keep a log."""
-    try:
-        from IPython import get_ipython
-        from IPython.display import clear_output
-    except ImportError:
-        return print
+    from IPython import get_ipython
+    from IPython.display import clear_output
+
     if get_ipython() is None:
         return print
 

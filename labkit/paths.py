@@ -20,6 +20,11 @@ CACHE = ROOT / ".cache"  # may be deleted at any time
 os.environ.setdefault("LABKIT_TABLES", str(RUNS))
 
 
+def recorded_gpus() -> list[str]:
+    """The GPUs, as folder names, that data/ holds measurements of."""
+    return sorted({path.parent.name for path in DATA.glob("*/*.parquet")})
+
+
 def data_files(study: str, *, runs: bool = True) -> list[tuple[Path, bool]]:
     """Data file of a study, and whether it was measured here, for every GPU; the recorded ones first."""
     bases = ((DATA, False), (RUNS, True))[: 2 if runs else 1]

@@ -363,7 +363,7 @@ def test_cells_of_every_notebook_for_its_quick_values(tmp_path, monkeypatch, wit
     """On what is recorded of one GPU in this tree; on a GPU these are measured, in test_end_to_end."""
     monkeypatch.setattr(paths, "REPORTS", tmp_path)
     monkeypatch.setattr(verdict, "RESAMPLES", 100)
-    gpu = notebooks.recorded_gpus()[0]
+    gpu = paths.recorded_gpus()[0]
     _shows(cells(study, gpu=gpu, **quick(study)), study, never=r"\bnan\b|\bNaN\b|<NA>|Timestamp")
 
 

@@ -194,7 +194,7 @@ def test_devices_come_from_the_driver_library(tmp_path):
             def nvmlShutdown(): pass
             def nvmlDeviceGetCount(): return 2
             def nvmlDeviceGetHandleByIndex(i): return i
-            def nvmlDeviceGetUUID(handle): return f"GPU-{handle}".encode()
+            def nvmlDeviceGetUUID(handle): return f"GPU-{handle}"
             def nvmlDeviceGetName(handle): return "NVIDIA Made-Up"
             def nvmlSystemGetDriverVersion(): return "1.2"
         """)

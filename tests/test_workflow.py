@@ -458,7 +458,7 @@ def gone(pid, seconds=30):
 def test_kept_figures_are_those_that_were_drawn_last(tmp_path, monkeypatch):
     monkeypatch.setattr(paths, "REPORTS", tmp_path / "reports")
     monkeypatch.setattr(paths, "FIGURES", tmp_path / "figures")
-    monkeypatch.setattr(notebooks, "recorded_gpus", lambda: ["gpu"])
+    monkeypatch.setattr(paths, "recorded_gpus", lambda: ["gpu"])
     drawn, kept = tmp_path / "reports" / "figures" / "gpu", tmp_path / "figures" / "gpu"
     for folder, names in ((drawn, ("a-one", "b-one")), (kept, ("a-old", "a-one", "b-old", "c-old"))):
         folder.mkdir(parents=True)

@@ -95,7 +95,7 @@ class _Walk:
             self.texts.append("")
             node = _definitions(where.module)[where.name]
             scope = _Scope(self, where.module, _imports(ast.walk(node)))
-            self.texts[self.numbers[where]] = scope.definition(node)
+            self.texts[self.numbers[where]] = scope.node(node, leave=("name",))  # what it is called does not count
         return f"#{self.numbers[where]}"
 
 
@@ -116,21 +116,16 @@ class _Scope:
     ):
         self.walk, self.module, self.local, self.bound, self.fields = walk, module, local, bound, fields
 
-    def definition(self, node: ast.AST) -> str:
-        """A function or class without its name; an assignment as it is."""
-        return self._node(node, leave=("name",))
-
     def text(self, value: object) -> str:
         """The canonical text of a node, of a list of them, or of a constant."""
         if isinstance(value, list):
             return "[" + ",".join(self.text(item) for item in value if not self._is_idle(item)) + "]"
         if not isinstance(value, ast.AST):
             return repr(value)
-        if (where := self._named(value)) is not None:
-            return where
-        return self._node(value)
+        where = self._named(value)
+        return self.node(value) if where is None else where
 
-    def _node(self, node: ast.AST, leave: Iterable[str] = ()) -> str:
+    def node(self, node: ast.AST, leave: Iterable[str] = ()) -> str:
         """Empty fields are left out, since which exist differs between Python versions."""
         fields = {name: value for name, value in ast.iter_fields(node) if name not in (*_UNSEEN, *leave)}
         if isinstance(node, ast.arg | ast.AnnAssign) and not _is_constexpr(node.annotation):
@@ -182,7 +177,7 @@ class _Scope:
     def _reference(self, where: Definition | None, name: str) -> str | None:
         if where is None:
             return None
-        if where.module.startswith(NOT_HASHED) or _last(name).startswith(_CHECKS):
+        if where.module.startswith(NOT_HASHED) or name.rpartition(".")[2].startswith(_CHECKS):
             return f"Out({where.name})"
         if not where.name:
             raise ValueError(f"{self.module} hands the module {where.module} on as {name!r}: what runs is not known")
@@ -205,10 +200,6 @@ def _without_docstring(body: list[ast.stmt]) -> list[ast.stmt]:
 def _last_name(node: ast.AST | None) -> str:
     """The name that a call's function ends with."""
     return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
-
-
-def _last(name: str) -> str:
-    return name.rpartition(".")[2]
 
 
 def _bound(function: ast.AST) -> frozenset[str]:

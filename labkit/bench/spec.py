@@ -11,6 +11,7 @@ from typing import Any
 ROLES = ("ours", "step", "baseline", "peer", "ceiling", "control")
 CACHES = ("cold", "hot")
 MODES = ("graph", "eager")
+SOURCES = ("auto", "measure", "recorded")
 VERDICTS = ("reproduced", "not reproduced", "consistent", "not testable here")
 
 CONTROL = "A/A control"  # the variant that is timed a second time, with its own buffers, in every case
@@ -91,10 +92,7 @@ class Variant:
 
 
 def lazy(target: str) -> Callable[..., Any]:
-    """The function "module:function", whose module is imported when it is first called.
-
-    So a study can name what makes its trials, and be listed without the libraries that these need.
-    """
+    """The function "module:function", imported when it is called: a study is listed without what its trials need."""
     module, _, name = target.partition(":")
     if not module or not name:
         raise ValueError(f"target is {target!r}; allowed: module:function")

@@ -49,6 +49,14 @@ class Timing:
     throttled: list[str] = field(default_factory=list)
     sm_mhz: list[int] = field(default_factory=list)
 
+    def append(self, ns: Mapping[str, int], state: State) -> None:
+        """Add a block: ns per call of each variant, and the state that goes with it."""
+        for name, value in ns.items():
+            self.ns[name].append(value)
+        self.block.append(len(self.block))
+        self.throttled.append("+".join(sorted(state.reasons)))
+        self.sm_mhz.append(state.sm_mhz)
+
     def samples(self, name: str) -> Samples:
         """The samples of one variant, as one process's."""
         return Samples(np.zeros(len(self.block), int), np.asarray(self.block), np.asarray(self.ns[name], float))
@@ -75,7 +83,7 @@ def measure(
         _block(device, timed, hot, rng)
     for _ in range(1 + EXTENSIONS_WHEN_NOISY):
         for _ in range(blocks):
-            _append(timing, *_quiet_block(device, timed, hot, rng))
+            timing.append(*_quiet_block(device, timed, hot, rng))
         if twins is None or ratio(timing.samples(twins[0]), timing.samples(twins[1])).half_width <= BAND:
             break
     return timing
@@ -94,11 +102,3 @@ def _quiet_block(device: Device, timed: Mapping[str, Any], hot: bool, rng: Any) 
 def _block(device: Device, timed: Mapping[str, Any], hot: bool, rng: Any) -> dict[str, int]:
     order = [list(timed)[i] for i in rng.permutation(len(timed))]
     return dict(zip(order, device.time([timed[name] for name in order], hot), strict=True))
-
-
-def _append(timing: Timing, result: Mapping[str, int], state: State) -> None:
-    for name, value in result.items():
-        timing.ns[name].append(value)
-    timing.block.append(len(timing.block))
-    timing.throttled.append("+".join(sorted(state.reasons)))
-    timing.sm_mhz.append(state.sm_mhz)

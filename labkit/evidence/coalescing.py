@@ -1,8 +1,8 @@
 """Sectors and cache lines that a kernel's global loads and stores ask for, from its layouts and strides; without a GPU.
 
-A warp's load or store is one request of up to 32 lanes; memory answers in sectors of 32 bytes, four to a cache line of
-128. The compiler's TTGIR says how every pointer is computed and which lane and register holds which element: here the
-pointers of one program are evaluated with the arguments of a `Launch`, and the lanes' addresses counted.
+A warp's load or store is one request of up to 32 lanes. The compiler's TTGIR says how every pointer is computed and
+which lane and register holds which element: here the pointers of one program are evaluated with the arguments of a
+`Launch`, and the lanes' addresses counted.
 """
 
 import math
@@ -20,8 +20,7 @@ from labkit.evidence import compiled, workers
 from labkit.evidence.ttgir import Evaluator, Module, Op, Place, Unsupported, lane_offsets
 from labkit.kernels.launch import Launch
 
-SECTOR = 32
-LINE = 128
+SECTOR, LINE = 32, 128  # bytes
 _KINDS = {
     "tt.load": "load",
     "ttg.async_copy_global_to_local": "async copy",
@@ -115,7 +114,8 @@ def _each(make: Callable[..., Any], launch: Launch, capability: int | None, prog
     module = Module.parse(kernel.asm["ttgir"])
     widths = _ptx_widths(kernel.asm["ptx"])
     evaluator = Evaluator(module, launch, program)
-    return [make(op, kind, evaluator, widths) for op in module.ops() if (kind := _kind(op))]
+    kinds = ((op, "descriptor" if _DESCRIPTORS.fullmatch(op.name) else _KINDS.get(op.name)) for op in module.ops())
+    return [make(op, kind, evaluator, widths) for op, kind in kinds if kind]
 
 
 def _total(op: Op, kind: str, evaluator: Evaluator, widths: Mapping[Any, set[int]]) -> Total:
@@ -126,19 +126,14 @@ def _total(op: Op, kind: str, evaluator: Evaluator, widths: Mapping[Any, set[int
         return Total(kind, _NAN, _NAN, "how often an access is made depends on what cannot be evaluated")
     emitted = _emitted(evaluator.module.places(op.location), kind, widths)
     every = executions <= ROUNDS
-    found = []
+    requests = sectors = 0
     for frame in evaluator.frames(op) if every else islice(evaluator.frames(op), 1):
         addresses, active = _lanes(evaluator.module, op, *evaluator.addresses(op, frame), kind == "store")
         if active.any():
-            bits, _ = _width(addresses, active, op, emitted)
-            found.append(_count(addresses, active, op.itemsize, bits // 8))
+            found = _count(addresses, active, op.itemsize, _width(addresses, active, op, emitted)[0] // 8)
+            requests, sectors = requests + found["requests"], sectors + found["sectors_total"]
     times, note = (1, "") if every else (executions, "all rounds of a long loop are taken to be like the first")
-    requests, sectors = (sum(one[name] for one in found) for name in ("requests", "sectors_total"))
     return Total(kind, times * requests, times * sectors, note)
-
-
-def _kind(op: Op) -> str | None:
-    return "descriptor" if _DESCRIPTORS.fullmatch(op.name) else _KINDS.get(op.name)
 
 
 def _access(op: Op, kind: str, evaluator: Evaluator, widths: Mapping[Any, set[int]]) -> Access:
@@ -270,7 +265,7 @@ _KEPT = (
 
 
 def summary(launch: Launch) -> list[dict[str, Any]]:
-    """Those accesses with figures of the kernel that runs on the active GPU, as they are kept in a row's evidence.
+    """Accesses with figures of the kernel that runs on the active GPU, as a row's evidence keeps them.
 
     An access pattern that cannot be derived is one entry with its reason, since it must not stop a measurement.
     """
@@ -284,10 +279,7 @@ def summary(launch: Launch) -> list[dict[str, Any]]:
 def table(
     sources: Mapping[str, compiled.Source], capability: int = 90, program: tuple[int, int, int] = (0, 0, 0)
 ) -> pd.DataFrame:
-    """`requests` of many kernels, in worker processes and kept on disk, like compiled.table.
-
-    One row an access: columns source and the fields of `Access`.
-    """
+    """`requests` of many kernels, as in `compiled.table`: one row an access, columns source and those of `Access`."""
     asked = [{"source": list(s), "capability": capability, "program": list(program)} for s in sources.values()]
     found = workers.ask("labkit.evidence.coalescing:requests_of", asked, compiled.modules_of(sources))
     rows = [{"source": name} | row for name, rows in zip(sources, found, strict=True) for row in rows]

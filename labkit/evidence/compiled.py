@@ -1,8 +1,7 @@
 """What the compiler made of a kernel: registers, load widths, matrix instructions; with or without a GPU.
 
-Everything is read from the cubin with the tools that Triton carries, so that a figure means the same for a kernel that
-was compiled here for another GPU and for the very kernel that ran. It depends on Triton's version: evidence made here
-does not explain a timing that was recorded with another one.
+Everything is read from the cubin, so that a figure means the same for a kernel compiled here for another GPU and for
+the one that ran. It depends on Triton's version: evidence made here explains no timing recorded with another one.
 """
 
 import hashlib
@@ -50,7 +49,6 @@ def prebuild(sources: Sequence[Source], capability: int) -> None:
     """Compile many kernels on all cores into Triton's cache, where a process that runs them finds them.
 
     They are disassembled too, which is slow as well: `evidence` then finds the counts on disk.
-
     IsolatedError if one does not compile. ValueError for a capability that is not in `CAPABILITIES`.
     """
     count = min(os.cpu_count() or 1, len(sources))
@@ -69,9 +67,9 @@ def build_all(sources: Sequence[Source], capability: int) -> None:
 
 
 def evidence(launch: Launch, capability: int | None = None) -> dict[str, Any]:
-    """`describe` of a launch, compiled for `capability` without a GPU or, if None, for the active GPU.
+    """`describe` of a launch, compiled as `build` does, and ctas_per_sm, the CTAs that fit on one SM at once.
 
-    Adds ctas_per_sm, the CTAs that fit on one SM at once (None for a GPU whose limits roofline.py does not have).
+    The latter is None for a GPU whose limits roofline.py does not have.
     """
     found = describe(build(launch, capability))
     size = (found["registers"], found["shared_bytes"], found["num_warps"])
@@ -89,24 +87,15 @@ def describe(compiled: Any) -> dict[str, Any]:
     stands in the code, however often it runs.
     FileNotFoundError if Triton's cuobjdump is missing, RuntimeError if it fails.
     """
-    meta = compiled.metadata
-    head = {
-        "arch": meta.target.arch,
-        "triton": meta.triton_version,
-        "num_warps": meta.num_warps,
-        "num_stages": meta.num_stages,
-        "shared_bytes": meta.shared,
-    }
-    return head | _dissect(compiled.asm["cubin"])
-
-
-def _dissect(cubin: bytes) -> dict[str, Any]:
-    """The counts of `describe` for a cubin, kept on disk: kernels of many cases are the same, and cuobjdump is slow."""
+    meta, cubin = compiled.metadata, compiled.asm["cubin"]
+    head = {"arch": meta.target.arch, "triton": meta.triton_version, "shared_bytes": meta.shared}
+    head |= {"num_warps": meta.num_warps, "num_stages": meta.num_stages}
+    # Kept on disk: kernels of many cases are the same, and cuobjdump is slow.
     code = hashlib.sha256(cubin + Path(__file__).read_bytes()).hexdigest()[:40]
     file = paths.CACHE / "cubins" / f"{code}.json"
     if not file.exists():
         write_atomic(file, json.dumps(parse(listing_of(cubin))).encode())
-    return json.loads(file.read_text())
+    return head | json.loads(file.read_text())
 
 
 def listing_of(cubin: bytes) -> str:
@@ -159,24 +148,19 @@ def parse(listing: str) -> dict[str, Any]:
 
 
 def _widths(names: Sequence[str], wanted: set[str]) -> dict[str, int]:
+    """How many of some instructions move how many bits a thread: .64, .256 (as .ENL2.256), .U8, .S16 …; else 32."""
     counts: Counter[str] = Counter()
     for name in names:
-        operation, *modifiers = name.split(".")
+        operation, _, modifiers = name.partition(".")
         if operation in wanted:
-            counts[_COPIES.get(operation) or _bits(modifiers)] += 1
+            bits = re.search(r"\b[US]?(8|16|64|128|256)\b", modifiers)
+            counts[_COPIES.get(operation) or (bits[1] if bits else "32")] += 1
     return dict(sorted(counts.items()))
 
 
-def _bits(modifiers: Sequence[str]) -> str:
-    """Bits a thread, from the modifiers of an instruction: .64, .128, .256 (as .ENL2.256), .U8, .S16 …; else 32."""
-    found = (re.fullmatch(r"[US]?(8|16|64|128|256)", text) for text in modifiers)
-    return next((match[1] for match in found if match), "32")
-
-
 def table(sources: Mapping[str, Source], capabilities: Sequence[int] = CAPABILITIES) -> pd.DataFrame:
-    """`evidence` of many kernels, compiled in worker processes and kept on disk; works beside a GPU or without.
+    """`evidence` of many kernels by name, compiled in worker processes and kept on disk; beside a GPU or without.
 
-    sources: name -> source.
     One row a source and capability: columns source, capability and those of `evidence`. IsolatedError if one fails.
     """
     wanted = [(name, capability) for name in sources for capability in capabilities]

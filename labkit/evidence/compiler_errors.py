@@ -34,12 +34,10 @@ def errors_of(source: compiled.Source, capability: int) -> dict[str, str]:
 def unwritten_registers(launch: Launch, capability: int | None = None) -> dict[str, str]:
     """Uniform registers that a launch's kernel reads while they hold whatever was left in them: a compiler's error.
 
-    Compiled for `capability` without a GPU or, if None, for the active GPU. Returns name -> the first instruction that
-    reads it so, as it stands in the listing; empty for a kernel without that error.
-    ptxas 12.8 makes such code of some wgmma products of fewer than 64 columns: it takes the address of an operand in
-    shared memory from such a register, and what then happens depends on what ran before. What is found is wrong, but
-    the address may as well be taken from a register that holds something else, which is not found.
-    FileNotFoundError if Triton's cuobjdump is missing, RuntimeError if it fails.
+    capability: as in `compiled.build`. Returns name -> the first instruction in the listing that reads it so; empty for
+    a kernel without that error. ptxas 12.8 makes such code of some wgmma products of fewer than 64 columns. What is
+    found is wrong, but the address may as well be taken from a register that holds something else, which is not found.
+    Raises what `compiled.listing_of` does.
     """
     return unwritten(compiled.listing_of(compiled.build(launch, capability).asm["cubin"]))
 
@@ -72,10 +70,7 @@ def unwritten(listing: str) -> dict[str, str]:
     """
     code = [_instruction(*match.groups()) for match in _WHOLE.finditer(listing)]
     follow = _followers(code)
-    first_write: dict[int, int] = {}
-    for i, one in enumerate(code):
-        for register in one.writes:
-            first_write.setdefault(register, i)
+    first_write = {register: i for i, one in reversed(list(enumerate(code))) for register in one.writes}
     found: dict[int, str] = {}
     for i, one in enumerate(code):
         for register in one.reads - found.keys():
@@ -158,8 +153,8 @@ def _reachable(start: int, stop: int, follow: Sequence[Sequence[int]]) -> set[in
 def overwritten_operands(launch: Launch, capability: int | None = None) -> dict[str, str]:
     """Tiles in shared memory that a loop loads anew while a matrix product may still read them: Triton's error.
 
-    Compiled for `capability` without a GPU or, if None, for the active GPU. Returns name in Triton's IR -> how many
-    tiles there are room for and how many are loaded ahead; empty for a kernel without that error.
+    capability: as in `compiled.build`. Returns name in Triton's IR -> for how many tiles there is room and how many are
+    loaded ahead; empty for a kernel without that error.
     wgmma is asynchronous: it may be reading when the loop loads tiles for a later iteration, so there must be room for
     one tile more than are loaded ahead. Triton adds that room for operands that only products use, not for those that
     go to registers as well, for instance to be squared and summed. See issue 6691 of Triton.

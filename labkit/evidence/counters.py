@@ -1,12 +1,9 @@
 """Hardware counters of a kernel, taken by Nsight Compute (`ncu`), beside the requests and sectors that are predicted.
 
 One `ncu` process runs this module as a script, which prepares every kernel on the GPU, warms it up and launches it once
-more between the profiler's start and stop, so that only these launches are counted. ncu writes back and invalidates the
-caches before each of its passes: what is counted is a cold launch.
-
-The prediction is `coalescing.totals` over the whole grid. Both count a warp's instruction in which at least one lane
-is active as a request; one whose lanes are all predicated off asks for nothing. Local memory (spills) and atomics have
-counters of their own and are in neither.
+more between the profiler's start and stop. ncu writes back and invalidates the caches before each of its passes: what
+is counted is a cold launch. The prediction is `coalescing.totals` over the whole grid. A request is a warp's
+instruction in which at least one lane is active. Local memory (spills) and atomics are in neither.
 """
 
 import csv
@@ -29,6 +26,7 @@ from typing import Any
 
 import pandas as pd
 
+from labkit import isolated
 from labkit.evidence import coalescing, compiled
 from labkit.evidence.ttgir import Unsupported
 from labkit.kernels.launch import Launch
@@ -44,8 +42,7 @@ TOLERANCE = 2.0  # percent of the prediction by which a counted figure may diffe
 _LSU = "l1tex__t_{}_pipe_lsu_mem_global_op_{}"
 _SASS = "sm__sass_l1tex_t_{}_pipe_lsu_mem_global_op_{}"
 _CP_ASYNC = ("ldgsts_cache_access", "ldgsts_cache_bypass")
-_Ways = tuple[tuple[str, ...], ...]
-METRICS: Mapping[tuple[str, str], _Ways] = {
+METRICS: Mapping[tuple[str, str], tuple[tuple[str, ...], ...]] = {
     **{("load", figure): ((_LSU.format(figure, "ld"),),) for figure in FIGURES},
     **{("store", figure): ((_LSU.format(figure, "st"),),) for figure in FIGURES},
     **{
@@ -146,10 +143,12 @@ def count(sources: Sequence[compiled.Source], env: Mapping[str, str | None]) -> 
     ncu = tool()
     if not ncu:
         raise NotTaken("ncu (Nsight Compute) is not installed here")
-    changed = {**os.environ, **env, "TRITON_INTERPRET": None, "LC_ALL": "C", "PYTHONPATH": _python_path(env)}
-    merged = {name: value for name, value in changed.items() if value is not None}
+    merged = isolated.environment({**env, "TRITON_INTERPRET": None, "LC_ALL": "C"})
     found = version(ncu)
-    chosen = choose(_query(ncu, merged))
+    _, listing = _run([ncu, "--query-metrics"], merged, 120)
+    if not (known := known_metrics(listing)):
+        raise NotTaken(f"ncu lists no metrics of this GPU{_last(listing.splitlines())}")
+    chosen = choose(known)
     answers, log = _profile(ncu, chosen, sources, merged)
     launched = [answer for answer in answers if "problem" not in answer]
     rows = iter(_matched(parse(log), [answer["kernel"] for answer in launched]) if launched else [])
@@ -158,18 +157,6 @@ def count(sources: Sequence[compiled.Source], env: Mapping[str, str | None]) -> 
         answer if "problem" in answer else _figures(next(rows), answer, chosen) | {"absent": absent, "ncu": found}
         for answer in answers
     ]
-
-
-def _python_path(env: Mapping[str, str | None]) -> str:
-    package = str(Path(__file__).resolve().parents[2])
-    return os.pathsep.join(filter(None, [package, env.get("PYTHONPATH") or os.environ.get("PYTHONPATH")]))
-
-
-def _query(ncu: str, env: Mapping[str, str]) -> set[str]:
-    _, text = _run([ncu, "--query-metrics"], env, 120)
-    if not (known := known_metrics(text)):
-        raise NotTaken(f"ncu lists no metrics of this GPU{_last(text.splitlines())}")
-    return known
 
 
 def _profile(
@@ -323,10 +310,9 @@ def _at(grid: Sequence[int], part: float) -> tuple[int, ...]:
 def _summed(accesses: Iterable[coalescing.Total]) -> Totals:
     """Of one program; NaN where one of its accesses is not known."""
     found: Totals = {kind: dict.fromkeys(FIGURES, 0.0) for kind in DERIVED}
-    for one in accesses:
+    for one, figure in product(accesses, FIGURES):
         if one.kind in found:
-            found[one.kind]["requests"] += one.requests
-            found[one.kind]["sectors"] += one.sectors
+            found[one.kind][figure] += getattr(one, figure)
     return found
 
 
@@ -393,9 +379,6 @@ def in_short(table: pd.DataFrame) -> str:
     """One sentence on what `table` made."""
     kernels = table.groupby([name for name in table if name not in _LINE], dropna=False)["agree"].all()
     return f"In {kernels.sum()} of {len(kernels)} kernels every figure agrees within {TOLERANCE:g} %."
-
-
-# ---- in a sweep
 
 
 def _main(request: str, answer: str) -> None:

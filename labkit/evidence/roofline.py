@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -112,7 +112,8 @@ class Ceilings:
                 curve = points.setdefault((what, row["cache"]), {})
                 size = int(row["floor_bytes"])
                 curve[size] = min(us, curve.get(size, math.inf))
-        return cls({key: _sorted(curve.items()) for key, curve in points.items()}, flops, launches)
+        curves = {key: np.array(sorted(curve.items()), dtype=float).T for key, curve in points.items()}
+        return cls({key: (sizes, us) for key, (sizes, us) in curves.items()}, flops, launches)
 
     def best(self, limit: str, cache: str = "cold") -> float:
         """Best rate of a limit in bytes/s, or operations/s for a matrix limit; NaN if it was not measured."""
@@ -137,11 +138,6 @@ class Ceilings:
 
 
 _EMPTY = (np.array([]), np.array([]))
-
-
-def _sorted(points: Iterable[tuple[int, float]]) -> tuple[np.ndarray, np.ndarray]:
-    sizes, us = zip(*sorted(points), strict=True)
-    return np.array(sizes, dtype=float), np.array(us, dtype=float)
 
 
 def _check(limit: str, allowed: tuple[str, ...] = MEMORY + MATRIX) -> None:

@@ -48,19 +48,20 @@ class Op:
         return re.findall(_USE, self.text)
 
     @property
-    def types(self) -> list[tuple[str, str, str]]:
-        """Dimensions ("128x8x" or ""), pointer mark and element of every type named, operands' first."""
-        return _TYPE.findall(self.text.rpartition(" : ")[2])
+    def types(self) -> list[tuple[tuple[int, ...], str, str]]:
+        """Shape, pointer mark and element of every type named, operands' first."""
+        found = _TYPE.findall(self.text.rpartition(" : ")[2])  # dimensions as "128x8x"
+        return [(tuple(map(int, dims.split("x")[:-1])), pointer, element) for dims, pointer, element in found]
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Of the result."""
-        return _dims(self.types[-1][0])
+        return self.types[-1][0]
 
     @property
     def pointer_shape(self) -> tuple[int, ...]:
         """Of the first type: what a load or store names."""
-        return _dims(self.types[0][0])
+        return self.types[0][0]
 
     @property
     def dtype(self) -> Any:
@@ -91,10 +92,6 @@ class Op:
 
     def unsupported(self, why: str = "cannot be evaluated") -> Unsupported:
         return Unsupported(f"{self.name} in kernel {self.kernel} {why}")
-
-
-def _dims(text: str) -> tuple[int, ...]:
-    return tuple(int(n) for n in text.split("x")[:-1])
 
 
 @dataclass(eq=False)
@@ -229,11 +226,10 @@ class Evaluator:
         frame = frame or self._frame(op)
         address = self._value(op.operands[0], frame)
         explicit = re.search(rf" mask ({_USE})", op.text)
-        position = 2 if op.name == "tt.store" else 1
         if op.name.startswith("ttg.async"):
             name = explicit[1] if explicit else None
         else:
-            name = op.operands[position] if len(op.operands) > position else None
+            name = next(iter(op.operands[2 if op.name == "tt.store" else 1 :]), None)
         mask = self._value(name, frame) if name else True
         return address, np.broadcast_to(mask, address.shape)
 
@@ -245,10 +241,7 @@ class Evaluator:
     def executions(self, op: Op) -> float:
         """How often the program runs an operation; NaN if that cannot be evaluated."""
         try:
-            outermost = next((parent for parent, _ in op.above()), op)
-            if outermost.block not in self._path:
-                return 0
-            total = 1
+            total = int(self._reaches(op))
             for parent, region in op.above():
                 total *= self._runs(parent, region, self._frame(parent)) if total else 0
             return total
@@ -257,11 +250,14 @@ class Evaluator:
 
     def frames(self, op: Op) -> Iterator[_Frame]:
         """One for each time that the program runs an operation, every round of the loops around it included."""
-        outermost = next((parent for parent, _ in op.above()), op)
-        found: Iterable[_Frame] = [self._root] if outermost.block in self._path else []
+        found: Iterable[_Frame] = [self._root] if self._reaches(op) else []
         for parent, region in op.above():
             found = self._entered(parent, region, found)
         yield from found
+
+    def _reaches(self, op: Op) -> bool:
+        """Whether the program passes the block of the kernel's body that an operation is in."""
+        return next((parent for parent, _ in op.above()), op).block in self._path
 
     def _entered(self, op: Op, region: Region, frames: Iterable[_Frame]) -> Iterator[_Frame]:
         for frame in frames:
@@ -332,15 +328,13 @@ class Evaluator:
             return self._value(region.terminator().operands[number], _Frame(region, frame))
         if op.name == "tt.load":
             return self._read(op, *(self._value(name, frame) for name in op.operands))
-        if op.name == "tt.get_program_id":
-            return np.int32(self.program["xyz".index(op.text.split()[0])])
-        if op.name == "tt.get_num_programs":
-            return np.int32((*self.launch.grid, 1, 1)["xyz".index(op.text.split()[0])])
+        if op.name in ("tt.get_program_id", "tt.get_num_programs"):
+            of_axes = self.program if op.name == "tt.get_program_id" else (*self.launch.grid, 1, 1)
+            return np.int32(of_axes["xyz".index(op.text.split()[0])])
         return _compute(op, [self._value(name, frame) for name in op.operands])
 
     def _taken(self, op: Op, frame: _Frame) -> Region | None:
-        chosen = op.regions[:1] if self._value(op.operands[0], frame) else op.regions[1:]
-        return chosen[0] if chosen else None
+        return next(iter(op.regions[:1] if self._value(op.operands[0], frame) else op.regions[1:]), None)
 
     def _trips(self, op: Op, frame: _Frame) -> range:
         bounds = re.search(rf"= ({_USE}) to ({_USE}) step ({_USE})", op.text).groups()
@@ -388,37 +382,32 @@ class Evaluator:
             index = (address[here] - (space << _SPACE)) // tensor.element_size()
             items = tensor.untyped_storage().nbytes() // tensor.element_size()
             if index.min() < 0 or index.max() >= items:
-                raise IndexError(
-                    f"{op.kernel}: program {self.program} reads item {index.min()} to {index.max()} of {items}"
-                )
+                which = f"item {index.min()} to {index.max()} of {items}"
+                raise IndexError(f"{op.kernel}: program {self.program} reads {which}")
             values = tensor.as_strided((items,), (1,), 0)[torch.from_numpy(index).to(tensor.device)]
             found[here] = (values.float() if values.is_floating_point() else values).cpu().numpy()
         return found
 
 
+# Operations on shapes and addresses.
+_PLAIN: dict[str, Callable[[Op, list[Any]], Any]] = {
+    "arith.constant": lambda op, args: _constant(op),
+    "tt.make_range": lambda op, args: np.arange(op.integers("start")[0], op.integers("end")[0], dtype=np.int32),
+    **dict.fromkeys(("tt.splat", "tt.broadcast"), lambda op, args: np.broadcast_to(args[0], op.shape)),
+    "tt.expand_dims": lambda op, args: np.expand_dims(args[0], op.integers("axis")[0]),
+    "tt.reshape": lambda op, args: args[0].reshape(op.shape),
+    "tt.trans": lambda op, args: args[0].transpose(op.integers("order")),
+    "tt.unsplat": lambda op, args: args[0].reshape(()),
+    "tt.addptr": lambda op, args: args[0] + np.asarray(args[1], np.int64) * op.itemsize,
+    **dict.fromkeys(("ttg.convert_layout", "tt.ptr_to_int", "tt.int_to_ptr"), lambda op, args: args[0]),
+    "tt.reduce": lambda op, args: _reduce(op, args),
+}
+
+
 def _compute(op: Op, args: list[Any]) -> Any:
     """Result of an operation that only depends on its operands."""
-    match op.name:
-        case "arith.constant":
-            return _constant(op)
-        case "tt.make_range":
-            return np.arange(op.integers("start")[0], op.integers("end")[0], dtype=np.int32)
-        case "tt.splat" | "tt.broadcast":
-            return np.broadcast_to(args[0], op.shape)
-        case "tt.expand_dims":
-            return np.expand_dims(args[0], op.integers("axis")[0])
-        case "tt.reshape":
-            return args[0].reshape(op.shape)
-        case "tt.trans":
-            return args[0].transpose(op.integers("order"))
-        case "tt.unsplat":
-            return args[0].reshape(())
-        case "tt.addptr":
-            return args[0] + np.asarray(args[1], np.int64) * op.itemsize
-        case "ttg.convert_layout" | "tt.ptr_to_int" | "tt.int_to_ptr":
-            return args[0]
-        case "tt.reduce":
-            return _reduce(op, args)
+    if op.name in _PLAIN:
+        return _PLAIN[op.name](op, args)
     if op.name.startswith("arith."):
         with np.errstate(all="ignore"):  # integers wrap, as on the GPU
             return np.asarray(_arithmetic(op, op.name.removeprefix("arith."), args))
@@ -523,8 +512,7 @@ def _first_of(bases: list[list[int]]) -> np.ndarray:
 
 
 def _linear_layout(module: Module, op: Op) -> Any:
-    """Triton's own reading of the layout of the first tensor type that an operation names: bases of registers, lanes
-    and warps."""
+    """Triton's own reading of the layout of the first tensor type named: bases of registers, lanes and warps."""
     from triton._C.libtriton import gluon_ir, ir, nvidia
 
     tensor = _balanced(op.text[op.text.rindex(" : ") :])

@@ -1,10 +1,9 @@
 """Calls answered in fresh processes that compile, whatever this process does, and kept on disk.
 
-A process is either in Triton's interpreter or compiling, and a notebook may be in either: so compiled evidence is asked
-of worker processes, several at once. An answer is kept under `paths.CACHE` and asked for anew when the version of torch
-or Triton changes, or a source that the answer can depend on: those of the function, of the functions and studies that
-the request names, and of all that they import from the lab. What only shows or judges is not among them, so that the
-edit of a view compiles nothing anew.
+A process is either in Triton's interpreter or compiling, and a notebook may be in either. An answer is kept under
+`paths.CACHE` and asked for anew when the version of torch or Triton changes, or a source that it can depend on: of the
+function, of the functions and studies that the request names, and of all that they import from the lab, but for what
+only shows or judges.
 """
 
 import ast

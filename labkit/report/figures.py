@@ -88,21 +88,20 @@ def show(
     table: "pd.DataFrame | Html | None" = None,
     gpu: str | None = None,
 ) -> Html:
-    """The figure as HTML: image, caption and its table folded beneath.
-
-    Also writes REPORTS/figures/<gpu or all>/<name>.svg.
+    """The figure as HTML (image, caption, its table folded beneath) and as REPORTS/figures/<gpu or all>/<name>.svg.
 
     alt: what a reader who does not see the figure should know. ValueError if alt or caption is empty, or if name or gpu
     is not a plain file name. The figure is closed.
     """
+    folder = gpu or "all"
     for key, text in (("alt", alt), ("caption", caption)):
         if not text or not text.strip():
             raise ValueError(f"show: {key} is empty; every figure needs one")
-    for key, text in (("name", name), ("gpu", gpu or "all")):
+    for key, text in (("name", name), ("gpu", folder)):
         if not re.fullmatch(r"\w[\w.-]*", text, re.ASCII):
             raise ValueError(f"show: {key} is {text!r}; allowed: letters, digits, '-', '_' and '.'")
     data = svg(fig, alt)
-    write_atomic(paths.REPORTS / "figures" / (gpu or "all") / f"{name}.svg", data)
+    write_atomic(paths.REPORTS / "figures" / folder / f"{name}.svg", data)
     if plt := sys.modules.get("matplotlib.pyplot"):
         plt.close(fig)
     source = "data:image/svg+xml;base64," + base64.b64encode(data).decode()
@@ -122,10 +121,6 @@ def table(
 
     formats: column -> format string ("{:.2f}") or function; other numbers show four significant digits.
     """
-    return _table(df, caption, formats)
-
-
-def _table(df: pd.DataFrame, caption: str | None = None, formats: Mapping[str, Any] | None = None) -> Html:
     if any(df.index.names):
         df = df.reset_index()
     if unknown := sorted(set(formats or {}) - set(df.columns)):
@@ -148,6 +143,9 @@ def _table(df: pd.DataFrame, caption: str | None = None, formats: Mapping[str, A
     return Html(str(html), df.to_string(index=False))
 
 
+_table = table  # where an argument has its name
+
+
 def _cells(
     row: Sequence[Any], columns: Iterable[Any], kinds: Sequence[Markup], formats: Mapping[Any, Any]
 ) -> Iterable[Markup]:
@@ -155,10 +153,7 @@ def _cells(
         text = _text(item, formats.get(column))
         if len(str(text)) > 24 and not hasattr(text, "__html__"):
             kind = Markup(' class="t"')  # text that may wrap
-        if place == 0:
-            yield Markup('<th scope="row"{}>{}</th>').format(kind, text)
-        else:
-            yield Markup("<td{}>{}</td>").format(kind, text)
+        yield Markup("<td{}>{}</td>" if place else '<th scope="row"{}>{}</th>').format(kind, text)
 
 
 def _text(item: Any, form: str | Callable[[Any], str] | None) -> Any:

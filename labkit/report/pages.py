@@ -20,9 +20,8 @@ from labkit.report.figures import badge
 
 TITLE = "Kernel claims, measured"
 TEMPLATES = Path(__file__).parent / "template"
-POLICY = (
-    "default-src 'none'; img-src 'self' data: file:; style-src 'unsafe-inline'"  # the browser enforces what we promise
-)
+# The browser enforces what we promise.
+POLICY = "default-src 'none'; img-src 'self' data: file:; style-src 'unsafe-inline'"
 SHOWN = ("text/html", "text/markdown", "image/svg+xml", "image/png", "image/jpeg", "text/plain")  # best first
 EMPTY = ("application/vnd.jupyter.widget-view+json", "application/javascript")  # known, but nothing on a page
 
@@ -85,15 +84,8 @@ def page(
     """
     notebook = nbformat.read(executed, as_version=4)
     failures = _prepare(notebook)
-    lab = {
-        "title": _title(notebook) or executed.stem,
-        "css": _css(),
-        "policy": POLICY,
-        "failures": failures,
-        "index": index,
-        "previous": previous,
-        "following": following,
-    }
+    lab = {"title": _title(notebook) or executed.stem, "css": _css(), "policy": POLICY, "failures": failures}
+    lab |= {"index": index, "previous": previous, "following": following}
     config = Config(
         TagRemovePreprocessor={"enabled": True, "remove_cell_tags": {"lab-only", "papermill-error-cell-tag"}},
         NbConvertBase={"display_data_priority": [*SHOWN, *EMPTY]},
@@ -199,9 +191,8 @@ def _title(notebook: Any) -> str:
 def _lead(html: str, status: str) -> str:
     """What stands beneath the title: the status, and links to the sections if there are several."""
     heads = re.findall(r'<h2 id="([^"]*)">(.*?)<a class="anchor-link"', html, re.DOTALL)
-    items = [
-        Markup('<li><a href="#{}">{}</a></li>').format(Markup(name), Markup(text).striptags()) for name, text in heads
-    ]
+    item = Markup('<li><a href="#{}">{}</a></li>')
+    items = [item.format(Markup(name), Markup(text).striptags()) for name, text in heads]
     lead = Markup('<p class="status">{}</p>').format(status) if status else Markup()
     if len(items) > 2:
         lead += Markup('<nav class="contents" aria-label="On this page"><ol>{}</ol></nav>').format(Markup().join(items))

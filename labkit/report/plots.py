@@ -1,8 +1,8 @@
 """Plots of the notebooks: matplotlib as SVG that reads in light and in dark.
 
-They take tidy DataFrames (one row a point) and return a matplotlib `Figure`, which `figures.show` turns into HTML. No
-global setting of matplotlib is changed. Colours are drawn as in light mode; a style sheet inside the SVG replaces each
-by its dark twin where the reader prefers dark, also when the SVG is an `<img>`.
+They take tidy DataFrames (one row a point) and return a matplotlib `Figure`; no global setting of matplotlib changes.
+Colours are drawn as in light mode; a style sheet inside the SVG replaces each by its dark twin where the reader prefers
+dark, also when the SVG is an `<img>`.
 """
 
 import io
@@ -170,9 +170,8 @@ def ratios(
              interval lies (knowing nothing of the A/A noise).
     """
     df = _rows(df, mid, label, group, panel, low, high, verdict)
-    df = df.assign(
-        _kind=df[verdict] if verdict else [_side(*ends, band) for ends in zip(df[low], df[high], strict=True)]
-    )
+    ends = zip(df[low], df[high], strict=True)
+    df = df.assign(_kind=df[verdict] if verdict else [_side(*pair, band) for pair in ends])
     if odd := sorted(set(df["_kind"]) - set(SIDES)):
         raise ValueError(f"ratios: verdict {odd[0]!r}; allowed: {', '.join(SIDES)}")
     rows = _outline(df, label, group)
@@ -195,9 +194,9 @@ def ratios(
         for tick, (_, name) in zip(ax.get_yticklabels(), rows, strict=False):  # only the first axes has labels
             tick.set(color=INK, weight="bold" if name is None else "normal")
     _xlabel(cells, xlabel, 54)
-    ends = [end for ax, _ in cells for end in ax.get_xlim()]
+    limits = [end for ax, _ in cells for end in ax.get_xlim()]
     for ax, _ in cells:
-        ax.set_xlim(min(ends), max(ends))
+        ax.set_xlim(min(limits), max(limits))
     words = {} if verdict else {"faster": "above 1", "slower": "below 1", "same": f"within ±{band * 100:g} % of 1"}
     kinds = [kind for kind in SIDES if kind in set(df["_kind"])]
     _legend(fig, [Line2D([], [], label=words.get(kind, kind), **looks[kind]) for kind in kinds], alone=True)
@@ -251,10 +250,8 @@ def heat(
 
 def _map(ax: Axes, grid: np.ndarray, norm: Normalize, fmt: str, size: float) -> Any:
     """The cells of one map, each with its value, or with a dash."""
-    mesh = ax.pcolormesh(
-        grid, cmap=TWO_SIDED if isinstance(norm, TwoSlopeNorm) else ONE_SIDED, norm=norm, edgecolors=PAPER,
-        linewidth=1.5,
-    )  # fmt: skip
+    colours = TWO_SIDED if isinstance(norm, TwoSlopeNorm) else ONE_SIDED
+    mesh = ax.pcolormesh(grid, cmap=colours, norm=norm, edgecolors=PAPER, linewidth=1.5)
     for (row, column), cell in np.ndenumerate(grid):
         text = "—" if math.isnan(cell) else fmt.format(cell)
         ink = SOFT if math.isnan(cell) else _ink_on(mesh.cmap(mesh.norm(cell)))
@@ -340,13 +337,8 @@ def _title(fig: Figure, title: str) -> None:
 
 def _look(index: int) -> dict[str, Any]:
     place = index % len(SERIES)
-    return {
-        "color": SERIES[place],
-        "marker": MARKERS[place],
-        "linestyle": DASHES[index % len(DASHES)],
-        "markeredgecolor": PAPER,
-        "markeredgewidth": 0.7,
-    }
+    look = {"color": SERIES[place], "marker": MARKERS[place], "linestyle": DASHES[index % len(DASHES)]}
+    return look | {"markeredgecolor": PAPER, "markeredgewidth": 0.7}
 
 
 def _fill(index: int) -> dict[str, Any]:
@@ -400,18 +392,11 @@ def _name_references(ax: Axes, reference: Reference) -> None:
     for place, end in enumerate(ends):
         ats.append(end if not ats else max(end, ats[-1] + (gap[place - 1] + gap[place]) / 2))
     shift = max(0.0, ats[-1] - max(ends[-1], 1.0))
+    arrow = {"arrowstyle": "-", "color": SOFT, "lw": 0.7, "shrinkA": 0, "shrinkB": 0}
     for (value, _), text, at in zip(ordered, texts, ats, strict=True):
-        ax.annotate(
-            text,
-            xy=(1, value),
-            xycoords=ax.get_yaxis_transform(),
-            xytext=(1.03, at - shift),
-            textcoords="axes fraction",
-            va="center",
-            fontsize=9.5,
-            color=SOFT,
-            arrowprops={"arrowstyle": "-", "color": SOFT, "lw": 0.7, "shrinkA": 0, "shrinkB": 0},
-        )
+        end = {"xy": (1, value), "xycoords": ax.get_yaxis_transform()}
+        start = {"xytext": (1.03, at - shift), "textcoords": "axes fraction"}
+        ax.annotate(text, **end, **start, va="center", fontsize=9.5, color=SOFT, arrowprops=arrow)
 
 
 def _legend(fig: Figure, handles: list[Any], alone: bool = False) -> None:
@@ -458,10 +443,8 @@ def _outline(df: pd.DataFrame, label: str, group: str | None) -> list[tuple[Any,
     """The rows of `ratios`, each (group, label); (group, None) is a heading."""
     if group is None:
         return [(None, name) for name in dict.fromkeys(df[label])]
-    rows: list[tuple[Any, Any]] = []
-    for name in dict.fromkeys(df[group]):
-        rows += [(name, None), *((name, item) for item in dict.fromkeys(df[df[group] == name][label]))]
-    return rows
+    headed = ((name, item) for name in dict.fromkeys(df[group]) for item in (None, *df[df[group] == name][label]))
+    return list(dict.fromkeys(headed))
 
 
 def _side(low: float, high: float, band: float) -> str:

@@ -49,7 +49,7 @@ class Function:
 
     @property
     def text(self) -> str:
-        """As it was asked for, with an absolute path."""
+        """FILE.py:FUNCTION, with an absolute path."""
         return f"{self.path}:{self.name}"
 
 
@@ -108,18 +108,16 @@ def _named(text: str) -> tuple[Path, str]:
         raise ValueError(f"{PARAMETER}: {path}, line {problem.lineno}: {problem.msg}") from None
     except (OSError, ValueError) as problem:
         raise ValueError(f"{PARAMETER}: {path}: cannot be read ({problem})") from None
-    known = [one for node in tree.body for one in _defined(node)]
+    known: list[str] = []
+    for node in tree.body:  # a definition, or what was wrapped and assigned
+        targets = getattr(node, "targets", [])
+        known += (
+            [node.name] if isinstance(node, ast.FunctionDef) else [t.id for t in targets if isinstance(t, ast.Name)]
+        )
     if name not in known:
         has = ", ".join(dict.fromkeys(known)) or "nothing"
         raise ValueError(f"{PARAMETER}: {path} defines no {name!r} at its top level; it defines: {has}")
     return path, name
-
-
-def _defined(node: ast.stmt) -> list[str]:
-    """Names that a statement defines and that may be functions: a definition, or one that was wrapped and assigned."""
-    if isinstance(node, ast.FunctionDef):
-        return [node.name]
-    return [target.id for target in getattr(node, "targets", []) if isinstance(target, ast.Name)]
 
 
 # As variants
@@ -330,11 +328,8 @@ def compared(study: Study, rows: pd.DataFrame) -> pd.DataFrame:
         against = study.control(case) if ours.empty else ours.iloc[0]
         us = records.expanded(part).set_index("variant")["us"]
         mine = part[is_added(part)]
-        for row, result in zip(
-            mine.to_dict("records"),
-            verdict.compare_many(part, [(name, against) for name in mine["variant"]]),
-            strict=True,
-        ):
+        results = verdict.compare_many(part, [(name, against) for name in mine["variant"]])
+        for row, result in zip(mine.to_dict("records"), results, strict=True):
             if heat == "hot" and not row["ok"] and against not in us:
                 continue  # failed before it was known that this case is not timed hot
             ok = row["ok"]

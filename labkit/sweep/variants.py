@@ -21,12 +21,10 @@ from labkit.kernels.offline import CAPABILITIES, offline
 def compiled_for(
     study_name: str, wanted: Sequence[tuple[Case, str]], capabilities: Sequence[int] = CAPABILITIES
 ) -> pd.DataFrame:
-    """`table` for variants of a study: one row for every (case, variant name) and capability.
+    """`compiled.table` for variants of a study, (case, variant name) each, with columns op, case, variant for `source`.
 
     Every case is prepared on the CPU at its full size: ask for small batches where the code does not depend on it.
-
-    Columns op, case, variant, capability and those of `evidence`. KeyError for an unknown study or variant;
-    isolated.IsolatedError for a variant that is a library call and so has no kernel of its own.
+    KeyError for an unknown study or variant; IsolatedError for a library call, which has no kernel of its own.
     """
     return with_cases(study_name, wanted, lambda sources: compiled.table(sources, capabilities))
 
@@ -95,7 +93,7 @@ def _kind(value: Any) -> Any:
 def accesses_for(
     study_name: str, wanted: Sequence[tuple[Case, str]], capability: int = 90, program: tuple[int, int, int] = (0, 0, 0)
 ) -> pd.DataFrame:
-    """`table` for variants of a study, (case, variant name) each: columns op, case, variant and those of `Access`."""
+    """`coalescing.table`, as `compiled_for` is `compiled.table`."""
     return with_cases(study_name, wanted, lambda sources: coalescing.table(sources, capability, program))
 
 

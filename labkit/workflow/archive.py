@@ -10,6 +10,7 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from io import BytesIO
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
@@ -27,8 +28,7 @@ from labkit.workflow import library, recorded
 
 MAX_MEMBERS = 10_000
 MAX_BYTES = 1 << 30  # unpacked, all members together
-_SLUG = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
-_FILE = re.compile(r"machine\.json|[a-z][a-z0-9_]*(\.parquet|\.journal\.jsonl)")
+_MEMBER = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*/(machine\.json|[a-z][a-z0-9_]*(\.parquet|\.journal\.jsonl))")
 _FORMATS = {".tar": "w", ".tar.gz": "w:gz", ".tgz": "w:gz", ".zip": "zip"}
 _ONE_RUN = ("driver", "cuda", "torch", "triton", "labkit")  # equal in all rows of a case, since one run made them
 
@@ -50,25 +50,21 @@ def pack(out: Path) -> int:
     if mode is None:
         raise ValueError(f"{out}: the archive's name must end in {', '.join(_FORMATS)}")
     files = [path for path in sorted(paths.RUNS.glob("*/*")) if _member(path.relative_to(paths.RUNS.parent).as_posix())]
-    if not any(path.suffix == ".parquet" or path.suffix == ".jsonl" for path in files):
+    if not any(path.suffix in (".parquet", ".jsonl") for path in files):
         raise RecordError(f"{paths.RUNS}: nothing has been measured here")
     content = BytesIO()
+    names = {f"runs/{path.parent.name}/{path.name}": path for path in files}
     if mode == "zip":
         with zipfile.ZipFile(content, "w", zipfile.ZIP_DEFLATED) as archive:
-            for path in files:
-                archive.write(path, f"runs/{path.parent.name}/{path.name}")
+            for name, path in names.items():
+                archive.write(path, name)
     else:
+        nobody = {"uid": 0, "gid": 0, "uname": "", "gname": ""}
         with tarfile.open(fileobj=content, mode=mode) as archive:
-            for path in files:
-                archive.add(path, f"runs/{path.parent.name}/{path.name}", filter=_anonymous)
+            for name, path in names.items():
+                archive.add(path, name, filter=lambda member: member.replace(**nobody, deep=False))
     records.write_atomic(out, content.getvalue())
     return len(files)
-
-
-def _anonymous(member: tarfile.TarInfo) -> tarfile.TarInfo:
-    member.uid = member.gid = 0
-    member.uname = member.gname = ""
-    return member
 
 
 def promote(source: Path | None = None) -> Report:
@@ -140,13 +136,11 @@ def _has_measurements(folder: Path) -> bool:
     return any(folder.glob("*.parquet")) or any(folder.glob("*.journal.jsonl"))
 
 
-def _member(name: str) -> tuple[str, str] | None:
-    """GPU and file name of an archive's member; None if it is something else."""
+def _member(name: str) -> str:
+    """ "GPU/file" of an archive's member; empty if it is something else."""
     parts = [part for part in PurePosixPath(name).parts if part != "."]
-    if not (len(parts) == 2 or (len(parts) > 2 and parts[-3] == "runs")):
-        return None
-    gpu, file = parts[-2:]
-    return (gpu, file) if _SLUG.fullmatch(gpu) and _FILE.fullmatch(file) else None
+    found = "/".join(parts[-2:]) if len(parts) == 2 or parts[-3:-2] == ["runs"] else ""
+    return found if _MEMBER.fullmatch(found) else ""
 
 
 def _unpack(source: Path, target: Path) -> None:
@@ -157,11 +151,11 @@ def _unpack(source: Path, target: Path) -> None:
             total += size
             if count > MAX_MEMBERS or total > MAX_BYTES:
                 raise RecordError(f"{source}: more than {MAX_MEMBERS} members or {MAX_BYTES >> 20} MiB; not unpacked")
-            if file is None or (found := _member(name)) is None:
+            if file is None or not (found := _member(name)):
                 continue
-            path = target / found[0] / found[1]
+            path = target / found
             if path.exists():
-                raise RecordError(f"{source}: holds {found[0]}/{found[1]} twice")
+                raise RecordError(f"{source}: holds {found} twice")
             path.parent.mkdir(exist_ok=True)
             with file, open(path, "xb") as out:
                 shutil.copyfileobj(file, out)
@@ -212,18 +206,15 @@ def _check_folder(folder: Path, report: Report) -> list[tuple[Path, Any]]:
     for path in sorted(folder.glob("*.journal.jsonl")):
         if cases := {str(entry.get("case")) for entry in records.Journal(path).entries()}:
             study = path.name.removesuffix(".journal.jsonl")
-            report.left.append(
-                f"{folder.name}/{study}: {len(cases)} cases of a sweep that has not finished; "
-                f"`labkit run {study}` goes on with it"
-            )
+            left = f"{folder.name}/{study}: {len(cases)} cases of a sweep that has not finished"
+            report.left.append(f"{left}; `labkit run {study}` goes on with it")
     if ready:
         ready.append((paths.DATA / folder.name / "machine.json", here.to_json()))
     return ready
 
 
 def _check_machine(folder: Path) -> Machine:
-    path = folder / "machine.json"
-    here = Machine.load(folder)
+    path, here = folder / "machine.json", Machine.load(folder)
     if here is None:
         raise RecordError(f"{path}: missing, or not the description of a machine that labkit writes")
     if not isinstance(here.name, str) or slug(here.name) != here.slug or here.slug != folder.name:
@@ -235,18 +226,18 @@ def _check_rows(path: Path, rows: pd.DataFrame, gpu: str, here: Machine) -> None
     study = path.stem
     if study not in registry.NOTEBOOKS:
         raise RecordError(f"{path}: no study {study!r} in this tree; it has: {', '.join(registry.NOTEBOOKS)}")
-    _refuse(path, rows, "study", rows["study"] != study, f"is not {study!r}")
-    _refuse(path, rows, "gpu", rows["gpu"] != here.name, f"is not {here.name!r}, the machine of {gpu}")
+    refuse = partial(_refuse, path, rows)
+    refuse("study", rows["study"] != study, f"is not {study!r}")
+    refuse("gpu", rows["gpu"] != here.name, f"is not {here.name!r}, the machine of {gpu}")
     for name, allowed in (("role", spec.ROLES), ("cache", spec.CACHES), ("mode", spec.MODES)):
-        _refuse(path, rows, name, ~rows[name].isin(allowed), f"is not one of {', '.join(allowed)}")
-    no_gpu = "is empty: not timed on a GPU (the interpreter is never timed)"
+        refuse(name, ~rows[name].isin(allowed), f"is not one of {', '.join(allowed)}")
     for name in ("driver", "cuda", "torch", "triton"):
-        _refuse(path, rows, name, rows[name].fillna("") == "", no_gpu)
+        refuse(name, rows[name].fillna("") == "", "is empty: not timed on a GPU (the interpreter is never timed)")
     unsampled = rows["ok"] & rows["samples_ns"].map(lambda samples: len(samples) == 0 or min(samples) <= 0)
-    _refuse(path, rows, "samples_ns", unsampled, "has no time, or one that is not positive, though the row is ok")
-    _refuse(path, rows, "kernel_sha", recorded.stale(rows), "is not that of the present kernel: measure again")
+    refuse("samples_ns", unsampled, "has no time, or one that is not positive, though the row is ok")
+    refuse("kernel_sha", recorded.stale(rows), "is not that of the present kernel: measure again")
     twice = rows.duplicated(["op", "case", "variant", "cache", "mode"])
-    _refuse(path, rows, "variant", twice, "is there twice in its case, cache and mode")
+    refuse("variant", twice, "is there twice in its case, cache and mode")
     for (op, case), group in rows.groupby(["op", "case"]):
         _check_case(path, study, op, case, group)
 
@@ -287,12 +278,10 @@ def readme() -> str:
         "| column | type | meaning |",
         "|---|---|---|",
     ]
-    lines += [f"| `{name}` | {_type_name(kind)} | {text} |" for name, kind, text in records.COLUMNS]
+    for name, kind, text in records.COLUMNS:
+        type_name = f"list of {kind.value_type}" if pa.types.is_list(kind) else kind
+        lines.append(f"| `{name}` | {type_name} | {text} |")
     return "\n".join(lines) + "\n"
-
-
-def _type_name(kind: pa.DataType) -> str:
-    return f"list of {kind.value_type}" if pa.types.is_list(kind) else str(kind)
 
 
 def write_readme() -> None:

@@ -14,6 +14,8 @@ from labkit.workflow import lease, notebooks, recorded
 
 _NEEDED = ("ipykernel", "jinja2", "matplotlib", "nbconvert", "numpy", "pandas", "papermill", "pyarrow", "torch")
 
+NO_TRITON = "not installed: kernels are neither interpreted nor compiled here, recorded evidence is shown"
+
 
 @dataclass(frozen=True)
 class Finding:
@@ -35,7 +37,7 @@ def examine() -> list[Finding]:
         *_installation(),
         *_gpus(),
         _torch(seen),
-        _triton(seen),
+        Finding("Triton", seen.get("triton") or NO_TRITON),
         _ncu(),
         *_ceilings(),
         *_studies(seen),
@@ -84,18 +86,14 @@ def _torch(seen: dict[str, Any]) -> Finding:
     return Finding("torch", f"{seen['torch']}, " + (f"CUDA {seen['cuda']}" if seen["cuda"] else "built without CUDA"))
 
 
-def _triton(seen: dict[str, Any]) -> Finding:
-    without = "not installed: kernels are neither interpreted nor compiled here, recorded evidence is shown"
-    return Finding("Triton", seen.get("triton") or without)
-
-
 def _ncu() -> Finding:
+    without = "hardware counters are not taken, everything else works"
     if not (tool := counters.tool()):
-        return Finding("ncu", "not found: hardware counters are not taken, everything else works")
+        return Finding("ncu", f"not found: {without}")
     try:
         found = counters.version(tool)
     except counters.NotTaken as problem:
-        return Finding("ncu", f"cannot be used ({problem}): hardware counters are not taken, everything else works")
+        return Finding("ncu", f"cannot be used ({problem}): {without}")
     return Finding("ncu", f"{found} ({tool}): counts what kernels load, if the driver permits this user to")
 
 
@@ -114,10 +112,8 @@ def _ceilings() -> Iterator[Finding]:
 
 def _studies(seen: dict[str, Any]) -> Iterator[Finding]:
     why_not = seen.get("why_not", "torch cannot be used")
+    how = f"will be replayed ({why_not})" if why_not else "will be measured here"
     for name, notebook in registry.NOTEBOOKS.items():
-        gpus = sorted({path.parent.name for path in paths.DATA.glob(f"*/{name}.parquet")})
+        gpus = [path.parent.name for path, _ in paths.data_files(name, runs=False)]
         beside = f"recorded: {', '.join(gpus)}" if gpus else "nothing is recorded"
-        if why_not:
-            yield Finding(notebook, f"will be replayed ({why_not}); {beside}")
-        else:
-            yield Finding(notebook, f"will be measured here; {beside}")
+        yield Finding(notebook, f"{how}; {beside}")

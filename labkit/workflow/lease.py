@@ -62,19 +62,14 @@ def installed() -> list[Gpu]:
             return []
         handles = [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())]
         return [
-            Gpu(i, _text(nvml.nvmlDeviceGetUUID(handle)), _text(nvml.nvmlDeviceGetName(handle)))
-            for i, handle in enumerate(handles)
+            Gpu(i, nvml.nvmlDeviceGetUUID(handle), nvml.nvmlDeviceGetName(handle)) for i, handle in enumerate(handles)
         ]
 
 
 def driver() -> str:
     """Version of the NVIDIA driver; empty without one."""
     with _nvml() as nvml:
-        return _text(nvml.nvmlSystemGetDriverVersion()) if nvml else ""
-
-
-def _text(value: str | bytes) -> str:
-    return value.decode() if isinstance(value, bytes) else value
+        return nvml.nvmlSystemGetDriverVersion() if nvml else ""
 
 
 def visible(every: Sequence[Gpu] | None = None) -> list[Gpu]:

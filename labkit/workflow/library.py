@@ -49,13 +49,12 @@ def figures() -> str:
 
 def _table(shown: Shown) -> str:
     """Lines of all recorded GPUs: µs of ours and of the fastest other, and how many times faster ours is."""
-    gpus = [path.parent.name for path in sorted(paths.DATA.glob(f"*/{shown.study}.parquet"))]
-    columns = {gpu: _times(records.read(paths.DATA / gpu / f"{shown.study}.parquet"), shown) for gpu in gpus}
-    names = [f"{gpu}: µs | fastest other, µs | times faster" for gpu in gpus]
-    lines = [f"**{shown.title}**", "", f"| {', '.join(shown.by)} | {' | '.join(names)} |"]
-    lines.append("|" + "---|" * (1 + 3 * len(gpus)))
-    for key in dict.fromkeys(key for found in columns.values() for key in found):
-        cells = " | ".join(columns[gpu].get(key, "| |") for gpu in gpus)
+    files = [path for path, _ in paths.data_files(shown.study, runs=False)]
+    columns = [_times(records.read(path), shown) for path in files]
+    names = " | ".join(f"{path.parent.name}: µs | fastest other, µs | times faster" for path in files)
+    lines = [f"**{shown.title}**", "", f"| {', '.join(shown.by)} | {names} |", "|" + "---|" * (1 + 3 * len(files))]
+    for key in dict.fromkeys(key for found in columns for key in found):
+        cells = " | ".join(found.get(key, "| |") for found in columns)
         lines.append(f"| {', '.join(map(str, key))} | {cells} |")
     return "\n".join(lines)
 
@@ -71,18 +70,11 @@ def _times(rows: pd.DataFrame, shown: Shown) -> dict[tuple[Any, ...], str]:
             us = {name: one["us"] for name, one in known.items()}
             other = tables.fastest(us, [name for name, one in known.items() if one["role"] in shown.others])
             if ours and other:
-                found[key] = _cells(group, us, ours, other)
+                [line] = tables.pairs(group, [(ours, other)])
+                first, second = (f"{us[one]:,.0f}" if us[one] >= 100 else f"{us[one]:.3g}" for one in (ours, other))
+                ratio, low, high = (f"{line[name]:.2f}" for name in ("ratio", "low", "high"))
+                found[key] = f"{first} | {second} ({other}) | {ratio} ({low} to {high})"
     return found
-
-
-def _cells(group: pd.DataFrame, us: Mapping[str, float], ours: str, other: str) -> str:
-    [line] = tables.pairs(group, [(ours, other)])
-    ratio, low, high = (f"{line[name]:.2f}" for name in ("ratio", "low", "high"))
-    return f"{_plain(us[ours])} | {_plain(us[other])} ({other}) | {ratio} ({low} to {high})"
-
-
-def _plain(us: float) -> str:
-    return f"{us:,.0f}" if us >= 100 else f"{us:.3g}"
 
 
 def written(text: str) -> str:

@@ -9,10 +9,10 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,6 @@ from labkit.sweep import added
 from labkit.workflow import lease
 from labkit.workflow.progress import Progress
 
-SOURCES = ("auto", "measure", "recorded")
 FIRST = "machine"  # the study whose ceilings the others use: it measures first, and alone
 MAX_PROCESSES = 100
 _RETRY = re.compile("Address already in use|Kernel died before replying|Kernel didn't respond")
@@ -61,7 +60,6 @@ class Result:
 
     @property
     def ok(self) -> bool:
-        """Whether every cell ran."""
         return not self.error
 
 
@@ -80,7 +78,7 @@ def executed_path(study: str) -> Path:
 
 
 def copy_into(folder: Path) -> None:
-    """Copy the notebooks, so that running them there leaves the checkout clean. For `make lab`.
+    """Copy the notebooks, for `make lab`: running the copies leaves the checkout clean.
 
     A copy stays as it is until its notebook changes; then one that was run or edited is kept as NAME.old-N.ipynb.
     """
@@ -96,11 +94,6 @@ def copy_into(folder: Path) -> None:
             records.write_atomic(file, notebook.read_bytes())
 
 
-def recorded_gpus() -> list[str]:
-    """The GPUs, as folder names, that data/ holds measurements of."""
-    return sorted({path.parent.name for path in paths.DATA.glob("*/*.parquet")})
-
-
 # Parameters
 
 
@@ -110,24 +103,17 @@ def parameters(notebook: Path) -> dict[str, Parameter]:
     import papermill
 
     try:
-        found = papermill.inspect_notebook(str(notebook))
+        inspected = papermill.inspect_notebook(str(notebook))
     except FileNotFoundError:
         raise UsageError(f"{notebook}: no such notebook") from None
     except Exception as problem:  # nbformat and papermill raise many kinds
         raise UsageError(f"{notebook}: not a notebook ({str(problem).splitlines()[0]})") from problem
-    return {
-        name: Parameter(name, _known_type(p["inferred_type_name"], p["default"]), p["default"], p["help"])
-        for name, p in found.items()
-    }
-
-
-def _known_type(annotation: str, default: str) -> str:
-    """The annotation in lower case without spaces; the default's type where there is no annotation."""
-    if annotation not in ("None", "NoneType"):
-        return annotation.replace(" ", "").lower()
-    with suppress(ValueError, SyntaxError):
-        return type(ast.literal_eval(default)).__name__
-    return "str"
+    found = {}
+    for name, p in inspected.items():
+        one = Parameter(name, p["inferred_type_name"].replace(" ", "").lower(), p["default"], p["help"])
+        # "None": there is no annotation. `value` is then a text too where the default is no literal.
+        found[name] = replace(one, type=type(one.value).__name__) if one.type in ("none", "nonetype") else one
+    return found
 
 
 def coerce(study: spec.Study, given: Sequence[str]) -> dict[str, Any]:
@@ -176,9 +162,11 @@ def assign(chosen: Sequence[spec.Study], given: Sequence[str]) -> dict[str, dict
 
 def check(study: spec.Study, values: Mapping[str, Any]) -> None:
     """UsageError for a value that the notebook of this study does not allow."""
+    gpus = paths.recorded_gpus()
+    gpus_allowed = "empty for all, or a recorded GPU: " + (", ".join(gpus) or "(none is recorded)")
     rules: dict[str, spec.Rule] = {
-        "source": spec.one_of(*SOURCES),
-        "gpu": lambda value: None if value in ("", *recorded_gpus()) else _gpus_allowed(),
+        "source": spec.one_of(*spec.SOURCES),
+        "gpu": lambda value: None if value in ("", *gpus) else gpus_allowed,
         "processes": spec.integer(1, MAX_PROCESSES),
     }
     for name in values.keys() & rules.keys():
@@ -189,10 +177,6 @@ def check(study: spec.Study, values: Mapping[str, Any]) -> None:
         study.check({name: value for name, value in values.items() if name not in (*rules, added.PARAMETER)})
     except ValueError as problem:
         raise UsageError(str(problem)) from problem
-
-
-def _gpus_allowed() -> str:
-    return "empty for all, or a recorded GPU: " + (", ".join(recorded_gpus()) or "(none is recorded)")
 
 
 def _split(text: str) -> tuple[str, str]:
@@ -211,7 +195,6 @@ _EXAMPLES = {
     "list[float]": "0.5,1,2 or [0.5, 1, 2]",
     "list[str]": 'bf16,fp32 or ["bf16", "fp32"]',
 }
-_TRUTH = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 
 
 def parse(parameter: Parameter, text: str) -> Any:
@@ -227,35 +210,28 @@ def parse(parameter: Parameter, text: str) -> Any:
         ) from None
 
 
+_SCALARS: dict[str, tuple[str, Callable[[str], Any]]] = {  # type -> what its text looks like, and its value
+    "str": (r"(?s).*", str),
+    "bool": (r"(?i)true|yes|1|false|no|0", lambda text: text.lower() in ("true", "yes", "1")),
+    "int": (r"[+-]?[0-9]+", int),
+    "float": (r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?", float),
+}
+
+
 def _parse_scalar(kind: str, text: str) -> Any:
-    if kind == "str":
-        return text
-    if kind == "bool":
-        if text.lower() not in _TRUTH:
-            raise ValueError
-        return _TRUTH[text.lower()]
-    if kind == "int":
-        if not re.fullmatch(r"[+-]?[0-9]+", text):
-            raise ValueError
-        return int(text)
-    if kind == "float":
-        if not re.fullmatch(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?", text):
-            raise ValueError
-        return float(text)
-    return json.loads(text)
+    form, value = _SCALARS.get(kind, (r"(?s).*", json.loads))
+    if not re.fullmatch(form, text):
+        raise ValueError
+    return value(text)
 
 
 def _parse_list(kind: str, text: str) -> list[Any]:
     if not text.startswith("["):
         return [_parse_scalar(kind, item.strip()) for item in text.split(",")] if text else []
     items = json.loads(text)
-    if kind == "str":
-        if not all(isinstance(item, str) for item in items):
-            raise ValueError
-        return items
-    if any(isinstance(item, str) for item in items):
+    if any(isinstance(item, str) != (kind == "str") for item in items):
         raise ValueError
-    return [_parse_scalar(kind, json.dumps(item)) for item in items]
+    return items if kind == "str" else [_parse_scalar(kind, json.dumps(item)) for item in items]
 
 
 # Running
@@ -307,29 +283,20 @@ def run(
 
     alone = [name for name in chosen if name == FIRST and name in measuring]
     progress.start([(name, registry.NOTEBOOKS[name]) for name in chosen])
+    pool = ThreadPoolExecutor(limit)
     try:
         for group in (alone, [name for name in chosen if name not in alone]):
-            with _pool(limit, stop) as pool:
-                futures: list[Future[Result]] = [pool.submit(one, name) for name in group]
-                for future in as_completed(futures):
-                    result = future.result()
-                    results[result.study] = result
-                    progress.end(result.study, result.error, result.seconds)
-    finally:
-        progress.close()
-    return [results[name] for name in chosen]
-
-
-@contextmanager
-def _pool(workers: int, stop: threading.Event) -> Iterator[ThreadPoolExecutor]:
-    pool = ThreadPoolExecutor(workers)
-    try:
-        yield pool
+            for future in as_completed([pool.submit(one, name) for name in group]):
+                result = future.result()
+                results[result.study] = result
+                progress.end(result.study, result.error, result.seconds)
     except BaseException:
         stop.set()
         raise
     finally:
         pool.shutdown(cancel_futures=True)
+        progress.close()
+    return [results[name] for name in chosen]
 
 
 def cores() -> int:
@@ -354,10 +321,6 @@ def _run_one(
     out = executed_path(name)
     partial = out.with_name(f".{out.stem}.partial.ipynb")  # an earlier result stays until this one is complete
     start = time.monotonic()
-
-    def result(error: str) -> Result:
-        return Result(name, out.stem, time.monotonic() - start, out if out.exists() else None, error)
-
     try:
         with _only_run(out), held as gpu:
             leased = lease.environment(gpu) if gpu else {}
@@ -366,9 +329,9 @@ def _run_one(
                 partial.unlink(missing_ok=True)
             elif partial.exists():
                 os.replace(partial, out)
-            return result(error)
     except (OSError, ValueError, RuntimeError) as problem:
-        return result(f"{type(problem).__name__}: {problem}")
+        error = f"{type(problem).__name__}: {problem}"
+    return Result(name, out.stem, time.monotonic() - start, out if out.exists() else None, error)
 
 
 def _execute_twice(
@@ -384,19 +347,13 @@ def _execute_twice(
     cells = len(json.loads(source.read_text())["cells"]) + bool(values)  # papermill adds a cell for the values
     for last in (False, True):
         try:
-            isolated.call(
-                "labkit.workflow.notebooks:execute",
-                str(source),
-                str(partial),
-                dict(values),
-                env=env,
-                stop=stop,
-                on_line=lambda line: _show(progress, name, cells, line),
-            )
+            arguments = ("labkit.workflow.notebooks:execute", str(source), str(partial), dict(values))
+            isolated.call(*arguments, env=env, stop=stop, on_line=lambda line: _show(progress, name, cells, line))
             return ""
         except isolated.IsolatedError as problem:
             if last or stop.is_set() or not _RETRY.search(f"{problem.message}\n{problem.trace}"):
-                return cell_error(partial) or f"{problem.kind}: {_last_line(problem.message)}"
+                last_line = problem.message.strip().rpartition("\n")[2]
+                return cell_error(partial) or f"{problem.kind}: {last_line}"
             progress.note(name, "the kernel did not start; once more")
     raise AssertionError("unreachable")
 
@@ -409,15 +366,8 @@ def execute(notebook: str, out: str, values: Mapping[str, Any]) -> None:
 
     _use_this_python()
     logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(message)s")
-    papermill.execute_notebook(
-        notebook,
-        out,
-        parameters=dict(values),
-        kernel_name="python3",
-        cwd=str(Path(notebook).parent),
-        progress_bar=False,
-        log_output=True,
-    )
+    options = {"kernel_name": "python3", "cwd": str(Path(notebook).parent), "progress_bar": False, "log_output": True}
+    papermill.execute_notebook(notebook, out, parameters=dict(values), **options)
 
 
 def _use_this_python() -> None:
@@ -451,10 +401,6 @@ def _show(progress: Progress, name: str, cells: int, line: str) -> None:
         progress.output(name, text)
 
 
-def _last_line(text: str) -> str:
-    return (text.strip().splitlines() or [""])[-1]
-
-
 def cell_error(executed: Path) -> str:
     """The error that an executed notebook ends with: which cell, type and message; empty if there is none."""
     try:
@@ -464,6 +410,6 @@ def cell_error(executed: Path) -> str:
     for cell in cells:
         for output in cell.get("outputs", []):
             if output.get("output_type") == "error":
-                message = (str(output.get("evalue", "")).strip().splitlines() or [""])[0]
+                message = str(output.get("evalue", "")).strip().partition("\n")[0]
                 return f"In [{cell.get('execution_count')}]: {output.get('ename')}: {message}"
     return ""

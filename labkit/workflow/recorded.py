@@ -40,10 +40,9 @@ def read(path: Path) -> pd.DataFrame:
     return rows[~added.is_added(rows)].reset_index(drop=True)
 
 
-Rule = Callable[[spec.Variant], str]
 # The rules of earlier schemas, by which hashes that begin with their number were made, for as long as the lab has them:
 # that of schema 1 hashed sources which are gone, so its rows are read and all stale.
-EARLIER: dict[str, Rule] = {}
+EARLIER: dict[str, Callable[[spec.Variant], str]] = {}
 
 
 @cache

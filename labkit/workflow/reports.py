@@ -3,7 +3,7 @@
 import json
 import math
 import platform
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -17,18 +17,16 @@ from labkit.evidence import roofline
 from labkit.report import pages
 from labkit.workflow import notebooks, recorded
 
-_NONE: Mapping[str, str] = MappingProxyType({})
 _UNITS = {"read": "TB/s", "in_place": "TB/s", "copy": "TB/s", "bf16": "TFLOP/s", "fp8": "TFLOP/s"}  # shown in the index
 
 
-def write(failed: Mapping[str, str] = _NONE) -> list[str]:
+def write(failed: Mapping[str, str] = MappingProxyType({})) -> list[str]:
     """Write a page for every notebook that was run, and reports/index.html; returns what went wrong with that.
 
     failed: study -> error, of notebooks that did not run to their end just now.
     """
-    problems: list[str] = []
     found, broken = _readable()
-    problems += broken.values()
+    problems = list(broken.values())
     executed = {name: notebooks.executed_path(name) for name in registry.NOTEBOOKS}
     entries = {name: _entry(name, path, found[name], failed.get(name, "")) for name, path in executed.items()}
     shown = [name for name, path in executed.items() if path.exists()]
@@ -48,13 +46,13 @@ def write(failed: Mapping[str, str] = _NONE) -> list[str]:
     return problems
 
 
-def forget_figures(chosen: Iterable[str]) -> None:
+def forget_figures(chosen: Collection[str]) -> None:
     """Delete what these studies' notebooks drew of recorded GPUs before, so that no figure outlives its name."""
     for path in _figures(paths.REPORTS / "figures", chosen):
         path.unlink()
 
 
-def keep_figures(chosen: Iterable[str]) -> list[Path]:
+def keep_figures(chosen: Collection[str]) -> list[Path]:
     """Make figures/ hold just what these studies' notebooks drew of recorded GPUs; returns the copies.
 
     Of a study and GPU of which nothing was drawn, as where its notebook failed, the old ones stay.
@@ -64,17 +62,16 @@ def keep_figures(chosen: Iterable[str]) -> list[Path]:
     for copy, path in drawn.items():
         records.write_atomic(copy, path.read_bytes())
     fresh = {(copy.parent, _study(copy)) for copy in drawn}
-    for old in _figures(paths.FIGURES, chosen):
-        if old not in drawn and (old.parent, _study(old)) in fresh:
+    for old in set(_figures(paths.FIGURES, chosen)) - drawn.keys():
+        if (old.parent, _study(old)) in fresh:
             old.unlink()
     return list(drawn)
 
 
-def _figures(folder: Path, chosen: Iterable[str]) -> list[Path]:
+def _figures(folder: Path, chosen: Collection[str]) -> list[Path]:
     """The figures of these studies and all recorded GPUs in a folder."""
-    names = set(chosen)
-    found = [path for gpu in notebooks.recorded_gpus() for path in sorted((folder / gpu).glob("*.svg"))]
-    return [path for path in found if _study(path) in names]
+    found = [path for gpu in paths.recorded_gpus() for path in sorted((folder / gpu).glob("*.svg"))]
+    return [path for path in found if _study(path) in chosen]
 
 
 def _study(figure: Path) -> str:
@@ -136,11 +133,10 @@ def _claims(
 
 def _machines(found: Mapping[str, list[recorded.Rows]]) -> list[pages.Machine]:
     """One column a GPU; one that is both recorded and measured here has two."""
-    by_key: dict[str, list[recorded.Rows]] = {}
+    groups: dict[tuple[bool, str], list[recorded.Rows]] = {}
     for one in (one for rows in found.values() for one in rows if len(one.rows)):
-        by_key.setdefault(_key(one.gpu, one.here), []).append(one)
-    ordered = sorted(by_key.items(), key=lambda item: (not item[1][0].here, item[0]))
-    return [_machine(key, group) for key, group in ordered]
+        groups.setdefault((not one.here, _key(one.gpu, one.here)), []).append(one)
+    return [_machine(key, group) for (_, key), group in sorted(groups.items(), key=lambda item: item[0])]
 
 
 def _machine(key: str, group: list[recorded.Rows]) -> pages.Machine:
@@ -172,12 +168,10 @@ def _date(rows: pd.DataFrame) -> str:
 
 
 def _built() -> dict[str, str]:
-    versions = {}
-    for name in ("torch", "triton"):
+    found = {"labkit": f"{__version__} {machine.revision()}".strip(), "Python": platform.python_version()}
+    for name in ("torch", "Triton"):
         try:
-            versions[name] = metadata.version(name)
+            found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
-            versions[name] = "not installed"
-    made = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
-    about = {"labkit": f"{__version__} {machine.revision()}".strip(), "Python": platform.python_version()}
-    return about | {"torch": versions["torch"], "Triton": versions["triton"], "made": made}
+            found[name] = "not installed"
+    return found | {"made": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")}

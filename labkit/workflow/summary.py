@@ -41,9 +41,8 @@ def _summary(study: str, path: Path, here: bool) -> Summary:
 
     rows = recorded.read(path)
     days = sorted(set(rows["utc"].str[:10]))
-    found = Summary(
-        path.parent.name, here, len(rows), tuple(days[:: max(1, len(days) - 1)]), int(recorded.stale(rows).sum())
-    )
+    first_and_last = tuple(dict.fromkeys(days[:1] + days[-1:]))
+    found = Summary(path.parent.name, here, len(rows), first_and_last, int(recorded.stale(rows).sum()))
     records.write_atomic(kept, json.dumps(asdict(found)).encode())
     return found
 
@@ -59,5 +58,5 @@ def _sources() -> tuple[Path, ...]:
 
 def _digest(files: Iterable[Path]) -> str:
     """Of where files are, how large, and when they were written."""
-    stats = [(str(path), status.st_size, status.st_mtime_ns) for path in files for status in [path.stat()]]
+    stats = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
     return hashlib.sha256(repr(stats).encode()).hexdigest()[:32]
