@@ -2,11 +2,11 @@
 
 import dataclasses
 
+import compiler_errors
 import pytest
 import torch
 from kernels_for_tests import copy, matmul, spill, squared_matmul
 
-from labkit.evidence import compiler_errors
 from labkit.kernels import offline
 from labkit.kernels.gated_delta import chunked
 

@@ -1,6 +1,6 @@
 """No kernel of the lab is compiled wrongly in a way that is known: compiled for sm_90, and its code searched.
 
-What is searched for are the errors of `labkit.evidence.compiler_errors`, so that these tests fail where a change of a
+What is searched for are the errors of `compiler_errors`, so that these tests fail where a change of a
 kernel, or of the compiler, brings one back.
 """
 
@@ -277,7 +277,7 @@ def test_no_known_error_of_a_compiler(group):
     assert sources
     requests = [{"source": list(source), "capability": 90} for source in sources.values()]
     with answered_here():
-        answers = workers.ask("labkit.evidence.compiler_errors:errors_of", requests, compiled.modules_of(sources))
+        answers = workers.ask("compiler_errors:errors_of", requests, compiled.modules_of(sources))
     assert {name: found for name, found in zip(sources, answers, strict=True) if found} == {}
 
 
