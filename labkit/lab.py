@@ -189,7 +189,7 @@ class Lab:
         """Every variant on the study's tiny cases, here; and the largest error of the timed cases on each GPU."""
         checked = [(entry.label, entry.rows[entry.rows["error"].notna()]) for entry in self.shown]
         if find_spec("triton"):
-            checked.insert(0, (self._tiny, check_here(self.study.name, self._interpreted)))
+            checked.insert(0, (self._tiny, check_here(self.study.name, bool(machine.why_no_gpu()))))
         for name, own in self._own.groupby("function", sort=False) if self.add else ():
             checked.append((f"{name} (added), {self._tiny}", own.assign(variant=name)))
         rows = [
@@ -206,19 +206,15 @@ class Lab:
             {"largest error": "{:.1e}"},
         )
 
-    @cached_property
-    def _interpreted(self) -> bool:
-        return bool(machine.why_no_gpu())
-
     @property
     def _tiny(self) -> str:
-        return "this machine, tiny inputs" + (", Triton's interpreter" if self._interpreted else "")
+        return "this machine, tiny inputs" + (", Triton's interpreter" if machine.why_no_gpu() else "")
 
     @cached_property
     def _own(self) -> pd.DataFrame:
         """The reader's own functions on the study's tiny cases, here."""
         study = added.with_added(self.study, self.add)
-        return added.check_tiny(study, *(("cpu", INTERPRETER) if self._interpreted else ("cuda", COMPILER)))
+        return added.check_tiny(study, *(("cpu", INTERPRETER) if machine.why_no_gpu() else ("cuda", COMPILER)))
 
     def added(self) -> "Gallery":
         """The reader's own functions (`add`) against the study's choice; or how to have one checked and timed."""
@@ -234,7 +230,8 @@ class Lab:
         if self._own.empty:
             return Gallery([figures.note("Added functions were neither checked nor timed: no tiny case takes them.")])
         said = f"Added functions against the float64 reference: {self._tiny}. None was timed: {self.problem}."
-        return Gallery([figures.table(self._own.assign(case=self._own["case"].map(_in_words)), said, OWN_FORMATS)])
+        cases = [", ".join(f"{name} {value}" for name, value in json.loads(key).items()) for key in self._own["case"]]
+        return Gallery([figures.table(self._own.assign(case=cases), said, {"error": "{:.1e}"})])
 
     def _one_added(self, entry: Shown) -> figures.Html:
         table = added.compared(self.study, pd.concat([entry.rows, entry.own], ignore_index=True))
@@ -338,10 +335,6 @@ class Lab:
             return variants.compiled_for(self.study.name, wanted, capabilities)
         parts = [recorded_evidence(entry.rows, wanted) for entry in self.shown]
         return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame()
-
-
-def _in_words(key: str) -> str:
-    return ", ".join(f"{name} {value}" for name, value in json.loads(key).items())
 
 
 def link(text: str, url: str) -> figures.Html:

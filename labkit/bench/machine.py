@@ -210,9 +210,8 @@ class CudaDevice:
                 item.replay()
                 end.record()
             self.stream.synchronize()
-        return [
-            round(1e6 * start.elapsed_time(end) / item.calls) for item, (start, end) in zip(timed, marks, strict=True)
-        ]
+        pairs = zip(timed, marks, strict=True)
+        return [round(1e6 * start.elapsed_time(end) / item.calls) for item, (start, end) in pairs]
 
     def recover(self) -> None:
         """Free what a failed variant held; raises, and so ends the process, if it broke the GPU's context."""

@@ -150,8 +150,10 @@ class _Scope:
             return (node.module or "").startswith("labkit")
         if isinstance(node, ast.If):
             return not node.orelse and all(isinstance(inner, ast.Raise) for inner in node.body)
-        called = node.value.func if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) else None
-        return _last_name(called).startswith(_CHECKS)
+        match node:
+            case ast.Expr(value=ast.Call(func=ast.Name(id=name) | ast.Attribute(attr=name))):
+                return name.startswith(_CHECKS)
+        return False
 
     def _named(self, node: ast.AST) -> str | None:
         """What stands for a name of the lab, or for an attribute of a module of it; None for all other nodes."""
@@ -195,11 +197,6 @@ def _is_constexpr(annotation: ast.AST | None) -> bool:
 def _without_docstring(body: list[ast.stmt]) -> list[ast.stmt]:
     is_docstring = body and isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant)
     return body[1:] if is_docstring else body
-
-
-def _last_name(node: ast.AST | None) -> str:
-    """The name that a call's function ends with."""
-    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
 
 
 def _bound(function: ast.AST) -> frozenset[str]:

@@ -229,7 +229,10 @@ def heat(
     if df.duplicated([x, y, *([panel] if panel else [])]).any():
         raise ValueError(f"heat: more than one {value} for one pair of {x} and {y}")
     columns, rows = _levels(df[x]), _levels(df[y])
-    norm = Normalize(df[value].min(), df[value].max()) if center is None else _two_sided(df[value], center)
+    norm = Normalize(df[value].min(), df[value].max())
+    if center is not None:  # equal distances from it get equally strong colours
+        reach = (df[value] - center).abs().max() or 1.0
+        norm = TwoSlopeNorm(center, center - reach, center + reach)
     fig, cells = _grid(df, panel, title, (1.7 if panel is None else 1.2) + 0.42 * len(rows))
     for ax, part in cells:
         grid = np.full((len(rows), len(columns)), np.nan)
@@ -451,12 +454,6 @@ def _side(low: float, high: float, band: float) -> str:
     if low >= 1 - band and high <= 1 + band:
         return "same"
     return "slower" if high < 1 else "faster" if low > 1 else "unclear"
-
-
-def _two_sided(values: pd.Series, center: float) -> TwoSlopeNorm:
-    """Equal distances from `center` get equally strong colours."""
-    reach = (values - center).abs().max() or 1.0
-    return TwoSlopeNorm(center, center - reach, center + reach)
 
 
 def _ink_on(rgba: Sequence[float]) -> str:

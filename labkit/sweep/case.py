@@ -80,7 +80,7 @@ def _time_group(
     """The rows of all variants that share a cache and a mode, timed against each other."""
     own = {name: ready for name, ready in group.items() if not ready[1].timer}
     rows = [_foreign_row(base, trial, cache, mode, device) for _, trial, base in group.values() if trial.timer]
-    return rows + (_time_own(study, case, own, cache, mode, device, seed) if own else [])
+    return rows + _time_own(study, case, own, cache, mode, device, seed)
 
 
 def _foreign_row(

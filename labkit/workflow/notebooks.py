@@ -271,7 +271,9 @@ def run(
     gpus = lease.visible() if measuring else []
     limit = max(1, len(gpus)) if measuring else cores()
     limit = max(1, min(limit, jobs or limit, len(chosen)))
-    threads = {} if measuring else _threads(limit)
+    # Notebooks that run at once share the cores, unless the reader has said otherwise.
+    shares = {} if measuring else dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(max(1, cores() // limit)))
+    threads = {name: share for name, share in shares.items() if name not in os.environ}
     stop = threading.Event()
     results: dict[str, Result] = {}
 
@@ -302,12 +304,6 @@ def run(
 def cores() -> int:
     """How many cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _threads(at_once: int) -> dict[str, str]:
-    """Notebooks that run at once share the cores, unless the reader has said otherwise."""
-    share = str(max(1, cores() // at_once))
-    return {name: share for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS") if name not in os.environ}
 
 
 def _run_one(

@@ -5,7 +5,6 @@ Reading all rows and hashing all that they ran takes seconds; this module alone 
 
 import hashlib
 import json
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
@@ -32,7 +31,9 @@ def summaries(study: str) -> list[Summary]:
 
 
 def _summary(study: str, path: Path, here: bool) -> Summary:
-    kept = paths.CACHE / "summaries" / f"{_digest([path, *_sources()])}.json"
+    # Of where the files are, how large, and when they were written.
+    stats = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in (path, *_sources())]
+    kept = paths.CACHE / "summaries" / f"{hashlib.sha256(repr(stats).encode()).hexdigest()[:32]}.json"
     if kept.exists():
         found = json.loads(kept.read_text())
         return Summary(**{**found, "days": tuple(found["days"])})
@@ -54,9 +55,3 @@ def _sources() -> tuple[Path, ...]:
 
     folders = {_PACKAGE, *map(Path, labkit.studies.__path__)}
     return tuple(sorted(path for folder in folders for path in folder.rglob("*.py")))
-
-
-def _digest(files: Iterable[Path]) -> str:
-    """Of where files are, how large, and when they were written."""
-    stats = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
-    return hashlib.sha256(repr(stats).encode()).hexdigest()[:32]
