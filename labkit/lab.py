@@ -130,12 +130,12 @@ class Lab:
         return figures.table(pd.DataFrame(rows), f"Where the figures on this page are from.{why}")
 
     def _provenance(self, entry: Shown) -> dict[str, Any]:
-        absent = len(self.cases) - entry.rows.groupby(["op", "case"]).ngroups
-        row = {"GPU": entry.machine.name, "figures": "measured here" if entry.here else "recorded"}
-        row |= origins(entry.rows)
-        row |= {"processes": int(max(map(max, filter(len, entry.rows["run"])), default=-1)) + 1}
-        row |= {"rows": len(entry.rows), "unusable": int((~entry.rows["ok"]).sum()), "missing": absent}
-        return row | {"stale": int(recorded.stale(entry.rows).sum())}
+        rows = entry.rows
+        absent = len(self.cases) - rows.groupby(["op", "case"]).ngroups
+        row = {"GPU": entry.machine.name, "figures": "measured here" if entry.here else "recorded"} | origins(rows)
+        row |= {"processes": int(max(map(max, filter(len, rows["run"])), default=-1)) + 1, "rows": len(rows)}
+        row |= {"unusable": int((~rows["ok"]).sum()), "missing": absent}
+        return row | {"stale": int(recorded.stale(rows).sum())}
 
     def published(self) -> figures.Html:
         """The published numbers that this page tests, before anything is measured."""

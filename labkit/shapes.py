@@ -95,9 +95,10 @@ class LinearModel:
         return counts
 
 
-def _llama_layer(hidden: int, kv: int, ffn: int) -> tuple[Group, ...]:
-    """q, k and v; output; gate and up; down."""
-    return (hidden, (hidden, kv, kv)), (hidden, (hidden,)), (hidden, (ffn, ffn)), (ffn, (hidden,))
+def _llama(name: str, layers: int, hidden: int, kv: int, ffn: int, vocabulary: int) -> LinearModel:
+    """Layers of q, k and v; output; gate and up; down."""
+    groups = (hidden, (hidden, kv, kv)), (hidden, (hidden,)), (hidden, (ffn, ffn)), (ffn, (hidden,))
+    return LinearModel(name, {"layer": (layers, groups)}, ("layer",) * 4, ((vocabulary, hidden),))
 
 
 _QWEN_FFN = ((2560, (9216, 9216)), (9216, (2560,)))
@@ -105,15 +106,9 @@ LINEAR = {
     model.name: model
     for model in (
         # AutoMegaKernel's benchmark models: 155.7 MB streamed a token at bf16 leave four layers for h1024.
-        LinearModel(
-            "AutoMegaKernel h1024", {"layer": (4, _llama_layer(1024, 256, 2816))}, ("layer",) * 4, ((32000, 1024),)
-        ),
-        LinearModel(
-            "AutoMegaKernel h2048", {"layer": (4, _llama_layer(2048, 512, 5632))}, ("layer",) * 4, ((32000, 2048),)
-        ),
-        LinearModel(
-            "Llama-3.2-1B", {"layer": (16, _llama_layer(2048, 512, 8192))}, ("layer",) * 4, ((128256, 2048),)
-        ),
+        _llama("AutoMegaKernel h1024", 4, 1024, 256, 2816, 32000),
+        _llama("AutoMegaKernel h2048", 4, 2048, 512, 5632, 32000),
+        _llama("Llama-3.2-1B", 16, 2048, 512, 8192, 128256),
         LinearModel(
             "Qwen3.5-4B",
             {

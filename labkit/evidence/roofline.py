@@ -28,12 +28,8 @@ class Limits(NamedTuple):
 LIMITS = {
     80: Limits(64, 32, 164, 163),
     86: Limits(48, 16, 100, 99),
-    89: Limits(48, 24, 100, 99),
-    90: Limits(64, 32, 228, 227),
-    100: Limits(64, 32, 228, 227),
-    103: Limits(64, 32, 228, 227),
-    120: Limits(48, 24, 100, 99),
-    121: Limits(48, 24, 100, 99),
+    **dict.fromkeys((89, 120, 121), Limits(48, 24, 100, 99)),
+    **dict.fromkeys((90, 100, 103), Limits(64, 32, 228, 227)),
 }
 # The same for all of these (the same guide; allocation as in CUDA's occupancy calculator).
 _REGISTERS_PER_PARTITION = 16 * 1024  # of each of the four partitions of an SM: 64 K together
@@ -51,16 +47,15 @@ def occupancy(registers: int, shared_bytes: int, num_warps: int, capability: int
     shared memory. ValueError for a capability that is not in `LIMITS`.
     """
     if capability not in LIMITS:
-        raise ValueError(f"capability is {capability}; allowed: {', '.join(map(str, LIMITS))}")
+        raise ValueError(f"capability is {capability}; allowed: {', '.join(map(str, sorted(LIMITS)))}")
     limits = LIMITS[capability]
     if shared_bytes > limits.block_kib * 1024 or registers > _MOST_REGISTERS:
         return 0
     warp_registers = _round_up(max(registers, 1) * 32, _REGISTERS_UNIT)
     warps_by_registers = _REGISTERS_PER_PARTITION // warp_registers * _PARTITIONS
     shared = _round_up(shared_bytes + _SHARED_RESERVED, _SHARED_UNIT)
-    return min(
-        limits.blocks, limits.warps // num_warps, warps_by_registers // num_warps, limits.shared_kib * 1024 // shared
-    )
+    by_shared = limits.shared_kib * 1024 // shared
+    return min(limits.blocks, limits.warps // num_warps, warps_by_registers // num_warps, by_shared)
 
 
 def _round_up(value: int, unit: int) -> int:

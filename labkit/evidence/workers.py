@@ -80,8 +80,7 @@ def _module(function: str) -> str:
 def named(request: Any) -> set[str]:
     """The modules of the functions ("module:function") and studies that a request, or a part of one, names."""
     if isinstance(request, Mapping | list | tuple):
-        parts = request.values() if isinstance(request, Mapping) else request
-        return set().union(*map(named, parts))
+        return set().union(*map(named, request.values() if isinstance(request, Mapping) else request))
     if request in registry.NOTEBOOKS:
         return _of_study(request)
     match = _NAME.fullmatch(request) if isinstance(request, str) else None

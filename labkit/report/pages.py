@@ -90,12 +90,8 @@ def page(
         TagRemovePreprocessor={"enabled": True, "remove_cell_tags": {"lab-only", "papermill-error-cell-tag"}},
         NbConvertBase={"display_data_priority": [*SHOWN, *EMPTY]},
     )
-    exporter = HTMLExporter(
-        config=config,
-        template_name=TEMPLATES.name,
-        template_file="page.html.j2",
-        extra_template_basedirs=[str(TEMPLATES.parent)],
-    )
+    template = {"template_name": TEMPLATES.name, "template_file": "page.html.j2"}
+    exporter = HTMLExporter(config=config, extra_template_basedirs=[str(TEMPLATES.parent)], **template)
     html, _ = exporter.from_notebook_node(notebook, {"lab": lab})
     _write(out, html.replace("</h1>", "</h1>" + _lead(html, status), 1))
     return failures
@@ -111,18 +107,9 @@ def index(
     """Write the index: claims, studies, machines, and `built`, what the report was made with (name -> text)."""
     environment = jinja2.Environment(loader=jinja2.FileSystemLoader(TEMPLATES), autoescape=True)
     facts = dict.fromkeys(fact for machine in machines for fact in machine.facts)
-    html = environment.get_template("index.html.j2").render(
-        title=TITLE,
-        css=Markup(_css()),
-        policy=Markup(POLICY),
-        badge=badge,
-        studies=studies,
-        claims=claims,
-        machines=machines,
-        facts=facts,
-        built=built,
-    )
-    _write(out, html)
+    style = {"title": TITLE, "css": Markup(_css()), "policy": Markup(POLICY), "badge": badge}
+    shown = {"studies": studies, "claims": claims, "machines": machines, "facts": facts, "built": built}
+    _write(out, environment.get_template("index.html.j2").render(style | shown))
 
 
 def outside_requests(html: str) -> list[str]:

@@ -42,8 +42,11 @@ def measure(study: Study, case: Case, index: int, device: machine.CudaDevice, ce
             for name, (variant, trial, base) in group.items():
                 group[name] = (variant, trial, base | _predict(floor, ceilings, trial, base, cache, mode))
             fits = floor.hot_at_any_size or 2 * set_bytes <= device.machine.l2_bytes
-            if group and (cache == "cold" or fits):
-                rows += _time_group(study, case, group, cache, mode, device, seed)
+            if not group or (cache == "hot" and not fits):
+                continue
+            own = {name: one for name, one in group.items() if not one[1].timer}
+            rows += [_foreign_row(base, trial, cache, mode, device) for _, trial, base in group.values() if trial.timer]
+            rows += _time_own(study, case, own, cache, mode, device, seed)
     return rows
 
 
@@ -72,15 +75,6 @@ def _predict(
     per_sm = json.loads(base["evidence"]).get("ctas_per_sm")
     found = roofline.predict(floor, ceilings, ctas, machine.this_machine().sms, per_sm, mode, cache)
     return {"predicted_us": found.predicted_us, "ceiling": found.ceiling}
-
-
-def _time_group(
-    study: Study, case: Case, group: Mapping[str, Ready], cache: str, mode: str, device: machine.CudaDevice, seed: int
-) -> list[dict[str, Any]]:
-    """The rows of all variants that share a cache and a mode, timed against each other."""
-    own = {name: ready for name, ready in group.items() if not ready[1].timer}
-    rows = [_foreign_row(base, trial, cache, mode, device) for _, trial, base in group.values() if trial.timer]
-    return rows + _time_own(study, case, own, cache, mode, device, seed)
 
 
 def _foreign_row(
@@ -119,6 +113,7 @@ def first_look(trial: Trial, evidence: bool) -> dict[str, Any]:
 def _time_own(
     study: Study, case: Case, group: Mapping[str, Ready], cache: str, mode: str, device: machine.CudaDevice, seed: int
 ) -> list[dict[str, Any]]:
+    """The rows of all variants that share a cache and a mode, timed against each other."""
     timed, rows = {}, []
     for name, (_, trial, base) in group.items():
         try:

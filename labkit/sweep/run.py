@@ -24,11 +24,6 @@ from labkit.sweep.case import with_control
 Progress = Callable[[str], None]
 
 
-def folder(slug: str) -> Path:
-    """Where this machine's own measurements of a GPU go."""
-    return paths.RUNS / slug
-
-
 def run(
     study: Study, parameters: Mapping[str, Any], processes: int, env: Mapping[str, str | None], say: Progress = print
 ) -> pd.DataFrame:
@@ -40,7 +35,7 @@ def run(
     from labkit.sweep import variants
 
     here = machine.this_machine()
-    path = folder(here.slug) / f"{study.name}.parquet"
+    path = paths.RUNS / here.slug / f"{study.name}.parquet"
     records.write_atomic(path.with_name("machine.json"), here.to_json())
     sweep = _Sweep(study, parameters, env, say, path, records.Journal(path.with_suffix(".journal.jsonl")))
     cases = study.cases(parameters)
