@@ -54,7 +54,7 @@ class Shown:
         """The GPU's name, with where its figures are from."""
         return f"{self.machine.name} ({'measured here' if self.here else 'recorded'})"
 
-    @property
+    @cached_property
     def origin(self) -> str:
         """One sentence for captions: GPU, driver, versions, date."""
         how = "Measured on this machine" if self.here else "Recorded measurement, not of this machine"
