@@ -17,7 +17,7 @@ from labkit.kernels.checks import check_shape
 from labkit.kernels.launch import Launch
 from labkit.kernels.target import has_dependent_launch
 
-BLOCK = 8192  # values a program: 8 loads of 16 bytes in flight for each of 256 threads
+BLOCK = 8192  # values or words a program: of fp32, 8 loads of 16 bytes in flight for each of 256 threads
 NUM_WARPS = 8
 
 
@@ -70,9 +70,6 @@ def _launch(kernel: object, n: int, **args: object) -> Launch:
     return Launch(kernel, (triton.cdiv(n, BLOCK),), args | {"n": n, "BLOCK": BLOCK}, {"num_warps": NUM_WARPS})
 
 
-WORDS_BLOCK = 8192  # words a program
-
-
 @triton.jit
 def _read_words_kernel(words, sums, n, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -81,16 +78,10 @@ def _read_words_kernel(words, sums, n, BLOCK: tl.constexpr):
 
 def read_words(words: Tensor, sums: Tensor) -> Launch:
     """Sums of blocks of words, as int32. words: [n] int32; sums: [ceil(n / 8192)] int32."""
-    programs = triton.cdiv(words.numel(), WORDS_BLOCK)
+    programs = triton.cdiv(words.numel(), BLOCK)
     check_shape("sums", sums, (programs,))
-    args = {"words": words, "sums": sums, "n": words.numel(), "BLOCK": WORDS_BLOCK}
+    args = {"words": words, "sums": sums, "n": words.numel(), "BLOCK": BLOCK}
     return Launch(_read_words_kernel, (programs,), args, {"num_warps": 8})
-
-
-SUM_BLOCK = 8192  # values a program of the ceiling
-
-
-SUM_WARPS = 8
 
 
 @triton.jit
@@ -115,9 +106,9 @@ def sum_values(W: Tensor, partial: Tensor) -> Launch:
     """The ceiling: the sums of blocks of W. W: [N, K], contiguous; partial: [ceil(N K / 8192)] fp32."""
     n = W.numel()
     dependent = has_dependent_launch(W.device)
-    args = {"W": W, "partial": partial, "n": n, "BLOCK": SUM_BLOCK, "DEPENDENT": dependent}
-    options = {"num_warps": SUM_WARPS} | ({"launch_pdl": True} if dependent else {})
-    return Launch(_sum_kernel, (triton.cdiv(n, SUM_BLOCK),), args, options)
+    args = {"W": W, "partial": partial, "n": n, "BLOCK": BLOCK, "DEPENDENT": dependent}
+    options = {"num_warps": NUM_WARPS} | ({"launch_pdl": True} if dependent else {})
+    return Launch(_sum_kernel, (triton.cdiv(n, BLOCK),), args, options)
 
 
 def empty_dependent(y: Tensor, dependent: bool = False) -> Launch:

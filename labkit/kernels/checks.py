@@ -39,12 +39,7 @@ def check_device(name: str, tensor: Tensor, device: torch.device, owner: str) ->
 
 
 def check_tensor(
-    name: str,
-    tensor: Tensor,
-    shape: tuple[int, ...],
-    dtypes: Collection[torch.dtype],
-    device: torch.device,
-    owner: str,
+    name: str, tensor: Tensor, shape: tuple[int, ...], dtypes: Collection[torch.dtype], device: torch.device, owner: str
 ) -> None:
     """Shape, dtype, contiguous, device, in this order; owner: as in `check_device`."""
     check_shape(name, tensor, shape)

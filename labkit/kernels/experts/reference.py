@@ -16,12 +16,7 @@ RMS_TOLERANCE = 4e-3
 
 
 def layer(
-    x: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-    w1: Tensor | Int4,
-    w2: Tensor | Int4,
-    stored: torch.dtype | None = None,
+    x: Tensor, ids: Tensor, weights: Tensor, w1: Tensor | Int4, w2: Tensor | Int4, stored: torch.dtype | None = None
 ) -> Tensor:
     """Σ_j weights[:, j] · w2[e] (SiLU(gate) · up), where [gate, up] = w1[e] x and e = ids[:, j], in the order of j.
 

@@ -132,12 +132,7 @@ def linear(W: Tensor, x: Tensor, y: Tensor, bias: Tensor | None = None, dependen
 
 
 def gemv(
-    W: Tensor,
-    x: Tensor,
-    y: Tensor,
-    choice: Choice,
-    bias: Tensor | None = None,
-    dependent: bool | None = None,
+    W: Tensor, x: Tensor, y: Tensor, choice: Choice, bias: Tensor | None = None, dependent: bool | None = None
 ) -> Launch:
     """y = W x + bias, as a launch that the caller makes by calling it, as often as it likes.
 

@@ -239,7 +239,7 @@ def read(x: Case, device: Any, sets: int, seed: int) -> Trial:
     size = weight_bytes(x) // 4
     # so small that no sum of a block overflows
     words = torch.randint(0, 2**17, (sets, size), dtype=torch.int32, device=device)
-    sums = torch.zeros((sets, -(-size // ceilings.WORDS_BLOCK)), dtype=torch.int32, device=device)
+    sums = torch.zeros((sets, -(-size // ceilings.BLOCK)), dtype=torch.int32, device=device)
     calls = list(map(ceilings.read_words, words, sums))
 
     def check() -> dict[str, float]:

@@ -162,7 +162,7 @@ def two_d_tile(x: Case, device: Any, sets: int, seed: int, rows: int) -> Trial:
 def read_only(x: Case, device: Any, sets: int, seed: int) -> Trial:
     """The ceiling: W read and summed."""
     W = _weights(x, device, sets, seed)[:, None] if x.op == "chain" else _inputs(x, device, sets, seed).W
-    sums = torch.empty((sets, -(-W[0].numel() // ceilings.SUM_BLOCK)), dtype=torch.float32, device=W.device)
+    sums = torch.empty((sets, -(-W[0].numel() // ceilings.BLOCK)), dtype=torch.float32, device=W.device)
     calls = list(map(ceilings.sum_values, W, sums))
 
     def check() -> dict[str, float]:
