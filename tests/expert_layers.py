@@ -5,7 +5,7 @@ import torch
 from labkit.kernels.experts import int4 as experts_int4
 from labkit.kernels.experts import reference
 from labkit.kernels.experts.choose import Config, Tile
-from labkit.kernels.experts.expert_layer import plain_layer
+from labkit.kernels.experts.expert_layer import layer
 from labkit.kernels.experts.inputs import LayerInputs
 from labkit.kernels.experts.int4 import Int4
 from labkit.studies.moe_persistent_grid.routings import synthetic
@@ -31,7 +31,7 @@ def inputs(T, E, top_k, H, width, device, int4=False, kind="uniform", dtype=torc
 def run(x, config=None, scratch=None):
     """The output, which is checked to be close to float64's."""
     x.out.fill_(float("nan"))
-    plain_layer(x, config, scratch)()
+    layer(x, config, scratch)()
     stored = x.x.dtype if config and not config.fused else None  # gate and up pass through memory, rounded
     expected = reference.layer(x.x, x.ids, x.weights, x.w1, x.w2, stored)
     found = reference.errors(x.out, expected)

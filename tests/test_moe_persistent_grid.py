@@ -11,7 +11,7 @@ from labkit.kernels import offline
 from labkit.kernels.experts import blocks, choose, reference, routing
 from labkit.kernels.experts import int4 as experts_int4
 from labkit.kernels.experts.choose import Config
-from labkit.kernels.experts.expert_layer import plain_layer
+from labkit.kernels.experts.expert_layer import layer
 from labkit.kernels.experts.inputs import LayerInputs
 from labkit.kernels.experts.int4 import Int4
 from labkit.studies.moe_persistent_grid import waves
@@ -252,7 +252,7 @@ def launches(config, int4, tokens=8, hidden=2048, width=768):
         w1, w2 = (torch.empty(*w.shape[:2], 2 * w.shape[2], dtype=torch.bfloat16) for w in (w1, w2))
     x = torch.empty(tokens, hidden, dtype=torch.bfloat16)
     ids = torch.zeros(tokens, 8, dtype=torch.int32)
-    return plain_layer(LayerInputs(x, ids, torch.ones(tokens, 8), w1, w2, torch.empty_like(x)), config).launches
+    return layer(LayerInputs(x, ids, torch.ones(tokens, 8), w1, w2, torch.empty_like(x)), config).launches
 
 
 @pytest.mark.parametrize("int4", [False, True])
@@ -351,7 +351,7 @@ def test_a_graph_replays_with_another_routing(tokens, int4):
     x = torch.randn(tokens, 384).cuda().bfloat16()
     made = synthetic("uniform", tokens, 16, 4, device="cuda", empty=1)
     inputs = LayerInputs(x, made.ids, made.weights, w1, w2, torch.empty_like(x))
-    launched = plain_layer(inputs)
+    launched = layer(inputs)
     launched()  # compiles
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()

@@ -7,7 +7,7 @@ two processes differ in ways (addresses, clocks) that the blocks of one do not s
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any

@@ -14,7 +14,7 @@ from labkit.kernels.experts import choose, reference, routing
 from labkit.kernels.experts import int4 as experts_int4
 from labkit.kernels.experts.blocks import most_blocks
 from labkit.kernels.experts.choose import Config, Rows, Tile
-from labkit.kernels.experts.expert_layer import plain_layer
+from labkit.kernels.experts.expert_layer import layer
 from labkit.kernels.experts.inputs import LayerInputs, workspace
 from labkit.kernels.experts.int4 import Int4
 from labkit.kernels.experts.routing import route
@@ -121,7 +121,7 @@ def test_one_token_with_slots_that_have_no_expert(int4, device):
     x = inputs(1, 6, 3, 128, 128, device, int4)
     x.ids[0, 1] = -1
     x.ids[0, 2] = 6
-    assert "place" not in plain_layer(x).launches
+    assert "place" not in layer(x).launches
     by_rows = replace(choose.rule(1, 6, 3, 128, 128, int4), rows=Rows(32, 32, 128))
     for config in (by_rows, replace(by_rows, rows=None)):
         run(x, config)
@@ -165,12 +165,12 @@ def test_rows_of_weights_that_are_not_quantised_may_have_any_length(device):
 def test_rows_are_for_one_token(device):
     x = inputs(2, 3, 2, 128, 128, device)
     with pytest.raises(ValueError, match=r"config.rows is Rows\(.*\) with 2 tokens; allowed: only for one token"):
-        plain_layer(x, choose.rule(1, 3, 2, 128, 128))
+        layer(x, choose.rule(1, 3, 2, 128, 128))
     one = inputs(1, 3, 2, 128, 128, device)
-    assert list(plain_layer(one).launches) == ["gemm1", "gemm2"]
+    assert list(layer(one).launches) == ["gemm1", "gemm2"]
     for changed, message in (({"up": 3}, "rows.up is 3; allowed: 1, 2"), ({"block_k": 64}, "rows.block_k is 64")):
         with pytest.raises(ValueError, match=message):
-            plain_layer(one, replace(choose.rule(1, 3, 2, 128, 128), rows=Rows(**changed)))
+            layer(one, replace(choose.rule(1, 3, 2, 128, 128), rows=Rows(**changed)))
 
 
 @pytest.mark.parametrize(
@@ -257,7 +257,7 @@ def test_the_bits_do_not_depend_on_the_grid(int4, fused, device):
     )
     for changes in ({"group_m": 1}, *many):
         other = replace(config, gemm1=replace(config.gemm1, **changes), gemm2=replace(config.gemm2, **changes))
-        plain_layer(x, other)()
+        layer(x, other)()
         assert torch.equal(found, x.out), other
         x.out.fill_(float("nan"))
     if int4:  # another order of the sum: one product in place of two for each group
@@ -270,7 +270,7 @@ def test_the_bits_do_not_depend_on_the_grid(int4, fused, device):
 
 def test_a_changed_routing_and_fewer_tokens_in_the_same_launches(device):
     x = inputs(12, 6, 3, 40, 24, device)
-    launched = plain_layer(x, small())
+    launched = layer(x, small())
     for seed, kind, tokens in ((1, "one expert", 12), (2, "uniform", 12), (3, "zipf 1", 5)):
         made = synthetic(kind, 12, 6, 3, seed, device)
         x.ids.copy_(made.ids)
@@ -292,20 +292,20 @@ def test_scratch_is_shared_and_has_its_maximum(device):
     scratch.parts.fill_(float("nan"))
     assert torch.equal(run(most, None, scratch), expected)
     with pytest.raises(ValueError, match="x has 21 tokens; allowed: up to 20, for which the scratch was made"):
-        plain_layer(inputs(21, 3, 3, 40, 24, device), None, scratch)
+        layer(inputs(21, 3, 3, 40, 24, device), None, scratch)
     with pytest.raises(
         ValueError, match=r"scratch.hidden is \d+ values of torch.float32 on .*; allowed: at least \d+ of"
     ):
-        plain_layer(inputs(20, 3, 3, 40, 2400, device), None, scratch)
+        layer(inputs(20, 3, 3, 40, 2400, device), None, scratch)
 
 
 def test_the_persistent_grid_is_as_it_is_asked_for(device):
     x = inputs(50, 6, 2, 64, 64, device)
-    most = plain_layer(x, small()).sorted.blocks
-    assert plain_layer(x, small()).launches["gemm1"].grid == (most * 4,)
-    assert plain_layer(x, small(programs=7)).launches["gemm1"].grid == (7,)
-    assert plain_layer(x, small(programs=1000)).launches["gemm1"].grid == (most * 4,)
-    assert plain_layer(x, small(counted=False)).sorted.blocks == (100 + 6 * 16) // 16
+    most = layer(x, small()).sorted.blocks
+    assert layer(x, small()).launches["gemm1"].grid == (most * 4,)
+    assert layer(x, small(programs=7)).launches["gemm1"].grid == (7,)
+    assert layer(x, small(programs=1000)).launches["gemm1"].grid == (most * 4,)
+    assert layer(x, small(counted=False)).sorted.blocks == (100 + 6 * 16) // 16
 
 
 @functools.cache
@@ -342,7 +342,7 @@ def four_experts():
 )
 def test_what_a_layer_cannot_take_is_named(change, message):
     with pytest.raises(ValueError, match=message):
-        plain_layer(change(four_experts()))
+        layer(change(four_experts()))
 
 
 def unaligned(x):
@@ -358,7 +358,7 @@ def test_rows_that_are_no_whole_groups_are_named(device):
     x = torch.zeros(1, 64)
     ids = torch.zeros(1, 1, dtype=torch.int32)
     with pytest.raises(ValueError, match="w1 has rows of 64 INT4 values; allowed: a multiple of 128"):
-        plain_layer(LayerInputs(x, ids, torch.ones(1, 1), w1, w2, torch.empty_like(x)))
+        layer(LayerInputs(x, ids, torch.ones(1, 1), w1, w2, torch.empty_like(x)))
 
 
 @pytest.mark.parametrize(
@@ -378,12 +378,12 @@ def test_rows_that_are_no_whole_groups_are_named(device):
 )
 def test_a_configuration_it_cannot_take_is_named(config, message):
     with pytest.raises(ValueError, match=message):
-        plain_layer(four_experts(), config)
+        layer(four_experts(), config)
 
 
 def test_an_id_out_of_range_is_an_error_on_request(device):
     x = inputs(3, 4, 2, 64, 64, device)
     x.ids[1, 1] = 4
     with pytest.raises(ValueError, match=r"ids has 4 \(1 values out of range\); allowed: 0 to 3"):
-        plain_layer(x, check_ids=True)
+        layer(x, check_ids=True)
     run(x)

@@ -15,7 +15,7 @@ from labkit.kernels.experts import choose, descriptors, reference, routing
 from labkit.kernels.experts import inputs as experts_inputs
 from labkit.kernels.experts import int4 as experts_int4
 from labkit.kernels.experts.choose import Config, Tile
-from labkit.kernels.experts.expert_layer import plain_layer
+from labkit.kernels.experts.expert_layer import layer
 from labkit.kernels.experts.int4 import Int4
 from labkit.studies.moe_persistent_grid import ceilings, peers, w4a8
 from labkit.studies.moe_persistent_grid.routings import KINDS, synthetic
@@ -70,13 +70,13 @@ def test_a_box_beyond_the_last_expert_is_not_stored(device):
 def test_what_a_descriptor_cannot_take_is_named(device, monkeypatch):
     x = inputs(3, 4, 2, 130, 24, device)
     with pytest.raises(ValueError, match="w has rows of 520 bytes; allowed with descriptor: a multiple of 16"):
-        plain_layer(x, small(descriptor=True))
+        layer(x, small(descriptor=True))
     x = inputs(3, 4, 2, 128, 128, device, int4=True)
     with pytest.raises(ValueError, match=r"gemm1\.unpack is 'twice' with descriptor; allowed: join, split"):
-        plain_layer(x, small(descriptor=True, unpack="twice"))
+        layer(x, small(descriptor=True, unpack="twice"))
     monkeypatch.setattr(descriptors, "capability_of", lambda device: (8, 6))
     with pytest.raises(ValueError, match=r"descriptor is True on compute capability 8.6; allowed: from 9.0 \(Hopper\)"):
-        plain_layer(x, small(descriptor=True, unpack="join"))
+        layer(x, small(descriptor=True, unpack="join"))
 
 
 # 8-bit activations
@@ -165,7 +165,7 @@ def test_dead_blocks_of_the_worst_case_grid_are_worked_on(device):
     x = inputs(5, 4, 1, 128, 128, device, int4=True)
     scratch = experts_inputs.workspace(x)
     scratch.hidden.fill_(float("nan"))
-    made = plain_layer(x, choose.source(16, 2), scratch)
+    made = layer(x, choose.source(16, 2), scratch)
     made()
     live, blocks = int(made.sorted.padded), made.sorted.blocks
     assert live < 16 * blocks == 16 * ((5 + 4 * 16) // 16)
@@ -174,7 +174,7 @@ def test_dead_blocks_of_the_worst_case_grid_are_worked_on(device):
     scratch.hidden.fill_(float("nan"))
     counted = choose.source(16, 2)
     tiles = {name: replace(getattr(counted, name), counted=True) for name in ("gemm1", "gemm2")}
-    plain_layer(x, replace(counted, **tiles), scratch)()
+    layer(x, replace(counted, **tiles), scratch)()
     assert scratch.hidden[: blocks * 16 * 256].view(-1, 256)[live:].isnan().all()
 
 
@@ -298,7 +298,7 @@ def test_a_layer_runs_with_the_tuned_table(device, monkeypatch):
     tile = Tile(32, 64, 4, 2, group_m=3)
     known = {(3, 2, 128, 128, True): {8: Config(32, tile, tile)}}
     monkeypatch.setattr(choose, "_table", lambda device: known)
-    made = plain_layer(x)
+    made = layer(x)
     assert made.config == Config(32, tile, tile)
     made()
     assert reference.errors(x.out, reference.layer(x.x, x.ids, x.weights, x.w1, x.w2)).ok

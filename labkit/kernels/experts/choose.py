@@ -20,8 +20,8 @@ from labkit.kernels.experts.blocks import BLOCKS_M
 from labkit.kernels.experts.int4 import GROUP
 from labkit.kernels.target import multiprocessors
 
-BLOCKS_N = (16, 32, 64, 128, 256)
-BLOCKS_K = (16, 32, 64, 128, 256)
+BLOCKS = (16, 32, 64, 128, 256)  # of N and of K; INT4's of K end at a group
+WARPS = (1, 2, 4, 8)
 UNPACK = ("join", "split", "twice")
 ROWS = (1, 2, 4, 8, 16, 32)
 ROWS_K = (128, 256, 512, 1024, 2048, 4096)
@@ -37,7 +37,7 @@ INT8_GROUP = 32  # values of a row, along K, that share one scale where the sour
 
 @dataclass(frozen=True)
 class Tile:
-    """How one GEMM is run; see the table at the top of kernels.py.
+    """How one GEMM is run; see the table at the top of tiles.py.
 
     block_n: rows of w, gate's and up's together where fused. programs: 0: one CTA a tile; else a persistent grid
     of at most so many. counted: leave off at the last block that has a token, which the device counts; if not, the
@@ -127,15 +127,12 @@ def check_config(config: Config, int4: bool) -> None:
     check_one_of("block_m", config.block_m, BLOCKS_M)
     for name in ("gemm1", "gemm2"):
         tile: Tile = getattr(config, name)
-        check_one_of(f"{name}.block_n", tile.block_n, BLOCKS_N)
-        check_one_of(f"{name}.block_k", tile.block_k, tuple(k for k in BLOCKS_K if k <= 128) if int4 else BLOCKS_K)
-        check_one_of(f"{name}.num_warps", tile.num_warps, (1, 2, 4, 8))
-        check_one_of(f"{name}.num_stages", tile.num_stages, (1, 2, 3, 4, 5, 6))
-        check_one_of(f"{name}.unpack", tile.unpack, UNPACK)
+        sizes = {"block_n": BLOCKS, "block_k": BLOCKS[:-1] if int4 else BLOCKS}
+        for field, values in (sizes | {"num_warps": WARPS, "num_stages": range(1, 7), "unpack": UNPACK}).items():
+            check_one_of(f"{name}.{field}", getattr(tile, field), values)
         if tile.group_m < 1 or tile.programs < 0:
-            raise ValueError(
-                f"{name}.group_m is {tile.group_m} and programs {tile.programs}; allowed: at least 1, and at least 0"
-            )
+            found = f"{tile.group_m} and programs {tile.programs}"
+            raise ValueError(f"{name}.group_m is {found}; allowed: at least 1, and at least 0")
         if tile.flatten and not tile.programs:
             raise ValueError(f"{name}.flatten is True with one CTA a tile; allowed: only with programs")
         if tile.descriptor and int4 and tile.unpack == "twice":
@@ -144,18 +141,13 @@ def check_config(config: Config, int4: bool) -> None:
             raise ValueError(f"{name}.block_k is {tile.block_k} with unpack split; allowed: 64 and more")
     if config.fused and config.gemm1.block_n < 32:
         raise ValueError(f"gemm1.block_n is {config.gemm1.block_n}; allowed: at least 32 where SiLU · up is fused")
+    if isinstance(config.rows, Words) and not int4:
+        raise ValueError(f"config.rows is {config.rows}; allowed: Words only with INT4 weights")
+    allowed = {"up": ROWS, "down": ROWS, "block_k": ROWS_K, "num_warps": WARPS} if config.rows else {}
     if isinstance(config.rows, Words):
-        raise ValueError(f"config.rows is {config.rows}; allowed here: Rows. expert_layer.layer also takes Words")
-    if config.rows:
-        for name, allowed in (("up", ROWS), ("down", ROWS), ("block_k", ROWS_K), ("num_warps", (1, 2, 4, 8))):
-            check_one_of(f"rows.{name}", getattr(config.rows, name), allowed)
-
-
-def check_words(rows: Words) -> None:
-    """Raise ValueError, naming the argument, its value and what is allowed, for what the kernels cannot take."""
-    allowed = {"up": WORDS_UP, "down": WORDS_DOWN, "block_k": WORDS_K, "down_k": WORDS_K, "num_warps": (1, 2, 4, 8)}
+        allowed |= {"up": WORDS_UP, "down": WORDS_DOWN, "block_k": WORDS_K, "down_k": WORDS_K}
     for name, values in allowed.items():
-        check_one_of(f"rows.{name}", getattr(rows, name), values)
+        check_one_of(f"rows.{name}", getattr(config.rows, name), values)
 
 
 @cache
@@ -271,14 +263,12 @@ def candidates(
 def _tiles(table: tuple, block_m: int, int4: bool, sms: int) -> list[Tile]:
     shared: dict[str, Any] = {"group_m": 1, "swap": True} if block_m <= 32 else {}
     found = [Tile(*size, **{**shared, **more}) for *size, more in table]
-    if int4:  # a K tile has one scale; flattened, INT4 weights are not copied ahead
-        found = [_for_int4(tile) for tile in found if tile.block_k <= GROUP and not tile.flatten]
+    if int4:
+        # A K tile has one scale; flattened, INT4 weights are not copied ahead. Weights on the left stay in the
+        # registers in which they are unpacked; on the right they go through memory.
+        found = [tile for tile in found if tile.block_k <= GROUP and not tile.flatten]
+        found = [replace(t, unpack="split") if t.swap else replace(t, scale_sums=False) for t in found]
     return [replace(tile, programs=tile.programs * sms) for tile in found]
-
-
-def _for_int4(tile: Tile) -> Tile:
-    """Weights on the left stay in the registers in which they are unpacked; on the right they go through memory."""
-    return replace(tile, unpack="split") if tile.swap else replace(tile, scale_sums=False)
 
 
 Shape = tuple[int, int, int, int, bool]  # experts, top_k, hidden, width, whether the weights are INT4

@@ -1,11 +1,11 @@
-"""The GEMM of kernels.py with w through descriptors: the copy engine (TMA) brings boxes of [rows, BLOCK_K].
+"""The GEMM of tiles.py with w through descriptors: the copy engine (TMA) brings boxes of [rows, BLOCK_K].
 
 | variant         | hypothesis                                                                                         |
 |-----------------|----------------------------------------------------------------------------------------------------|
 | Tile.descriptor | a box needs one instruction of one thread: no registers for addresses, fewer instructions; x is    |
 |                 | gathered as before, since only Blackwell's copy engine gathers rows                                |
 
-Rows of gate and up lie I rows apart, so that a fused GEMM1 loads a box of each and keeps two sums; in kernels.py they
+Rows of gate and up lie I rows apart, so that a fused GEMM1 loads a box of each and keeps two sums; in tiles.py they
 alternate in one tile. For one tile the sums have the same order, and so the same bits, on the same matrix instruction.
 
 The descriptors are made on the host: those that a kernel makes need memory of its launcher, for every program.
@@ -51,7 +51,7 @@ def _tile(
     INT4: tl.constexpr, UNPACK: tl.constexpr, SCALE_SUMS: tl.constexpr, SWAP: tl.constexpr, COUNTED: tl.constexpr,
     GROUP_M: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """One tile, as `kernels._tile`; w: a descriptor of [E · N, K], or of rows of packed words."""
+    """One tile, as `tiles._tile`; w: a descriptor of [E · N, K], or of rows of packed words."""
     PAIRED: tl.constexpr = ACT == "end"
     OUT: tl.constexpr = N // 2 if PAIRED else N
     WIDTH: tl.constexpr = BLOCK_N // 2 if PAIRED else BLOCK_N
@@ -105,7 +105,7 @@ def _gemm_descriptor_kernel(
     GROUP_M: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
     PERSISTENT: tl.constexpr, FLATTEN: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """One program: one tile, or every `num_programs`-th one if PERSISTENT; as `kernels._gemm_kernel`."""
+    """One program: one tile, or every `num_programs`-th one if PERSISTENT; as `tiles._gemm_kernel`."""
     wait_for_inputs(DEPENDENT)
     if COUNTED:
         blocks = tl.load(padded) // BLOCK_M
@@ -126,7 +126,7 @@ def _gemm_descriptor_kernel(
 
 
 def gemm(args: Mapping[str, Any], w: Tensor | Int4, tile: Tile) -> Launch:
-    """The Launch of one GEMM, w through a descriptor. args: those of `kernels._gemm_kernel` that every tile has.
+    """The Launch of one GEMM, w through a descriptor. args: those of `tiles._gemm_kernel` that every tile has.
 
     ValueError for a GPU without the copy engine, rows of w that are no multiple of 16 bytes, or 2^31 rows and more.
     """

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from labkit.kernels.experts import blocks as experts_blocks
 from labkit.kernels.experts import one_token, one_token_words, routing
-from labkit.kernels.experts.choose import Config, Tile, Words, check_config, choose, choose_any
+from labkit.kernels.experts.choose import Config, Tile, Words, check_config, choose_any
 from labkit.kernels.experts.inputs import Layer, LayerInputs, Workspace, _part, check_layer, workspace
 from labkit.kernels.experts.int4 import Int4
 from labkit.kernels.experts.tiles import SUM_TILE, _gemm_kernel, _sum_kernel, constants, options_of, words
@@ -27,23 +27,9 @@ from labkit.kernels.target import has_dependent_launch
 def layer(
     x: LayerInputs, config: Config | None = None, scratch: Workspace | None = None, check_ids: bool = False
 ) -> Layer:
-    """As `plain_layer`, whose arguments these are, with all that there is to choose from.
-
-    config: None: `choose.choose_any`; its rows may be `Words`. Raises ValueError naming the argument, its value and
-    what is allowed.
-    """
-    check_layer(x)
-    config = choose_any(*x.shape, x.int4, x.x.device) if config is None else config
-    make = one_token_words.layer if isinstance(config.rows, Words) else plain_layer
-    return make(x, config, scratch, check_ids)
-
-
-def plain_layer(
-    x: LayerInputs, config: Config | None = None, scratch: Workspace | None = None, check_ids: bool = False
-) -> Layer:
     """out = Σ_j weights[:, j] · w2[e] (SiLU(gate) · up) with [gate, up] = w1[e] x and e = ids[:, j], as launches.
 
-    config: None: `choose.choose`, from this GPU's tuned table or by a rule. scratch: shared by layers that run one
+    config: None: `choose.choose_any`, from this GPU's tuned table or by a rule. scratch: shared by layers that run one
     after the other; None: x's own. What is in x's tensors may change between calls, their sizes may not: a captured
     graph serves fewer tokens with ids of -1.
     check_ids: raise ValueError now for ids out of range, which waits for the GPU; else such slots add nothing.
@@ -51,21 +37,21 @@ def plain_layer(
     """
     check_layer(x)
     T, E, top_k, _, width = x.shape
-    config = choose(*x.shape, x.int4, x.x.device) if config is None else config
+    config = choose_any(*x.shape, x.int4, x.x.device) if config is None else config
     check_config(config, x.int4)
     scratch = workspace(x) if scratch is None else scratch
     if scratch.tokens < T:
         raise ValueError(f"x has {T} tokens; allowed: up to {scratch.tokens}, for which the scratch was made")
-    if config.rows and T > 1:
-        raise ValueError(f"config.rows is {config.rows} with {T} tokens; allowed: only for one token, else None")
     if not config.rows:
         return by_tiles(x, config, scratch, check_ids)
-    counted = config.gemm1.counted and config.gemm2.counted
-    blocks = (experts_blocks.most_blocks if counted else experts_blocks.source_blocks)(T, top_k, E, config.block_m)
-    found = routing.one_token(x.ids, E, config.block_m, check_ids)
-    hidden = _part("hidden", scratch.hidden, blocks * config.block_m * (width if config.fused else 2 * width), x)
+    if T > 1:
+        raise ValueError(f"config.rows is {config.rows} with {T} tokens; allowed: only for one token, else None")
+    hidden = _part("hidden", scratch.hidden, top_k * width, x)
     dependent = config.dependent and has_dependent_launch(x.x.device)
-    return Layer(config, found, one_token.launches(x, hidden, config.rows, dependent))
+    made = (one_token_words if isinstance(config.rows, Words) else one_token).launches(
+        x, hidden, config.rows, dependent
+    )
+    return Layer(config, routing.one_token(x.ids, E, config.block_m, check_ids), made)
 
 
 def by_tiles(x: LayerInputs, config: Config, scratch: Workspace, check_ids: bool = False) -> Layer:

@@ -1,4 +1,4 @@
-"""An expert layer of one token: two matrix-vector products in fp32 instead of the tiles of kernels.py.
+"""An expert layer of one token: two matrix-vector products in fp32 instead of the tiles of tiles.py.
 
 | launch | programs   | what it does                                                                                 |
 |--------|------------|----------------------------------------------------------------------------------------------|
@@ -16,7 +16,7 @@
 With dependent launch gemm2's first weights are on their way before gemm1 has ended: its experts are known since gemm1,
 which waited for them, has begun. Sums are in fp32 and in an order that depends on the choice alone.
 
-Sources: the GEMV of labkit/gemv, for lanes that are summed at the end; kernels.py for INT4.
+Sources: the GEMV (gemv.py), for lanes that are summed at the end; tiles.py for INT4.
 """
 
 from collections.abc import Mapping

@@ -29,7 +29,7 @@ nor shared memory; gemm2 has four barriers, all after the loop.
 Sums are in fp32, in an order that depends on the choice alone. That a sum begins at up to 2056 times x and ends near
 eight times that loses up to nine of fp32's 24 bits, of which bf16 has eight.
 
-Sources: one_token.py; the masks are those of kernels.py, to fp32.
+Sources: one_token.py; the masks are those of unpack.py, to fp32.
 """
 
 from collections.abc import Mapping
@@ -41,13 +41,11 @@ import triton.language as tl
 from torch import Tensor
 
 from labkit.kernels.dependent import wait_for_inputs
-from labkit.kernels.experts import routing
-from labkit.kernels.experts.choose import Config, Words, check_words
-from labkit.kernels.experts.inputs import Layer, LayerInputs, Workspace, _part, workspace
+from labkit.kernels.experts.choose import Words
+from labkit.kernels.experts.inputs import LayerInputs
 from labkit.kernels.experts.int4 import GROUP, Int4
 from labkit.kernels.experts.tiles import _silu_up, options_of
 from labkit.kernels.launch import Launch
-from labkit.kernels.target import has_dependent_launch
 
 # fp32's sign and exponent of 128 and of 2048. Arguments, so that a mask and they are one instruction: of two constants
 # the compiler makes two.
@@ -239,22 +237,3 @@ def _blocks(w: Int4, values: int, most: int) -> dict[str, Any]:
     """w as words, and the units of a block: of at most so many values, and no more than hold all that there are."""
     block = min(most // GROUP, triton.next_power_of_2(values // GROUP))
     return {"w": w.packed.view(torch.int32), "scales": w.scales, "BLOCK": block}
-
-
-def layer(x: LayerInputs, config: Config, scratch: Workspace | None = None, check_ids: bool = False) -> Layer:
-    """As `plain_layer`, of one token with INT4 weights, for inputs that have been checked; config.rows: `Words`.
-
-    Raises ValueError naming the argument, its value and what is allowed.
-    """
-    T, E, top_k, _, width = x.shape
-    rows = config.rows
-    if not isinstance(rows, Words) or not x.int4:
-        raise ValueError(f"config.rows is {rows}, INT4 weights: {x.int4}; allowed: Words, with INT4 weights alone")
-    if T > 1:
-        raise ValueError(f"config.rows is {rows} with {T} tokens; allowed: only for one token")
-    check_words(rows)
-    scratch = workspace(x) if scratch is None else scratch
-    hidden = _part("hidden", scratch.hidden, top_k * width, x)
-    dependent = config.dependent and has_dependent_launch(x.x.device)
-    found = routing.one_token(x.ids, E, config.block_m, check_ids)
-    return Layer(config, found, launches(x, hidden, rows, dependent))

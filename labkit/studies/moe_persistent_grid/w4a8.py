@@ -132,13 +132,13 @@ def _gemm_int8_kernel(
 
 
 def layer(x: LayerInputs, config: Config, scratch: Workspace | None = None) -> Layer:
-    """The layer of `kernels.layer` with 8-bit activations, as launches. x: with INT4 weights.
+    """The layer of `expert_layer.layer` with 8-bit activations, as launches. x: with INT4 weights.
 
     config: `choose.source(..., int8=True)`, or one like it: not fused, both K tiles 32. Raises ValueError naming the
     argument, its value and what is allowed.
     """
     check_w4a8(x, config)
-    made = expert_layer.plain_layer(x, config, scratch)
+    made = expert_layer.layer(x, config, scratch)
     _, _, _, hidden, width = x.shape
     rows = made.sorted.blocks * config.block_m
     memory = torch.empty(rows * max(hidden, width), dtype=torch.int8, device=x.x.device)
