@@ -11,7 +11,6 @@ mov.b32 one, 0x3F803F80;
 mov.b32 bias, 0xC308C308;
 """
 
-
 _TAIL = """
 lop3.b32 a, a, 0x000F000F, 0x43004300, 0xEA;
 lop3.b32 b, b, 0x000F000F, 0x43004300, 0xEA;
@@ -23,11 +22,9 @@ fma.rn.bf16x2 $2, c, one, bias;
 fma.rn.bf16x2 $3, d, one, bias;
 }"""
 
-
 _FROM_BYTES = tl.constexpr(  # four bytes: their low nibbles, then their high ones
     _HEAD + "prmt.b32 a, $4, 0, 0x4140; prmt.b32 b, $4, 0, 0x4342; shr.u32 c, a, 4; shr.u32 d, b, 4;" + _TAIL
 )
-
 
 _FROM_HALVES = tl.constexpr(  # two halves of a word: their lowest nibbles, the next, …
     _HEAD + "mov.b32 a, $4; shr.u32 b, a, 4; shr.u32 c, a, 8; shr.u32 d, a, 12;" + _TAIL

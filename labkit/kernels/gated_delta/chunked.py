@@ -36,7 +36,6 @@ the change of layout is that of SGLang pull request 20283.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 import triton
@@ -682,16 +681,10 @@ def check_extend(x: ExtendInputs, v_first: bool, tile: int, num_warps: int, num_
         raise ValueError(f"cu_seqlens is {tuple(x.cu_seqlens.shape)}; allowed: [N + 1]")
     state = (len(x.cu_seqlens) - 1, HV, *((V, K) if v_first else (K, V)))
     gate = (T, HV, K) if x.g.ndim == 3 else (T, HV)
-    fp32, same = (torch.float32,), (x.v.dtype,)
-    check = partial(check_tensor, device=x.v.device, owner="v's")
-    check("q", x.q, (T, H, K), same)
-    check("k", x.k, (T, H, K), same)
-    check("v", x.v, (T, HV, V), same)
-    check("g", x.g, gate, fp32)
-    check("beta", x.beta, (T, HV), fp32)
-    check("initial", x.initial, state, fp32)
-    check("final", x.final, state, fp32)
-    check("out", x.out, (T, HV, V), DTYPES)
+    shapes = {"q": (T, H, K), "k": (T, H, K), "v": (T, HV, V), "g": gate, "beta": (T, HV)}
+    for name, shape in (shapes | {"initial": state, "final": state, "out": (T, HV, V)}).items():
+        dtypes = (x.v.dtype,) if name in "qkv" else DTYPES if name == "out" else (torch.float32,)
+        check_tensor(name, getattr(x, name), shape, dtypes, x.v.device, "v's")
     if tile < 16 or tile & (tile - 1):
         raise ValueError(f"tile is {tile}; allowed: a power of two from 16")
     check_one_of("num_warps", num_warps, (1, 2, 4, 8))

@@ -20,9 +20,8 @@ each other.
 No second pass over the state is needed. With k and q normalised, α the decay and S' = α S the decayed state:
 u = β (v - S' k), the new state is S' + u kᵀ, and o = (S' + u kᵀ) q = S' q + (k·q) u. The scalar α of GDN comes out of
 the sums, which so need not wait for the gates; KDA's α, one a channel, is multiplied into S first. The norms of k and q
-are factors of the sums as well. Sources: SGLang pull request 20283 (layout, verify), the layouts of study 01
-(`layouts.py`)
-(the steps of that change, one by one).
+are factors of the sums as well. Sources: SGLang pull request 20283 (layout, verify), study 01's `layouts.py` (the
+steps of that change, one by one).
 """
 
 from dataclasses import dataclass
@@ -369,8 +368,7 @@ class VerifyInputs(Inputs):
 
 
 def packed(mixed_qkv: Tensor, H: int, HV: int, K: int, V: int) -> tuple[Tensor, Tensor, Tensor]:
-    """q and k [.., H, K] and v [.., HV, V] as views of mixed_qkv [.., 2·H·K + HV·V], as an engine's convolution
-    leaves it.
+    """q and k [.., H, K], v [.., HV, V] as views of mixed_qkv [.., 2·H·K + HV·V], which an engine's convolution leaves.
 
     ValueError if the last dimension has another size.
     """
@@ -525,30 +523,17 @@ def check_choice(choice: StepChoice, K: int) -> None:
         check_one_of(name, getattr(choice, name), values)
 
 
-def check_step(x: StepInputs) -> tuple[int, int, int, int, int]:
+def check_step(x: StepInputs) -> tuple[int, ...]:
     """N, H, K, HV and V of a decode step.
 
     Raises ValueError for shapes, dtypes, strides or devices that the kernel cannot take.
     """
-    if x.q.ndim != 3 or x.v.ndim != 3:
-        raise ValueError(f"q is {tuple(x.q.shape)} and v is {tuple(x.v.shape)}; allowed: [N, H, K] and [N, HV, V]")
-    N, H, K = x.q.shape
-    HV, V = x.v.shape[1:]
-    _check_common(x, (N,), H, K, HV, V)
-    return N, H, K, HV, V
+    return _check_common(x, "N")
 
 
-def check_verify(x: VerifyInputs) -> tuple[int, int, int, int, int, int]:
+def check_verify(x: VerifyInputs) -> tuple[int, ...]:
     """N, T, H, K, HV and V of a verify; raises ValueError as `check_step` does."""
-    if x.q.ndim != 4 or x.v.ndim != 4:
-        raise ValueError(
-            f"q is {tuple(x.q.shape)} and v is {tuple(x.v.shape)}; allowed: [N, T, H, K] and [N, T, HV, V]"
-        )
-    N, T, H, K = x.q.shape
-    HV, V = x.v.shape[2:]
-    if T < 1:
-        raise ValueError(f"q is {tuple(x.q.shape)}; allowed: [N, T, H, K] with T at least 1")
-    _check_common(x, (N, T), H, K, HV, V)
+    N, T, _, K, HV, V = sizes = _check_common(x, "N, T")
     cache = x.intermediate_states
     inner = (T, HV, V, K) if x.v_first else (T, HV, K, V)
     _check_pool("intermediate_states", cache, inner, x.state.device)
@@ -557,7 +542,7 @@ def check_verify(x: VerifyInputs) -> tuple[int, int, int, int, int, int]:
     check_tensor("cache_indices", x.cache_indices, (N,), INDEX_DTYPES, x.state.device, OWNER)
     if x.parents is not None:
         check_tensor("parents", x.parents, (N, T), INDEX_DTYPES, x.state.device, OWNER)
-    return N, T, H, K, HV, V
+    return sizes
 
 
 def check_indices(indices: Tensor, slots: int) -> None:
@@ -572,7 +557,15 @@ def check_indices(indices: Tensor, slots: int) -> None:
         raise ValueError(f"indices is {indices.tolist()}; allowed: each slot once, padding negative")
 
 
-def _check_common(x: Inputs, tokens: tuple[int, ...], H: int, K: int, HV: int, V: int) -> None:
+def _check_common(x: Inputs, names: str) -> tuple[int, ...]:
+    """What both take; names: of what comes before a token's sizes. Returns their sizes, H, K, HV and V."""
+    outer = len(names.split())
+    if x.q.ndim != outer + 2 or x.v.ndim != outer + 2:
+        found = f"q is {tuple(x.q.shape)} and v is {tuple(x.v.shape)}"
+        raise ValueError(f"{found}; allowed: [{names}, H, K] and [{names}, HV, V]")
+    tokens, (H, K), (HV, V) = tuple(x.q.shape[:outer]), x.q.shape[outer:], x.v.shape[outer:]
+    if 0 in tokens[1:]:
+        raise ValueError(f"q is {tuple(x.q.shape)}; allowed: [{names}, H, K] with T at least 1")
     if H == 0 or HV == 0 or HV % H:
         raise ValueError(f"v has {HV} heads and q has {H}; allowed: a multiple of q's")
     if K == 0 or V == 0:
@@ -593,9 +586,9 @@ def _check_common(x: Inputs, tokens: tuple[int, ...], H: int, K: int, HV: int, V
         _check_floats(name, getattr(x, name), shape, device)
         check_contiguous(name, getattr(x, name))
     if x.lower_bound is not None and not (kda and x.lower_bound < 0):
-        raise ValueError(
-            f"lower_bound is {x.lower_bound} and a is {tuple(x.a.shape)}; allowed: a negative one, with KDA's a"
-        )
+        found = f"lower_bound is {x.lower_bound} and a is {tuple(x.a.shape)}"
+        raise ValueError(f"{found}; allowed: a negative one, with KDA's a")
+    return *tokens, H, K, HV, V
 
 
 def _check_pool(name: str, pool: Tensor, inner: tuple[int, ...], device: torch.device) -> None:

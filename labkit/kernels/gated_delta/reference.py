@@ -88,15 +88,12 @@ def verify(
     """
     N, T = q.shape[:2]
     o = torch.zeros(v.shape, dtype=torch.float64, device=v.device)
-    states = torch.zeros((N, T, *state.shape[1:]), dtype=torch.float64, device=v.device)
-    for n in range(N):
-        for t in range(T):
-            parent = t - 1 if parents is None else int(parents[n, t])
-            before = state[n] if parent < 0 else states[n, parent]
-            token = (x[n : n + 1, t] for x in (q, k, v, alpha, beta))
-            after = decode_step(before[None], *token, scale)
-            o[n, t], states[n, t] = after[0][0], after[1][0]
-    return o, states
+    states = torch.zeros((N, T + 1, *state.shape[1:]), dtype=torch.float64, device=v.device)
+    states[:, 0] = state  # then that after each token
+    for t in range(T):
+        before = states[:, t] if parents is None else states[torch.arange(N), parents[:, t].long() + 1]
+        o[:, t], states[:, t + 1] = decode_step(before, *(x[:, t] for x in (q, k, v, alpha, beta)), scale)
+    return o, states[:, 1:]
 
 
 def _softplus(x: Tensor) -> Tensor:

@@ -54,9 +54,8 @@ def check_choice(choice: Choice) -> None:
     check_one_of("rows", choice.rows, ROWS)
     check_one_of("num_warps", choice.num_warps, WARPS)
     check_one_of("split", choice.split, SPLIT)
-    size = choice.block_k
-    if size < 32 * choice.num_warps or size & (size - 1) or size > 8192:
-        least = 32 * choice.num_warps
+    size, least = choice.block_k, 32 * choice.num_warps
+    if not least <= size <= 8192 or size & (size - 1):
         raise ValueError(f"block_k is {size}; allowed: a power of two from {least} (one value a thread) to 8192")
 
 
