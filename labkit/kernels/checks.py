@@ -1,7 +1,6 @@
 """Checks of arguments: ValueError naming the argument, its value and what is allowed.
 
-Their names begin with `check_`, so that `labkit.bench.sha` leaves them out of the hash of what runs. Nothing here needs
-torch.
+Their names begin with `check_`: `labkit.bench.sha` leaves them out of the hash of what runs. Nothing here needs torch.
 """
 
 from __future__ import annotations

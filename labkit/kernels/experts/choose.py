@@ -1,8 +1,7 @@
 """Which tiles an expert layer runs with: from this GPU's tuned table, or from a rule for a shape that is not in it.
 
-The table is made by the study `moe_persistent_grid` from measurements with cold L2 and uniform routing, in which each
-candidate was first checked against float64. It is one JSON file a GPU, `experts.json` (see `tuned`): type of the
-weights -> shape -> tokens -> configuration.
+The table is made by the study `moe_persistent_grid`, with cold L2 and uniform routing, of candidates that were first
+checked against float64. It is one JSON file a GPU, `experts.json`: weights -> shape -> tokens -> configuration.
 """
 
 import math
@@ -86,8 +85,7 @@ class Rows:
 class Words(Rows):
     """The same with INT4 weights as words of 32 bits; see the table at the top of one_token_words.py.
 
-    block_k: values of gemm1's rows at once, at most; down_k: of gemm2's, along the rows of all slots. A program has a
-    warp for 1024 values, at most num_warps.
+    block_k: most values of gemm1's rows at once; down_k: of gemm2's, of all slots. A warp for 1024, at most num_warps.
     """
 
     down: int = 8

@@ -47,8 +47,7 @@ from labkit.kernels.experts.int4 import GROUP, Int4
 from labkit.kernels.experts.tiles import _silu_up, options_of
 from labkit.kernels.launch import Launch
 
-# fp32's sign and exponent of 128 and of 2048. Arguments, so that a mask and they are one instruction: of two constants
-# the compiler makes two.
+# fp32's sign and exponent of 128 and of 2048. As arguments they are one instruction with a mask, as constants two.
 HEADS = {"head_128": 0x43000000, "head_2048": 0x45000000}
 
 
@@ -154,8 +153,7 @@ def _sums(
 ):  # fmt: skip
     """Σ_j shares[j] · w[ids[j]] x[j] of R rows from n on, [R]; x: [SLOTS, K]; PAIR 2: shares are one.
 
-    The first block's weights are asked for before the launch before has ended (WAIT), the next ones' before these are
-    used.
+    Weights are asked for a block ahead of those in use, the first ones before the launch before has ended (WAIT).
     """
     UNITS: tl.constexpr = SLOTS * (K // 128)
     u = tl.arange(0, BLOCK)

@@ -1,8 +1,7 @@
 """An expert layer in Triton: two grouped GEMMs over tokens sorted by expert, with bf16 or INT4 weights.
 
-Launches, in order; the first one or two are routing's (see routing.py), and one token needs none of those (it has two
-launches of its own, see one_token.py, unless its configuration asks for tiles). expert_layer.py chooses between these
-kernels and those of one_token_words.py.
+Launches, in order; the first one or two are routing's (routing.py). One token needs none of those; it has two launches
+of its own (one_token.py, one_token_words.py) unless its configuration asks for tiles: see expert_layer.py.
 
 | launch       | programs       | what it does                                                                         |
 |--------------|----------------|--------------------------------------------------------------------------------------|
@@ -39,8 +38,7 @@ Choices (see `choose.Tile`), and the hypothesis that each one tests:
 The order of sums depends on block_k, unpack, scale_sums and the matrix instruction, never on the grid: for one tile
 persistent and per-tile results are bit-identical, with any group_m, counted and flatten.
 
-Sources: ExecuTorch pull request 19219 for the persistent grid, the tile order and SiLU · up in the K loop; vLLM's
-fused_moe for the sorted, padded slots.
+Sources: ExecuTorch pull request 19219 (persistent grid, tile order, SiLU · up in the K loop), vLLM's fused_moe (slots).
 """
 
 from collections.abc import Mapping

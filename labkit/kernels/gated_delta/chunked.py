@@ -176,8 +176,7 @@ def _prepare_kernel(
 ):  # fmt: skip
     """One program: w and u of one chunk and value head, and its decay; one decay a value head (GDN).
 
-    key_scales [T, HV]: 1 / |k|; carry [T, HV]: what scales a token's v_new in the state after its chunk, 1 / |k|
-    included; total: the decay over the whole chunk.
+    key_scales [T, HV]: 1 / |k|; carry [T, HV]: that times the decay to the chunk's end; total: the whole chunk's decay.
     """
     EVEN_K: tl.constexpr = K % BK == 0
     EVEN_V: tl.constexpr = V % BV == 0
@@ -479,8 +478,7 @@ class ExtendInputs:
     out:     [T, HV, V], fp32, bf16 or fp16.
     scale:   multiplies q (K ** -0.5 in the models).
     fp16 has a limit that the other dtypes do not have: with one decay a value head |v| / |k| must be below 65504.
-    All contiguous and on one device, but for cu_seqlens. Values of g are not checked, which would cost a
-    synchronisation.
+    All contiguous and on one device, but for cu_seqlens. Values of g are not checked: that would synchronise.
     """
 
     q: Tensor

@@ -14,14 +14,12 @@ around it; GDN and KDA differ in where the decay is applied. The choices, and wh
 | evict_first | states are read and written once a step: in L2 they would only drive out what is used again          |
 
 Tried and left out: several tiles a program, so that q, k and the gates are loaded and computed once for all of them, in
-turn or with the next ones under way. In no case of an H100 was it faster than small programs, which do the same for
-each other.
+turn or with the next ones under way. In no case of an H100 did it beat small programs, which do so for each other.
 
 No second pass over the state is needed. With k and q normalised, α the decay and S' = α S the decayed state:
 u = β (v - S' k), the new state is S' + u kᵀ, and o = (S' + u kᵀ) q = S' q + (k·q) u. The scalar α of GDN comes out of
 the sums, which so need not wait for the gates; KDA's α, one a channel, is multiplied into S first. The norms of k and q
-are factors of the sums as well. Sources: SGLang pull request 20283 (layout, verify), study 01's `layouts.py` (the
-steps of that change, one by one).
+are factors of the sums as well. Sources: SGLang pull request 20283 (layout, verify); by steps: study 01's layouts.py.
 """
 
 from dataclasses import dataclass
@@ -226,8 +224,7 @@ def _decode_kernel(
     hv = tl.program_id(1)
     vs = tl.program_id(0) * BV + tl.arange(0, BV)
     slot = tl.load(indices + n).to(tl.int64)
-    # All loads that need no slot, so that they are under way while the slot is; nothing is computed before the state is
-    # asked for.
+    # All loads that need no slot are under way while the slot is; nothing is computed before the state is asked for.
     token = _load_token(q, k, a, b, n, hv // GROUP, hv, q_token, q_head, k_token, k_head, a_token, b_token, K, BK, KDA)
     bias = _gate_inputs(dt_bias, hv, K, BK, KDA)
     log_rate = tl.load(A_log + hv).to(tl.float32)
@@ -285,8 +282,7 @@ def _verify_kernel(
                 else:
                     S = _load_tile(cache + parent * (HV * K * V), vs, live, K, V, BK, V_FIRST, EVEN_V, "")
         prepared = _prepare(token, log_rate, bias, scale, lower_bound, BOUNDED)
-        # Rounded to the pool's dtype at every token, as decode does by storing it: both give the same bits, and a
-        # state that is kept the same as one that is reloaded.
+        # Rounded to the pool's dtype at every token, as by storing it: so decode, or a reload, gives the same bits.
         o, S = _step(S, prepared, value, state.dtype.element_ty, V_FIRST, KDA)
         _store(out + (n * T + t) * (HV * V), tl.where(live, o, 0.0), vs < V, not EVEN_V)
         _store_tile(after, vs, live, S, K, V, BK, V_FIRST, EVEN_V, POLICY)
@@ -353,8 +349,7 @@ class StepInputs(Inputs):
 class VerifyInputs(Inputs):
     """Everything that a verify of T draft tokens a sequence reads and writes.
 
-    The state is only read, and a slot may occur more than once in `indices`. In q, k, v, a and b all N · T tokens are
-    evenly spaced.
+    The state is only read; a slot may recur in `indices`. In q, k, v, a and b all N · T tokens are evenly spaced.
     intermediate_states: [cache slots, T, HV, V, K], or [.., HV, K, V], in the pool's layout and dtype, contiguous
              inside a slot: the state after each draft token.
     cache_indices: [N] int32 or int64, the slot there of each sequence, each once; negative: padding too.
@@ -397,8 +392,7 @@ def verify(x: VerifyInputs, choice: StepChoice | None = None) -> Launch:
     """T draft tokens a sequence, a chain or a tree, as a launch that the caller makes by calling it.
 
     The pool is only read; the state after every token goes to `intermediate_states`, bit for bit what T calls of
-    `decode` with the same choice would have left in the pool. choice: None for `choose`'s. Raises ValueError naming the
-    argument, its value and what is allowed.
+    `decode` with the same choice would have left in the pool. choice: None for `choose`'s. Errors as of `decode`.
     """
     N, T, _, K, HV, V = check_verify(x)
     kda = x.a.ndim == 4

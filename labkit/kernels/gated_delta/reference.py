@@ -25,8 +25,7 @@ def decay_and_beta(a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor) -> tupl
 def kda_decay(a: Tensor, A_log: Tensor, dt_bias: Tensor, lower_bound: float | None = None) -> Tensor:
     """Decay of KDA: exp(-exp(A_log) · softplus(a + dt_bias)), or exp(lower_bound · sigmoid(exp(A_log)(a + dt_bias))).
 
-    a: [..., HV, K]; A_log: [HV]; dt_bias: [HV, K]; lower_bound: negative, of the second form (Kimi-K3's), or None.
-    Returns α, [..., HV, K], float64.
+    a: [..., HV, K]; A_log: [HV]; dt_bias: [HV, K]; lower_bound: negative, of Kimi-K3's form. Returns α as a, float64.
     """
     x, rate = a.double() + dt_bias.double(), torch.exp(A_log.double())[:, None]
     if lower_bound is not None:
@@ -40,8 +39,7 @@ def decode_step(
     """o and the new state of one token a sequence.
 
     state: [N, HV, V, K]; q, k: [N, H, K] with HV a multiple of H; v: [N, HV, V]; alpha: [N, HV], or [N, HV, K] for KDA;
-    beta: [N, HV]. q and k are L2-normalised here, and q is scaled. Returns o [N, HV, V] and the state [N, HV, V, K],
-    float64.
+    beta: [N, HV]. q and k are L2-normalised here, q is scaled. Returns o [N, HV, V], the state [N, HV, V, K]; float64.
     """
     repeat = state.shape[1] // q.shape[1]
     q = _normalised(q).repeat_interleave(repeat, dim=1) * scale

@@ -14,8 +14,7 @@ One kernel; its choices are launch arguments, so that a hypothesis can be tested
 
 W is marked `evict_first`, so that it does not drive x out of the L2. Every row has one fp32 accumulator, and rows are
 unrolled over 1-D tiles: the order of a row's sum depends on block_k, num_warps and split, never on rows or interleaved,
-so that results are bit-identical across these. Dependent launch: CUDA programming guide, "Programmatic Dependent
-Launch".
+so that results are bit-identical across these. Source: CUDA programming guide, "Programmatic Dependent Launch".
 """
 
 import torch
