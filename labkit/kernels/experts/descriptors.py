@@ -2,7 +2,7 @@
 
 | variant         | hypothesis                                                                                         |
 |-----------------|----------------------------------------------------------------------------------------------------|
-| Tile.descriptor | a box needs one instruction of one thread: no registers for addresses, fewer instructions; x is    |
+| descriptor      | a box needs one instruction of one thread: no registers for addresses, fewer instructions; x is    |
 |                 | gathered as before, since only Blackwell's copy engine gathers rows                                |
 
 Rows of gate and up lie I rows apart, so that a fused GEMM1 loads a box of each and keeps two sums; in tiles.py they

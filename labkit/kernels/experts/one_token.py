@@ -5,7 +5,7 @@
 | gemm1  | tile, slot | SiLU(gate) · up: rows of one expert's w1 times x                                             |
 | gemm2  | tile       | rows of w2 of all of the token's experts times what gemm1 left, weighted and summed          |
 
-| `Rows`     | hypothesis                                                                                           |
+| choice     | hypothesis                                                                                           |
 |------------|------------------------------------------------------------------------------------------------------|
 | at all     | a tile of matrix instructions has one row of sixteen in use and walks along K step by step; with few |
 |            | bytes to read, the steps one after the other are the time. Here a program asks for all of its        |
