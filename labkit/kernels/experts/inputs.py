@@ -136,17 +136,12 @@ def check_layer(x: LayerInputs) -> None:
     for name, w, rows, columns in (("w1", x.w1, 2 * width, H), ("w2", x.w2, H, width)):
         if rows * columns >= 2**31:
             raise ValueError(f"{name} has {rows} x {columns} values an expert; allowed: below 2^31")
-        if not isinstance(w, Int4):
-            check(name, w, (E, rows, columns), (x.x.dtype,))
-            _check_aligned(name, w)
-            continue
-        if columns % GROUP:
-            raise ValueError(f"{name} has rows of {columns} INT4 values; allowed: a multiple of {GROUP}")
-        check(f"{name}.packed", w.packed, (E, rows, columns // 2), (torch.uint8,))
-        check(f"{name}.scales", w.scales, (E, rows, columns // GROUP), (torch.bfloat16,))
-        _check_aligned(f"{name}.packed", w.packed)
-
-
-def _check_aligned(name: str, x: Tensor) -> None:
-    if x.data_ptr() % 16:
-        raise ValueError(f"{name} begins {x.data_ptr() % 16} bytes after a multiple of 16; allowed: a multiple of 16")
+        values, shape, dtype = w, (E, rows, columns), x.x.dtype
+        if isinstance(w, Int4):
+            if columns % GROUP:
+                raise ValueError(f"{name} has rows of {columns} INT4 values; allowed: a multiple of {GROUP}")
+            check(f"{name}.scales", w.scales, (E, rows, columns // GROUP), (torch.bfloat16,))
+            name, values, shape, dtype = f"{name}.packed", w.packed, (E, rows, columns // 2), torch.uint8
+        check(name, values, shape, (dtype,))
+        if over := values.data_ptr() % 16:
+            raise ValueError(f"{name} begins {over} bytes after a multiple of 16; allowed: a multiple of 16")
