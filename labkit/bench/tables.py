@@ -64,6 +64,12 @@ def timed(group: pd.DataFrame) -> dict[str, dict[str, Any]]:
     }
 
 
+def why_not(rows: pd.DataFrame, names: Iterable[str]) -> str:
+    """What kept some variants from being measured: what the first of their rows says, or that there are none."""
+    reasons = [reason for reason in rows[rows["variant"].isin(list(names))]["reason"].unique() if reason]
+    return reasons[0].removeprefix("NotFetched: ") if reasons else "not measured on this GPU"
+
+
 def facts(group: pd.DataFrame, usable: bool = True, column: str = "evidence") -> dict[str, dict[str, Any]]:
     """Variant -> what its row has beside its times. usable: of usable rows alone; column: or "counters"."""
     group = group[group["ok"]] if usable else group

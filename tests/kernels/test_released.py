@@ -121,7 +121,7 @@ def test_a_grid_that_leaves_out_tiles_is_noticed(device, grids, monkeypatch):
 
     assert wrong != executorch._LOOP
     monkeypatch.setattr(executorch, "_LOOP", wrong)
-    module = sources.changed(executorch.SOURCE, executorch.MODULE, one_left_out)
+    module = sources.changed(executorch.RELEASE, executorch.MODULE, one_left_out)
     for value in vars(module).values():
         if hasattr(value, "configs"):
             value.configs = value.configs[:1]
@@ -164,6 +164,6 @@ def test_a_release_that_is_written_otherwise_is_refused():
 
 
 def _tree() -> ast.Module:
-    made = sources.source(executorch.SOURCE)
+    made = sources.source(executorch.RELEASE)
     [path] = made.files
     return ast.parse((sources.folder(made) / path).read_text())

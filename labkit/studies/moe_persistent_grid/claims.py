@@ -37,8 +37,22 @@ def _how(rows: pd.DataFrame, tuned: bool = False) -> str:
     return f"{tile}Triton {versions}"
 
 
+OWN = "ExecuTorch's own layer (1.5.1, blocks of 64 rows), one CTA a tile / persistent"
+
+
 def judge_prefill(rows: pd.DataFrame) -> Judgement:
-    """Does the persistent grid change the time of the two GEMMs of the source's prefill as little as it says?"""
+    """Does the persistent grid change the time of the source's prefill as little as it says?
+
+    By the source's own layer, in both grids; where that was not measured, by our version of its two GEMMs.
+    """
+    own = where(tables.released_grids(rows), T=SOURCE_T)
+    if len(own) and own["runs"].min() >= PROCESSES:
+        measured = f"{OWN}: " + ", ".join(f"{line['activations']} ×{line['ratio']:.3f}" for _, line in own.iterrows())
+        [ratio] = where(own, activations="W4A8")["ratio"]  # which the pull request measured
+        if abs(ratio - 1) <= TIE:
+            return Judgement("consistent", measured, "a tie here too, on another GPU and for the layer alone")
+        why = f"no tie here: the persistent grid is {'faster' if ratio > 1 else 'slower'} on this GPU"
+        return Judgement("not reproduced", measured, f"{why}. {_how(rows, tuned=True)}")
     us = _point(rows)
     tiles, persistent = (variants.source(16, grid, int8=True) for grid in (variants.TILES, variants.PERSISTENT))
     if not {tiles, persistent} <= set(us.index):
@@ -64,7 +78,14 @@ def judge_prefill(rows: pd.DataFrame) -> Judgement:
 
 
 def judge_few_tokens(rows: pd.DataFrame) -> Judgement:
-    """Does the source's persistent grid pay for up to 512 tokens?"""
+    """Does the source's persistent grid pay for up to 512 tokens? By its own layer, where that was measured."""
+    own = tables.released_grids(rows)
+    own = own[own["T"] <= FEW]
+    if len(own) and own["runs"].min() >= PROCESSES:
+        faster = (own["verdict"] == "faster").sum()
+        measured = f"{OWN}: ×{own['ratio'].min():.2f} to ×{own['ratio'].max():.2f} in {len(own)} cases"
+        verdict = "consistent" if faster > len(own) / 2 else "not reproduced"
+        return Judgement(verdict, measured, f"it pays in {faster or 'none'} of these cases")
     table = where(tables.persistence(rows), weights="INT4")
     table = table[table["kernel"].str.startswith("source") & (table["T"] <= FEW)]
     if table.empty or processes(rows, "gemm1") < PROCESSES:

@@ -14,25 +14,30 @@ configurations.
 
 import ast
 from collections.abc import Callable
+from functools import partial
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
+from triton.runtime.autotuner import Autotuner
+from triton.testing import do_bench
 
 from labkit import sources
 from labkit.kernels.experts.int4 import GROUP
+from labkit.studies.moe_persistent_grid.variants import RELEASE
 
 if TYPE_CHECKING:
     from labkit.kernels.experts.inputs import LayerInputs
 
-SOURCE, MODULE = "executorch-1.5.1", "executorch.backends.cuda.triton.kernels.fused_moe"
+MODULE = "executorch.backends.cuda.triton.kernels.fused_moe"
+TUNING_MS = (2, 10)  # of warming up and of timing, for each choice: there are dozens, and Triton's own are 25 and 100
 GROUPS_M = (8, 16)  # of the pull request
 OPERATORS = "triton::"  # in which the release registers its functions, once a process
 
 
 def per_pair(x: "LayerInputs") -> Callable[[], torch.Tensor]:
     """The decode layer; a call returns its output [T, H], bf16. x: INT4 weights, bf16 activations."""
-    return _bound(sources.load(SOURCE, MODULE).fused_moe, x)
+    return _bound(sources.load(RELEASE, MODULE).fused_moe, x)
 
 
 def batched(x: "LayerInputs", int8: bool = False, grid: str = "tiles") -> Callable[[], torch.Tensor]:
@@ -44,13 +49,22 @@ def module(grid: str) -> ModuleType:
     """The release, or its copy with the pull request's change. ValueError for another grid."""
     if grid not in ("tiles", "persistent"):
         raise ValueError(f"grid is {grid!r}; allowed: tiles, persistent")
-    return sources.load(SOURCE, MODULE) if grid == "tiles" else sources.changed(SOURCE, MODULE, persistent)
+    return sources.load(RELEASE, MODULE) if grid == "tiles" else sources.changed(RELEASE, MODULE, persistent)
 
 
 def _bound(function: Callable[..., torch.Tensor], x: "LayerInputs", **options: Any) -> Callable[[], torch.Tensor]:
     (_, E, top_k, _, _), packed = x.shape, [w.packed.view(torch.int8) for w in (x.w1, x.w2)]
     weights = (packed[0], x.w1.scales, packed[1], x.w2.scales, x.weights.float(), x.ids.long())
     return lambda: function(x.x, *weights, top_k, E, GROUP, **options)
+
+
+def tune_anew(module: ModuleType) -> list[Any]:
+    """A module's autotuners, which forget what they have chosen: their keys are N and K, and tokens are not in them."""
+    found = [one for one in vars(module).values() if isinstance(one, Autotuner)]
+    for one in found:
+        one.cache.clear()
+        one.do_bench = partial(do_bench, warmup=TUNING_MS[0], rep=TUNING_MS[1])
+    return found
 
 
 def persistent(tree: ast.Module) -> ast.Module:

@@ -133,6 +133,23 @@ def compared(rows: pd.DataFrame, variant: str, against: str) -> pd.DataFrame:
     return compared_in(cases(rows, "layer"), variant, against, CASE)
 
 
+def released_grids(rows: pd.DataFrame) -> pd.DataFrame:
+    """ExecuTorch's own layer: time of one CTA a tile over that of the persistent grid, above 1 where that is faster."""
+    found = []
+    for int8, activations in ((False, "W4A16"), (True, "W4A8")):
+        tiles, persistent = (names.released(grid, int8) for grid in (names.TILES, names.PERSISTENT))
+        found.append(compared(rows, persistent, tiles).assign(activations=activations))
+    table = pd.concat([part for part in found if len(part)] or found[:1], ignore_index=True)
+    return table.reindex(columns=["T", "activations", "against us", "us", *RATIO, "runs"])
+
+
+def beside_released(rows: pd.DataFrame) -> pd.DataFrame:
+    """Time of the fastest form of ExecuTorch's own INT4 layer, persistent or not, over ours; `by`: which."""
+    table = best_against_best(cases(rows, "layer"), [names.OURS], [names.PER_PAIR, *names.RELEASED], CASE)
+    table = table.rename(columns={"against": "by", "against us": "by µs", "us": "ours µs"})
+    return table[["T", "by", "by µs", "ours µs", *RATIO]]
+
+
 def against_best(rows: pd.DataFrame) -> pd.DataFrame:
     """Time of the fastest rival over ours, of layers that are not quantised; above 1: ours is faster.
 

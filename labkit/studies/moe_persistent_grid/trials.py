@@ -8,6 +8,8 @@ variant writes is its own: a layer's output, a GEMM's rows. Rows inside a layer 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -23,9 +25,9 @@ from labkit.kernels.experts.inputs import Layer, LayerInputs, Workspace, workspa
 from labkit.kernels.experts.int4 import GROUP, Int4
 from labkit.kernels.launch import Launch
 from labkit.kernels.target import multiprocessors
-from labkit.studies.moe_persistent_grid import ceilings, green_context, peers, w4a8, work
+from labkit.studies.moe_persistent_grid import ceilings, executorch, green_context, peers, w4a8, work
 from labkit.studies.moe_persistent_grid.routings import synthetic
-from labkit.sweep.trial import DTYPES, Call, Shared, hash_of, in_order, trial
+from labkit.sweep.trial import DTYPES, Call, Shared, hash_of, in_order, kept, trial
 
 CHECKED, CHECKED_SLOTS = 32, 16  # tokens of a layer, slots of a GEMM, that are compared with the float64 reference
 INT4_RMS = math.sqrt((16**2 - 1) / 12 + 0.25)  # of u4 - 8 where all sixteen are as likely
@@ -35,6 +37,8 @@ EXACT = {"max": reference.MAX_TOLERANCE, "rms": reference.RMS_TOLERANCE}
 LOOPED = {"max": 2 * reference.MAX_TOLERANCE, "rms": reference.RMS_TOLERANCE}
 # A value of 8 bits is off by up to 1/254 of its group's largest; ExecuTorch's tests allow 0.15 of the largest value.
 INT8 = {"max": 0.15, "rms": 2e-2}
+# ExecuTorch's own tests allow 0.05; it rounds to bf16 what `reference.layer` does, and each weighted part as well.
+RELEASED = {"max": 0.05, "rms": 1.5 * reference.RMS_TOLERANCE}
 
 
 # What the variants of a case, or of a model, share
@@ -259,6 +263,34 @@ def liger(x: Case, device: Any, sets: int, seed: int) -> Trial:
     items = inputs(x, device, sets, seed)
     calls = [peers.liger(item, tune=place == 0) for place, item in enumerate(items)]
     return trial(calls, (), lambda: _errors(calls[0]()[_some(x)], _expected(x, items[0])), EXACT)
+
+
+def per_pair(x: Case, device: Any, sets: int, seed: int) -> Trial:
+    """ExecuTorch's decode layer."""
+    return _released(x, device, sets, seed, executorch.module("tiles"), executorch.per_pair, int8=False)
+
+
+def released(x: Case, device: Any, sets: int, seed: int, grid: str, int8: bool) -> Trial:
+    """ExecuTorch's batched layer, in either grid."""
+    bind = partial(executorch.batched, int8=int8, grid=grid)
+    return _released(x, device, sets, seed, executorch.module(grid), bind, int8)
+
+
+def _released(
+    x: Case, device: Any, sets: int, seed: int, module: ModuleType, bind: Callable[[LayerInputs], Call], int8: bool
+) -> Trial:
+    """A layer that returns its output, and tunes itself at the first call."""
+    items, tuners = inputs(x, device, sets, seed), executorch.tune_anew(module)
+    calls = kept([bind(item) for item in items])
+
+    def check() -> dict[str, float]:
+        return _errors(calls[0]()[_some(x)], _expected(x, items[0], stored=not int8))
+
+    def facts() -> dict[str, Any]:
+        used = [one for one in tuners if hasattr(one, "best_config")]
+        return {"launches": {one.base_fn.__name__: str(one.best_config) for one in used}}
+
+    return trial(calls, (), check, INT8 if int8 else RELEASED, facts=facts)
 
 
 def added(function: Callable[..., Any], x: Case, device: Any, sets: int, seed: int) -> Trial:

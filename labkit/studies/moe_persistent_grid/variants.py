@@ -34,6 +34,11 @@ READ = "read the experts' weights"
 RIVALS = (GROUPED, LIGER, LOOP)
 TUNED_FOR = SOURCE_T  # tokens that OTHER_TOKENS was tuned for
 
+# ExecuTorch's own code: as released, and with the pull request's grid applied to it
+RELEASE = "executorch-1.5.1"
+PER_PAIR = "ExecuTorch 1.5.1, per pair"
+PER_PAIR_UP_TO = 16  # tokens; it is the release's decode, and reads an expert's weights once a token
+
 # The grids of one GEMM
 TILES, PERSISTENT = "one CTA a tile", "persistent"
 GRIDS = {TILES: "tiles", PERSISTENT: "SMs"}  # as `trials.config_of` has them
@@ -49,6 +54,16 @@ def source(block_m: int = 16, grid: str = TILES, *changes: str, int8: bool = Fal
     return ", ".join([f"source{' W4A8' if int8 else ''} BM={block_m}", grid, *changes])
 
 
+def released(grid: str, int8: bool = False) -> str:
+    """ExecuTorch's batched layer, activations in 8 bits or bf16."""
+    return f"ExecuTorch 1.5.1 {'W4A8' if int8 else 'W4A16'}, {grid}"
+
+
+RELEASED = {  # name -> the arguments of `trials.released`
+    released(grid, int8): {"grid": how, "int8": int8}
+    for int8 in (False, True)
+    for grid, how in {TILES: "tiles", PERSISTENT: "persistent"}.items()
+}
 GROUPS = (1, 8, 16, 32)
 # What the source tunes over beside its tile of 128 x 64 (ExecuTorch's fused_moe.py), at its own point alone: BN, BK,
 # stages. With 8-bit activations a K tile is the group that shares a scale.
@@ -144,6 +159,8 @@ LINES = {  # operation, of layers with the kind of weights -> its variants; the 
         Line(BYTES, "step", "layer", {"words": False}),
         Line(WORDS, "step", "layer", {"words": True}),
         *(Line(one.name, "step", "layer", {"base": "source"} | one.options) for one in _SOURCE if "=16" in one.name),
+        Line(PER_PAIR, "peer", "per_pair", {}),
+        *(Line(name, "peer", "released", options) for name, options in RELEASED.items()),
     ],
     "gemm": [
         Line(OURS_TILES, "step", "gemm", {"base": "ours", "grid": "tiles"}),
@@ -190,6 +207,8 @@ def _takes(x: Case, name: str) -> bool:
         return T == 1 and (int4 or _is_plain(x))
     if name == RULE and int4:
         return T > 1  # nothing about one token is tuned
+    if name in RELEASED or name == PER_PAIR:  # takes bf16 activations alone; the source's own model
+        return x["model"] == ABLATED[0] and (name != PER_PAIR or T <= PER_PAIR_UP_TO)
     if name in (LIGER, LOOP, RULE, OTHER_TOKENS):
         return _is_plain(x) and (name != OTHER_TOKENS or T != TUNED_FOR)
     if not name.startswith("source"):
@@ -236,6 +255,8 @@ _RUNS = {  # by the name of the function in `trials`, where that is enough
     "liger": f"{STUDY}.peers:liger",
     "loop": f"{STUDY}.peers:loop",
     "read": f"{STUDY}.ceilings:read",
+    "per_pair": (f"source:{RELEASE}", f"{STUDY}.executorch:per_pair"),
+    "released": (f"source:{RELEASE}", f"{STUDY}.executorch:batched"),
 }
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import pandas as pd
 
 from labkit.bench.spec import Case
-from labkit.bench.tables import frame, tuning_seconds, where
+from labkit.bench.tables import frame, tuning_seconds, where, why_not
 from labkit.bench.verdict import counted, geometric_mean
 from labkit.report import plots
 from labkit.report.figures import Drawing, drawing
@@ -47,6 +47,32 @@ def _where(line: pd.Series) -> str:
 
 
 # What comes out
+
+
+def own_code(rows: pd.DataFrame) -> Drawing:
+    """ExecuTorch's own layer in both grids, by tokens."""
+    table = tables.released_grids(rows)
+    if table.empty:
+        return f"ExecuTorch's own kernels, in both grids: {why_not(rows, variants.RELEASED)}."
+    said = f"The persistent grid is {counted(table['verdict'])} of {len(table)} cases, ×{span(table['ratio'])}"
+    return drawing(
+        plots.ratios, table.assign(row=table["T"].map(in_tokens)), "row", "ratio", "low", "high", group="activations",
+        verdict="verdict", hidden=("row", "runs"),
+        xlabel="time one CTA a tile / time persistent (above 1: persistent faster)",
+        title="ExecuTorch's own expert layer, in both grids",
+        alt="Ratios of time with one CTA a tile over time with the persistent grid, by tokens and activations.",
+        caption="Release 1.5.1, blocks of 64 rows; the same with the pull request's launch and loop; each tunes itself",
+        said=said, units={"against us": "one CTA a tile µs", "us": "persistent µs"},
+    )  # fmt: skip
+
+
+def beside_released(rows: pd.DataFrame) -> str:
+    """How many times as long as ours the fastest form of ExecuTorch's own layer takes."""
+    table = tables.beside_released(rows)
+    if table.empty:
+        return f"ExecuTorch's own layer beside ours: {why_not(rows, [variants.PER_PAIR])}."
+    parts = [f"{in_tokens(line['T'])} ×{line['ratio']:.1f} ({line['by']})" for line in table.to_dict("records")]
+    return f"The fastest form of ExecuTorch's own INT4 layer takes so many times as long as ours: {'; '.join(parts)}."
 
 
 def in_short(rows: pd.DataFrame) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pandas as pd
 
-from labkit.bench.tables import where
+from labkit.bench.tables import where, why_not
 from labkit.bench.verdict import counted, geometric_mean
 from labkit.report import plots
 from labkit.report.figures import Drawing, drawing
@@ -135,7 +135,8 @@ def own_code(rows: pd.DataFrame) -> Drawing:
     """What SGLang's own kernels gained from the release before the change to the first with it, by operation."""
     table = tables.released(rows)
     if table.empty:
-        return f"SGLang's own kernels, before and after the change: {tables.why_no_release(rows)}."
+        missing = why_not(rows, (variants.released(name) for name in (variants.BEFORE, variants.AFTER)))
+        return f"SGLang's own kernels, before and after the change: {missing}."
     spans = [f"{OPERATIONS[op]} {span(part['ratio'])}" for op, part in table.groupby("op", sort=False)]
     sizes = [_case(line) for line in table.to_dict("records")]
     table = table.assign(group=table["op"].map(OPERATIONS) + ", " + table["gate"], row=sizes)

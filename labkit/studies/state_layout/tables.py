@@ -246,13 +246,6 @@ def by_release(rows: pd.DataFrame, batch: int) -> pd.DataFrame:
     return frame(found, ["gate", "state", "batch", "variant", "us", "error"])
 
 
-def why_no_release(rows: pd.DataFrame) -> str:
-    """What kept SGLang's releases from being measured: what their rows say, or that there are none."""
-    tried = rows[rows["variant"].str.startswith("sglang")]
-    reasons = [reason for reason in tried["reason"].unique() if reason]
-    return reasons[0].removeprefix("NotFetched: ") if reasons else "not measured on this GPU"
-
-
 def compared(rows: pd.DataFrame, op: str, variant: str, against: str, **wanted: Any) -> pd.DataFrame:
     """Time of `against` over that of `variant` in every case of an operation that has both."""
     return compared_in(production(rows, op, **wanted), variant, against, PRODUCTION).drop(columns="no slower")
