@@ -375,7 +375,7 @@ def test_state_access_is_of_the_state_and_of_one_row_a_kernel(layout):
         "lines"
     ]
     assert narrow.to_dict() == {("fp32", "KV"): 16, ("fp32", "VK"): 4, ("bf16", "KV"): 32, ("bf16", "VK"): 4}
-    assert set(tables.state_access(layout, "store")["kind"]) == {"store"}
+    assert set(found["kind"]) == {"load"}
 
 
 def test_estimate_takes_the_ratio_of_the_batch_below():

@@ -33,8 +33,6 @@ from labkit.kernels.gemv.gemv import check_gemv
 from labkit.kernels.launch import Launch
 from labkit.studies.gemv_coalescing.variants import THREADS
 
-ROWS = 4
-STAGES = 4
 UNROLL = 4  # of the loop along K, in steps 3 to 5
 BETWEEN_BLOCK = 1024
 

@@ -1,14 +1,4 @@
-"""Libraries' GEMVs, y = W x. W: [N, K], x: [K], y: [N].
-
-| function     | gives                  | what it is                                                                   |
-|--------------|------------------------|------------------------------------------------------------------------------|
-| mv           | a call                 | cuBLAS as torch.mv calls it                                                  |
-| linear       | a call                 | cuBLAS as F.linear calls it for one token                                    |
-| compiled     | (W, x) -> y, a new one | torch.compile, coordinate-descent tuning; cuBLAS is no candidate for a vector|
-| flag_gems_mv | (W, x) -> y, a new one | a Triton GEMV with an autotuner of its own                                   |
-
-Those beside cuBLAS are imported only where they are timed.
-"""
+"""Libraries' GEMVs, y = W x. W: [N, K], x: [K], y: [N]; those beside cuBLAS are imported only where they are timed."""
 
 from collections.abc import Callable
 from typing import Any
@@ -20,18 +10,18 @@ Product = Callable[[Tensor, Tensor], Tensor]
 
 
 def mv(W: Tensor, x: Tensor, y: Tensor) -> Callable[[], Any]:
-    """torch.mv as a call."""
+    """cuBLAS as torch.mv calls it, as a call."""
     return lambda: torch.mv(W, x, out=y)
 
 
 def linear(W: Tensor, x: Tensor, y: Tensor) -> Callable[[], Any]:
-    """F.linear of one token, [1, K], as a call."""
+    """cuBLAS as F.linear calls it for one token, [1, K], as a call."""
     row, out = x[None], y[None]
     return lambda: torch.ops.aten.linear.out(row, W, None, out=out)
 
 
 def compiled(W: Tensor, x: Tensor) -> Product:
-    """torch.compile of torch.mv, tuned for the shape of W and x."""
+    """torch.compile of torch.mv, coordinate-descent tuning; cuBLAS is no candidate for a vector. y is a new one."""
     from torch._inductor import config
 
     torch._dynamo.reset()  # a function is compiled anew for a few shapes only
@@ -42,7 +32,7 @@ def compiled(W: Tensor, x: Tensor) -> Product:
 
 
 def flag_gems_mv() -> Product:
-    """flag_gems.mv."""
+    """FlagGems' Triton GEMV with an autotuner of its own. y is a new one."""
     import flag_gems
 
     return flag_gems.mv

@@ -17,37 +17,24 @@ ALL_DTYPES = "Llama-3.2-1B"  # the model whose shapes are timed in other dtypes 
 
 def cases(parameters: Mapping[str, Any]) -> list[Case]:
     """What is tuned, then every shape of the models in every dtype, then the models' chains."""
+    models, dtypes = parameters["models"], parameters["dtypes"]
+    shapes = [shape for name in models for shape in (LINEAR[name].shapes() if name in LINEAR else OTHER_LINEAR)]
     wanted = [
-        _params(shape, dtype)
-        for dtype in parameters["dtypes"]
-        for shape in dict.fromkeys(shape for name in parameters["models"] for shape in shapes_of(name))
+        {"N": shape[0], "K": shape[1], "dtype": dtype}
+        for dtype in dtypes
+        for shape in dict.fromkeys(shapes)
         if dtype == "bf16" or shape in LINEAR[ALL_DTYPES].shapes()
     ]
     found = [Case(op, params) for op in ("tune", "gemv") for params in wanted]
-    chains = [name for name in parameters["models"] if name in LINEAR]
-    return found + [
-        Case("chain", {"model": name, "dtype": "bf16"}) for name in chains if "bf16" in parameters["dtypes"]
-    ]
-
-
-def shapes_of(name: str) -> list[tuple[int, int]]:
-    """[N, K] of a model, or of the other published shapes."""
-    return LINEAR[name].shapes() if name in LINEAR else list(OTHER_LINEAR)
-
-
-def _params(shape: tuple[int, int], dtype: str) -> dict[str, Any]:
-    return {"N": shape[0], "K": shape[1], "dtype": dtype}
+    chains = [name for name in models if name in LINEAR and "bf16" in dtypes]
+    return found + [Case("chain", {"model": name, "dtype": "bf16"}) for name in chains]
 
 
 def floor(x: Case) -> Floor:
     """The weights and x read once, y written."""
     size = names.SIZES[x["dtype"]]
-    if x.op == "chain":
-        groups = LINEAR[x["model"]].chain(merged=True)
-        weights = sum(n * k for k, ns in groups for n in ns)
-        vectors = sum(k + n for k, ns in groups for n in ns)
-    else:
-        weights, vectors = x["N"] * x["K"], x["N"] + x["K"]
+    chain = [(n, k) for k, (n,) in LINEAR[x["model"]].chain(merged=True)] if x.op == "chain" else [(x["N"], x["K"])]
+    weights, vectors = sum(n * k for n, k in chain), sum(n + k for n, k in chain)
     return Floor((weights + vectors) * size, 2 * weights, "read", set_bytes=weights * size)
 
 

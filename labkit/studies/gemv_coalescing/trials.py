@@ -53,16 +53,16 @@ class Inputs(NamedTuple):
 
 
 def _inputs(x: Case, device: Any, sets: int, seed: int) -> Inputs:
-    return shared((x, device, sets, seed), "inputs", partial(_random, x, device, sets, seed))
+    """Random ones; y has unit variance."""
 
+    def make() -> Inputs:
+        N, K, dtype = x["N"], x["K"], DTYPES[x["dtype"]]
+        random = Random(device, seed)
+        W = random.fill(torch.empty((sets, N, K), dtype=dtype, device=device), K**-0.5)
+        vector = random.fill(torch.empty(K, dtype=dtype, device=device))
+        return Inputs(W, vector.expand(sets, K), reference.gemv(W[0], vector))
 
-def _random(x: Case, device: Any, sets: int, seed: int) -> Inputs:
-    """y has unit variance."""
-    N, K, dtype = x["N"], x["K"], DTYPES[x["dtype"]]
-    random = Random(device, seed)
-    W = random.fill(torch.empty((sets, N, K), dtype=dtype, device=device), K**-0.5)
-    vector = random.fill(torch.empty(K, dtype=dtype, device=device))
-    return Inputs(W, vector.expand(sets, K), reference.gemv(W[0], vector))
+    return shared((x, device, sets, seed), "inputs", make)
 
 
 def _trial(inputs: Inputs, make: Make, choice: Choice | None = None, dissect: bool = True) -> Trial:
@@ -80,17 +80,15 @@ def _trial(inputs: Inputs, make: Make, choice: Choice | None = None, dissect: bo
 
     def facts() -> dict[str, Any]:
         found = {"bits": hash_of(y[0])} | ({"choice": choice.as_dict()} if choice else {})
-        return found | (_registers(calls[0]) | {"sms": target.multiprocessors(W.device)} if own else {})
+        if own:
+            kernel = calls[0].compile()  # as the driver loaded it; spills: registers of a thread
+            kernel._init_handles()
+            found |= {"registers": kernel.n_regs, "spills": kernel.n_spills}
+            found |= {"sms": target.multiprocessors(W.device)}
+        return found
 
     tolerance = {"y": TOLERANCE[W.dtype], "repeat": SAME_BITS}
     return trial(calls, [y], check, tolerance, facts=facts, dissect=dissect)
-
-
-def _registers(launch: Any) -> dict[str, int]:
-    """Registers a thread and spilled ones of the kernel that ran, as the driver loaded it."""
-    kernel = launch.compile()
-    kernel._init_handles()
-    return {"registers": kernel.n_regs, "spills": kernel.n_spills}
 
 
 def thread_a_row(x: Case, device: Any, sets: int, seed: int) -> Trial:
@@ -133,10 +131,9 @@ def production(
 
 
 def _chosen(x: Case, device: torch.device, kind: str) -> Choice:
-    shape = x["N"], x["K"], DTYPES[x["dtype"]].itemsize
-    hot = (
-        choose.choices_of(torch.cuda.get_device_name(device), "hot") if kind == "hot" and device.type == "cuda" else {}
-    )
+    shape, hot = (x["N"], x["K"], DTYPES[x["dtype"]].itemsize), {}
+    if kind == "hot" and device.type == "cuda":
+        hot = choose.choices_of(torch.cuda.get_device_name(device), "hot")
     return hot.get(shape) or choose.choose(*shape, device)
 
 
@@ -185,7 +182,7 @@ def library(x: Case, device: Any, sets: int, seed: int, call: str) -> Trial:
 
 
 def compiled(x: Case, device: Any, sets: int, seed: int) -> Trial:
-    """torch.compile; cuBLAS is not among its candidates for a vector."""
+    """torch.compile."""
     inputs = _inputs(x, device, sets, seed)
     return _returning(inputs, peers.compiled(inputs.W[0], inputs.x[0]))
 
@@ -217,17 +214,16 @@ def added(function: Callable[..., Any], x: Case, device: Any, sets: int, seed: i
 
 def _weights(x: Case, device: Any, sets: int, seed: int) -> Tensor:
     """[sets, values] of all matrices of one period, one after the other: those of a group are adjacent rows of one."""
-    return shared((x, device, sets, seed), "weights", partial(_random_weights, x, device, sets, seed))
 
+    def make() -> Tensor:
+        groups = LINEAR[x["model"]].chain(merged=True)
+        sizes = [k * n for k, (n,) in groups]
+        flat, random = torch.empty((sets, sum(sizes)), dtype=DTYPES[x["dtype"]], device=device), Random(device, seed)
+        for part, (k, _) in zip(flat.split(sizes, 1), groups, strict=True):
+            random.fill(part, k**-0.5)
+        return flat
 
-def _random_weights(x: Case, device: Any, sets: int, seed: int) -> Tensor:
-    groups = LINEAR[x["model"]].chain(merged=True)
-    flat = torch.empty((sets, sum(k * n for k, (n,) in groups)), dtype=DTYPES[x["dtype"]], device=device)
-    random, start = Random(device, seed), 0
-    for k, (n,) in groups:
-        random.fill(flat[:, start : start + n * k], k**-0.5)
-        start += n * k
-    return flat
+    return shared((x, device, sets, seed), "weights", make)
 
 
 def _chain(
@@ -240,10 +236,8 @@ def _chain(
     y = empty((sets, sum(n for _, (n,) in groups)))
     middle = empty((sets, sum(k for k, _ in groups))) if between else None
     start = Random(device, seed + 1).fill(empty((sets, first)))
-    parts = [
-        chains.links(model.chain(merged), weights[i], y[i], start[i], None if middle is None else middle[i])
-        for i in range(sets)
-    ]
+    middles = [None] * sets if middle is None else middle
+    parts = list(map(partial(chains.links, model.chain(merged)), weights, y, start, middles))
     calls = [chains.in_order(part, make, between) for part in parts]
     outputs = [y] if middle is None else [y, middle[:, first:]]  # before it would be x of the first group
     poison, _ = watched(outputs)

@@ -364,15 +364,12 @@ def questions(rows: pd.DataFrame) -> pd.DataFrame:
         some = merged[merged["kernel"] == kernel]["ratio"]
         return f"{span(some, '×{:.2f}')} of whole layers" if len(some) else "not measured"
 
-    lines = [
-        ("Are loads of weights coalesced, lane by lane along a row?", "yes, and 32 threads a row",
-         variants.THREAD_A_ROW, variants.WARP_A_ROW),
-        ("Is it the access pattern by itself?", "not tried alone", variants.THREAD_A_ROW, variants.THREAD_A_ROW_TURNED),
-        ("Are loads wider?", "yes, 16 bytes a lane", variants.WARP_A_ROW, variants.WIDE_LOADS),
-        ("Do several rows share x?", "yes, in shared memory", variants.WIDE_LOADS, variants.FOUR_ROWS),
-    ]  # fmt: skip
-    found = [(question, done, gain(before, after)) for question, done, before, after in lines]
-    found += [
+    thread, warp, wide = variants.THREAD_A_ROW, variants.WARP_A_ROW, variants.WIDE_LOADS
+    found = [
+        ("Are loads of weights coalesced, lane by lane along a row?", "yes, and 32 threads a row", gain(thread, warp)),
+        ("Is it the access pattern by itself?", "not tried alone", gain(thread, variants.THREAD_A_ROW_TURNED)),
+        ("Are loads wider?", "yes, 16 bytes a lane", gain(warp, wide)),
+        ("Do several rows share x?", "yes, in shared memory", gain(wide, variants.FOUR_ROWS)),
         ("Are small GEMVs merged into one? (cuBLAS)", "no", merge("torch.mv")),
         ("Are small GEMVs merged into one? (ours)", "no", merge("ours")),
         ("Is the layout of tasks changed? (adjacent rows)", "no", gain(variants.INTERLEAVED, variants.rows_variant(4))),

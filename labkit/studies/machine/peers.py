@@ -1,16 +1,4 @@
-"""PyTorch's ways to reach the ceilings: functions of one buffer set's tensors that give a call.
-
-| function       | what the call does                                              |
-|----------------|-----------------------------------------------------------------|
-| read           | sums n values                                                   |
-| in_place       | multiplies n values where they are                              |
-| copy           | copies n values                                                 |
-| mm             | a product of bf16 or fp16 matrices                              |
-| fp8_mm         | a product of fp8 matrices, bf16 out                             |
-| int8_mm        | a product of int8 matrices, int32 out                           |
-| zero           | sets one value to zero: PyTorch's launch that does next to none |
-| copy_from_host | copies bytes from the host's memory, pageable or pinned         |
-"""
+"""PyTorch's ways to reach the ceilings: functions of one buffer set's tensors that give a call."""
 
 from collections.abc import Callable
 from functools import partial
@@ -28,17 +16,17 @@ def read(x: Tensor, out: Tensor) -> Call:
 
 
 def in_place(x: Tensor, factor: float) -> Call:
-    """x *= factor."""
+    """x *= factor. x: [n]."""
     return partial(x.mul_, factor)
 
 
 def copy(x: Tensor, y: Tensor) -> Call:
-    """y = x."""
+    """y = x. [n] both."""
     return partial(y.copy_, x)
 
 
 def mm(a: Tensor, b: Tensor, out: Tensor) -> Call:
-    """out = a b. All [n, n] of one dtype."""
+    """out = a b. All [n, n], bf16 or fp16."""
     return partial(torch.mm, a, b, out=out)
 
 
@@ -53,7 +41,7 @@ def int8_mm(a: Tensor, b: Tensor, out: Tensor) -> Call:
 
 
 def zero(x: Tensor) -> Call:
-    """x = 0."""
+    """x = 0. x: one value: PyTorch's launch that does next to nothing."""
     return x.zero_
 
 

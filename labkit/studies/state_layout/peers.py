@@ -1,13 +1,5 @@
 """Libraries' calls beside the study's kernels: functions of the inputs of one buffer set that give a call.
 
-| function      | what it calls                                                                                     |
-|---------------|---------------------------------------------------------------------------------------------------|
-| in_place      | PyTorch's multiply of the states, the ceiling: each byte read and written once, no other work     |
-| fla_in_place  | fla-core's recurrent GDN kernel, launched so that it updates the states; its own call never does  |
-| fla_step      | fla-core's public recurrent call, GDN or KDA: it writes a new fp32 state beside the old one       |
-| fla_extend    | fla-core's chunked call, GDN or KDA; it normalises q and k itself, and tunes itself (`tune_anew`) |
-| attn_gym_step | attn-gym's paged decode, GDN or KDA: the states of a pool in place; slot 0 is its padding         |
-
 Libraries are imported only in the function that calls them.
 """
 
@@ -28,12 +20,15 @@ TUNING_MS = (2, 10)  # of warming up and of timing, for each choice of a library
 
 
 def in_place(x: Tensor, factor: float) -> Call:
-    """x *= factor. x: states of any shape."""
+    """x *= factor, the ceiling: each byte read and written once, no other work. x: states of any shape."""
     return partial(x.mul_, factor)
 
 
 def fla_in_place(x: "StepInputs", tile: int) -> Call:
-    """A GDN step, states in place. x.indices: slots one after the other, since the kernel takes none; tile: BV."""
+    """fla-core's recurrent GDN kernel, launched so that it updates the states; its own call never does.
+
+    x.indices: slots one after the other, since the kernel takes none; tile: BV.
+    """
     from fla.ops.gated_delta_rule import fused_recurrent
 
     kernel = fused_recurrent.fused_recurrent_gated_delta_rule_fwd_kernel
@@ -51,9 +46,9 @@ def fla_in_place(x: "StepInputs", tile: int) -> Call:
 
 
 def fla_step(x: "StepInputs") -> Call:
-    """A step that returns (out, new states), where tokens stand where the library has sequences: [N, 1, ..].
+    """fla-core's public recurrent call, GDN or KDA; x.indices: slots one after the other.
 
-    x.indices: slots one after the other.
+    It returns (out, new fp32 states); tokens stand where the library has sequences: [N, 1, ..].
     """
     from fla.ops.gated_delta_rule import fused_recurrent_gated_delta_rule
     from fla.ops.kda import fused_recurrent_kda
@@ -69,7 +64,7 @@ def fla_step(x: "StepInputs") -> Call:
 
 
 def fla_extend(x: "ExtendInputs", v_first: bool, bounds: Tensor) -> Call:
-    """An extend that returns (out [1, T, HV, V], final states).
+    """fla-core's chunked call, GDN or KDA, which tunes itself; it returns (out [1, T, HV, V], final states).
 
     bounds: x.cu_seqlens as int64, one tensor for all sets: the library keeps what it waits for only of the last few.
     """
@@ -106,7 +101,7 @@ def tune_anew(case: str) -> list[Any]:
 
 
 def attn_gym_step(x: "StepInputs") -> Call:
-    """A step with the pool [slots, HV, V, K] updated in place. x.indices: any slots but 0."""
+    """attn-gym's paged decode, GDN or KDA, the pool [slots, HV, V, K] updated in place. x.indices: any slots but 0."""
     from attn_gym.linear import recurrent_gdn_decode, recurrent_kda_decode
 
     packed = torch.cat([part.flatten(1) for part in (x.q, x.k, x.v)], 1)

@@ -15,11 +15,10 @@ PEAK_BF16 = {"H100 80GB HBM3": 989e12, "H200": 989e12}  # FLOP/s, dense; by data
 def state_share(
     model: GatedDeltaModel, batch: int, context: int, weight_bytes: float = BF16_BYTES, state_itemsize: int = 4
 ) -> float:
-    """Share of the state's bytes in one decode step.
+    """Share of the state's bytes in one decode step; ValueError for a model whose number of weights is not known here.
 
     batch: sequences; context: tokens of KV cache each; weight_bytes: per weight. Experts are taken to be chosen
     uniformly, so that the distinct ones follow from batch and top_k; tensor parallelism divides all parts alike.
-    ValueError for a model whose number of weights is not known here.
     """
     if not model.total:
         known = f"{QWEN3_NEXT.name}, {QWEN35_4B.name}"

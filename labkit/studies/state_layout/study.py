@@ -73,10 +73,10 @@ def _shape(model: Any) -> dict[str, Any]:
 def floor(x: Case) -> Floor:
     """What must move. A step: the states in place, and all that a token brings and takes, its int32 index included.
 
-    A verify: the states read once, written once a draft token; the tokens. The others: see their functions.
+    A verify: the states read once, written once a draft token; the tokens. The others: see `_prefill_floor`.
     """
     if x.op in ("extend", "chunk_state"):
-        return _extend_floor(x) if x.op == "extend" else _chunk_state_floor(x)
+        return _prefill_floor(x)
     tokens = x["batch"] * (x["T"] if x.op == "verify" else 1)
     state = x["batch"] * x["HV"] * x["K"] * x["V"] * ITEMSIZE[x["state"]]
     gate = x["K"] if x.params.get("gate") == "KDA" else 1
@@ -88,27 +88,22 @@ def floor(x: Case) -> Floor:
     return Floor(2 * state + small + 4 * tokens, flops, "in_place", set_bytes=state)
 
 
-def _extend_floor(x: Case) -> Floor:
-    """The tokens, with their gates in fp32 as extend takes them, and the first and last state of every sequence.
-
-    The arithmetic is that of the chunked form, which moves more: what one kernel leaves for the next is not counted.
+def _prefill_floor(x: Case) -> Floor:
+    """The first and last state of every sequence, fp32. Of an extend, the tokens, with their gates in fp32 as it takes
+    them; the arithmetic is that of the chunked form, which moves more: what one kernel leaves for the next is not
+    counted. Of chunk_state, w, u and k read, v_new and the state before each chunk written, in the inputs' dtype.
     """
-    lengths = LENGTHS[x["prefill"]]
-    gates = sum(lengths) * x["HV"] * 4 * (1 + (x["K"] if x["gate"] == "KDA" else 1))
-    values = sum(lengths) * (2 * x["H"] * x["K"] + 2 * x["HV"] * x["V"]) * ITEMSIZE[x["activations"]]
-    states = 2 * len(lengths) * x["HV"] * x["K"] * x["V"] * 4
-    flops = sum(lengths) * x["HV"] * (6 * x["K"] * x["V"] + 2 * CHUNK * (2 * x["K"] + 2 * x["V"]))
-    return Floor(values + gates + states, flops, "copy")
-
-
-def _chunk_state_floor(x: Case) -> Floor:
-    """w, u and k read, v_new and the state before each chunk written, in the inputs' dtype; first and last state."""
-    lengths = LENGTHS[x["prefill"]]
-    chunks = sum(-(-length // CHUNK) for length in lengths)
-    values = sum(lengths) * (x["HV"] * (x["K"] + 2 * x["V"]) + x["H"] * x["K"]) + chunks * x["HV"] * x["K"] * x["V"]
-    states = 2 * len(lengths) * x["HV"] * x["K"] * x["V"] * 4
-    flops = 4 * sum(lengths) * x["HV"] * x["K"] * x["V"]
-    return Floor(values * ITEMSIZE[x["activations"]] + states, flops, "copy")
+    H, HV, K, V, lengths = x["H"], x["HV"], x["K"], x["V"], LENGTHS[x["prefill"]]
+    tokens, fp32_bytes = sum(lengths), 2 * len(lengths) * HV * K * V * 4
+    if x.op == "extend":
+        fp32_bytes += tokens * HV * 4 * (1 + (K if x["gate"] == "KDA" else 1))  # the gates
+        values = tokens * (2 * H * K + 2 * HV * V)
+        flops = tokens * HV * (6 * K * V + 2 * CHUNK * (2 * K + 2 * V))
+    else:
+        chunks = sum(-(-length // CHUNK) for length in lengths)
+        values = tokens * (HV * (K + 2 * V) + H * K) + chunks * HV * K * V
+        flops = 4 * tokens * HV * K * V
+    return Floor(values * ITEMSIZE[x["activations"]] + fp32_bytes, flops, "copy")
 
 
 def counted(parameters: Mapping[str, Any]) -> list[tuple[Case, str]]:

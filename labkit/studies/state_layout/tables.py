@@ -93,33 +93,32 @@ def best(rows: pd.DataFrame, cache: str = "cold") -> pd.DataFrame:
 
     Folded forms are left out, since only one layout has them.
     """
+    names = {layout: [variant_name(layout, *choice) for choice in product(TILES, WARPS)] for layout in LAYOUTS}
     found = []
     for params, group in cases(rows, "decode", cache=cache):
         spilled = spilling(group)
-        kv, vk = (
-            [name for choice in product(TILES, WARPS) if (name := variant_name(layout, *choice)) not in spilled]
-            for layout in ("KV", "VK")
-        )
+        kv, vk = ([name for name in names[layout] if name not in spilled] for layout in LAYOUTS)
         if line := best_pair(group, vk, kv):
             found.append(picked(params, SHAPE) | line)
-    names = {"against": "best KV", "against us": "KV µs", "variant": "best VK", "us": "VK µs"}
-    table = pd.DataFrame(found, columns=[*SHAPE, *names, *RATIO, "runs"])
-    return ordered(table.rename(columns=names), SHAPE)
+    shown = {"against": "best KV", "against us": "KV µs", "variant": "best VK", "us": "VK µs"}
+    table = pd.DataFrame(found, columns=[*SHAPE, *shown, *RATIO, "runs"])
+    return ordered(table.rename(columns=shown), SHAPE)
 
 
-def state_access(rows: pd.DataFrame, kind: str = "load") -> pd.DataFrame:
-    """Sectors and lines a request of the state's tile, as derived from the code that ran; one row a shape and tile."""
+def state_access(rows: pd.DataFrame) -> pd.DataFrame:
+    """Sectors and lines a request of loading the state's tile, derived from the code that ran; a row a shape and tile.
+
+    The tile is the load that moves the most bytes of a program.
+    """
     table = _expanded(rows[rows["evidence"] != "{}"])
     table = table[table["layout"].isin(LAYOUTS)].drop_duplicates(["K", "state", "variant"])
     keys = ["K", "state", *CHOICE]
-    widest = [(row, widest_access(json.loads(row["evidence"]), kind)) for _, row in table.iterrows()]
-    return frame([picked(row, keys) | access for row, access in widest if access], [*keys, "lines", "sectors"])
-
-
-def widest_access(evidence: dict, kind: str) -> dict | None:
-    """The access that moves the most bytes of a program: the state's tile."""
-    accesses = [access for access in evidence.get("accesses", []) if access["kind"] == kind]
-    return max(accesses, key=lambda access: access["bytes_used"], default=None)
+    found = []
+    for _, row in table.iterrows():
+        loads = [access for access in json.loads(row["evidence"]).get("accesses", []) if access["kind"] == "load"]
+        if loads:
+            found.append(picked(row, keys) | max(loads, key=lambda access: access["bytes_used"]))
+    return frame(found, [*keys, "lines", "sectors"])
 
 
 def end_to_end_estimate(
@@ -131,7 +130,7 @@ def end_to_end_estimate(
     batches: Sequence[int] = (),
     heads_of: str = QWEN3_NEXT.name,
 ) -> pd.DataFrame:
-    """Gain of a whole decode step: the state's share of its time × the kernel's ratio.
+    """Gain of a whole decode step: the state's share of its time × the kernel's ratio, one warp.
 
     The time is that of the bytes moved at the in-place ceiling, but for the state at the rate of the measured kernel.
 
@@ -311,12 +310,12 @@ def chunk_state_layouts(rows: pd.DataFrame) -> pd.DataFrame:
     kernels = chunk_states(rows).set_index(["prefill", "form", "BV"])
     found = []
     for tile in variants.CHUNK_STATE_TILES:
-        table = compared(rows, "chunk_state", variants.chunk_state("VK", tile), variants.chunk_state("KV", tile))
+        table = compared(rows, "chunk_state", *(variants.chunk_state(layout, tile) for layout in ("VK", "KV")))
         for line in table.to_dict("records"):
-            taken = {form: kernels.loc[(line["prefill"], form, tile), :] for form in ("KV", "VK")}
-            both = {f"shared, {form}": one["shared_bytes"] for form, one in taken.items()}
-            both |= {f"CTAs an SM, {form}": one["ctas_per_sm"] for form, one in taken.items()}
-            found.append({"prefill": line["prefill"], "BV": tile} | both | picked(line, RATIO))
+            said = {"prefill": line["prefill"], "BV": tile}
+            for what, column in (("shared", "shared_bytes"), ("CTAs an SM", "ctas_per_sm")):
+                said |= {f"{what}, {form}": kernels.loc[(line["prefill"], form, tile), column] for form in LAYOUTS}
+            found.append(said | picked(line, RATIO))
     return frame(found, ["prefill", "BV", *RATIO])
 
 

@@ -1,10 +1,4 @@
-"""The production kernels used otherwise than an engine would: what the study compares them with, or times alone.
-
-| function       | what it is                                                                                     |
-|----------------|------------------------------------------------------------------------------------------------|
-| token_by_token | a verify of what decode offers: the states copied, then for each token a decode and a copy     |
-| chunk_state    | the one kernel of extend whose products depend on the layout, on what those before it have left |
-"""
+"""The production kernels used otherwise than an engine would: what the study compares them with, or times alone."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -19,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def token_by_token(x: "VerifyInputs") -> Callable[[], Any]:
-    """A chain of draft tokens through `decode`, on a copy of the sequences' states."""
+    """A verify of what decode offers: the sequences' states copied, then for each draft token a decode and a copy."""
     from labkit.kernels.gated_delta import recurrent
 
     scratch = torch.empty_like(x.state[: len(x.indices)])
@@ -48,6 +42,9 @@ def token_by_token(x: "VerifyInputs") -> Callable[[], Any]:
 
 
 def chunk_state(whole: "Extend") -> Launch:
-    """The kernel that takes the state from chunk to chunk; the extend is run once, so that it has what it reads."""
+    """The one kernel of extend whose products depend on the layout: it takes the state from chunk to chunk.
+
+    The extend is run once, so that it has what it reads.
+    """
     whole()
     return whole.launches["chunk_state"]
