@@ -23,3 +23,11 @@ def test_sentences_numbers_and_tokens():
     assert words.sentences(["", ""], "None.") == "None."
     assert [words.rounded(value) for value in (0.1234, 126.0)] == [0.12, 130.0]
     assert [words.tokens(count) for count in (1, 2, 0)] == ["1 token", "2 tokens", "0 tokens"]
+
+
+def test_spans_and_lines_are_in_the_order_of_the_table():
+    table = pd.DataFrame({"of": ["b", "a", "b"], "in": ["x", "y", "x"], "time, µs": [1.0, 2.0, 3.0]})
+    assert words.spans(table, "of", "time, µs", "{:.0f}") == ["b 1 to 3", "a 2"]
+    assert words.spans(table, ["of", "in"], "time, µs", "{:.0f}") == ["b, x 1 to 3", "a, y 2"]
+    assert words.filled(table, "{of}: {time, µs:.1f}") == ["b: 1.0", "a: 2.0", "b: 3.0"]
+    assert words.filled(table[:0], "{of}") == words.spans(table[:0], "of", "time, µs") == []
