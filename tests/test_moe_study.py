@@ -47,6 +47,7 @@ FEW = ALL | {  # around the source's point
     "models": [QWEN3_30B.name], "tokens": [16, 4096], "routings": ["uniform"], "gemms": [QWEN35_35B.name],
     "gemm_tokens": [128, 1642], "wave_tokens": [352],
 }  # fmt: skip
+SOURCE = FEW | {"models": [QWEN35_35B.name], "tokens": [16, 1642], "weights": ["INT4"]}  # its own layer
 CTAS = 7  # of the source's kernel, on an SM of the made-up GPU
 SMS = 132
 
@@ -410,7 +411,13 @@ def test_everything_that_a_case_launches_is_compiled_ahead(op, weights, tokens, 
     monkeypatch.setattr(trials, "resident", lambda launch: 4)
     with offline.offline(90):
         for variant in study.STUDY.variants(x):
-            if variant.name not in (variants.LIGER, variants.LOOP, variants.READ):
+            if variant.name not in (
+                variants.LIGER,
+                variants.LOOP,
+                variants.READ,
+                variants.PER_PAIR,
+                *variants.RELEASED,
+            ):
                 made += launches_of(variant.prepare(x, "cpu", 1, 0).calls[0], op)
         codes = {code_of(one) for one in made}
     assert len(codes) > 3
@@ -529,8 +536,10 @@ def wave_tiles(x):
     return -(-x["T"] * x["top_k"] // 128) * 6
 
 
-def frame(over=None, parameters=ALL, **changes):
+def frame(over=None, parameters=ALL, own=False, **changes):
+    """own: with ExecuTorch's own layer, as it is where it was fetched."""
     rows = made.make(NAME, parameters, us_of(over), **changes)
+    rows = rows if own else rows[~rows["variant"].str.startswith("ExecuTorch")].reset_index(drop=True)
     bound = rows["floor_flops"] > work.BALANCE * rows["floor_bytes"]
     texts = [
         evident(Case(op, json.loads(key)), name)
@@ -959,6 +968,35 @@ def test_bits_are_compared_in_pairs(rows):
 
 def judged(rows):
     return {claim.id: claim.judge(rows) for claim in claims.CLAIMS}
+
+
+@pytest.mark.parametrize(("persistent", "prefill", "few"), [
+    (0.5, "consistent", "not reproduced"), (0.7, "not reproduced", "not reproduced"),
+    (0.4, "not reproduced", "consistent"),
+])  # fmt: skip
+def test_the_pull_request_is_judged_by_the_sources_own_code(persistent, prefill, few):
+    """Both activations; one CTA a tile takes 0.5 of what others do."""
+    times = {variants.released(grid, int8): 0.5 if grid == variants.TILES else persistent
+             for grid in (variants.TILES, variants.PERSISTENT) for int8 in (False, True)}  # fmt: skip
+    some = frame(times, SOURCE, own=True)
+    found = judged(some)
+    assert (found["prefill"].verdict, found["few-tokens"].verdict) == (prefill, few)
+    assert f"W4A8 ×{0.5 / persistent:.2f}" in found["prefill"].measured
+    assert found["prefill"].measured.startswith(claims.OWN)
+    said = made.caption(views.own_code(some))
+    assert f"×{0.5 / persistent:.2f}" in said
+    assert "ExecuTorch 1.5.1 W4A" in views.beside_released(some)
+
+
+def test_without_the_release_the_page_says_how_to_get_it(rows):
+    assert views.own_code(rows) == "ExecuTorch's own kernels, in both grids: not measured on this GPU."
+    some = frame(parameters=SOURCE, own=True)
+    own = some["variant"].str.startswith("ExecuTorch")
+    reason = own.map({True: "NotFetched: not fetched: labkit fetch executorch", False: ""})
+    missing = some.assign(ok=some["ok"] & ~own, reason=reason)
+    for view in (views.own_code, views.beside_released):
+        assert view(missing).endswith("not fetched: labkit fetch executorch.")
+    assert claims.OWN not in judged(missing)["prefill"].measured
 
 
 def test_claims_are_judged_from_the_rows(rows):
