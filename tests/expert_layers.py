@@ -4,7 +4,7 @@ import torch
 
 from labkit.kernels.experts import int4 as experts_int4
 from labkit.kernels.experts import reference
-from labkit.kernels.experts.choose import Config, Tile
+from labkit.kernels.experts.choose import Choice, TileChoice
 from labkit.kernels.experts.expert_layer import layer
 from labkit.kernels.experts.inputs import LayerInputs
 from labkit.kernels.experts.int4 import Int4
@@ -40,5 +40,5 @@ def run(x, config=None, scratch=None):
 
 
 def small(block_m=16, fused=True, **changes):
-    tile = Tile(**{"block_n": 32, "block_k": 32, "num_stages": 2, "group_m": 2} | changes)
-    return Config(block_m, tile, tile, fused)
+    tile = TileChoice(**{"block_n": 32, "block_k": 32, "num_stages": 2, "group_m": 2} | changes)
+    return Choice(block_m, tile, tile, fused)

@@ -5,13 +5,13 @@ import functools
 import torch
 
 from labkit.kernels.gguf import formats, products, wide
-from labkit.kernels.gguf.choose import Choice, Tile, Wide
+from labkit.kernels.gguf.choose import Choice, TileChoice, WideChoice
 
 MOST = 17  # tokens: more than a tile of 16
 COLUMNS = 768  # 24 groups: a full tile of 16 and a half one
 SMALL = Choice(blocks=1)
-TILE = Tile(2, 8, 4)
-WIDE = Wide(groups=8, blocks=2, tokens=16)
+TILE = TileChoice(2, 8, 4)
+WIDE = WideChoice(groups=8, blocks=2, tokens=16)
 PRODUCTS = [(products.weight_stationary, Choice(blocks=1, tokens=8)), (products.tensor_core, TILE), (wide.wide, WIDE)]
 
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from labkit.kernels.gguf import choose, files, formats, reference
-from labkit.kernels.gguf.choose import Choice, Tile, Wide
+from labkit.kernels.gguf.choose import Choice, TileChoice, WideChoice
 from labkit.kernels.gguf.formats import FORMATS
 from labkit.kernels.offload import policies
 
@@ -378,7 +378,7 @@ def test_the_wide_rule_by_shape_and_tokens(stored):
         assert {(one.whole, one.parts, one.groups) for one in found} == {(*expected, 2)}  # bits depend on them
         for one in found:
             choose.check_wide(one)
-            assert Wide(**one.as_dict()) == one
+            assert WideChoice(**one.as_dict()) == one
     most = 256 if stored else 128
     assert [choose.wide_rule(n, 17408, 5120, "BF16", stored).tokens for n in (1, 16, 17, 64, 65, 512)] == [
         16, 16, 32, 64, 128, most
@@ -444,7 +444,7 @@ def test_the_matrix_rule_by_shape_and_tokens():
     assert choose.matrix_rule(8, 17408, 5120, "BF16").blocks == 4
     for one in (*found, *both):
         choose.check_tile(one)
-        assert Tile(**one.as_dict()) == one
+        assert TileChoice(**one.as_dict()) == one
 
 
 # the expert cache

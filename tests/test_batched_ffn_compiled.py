@@ -11,7 +11,7 @@ from compiled_products import activations, blank, in_the_loop, listing, order_of
 from labkit.evidence import compiled
 from labkit.kernels import offline
 from labkit.kernels.gguf import choose, products, wide
-from labkit.kernels.gguf.choose import Choice, Tile, Wide
+from labkit.kernels.gguf.choose import Choice, TileChoice, WideChoice
 from labkit.kernels.gguf.formats import FORMATS
 from labkit.studies.batched_ffn import ablations
 
@@ -41,7 +41,7 @@ def test_weights_are_loaded_16_bytes_a_thread_and_once_for_eight_tokens(name):
 )
 def test_matrix_products_take_their_operands_from_registers(name, gated):
     W = blank(name)
-    launch = products.tensor_core(W, *activations(W, 17), Tile(2, 8, 4), W if gated else None)
+    launch = products.tensor_core(W, *activations(W, 17), TileChoice(2, 8, 4), W if gated else None)
     found = compiled.evidence(launch, 90)
     assert found["spill_bytes"] == 0
     assert found["ctas_per_sm"] >= 3
@@ -120,7 +120,7 @@ def test_matrices_without_the_copy_engine_compile():
 def test_products_of_fp32_are_not_rounded_for_tensor_cores():
     W = blank("Q4_K")
     for make in (products.tensor_core, wide.wide):
-        small = Wide(groups=8, blocks=2, tokens=16) if make is wide.wide else None
+        small = WideChoice(groups=8, blocks=2, tokens=16) if make is wide.wide else None
         assert compiled.evidence(make(W, *activations(W, 1, torch.float32), small), 90)["matrix"] == {}
 
 
@@ -141,8 +141,8 @@ def test_tokens_and_rows_of_a_program_do_not_change_the_order_of_sums():
     assert order_of_sums(ablations.stored(rows, x, y)) == order_of_sums(products.per_token(W, x, y)[0])
     for other in (Choice(), Choice(32, num_warps=4)):  # the comparison has power
         assert order_of_sums(product(W, 1, other)) != orders[0]
-    tiles = [(1, Tile()), (17, Tile(4, 32)), (64, Tile(8, 16))]
+    tiles = [(1, TileChoice()), (17, TileChoice(4, 32)), (64, TileChoice(8, 16))]
     matrix = [order_of_sums(products.tensor_core(W, *activations(W, n), tile)) for n, tile in tiles]
     assert len(matrix[0]) == 1  # the warps' sums
     assert all(order == matrix[0] for order in matrix)
-    assert order_of_sums(products.tensor_core(W, *activations(W, 1), Tile(num_warps=8))) != matrix[0]
+    assert order_of_sums(products.tensor_core(W, *activations(W, 1), TileChoice(num_warps=8))) != matrix[0]

@@ -65,13 +65,13 @@ def products(kernels, **how):
     import torch
 
     from labkit.kernels.gguf import formats
-    from labkit.kernels.gguf.choose import Tile
+    from labkit.kernels.gguf.choose import TileChoice
     from labkit.studies.batched_ffn import trials as ffn
 
     W = formats.pack(ffn.blocks(4096, 4096, "Q8_0", torch.device("cuda"), 1), "Q8_0")
     xs = [torch.randn((2, 4096), generator=torch.Generator("cuda").manual_seed(2), device="cuda").bfloat16()]
     xs += [torch.empty_like(xs[0]) for _ in range(LINKS)]
-    chained = [kernels.tensor_core(W, x, y, Tile(**how)) for x, y in pairwise(xs)]
+    chained = [kernels.tensor_core(W, x, y, TileChoice(**how)) for x, y in pairwise(xs)]
     for launch in chained:
         launch()
     graph = torch.cuda.CUDAGraph()
@@ -110,7 +110,7 @@ def routed_layers(routed, at_once, **how):
     import torch
 
     from labkit.kernels.gguf import experts
-    from labkit.kernels.gguf.choose import Tile
+    from labkit.kernels.gguf.choose import TileChoice
     from labkit.studies.batched_ffn import trials as ffn
 
     device = torch.device("cuda")
@@ -125,7 +125,10 @@ def routed_layers(routed, at_once, **how):
     for _ in range(LAYERS):
         ids = torch.rand((TOKENS, EXPERTS), device=device).topk(TOP_K).indices.int()
         work = routed.Work.of(x, ids, torch.ones((TOKENS, TOP_K), device=device), WIDTH)
-        launches += [*routed.grouped_indexed(held, table, work, Tile(**how), matrix=True), routed.weighted_sum(work)]
+        launches += [
+            *routed.grouped_indexed(held, table, work, TileChoice(**how), matrix=True),
+            routed.weighted_sum(work),
+        ]
         x = work.y
     for launch in launches:
         launch()

@@ -82,7 +82,7 @@ def test_a_layer_takes_words_where_a_tokens_experts_have_many_weights():
     cpu = torch.device("cpu")
     known = (*BY_WORDS, models.QWEN35_35B)
     found = {m.name: choose.choose_any(1, m.experts, m.top_k, m.hidden, m.width, True, cpu).rows for m in known}
-    blocks = {name: rows.down_k for name, rows in found.items() if isinstance(rows, choose.Words)}
+    blocks = {name: rows.down_k for name, rows in found.items() if isinstance(rows, choose.WordChoice)}
     assert blocks == {models.QWEN3_30B.name: 8192, models.QWEN3_NEXT.name: 8192, models.MIXTRAL.name: 2048}
     for tokens, int4 in ((1, False), (2, True)):
         some = (tokens, models.MIXTRAL.experts, 2, 4096, 14336, int4, cpu)

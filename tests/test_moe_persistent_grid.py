@@ -10,7 +10,7 @@ from labkit.evidence import compiled
 from labkit.kernels import offline
 from labkit.kernels.experts import blocks, choose, reference, routing
 from labkit.kernels.experts import int4 as experts_int4
-from labkit.kernels.experts.choose import Config
+from labkit.kernels.experts.choose import Choice
 from labkit.kernels.experts.expert_layer import layer
 from labkit.kernels.experts.inputs import LayerInputs
 from labkit.kernels.experts.int4 import Int4
@@ -294,7 +294,7 @@ def test_four_bits_are_copied_in_wide_loads_and_unpacked_in_few_instructions():
     a_thread = config.gemm1.block_n * config.gemm1.block_k / (32 * config.gemm1.num_warps)
     assert found["instructions"] < 10 * a_thread  # what comes before and after the loop included
     assert not {"8", "64"} & set(found["loads"])
-    wasteful = Config(16, replace(config.gemm1, unpack="twice", swap=False), config.gemm2)
+    wasteful = Choice(16, replace(config.gemm1, unpack="twice", swap=False), config.gemm2)
     assert compiled.evidence(launches(wasteful, True)["gemm1"], 90)["instructions"] > 10 * a_thread
 
 

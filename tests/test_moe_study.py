@@ -17,7 +17,7 @@ from labkit.evidence import compiled
 from labkit.kernels import offline
 from labkit.kernels.experts import blocks as experts_blocks
 from labkit.kernels.experts import choose
-from labkit.kernels.experts.choose import Config, Tile
+from labkit.kernels.experts.choose import Choice, TileChoice
 from labkit.kernels.launch import Launch
 from labkit.studies.moe_persistent_grid import (
     ahead,
@@ -341,7 +341,7 @@ def test_candidates_are_ones_that_the_kernels_take(tokens, int4):
     assert {one.block_m for one in found} <= {ruled.block_m, ruled.block_m // 2}
     for one in found:
         x = case("tune", T=tokens, weights="INT4" if int4 else "bf16")
-        choose.check_config(trials.config_of(x, "cpu", choice=one), int4)
+        choose.check_choice(trials.config_of(x, "cpu", choice=one), int4)
 
 
 def test_a_table_is_written_read_and_the_nearest_tokens_chosen(tmp_path, monkeypatch):
@@ -373,7 +373,7 @@ def test_a_table_that_is_none_is_named(tmp_path, text):
 
 def test_configurations_survive_json():
     for config in (choose.source(64, int8=True), choose.rule(1642, 8, 2, 4096, 14336)):
-        assert Config.of(json.loads(json.dumps(config.as_dict()))) == config
+        assert Choice.of(json.loads(json.dumps(config.as_dict()))) == config
 
 
 # compiled
@@ -606,7 +606,7 @@ def test_the_table_is_the_fastest_candidates(tmp_path, rows):
 
 def test_blocks_are_chosen_by_both_gemms_together():
     def line(gemm, block_m, us):
-        return {"gemm": gemm, "block_m": block_m, "us": us, "tile": Tile(group_m=int(us)).as_dict()}
+        return {"gemm": gemm, "block_m": block_m, "us": us, "tile": TileChoice(group_m=int(us)).as_dict()}
 
     group = pd.DataFrame([
         line("gemm1", 64, 5.0), line("gemm1", 128, 4.0), line("gemm2", 64, 3.0), line("gemm2", 128, 9.0),

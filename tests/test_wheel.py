@@ -39,7 +39,7 @@ from labkit.kernels.gemv import choose as gemv_choose
 
 assert labkit.__file__.startswith(FOLDER), labkit.__file__
 for gpu in ("NVIDIA H100 80GB HBM3", "NVIDIA H200"):
-    assert gemv_choose.choices_of(gpu) and experts_choose.configs_of(gpu), gpu
+    assert gemv_choose.choices_of(gpu) and experts_choose.choices_of(gpu), gpu
 for package in (decoder, experts, gated_delta, gemv, gguf):
     for name in set(package.__all__) - {"read", "tensor_names"}:  # of .gguf files, which take the package gguf
         getattr(package, name)

@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 
 from labkit.kernels.gguf import formats, integers
 from labkit.kernels.gguf import shares as gguf_shares
-from labkit.kernels.gguf.choose import Tile
+from labkit.kernels.gguf.choose import TileChoice
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-TILE = Tile(2, 8, 1, 1, 2, shares=8)
+TILE = TileChoice(2, 8, 1, 1, 2, shares=8)
 
 
 def weights(name, rows, columns, seed=0):
@@ -45,7 +45,7 @@ def test_weights_have_the_bits_of_the_format(name, device):
     # every place in a group, every lane and group of a tile; as many tokens as a program may have
     columns = torch.tensor([place + 32 * (5 * place % 8) for place in range(32)])
     x = torch.eye(256)[columns].bfloat16().to(device)
-    y = run(W.to(device), x, Tile(2, 32, 1, 1, 2, shares=8))
+    y = run(W.to(device), x, TileChoice(2, 32, 1, 1, 2, shares=8))
     assert torch.equal(y.T.cpu(), formats.dequantise(raw, name)[:, columns])
 
 
@@ -66,11 +66,14 @@ def test_a_token_has_the_same_bits_in_every_batch(monkeypatch, name, device):
     _, W = weights(name, 40, 256)  # two strips of two tiles
     real = device == "cuda" or name == "Q4_K"  # the interpreter is slow
     W, x = W.to(device), tokens(9 if real else 3, 256).to(device)
-    whole = run(W, x, Tile(2, 8, 1, 1, 2, shares=4))
-    for some, tile in (([0], Tile(2, 8, 1, 1, 2, shares=4)), ([len(x) - 1, 1], Tile(4, 16, 1, 1, 2, shares=4))):
+    whole = run(W, x, TileChoice(2, 8, 1, 1, 2, shares=4))
+    for some, tile in (
+        ([0], TileChoice(2, 8, 1, 1, 2, shares=4)),
+        ([len(x) - 1, 1], TileChoice(4, 16, 1, 1, 2, shares=4)),
+    ):
         assert torch.equal(run(W, x[some], tile), whole[some])
     if real:
-        assert not torch.equal(run(W, x[:1], Tile(2, 8, 1, 1, 2, shares=2)), whole[:1])
+        assert not torch.equal(run(W, x[:1], TileChoice(2, 8, 1, 1, 2, shares=2)), whole[:1])
 
 
 @pytest.mark.parametrize(("shares", "cut"), [(2, False), (3, True)])
@@ -79,7 +82,7 @@ def test_rows_that_programs_share_are_whole(monkeypatch, shares, cut, device):
     x = tokens(3, 256).to(device)
     monkeypatch.setattr(gguf_shares, "multiprocessors", lambda device: 1)
     y = torch.full((3, 40), float("nan"), device=device)
-    launch = integers.integers(W.to(device), x, y, Tile(2, 8, 1, 1, 2, shares=shares))
+    launch = integers.integers(W.to(device), x, y, TileChoice(2, 8, 1, 1, 2, shares=shares))
     assert (launch.args["SHARERS"] > 1) == cut
     for _ in range(2):  # the counters are 0 again
         y.fill_(float("nan"))
@@ -103,7 +106,7 @@ def test_gate_and_up_in_one_launch(name, device):
 def test_any_product(name, rows, blocks, count, ahead, seed):
     raw, W = weights(name, rows, 256 * blocks, seed)
     x = tokens(count, 256 * blocks, seed).to(DEVICE)
-    y = run(W.to(DEVICE), x, Tile(2, 8, 1, 1, ahead, shares=2))
+    y = run(W.to(DEVICE), x, TileChoice(2, 8, 1, 1, ahead, shares=2))
     assert error(y, exact(raw, name, x)) < 1e-5
 
 
@@ -122,8 +125,8 @@ def test_what_cannot_be_taken_is_named():
     with pytest.raises(ValueError, match=r"x has strides \(257, 1\); allowed: tokens an even number of values apart"):
         integers.integers(W, torch.empty(2, 257, dtype=torch.bfloat16)[:, :256], y)
     with pytest.raises(ValueError, match="shares is 0; allowed: at least 1"):
-        integers.integers(W, x, y, Tile(2, 8, 1))
+        integers.integers(W, x, y, TileChoice(2, 8, 1))
     with pytest.raises(ValueError, match="num_warps is 4; allowed: 1"):
-        integers.integers(W, x, y, Tile(2, 8, 4, shares=8))
+        integers.integers(W, x, y, TileChoice(2, 8, 4, shares=8))
     with pytest.raises(ValueError, match=r"x is \(2, 512\); allowed: \[N, 256\]"):
         integers.integers(W, tokens(2, 512), y)

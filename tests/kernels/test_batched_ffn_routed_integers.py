@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from labkit.kernels.gguf import experts, formats, reference, routed, routed_integers
-from labkit.kernels.gguf.choose import Tile
+from labkit.kernels.gguf.choose import TileChoice
 
 EXPERTS, HIDDEN, WIDTH, TOP_K = 3, 256, 256, 2
-TILE = Tile(4, 8, 1, 1, 1)
+TILE = TileChoice(4, 8, 1, 1, 1)
 
 
 def layer(name, device, seed=0):
@@ -99,7 +99,10 @@ def test_a_slot_has_the_same_bits_in_every_batch(device):
     ids = [[1, 0]] * 9  # more than one tile of 8 slots
     whole = gate_and_up(held, work(len(ids), device, ids), slots)
     assert (~whole[::2].isnan()).all(0).sum() == (WIDTH if real else 4 * 16)
-    for tile in (Tile(2, 16, 1, 1, 2), *([Tile(4, 16, 1, 1, 1), Tile(2, 8, 1, 1, 3)] if real else [])):
+    for tile in (
+        TileChoice(2, 16, 1, 1, 2),
+        *([TileChoice(4, 16, 1, 1, 1), TileChoice(2, 8, 1, 1, 3)] if real else []),
+    ):
         found = gate_and_up(held, work(len(ids), device, ids), slots, tile)
         both = ~(found.isnan() | whole.isnan())
         assert both[::2].any(1).all()
@@ -118,7 +121,7 @@ def test_what_cannot_be_taken_is_named(device):
     _, _, held = layer("Q4_K", device)
     with pytest.raises(ValueError, match=r"x is torch\.float32; allowed: torch\.bfloat16"):
         routed_integers.grouped_integers(held, table(device), work(1, device, dtype=torch.float32))
-    for tile, name in ((Tile(4, 8, 2), "num_warps is 2"), (Tile(4, 8, 1, shares=8), "shares is 8")):
+    for tile, name in ((TileChoice(4, 8, 2), "num_warps is 2"), (TileChoice(4, 8, 1, shares=8), "shares is 8")):
         with pytest.raises(ValueError, match=name):
             routed_integers.grouped_integers(held, table(device), work(1, device), tile)
     raw = torch.zeros((1, 32, 34), dtype=torch.uint8)

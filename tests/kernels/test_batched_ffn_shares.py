@@ -10,7 +10,7 @@ from gguf_products import error, on, run, same, tokens
 
 from labkit.kernels.gguf import products
 from labkit.kernels.gguf import shares as gguf_shares
-from labkit.kernels.gguf.choose import AHEAD, Choice, Tile, matrix_rule
+from labkit.kernels.gguf.choose import AHEAD, Choice, TileChoice, matrix_rule
 from labkit.kernels.gguf.shares import _share_of, _start
 from labkit.kernels.launch import Launch
 
@@ -51,7 +51,7 @@ def test_memory_is_for_as_many_programs_as_can_share_a_strip(tiles_a_strip, monk
     for strips in range(1, 6):
         for count in range(1, 40):
             monkeypatch.setattr(gguf_shares, "multiprocessors", lambda device, count=count: count)
-            found = gguf_shares._dealt(W, Tile(2, 8, 1, shares=1), 4, 2, strips, 2)
+            found = gguf_shares._dealt(W, TileChoice(2, 8, 1, shares=1), 4, 2, strips, 2)
             each, more, shares = found["each"], found["more"], found["shares"]
             assert (shares * each + more, shares) == (tiles_a_strip * strips, min(count, tiles_a_strip * strips))
             dealt = [share for share in range(shares) for _ in range(each + (share < more))]
@@ -137,7 +137,7 @@ def test_rows_of_no_whole_strips_are_not_cut_at_different_columns(gated, device,
     up = W if gated else None
     for variant, choice in (
         (products.weight_stationary, Choice(groups=4, blocks=1, num_warps=1, shares=5)),
-        (products.tensor_core, Tile(4, 16, 1, shares=5)),
+        (products.tensor_core, TileChoice(4, 16, 1, shares=5)),
     ):
         with pytest.raises(ValueError, match=rf"shares is 5, of {rows} rows; allowed: 0, or rows in whole strips"):
             run(variant, W, x, choice, up)
@@ -165,7 +165,7 @@ def test_as_many_tiles_ahead_as_asked_for_have_the_same_bits(name, columns, devi
     for groups in (4, 16):
         for variant, plain in (
             (products.weight_stationary, Choice(groups=groups, blocks=2, num_warps=groups // 4)),
-            (products.tensor_core, Tile(2, 8, groups // 4)),
+            (products.tensor_core, TileChoice(2, 8, groups // 4)),
         ):
             expected = run(variant, W, x, plain)
             for ahead in AHEAD[1:] if device == "cuda" or groups == 4 else (1, 5):

@@ -7,7 +7,7 @@ import torch
 from gguf_products import COLUMNS, MOST, PRODUCTS, SMALL, TILE, WIDE, error, on, run, same, tokens, weights
 
 from labkit.kernels.gguf import formats, products, reference, wide
-from labkit.kernels.gguf.choose import AHEAD, Choice, Tile, Wide, matrix_rule, narrow_rule
+from labkit.kernels.gguf.choose import AHEAD, Choice, TileChoice, WideChoice, matrix_rule, narrow_rule
 from labkit.kernels.gguf.formats import FORMATS
 
 NUMBERS = (1, 2, 3, 4, 5, 8, 11, 16, MOST)
@@ -104,15 +104,15 @@ def test_a_token_has_the_same_bits_in_every_matrix_product(name, device):
     x = tokens(MOST if every(device, name) else 9, device=device, dtype=torch.float16)
     whole = run(products.tensor_core, W, x, TILE)  # three tiles of tokens, or two
     for number in some:
-        for tile in (TILE, Tile(4, 16, 4)) if every(device, name) else (Tile(4, 16, 4),):
+        for tile in (TILE, TileChoice(4, 16, 4)) if every(device, name) else (TileChoice(4, 16, 4),):
             assert same(run(products.tensor_core, W, x[:number], tile), whole[:number]), (number, tile)
     assert same(run(products.tensor_core, W, x[-1:], TILE), whole[-1:])
     if every(device, name):
-        assert same(run(products.tensor_core, W, x[:2], Tile(8, 32, 4)), whole[:2])
+        assert same(run(products.tensor_core, W, x[:2], TileChoice(8, 32, 4)), whole[:2])
         for ahead in AHEAD if device == "cuda" else (2,):
             tile = dataclasses.replace(TILE, ahead=ahead, dependent=ahead > 0)
             assert same(run(products.tensor_core, W, x[:1], tile), whole[:1]), ahead
-    assert not same(run(products.tensor_core, W, x[:1], Tile(2, 8, 2)), whole[:1])  # other warps, another order
+    assert not same(run(products.tensor_core, W, x[:1], TileChoice(2, 8, 2)), whole[:1])  # other warps, another order
 
 
 def test_a_token_has_the_same_bits_in_every_wide_product(device):
@@ -155,9 +155,9 @@ def test_whole_and_split_rows_have_bits_of_their_own_for_any_number_of_tokens(na
 @pytest.mark.parametrize(
     ("choice", "rows"),
     [
-        (Wide(2, 8, 64), (17, 64, 130)),
-        (Wide(4, 2, 32, parts=5, split_tokens=16), (17, 55)),
-        (Wide(1, 16, 16, parts=2), (17, 128, 263)),
+        (WideChoice(2, 8, 64), (17, 64, 130)),
+        (WideChoice(4, 2, 32, parts=5, split_tokens=16), (17, 55)),
+        (WideChoice(1, 16, 16, parts=2), (17, 128, 263)),
     ],
 )
 def test_every_row_and_token_is_in_one_tile(choice, rows, device):
@@ -229,7 +229,9 @@ def test_weights_in_16_bits_are_as_near_as_these_allow(name, device):
     """Each weight apart, in fp16, whose rounding shows what 2^23 leaves behind; a whole step off would show."""
     columns = list(range(0, 768, 13))
     W, exact = on(device, name), weights(name)[1][:, columns].T
-    y = run(products.tensor_core, W, torch.eye(COLUMNS, dtype=torch.float16)[columns].to(device), Tile(2, 32, 4)).cpu()
+    y = run(
+        products.tensor_core, W, torch.eye(COLUMNS, dtype=torch.float16)[columns].to(device), TileChoice(2, 32, 4)
+    ).cpu()
     step = (weights(name)[1].amax(1) - weights(name)[1].amin(1)) / {"Q8_0": 255, "Q4_K": 15, "Q5_K": 31, "Q6_K": 63}[
         name
     ]
@@ -247,7 +249,7 @@ def test_gate_and_up_in_one_launch(name, device):
     for choice in (Choice(blocks=1, tokens=4), Choice(blocks=2, tokens=2)):
         assert same(run(products.weight_stationary, gate, x, choice, up), alone)
     assert same(run(products.gemm_n, gate, x[:2], SMALL, up), alone[:2])
-    for tile in (TILE, Tile(4, 8, 4)):
+    for tile in (TILE, TileChoice(4, 8, 4)):
         matrix = run(products.tensor_core, gate, x, tile, up)
         assert error(matrix, alone.cpu().double()) < 2 * LIMIT.get(name, 5e-7)
         assert same(run(products.tensor_core, gate, x[1:2], tile, up), matrix[1:2])
@@ -319,19 +321,19 @@ def test_what_it_cannot_take_is_named(change, message):
     [
         (products.per_token, Choice(tokens=2), "tokens is 2; allowed: 1"),
         (products.gemm_n, Choice(tokens=2), "tokens is 2; allowed: 1"),
-        (wide.wide, Wide(tokens=4), "tokens is 4; allowed: 16, 32"),
-        (wide.wide, Wide(blocks=1), "blocks is 1; allowed: 2, 4"),
-        (wide.wide, Wide(groups=3), "groups is 3; allowed: 1, 2, 4, 8"),
-        (wide.wide, Wide(parts=0), "parts is 0; allowed: 1, 2, 3"),
-        (wide.wide, Wide(split_tokens=4), "split_tokens is 4; allowed: 16, 32"),
-        (wide.wide, Wide(whole=96), "whole is 96; allowed: multiples of 64, a tile's rows"),
-        (wide.wide, Wide(whole=-64), "whole is -64; allowed: multiples of 64"),
-        (wide.wide, Wide(num_warps=3), "num_warps is 3; allowed: 1, 2, 4, 8"),
-        (wide.wide, Wide(num_stages=0), "num_stages is 0; allowed: 1, 2, 3"),
-        (products.tensor_core, Tile(1), "blocks is 1; allowed: 2, 4, 8"),
-        (products.tensor_core, Tile(2, 4), "tokens is 4; allowed: 8, 16"),
-        (products.tensor_core, Tile(2, 8, 3), "num_warps is 3; allowed: 1, 2, 4, 8, 16"),
-        (products.tensor_core, Tile(ahead=6), "ahead is 6; allowed: 0, 1, 2, 3, 4, 5"),
+        (wide.wide, WideChoice(tokens=4), "tokens is 4; allowed: 16, 32"),
+        (wide.wide, WideChoice(blocks=1), "blocks is 1; allowed: 2, 4"),
+        (wide.wide, WideChoice(groups=3), "groups is 3; allowed: 1, 2, 4, 8"),
+        (wide.wide, WideChoice(parts=0), "parts is 0; allowed: 1, 2, 3"),
+        (wide.wide, WideChoice(split_tokens=4), "split_tokens is 4; allowed: 16, 32"),
+        (wide.wide, WideChoice(whole=96), "whole is 96; allowed: multiples of 64, a tile's rows"),
+        (wide.wide, WideChoice(whole=-64), "whole is -64; allowed: multiples of 64"),
+        (wide.wide, WideChoice(num_warps=3), "num_warps is 3; allowed: 1, 2, 4, 8"),
+        (wide.wide, WideChoice(num_stages=0), "num_stages is 0; allowed: 1, 2, 3"),
+        (products.tensor_core, TileChoice(1), "blocks is 1; allowed: 2, 4, 8"),
+        (products.tensor_core, TileChoice(2, 4), "tokens is 4; allowed: 8, 16"),
+        (products.tensor_core, TileChoice(2, 8, 3), "num_warps is 3; allowed: 1, 2, 4, 8, 16"),
+        (products.tensor_core, TileChoice(ahead=6), "ahead is 6; allowed: 0, 1, 2, 3, 4, 5"),
         (products.weight_stationary, Choice(ahead=-1), "ahead is -1; allowed: 0, 1, 2, 3, 4, 5"),
         (products.weight_stationary, Choice(shares=7), "shares is 7; allowed: 0, 1, 2, 3"),
         (

@@ -13,7 +13,7 @@ from pairwise import pairwise
 from labkit.kernels.experts import choose, reference, routing
 from labkit.kernels.experts import int4 as experts_int4
 from labkit.kernels.experts.blocks import most_blocks
-from labkit.kernels.experts.choose import Config, Rows, Tile
+from labkit.kernels.experts.choose import Choice, RowChoice, TileChoice
 from labkit.kernels.experts.expert_layer import layer
 from labkit.kernels.experts.inputs import LayerInputs, workspace
 from labkit.kernels.experts.int4 import Int4
@@ -122,7 +122,7 @@ def test_one_token_with_slots_that_have_no_expert(int4, device):
     x.ids[0, 1] = -1
     x.ids[0, 2] = 6
     assert "place" not in layer(x).launches
-    by_rows = replace(choose.rule(1, 6, 3, 128, 128, int4), rows=Rows(32, 32, 128))
+    by_rows = replace(choose.rule(1, 6, 3, 128, 128, int4), rows=RowChoice(32, 32, 128))
     for config in (by_rows, replace(by_rows, rows=None)):
         run(x, config)
     x.ids.fill_(-1)
@@ -136,7 +136,7 @@ def test_one_token_with_slots_that_have_no_expert(int4, device):
     pairwise(
         [False, True],
         [(128, 256), (384, 128)],
-        [Rows(32, 8, 128), Rows(16, 32, 256), Rows(8, 16, 4096)],
+        [RowChoice(32, 8, 128), RowChoice(16, 32, 256), RowChoice(8, 16, 4096)],
         [(3, 1), (4, 3)],
     ),
 )
@@ -154,7 +154,7 @@ def test_one_token_by_rows(int4, sizes, rows, experts, device):
 )  # fmt: skip
 def test_any_one_token_by_rows(experts, top_k, hidden, width, int4, up, down, block_k, seed):
     x = inputs(1, experts, min(top_k, experts), hidden, width, DEVICE, int4, seed=seed)
-    rows = Rows(up, down, block_k)
+    rows = RowChoice(up, down, block_k)
     run(x, replace(choose.rule(1, experts, x.ids.shape[1], hidden, width, int4), rows=rows))
 
 
@@ -164,13 +164,13 @@ def test_rows_of_weights_that_are_not_quantised_may_have_any_length(device):
 
 def test_rows_are_for_one_token(device):
     x = inputs(2, 3, 2, 128, 128, device)
-    with pytest.raises(ValueError, match=r"config.rows is Rows\(.*\) with 2 tokens; allowed: only for one token"):
+    with pytest.raises(ValueError, match=r"config.rows is RowChoice\(.*\) with 2 tokens; allowed: only for one token"):
         layer(x, choose.rule(1, 3, 2, 128, 128))
     one = inputs(1, 3, 2, 128, 128, device)
     assert list(layer(one).launches) == ["gemm1", "gemm2"]
     for changed, message in (({"up": 3}, "rows.up is 3; allowed: 1, 2"), ({"block_k": 64}, "rows.block_k is 64")):
         with pytest.raises(ValueError, match=message):
-            layer(one, replace(choose.rule(1, 3, 2, 128, 128), rows=Rows(**changed)))
+            layer(one, replace(choose.rule(1, 3, 2, 128, 128), rows=RowChoice(**changed)))
 
 
 @pytest.mark.parametrize(
@@ -365,15 +365,15 @@ def test_rows_that_are_no_whole_groups_are_named(device):
     ("config", "message"),
     [
         (replace(small(), block_m=48), "block_m is 48; allowed: 16, 32, 64, 128"),
-        (Config(16, Tile(block_n=48), Tile()), "gemm1.block_n is 48; allowed: 16, 32, 64, 128, 256"),
-        (Config(16, Tile(), Tile(block_k=256)), "gemm2.block_k is 256; allowed: 16, 32, 64, 128"),
-        (Config(16, Tile(), Tile(unpack="once")), "gemm2.unpack is 'once'; allowed: join, split, twice"),
+        (Choice(16, TileChoice(block_n=48), TileChoice()), "gemm1.block_n is 48; allowed: 16, 32, 64, 128, 256"),
+        (Choice(16, TileChoice(), TileChoice(block_k=256)), "gemm2.block_k is 256; allowed: 16, 32, 64, 128"),
+        (Choice(16, TileChoice(), TileChoice(unpack="once")), "gemm2.unpack is 'once'; allowed: join, split, twice"),
         (
-            Config(16, Tile(flatten=True), Tile()),
+            Choice(16, TileChoice(flatten=True), TileChoice()),
             "gemm1.flatten is True with one CTA a tile; allowed: only with programs",
         ),
-        (Config(16, Tile(block_n=16), Tile()), "gemm1.block_n is 16; allowed: at least 32 where"),
-        (Config(16, Tile(programs=-1), Tile()), "gemm1.group_m is 8 and programs -1; allowed"),
+        (Choice(16, TileChoice(block_n=16), TileChoice()), "gemm1.block_n is 16; allowed: at least 32 where"),
+        (Choice(16, TileChoice(programs=-1), TileChoice()), "gemm1.group_m is 8 and programs -1; allowed"),
     ],
 )
 def test_a_configuration_it_cannot_take_is_named(config, message):

@@ -8,7 +8,7 @@ import torch
 from labkit.bench import sha
 from labkit.bench.spec import Case
 from labkit.kernels.experts import expert_layer, int4, reference
-from labkit.kernels.experts.choose import Candidate, Tile
+from labkit.kernels.experts.choose import Candidate, TileChoice
 from labkit.kernels.launch import Launch
 from labkit.studies.moe_persistent_grid import study, trials, variants
 
@@ -64,7 +64,7 @@ def test_peers_are_timed_where_they_take_the_case():
 
 def test_candidates_are_checked_like_every_variant():
     for weights, name in (("fp32", "gemm1"), ("INT4", "gemm2")):
-        choice = Candidate(name, 16, Tile(128, 64, num_stages=2))
+        choice = Candidate(name, 16, TileChoice(128, 64, num_stages=2))
         found = trials.gemm(case("tune", weights), DEVICE, 1, 0, choice=choice)
         assert beyond(found) == set()
         assert found.facts is None

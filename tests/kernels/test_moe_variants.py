@@ -14,7 +14,7 @@ from pairwise import pairwise
 from labkit.kernels.experts import choose, descriptors, reference, routing
 from labkit.kernels.experts import inputs as experts_inputs
 from labkit.kernels.experts import int4 as experts_int4
-from labkit.kernels.experts.choose import Config, Tile
+from labkit.kernels.experts.choose import Choice, TileChoice
 from labkit.kernels.experts.expert_layer import layer
 from labkit.kernels.experts.int4 import Int4
 from labkit.studies.moe_persistent_grid import ceilings, peers, w4a8
@@ -295,11 +295,11 @@ def test_a_stand_in_for_liger_kernel_is_called_as_it_is_released(device, monkeyp
 
 def test_a_layer_runs_with_the_tuned_table(device, monkeypatch):
     x = inputs(9, 3, 2, 128, 128, device, int4=True)
-    tile = Tile(32, 64, 4, 2, group_m=3)
-    known = {(3, 2, 128, 128, True): {8: Config(32, tile, tile)}}
+    tile = TileChoice(32, 64, 4, 2, group_m=3)
+    known = {(3, 2, 128, 128, True): {8: Choice(32, tile, tile)}}
     monkeypatch.setattr(choose, "_table", lambda device: known)
     made = layer(x)
-    assert made.config == Config(32, tile, tile)
+    assert made.config == Choice(32, tile, tile)
     made()
     assert reference.errors(x.out, reference.layer(x.x, x.ids, x.weights, x.w1, x.w2)).ok
     assert isinstance(x.w1, Int4)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from labkit.bench.spec import Case
 from labkit.kernels.experts import choose, expert_layer, reference
 from labkit.kernels.experts import inputs as experts_inputs
-from labkit.kernels.experts.choose import Rows, Words
+from labkit.kernels.experts.choose import RowChoice, WordChoice
 from labkit.studies.moe_persistent_grid import study, variants
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -32,9 +32,9 @@ def errors(x, rows=None):
 @pytest.mark.parametrize(
     ("sizes", "words"),
     [
-        ((2, 1, 384, 128), Words(4, 8, 256, 4, 8192)),  # of the first launch three units, in blocks of two
-        ((5, 1, 128, 256), Words(2, 4, 128, 1, 2048)),
-        ((1, 1, 128, 128), Words(1, 1, 128, 1, 128)),  # a value a program
+        ((2, 1, 384, 128), WordChoice(4, 8, 256, 4, 8192)),  # of the first launch three units, in blocks of two
+        ((5, 1, 128, 256), WordChoice(2, 4, 128, 1, 2048)),
+        ((1, 1, 128, 128), WordChoice(1, 1, 128, 1, 128)),  # a value a program
     ],
 )
 def test_one_token_by_words(sizes, words, device):
@@ -52,7 +52,7 @@ def test_one_token_by_words(sizes, words, device):
 )  # fmt: skip
 def test_any_one_token_by_words(experts, top_k, hidden, width, up, down, block_k, down_k, num_warps, seed):
     x = inputs(1, experts, min(top_k, experts), hidden, width, DEVICE, True, seed=seed)
-    found = errors(x, Words(up, down, block_k, num_warps, down_k))
+    found = errors(x, WordChoice(up, down, block_k, num_warps, down_k))
     assert found.ok
     assert found.rms < 2e-4
 
@@ -91,7 +91,7 @@ def test_slots_without_an_expert_add_nothing(device):
     """Of the second launch three units, in blocks of two; one without an expert. Then none at all."""
     x = inputs(1, 4, 3, 128, 128, device, True)
     x.ids[0, 1] = -1
-    found = errors(x, Words(8, 16, 8192, 8, 256))
+    found = errors(x, WordChoice(8, 16, 8192, 8, 256))
     assert found.ok
     assert found.rms < 2e-4
     alone = inputs(1, 6, 1, 128, 128, device, True)
@@ -113,21 +113,23 @@ def test_ids_may_be_of_64_bits_and_change_between_calls(device):
 
 
 def test_what_it_cannot_take_is_named(device):
-    with pytest.raises(ValueError, match=r"config.rows is Words\(.*\); allowed: Words only with INT4 weights"):
-        layer(inputs(1, 3, 2, 128, 128, device), Words())
-    with pytest.raises(ValueError, match=r"config.rows is Words\(.*\) with 2 tokens; allowed: only for one token"):
-        layer(inputs(2, 3, 2, 128, 128, device, True), Words())
+    with pytest.raises(
+        ValueError, match=r"config.rows is WordChoice\(.*\); allowed: WordChoice only with INT4 weights"
+    ):
+        layer(inputs(1, 3, 2, 128, 128, device), WordChoice())
+    with pytest.raises(ValueError, match=r"config.rows is WordChoice\(.*\) with 2 tokens; allowed: only for one token"):
+        layer(inputs(2, 3, 2, 128, 128, device, True), WordChoice())
     x = inputs(1, 3, 2, 128, 128, device, True)
     for changed, message in (({"up": 16}, "rows.up is 16; allowed: 1, 2"), ({"down_k": 64}, "rows.down_k is 64")):
         with pytest.raises(ValueError, match=message):
-            layer(x, Words(**changed))
+            layer(x, WordChoice(**changed))
     short = replace(experts_inputs.workspace(x), hidden=x.x.new_empty(8))
     with pytest.raises(ValueError, match=r"scratch.hidden is 8 values"):
-        expert_layer.layer(x, replace(choose.rule(1, 3, 2, 128, 128, True), rows=Words()), short)
+        expert_layer.layer(x, replace(choose.rule(1, 3, 2, 128, 128, True), rows=WordChoice()), short)
 
 
 def test_other_layers_are_those_of_their_own_kernels(device):
-    for tokens, rows in ((1, Rows), (2, type(None))):
+    for tokens, rows in ((1, RowChoice), (2, type(None))):
         x = inputs(tokens, 2, 1, 128, 128, device, True)
         made = expert_layer.layer(x)
         assert type(made.config.rows) is rows

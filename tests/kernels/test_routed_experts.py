@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from labkit.kernels.gguf import experts, formats, reference, routed
-from labkit.kernels.gguf.choose import Choice, Tile, narrow_rule
+from labkit.kernels.gguf.choose import Choice, TileChoice, narrow_rule
 from labkit.kernels.offload import policies, slots
 
 E, TOP_K, HIDDEN, WIDTH = 4, 2, 64, 32  # small: the interpreter is slow
-TILE = Tile(4, 16, 4)  # another one of the same bits
+TILE = TileChoice(4, 16, 4)  # another one of the same bits
 
 
 @functools.cache
@@ -172,7 +172,7 @@ def test_experts_are_those_of_the_reference(device):
 WAYS = {
     "multiply-add": {"choice": Choice(blocks=4)},
     "matrix": {"matrix": True, "choice": TILE},
-    "matrix, ahead": {"matrix": True, "choice": Tile(8, 8, 2, ahead=2)},
+    "matrix, ahead": {"matrix": True, "choice": TileChoice(8, 8, 2, ahead=2)},
 }
 
 
@@ -211,8 +211,8 @@ def test_a_token_has_the_same_bits_in_every_variant_and_batch(device):
 def test_the_matrix_family_has_the_same_bits_in_every_batch(device):
     held, made = on(device), work(device, N=9)
     made.ids.copy_(torch.tensor([[1, (0, 2, 3)[n % 3]] for n in range(9)]))  # of one expert, more slots than a tile has
-    whole = result(routed.grouped_indexed, held, made, matrix=True, choice=Tile(2, 8, 1, ahead=0))
-    tiles = [Tile(2, 8, 1, ahead=5), Tile(4, 16, 1, ahead=2), Tile(8, 32, 1, ahead=3)]
+    whole = result(routed.grouped_indexed, held, made, matrix=True, choice=TileChoice(2, 8, 1, ahead=0))
+    tiles = [TileChoice(2, 8, 1, ahead=5), TileChoice(4, 16, 1, ahead=2), TileChoice(8, 32, 1, ahead=3)]
     for chosen, choice in (([3], None), *zip(([8], [2, 5], [3, 0]), tiles, strict=True)):
         alone = result(routed.grouped_indexed, held, part(made, chosen), matrix=True, choice=choice)
         assert same(alone, whole[chosen])
@@ -336,12 +336,12 @@ def test_results_have_the_same_bits_whatever_the_cache_holds(capacity, policy, d
         ),
         (lambda h, w: routed.grouped_indexed(h, everything("cpu"), w, Choice(tokens=3)), "tokens is 3; allowed: 1, 2"),
         (
-            lambda h, w: routed.grouped_indexed(h, everything("cpu"), w, Tile(2, 4), matrix=True),
+            lambda h, w: routed.grouped_indexed(h, everything("cpu"), w, TileChoice(2, 4), matrix=True),
             "tokens is 4; allowed: 8, 16",
         ),
         (
             lambda h, w: routed.grouped_indexed(h, everything("cpu"), w, Choice(), matrix=True),
-            "choice is Choice.*; allowed: a Tile",
+            "choice is Choice.*; allowed: a TileChoice",
         ),
         (lambda h, w: routed.weighted_sum(w, w.x), "only one of shared and gate is given; allowed: both or neither"),
         (lambda h, w: routed.weighted_sum(w, w.x, w.x[:, :1]), r"gate is \(3, 1\); allowed: \(3,\)"),

@@ -13,6 +13,6 @@ __getattr__, __all__ = exported(
         "expert_layer": "layer",
         "inputs": "LayerInputs Workspace Layer workspace",
         "int4": "Int4 quantise dequantise",
-        "choose": "Config Tile choose",
+        "choose": "Choice TileChoice choose",
     },
 )

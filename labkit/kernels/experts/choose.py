@@ -35,7 +35,7 @@ INT8_GROUP = 32  # values of a row, along K, that share one scale where the sour
 
 
 @dataclass(frozen=True)
-class Tile:
+class TileChoice:
     """How one GEMM is run; see the table at the top of tiles.py.
 
     block_n: rows of w, gate's and up's together where fused. programs: 0: one CTA a tile; else a persistent grid
@@ -69,7 +69,7 @@ class Tile:
 
 
 @dataclass(frozen=True)
-class Rows:
+class RowChoice:
     """How the layer of one token is run; see the table at the top of one_token.py.
 
     up, down: values of the result a program, powers of two; block_k: values along K at once.
@@ -82,7 +82,7 @@ class Rows:
 
 
 @dataclass(frozen=True)
-class Words(Rows):
+class WordChoice(RowChoice):
     """The same with INT4 weights as words of 32 bits; see the table at the top of one_token_words.py.
 
     block_k: most values of gemm1's rows at once; down_k: of gemm2's, of all slots. A warp for 1024, at most num_warps.
@@ -94,7 +94,7 @@ class Words(Rows):
 
 
 @dataclass(frozen=True)
-class Config:
+class Choice:
     """How an expert layer is run. fused: SiLU(gate) · up at the end of GEMM1; if not, in the K loop of GEMM2.
 
     dependent: each launch may start before the one before has ended, on GPUs that have that (from Hopper on).
@@ -102,29 +102,33 @@ class Config:
     """
 
     block_m: int
-    gemm1: Tile
-    gemm2: Tile
+    gemm1: TileChoice
+    gemm2: TileChoice
     fused: bool = True
     dependent: bool = True
-    rows: Rows | None = None
+    rows: RowChoice | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """The configuration as JSON."""
         return asdict(self)
 
     @classmethod
-    def of(cls, made: Mapping[str, Any]) -> "Config":
+    def of(cls, made: Mapping[str, Any]) -> "Choice":
         """The configuration that `as_dict` has made JSON of. TypeError or KeyError for anything else."""
         rows = made.get("rows")
-        parts = {"gemm1": Tile(**made["gemm1"]), "gemm2": Tile(**made["gemm2"]), "rows": rows and Rows(**rows)}
+        parts = {
+            "gemm1": TileChoice(**made["gemm1"]),
+            "gemm2": TileChoice(**made["gemm2"]),
+            "rows": rows and RowChoice(**rows),
+        }
         return cls(**{**made, **parts})
 
 
-def check_config(config: Config, int4: bool) -> None:
+def check_choice(config: Choice, int4: bool) -> None:
     """Raise ValueError, naming the argument, its value and what is allowed, for what the kernels cannot take."""
     check_one_of("block_m", config.block_m, BLOCKS_M)
     for name in ("gemm1", "gemm2"):
-        tile: Tile = getattr(config, name)
+        tile: TileChoice = getattr(config, name)
         sizes = {"block_n": BLOCKS, "block_k": BLOCKS[:-1] if int4 else BLOCKS}
         for field, values in (sizes | {"num_warps": WARPS, "num_stages": range(1, 7), "unpack": UNPACK}).items():
             check_one_of(f"{name}.{field}", getattr(tile, field), values)
@@ -139,17 +143,17 @@ def check_config(config: Config, int4: bool) -> None:
             raise ValueError(f"{name}.block_k is {tile.block_k} with unpack split; allowed: 64 and more")
     if config.fused and config.gemm1.block_n < 32:
         raise ValueError(f"gemm1.block_n is {config.gemm1.block_n}; allowed: at least 32 where SiLU · up is fused")
-    if isinstance(config.rows, Words) and not int4:
-        raise ValueError(f"config.rows is {config.rows}; allowed: Words only with INT4 weights")
+    if isinstance(config.rows, WordChoice) and not int4:
+        raise ValueError(f"config.rows is {config.rows}; allowed: WordChoice only with INT4 weights")
     allowed = {"up": ROWS, "down": ROWS, "block_k": ROWS_K, "num_warps": WARPS} if config.rows else {}
-    if isinstance(config.rows, Words):
+    if isinstance(config.rows, WordChoice):
         allowed |= {"up": WORDS_UP, "down": WORDS_DOWN, "block_k": WORDS_K, "down_k": WORDS_K}
     for name, values in allowed.items():
         check_one_of(f"rows.{name}", getattr(config.rows, name), values)
 
 
 @cache
-def rule(tokens: int, experts: int, top_k: int, hidden: int, width: int, int4: bool = False, sms: int = 132) -> Config:
+def rule(tokens: int, experts: int, top_k: int, hidden: int, width: int, int4: bool = False, sms: int = 132) -> Choice:
     """A configuration from the shape alone; from what the kernels compile to, not yet from measurements.
 
     block_m: the least that holds the rows of an average expert with some to spare, so that its weights are read once.
@@ -160,18 +164,18 @@ def rule(tokens: int, experts: int, top_k: int, hidden: int, width: int, int4: b
     rows = slots / active
     block_m = next((m for m in BLOCKS_M if rows <= 0.75 * m), 128)
     tiles = (_tile(rows, block_m, active * n, int4, sms) for n in (2 * width, hidden))
-    return Config(block_m, *tiles, rows=_rows(tokens, top_k, int4))
+    return Choice(block_m, *tiles, rows=_rows(tokens, top_k, int4))
 
 
-def _rows(tokens: int, top_k: int, int4: bool) -> Rows | None:
+def _rows(tokens: int, top_k: int, int4: bool) -> RowChoice | None:
     """A thread has as many bytes on their way with both kinds of weights; gemm2 reads rows of all experts at once."""
     if tokens > 1:
         return None
     down = 4 if top_k <= 8 else 2
-    return Rows(4, down, 2048) if int4 else Rows(2, down, 2048, 8)
+    return RowChoice(4, down, 2048) if int4 else RowChoice(2, down, 2048, 8)
 
 
-def _tile(rows: float, block_m: int, columns: int, int4: bool, sms: int) -> Tile:
+def _tile(rows: float, block_m: int, columns: int, int4: bool, sms: int) -> TileChoice:
     """A GEMM's tile. columns: rows of w, of all active experts.
 
     Up to 32 rows the time is that of reading weights: they are the left operand, and the tile of w is small, so that
@@ -180,15 +184,15 @@ def _tile(rows: float, block_m: int, columns: int, int4: bool, sms: int) -> Tile
     """
     if block_m <= 32:
         stages = 4 if int4 else 3 if columns >= FILL * 64 * sms else 5
-        return Tile(64, 128, 4, stages, group_m=1, swap=True, unpack="split")
+        return TileChoice(64, 128, 4, stages, group_m=1, swap=True, unpack="split")
     if block_m == 64:
-        return Tile(128, 64, 4, 3, scale_sums=not int4)
+        return TileChoice(128, 64, 4, 3, scale_sums=not int4)
     if rows < 256 or int4:
-        return Tile(128, 64, 8, 3, scale_sums=False)
-    return Tile(256, 64, 8, 4)
+        return TileChoice(128, 64, 8, 3, scale_sums=False)
+    return TileChoice(256, 64, 8, 4)
 
 
-def source(block_m: int = 16, sms: int = 132, persistent: bool = True, group_m: int = 8, int8: bool = False) -> Config:
+def source(block_m: int = 16, sms: int = 132, persistent: bool = True, group_m: int = 8, int8: bool = False) -> Choice:
     """The configuration of ExecuTorch's kernels: SMs programs, worst-case grid, each INT4 byte addressed twice.
 
     persistent False: the grid that they had before, one CTA a tile. Tiles: the middle of what it tunes over; with 8-bit
@@ -196,8 +200,8 @@ def source(block_m: int = 16, sms: int = 132, persistent: bool = True, group_m: 
     """
     check_one_of("block_m", block_m, SOURCE_BLOCKS_M)
     block_k = INT8_GROUP if int8 else 64
-    tile = Tile(128, block_k, 4, 3, group_m, sms if persistent else 0, False, False, False, "twice", False)
-    return Config(block_m, tile, tile, fused=False, dependent=False)
+    tile = TileChoice(128, block_k, 4, 3, group_m, sms if persistent else 0, False, False, False, "twice", False)
+    return Choice(block_m, tile, tile, fused=False, dependent=False)
 
 
 # The tuned table
@@ -208,7 +212,7 @@ class Candidate(NamedTuple):
 
     gemm: str
     block_m: int
-    tile: Tile
+    tile: TileChoice
 
     def __str__(self) -> str:
         words = [self.gemm, f"BM={self.block_m}", str(self.tile)] + [self.tile.unpack] * (self.tile.unpack != "join")
@@ -258,9 +262,9 @@ def candidates(
     return list(dict.fromkeys(found))
 
 
-def _tiles(table: tuple, block_m: int, int4: bool, sms: int) -> list[Tile]:
+def _tiles(table: tuple, block_m: int, int4: bool, sms: int) -> list[TileChoice]:
     shared: dict[str, Any] = {"group_m": 1, "swap": True} if block_m <= 32 else {}
-    found = [Tile(*size, **{**shared, **more}) for *size, more in table]
+    found = [TileChoice(*size, **{**shared, **more}) for *size, more in table]
     if int4:
         # A K tile has one scale; flattened, INT4 weights are not copied ahead. Weights on the left stay in the
         # registers in which they are unpacked; on the right they go through memory.
@@ -270,10 +274,10 @@ def _tiles(table: tuple, block_m: int, int4: bool, sms: int) -> list[Tile]:
 
 
 Shape = tuple[int, int, int, int, bool]  # experts, top_k, hidden, width, whether the weights are INT4
-Table = dict[Shape, dict[int, Config]]  # -> tokens -> configuration
+Table = dict[Shape, dict[int, Choice]]  # -> tokens -> configuration
 
 
-def choose(tokens: int, experts: int, top_k: int, hidden: int, width: int, int4: bool, device: torch.device) -> Config:
+def choose(tokens: int, experts: int, top_k: int, hidden: int, width: int, int4: bool, device: torch.device) -> Choice:
     """The configuration for a shape on a device: that of the tuned number of tokens that is nearest, or `rule`."""
     known = _table(device).get((experts, top_k, hidden, width, int4), {})
     tuned_tokens = nearest(tokens, tuple(known))
@@ -284,7 +288,7 @@ def choose(tokens: int, experts: int, top_k: int, hidden: int, width: int, int4:
 
 def choose_any(
     tokens: int, experts: int, top_k: int, hidden: int, width: int, int4: bool, device: torch.device
-) -> Config:
+) -> Choice:
     """As `choose`, and one token's INT4 weights as words where that is faster: where its experts have many."""
     found = choose(tokens, experts, top_k, hidden, width, int4, device)
     if int4 and tokens == 1 and 3 * top_k * hidden * width >= WORDS_FROM:
@@ -292,7 +296,7 @@ def choose_any(
     return found
 
 
-def by_words(top_k: int, width: int) -> Words:
+def by_words(top_k: int, width: int) -> WordChoice:
     """How one token's INT4 weights are loaded as words.
 
     The fastest of 80 pairs of launches, 54 of them words, on an H100 and an H200, for Qwen3-30B-A3B (36 Mi weights a
@@ -300,7 +304,7 @@ def by_words(top_k: int, width: int) -> Words:
     bytes are. Where gemm2's rows of all slots fit one block, all are asked for before gemm1 has ended; of more, a
     block is two warps' work.
     """
-    return Words(down_k=8192 if 4096 < top_k * width <= 8192 else 2048)
+    return WordChoice(down_k=8192 if 4096 < top_k * width <= 8192 else 2048)
 
 
 def nearest(tokens: int, known: tuple[int, ...]) -> int | None:
@@ -317,7 +321,7 @@ def write(folder: Path, table: Table) -> None:
         entry = {str(tokens): configs[tokens].as_dict() for tokens in sorted(configs)}
         found.setdefault("INT4" if int4 else "bf16", {})[shape] = entry
     tuned.write(folder / TABLE, found)
-    for cached in (_table, configs_of):
+    for cached in (_table, choices_of):
         cached.cache_clear()
 
 
@@ -332,15 +336,15 @@ def _parsed(kinds: Any) -> Table:
         check_one_of("weights", weights, ("bf16", "INT4"))
         for shape, entry in shapes.items():
             experts, top_k, hidden, width = map(int, shape.split("x"))
-            configs = {int(tokens): Config.of(made) for tokens, made in entry.items()}
+            configs = {int(tokens): Choice.of(made) for tokens, made in entry.items()}
             for config in configs.values():
-                check_config(config, weights == "INT4")
+                check_choice(config, weights == "INT4")
             found[experts, top_k, hidden, width, weights == "INT4"] = configs
     return found
 
 
 @cache
-def configs_of(gpu: str) -> Table:
+def choices_of(gpu: str) -> Table:
     """All configurations of the tables of the GPU of this name."""
     found: Table = {}
     for folder in tuned.folders(gpu):
@@ -351,4 +355,4 @@ def configs_of(gpu: str) -> Table:
 
 @cache
 def _table(device: torch.device) -> Table:
-    return configs_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else {}
+    return choices_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else {}

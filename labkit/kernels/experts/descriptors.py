@@ -21,7 +21,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from labkit.kernels.dependent import wait_for_inputs
 from labkit.kernels.experts import blocks as experts_blocks
-from labkit.kernels.experts.choose import Tile
+from labkit.kernels.experts.choose import TileChoice
 from labkit.kernels.experts.int4 import Int4
 from labkit.kernels.experts.tiles import _add_packed, _load, _place_of, _product, _silu_up, constants, options_of, words
 from labkit.kernels.launch import Launch
@@ -125,7 +125,7 @@ def _gemm_descriptor_kernel(
         )  # fmt: skip
 
 
-def gemm(args: Mapping[str, Any], w: Tensor | Int4, tile: Tile) -> Launch:
+def gemm(args: Mapping[str, Any], w: Tensor | Int4, tile: TileChoice) -> Launch:
     """The Launch of one GEMM, w through a descriptor. args: those of `tiles._gemm_kernel` that every tile has.
 
     ValueError for a GPU without the copy engine, rows of w that are no multiple of 16 bytes, or 2^31 rows and more.
@@ -143,7 +143,7 @@ def gemm(args: Mapping[str, Any], w: Tensor | Int4, tile: Tile) -> Launch:
     return Launch(_gemm_descriptor_kernel, (programs,), {**args, **weights, **constants(tile, int4)}, options)
 
 
-def check_descriptor(w: Tensor, tile: Tile) -> None:
+def check_descriptor(w: Tensor, tile: TileChoice) -> None:
     """Raise ValueError for a GPU, rows or a tile that descriptors cannot take. w: [E, N, K] or packed."""
     found = capability_of(w.device)
     if found is not None and found < COPY_ENGINE:

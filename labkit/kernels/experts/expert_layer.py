@@ -16,7 +16,7 @@ from torch import Tensor
 
 from labkit.kernels.experts import blocks as experts_blocks
 from labkit.kernels.experts import one_token, one_token_words, routing
-from labkit.kernels.experts.choose import Config, Tile, Words, check_config, choose_any
+from labkit.kernels.experts.choose import Choice, TileChoice, WordChoice, check_choice, choose_any
 from labkit.kernels.experts.inputs import Layer, LayerInputs, Workspace, _part, check_layer, workspace
 from labkit.kernels.experts.int4 import Int4
 from labkit.kernels.experts.tiles import SUM_TILE, _gemm_kernel, _sum_kernel, constants, options_of, words
@@ -25,7 +25,7 @@ from labkit.kernels.target import has_dependent_launch
 
 
 def layer(
-    x: LayerInputs, config: Config | None = None, scratch: Workspace | None = None, check_ids: bool = False
+    x: LayerInputs, config: Choice | None = None, scratch: Workspace | None = None, check_ids: bool = False
 ) -> Layer:
     """out = Σ_j weights[:, j] · w2[e] (SiLU(gate) · up) with [gate, up] = w1[e] x and e = ids[:, j], as launches.
 
@@ -38,7 +38,7 @@ def layer(
     check_layer(x)
     T, E, top_k, _, width = x.shape
     config = choose_any(*x.shape, x.int4, x.x.device) if config is None else config
-    check_config(config, x.int4)
+    check_choice(config, x.int4)
     scratch = workspace(x) if scratch is None else scratch
     if scratch.tokens < T:
         raise ValueError(f"x has {T} tokens; allowed: up to {scratch.tokens}, for which the scratch was made")
@@ -48,13 +48,13 @@ def layer(
         raise ValueError(f"config.rows is {config.rows} with {T} tokens; allowed: only for one token, else None")
     hidden = _part("hidden", scratch.hidden, top_k * width, x)
     dependent = config.dependent and has_dependent_launch(x.x.device)
-    made = (one_token_words if isinstance(config.rows, Words) else one_token).launches(
+    made = (one_token_words if isinstance(config.rows, WordChoice) else one_token).launches(
         x, hidden, config.rows, dependent
     )
     return Layer(config, routing.one_token(x.ids, E, config.block_m, check_ids), made)
 
 
-def by_tiles(x: LayerInputs, config: Config, scratch: Workspace, check_ids: bool = False) -> Layer:
+def by_tiles(x: LayerInputs, config: Choice, scratch: Workspace, check_ids: bool = False) -> Layer:
     """The launches of `layer` with tiles, whatever config.rows says, for inputs that have been checked."""
     T, E, top_k, H, _ = x.shape
     made = products(x, config, scratch, check_ids)
@@ -66,7 +66,7 @@ def by_tiles(x: LayerInputs, config: Config, scratch: Workspace, check_ids: bool
     return Layer(config, made.sorted, {**made.launches, "sum": last})
 
 
-def products(x: LayerInputs, config: Config, scratch: Workspace, check_ids: bool = False) -> Layer:
+def products(x: LayerInputs, config: Choice, scratch: Workspace, check_ids: bool = False) -> Layer:
     """The launches of `by_tiles` but for the sum: the second product leaves a row for every slot."""
     T, E, top_k, H, width = x.shape
     counted = config.gemm1.counted and config.gemm2.counted
@@ -87,7 +87,7 @@ def products(x: LayerInputs, config: Config, scratch: Workspace, check_ids: bool
     return Layer(config, found, {**found.launches, **gemms})
 
 
-def _gemm(args: Mapping, w: Tensor | Int4, tile: Tile) -> Launch:
+def _gemm(args: Mapping, w: Tensor | Int4, tile: TileChoice) -> Launch:
     if tile.descriptor:
         from labkit.kernels.experts import descriptors
 

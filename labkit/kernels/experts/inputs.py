@@ -9,7 +9,7 @@ from torch import Tensor
 
 from labkit.kernels.checks import check_tensor
 from labkit.kernels.experts import blocks, routing
-from labkit.kernels.experts.choose import Config
+from labkit.kernels.experts.choose import Choice
 from labkit.kernels.experts.int4 import GROUP, Int4
 from labkit.kernels.launch import Launch
 
@@ -98,7 +98,7 @@ class Layer:
     `launches["gemm1"]()` repeats that kernel alone, on what the launches before it have left.
     """
 
-    config: Config
+    config: Choice
     sorted: routing.Routing
     launches: Mapping[str, Launch]
 

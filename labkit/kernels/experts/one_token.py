@@ -27,7 +27,7 @@ import triton.language as tl
 from torch import Tensor
 
 from labkit.kernels.dependent import wait_for_inputs
-from labkit.kernels.experts.choose import Rows
+from labkit.kernels.experts.choose import RowChoice
 from labkit.kernels.experts.inputs import LayerInputs
 from labkit.kernels.experts.int4 import GROUP, Int4
 from labkit.kernels.experts.tiles import _silu_up, options_of
@@ -127,7 +127,7 @@ def _down_kernel(
     tl.store(out + n, total.to(out.dtype.element_ty), mask=n < N)
 
 
-def launches(x: LayerInputs, hidden: Tensor, rows: Rows, dependent: bool) -> Mapping[str, Launch]:
+def launches(x: LayerInputs, hidden: Tensor, rows: RowChoice, dependent: bool) -> Mapping[str, Launch]:
     """Both launches for inputs of one token that have been checked. hidden: [top_k · I], of x's dtype."""
     _, E, top_k, H, width = x.shape
     shared = {"ids": x.ids, "E": E, "INT4": x.int4, "GROUP": GROUP, "DEPENDENT": dependent}
@@ -150,7 +150,7 @@ def _stored(w: Tensor | Int4) -> dict[str, Tensor]:
     return {"w": w.packed, "scales": w.scales} if isinstance(w, Int4) else {"w": w, "scales": w}
 
 
-def _block(rows: Rows, K: int) -> int:
+def _block(rows: RowChoice, K: int) -> int:
     """Values along K at once: as many as asked for, if a row has as many, and no more than divide it if any do."""
     most = min(rows.block_k, triton.next_power_of_2(K))
     return next((k for k in (most >> i for i in range(4)) if K % k == 0 and k >= GROUP), most)

@@ -41,7 +41,7 @@ import triton.language as tl
 from torch import Tensor
 
 from labkit.kernels.dependent import wait_for_inputs
-from labkit.kernels.experts.choose import Words
+from labkit.kernels.experts.choose import WordChoice
 from labkit.kernels.experts.inputs import LayerInputs
 from labkit.kernels.experts.int4 import GROUP, Int4
 from labkit.kernels.experts.tiles import _silu_up, options_of
@@ -208,7 +208,7 @@ def _down_kernel(
     tl.store(out + n + tl.arange(0, ROWS), sums.to(out.dtype.element_ty))
 
 
-def launches(x: LayerInputs, hidden: Tensor, rows: Words, dependent: bool) -> Mapping[str, Launch]:
+def launches(x: LayerInputs, hidden: Tensor, rows: WordChoice, dependent: bool) -> Mapping[str, Launch]:
     """Both launches for inputs of one token with INT4 weights that have been checked. hidden: [top_k · I], as x."""
     _, E, top_k, H, width = x.shape
     shared = {"ids": x.ids, "E": E, "DEPENDENT": dependent, **HEADS}

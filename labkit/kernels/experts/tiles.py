@@ -10,7 +10,7 @@ of its own (one_token.py, one_token_words.py) unless its configuration asks for 
 | gemm2        | tile, or fewer | w2[e] of that; its rows of A lie one after the other; each row goes back to its slot |
 | sum          | token, tile    | Σ_j weights[j] · row of slot j, in fp32, in the order of j                           |
 
-Choices (see `choose.Tile`), and the hypothesis that each one tests:
+Choices (see `choose.TileChoice`), and the hypothesis that each one tests:
 
 | choice       | hypothesis                                                                                            |
 |--------------|-------------------------------------------------------------------------------------------------------|
@@ -50,7 +50,7 @@ import triton.language as tl
 from torch import Tensor
 
 from labkit.kernels.dependent import wait_for_inputs
-from labkit.kernels.experts.choose import Tile
+from labkit.kernels.experts.choose import TileChoice
 from labkit.kernels.experts.int4 import GROUP, Int4
 from labkit.kernels.experts.unpack import _from_bytes, _from_halves, _whole
 
@@ -254,14 +254,14 @@ def options_of(args: Mapping[str, Any], num_warps: int) -> dict[str, Any]:
     return {"num_warps": num_warps} | ({"launch_pdl": True} if args["DEPENDENT"] else {})
 
 
-def words(w: Tensor | Int4, tile: Tile) -> Tensor:
+def words(w: Tensor | Int4, tile: TileChoice) -> Tensor:
     """The weights in words as a tile loads them: [E, N, K], or packed: bytes, or two bytes each."""
     if not isinstance(w, Int4):
         return w
     return w.packed.view(torch.int16) if tile.unpack == "split" else w.packed
 
 
-def constants(tile: Tile, int4: bool) -> dict[str, Any]:
+def constants(tile: TileChoice, int4: bool) -> dict[str, Any]:
     """What a GEMM's kernel is compiled for, beside the shapes."""
     return {
         "INT4": int4,

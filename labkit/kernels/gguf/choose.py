@@ -43,7 +43,7 @@ class Choice(_Json):
     """How a product is run. groups: of 32 weights of a row, in a tile; blocks: of 8 rows, a program.
 
     tokens: those of a program, that share a tile of weights. Of the default's 16 groups of 8 rows, each of the 128
-    threads has one; with more groups or fewer threads, scales move between threads. shares: as of `Tile`, with programs
+    threads has one; with more groups or fewer threads, scales move between threads. shares: as of tiles, with programs
     of one warp and four groups; 0: a program has whole rows. at_once: of those programs, so many are on a
     multiprocessor at once at most: the fewer, the more registers for each. Bits depend on groups, num_warps and shares.
     """
@@ -60,7 +60,7 @@ class Choice(_Json):
 
 
 @dataclass(frozen=True)
-class Tile(_Json):
+class TileChoice(_Json):
     """How `tensor_core` is run. blocks: of 8 rows, a program, two an instruction; tokens: a program, 8 an instruction.
 
     Of gate and up, half of the blocks are of each: an instruction has 8 rows of gate and the same 8 of up.
@@ -80,7 +80,7 @@ class Tile(_Json):
 
 
 @dataclass(frozen=True)
-class Wide(_Json):
+class WideChoice(_Json):
     """How `wide.wide` is run. groups: of 32 columns, and blocks: of 8 rows, in a tile of weights; tokens: a program.
 
     whole: of the first rows, so many are not split; of the others, K is in so many parts, each with a sum and a program
@@ -146,7 +146,7 @@ def _shared(tokens: int) -> int:
     return min(8, 1 << (tokens - 1).bit_length())
 
 
-def matrix_rule(tokens: int, rows: int, columns: int, format: str, gated: bool = False) -> Tile:
+def matrix_rule(tokens: int, rows: int, columns: int, format: str, gated: bool = False) -> TileChoice:
     """A choice for `tensor_core`; a shape has one number of warps and of shares, and so one set of bits.
 
     Where rows are whole tiles of a warp, all tiles are dealt in eight shares a multiprocessor, to programs of one warp,
@@ -166,12 +166,12 @@ def matrix_rule(tokens: int, rows: int, columns: int, format: str, gated: bool =
     room = format != "F32" and (format != "BF16" or padded <= 16)  # registers for tiles asked for ahead
     ahead = 0 if not room or not (whole or few) else 3 if whole and blocks == 2 else 2
     most = 16 if gated else 32
-    return Tile(blocks, min(padded, most), warps, 1, ahead, whole or few, shares=8 if whole else 0)
+    return TileChoice(blocks, min(padded, most), warps, 1, ahead, whole or few, shares=8 if whole else 0)
 
 
 def wide_rule(
     tokens: int, rows: int, columns: int, format: str, stored: bool = False, multiprocessors: int = 132
-) -> Wide:
+) -> WideChoice:
     """A choice for `wide.wide`; for a shape, a format and a GPU one set of bits, whatever the number of tokens.
 
     stored: a matrix, not `Packed`. Up to 128 tokens it is bound by bytes: programs of 64 rows, several on an SM, or
@@ -195,12 +195,12 @@ def wide_rule(
         padded = min(128, padded)
         groups = 4 if format in (*K_FORMATS, "Q8_0") else 2
         stages = 2 if format == "F32" or padded > 64 else 3
-        return Wide(groups, 8, padded, 4, stages, **split, split_tokens=small if mixed else padded)
+        return WideChoice(groups, 8, padded, 4, stages, **split, split_tokens=small if mixed else padded)
     if padded <= 64:
-        return Wide(2, 8, padded, 4, 4 if mixed else 5, **split, split_tokens=padded)
+        return WideChoice(2, 8, padded, 4, 4 if mixed else 5, **split, split_tokens=padded)
     if padded <= 128:
-        return Wide(2, 8, 128, 4, 3, **split, split_tokens=64) if mixed else Wide(2, 16, 64, 8, 4, **split)
-    return Wide(2, 16, 256, 8, 4, **split, split_tokens=64 if mixed else 256)
+        return WideChoice(2, 8, 128, 4, 3, **split, split_tokens=64) if mixed else WideChoice(2, 16, 64, 8, 4, **split)
+    return WideChoice(2, 16, 256, 8, 4, **split, split_tokens=64 if mixed else 256)
 
 
 def split_rule(tiles: int, columns: int, multiprocessors: int) -> tuple[int, int]:
@@ -235,18 +235,18 @@ def check_choice(choice: Choice) -> None:
         raise ValueError(f"shares is {choice.shares}, where {found}; allowed: 0, or groups 4 and num_warps 1")
 
 
-def check_tile(tile: Tile) -> None:
+def check_tile(tile: TileChoice) -> None:
     """Raise ValueError for a choice that `tensor_core` cannot take."""
     _check_each(tile, TILES)
 
 
-def check_wide(choice: Wide) -> None:
+def check_wide(choice: WideChoice) -> None:
     """Raise ValueError for a choice that `wide.wide` cannot take."""
     _check_each(choice, WIDES)
     if choice.whole < 0 or choice.whole % (8 * choice.blocks):
         raise ValueError(f"whole is {choice.whole}; allowed: multiples of {8 * choice.blocks}, a tile's rows")
 
 
-def _check_each(choice: Choice | Tile | Wide, allowed: Mapping[str, Collection[int]]) -> None:
+def _check_each(choice: Choice | TileChoice | WideChoice, allowed: Mapping[str, Collection[int]]) -> None:
     for name, values in allowed.items():
         check_one_of(name, getattr(choice, name), values)

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from labkit.kernels.checks import check_one_of
 from labkit.kernels.dependent import wait_for_inputs
-from labkit.kernels.gguf.choose import Tile, check_tile
+from labkit.kernels.gguf.choose import TileChoice, check_tile
 from labkit.kernels.gguf.formats import K_FORMATS, Q6_K_PLACES, Packed, _placed
 from labkit.kernels.gguf.products import _arrays, _grid, _ups, check_product
 from labkit.kernels.gguf.shares import _dealt, _of_all_sharers, _parts, _registers, _share_of, _start, _without_first
@@ -390,17 +390,17 @@ def _integers_kernel(
         _store(totals, y, y_stride, firsts, strip, tl.program_id(0) * TOKENS, rows, N, whole, lanes, TOKENS, GATED)
 
 
-def rule(tokens: int) -> Tile:
+def rule(tokens: int) -> TileChoice:
     """A choice for `integers`, without spills on sm_90; eight shares a multiprocessor, and so one set of bits.
 
     A program has all four blocks of a strip, which share the values of x: eight are on a multiprocessor, with up to 255
     registers a thread. What the sums of more tokens take, tiles asked for ahead have not.
     """
     padded = 8 if tokens <= 8 else 16 if tokens <= 16 else 32
-    return Tile(4, padded, 1, 1, {8: 3, 16: 2, 32: 1}[padded], True, 8)
+    return TileChoice(4, padded, 1, 1, {8: 3, 16: 2, 32: 1}[padded], True, 8)
 
 
-def integers(W: Packed, x: Tensor, y: Tensor, tile: Tile | None = None, up: Packed | None = None) -> Launch:
+def integers(W: Packed, x: Tensor, y: Tensor, tile: TileChoice | None = None, up: Packed | None = None) -> Launch:
     """y[n] = W x[n], tokens padded to multiples of 8; with up: SiLU(W x[n]) · (up x[n]).
 
     W, up: of `tiled`. x: [N, columns], bf16, an even number of values apart; y: [N, rows], bf16, fp16 or fp32; values

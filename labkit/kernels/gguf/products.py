@@ -65,7 +65,7 @@ from torch import Tensor
 
 from labkit.kernels.checks import check_device, check_one_of, check_shape
 from labkit.kernels.dependent import wait_for_inputs
-from labkit.kernels.gguf.choose import Choice, Tile, check_choice, check_tile, matrix_rule, rule
+from labkit.kernels.gguf.choose import Choice, TileChoice, check_choice, check_tile, matrix_rule, rule
 from labkit.kernels.gguf.formats import GROUP, ROWS, Packed
 from labkit.kernels.gguf.shares import (
     STRIP,
@@ -464,7 +464,7 @@ def weight_stationary(
     return _multiply_add(W, x, y, choice or rule(len(x), W.rows, W.columns, W.format.name, up is not None), up)
 
 
-def tensor_core(W: Packed, x: Tensor, y: Tensor, tile: Tile | None = None, up: Packed | None = None) -> Launch:
+def tensor_core(W: Packed, x: Tensor, y: Tensor, tile: TileChoice | None = None, up: Packed | None = None) -> Launch:
     """y[n] = W x[n] by matrix instructions, tokens padded to multiples of 8; with up, gate and up in one launch.
 
     Arguments and errors as `weight_stationary`, but weights are rounded to x's dtype (in fp16, those from 65520 on to
@@ -517,17 +517,17 @@ def magic_of(W: Packed) -> int:
     return BASE if W.words.shape[2] == 1 else MAGIC
 
 
-def _grid(W: Packed, x: Tensor, choice: Choice | Tile) -> tuple[int, int]:
+def _grid(W: Packed, x: Tensor, choice: Choice | TileChoice) -> tuple[int, int]:
     """Programs: tiles of tokens first, so that those that read the same weights run together."""
     check_programs("W", W.rows, "rows", ROWS * choice.blocks)
     return triton.cdiv(len(x), choice.tokens), triton.cdiv(W.rows, ROWS * choice.blocks)
 
 
-def _ahead(choice: Choice | Tile, x: Tensor) -> dict[str, Any]:
+def _ahead(choice: Choice | TileChoice, x: Tensor) -> dict[str, Any]:
     return {"AHEAD": choice.ahead, "DEPENDENT": choice.dependent and has_dependent_launch(x.device)}
 
 
-def _options(choice: Choice | Tile, dependent: bool = False) -> dict[str, Any]:
+def _options(choice: Choice | TileChoice, dependent: bool = False) -> dict[str, Any]:
     options = {"num_warps": choice.num_warps, "num_stages": choice.num_stages}
     return options | ({"launch_pdl": True} if dependent else {})
 

@@ -31,7 +31,7 @@ from torch import Tensor
 from labkit.kernels.checks import check_device, check_tensor
 from labkit.kernels.dependent import wait_for_inputs
 from labkit.kernels.gguf import products
-from labkit.kernels.gguf.choose import Choice, Tile, check_choice, check_tile, narrow_rule
+from labkit.kernels.gguf.choose import Choice, TileChoice, check_choice, check_tile, narrow_rule
 from labkit.kernels.gguf.experts import Experts
 from labkit.kernels.gguf.formats import GROUP, ROWS, Packed
 from labkit.kernels.gguf.products import _add, _add_tiles, _no_products, _of_block, _options, magic_of
@@ -376,15 +376,15 @@ def rule_of(tokens: int, experts: int, top_k: int) -> Choice:
     return narrow_rule(each(tokens, experts, top_k), gated=True)
 
 
-def matrix_rule_of(tokens: int, experts: int, top_k: int) -> Tile:
-    """A `Tile` for about as many slots as an expert has; of few, twice as many, so that few experts are read twice.
+def matrix_rule_of(tokens: int, experts: int, top_k: int) -> TileChoice:
+    """Tiles for about as many slots as an expert has; of few, twice as many, so that few experts are read twice.
 
     Always with one warp, so that its bits are the same for every number of tokens: experts are narrow, and many, and
     there is nothing to wait for other warps for.
     """
     slots = each(tokens, experts, top_k)
     tokens_a_tile = 8 if slots <= 4 else 16 if slots <= 16 else 32
-    return Tile(2 if tokens_a_tile == 8 else 4, tokens_a_tile, 1, ahead=2, dependent=True)
+    return TileChoice(2 if tokens_a_tile == 8 else 4, tokens_a_tile, 1, ahead=2, dependent=True)
 
 
 def each(tokens: int, experts: int, top_k: int) -> int:
@@ -393,19 +393,19 @@ def each(tokens: int, experts: int, top_k: int) -> int:
 
 
 def grouped_indexed(
-    experts: Experts, slots: Tensor, work: Work, choice: Choice | Tile | None = None, matrix: bool = False,
+    experts: Experts, slots: Tensor, work: Work, choice: Choice | TileChoice | None = None, matrix: bool = False,
     order: Sorted | None = None,
 ) -> list[Launch]:  # fmt: skip
     """The same partials in three launches: sort, gate and up, down.
 
     slots: [number of routed experts] int32, where each lies in `experts`, or -1: its slots are left as they are.
-    matrix: by matrix instructions. choice: a `Choice`, with matrix a `Tile`; by default of `rule_of` and
+    matrix: by matrix instructions. choice: a `Choice`, with matrix a `TileChoice`; by default of `rule_of` and
     `matrix_rule_of`, with the bits of its family. order: of `sort` with `choice.tokens`; the first launch is then left
     out, as for a second table of the same routing. ValueError for anything else.
     """
     choice = choice or (matrix_rule_of if matrix else rule_of)(len(work.x), len(slots), work.top_k)
-    if isinstance(choice, Tile) != matrix:
-        raise ValueError(f"choice is {choice}; allowed: a {'Tile' if matrix else 'Choice'}")
+    if isinstance(choice, TileChoice) != matrix:
+        raise ValueError(f"choice is {choice}; allowed: a {'TileChoice' if matrix else 'Choice'}")
     (check_tile if matrix else check_choice)(choice)
     check_work(experts, work)
     check_tensor("slots", slots, (len(slots),), (torch.int32,), work.x.device, "x's")
@@ -423,7 +423,7 @@ def grouped_indexed(
 
 def _grouped(
     experts: Experts, roles: Sequence[str], slots: Tensor, made: Sorted, x: Tensor, y: Tensor, slots_a_row: int,
-    choice: Choice | Tile,
+    choice: Choice | TileChoice,
 ) -> Launch:  # fmt: skip
     first, last = (experts.matrix(role, 0) for role in (roles[0], roles[-1]))
     arrays = dict.fromkeys(("words", "high", "scales", "d"), first.words) | first.arrays
@@ -433,7 +433,7 @@ def _grouped(
     args |= {"rows": first.rows, "x_stride": x.stride(0), "y_stride": y.stride(0), "magic": MAGIC}
     args |= {"slots_a_row": slots_a_row, "GROUPS": first.columns // GROUP, "FORMAT": first.format.name}
     blocks = choice.blocks
-    if isinstance(choice, Tile):
+    if isinstance(choice, TileChoice):
         kernel, blocks = _grouped_tensor_core_kernel, blocks // len(roles)
         args |= {"WARPS": choice.num_warps, "DEPTH": max(0, choice.ahead - 1)}
         args |= {"DEPENDENT": choice.dependent and has_dependent_launch(x.device)}

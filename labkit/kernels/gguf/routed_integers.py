@@ -22,7 +22,7 @@ from torch import Tensor
 from labkit.kernels.checks import check_one_of, check_tensor
 from labkit.kernels.dependent import wait_for_inputs
 from labkit.kernels.gguf import integers
-from labkit.kernels.gguf.choose import Tile, check_tile
+from labkit.kernels.gguf.choose import TileChoice, check_tile
 from labkit.kernels.gguf.experts import ROLES, Experts
 from labkit.kernels.gguf.formats import K_FORMATS, ROWS
 from labkit.kernels.gguf.integers import TILE, _add_tile, _arrays_of, _flat, _no_sums, _tile_of
@@ -125,23 +125,23 @@ def _grouped_integers_kernel(
         _store(_flat(sums), y, members, y_stride, firsts, strip, rows, count, lanes, TOKENS, GATED)
 
 
-def rule(tokens: int, experts: int, top_k: int) -> Tile:
-    """A `Tile` for about as many slots as an expert has; of few, twice as many, so that few experts are read twice.
+def rule(tokens: int, experts: int, top_k: int) -> TileChoice:
+    """Tiles for about as many slots as an expert has; of few, twice as many, so that few experts are read twice.
 
     With 8 tokens a program no tile is asked for ahead: more programs on a multiprocessor are worth more.
     """
     slots = each(tokens, experts, top_k)
     padded = 8 if slots <= 4 else 16 if slots <= 16 else 32
-    return Tile(4, padded, 1, 1, 2 if padded == 16 else 1, True)
+    return TileChoice(4, padded, 1, 1, 2 if padded == 16 else 1, True)
 
 
-def tiles_a_program(tile: Tile) -> int:
+def tiles_a_program(tile: TileChoice) -> int:
     """How many tiles of weights a program has in turn, or those of one strip if these are more."""
     return 8 if tile.tokens == 8 else 16
 
 
 def grouped_integers(
-    experts: Experts, slots: Tensor, work: Work, tile: Tile | None = None, order: Sorted | None = None
+    experts: Experts, slots: Tensor, work: Work, tile: TileChoice | None = None, order: Sorted | None = None
 ) -> list[Launch]:
     """As `routed.grouped_indexed`: its partials, in three launches.
 
@@ -167,7 +167,7 @@ def grouped_integers(
 
 def _grouped(
     experts: Experts, roles: Sequence[str], slots: Tensor, made: Sorted, x: Tensor, y: Tensor, slots_a_row: int,
-    tile: Tile,
+    tile: TileChoice,
 ) -> Launch:  # fmt: skip
     first, arrays = experts.matrix(roles[0], 0), _arrays(experts, roles[0])
     pairs = x.view(torch.int32)

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from labkit.kernels.gguf.choose import Choice, Tile
+from labkit.kernels.gguf.choose import Choice, TileChoice
 from labkit.kernels.gguf.formats import GROUP, ROWS, Packed
 from labkit.kernels.gguf.unpack import _block, _read, _silu_up, _tiles
 from labkit.kernels.target import multiprocessors
@@ -166,7 +166,7 @@ def _first_tiles(
     return asked
 
 
-def _parts(tile: Choice | Tile) -> int:
+def _parts(tile: Choice | TileChoice) -> int:
     """Programs that each have a part of a strip's rows: with shares, strips have STRIP blocks, whatever a tile has.
 
     So rows are cut at the same columns for tiles of few blocks and of many, and have the same bits. ValueError for more
@@ -184,7 +184,7 @@ def strips_overlap(blocks: int, strip: int) -> bool:
     return blocks % triton.cdiv(blocks, strip) != 0
 
 
-def check_strips(W: Packed, tile: Choice | Tile, groups: int, strip: int) -> None:
+def check_strips(W: Packed, tile: Choice | TileChoice, groups: int, strip: int) -> None:
     """Raise ValueError where two strips cut a block at different columns: its bits would be those stored last.
 
     groups: of a tile of one program; strip: blocks of a strip, of one matrix.
@@ -206,7 +206,7 @@ def _registers(warps: int) -> dict[str, int]:
 
 
 def _dealt(
-    W: Packed, tile: Choice | Tile, groups: int, token_tiles: int, strips: int, parts: int
+    W: Packed, tile: Choice | TileChoice, groups: int, token_tiles: int, strips: int, parts: int
 ) -> dict[str, Any]:  # fmt: skip
     """How many shares there are, what they are dealt, and where programs that share rows leave their sums.
 

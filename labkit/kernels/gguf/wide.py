@@ -6,7 +6,7 @@
 | a matrix of bf16, as it   | nothing to unpack: tiles go from memory to shared memory to the matrix instructions     |
 | is stored                 | without registers in between, several on their way; bound by bytes, later by arithmetic |
 
-The choices (`choose.Wide`) and theirs:
+The choices (`choose.WideChoice`) and theirs:
 
 | choice         | hypothesis                                                                                          |
 |----------------|-----------------------------------------------------------------------------------------------------|
@@ -41,7 +41,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from labkit.kernels.checks import check_contiguous, check_one_of
 from labkit.kernels.dependent import wait_for_inputs
-from labkit.kernels.gguf.choose import Wide, check_wide, wide_rule
+from labkit.kernels.gguf.choose import WideChoice, check_wide, wide_rule
 from labkit.kernels.gguf.formats import GROUP, ROWS, Packed
 from labkit.kernels.gguf.products import _arrays, check_product, check_tokens
 from labkit.kernels.gguf.unpack import MAGIC, _block, _load, _read, _rounded, _scales
@@ -203,7 +203,7 @@ def _wide_kernel(
         )
 
 
-def wide(W: Packed | Tensor, x: Tensor, y: Tensor, choice: Wide | None = None) -> Launch:
+def wide(W: Packed | Tensor, x: Tensor, y: Tensor, choice: WideChoice | None = None) -> Launch:
     """y[n] = W x[n] by matrix instructions in tiles of many rows and tokens, tokens padded to a whole tile.
 
     W: `Packed`, or a contiguous matrix of bf16 [rows, K], as `formats.matrix` gives it. x: [N, K] and y: [N, rows],
@@ -229,7 +229,7 @@ def wide(W: Packed | Tensor, x: Tensor, y: Tensor, choice: Wide | None = None) -
     return _launch(arguments | {"y": y}, choice)
 
 
-def _rule(x: Tensor, rows: int, K: int, name: str, stored: bool) -> Wide:
+def _rule(x: Tensor, rows: int, K: int, name: str, stored: bool) -> WideChoice:
     """The rule's choice; values of 4 bytes, which do not go to tensor cores, take smaller tiles."""
     choice = wide_rule(len(x), rows, K, name, stored, multiprocessors(x.device))
     if x.dtype != torch.float32:
@@ -240,7 +240,7 @@ def _rule(x: Tensor, rows: int, K: int, name: str, stored: bool) -> Wide:
     )  # fmt: skip
 
 
-def _launch(arguments: dict[str, Any], choice: Wide) -> Launch:
+def _launch(arguments: dict[str, Any], choice: WideChoice) -> Launch:
     """The launch, with memory for the parts where rows are split."""
     N, rows, y = arguments["N"], arguments["ROWS"], arguments["y"]
     all_rows = triton.cdiv(arguments["rows"], rows)
@@ -257,7 +257,7 @@ def _launch(arguments: dict[str, Any], choice: Wide) -> Launch:
     return Launch(_wide_kernel, grid, arguments, options | ({"launch_pdl": True} if dependent else {}))
 
 
-def _sources(W: Tensor, x: Tensor, choice: Wide) -> dict[str, Any]:
+def _sources(W: Tensor, x: Tensor, choice: WideChoice) -> dict[str, Any]:
     """Where a matrix and x are read from: descriptors with the tiles as boxes, or tensors."""
     others = dict.fromkeys(("high", "scales", "d"), W)
     if not (has_descriptors(W.device) and all(map(_is_aligned, (W, x)))):
@@ -270,7 +270,7 @@ def _sources(W: Tensor, x: Tensor, choice: Wide) -> dict[str, Any]:
     return boxes | others | {"BOXES": True}
 
 
-def _boxes(matrix: Tensor, rows: int, choice: Wide) -> TensorDescriptor:
+def _boxes(matrix: Tensor, rows: int, choice: WideChoice) -> TensorDescriptor:
     """A descriptor of a matrix, of which so many rows and a tile's columns are copied at a time."""
     return TensorDescriptor(matrix, list(matrix.shape), list(matrix.stride()), [rows, GROUP * choice.groups])
 

@@ -15,7 +15,7 @@ from labkit.evidence import compiled
 from labkit.evidence.compiled import Source
 from labkit.kernels import offline
 from labkit.kernels.experts import expert_layer, inputs
-from labkit.kernels.experts.choose import Config, Words
+from labkit.kernels.experts.choose import Choice, WordChoice
 from labkit.kernels.launch import Launch
 from labkit.studies.moe_persistent_grid import peers, trials, variants, w4a8
 
@@ -62,7 +62,7 @@ def _gemms(x: Case, how: Mapping[str, Any]) -> Sequence[str]:
 
 
 def _parts(
-    x: Case, shape: list[Any], gemms: Sequence[str], config: Config, int8: bool, capability: int
+    x: Case, shape: list[Any], gemms: Sequence[str], config: Choice, int8: bool, capability: int
 ) -> Iterator[tuple[list[Any], list[str]]]:
     """What the code of some of a layer's launches depends on, and their names."""
     for gemm in gemms:
@@ -107,11 +107,11 @@ def layer(
     return found
 
 
-def config_from(choice: Mapping[str, Any]) -> Config:
+def config_from(choice: Mapping[str, Any]) -> Choice:
     """The configuration that `as_dict` has made JSON of, also with words."""
     rows = choice["rows"] or {}
-    found = Config.of({**choice, "rows": None} if "down_k" in rows else choice)
-    return replace(found, rows=Words(**rows)) if "down_k" in rows else found
+    found = Choice.of({**choice, "rows": None} if "down_k" in rows else choice)
+    return replace(found, rows=WordChoice(**rows)) if "down_k" in rows else found
 
 
 def library(make: str, params: Mapping[str, Any]) -> "list[Launch] | LigerLayer":

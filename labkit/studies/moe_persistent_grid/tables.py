@@ -19,7 +19,7 @@ from labkit.bench.tables import fastest as fastest_of
 from labkit.bench.verdict import WORDS, geometric_mean, median_us
 from labkit.kernels.experts import blocks as experts_blocks
 from labkit.kernels.experts import choose
-from labkit.kernels.experts.choose import Config, Tile
+from labkit.kernels.experts.choose import Choice, TileChoice
 from labkit.studies.moe_persistent_grid import variants as names
 from labkit.studies.moe_persistent_grid import waves, work
 from labkit.studies.moe_persistent_grid.models import MODELS, QWEN35_35B
@@ -61,14 +61,14 @@ def fastest(path: Path) -> choose.Table:
     return found
 
 
-def _best_config(group: pd.DataFrame) -> Config | None:
+def _best_config(group: pd.DataFrame) -> Choice | None:
     """Of the candidates of one case; None if no size of blocks has both GEMMs."""
-    found: dict[float, Config] = {}
+    found: dict[float, Choice] = {}
     for block_m, part in group.groupby("block_m"):
         best = part.loc[part.groupby("gemm")["us"].idxmin()].set_index("gemm")
         if {"gemm1", "gemm2"} <= set(best.index):
-            tiles = {name: Tile(**best.loc[name, "tile"]) for name in ("gemm1", "gemm2")}
-            found.setdefault(float(best["us"].sum()), Config(int(block_m), **tiles))
+            tiles = {name: TileChoice(**best.loc[name, "tile"]) for name in ("gemm1", "gemm2")}
+            found.setdefault(float(best["us"].sum()), Choice(int(block_m), **tiles))
     return found[min(found)] if found else None
 
 

@@ -20,7 +20,7 @@ from labkit.evidence import compiled
 from labkit.kernels import offline
 from labkit.kernels.experts import choose, expert_layer, reference
 from labkit.kernels.experts import int4 as experts_int4
-from labkit.kernels.experts.choose import Candidate, Config
+from labkit.kernels.experts.choose import Candidate, Choice
 from labkit.kernels.experts.inputs import Layer, LayerInputs, Workspace, workspace
 from labkit.kernels.experts.int4 import GROUP, Int4
 from labkit.kernels.launch import Launch
@@ -129,7 +129,7 @@ def config_of(
     words: bool | None = None,
     choice: Candidate | None = None,
     **changes: Any,
-) -> Config:
+) -> Choice:
     """A configuration for a case. base: "ours" (tuned, of layers the default), "rule" or "source" (of single GEMMs).
 
     block_m: the source's; 0: by tokens, to 64. grid: "tiles", "SMs", "filled" (SMs × occupancy, which the caller finds)

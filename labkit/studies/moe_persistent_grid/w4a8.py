@@ -29,7 +29,7 @@ from torch import Tensor
 
 from labkit.kernels.experts import blocks as experts_blocks
 from labkit.kernels.experts import expert_layer
-from labkit.kernels.experts.choose import INT8_GROUP, Config, Tile
+from labkit.kernels.experts.choose import INT8_GROUP, Choice, TileChoice
 from labkit.kernels.experts.inputs import Layer, LayerInputs, Workspace
 from labkit.kernels.experts.int4 import GROUP, Int4
 from labkit.kernels.experts.tiles import _place_of, _silu_up
@@ -131,7 +131,7 @@ def _gemm_int8_kernel(
         )  # fmt: skip
 
 
-def layer(x: LayerInputs, config: Config, scratch: Workspace | None = None) -> Layer:
+def layer(x: LayerInputs, config: Choice, scratch: Workspace | None = None) -> Layer:
     """The layer of `expert_layer.layer` with 8-bit activations, as launches. x: with INT4 weights.
 
     config: `choose.source(..., int8=True)`, or one like it: not fused, both K tiles 32. Raises ValueError naming the
@@ -161,7 +161,7 @@ def _quantise(args: Mapping[str, Any], q: Tensor, scales: Tensor, counted: bool,
     )
 
 
-def _gemm(args: Mapping[str, Any], q: Tensor, scales: Tensor, w: Int4, tile: Tile) -> Launch:
+def _gemm(args: Mapping[str, Any], q: Tensor, scales: Tensor, w: Int4, tile: TileChoice) -> Launch:
     same = ("c", "slots", "experts", "padded", "slot_count", "blocks", "N", "K", "E", "BLOCK_M")
     shared = {name: args[name] for name in same} | {"q": q, "q_scales": scales, "w": w.packed, "scales": w.scales}
     constants = {
@@ -180,7 +180,7 @@ def _gemm(args: Mapping[str, Any], q: Tensor, scales: Tensor, w: Int4, tile: Til
     )
 
 
-def check_w4a8(x: LayerInputs, config: Config) -> None:
+def check_w4a8(x: LayerInputs, config: Choice) -> None:
     """Raise ValueError for weights or a configuration that these kernels do not have."""
     if not x.int4:
         raise ValueError("w1 and w2 are not INT4; allowed with 8-bit activations: INT4")
@@ -188,7 +188,7 @@ def check_w4a8(x: LayerInputs, config: Config) -> None:
         if getattr(config, name):
             raise ValueError(f"{name} is True; allowed with 8-bit activations: False")
     for name in ("gemm1", "gemm2"):
-        tile: Tile = getattr(config, name)
+        tile: TileChoice = getattr(config, name)
         if tile.block_k != INT8_GROUP:
             raise ValueError(f"{name}.block_k is {tile.block_k}; allowed with 8-bit activations: {INT8_GROUP}")
         if tile.swap or tile.flatten or tile.descriptor:
