@@ -1,6 +1,6 @@
 """Where the lab keeps its files; independent of the current folder.
 
-`LABKIT_ROOT` in the environment moves all of them (the tests do that).
+`LABKIT_ROOT` in the environment moves all of them, `LABKIT_REPORTS` the reports alone (the tests do that).
 """
 
 import os
@@ -12,7 +12,7 @@ NOTEBOOKS = ROOT / "notebooks"
 DATA = ROOT / "data"  # recorded measurements, committed
 FIGURES = ROOT / "figures"  # drawn from data/, committed
 RUNS = ROOT / "runs"  # what this machine measured, not committed
-REPORTS = ROOT / "reports"  # executed notebooks and HTML, not committed
+REPORTS = Path(os.environ.get("LABKIT_REPORTS") or ROOT / "reports")  # executed notebooks and HTML, not committed
 TABLES = ROOT / "labkit" / "kernels" / "tables"  # choices tuned on recorded GPUs, committed and shipped
 CACHE = ROOT / ".cache"  # may be deleted at any time
 

@@ -31,6 +31,29 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason=NO_GPU))
 
 
+# What a reader keeps in the tree, and no test may touch.
+KEPT = ("data", "figures", "notebooks", "reports", "runs")
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def _kept() -> dict[Path, tuple[int, int]]:
+    """Every file of these folders, with its size and the time of its last change."""
+    files = (path for name in KEPT for path in (ROOT / name).rglob("*") if path.is_file())
+    return {path: (path.stat().st_size, path.stat().st_mtime_ns) for path in files}
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    if not hasattr(session.config, "workerinput"):  # of several processes, the one that starts the others
+        session.config.kept = _kept()
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    before = getattr(session.config, "kept", None)
+    if before is not None and (touched := {path for path, _ in _kept().items() ^ before.items()}):
+        print(f"\nWRITTEN INTO THE TREE: {', '.join(sorted(str(path.relative_to(ROOT)) for path in touched))}")
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     skipped = [str(report.longrepr) for report in terminalreporter.stats.get("skipped", [])]
     for reason in (NO_BROWSER, NO_GPU, NO_SOURCES):

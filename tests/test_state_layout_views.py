@@ -199,7 +199,7 @@ def test_the_mechanism_is_not_reproduced_where_the_sources_own_tile_is_no_faster
     some = frame({names.released(names.BEFORE): before}, grid=lambda batch, tile: 1.3 if tile == 8 else 1.0)
     found = claims.judge_mechanism(some)
     assert (found.verdict, said in found.why) == (verdict, True), found
-    assert "verify has the tile of 8" in found.measured
+    assert "SGLang's own kernels of verify, BV=8: time ratio" in found.measured
 
 
 @pytest.mark.parametrize(("before", "verdict"), [(1.65, "not reproduced"), (2.0, "consistent")])
@@ -209,6 +209,8 @@ def test_end_to_end_is_judged_by_the_sources_own_decode(before, verdict):
     assert "with its own kernels, before and after, this" in found.why
     assert "BV=32: up to" in found.measured
     assert f"{claims.OWN}: up to" in found.measured
+    twice = made.processes(frame({names.released(names.BEFORE): before}), 2)  # too few for a headline
+    assert "its own kernels" not in claims.judge_sglang_end_to_end(twice).why
     assert "its own kernels" not in claims.judge_sglang_end_to_end(without_releases(frame())).why
 
 

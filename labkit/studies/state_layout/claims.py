@@ -30,6 +30,14 @@ WANTED = f"needs fp32 rows of {QWEN3_NEXT.name} from batch 1 to {FULL} or more"
 OWN = "SGLang's own kernels"
 
 
+def _own(rows: "pd.DataFrame", op: str) -> "pd.DataFrame":
+    """SGLang's own kernels before and after the change, GDN and KDA, in enough processes for a headline."""
+    from labkit.studies.state_layout import tables
+
+    table = tables.where(tables.released(rows), op=op)
+    return table[table["runs"] >= PROCESSES]
+
+
 def judge_mechanism(rows: "pd.DataFrame") -> Judgement:
     """Are narrow K-first tiles slower, do they touch more lines, and does the ratio vanish where lines are equal?"""
     from labkit.studies.state_layout import tables
@@ -49,12 +57,11 @@ def judge_mechanism(rows: "pd.DataFrame") -> Judgement:
     gain, left = narrow["ratio"].median() - 1, abs(wide["ratio"].median() - 1)
     count = (narrow["verdict"] == "faster").sum()
     faster = count > len(narrow) / 2 and not narrow["verdict"].isin(["same", "slower"]).any()
-    own = tables.released(rows)
+    own = _own(rows, "verify")  # whose tile is the narrow one
     own = own[own["batch"] >= FULL]
     if len(own):
-        parts = (f"{op} {part.min():.2f} to {part.max():.2f}" for op, part in own.groupby("op", sort=False)["ratio"])
-        measured += f"; {OWN}, before and after, time ratio: {', '.join(parts)} (verify has the tile of {NARROW})"
-    if len(own) and not (tables.where(own, op="verify")["verdict"] == "faster").all():
+        measured += f"; {OWN} of verify, BV={NARROW}: time ratio {own['ratio'].min():.2f} to {own['ratio'].max():.2f}"
+    if len(own) and not (own["verdict"] == "faster").all():
         return Judgement("not reproduced", measured, f"{OWN} with this tile are not faster throughout")
     if lines[NARROW]["KV"] <= lines[NARROW]["VK"] or not faster or left > gain / 2:
         return Judgement("not reproduced", measured, "the time does not follow the lines that a request touches")
@@ -76,10 +83,9 @@ def lines_a_request(rows: "pd.DataFrame", tile: int) -> dict[str, float]:
 
 def judge_sglang_end_to_end(rows: "pd.DataFrame") -> Judgement:
     """Could the kernel's ratio, at its share of a decode step, give what decode must have gained?"""
-    from labkit.studies.state_layout import tables
 
     said = []
-    owned = len(tables.where(tables.released(rows), op="step")) > 0
+    owned = len(_own(rows, "step")) > 0
     for tile in (NARROW, WIDE, *([None] if owned else [])):
         parts = [_estimate(rows, tile, weight_bytes=size).assign(weights=name) for name, size in WEIGHTS.items()]
         if not all(map(_whole, parts)):
@@ -113,7 +119,7 @@ def judge_first_token(rows: "pd.DataFrame") -> Judgement:
     """Could the layout bring the first token so much earlier? By extends, at most their share of a prefill."""
     from labkit.studies.state_layout import tables
 
-    owned = len(tables.first_token(rows, own=True)) > 0
+    owned = len(_own(rows, "extend")) > 0
     table = tables.first_token(rows, own=owned)
     if table.empty:
         return untestable("needs whole extends (GDN) in both layouts")

@@ -141,7 +141,7 @@ def own_code(rows: pd.DataFrame) -> Drawing:
     sizes = [_case(line) for line in table.to_dict("records")]
     table = table.assign(group=table["op"].map(OPERATIONS) + ", " + table["gate"], row=sizes)
     return drawing(
-        plots.ratios, table, "row", *INTERVAL, group="group", verdict="verdict", hidden=("group", "row"),
+        plots.ratios, table, "row", *INTERVAL, group="group", verdict="verdict", hidden=("group", "row", "runs"),
         xlabel="time 0.5.9, [K, V] / time 0.5.10rc0, [V, K] (above 1: [V, K] faster)",
         title="SGLang's own kernels, before and after the change",
         alt="Ratios of SGLang 0.5.9's time over 0.5.10rc0's, by operation and case.",

@@ -231,7 +231,9 @@ def released(rows: pd.DataFrame) -> pd.DataFrame:
     before, after = variants.released(variants.BEFORE), variants.released(variants.AFTER)
     parts = [compared(rows, op, after, before).assign(op=op) for op in ("step", "verify", "extend")]
     table = pd.concat([part for part in parts if len(part)] or parts[:1], ignore_index=True)
-    return table.reindex(columns=["op", "gate", "state", "batch", "draft", "prefill", "us", "against us", *RATIO])
+    return table.reindex(
+        columns=["op", "gate", "state", "batch", "draft", "prefill", "us", "against us", *RATIO, "runs"]
+    )
 
 
 def by_release(rows: pd.DataFrame, batch: int) -> pd.DataFrame:
