@@ -1,13 +1,16 @@
 """The published numbers that the study tests, and the functions that judge them from one GPU's rows."""
 
-import pandas as pd
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 from labkit.bench.spec import Claim, Judgement, untestable
-from labkit.bench.tables import processes, where
-from labkit.bench.verdict import geometric_mean
-from labkit.studies.moe_persistent_grid import tables, variants
+from labkit.studies.moe_persistent_grid import variants
 from labkit.studies.moe_persistent_grid.models import QWEN3_30B, QWEN35_35B
 from labkit.studies.moe_persistent_grid.variants import SOURCE_T
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 PREFILL = (6171, 6127)  # tokens a second, activations quantised before, then the persistent grid as well
 DECODE = (99.0, 84.5)
@@ -22,9 +25,11 @@ PROCESSES = 3
 
 def _point(rows: pd.DataFrame) -> pd.Series:
     """µs of both GEMMs of the source's own case by variant; empty if it was not measured in enough processes."""
-    if min(processes(rows, op) for op in ("gemm1", "gemm2")) < PROCESSES:
-        return pd.Series(dtype=float)
-    return tables.source_point(rows).set_index("variant")["µs, both"]
+    from labkit.bench.tables import processes
+    from labkit.studies.moe_persistent_grid import tables
+
+    enough = min(processes(rows, op) for op in ("gemm1", "gemm2")) >= PROCESSES
+    return tables.source_point(rows if enough else rows.iloc[:0]).set_index("variant")["µs, both"]
 
 
 NO_POINT = f"needs both INT4 GEMMs of {QWEN35_35B.name} at {SOURCE_T} tokens in {PROCESSES} processes"
@@ -45,6 +50,9 @@ def judge_prefill(rows: pd.DataFrame) -> Judgement:
 
     By the source's own layer, in both grids; where that was not measured, by our version of its two GEMMs.
     """
+    from labkit.bench.tables import where
+    from labkit.studies.moe_persistent_grid import tables
+
     own = where(tables.released_grids(rows), T=SOURCE_T)
     if len(own) and own["runs"].min() >= PROCESSES:
         measured = f"{OWN}: " + ", ".join(f"{line['activations']} ×{line['ratio']:.3f}" for _, line in own.iterrows())
@@ -58,8 +66,8 @@ def judge_prefill(rows: pd.DataFrame) -> Judgement:
     if not {tiles, persistent} <= set(us.index):
         return untestable(NO_POINT)
     tuned = where(tables.tuned_point(rows), kernel="W4A8")
-    sums = tuned[["µs", "persistent µs"]].sum() if len(tuned) == 2 else pd.Series([us[tiles], us[persistent]])
-    gain = sums.iloc[0] / sums.iloc[1]
+    sums = list(tuned[["µs", "persistent µs"]].sum()) if len(tuned) == 2 else [us[tiles], us[persistent]]
+    gain = sums[0] / sums[1]
     measured = f"×{gain:.3f} for the two W4A8 GEMMs, one CTA a tile / persistent"
     measured += ", each with the fastest of the source's tiles" if len(tuned) == 2 else ""
     more = [
@@ -79,6 +87,10 @@ def judge_prefill(rows: pd.DataFrame) -> Judgement:
 
 def judge_few_tokens(rows: pd.DataFrame) -> Judgement:
     """Does the source's persistent grid pay for up to 512 tokens? By its own layer, where that was measured."""
+    from labkit.bench.tables import processes, where
+    from labkit.bench.verdict import geometric_mean
+    from labkit.studies.moe_persistent_grid import tables
+
     own = tables.released_grids(rows)
     own = own[own["T"] <= FEW]
     if len(own) and own["runs"].min() >= PROCESSES:
@@ -105,6 +117,10 @@ def judge_few_tokens(rows: pd.DataFrame) -> Judgement:
 
 def judge_fewer_sms(rows: pd.DataFrame) -> Judgement:
     """Does the persistent grid gain more where there are fewer multiprocessors?"""
+    from labkit.bench.tables import where
+    from labkit.bench.verdict import geometric_mean
+    from labkit.studies.moe_persistent_grid import tables
+
     table = tables.persistent_on_parts(rows)
     sizes = sorted(table["SMs"].unique())
     if len(sizes) < 2:
@@ -143,6 +159,10 @@ def judge_blocks(rows: pd.DataFrame) -> Judgement:
 
 def judge_loop(rows: pd.DataFrame) -> Judgement:
     """Is an expert layer that much faster than a loop over experts, and is the persistent grid what makes it so?"""
+    from labkit.bench.tables import processes, where
+    from labkit.bench.verdict import geometric_mean
+    from labkit.studies.moe_persistent_grid import tables
+
     table = tables.compared(rows, variants.OURS, variants.LOOP)
     if table.empty or processes(rows, "layer") < PROCESSES:
         return untestable(f"needs our layer and the loop in {PROCESSES} processes")
@@ -161,6 +181,9 @@ def judge_loop(rows: pd.DataFrame) -> Judgement:
 
 def judge_liger(rows: pd.DataFrame) -> Judgement:
     """Does liger-kernel reach its TFLOP/s?"""
+    from labkit.bench.tables import where
+    from labkit.studies.moe_persistent_grid import tables
+
     table = where(tables.times(rows), model=QWEN3_30B.name)
     best, ours = (where(table, variant=name)["TFLOP/s"].max() for name in (variants.LIGER, variants.OURS))
     if best != best:

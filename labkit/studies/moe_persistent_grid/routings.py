@@ -6,9 +6,8 @@ import torch
 from torch import Tensor
 
 from labkit.kernels.checks import check_one_of
+from labkit.studies.moe_persistent_grid.variants import KINDS
 
-UNIFORM = "uniform"
-KINDS = (UNIFORM, "zipf 0.5", "zipf 1", "zipf 1.5", "hot set", "one expert")
 HOT_SHARE = 0.8  # of the slots, that go to the hot set
 HOT_EXPERTS = 16  # one expert of so many is in the hot set, but at least top_k
 

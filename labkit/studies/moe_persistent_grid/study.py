@@ -5,11 +5,10 @@ from pathlib import Path
 from typing import Any
 
 from labkit.bench.spec import Added, Case, Study, integer, lazy, list_of, one_of
-from labkit.kernels.experts import choose
-from labkit.studies.moe_persistent_grid import claims, tables, work
+from labkit.studies.moe_persistent_grid import claims
 from labkit.studies.moe_persistent_grid import variants as names
 from labkit.studies.moe_persistent_grid.models import MIXTRAL, MODELS, QWEN3_30B
-from labkit.studies.moe_persistent_grid.routings import KINDS, UNIFORM
+from labkit.studies.moe_persistent_grid.variants import KINDS, UNIFORM
 
 WEIGHTS = ("bf16", "INT4")
 SKEWED_AT = (128, 4096)  # tokens at which other routings than the uniform one are timed
@@ -71,6 +70,9 @@ def counted(parameters: Mapping[str, Any]) -> list[tuple[Case, str]]:
 
 def settle(rows: Path, folder: Path) -> None:
     """Write the tuned table of a GPU from the rows that its folder holds."""
+    from labkit.kernels.experts import choose
+    from labkit.studies.moe_persistent_grid import tables
+
     choose.write(folder, tables.fastest(rows))
 
 
@@ -87,7 +89,7 @@ STUDY = Study(
     cases=cases,
     variants=names.of,
     control=lambda x: names.lines(x)[0].name,
-    floor=work.floor,
+    floor=lazy(f"{names.STUDY}.work:floor"),
     claims=claims.CLAIMS,
     parameters={
         "models": list_of(one_of(*MODELS)),

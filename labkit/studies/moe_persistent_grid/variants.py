@@ -4,15 +4,18 @@ Operations: `layer`, a whole layer; `gemm1` and `gemm2`, one of its products; `w
 `tune`, candidates for the tuned table, of either product.
 """
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from labkit.bench.spec import Case, Variant, variant
-from labkit.kernels.experts import choose
 from labkit.studies.moe_persistent_grid.models import MIXTRAL, QWEN35_35B
-from labkit.studies.moe_persistent_grid.routings import UNIFORM
+
+if TYPE_CHECKING:
+    from labkit.kernels.experts.choose import Candidate
 
 STUDY, EXPERTS = "labkit.studies.moe_persistent_grid", "labkit.kernels.experts"
 GEMMS = ("gemm1", "gemm2")
+UNIFORM = "uniform"
+KINDS = (UNIFORM, "zipf 0.5", "zipf 1", "zipf 1.5", "hot set", "one expert")  # of routings, all made up
 TINY = "tiny"  # the model of the cases for the interpreter, which have every variant
 SOURCE_T = 1642  # tokens of the source's prefill
 ABLATED = (QWEN35_35B.name, MIXTRAL.name)  # models for which every change is timed, the first one the source's
@@ -185,8 +188,10 @@ LINES = {  # operation, of layers with the kind of weights -> its variants; the 
 }
 
 
-def candidates(x: Case) -> list[choose.Candidate]:
+def candidates(x: Case) -> "list[Candidate]":
     """What is tried for a case's table."""
+    from labkit.kernels.experts import choose
+
     return choose.candidates(x["T"], x["E"], x["top_k"], x["H"], x["I"], x["weights"] == "INT4")
 
 
