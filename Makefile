@@ -26,7 +26,7 @@ test: setup ## Check everything: style, notebooks, tests
 	$(BIN)/nbstripout --keep-id --verify notebooks/*.ipynb
 	-$(BIN)/labkit fetch
 	@made=$$(mktemp -d) && trap 'rm -rf "$$made"' EXIT && \
-	    LABKIT_REPORTS="$$made" $(BIN)/pytest --nbmake --nbmake-timeout=300 notebooks
+	    LABKIT_REPORTS="$$made" $(BIN)/pytest -n auto --maxprocesses=4 --nbmake --nbmake-timeout=300 notebooks
 	$(BIN)/pytest -n auto --maxprocesses=4 --dist=loadfile --no-loadscope-reorder
 
 fetch: setup ## Get other people's kernels, to be measured beside the lab's

@@ -239,7 +239,9 @@ def test_without_triton_everything_but_the_kernels_is_imported(without):
     }
     assert len(kernels) >= 4
     kernels |= {f"labkit.kernels.{name}" for name in ("experts.expert_layer", "experts.inputs", "decoder.decode")}
-    kernels |= {f"labkit.studies.{name}.trials" for name in ("state_layout", "gemv_coalescing")}  # all that they launch
+    # And what makes ready all that studies launch.
+    kernels |= {f"labkit.studies.{name}.trials" for name in ("state_layout", "gemv_coalescing", "moe_persistent_grid")}
+    kernels.add("labkit.studies.moe_persistent_grid.ahead")
     assert without[0]["not imported"] == dict.fromkeys(kernels, "triton")
 
 

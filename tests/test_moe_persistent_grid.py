@@ -15,7 +15,8 @@ from labkit.kernels.experts.expert_layer import layer
 from labkit.kernels.experts.inputs import LayerInputs
 from labkit.kernels.experts.int4 import Int4
 from labkit.studies.moe_persistent_grid import waves
-from labkit.studies.moe_persistent_grid.routings import KINDS, synthetic
+from labkit.studies.moe_persistent_grid.routings import synthetic
+from labkit.studies.moe_persistent_grid.variants import KINDS
 
 
 def silu(x):

@@ -34,7 +34,7 @@ from labkit.studies.moe_persistent_grid import (
     work,
 )
 from labkit.studies.moe_persistent_grid.models import DEEPSEEK, MIXTRAL, MODELS, QWEN3_30B, QWEN35_35B
-from labkit.studies.moe_persistent_grid.routings import KINDS
+from labkit.studies.moe_persistent_grid.variants import KINDS
 from labkit.sweep import run
 
 NAME = "moe_persistent_grid"

@@ -105,15 +105,20 @@ def test_every_variant_of_every_case_has_a_function_that_takes_its_options(monke
             used.add((x.op, one.name))
             options = one.options
             assert set(one.prepare(x, "cpu", 1, 0).arguments) == {"x", "device", "sets", "seed", *options}
-            assert (one.role == "peer") == one.name.startswith(("fla", "attn-gym"))
+            assert (one.role == "peer") == one.name.startswith(("fla", "attn-gym", "sglang"))
             if "v_first" in options and x.op != "chunk_state":
                 assert options["v_first"] == ("KV" not in one.name)
     assert used == {(op, one.name) for op, some in variants.VARIANTS.items() for one in some}
 
 
+def libraries_of(x):
+    """Of its peers, those that are installed; releases that are fetched are called in kernels/test_released.py."""
+    return [one.name for one in study.variants(x) if one.role == "peer" and not one.name.startswith("sglang")]
+
+
 def test_peers_are_libraries_and_kdas_have_no_kernel_that_is_launched_in_place():
     for gate, in_place in (("GDN", 4), ("KDA", 0)):
-        peers = [one.name for one in study.variants(case("step", gate)) if one.role == "peer"]
+        peers = libraries_of(case("step", gate))
         assert len(peers) == 4 + in_place
         assert sum("in place" in name for name in peers) == in_place
 
@@ -359,7 +364,7 @@ def libraries(monkeypatch):
 
 def peers():
     wanted = [case("step"), case("step", state="bf16"), case("step", "KDA", H=4), case("extend"), case("extend", "KDA")]
-    return [(x, one.name) for x in wanted for one in study.variants(x) if one.role == "peer"]
+    return [(x, name) for x in wanted for name in libraries_of(x)]
 
 
 def prepared(x, name, sets=1):

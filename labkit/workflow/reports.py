@@ -171,7 +171,7 @@ def _built() -> dict[str, str]:
     found = {"labkit": f"{__version__} {machine.revision()}".strip(), "Python": platform.python_version()}
     for name in ("torch", "Triton"):
         try:
-            found[name] = metadata.version(name)
+            found[name] = metadata.version(name.lower())
         except metadata.PackageNotFoundError:
             found[name] = "not installed"
     return found | {"made": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")}

@@ -18,7 +18,8 @@ from labkit.kernels.experts.choose import Choice, TileChoice
 from labkit.kernels.experts.expert_layer import layer
 from labkit.kernels.experts.int4 import Int4
 from labkit.studies.moe_persistent_grid import ceilings, peers, w4a8
-from labkit.studies.moe_persistent_grid.routings import KINDS, synthetic
+from labkit.studies.moe_persistent_grid.routings import synthetic
+from labkit.studies.moe_persistent_grid.variants import KINDS
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

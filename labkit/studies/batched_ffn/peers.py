@@ -12,6 +12,7 @@ gemlite, and what needs Triton, are imported in the function that calls them.
 """
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -49,6 +50,20 @@ def tune_gemlite() -> None:
     import gemlite as library
 
     library.set_autotune("max")
+
+
+def keep_gemlite(file: Path) -> None:
+    """Write down what gemlite has tuned."""
+    import gemlite as library
+
+    library.cache_config(str(file))
+
+
+def take_gemlite(file: Path) -> None:
+    """Have gemlite run as was written down."""
+    import gemlite as library
+
+    library.load_config(str(file))
 
 
 def gemlite(bits: int, q: Tensor, scales: Tensor, zeros: Tensor, device: Any) -> Callable[[Tensor], Tensor]:

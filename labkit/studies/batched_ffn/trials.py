@@ -254,15 +254,13 @@ def read(x: Case, device: Any, sets: int, seed: int) -> Trial:
 
 def gemlite(x: Case, device: Any, sets: int, seed: int) -> Trial:
     """gemlite's product of as many bits, in groups of 32, on weights of its own, with its longest tuning."""
-    import gemlite as library
-
     _tune()
     generator = torch.Generator(device).manual_seed(seed)
     made = [_gemlite_layer(x, device, generator) for _ in range(sets)]
     values = tokens(x, x["K"], device, seed)
     calls = [lambda layer=layer: layer(values) for layer, _ in made]  # it returns y: a copy would be held against it
     calls[0]()
-    library.cache_config(str(paths.RUNS / TUNED))
+    peers.keep_gemlite(paths.RUNS / TUNED)
     picks = _picks(len(values))
     expected = values[picks].double() @ made[0][1]().T
 
@@ -294,12 +292,10 @@ def _tune() -> None:
 
     What it tries takes a minute to compile for a number of tokens: first, all of them at once in other processes.
     """
-    import gemlite as library
-
     peers.tune_gemlite()
     paths.RUNS.mkdir(parents=True, exist_ok=True)
     if (paths.RUNS / TUNED).exists():
-        library.load_config(str(paths.RUNS / TUNED))
+        peers.take_gemlite(paths.RUNS / TUNED)
         return
     wanted = product(variants.GEMLITE_BITS, variants.GEMLITE_TOKENS)
     calls = [isolated.Call(f"{__name__}:tune_apart", list(one)) for one in wanted]

@@ -19,8 +19,6 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
-from triton.runtime.autotuner import Autotuner
-from triton.testing import do_bench
 
 from labkit import sources
 from labkit.kernels.experts.int4 import GROUP
@@ -60,6 +58,9 @@ def _bound(function: Callable[..., torch.Tensor], x: "LayerInputs", **options: A
 
 def tune_anew(module: ModuleType) -> list[Any]:
     """A module's autotuners, which forget what they have chosen: their keys are N and K, and tokens are not in them."""
+    from triton.runtime.autotuner import Autotuner
+    from triton.testing import do_bench
+
     found = [one for one in vars(module).values() if isinstance(one, Autotuner)]
     for one in found:
         one.cache.clear()

@@ -8,7 +8,7 @@ from labkit.kernels.experts.blocks import BLOCKS_M
 from labkit.report import figures, widgets
 from labkit.studies.moe_persistent_grid import grid_views
 from labkit.studies.moe_persistent_grid.models import MODELS, MoeModel
-from labkit.studies.moe_persistent_grid.routings import KINDS
+from labkit.studies.moe_persistent_grid.variants import KINDS
 
 
 def widget(x: Any) -> Any:

@@ -16,8 +16,7 @@ from labkit.report.words import interval, mean, rounded, sentences, span
 from labkit.report.words import tokens as in_tokens
 from labkit.studies.moe_persistent_grid import tables, variants, waves
 from labkit.studies.moe_persistent_grid.models import MODELS, QWEN35_35B, MoeModel
-from labkit.studies.moe_persistent_grid.routings import UNIFORM
-from labkit.studies.moe_persistent_grid.variants import BASE, FILLED, FILLED_BASE, SOURCE_T
+from labkit.studies.moe_persistent_grid.variants import BASE, FILLED, FILLED_BASE, SOURCE_T, UNIFORM
 from labkit.studies.moe_persistent_grid.views import HIDDEN, UNITS, labels, ours_there
 
 ONE_WAVE, FEW_WAVES, MANY_WAVES = 1, 3, 10

@@ -23,8 +23,7 @@ from labkit.kernels.experts.choose import Choice, TileChoice
 from labkit.studies.moe_persistent_grid import variants as names
 from labkit.studies.moe_persistent_grid import waves, work
 from labkit.studies.moe_persistent_grid.models import MODELS, QWEN35_35B
-from labkit.studies.moe_persistent_grid.routings import KINDS, UNIFORM
-from labkit.studies.moe_persistent_grid.variants import GEMMS, SOURCE_T
+from labkit.studies.moe_persistent_grid.variants import GEMMS, KINDS, SOURCE_T, UNIFORM
 
 CASE = ["model", "weights", "T", "routing"]
 H100, H200 = "NVIDIA H100 80GB HBM3", "NVIDIA H200"

@@ -13,7 +13,7 @@ from labkit.report.figures import Drawing, drawing
 from labkit.report.words import interval, mean, sentences, span
 from labkit.report.words import tokens as in_tokens
 from labkit.studies.moe_persistent_grid import tables, variants, work
-from labkit.studies.moe_persistent_grid.routings import UNIFORM
+from labkit.studies.moe_persistent_grid.variants import UNIFORM
 
 AIM = 80  # percent of the read ceiling that the INT4 GEMMs of 16 to 128 tokens are to reach
 READ_BOUND = 512  # tokens, up to which reading is what the pages show of a layer

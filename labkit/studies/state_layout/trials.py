@@ -186,11 +186,18 @@ def _rates(x: Case, device: Any) -> dict[str, Tensor]:
     return {"A_log": torch.linspace(1, 16, x["HV"], device=device).log(), "dt_bias": bias}
 
 
-def verify(
-    x: Case, device: Any, sets: int, seed: int, v_first: bool, bind: Callable[[VerifyInputs], Call] = recurrent.verify
-) -> Trial:
+def verify(x: Case, device: Any, sets: int, seed: int, v_first: bool) -> Trial:
     """The production verify: T draft tokens a sequence, the state after each one stored, the pool only read."""
-    inputs = _verify_inputs(x, device, sets, seed, v_first)
+    return _verified(x, _verify_inputs(x, device, sets, seed, v_first), recurrent.verify)
+
+
+def token_by_token(x: Case, device: Any, sets: int, seed: int, v_first: bool) -> Trial:
+    """The same of what decode offers."""
+    return _verified(x, _verify_inputs(x, device, sets, seed, v_first), ways.token_by_token)
+
+
+def _verified(x: Case, inputs: Sequence[VerifyInputs], bind: Callable[[VerifyInputs], Call]) -> Trial:
+    """Verifications that write their output."""
     calls = [bind(item) for item in inputs]
 
     def out() -> Tensor:
@@ -223,11 +230,6 @@ def _verify_errors(item: VerifyInputs, run: Callable[[], Tensor]) -> dict[str, f
     after = _v_first(item.intermediate_states[item.cache_indices[some].long()], item.v_first)
     changed = 0.0 if torch.equal(before, item.state) else math.inf  # the pool must be left as it was
     return {"out": relative_rmse(out[some], o), "state": relative_rmse(after, S), "pool": changed}
-
-
-def token_by_token(x: Case, device: Any, sets: int, seed: int, v_first: bool) -> Trial:
-    """The same of what decode offers."""
-    return verify(x, device, sets, seed, v_first, ways.token_by_token)
 
 
 def _verify_inputs(x: Case, device: Any, sets: int, seed: int, v_first: bool) -> list[VerifyInputs]:
