@@ -332,12 +332,13 @@ def drawn(**options: object) -> dict[str, object]:
     return figures.drawing(plots.lines, frame(2), "batch", "us", "variant", **names)
 
 
-def test_a_drawing_is_what_show_takes():
+def test_a_drawing_is_what_show_takes(reports):
     found = drawn()
     assert (found["alt"], found["caption"]) == ("Lines.", "Times.")
     assert found["fig"].get_suptitle() == "T"
     pd.testing.assert_frame_equal(found["table"], frame(2))
     assert "<figcaption>Times.</figcaption>" in figures.show(name="drawn", **found).html
+    assert [path.name for path in reports.rglob("*.svg")] == ["drawn.svg"]
 
 
 def test_what_a_figure_comes_to_ends_both_texts():
