@@ -68,16 +68,17 @@ def in_short(rows: pd.DataFrame) -> str:
     said = [f"production kernels, each layout with choices of its own, time of [K, V] over [V, K]: {parts}"]
     steps = where(tables.against_best(rows, "step"), gate="GDN")
     for slots, group in steps.groupby("slots", sort=False):
-        said.append(f"Decode, GDN, slots {slots}: the fastest of {_libraries(group)} {_longer(group, 'state')}")
+        said.append(f"Decode, GDN, slots {slots}: {_fastest(group)} {_longer(group, 'state')}")
     prefills = tables.against_best(rows, "extend")
     if len(prefills):
-        said.append(f"Extend: the fastest of {_libraries(prefills)} {_longer(prefills, 'gate')}")
+        said.append(f"Extend: {_fastest(prefills)} {_longer(prefills, 'gate')}")
     return ". ".join(said) + "."
 
 
-def _libraries(table: pd.DataFrame) -> str:
-    """Of `tables.against_best`: all that were timed in any case."""
-    return ", ".join(dict.fromkeys(name for names in table["libraries"] for name in names.split(", ")))
+def _fastest(table: pd.DataFrame) -> str:
+    """Who is compared in `tables.against_best`: the fastest of all that were timed in any case."""
+    timed = list(dict.fromkeys(name for names in table["libraries"] for name in names.split(", ")))
+    return timed[0] if len(timed) == 1 else f"the fastest of {' and '.join([', '.join(timed[:-1]), timed[-1]])}"
 
 
 def _longer(table: pd.DataFrame, by: str) -> str:
@@ -123,7 +124,7 @@ def _step_libraries(rows: pd.DataFrame, slots: str) -> Drawing:
         xlabel="time fastest library / time ours (above 1: ours faster)",
         title=f"Decode against the fastest library, slots {slots}",
         alt="Ratios of the fastest library's time over ours, by gate, state and batch.",
-        caption=f"The fastest of {_libraries(table)} at each batch is named in the table.",
+        caption=f"At each batch the table names {_fastest(table)}.",
         said="; ".join([*said, f"ours is {counted(table['verdict'])} of {len(table)} cases"]),
     )
 
@@ -208,7 +209,7 @@ def extend(rows: pd.DataFrame) -> Drawing:
         plots.ratios, table, "prefill", *INTERVAL, group="gate", verdict="verdict",
         xlabel="time fastest library / time ours (above 1: ours faster)", title="Extend, sequences x tokens",
         alt="Ratios of the fastest library's time over ours, by prefill.",
-        caption=f"bf16 inputs, fp32 states; the fastest of {_libraries(table)}, each in the faster of its layouts.",
+        caption=f"bf16 inputs, fp32 states; {_fastest(table)}, each in the faster of its layouts.",
         said=f"Ours is {counted(table['verdict'])} of {len(table)} cases", hidden=["ours, % of in-place", "libraries"],
     )  # fmt: skip
 
