@@ -281,20 +281,16 @@ def doctor() -> None:
 # fetch
 
 
-class SourceName(click.ParamType):
-    """A release in sources.toml, or a package, which stands for all of its releases."""
+def _complete_source(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Releases in sources.toml, and packages, which stand for all of their releases."""
+    from labkit import sources
 
-    name = "source"
-
-    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-        from labkit import sources
-
-        names = {name: None for made in sources.manifest().values() for name in (made.package, made.name)}
-        return [CompletionItem(name) for name in names if name.startswith(incomplete)]
+    names = {name: None for made in sources.manifest().values() for name in (made.package, made.name)}
+    return [CompletionItem(name) for name in names if name.startswith(incomplete)]
 
 
 @main.command(epilog=EXIT_CODES)
-@click.argument("names", metavar="[NAME]...", nargs=-1, type=SourceName())
+@click.argument("names", metavar="[NAME]...", nargs=-1, shell_complete=_complete_source)
 @click.option(
     "--into", metavar="DIR", type=click.Path(file_okay=False, path_type=Path), help="Keep them there instead."
 )

@@ -63,7 +63,7 @@ def named(names: Sequence[str]) -> list[Source]:
     for name in names:
         if name not in packages and name not in manifest():
             close = get_close_matches(name, [*packages, *manifest()], 1)
-            hint = f"; did you mean {close[0]!r}?" if close else ""
+            hint = f"; did you mean {close[0]!r}?" if close else "."
             raise ValueError(f"unknown source {name!r}{hint} Known: {', '.join([*sorted(packages), *manifest()])}")
     return [made for made in manifest().values() if made.name in names or made.package in names]
 

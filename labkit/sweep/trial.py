@@ -2,8 +2,9 @@
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -115,6 +116,39 @@ def worst(errors: Iterable[float]) -> float:
 def hash_of(values: Tensor) -> str:
     """Of the bits of some values, 12 hexadecimal digits: a row's fact that can be compared between variants."""
     return hashlib.sha256(values.contiguous().cpu().view(torch.uint8).numpy().tobytes()).hexdigest()[:12]
+
+
+# Calls of others, which tune themselves
+
+TUNING_MS = (2, 10)  # of warming up and of timing, for each choice: there are dozens, and Triton's own are 25 and 100
+
+
+def tune_anew(modules: Iterable[ModuleType]) -> list[Any]:
+    """Triton's autotuners in these modules, which forget what they have chosen; called before a new case.
+
+    Their keys do not say how many tokens there are: what suits the first case would be kept for all others.
+    """
+    from triton.runtime.autotuner import Autotuner
+    from triton.testing import do_bench
+
+    found = {id(one): one for module in modules for value in vars(module).values() for one in _chain(value, Autotuner)}
+    for one in found.values():
+        one.cache.clear()
+        one.do_bench = partial(do_bench, warmup=TUNING_MS[0], rep=TUNING_MS[1])
+    return list(found.values())
+
+
+def _chain(kernel: Any, kind: type) -> Iterator[Any]:
+    """Those of a kind among the decorators around a kernel."""
+    while hasattr(kernel, "fn"):
+        if isinstance(kernel, kind):
+            yield kernel
+        kernel = kernel.fn
+
+
+def chosen(tuners: Iterable[Any]) -> dict[str, str]:
+    """Name of a kernel -> the configuration that its autotuner has chosen, of those that have."""
+    return {one.base_fn.__name__: str(one.best_config) for one in tuners if hasattr(one, "best_config")}
 
 
 # Calls

@@ -14,7 +14,6 @@ configurations.
 
 import ast
 from collections.abc import Callable
-from functools import partial
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +27,6 @@ if TYPE_CHECKING:
     from labkit.kernels.experts.inputs import LayerInputs
 
 MODULE = "executorch.backends.cuda.triton.kernels.fused_moe"
-TUNING_MS = (2, 10)  # of warming up and of timing, for each choice: there are dozens, and Triton's own are 25 and 100
 GROUPS_M = (8, 16)  # of the pull request
 OPERATORS = "triton::"  # in which the release registers its functions, once a process
 
@@ -54,18 +52,6 @@ def _bound(function: Callable[..., torch.Tensor], x: "LayerInputs", **options: A
     (_, E, top_k, _, _), packed = x.shape, [w.packed.view(torch.int8) for w in (x.w1, x.w2)]
     weights = (packed[0], x.w1.scales, packed[1], x.w2.scales, x.weights.float(), x.ids.long())
     return lambda: function(x.x, *weights, top_k, E, GROUP, **options)
-
-
-def tune_anew(module: ModuleType) -> list[Any]:
-    """A module's autotuners, which forget what they have chosen: their keys are N and K, and tokens are not in them."""
-    from triton.runtime.autotuner import Autotuner
-    from triton.testing import do_bench
-
-    found = [one for one in vars(module).values() if isinstance(one, Autotuner)]
-    for one in found:
-        one.cache.clear()
-        one.do_bench = partial(do_bench, warmup=TUNING_MS[0], rep=TUNING_MS[1])
-    return found
 
 
 def persistent(tree: ast.Module) -> ast.Module:

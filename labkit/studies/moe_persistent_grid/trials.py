@@ -27,7 +27,7 @@ from labkit.kernels.launch import Launch
 from labkit.kernels.target import multiprocessors
 from labkit.studies.moe_persistent_grid import ceilings, executorch, green_context, peers, w4a8, work
 from labkit.studies.moe_persistent_grid.routings import synthetic
-from labkit.sweep.trial import DTYPES, Call, Shared, hash_of, in_order, kept, trial
+from labkit.sweep.trial import DTYPES, Call, Shared, chosen, hash_of, in_order, kept, trial, tune_anew
 
 CHECKED, CHECKED_SLOTS = 32, 16  # tokens of a layer, slots of a GEMM, that are compared with the float64 reference
 INT4_RMS = math.sqrt((16**2 - 1) / 12 + 0.25)  # of u4 - 8 where all sixteen are as likely
@@ -38,7 +38,7 @@ LOOPED = {"max": 2 * reference.MAX_TOLERANCE, "rms": reference.RMS_TOLERANCE}
 # A value of 8 bits is off by up to 1/254 of its group's largest; ExecuTorch's tests allow 0.15 of the largest value.
 INT8 = {"max": 0.15, "rms": 2e-2}
 # ExecuTorch's own tests allow 0.05; it rounds to bf16 what `reference.layer` does, and each weighted part as well.
-RELEASED = {"max": 0.05, "rms": 1.5 * reference.RMS_TOLERANCE}
+ROUNDED = {"max": 0.05, "rms": 1.5 * reference.RMS_TOLERANCE}
 
 
 # What the variants of a case, or of a model, share
@@ -280,17 +280,13 @@ def _released(
     x: Case, device: Any, sets: int, seed: int, module: ModuleType, bind: Callable[[LayerInputs], Call], int8: bool
 ) -> Trial:
     """A layer that returns its output, and tunes itself at the first call."""
-    items, tuners = inputs(x, device, sets, seed), executorch.tune_anew(module)
+    items, tuners = inputs(x, device, sets, seed), tune_anew([module])
     calls = kept([bind(item) for item in items])
 
     def check() -> dict[str, float]:
         return _errors(calls[0]()[_some(x)], _expected(x, items[0], stored=not int8))
 
-    def facts() -> dict[str, Any]:
-        used = [one for one in tuners if hasattr(one, "best_config")]
-        return {"launches": {one.base_fn.__name__: str(one.best_config) for one in used}}
-
-    return trial(calls, (), check, INT8 if int8 else RELEASED, facts=facts)
+    return trial(calls, (), check, INT8 if int8 else ROUNDED, facts=lambda: {"launches": chosen(tuners)})
 
 
 def added(function: Callable[..., Any], x: Case, device: Any, sets: int, seed: int) -> Trial:

@@ -91,7 +91,7 @@ def tune_anew(case: str) -> list[Any]:
     from triton.testing import do_bench
 
     modules = [module for name, module in sys.modules.items() if name.startswith("fla.") and module]
-    found = {id(one): one for module in modules for value in vars(module).values() for one in chain(value, Autotuner)}
+    found = {id(one): one for module in modules for value in vars(module).values() for one in _chain(value, Autotuner)}
     for one in found.values():
         one.cache.clear()
         vars(one).pop("best_config", None)
@@ -131,7 +131,7 @@ def _kept(call: Call) -> Call:
     return keeping
 
 
-def chain(kernel: Any, kind: type) -> Iterator[Any]:
+def _chain(kernel: Any, kind: type) -> Iterator[Any]:
     """Those of a kind among the decorators around a kernel."""
     while hasattr(kernel, "fn"):
         if isinstance(kernel, kind):

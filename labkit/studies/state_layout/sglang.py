@@ -14,7 +14,6 @@ Nothing is imported before a function is called; without its files each raises `
 
 import sys
 from collections.abc import Callable
-from functools import partial
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +21,6 @@ import torch
 from torch import Tensor
 
 from labkit import sources
-from labkit.studies.state_layout import peers
 
 if TYPE_CHECKING:
     from labkit.kernels.gated_delta.chunked import ExtendInputs
@@ -99,23 +97,10 @@ def extend(x: "ExtendInputs", source: str, bounds: Tensor, indices: Tensor) -> C
     return lambda: function(v=v, **options)[0]
 
 
-def tune_anew(module: ModuleType) -> list[Any]:
-    """A release's autotuners, which forget what they have chosen; to be called before its calls on a new prompt.
-
-    As of fla-core (`peers.tune_anew`): else what suits the first prompt would be kept for prompts of other lengths.
-    """
-    from triton.runtime.autotuner import Autotuner
-    from triton.testing import do_bench
-
+def modules(module: ModuleType) -> list[ModuleType]:
+    """Those of a module's release that are imported, itself among them."""
     own = ".".join(module.__name__.split(".")[:2])
-    values = [
-        value for name, other in sys.modules.items() if name.startswith(f"{own}.") for value in vars(other).values()
-    ]
-    found = {id(one): one for value in values for one in peers.chain(value, Autotuner)}
-    for one in found.values():
-        one.cache.clear()
-        one.do_bench = partial(do_bench, warmup=peers.TUNING_MS[0], rep=peers.TUNING_MS[1])
-    return list(found.values())
+    return [other for name, other in sys.modules.items() if name.startswith(f"{own}.")]
 
 
 def fla(source: str, name: str) -> ModuleType:

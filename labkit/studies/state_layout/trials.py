@@ -1,7 +1,7 @@
 """The study's variants made ready for timing: launchers on random values, checked against the float64 reference."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from itertools import accumulate, pairwise
 from typing import Any
@@ -16,7 +16,7 @@ from labkit.kernels.gated_delta.chunked import ExtendInputs
 from labkit.kernels.gated_delta.recurrent import StepInputs, VerifyInputs
 from labkit.studies.state_layout import layouts, peers, sglang, ways
 from labkit.studies.state_layout.variants import LENGTHS, SIGNATURE
-from labkit.sweep.trial import DTYPES, Call, Random, kept, relative_rmse, trial
+from labkit.sweep.trial import DTYPES, Call, Random, chosen, kept, relative_rmse, trial, tune_anew
 
 CHECKED = 8  # sequences, or tokens at each end, that are compared with the float64 reference
 LONGEST_CHECKED = 1024  # tokens of an extend that are compared token by token; the reference makes one step a token
@@ -336,7 +336,7 @@ def sglang_extend(x: Case, device: Any, sets: int, seed: int, source: str) -> Tr
     inputs = _extend_inputs(x, device, sets, seed, v_first)
     bounds = inputs[0].cu_seqlens.long()
     indices = torch.arange(len(bounds) - 1, dtype=torch.int32, device=bounds.device)
-    tuners = sglang.tune_anew(sglang.fla(source, "kda" if x["gate"] == "KDA" else "chunk"))
+    tuners = tune_anew(sglang.modules(sglang.fla(source, "kda" if x["gate"] == "KDA" else "chunk")))
     calls = kept([sglang.extend(item, source, bounds, indices) for item in inputs])
     errors, initial = _extend_errors(inputs[0], v_first), inputs[0].initial.clone()
 
@@ -347,11 +347,6 @@ def sglang_extend(x: Case, device: Any, sets: int, seed: int, source: str) -> Tr
 
     calls[0]()  # which chooses the launches
     return trial(calls, check=check, tolerance=_extend_tolerance(x), facts=lambda: {"launches": chosen(tuners)})
-
-
-def chosen(tuners: Iterable[Any]) -> dict[str, str]:
-    """Name of a kernel -> the configuration that its autotuner has chosen."""
-    return {one.base_fn.__name__: str(one.best_config) for one in tuners if hasattr(one, "best_config")}
 
 
 def _extend_tolerance(x: Case) -> dict[str, float]:
