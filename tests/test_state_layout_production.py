@@ -35,7 +35,7 @@ def of(op, gate, **parameters):
 
 def test_cases_are_distinct_and_survive_json():
     found = study.cases(ALL)
-    assert {x.op for x in found} == {"decode", "step", "verify", "extend", "chunk_state", "drift"}
+    assert {x.op for x in found} == {"decode", "step", "verify", "extend", "long", "chunk_state", "drift"}
     assert len({(x.op, x.key) for x in found}) == len(found)
     for x in found:
         again = Case(x.op, json.loads(x.key))
@@ -65,7 +65,7 @@ def test_kda_is_timed_with_the_heads_of_kimi_linear_and_at_fewer_points():
 
 
 def test_an_empty_list_leaves_operations_out():
-    for name, gone in (("step_batches", {"step"}), ("prefills", {"extend", "chunk_state"})):
+    for name, gone in (("step_batches", {"step"}), ("prefills", {"extend", "long", "chunk_state"})):
         study.STUDY.check(ALL | {name: []})
         assert {x.op for x in study.cases(ALL)} - {x.op for x in study.cases(ALL | {name: []})} == gone
     assert {x.op for x in study.cases(ALL | {"gates": []})} == {"decode"}
@@ -84,7 +84,8 @@ def test_prefills_are_what_their_names_say():
     assert sum(variants.PREFILLS["ragged"]) == 7200
     assert {1, 63, 64, 65} < set(variants.PREFILLS["ragged"])  # around the length of a chunk
     assert set(study.STATE_KERNEL_AT) <= set(variants.PREFILLS)
-    assert set(variants.LENGTHS) == {*variants.PREFILLS, variants.TINY}
+    assert set(variants.LENGTHS) == {*variants.PREFILLS, *variants.LONG, variants.TINY}
+    assert all(variants.LENGTHS[name] == (int(name.split(" x ")[1]),) for name in variants.LONG)
     assert 0 in variants.LENGTHS[variants.TINY]
 
 

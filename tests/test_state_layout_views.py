@@ -76,8 +76,9 @@ def test_the_fastest_library_is_found_in_every_case(rows):
     assert set(kda["best library"]) == {names.fla("VK")}
     pooled = table[table["slots"] == "at random"]
     assert set(pooled["best library"]) == {names.ATTENTION_GYM}
-    assert set(pooled["libraries"]) == {"attn-gym, SGLang"}
-    assert set(order["libraries"]) == {"fla-core, attn-gym"}
+    assert set(pooled[pooled["gate"] == "GDN"]["libraries"]) == {"attn-gym, SGLang, FlashInfer"}
+    assert set(pooled[pooled["gate"] == "KDA"]["libraries"]) == {"attn-gym, SGLang"}
+    assert set(gdn["libraries"]) == {"fla-core, attn-gym, FlashInfer"}
     assert pooled["ratio"].tolist() == pytest.approx([1.2 / 1.05] * 12, rel=2e-3)
     without = rows[rows["role"] != "peer"]
     assert tables.against_best(without, "step").empty
@@ -130,8 +131,9 @@ def test_drift_is_read_from_the_evidence(rows):
      "all kernels of prefill, with one launch for both layouts, 1.20; "),
     ("answer", "only the simple kernel with BV=8 shows up to 1.2."),
     ("in_short", "fp32 state: 1.20 at batch 1, 1.20 at batch 64, 1.20 at batch 256; bf16 state: 1.20 at"),
-    ("in_short", "slots in order: the fastest of fla-core and attn-gym takes so many times as long as ours: fp32 1.11"),
-    ("in_short", "Extend: the fastest of fla-core and SGLang takes so many times as long as ours: GDN 1.29 (geometric"),
+    ("in_short", "slots in order: the fastest of fla-core, attn-gym and FlashInfer takes so many times as long as "
+     "ours: fp32 1.11"),
+    ("in_short", "Extend: the fastest of fla-core, SGLang and FlashInfer takes so many times as long as ours: GDN 1.2"),
     ("step_percent", "ours VK, slots in order, fp32 96.2 %"),
     ("step_percent", "ours VK, bf16 95.2 %"),
     ("step_in_order", "GDN: geometric mean 1.111, least 1.111; ours is faster in 12 of 12 cases"),
@@ -172,7 +174,7 @@ def test_the_first_token_is_judged_by_the_share_of_whole_extends(gpu, kv, verdic
 
 
 def without_releases(rows):
-    return rows[~rows["variant"].str.startswith("sglang")]
+    return rows[~rows["variant"].str.startswith(("sglang", "flashinfer"))]
 
 
 def test_a_library_alone_is_called_by_its_name(rows):
@@ -180,18 +182,31 @@ def test_a_library_alone_is_called_by_its_name(rows):
 
 
 def test_releases_stand_side_by_side_or_the_page_says_what_is_missing(rows):
-    table = views.by_release(rows)
-    assert set(table["batch"]) == {64}
+    table = tables.by_release(rows, 64)
     assert set(table["variant"]) == {
         names.OURS,
         *(names.released(name) for name in names.RELEASES),
         *(names.released(name, "packed") for name in names.PACKED),
+        *(names.released(name, "CuTe DSL") for name in names.CUTE),
     }
-    assert not {name for name in table[table["gate"] == "KDA"]["variant"] if "packed" in name}
+    assert set(table[table["gate"] == "KDA"]["form"]) == {""}
+    shown = views.by_release(rows)["table"]
+    assert set(shown["release"]) >= {"this lab, [V, K]", "0.5.9, [K, V]", "0.5.10rc0, [V, K]", "0.5.23, [V, K]"}
+    assert views.by_release(without_releases(rows)).endswith("not measured on this GPU.")
     assert views.own_code(without_releases(rows)).endswith("not measured on this GPU.")
     missing = rows["variant"].str.startswith("sglang")
     reasons = missing.map({True: "NotFetched: not fetched: labkit fetch sglang", False: ""})
     assert views.own_code(rows.assign(reason=reasons, ok=rows["ok"] & ~missing)).endswith(": labkit fetch sglang.")
+
+
+def test_a_release_that_takes_the_pool_for_the_other_layout_is_called_wrong(rows):
+    misread = rows["variant"] == names.released(names.AFTER, "CuTe DSL")
+    some = rows.assign(ok=rows["ok"] & ~misread, error=rows["error"].mask(misread, 1.4))
+    said = views.cute_layout(some)
+    assert "0.5.9, [K, V]: right" in said
+    assert "0.5.10rc0, [V, K]: wrong (error 1.4e+00)" in said
+    assert "the file of 0.5.10rc0 and 0.5.11 is that of 0.5.9, byte for byte" in said
+    assert "0.5.10rc0, [V, K]: right" in views.cute_layout(rows)
 
 
 @pytest.mark.parametrize(("before", "verdict", "said"), [

@@ -134,7 +134,7 @@ def bars(
     for ax, part in cells:
         for index, name in enumerate(names):
             bar = part[part[series] == name]
-            at = bar[x].map(groups.index) + (index - (len(names) - 1) / 2) * width
+            at = bar[x].map(groups.index).astype(float) + (index - (len(names) - 1) / 2) * width
             ax.bar(at, bar[y], width * 0.92, **_fill(index))
             if low and high:
                 ax.errorbar(at, bar[y], _bars(bar, y, low, high), fmt="none", ecolor=INK, elinewidth=1.1, capsize=2.5)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pandas as pd
 
+from labkit import sources
 from labkit.bench.tables import where, why_not
 from labkit.bench.verdict import counted, geometric_mean
 from labkit.report import plots
@@ -158,9 +159,53 @@ def _case(line: Mapping[str, Any]) -> str:
     return ", ".join([*said, *([line["draft"]] if isinstance(line["draft"], str) else [])])
 
 
-def by_release(rows: pd.DataFrame) -> pd.DataFrame:
+def by_release(rows: pd.DataFrame) -> Drawing:
     """Decode of SGLang's releases beside ours, at the smallest batch that fills the GPU."""
-    return tables.by_release(rows, FULL).rename(columns={"us": "µs"})
+    table = tables.by_release(rows, FULL)
+    gdn = where(table, gate="GDN")
+    gdn = gdn[gdn["right"] & gdn["us"].notna()].replace({"form": {"": "plain"}})
+    if set(gdn["variant"]) <= {variants.OURS}:
+        return f"SGLang's releases side by side: {why_not(rows, map(variants.released, variants.RELEASES))}."
+    shown = table.assign(right=table["right"].map({True: "right", False: "wrong"})).drop(columns="variant")
+    return drawing(
+        plots.bars, gdn, "release", "us", "form", panel="state", xlabel="release and layout", ylabel="µs",
+        title=f"One decode step of {FULL} sequences, by release of SGLang",
+        alt="Bars of time by release, for each form of the kernel and type of the state.",
+        caption="Releases in their order; packed: q, k and v in one tensor, where the step size is rounded to bf16.",
+        said=cute_layout(rows).removesuffix("."), table=shown, units={"us": "µs"},
+    )  # fmt: skip
+
+
+def cute_layout(rows: pd.DataFrame) -> str:
+    """Which releases' CuTe DSL decode takes the pool of its own engine for one of the other layout."""
+    table = where(tables.by_release(rows, FULL), gate="GDN", form="CuTe DSL")
+    if table.empty:
+        names = (variants.released(name, "CuTe DSL") for name in variants.CUTE)
+        return f"SGLang's decode in the CuTe DSL: {why_not(rows, names)}."
+    said = [
+        f"{line['release']}: {'right' if line['right'] else 'wrong'} (error {line['error']:.1e})"
+        for line in table.to_dict("records")
+    ]
+    first, *others = (sources.source(name).files.get(variants.CUTE_FILE) for name in variants.CUTE)
+    same = [name.partition("-")[2] for name, sha in zip(variants.CUTE[1:], others, strict=True) if sha == first]
+    copies = f"; the file of {' and '.join(same)} is that of 0.5.9, byte for byte" if same else ""
+    return f"The decode in the CuTe DSL, given the pool as its engine keeps it: {'; '.join(said)}{copies}."
+
+
+def long_prompts(rows: pd.DataFrame) -> Drawing:
+    """Extend of one long prompt, with few heads and with many: FlashInfer and fla-core against ours."""
+    table = tables.long_prompts(rows)
+    if table.empty:
+        return f"long prompts: {why_not(rows[rows['op'] == 'long'], [variants.FLASHINFER_VK])}."
+    table = table.assign(row=filled(table, "{prefill}, heads {H} / {HV}"))
+    said = spans(table, "against", "ratio")
+    return drawing(
+        plots.ratios, table, "row", *INTERVAL, group="against", verdict="verdict", hidden=("row", "runs"),
+        xlabel="time theirs / time ours (above 1: ours faster)", title="Extend of one long prompt",
+        alt="Ratios of FlashInfer's and fla-core's time over ours, by prompt and heads.",
+        caption="bf16 inputs, fp32 states, [V, K]. With few heads FlashInfer splits a sequence among multiprocessors.",
+        said="; ".join(said), units={"us": "ours µs", "against us": "theirs µs"},
+    )  # fmt: skip
 
 
 def slots(rows: pd.DataFrame) -> Drawing:

@@ -4,6 +4,7 @@
 |----------|-------------------------------------------------------------------------------------------------------|
 | decode   | `fused_sigmoid_gating_delta_rule_update`, GDN or KDA: gates and step in one kernel, tile of 32        |
 | packed   | `fused_recurrent_gated_delta_rule_packed_decode`, GDN, of releases that have it                       |
+| cute     | `cutedsl_fused_sigmoid_gating_delta_rule_update`, GDN, fp32 states: the engine's other choice for decode |
 | verify   | 0.5.9: `fused_gdn_gating`, then `fused_recurrent_gated_delta_rule_update`, whose tile is 8, as the     |
 |          | pull request's description has it; both releases have this kernel, and with it the layout alone differs |
 | extend   | `chunk_gated_delta_rule`, or `chunk_kda`; the states of the pool are updated in place                 |
@@ -52,6 +53,23 @@ def packed(x: "StepInputs", source: str) -> Call:
         "mixed_qkv": mixed, "a": x.a, "b": x.b, "A_log": x.A_log, "dt_bias": x.dt_bias, "scale": x.scale,
         "initial_state": x.state, "out": x.out[:, None], "ssm_state_indices": x.indices,
         "use_qk_l2norm_in_kernel": True,
+    }  # fmt: skip
+    return lambda: function(**options)
+
+
+def cute(x: "StepInputs", source: str) -> Call:
+    """A step in the CuTe DSL that updates the pool, handed over as it is, and returns its output.
+
+    `labkit[cutlass]` brings what it is written in.
+    """
+    folder = "sglang.kernels.ops.attention" if source == "sglang-0.5.23" else "sglang.jit_kernel"
+    function = sources.load(source, f"{folder}.cutedsl_gdn").cutedsl_fused_sigmoid_gating_delta_rule_update
+    q, k, v = (part[None] for part in (x.q, x.k, x.v))
+    options = SOFTPLUS | {
+        "A_log": x.A_log, "dt_bias": x.dt_bias, "q": q, "k": k, "v": v, "a": x.a, "b": x.b, "scale": x.scale,
+        "initial_state_source": x.state, "use_qk_l2norm_in_kernel": True,
+        "initial_state_indices": x.indices.clone(),  # of which it reads 16 bytes at a time
+        "cu_seqlens": torch.arange(len(x.q) + 1, dtype=torch.int32, device=x.q.device),
     }  # fmt: skip
     return lambda: function(**options)
 

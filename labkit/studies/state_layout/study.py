@@ -9,6 +9,7 @@ from labkit.studies.state_layout import claims
 from labkit.studies.state_layout.variants import (
     LAYOUTS,
     LENGTHS,
+    LONG,
     PREFILLS,
     SIGNATURE,
     STATES,
@@ -26,6 +27,7 @@ KDA_BATCHES = (1, 64, 256)  # of those asked for
 VERIFY_BATCHES = (1, 16, 64)
 DRAFTS = (("chain", 4), ("tree", 8))  # kind of draft, and its tokens
 DRIFT_TOKENS = 8192
+LONG_HEADS = {"Qwen3.5-122B-A10B, one of 8 GPUs": (2, 8), QWEN3_NEXT.name: (16, 32)}  # whose -> H and HV
 STATE_KERNEL_AT = ("1 x 8192", "8 x 1024", "64 x 128")  # where the chunk-state kernel is timed alone
 CHUNK = 64  # tokens, of extend
 COUNTED = 16  # smallest batch whose hardware counters are taken, if a larger one is asked for at all
@@ -56,6 +58,10 @@ def _production(gate: str, parameters: Mapping[str, Any]) -> list[Case]:
     found += [Case("extend", shape | {"prefill": name}) for name in prefills]
     if gate == "GDN":
         found += [Case("chunk_state", shape | {"prefill": name}) for name in prefills if name in STATE_KERNEL_AT]
+        heads = [{"model": name, "H": H, "HV": HV} for name, (H, HV) in LONG_HEADS.items()]
+        found += [
+            Case("long", shape | few | {"prefill": name}) for few in heads for name in LONG if LONG[0] in prefills
+        ]
     drifting = {"batch": 1, "tokens": DRIFT_TOKENS}
     return found + [Case("drift", shape | drifting | {"state": state}) for state in parameters["states"]]
 
@@ -75,7 +81,7 @@ def floor(x: Case) -> Floor:
 
     A verify: the states read once, written once a draft token; the tokens. The others: see `_prefill_floor`.
     """
-    if x.op in ("extend", "chunk_state"):
+    if x.op in ("extend", "long", "chunk_state"):
         return _prefill_floor(x)
     tokens = x["batch"] * (x["T"] if x.op == "verify" else 1)
     state = x["batch"] * x["HV"] * x["K"] * x["V"] * ITEMSIZE[x["state"]]
@@ -95,7 +101,7 @@ def _prefill_floor(x: Case) -> Floor:
     """
     H, HV, K, V, lengths = x["H"], x["HV"], x["K"], x["V"], LENGTHS[x["prefill"]]
     tokens, fp32_bytes = sum(lengths), 2 * len(lengths) * HV * K * V * 4
-    if x.op == "extend":
+    if x.op != "chunk_state":
         fp32_bytes += tokens * HV * 4 * (1 + (K if x["gate"] == "KDA" else 1))  # the gates
         values = tokens * (2 * H * K + 2 * HV * V)
         flops = tokens * HV * (6 * K * V + 2 * CHUNK * (2 * K + 2 * V))

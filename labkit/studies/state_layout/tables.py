@@ -219,7 +219,7 @@ def against_best(rows: pd.DataFrame, op: str) -> pd.DataFrame:
 
 def families(names: Iterable[str]) -> str:
     """Whose variants these are: "attn-gym, SGLang"."""
-    shown = {"fla": "fla-core", "sglang": "SGLang"}
+    shown = {"fla": "fla-core", "sglang": "SGLang", "flashinfer": "FlashInfer"}
     return ", ".join(dict.fromkeys(shown.get(word, word) for word in (name.partition(" ")[0] for name in names)))
 
 
@@ -237,14 +237,34 @@ def released(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def by_release(rows: pd.DataFrame, batch: int) -> pd.DataFrame:
-    """One decode step of a batch by every release and form that was timed, and by ours: µs and error."""
+    """One decode step of a batch by every release and form that ran, and by ours: µs, error, whether right."""
     found = []
     for params, group in production(rows, "step", batch=batch):
-        errors = dict(zip(group["variant"], group["error"], strict=True))
-        for name, line in timed(group).items():
+        times = timed(group)
+        for row in group[group["error"].notna() & (group["role"] != "control")].to_dict("records"):
+            name = row["variant"]
             if name == variants.OURS or name.startswith("sglang"):
-                found.append(picked(params, PRODUCTION) | picked(line, ["variant", "us"]) | {"error": errors[name]})
-    return frame(found, ["gate", "state", "batch", "variant", "us", "error"])
+                line = {"release": _release(name), "form": name.partition(", ")[2], "variant": name}
+                line |= {"us": times.get(name, {}).get("us", math.nan), "error": row["error"], "right": bool(row["ok"])}
+                found.append(picked(params, PRODUCTION) | line)
+    return frame(found, ["gate", "state", "batch", "release", "form", "variant", "us", "error", "right"])
+
+
+def _release(variant: str) -> str:
+    """Version and layout of a variant: of "sglang 0.5.9 KV, packed", "0.5.9, [K, V]"."""
+    if variant == variants.OURS:
+        return "this lab, [V, K]"
+    version, layout = variant.partition(", ")[0].split()[1:]
+    return f"{version}, [{', '.join(layout)}]"
+
+
+def long_prompts(rows: pd.DataFrame) -> pd.DataFrame:
+    """Extend of one long prompt, with few heads and with many: ours, and the others' time over ours."""
+    found = []
+    for params, group in production(rows, "long"):
+        known = pairs(group, [(variants.OURS, name) for name in (variants.FLASHINFER_VK, variants.fla("VK"))])
+        found += [picked(params, ["H", "HV", "prefill"]) | line for line in known]
+    return frame(found, ["H", "HV", "prefill", "against", "us", "against us", *RATIO, "runs"])
 
 
 def compared(rows: pd.DataFrame, op: str, variant: str, against: str, **wanted: Any) -> pd.DataFrame:

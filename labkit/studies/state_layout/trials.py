@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import cache, partial
 from itertools import accumulate, pairwise
 from typing import Any
@@ -14,7 +15,7 @@ from labkit.kernels.gated_delta import chunked as kernels
 from labkit.kernels.gated_delta import recurrent, reference
 from labkit.kernels.gated_delta.chunked import ExtendInputs
 from labkit.kernels.gated_delta.recurrent import StepInputs, VerifyInputs
-from labkit.studies.state_layout import layouts, peers, sglang, ways
+from labkit.studies.state_layout import flashinfer, layouts, peers, sglang, ways
 from labkit.studies.state_layout.variants import LENGTHS, SIGNATURE
 from labkit.sweep.trial import DTYPES, Call, Random, chosen, kept, relative_rmse, trial, tune_anew
 
@@ -28,6 +29,8 @@ EXTEND_TOLERANCE = {"fp32": 1e-4, "bf16": 5e-3, "fp16": 5e-3}
 # SGLang rounds β to the dtype of b, bf16, where its gates are a call of their own and where q, k and v are packed: by
 # 2^-9 of what a token adds to the state.
 BETA_ROUNDED = {"state": 1e-3}
+# FlashInfer approximates exponentials and square roots.
+FLASHINFER_ROUNDED = {"fp32": {"state": 1e-4}, "bf16": {}}
 DRAWN_TOGETHER = 256  # tokens whose random inputs, and their gates, are made at once
 
 
@@ -86,21 +89,30 @@ def attn_gym_step(x: Case, device: Any, sets: int, seed: int, in_order: bool = F
     return _stepped(x, _step_inputs(x, device, sets, seed, True, in_order, spare=1), peers.attn_gym_step)
 
 
-def sglang_step(x: Case, device: Any, sets: int, seed: int, source: str, packed: bool = False) -> Trial:
-    """A release's decode; packed: the one of q, k and v in one tensor."""
+def sglang_step(x: Case, device: Any, sets: int, seed: int, source: str, form: str = "") -> Trial:
+    """A release's decode; form: "packed", of q, k and v in one tensor, or "CuTe DSL"."""
     inputs = _step_inputs(x, device, sets, seed, sglang.V_FIRST[source])
-    if packed:
+    if form == "packed":
         made = _stepped(x, inputs, lambda item: sglang.packed(item, source))
         made.tolerance = made.tolerance | _wider(made.tolerance, BETA_ROUNDED)
         return made
-    calls = kept([sglang.decode(item, source) for item in inputs])
+    if form:  # which takes the bias in bf16, as the engine loads it
+        inputs = [replace(item, dt_bias=item.dt_bias.bfloat16()) for item in inputs]
+    calls = kept([(sglang.cute if form else sglang.decode)(item, source) for item in inputs])
 
     def check() -> dict[str, float]:
         before = _states(inputs[0])
         out = calls[0]()
-        return _step_errors(inputs[0], before, out[0], _states(inputs[0]))
+        return _step_errors(inputs[0], before, out.view_as(inputs[0].v), _states(inputs[0]))
 
     return trial(calls, check=check, tolerance=_step_tolerance(x))
+
+
+def flashinfer_decode(x: Case, device: Any, sets: int, seed: int, v_first: bool, in_order: bool = False) -> Trial:
+    """FlashInfer's decode, which updates its states in place."""
+    made = _stepped(x, _step_inputs(x, device, sets, seed, v_first, in_order), flashinfer.decode)
+    made.tolerance = made.tolerance | _wider(made.tolerance, FLASHINFER_ROUNDED[x["state"]])
+    return made
 
 
 def _wider(tolerance: Mapping[str, float], least: Mapping[str, float]) -> dict[str, float]:
@@ -347,6 +359,20 @@ def sglang_extend(x: Case, device: Any, sets: int, seed: int, source: str) -> Tr
 
     calls[0]()  # which chooses the launches
     return trial(calls, check=check, tolerance=_extend_tolerance(x), facts=lambda: {"launches": chosen(tuners)})
+
+
+def flashinfer_extend(x: Case, device: Any, sets: int, seed: int) -> Trial:
+    """FlashInfer's chunked call on the same inputs."""
+    inputs = _extend_inputs(x, device, sets, seed, v_first=True)
+    calls = [flashinfer.extend(item, max(LENGTHS[x["prefill"]])) for item in inputs]
+    errors = _extend_errors(inputs[0], v_first=True)
+
+    def check() -> dict[str, float]:
+        calls[0]()
+        return errors(inputs[0].out, inputs[0].final)
+
+    outputs = [tensor for item in inputs for tensor in (item.out, item.final)]
+    return trial(calls, outputs, check, _extend_tolerance(x))
 
 
 def _extend_tolerance(x: Case) -> dict[str, float]:

@@ -1,14 +1,15 @@
 """What is timed: the variants of every operation, and the prompts of an extend.
 
-Operations: `decode`, the grid of tiles in both layouts; of the production kernels `step`, `verify`, `extend`, the one
-kernel of an extend that depends on the layout (`chunk_state`), and a step whose error is followed (`drift`).
+Operations: `decode`, the grid of tiles in both layouts; of the production kernels `step`, `verify`, `extend`, an extend
+of one long prompt with few or many heads (`long`), the one kernel of an extend that depends on the layout
+(`chunk_state`), and a step whose error is followed (`drift`).
 """
 
 from labkit.bench.spec import CACHES, Case, Variant, variant
 from labkit.shapes import QWEN3_NEXT
 
-TRIALS, PEERS, WAYS, GRID, SGLANG = (
-    f"labkit.studies.state_layout.{name}" for name in ("trials", "peers", "ways", "layouts", "sglang")
+TRIALS, PEERS, WAYS, GRID, SGLANG, FLASHINFER = (
+    f"labkit.studies.state_layout.{name}" for name in ("trials", "peers", "ways", "layouts", "sglang", "flashinfer")
 )
 DECODE, VERIFY, EXTEND = (
     f"labkit.kernels.gated_delta.{name}" for name in ("recurrent:decode", "recurrent:verify", "chunked:extend")
@@ -31,7 +32,8 @@ PREFILLS = {  # name -> tokens of every sequence
     "ragged": (1, 7, 63, 64, 65, 300, 1000, 2500, 3200),
 }
 TINY = "tiny"
-LENGTHS = PREFILLS | {TINY: (5, 0, 17)}
+LONG = ("1 x 8192", "1 x 65536")  # prompts of `long`
+LENGTHS = PREFILLS | {"1 x 65536": (65536,), TINY: (5, 0, 17)}
 SIGNATURE = ("state", "indices", "q", "k", "v", "a", "b", "A_log", "dt_bias", "out", "scale")  # of DecodeInputs
 
 CEILING = "in-place multiply"
@@ -42,6 +44,11 @@ TOKENS = "decode, token by token"
 BEFORE, AFTER = "sglang-0.5.9", "sglang-0.5.10rc0"
 RELEASES = {BEFORE: "KV", AFTER: "VK", "sglang-0.5.11": "VK"}  # whose decode is the same function
 PACKED = (AFTER, "sglang-0.5.11", "sglang-0.5.23")
+CUTE = (*RELEASES, "sglang-0.5.23")  # whose decode in the CuTe DSL is another choice of its engine, for fp32 states
+CUTE_FILE = "sglang/jit_kernel/cutedsl_gdn.py"
+CUTE_BATCHES = (1, 64)  # one for each of its two kernels
+FLASHINFER_SOURCE = "flashinfer-python-0.7.2.post1"
+FLASHINFER_VK, FLASHINFER_IN_ORDER, FLASHINFER_KV = "flashinfer VK", "flashinfer VK, slots in order", "flashinfer KV"
 ATTENTION_GYM = "attn-gym VK"
 ATTENTION_GYM_IN_ORDER = "attn-gym VK, slots in order"
 
@@ -75,8 +82,12 @@ def released(source: str, form: str = "") -> str:
 
 def _released(op: str, source: str, form: str = "", function: str = "") -> Variant:
     """A variant whose source is the release itself, beside what calls it."""
-    own = (f"source:{source}", f"{SGLANG}:{function or op}")
-    return _line(released(source, form), "peer", f"sglang_{op}", own, source=source, **({form: True} if form else {}))
+    own, options = (f"source:{source}", f"{SGLANG}:{function or op}"), {"form": form} if form else {}
+    return _line(released(source, form), "peer", f"sglang_{op}", own, source=source, **options)
+
+
+def _flashinfer(name: str, op: str, **options: object) -> Variant:
+    return _line(name, "peer", f"flashinfer_{op}", (f"source:{FLASHINFER_SOURCE}", f"{FLASHINFER}:{op}"), **options)
 
 
 def _line(name: str, role: str, trial: str, ran: str | tuple[str, ...], **options: object) -> Variant:
@@ -122,6 +133,10 @@ VARIANTS = {  # of every operation
         _line(ATTENTION_GYM_IN_ORDER, "peer", "attn_gym_step", f"{PEERS}:attn_gym_step", in_order=True),
         *(_released("step", source, function="decode") for source in RELEASES),
         *(_released("step", source, "packed", "packed") for source in PACKED),
+        *(_released("step", source, "CuTe DSL", "cute") for source in CUTE),
+        _flashinfer(FLASHINFER_VK, "decode", v_first=True),
+        _flashinfer(FLASHINFER_IN_ORDER, "decode", v_first=True, in_order=True),
+        _flashinfer(FLASHINFER_KV, "decode", v_first=False, in_order=True),
     ],
     "verify": [
         _line(OURS, "ours", "verify", VERIFY, v_first=True),
@@ -135,6 +150,12 @@ VARIANTS = {  # of every operation
         _line(OURS_TRANSPOSED, "step", "extend", EXTEND, v_first=True, transposed=True),
         *(_line(fla(layout), "peer", "fla_extend", FLA_EXTEND, v_first=new) for layout, new in V_FIRST.items()),
         *(_released("extend", source) for source in (BEFORE, AFTER)),
+        _flashinfer(FLASHINFER_VK, "extend"),
+    ],
+    "long": [
+        _line(OURS, "ours", "extend", EXTEND, v_first=True),
+        _line(fla("VK"), "peer", "fla_extend", FLA_EXTEND, v_first=True),
+        _flashinfer(FLASHINFER_VK, "extend"),
     ],
     "chunk_state": [
         *(_chunk_state(layout, tile) for layout in ("VK", "KV") for tile in CHUNK_STATE_TILES),
@@ -153,12 +174,27 @@ def variants(x: Case) -> list[Variant]:
     left_out = {
         "decode": lambda one: x["model"] != GRID_MODEL and one.options.get("warps", 1) > 1,
         # fla-core's kernel and SGLang's packed call are for GDN alone.
-        "step": lambda one: x["gate"] == "KDA" and ("in place" in one.name or "packed" in one.name),
+        "step": lambda one: (
+            (x["gate"] == "KDA" and ("in place" in one.name or "packed" in one.name)) or _no_dsl(x, one)
+        ),
         "verify": lambda one: (
             (x["draft"] == "tree" and one.name == TOKENS) or (x["gate"] == "KDA" and one.name.startswith("sglang"))
         ),
+        "extend": lambda one: _no_dsl(x, one),
+        "long": lambda one: _no_dsl(x, one),
     }.get(x.op, lambda one: False)
     return [one for one in VARIANTS[x.op] if not left_out(one)]
+
+
+def _no_dsl(x: Case, one: Variant) -> bool:
+    """Whether a variant is written in the CuTe DSL and not for such a case: GDN of bf16 inputs, K = V = 128."""
+    if not ("CuTe" in one.name or one.name.startswith("flashinfer")):
+        return False
+    if (x["gate"], x["activations"], x["K"], x["V"]) != ("GDN", "bf16", 128, 128):
+        return True
+    if "CuTe" in one.name and x["batch"] not in CUTE_BATCHES:
+        return True
+    return x.params.get("state") == "bf16" and ("CuTe" in one.name or one.name == FLASHINFER_KV)
 
 
 def control(x: Case) -> str:
@@ -169,12 +205,13 @@ def control(x: Case) -> str:
 def rivals(op: str) -> dict[str, tuple[str, list[str]]]:
     """Where the states are -> our variant and the others' that find them there, so that equals are compared.
 
-    attn-gym and SGLang take indices into a pool; fla-core takes the states one after the other.
+    attn-gym, SGLang and FlashInfer's [V, K] take indices into a pool; fla-core takes the states one after the other.
     """
     peers = [one.name for one in VARIANTS[op] if one.role == "peer"]
     if op != "step":
         return {"": (OURS, peers)}
-    at_random = [name for name in peers if name == ATTENTION_GYM or name.startswith("sglang")]
+    pooled = (ATTENTION_GYM, FLASHINFER_VK)
+    at_random = [name for name in peers if name in pooled or name.startswith("sglang")]
     return {
         "in order": (OURS_IN_ORDER, [name for name in peers if name not in at_random]),
         "at random": (OURS, at_random),
