@@ -297,9 +297,10 @@ def _complete_source(ctx: click.Context, param: click.Parameter, incomplete: str
 def fetch(names: Sequence[str], into: Path | None) -> None:
     """Take other people's kernels from the packages that they released, to be measured beside the lab's.
 
-    NAME is a release (sglang-0.5.9) or a package (sglang); all of them by default. Of each package a few named files
-    are kept, in the user's cache or in LABKIT_SOURCES, and only if their hashes are those of sources.toml. Nothing is
-    installed. For a machine without network: --into elsewhere, copy the folder, and name it in LABKIT_SOURCES.
+    NAME is a release (sglang-0.5.9) or a package (sglang); by default all but those of which fetching takes long. Of
+    each package a few named files are kept, in the user's cache or in LABKIT_SOURCES, and only if their hashes are
+    those of sources.toml. Nothing is installed. For a machine without network: --into elsewhere, copy the folder, and
+    name it in LABKIT_SOURCES.
 
     \b
     labkit fetch
@@ -324,6 +325,9 @@ def fetch(names: Sequence[str], into: Path | None) -> None:
             click.echo(
                 f"{made.name}: {len(made.files)} files, {size / 1e3:.0f} kB, {made.licence}, {made.home}: {where}"
             )
+    for package, why in {made.package: made.on_request for made in sources.manifest().values()}.items():
+        if why and not names:
+            click.echo(f"{package}: not fetched, {why}: labkit fetch {package}")
     sys.exit(FAILED if failed else OK)
 
 

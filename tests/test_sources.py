@@ -232,3 +232,10 @@ def test_no_file_of_theirs_is_in_the_tree():
     ours = [ROOT / name.decode() for name in listed.split(b"\0") if name]
     assert len(ours) > 100
     assert not [path for path in ours if path.is_file() and hashlib.sha256(path.read_bytes()).hexdigest() in theirs]
+
+
+def test_what_takes_long_is_fetched_only_where_it_is_named():
+    large = {made.name for made in sources.manifest().values() if made.on_request}
+    assert large
+    assert large.isdisjoint(made.name for made in sources.named([]))
+    assert {made.name for made in sources.named(["vllm"])} == large

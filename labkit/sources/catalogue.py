@@ -14,13 +14,17 @@ MANIFEST = Path(__file__).with_name("sources.toml")
 
 @dataclass(frozen=True)
 class Source:
-    """Files of one version of a package. files: path in its wheel -> SHA-256."""
+    """Files of one version of a package. files: path in its wheel -> SHA-256.
+
+    on_request: why it is fetched only where it is named; empty: always.
+    """
 
     package: str
     version: str
     licence: str
     home: str
     files: Mapping[str, str]
+    on_request: str = ""
 
     @property
     def name(self) -> str:
@@ -40,7 +44,7 @@ def manifest() -> Mapping[str, Source]:
     found = {}
     for package, entry in tomllib.loads(MANIFEST.read_text()).items():
         for version, files in entry["versions"].items():
-            made = Source(package, version, entry["licence"], entry["home"], files)
+            made = Source(package, version, entry["licence"], entry["home"], files, entry.get("on_request", ""))
             found[made.name] = made
     return found
 
@@ -53,12 +57,14 @@ def source(name: str) -> Source:
 
 
 def named(names: Sequence[str]) -> list[Source]:
-    """The sources of names of sources, or of packages, which stand for all of their versions; all of them, if none.
+    """The sources of names of sources, or of packages, which stand for all of their versions.
+
+    None: all of them but those on request.
 
     Raises ValueError for a name that is neither.
     """
     if not names:
-        return list(manifest().values())
+        return [made for made in manifest().values() if not made.on_request]
     packages = {made.package for made in manifest().values()}
     for name in names:
         if name not in packages and name not in manifest():

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 import triton
+import triton.language as tl
+from triton.language.extra import libdevice
 
 # Of its release number alone: which of torch's interfaces to use.
 _TORCH_RELEASE = tuple(int(part) for part in torch.__version__.partition("+")[0].split(".")[:3])
@@ -60,6 +62,10 @@ STUBS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
         "sglang.srt.utils": _SGLANG_UTILS,
         "sglang.srt.utils.common": {"torch_release": _TORCH_RELEASE},
         "einops": {"rearrange": _not_called},  # of tensors with their heads first, which it refuses itself
+    },
+    "vllm": {
+        "vllm.triton_utils": {"triton": triton, "tl": tl, "tldevice": libdevice},
+        "vllm.model_executor.layers.fla.ops.utils": {"is_gather_supported": True},
     },
     "flashinfer-python": {
         "flashinfer.utils": _FLASHINFER_UTILS,

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(sources_missing(), reason=NO_SOURCES)
 
 STUDY = registry.load("state_layout")
 TINY = [case for case in STUDY.tiny if case.op in ("step", "verify")]
-RELEASED = [(case, one) for case in TINY for one in STUDY.variants(case) if one.name.startswith("sglang")]
+RELEASED = [(case, one) for case in TINY for one in STUDY.variants(case) if one.name.startswith(("sglang", "vllm"))]
 
 
 @pytest.fixture
@@ -45,7 +45,9 @@ def names() -> list[str]:
 
 
 @pytest.mark.parametrize(("case", "variant"), RELEASED, ids=names())
-def test_sglang_s_step_and_verify_are_right_in_both_layouts(case, variant, device, interpretable):
+def test_step_and_verify_of_engines_are_right_in_both_layouts(case, variant, device, interpretable):
+    if not sources.is_fetched(sources.source(variant.options["source"])):
+        pytest.skip(NO_SOURCES)
     trial = variant.prepare(case, device, 2, 0)
     interpretable()
     errors = trial.check()

@@ -134,22 +134,29 @@ step_in_order, step_at_random = (partial(_step_libraries, slots=slots) for slots
 
 
 def own_code(rows: pd.DataFrame) -> Drawing:
-    """What SGLang's own kernels gained from the release before the change to the first with it, by operation."""
-    table = tables.released(rows)
-    if table.empty:
+    """What SGLang's and vLLM's own kernels gained from the release before the change to the first with it."""
+    sglang = tables.released(rows).assign(source="SGLang")
+    vllm = tables.released(rows, variants.VLLM_BEFORE, variants.VLLM_AFTER).assign(source="vLLM")
+    if sglang.empty:
         missing = why_not(rows, (variants.released(name) for name in (variants.BEFORE, variants.AFTER)))
         return f"SGLang's own kernels, before and after the change: {missing}."
-    spans = [f"{OPERATIONS[op]} {span(part['ratio'])}" for op, part in table.groupby("op", sort=False)]
+    table = pd.concat([sglang, vllm], ignore_index=True) if len(vllm) else sglang
+    spans = [
+        f"{source} {OPERATIONS[op]} {span(part['ratio'])}"
+        for (source, op), part in table.groupby(["source", "op"], sort=False)
+    ]
     sizes = [_case(line) for line in table.to_dict("records")]
-    table = table.assign(group=table["op"].map(OPERATIONS) + ", " + table["gate"], row=sizes)
+    groups = table["source"] + ", " + table["op"].map(OPERATIONS) + ", " + table["gate"]
+    table = table.assign(group=groups, row=sizes)
     return drawing(
         plots.ratios, table, "row", *INTERVAL, group="group", verdict="verdict", hidden=("group", "row", "runs"),
-        xlabel="time 0.5.9, [K, V] / time 0.5.10rc0, [V, K] (above 1: [V, K] faster)",
-        title="SGLang's own kernels, before and after the change",
-        alt="Ratios of SGLang 0.5.9's time over 0.5.10rc0's, by operation and case.",
-        caption="The source's own code: files of both releases as they were published, called as SGLang calls them.",
+        xlabel="time before, [K, V] / time after, [V, K] (above 1: [V, K] faster)",
+        title="The engines' own kernels, before and after the change",
+        alt="Ratios of time before the change over time after, by engine, operation and case.",
+        caption="The sources' own code: files of both releases as they were published, called as engines call them. "
+        "SGLang: 0.5.9 and 0.5.10rc0. vLLM, decode alone: 0.15.1 and 0.16.0.",
         said=f"{'; '.join(spans)}; [V, K] is {counted(table['verdict'])} of {len(table)} cases",
-        units={"us": "0.5.10rc0 µs", "against us": "0.5.9 µs"},
+        units={"us": "after µs", "against us": "before µs"},
     )  # fmt: skip
 
 

@@ -219,16 +219,16 @@ def against_best(rows: pd.DataFrame, op: str) -> pd.DataFrame:
 
 def families(names: Iterable[str]) -> str:
     """Whose variants these are: "attn-gym, SGLang"."""
-    shown = {"fla": "fla-core", "sglang": "SGLang", "flashinfer": "FlashInfer"}
+    shown = {"fla": "fla-core", "sglang": "SGLang", "vllm": "vLLM", "flashinfer": "FlashInfer"}
     return ", ".join(dict.fromkeys(shown.get(word, word) for word in (name.partition(" ")[0] for name in names)))
 
 
-def released(rows: pd.DataFrame) -> pd.DataFrame:
+def released(rows: pd.DataFrame, before: str = variants.BEFORE, after: str = variants.AFTER) -> pd.DataFrame:
     """SGLang's own kernels: time of the release before the change over that of the first with it, in every case.
 
-    Above 1, the one with [V, K] is the faster.
+    Above 1, the one with [V, K] is the faster. before, after: of vLLM, its own.
     """
-    before, after = variants.released(variants.BEFORE), variants.released(variants.AFTER)
+    before, after = map(variants.released, (before, after))
     parts = [compared(rows, op, after, before).assign(op=op) for op in ("step", "verify", "extend")]
     table = pd.concat([part for part in parts if len(part)] or parts[:1], ignore_index=True)
     return table.reindex(

@@ -15,7 +15,7 @@ from labkit.kernels.gated_delta import chunked as kernels
 from labkit.kernels.gated_delta import recurrent, reference
 from labkit.kernels.gated_delta.chunked import ExtendInputs
 from labkit.kernels.gated_delta.recurrent import StepInputs, VerifyInputs
-from labkit.studies.state_layout import flashinfer, layouts, peers, sglang, ways
+from labkit.studies.state_layout import flashinfer, layouts, peers, sglang, vllm, ways
 from labkit.studies.state_layout.variants import LENGTHS, SIGNATURE
 from labkit.sweep.trial import DTYPES, Call, Random, chosen, kept, relative_rmse, trial, tune_anew
 
@@ -100,6 +100,12 @@ def sglang_step(x: Case, device: Any, sets: int, seed: int, source: str, form: s
         inputs = [replace(item, dt_bias=item.dt_bias.bfloat16()) for item in inputs]
         return _stepped(x, inputs, lambda item: sglang.cute(item, source), returns=True)
     return _stepped(x, inputs, lambda item: sglang.decode(item, source), returns=True)
+
+
+def vllm_step(x: Case, device: Any, sets: int, seed: int, source: str) -> Trial:
+    """vLLM's decode kernel of a release."""
+    inputs = _step_inputs(x, device, sets, seed, vllm.V_FIRST[source])
+    return _stepped(x, inputs, lambda item: vllm.decode(item, source), returns=True)
 
 
 def flashinfer_decode(x: Case, device: Any, sets: int, seed: int, v_first: bool, in_order: bool = False) -> Trial:

@@ -8,8 +8,9 @@ of one long prompt with few or many heads (`long`), the one kernel of an extend 
 from labkit.bench.spec import CACHES, Case, Variant, variant
 from labkit.shapes import QWEN3_NEXT
 
-TRIALS, PEERS, WAYS, GRID, SGLANG, FLASHINFER = (
-    f"labkit.studies.state_layout.{name}" for name in ("trials", "peers", "ways", "layouts", "sglang", "flashinfer")
+TRIALS, PEERS, WAYS, GRID, SGLANG, VLLM, FLASHINFER = (
+    f"labkit.studies.state_layout.{name}"
+    for name in ("trials", "peers", "ways", "layouts", "sglang", "vllm", "flashinfer")
 )
 DECODE, VERIFY, EXTEND = (
     f"labkit.kernels.gated_delta.{name}" for name in ("recurrent:decode", "recurrent:verify", "chunked:extend")
@@ -43,6 +44,7 @@ TOKENS = "decode, token by token"
 # The last release before the pull request, and the first with it: between them little else changed.
 BEFORE, AFTER = "sglang-0.5.9", "sglang-0.5.10rc0"
 RELEASES = {BEFORE: "KV", AFTER: "VK", "sglang-0.5.11": "VK"}  # whose decode is the same function
+VLLM_BEFORE, VLLM_AFTER = "vllm-0.15.1", "vllm-0.16.0"  # and the same of vLLM's pull request 33291
 PACKED = (AFTER, "sglang-0.5.11", "sglang-0.5.23")
 CUTE = (*RELEASES, "sglang-0.5.23")  # whose decode in the CuTe DSL is another choice of its engine, for fp32 states
 CUTE_FILE = "sglang/jit_kernel/cutedsl_gdn.py"
@@ -76,7 +78,7 @@ def chunk_state(form: str, tile: int) -> str:
 def released(source: str, form: str = "") -> str:
     """A release's own code. form: of those that it has of an operation."""
     package, _, version = source.partition("-")
-    layout = RELEASES.get(source, "VK")
+    layout = (RELEASES | {VLLM_BEFORE: "KV"}).get(source, "VK")
     return f"{package} {version} {layout}{f', {form}' if form else ''}"
 
 
@@ -84,6 +86,10 @@ def _released(op: str, source: str, form: str = "", function: str = "") -> Varia
     """A variant whose source is the release itself, beside what calls it."""
     own, options = (f"source:{source}", f"{SGLANG}:{function or op}"), {"form": form} if form else {}
     return _line(released(source, form), "peer", f"sglang_{op}", own, source=source, **options)
+
+
+def _vllm(source: str) -> Variant:
+    return _line(released(source), "peer", "vllm_step", (f"source:{source}", f"{VLLM}:decode"), source=source)
 
 
 def _flashinfer(name: str, op: str, **options: object) -> Variant:
@@ -134,6 +140,7 @@ VARIANTS = {  # of every operation
         *(_released("step", source, function="decode") for source in RELEASES),
         *(_released("step", source, "packed", "packed") for source in PACKED),
         *(_released("step", source, "CuTe DSL", "cute") for source in CUTE),
+        *(_vllm(source) for source in (VLLM_BEFORE, VLLM_AFTER)),
         _flashinfer(FLASHINFER_VK, "decode", v_first=True),
         _flashinfer(FLASHINFER_IN_ORDER, "decode", v_first=True, in_order=True),
         _flashinfer(FLASHINFER_KV, "decode", v_first=False, in_order=True),
@@ -173,9 +180,9 @@ def variants(x: Case) -> list[Variant]:
     """Those of its operation that a case has."""
     left_out = {
         "decode": lambda one: x["model"] != GRID_MODEL and one.options.get("warps", 1) > 1,
-        # fla-core's kernel and SGLang's packed call are for GDN alone.
+        # fla-core's kernel, SGLang's packed call and vLLM's kernel are for GDN alone.
         "step": lambda one: (
-            (x["gate"] == "KDA" and ("in place" in one.name or "packed" in one.name)) or _no_dsl(x, one)
+            (x["gate"] == "KDA" and any(part in one.name for part in ("in place", "packed", "vllm"))) or _no_dsl(x, one)
         ),
         "verify": lambda one: (
             (x["draft"] == "tree" and one.name == TOKENS) or (x["gate"] == "KDA" and one.name.startswith("sglang"))
@@ -205,13 +212,13 @@ def control(x: Case) -> str:
 def rivals(op: str) -> dict[str, tuple[str, list[str]]]:
     """Where the states are -> our variant and the others' that find them there, so that equals are compared.
 
-    attn-gym, SGLang and FlashInfer's [V, K] take indices into a pool; fla-core takes the states one after the other.
+    attn-gym, SGLang, vLLM and FlashInfer's [V, K] take indices into a pool; fla-core has them in order.
     """
     peers = [one.name for one in VARIANTS[op] if one.role == "peer"]
     if op != "step":
         return {"": (OURS, peers)}
     pooled = (ATTENTION_GYM, FLASHINFER_VK)
-    at_random = [name for name in peers if name in pooled or name.startswith("sglang")]
+    at_random = [name for name in peers if name in pooled or name.startswith(("sglang", "vllm"))]
     return {
         "in order": (OURS_IN_ORDER, [name for name in peers if name not in at_random]),
         "at random": (OURS, at_random),
