@@ -17,7 +17,7 @@ from labkit.bench.spec import Case
 from labkit.kernels.experts import int4, reference
 from labkit.kernels.experts.inputs import LayerInputs
 from labkit.studies.moe_persistent_grid import executorch
-from labkit.studies.state_layout import variants
+from labkit.studies.state_layout import variants, vllm
 from labkit.sweep.trial import relative_rmse
 
 pytestmark = pytest.mark.skipif(sources_missing(), reason=NO_SOURCES)
@@ -169,3 +169,25 @@ def _tree() -> ast.Module:
     made = sources.source(executorch.RELEASE)
     [path] = made.files
     return ast.parse((sources.folder(made) / path).read_text())
+
+
+# vLLM: what its release brought beside the layout
+
+
+def test_the_look_at_the_slot_is_all_that_is_taken_out():
+    source = variants.VLLM_AFTER
+    if not sources.is_fetched(sources.source(source)):
+        pytest.skip(NO_SOURCES)
+    before = ast.parse(
+        (sources.folder(sources.source(source)) / vllm.MODULE.replace(".", "/")).with_suffix(".py").read_text()
+    )
+    after = ast.unparse(vllm.unchecked(ast.parse(ast.unparse(before)))).splitlines()
+    gone = [line.strip() for line in ast.unparse(before).splitlines()]
+    for line in after:
+        gone.remove(line.strip())
+    assert sorted(gone) == ["if final_state_idx >= 0:", "if state_idx < 0:", "return"]
+
+
+def test_a_kernel_that_does_not_look_at_the_slot_is_refused():
+    with pytest.raises(ValueError, match="0 looks at the slot"):
+        vllm.unchecked(ast.parse("x = 1"))
