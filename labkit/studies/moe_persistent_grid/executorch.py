@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 MODULE = "executorch.backends.cuda.triton.kernels.fused_moe"
 GROUPS_M = (8, 16)  # of the pull request
+BLOCK_M = 64  # rows of a block of its batched kernels
 OPERATORS = "triton::"  # in which the release registers its functions, once a process
 
 

@@ -26,25 +26,6 @@ from labkit.studies.moe_persistent_grid.models import MODELS, QWEN35_35B
 from labkit.studies.moe_persistent_grid.variants import GEMMS, KINDS, SOURCE_T, UNIFORM
 
 CASE = ["model", "weights", "T", "routing"]
-H100, H200 = "NVIDIA H100 80GB HBM3", "NVIDIA H200"
-AT = (1, 16, 128, 512, 1642, 4096, 16384)  # tokens of the figures below
-# ms on one GPU of each kind, before this lab's own kernels were: whole layer, bf16, uniform routing, in a CUDA graph;
-# not of the same run as the rows. SGLang: the kernel that it shares with vLLM, with its tuned configurations; Liger PR:
-# that of Liger-Kernel's pull request 1294, which no release has.
-OTHER_RUN = {
-    (H100, "Qwen3-30B-A3B"): {
-        "SGLang": (0.059, 0.283, 0.441, 0.484, 0.571, 0.839, 2.72),
-        "Liger PR": (0.068, 0.298, 0.469, 0.503, 0.563, 0.876, 2.71),
-    },
-    (H100, "Mixtral-8x7B"): {
-        "SGLang": (0.266, 0.952, 0.985, 1.23, 2.47, 5.20, 20.6),
-        "Liger PR": (0.299, 1.01, 1.05, 1.18, 2.40, 4.68, 18.4),
-    },
-    (H200, "Qwen3.5-35B-A3B"): {
-        "SGLang": (0.048, 0.184, 0.400, 0.427, 0.485, 0.782, 2.46),
-        "Liger PR": (0.053, 0.198, 0.424, 0.463, 0.492, 0.746, 2.09),
-    },
-}
 SECTOR = 32
 
 
@@ -160,16 +141,22 @@ def against_best(rows: pd.DataFrame) -> pd.DataFrame:
     return table[[*CASE, "by", "by µs", "ours µs", *RATIO]]
 
 
-def beside_other_runs(rows: pd.DataFrame) -> pd.DataFrame:
-    """Our bf16 layer beside figures of another run; empty but on the kinds of GPU and for the models they are of."""
-    table = where(times(rows), variant=names.OURS, weights="bf16", routing=UNIFORM)
-    known, found = {model: ms for (gpu, model), ms in OTHER_RUN.items() if gpu in set(rows["gpu"])}, []
-    for _, line in table[table["model"].isin(known) & table["T"].isin(AT)].iterrows():
-        ms = {who: some[AT.index(line["T"])] for who, some in known[line["model"]].items()}
-        one = {"model": line["model"], "T": line["T"], "ours ms": line["us"] / 1e3}
-        one |= {f"{who} ms": some for who, some in ms.items()}
-        found.append(one | {f"{who} / ours": 1e3 * some / line["us"] for who, some in ms.items()})
-    return frame(found, ["model", "T", "ours ms"])
+BESIDE = [*CASE, "configuration", "SGLang µs", "ours µs", *RATIO]
+
+
+def beside_sglang(rows: pd.DataFrame) -> pd.DataFrame:
+    """Time of SGLang's own layer over that of ours, bf16, every routing; above 1: ours is faster.
+
+    configuration: of its products: "shipped" for this GPU and these experts, or the "default" of its own function.
+    """
+    found = []
+    for params, group in cases(rows, "layer"):
+        known = facts(group)
+        for line in pairs(group, [(names.OURS, names.SGLANG)]):
+            shipped = known[names.SGLANG].get("config", {}).get("shipped")
+            line |= {"configuration": "shipped" if shipped else "default", "SGLang µs": line["against us"]}
+            found.append(picked(params, CASE) | line | {"ours µs": line["us"]})
+    return frame(found, BESIDE)[BESIDE]
 
 
 def int4_reading(rows: pd.DataFrame) -> pd.DataFrame:

@@ -25,14 +25,15 @@ from labkit.kernels.experts.inputs import Layer, LayerInputs, Workspace, workspa
 from labkit.kernels.experts.int4 import GROUP, Int4
 from labkit.kernels.launch import Launch
 from labkit.kernels.target import multiprocessors
-from labkit.studies.moe_persistent_grid import ceilings, executorch, green_context, peers, w4a8, work
+from labkit.studies.moe_persistent_grid import ceilings, executorch, green_context, peers, sglang, w4a8, work
 from labkit.studies.moe_persistent_grid.routings import synthetic
 from labkit.sweep.trial import DTYPES, Call, Shared, chosen, hash_of, in_order, kept, trial, tune_anew
 
 CHECKED, CHECKED_SLOTS = 32, 16  # tokens of a layer, slots of a GEMM, that are compared with the float64 reference
 INT4_RMS = math.sqrt((16**2 - 1) / 12 + 0.25)  # of u4 - 8 where all sixteen are as likely
 EXACT = {"max": reference.MAX_TOLERANCE, "rms": reference.RMS_TOLERANCE}
-# The loop rounds more often than `reference.layer` does with what is stored: SiLU by itself, and each weighted part.
+# The loop rounds more often than `reference.layer` does with what is stored: SiLU by itself, and each weighted part;
+# SGLang's layer the latter, and fp32 to fp16.
 # One token in a few hundred is then off by more than the metric allows a single kernel.
 LOOPED = {"max": 2 * reference.MAX_TOLERANCE, "rms": reference.RMS_TOLERANCE}
 # A value of 8 bits is off by up to 1/254 of its group's largest; ExecuTorch's tests allow 0.15 of the largest value.
@@ -263,6 +264,17 @@ def liger(x: Case, device: Any, sets: int, seed: int) -> Trial:
     items = inputs(x, device, sets, seed)
     calls = [peers.liger(item, tune=place == 0) for place, item in enumerate(items)]
     return trial(calls, (), lambda: _errors(calls[0]()[_some(x)], _expected(x, items[0])), EXACT)
+
+
+def sglang_layer(x: Case, device: Any, sets: int, seed: int) -> Trial:
+    """SGLang's layer, which returns its output."""
+    items = inputs(x, device, sets, seed)
+    calls = kept([sglang.layer(item) for item in items])
+
+    def check() -> dict[str, float]:
+        return _errors(calls[0]()[_some(x)], _expected(x, items[0], stored=True))
+
+    return trial(calls, (), check, LOOPED, facts=lambda: {"config": sglang.configuration(items[0])})
 
 
 def per_pair(x: Case, device: Any, sets: int, seed: int) -> Trial:

@@ -33,12 +33,14 @@ OURS_BF16 = "ours, bf16 weights"
 GROUPED = "F.grouped_mm with Triton around"
 LIGER = "liger-kernel, its host sync left out"
 LOOP = "loop of torch.mm, eager"
+SGLANG = "SGLang 0.5.22, tokens sorted by ours"
 READ = "read the experts' weights"
-RIVALS = (GROUPED, LIGER, LOOP)
+RIVALS = (GROUPED, LIGER, LOOP, SGLANG)
 TUNED_FOR = SOURCE_T  # tokens that OTHER_TOKENS was tuned for
 
-# ExecuTorch's own code: as released, and with the pull request's grid applied to it
+# Others' own code. ExecuTorch's: as released, and with the pull request's grid applied to it
 RELEASE = "executorch-1.5.1"
+SGLANG_RELEASE = "sglang-0.5.22"
 PER_PAIR = "ExecuTorch 1.5.1, per pair"
 PER_PAIR_UP_TO = 16  # tokens; it is the release's decode, and reads an expert's weights once a token
 
@@ -148,6 +150,7 @@ LINES = {  # operation, of layers with the kind of weights -> its variants; the 
         Line(GROUPED, "peer", "grouped_mm", {}),
         Line(LIGER, "peer", "liger", {}),
         Line(LOOP, "baseline", "loop", {}),
+        Line(SGLANG, "peer", "sglang_layer", {}),
         Line(ORDINARY, "step", "layer", {"dependent": False}),
         Line(BY_TILES, "step", "layer", {"rows": False}),
         Line(RULE, "step", "layer", {"base": "rule"}),
@@ -260,6 +263,7 @@ _RUNS = {  # by the name of the function in `trials`, where that is enough
     "liger": f"{STUDY}.peers:liger",
     "loop": f"{STUDY}.peers:loop",
     "read": f"{STUDY}.ceilings:read",
+    "sglang_layer": (f"source:{SGLANG_RELEASE}", f"{STUDY}.sglang:layer"),
     "per_pair": (f"source:{RELEASE}", f"{STUDY}.executorch:per_pair"),
     "released": (f"source:{RELEASE}", f"{STUDY}.executorch:batched"),
 }

@@ -21,6 +21,7 @@ SHORT = {
     variants.GROUPED: "F.grouped_mm",
     variants.LIGER: "liger-kernel",
     variants.LOOP: "loop, eager",
+    variants.SGLANG: "SGLang",
     variants.OURS: "ours",
 }
 GRIDS = ((variants.OURS_PERSISTENT, "one program an SM"), (variants.OURS_FILLED, "as many programs as fit"))
@@ -145,6 +146,8 @@ def rivals(rows: pd.DataFrame) -> Drawing:
     said = f"Ours is {counted(table['verdict'])} of {len(table)} cases; geometric mean "
     said += f"{geometric_mean(table['ratio']):.3f}, least {least['ratio']:.3f} ({_where(least)})"
     more = table[table["T"] > 1]["ratio"]
+    if tables.beside_sglang(rows).empty:
+        said += f"; SGLang's layer is not among them: {why_not(rows, [variants.SGLANG])}"
     said += f"; without one token {geometric_mean(more):.3f}" if 0 < len(more) < len(table) else ""
     return drawing(
         plots.ratios, table.assign(row=labels(table, "T")), "row", "ratio", "low", "high", group="model",
@@ -211,17 +214,16 @@ def words_said(rows: pd.DataFrame) -> str:
     return f"{said} Bytes are faster for {worse}." if worse else said
 
 
-def ahead_of_those(rows: pd.DataFrame) -> str:
-    """How often and how much ours is ahead of the better of the kernels that are of another run."""
-    table = tables.beside_other_runs(rows)
+def beside_sglang(rows: pd.DataFrame) -> str:
+    """SGLang's own layer over ours, and how much of that is with a configuration that was tuned for this GPU."""
+    table = uniform(tables.beside_sglang(rows))
     if table.empty:
-        return "no figures of another run are known for this GPU."
-    ratio = table[[name for name in table if name.endswith("/ ours")]].min(axis=1)
-    least = table.loc[ratio.idxmin()]
-    return (
-        f"the better of them / ours is above 1 in {(ratio > 1).sum()} of {len(ratio)} cases, ×{span(ratio)}, least "
-        f"with {_where(least)}; of two runs, so without an interval."
-    )
+        return f"SGLang's own layer beside ours: {why_not(rows, [variants.SGLANG])}."
+    least = table.loc[table["ratio"].idxmin()]
+    said = f"time SGLang / ours is {mean(table['ratio'])}; ours is {counted(table['verdict'])}, least "
+    said += f"{interval(least)} ({_where(least)})"
+    parts = [f"{kind} ×{span(part['ratio'])}" for kind, part in table.groupby("configuration", sort=False)]
+    return f"{said}. By its configuration: {', '.join(parts)}."
 
 
 def reading(rows: pd.DataFrame) -> Drawing:
