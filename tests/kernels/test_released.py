@@ -4,6 +4,7 @@ import ast
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -16,7 +17,8 @@ from labkit import registry, sources
 from labkit.bench.spec import Case
 from labkit.kernels.experts import int4, reference
 from labkit.kernels.experts.inputs import LayerInputs
-from labkit.studies.moe_persistent_grid import executorch, sglang
+from labkit.studies.moe_persistent_grid import executorch, sglang, trials
+from labkit.studies.moe_persistent_grid import variants as moe_variants
 from labkit.studies.moe_persistent_grid.variants import SGLANG_RELEASE
 from labkit.studies.state_layout import variants
 from labkit.sweep.trial import relative_rmse
@@ -247,3 +249,43 @@ def test_configurations_are_those_that_are_shipped_for_a_gpu(gpu, E, width, ship
     config.get_moe_configs.cache_clear()
     assert found["shipped"] is shipped
     assert (found["gemm2"] is not None) is shipped
+
+
+# ExecuTorch's products alone
+
+
+def product_case(op: str) -> Case:
+    shape = {"model": "tiny", "E": 2, "H": 128, "I": 128, "top_k": 1, "T": 5, "routing": "one expert"}
+    return Case(op, shape | {"weights": "INT4", "activations": "bf16"})
+
+
+@pytest.mark.parametrize("op", ["gemm1", "gemm2"])
+def test_executorch_s_products_alone_are_right_whatever_the_launch_decides(op, device, grids):
+    options = [one for one in moe_variants.RELEASED_GEMMS.values() if one["int8"]]  # products of bf16 need a GPU
+    bits = set()
+    for how in options:
+        trial = trials.released_gemm(product_case(op), device, 1, 0, **how)
+        errors = trial.check()
+        assert trial.written()
+        assert all(errors[name] <= trial.tolerance[name] for name in errors), (how, errors)
+        found = trial.facts()
+        assert found["live"] < found["blocks"]
+        per_block = found["tiles"] // (found["live"] if how.get("live") else found["blocks"])
+        assert found["tiles"] == per_block * (found["live"] if how.get("live") else found["blocks"])
+        assert found["programs"] == (found["tiles"] if how["grid"] == "tiles" else min(found["tiles"], 3))
+        bits.add(found["bits"])
+    assert len(bits) == 1
+
+
+def test_a_product_whose_last_live_block_is_left_off_is_noticed(device, grids, monkeypatch):
+    """The control of the test above."""
+    counted = executorch.product
+
+    def fewer(*args: object) -> executorch.Product:
+        found = counted(*args)
+        return replace(found, live=found.live - 1)
+
+    monkeypatch.setattr(executorch, "product", fewer)
+    trial = trials.released_gemm(product_case("gemm1"), device, 1, 0, "tiles", True, live=True)
+    trial.check()
+    assert not trial.written()

@@ -21,6 +21,7 @@ from labkit.kernels.experts.choose import Choice, WordChoice
 from labkit.kernels.launch import Launch
 from labkit.studies.moe_persistent_grid import executorch, peers, sglang, trials, variants, w4a8
 
+EXECUTORCHS = ("per_pair", "released", "released_gemm")
 PARTS = 12  # sources that the configurations of a layer which tunes itself are spread over, so that cores share them
 BEFORE = {"gemm1": "quantise", "gemm2": "activate"}  # what an 8-bit product needs, beside itself
 
@@ -64,10 +65,10 @@ def _foreign(x: Case, lines: Sequence[variants.Line], shape: list[Any]) -> Itera
         if line.make == "sglang_layer" and sources.is_fetched(sources.source(variants.SGLANG_RELEASE)):
             gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
             yield ["sglang", x["T"], *shape], (f"{__name__}:sglangs", {"params": params, "gpu": gpu})
-        if line.make in ("per_pair", "released") and sources.is_fetched(sources.source(variants.RELEASE)):
-            how = line.options or None
+        if line.make in EXECUTORCHS and sources.is_fetched(sources.source(variants.RELEASE)):
+            how = {name: line.options[name] for name in ("grid", "int8")} if line.options else None
             for part in range(PARTS):
-                key = [line.make, how, part, *_counts(x), *shape]
+                key = ["executorch", how, part, *_counts(x), *shape]
                 yield key, (f"{__name__}:executorchs", {"params": params, "how": how, "part": part})
 
 

@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Iterator, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -195,7 +196,7 @@ def persistence(rows: pd.DataFrame) -> pd.DataFrame:
     found = []
     for _, said, group in _gemms(rows):
         known = facts(group)
-        for line in pairs(group, [(persistent, tiles) for tiles, persistent in names.PAIRS]):
+        for line in pairs(group, [(persistent, tiles) for tiles, persistent in (*names.PAIRS, *names.OWN_PAIRS)]):
             tiles, persistent = (known.get(line[name], {}) for name in ("against", "variant"))
             code = [_number(one, name) for name in ("registers", "ctas_per_sm") for one in (tiles, persistent)]
             count, slots = _number(tiles, "tiles"), _number(tiles, "ctas_per_sm") * _number(tiles, "sms") or math.nan
@@ -254,14 +255,14 @@ def source_point(rows: pd.DataFrame) -> pd.DataFrame:
     both = {
         name: (us1[name], us2[name])
         for name in us1
-        if name in us2 and (name.startswith("source") or name == names.OURS_TILES)
+        if name in us2 and (name.startswith("source") or name in (names.OURS_TILES, *names.RELEASED_GEMMS))
     }
     found = []
     for variant, (first, second) in both.items():
         line = {"variant": variant, "µs, both": first + second, "GEMM1 µs": first, "GEMM2 µs": second}
         line |= {"tiles / this": sum(both.get(names.tiles_of(variant), [math.nan])) / (first + second)}
         known, known2 = facts1.get(variant, {}), facts2.get(variant, {})
-        early = names.EARLY in variant or variant == names.OURS_TILES
+        early = names.EARLY in variant or names.LIVE in variant or variant == names.OURS_TILES
         line |= {"dead %": 0.0 if early else _dead(known), "launched an SM": math.nan, "8-bit loads": math.nan}
         line |= {"registers": _number(known, "registers"), "CTAs an SM": _number(known, "ctas_per_sm")}
         if names.PERSISTENT in variant:
@@ -278,6 +279,27 @@ def _own_point(rows: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
     for x, _, group in _gemms(rows):
         if (x["model"], x["weights"], x["T"]) == (QWEN35_35B.name, "INT4", SOURCE_T):
             yield x.op, group
+
+
+OWN = ["T", "GEMM", "activations", "change", "us", "against us", "dead %", "CTAs an SM", *RATIO]
+
+
+def own_products(rows: pd.DataFrame) -> pd.DataFrame:
+    """ExecuTorch's own products alone: time before / after each thing that a launch of them decides; above 1: it pays.
+
+    dead: of the grid's blocks; CTAs an SM: that fit, of the code before. Only what is tuned differs in its code: the
+    two grids.
+    """
+    found = []
+    for x, said, group in _gemms(rows):
+        known = facts(group)
+        for int8, (change, both) in product((False, True), names.OWN_CHANGES.items()):
+            after, before = (names.released(", ".join(words), int8) for words in both)
+            for line in pairs(group, [(after, before)]):
+                line |= {"T": x["T"], "GEMM": said["GEMM"], "activations": "W4A8" if int8 else "W4A16"}
+                line |= {"change": change, "dead %": _dead(known[before])}
+                found.append(line | {"CTAs an SM": _number(known[before], "ctas_per_sm") or math.nan})
+    return frame(found, OWN)[OWN]
 
 
 TUNED_POINT = ["kernel", "GEMM", "tile", "µs", "persistent tile", "persistent µs", *RATIO, "no slower", "runs"]
