@@ -281,14 +281,14 @@ def _own_point(rows: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
             yield x.op, group
 
 
-OWN = ["T", "GEMM", "activations", "change", "us", "against us", "dead %", "CTAs an SM", *RATIO]
+OWN = ["T", "GEMM", "activations", "change", "us", "against us", "dead %", "CTAs an SM", "same code", *RATIO]
 
 
 def own_products(rows: pd.DataFrame) -> pd.DataFrame:
     """ExecuTorch's own products alone: time before / after each thing that a launch of them decides; above 1: it pays.
 
-    dead: of the grid's blocks; CTAs an SM: that fit, of the code before. Only what is tuned differs in its code: the
-    two grids.
+    dead: of the grid's blocks; CTAs an SM: that fit, of the code before. same code: whether both have as many
+    registers, as far as is known: each grid is tuned, and for groups of 1 the compiler may make something else.
     """
     found = []
     for x, said, group in _gemms(rows):
@@ -298,6 +298,7 @@ def own_products(rows: pd.DataFrame) -> pd.DataFrame:
             for line in pairs(group, [(after, before)]):
                 line |= {"T": x["T"], "GEMM": said["GEMM"], "activations": "W4A8" if int8 else "W4A16"}
                 line |= {"change": change, "dead %": _dead(known[before])}
+                line["same code"] = known[after].get("registers") == known[before].get("registers")
                 found.append(line | {"CTAs an SM": _number(known[before], "ctas_per_sm") or math.nan})
     return frame(found, OWN)[OWN]
 
