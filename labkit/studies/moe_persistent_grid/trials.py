@@ -477,7 +477,8 @@ def released_gemm(
     filled: as many programs as fit a multiprocessor, of the code that was chosen with one.
     """
     items = inputs(x, device, sets, seed)
-    tune_anew([SimpleNamespace(kernel=executorch.tuner(x.op, int8, grid))])
+    kernel = executorch.tuner(x.op, int8, grid)
+    _shared(x, device, ("tuned", grid, int8), lambda: tune_anew([SimpleNamespace(kernel=kernel)]))  # once for them all
     made = [executorch.product(item, x.op, int8, grid) for item in items]
     how = {"live": live, "sms": multiprocessors(torch.device(device)) if torch.device(device).type == "cuda" else 3}
     code = _described(executorch.launcher(made[0], grid, **how)())
