@@ -1030,6 +1030,7 @@ def test_the_pull_request_is_judged_by_the_sources_own_code(persistent, prefill,
     assert (found["prefill"].verdict, found["few-tokens"].verdict) == (prefill, few)
     assert f"W4A8 ×{0.5 / persistent:.2f}" in found["prefill"].measured
     assert found["prefill"].measured.startswith(claims.OWN)
+    assert f"own layer at its own point: ×{0.5 / persistent:.2f} (W4A16), ×" in views.in_short(some)
     said = made.caption(views.own_code(some))
     assert f"×{0.5 / persistent:.2f}" in said
     assert "ExecuTorch 1.5.1 W4A" in views.beside_released(some)
@@ -1129,7 +1130,7 @@ def test_nothing_is_judged_of_one_process_or_of_no_rows(rows):
 
 @pytest.mark.parametrize(("view", "said"), [
     ("in_short", "a persistent grid of one program an SM is slower in 24 of 24 cases (×0.91 in the mean, ×0.91)"),
-    ("in_short", "The source's kernels at its own point: ×0.99 with 8-bit activations and ×0.80 with bf16 ones."),
+    ("in_short", "source's kernels at its own point: ×0.99 with 8-bit activations and ×0.80 with bf16 ones."),
     ("in_short", "time of the fastest other (F.grouped_mm) / ours is ×1.20 in the mean of 15 cases"),
     ("rivals", "Ours is faster in 15 of 15 cases; geometric mean 1.200, least 1.2"),
     ("rivals", "without one token 1.200"),
