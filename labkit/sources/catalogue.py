@@ -14,13 +14,18 @@ MANIFEST = Path(__file__).with_name("sources.toml")
 
 @dataclass(frozen=True)
 class Source:
-    """Files of one version of a package. files: path in its wheel -> SHA-256."""
+    """Files of one version of a package.
+
+    files: path in its wheel, or below the one folder of its source distribution -> SHA-256.
+    archive: SHA-256 of the source distribution; empty: it is taken from a wheel.
+    """
 
     package: str
     version: str
     licence: str
     home: str
     files: Mapping[str, str]
+    archive: str = ""
 
     @property
     def name(self) -> str:
@@ -29,7 +34,10 @@ class Source:
 
     @property
     def sha(self) -> str:
-        """SHA-256 of package, version, and the hashes of its files: what a row's `kernel_sha` is made of."""
+        """SHA-256 of package, version, and the hashes of its files: what a row's `kernel_sha` is made of.
+
+        The archive around them does not count.
+        """
         lines = [self.package, self.version, *(f"{path} {sha}" for path, sha in sorted(self.files.items()))]
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
@@ -40,7 +48,8 @@ def manifest() -> Mapping[str, Source]:
     found = {}
     for package, entry in tomllib.loads(MANIFEST.read_text()).items():
         for version, files in entry["versions"].items():
-            made = Source(package, version, entry["licence"], entry["home"], files)
+            archive = entry.get("archives", {}).get(version, "")
+            made = Source(package, version, entry["licence"], entry["home"], files, archive)
             found[made.name] = made
     return found
 

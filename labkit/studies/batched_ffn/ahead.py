@@ -12,7 +12,7 @@ from labkit.kernels.offline import offline
 from labkit.studies.batched_ffn import variants
 from labkit.sweep.variants import code_of
 
-LIBRARIES = (variants.CUBLAS, variants.GEMLITE, variants.GROUPED_MM)  # have no kernel of the lab's
+LIBRARIES = (variants.CUBLAS, variants.GEMLITE, variants.GROUPED_MM, variants.LLAMA)  # have no kernel of the lab's
 
 
 def sources(some: Sequence[Case], capability: int) -> list[Source]:
