@@ -23,7 +23,8 @@ from labkit import sources
 from labkit.sources import building
 
 SOURCE = "llama-cpp-python-0.3.36"
-GLUE_SHA = "16c98dfbe08d5e53cd8449c379a30dc66f57979cf0432b6117dc674551b405f4"  # of llama_cpp.cu: named here, it counts for a row's `kernel_sha`
+# Of llama_cpp.cu: named here, it counts for a row's `kernel_sha`.
+GLUE_SHA = "16c98dfbe08d5e53cd8449c379a30dc66f57979cf0432b6117dc674551b405f4"
 ROOT = "vendor/llama.cpp/ggml"
 CUDA = f"{ROOT}/src/ggml-cuda"
 INSTANCES = f"{CUDA}/template-instances"
@@ -42,6 +43,7 @@ FLAGS = (
     "-DNDEBUG", "-D_GNU_SOURCE", "-DGGML_CUDA_NO_FA", "-DGGML_CUDA_NO_VMM",
 )  # fmt: skip
 HEADERS = {"ggml-version.h": f'#define GGML_VERSION "{SOURCE}"\n#define GGML_COMMIT ""\n'}
+TOP_K = range(2, 16)
 ROW = 512  # values of a row are a multiple of this: it pads others, and reads behind their end
 
 
@@ -83,6 +85,7 @@ def routed(format: str, blocks: Sequence[Tensor], x: Tensor, ids: Tensor, weight
     [N, hidden]; ids: int32, weights: fp32 [N, top_k]. Raises ValueError for what it would refuse by ending the process.
     """
     (E, width, _), (N, hidden), top_k = blocks[0].shape, x.shape, ids.shape[1]
+    check_top_k(top_k)
     check_rows(format, hidden, *blocks[:2], x, y, ids, weights)
     check_rows(format, width, blocks[2])
     sizes = (format, E, top_k, hidden, width, N)
@@ -95,6 +98,12 @@ def check_rows(format: str, K: int, blocks: Tensor, *others: Tensor) -> None:
         raise ValueError(f"rows have {K} values; allowed: multiples of {ROW}")
     if any(not one.is_contiguous() for one in (blocks, *others)):
         raise ValueError("a tensor is not contiguous; allowed: contiguous tensors")
+
+
+def check_top_k(top_k: int) -> None:
+    """Refuse what its weighted sum is not fused for."""
+    if top_k not in TOP_K:
+        raise ValueError(f"top_k is {top_k}; allowed: {TOP_K.start} to {TOP_K.stop - 1}")
 
 
 @cache
