@@ -118,11 +118,18 @@ def _build(recipe: Recipe, capability: int, nvcc: str, scratch: Path) -> Path:
     units = [recipe.own, *(folder(recipe.made) / unit for unit in recipe.units)]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         objects = list(pool.map(lambda unit: compile_unit(recipe, capability, nvcc, unit, scratch), units))
-    stubs, out = scratch / "stubs.c", scratch / "library.so"
-    missing = sorted(name for name in _missing(objects) if re.search(recipe.stubs, name))
-    stubs.write_text(_STUBS.format(stubs="".join(_STUB.format(i=i, name=name) for i, name in enumerate(missing))))
+    out = scratch / "library.so"
+    stubs = write_stubs(objects, recipe.stubs, scratch)
     _run([nvcc, "-shared", "-Xcompiler=-fPIC", *map(str, objects), str(stubs), "-o", str(out)])
     return out
+
+
+def write_stubs(objects: Sequence[Path], pattern: str, scratch: Path) -> Path:
+    """A C file that defines the symbols of a pattern that some object asks for, and none has."""
+    missing = sorted(name for name in _missing(objects) if re.search(pattern, name))
+    text = _STUBS.format(stubs="".join(_STUB.format(i=i, name=name) for i, name in enumerate(missing)))
+    (scratch / "stubs.c").write_text(text)
+    return scratch / "stubs.c"
 
 
 def _missing(objects: Sequence[Path]) -> set[str]:

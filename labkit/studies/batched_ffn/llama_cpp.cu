@@ -88,7 +88,7 @@ work * lab_routed(int device, const char * format, int64_t E, int64_t top_k, int
     ggml_tensor * middle = ggml_swiglu_split(c, ggml_mul_mat_id(c, g, v, i), ggml_mul_mat_id(c, u, v, i));
     ggml_tensor * parts  = ggml_mul(c, ggml_mul_mat_id(c, d, middle, i), s);
     ggml_build_forward_expand(w->graph, parts);
-    ggml_tensor * of_slot[64];
+    ggml_tensor * of_slot[16];  // the caller has looked: no more are summed in one kernel
     for (int64_t k = 0; k < top_k; k++) {
         of_slot[k] = ggml_view_2d(c, parts, hidden, N, parts->nb[2], k * parts->nb[1]);
         ggml_build_forward_expand(w->graph, of_slot[k]);
@@ -118,10 +118,5 @@ void lab_free(work * w) {
     ggml_backend_buffer_free(w->between);
     ggml_free(w->context);
     delete w;
-}
-
-// Bytes of a row of K values, as ggml stores them.
-int64_t lab_row_bytes(const char * format, int64_t K) {
-    return (int64_t) ggml_row_size(type_of(format), K);
 }
 }

@@ -20,11 +20,12 @@ import torch
 from torch import Tensor
 
 from labkit import sources
+from labkit.kernels.gguf import formats
 from labkit.sources import building
 
 SOURCE = "llama-cpp-python-0.3.36"
 # Of llama_cpp.cu: named here, it counts for a row's `kernel_sha`.
-GLUE_SHA = "16c98dfbe08d5e53cd8449c379a30dc66f57979cf0432b6117dc674551b405f4"
+GLUE_SHA = "125d08adf3b4ade8ec204745ca2c775ea556f8f05b2f26f947b095cfb2d65daa"
 ROOT = "vendor/llama.cpp/ggml"
 CUDA = f"{ROOT}/src/ggml-cuda"
 INSTANCES = f"{CUDA}/template-instances"
@@ -39,7 +40,7 @@ UNITS = (  # those that take long first
 )
 # Its own build's, without FlashAttention; and memory from cudaMalloc, which asks nothing of the driver's library.
 FLAGS = (
-    "-O3", "-use_fast_math", "-extended-lambda", "-w",
+    "-O3", "-use_fast_math", "-extended-lambda", "-compress-mode=size", "-w",
     "-DNDEBUG", "-D_GNU_SOURCE", "-DGGML_CUDA_NO_FA", "-DGGML_CUDA_NO_VMM",
 )  # fmt: skip
 HEADERS = {"ggml-version.h": f'#define GGML_VERSION "{SOURCE}"\n#define GGML_COMMIT ""\n'}
@@ -86,7 +87,7 @@ def routed(format: str, blocks: Sequence[Tensor], x: Tensor, ids: Tensor, weight
     """
     (E, width, _), (N, hidden), top_k = blocks[0].shape, x.shape, ids.shape[1]
     check_top_k(top_k)
-    check_rows(format, hidden, *blocks[:2], x, y, ids, weights)
+    check_rows(format, hidden, blocks[0], blocks[1], x, y, ids, weights)
     check_rows(format, width, blocks[2])
     sizes = (format, E, top_k, hidden, width, N)
     return Work("lab_routed", x.device, sizes, (*blocks, x, ids, weights, y))
@@ -94,8 +95,12 @@ def routed(format: str, blocks: Sequence[Tensor], x: Tensor, ids: Tensor, weight
 
 def check_rows(format: str, K: int, blocks: Tensor, *others: Tensor) -> None:
     """Refuse what its kernels would read wrongly."""
+    kind = formats.find(format)
+    size = K // kind.block * kind.block_bytes
     if K % ROW:
         raise ValueError(f"rows have {K} values; allowed: multiples of {ROW}")
+    if blocks.shape[-1] != size:
+        raise ValueError(f"blocks has {blocks.shape[-1]} bytes a row; allowed for {K} values of {format}: {size}")
     if any(not one.is_contiguous() for one in (blocks, *others)):
         raise ValueError("a tensor is not contiguous; allowed: contiguous tensors")
 
