@@ -1,12 +1,16 @@
 """llama.cpp's own products: what they are built of, that the lab's call of them compiles, and whose bytes they read."""
 
 import ctypes
+import dataclasses
+import errno
 import hashlib
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import rows as made
 import torch
 from missing import NO_NVCC, NO_SOURCES
 
@@ -14,8 +18,9 @@ from labkit import sources
 from labkit.bench.sha import covered, kernel_sha
 from labkit.bench.spec import Case
 from labkit.kernels.gguf import formats
+from labkit.report import words
 from labkit.sources import building
-from labkit.studies.batched_ffn import ahead, llama_cpp, routed_trials, trials, variants
+from labkit.studies.batched_ffn import ahead, llama_cpp, llama_views, routed_trials, tables, trials, variants
 
 MADE = sources.source(llama_cpp.SOURCE)
 fetched = pytest.mark.skipif(not sources.is_fetched(MADE), reason=NO_SOURCES)
@@ -152,6 +157,63 @@ def test_routed_trials_hand_it_fp32_too(monkeypatch):
     assert made.facts()["alone"] < 0.1
 
 
+# The page
+
+VIEWS = ("times", "bars", "errors", "routed")
+
+
+@pytest.fixture(scope="module")
+def rows():
+    return made.batched_ffn()
+
+
+def test_its_times_and_errors_stand_beside_ours(rows):
+    table = tables.beside_llama(rows, "product")
+    assert len(table) == len(tables.cases(rows, "product")) > 0
+    assert table["ratio"].tolist() == (table["llama.cpp µs"] / table["tensor_core µs"]).tolist()
+    assert (table["ours µs"] <= table["tensor_core µs"]).all()
+    assert (table["best ratio"] >= table["ratio"]).all()
+    assert {"llama.cpp error", "tensor_core error"} <= set(table)
+    assert len(tables.beside_llama(rows, "routed")) == len(tables.cases(rows, "routed")) > 0
+    made.check_views(llama_views, VIEWS, rows)
+
+
+def test_what_was_aimed_at_is_judged_at_few_tokens(rows, monkeypatch):
+    few = rows[rows["op"] == "product"]
+    count = (tables.beside_llama(few, "product")["N"] <= llama_views.FEW).sum()
+    said = llama_views.bars(few)
+    assert said.startswith(
+        f"tensor_core alone is 1.15× faster in the geometric mean of {count} cases of up to 32 tokens"
+    )
+    assert "at worst 1.15× faster" in said
+    assert "never slower): not reached." in said
+    monkeypatch.setattr(llama_views, "MEAN", 1.1)
+    assert "never slower): reached." in llama_views.bars(few)
+    monkeypatch.setattr(llama_views, "LEAST", 1.2)
+    assert "never slower): not reached." in llama_views.bars(few)
+
+
+@pytest.mark.parametrize(
+    ("reason", "said"),
+    [
+        (None, "not measured on this GPU"),
+        ("NotFetched: not fetched: labkit fetch llama-cpp-python", "not fetched: labkit fetch llama-cpp-python"),
+        ("NotBuilt: not built: needs nvcc", "not built: needs nvcc"),
+    ],
+)
+def test_where_it_could_not_be_timed_the_page_says_why(rows, reason, said):
+    own = rows["variant"] == variants.LLAMA
+    some = rows[~own] if reason is None else made.unusable(rows, own, reason)
+    kinds = {"times": "products", "bars": "products", "errors": "products", "routed": "routed products"}
+    for view, kind in kinds.items():
+        assert getattr(llama_views, view)(some) == f"llama.cpp's own {kind}: {said}."
+
+
+@pytest.mark.parametrize(("ratio", "said"), [(1.286, "1.29× faster"), (1.0, "1.00× faster"), (0.8, "1.25× slower")])
+def test_ratios_are_said_in_words(ratio, said):
+    assert words.faster(ratio) == said
+
+
 # Building
 
 
@@ -178,13 +240,73 @@ def test_without_its_files_or_nvcc_it_says_so(recipe, tmp_path, monkeypatch):
         building.library(recipe, 100)
 
 
-def test_only_what_was_asked_for_is_built(recipe, monkeypatch):
-    monkeypatch.setattr(building, "_nvcc", lambda: "nvcc")
-    monkeypatch.setattr(building, "_release", lambda nvcc: "13.0")
-    monkeypatch.setattr(building, "is_fetched", lambda made: True)
+@pytest.fixture
+def buildable(monkeypatch) -> None:
+    """As if all were there that building needs."""
+    for name, value in {"_nvcc": "nvcc", "_release": "13.0", "is_fetched": True, "problems": []}.items():
+        monkeypatch.setattr(building, name, lambda *arguments, value=value: value)
+
+
+def test_only_what_was_asked_for_is_built(recipe, buildable, monkeypatch):
+    with pytest.raises(building.NotBuilt, match=r"^not built: llama_cpp\.cu has SHA-256 \w{64}; allowed: 0$"):
+        building.library(dataclasses.replace(recipe, own_sha="0"), 90)
     monkeypatch.setattr(building, "problems", lambda made, root: ["a.cu has SHA-256 0; allowed: 1"])
     with pytest.raises(building.NotBuilt, match=r"^not built: a\.cu has SHA-256 0; allowed: 1\. Fetch it again\.$"):
         building.library(recipe, 90)
+
+
+@pytest.mark.parametrize(
+    ("problem", "message"),
+    [(OSError(errno.ENOSPC, "No space left on device"), "not built: .*No space left"), (KeyboardInterrupt(), "^$")],
+)
+def test_what_is_cut_off_leaves_nothing(recipe, buildable, tmp_path, monkeypatch, problem, message):
+    def build(recipe: building.Recipe, capability: int, nvcc: str, scratch: Path) -> Path:
+        (scratch / "half.o").touch()
+        raise problem
+
+    monkeypatch.setattr(building, "_build", build)
+    with pytest.raises((building.NotBuilt, KeyboardInterrupt), match=message):
+        building.library(recipe, 90)
+    assert list((tmp_path / "built").iterdir()) == []
+
+
+@pytest.fixture
+def toy(tmp_path, monkeypatch) -> building.Recipe:
+    """A recipe of one file, which calls what is left out."""
+    monkeypatch.setenv("LABKIT_BUILT", str(tmp_path / "built"))
+    monkeypatch.setenv("LABKIT_SOURCES", str(tmp_path / "sources"))
+    text = '#include "size.h"\nextern "C" void toy_gone();\nextern "C" int one() { return SIZE; }\n'
+    text += 'extern "C" void two() { toy_gone(); }\n'
+    source = sources.Source("toy", "1.0", "MIT", "", {"unit.cu": hashlib.sha256(text.encode()).hexdigest()})
+    sources.folder(source).mkdir(parents=True)
+    (sources.folder(source) / "unit.cu").write_text(text)
+    own = tmp_path / "own.cu"
+    own.write_text("__global__ void kernel(int *x) { *x = 1; }\n")
+    sha = hashlib.sha256(own.read_bytes()).hexdigest()
+    return building.Recipe(source, ("unit.cu",), own, sha, (".",), {"size.h": "#define SIZE 7\n"}, ("-O1",), "toy")
+
+
+@pytest.mark.skipif(not building._nvcc(), reason=NO_NVCC)
+def test_a_library_is_built_once_and_says_what_is_left_out_of_it(toy, monkeypatch):
+    path = building.library(toy, 90)
+    assert ctypes.CDLL(str(path)).one() == 7
+    call = [sys.executable, "-c", f"import ctypes; ctypes.CDLL({str(path)!r}).two()"]
+    done = subprocess.run(call, capture_output=True, text=True)
+    assert done.returncode
+    assert done.stderr.startswith("not built, but called: toy_gone")
+    assert [one.name for one in path.parent.iterdir()] == [path.name]
+    monkeypatch.setattr(building, "_build", None)
+    assert building.library(toy, 90) == path
+    with pytest.raises(TypeError):  # of another size
+        building.library(dataclasses.replace(toy, headers={"size.h": "#define SIZE 8\n"}), 90)
+
+
+@pytest.mark.skipif(not building._nvcc(), reason=NO_NVCC)
+def test_what_does_not_compile_is_named_by_its_first_error(toy):
+    with pytest.raises(building.NotBuilt, match=r"^not built: .*unit\.cu.*error.*size\.h") as raised:
+        building.library(dataclasses.replace(toy, headers={}), 90)
+    assert "\n" not in str(raised.value)
+    assert list(building.kept().iterdir()) == []
 
 
 @fetched
