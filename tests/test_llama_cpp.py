@@ -344,3 +344,24 @@ def test_the_file_that_calls_it_compiles_for_an_h100(recipe, tmp_path):
         pytest.skip(NO_NVCC)
     names = subprocess.run(["nm", "--defined-only", str(made)], capture_output=True, text=True, check=True).stdout
     assert {"lab_product", "lab_routed", "lab_launch", "lab_free"} <= set(names.split())
+
+
+@pytest.mark.gpu
+@fetched
+@pytest.mark.parametrize("x", [product_case(), product_case(N=40), product_case(format="BF16", N=40), routed_case()])
+def test_it_is_right_and_the_same_in_a_graph(x):
+    [variant] = [one for one in variants.of(x) if one.name == variants.LLAMA]
+    try:
+        trial = variant.prepare(x, torch.device("cuda", torch.cuda.current_device()), 2, 0)
+    except building.NotBuilt:
+        pytest.skip(NO_NVCC)
+    assert trial.check()["y"] <= trial.tolerance["y"]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in trial.calls:
+            call()
+    trial.poison()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert trial.written()
+    assert trial.check()["y"] <= trial.tolerance["y"]

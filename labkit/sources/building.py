@@ -115,9 +115,10 @@ def prepare(recipe: Recipe, scratch: Path) -> None:
 
 def _build(recipe: Recipe, capability: int, nvcc: str, scratch: Path) -> Path:
     prepare(recipe, scratch)
-    units = [recipe.own, *(folder(recipe.made) / unit for unit in recipe.units)]
+    units = [folder(recipe.made) / unit for unit in recipe.units]
+    objects = [compile_unit(recipe, capability, nvcc, recipe.own, scratch)]  # alone, since it soon says what is missing
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        objects = list(pool.map(lambda unit: compile_unit(recipe, capability, nvcc, unit, scratch), units))
+        objects += pool.map(lambda unit: compile_unit(recipe, capability, nvcc, unit, scratch), units)
     out = scratch / "library.so"
     stubs = write_stubs(objects, recipe.stubs, scratch)
     _run([nvcc, "-shared", "-Xcompiler=-fPIC", *map(str, objects), str(stubs), "-o", str(out)])
