@@ -4,6 +4,7 @@ from labkit import sources
 
 NO_BROWSER = "no Chromium on this machine: the pages were not opened in a browser"
 NO_GPU = "no CUDA device: the GPU tests did not run"
+NO_NVCC = "no nvcc, or no headers of cuBLAS, on this machine: llama.cpp's products were not compiled"
 NO_SOURCES = "others' kernels are not on this machine: labkit fetch"
 
 

@@ -14,8 +14,10 @@ MANIFEST = Path(__file__).with_name("sources.toml")
 
 @dataclass(frozen=True)
 class Source:
-    """Files of one version of a package. files: path in its wheel -> SHA-256.
+    """Files of one version of a package.
 
+    files: path in its wheel, or below the one folder of its source distribution -> SHA-256.
+    archive: SHA-256 of the source distribution; empty: it is taken from a wheel.
     on_request: why it is fetched only where it is named; empty: always.
     """
 
@@ -24,6 +26,7 @@ class Source:
     licence: str
     home: str
     files: Mapping[str, str]
+    archive: str = ""
     on_request: str = ""
 
     @property
@@ -33,7 +36,10 @@ class Source:
 
     @property
     def sha(self) -> str:
-        """SHA-256 of package, version, and the hashes of its files: what a row's `kernel_sha` is made of."""
+        """SHA-256 of package, version, and the hashes of its files: what a row's `kernel_sha` is made of.
+
+        The archive around them does not count.
+        """
         lines = [self.package, self.version, *(f"{path} {sha}" for path, sha in sorted(self.files.items()))]
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
@@ -44,7 +50,8 @@ def manifest() -> Mapping[str, Source]:
     found = {}
     for package, entry in tomllib.loads(MANIFEST.read_text()).items():
         for version, files in entry["versions"].items():
-            made = Source(package, version, entry["licence"], entry["home"], files, entry.get("on_request", ""))
+            archive, why = entry.get("archives", {}).get(version, ""), entry.get("on_request", "")
+            made = Source(package, version, entry["licence"], entry["home"], files, archive, why)
             found[made.name] = made
     return found
 
