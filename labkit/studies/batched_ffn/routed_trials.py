@@ -18,9 +18,9 @@ from labkit.sweep.trial import DTYPES, Call, Random, in_order
 
 Ids = Sequence[Sequence[int]]  # experts of every token, as the host knows them
 Make = Callable[[Any, Ids], Call]  # `Work`, its ids -> y
-# It rounds x, and what is between the matrices, to 8 bits, 32 values with one scale: each some 0.5 % of normal values,
-# more of the second, whose largest are farther out.
-LLAMA_TOLERANCE = 3e-2
+# It rounds x, and what is between the matrices, as it does in a product (`trials`): each by up to 1.2 % of normal
+# values, more of the second, whose largest are farther out; 2.9 % on an H100.
+LLAMA_TOLERANCE = 5e-2
 
 
 def held_experts(x: Case, device: Any, count: int, seed: int) -> tuple[list[Tensor], Experts]:

@@ -28,9 +28,11 @@ from labkit.sweep.trial import DTYPES, SAME_BITS, Call, Random, Shared, differin
 # Relative RMSE against float64 with the dequantised weights. One product: rounding of y, and in matrix instructions of
 # the weights, to bf16 (2^-9 each at most); whole layers round once more in between.
 TOLERANCE = {"bf16": 6e-3, "fp32": 1e-5}
-# llama.cpp rounds x to 8 bits, 32 values with one scale: of normal values some 0.5 %. Beside F32 and BF16 weights it
-# does not: these keep the tolerance of the others, since by some of its ways weights are rounded to TF32, or y to bf16.
-LLAMA_TOLERANCE = 1e-2
+# llama.cpp rounds x to 8 bits, 32 values with one scale: of normal values some 0.5 %; and, beside weights that have a
+# minimum (Q4_K, Q5_K), for many tokens, scale and sum of the 32 values to half: 1.2 % on an H100. Beside F32 and BF16
+# weights it does neither: these keep the tolerance of the others, since by some of its ways weights are rounded to
+# TF32, or y to bf16.
+LLAMA_TOLERANCE = 2e-2
 GEMLITE_TOLERANCE = 3e-2  # parts of K are added in bf16, as many as its tuning likes
 CHECKED = 8  # tokens that are compared with the reference, and three that are computed again alone
 TUNED = "gemlite.json"

@@ -67,10 +67,17 @@ def _order_of_own(rows: pd.DataFrame) -> list[str]:
     return [f"{said}other code, so that the ratio is not the order's: {_of_own(table[~fair])}"]
 
 
-def _own_pays(rows: pd.DataFrame, change: str) -> bool | None:
-    """Whether it does in most cases of ExecuTorch's own products; None if they were not timed alone."""
-    table = where(tables.own_products(rows), change=change)
-    return bool((table["verdict"] == "faster").mean() > 0.5) if len(table) else None
+def _filling_judged(rows: pd.DataFrame) -> str:
+    """Whether filling the SMs pays, by ExecuTorch's own products: those of which more than one program fits an SM."""
+    table = where(tables.own_products(rows), change=FILLED)
+    if table.empty:
+        return "not judged, ExecuTorch's own products were not measured on this GPU"
+    more = table[table["CTAs an SM"] > 1]
+    if more.empty:
+        return "not judged, no two programs of ExecuTorch's own products fit an SM"
+    said = f"where more than one program fits ({span(more['ratio'], '×{:.2f}')}, {len(more)} of {len(table)} cases)"
+    pays = (more["verdict"] == "faster").mean() > 0.5
+    return f"confirmed, filling the SMs pays {said}" if pays else f"refuted, filling the SMs gains little {said}"
 
 
 # The grid
@@ -234,11 +241,8 @@ def _of_filling(table: pd.DataFrame, rows: pd.DataFrame) -> str:
     left = table.dropna(subset=["tiles / filled"]).groupby("GEMM")["tiles / filled"]
     left = [f"{gemm} {mean(part)}" for gemm, part in left]
     said += [f"One CTA a tile / as many as fit: {'; '.join(left)}"] if left else []
-    own = _own_pays(rows, FILLED)
-    pays = (table["verdict"] == "faster").mean() > 0.5 if own is None else own
     said += _also(rows, FILLED)
-    judged = "confirmed, filling the SMs pays" if pays else "refuted, filling the SMs gains little"
-    return ". ".join([*said, f"Second cause: {judged}"])
+    return ". ".join([*said, f"Second cause: {_filling_judged(rows)}"])
 
 
 def order(rows: pd.DataFrame) -> Drawing:
