@@ -101,7 +101,7 @@ def _vllm(source: str, checked: bool = True, kda: bool = False) -> Variant:
     own = (f"source:{source}", f"{VLLM}:decode{'_kda' * kda}")
     options = ({} if checked else {"checked": False}) | ({"kda": True} if kda else {})
     name = released(source, "" if checked else UNCHECKED)
-    return _line(name, "peer" if checked else "step", "vllm_step", own, source=source, **options)
+    return _line(name, "peer", "vllm_step", own, source=source, **options)
 
 
 def _flashinfer(name: str, op: str, **options: object) -> Variant:
@@ -229,7 +229,7 @@ def rivals(op: str) -> dict[str, tuple[str, list[str]]]:
 
     attn-gym, SGLang, vLLM and FlashInfer's [V, K] take indices into a pool; fla-core has them in order.
     """
-    peers = [one.name for one in VARIANTS[op] if one.role == "peer"]
+    peers = [one.name for one in VARIANTS[op] if one.role == "peer" and UNCHECKED not in one.name]
     if op != "step":
         return {"": (OURS, peers)}
     pooled = (ATTENTION_GYM, FLASHINFER_VK)
