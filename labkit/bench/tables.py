@@ -1,6 +1,7 @@
 """Tables of a study, made from its rows: cases in order, times by variant, pairs with interval and verdict."""
 
 import json
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -67,7 +68,7 @@ def timed(group: pd.DataFrame) -> dict[str, dict[str, Any]]:
 def why_not(rows: pd.DataFrame, names: Iterable[str]) -> str:
     """What kept some variants from being measured: what the first of their rows says, or that there are none."""
     reasons = [reason for reason in rows[rows["variant"].isin(list(names))]["reason"].unique() if reason]
-    return reasons[0].removeprefix("NotFetched: ") if reasons else "not measured on this GPU"
+    return re.sub("^Not(Fetched|Built): ", "", reasons[0]) if reasons else "not measured on this GPU"
 
 
 def facts(group: pd.DataFrame, usable: bool = True, column: str = "evidence") -> dict[str, dict[str, Any]]:
