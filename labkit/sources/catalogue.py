@@ -17,6 +17,7 @@ class Source:
     """Files of one version of a package. files: path in its wheel -> SHA-256.
 
     on_request: why it is fetched only where it is named; empty: always.
+    called: what it goes by where that is not its package: other files of a release, on which other rows depend.
     """
 
     package: str
@@ -25,11 +26,12 @@ class Source:
     home: str
     files: Mapping[str, str]
     on_request: str = ""
+    called: str = ""
 
     @property
     def name(self) -> str:
         """As variants and commands call it."""
-        return f"{self.package}-{self.version}"
+        return f"{self.called or self.package}-{self.version}"
 
     @property
     def sha(self) -> str:
@@ -42,9 +44,10 @@ class Source:
 def manifest() -> Mapping[str, Source]:
     """Name -> source, in the order of `sources.toml`: package by package, the earliest version first."""
     found = {}
-    for package, entry in tomllib.loads(MANIFEST.read_text()).items():
+    for called, entry in tomllib.loads(MANIFEST.read_text()).items():
+        package, why = entry.get("package", called), entry.get("on_request", "")
         for version, files in entry["versions"].items():
-            made = Source(package, version, entry["licence"], entry["home"], files, entry.get("on_request", ""))
+            made = Source(package, version, entry["licence"], entry["home"], files, why, called)
             found[made.name] = made
     return found
 
