@@ -6,6 +6,7 @@ Name in the manifest, without the version -> module -> its names. Nothing here c
 import logging
 from collections.abc import Callable, Mapping
 from functools import cache
+from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
@@ -77,8 +78,7 @@ _SGLANG_JIT = {
 
 def _fake_tensor(dtype: Any, shape: tuple[Any, ...], divisibility: int) -> Any:
     """A matrix to compile for: rows side by side, everything else only known to be a multiple of so many values."""
-    from cutlass import cute
-
+    cute = import_module("cutlass.cute")  # the lab itself does not need it
     strides = tuple(cute.sym_int64(divisibility=divisibility) for _ in shape[1:])
     align = max(divisibility * dtype.width // 8, 1)
     return cute.runtime.make_fake_tensor(dtype, shape, stride=(*strides, 1), assumed_align=align)
