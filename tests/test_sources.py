@@ -1,10 +1,13 @@
 """Other people's code: fetched from their packages, checked, and loaded in namespaces of its own."""
 
 import ast
+import dataclasses
 import errno
 import hashlib
+import io
 import subprocess
 import sys
+import tarfile
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -29,9 +32,8 @@ FILES = {
 NAMED = ("toy/ops.py", "toy/sizes.py")
 
 
-@pytest.fixture
-def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Two releases of a package, in a folder that pip looks into instead of an index; toy(…) spoils one of them."""
+def only_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder that pip looks into instead of an index; what is fetched goes beside it."""
     packages = tmp_path / "packages"
     packages.mkdir()
     for name, value in {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(packages)}.items():
@@ -39,6 +41,13 @@ def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     monkeypatch.delenv("PIP_EXTRA_INDEX_URL", raising=False)
     monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
     monkeypatch.setenv("LABKIT_SOURCES", str(tmp_path / "kept"))
+    return packages
+
+
+@pytest.fixture
+def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Two releases of a package, in a folder that pip looks into instead of an index; toy(…) spoils one of them."""
+    packages = only_index(tmp_path, monkeypatch)
     lines = ["[toy]", 'licence = "MIT"', 'home = "https://example.org/toy"']
     for version, size in (("1.0", 1), ("2.0", 2)):
         texts = {path: text.format(size=size) if "SIZE = {" in text else text for path, text in FILES.items()}
@@ -185,6 +194,110 @@ def test_other_files_of_a_release_may_go_by_a_name_of_their_own(toy, tmp_path):
         sources.load("toy-part-1.0", "toy.ops")
 
 
+# Source distributions
+
+BACKEND = """
+from pathlib import Path
+def prepare_metadata_for_build_wheel(folder, settings=None):
+    Path({ran!r}).touch()
+    made = Path(folder) / "tarred-1.0.dist-info"
+    made.mkdir()
+    (made / "METADATA").write_text("Metadata-Version: 2.1\\nName: tarred\\nVersion: 1.0\\n")
+    return made.name
+def build_wheel(*arguments):
+    raise RuntimeError("nothing is built")
+"""
+PROJECT = '[build-system]\nrequires = []\nbuild-backend = "backend"\nbackend-path = ["."]\n'
+KERNEL = "vendor/lib/kernel.cu"
+
+
+@pytest.fixture
+def tarred(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
+    """tarred(): one release of a package, a source distribution; tarred(members): with these as well."""
+    packages = only_index(tmp_path, monkeypatch)
+    backend = BACKEND.format(ran=str(tmp_path / "ran"))
+    texts = {"pyproject.toml": PROJECT, "backend.py": backend, "PKG-INFO": "", KERNEL: "code", "other.cu": "other"}
+
+    def make(more: dict[str, str] | None = None, sha: str | None = None, keep: str = KERNEL) -> Path:
+        path = packages / "tarred-1.0.tar.gz"
+        with tarfile.open(path, "w:gz") as archive:
+            named = {f"tarred-1.0/{name}": text for name, text in texts.items()} | (more or {})
+            for name, text in named.items():
+                member = tarfile.TarInfo(name)
+                member.size = len(text)
+                archive.addfile(member, io.BytesIO(text.encode()))
+        sha = sha or hashlib.sha256(path.read_bytes()).hexdigest()
+        lines = ["[tarred]", 'licence = "MIT"', 'home = "https://example.org"', f'archives = {{ "1.0" = "{sha}" }}']
+        lines += ['[tarred.versions."1.0"]', f'"{keep}" = "{hashlib.sha256(b"code").hexdigest()}"']
+        (tmp_path / "sources.toml").write_text("\n".join(lines))
+        catalogue.manifest.cache_clear()
+        return path
+
+    monkeypatch.setattr(catalogue, "MANIFEST", tmp_path / "sources.toml")
+    yield make
+    catalogue.manifest.cache_clear()
+
+
+def test_a_source_distribution_gives_its_named_files_unbuilt(tarred, tmp_path):
+    tarred()
+    made = sources.source("tarred-1.0")
+    assert sources.fetch(made) == tmp_path / "kept" / "tarred-1.0"
+    assert [one for one in kept(tmp_path) if one.endswith((".cu", ".py", ".toml"))] == [f"tarred-1.0/{KERNEL}"]
+    assert (sources.folder(made) / KERNEL).read_text() == "code"
+    assert made.sha == dataclasses.replace(made, archive="").sha  # of the files, whatever is around them
+
+
+@pytest.mark.parametrize("how", ["another archive", "cut off"])
+def test_no_code_of_another_archive_is_run(tarred, tmp_path, how):
+    path = tarred(sha="0" * 64 if how == "another archive" else None)
+    if how == "cut off":
+        path.write_bytes(path.read_bytes()[:200])
+    found = hashlib.sha256(path.read_bytes()).hexdigest()
+    with pytest.raises(
+        sources.SourceError, match=rf"^tarred-1\.0: its archive has SHA-256 {found}; allowed: \w{{64}}$"
+    ):
+        sources.fetch(sources.source("tarred-1.0"))
+    assert kept(tmp_path) == []
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_source_distribution_lacks_a_file(tarred, tmp_path):
+    tarred(keep="vendor/lib/gone.cu")
+    with pytest.raises(sources.SourceError, match=r"^tarred-1\.0: vendor/lib/gone\.cu is not there$"):
+        sources.fetch(sources.source("tarred-1.0"))
+    assert kept(tmp_path) == []
+
+
+def test_a_source_distribution_s_path_that_leads_out_is_refused(tarred, tmp_path, monkeypatch):
+    path = tarred({f"tarred-1.0/../../{KERNEL}": "worse"})
+    monkeypatch.setattr(fetching, "_download", lambda made, scratch: path)  # pip's own refusal does not count here
+    with pytest.raises(sources.SourceError, match=r"^tarred-1\.0: .*outside the destination"):
+        sources.fetch(sources.source("tarred-1.0"))
+    assert kept(tmp_path) == []
+
+
+def test_a_damaged_source_distribution_is_named(tarred, tmp_path, monkeypatch):
+    path = tarred()
+    path.write_bytes(path.read_bytes()[:-200])
+    monkeypatch.setattr(fetching, "_download", lambda made, scratch: path)  # as if its hash were the one given
+    with pytest.raises(sources.SourceError, match=r"^tarred-1\.0: tarred-1\.0\.tar\.gz is damaged: "):
+        sources.fetch(sources.source("tarred-1.0"))
+    assert kept(tmp_path) == []
+
+
+@pytest.mark.parametrize("problem", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()])
+def test_a_source_distribution_that_is_cut_off_leaves_nothing(tarred, tmp_path, monkeypatch, problem):
+    tarred()
+
+    def write(self: Path, data: bytes) -> None:
+        raise problem
+
+    monkeypatch.setattr(Path, "write_bytes", write)
+    with pytest.raises((sources.SourceError, KeyboardInterrupt), match=r"No space left on device|^$"):
+        sources.fetch(sources.source("tarred-1.0"))
+    assert kept(tmp_path) == []
+
+
 def test_a_module_may_be_changed_without_the_release_being_so(toy):
     sources.fetch(sources.source("toy-1.0"))
 
@@ -241,6 +354,7 @@ def test_the_manifest_says_where_each_file_is_from():
         assert made.home.startswith("https://")
         assert made.files
         assert all(len(value) == 64 for value in made.files.values())
+        assert len(made.archive) in (0, 64)
     assert fetching.TARGET  # wheels of another Python and machine may be read here
 
 

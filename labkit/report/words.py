@@ -29,6 +29,11 @@ def mean(ratios: pd.Series) -> str:
     return f"×{geometric_mean(ratios):.2f} in the mean of {len(ratios)} cases, ×{span(ratios)}"
 
 
+def faster(ratio: float) -> str:
+    """How much faster something is than what takes `ratio` times its time: "1.29× faster"."""
+    return f"{ratio:.2f}× faster" if ratio >= 1 else f"{1 / ratio:.2f}× slower"
+
+
 def interval(line: Mapping[str, Any] | pd.Series, digits: int = 2) -> str:
     """The ratio of a table's line with its interval: "×1.31 [1.29, 1.33]"."""
     mid, low, high = (f"{line[name]:.{digits}f}" for name in ("ratio", "low", "high"))

@@ -14,8 +14,10 @@ MANIFEST = Path(__file__).with_name("sources.toml")
 
 @dataclass(frozen=True)
 class Source:
-    """Files of one version of a package. files: path in its wheel -> SHA-256.
+    """Files of one version of a package.
 
+    files: path in its wheel, or below the one folder of its source distribution -> SHA-256.
+    archive: SHA-256 of the source distribution; empty: it is taken from a wheel.
     on_request: why it is fetched only where it is named; empty: always.
     called: what it goes by where that is not its package: other files of a release, on which other rows depend.
     """
@@ -25,6 +27,7 @@ class Source:
     licence: str
     home: str
     files: Mapping[str, str]
+    archive: str = ""
     on_request: str = ""
     called: str = ""
 
@@ -35,7 +38,10 @@ class Source:
 
     @property
     def sha(self) -> str:
-        """SHA-256 of package, version, and the hashes of its files: what a row's `kernel_sha` is made of."""
+        """SHA-256 of package, version, and the hashes of its files: what a row's `kernel_sha` is made of.
+
+        The archive around them does not count.
+        """
         lines = [self.package, self.version, *(f"{path} {sha}" for path, sha in sorted(self.files.items()))]
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
@@ -47,7 +53,8 @@ def manifest() -> Mapping[str, Source]:
     for called, entry in tomllib.loads(MANIFEST.read_text()).items():
         package, why = entry.get("package", called), entry.get("on_request", "")
         for version, files in entry["versions"].items():
-            made = Source(package, version, entry["licence"], entry["home"], files, why, called)
+            archive = entry.get("archives", {}).get(version, "")
+            made = Source(package, version, entry["licence"], entry["home"], files, archive, why, called)
             found[made.name] = made
     return found
 

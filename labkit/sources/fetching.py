@@ -1,11 +1,15 @@
 """Take the named files out of a released package: all of them, checked, or none."""
 
 import hashlib
+import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import tempfile
 import zipfile
+import zlib
+from collections.abc import Iterator
 from pathlib import Path
 
 from labkit.sources.catalogue import Source, folder
@@ -57,20 +61,47 @@ def problems(made: Source, root: Path) -> list[str]:
 
 def _download(made: Source, scratch: Path) -> Path:
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-cache-dir", f"--dest={scratch}"]
-    done = subprocess.run([*command, *TARGET, f"{made.package}=={made.version}"], capture_output=True, text=True)
-    wheels = list(scratch.glob("*.whl"))
-    if done.returncode or not wheels:
-        errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or done.stderr.splitlines()
-        raise SourceError(f"{made.name}: pip: {errors[-1] if errors else 'nothing was downloaded'}")
-    return wheels[0]
+    wanted = [*TARGET, f"{made.package}=={made.version}"]
+    if made.archive:
+        # pip asks a source distribution for its metadata, and so runs code of it: not before its hash is the one given.
+        needs = scratch / "needs.txt"
+        needs.write_text(f"{made.package}=={made.version} --hash=sha256:{made.archive}\n")
+        wanted = [f"--no-binary={made.package}", "--require-hashes", f"--requirement={needs}"]
+    done = subprocess.run([*command, *wanted], capture_output=True, text=True)
+    archives = [*scratch.glob("*.whl"), *scratch.glob("*.tar.gz")]
+    if done.returncode or not archives:
+        raise SourceError(f"{made.name}: {_reason(made, done.stderr)}")
+    return archives[0]
+
+
+def _reason(made: Source, stderr: str) -> str:
+    """What pip complains of, in a line."""
+    if got := re.search(r"Got +([0-9a-f]{64})", stderr):
+        return f"its archive has SHA-256 {got[1]}; allowed: {made.archive}"
+    errors = [line for line in stderr.splitlines() if line.startswith("ERROR")] or stderr.splitlines()
+    return f"pip: {errors[-1] if errors else 'nothing was downloaded'}"
 
 
 def _extract(made: Source, archive: Path, kept: Path) -> None:
-    """The manifest's files of a wheel, as far as it has them."""
+    """The manifest's files of an archive, as far as it has them."""
     try:
+        for path, data in _members(made, archive):
+            (kept / path).parent.mkdir(parents=True, exist_ok=True)
+            (kept / path).write_bytes(data)
+    except (zipfile.BadZipFile, tarfile.TarError, EOFError, zlib.error) as error:
+        raise SourceError(f"{made.name}: {archive.name} is damaged: {error}") from error
+
+
+def _members(made: Source, archive: Path) -> Iterator[tuple[str, bytes]]:
+    """Path and content of each of the manifest's files. A tar with a path that leads out of it is refused whole."""
+    if archive.suffix == ".whl":
         with zipfile.ZipFile(archive) as wheel:
             for path in made.files.keys() & set(wheel.namelist()):
-                (kept / path).parent.mkdir(parents=True, exist_ok=True)
-                (kept / path).write_bytes(wheel.read(path))
-    except zipfile.BadZipFile as error:
-        raise SourceError(f"{made.name}: {archive.name} is damaged: {error}") from error
+                yield path, wheel.read(path)
+        return
+    with tarfile.open(archive) as source:
+        for member in source:
+            tarfile.data_filter(member, "/kept")  # only looked at: what is kept is written under the manifest's names
+            path = member.name.partition("/")[2]
+            if path in made.files and member.isfile():
+                yield path, source.extractfile(member).read()

@@ -5,6 +5,7 @@ Name in the manifest, without the version -> module -> its names. Nothing here c
 
 import logging
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from functools import cache
 from importlib import import_module
 from types import SimpleNamespace
@@ -24,6 +25,10 @@ _SGLANG_UTILS = {
     "is_cpu": lambda: False,
     "is_npu": lambda: False,
     "cpu_has_amx_support": lambda: False,
+    "is_cuda": lambda: True,
+    **dict.fromkeys(("is_hip", "is_musa", "is_sm90_supported", "is_xpu"), lambda: False),
+    "get_bool_env_var": lambda name: False,
+    "get_device_name": lambda: torch.cuda.get_device_name() if torch.cuda.is_available() else "",
 }
 
 
@@ -32,7 +37,7 @@ def _not_called(*args: Any, **options: Any) -> Any:
 
 
 def _undecorated(function: Callable | None = None, **options: Any) -> Callable:
-    """FlashInfer's decorator of public functions, which logs calls."""
+    """FlashInfer's decorator of public functions, which logs calls; SGLang's of operators, which registers them."""
     return function or (lambda decorated: decorated)
 
 
@@ -58,6 +63,41 @@ _FLASHINFER_TRACES = (
     "gdn_replayssm_commit_trace",
     "gdn_prefill_trace",
 )
+
+# SGLang's expert layer, of weights that are not quantised, on one GPU, as its server has it by default.
+_SGLANG_EXEC = SimpleNamespace(
+    deterministic=SimpleNamespace(enable_deterministic_inference=False),
+    moe=SimpleNamespace(enable_fused_moe_sum_all_reduce=False),
+)
+_SGLANG_LAYER = "sglang.srt.layers.moe.moe_runner"
+_SGLANG_EXPERTS = {
+    "sgl_kernel": {"moe_sum_reduce": _not_called},  # this, and what aligns and activates, is set by who calls
+    "sglang.kernels.jit.utils": {"is_arch_support_pdl": lambda: False},  # set by who calls, too
+    "sglang.kernels.ops.activation.activation": dict.fromkeys(
+        ("gelu_and_mul", "gelu_tanh_and_mul", "silu_and_mul", "silu_and_mul_with_activation_rounding"), _not_called
+    ),
+    "sglang.kernels.ops.quantization.fp8_kernel": dict.fromkeys(
+        ("per_token_group_quant_fp8", "scaled_fp8_quant", "sglang_per_token_group_quant_fp8"), _not_called
+    ),
+    "sglang.kernels.ops.quantization.int8_kernel": dict.fromkeys(
+        ("per_token_group_quant_int8", "per_token_quant_int8", "sglang_per_token_group_quant_int8"), _not_called
+    ),
+    "sglang.kernels.ops.quantization.per_token_group_quant": {"per_token_group_quant": _not_called},
+    "sglang.srt.batch_invariant_ops": {"is_batch_invariant_mode_enabled": lambda: False},
+    "sglang.srt.distributed.device_communicators.pynccl_allocator": {
+        "use_symmetric_memory": lambda group, disabled: nullcontext()
+    },
+    "sglang.srt.layers.dp_attention": {"is_allocation_symmetric": lambda: False},
+    _SGLANG_LAYER: {"MoeRunnerConfig": SimpleNamespace},
+    f"{_SGLANG_LAYER}.triton_utils": {"get_config": lambda: None},  # of its tuner, which overrides the files
+    f"{_SGLANG_LAYER}.triton_utils.moe_align_block_size": {"moe_align_block_size": _not_called},
+    "sglang.srt.layers.moe.utils": {"get_moe_padding_size": lambda aiter: 0, "get_moe_runner_backend": _not_called},
+    "sglang.srt.runtime_context": {
+        "get_exec": lambda: _SGLANG_EXEC,
+        "get_parallel": lambda: SimpleNamespace(tp_group=None),
+    },
+    "sglang.srt.utils.custom_op": {"register_custom_op": _undecorated},
+}
 
 
 def _capability() -> int:
@@ -97,6 +137,7 @@ STUBS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
         "sglang.srt.utils": _SGLANG_UTILS,
         "sglang.srt.utils.common": {"torch_release": _TORCH_RELEASE},
         "einops": {"rearrange": _not_called},  # of tensors with their heads first, which it refuses itself
+        **_SGLANG_EXPERTS,
     },
     "sglang-gemv": {"sglang.kernels.jit.utils": _SGLANG_JIT},
     "vllm": {

@@ -4,6 +4,7 @@ import ast
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -16,8 +17,10 @@ from labkit import registry, sources
 from labkit.bench.spec import Case
 from labkit.kernels.experts import int4, reference
 from labkit.kernels.experts.inputs import LayerInputs
-from labkit.studies.moe_persistent_grid import executorch
-from labkit.studies.state_layout import variants
+from labkit.studies.moe_persistent_grid import executorch, sglang, trials
+from labkit.studies.moe_persistent_grid import variants as moe_variants
+from labkit.studies.moe_persistent_grid.variants import SGLANG_RELEASE
+from labkit.studies.state_layout import variants, vllm
 from labkit.sweep.trial import relative_rmse
 
 pytestmark = pytest.mark.skipif(sources_missing(), reason=NO_SOURCES)
@@ -169,3 +172,159 @@ def _tree() -> ast.Module:
     made = sources.source(executorch.RELEASE)
     [path] = made.files
     return ast.parse((sources.folder(made) / path).read_text())
+
+
+# vLLM: what its release brought beside the layout
+
+
+def test_the_look_at_the_slot_is_all_that_is_taken_out():
+    source = variants.VLLM_AFTER
+    if not sources.is_fetched(sources.source(source)):
+        pytest.skip(NO_SOURCES)
+    before = ast.parse(
+        (sources.folder(sources.source(source)) / vllm.MODULE.replace(".", "/")).with_suffix(".py").read_text()
+    )
+    after = ast.unparse(vllm.unchecked(ast.parse(ast.unparse(before)))).splitlines()
+    gone = [line.strip() for line in ast.unparse(before).splitlines()]
+    for line in after:
+        gone.remove(line.strip())
+    assert sorted(gone) == ["if final_state_idx >= 0:", "if state_idx < 0:", "return"]
+
+
+def test_a_kernel_that_does_not_look_at_the_slot_is_refused():
+    with pytest.raises(ValueError, match="0 looks at the slot"):
+        vllm.unchecked(ast.parse("x = 1"))
+
+
+# SGLang: its layer with the lab's sort of the tokens
+
+
+def routed(dtype: torch.dtype, device: str, T: int = 21, E: int = 5, top_k: int = 3) -> tuple[LayerInputs, Tensor]:
+    """A layer whose last expert gets no token, and its output in float64."""
+    H, width = 128, 64
+    generator = torch.Generator().manual_seed(0)
+    w1, w2 = (
+        (torch.randn(shape, generator=generator) * shape[-1] ** -0.5).to(dtype)
+        for shape in ((E, 2 * width, H), (E, H, width))
+    )
+    x = torch.randn((T, H), generator=generator).to(dtype)
+    ids = torch.stack([torch.randperm(E - 1, generator=generator)[:top_k] for _ in range(T)]).int()
+    weights = torch.rand((T, top_k), generator=generator)
+    expected = reference.layer(x, ids, weights, w1, w2)
+    return LayerInputs(*(part.to(device) for part in (x, ids, weights, w1, w2)), torch.empty_like(x)), expected
+
+
+@pytest.mark.parametrize("tile", [None, (16, 32, 32), (32, 64, 64)])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize(("T", "top_k"), [(1, 3), (21, 3), (21, 2), (70, 1)])
+def test_sglang_s_layer_is_right(dtype, tile, T, top_k, device, monkeypatch):
+    """In its default configuration and in others, as its files have them."""
+    item, expected = routed(dtype, device, T, top_k=top_k)
+    config = sources.load(SGLANG_RELEASE, f"{sglang.FOLDER}.fused_moe_triton_config")
+    if tile:
+        names = ("BLOCK_SIZE_M", "BLOCK_SIZE_N", "BLOCK_SIZE_K")
+        shipped = {8: dict(zip(names, tile, strict=True)) | {"GROUP_SIZE_M": 2, "num_warps": 4, "num_stages": 2}}
+        monkeypatch.setattr(config, "get_moe_configs", lambda *sizes, down_moe=False, **how: shipped)
+    assert relative_rmse(sglang.layer(item)().cpu(), expected) < 2e-3
+    found = sglang.configuration(item)
+    assert found["shipped"] is (tile is not None)
+    assert found["gemm1"]["BLOCK_SIZE_M"] == (tile[0] if tile else 16 if T <= 5 else 64)
+
+
+def test_sglang_s_layer_without_a_slot_is_noticed(device, monkeypatch):
+    """The control: one row of the sorted ones is padding."""
+    item, expected = routed(torch.float32, device)
+
+    def one_left_out(ids: Tensor, block_m: int, experts: int) -> tuple[Tensor, ...]:
+        slots, owners, padded = sglang.aligned(ids, block_m, experts)
+        return torch.where(slots == 4, ids.numel(), slots), owners, padded
+
+    monkeypatch.setattr(sglang._modules()[0], "moe_align_block_size", one_left_out)
+    assert not relative_rmse(sglang.layer(item)().cpu(), expected) < 2e-2
+
+
+@pytest.mark.parametrize(("T", "top_k", "experts", "block_m"), [(1, 8, 256, 16), (40, 2, 8, 64), (33, 3, 5, 32)])
+def test_tables_are_as_long_as_sglang_s_and_sorted(T, top_k, experts, block_m, device):
+    """Its kernels have as many programs as the tables have blocks; between the products are as many rows."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.stack([torch.randperm(experts, generator=generator)[:top_k] for _ in range(T)]).int().to(device)
+    slots, owners, padded = sglang.aligned(ids, block_m, experts)
+    count = T * top_k
+    rows = count * block_m if count < experts + 1 else count + (experts + 1) * (block_m - 1)
+    assert len(slots) // block_m == len(owners) == -(-(-(-rows // 4) * 4) // block_m)
+    live = slots[: int(padded)]
+    assert sorted(live[live < count].tolist()) == list(range(count))
+    assert all(owners[place // block_m] == ids.flatten()[slot] for place, slot in enumerate(live) if slot < count)
+    assert set(owners[int(padded) // block_m :].tolist()) <= {-1}
+
+
+@pytest.mark.parametrize(("gpu", "E", "width", "shipped"), [
+    ("NVIDIA H200", 256, 512, True), ("NVIDIA H200", 8, 14336, True), ("NVIDIA H200", 128, 768, True),
+    ("NVIDIA H100 80GB HBM3", 128, 768, True), ("NVIDIA H100 80GB HBM3", 256, 512, False),
+    ("NVIDIA H100 80GB HBM3", 8, 14336, False), ("another", 128, 768, False),
+])  # fmt: skip
+def test_configurations_are_those_that_are_shipped_for_a_gpu(gpu, E, width, shipped, monkeypatch):
+    config = sources.load(SGLANG_RELEASE, f"{sglang.FOLDER}.fused_moe_triton_config")
+    monkeypatch.setattr(config, "get_device_name", config.get_device_name)
+    sglang.choose_for(gpu)
+    x = SimpleNamespace(x=torch.empty((128, 64), dtype=torch.bfloat16), ids=torch.empty((128, 8)))
+    x.w1 = torch.empty((E, 2 * width, 64), dtype=torch.bfloat16, device="meta")
+    found = sglang.configuration(x)
+    config.get_moe_configs.cache_clear()
+    assert found["shipped"] is shipped
+    assert (found["gemm2"] is not None) is shipped
+
+
+# ExecuTorch's products alone
+
+
+def product_case(op: str) -> Case:
+    shape = {"model": "tiny", "E": 2, "H": 128, "I": 128, "top_k": 1, "T": 5, "routing": "one expert"}
+    return Case(op, shape | {"weights": "INT4", "activations": "bf16"})
+
+
+@pytest.mark.parametrize("op", ["gemm1", "gemm2"])
+def test_executorch_s_products_alone_are_right_whatever_the_launch_decides(op, device, grids):
+    options = [one for one in moe_variants.RELEASED_GEMMS.values() if one["int8"]]  # products of bf16 need a GPU
+    options = [one for one in options if not one.get("filled")]  # nothing says here how many programs fit
+    bits = set()
+    for how in options:
+        trial = trials.released_gemm(product_case(op), device, 1, 0, **how)
+        errors = trial.check()
+        assert trial.written()
+        assert all(errors[name] <= trial.tolerance[name] for name in errors), (how, errors)
+        found = trial.facts()
+        assert found["live"] < found["blocks"]
+        per_block = found["tiles"] // (found["live"] if how.get("live") else found["blocks"])
+        assert found["tiles"] == per_block * (found["live"] if how.get("live") else found["blocks"])
+        assert found["programs"] == (found["tiles"] if how["grid"] == "tiles" else min(found["tiles"], 3))
+        bits.add(found["bits"])
+    assert len(bits) == 1
+
+
+def test_products_of_a_case_are_tuned_once_for_a_grid(device, grids, monkeypatch):
+    """Else the same code, launched otherwise, might be other code."""
+    anew = []
+    monkeypatch.setattr(trials, "tune_anew", lambda modules: anew.extend(modules) or modules)
+    monkeypatch.setattr(trials, "_described", lambda kernel: {})
+    found = SimpleNamespace(args={"C": torch.zeros(1)}, config={}, blocks=1, live=1)
+    monkeypatch.setattr(executorch, "product", lambda *args: found)
+    monkeypatch.setattr(executorch, "launcher", lambda *args, **how: lambda: None)
+    case = Case("gemm2", product_case("gemm2").params | {"T": 6})  # none of the others
+    for how in moe_variants.RELEASED_GEMMS.values():
+        trials.released_gemm(case, device, 1, 1, **how)
+    assert len(anew) == 4
+
+
+def test_a_product_whose_last_live_block_is_left_off_is_noticed(device, grids, monkeypatch):
+    """The control of the test above."""
+    counted = executorch.product
+
+    def fewer(*args: object) -> executorch.Product:
+        found = counted(*args)
+        return replace(found, live=found.live - 1)
+
+    monkeypatch.setattr(executorch, "product", fewer)
+    trial = trials.released_gemm(product_case("gemm1"), device, 1, 0, "tiles", True, live=True)
+    trial.check()
+    assert not trial.written()

@@ -29,7 +29,7 @@ def interpretable(monkeypatch):
         return
     monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext())
     for name in vllm.CHUNKS.values():
-        sources.load(name, f"{vllm.FOLDER}.chunk")
+        sources.load(name, vllm.CHUNK)
     for name, module in list(sys.modules.items()):
         if name.startswith("labkit_sources.vllm_chunk"):
             for word in ("exp", "log"):

@@ -1,28 +1,44 @@
 """The kernels that cases need, to compile before them: what their trials launch on `meta`, tensors without memory."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import product
 from typing import Any
 from unittest import mock
+
+import torch
 
 from labkit.bench.spec import Case
 from labkit.evidence.compiled import Source
 from labkit.kernels.launch import Launch
 from labkit.kernels.offline import offline
-from labkit.studies.batched_ffn import variants
+from labkit.sources.building import NotBuilt
+from labkit.sources.loading import NotFetched
+from labkit.studies.batched_ffn import llama_cpp, variants
 from labkit.sweep.variants import code_of
 
-LIBRARIES = (variants.CUBLAS, variants.GEMLITE, variants.GROUPED_MM)  # have no kernel of the lab's
+LIBRARIES = (variants.CUBLAS, variants.GEMLITE, variants.GROUPED_MM, variants.LLAMA)  # have no kernel of the lab's
 
 
 def sources(some: Sequence[Case], capability: int) -> list[Source]:
     """What `compiled.prebuild` takes; of launches with the same code the first."""
+    _build(some, capability)
     found: dict[str, Source] = {}
     with offline(capability):
         for arguments in _wanted(some):
             for place, launch in enumerate(launches(**arguments)):
                 found.setdefault(code_of(launch), (f"{__name__}:launches", arguments | {"places": [place]}))
     return list(found.values())
+
+
+def _build(some: Sequence[Case], capability: int) -> None:
+    """llama.cpp's library, where cases need it and a GPU is there to run it: it takes minutes.
+
+    If it cannot be had, its rows say why.
+    """
+    if torch.cuda.is_available() and any(one.name == variants.LLAMA for x in some for one in variants.of(x)):
+        with suppress(NotFetched, NotBuilt):
+            llama_cpp.library(capability)
 
 
 def _wanted(some: Sequence[Case]) -> Iterator[dict[str, Any]]:

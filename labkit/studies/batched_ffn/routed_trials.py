@@ -1,6 +1,7 @@
 """Routed experts made ready for timing, all on the GPU: from the chosen experts to y."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,6 +18,9 @@ from labkit.sweep.trial import DTYPES, Call, Random, in_order
 
 Ids = Sequence[Sequence[int]]  # experts of every token, as the host knows them
 Make = Callable[[Any, Ids], Call]  # `Work`, its ids -> y
+# It rounds x, and what is between the matrices, to 8 bits, 32 values with one scale: each some 0.5 % of normal values,
+# more of the second, whose largest are farther out.
+LLAMA_TOLERANCE = 3e-2
 
 
 def held_experts(x: Case, device: Any, count: int, seed: int) -> tuple[list[Tensor], Experts]:
@@ -49,12 +53,15 @@ def work_of(x: Case, device: Any, seed: int, ids: Ids) -> Any:
     return Work.of(tokens(x, x["hidden"], device, seed), chosen, weights, x["width"])
 
 
-def _routed(x: Case, device: Any, sets: int, seed: int, make: Make, ours: bool = False) -> Trial:
+def _routed(
+    x: Case, device: Any, sets: int, seed: int, make: Make, ours: bool = False, dtype: torch.dtype | None = None
+) -> Trial:
+    """A trial of what `make` gives. dtype: of y, that of the activations by default."""
     [[ids]] = routing(x)
     raw, _ = held_experts(x, device, x["E"], seed)
     # every buffer set has experts of its own, as far as there are so many: together they are larger than the L2
     moved = [[[(e + i * x["E"] // sets) % x["E"] for e in chosen] for chosen in ids] for i in range(sets)]
-    works = [work_of(x, device, seed, one) for one in moved]
+    works = [_giving(work_of(x, device, seed, one), dtype) for one in moved]
     first = works[0]
 
     def expected(picks: list[int]) -> Tensor:
@@ -62,11 +69,16 @@ def _routed(x: Case, device: Any, sets: int, seed: int, make: Make, ours: bool =
 
     def alone(values: Tensor, out: Tensor) -> Call:
         at = (values.data_ptr() - first.x.data_ptr()) // (first.x.stride(0) * values.element_size())
-        work = type(first).of(values, first.ids[at : at + 1], first.weights[at : at + 1], x["width"])
+        work = _giving(type(first).of(values, first.ids[at : at + 1], first.weights[at : at + 1], x["width"]), dtype)
         return in_order([make(work, moved[0][at : at + 1]), lambda: out.copy_(work.y)])
 
     calls, y, tolerance = list(map(make, works, moved)), [work.y for work in works], 2 * TOLERANCE[x["activations"]]
     return trial_of_tokens(calls, first.x, y, expected, tolerance, alone, ours)
+
+
+def _giving(work: Any, dtype: torch.dtype | None) -> Any:
+    """The work with a y of this dtype."""
+    return replace(work, y=work.y.to(dtype or work.y.dtype))
 
 
 def routed(x: Case, device: Any, sets: int, seed: int, variant: str) -> Trial:
@@ -110,3 +122,16 @@ def grouped_mm(x: Case, device: Any, sets: int, seed: int) -> Trial:
 
     matrices = shared(x, ("dense", x["activations"], str(device), seed), dense)
     return _routed(x, device, sets, seed, lambda work, ids: peers.grouped_mm(*matrices, work))
+
+
+def llama_cpp(x: Case, device: Any, sets: int, seed: int) -> Trial:
+    """llama.cpp's routed products, from blocks as stored; x and y are fp32, as it takes them."""
+    from labkit.studies.batched_ffn import llama_cpp as released
+
+    raw, _ = held_experts(x, device, x["E"], seed)
+
+    def make(work: Any, ids: Ids) -> Call:
+        return released.routed(x["format"], raw, work.x.float(), work.ids, work.weights.contiguous(), work.y)
+
+    made = _routed(x, device, sets, seed, make, dtype=torch.float32)
+    return replace(made, tolerance={"y": LLAMA_TOLERANCE})

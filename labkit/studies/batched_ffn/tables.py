@@ -26,6 +26,7 @@ OURS = {  # the lab's variants, each of which has the bits of its family in ever
     ),
     "cache": (variants.PREFETCHED, variants.NEEDED),
 }  # fmt: skip
+ALONE = {"product": variants.MATRIX, "routed": variants.INDEXED_MATRIX}  # one choice by rule, one family of bits
 TIMES_COLUMNS = (*SHAPE, "variant", "role", "us", "us a token", "launches", "MB", "passes", "% of reading")
 # To make fp32 of a weight, in instructions. Q8_0: taken out, 2^23 subtracted, scaled. K formats: a byte permuted into
 # the mantissa of 128; before, for eight weights at once, even and odd ones into bytes, with what is above the four bits
@@ -160,6 +161,25 @@ def gemlite(rows: pd.DataFrame) -> pd.DataFrame:
             line["gemlite / floor"] = us[variants.GEMLITE] / (us[variants.READ] * other / own)
             found.append(picked(params, SHAPE) | line | {"better": line["gemlite / floor"] / line["ours / floor"]})
     return frame(found, [*SHAPE, "ours", "better"])
+
+
+def beside_llama(rows: pd.DataFrame, op: str) -> pd.DataFrame:
+    """llama.cpp's own products beside ours, times and errors, in every case that has both.
+
+    ratio: its time over that of `ALONE`, matrix instructions on weights by one rule; best ratio: over that of `ours`,
+    the fastest of the lab's variants. Errors: relative RMSE, as they were checked.
+    """
+    found, alone = [], ALONE[op]
+    for params, group in cases(rows, op):
+        us, errors = median_us(group), dict(zip(group["variant"], group["error"], strict=True))
+        if not {alone, variants.LLAMA} <= set(us):
+            continue
+        ours = fastest(us, OURS[op])
+        line = {"llama.cpp µs": us[variants.LLAMA], f"{alone} µs": us[alone], "ours": ours, "ours µs": us[ours]}
+        line |= {"ratio": us[variants.LLAMA] / us[alone], "best ratio": us[variants.LLAMA] / us[ours]}
+        line |= {"llama.cpp error": errors[variants.LLAMA], f"{alone} error": errors[alone]}
+        found.append(picked(params, SHAPE) | line)
+    return frame(found, [*SHAPE, "ratio", "best ratio"])
 
 
 def bits(rows: pd.DataFrame) -> pd.DataFrame:

@@ -28,6 +28,9 @@ from labkit.sweep.trial import DTYPES, SAME_BITS, Call, Random, Shared, differin
 # Relative RMSE against float64 with the dequantised weights. One product: rounding of y, and in matrix instructions of
 # the weights, to bf16 (2^-9 each at most); whole layers round once more in between.
 TOLERANCE = {"bf16": 6e-3, "fp32": 1e-5}
+# llama.cpp rounds x to 8 bits, 32 values with one scale: of normal values some 0.5 %. Beside F32 and BF16 weights it
+# does not: these keep the tolerance of the others, since by some of its ways weights are rounded to TF32, or y to bf16.
+LLAMA_TOLERANCE = 1e-2
 GEMLITE_TOLERANCE = 3e-2  # parts of K are added in bf16, as many as its tuning likes
 CHECKED = 8  # tokens that are compared with the reference, and three that are computed again alone
 TUNED = "gemlite.json"
@@ -219,6 +222,20 @@ def split_k(x: Case, device: Any, sets: int, seed: int) -> Trial:
 
     W, fp32 = _packed(x, device, sets, seed), torch.float32
     return _multiplied(x, device, sets, seed, lambda i, v, out: in_order(ablations.split_k(W[i], v, out)), dtype=fp32)
+
+
+def llama_cpp(x: Case, device: Any, sets: int, seed: int) -> Trial:
+    """llama.cpp's product, from blocks as stored; x and y are fp32, as it takes them."""
+    from labkit.studies.batched_ffn import llama_cpp as released
+
+    raw = [one for [(one, _)] in _weights(x, device, sets, seed)]
+    whole = tokens(x, x["K"], device, seed).float()
+
+    def make(i: int, values: Tensor, out: Tensor) -> Call:
+        return released.product(x["format"], raw[i], whole if len(values) == x["N"] else values.float(), out)
+
+    made = _multiplied(x, device, sets, seed, make, dtype=torch.float32)
+    return made if x["format"] in ("F32", "BF16") else replace(made, tolerance={"y": LLAMA_TOLERANCE})
 
 
 def added(function: Callable[..., Any], x: Case, device: Any, sets: int, seed: int) -> Trial:

@@ -34,6 +34,8 @@ CUBLAS, DEQUANTISED = "cuBLAS, bf16 weights", "dequantise + cuBLAS"
 GEMLITE = "gemlite, tuned"
 GEMLITE_BITS = {"Q4_K": 4, "Q8_0": 8}  # what it is paired with, in groups of 32
 GEMLITE_TOKENS = (1, 4, 16, 64)
+LLAMA = "llama.cpp"
+LLAMA_ROW = 512  # what its rows are multiples of
 GEMLITE_ROWS = 17408  # one shape: it tunes for a minute at every number of tokens
 ROWCOPY, INDEXED, INDEXED_MATRIX = "grouped_rowcopy", "grouped_indexed", "grouped_indexed, matrix instructions"
 INDEXED_INTEGERS = "grouped_indexed, integers"
@@ -71,6 +73,11 @@ def _routed(name: str, role: str, launcher: str) -> Variant:
     return variant(name, role, f"{ROUTED_TRIALS}:routed", {"variant": name}, source=source)
 
 
+def _llama_cpp(trials: str, launcher: str) -> Variant:
+    source = "source:llama-cpp-python-0.3.36", f"{STUDY}.llama_cpp:{launcher}"
+    return variant(LLAMA, "peer", f"{trials}:llama_cpp", source=source)
+
+
 def _cached(name: str, role: str) -> Variant:
     """Launched one by one, since the host decides."""
     return variant(name, role, CACHED, {"variant": name}, source=STEPS, mode="eager")
@@ -86,6 +93,7 @@ VARIANTS = {  # operation -> its variants; the first one is repeated by the A/A 
         _product(INTEGERS, "step", "integers", f"{GGUF}.integers:integers"),
         _product(STORED, "step", "stored", f"{ABLATIONS}:stored"),
         _product(GEMLITE, "peer", "gemlite", f"{PEERS}:tune_gemlite", f"{PEERS}:gemlite"),
+        _llama_cpp(TRIALS, "product"),
     ),
     "ffn": (
         *(_ours(name, f"{GGUF}.layers:{'apart' if name == WIDE else 'layer'}") for name in PRODUCTS),
@@ -102,6 +110,7 @@ VARIANTS = {  # operation -> its variants; the first one is repeated by the A/A 
             INDEXED_INTEGERS, "step", f"{ROUTED_TRIALS}:integers",
             source=(f"{GGUF}.routed_integers:grouped_integers", f"{GGUF}.routed:weighted_sum"),
         ),
+        _llama_cpp(ROUTED_TRIALS, "routed"),
     ),
     "cache": (
         _cached(PREFETCHED, "ours"), _cached(NEEDED, "baseline"), _cached(RESIDENT, "step"), _cached(COPIES, "control"),
@@ -121,6 +130,14 @@ def _takes(x: Case, name: str) -> bool:
         return False
     if name == GEMLITE and (x["rows"] != GEMLITE_ROWS or format not in GEMLITE_BITS or N not in GEMLITE_TOKENS):
         return False
+    if name == LLAMA:
+        return x["activations"] == "bf16" and _takes_rows(x)
     if (name, format) == (DEQUANTISED, "BF16") or (name == STORED and (format, N) != ("Q8_0", 1)):
         return False
     return LEAST.get(name, 0) <= N <= (MOST_ROUTED if x.op == "routed" else MOST).get(name, N)
+
+
+def _takes_rows(x: Case) -> bool:
+    """Whether llama.cpp takes the rows of a case's matrices; of routed experts, in blocks of integers alone."""
+    columns = (x["K"],) if x.op == "product" else (x["hidden"], x["width"])
+    return not any(one % LLAMA_ROW for one in columns) and (x.op == "product" or x["format"] not in ("F32", "BF16"))

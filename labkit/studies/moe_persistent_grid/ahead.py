@@ -1,28 +1,32 @@
 """The kernels that cases need, as launches to compile before them: on memory that is never touched."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor
 
+from labkit import sources
 from labkit.bench.spec import Case
 from labkit.evidence import compiled
 from labkit.evidence.compiled import Source
 from labkit.kernels import offline
-from labkit.kernels.experts import expert_layer, inputs
+from labkit.kernels.experts import blocks, expert_layer, inputs
 from labkit.kernels.experts.choose import Choice, WordChoice
 from labkit.kernels.launch import Launch
-from labkit.studies.moe_persistent_grid import peers, trials, variants, w4a8
+from labkit.studies.moe_persistent_grid import executorch, peers, sglang, trials, variants, w4a8
 
+EXECUTORCHS = ("per_pair", "released", "released_gemm")
+PARTS = 12  # sources that the configurations of a layer which tunes itself are spread over, so that cores share them
 BEFORE = {"gemm1": "quantise", "gemm2": "activate"}  # what an 8-bit product needs, beside itself
 
 
-def sources(some: Sequence[Case], capability: int) -> list[Source]:
+def launches(some: Sequence[Case], capability: int) -> list[Source]:
     """What `compiled.prebuild` takes; launches of the same code once."""
     found: dict[str, Source] = {}
     for x in some:
@@ -49,9 +53,30 @@ def _of(x: Case, capability: int) -> Iterator[tuple[Any, Source]]:
             # A layer's own evidence is of its products; what is tuned is not looked at.
             dissect = wanted[0] in variants.GEMMS and x.op != "tune" and not config.rows
             yield [*key, dissect], (f"{__name__}:layer", shared | {"wanted": wanted, "dissect": dissect})
-    for make in ("grouped_mm", "liger"):
-        if any(line.make == make for line in lines):
-            yield [make, x["T"], *shape], (f"{__name__}:library", {"make": make, "params": dict(x.params)})
+    yield from _foreign(x, lines, shape)
+
+
+def _foreign(x: Case, lines: Sequence[variants.Line], shape: list[Any]) -> Iterator[tuple[Any, Source]]:
+    """The same of what is not the lab's."""
+    params = dict(x.params)
+    for line in lines:
+        if line.make in ("grouped_mm", "liger"):
+            yield [line.make, x["T"], *shape], (f"{__name__}:library", {"make": line.make, "params": params})
+        if line.make == "sglang_layer" and sources.is_fetched(sources.source(variants.SGLANG_RELEASE)):
+            gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+            yield ["sglang", x["T"], *shape], (f"{__name__}:sglangs", {"params": params, "gpu": gpu})
+        if line.make in EXECUTORCHS and sources.is_fetched(sources.source(variants.RELEASE)):
+            how = {name: line.options[name] for name in ("grid", "int8")} if line.options else None
+            for part in range(PARTS):
+                key = ["executorch", how, part, *_counts(x), *shape]
+                yield key, (f"{__name__}:executorchs", {"params": params, "how": how, "part": part})
+
+
+def _counts(x: Case) -> list[bool]:
+    """What Triton asks of the numbers that ExecuTorch's kernels are given: nothing else of them is about the tokens."""
+    slots = x["T"] * x["top_k"]
+    numbers = slots, blocks.source_blocks(x["T"], x["top_k"], x["E"], executorch.BLOCK_M)
+    return [answer for number in numbers for answer in (number == 1, number % 16 == 0)]
 
 
 def _gemms(x: Case, how: Mapping[str, Any]) -> Sequence[str]:
@@ -114,22 +139,43 @@ def config_from(choice: Mapping[str, Any]) -> Choice:
     return replace(found, rows=WordChoice(**rows)) if "down_k" in rows else found
 
 
-def library(make: str, params: Mapping[str, Any]) -> "list[Launch] | LigerLayer":
+def library(make: str, params: Mapping[str, Any]) -> "list[Launch] | Foreign":
     """The kernels around torch's grouped product, or liger-kernel's layer: nothing where it is not installed."""
     [item] = trials.inputs(Case("layer", params), "cpu", 1, 0)
-    return LigerLayer(item) if make == "liger" else peers.glue(item)
+    return Foreign(partial(peers.liger, item)) if make == "liger" else peers.glue(item)
+
+
+def sglangs(params: Mapping[str, Any], gpu: str) -> "Foreign":
+    """SGLang's layer of a case, in the configuration that it has for the GPU of this name."""
+    [item] = trials.inputs(Case("layer", params), "cpu", 1, 0)
+    sglang.choose_for(gpu)
+    return Foreign(sglang.layer(item))
+
+
+def executorchs(params: Mapping[str, Any], how: Mapping[str, Any] | None, part: int) -> "Foreign":
+    """One of `PARTS` of what ExecuTorch's layer of a case tries while it tunes. how: of `released`; None: per pair."""
+    [item] = trials.inputs(Case("layer", params), "cpu", 1, 0)
+    item = replace(item, ids=torch.zeros_like(item.ids))  # which it sorts, whatever it compiles
+    call = executorch.per_pair(item) if how is None else executorch.batched(item, **how)
+    return Foreign(call, part, PARTS)
 
 
 @dataclass(frozen=True)
-class LigerLayer:
-    """liger-kernel's layer of LayerInputs x: all the kernels that it has and tries while it tunes."""
+class Foreign:
+    """A layer of others as something to compile: all the kernels that it has, and tries while it tunes.
 
-    x: Any
+    call: makes its launches, on tensors on the CPU, whose values nothing depends on. Of the configurations of a kernel
+    that tunes itself every `parts`-th, beginning with `part`.
+    """
+
+    call: Callable[[], Any]
+    part: int = 0
+    parts: int = 1
     kernel: Any = None
 
     def compile(self) -> None:
-        """Compile what a call would launch; tensors are on the CPU and never touched."""
-        from triton import testing
+        """Compile what the call would launch."""
+        from triton.runtime.autotuner import Autotuner
         from triton.runtime.jit import JITFunction
 
         run = JITFunction.run
@@ -137,14 +183,14 @@ class LigerLayer:
         def only_compiled(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
             return run(kernel, *args, grid=grid, warmup=True, **options)
 
-        def not_timed(call: Any, **how: Any) -> list[float]:
-            call()
-            return [1.0, 1.0, 1.0]
+        def every(tuner: Any, *args: Any, **options: Any) -> None:
+            for config in tuner.configs[self.part :: self.parts]:
+                tuner.fn.run(*args, **options, **config.all_kwargs())
 
         with (
             mock.patch.object(JITFunction, "run", only_compiled),
-            mock.patch.object(testing, "do_bench", not_timed),
+            mock.patch.object(Autotuner, "run", every),
             mock.patch.object(Tensor, "item", return_value=64),
             suppress(Exception),
         ):  # the variant itself will say what is wrong
-            peers.liger(self.x)
+            self.call()

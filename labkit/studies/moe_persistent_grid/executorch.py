@@ -4,6 +4,7 @@
 |------------|-----------------------------------------------------------------------------------------------------|
 | per_pair   | `fused_moe`: the decode kernels, a program for each (token, expert) pair and block of columns        |
 | batched    | `fused_moe_batched`: sorted tokens, tiles of 64 rows, bf16 or 8-bit activations                      |
+| product    | one of its two products, with the arguments that the layer gives it                                 |
 
 The release (1.5.1) has one program a tile. The pull request (19219, closed unmerged) changed launch and loop of its
 four batched kernels: `min(multiprocessors, tiles)` programs take tiles in turn, by columns within groups of
@@ -13,13 +14,16 @@ configurations.
 """
 
 import ast
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import torch
 
 from labkit import sources
+from labkit.kernels.experts.blocks import blocks
 from labkit.kernels.experts.int4 import GROUP
 from labkit.studies.moe_persistent_grid.variants import RELEASE
 
@@ -28,6 +32,13 @@ if TYPE_CHECKING:
 
 MODULE = "executorch.backends.cuda.triton.kernels.fused_moe"
 GROUPS_M = (8, 16)  # of the pull request
+BLOCK_M = 64  # rows of a block of its batched kernels
+PRODUCTS = {  # product, whether activations have 8 bits -> its kernel
+    ("gemm1", False): "_fused_moe_batched_kernel",
+    ("gemm2", False): "_fused_moe_silu_batched_kernel",
+    ("gemm1", True): "_fused_moe_batched_int8_kernel",
+    ("gemm2", True): "_fused_moe_silu_batched_int8_kernel",
+}
 OPERATORS = "triton::"  # in which the release registers its functions, once a process
 
 
@@ -39,6 +50,64 @@ def per_pair(x: "LayerInputs") -> Callable[[], torch.Tensor]:
 def batched(x: "LayerInputs", int8: bool = False, grid: str = "tiles") -> Callable[[], torch.Tensor]:
     """The prefill layer; a call returns its output [T, H], bf16. grid: "tiles" or "persistent"."""
     return _bound(module(grid).fused_moe_batched, x, activation_dtype="int8" if int8 else "bf16")
+
+
+@dataclass(frozen=True)
+class Product:
+    """A product of the batched layer, as that launches it. May be changed in what a launch decides (`launcher`).
+
+    kernel: that tunes itself; args: by name; config: what it has chosen; blocks: of rows, in its grid; live: those that
+    have a token.
+    """
+
+    kernel: Any
+    args: Mapping[str, Any]
+    config: Mapping[str, Any]
+    blocks: int
+    live: int
+
+
+def tuner(gemm: str, int8: bool, grid: str) -> Any:
+    """The kernel of a product, "gemm1" or "gemm2"."""
+    return getattr(module(grid), PRODUCTS[gemm, int8])
+
+
+def product(x: "LayerInputs", gemm: str, int8: bool, grid: str) -> Product:
+    """One product of the layer, which runs once here; the kernel chooses its configuration if it has none yet."""
+    kernel, seen = tuner(gemm, int8, grid), []
+    run = kernel.run
+
+    def noted(*args: Any, **options: Any) -> Any:
+        seen.append(dict(zip(kernel.arg_names, args, strict=False)) | options)
+        return run(*args, **options)
+
+    with mock.patch.object(kernel, "run", noted):
+        batched(x, int8, grid)()
+    [args] = [{name: one[name] for name in kernel.arg_names if name in one} for one in seen]
+    counts = x.ids.flatten().bincount(minlength=x.shape[1]).tolist()
+    return Product(kernel, args, kernel.best_config.all_kwargs(), len(args["expert_ids"]), blocks(counts, BLOCK_M))
+
+
+def programs(found: Product, grid: str, live: bool = False, per_sm: int = 1, sms: int = 1) -> tuple[int, int]:
+    """Tiles of a launch, and its programs. live: of blocks that have a token alone, as if the host knew them."""
+    columns = -(-found.args["N"] // found.config["BLOCK_SIZE_N"])
+    tiles = (found.live if live else found.blocks) * columns
+    return tiles, tiles if grid == "tiles" else min(sms * per_sm, tiles)
+
+
+def launcher(
+    found: Product, grid: str, live: bool = False, per_sm: int = 1, sms: int = 1, group_m: int = 0
+) -> Callable[[], Any]:
+    """A call of the product alone, with what it has chosen. per_sm: programs a multiprocessor, of a persistent grid.
+
+    group_m: another GROUP_SIZE_M; 0: the chosen one.
+    """
+    _, count = programs(found, grid, live, per_sm, sms)
+    args = dict(found.args) | dict(found.config)
+    if grid == "persistent":
+        args["num_expert_blocks"] = found.live if live else found.blocks
+        args["GROUP_SIZE_M"] = group_m or args["GROUP_SIZE_M"]
+    return lambda: found.kernel.fn.run(grid=(count,), warmup=False, **args)
 
 
 def module(grid: str) -> ModuleType:

@@ -7,7 +7,7 @@ from typing import Any
 import pandas as pd
 
 from labkit.bench.spec import Case, Study
-from labkit.bench.tables import where
+from labkit.bench.tables import where, why_not
 from labkit.bench.verdict import counted, geometric_mean
 from labkit.kernels.experts import blocks as experts_blocks
 from labkit.report import plots
@@ -16,17 +16,61 @@ from labkit.report.words import interval, mean, rounded, sentences, span
 from labkit.report.words import tokens as in_tokens
 from labkit.studies.moe_persistent_grid import tables, variants, waves
 from labkit.studies.moe_persistent_grid.models import MODELS, QWEN35_35B, MoeModel
-from labkit.studies.moe_persistent_grid.variants import BASE, FILLED, FILLED_BASE, SOURCE_T, UNIFORM
+from labkit.studies.moe_persistent_grid.variants import BASE, FILLED, FILLED_BASE, LIVE, SOURCE_T, UNIFORM
 from labkit.studies.moe_persistent_grid.views import HIDDEN, UNITS, labels, ours_there
 
 ONE_WAVE, FEW_WAVES, MANY_WAVES = 1, 3, 10
 FULL = 0.9  # share of the slots' time that is work, up to which a last wave leaves something to win
 BAND = 0.01  # a mean ratio nearer to 1 is none
 BOTH = "µs, both"  # of the source's own point
+GROUPED = "groups of more than 1"  # a change of `tables.own_products`
+BLOCK_M = 64  # rows of a block of ExecuTorch's own batched kernels
 CLOSE = 5  # points of percent: a saving this near to the dead share follows from it
 TILES, WIDE_TILES = variants.source(16, variants.TILES), variants.source(64, variants.TILES)
 ONCE, EARLY = (variants.source(16, variants.PERSISTENT, word) for word in (variants.ONCE, variants.EARLY))
 LOOKED_AT = (TILES, BASE, ONCE, WIDE_TILES, variants.source(16, variants.TILES, int8=True), variants.OURS_TILES)
+
+
+# ExecuTorch's own products
+
+
+def own_products(rows: pd.DataFrame) -> str:
+    """What each thing that a launch decides is worth to ExecuTorch's own products."""
+    table = tables.own_products(rows)
+    if table.empty:
+        return f"ExecuTorch's own products alone: {why_not(rows[rows['op'] != 'layer'], variants.RELEASED_GEMMS)}."
+    parts = [f"{change}: {_of_own(part)}" for change, part in table.groupby("change", sort=False)]
+    return f"time before / after, in ExecuTorch's own products. {'; '.join(parts)}."
+
+
+def _of_own(table: pd.DataFrame) -> str:
+    """Ratios of some changes of them."""
+    parts = [f"{kind} ×{span(part['ratio'])}" for kind, part in table.groupby("activations", sort=False)]
+    return f"{' and '.join(parts)}, {counted(table['verdict'])} of {len(table)} cases"
+
+
+def _also(rows: pd.DataFrame, *changes: str) -> list[str]:
+    """The same question, answered by ExecuTorch's own products, where they were timed alone."""
+    table = tables.own_products(rows)
+    table = table[table["change"].isin(changes)]
+    return [f"ExecuTorch's own products, blocks of {BLOCK_M} rows: {_of_own(table)}"] if len(table) else []
+
+
+def _order_of_own(rows: pd.DataFrame) -> list[str]:
+    """What grouping gives ExecuTorch's own products, where only the order differs."""
+    table = where(tables.own_products(rows), change=GROUPED)
+    fair = table["same code"].astype(bool)
+    if table.empty or fair.all():
+        return _also(rows, GROUPED)
+    said = f"ExecuTorch's own products, blocks of {BLOCK_M} rows: "
+    said += f"{_of_own(table[fair])} in which the code has as many registers; " if fair.any() else ""
+    return [f"{said}other code, so that the ratio is not the order's: {_of_own(table[~fair])}"]
+
+
+def _own_pays(rows: pd.DataFrame, change: str) -> bool | None:
+    """Whether it does in most cases of ExecuTorch's own products; None if they were not timed alone."""
+    table = where(tables.own_products(rows), change=change)
+    return bool((table["verdict"] == "faster").mean() > 0.5) if len(table) else None
 
 
 # The grid
@@ -47,7 +91,7 @@ def grid(rows: pd.DataFrame) -> Drawing:
         xlabel="waves of one CTA a tile", ylabel="one CTA a tile / persistent", title="When a persistent grid pays",
         alt="Marks of the ratio of both grids' times against waves, by kernel.",
         caption="Above 1 the persistent grid is faster. Waves: tiles over the CTAs that the GPU holds.",
-        said=_by_waves(table), hidden=[*HIDDEN, "pair", "at"],
+        said=". ".join([*_also(rows, "persistent"), _by_waves(table)]), hidden=[*HIDDEN, "pair", "at"],
     )  # fmt: skip
 
 
@@ -105,7 +149,9 @@ def why(rows: pd.DataFrame) -> str:
     table = tables.source_point(rows).set_index("variant")
     if not {TILES, BASE} <= set(table.index):
         return f"the case of {QWEN35_35B.name} at {SOURCE_T} tokens was not measured."
-    said = f"with blocks of 16 rows and W4A16, one CTA a tile / persistent is ×{table['tiles / this'][BASE]:.3f}"
+    own = _also(rows[rows["case"].str.contains(f'"T": {SOURCE_T},')], "persistent")
+    said = f"{own[0]}. In our version of them, with" if own else "with"
+    said += f" blocks of 16 rows and W4A16, one CTA a tile / persistent is ×{table['tiles / this'][BASE]:.3f}"
     parts = [_other_code(table), _fitting(table), _loads(table), _dead(table), ours_there(rows)]
     return f"{said}{_each_gemm(rows)}. " + sentences(parts, "")
 
@@ -172,12 +218,12 @@ def occupancy(rows: pd.DataFrame) -> Drawing:
         plots.ratios, table, "row", "ratio", "low", "high", group="group", verdict="verdict",
         xlabel="time one program an SM / time as many as fit (above 1: filling pays)", title="What occupancy is worth",
         alt="Ratios of time with one program an SM over time with as many as fit, by case.",
-        caption="The source's persistent kernel, blocks of 16 rows.", said=_of_filling(table),
+        caption="Our version of the source's persistent kernel, blocks of 16 rows.", said=_of_filling(table, rows),
         hidden=[*HIDDEN, "row", "group"], units=UNITS,
     )  # fmt: skip
 
 
-def _of_filling(table: pd.DataFrame) -> str:
+def _of_filling(table: pd.DataFrame, rows: pd.DataFrame) -> str:
     """How much, of how many programs, what it leaves of the loss against one CTA a tile, and what follows."""
     said = [f"×{span(table['ratio'])}, {counted(table['verdict'])} of {len(table)} cases"]
     parts = [
@@ -188,7 +234,9 @@ def _of_filling(table: pd.DataFrame) -> str:
     left = table.dropna(subset=["tiles / filled"]).groupby("GEMM")["tiles / filled"]
     left = [f"{gemm} {mean(part)}" for gemm, part in left]
     said += [f"One CTA a tile / as many as fit: {'; '.join(left)}"] if left else []
-    pays = (table["verdict"] == "faster").mean() > 0.5
+    own = _own_pays(rows, FILLED)
+    pays = (table["verdict"] == "faster").mean() > 0.5 if own is None else own
+    said += _also(rows, FILLED)
     judged = "confirmed, filling the SMs pays" if pays else "refuted, filling the SMs gains little"
     return ". ".join([*said, f"Second cause: {judged}"])
 
@@ -201,13 +249,15 @@ def order(rows: pd.DataFrame) -> Drawing:
     table = table.assign(line=labels(table, "model", "weights", "T"))
     fair = table.groupby([*tables.CASE, "GEMM"])["as groups of 1"].transform("all")
     if not fair.any():
-        return "the compiler makes other code of groups of 1 in every case, so that the order cannot be told from it."
+        why = "the compiler makes other code of groups of 1 in every case, so that the order cannot be told from it."
+        return ". ".join([*_order_of_own(rows), why])
     return drawing(
         plots.lines, table[fair], "groups of", "ratio", "line", panel="GEMM", logx=True,
         reference=[(1, "groups of 1")], xlabel="GROUP_SIZE_M", ylabel="time groups of 1 / time",
         title="Tile order, the same code",
         alt="Lines of time with groups of 1 over time with larger groups, by model and tokens.",
-        caption="Above 1: grouping pays.", said=_of_order(table[fair], table[~fair]), table=table,
+        caption="Above 1: grouping pays. Our version of the source's kernel, blocks of 16 rows.",
+        said=". ".join([*_order_of_own(rows), _of_order(table[fair], table[~fair])]), table=table,
         hidden=[*HIDDEN, "line"], units=UNITS,
     )  # fmt: skip
 
@@ -286,9 +336,21 @@ def dead(rows: pd.DataFrame) -> Drawing:
         plots.lines, table, "dead %", "saved %", "grid", panel="weights", joined=False, reference=[(0, "nothing")],
         xlabel="dead blocks, %", ylabel="time saved by early exit, %", title="What dead blocks cost",
         alt="Marks of the time saved by early exit against the dead share of the grid.",
-        caption="The source's kernel with blocks of 16 rows; its grid is for the worst case.",
-        said=said + counted(table["verdict"]), hidden=HIDDEN,
+        caption="Our version of the source's kernel, blocks of 16 rows; the grid is for the worst case.",
+        said=". ".join([*_dead_of_own(rows), said + counted(table["verdict"])]), hidden=HIDDEN,
     )  # fmt: skip
+
+
+def _dead_of_own(rows: pd.DataFrame) -> list[str]:
+    """How much of ExecuTorch's own grids is dead, and what leaving that off saves."""
+    changes = [f"{LIVE}, {grid}" for grid in variants.GRIDS]
+    table = tables.own_products(rows)
+    table = table[table["change"].isin(changes)]
+    if table.empty:
+        return []
+    saved = 100 * (1 - 1 / table["ratio"])
+    said = f"{span(table['dead %'], '{:.0f}')} % of the blocks dead, {span(saved, '{:.0f}')} % of the time saved"
+    return [*_also(rows, *changes), said]
 
 
 def dead_shares(tokens: Sequence[int], blocks: Sequence[int] = (16, 64)) -> pd.DataFrame:

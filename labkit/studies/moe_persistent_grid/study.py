@@ -103,7 +103,7 @@ STUDY = Study(
     tiny=(_tiny("layer", "fp32"), _tiny("layer", "INT4"), _tiny("gemm1", "INT4")),
     early=lambda case: case.op == "tune",
     settle=settle,
-    kernels=lazy(f"{names.STUDY}.ahead:sources"),
+    kernels=lazy(f"{names.STUDY}.ahead:launches"),
     counted=counted,
     added=Added(
         ("x", "ids", "weights", "w1", "w2", "out"),

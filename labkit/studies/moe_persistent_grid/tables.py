@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Iterator, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -26,25 +27,6 @@ from labkit.studies.moe_persistent_grid.models import MODELS, QWEN35_35B
 from labkit.studies.moe_persistent_grid.variants import GEMMS, KINDS, SOURCE_T, UNIFORM
 
 CASE = ["model", "weights", "T", "routing"]
-H100, H200 = "NVIDIA H100 80GB HBM3", "NVIDIA H200"
-AT = (1, 16, 128, 512, 1642, 4096, 16384)  # tokens of the figures below
-# ms on one GPU of each kind, before this lab's own kernels were: whole layer, bf16, uniform routing, in a CUDA graph;
-# not of the same run as the rows. SGLang: the kernel that it shares with vLLM, with its tuned configurations; Liger PR:
-# that of Liger-Kernel's pull request 1294, which no release has.
-OTHER_RUN = {
-    (H100, "Qwen3-30B-A3B"): {
-        "SGLang": (0.059, 0.283, 0.441, 0.484, 0.571, 0.839, 2.72),
-        "Liger PR": (0.068, 0.298, 0.469, 0.503, 0.563, 0.876, 2.71),
-    },
-    (H100, "Mixtral-8x7B"): {
-        "SGLang": (0.266, 0.952, 0.985, 1.23, 2.47, 5.20, 20.6),
-        "Liger PR": (0.299, 1.01, 1.05, 1.18, 2.40, 4.68, 18.4),
-    },
-    (H200, "Qwen3.5-35B-A3B"): {
-        "SGLang": (0.048, 0.184, 0.400, 0.427, 0.485, 0.782, 2.46),
-        "Liger PR": (0.053, 0.198, 0.424, 0.463, 0.492, 0.746, 2.09),
-    },
-}
 SECTOR = 32
 
 
@@ -160,16 +142,22 @@ def against_best(rows: pd.DataFrame) -> pd.DataFrame:
     return table[[*CASE, "by", "by µs", "ours µs", *RATIO]]
 
 
-def beside_other_runs(rows: pd.DataFrame) -> pd.DataFrame:
-    """Our bf16 layer beside figures of another run; empty but on the kinds of GPU and for the models they are of."""
-    table = where(times(rows), variant=names.OURS, weights="bf16", routing=UNIFORM)
-    known, found = {model: ms for (gpu, model), ms in OTHER_RUN.items() if gpu in set(rows["gpu"])}, []
-    for _, line in table[table["model"].isin(known) & table["T"].isin(AT)].iterrows():
-        ms = {who: some[AT.index(line["T"])] for who, some in known[line["model"]].items()}
-        one = {"model": line["model"], "T": line["T"], "ours ms": line["us"] / 1e3}
-        one |= {f"{who} ms": some for who, some in ms.items()}
-        found.append(one | {f"{who} / ours": 1e3 * some / line["us"] for who, some in ms.items()})
-    return frame(found, ["model", "T", "ours ms"])
+BESIDE = [*CASE, "configuration", "SGLang µs", "ours µs", *RATIO]
+
+
+def beside_sglang(rows: pd.DataFrame) -> pd.DataFrame:
+    """Time of SGLang's own layer over that of ours, bf16, every routing; above 1: ours is faster.
+
+    configuration: of its products: "shipped" for this GPU and these experts, or the "default" of its own function.
+    """
+    found = []
+    for params, group in cases(rows, "layer"):
+        known = facts(group)
+        for line in pairs(group, [(names.OURS, names.SGLANG)]):
+            shipped = known[names.SGLANG].get("config", {}).get("shipped")
+            line |= {"configuration": "shipped" if shipped else "default", "SGLang µs": line["against us"]}
+            found.append(picked(params, CASE) | line | {"ours µs": line["us"]})
+    return frame(found, BESIDE)[BESIDE]
 
 
 def int4_reading(rows: pd.DataFrame) -> pd.DataFrame:
@@ -208,7 +196,7 @@ def persistence(rows: pd.DataFrame) -> pd.DataFrame:
     found = []
     for _, said, group in _gemms(rows):
         known = facts(group)
-        for line in pairs(group, [(persistent, tiles) for tiles, persistent in names.PAIRS]):
+        for line in pairs(group, [(persistent, tiles) for tiles, persistent in (*names.PAIRS, *names.OWN_PAIRS)]):
             tiles, persistent = (known.get(line[name], {}) for name in ("against", "variant"))
             code = [_number(one, name) for name in ("registers", "ctas_per_sm") for one in (tiles, persistent)]
             count, slots = _number(tiles, "tiles"), _number(tiles, "ctas_per_sm") * _number(tiles, "sms") or math.nan
@@ -267,14 +255,14 @@ def source_point(rows: pd.DataFrame) -> pd.DataFrame:
     both = {
         name: (us1[name], us2[name])
         for name in us1
-        if name in us2 and (name.startswith("source") or name == names.OURS_TILES)
+        if name in us2 and (name.startswith("source") or name in (names.OURS_TILES, *names.RELEASED_GEMMS))
     }
     found = []
     for variant, (first, second) in both.items():
         line = {"variant": variant, "µs, both": first + second, "GEMM1 µs": first, "GEMM2 µs": second}
         line |= {"tiles / this": sum(both.get(names.tiles_of(variant), [math.nan])) / (first + second)}
         known, known2 = facts1.get(variant, {}), facts2.get(variant, {})
-        early = names.EARLY in variant or variant == names.OURS_TILES
+        early = names.EARLY in variant or names.LIVE in variant or variant == names.OURS_TILES
         line |= {"dead %": 0.0 if early else _dead(known), "launched an SM": math.nan, "8-bit loads": math.nan}
         line |= {"registers": _number(known, "registers"), "CTAs an SM": _number(known, "ctas_per_sm")}
         if names.PERSISTENT in variant:
@@ -291,6 +279,28 @@ def _own_point(rows: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
     for x, _, group in _gemms(rows):
         if (x["model"], x["weights"], x["T"]) == (QWEN35_35B.name, "INT4", SOURCE_T):
             yield x.op, group
+
+
+OWN = ["T", "GEMM", "activations", "change", "us", "against us", "dead %", "CTAs an SM", "same code", *RATIO]
+
+
+def own_products(rows: pd.DataFrame) -> pd.DataFrame:
+    """ExecuTorch's own products alone: time before / after each thing that a launch of them decides; above 1: it pays.
+
+    dead: of the grid's blocks; CTAs an SM: that fit, of the code before. same code: whether both have as many
+    registers, as far as is known: each grid is tuned, and for groups of 1 the compiler may make something else.
+    """
+    found = []
+    for x, said, group in _gemms(rows):
+        known = facts(group)
+        for int8, (change, both) in product((False, True), names.OWN_CHANGES.items()):
+            after, before = (names.released(", ".join(words), int8) for words in both)
+            for line in pairs(group, [(after, before)]):
+                line |= {"T": x["T"], "GEMM": said["GEMM"], "activations": "W4A8" if int8 else "W4A16"}
+                line |= {"change": change, "dead %": _dead(known[before])}
+                line["same code"] = known[after].get("registers") == known[before].get("registers")
+                found.append(line | {"CTAs an SM": _number(known[before], "ctas_per_sm") or math.nan})
+    return frame(found, OWN)[OWN]
 
 
 TUNED_POINT = ["kernel", "GEMM", "tile", "µs", "persistent tile", "persistent µs", *RATIO, "no slower", "runs"]

@@ -9,14 +9,14 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from labkit.bench.spec import Case, Trial
-from labkit.evidence import compiled
+from labkit.evidence import compiled, roofline
 from labkit.kernels import offline
 from labkit.kernels.experts import choose, expert_layer, reference
 from labkit.kernels.experts import int4 as experts_int4
@@ -25,14 +25,16 @@ from labkit.kernels.experts.inputs import Layer, LayerInputs, Workspace, workspa
 from labkit.kernels.experts.int4 import GROUP, Int4
 from labkit.kernels.launch import Launch
 from labkit.kernels.target import multiprocessors
-from labkit.studies.moe_persistent_grid import ceilings, executorch, green_context, peers, w4a8, work
+from labkit.studies.moe_persistent_grid import ceilings, executorch, green_context, peers, sglang, w4a8, work
 from labkit.studies.moe_persistent_grid.routings import synthetic
 from labkit.sweep.trial import DTYPES, Call, Shared, chosen, hash_of, in_order, kept, trial, tune_anew
 
+KEPT = ("registers", "spill_bytes", "shared_bytes", "ctas_per_sm", "num_warps", "matrix", "loads")  # of what code is
 CHECKED, CHECKED_SLOTS = 32, 16  # tokens of a layer, slots of a GEMM, that are compared with the float64 reference
 INT4_RMS = math.sqrt((16**2 - 1) / 12 + 0.25)  # of u4 - 8 where all sixteen are as likely
 EXACT = {"max": reference.MAX_TOLERANCE, "rms": reference.RMS_TOLERANCE}
-# The loop rounds more often than `reference.layer` does with what is stored: SiLU by itself, and each weighted part.
+# The loop rounds more often than `reference.layer` does with what is stored: SiLU by itself, and each weighted part;
+# SGLang's layer the latter, and fp32 to fp16.
 # One token in a few hundred is then off by more than the metric allows a single kernel.
 LOOPED = {"max": 2 * reference.MAX_TOLERANCE, "rms": reference.RMS_TOLERANCE}
 # A value of 8 bits is off by up to 1/254 of its group's largest; ExecuTorch's tests allow 0.15 of the largest value.
@@ -265,6 +267,17 @@ def liger(x: Case, device: Any, sets: int, seed: int) -> Trial:
     return trial(calls, (), lambda: _errors(calls[0]()[_some(x)], _expected(x, items[0])), EXACT)
 
 
+def sglang_layer(x: Case, device: Any, sets: int, seed: int) -> Trial:
+    """SGLang's layer, which returns its output."""
+    items = inputs(x, device, sets, seed)
+    calls = kept([sglang.layer(item) for item in items])
+
+    def check() -> dict[str, float]:
+        return _errors(calls[0]()[_some(x)], _expected(x, items[0], stored=True))
+
+    return trial(calls, (), check, LOOPED, facts=lambda: {"config": sglang.configuration(items[0])})
+
+
 def per_pair(x: Case, device: Any, sets: int, seed: int) -> Trial:
     """ExecuTorch's decode layer."""
     return _released(x, device, sets, seed, executorch.module("tiles"), executorch.per_pair, int8=False)
@@ -452,8 +465,81 @@ def evidence(made: Layer, op: str) -> dict[str, Any]:
     if device.type != "cuda":
         return found
     kernel = compiled.evidence(launch)
-    kept = ("registers", "spill_bytes", "shared_bytes", "ctas_per_sm", "num_warps", "matrix", "loads")
-    return found | {"sms": multiprocessors(device)} | {name: kernel[name] for name in kept}
+    return found | {"sms": multiprocessors(device)} | {name: kernel[name] for name in KEPT}
+
+
+def released_gemm(
+    x: Case, device: Any, sets: int, seed: int, grid: str, int8: bool, live: bool = False, filled: bool = False,
+    group_m: int = 0,
+) -> Trial:  # fmt: skip
+    """One of the products of ExecuTorch's batched layer, on what that gives it; arguments as of `executorch.launcher`.
+
+    filled: as many programs as fit a multiprocessor, of the code that was chosen with one.
+    """
+    items = inputs(x, device, sets, seed)
+    kernel = executorch.tuner(x.op, int8, grid)
+    _shared(x, device, ("tuned", grid, int8), lambda: tune_anew([SimpleNamespace(kernel=kernel)]))  # once for them all
+    made = [executorch.product(item, x.op, int8, grid) for item in items]
+    how = {"live": live, "sms": multiprocessors(torch.device(device)) if torch.device(device).type == "cuda" else 3}
+    code = _described(executorch.launcher(made[0], grid, **how)())
+    how["per_sm"] = code.get("ctas_per_sm") or 1 if filled else 1
+    calls = [executorch.launcher(one, grid, group_m=group_m, **how) for one in made]
+    rows = _rows_of(items[0], x)
+
+    def poison() -> None:
+        made[0].args["C"].fill_(math.nan)
+
+    def found() -> Tensor:
+        return made[0].args["C"][[row if x.op == "gemm1" else slot for slot, row, _ in rows]]
+
+    def check() -> dict[str, float]:
+        poison()
+        calls[0]()
+        return _errors(found(), torch.stack([_released_row(x, items[0], made[0].args, int8, *one) for one in rows]))
+
+    def facts() -> dict[str, Any]:
+        tiles, programs = executorch.programs(made[0], grid, **how)
+        known = {"block_m": executorch.BLOCK_M, "tile": str(made[0].config), "live": made[0].live}
+        known |= {"blocks": made[0].blocks, "tiles": tiles, "programs": programs, "sms": how["sms"]}
+        return known | _described(calls[0]()) | {"bits": hash_of(found())}
+
+    def written() -> bool:
+        return not bool(found().isnan().any())
+
+    return Trial(calls, poison, written, check, ROUNDED, facts=facts)
+
+
+def _described(kernel: Any) -> dict[str, Any]:
+    """What is in a kernel that was launched; nothing of one that was interpreted."""
+    if kernel is None or not hasattr(kernel, "asm"):
+        return {}
+    known = compiled.describe(kernel)
+    size = (known["registers"], known["shared_bytes"], known["num_warps"])
+    fit = roofline.occupancy(*size, known["arch"]) if known["arch"] in roofline.LIMITS else None
+    return {name: known[name] for name in KEPT if name in known} | {"ctas_per_sm": fit}
+
+
+def _rows_of(item: LayerInputs, x: Case) -> list[tuple[int, int, int]]:
+    """As `_slots`, of rows in blocks of ExecuTorch's size."""
+    ids = item.ids.flatten().long()
+    counts = ids.bincount(minlength=x["E"])
+    padded = -(-counts // executorch.BLOCK_M) * executorch.BLOCK_M
+    start = padded.cumsum(0) - padded
+    slots = torch.linspace(0, len(ids) - 1, min(CHECKED_SLOTS, len(ids))).long().tolist()
+    return [(slot, int(start[ids[slot]] + (ids[:slot] == ids[slot]).sum()), int(ids[slot])) for slot in slots]
+
+
+def _released_row(
+    x: Case, item: LayerInputs, args: Mapping[str, Any], int8: bool, slot: int, row: int, e: int
+) -> Tensor:
+    """A row that such a product should write, in float64 from what it read."""
+    if int8:
+        whole, scales = args["A_int8"][row].double(), args["A_scale"][row].double()
+        a = (whole.unflatten(0, (len(scales), -1)) * scales[:, None]).flatten()
+    else:
+        a = item.x[slot // x["top_k"]].double() if x.op == "gemm1" else _silu_up(args["A"][row].double())
+    y = _expert(x, item, x.op, e) @ a
+    return y if x.op == "gemm1" else y * item.weights.flatten()[slot].double()
 
 
 # A part of the GPU

@@ -33,12 +33,14 @@ OURS_BF16 = "ours, bf16 weights"
 GROUPED = "F.grouped_mm with Triton around"
 LIGER = "liger-kernel, its host sync left out"
 LOOP = "loop of torch.mm, eager"
+SGLANG = "SGLang 0.5.22, tokens sorted by ours"
 READ = "read the experts' weights"
-RIVALS = (GROUPED, LIGER, LOOP)
+RIVALS = (GROUPED, LIGER, LOOP, SGLANG)
 TUNED_FOR = SOURCE_T  # tokens that OTHER_TOKENS was tuned for
 
-# ExecuTorch's own code: as released, and with the pull request's grid applied to it
+# Others' own code. ExecuTorch's: as released, and with the pull request's grid applied to it
 RELEASE = "executorch-1.5.1"
+SGLANG_RELEASE = "sglang-0.5.22"
 PER_PAIR = "ExecuTorch 1.5.1, per pair"
 PER_PAIR_UP_TO = 16  # tokens; it is the release's decode, and reads an expert's weights once a token
 
@@ -66,6 +68,21 @@ RELEASED = {  # name -> the arguments of `trials.released`
     released(grid, int8): {"grid": how, "int8": int8}
     for int8 in (False, True)
     for grid, how in {TILES: "tiles", PERSISTENT: "persistent"}.items()
+}
+LIVE = "live blocks alone"  # as if the host knew how many there are
+ONE_GROUP = "groups of 1"
+RELEASED_AT = (128, SOURCE_T)  # tokens at which its products are timed alone
+RELEASED_GEMMS = {  # name -> the arguments of `trials.released_gemm`: what a launch of the same code decides
+    released(", ".join([grid, *words]), int8): {"grid": how, "int8": int8} | changes
+    for int8 in (False, True)
+    for grid, how, words, changes in (
+        (TILES, "tiles", (), {}),
+        (PERSISTENT, "persistent", (), {}),
+        (PERSISTENT, "persistent", (FILLED,), {"filled": True}),
+        (PERSISTENT, "persistent", (ONE_GROUP,), {"group_m": 1}),
+        (TILES, "tiles", (LIVE,), {"live": True}),
+        (PERSISTENT, "persistent", (LIVE,), {"live": True}),
+    )
 }
 GROUPS = (1, 8, 16, 32)
 # What the source tunes over beside its tile of 128 x 64 (ExecuTorch's fused_moe.py), at its own point alone: BN, BK,
@@ -111,6 +128,14 @@ PAIRS = (  # of the same kernel in the two grids: one CTA a tile, persistent
     (OURS_TILES, OURS_PERSISTENT),
     (OURS_TILES, OURS_FILLED),
 )
+OWN_PAIRS = tuple((released(TILES, int8), released(PERSISTENT, int8)) for int8 in (False, True))  # each tunes itself
+OWN_CHANGES = {  # of ExecuTorch's own products: in words -> the variant's grid, and that of which it changes one thing
+    "persistent": ([PERSISTENT], [TILES]),
+    FILLED: ([PERSISTENT, FILLED], [PERSISTENT]),
+    "groups of more than 1": ([PERSISTENT], [PERSISTENT, ONE_GROUP]),
+    f"{LIVE}, {TILES}": ([TILES, LIVE], [TILES]),
+    f"{LIVE}, {PERSISTENT}": ([PERSISTENT, LIVE], [PERSISTENT]),
+}
 CHANGED = (  # of the source's kernel with blocks of 16 rows: its grid, and what is changed in it, the last thing last
     (PERSISTENT, EARLY), (TILES, EARLY), (PERSISTENT, FILLED), (PERSISTENT, EARLY, FILLED), (PERSISTENT, FLAT),
     (PERSISTENT, ONCE), (PERSISTENT, ONCE, BOX), (PERSISTENT, BOX), (PERSISTENT, ROWS),
@@ -148,6 +173,7 @@ LINES = {  # operation, of layers with the kind of weights -> its variants; the 
         Line(GROUPED, "peer", "grouped_mm", {}),
         Line(LIGER, "peer", "liger", {}),
         Line(LOOP, "baseline", "loop", {}),
+        Line(SGLANG, "peer", "sglang_layer", {}),
         Line(ORDINARY, "step", "layer", {"dependent": False}),
         Line(BY_TILES, "step", "layer", {"rows": False}),
         Line(RULE, "step", "layer", {"base": "rule"}),
@@ -169,6 +195,7 @@ LINES = {  # operation, of layers with the kind of weights -> its variants; the 
         Line(OURS_TILES, "step", "gemm", {"base": "ours", "grid": "tiles"}),
         Line(OURS_PERSISTENT, "step", "gemm", {"base": "ours", "grid": "SMs"}),
         Line(OURS_FILLED, "step", "gemm", {"base": "ours", "grid": "filled"}),
+        *(Line(name, "peer", "released_gemm", options) for name, options in RELEASED_GEMMS.items()),
         *_SOURCE,
         *(_of_source(16, *words) for words in CHANGED),
         *(_of_source(16, PERSISTENT, f"groups of {size}") for size in GROUPS if size != 8),
@@ -212,6 +239,8 @@ def _takes(x: Case, name: str) -> bool:
         return T == 1 and (int4 or _is_plain(x))
     if name == RULE and int4:
         return T > 1  # nothing about one token is tuned
+    if x.op in GEMMS and name in RELEASED_GEMMS:
+        return int4 and x["model"] == ABLATED[0] and T in RELEASED_AT
     if name in RELEASED or name == PER_PAIR:  # takes bf16 activations alone; the source's own model
         return x["model"] == ABLATED[0] and (name != PER_PAIR or T <= PER_PAIR_UP_TO)
     if name in (LIGER, LOOP, RULE, OTHER_TOKENS):
@@ -260,8 +289,10 @@ _RUNS = {  # by the name of the function in `trials`, where that is enough
     "liger": f"{STUDY}.peers:liger",
     "loop": f"{STUDY}.peers:loop",
     "read": f"{STUDY}.ceilings:read",
+    "sglang_layer": (f"source:{SGLANG_RELEASE}", f"{STUDY}.sglang:layer"),
     "per_pair": (f"source:{RELEASE}", f"{STUDY}.executorch:per_pair"),
     "released": (f"source:{RELEASE}", f"{STUDY}.executorch:batched"),
+    "released_gemm": (f"source:{RELEASE}", f"{STUDY}.executorch:product", f"{STUDY}.executorch:launcher"),
 }
 
 

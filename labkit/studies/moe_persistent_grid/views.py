@@ -13,7 +13,7 @@ from labkit.report.figures import Drawing, drawing
 from labkit.report.words import interval, mean, sentences, span
 from labkit.report.words import tokens as in_tokens
 from labkit.studies.moe_persistent_grid import tables, variants, work
-from labkit.studies.moe_persistent_grid.variants import UNIFORM
+from labkit.studies.moe_persistent_grid.variants import SOURCE_T, UNIFORM
 
 AIM = 80  # percent of the read ceiling that the INT4 GEMMs of 16 to 128 tokens are to reach
 READ_BOUND = 512  # tokens, up to which reading is what the pages show of a layer
@@ -21,6 +21,7 @@ SHORT = {
     variants.GROUPED: "F.grouped_mm",
     variants.LIGER: "liger-kernel",
     variants.LOOP: "loop, eager",
+    variants.SGLANG: "SGLang",
     variants.OURS: "ours",
 }
 GRIDS = ((variants.OURS_PERSISTENT, "one program an SM"), (variants.OURS_FILLED, "as many programs as fit"))
@@ -94,10 +95,15 @@ def _ours_in_both(rows: pd.DataFrame) -> list[str]:
 
 
 def _source_in_short(rows: pd.DataFrame) -> str:
+    """The claim's own code where it was timed, else our version of its two kernels."""
+    own = where(tables.released_grids(rows), T=SOURCE_T)
+    if len(own):
+        parts = [f"×{line['ratio']:.2f} ({line['activations']})" for line in own.to_dict("records")]
+        return f"ExecuTorch's own layer at its own point: {', '.join(parts)}."
     table = tables.source_point(rows).set_index("variant")["tiles / this"].dropna()
     known = {"8-bit activations": variants.source(16, variants.PERSISTENT, int8=True), "bf16 ones": variants.BASE}
     parts = [f"×{table[variant]:.2f} with {words}" for words, variant in known.items() if variant in table]
-    return f"The source's kernels at its own point: {' and '.join(parts)}." if parts else ""
+    return f"Our version of the source's kernels at its own point: {' and '.join(parts)}." if parts else ""
 
 
 def _rivals_of(table: pd.DataFrame) -> str:
@@ -145,6 +151,8 @@ def rivals(rows: pd.DataFrame) -> Drawing:
     said = f"Ours is {counted(table['verdict'])} of {len(table)} cases; geometric mean "
     said += f"{geometric_mean(table['ratio']):.3f}, least {least['ratio']:.3f} ({_where(least)})"
     more = table[table["T"] > 1]["ratio"]
+    if tables.beside_sglang(rows).empty:
+        said += f"; SGLang's layer is not among them: {why_not(rows, [variants.SGLANG])}"
     said += f"; without one token {geometric_mean(more):.3f}" if 0 < len(more) < len(table) else ""
     return drawing(
         plots.ratios, table.assign(row=labels(table, "T")), "row", "ratio", "low", "high", group="model",
@@ -211,17 +219,16 @@ def words_said(rows: pd.DataFrame) -> str:
     return f"{said} Bytes are faster for {worse}." if worse else said
 
 
-def ahead_of_those(rows: pd.DataFrame) -> str:
-    """How often and how much ours is ahead of the better of the kernels that are of another run."""
-    table = tables.beside_other_runs(rows)
+def beside_sglang(rows: pd.DataFrame) -> str:
+    """SGLang's own layer over ours, and how much of that is with a configuration that was tuned for this GPU."""
+    table = uniform(tables.beside_sglang(rows))
     if table.empty:
-        return "no figures of another run are known for this GPU."
-    ratio = table[[name for name in table if name.endswith("/ ours")]].min(axis=1)
-    least = table.loc[ratio.idxmin()]
-    return (
-        f"the better of them / ours is above 1 in {(ratio > 1).sum()} of {len(ratio)} cases, ×{span(ratio)}, least "
-        f"with {_where(least)}; of two runs, so without an interval."
-    )
+        return f"SGLang's own layer beside ours: {why_not(rows, [variants.SGLANG])}."
+    least = table.loc[table["ratio"].idxmin()]
+    said = f"time SGLang / ours is {mean(table['ratio'])}; ours is {counted(table['verdict'])}, least "
+    said += f"{interval(least)} ({_where(least)})"
+    parts = [f"{kind} ×{span(part['ratio'])}" for kind, part in table.groupby("configuration", sort=False)]
+    return f"{said}. By its configuration: {', '.join(parts)}."
 
 
 def reading(rows: pd.DataFrame) -> Drawing:
@@ -442,7 +449,11 @@ def _instead(rows: pd.DataFrame) -> str:
     table = table[sure["faster"] == sure["cases"]]
     means = table.groupby("what")["mean ratio"].agg(geometric_mean).sort_values(ascending=False)
     said = [f"{what} (×{gain:.2f} in the mean)" for what, gain in means.items()]
-    return f"What makes the source's kernel faster in every case instead: {'; '.join(said)}." if said else ""
+    return (
+        f"What makes our version of the source's kernel faster in every case instead: {'; '.join(said)}."
+        if said
+        else ""
+    )
 
 
 def ours_there(rows: pd.DataFrame) -> str:

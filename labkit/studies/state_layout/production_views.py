@@ -134,15 +134,29 @@ step_in_order, step_at_random = (partial(_step_libraries, slots=slots) for slots
 
 
 def own_code(rows: pd.DataFrame) -> Drawing:
-    """What SGLang's and vLLM's own kernels gained from the release before the change to the first with it."""
-    sglang = tables.released(rows).assign(source="SGLang")
-    vllm = tables.released(rows, variants.VLLM_BEFORE, variants.VLLM_AFTER).assign(source="vLLM")
-    if sglang.empty:
-        missing = why_not(rows, (variants.released(name) for name in (variants.BEFORE, variants.AFTER)))
-        return f"SGLang's own kernels, before and after the change: {missing}."
-    table = pd.concat([sglang, vllm], ignore_index=True) if len(vllm) else sglang
+    """What SGLang's own kernels gained from the release before the change to the first with it, by operation."""
+    return _own_code(
+        rows, ["SGLang"], "SGLang's own kernels, before and after the change",
+        "Releases 0.5.9 and 0.5.10rc0: files of both as they were published, called as the engine calls them.",
+    )  # fmt: skip
+
+
+def own_code_vllm(rows: pd.DataFrame) -> Drawing:
+    """The same of vLLM's decode, and of its layout alone."""
+    return _own_code(
+        rows, ["vLLM", "vLLM, layout alone"], "vLLM's own decode kernel, before and after the change",
+        "Releases 0.15.1 and 0.16.0. The latter also looks for slots that are none; layout alone: that taken out.",
+    )  # fmt: skip
+
+
+def _own_code(rows: pd.DataFrame, owners: Sequence[str], title: str, caption: str) -> Drawing:
+    parts = [tables.released(rows, source).assign(source=source) for source in owners]
+    parts = [part for part in parts if len(part)]
+    if not parts:
+        return f"{title}: {why_not(rows, variants.OWN[owners[0]])}."
+    table = pd.concat(parts, ignore_index=True)
     spans = [
-        f"{source} {OPERATIONS[op]} {span(part['ratio'])}"
+        f"{source}, {OPERATIONS[op]} {span(part['ratio'])}"
         for (source, op), part in table.groupby(["source", "op"], sort=False)
     ]
     sizes = [_case(line) for line in table.to_dict("records")]
@@ -150,11 +164,8 @@ def own_code(rows: pd.DataFrame) -> Drawing:
     table = table.assign(group=groups, row=sizes)
     return drawing(
         plots.ratios, table, "row", *INTERVAL, group="group", verdict="verdict", hidden=("group", "row", "runs"),
-        xlabel="time before, [K, V] / time after, [V, K] (above 1: [V, K] faster)",
-        title="The engines' own kernels, before and after the change",
-        alt="Ratios of time before the change over time after, by engine, operation and case.",
-        caption="The sources' own code: files of both releases as they were published, called as engines call them. "
-        "SGLang: 0.5.9 and 0.5.10rc0. vLLM, decode alone: 0.15.1 and 0.16.0.",
+        xlabel="time before, [K, V] / time after, [V, K] (above 1: [V, K] faster)", title=title,
+        alt="Ratios of time before the change over time after, by operation and case.", caption=caption,
         said=f"{'; '.join(spans)}; [V, K] is {counted(table['verdict'])} of {len(table)} cases",
         units={"us": "after µs", "against us": "before µs"},
     )  # fmt: skip

@@ -223,12 +223,12 @@ def families(names: Iterable[str]) -> str:
     return ", ".join(dict.fromkeys(shown.get(word, word) for word in (name.partition(" ")[0] for name in names)))
 
 
-def released(rows: pd.DataFrame, before: str = variants.BEFORE, after: str = variants.AFTER) -> pd.DataFrame:
-    """SGLang's own kernels: time of the release before the change over that of the first with it, in every case.
+def released(rows: pd.DataFrame, source: str = "SGLang") -> pd.DataFrame:
+    """Own kernels: time of the release before the change over that of the first with it, in every case.
 
-    Above 1, the one with [V, K] is the faster. before, after: of vLLM, its own.
+    Above 1, the one with [V, K] is the faster. source: one of `variants.OWN`.
     """
-    before, after = map(variants.released, (before, after))
+    before, after = variants.OWN[source]
     parts = [compared(rows, op, after, before).assign(op=op) for op in ("step", "verify", "extend")]
     table = pd.concat([part for part in parts if len(part)] or parts[:1], ignore_index=True)
     return table.reindex(

@@ -45,6 +45,7 @@ TOKENS = "decode, token by token"
 BEFORE, AFTER = "sglang-0.5.9", "sglang-0.5.10rc0"
 RELEASES = {BEFORE: "KV", AFTER: "VK", "sglang-0.5.11": "VK"}  # whose decode is the same function
 VLLM_BEFORE, VLLM_AFTER = "vllm-0.15.1", "vllm-0.16.0"  # and the same of vLLM's pull request 33291
+UNCHECKED = "layout alone"  # of the release after the change, without the other thing that it brought
 PACKED = (AFTER, "sglang-0.5.11", "sglang-0.5.23")
 CUTE = (*RELEASES, "sglang-0.5.23")  # whose decode in the CuTe DSL is another choice of its engine, for fp32 states
 CUTE_FILE = "sglang/jit_kernel/cutedsl_gdn.py"
@@ -82,14 +83,23 @@ def released(source: str, form: str = "") -> str:
     return f"{package} {version} {layout}{f', {form}' if form else ''}"
 
 
+OWN = {  # whose code -> the variants before the change of layout and with it
+    "SGLang": (released(BEFORE), released(AFTER)),
+    "vLLM": (released(VLLM_BEFORE), released(VLLM_AFTER)),
+    "vLLM, layout alone": (released(VLLM_BEFORE), released(VLLM_AFTER, UNCHECKED)),
+}
+
+
 def _released(op: str, source: str, form: str = "", function: str = "") -> Variant:
     """A variant whose source is the release itself, beside what calls it."""
     own, options = (f"source:{source}", f"{SGLANG}:{function or op}"), {"form": form} if form else {}
     return _line(released(source, form), "peer", f"sglang_{op}", own, source=source, **options)
 
 
-def _vllm(source: str) -> Variant:
-    return _line(released(source), "peer", "vllm_step", (f"source:{source}", f"{VLLM}:decode"), source=source)
+def _vllm(source: str, checked: bool = True) -> Variant:
+    own, options = (f"source:{source}", f"{VLLM}:decode"), {} if checked else {"checked": False}
+    name = released(source, "" if checked else UNCHECKED)
+    return _line(name, "peer" if checked else "step", "vllm_step", own, source=source, **options)
 
 
 def _flashinfer(name: str, op: str, **options: object) -> Variant:
@@ -141,6 +151,7 @@ VARIANTS = {  # of every operation
         *(_released("step", source, "packed", "packed") for source in PACKED),
         *(_released("step", source, "CuTe DSL", "cute") for source in CUTE),
         *(_vllm(source) for source in (VLLM_BEFORE, VLLM_AFTER)),
+        _vllm(VLLM_AFTER, checked=False),
         _flashinfer(FLASHINFER_VK, "decode", v_first=True),
         _flashinfer(FLASHINFER_IN_ORDER, "decode", v_first=True, in_order=True),
         _flashinfer(FLASHINFER_KV, "decode", v_first=False, in_order=True),

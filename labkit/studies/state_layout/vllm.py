@@ -2,11 +2,15 @@
 
 `decode` calls `fused_recurrent_gated_delta_rule`, tile of 32, which updates the pool: [slots, HV, K, V] in 0.15.1,
 [slots, HV, V, K] in 0.16.0. Between the two its file differs in the layout, and in that 0.16.0 looks for slots that
-are none. The gates are made ready: their kernel is in the file of the model, which needs all of vLLM.
+are none (below zero) before it loads or stores a state. `unchecked` takes that out of the syntax tree of 0.16.0, so
+that the layout alone is left; hypothesis: the look costs a small batch more than the layout gives.
+
+The gates are made ready: their kernel is in the file of the model, which needs all of vLLM.
 `extend` calls `chunk_gated_delta_rule`, GDN, whose files differ in the layout alone. It returns new states: its engine
 gathers those of the pool before, and scatters them after.
 """
 
+import ast
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -19,14 +23,14 @@ if TYPE_CHECKING:
     from labkit.kernels.gated_delta.chunked import ExtendInputs
     from labkit.kernels.gated_delta.recurrent import StepInputs
 
+MODULE, CHUNK = (f"vllm.model_executor.layers.fla.ops.{name}" for name in ("fused_recurrent", "chunk"))
 V_FIRST = {"vllm-0.15.1": False, "vllm-0.16.0": True}
 CHUNKS = {"vllm-0.15.1": "vllm-chunk-0.15.1", "vllm-0.16.0": "vllm-chunk-0.16.0"}  # files of extend, of each release
-FOLDER = "vllm.model_executor.layers.fla.ops"
 
 
-def decode(x: "StepInputs", source: str) -> Callable[[], Any]:
-    """A step of GDN that updates the pool and returns its output [1, N, HV, V]."""
-    module = sources.load(source, "vllm.model_executor.layers.fla.ops.fused_recurrent")
+def decode(x: "StepInputs", source: str, checked: bool = True) -> Callable[[], Any]:
+    """A step of GDN that updates the pool and returns its output [1, N, HV, V]. checked: False: without the look."""
+    module = sources.load(source, MODULE) if checked else sources.changed(source, MODULE, unchecked)
     rate = -x.A_log.exp() * torch.nn.functional.softplus(x.a.float() + x.dt_bias)
     q, k, v, g, beta = (part[None] for part in (x.q, x.k, x.v, rate, x.b.float().sigmoid()))
     options = {
@@ -43,10 +47,33 @@ def extend(x: "ExtendInputs", source: str, bounds: Tensor) -> Callable[[], Any]:
     source: a key of CHUNKS. bounds: x.cu_seqlens, one tensor for all sets: it keeps what it waits for only of the last
     few.
     """
-    function = sources.load(CHUNKS[source], f"{FOLDER}.chunk").chunk_gated_delta_rule
+    function = sources.load(CHUNKS[source], CHUNK).chunk_gated_delta_rule
     q, k, v, g, beta = (part[None] for part in (x.q, x.k, x.v, x.g, x.beta))
     options = {
         "initial_state": x.initial, "output_final_state": True, "scale": x.scale, "cu_seqlens": bounds,
         "use_qk_l2norm_in_kernel": True,
     }  # fmt: skip
     return lambda: function(q, k, v, g, beta, **options)
+
+
+def unchecked(tree: ast.Module) -> ast.Module:
+    """The kernel without its two looks at the slot. ValueError if the release is not written as expected."""
+    change = _Unchecked()
+    changed = change.visit(tree)
+    if change.looks != 2:
+        raise ValueError(f"{change.looks} looks at the slot were taken out; expected: 2")
+    return changed
+
+
+class _Unchecked(ast.NodeTransformer):
+    """`if state_idx < 0: return` goes; of `if final_state_idx >= 0:` the body stays."""
+
+    looks = 0
+
+    def visit_If(self, node: ast.If) -> Any:
+        self.generic_visit(node)
+        test = ast.unparse(node.test)
+        if test not in ("state_idx < 0", "final_state_idx >= 0"):
+            return node
+        self.looks += 1
+        return node.body if test.startswith("final") else None
