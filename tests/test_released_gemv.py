@@ -106,13 +106,15 @@ def test_what_it_would_read_wrongly_is_refused(wrong):
 
 
 def test_without_its_files_it_says_how_to_get_them(monkeypatch, tmp_path):
-    for name, missing in (("sglang", SGLANG), ("apache-tvm-ffi", HEADERS)):
-        monkeypatch.setattr(sources, "is_fetched", lambda made, missing=missing: made is not missing)
-        monkeypatch.setenv("LABKIT_SOURCES", str(tmp_path))
-        if missing is SGLANG:
-            sys.modules.pop("labkit_sources.sglang_gemv_0_5_23", None)
-        with pytest.raises(sources.NotFetched, match=rf"^not fetched: labkit fetch {name}$"):
-            sglang.library(64, 512, (9, 0))
+    monkeypatch.setenv("LABKIT_SOURCES", str(tmp_path))
+    W = torch.empty((64, 512), dtype=torch.bfloat16, device="meta")
+    with pytest.raises(sources.NotFetched, match=r"^not fetched: labkit fetch sglang$"):
+        sglang.gemv(W, W[0], W[:, 0])
+    with pytest.raises(sources.NotFetched, match=r"^not fetched: labkit fetch apache-tvm-ffi$"):
+        sglang.library(64, 512, (9, 0))
+    for call in names.VLLM.values():
+        with pytest.raises(sources.NotFetched, match=r"^not fetched: labkit fetch vllm$"):
+            getattr(vllm, call)(W, W[0])
 
 
 @fetched(SGLANG, HEADERS)
