@@ -6,6 +6,9 @@
 | skinny      | `shape_dynamic_skinny_gemm`, with the rule that it has for shapes that were not tuned                  |
 
 `pip install labkit[cutlass]` brings what they are written in; without it the rows say so. y is a new tensor.
+
+Not run: `dsv3_fused_a_gemm`, which is in vLLM's compiled library alone. That asks for another torch, and has instances
+for a few shapes of other models; at none of them are libraries timed here.
 """
 
 import torch
