@@ -3,6 +3,7 @@
 import ctypes
 import dataclasses
 import errno
+import gc
 import hashlib
 import shutil
 import subprocess
@@ -76,8 +77,9 @@ def test_it_is_built_ahead_on_a_machine_with_a_gpu_and_what_it_lacks_does_not_ke
 
     monkeypatch.setattr(llama_cpp, "library", library)
     few = [product_case(N=1)]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     found = ahead.sources(few, 90)
-    assert asked == []  # this machine has no GPU, or the next line says so
+    assert asked == []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert ahead.sources(few, 90) == found
     assert asked == [90]
@@ -98,6 +100,17 @@ def test_what_its_kernels_would_read_wrongly_is_refused(change, message):
     x, y = torch.zeros(3, step * K)[:, ::step], torch.zeros(3, 8)
     with pytest.raises(ValueError, match=message):
         llama_cpp.product("Q4_K", torch.zeros((8, size), dtype=torch.uint8), x, y)
+
+
+def test_without_its_library_the_reason_is_all_that_is_said(monkeypatch, recwarn):
+    def opened(device: torch.device) -> None:
+        raise building.NotBuilt("not built: needs nvcc")
+
+    monkeypatch.setattr(llama_cpp, "opened", opened)
+    with pytest.raises(building.NotBuilt, match=r"^not built: needs nvcc$"):
+        trials.llama_cpp(product_case(), "cpu", 1, 0)
+    gc.collect()
+    assert not recwarn.list
 
 
 def test_as_many_experts_a_token_as_its_sum_is_fused_for():

@@ -79,7 +79,7 @@ def test_the_fastest_library_is_found_in_every_case(rows):
     pooled = table[table["slots"] == "at random"]
     assert set(pooled["best library"]) == {names.ATTENTION_GYM}
     assert set(pooled[pooled["gate"] == "GDN"]["libraries"]) == {"attn-gym, SGLang, vLLM, FlashInfer"}
-    assert set(pooled[pooled["gate"] == "KDA"]["libraries"]) == {"attn-gym, SGLang"}
+    assert set(pooled[pooled["gate"] == "KDA"]["libraries"]) == {"attn-gym, SGLang, vLLM"}
     assert set(gdn["libraries"]) == {"fla-core, attn-gym, FlashInfer"}
     assert pooled["ratio"].tolist() == pytest.approx([1.2 / 1.05] * 12, rel=2e-3)
     without = rows[rows["role"] != "peer"]
@@ -141,7 +141,8 @@ def test_drift_is_read_from_the_evidence(rows):
     ("step_in_order", "GDN: geometric mean 1.111, least 1.111; ours is faster in 12 of 12 cases"),
     ("step_at_random", "GDN: geometric mean 1.143, least 1.143; ours is faster in 12 of 12 cases"),
     ("own_code", "SGLang, decode 1.25; SGLang, verify 1.25; SGLang, extend 1.25; [V, K] is faster in 23 of 23"),
-    ("own_code_vllm", "vLLM, decode 1.20; vLLM, layout alone, decode 1.20; [V, K] is faster in 12 of 12 cases"),
+    ("own_code_vllm", "vLLM, GDN 1.20; vLLM, KDA 1.20; vLLM, layout alone, GDN 1.20; vLLM, layout alone, KDA 1.20; "
+     "[V, K] is faster in 24 of 24 cases"),
     ("long_prompts", "flashinfer VK 1.43; fla VK 1.29"),
     ("slots", "×1.010"),
     ("verified", "GDN, batch 1, 4 tokens ×4.00; "),

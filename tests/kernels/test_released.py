@@ -71,6 +71,20 @@ def test_a_release_on_states_of_the_other_layout_is_noticed(release, device, mon
     assert trial.check()["out"] > 0.1
 
 
+@pytest.mark.parametrize("gate", ["GDN", "KDA"])
+@pytest.mark.parametrize("release", [variants.VLLM_BEFORE, variants.VLLM_AFTER])
+def test_vllm_s_step_on_states_of_the_other_layout_is_noticed(release, gate, device, monkeypatch, interpretable):
+    if not sources.is_fetched(sources.source(release)):
+        pytest.skip(NO_SOURCES)
+    params = next(case.params for case in TINY if case.op == "step" and case["gate"] == gate)
+    case = Case("step", {**params, "K": 16, "V": 16})
+    variant = next(one for one in STUDY.variants(case) if one.name == variants.released(release))
+    monkeypatch.setitem(vllm.V_FIRST, release, not vllm.V_FIRST[release])
+    trial = variant.prepare(case, device, 1, 0)
+    interpretable()
+    assert trial.check()["out"] > 0.1
+
+
 def test_every_release_that_decodes_is_among_the_variants():
     assert {one.name for _, one in RELEASED} >= {variants.released(name) for name in variants.RELEASES}
     assert {one.name for _, one in RELEASED} >= {variants.released(name, "packed") for name in variants.PACKED}

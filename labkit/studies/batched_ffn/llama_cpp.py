@@ -51,9 +51,10 @@ ROW = 512  # values of a row are a multiple of this: it pads others, and reads b
 class Work:
     """A graph of ggml's over tensors of torch's; called, it is launched on the current stream. tensors: kept alive."""
 
+    handle: int | None = None
+
     def __init__(self, name: str, device: torch.device, arguments: Sequence[Any], tensors: Sequence[Tensor]):
         self.device, self.tensors, self.library = device, tensors, opened(device)
-        self.handle = None
         make = getattr(self.library, name)
         make.restype = ctypes.c_void_p
         numbers = [one.encode() if isinstance(one, str) else ctypes.c_int64(one) for one in arguments]

@@ -102,10 +102,13 @@ def sglang_step(x: Case, device: Any, sets: int, seed: int, source: str, form: s
     return _stepped(x, inputs, lambda item: sglang.decode(item, source), returns=True)
 
 
-def vllm_step(x: Case, device: Any, sets: int, seed: int, source: str, checked: bool = True) -> Trial:
-    """vLLM's decode kernel of a release; checked: see `vllm.decode`."""
+def vllm_step(
+    x: Case, device: Any, sets: int, seed: int, source: str, checked: bool = True, kda: bool = False
+) -> Trial:
+    """vLLM's decode kernel of a release, for GDN or KDA; checked: see `vllm.decode`."""
     inputs = _step_inputs(x, device, sets, seed, vllm.V_FIRST[source])
-    return _stepped(x, inputs, lambda item: vllm.decode(item, source, checked), returns=True)
+    call = vllm.decode_kda if kda else vllm.decode
+    return _stepped(x, inputs, lambda item: call(item, source, checked), returns=True)
 
 
 def flashinfer_decode(x: Case, device: Any, sets: int, seed: int, v_first: bool, in_order: bool = False) -> Trial:

@@ -96,8 +96,10 @@ def _released(op: str, source: str, form: str = "", function: str = "") -> Varia
     return _line(released(source, form), "peer", f"sglang_{op}", own, source=source, **options)
 
 
-def _vllm(source: str, checked: bool = True) -> Variant:
-    own, options = (f"source:{source}", f"{VLLM}:decode"), {} if checked else {"checked": False}
+def _vllm(source: str, checked: bool = True, kda: bool = False) -> Variant:
+    """kda: its decode of KDA, which has its own tile, under the same name."""
+    own = (f"source:{source}", f"{VLLM}:decode{'_kda' * kda}")
+    options = ({} if checked else {"checked": False}) | ({"kda": True} if kda else {})
     name = released(source, "" if checked else UNCHECKED)
     return _line(name, "peer" if checked else "step", "vllm_step", own, source=source, **options)
 
@@ -150,8 +152,8 @@ VARIANTS = {  # of every operation
         *(_released("step", source, function="decode") for source in RELEASES),
         *(_released("step", source, "packed", "packed") for source in PACKED),
         *(_released("step", source, "CuTe DSL", "cute") for source in CUTE),
-        *(_vllm(source) for source in (VLLM_BEFORE, VLLM_AFTER)),
-        _vllm(VLLM_AFTER, checked=False),
+        *(_vllm(source, kda=kda) for kda in (False, True) for source in (VLLM_BEFORE, VLLM_AFTER)),
+        *(_vllm(VLLM_AFTER, checked=False, kda=kda) for kda in (False, True)),
         _flashinfer(FLASHINFER_VK, "decode", v_first=True),
         _flashinfer(FLASHINFER_IN_ORDER, "decode", v_first=True, in_order=True),
         _flashinfer(FLASHINFER_KV, "decode", v_first=False, in_order=True),
@@ -191,9 +193,11 @@ def variants(x: Case) -> list[Variant]:
     """Those of its operation that a case has."""
     left_out = {
         "decode": lambda one: x["model"] != GRID_MODEL and one.options.get("warps", 1) > 1,
-        # fla-core's kernel, SGLang's packed call and vLLM's kernel are for GDN alone.
+        # fla-core's kernel and SGLang's packed call are for GDN alone; vLLM has a call for each gate.
         "step": lambda one: (
-            (x["gate"] == "KDA" and any(part in one.name for part in ("in place", "packed", "vllm"))) or _no_dsl(x, one)
+            (x["gate"] == "KDA" and ("in place" in one.name or "packed" in one.name))
+            or ("vllm" in one.name and one.options.get("kda", False) != (x["gate"] == "KDA"))
+            or _no_dsl(x, one)
         ),
         "verify": lambda one: (
             (x["draft"] == "tree" and one.name == TOKENS) or (x["gate"] == "KDA" and one.name.startswith("sglang"))

@@ -1,11 +1,15 @@
 """vLLM's own kernels, from the last release before its pull request 33291 and the first with it.
 
 `decode` calls `fused_recurrent_gated_delta_rule`, tile of 32, which updates the pool: [slots, HV, K, V] in 0.15.1,
-[slots, HV, V, K] in 0.16.0. Between the two its file differs in the layout, and in that 0.16.0 looks for slots that
-are none (below zero) before it loads or stores a state. `unchecked` takes that out of the syntax tree of 0.16.0, so
-that the layout alone is left; hypothesis: the look costs a small batch more than the layout gives.
+[slots, HV, V, K] in 0.16.0. `decode_kda` launches the same kernel as `fused_recurrent_kda` of both releases does, with
+a tile of 8: that of SGLang's explanation, in a decode.
+
+Between the two releases the file differs in the layout, and in that 0.16.0 looks for slots that are none (below zero)
+before it loads or stores a state. `unchecked` takes that out of the syntax tree of 0.16.0, so that the layout alone is
+left; hypothesis: the look costs a small batch more than the layout gives.
 
 The gates are made ready: their kernel is in the file of the model, which needs all of vLLM.
+
 `extend` calls `chunk_gated_delta_rule`, GDN, whose files differ in the layout alone. It returns new states: its engine
 gathers those of the pool before, and scatters them after.
 """
@@ -15,7 +19,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
+import triton
 from torch import Tensor
+from torch.nn.functional import softplus
 
 from labkit import sources
 
@@ -39,6 +45,34 @@ def decode(x: "StepInputs", source: str, checked: bool = True) -> Callable[[], A
         "use_qk_l2norm_in_kernel": True,
     }  # fmt: skip
     return lambda: module.fused_recurrent_gated_delta_rule(q, k, v, g, beta, **options)[0]
+
+
+def decode_kda(x: "StepInputs", source: str, checked: bool = True) -> Callable[[], Any]:
+    """A step of KDA that updates the pool and returns its output [N, HV, V]. checked: False: without the look.
+
+    The launch is in the lab's words, since the file of theirs needs all of an extend: tile, warps and stages are its.
+    """
+    module = sources.load(source, MODULE) if checked else sources.changed(source, MODULE, unchecked)
+    (N, H, K), (HV, V) = x.q.shape, x.v.shape[1:]
+    blocks = {"BK": triton.next_power_of_2(K), "BV": min(triton.next_power_of_2(V), 8), "num_warps": 1, "num_stages": 3}
+    options = blocks | {
+        "q": x.q, "k": x.k, "v": x.v, "g": -x.A_log.exp()[:, None] * softplus(x.a.float() + x.dt_bias),
+        "beta": x.b.float().sigmoid(), "h0": x.state, "ht": x.state, "scale": x.scale,
+        "cu_seqlens": torch.arange(N + 1, dtype=torch.int32, device=x.q.device),
+        "ssm_state_indices": x.indices, "num_accepted_tokens": None,
+        "N": N, "T": N, "B": 1, "H": H, "HV": HV, "K": K, "V": V,
+        "stride_init_state_token": x.state.stride(0), "stride_final_state_token": x.state.stride(0),
+        "stride_indices_seq": 1, "stride_indices_tok": 1, "INPLACE_FINAL_STATE": True,
+        "IS_BETA_HEADWISE": False, "USE_QK_L2NORM_IN_KERNEL": True, "IS_KDA": True,
+    }  # fmt: skip
+    launch = module.fused_recurrent_gated_delta_rule_fwd_kernel[1, triton.cdiv(V, blocks["BV"]), N * HV]
+
+    def call() -> Tensor:
+        out = torch.empty_like(x.v)
+        launch(o=out, **options)
+        return out
+
+    return call
 
 
 def extend(x: "ExtendInputs", source: str, bounds: Tensor) -> Callable[[], Any]:
