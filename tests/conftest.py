@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from missing import NO_BROWSER, NO_GPU, NO_NVCC, NO_SOURCES
+from missing import NO_BROWSER, NO_DSL, NO_GPU, NO_NVCC, NO_SOURCES
 
 from labkit import paths
 
@@ -56,7 +56,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     skipped = [str(report.longrepr) for report in terminalreporter.stats.get("skipped", [])]
-    for reason in (NO_BROWSER, NO_GPU, NO_NVCC, NO_SOURCES):
+    for reason in (NO_BROWSER, NO_DSL, NO_GPU, NO_NVCC, NO_SOURCES):
         if count := sum(reason in text for text in skipped):
             terminalreporter.write_line(f"NOT RUN ({count}): {reason}", red=True, bold=True)
 

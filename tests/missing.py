@@ -3,8 +3,9 @@
 from labkit import sources
 
 NO_BROWSER = "no Chromium on this machine: the pages were not opened in a browser"
+NO_DSL = "no CuTe DSL on this machine: kernels in it were not compiled: pip install labkit[cutlass]"
 NO_GPU = "no CUDA device: the GPU tests did not run"
-NO_NVCC = "no nvcc, or no headers of cuBLAS, on this machine: llama.cpp's products were not compiled"
+NO_NVCC = "no nvcc, or no headers of cuBLAS, on this machine: others' CUDA kernels were not compiled"
 NO_SOURCES = "others' kernels are not on this machine: labkit fetch"
 
 

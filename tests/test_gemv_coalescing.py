@@ -155,7 +155,8 @@ def test_variants_of_a_case(case):
 def test_peers_are_at_their_shapes_only():
     for shape in EVERY_SHAPE:
         peers = [one.name for one in study.variants(gemv_case(*shape)) if one.role == "peer"]
-        assert peers == (list(names.PEERS) if shape in study.PEER_SHAPES else [])
+        known = [name for name in names.OTHERS if name != names.SGLANG or shape[0] <= names.SGLANG_ROWS]
+        assert peers == (known if shape in study.PEER_SHAPES else [])
     assert set(study.PEER_SHAPES) <= set(EVERY_SHAPE)
 
 
@@ -1096,10 +1097,26 @@ def test_peers_are_shown_at_the_shapes_where_they_were_asked():
     assert (found["torch.compile"] / found[names.OURS]).tolist() == pytest.approx([1.3 / 1.1] * len(found), rel=3e-3)
 
 
+def test_engines_are_set_beside_ours_and_cublas_or_said_to_be_missing():
+    name, parameters = "vllm 0.33.0 skinny_gemm", {"models": [study.OTHER], "dtypes": ["bf16"]}
+    rows = made.make("gemv_coalescing", parameters, made.gemv_us(OVER | {names.SGLANG: 1.32, name: 2.2}))
+    asked = set(OTHER_LINEAR) & set(study.PEER_SHAPES)
+    taken = sum(rows <= names.SGLANG_ROWS for rows, _ in asked)
+    over = min(OVER[one] for one in names.LIBRARY)
+    said = views.engines(rows)
+    assert f"{names.SGLANG} takes, at {taken} shapes, 1.20 × ours (1.20), {1.32 / over:.2f} × the better of" in said
+    assert f"{name} takes, at {len(asked)} shapes, 2.00 × ours" in said
+    missing = rows["variant"].str.startswith("vllm")
+    rows.loc[missing, ["ok", "reason"]] = False, "NotFetched: not fetched: labkit fetch vllm"
+    assert views.engines(rows).endswith("; vLLM's own: not fetched: labkit fetch vllm.")
+    rows = rows[~rows["variant"].isin(names.OTHERS)]
+    assert views.engines(rows) == "SGLang's own: not measured on this GPU; vLLM's own: not measured on this GPU."
+
+
 VIEWS = (
     "in_short", "whole_layers",
     "ladder", "ladder_of", "walk", "why_not_32", "cublas", "beyond_limit", "steps", "losses", "peers",
-    "best_peer", "chain", "overhead", "grows",
+    "best_peer", "engines", "chain", "overhead", "grows",
     "limits", "between", "rows_map", "choices", "unseen", "splits", "tuning", "token", "cross_check", "prediction",
     "bits", "warm", "interleaving", "merging", "questions", "summary",
 )  # fmt: skip

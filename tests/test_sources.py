@@ -176,6 +176,24 @@ def test_a_fetch_that_is_cut_off_leaves_nothing(toy, tmp_path, monkeypatch, prob
     assert kept(tmp_path) == []
 
 
+def test_other_files_of_a_release_may_go_by_a_name_of_their_own(toy, tmp_path):
+    """So that what one study adds does not make rows of another stale."""
+    sha_of_all, text = sources.source("toy-1.0").sha, catalogue.MANIFEST.read_text()
+    big = hashlib.sha256(FILES["toy/ops.py"].encode()).hexdigest()
+    text += '\n[toy-part]\npackage = "toy"\nlicence = "MIT"\nhome = "https://example.org/toy"\n'
+    catalogue.MANIFEST.write_text(f'{text}[toy-part.versions."1.0"]\n"toy/ops.py" = "{big}"\n')
+    catalogue.manifest.cache_clear()
+    part = sources.source("toy-part-1.0")
+    assert part in sources.named(["toy"])
+    assert sources.source("toy-1.0").sha == sha_of_all != part.sha
+    with pytest.raises(sources.NotFetched, match=r"^not fetched: labkit fetch toy$"):
+        sources.load("toy-part-1.0", "toy.ops")
+    sources.fetch(part)
+    assert kept(tmp_path) == ["toy-part-1.0", "toy-part-1.0/toy", "toy-part-1.0/toy/ops.py"]
+    with pytest.raises(ImportError, match=r"toy\.sizes"):  # its files are its own, and so are its stubs
+        sources.load("toy-part-1.0", "toy.ops")
+
+
 # Source distributions
 
 BACKEND = """

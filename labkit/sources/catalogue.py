@@ -19,6 +19,7 @@ class Source:
     files: path in its wheel, or below the one folder of its source distribution -> SHA-256.
     archive: SHA-256 of the source distribution; empty: it is taken from a wheel.
     on_request: why it is fetched only where it is named; empty: always.
+    called: what it goes by where that is not its package: other files of a release, on which other rows depend.
     """
 
     package: str
@@ -28,11 +29,12 @@ class Source:
     files: Mapping[str, str]
     archive: str = ""
     on_request: str = ""
+    called: str = ""
 
     @property
     def name(self) -> str:
         """As variants and commands call it."""
-        return f"{self.package}-{self.version}"
+        return f"{self.called or self.package}-{self.version}"
 
     @property
     def sha(self) -> str:
@@ -48,10 +50,11 @@ class Source:
 def manifest() -> Mapping[str, Source]:
     """Name -> source, in the order of `sources.toml`: package by package, the earliest version first."""
     found = {}
-    for package, entry in tomllib.loads(MANIFEST.read_text()).items():
+    for called, entry in tomllib.loads(MANIFEST.read_text()).items():
+        package, why = entry.get("package", called), entry.get("on_request", "")
         for version, files in entry["versions"].items():
-            archive, why = entry.get("archives", {}).get(version, ""), entry.get("on_request", "")
-            made = Source(package, version, entry["licence"], entry["home"], files, archive, why)
+            archive = entry.get("archives", {}).get(version, "")
+            made = Source(package, version, entry["licence"], entry["home"], files, archive, why, called)
             found[made.name] = made
     return found
 

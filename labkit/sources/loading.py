@@ -88,7 +88,7 @@ def _stubs(made: Source) -> Mapping[str, Mapping[str, Any]]:
     """Name of a module -> its names. They need torch, which to know a source's hash does not."""
     from labkit.sources.stubs import STUBS
 
-    return STUBS.get(made.package, {})
+    return STUBS.get(made.called or made.package, {})
 
 
 class _Finder(MetaPathFinder):

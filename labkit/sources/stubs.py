@@ -1,12 +1,13 @@
 """What the files of a source import of its package beside files of the manifest: as little of it as they use.
 
-package -> module -> its names. Nothing here computes anything that is measured.
+Name in the manifest, without the version -> module -> its names. Nothing here computes anything that is measured.
 """
 
 import logging
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import cache
+from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
@@ -98,6 +99,39 @@ _SGLANG_EXPERTS = {
     "sglang.srt.utils.custom_op": {"register_custom_op": _undecorated},
 }
 
+
+def _capability() -> int:
+    """Of the GPU at hand, 90 for compute capability 9.0."""
+    major, minor = torch.cuda.get_device_capability()
+    return 10 * major + minor
+
+
+# SGLang's compiler of CUDA files: says what it would compile, and leaves that to who asks.
+_SGLANG_JIT = {
+    "cache_once": lambda function: function,
+    "get_jit_cuda_arch": lambda: SimpleNamespace(major=_capability() // 10),
+    "is_arch_support_pdl": lambda: _capability() >= 90,
+    "make_cpp_args": lambda *values: ", ".join(str(value).lower() for value in values),
+    "load_jit": lambda *args, cuda_wrappers, **options: cuda_wrappers[0][1],
+}
+
+
+def _fake_tensor(dtype: Any, shape: tuple[Any, ...], divisibility: int) -> Any:
+    """A matrix to compile for: rows side by side, everything else only known to be a multiple of so many values."""
+    cute = import_module("cutlass.cute")  # the lab itself does not need it
+    strides = tuple(cute.sym_int64(divisibility=divisibility) for _ in shape[1:])
+    align = max(divisibility * dtype.width // 8, 1)
+    return cute.runtime.make_fake_tensor(dtype, shape, stride=(*strides, 1), assumed_align=align)
+
+
+_VLLM_PLATFORM = SimpleNamespace(
+    is_arch_support_pdl=lambda: _capability() >= 90,
+    is_device_capability=lambda capability: _capability() == capability,
+    is_device_capability_family=lambda capability: _capability() // 10 == capability // 10,
+)
+
+_VLLM_TRITON = {"triton": triton, "tl": tl, "tldevice": libdevice}
+
 STUBS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     "sglang": {
         "sglang.srt.utils": _SGLANG_UTILS,
@@ -105,9 +139,18 @@ STUBS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
         "einops": {"rearrange": _not_called},  # of tensors with their heads first, which it refuses itself
         **_SGLANG_EXPERTS,
     },
+    "sglang-gemv": {"sglang.kernels.jit.utils": _SGLANG_JIT},
     "vllm": {
-        "vllm.triton_utils": {"triton": triton, "tl": tl, "tldevice": libdevice},
+        "vllm.platforms": {"current_platform": _VLLM_PLATFORM},
+        "vllm.utils.torch_utils": {"current_stream": torch.cuda.current_stream},
+        "quack.compile_utils": {"make_fake_tensor": _fake_tensor},
+        "vllm.triton_utils": _VLLM_TRITON,
         "vllm.model_executor.layers.fla.ops.utils": {"is_gather_supported": True},
+    },
+    "vllm-chunk": {
+        "vllm.triton_utils": _VLLM_TRITON,
+        "vllm.platforms": {"current_platform": SimpleNamespace(is_cuda_alike=torch.cuda.is_available)},
+        "einops": {"rearrange": _not_called},  # of tensors with their heads first, which it refuses itself
     },
     "flashinfer-python": {
         "flashinfer.utils": _FLASHINFER_UTILS,

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from labkit import isolated
 from labkit.bench.spec import Added, Case, Floor, Study, Variant, lazy, list_of, one_of
 from labkit.shapes import LINEAR, OTHER_LINEAR
 from labkit.studies.gemv_coalescing import claims
@@ -11,7 +12,7 @@ from labkit.studies.gemv_coalescing import variants as names
 
 OTHER = "other shapes"
 # A compiler's tuning takes seconds a shape, so the peers are timed at the shapes that sources give figures for.
-PEER_SHAPES = ((1024, 2560), (2560, 4096), (9216, 2560), (2560, 9216), (4096, 4096), (152064, 2560))
+PEER_SHAPES = ((64, 2560), (1024, 2560), (2560, 4096), (9216, 2560), (2560, 9216), (4096, 4096), (152064, 2560))
 ALL_DTYPES = "Llama-3.2-1B"  # the model whose shapes are timed in other dtypes than bf16 too
 
 
@@ -44,8 +45,10 @@ def variants(x: Case) -> list[Variant]:
         return [names.candidate(choice) for choice in _candidates(x)]
     if x.op == "chain":
         return list(names.CHAINS)
-    peers = x["dtype"] == "bf16" and (x["N"], x["K"]) in PEER_SHAPES
-    return [*names.GEMVS, *(names.PEER_GEMVS if peers else ())]
+    if x["dtype"] != "bf16" or (x["N"], x["K"]) not in PEER_SHAPES:
+        return list(names.GEMVS)
+    left_out = names.SGLANG if x["N"] > names.SGLANG_ROWS else ""
+    return [*names.GEMVS, *(one for one in names.PEER_GEMVS if one.name != left_out)]
 
 
 def control(x: Case) -> str:
@@ -62,12 +65,24 @@ def _candidates(x: Case) -> list[Any]:
 
 
 def kernels(some: Sequence[Case], capability: int) -> list[tuple[str, Mapping[str, Any]]]:
-    """What differs from shape to shape and so is compiled for each: candidates, and numbers of rows."""
+    """What differs from shape to shape and so is compiled for each: candidates, and numbers of rows.
+
+    On a machine with a GPU SGLang's GEMV of each shape is built at once, which takes seconds a shape.
+    """
     from labkit.sweep.variants import ahead
 
+    _build(some)
     rows = (*names.ROWS_VARIANTS, *names.PLAIN_ROWS, *names.TWO_D)
     wanted = [(x, one) for x in some if x.op != "chain" for one in variants(x) if x.op == "tune" or one.name in rows]
     return ahead("gemv_coalescing", wanted, capability)
+
+
+def _build(some: Sequence[Case]) -> None:
+    import torch
+
+    wanted = [(x["N"], x["K"]) for x in some if x.op == "gemv" and names.SGLANG in {one.name for one in variants(x)}]
+    if wanted and torch.cuda.is_available():  # in a process of its own: this one leaves the GPU alone
+        isolated.call("labkit.studies.gemv_coalescing.sglang:build_ahead", wanted)
 
 
 def counted(parameters: Mapping[str, Any]) -> list[tuple[Case, str]]:

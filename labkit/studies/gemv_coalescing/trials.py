@@ -19,7 +19,7 @@ from labkit.kernels.gemv.choose import Choice
 from labkit.kernels.gemv.gemv import gemv, linear
 from labkit.kernels.launch import Launch
 from labkit.shapes import LINEAR
-from labkit.studies.gemv_coalescing import chains, ladder, peers
+from labkit.studies.gemv_coalescing import chains, ladder, peers, sglang, vllm
 from labkit.studies.gemv_coalescing.chains import Between, Make
 from labkit.sweep.trial import (
     DTYPES,
@@ -190,6 +190,16 @@ def compiled(x: Case, device: Any, sets: int, seed: int) -> Trial:
 def flag_gems_mv(x: Case, device: Any, sets: int, seed: int) -> Trial:
     """FlagGems."""
     return _returning(_inputs(x, device, sets, seed), peers.flag_gems_mv())
+
+
+def sglang_gemv(x: Case, device: Any, sets: int, seed: int) -> Trial:
+    """SGLang's own; it sums in fp32 and rounds y once, as ours does, and has its tolerance."""
+    return _trial(_inputs(x, device, sets, seed), sglang.gemv)
+
+
+def vllm_gemv(x: Case, device: Any, sets: int, seed: int, call: str) -> Trial:
+    """vLLM's own, which sum and round in the same way. call: a function of `vllm`."""
+    return _returning(_inputs(x, device, sets, seed), getattr(vllm, call))
 
 
 def _returning(inputs: Inputs, function: peers.Product) -> Trial:

@@ -37,6 +37,12 @@ EMPTY = "empty kernel"
 EMPTY_DEPENDENT = "empty kernel, dependent launch"
 LIBRARY = {"torch.mv": "mv", "F.linear": "linear"}  # cuBLAS's callers, and the functions of `peers` that call them
 PEERS = {"torch.compile": "compiled", "flag_gems.mv": "flag_gems_mv"}  # beside cuBLAS
+# Engines' own kernels for one token, as they were released; of vLLM's, the functions of `vllm` that call them.
+SGLANG, SGLANG_RELEASES = "sglang 0.5.23 hopper_bf16_gemv", ("sglang-gemv-0.5.23", "apache-tvm-ffi-0.1.15.post2")
+VLLM, VLLM_RELEASES = {"vllm 0.33.0 ll_bf16_gemm": "low_latency", "vllm 0.33.0 skinny_gemm": "skinny"}, ("vllm-0.33.0",)
+ENGINES = {"SGLang": (SGLANG,), "vLLM": tuple(VLLM)}
+OTHERS = (*PEERS, SGLANG, *VLLM)
+SGLANG_ROWS = 65536  # SGLang has cuBLAS multiply a W of more rows
 ROWS_CHOICES = (1, 2, 4, 8, 16)
 TWO_D_CHOICES = (1, 4, 16)
 PLAIN_CHOICES = (1, 4)  # what the rule under test chooses between
@@ -131,7 +137,17 @@ GEMVS = (
     *(_gemv(two_d_variant(rows), "step", "two_d_tile", {"rows": rows}, *_TWO_D) for rows in TWO_D_CHOICES),
     _gemv(WARM, "step", "production", {"kind": "hot"}, *_OURS),
 )
-PEER_GEMVS = tuple(_gemv(name, "peer", call, {}, f"{_LIBRARIES}:{call}") for name, call in PEERS.items())
+
+
+def _released(name: str, trial: str, releases: tuple[str, ...], function: str, call: str = "") -> Variant:
+    return _gemv(name, "peer", trial, {}, *(f"source:{one}" for one in releases), f"{_STUDY}.{function}", call=call)
+
+
+PEER_GEMVS = (
+    *(_gemv(name, "peer", call, {}, f"{_LIBRARIES}:{call}") for name, call in PEERS.items()),
+    _released(SGLANG, "sglang_gemv", SGLANG_RELEASES, "sglang:gemv"),
+    *(_released(name, "vllm_gemv", VLLM_RELEASES, f"vllm:{call}", call) for name, call in VLLM.items()),
+)
 CHAINS = (
     _chain(separate(THREAD_A_ROW), "step", "chain_step", {"threads": True}, _THREAD),
     _chain(separate(WARP_A_ROW), "step", "chain_step", {}, *_WARP),

@@ -5,7 +5,7 @@ from typing import Any
 
 import pandas as pd
 
-from labkit.bench.tables import RATIO, cases, compared, tuning_seconds, where
+from labkit.bench.tables import RATIO, cases, compared, tuning_seconds, where, why_not
 from labkit.bench.verdict import counted, geometric_mean
 from labkit.report import plots
 from labkit.report.figures import Drawing, drawing
@@ -189,15 +189,15 @@ def losses(rows: pd.DataFrame) -> str:
 def peers(rows: pd.DataFrame) -> pd.DataFrame:
     """µs of the libraries at the shapes where all were asked."""
     us = tables.by_variant(rows)
-    wanted = [name for name in (*variants.LIBRARY, *variants.PEERS, variants.TUNED, variants.OURS) if name in us]
-    asked = [name for name in variants.PEERS if name in us]
+    wanted = [name for name in (*variants.LIBRARY, *variants.OTHERS, variants.TUNED, variants.OURS) if name in us]
+    asked = [name for name in variants.OTHERS if name in us]
     return us[wanted].dropna(subset=asked, how="all").reset_index() if asked else pd.DataFrame()
 
 
 def best_peer(rows: pd.DataFrame) -> str:
     """The fastest of all libraries against the production GEMV, and against the same choice launched plainly."""
     table = peers(rows)
-    libraries = [name for name in (*variants.LIBRARY, *variants.PEERS) if name in table]
+    libraries = [name for name in (*variants.LIBRARY, *variants.OTHERS) if name in table]
     if table.empty or variants.OURS not in table:
         return "no other library was timed beside the production GEMV."
     best = table[libraries].min(axis=1)
@@ -205,6 +205,23 @@ def best_peer(rows: pd.DataFrame) -> str:
     said = [f"{geometric_mean(ratio):.2f} times as long as {name}" for name, ratio in ratios.items() if len(ratio)]
     names, taken = ", ".join(libraries), " and ".join(said)
     return f"the fastest of {names} at each of these {len(table)} shapes takes {taken} (geometric means)."
+
+
+def engines(rows: pd.DataFrame) -> str:
+    """How long each engine's own kernels take beside the production GEMV and cuBLAS, or why they were not measured."""
+    us, said = tables.by_variant(rows), []
+    for engine, names in variants.ENGINES.items():
+        known = [name for name in names if name in us]
+        said += [_engine(us, name) for name in known] or [f"{engine}'s own: {why_not(rows, names)}"]
+    return f"{'; '.join(said)}."
+
+
+def _engine(us: pd.DataFrame, name: str) -> str:
+    """Geometric means, and the least and largest ratio."""
+    beside = {"ours": [variants.OURS], "the better of cuBLAS's callers": list(variants.LIBRARY)}
+    ratios = {words: (us[name] / us.reindex(columns=some).min(axis=1)).dropna() for words, some in beside.items()}
+    parts = [f"{geometric_mean(ratio):.2f} × {words} ({span(ratio)})" for words, ratio in ratios.items() if len(ratio)]
+    return f"{name} takes, at {us[name].count()} shapes, {', '.join(parts) or 'a time that nothing is beside'}"
 
 
 def rows_map(rows: pd.DataFrame) -> Drawing:

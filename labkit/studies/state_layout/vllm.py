@@ -1,4 +1,4 @@
-"""vLLM's own decode kernel, from the last release before its pull request 33291 and the first with it.
+"""vLLM's own kernels, from the last release before its pull request 33291 and the first with it.
 
 `decode` calls `fused_recurrent_gated_delta_rule`, tile of 32, which updates the pool: [slots, HV, K, V] in 0.15.1,
 [slots, HV, V, K] in 0.16.0. `decode_kda` launches the same kernel as `fused_recurrent_kda` of both releases does, with
@@ -9,6 +9,9 @@ before it loads or stores a state. `unchecked` takes that out of the syntax tree
 left; hypothesis: the look costs a small batch more than the layout gives.
 
 The gates are made ready: their kernel is in the file of the model, which needs all of vLLM.
+
+`extend` calls `chunk_gated_delta_rule`, GDN, whose files differ in the layout alone. It returns new states: its engine
+gathers those of the pool before, and scatters them after.
 """
 
 import ast
@@ -23,10 +26,12 @@ from torch.nn.functional import softplus
 from labkit import sources
 
 if TYPE_CHECKING:
+    from labkit.kernels.gated_delta.chunked import ExtendInputs
     from labkit.kernels.gated_delta.recurrent import StepInputs
 
-MODULE = "vllm.model_executor.layers.fla.ops.fused_recurrent"
+MODULE, CHUNK = (f"vllm.model_executor.layers.fla.ops.{name}" for name in ("fused_recurrent", "chunk"))
 V_FIRST = {"vllm-0.15.1": False, "vllm-0.16.0": True}
+CHUNKS = {"vllm-0.15.1": "vllm-chunk-0.15.1", "vllm-0.16.0": "vllm-chunk-0.16.0"}  # files of extend, of each release
 
 
 def decode(x: "StepInputs", source: str, checked: bool = True) -> Callable[[], Any]:
@@ -68,6 +73,21 @@ def decode_kda(x: "StepInputs", source: str, checked: bool = True) -> Callable[[
         return out
 
     return call
+
+
+def extend(x: "ExtendInputs", source: str, bounds: Tensor) -> Callable[[], Any]:
+    """Returns the output [1, T, HV, V] and the final states, fp32, [N, ..] in the release's layout, as x.initial is.
+
+    source: a key of CHUNKS. bounds: x.cu_seqlens, one tensor for all sets: it keeps what it waits for only of the last
+    few.
+    """
+    function = sources.load(CHUNKS[source], CHUNK).chunk_gated_delta_rule
+    q, k, v, g, beta = (part[None] for part in (x.q, x.k, x.v, x.g, x.beta))
+    options = {
+        "initial_state": x.initial, "output_final_state": True, "scale": x.scale, "cu_seqlens": bounds,
+        "use_qk_l2norm_in_kernel": True,
+    }  # fmt: skip
+    return lambda: function(q, k, v, g, beta, **options)
 
 
 def unchecked(tree: ast.Module) -> ast.Module:

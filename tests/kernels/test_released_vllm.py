@@ -1,0 +1,85 @@
+"""vLLM's chunked call before and after its change of layout: right against the token-by-token float64 reference."""
+
+import sys
+from contextlib import nullcontext
+from dataclasses import replace
+from itertools import accumulate
+
+import pytest
+import torch
+import triton.language as tl
+from missing import NO_SOURCES
+
+from labkit import sources
+from labkit.kernels.gated_delta import reference
+from labkit.kernels.gated_delta.chunked import ExtendInputs
+from labkit.studies.state_layout import vllm
+from labkit.sweep.trial import relative_rmse, tune_anew
+
+pytestmark = pytest.mark.skipif(
+    not all(sources.is_fetched(sources.source(name)) for name in vllm.CHUNKS.values()), reason=NO_SOURCES
+)
+TOLERANCE = 2e-3  # of fp16, in which it keeps w, u and the states between chunks
+
+
+@pytest.fixture(autouse=True)
+def interpretable(monkeypatch):
+    """What Triton's interpreter, or a CPU, cannot do in its modules is done in its own words."""
+    if torch.cuda.is_available():
+        return
+    monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext())
+    for name in vllm.CHUNKS.values():
+        sources.load(name, vllm.CHUNK)
+    for name, module in list(sys.modules.items()):
+        if name.startswith("labkit_sources.vllm_chunk"):
+            for word in ("exp", "log"):
+                if getattr(module, word, None) is getattr(tl, word):
+                    monkeypatch.setattr(module, word, lambda x, word=word: getattr(tl, word)(x))
+            for one in tune_anew([module]):
+                monkeypatch.setattr(one, "configs", one.configs[:1])
+
+
+def inputs(device: str, lengths: tuple[int, ...] = (5, 70, 17), K: int = 32, V: int = 16) -> ExtendInputs:
+    """Two value heads of a query head; states [N, HV, V, K]."""
+    generator = torch.Generator().manual_seed(0)
+    T, H, HV = sum(lengths), 1, 2
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(device)
+
+    initial = random(len(lengths), HV, V, K)
+    return ExtendInputs(
+        q=random(T, H, K).half(), k=random(T, H, K).half(), v=random(T, HV, V).half(), g=-random(T, HV).abs(),
+        beta=torch.sigmoid(random(T, HV)), cu_seqlens=torch.tensor([0, *accumulate(lengths)], device=device),
+        initial=initial, final=torch.empty_like(initial), out=torch.empty(0), scale=K**-0.5,
+    )  # fmt: skip
+
+
+def errors(x: ExtendInputs, source: str, v_first: bool) -> dict[str, float]:
+    """v_first: the layout that the release is handed."""
+    o, S = reference.extend(x.initial, x.q, x.k, x.v, x.g.double().exp(), x.beta, x.scale, x.cu_seqlens)
+    handed = x if v_first else replace(x, initial=x.initial.transpose(-1, -2).contiguous())
+    out, final = vllm.extend(handed, source, x.cu_seqlens)()
+    final = final if v_first else final.transpose(-1, -2)
+    return {"out": relative_rmse(out[0], o), "state": relative_rmse(final.reshape(S.shape), S)}
+
+
+@pytest.mark.parametrize("source", vllm.CHUNKS)
+def test_extend_is_right_in_the_layout_of_its_release(source, device):
+    found = errors(inputs(device), source, vllm.V_FIRST[source])
+    assert max(found.values()) < TOLERANCE, found
+
+
+@pytest.mark.parametrize("source", vllm.CHUNKS)
+def test_states_of_the_other_layout_are_noticed(source, device):
+    """The control: K = V, so that only what is read tells the layouts apart."""
+    found = errors(inputs(device, K=32, V=32), source, not vllm.V_FIRST[source])
+    assert min(found.values()) > 0.1, found
+
+
+def test_the_releases_differ_in_the_layout_alone():
+    """Files of both: what is not the same is what has the state in it."""
+    one, other = (sources.source(name).files for name in vllm.CHUNKS.values())
+    assert one.keys() == other.keys()
+    changed = {path.rpartition("/")[2] for path in one if one[path] != other[path]}
+    assert changed == {"chunk.py", "chunk_delta_h.py", "chunk_o.py"}
