@@ -106,9 +106,7 @@ def test_every_variant_of_every_case_has_a_function_that_takes_its_options(monke
             used.add((x.op, one.name))
             options = one.options
             assert set(one.prepare(x, "cpu", 1, 0).arguments) == {"x", "device", "sets", "seed", *options}
-            assert (one.role == "peer") == (
-                one.name.startswith(("fla", "attn-gym", "sglang", "vllm"))
-            )
+            assert (one.role == "peer") == (one.name.startswith(("fla", "attn-gym", "sglang", "vllm")))
             if "v_first" in options and x.op != "chunk_state":
                 assert options["v_first"] == ("KV" not in one.name)
     assert used == {(op, one.name) for op, some in variants.VARIANTS.items() for one in some}

@@ -126,11 +126,10 @@ def _fake_tensor(dtype: Any, shape: tuple[Any, ...], divisibility: int) -> Any:
 
 _VLLM_PLATFORM = SimpleNamespace(
     is_arch_support_pdl=lambda: _capability() >= 90,
+    is_cuda_alike=torch.cuda.is_available,
     is_device_capability=lambda capability: _capability() == capability,
     is_device_capability_family=lambda capability: _capability() // 10 == capability // 10,
 )
-
-_VLLM_TRITON = {"triton": triton, "tl": tl, "tldevice": libdevice}
 
 STUBS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     "sglang": {
@@ -144,12 +143,7 @@ STUBS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
         "vllm.platforms": {"current_platform": _VLLM_PLATFORM},
         "vllm.utils.torch_utils": {"current_stream": torch.cuda.current_stream},
         "quack.compile_utils": {"make_fake_tensor": _fake_tensor},
-        "vllm.triton_utils": _VLLM_TRITON,
-        "vllm.model_executor.layers.fla.ops.utils": {"is_gather_supported": True},
-    },
-    "vllm-chunk": {
-        "vllm.triton_utils": _VLLM_TRITON,
-        "vllm.platforms": {"current_platform": SimpleNamespace(is_cuda_alike=torch.cuda.is_available)},
+        "vllm.triton_utils": {"triton": triton, "tl": tl, "tldevice": libdevice},
         "einops": {"rearrange": _not_called},  # of tensors with their heads first, which it refuses itself
     },
     "flashinfer-python": {

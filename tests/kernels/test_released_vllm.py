@@ -17,7 +17,7 @@ from labkit.studies.state_layout import vllm
 from labkit.sweep.trial import relative_rmse, tune_anew
 
 pytestmark = pytest.mark.skipif(
-    not all(sources.is_fetched(sources.source(name)) for name in vllm.CHUNKS.values()), reason=NO_SOURCES
+    not all(sources.is_fetched(sources.source(name)) for name in vllm.V_FIRST), reason=NO_SOURCES
 )
 TOLERANCE = 2e-3  # of fp16, in which it keeps w, u and the states between chunks
 
@@ -28,10 +28,10 @@ def interpretable(monkeypatch):
     if torch.cuda.is_available():
         return
     monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext())
-    for name in vllm.CHUNKS.values():
+    for name in vllm.V_FIRST:
         sources.load(name, vllm.CHUNK)
     for name, module in list(sys.modules.items()):
-        if name.startswith("labkit_sources.vllm_chunk"):
+        if name.startswith("labkit_sources.vllm_0_1"):
             for word in ("exp", "log"):
                 if getattr(module, word, None) is getattr(tl, word):
                     monkeypatch.setattr(module, word, lambda x, word=word: getattr(tl, word)(x))
@@ -64,13 +64,13 @@ def errors(x: ExtendInputs, source: str, v_first: bool) -> dict[str, float]:
     return {"out": relative_rmse(out[0], o), "state": relative_rmse(final.reshape(S.shape), S)}
 
 
-@pytest.mark.parametrize("source", vllm.CHUNKS)
+@pytest.mark.parametrize("source", vllm.V_FIRST)
 def test_extend_is_right_in_the_layout_of_its_release(source, device):
     found = errors(inputs(device), source, vllm.V_FIRST[source])
     assert max(found.values()) < TOLERANCE, found
 
 
-@pytest.mark.parametrize("source", vllm.CHUNKS)
+@pytest.mark.parametrize("source", vllm.V_FIRST)
 def test_states_of_the_other_layout_are_noticed(source, device):
     """The control: K = V, so that only what is read tells the layouts apart."""
     found = errors(inputs(device, K=32, V=32), source, not vllm.V_FIRST[source])
@@ -78,8 +78,8 @@ def test_states_of_the_other_layout_are_noticed(source, device):
 
 
 def test_the_releases_differ_in_the_layout_alone():
-    """Files of both: what is not the same is what has the state in it."""
-    one, other = (sources.source(name).files for name in vllm.CHUNKS.values())
+    """Files of both: what is not the same is what has the state in it; of decode see `test_released`."""
+    one, other = (sources.source(name).files for name in vllm.V_FIRST)
     assert one.keys() == other.keys()
     changed = {path.rpartition("/")[2] for path in one if one[path] != other[path]}
-    assert changed == {"chunk.py", "chunk_delta_h.py", "chunk_o.py"}
+    assert changed == {"chunk.py", "chunk_delta_h.py", "chunk_o.py", "fused_recurrent.py"}

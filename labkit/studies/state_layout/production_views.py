@@ -142,34 +142,28 @@ def own_code(rows: pd.DataFrame) -> Drawing:
 
 
 def own_code_vllm(rows: pd.DataFrame) -> Drawing:
-    """The same of vLLM's decode, and of its layout alone."""
+    """The same of vLLM's decode and extend, and of the layout of its decode alone."""
     return _own_code(
-        rows, ["vLLM", "vLLM, layout alone"], "vLLM's own decode kernel, before and after the change",
-        "Releases 0.15.1 and 0.16.0. The latter also looks for slots that are none; layout alone: that taken out. "
-        "Tile of 32 for GDN, of 8 for KDA.",
-        by="gate",
+        rows, ["vLLM", "vLLM, layout alone"], "vLLM's own kernels, before and after the change",
+        "Releases 0.15.1 and 0.16.0. The latter's decode also looks for slots that are none; layout alone: that taken "
+        "out. Decode has a tile of 32 for GDN, of 8 for KDA.",
     )  # fmt: skip
 
 
-def _own_code(rows: pd.DataFrame, owners: Sequence[str], title: str, caption: str, by: str = "op") -> Drawing:
-    """by: what the caption's ratios are told apart by, beside the owner."""
+def _own_code(rows: pd.DataFrame, owners: Sequence[str], title: str, caption: str) -> Drawing:
     parts = [tables.released(rows, source).assign(source=source) for source in owners]
     parts = [part for part in parts if len(part)]
     if not parts:
         return f"{title}: {why_not(rows, variants.OWN[owners[0]])}."
     table = pd.concat(parts, ignore_index=True)
-    spans = [
-        f"{source}, {OPERATIONS.get(name, name)} {span(part['ratio'])}"
-        for (source, name), part in table.groupby(["source", by], sort=False)
-    ]
-    sizes = [_case(line) for line in table.to_dict("records")]
     groups = table["source"] + ", " + table["op"].map(OPERATIONS) + ", " + table["gate"]
-    table = table.assign(group=groups, row=sizes)
+    table = table.assign(group=groups, row=[_case(line) for line in table.to_dict("records")])
+    judged = counted(table["verdict"])
     return drawing(
         plots.ratios, table, "row", *INTERVAL, group="group", verdict="verdict", hidden=("group", "row", "runs"),
         xlabel="time before, [K, V] / time after, [V, K] (above 1: [V, K] faster)", title=title,
         alt="Ratios of time before the change over time after, by operation and case.", caption=caption,
-        said=f"{'; '.join(spans)}; [V, K] is {counted(table['verdict'])} of {len(table)} cases",
+        said=f"{'; '.join(spans(table, 'group', 'ratio'))}; [V, K] is {judged} of {len(table)} cases",
         units={"us": "after µs", "against us": "before µs"},
     )  # fmt: skip
 

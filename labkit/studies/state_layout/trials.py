@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from labkit import sources
 from labkit.bench.spec import Case, Trial
 from labkit.kernels.gated_delta import chunked as kernels
 from labkit.kernels.gated_delta import recurrent, reference
@@ -361,6 +362,22 @@ def sglang_extend(x: Case, device: Any, sets: int, seed: int, source: str) -> Tr
         inputs[0].initial.copy_(initial)
         out = calls[0]()
         return errors(out[0], inputs[0].initial)
+
+    calls[0]()  # which chooses the launches
+    return trial(calls, check=check, tolerance=_extend_tolerance(x), facts=lambda: {"launches": chosen(tuners)})
+
+
+def vllm_extend(x: Case, device: Any, sets: int, seed: int, source: str) -> Trial:
+    """vLLM's chunked call of a release, which gives new states."""
+    v_first = vllm.V_FIRST[source]
+    inputs = _extend_inputs(x, device, sets, seed, v_first)
+    bounds = inputs[0].cu_seqlens.long()
+    calls = kept([vllm.extend(item, source, bounds) for item in inputs])
+    tuners, errors = tune_anew(sglang.modules(sources.load(source, vllm.CHUNK))), _extend_errors(inputs[0], v_first)
+
+    def check() -> dict[str, float]:
+        out, final = calls[0]()
+        return errors(out[0], final)
 
     calls[0]()  # which chooses the launches
     return trial(calls, check=check, tolerance=_extend_tolerance(x), facts=lambda: {"launches": chosen(tuners)})

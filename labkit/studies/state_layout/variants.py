@@ -104,6 +104,11 @@ def _vllm(source: str, checked: bool = True, kda: bool = False) -> Variant:
     return _line(name, "peer", "vllm_step", own, source=source, **options)
 
 
+def _vllm_extend(source: str) -> Variant:
+    own = (f"source:{source}", f"{VLLM}:extend")
+    return _line(released(source), "peer", "vllm_extend", own, source=source)
+
+
 def _flashinfer(name: str, op: str, **options: object) -> Variant:
     return _line(name, "peer", f"flashinfer_{op}", (f"source:{FLASHINFER_SOURCE}", f"{FLASHINFER}:{op}"), **options)
 
@@ -170,6 +175,7 @@ VARIANTS = {  # of every operation
         _line(OURS_TRANSPOSED, "step", "extend", EXTEND, v_first=True, transposed=True),
         *(_line(fla(layout), "peer", "fla_extend", FLA_EXTEND, v_first=new) for layout, new in V_FIRST.items()),
         *(_released("extend", source) for source in (BEFORE, AFTER)),
+        *(_vllm_extend(source) for source in (VLLM_BEFORE, VLLM_AFTER)),
         _flashinfer(FLASHINFER_VK, "extend"),
     ],
     "long": [
@@ -202,7 +208,7 @@ def variants(x: Case) -> list[Variant]:
         "verify": lambda one: (
             (x["draft"] == "tree" and one.name == TOKENS) or (x["gate"] == "KDA" and one.name.startswith("sglang"))
         ),
-        "extend": lambda one: _no_dsl(x, one),
+        "extend": lambda one: (x["gate"] == "KDA" and "vllm" in one.name) or _no_dsl(x, one),
         "long": lambda one: _no_dsl(x, one),
     }.get(x.op, lambda one: False)
     return [one for one in VARIANTS[x.op] if not left_out(one)]

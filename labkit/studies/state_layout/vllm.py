@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
 MODULE, CHUNK = (f"vllm.model_executor.layers.fla.ops.{name}" for name in ("fused_recurrent", "chunk"))
 V_FIRST = {"vllm-0.15.1": False, "vllm-0.16.0": True}
-CHUNKS = {"vllm-0.15.1": "vllm-chunk-0.15.1", "vllm-0.16.0": "vllm-chunk-0.16.0"}  # files of extend, of each release
 
 
 def decode(x: "StepInputs", source: str, checked: bool = True) -> Callable[[], Any]:
@@ -78,10 +77,9 @@ def decode_kda(x: "StepInputs", source: str, checked: bool = True) -> Callable[[
 def extend(x: "ExtendInputs", source: str, bounds: Tensor) -> Callable[[], Any]:
     """Returns the output [1, T, HV, V] and the final states, fp32, [N, ..] in the release's layout, as x.initial is.
 
-    source: a key of CHUNKS. bounds: x.cu_seqlens, one tensor for all sets: it keeps what it waits for only of the last
-    few.
+    bounds: x.cu_seqlens, one tensor for all sets: it keeps what it waits for only of the last few.
     """
-    function = sources.load(CHUNKS[source], CHUNK).chunk_gated_delta_rule
+    function = sources.load(source, CHUNK).chunk_gated_delta_rule
     q, k, v, g, beta = (part[None] for part in (x.q, x.k, x.v, x.g, x.beta))
     options = {
         "initial_state": x.initial, "output_final_state": True, "scale": x.scale, "cu_seqlens": bounds,
