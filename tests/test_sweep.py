@@ -700,3 +700,53 @@ def test_a_timer_of_its_own_is_shown_beside_and_not_compared(lab: Lab):
     assert list(row["samples_ns"]) == [1500, 1501] * 2
     assert list(row["run"]) == [0, 0, 1, 1]
     assert row["calls_per_sample"] == 1
+
+
+# Others' compilers, before anything is timed
+
+
+@pytest.fixture
+def warmed(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """The calls that are made side by side; cases of size 2 have them."""
+    made: list[tuple[Any, ...]] = []
+
+    def call_many(calls: list[isolated.Call], workers: int) -> list[bool]:
+        assert not lab.measured
+        assert {call.env["CUDA_VISIBLE_DEVICES"] for call in calls} == {"GPU-7"}
+        made.extend(json.loads(json.dumps(call.args)) for call in calls)
+        return [sweep.call_once(*call.args, device="cpu") for call in calls]
+
+    study = lab.toy.study
+    monkeypatch.setattr(lab.toy, "study", lambda: dataclasses.replace(study(), warmed=lambda case: case["n"] == 2))
+    monkeypatch.setattr(isolated, "call_many", call_many)
+    return made
+
+
+def test_others_calls_are_made_once_before_anything_is_timed(lab, warmed):
+    lab.run()
+    assert [args[3] for args in warmed] == ["add", "eager"]
+    assert {args[2] for args in warmed} == {Case("double", {"n": 2}).key}
+    assert lab.toy.sets[:2] == [1, 1]
+    warmed.clear()
+    lab.run()  # all is there
+    assert warmed == []
+
+
+def test_what_cannot_be_called_before_is_a_row_as_ever(lab, warmed):
+    def prepare(case: Case, name: str) -> None:
+        if name == "add":
+            raise ImportError("no library")
+
+    lab.toy.prepare = prepare
+    rows = lab.run()
+    assert "no library" in lab.row(2, "add")["reason"]
+    assert rows[rows["variant"] == "double"]["ok"].all()
+
+
+def test_a_process_that_dies_before_anything_is_timed_stops_nothing(lab, warmed, monkeypatch):
+    def dies(calls: list[isolated.Call], workers: int) -> list[bool]:
+        raise isolated.IsolatedError("labkit.sweep.run:call_once", "crash", "signal 11")
+
+    monkeypatch.setattr(isolated, "call_many", dies)
+    assert lab.run()["ok"].all()
+    assert any("signal 11" in line for line in lab.lines)

@@ -5,6 +5,8 @@ that is stopped goes on where it was, a crash of the GPU's context costs one cas
 headline claim needs are independent.
 """
 
+import json
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,6 +73,7 @@ class _Sweep:
         wanted = [case for case in cases if (case.op, case.key) not in have]
         refused = added.refusals(self.study, wanted, self.env, self.say)
         compile_ahead(self.study, wanted, self.say)
+        warm_up(self.study, wanted, self.env, self.say)
         for index in range(processes):
             self._one_process(wanted, index, refused)
         self._compact(cases, wanted, processes)
@@ -159,6 +162,41 @@ def compile_ahead(study: Study, cases: Sequence[Case], say: Progress) -> None:
     sources = study.kernels(cases, capability)
     say(f"{study.name}: compiling {len(sources)} kernels")
     compiled.prebuild(sources, capability)
+
+
+def warm_up(study: Study, cases: Sequence[Case], env: Mapping[str, str | None], say: Progress) -> None:
+    """Call once what libraries and releases offer in the study's `warmed` cases, in processes side by side.
+
+    What cannot be called is passed over: its row will say why. say: gets one line of progress, or two.
+    """
+    jobs = [
+        (study.name, case.op, case.key, variant.name)
+        for case in cases
+        if study.warmed(case)
+        for variant in study.variants(case)
+        if variant.role == "peer"
+    ]
+    if not jobs:
+        return
+    say(f"{study.name}: {len(jobs)} calls of others compile what they need")
+    calls = [
+        isolated.Call("labkit.sweep.run:call_once", job, env=dict(env) | {"TRITON_INTERPRET": None}) for job in jobs
+    ]
+    try:
+        isolated.call_many(calls, min(len(calls), os.cpu_count() or 1))
+    except isolated.IsolatedError as problem:  # compiled later then, one after the other
+        say(f"{study.name}: {problem.kind}: {problem.message}")
+
+
+def call_once(study_name: str, op: str, key: str, name: str, device: str = "cuda") -> bool:
+    """Prepare a variant of a case with one set of buffers and call it; whether that could be done."""
+    case = Case(op, json.loads(key))
+    variant = next(one for one in registry.load(study_name).variants(case) if one.name == name)
+    try:
+        variant.prepare(case, device, 1, 0).calls[0]()
+    except Exception:  # whatever it is, the row will name it
+        return False
+    return True
 
 
 def measure_process(

@@ -160,5 +160,6 @@ STUDY = Study(
         lambda case: case.op == "decode",
     ),
     early=lambda case: case.op == "drift",  # the same in every process
+    warmed=lambda case: case.op in ("verify", "extend"),  # of which others compile hundreds of kernels
     tiny=tuple(_tiny()),
 )
