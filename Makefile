@@ -25,6 +25,7 @@ test: setup ## Check everything: style, notebooks, tests
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/nbstripout --keep-id --verify notebooks/*.ipynb
 	-$(BIN)/labkit fetch
+	$(if $(CI),-$(BIN)/labkit fetch vllm)
 	@made=$$(mktemp -d) && trap 'rm -rf "$$made"' EXIT && \
 	    LABKIT_REPORTS="$$made" $(BIN)/pytest -n auto --maxprocesses=4 --nbmake --nbmake-timeout=300 notebooks
 	$(BIN)/pytest -n auto --maxprocesses=4 --dist=loadfile --no-loadscope-reorder

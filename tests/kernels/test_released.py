@@ -1,15 +1,12 @@
 """Released kernels of others, called as the studies call them: right against float64, and changed as they say."""
 
 import ast
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
-import triton.language as tl
 from missing import NO_SOURCES, sources_missing
 from torch import Tensor
 
@@ -20,27 +17,14 @@ from labkit.kernels.experts.inputs import LayerInputs
 from labkit.studies.moe_persistent_grid import executorch, sglang, trials
 from labkit.studies.moe_persistent_grid import variants as moe_variants
 from labkit.studies.moe_persistent_grid.variants import SGLANG_RELEASE
-from labkit.studies.state_layout import variants, vllm
+from labkit.studies.state_layout import variants
 from labkit.sweep.trial import relative_rmse
 
 pytestmark = pytest.mark.skipif(sources_missing(), reason=NO_SOURCES)
 
 STUDY = registry.load("state_layout")
 TINY = [case for case in STUDY.tiny if case.op in ("step", "verify")]
-RELEASED = [(case, one) for case in TINY for one in STUDY.variants(case) if one.name.startswith(("sglang", "vllm"))]
-
-
-@pytest.fixture
-def interpretable(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """Once the modules are loaded: what Triton's interpreter, or a CPU, cannot do in them is done in its own words."""
-    monkeypatch.setattr(torch.cpu, "device", lambda index: nullcontext(), raising=False)
-
-    def now() -> None:
-        for name, module in list(sys.modules.items()):
-            if name.startswith("labkit_sources") and getattr(module, "exp", None) is tl.exp:
-                monkeypatch.setattr(module, "exp", lambda x: tl.exp(x))
-
-    return now
+RELEASED = [(case, one) for case in TINY for one in STUDY.variants(case) if one.name.startswith("sglang")]
 
 
 def names() -> list[str]:
@@ -48,9 +32,7 @@ def names() -> list[str]:
 
 
 @pytest.mark.parametrize(("case", "variant"), RELEASED, ids=names())
-def test_step_and_verify_of_engines_are_right_in_both_layouts(case, variant, device, interpretable):
-    if not sources.is_fetched(sources.source(variant.options["source"])):
-        pytest.skip(NO_SOURCES)
+def test_step_and_verify_of_sglang_are_right_in_both_layouts(case, variant, device, interpretable):
     trial = variant.prepare(case, device, 2, 0)
     interpretable()
     errors = trial.check()
@@ -66,20 +48,6 @@ def test_a_release_on_states_of_the_other_layout_is_noticed(release, device, mon
     case = Case("step", {**TINY[0].params, "K": 16, "V": 16})
     variant = next(one for one in STUDY.variants(case) if one.name == variants.released(release))
     monkeypatch.setitem(sglang.V_FIRST, release, not sglang.V_FIRST[release])
-    trial = variant.prepare(case, device, 1, 0)
-    interpretable()
-    assert trial.check()["out"] > 0.1
-
-
-@pytest.mark.parametrize("gate", ["GDN", "KDA"])
-@pytest.mark.parametrize("release", [variants.VLLM_BEFORE, variants.VLLM_AFTER])
-def test_vllm_s_step_on_states_of_the_other_layout_is_noticed(release, gate, device, monkeypatch, interpretable):
-    if not sources.is_fetched(sources.source(release)):
-        pytest.skip(NO_SOURCES)
-    params = next(case.params for case in TINY if case.op == "step" and case["gate"] == gate)
-    case = Case("step", {**params, "K": 16, "V": 16})
-    variant = next(one for one in STUDY.variants(case) if one.name == variants.released(release))
-    monkeypatch.setitem(vllm.V_FIRST, release, not vllm.V_FIRST[release])
     trial = variant.prepare(case, device, 1, 0)
     interpretable()
     assert trial.check()["out"] > 0.1
@@ -186,28 +154,6 @@ def _tree() -> ast.Module:
     made = sources.source(executorch.RELEASE)
     [path] = made.files
     return ast.parse((sources.folder(made) / path).read_text())
-
-
-# vLLM: what its release brought beside the layout
-
-
-def test_the_look_at_the_slot_is_all_that_is_taken_out():
-    source = variants.VLLM_AFTER
-    if not sources.is_fetched(sources.source(source)):
-        pytest.skip(NO_SOURCES)
-    before = ast.parse(
-        (sources.folder(sources.source(source)) / vllm.MODULE.replace(".", "/")).with_suffix(".py").read_text()
-    )
-    after = ast.unparse(vllm.unchecked(ast.parse(ast.unparse(before)))).splitlines()
-    gone = [line.strip() for line in ast.unparse(before).splitlines()]
-    for line in after:
-        gone.remove(line.strip())
-    assert sorted(gone) == ["if final_state_idx >= 0:", "if state_idx < 0:", "return"]
-
-
-def test_a_kernel_that_does_not_look_at_the_slot_is_refused():
-    with pytest.raises(ValueError, match="0 looks at the slot"):
-        vllm.unchecked(ast.parse("x = 1"))
 
 
 # SGLang: its layer with the lab's sort of the tokens

@@ -1,5 +1,6 @@
-"""vLLM's chunked call before and after its change of layout: right against the token-by-token float64 reference."""
+"""vLLM's own kernels before and after their change of layout: right against the token-by-token float64 reference."""
 
+import ast
 import sys
 from contextlib import nullcontext
 from dataclasses import replace
@@ -10,20 +11,24 @@ import torch
 import triton.language as tl
 from missing import NO_SOURCES
 
-from labkit import sources
+from labkit import registry, sources
+from labkit.bench.spec import Case
 from labkit.kernels.gated_delta import reference
 from labkit.kernels.gated_delta.chunked import ExtendInputs
-from labkit.studies.state_layout import vllm
+from labkit.studies.state_layout import variants, vllm
 from labkit.sweep.trial import relative_rmse, tune_anew
 
 pytestmark = pytest.mark.skipif(
     not all(sources.is_fetched(sources.source(name)) for name in vllm.V_FIRST), reason=NO_SOURCES
 )
+STUDY = registry.load("state_layout")
+TINY = [case for case in STUDY.tiny if case.op == "step"]
+STEPS = [(case, one) for case in TINY for one in STUDY.variants(case) if one.name.startswith("vllm")]
 TOLERANCE = 2e-3  # of fp16, in which it keeps w, u and the states between chunks
 
 
-@pytest.fixture(autouse=True)
-def interpretable(monkeypatch):
+@pytest.fixture
+def chunked(monkeypatch):
     """What Triton's interpreter, or a CPU, cannot do in its modules is done in its own words."""
     if torch.cuda.is_available():
         return
@@ -65,13 +70,13 @@ def errors(x: ExtendInputs, source: str, v_first: bool) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("source", vllm.V_FIRST)
-def test_extend_is_right_in_the_layout_of_its_release(source, device):
+def test_extend_is_right_in_the_layout_of_its_release(source, device, chunked):
     found = errors(inputs(device), source, vllm.V_FIRST[source])
     assert max(found.values()) < TOLERANCE, found
 
 
 @pytest.mark.parametrize("source", vllm.V_FIRST)
-def test_states_of_the_other_layout_are_noticed(source, device):
+def test_states_of_the_other_layout_are_noticed(source, device, chunked):
     """The control: K = V, so that only what is read tells the layouts apart."""
     found = errors(inputs(device, K=32, V=32), source, not vllm.V_FIRST[source])
     assert min(found.values()) > 0.1, found
@@ -83,3 +88,50 @@ def test_the_releases_differ_in_the_layout_alone():
     assert one.keys() == other.keys()
     changed = {path.rpartition("/")[2] for path in one if one[path] != other[path]}
     assert changed == {"chunk.py", "chunk_delta_h.py", "chunk_o.py", "fused_recurrent.py"}
+
+
+# decode
+
+
+@pytest.mark.parametrize(
+    ("case", "variant"), STEPS, ids=[f"{case['gate']} {case.params['state']} {one.name}" for case, one in STEPS]
+)
+def test_a_step_is_right_in_both_layouts(case, variant, device, interpretable):
+    trial = variant.prepare(case, device, 2, 0)
+    interpretable()
+    errors = trial.check()
+    assert all(errors[name] <= trial.tolerance[name] for name in trial.tolerance), errors
+
+
+def test_every_release_has_its_steps():
+    names = {one.name for _, one in STEPS}
+    assert names == {name for source in variants.OWN if source.startswith("vLLM") for name in variants.OWN[source]}
+
+
+@pytest.mark.parametrize("gate", ["GDN", "KDA"])
+@pytest.mark.parametrize("release", [variants.VLLM_BEFORE, variants.VLLM_AFTER])
+def test_vllm_s_step_on_states_of_the_other_layout_is_noticed(release, gate, device, monkeypatch, interpretable):
+    params = next(case.params for case in TINY if case.op == "step" and case["gate"] == gate)
+    case = Case("step", {**params, "K": 16, "V": 16})
+    variant = next(one for one in STUDY.variants(case) if one.name == variants.released(release))
+    monkeypatch.setitem(vllm.V_FIRST, release, not vllm.V_FIRST[release])
+    trial = variant.prepare(case, device, 1, 0)
+    interpretable()
+    assert trial.check()["out"] > 0.1
+
+
+def test_the_look_at_the_slot_is_all_that_is_taken_out():
+    source = variants.VLLM_AFTER
+    before = ast.parse(
+        (sources.folder(sources.source(source)) / vllm.MODULE.replace(".", "/")).with_suffix(".py").read_text()
+    )
+    after = ast.unparse(vllm.unchecked(ast.parse(ast.unparse(before)))).splitlines()
+    gone = [line.strip() for line in ast.unparse(before).splitlines()]
+    for line in after:
+        gone.remove(line.strip())
+    assert sorted(gone) == ["if final_state_idx >= 0:", "if state_idx < 0:", "return"]
+
+
+def test_a_kernel_that_does_not_look_at_the_slot_is_refused():
+    with pytest.raises(ValueError, match="0 looks at the slot"):
+        vllm.unchecked(ast.parse("x = 1"))
