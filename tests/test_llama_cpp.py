@@ -378,3 +378,19 @@ def test_it_is_right_and_the_same_in_a_graph(x):
     torch.cuda.synchronize()
     assert trial.written()
     assert trial.check()["y"] <= trial.tolerance["y"]
+
+
+def test_headers_of_another_source_are_checked_and_count_as_its_own_files_do(toy, monkeypatch):
+    monkeypatch.setattr(building, "_nvcc", lambda: "nvcc")
+    monkeypatch.setattr(building, "_release", lambda nvcc: "13.0")
+    text = "#define SIZE 7\n"
+    other = sources.Source("headers", "1.0", "MIT", "", {"size.h": hashlib.sha256(text.encode()).hexdigest()})
+    both = dataclasses.replace(toy, needs=[other])
+    assert both.key() != toy.key()
+    assert both.key() != dataclasses.replace(toy, needs=[dataclasses.replace(other, version="1.1")]).key()
+    with pytest.raises(sources.NotFetched, match=r"^not fetched: labkit fetch headers$"):
+        building.library(both, 90)
+    sources.folder(other).mkdir(parents=True)
+    (sources.folder(other) / "size.h").write_text("#define SIZE 8\n")
+    with pytest.raises(building.NotBuilt, match=r"^not built: size\.h has SHA-256 \w{64}; allowed: \w{64}"):
+        building.library(both, 90)

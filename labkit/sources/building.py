@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from labkit.sources.catalogue import Source, folder, is_fetched
+from labkit.sources.catalogue import Source, cached, folder, is_fetched
 from labkit.sources.fetching import problems
 from labkit.sources.loading import NotFetched
 
@@ -40,6 +40,7 @@ class Recipe:
     headers: name -> text, of headers that the source's own build would write.
     flags:   of nvcc. stubs: what is left out on purpose, a pattern of symbols; such a symbol is defined as a function
              that ends the process, and says which it is.
+    needs:   sources whose headers are included: checked, and part of the key, as `made` is.
     """
 
     made: Source
@@ -50,10 +51,16 @@ class Recipe:
     headers: Mapping[str, str]
     flags: Sequence[str]
     stubs: str
+    needs: Sequence[Source] = ()
+
+    @property
+    def sources(self) -> Sequence[Source]:
+        """All that it takes files of."""
+        return [self.made, *self.needs]
 
     def key(self) -> str:
         """12 hexadecimal digits of all this, wherever it lies."""
-        parts = [self.made.sha, *self.units, self.own_sha, *self.includes, *self.flags, self.stubs]
+        parts = [*(one.sha for one in self.sources), *self.units, self.own_sha, *self.includes, *self.flags, self.stubs]
         return hashlib.sha256("\n".join([*parts, *map(str, self.headers.items())]).encode()).hexdigest()[:12]
 
 
@@ -67,11 +74,11 @@ def library(recipe: Recipe, capability: int) -> Path:
     found = kept() / f"{stem}-cuda{_release(nvcc)}.so" if nvcc else max(kept().glob(f"{stem}-*.so"), default=None)
     if found and found.exists():
         return found
-    if not is_fetched(recipe.made):
-        raise NotFetched(f"not fetched: labkit fetch {recipe.made.package}")
+    if missing := [one for one in recipe.sources if not is_fetched(one)]:
+        raise NotFetched(f"not fetched: labkit fetch {missing[0].package}")
     if not nvcc:
         raise NotBuilt("not built: needs nvcc")
-    if wrong := problems(recipe.made, folder(recipe.made)):
+    if wrong := [line for one in recipe.sources for line in problems(one, folder(one))]:
         raise NotBuilt(f"not built: {wrong[0]}. Fetch it again.")
     if (sha := hashlib.sha256(recipe.own.read_bytes()).hexdigest()) != recipe.own_sha:
         raise NotBuilt(f"not built: {recipe.own.name} has SHA-256 {sha}; allowed: {recipe.own_sha}")
@@ -86,8 +93,7 @@ def library(recipe: Recipe, capability: int) -> Path:
 
 def kept() -> Path:
     """Where libraries are kept."""
-    cache_home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return Path(os.environ.get("LABKIT_BUILT") or cache_home / "labkit" / "built")
+    return cached("LABKIT_BUILT", "built")
 
 
 def compile_unit(recipe: Recipe, capability: int, nvcc: str, unit: Path, scratch: Path) -> Path:

@@ -86,8 +86,13 @@ def named(names: Sequence[str]) -> list[Source]:
 
 def folder(made: Source) -> Path:
     """Where a source's files are, once they are fetched: in `LABKIT_SOURCES`, or in the user's cache."""
+    return cached("LABKIT_SOURCES", "sources") / made.name
+
+
+def cached(variable: str, name: str) -> Path:
+    """The folder that an environment variable names, or the one of this name in the user's cache."""
     cache_home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return Path(os.environ.get("LABKIT_SOURCES") or cache_home / "labkit" / "sources") / made.name
+    return Path(os.environ.get(variable) or cache_home / "labkit" / name)
 
 
 def is_fetched(made: Source) -> bool:

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -51,5 +52,18 @@ def interpretable(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
         for name, module in list(sys.modules.items()):
             if name.startswith("labkit_sources") and getattr(module, "exp", None) is tl.exp:
                 monkeypatch.setattr(module, "exp", lambda x: tl.exp(x))
+
+    return now
+
+
+@pytest.fixture
+def check_right(interpretable) -> Callable[[Any], None]:
+    """Of a trial of a released kernel: each of its errors is within its tolerance."""
+
+    def now(trial: Any) -> None:
+        interpretable()
+        errors = trial.check()
+        assert errors.keys() == trial.tolerance.keys()
+        assert all(errors[name] <= trial.tolerance[name] for name in errors), errors
 
     return now

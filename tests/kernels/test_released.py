@@ -32,12 +32,8 @@ def names() -> list[str]:
 
 
 @pytest.mark.parametrize(("case", "variant"), RELEASED, ids=names())
-def test_step_and_verify_of_sglang_are_right_in_both_layouts(case, variant, device, interpretable):
-    trial = variant.prepare(case, device, 2, 0)
-    interpretable()
-    errors = trial.check()
-    assert errors.keys() == trial.tolerance.keys()
-    assert all(errors[name] <= trial.tolerance[name] for name in errors), errors
+def test_step_and_verify_of_sglang_are_right_in_both_layouts(case, variant, device, check_right):
+    check_right(variant.prepare(case, device, 2, 0))
 
 
 @pytest.mark.parametrize("release", [variants.BEFORE, variants.AFTER])

@@ -96,11 +96,8 @@ def test_the_releases_differ_in_the_layout_alone():
 @pytest.mark.parametrize(
     ("case", "variant"), STEPS, ids=[f"{case['gate']} {case.params['state']} {one.name}" for case, one in STEPS]
 )
-def test_a_step_is_right_in_both_layouts(case, variant, device, interpretable):
-    trial = variant.prepare(case, device, 2, 0)
-    interpretable()
-    errors = trial.check()
-    assert all(errors[name] <= trial.tolerance[name] for name in trial.tolerance), errors
+def test_a_step_is_right_in_both_layouts(case, variant, device, check_right):
+    check_right(variant.prepare(case, device, 2, 0))
 
 
 def test_every_release_has_its_steps():

@@ -85,7 +85,7 @@ def build_ahead(shapes: Sequence[tuple[int, int]]) -> None:
 
 def library(N: int, K: int, capability: tuple[int, int]) -> Path:
     """The built library of a shape, (9, 0) for compute capability 9.0."""
-    if not sources.is_fetched(headers := sources.source(HEADERS)):
+    if not sources.is_fetched(headers := sources.source(HEADERS)):  # asked first: the recipe itself needs SOURCE
         raise sources.NotFetched(f"not fetched: labkit fetch {headers.package}")
     major, minor = capability
     return building.library(recipe(N, K, 10 * major + minor), 10 * major + minor)
@@ -96,4 +96,5 @@ def recipe(N: int, K: int, capability: int) -> building.Recipe:
     kernel = sources.load(SOURCE, MODULE)._jit_hopper_bf16_gemv_module(N, K)
     headers = {"released_kernel.h": f'#include "{FILE}"\n#define KERNEL {kernel}\n'}
     flags, own = (*FLAGS, f"-DSGL_CUDA_ARCH={10 * capability}"), Path(__file__).with_suffix(".cu")
-    return building.Recipe(sources.source(SOURCE), (), own, GLUE_SHA, INCLUDES, headers, flags, "^TVMFFI")
+    made, needs = sources.source(SOURCE), [sources.source(HEADERS)]
+    return building.Recipe(made, (), own, GLUE_SHA, INCLUDES, headers, flags, "^TVMFFI", needs)

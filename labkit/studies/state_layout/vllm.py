@@ -16,6 +16,7 @@ gathers those of the pool before, and scatters them after.
 
 import ast
 from collections.abc import Callable
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,8 +36,8 @@ V_FIRST = {"vllm-0.15.1": False, "vllm-0.16.0": True}
 
 def decode(x: "StepInputs", source: str, checked: bool = True) -> Callable[[], Any]:
     """A step of GDN that updates the pool and returns its output [1, N, HV, V]. checked: False: without the look."""
-    module = sources.load(source, MODULE) if checked else sources.changed(source, MODULE, unchecked)
-    rate = -x.A_log.exp() * torch.nn.functional.softplus(x.a.float() + x.dt_bias)
+    module = _module(source, checked)
+    rate = -x.A_log.exp() * softplus(x.a.float() + x.dt_bias)
     q, k, v, g, beta = (part[None] for part in (x.q, x.k, x.v, rate, x.b.float().sigmoid()))
     options = {
         "initial_state": x.state, "inplace_final_state": True, "ssm_state_indices": x.indices, "scale": x.scale,
@@ -51,7 +52,7 @@ def decode_kda(x: "StepInputs", source: str, checked: bool = True) -> Callable[[
 
     The launch is in the lab's words, since the file of theirs needs all of an extend: tile, warps and stages are its.
     """
-    module = sources.load(source, MODULE) if checked else sources.changed(source, MODULE, unchecked)
+    module = _module(source, checked)
     (N, H, K), (HV, V) = x.q.shape, x.v.shape[1:]
     blocks = {"BK": triton.next_power_of_2(K), "BV": min(triton.next_power_of_2(V), 8), "num_warps": 1, "num_stages": 3}
     options = blocks | {
@@ -72,6 +73,10 @@ def decode_kda(x: "StepInputs", source: str, checked: bool = True) -> Callable[[
         return out
 
     return call
+
+
+def _module(source: str, checked: bool) -> ModuleType:
+    return sources.load(source, MODULE) if checked else sources.changed(source, MODULE, unchecked)
 
 
 def extend(x: "ExtendInputs", source: str, bounds: Tensor) -> Callable[[], Any]:
