@@ -126,7 +126,8 @@ TUNING_MS = (2, 10)  # of warming up and of timing, for each choice: there are d
 def tune_anew(modules: Iterable[ModuleType]) -> list[Any]:
     """Triton's autotuners in these modules, which forget what they have chosen; called before a new case.
 
-    Their keys do not say how many tokens there are: what suits the first case would be kept for all others.
+    Their keys do not say how many tokens there are: what suits the first case would be kept for all others. What an
+    earlier process wrote to disk is not taken either.
     """
     from triton.runtime.autotuner import Autotuner
     from triton.testing import do_bench
@@ -134,6 +135,8 @@ def tune_anew(modules: Iterable[ModuleType]) -> list[Any]:
     found = {id(one): one for module in modules for value in vars(module).values() for one in _chain(value, Autotuner)}
     for one in found.values():
         one.cache.clear()
+        vars(one).pop("best_config", None)
+        one.cache_results = False
         one.do_bench = partial(do_bench, warmup=TUNING_MS[0], rep=TUNING_MS[1])
     return list(found.values())
 

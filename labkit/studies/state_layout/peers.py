@@ -4,19 +4,20 @@ Libraries are imported only in the function that calls them.
 """
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from labkit.sweep import trial
+
 if TYPE_CHECKING:
     from labkit.kernels.gated_delta.chunked import ExtendInputs
     from labkit.kernels.gated_delta.recurrent import StepInputs
 
 Call = Callable[[], Any]
-TUNING_MS = (2, 10)  # of warming up and of timing, for each choice of a library that tunes itself
 
 
 def in_place(x: Tensor, factor: float) -> Call:
@@ -85,19 +86,9 @@ def tune_anew(case: str) -> list[Any]:
     """fla-core's autotuners, which forget what they have chosen when another case comes; to be called before its calls.
 
     Their keys are heads and dimensions: what is chosen for the first prompt would be kept for prompts of other lengths
-    and numbers. They take a few milliseconds a choice instead of a hundred, since there are hundreds of them.
+    and numbers. What an earlier process wrote to disk is not taken either.
     """
-    from triton.runtime.autotuner import Autotuner
-    from triton.testing import do_bench
-
-    modules = [module for name, module in sys.modules.items() if name.startswith("fla.") and module]
-    found = {id(one): one for module in modules for value in vars(module).values() for one in _chain(value, Autotuner)}
-    for one in found.values():
-        one.cache.clear()
-        vars(one).pop("best_config", None)
-        one.cache_results = False
-        one.do_bench = partial(do_bench, warmup=TUNING_MS[0], rep=TUNING_MS[1])
-    return list(found.values())
+    return trial.tune_anew([module for name, module in sys.modules.items() if name.startswith("fla.") and module])
 
 
 def attn_gym_step(x: "StepInputs") -> Call:
@@ -129,11 +120,3 @@ def _kept(call: Call) -> Call:
         return results[0]
 
     return keeping
-
-
-def _chain(kernel: Any, kind: type) -> Iterator[Any]:
-    """Those of a kind among the decorators around a kernel."""
-    while hasattr(kernel, "fn"):
-        if isinstance(kernel, kind):
-            yield kernel
-        kernel = kernel.fn
