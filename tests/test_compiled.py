@@ -194,13 +194,31 @@ def test_workers_compile_beside_the_interpreter_and_answers_are_kept(monkeypatch
 
 def test_what_is_built_ahead_is_disassembled_already(monkeypatch, tmp_path):
     monkeypatch.setattr(paths, "CACHE", tmp_path)
-    compiled.build_all([SOURCES["copy"], ("kernels_for_tests:of_a_library", {})], 90)
+    sources = [SOURCES["copy"], ("kernels_for_tests:of_a_library", {})]
+    (tmp_path / "taken").mkdir()
+    compiled.build_free(sources, 90, str(tmp_path / "taken"))
     monkeypatch.setattr(compiled, "listing_of", lambda cubin: pytest.fail("disassembled again"))
     launch = compiled.launch_of(SOURCES["copy"], 90)
     assert compiled.evidence(launch, 90)["loads"] == {"128": 1}
     other = compiled.launch_of(SOURCES["tile"], 90)
     with pytest.raises(pytest.fail.Exception, match="disassembled again"):  # not built ahead
         compiled.evidence(other, 90)
+
+
+def test_a_source_that_another_worker_took_is_left_to_it(monkeypatch, tmp_path):
+    built = []
+    monkeypatch.setattr(compiled, "launch_of", lambda source, capability: source)
+    monkeypatch.setattr(compiled, "build", lambda launch, capability: built.append(launch))
+    (tmp_path / "1").touch()
+    compiled.build_free(["first", "second", "third"], 90, str(tmp_path))
+    assert built == ["first", "third"]
+    compiled.build_free(["first", "second", "third"], 90, str(tmp_path))
+    assert built == ["first", "third"]
+
+
+def test_nothing_is_built_where_there_is_nothing_to_build(monkeypatch):
+    monkeypatch.setattr(isolated, "call_many", lambda calls, workers: pytest.fail("a process was started"))
+    compiled.prebuild([], 90)
 
 
 def test_a_failing_source_is_an_error():

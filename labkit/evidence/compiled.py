@@ -51,15 +51,26 @@ def prebuild(sources: Sequence[Source], capability: int) -> None:
     They are disassembled too, which is slow as well: `evidence` then finds the counts on disk.
     IsolatedError if one does not compile. ValueError for a capability that is not in `CAPABILITIES`.
     """
+    if not sources:
+        return
     count = min(os.cpu_count() or 1, len(sources))
-    shares = [[list(source) for source in sources[i::count]] for i in range(count)]
-    target = "labkit.evidence.compiled:build_all"
-    isolated.call_many([isolated.Call(target, [share, capability], env=workers.COMPILING) for share in shares], count)
+    with tempfile.TemporaryDirectory() as taken:
+        arguments = [[list(source) for source in sources], capability, taken]
+        call = isolated.Call("labkit.evidence.compiled:build_free", arguments, env=workers.COMPILING)
+        isolated.call_many([call] * count, count)
 
 
-def build_all(sources: Sequence[Source], capability: int) -> None:
-    """In a worker: compile the Launch, or the list of them, of every source, and disassemble it for its evidence."""
-    for source in sources:
+def build_free(sources: Sequence[Source], capability: int, taken: str) -> None:
+    """In a worker: compile the Launch, or the list of them, of sources, and disassemble it for its evidence.
+
+    taken: a folder in which each worker marks the source that it takes next: some take a hundred times as long as
+    others, so that no division beforehand would be even.
+    """
+    for place, source in enumerate(sources):
+        try:
+            (Path(taken) / str(place)).touch(exist_ok=False)
+        except FileExistsError:
+            continue
         found = launch_of(source, capability)
         for launch in found if isinstance(found, list) else [found]:
             if kernel := build(launch, capability):  # a library's own launch gives none
