@@ -158,9 +158,10 @@ def end_to_end_estimate(
         row = table.loc[below]
         share = time_share(state_share(model, int(batch), context, weight_bytes), slowness.get(below, 1.0))
         gain, low, high = (100 * (end_to_end(row[name], share) - 1) for name in ("ratio", "low", "high"))
-        found.append((batch, below, 100 * share, row["ratio"], row["verdict"], gain, low, high))
+        noise = share * row["noise"]
+        found.append((batch, below, 100 * share, row["ratio"], row["verdict"], gain, low, high, noise, row["runs"]))
     columns = ["batch", "ratio of batch", "share %", "kernel KV / VK", "verdict", "gain %", "low %", "high %"]
-    return pd.DataFrame(found, columns=columns)
+    return pd.DataFrame(found, columns=[*columns, "noise", "runs"])
 
 
 def shares(rows: pd.DataFrame, tile: int, contexts: Sequence[int], batches: Sequence[int]) -> pd.DataFrame:
@@ -309,8 +310,8 @@ def first_token(rows: pd.DataFrame, own: bool = False) -> pd.DataFrame:
         return table
     us, gpu = zip(table["prefill"], table["against us"], strict=True), rows["gpu"].iloc[0]
     share = 100 * pd.Series([prefill_share(QWEN3_NEXT, sum(LENGTHS[prefill]), one, gpu) for prefill, one in us])
-    earlier, high = (share * (1 - 1 / table[name]) for name in ("ratio", "high"))
-    return table.assign(**{"share %": share, "earlier %": earlier, "high %": high})
+    earlier, low, high = (share * (1 - 1 / table[name]) for name in ("ratio", "low", "high"))
+    return table.assign(**{"share %": share, "earlier %": earlier, "low %": low, "high %": high})
 
 
 def chunk_states(rows: pd.DataFrame) -> pd.DataFrame:
