@@ -69,7 +69,14 @@ def _row(study: str, case: Case, variant: Variant, floor: Any, us: float, spread
         "predicted_us": us * 1.05 if floor.limit else math.nan,
         "error": 1e-4,
         "evidence": json.dumps(evidence),
+        "rules": rules(study),
     }
+
+
+@functools.cache
+def rules(study: str) -> str:
+    """The present rules of a study's claims, as a row holds them."""
+    return json.dumps({claim.id: claim.sha() for claim in registry.load(study).claims}, sort_keys=True)
 
 
 def layout_us(ratio: Callable[[int, int], float] | float = 1.0) -> Us:

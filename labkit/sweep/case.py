@@ -197,6 +197,7 @@ def _base_row(study: Study, case: Case, variant: Variant, floor: Floor, index: i
         "kernel_sha": kernel_sha(variant.source),
         "evidence": "{}",
         "counters": "{}",
+        "rules": json.dumps({claim.id: claim.sha() for claim in study.claims}, sort_keys=True),
         "utc": datetime.now(UTC).isoformat(timespec="seconds"),
         "error": math.nan,
         "predicted_us": math.nan,
