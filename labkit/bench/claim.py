@@ -4,11 +4,11 @@ A claim says of a quantity that it is above or below a value, or within a band. 
 a verdict. Every rule is here, and the same for all claims:
 
 - **An observation** is as claimed, otherwise, or unclear, by its 95 % interval and its A/A noise (`verdict.verdict`).
-- **Direction** *holds* or *fails* if at least `MOST` of the clear observations say so, and at least half are clear; else
-  it is *unclear*.
+- **Direction** *holds* or *fails* if at least `MOST` of the clear observations say so, and at least half are clear;
+  else it is *unclear*.
 - **Size** is *as published*, *more* or *less*: the logarithm of the measured value over the neutral one is within
-  `TOLERANCE` times that of the published one, with both their intervals; of several cases, as most of them. Without a published figure of the same
-  quantity it is *not comparable*.
+  `TOLERANCE` times that of the published one, with both their intervals; of several cases, as most of them. Without a
+  published figure of the same quantity it is *not comparable*.
 - **Verdict**: the five lines of `VERDICTS`.
 
 A claim of a cause (`refutes`) is judged by the observation that would refute it, and by nothing else.
