@@ -310,6 +310,10 @@ def test_a_process_at_half_the_pace_makes_times_unclear_but_no_share(one_slow):
     assert host_views.rebuilding(one_slow)["build µs"].str.endswith("(unclear)").all()
     assert "(unclear)" in host_views.where(one_slow)
     assert "unclear whether below" in host_views.bar_host(one_slow)
+    assert "either way: 10 of 10 are" in host_views.host(one_slow)["caption"]
+    ns = zip(one_slow["variant"], one_slow["run"], one_slow["samples_ns"], strict=True)
+    uneven = one_slow.assign(samples_ns=[one * (0.3 + np.array(run)) if v in COPIES else one for v, run, one in ns])
+    assert "unclear, since processes differ, in 2 vectorised, 3 prebuilt" in host_views.waits(uneven)
 
 
 def test_shares_are_of_one_process_and_show_its_interval(one_slow):
@@ -563,8 +567,11 @@ def test_every_view_says_what_the_rows_say(rows):
     for make in TABLES:
         assert len(make(rows)), make.__name__
     assert "not measured" not in str(views.questions(rows))
-    assert "ways 2, 3; not in 4, 5, 6, 7, 8, 9; way 1 cannot tell: building takes longer" in host_views.waits(rows)
-    assert "] % of that go when the same tables are built vectorised" in host_views.where(rows)
+    assert "the stream in 2 vectorised, 3 prebuilt; not in 4 pinned, 5 replayed, 6 one" in host_views.waits(rows)
+    assert host_views.waits(rows).endswith(
+        "9 graph; no answer from what is built for longer than that work takes: 1 Python."
+    )
+    assert "] of that go when the same tables are built vectorised" in host_views.where(rows)
     assert f"{variants.H1024} 15 µs of waiting, 0.68 µs a barrier of 22, and +5 µs against" in views.stops(rows)
 
 
@@ -581,12 +588,12 @@ def test_every_view_is_a_sentence_without_rows(rows):
 
 def test_the_bars_say_whether_they_are_reached(rows):
     assert "98 % of the read ceiling, the 85 % aimed at" in views.bar_step(rows)
-    assert "at most 15.0 [15.0, 15.0] µs, below" in host_views.bar_host(rows)
+    assert "at most 15.0 µs [15.0, 15.0], below" in host_views.bar_host(rows)
     llama = {"models": [variants.LLAMA], "dtypes": ["bf16"], "parts": [], "starts": []}
     over = {variants.OURS: 1.5} | {variants.part(way, "launch"): 9.0 for way in (variants.GRAPH, variants.IN_LAUNCH)}
     slow = made.make("persistent_tables", llama, made.decode_us(over))
     assert "not the 85 % aimed at" in views.bar_step(slow)
-    assert "µs, not below" in host_views.bar_host(slow)
+    assert "µs [55.0, 55.0], not below" in host_views.bar_host(slow)
 
 
 def test_traffic_needs_no_measurement():

@@ -15,20 +15,22 @@ from labkit.studies.persistent_tables.views import UNITS, numbers
 
 BAR_HOST_US = 20  # of the host a token, that way 8 or 9 was to stay below
 WHOLE_UNITS = UNITS | {"low": "all, low", "high": "all, high"}
-UNSURE = f"unclear: an interval wider than {derived.SURE:.0%} either way".replace("%", " %")
+UNSURE = f'"unclear" means an interval wider than {100 * derived.SURE:.0f} % either way'
 GROWS = {"faster": "more", "slower": "less", "same": "the same", "unclear": "unclear"}
 SHORT = ("Python", "vectorised", "prebuilt", "pinned", "replayed", "one by one", "packed", "kernel", "launch", "graph")
 
 
-def figure(line: Mapping[str, Any] | pd.Series, name: str, form: str = "{:.0f}", ends: str = "{} ") -> str:
-    """A figure of the host's with its interval: "2623 [985, 6990] (unclear)". name: of its column.
+def figure(
+    line: Mapping[str, Any] | pd.Series, name: str, form: str = "{:.0f}", ends: str = "{} ", unit: str = ""
+) -> str:
+    """A figure of the host's with its interval: "2623 µs [985, 6990] (unclear)". name: of its column.
 
-    ends: of the columns of its interval's ends, before "low" and "high".
+    ends: of the columns of its interval's ends, before "low" and "high". unit: what follows the number: " µs".
     """
     values = [line[name], *(line[ends.format(name) + end] for end in ("low", "high"))]
     mid, low, high = map(form.format, values)
     unclear = (values[2] - values[1]) / 2 > derived.SURE * abs(values[0])
-    return f"{mid} [{low}, {high}]{' (unclear)' if unclear else ''}"
+    return f"{mid}{unit} [{low}, {high}]{' (unclear)' if unclear else ''}"
 
 
 def host(rows: pd.DataFrame) -> Drawing:
@@ -38,14 +40,14 @@ def host(rows: pd.DataFrame) -> Drawing:
         return "the host's work was not timed at the published size."
     tidy = table.melt("way", list(variants.PARTS), var_name="part", value_name="us")
     worst, best = table.loc[table["host"].idxmax()], table.loc[table["host"].idxmin()]
-    most, least = figure(worst, "host", ends=""), figure(best, "host", "{:.1f}", ends="")
+    most, least = (figure(line, "host", "{:.1f}", "", " µs") for line in (worst, best))
     return drawing(
         plots.bars, tidy.assign(way=tidy["way"].map(_short)), "way", "us", "part", logy=True, xlabel="way",
         ylabel="µs of the host (log)", title=f"The host's work for a token, {variants.H1024}",
         alt="Bars of the host's time by way, split into build, copy and launch.",
         caption=f"Means of the processes' medians, {table['records'].max():.0f} records, the GPU idle before each "
-        f"token; {UNSURE}, as {(~table['sure'].astype(bool)).sum()} of {len(table)} have.",
-        said=f"Most: {worst['way']}, µs {most}; least: {best['way']}, µs {least}",
+        f"token. {UNSURE}: {(~table['sure'].astype(bool)).sum()} of {len(table)} are.",
+        said=f"Most: {worst['way']}, {most}; least: {best['way']}, {least}",
         table=table, hidden=["model", "parts", "queued_us", "runs", "sure"], units=WHOLE_UNITS,
     )  # fmt: skip
 
@@ -64,7 +66,7 @@ def bar_host(rows: pd.DataFrame) -> str:
     for way, some in table.groupby("way"):
         word = "not below" if (some["low"] >= BAR_HOST_US).any() else "unclear whether below"
         word = "below" if (some["high"] < BAR_HOST_US).all() else word
-        parts.append(f"{way} at most {figure(some.loc[some['host'].idxmax()], 'host', '{:.1f}', ends='')} µs, {word}")
+        parts.append(f"{way} at most {figure(some.loc[some['host'].idxmax()], 'host', '{:.1f}', '', ' µs')}, {word}")
     count = len(table[["model", "parts"]].drop_duplicates())
     return f"over {count} cases, one of them to stay below {BAR_HOST_US} µs: {'; '.join(parts)}."
 
@@ -109,7 +111,7 @@ def idle(rows: pd.DataFrame) -> Drawing:
         alt="Map of percent of a token without a step running, by way and model.",
         caption="What a token takes beyond way 9's step in a graph, over what it takes, each process by itself; the "
         "ways' kernels differ by a percent or two, so that a little below zero is none.",
-        said=f"Most: {worst['way']}, {worst['case']}, {figure(worst, '% idle', ends='')} %",
+        said=f"Most: {worst['way']}, {worst['case']}, {figure(worst, '% idle', ends='', unit=' %')}",
         table=["case", "way", "us", "gpu us", "idle us", "% idle", "low", "high"],
         units=UNITS | {"low": "% idle, low", "high": "% idle, high"},
     )  # fmt: skip
@@ -135,19 +137,19 @@ def where(rows: pd.DataFrame) -> str:
     if table.empty or "all" not in build.index:
         return "ways 1, 2, 3 and 5 were not all measured at the published size."
     shares = table.assign(**{name: 100 * table[name] for name in ("share", "share low", "share high")})
-    python, rest, copies, _ = (figure(line, "share") for _, line in shares.iterrows())
+    python, rest, copies, _ = (figure(line, "share", unit=" %") for _, line in shares.iterrows())
     return (
-        f"rebuilding costs {figure(table.iloc[-1], 'us')} µs a token here. {python} % of that go when the same tables "
-        f"are built vectorised, {rest} % more when they are kept and only the position is set, and the last {copies} % "
-        f"are pageable copies and their waiting. The building alone, timed apart from these, without the GPU: "
-        f"{figure(build.loc['all'], 'build')} µs ({UNSURE})."
+        f"rebuilding costs {figure(table.iloc[-1], 'us', unit=' µs')} a token here. {python} of that go when the same "
+        f"tables are built vectorised, {rest} more when they are kept and only the position is set, and the last "
+        f"{copies} are pageable copies and their waiting. The building alone, timed apart from these, without the GPU: "
+        f"{figure(build.loc['all'], 'build', unit=' µs')} ({UNSURE})."
     )
 
 
 def queued(rows: pd.DataFrame) -> pd.DataFrame:
     """The host's µs for copies with an idle GPU and behind other work."""
     heads = {"built": "build µs", "idle": "GPU idle", "queued": f"{variants.QUEUED_US} µs queued"}
-    return derived.queued(rows).rename(columns=heads)
+    return derived.queued(rows).drop(columns="runs").rename(columns=heads)
 
 
 def waits(rows: pd.DataFrame) -> str:
@@ -158,13 +160,11 @@ def waits(rows: pd.DataFrame) -> str:
     late = table["built"] >= variants.QUEUED_US
     wait = ~late & (table["low"] > variants.QUEUED_US / 10) & (table["built"] + table["low"] > variants.QUEUED_US / 2)
     not_so = ~late & ~wait & (table["high"] < variants.QUEUED_US / 2)
-    groups = {"the host waits for other work on the stream in the ways": wait, "not in": not_so}
-    found = {words: numbers(table["way"][some]) for words, some in groups.items()}
+    groups = {"the host waits for other work on the stream in": wait, "not in": not_so}
+    groups["unclear, since processes differ, in"] = ~(late | wait | not_so)
+    groups["no answer from what is built for longer than that work takes:"] = late
+    found = {words: ", ".join(map(_short, table["way"][some])) for words, some in groups.items()}
     said = [f"{words} {ways}" for words, ways in found.items() if ways]
-    if (rest := ~(late | wait | not_so)).any():
-        said.append(f"unclear in {numbers(table['way'][rest])}, since processes differ")
-    if late.any():
-        said.append(f"way {numbers(table['way'][late])} cannot tell: building takes longer than that other work")
     return "; ".join(said) + "."
 
 
