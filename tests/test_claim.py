@@ -80,12 +80,6 @@ def test_size_of_what_is_published_below_one_counts_on_that_side():
     assert found == {0.5: "as published", 0.2: "more", 0.8: "less", 1.5: "less"}
 
 
-def test_size_of_a_share_counts_from_the_neutral_one():
-    shares = {"neutral": 0.5, "percent": True, "size": (0.775, 0.785)}
-    found = {share: judged(observed(share, spread=0.001), **shares).size for share in (0.78, 0.74, 0.6, 0.95, 0.4)}
-    assert found == {0.78: "as published", 0.74: "as published", 0.6: "less", 0.95: "more", 0.4: "less"}
-
-
 def test_size_of_a_case_of_its_own_and_of_cases_that_do_not_agree():
     two = [replace(one, size=(one.mid, one.mid)) for one in observed(1.2, 1.5)]
     assert judged(two).size == "as published"

@@ -464,11 +464,9 @@ def rows_of(claim, over=(), uneven=(), by=(0.3, 1.0, 3.0), gpu=H100):
         ("schedule", {variants.LONGEST: 1.1}, (), "holds", "less"),
         ("schedule", {variants.LONGEST: 0.9}, (), "fails", "less"),
         ("schedule", {}, [variants.LONGEST], "unclear", "as published"),
-        ("bandwidth", {}, (), "holds", "as published"),
-        ("bandwidth", {variants.OURS: 0.9}, (), "holds", "more"),
-        ("bandwidth", {variants.OURS: 1.3}, (), "holds", "less"),
-        ("bandwidth", {variants.OURS: 2.0}, (), "fails", "less"),
-        ("bandwidth", {variants.OURS: 1.3}, [variants.OURS], "unclear", "as published"),
+        ("bandwidth", {}, (), "holds", "not comparable"),
+        ("bandwidth", {variants.OURS: 1.3}, (), "fails", "not comparable"),
+        ("bandwidth", {}, [variants.OURS], "unclear", "not comparable"),
         ("waiting", {}, (), "holds", "not comparable"),
         ("waiting", dict.fromkeys(COPIES, 0.1), (), "fails", "not comparable"),
         ("waiting", {}, COPIES, "unclear", "not comparable"),
@@ -514,9 +512,22 @@ def test_every_claim_that_is_stated_is_tried_above():
     assert tried == {claim.id for claim in claims.CLAIMS}
 
 
-def test_the_size_of_a_host_ratio_needs_a_narrow_interval():
-    found = judged(rows_of("records", FASTER, [RECORDS], by=(0.9, 1.0, 1.1)))["records"]
-    assert (found.direction, found.size) == ("holds", "not comparable")
+@pytest.mark.parametrize(
+    ("claim", "over", "uneven"),
+    [("construction", {}, [BUILD]), ("records", FASTER, [RECORDS]), ("waiting", {}, COPIES)],
+)
+def test_a_host_figure_with_a_wide_interval_is_unclear_however_far_it_is(claim, over, uneven):
+    """Two of a hundred between processes are still clear; ten are not."""
+    found = {spread: judged(rows_of(claim, over, uneven, (1 - spread, 1, 1 + spread)))[claim] for spread in (0.01, 0.1)}
+    assert found[0.01].direction == "holds"
+    assert (found[0.1].direction, found[0.1].size) == ("unclear", "not comparable")
+    assert "unclear where the interval is wider than 5 %" in found[0.1].why
+
+
+def test_noise_of_the_host_hides_what_a_copy_waits_for():
+    rows = rows_of("waiting", uneven=[CONTROL])
+    assert judged(rows)["waiting"].direction == "unclear"
+    assert judged(rows)["construction"].direction == "holds"
 
 
 def test_where_nobody_knows_the_noise_nothing_is_clear():
@@ -535,7 +546,7 @@ def test_what_was_published_for_an_h100_is_said_of_another_gpu():
 
 def test_published_sizes_by_hand():
     sizes = {claim.id: claim.size for claim in claims.CLAIMS if claim.size}
-    for name, ratio in {"persistent": 2.7548, "schedule": 1.1978, "bandwidth": 0.78}.items():
+    for name, ratio in {"persistent": 2.7548, "schedule": 1.1978}.items():
         assert sizes[name] == pytest.approx((ratio, ratio), rel=0.01)
         assert sizes[name][0] < ratio < sizes[name][1]
     assert pytest.approx((4.83, 4.83), rel=0.01) == claims.RECORDS_SIZE

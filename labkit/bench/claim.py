@@ -6,9 +6,9 @@ a verdict. Every rule is here, and the same for all claims:
 - **An observation** is as claimed, otherwise, or unclear, by its 95 % interval and its A/A noise (`verdict.verdict`).
 - **Direction** *holds* or *fails* if at least `MOST` of the clear observations say so, and at least half are clear;
   else it is *unclear*.
-- **Size** is *as published*, *more* or *less*: the logarithm of the measured value over the neutral one is within
-  `TOLERANCE` times that of the published one, with both their intervals; of several cases, as most of them. Without a
-  published figure of the same quantity it is *not comparable*.
+- **Size** is *as published*, *more* or *less*: the logarithm of the measured value is within `TOLERANCE` times that of
+  the published one, with both their intervals; of several cases, as most of them. Without a published figure of the
+  same quantity it is *not comparable*.
 - **Verdict**: the five lines of `VERDICTS`.
 
 A claim of a cause (`refutes`) is judged by the observation that would refute it, and by nothing else.
@@ -151,7 +151,7 @@ class Claim:
         if not enough:
             return untestable(f"needs {observed.needs} in {PROCESSES} processes")
         words = [word(self._of(one), self) for one in enough]
-        direction, size = direction_of(words), size_of([self._of(one) for one in enough], self.neutral)
+        direction, size = direction_of(words), size_of([self._of(one) for one in enough])
         elsewhere = self._elsewhere(rows)
         verdict = _verdict(direction, size, observed.code == OWN and not elsewhere)
         said = [_cases(words), f"size: {size}" if size != "not comparable" else "", observed.code, elsewhere, self.note]
@@ -232,21 +232,21 @@ def direction_of(words: Sequence[str]) -> str:
     return "unclear"
 
 
-def size_of(observations: Sequence[Observation], neutral: float = 1.0) -> str:
+def size_of(observations: Sequence[Observation]) -> str:
     """The size of several observations: what at least `MOST` of those with a published figure are."""
-    words = Counter(_size(one, neutral) for one in observations if one.size)
+    words = Counter(_size(one) for one in observations if one.size)
     if not words:
         return "not comparable"
     found, count = words.most_common(1)[0]
     return found if count >= MOST * words.total() else "not comparable"
 
 
-def _size(one: Observation, neutral: float) -> str:
-    """*as published*, *more* or *less*: how far from the neutral value, on the side that was published."""
+def _size(one: Observation) -> str:
+    """*as published*, *more* or *less*: how far from 1, on the side that was published."""
     assert one.size is not None
-    sign = 1 if math.sqrt(one.size[0] * one.size[1]) >= neutral else -1
-    published = sorted(sign * math.log(value / neutral) for value in one.size)
-    measured = sorted(sign * math.log(value / neutral) for value in (one.low, one.high))
+    sign = 1 if math.sqrt(one.size[0] * one.size[1]) >= 1 else -1
+    published = sorted(sign * math.log(value) for value in one.size)
+    measured = sorted(sign * math.log(value) for value in (one.low, one.high))
     if measured[0] > published[1] * TOLERANCE:
         return "more"
     return "less" if measured[1] < published[0] / TOLERANCE else "as published"

@@ -295,23 +295,6 @@ def queued(rows: pd.DataFrame, ways: Iterable[str] = variants.WAYS) -> pd.DataFr
     return _lines(found, ("way", "built", "idle", "queued", "waited", "low", "high", "runs"))
 
 
-def waiting_noise(rows: pd.DataFrame) -> float:
-    """µs that the A/A control seems to wait longer than what it repeats, or less, at most; NaN without it.
-
-    It repeats the launch of way 9, whose tokens copy nothing.
-    """
-    twin = variants.part(variants.GRAPH, "launch")
-    known = [clocks(host_case(rows, us)) for us in (variants.QUEUED_US, 0)]
-    if not all({CONTROL, twin} <= set(one) for one in known):
-        return math.nan
-    found = in_process([one[name] for name in (CONTROL, twin) for one in known], _waited_beyond, log=False)
-    return max(abs(found.low), abs(found.high))
-
-
-def _waited_beyond(queued: Any, idle: Any, queued_twin: Any, idle_twin: Any) -> Any:
-    return _waited(queued, idle) - _waited(queued_twin, idle_twin)
-
-
 def _waited(queued: Any, idle: Any) -> Any:
     return (queued - idle) / 1e3
 
