@@ -20,7 +20,7 @@ SCHEDULE = (2389.4, 1994.8)  # µs a token, longest first and round-robin
 RECORDS, BUFFERS, QUEUES = 2222, 444, 16  # µs of building, of the source's Python
 RECORDS_SIZE = (RECORDS - 0.5) / (BUFFERS + QUEUES + 1), (RECORDS + 0.5) / (BUFFERS + QUEUES - 1)  # by their rounding
 STANFORD = 0.775  # of the data sheet's bandwidth: the least that is 78 % when it is rounded
-DATASHEET = {"H100 80GB HBM3": 3.35, "H200": 4.8}  # TB/s, by NVIDIA's data sheets of the SXM boards
+DATASHEET = {"H100 80GB HBM3": 3.35, "NVIDIA H200": 4.8}  # TB/s, by NVIDIA's data sheets of the SXM boards
 WAITS = 0.8  # of the queued work that a copy must wait for to count as waiting for it
 
 

@@ -18,7 +18,7 @@ from labkit.studies.persistent_tables import variants
 
 BAR_PERCENT = 85  # of the read ceiling, on streamed bytes, that Llama-3.2-1B was to reach
 COLD_L2 = 4  # times the L2 that the buffers of a cold case are elsewhere, at least
-L2_BYTES = {"H100 80GB HBM3": 50 * 2**20, "H200": 60 * 2**20}  # as PyTorch says
+L2_BYTES = {"H100 80GB HBM3": 50 * 2**20, "NVIDIA H200": 60 * 2**20}  # as PyTorch says
 NEAR = 1.02  # times the least: as good
 UNITS = {
     "us": "µs", "tbs": "TB/s", "gpu us": "GPU µs", "idle us": "idle µs", "beyond": "µs beyond way 8",
