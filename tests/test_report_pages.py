@@ -161,6 +161,14 @@ def test_index_row_has_source_figures_verdict_and_reason(tmp_path: Path) -> None
     assert "no rows for batch 64" in third
 
 
+def test_index_has_no_link_for_a_source_without_an_address(tmp_path: Path) -> None:
+    first, *others = sample_report.claims()
+    claims = [replace(first, claim=replace(first.claim, url="")), *others]
+    text = write_index(tmp_path, claims=claims)
+    assert 'href=""' not in text
+    assert '<td data-label="Source">SGLang 20283</td>' in text
+
+
 def test_index_lists_studies_and_machines(tmp_path: Path) -> None:
     text = write_index(tmp_path)
     assert '<a href="01.html">Layout &lt;1&gt;</a>' in text
