@@ -209,8 +209,8 @@ def beside_llama(rows: pd.DataFrame, op: str) -> pd.DataFrame:
 def bits(rows: pd.DataFrame) -> pd.DataFrame:
     """Of every variant: cases in which a token alone was looked at, and in how many it had the bits of its batch.
 
-    who: ours, a library, or by its role what else it is. Cases of one token say nothing, and are left out. A row that is refused since
-    the bits differ counts: it is no time, and yet an answer.
+    who: ours, a library, or by its role what else it is. Cases of one token say nothing, and are left out. A row that
+    is refused since the bits differ counts: it has no time, but an answer.
     """
     found = []
     for op in ("product", "ffn", "routed"):
