@@ -658,6 +658,7 @@ def test_every_view_is_a_sentence_without_rows(rows):
             assert isinstance(draw(some), str), draw
     for tell in TABLES:
         assert len(tell(rows.iloc[:0])) == 0, tell
+    assert "measured" in views.overlap(rows.iloc[:0])  # not that copies and compute are apart
 
 
 def test_views_that_need_no_gpu():

@@ -380,9 +380,9 @@ def thrash(table: pd.DataFrame) -> str:
     )
 
 
-def overlap(rows: pd.DataFrame) -> str:
+@view(tables.cached, "no steps through the cache were measured.")
+def overlap(table: pd.DataFrame) -> str:
     """Does prefetch hide the copies where they and the compute are about as long?"""
-    table = tables.cached(rows)
     some = where(table, balanced=True)
     if some.empty:
         return "in no case are copies and compute within 2× of each other."
