@@ -13,6 +13,7 @@ import rows as made
 import torch
 from missing import NO_SOURCES, sources_missing
 
+from labkit import sources
 from labkit.bench import records, verdict
 from labkit.bench.spec import CONTROL, ROLES, VERDICTS, Case
 from labkit.evidence import compiled
@@ -32,6 +33,7 @@ from labkit.studies.moe_persistent_grid import (
     trials,
     variants,
     views,
+    vllm,
     waves,
     work,
 )
@@ -279,6 +281,23 @@ def test_the_loop_alone_is_eager_and_libraries_are_peers():
     assert variants.OTHER_TOKENS not in {one.name for one in study.STUDY.variants(case(T=variants.TUNED_FOR))}
 
 
+def test_vllm_s_layer_is_timed_in_every_bf16_case_and_beside_executorch_s():
+    def timed(x):
+        return variants.VLLM in {line.name for line in variants.lines(x)}
+
+    layers = [x for x in study.cases(ALL) if x.op == "layer"]
+    assert all(timed(x) == (x["weights"] == "bf16" or x["model"] == QWEN35_35B.name) for x in layers)
+
+
+def test_vllm_s_layer_says_how_it_is_fetched_where_it_is_not(tmp_path, monkeypatch):
+    monkeypatch.setenv("LABKIT_SOURCES", str(tmp_path))
+    vllm._module.cache_clear()
+    [line] = [line for line in variants.lines(case()) if line.name == variants.VLLM]
+    with pytest.raises(sources.NotFetched, match="not fetched: labkit fetch vllm"):
+        getattr(trials, line.make)(study.STUDY.tiny[0], "cpu", 1, 0)
+    assert not [one for one in study.STUDY.kernels([case()], 90) if one[0].endswith(":vllm_layer")]
+
+
 def test_counters_are_taken_of_every_tile_order():
     found = study.counted(ALL)
     assert {x["model"] for x, _ in found} == set(variants.ABLATED)
@@ -417,6 +436,7 @@ def test_everything_that_a_case_launches_is_compiled_ahead(op, weights, tokens, 
                 variants.LIGER,
                 variants.LOOP,
                 variants.SGLANG,
+                variants.VLLM,
                 variants.READ,
                 variants.PER_PAIR,
                 *variants.RELEASED_GEMMS,
@@ -459,7 +479,7 @@ def test_what_others_try_while_they_tune_is_compiled_ahead_in_parts(monkeypatch)
 
 @pytest.mark.skipif(sources_missing(), reason=NO_SOURCES)
 def test_sglang_s_layer_is_compiled_ahead_as_this_gpu_will_run_it(monkeypatch):
-    [source] = [one for one in study.STUDY.kernels([case(T=4096)], 90) if one[0].endswith(":sglangs")]
+    [source] = [one for one in study.STUDY.kernels([case(T=4096)], 90) if one[0].endswith(":sglang_layer")]
     monkeypatch.setattr(ahead, "suppress", lambda kind: nullcontext())
     tried = {}
     for gpu in ("", "NVIDIA H200"):
@@ -468,6 +488,22 @@ def test_sglang_s_layer_is_compiled_ahead_as_this_gpu_will_run_it(monkeypatch):
         assert all(kernel.metadata.launch_pdl for kernel in kernels if kernel.metadata.name == "fused_moe_kernel")
         tried[gpu] = {(kernel.metadata.num_warps, kernel.metadata.num_stages) for kernel in kernels}
     assert tried[""] != tried["NVIDIA H200"]
+
+
+@pytest.mark.skipif(not sources.is_fetched(sources.source(variants.VLLM_RELEASE)), reason=NO_SOURCES)
+@pytest.mark.parametrize("weights", study.WEIGHTS)
+def test_vllm_s_layer_is_compiled_ahead_as_this_gpu_will_run_it(weights, monkeypatch):
+    x = case(model=QWEN35_35B, T=4096, weights=weights)
+    [source] = [one for one in study.STUDY.kernels([x], 90) if one[0].endswith(":vllm_layer")]
+    monkeypatch.setattr(ahead, "suppress", lambda kind: nullcontext())
+    tried = {}
+    for gpu in ("", "NVIDIA H100 80GB HBM3"):
+        kernels = built((source[0], source[1] | {"gpu": gpu}), monkeypatch)
+        names = [kernel.metadata.name for kernel in kernels]
+        assert names.count("fused_moe_kernel" if weights == "bf16" else "fused_moe_kernel_gptq_awq") == 2
+        assert {"_activate_kernel", "_sum_kernel", "_place_kernel"} < set(names)
+        tried[gpu] = {(kernel.metadata.num_warps, kernel.metadata.num_stages) for kernel in kernels}
+    assert (tried[""] != tried["NVIDIA H100 80GB HBM3"]) is (weights == "bf16")  # which it ships
 
 
 def built(source, monkeypatch):
@@ -579,9 +615,10 @@ def wave_tiles(x):
 
 
 def frame(over=None, parameters=ALL, own=False, **changes):
-    """own: with the layers of ExecuTorch and SGLang, as it is where they were fetched."""
+    """own: with the layers of ExecuTorch, SGLang and vLLM, as it is where they were fetched."""
     rows = made.make(NAME, parameters, us_of(over), **changes)
-    rows = rows if own else rows[~rows["variant"].str.startswith(("ExecuTorch", "SGLang"))].reset_index(drop=True)
+    others = rows["variant"].str.startswith(("ExecuTorch", "SGLang", "vLLM"))
+    rows = rows if own else rows[~others].reset_index(drop=True)
     bound = rows["floor_flops"] > work.BALANCE * rows["floor_bytes"]
     texts = [
         evident(Case(op, json.loads(key)), name)
@@ -594,8 +631,8 @@ def evident(x, name):
     """What the kernels' evidence says: the layer's blocks; tiles of the routing, CTAs an SM, and the code."""
     if x.op == "layer" and name == variants.OURS:
         return json.dumps({"config": {"block_m": 16, "rows": {"up": 4} if x["T"] == 1 else None}})
-    if name == variants.SGLANG:
-        return json.dumps({"config": {"shipped": x["model"] != MIXTRAL.name}})
+    if name in variants.ENGINES:
+        return json.dumps({"config": {"shipped": x["model"] != MIXTRAL.name and x["weights"] != "INT4"}})
     if x.op == "waves" and " SMs, " in name:
         sms = 0 if name.startswith("all") else int(name.split()[0])
         return json.dumps({"tiles": wave_tiles(x), "ctas_per_sm": 1, "sms": SMS, "seen": SEEN[sms]})
@@ -688,23 +725,39 @@ def test_the_fastest_rival_is_found_in_every_case(rows):
     assert tables.against_best(rows[rows["role"].isin(["ours", "control"])]).empty
 
 
-def test_sglang_s_layer_is_a_rival_and_is_missed_where_it_was_not_timed(rows):
-    assert tables.beside_sglang(rows).empty
-    assert views.beside_sglang(rows) == "SGLang's own layer beside ours: not measured on this GPU."
-    assert "; SGLang's layer is not among them: not measured on this GPU" in made.caption(views.rivals(rows))
-    some = frame({variants.SGLANG: 0.84}, own=True)
-    table = tables.beside_sglang(some)
+def test_engines_layers_are_rivals_and_are_missed_where_they_were_not_timed(rows):
+    assert tables.beside_engines(rows).empty
+    assert views.beside_engines(rows) == (
+        "SGLang's own bf16 layer beside ours: not measured on this GPU. "
+        "vLLM's own bf16 layer beside ours: not measured on this GPU."
+    )
+    assert views.int4_engines(rows) == "vLLM's own INT4 layer beside ours: not measured on this GPU."
+    assert "; vLLM's layer is not among them: not measured on this GPU" in made.caption(views.rivals(rows))
+    some = frame({variants.SGLANG: 0.84, variants.VLLM: 1.05}, own=True)
+    table = tables.beside_engines(some)
     assert set(table["model"]) == {QWEN3_30B.name, QWEN35_35B.name, MIXTRAL.name}
     assert set(table["routing"]) == set(ALL["routings"])
-    assert table["ratio"].tolist() == pytest.approx([0.8] * len(table), rel=3e-3)
-    assert dict(zip(table["model"], table["configuration"], strict=True)) == {
+    ratios = table.groupby("engine")["ratio"].agg(["min", "max"])
+    assert ratios.loc["SGLang"].tolist() == pytest.approx([0.8, 0.8], rel=3e-3)
+    assert ratios.loc["vLLM"].tolist() == pytest.approx([1.0, 1.0], rel=3e-3)
+    plain = table[table["weights"] == "bf16"]
+    assert dict(zip(plain["model"], plain["configuration"], strict=True)) == {
         QWEN3_30B.name: "shipped", QWEN35_35B.name: "shipped", MIXTRAL.name: "default",
     }  # fmt: skip
     assert set(tables.against_best(some)["by"]) == {variants.SGLANG}
     assert "not among them" not in made.caption(views.rivals(some))
-    said = views.beside_sglang(some)
-    assert "time SGLang / ours is ×0.80 in the mean of 15 cases, ×0.80; ours is slower in 15, least ×0.80" in said
-    assert said.endswith("By its configuration: shipped ×0.80, default ×0.80.")
+    said = views.beside_engines(some)
+    assert "Time SGLang / ours is ×0.80 in the mean of 15 cases, ×0.80; ours is slower in 15, least ×0.80" in said
+    assert "By its configuration: shipped ×0.80, default ×0.80. Time vLLM / ours is ×1.00" in said
+    said = views.int4_engines(some)
+    assert said.startswith("Time vLLM / ours is ×1.00 in the mean of 5 cases")
+    assert said.endswith("By its configuration: default ×1.00.")
+    only = frame({variants.SGLANG: 0.84}, own=True)
+    missing = only[~only["variant"].str.startswith("vLLM")]
+    assert views.beside_engines(missing).endswith("vLLM's own bf16 layer beside ours: not measured on this GPU.")
+    caption = made.caption(views.rivals(missing))
+    assert "vLLM's layer is not among them" in caption
+    assert "SGLang's layer is not" not in caption
 
 
 def test_int4_gemms_are_taken_together(rows):
@@ -1164,14 +1217,14 @@ def test_what_a_view_says_follows_from_the_rows(rows, view, said):
 
 
 VIEWS = (
-    "in_short", "rivals", "rates", "launching", "one_token", "by_words", "words_said", "beside_sglang", "reading",
-    "int4_gain", "routings", "tuning", "prediction", "summary",
+    "in_short", "rivals", "rates", "launching", "one_token", "by_words", "words_said", "beside_engines",
+    "int4_engines", "reading", "int4_gain", "routings", "tuning", "prediction", "summary",
 )  # fmt: skip
 GRID_VIEWS = (
     "own_products", "as_timed", "grid", "bits", "why", "occupancy", "order", "pays", "dead", "steps", "other_gpus",
     "fuller",
 )  # fmt: skip
-TABLES = ("source_point", "tuned_point", "worth", "persistent_on_parts", "beside_sglang", "own_products")
+TABLES = ("source_point", "tuned_point", "worth", "persistent_on_parts", "beside_engines", "own_products")
 PARTIAL = {
     "all": lambda rows: rows,
     "none": lambda rows: rows.iloc[:0],
@@ -1242,7 +1295,7 @@ def captured(call):
 def test_every_variant_is_right_and_can_be_captured(op, weights):
     x = small(op, weights)
     for one in study.STUDY.variants(x):
-        if one.name == variants.LIGER or (one.name == variants.SGLANG and sources_missing()):
+        if one.name in (variants.LIGER, variants.VLLM) or (one.name == variants.SGLANG and sources_missing()):
             continue
         found = one.prepare(x, torch.device("cuda"), 2, 0)
         errors = found.check()

@@ -19,9 +19,10 @@ from labkit.kernels import offline
 from labkit.kernels.experts import blocks, expert_layer, inputs
 from labkit.kernels.experts.choose import Choice, WordChoice
 from labkit.kernels.launch import Launch
-from labkit.studies.moe_persistent_grid import executorch, peers, sglang, trials, variants, w4a8
+from labkit.studies.moe_persistent_grid import executorch, peers, sglang, trials, variants, vllm, w4a8
 
 EXECUTORCHS = ("per_pair", "released", "released_gemm")
+ENGINES = {"sglang_layer": variants.SGLANG_RELEASE, "vllm_layer": variants.VLLM_RELEASE}
 PARTS = 12  # sources that the configurations of a layer which tunes itself are spread over, so that cores share them
 BEFORE = {"gemm1": "quantise", "gemm2": "activate"}  # what an 8-bit product needs, beside itself
 
@@ -62,9 +63,9 @@ def _foreign(x: Case, lines: Sequence[variants.Line], shape: list[Any]) -> Itera
     for line in lines:
         if line.make in ("grouped_mm", "liger"):
             yield [line.make, x["T"], *shape], (f"{__name__}:library", {"make": line.make, "params": params})
-        if line.make == "sglang_layer" and sources.is_fetched(sources.source(variants.SGLANG_RELEASE)):
-            gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
-            yield ["sglang", x["T"], *shape], (f"{__name__}:sglangs", {"params": params, "gpu": gpu})
+        if line.make in ENGINES and sources.is_fetched(sources.source(ENGINES[line.make])):
+            arguments = {"params": params, "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else ""}
+            yield [line.make, x["T"], *shape], (f"{__name__}:{line.make}", arguments)
         if line.make in EXECUTORCHS and sources.is_fetched(sources.source(variants.RELEASE)):
             how = {name: line.options[name] for name in ("grid", "int8")} if line.options else None
             for part in range(PARTS):
@@ -145,11 +146,18 @@ def library(make: str, params: Mapping[str, Any]) -> "list[Launch] | Foreign":
     return Foreign(partial(peers.liger, item)) if make == "liger" else peers.glue(item)
 
 
-def sglangs(params: Mapping[str, Any], gpu: str) -> "Foreign":
+def sglang_layer(params: Mapping[str, Any], gpu: str) -> "Foreign":
     """SGLang's layer of a case, in the configuration that it has for the GPU of this name."""
     [item] = trials.inputs(Case("layer", params), "cpu", 1, 0)
     sglang.choose_for(gpu)
     return Foreign(sglang.layer(item))
+
+
+def vllm_layer(params: Mapping[str, Any], gpu: str) -> "Foreign":
+    """vLLM's layer of a case, in the configuration that it has for the GPU of this name."""
+    [item] = trials.inputs(Case("layer", params), "cpu", 1, 0)
+    vllm.choose_for(gpu)
+    return Foreign(vllm.layer(item))
 
 
 def executorchs(params: Mapping[str, Any], how: Mapping[str, Any] | None, part: int) -> "Foreign":

@@ -142,21 +142,21 @@ def against_best(rows: pd.DataFrame) -> pd.DataFrame:
     return table[[*CASE, "by", "by µs", "ours µs", *RATIO]]
 
 
-BESIDE = [*CASE, "configuration", "SGLang µs", "ours µs", *RATIO]
+BESIDE = [*CASE, "engine", "configuration", "engine µs", "ours µs", *RATIO]
 
 
-def beside_sglang(rows: pd.DataFrame) -> pd.DataFrame:
-    """Time of SGLang's own layer over that of ours, bf16, every routing; above 1: ours is faster.
+def beside_engines(rows: pd.DataFrame) -> pd.DataFrame:
+    """Time of SGLang's and of vLLM's own layer over that of ours, all weights and routings; above 1: ours is faster.
 
     configuration: of its products: "shipped" for this GPU and these experts, or the "default" of its own function.
     """
     found = []
     for params, group in cases(rows, "layer"):
         known = facts(group)
-        for line in pairs(group, [(names.OURS, names.SGLANG)]):
-            shipped = known[names.SGLANG].get("config", {}).get("shipped")
-            line |= {"configuration": "shipped" if shipped else "default", "SGLang µs": line["against us"]}
-            found.append(picked(params, CASE) | line | {"ours µs": line["us"]})
+        for line in pairs(group, [(names.OURS, engine) for engine in names.ENGINES]):
+            shipped = known[line["against"]].get("config", {}).get("shipped")
+            line |= {"engine": names.ENGINES[line["against"]], "configuration": "shipped" if shipped else "default"}
+            found.append(picked(params, CASE) | line | {"engine µs": line["against us"], "ours µs": line["us"]})
     return frame(found, BESIDE)[BESIDE]
 
 

@@ -25,7 +25,7 @@ from labkit.kernels.experts.inputs import Layer, LayerInputs, Workspace, workspa
 from labkit.kernels.experts.int4 import GROUP, Int4
 from labkit.kernels.launch import Launch
 from labkit.kernels.target import multiprocessors
-from labkit.studies.moe_persistent_grid import ceilings, executorch, green_context, peers, sglang, w4a8, work
+from labkit.studies.moe_persistent_grid import ceilings, executorch, green_context, peers, sglang, vllm, w4a8, work
 from labkit.studies.moe_persistent_grid.routings import synthetic
 from labkit.sweep.trial import DTYPES, Call, Shared, chosen, hash_of, in_order, kept, trial, tune_anew
 
@@ -276,6 +276,17 @@ def sglang_layer(x: Case, device: Any, sets: int, seed: int) -> Trial:
         return _errors(calls[0]()[_some(x)], _expected(x, items[0], stored=True))
 
     return trial(calls, (), check, LOOPED, facts=lambda: {"config": sglang.configuration(items[0])})
+
+
+def vllm_layer(x: Case, device: Any, sets: int, seed: int) -> Trial:
+    """vLLM's layer, which returns its output."""
+    items = inputs(x, device, sets, seed)
+    calls = kept([vllm.layer(item) for item in items])
+
+    def check() -> dict[str, float]:
+        return _errors(calls[0]()[_some(x)], _expected(x, items[0], stored=True))
+
+    return trial(calls, (), check, LOOPED, facts=lambda: {"config": vllm.configuration(items[0])})
 
 
 def per_pair(x: Case, device: Any, sets: int, seed: int) -> Trial:

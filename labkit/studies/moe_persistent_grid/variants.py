@@ -34,13 +34,16 @@ GROUPED = "F.grouped_mm with Triton around"
 LIGER = "liger-kernel, its host sync left out"
 LOOP = "loop of torch.mm, eager"
 SGLANG = "SGLang 0.5.22, tokens sorted by ours"
+VLLM = "vLLM 0.33.0 in Triton, tokens sorted by ours"  # of bf16 and of INT4 weights
 READ = "read the experts' weights"
-RIVALS = (GROUPED, LIGER, LOOP, SGLANG)
+RIVALS = (GROUPED, LIGER, LOOP, SGLANG, VLLM)
+ENGINES = {SGLANG: "SGLang", VLLM: "vLLM"}  # layers of engines, as their servers run them
 TUNED_FOR = SOURCE_T  # tokens that OTHER_TOKENS was tuned for
 
 # Others' own code. ExecuTorch's: as released, and with the pull request's grid applied to it
 RELEASE = "executorch-1.5.1"
 SGLANG_RELEASE = "sglang-0.5.22"
+VLLM_RELEASE = "vllm-fused-moe-0.33.0"
 PER_PAIR = "ExecuTorch 1.5.1, per pair"
 PER_PAIR_UP_TO = 16  # tokens; it is the release's decode, and reads an expert's weights once a token
 
@@ -174,6 +177,7 @@ LINES = {  # operation, of layers with the kind of weights -> its variants; the 
         Line(LIGER, "peer", "liger", {}),
         Line(LOOP, "baseline", "loop", {}),
         Line(SGLANG, "peer", "sglang_layer", {}),
+        Line(VLLM, "peer", "vllm_layer", {}),
         Line(ORDINARY, "step", "layer", {"dependent": False}),
         Line(BY_TILES, "step", "layer", {"rows": False}),
         Line(RULE, "step", "layer", {"base": "rule"}),
@@ -190,6 +194,7 @@ LINES = {  # operation, of layers with the kind of weights -> its variants; the 
         *(Line(one.name, "step", "layer", {"base": "source"} | one.options) for one in _SOURCE if "=16" in one.name),
         Line(PER_PAIR, "peer", "per_pair", {}),
         *(Line(name, "peer", "released", options) for name, options in RELEASED.items()),
+        Line(VLLM, "peer", "vllm_layer", {}),
     ],
     "gemm": [
         Line(OURS_TILES, "step", "gemm", {"base": "ours", "grid": "tiles"}),
@@ -243,6 +248,8 @@ def _takes(x: Case, name: str) -> bool:
         return int4 and x["model"] == ABLATED[0] and T in RELEASED_AT
     if name in RELEASED or name == PER_PAIR:  # takes bf16 activations alone; the source's own model
         return x["model"] == ABLATED[0] and (name != PER_PAIR or T <= PER_PAIR_UP_TO)
+    if name == VLLM and int4:  # beside the other outside layers of such weights
+        return x["model"] in (ABLATED[0], TINY)
     if name in (LIGER, LOOP, RULE, OTHER_TOKENS):
         return _is_plain(x) and (name != OTHER_TOKENS or T != TUNED_FOR)
     if not name.startswith("source"):
@@ -290,6 +297,7 @@ _RUNS = {  # by the name of the function in `trials`, where that is enough
     "loop": f"{STUDY}.peers:loop",
     "read": f"{STUDY}.ceilings:read",
     "sglang_layer": (f"source:{SGLANG_RELEASE}", f"{STUDY}.sglang:layer"),
+    "vllm_layer": (f"source:{VLLM_RELEASE}", f"{STUDY}.vllm:layer"),
     "per_pair": (f"source:{RELEASE}", f"{STUDY}.executorch:per_pair"),
     "released": (f"source:{RELEASE}", f"{STUDY}.executorch:batched"),
     "released_gemm": (f"source:{RELEASE}", f"{STUDY}.executorch:product", f"{STUDY}.executorch:launcher"),

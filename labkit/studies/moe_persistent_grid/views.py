@@ -21,7 +21,7 @@ SHORT = {
     variants.GROUPED: "F.grouped_mm",
     variants.LIGER: "liger-kernel",
     variants.LOOP: "loop, eager",
-    variants.SGLANG: "SGLang",
+    **variants.ENGINES,
     variants.OURS: "ours",
 }
 GRIDS = ((variants.OURS_PERSISTENT, "one program an SM"), (variants.OURS_FILLED, "as many programs as fit"))
@@ -151,8 +151,7 @@ def rivals(rows: pd.DataFrame) -> Drawing:
     said = f"Ours is {counted(table['verdict'])} of {len(table)} cases; geometric mean "
     said += f"{geometric_mean(table['ratio']):.3f}, least {least['ratio']:.3f} ({_where(least)})"
     more = table[table["T"] > 1]["ratio"]
-    if tables.beside_sglang(rows).empty:
-        said += f"; SGLang's layer is not among them: {why_not(rows, [variants.SGLANG])}"
+    said += "".join(f"; {_missing(rows, variant)}" for variant in _engines_missing(rows))
     said += f"; without one token {geometric_mean(more):.3f}" if 0 < len(more) < len(table) else ""
     return drawing(
         plots.ratios, table.assign(row=labels(table, "T")), "row", "ratio", "low", "high", group="model",
@@ -219,16 +218,40 @@ def words_said(rows: pd.DataFrame) -> str:
     return f"{said} Bytes are faster for {worse}." if worse else said
 
 
-def beside_sglang(rows: pd.DataFrame) -> str:
-    """SGLang's own layer over ours, and how much of that is with a configuration that was tuned for this GPU."""
-    table = uniform(tables.beside_sglang(rows))
-    if table.empty:
-        return f"SGLang's own layer beside ours: {why_not(rows, [variants.SGLANG])}."
+def _engines_missing(rows: pd.DataFrame) -> list[str]:
+    """The engines whose bf16 layer was timed in no case."""
+    table = tables.beside_engines(rows)
+    timed = set(table[table["weights"] != "INT4"]["engine"])
+    return [variant for variant, engine in variants.ENGINES.items() if engine not in timed]
+
+
+def _missing(rows: pd.DataFrame, variant: str) -> str:
+    """That an engine's layer was not timed, and why."""
+    return f"{variants.ENGINES[variant]}'s layer is not among them: {why_not(rows, [variant])}"
+
+
+def beside_engines(rows: pd.DataFrame, int4: bool = False) -> str:
+    """Engines' own layers over ours, and how much of that is with a configuration that was tuned for this GPU."""
+    table = uniform(tables.beside_engines(rows))
+    table = table[(table["weights"] == "INT4") == int4]
+    said = [_beside_engine(part, engine) for engine, part in table.groupby("engine", sort=False)]
+    missing = [variants.VLLM] * table.empty if int4 else _engines_missing(rows)
+    kind = "INT4" if int4 else "bf16"
+    said += [f"{variants.ENGINES[one]}'s own {kind} layer beside ours: {why_not(rows, [one])}." for one in missing]
+    return " ".join(said)
+
+
+def _beside_engine(table: pd.DataFrame, engine: str) -> str:
     least = table.loc[table["ratio"].idxmin()]
-    said = f"time SGLang / ours is {mean(table['ratio'])}; ours is {counted(table['verdict'])}, least "
+    said = f"Time {engine} / ours is {mean(table['ratio'])}; ours is {counted(table['verdict'])}, least "
     said += f"{interval(least)} ({_where(least)})"
     parts = [f"{kind} ×{span(part['ratio'])}" for kind, part in table.groupby("configuration", sort=False)]
     return f"{said}. By its configuration: {', '.join(parts)}."
+
+
+def int4_engines(rows: pd.DataFrame) -> str:
+    """The same of INT4 weights."""
+    return beside_engines(rows, int4=True)
 
 
 def reading(rows: pd.DataFrame) -> Drawing:
