@@ -468,11 +468,11 @@ def test_what_others_try_while_they_tune_is_compiled_ahead_in_parts(monkeypatch)
     some = [case(model=QWEN35_35B, T=tokens, weights="INT4") for tokens in (1, 16, 32, 1642)]
     found = [one for one in study.STUDY.kernels(some, 90) if one[0].endswith(":executorchs")]
     forms = {json.dumps(arguments["how"]) for _, arguments in found}
-    assert len(forms) == 5
+    assert len(forms) == 7
     assert {arguments["part"] for _, arguments in found} == set(range(ahead.PARTS))
     assert len(found) < 3 * len(forms) * ahead.PARTS
     monkeypatch.setattr(ahead, "suppress", lambda kind: nullcontext())  # whatever goes wrong is seen
-    for how, kernels in ((None, 2), ({"grid": "persistent", "int8": True}, 6)):
+    for how, kernels in ((None, 2), ({"grid": "persistent", "int8": True}, 6), ({"int8": False}, 2)):
         source = next(one for one in found if one[1]["how"] == how and one[1]["part"] == 0)
         assert len(built(source, monkeypatch)) == kernels
 

@@ -21,7 +21,7 @@ from labkit.kernels.experts.choose import Choice, WordChoice
 from labkit.kernels.launch import Launch
 from labkit.studies.moe_persistent_grid import executorch, peers, sglang, trials, variants, vllm, w4a8
 
-EXECUTORCHS = ("per_pair", "released", "released_gemm")
+EXECUTORCHS = ("per_pair", "released", "released_gemm", "narrow")
 ENGINES = {"sglang_layer": variants.SGLANG_RELEASE, "vllm_layer": variants.VLLM_RELEASE}
 PARTS = 12  # sources that the configurations of a layer which tunes itself are spread over, so that cores share them
 BEFORE = {"gemm1": "quantise", "gemm2": "activate"}  # what an 8-bit product needs, beside itself
@@ -67,16 +67,17 @@ def _foreign(x: Case, lines: Sequence[variants.Line], shape: list[Any]) -> Itera
             arguments = {"params": params, "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else ""}
             yield [line.make, x["T"], *shape], (f"{__name__}:{line.make}", arguments)
         if line.make in EXECUTORCHS and sources.is_fetched(sources.source(variants.RELEASE)):
-            how = {name: line.options[name] for name in ("grid", "int8")} if line.options else None
+            how = {name: line.options[name] for name in ("grid", "int8") if name in line.options} or None
+            block_m = executorch.NARROW_BLOCK_M if line.make == "narrow" else executorch.BLOCK_M
             for part in range(PARTS):
-                key = ["executorch", how, part, *_counts(x), *shape]
+                key = ["executorch", how, part, *_counts(x, block_m), *shape]
                 yield key, (f"{__name__}:executorchs", {"params": params, "how": how, "part": part})
 
 
-def _counts(x: Case) -> list[bool]:
+def _counts(x: Case, block_m: int) -> list[bool]:
     """What Triton asks of the numbers that ExecuTorch's kernels are given: nothing else of them is about the tokens."""
     slots = x["T"] * x["top_k"]
-    numbers = slots, blocks.source_blocks(x["T"], x["top_k"], x["E"], executorch.BLOCK_M)
+    numbers = slots, blocks.source_blocks(x["T"], x["top_k"], x["E"], block_m)
     return [answer for number in numbers for answer in (number == 1, number % 16 == 0)]
 
 
@@ -161,11 +162,15 @@ def vllm_layer(params: Mapping[str, Any], gpu: str) -> "Foreign":
 
 
 def executorchs(params: Mapping[str, Any], how: Mapping[str, Any] | None, part: int) -> "Foreign":
-    """One of `PARTS` of what ExecuTorch's layer of a case tries while it tunes. how: of `released`; None: per pair."""
+    """One of `PARTS` of what ExecuTorch's layer of a case tries while it tunes.
+
+    how: arguments of `trials.released`; without a grid: of `trials.narrow`; None: of the layer per pair.
+    """
     [item] = trials.inputs(Case("layer", params), "cpu", 1, 0)
     item = replace(item, ids=torch.zeros_like(item.ids))  # which it sorts, whatever it compiles
-    call = executorch.per_pair(item) if how is None else executorch.batched(item, **how)
-    return Foreign(call, part, PARTS)
+    if how is None:
+        return Foreign(executorch.per_pair(item), part, PARTS)
+    return Foreign((executorch.batched if "grid" in how else executorch.narrow)(item, **how), part, PARTS)
 
 
 @dataclass(frozen=True)

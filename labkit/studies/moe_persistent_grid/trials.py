@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from labkit import sources
 from labkit.bench.spec import Case, Trial
 from labkit.evidence import compiled, roofline
 from labkit.kernels import offline
@@ -298,6 +299,12 @@ def released(x: Case, device: Any, sets: int, seed: int, grid: str, int8: bool) 
     """ExecuTorch's batched layer, in either grid."""
     bind = partial(executorch.batched, int8=int8, grid=grid)
     return _released(x, device, sets, seed, executorch.module(grid), bind, int8)
+
+
+def narrow(x: Case, device: Any, sets: int, seed: int, int8: bool) -> Trial:
+    """ExecuTorch's batched layer in blocks of 16 rows."""
+    module = sources.changed(executorch.RELEASE, executorch.MODULE, executorch.blocks_of_16)
+    return _released(x, device, sets, seed, module, partial(executorch.narrow, int8=int8), int8)
 
 
 def _released(

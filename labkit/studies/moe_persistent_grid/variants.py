@@ -72,6 +72,7 @@ RELEASED = {  # name -> the arguments of `trials.released`
     for int8 in (False, True)
     for grid, how in {TILES: "tiles", PERSISTENT: "persistent"}.items()
 }
+NARROW = {released(f"{TILES}, blocks of 16 rows", int8): {"int8": int8} for int8 in (False, True)}  # at SOURCE_T
 LIVE = "live blocks alone"  # as if the host knew how many there are
 ONE_GROUP = "groups of 1"
 RELEASED_AT = (128, SOURCE_T)  # tokens at which its products are timed alone
@@ -194,6 +195,7 @@ LINES = {  # operation, of layers with the kind of weights -> its variants; the 
         *(Line(one.name, "step", "layer", {"base": "source"} | one.options) for one in _SOURCE if "=16" in one.name),
         Line(PER_PAIR, "peer", "per_pair", {}),
         *(Line(name, "peer", "released", options) for name, options in RELEASED.items()),
+        *(Line(name, "peer", "narrow", options) for name, options in NARROW.items()),
         Line(VLLM, "peer", "vllm_layer", {}),
     ],
     "gemm": [
@@ -246,6 +248,8 @@ def _takes(x: Case, name: str) -> bool:
         return T > 1  # nothing about one token is tuned
     if x.op in GEMMS and name in RELEASED_GEMMS:
         return int4 and x["model"] == ABLATED[0] and T in RELEASED_AT
+    if name in NARROW:
+        return x["model"] == ABLATED[0] and T == SOURCE_T
     if name in RELEASED or name == PER_PAIR:  # takes bf16 activations alone; the source's own model
         return x["model"] == ABLATED[0] and (name != PER_PAIR or T <= PER_PAIR_UP_TO)
     if name == VLLM and int4:  # beside the other outside layers of such weights
@@ -300,6 +304,7 @@ _RUNS = {  # by the name of the function in `trials`, where that is enough
     "vllm_layer": (f"source:{VLLM_RELEASE}", f"{STUDY}.vllm:layer"),
     "per_pair": (f"source:{RELEASE}", f"{STUDY}.executorch:per_pair"),
     "released": (f"source:{RELEASE}", f"{STUDY}.executorch:batched"),
+    "narrow": (f"source:{RELEASE}", f"{STUDY}.executorch:narrow"),
     "released_gemm": (f"source:{RELEASE}", f"{STUDY}.executorch:product", f"{STUDY}.executorch:launcher"),
 }
 
