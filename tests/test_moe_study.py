@@ -28,6 +28,7 @@ from labkit.studies.moe_persistent_grid import (
     explore,
     green_context,
     grid_views,
+    humming,
     study,
     tables,
     trials,
@@ -271,6 +272,21 @@ def test_the_lab_s_own_version_is_not_timed_at_the_sources_own_point():
     assert of_qwen == {("bf16", 128), ("bf16", 1642), ("INT4", 16), ("INT4", 128)}
 
 
+def test_humming_s_products_are_timed_beside_executorch_s_layer():
+    timed = {(x["model"], x["weights"], x["T"]) for x in study.cases(ALL) if x.op == "layer"
+             for line in variants.lines(x) if line.name == variants.HUMMING}  # fmt: skip
+    assert timed == {(QWEN35_35B.name, "INT4", t) for t in ALL["tokens"]}
+
+
+def test_humming_s_row_says_how_it_is_fetched_where_it_is_not(tmp_path, monkeypatch):
+    monkeypatch.setenv("LABKIT_SOURCES", str(tmp_path))
+    humming._modules.cache_clear()
+    x = case("layer", QWEN35_35B, 1, "INT4")
+    small = Case("layer", dict(x.params) | {"E": 8, "H": 128, "I": 128})
+    with pytest.raises(sources.NotFetched, match="not fetched: labkit fetch humming-kernels"):
+        trials.humming_layer(small, "cpu", 1, 0)
+
+
 def test_executorch_s_layer_in_narrow_blocks_is_timed_at_its_own_point():
     timed = {
         (x["model"], x["T"]) for x in study.cases(ALL) for line in variants.lines(x) if line.name in variants.NARROW
@@ -443,6 +459,7 @@ def test_everything_that_a_case_launches_is_compiled_ahead(op, weights, tokens, 
                 variants.LOOP,
                 variants.SGLANG,
                 variants.VLLM,
+                variants.HUMMING,
                 variants.READ,
                 variants.PER_PAIR,
                 *variants.RELEASED_GEMMS,
@@ -621,9 +638,9 @@ def wave_tiles(x):
 
 
 def frame(over=None, parameters=ALL, own=False, **changes):
-    """own: with the layers of ExecuTorch, SGLang and vLLM, as it is where they were fetched."""
+    """own: with the layers of ExecuTorch, SGLang, vLLM and Humming, as it is where they were fetched."""
     rows = made.make(NAME, parameters, us_of(over), **changes)
-    others = rows["variant"].str.startswith(("ExecuTorch", "SGLang", "vLLM"))
+    others = rows["variant"].str.startswith(("ExecuTorch", "SGLang", "vLLM", "Humming"))
     rows = rows if own else rows[~others].reset_index(drop=True)
     bound = rows["floor_flops"] > work.BALANCE * rows["floor_bytes"]
     texts = [
@@ -731,9 +748,12 @@ def test_engines_layers_are_rivals_and_are_missed_where_they_were_not_timed(rows
         "SGLang's own bf16 layer beside ours: not measured on this GPU. "
         "vLLM's own bf16 layer beside ours: not measured on this GPU."
     )
-    assert views.int4_engines(rows) == "vLLM's own INT4 layer beside ours: not measured on this GPU."
+    assert views.int4_engines(rows) == (
+        "vLLM's own INT4 layer beside ours: not measured on this GPU. "
+        "Humming's own INT4 layer beside ours: not measured on this GPU."
+    )
     assert "; vLLM's layer is not among them: not measured on this GPU" in made.caption(views.rivals(rows))
-    some = frame({variants.SGLANG: 0.84, variants.VLLM: 1.05}, own=True)
+    some = frame({variants.SGLANG: 0.84, variants.VLLM: 1.05, variants.HUMMING: 2.1}, own=True)
     table = tables.beside_engines(some)
     assert set(table["model"]) == {QWEN3_30B.name, QWEN35_35B.name, MIXTRAL.name}
     assert set(table["routing"]) == set(ALL["routings"])
@@ -751,7 +771,7 @@ def test_engines_layers_are_rivals_and_are_missed_where_they_were_not_timed(rows
     assert "By its configuration: shipped ×0.80, default ×0.80. Time vLLM / ours is ×1.00" in said
     said = views.int4_engines(some)
     assert said.startswith("Time vLLM / ours is ×1.00 in the mean of 5 cases")
-    assert said.endswith("By its configuration: default ×1.00.")
+    assert "By its configuration: default ×1.00. Time Humming / ours is ×2.00 in the mean of 5 cases" in said
     only = frame({variants.SGLANG: 0.84}, own=True)
     missing = only[~only["variant"].str.startswith("vLLM")]
     assert views.beside_engines(missing).endswith("vLLM's own bf16 layer beside ours: not measured on this GPU.")

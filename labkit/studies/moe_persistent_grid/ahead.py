@@ -19,7 +19,7 @@ from labkit.kernels import offline
 from labkit.kernels.experts import blocks, expert_layer, inputs
 from labkit.kernels.experts.choose import Choice, WordChoice
 from labkit.kernels.launch import Launch
-from labkit.studies.moe_persistent_grid import executorch, peers, sglang, trials, variants, vllm, w4a8
+from labkit.studies.moe_persistent_grid import executorch, humming, peers, sglang, trials, variants, vllm, w4a8
 
 EXECUTORCHS = ("per_pair", "released", "released_gemm", "narrow")
 ENGINES = {"sglang_layer": variants.SGLANG_RELEASE, "vllm_layer": variants.VLLM_RELEASE}
@@ -66,12 +66,23 @@ def _foreign(x: Case, lines: Sequence[variants.Line], shape: list[Any]) -> Itera
         if line.make in ENGINES and sources.is_fetched(sources.source(ENGINES[line.make])):
             arguments = {"params": params, "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else ""}
             yield [line.make, x["T"], *shape], (f"{__name__}:{line.make}", arguments)
+        if line.make == "humming_layer" and torch.cuda.is_available():
+            yield from _hummings(x)
         if line.make in EXECUTORCHS and sources.is_fetched(sources.source(variants.RELEASE)):
             how = {name: line.options[name] for name in ("grid", "int8") if name in line.options} or None
             block_m = executorch.NARROW_BLOCK_M if line.make == "narrow" else executorch.BLOCK_M
             for part in range(PARTS):
                 key = ["executorch", how, part, *_counts(x, block_m), *shape]
                 yield key, (f"{__name__}:executorchs", {"params": params, "how": how, "part": part})
+
+
+def _hummings(x: Case) -> Iterator[tuple[Any, Source]]:
+    """The same of Humming's products; nothing where it cannot be loaded, of which the row will say why."""
+    with suppress(Exception):
+        gpu = humming.gpu_facts()
+        for sizes in ([x["E"], 2 * x["I"], x["H"]], [x["E"], x["H"], x["I"]]):
+            arguments = {"shape": sizes, "slots": x["T"] * x["top_k"], "gpu": gpu}
+            yield ["humming", sizes, x["T"] * x["top_k"]], (f"{__name__}:hummings", arguments)
 
 
 def _counts(x: Case, block_m: int) -> list[bool]:
@@ -159,6 +170,11 @@ def vllm_layer(params: Mapping[str, Any], gpu: str) -> "Foreign":
     [item] = trials.inputs(Case("layer", params), "cpu", 1, 0)
     vllm.choose_for(gpu)
     return Foreign(vllm.layer(item))
+
+
+def hummings(shape: list[int], slots: int, gpu: Mapping[str, Any]) -> "Foreign":
+    """One of Humming's products for so many slots: arguments of `humming.compile_for`."""
+    return Foreign(partial(humming.compile_for, shape, slots, gpu))
 
 
 def executorchs(params: Mapping[str, Any], how: Mapping[str, Any] | None, part: int) -> "Foreign":

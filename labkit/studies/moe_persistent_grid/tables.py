@@ -155,9 +155,9 @@ BESIDE = [*CASE, "engine", "configuration", "engine µs", "ours µs", *RATIO]
 
 
 def beside_engines(rows: pd.DataFrame) -> pd.DataFrame:
-    """Time of SGLang's and of vLLM's own layer over that of ours, all weights and routings; above 1: ours is faster.
+    """Time of each engine's own layer over that of ours, all weights and routings; above 1: ours is faster.
 
-    configuration: of its products: "shipped" for this GPU and these experts, or the "default" of its own function.
+    configuration: of its products: "shipped" for this GPU and these experts, or the "default" of its own rule.
     """
     found = []
     for params, group in cases(rows, "layer"):

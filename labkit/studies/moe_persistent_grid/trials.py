@@ -26,7 +26,17 @@ from labkit.kernels.experts.inputs import Layer, LayerInputs, Workspace, workspa
 from labkit.kernels.experts.int4 import GROUP, Int4
 from labkit.kernels.launch import Launch
 from labkit.kernels.target import multiprocessors
-from labkit.studies.moe_persistent_grid import ceilings, executorch, green_context, peers, sglang, vllm, w4a8, work
+from labkit.studies.moe_persistent_grid import (
+    ceilings,
+    executorch,
+    green_context,
+    humming,
+    peers,
+    sglang,
+    vllm,
+    w4a8,
+    work,
+)
 from labkit.studies.moe_persistent_grid.routings import synthetic
 from labkit.sweep.trial import DTYPES, Call, Shared, chosen, hash_of, in_order, kept, trial, tune_anew
 
@@ -288,6 +298,17 @@ def vllm_layer(x: Case, device: Any, sets: int, seed: int) -> Trial:
         return _errors(calls[0]()[_some(x)], _expected(x, items[0], stored=True))
 
     return trial(calls, (), check, LOOPED, facts=lambda: {"config": vllm.configuration(items[0])})
+
+
+def humming_layer(x: Case, device: Any, sets: int, seed: int) -> Trial:
+    """Humming's products in a layer of ours."""
+    items = _with_outputs(inputs(x, device, sets, seed))
+    E, H, width = x["E"], x["H"], x["I"]
+    weights = (items[0].w1, items[0].w2)
+    ready = _of_model((E, H, width, str(device), seed), "Humming", lambda: [humming.prepared(w) for w in weights])
+    tiles = [humming.tile_for(one.config, x["T"] * x["top_k"]) for one in ready]
+    found = _layer(x, items, [humming.layer(item, *ready) for item in items], LOOPED, stored=True)
+    return replace(found, facts=lambda: {"config": {"gemm1": str(tiles[0]), "gemm2": str(tiles[1])}})
 
 
 def per_pair(x: Case, device: Any, sets: int, seed: int) -> Trial:

@@ -36,16 +36,19 @@ GROUPED = "F.grouped_mm with Triton around"
 LIGER = "liger-kernel, its host sync left out"
 LOOP = "loop of torch.mm, eager"
 SGLANG = "SGLang 0.5.22, tokens sorted by ours"
+HUMMING = "Humming 0.1.19 W4A16, the rest ours"
 VLLM = "vLLM 0.33.0 in Triton, tokens sorted by ours"  # of bf16 and of INT4 weights
 READ = "read the experts' weights"
 RIVALS = (GROUPED, LIGER, LOOP, SGLANG, VLLM)
-ENGINES = {SGLANG: "SGLang", VLLM: "vLLM"}  # layers of engines, as their servers run them
+ENGINES = {SGLANG: "SGLang", VLLM: "vLLM", HUMMING: "Humming"}  # layers, or what they are made of, of engines
+ENGINES_OF = {"bf16": (SGLANG, VLLM), "INT4": (VLLM, HUMMING)}  # kind of weights -> those that have it
 TUNED_FOR = SOURCE_T  # tokens that OTHER_TOKENS was tuned for
 
 # Others' own code. ExecuTorch's: as released, and with the pull request's grid applied to it
 RELEASE = "executorch-1.5.1"
 SGLANG_RELEASE = "sglang-0.5.22"
 VLLM_RELEASE = "vllm-fused-moe-0.33.0"
+HUMMING_RELEASE = "humming-kernels-0.1.19"
 PER_PAIR = "ExecuTorch 1.5.1, per pair"
 PER_PAIR_UP_TO = 16  # tokens; it is the release's decode, and reads an expert's weights once a token
 
@@ -174,6 +177,7 @@ LINES = {  # operation, of layers with the kind of weights -> its variants; the 
         *(Line(name, "peer", "released", options) for name, options in RELEASED.items()),
         *(Line(name, "peer", "narrow", options) for name, options in NARROW.items()),
         Line(VLLM, "peer", "vllm_layer", {}),
+        Line(HUMMING, "peer", "humming_layer", {}),
     ],
     "gemm": [
         Line(OURS_TILES, "step", "gemm", {"base": "ours", "grid": "tiles"}),
@@ -225,6 +229,8 @@ def _takes(x: Case, name: str) -> bool:
         return x["model"] == ABLATED[0] and (name != PER_PAIR or T <= PER_PAIR_UP_TO)
     if name == VLLM and int4:  # beside the other outside layers of such weights
         return x["model"] in (ABLATED[0], TINY)
+    if name == HUMMING:  # takes bf16 activations alone
+        return x["model"] == ABLATED[0]
     if name in (LIGER, LOOP, RULE, OTHER_TOKENS):
         return _is_plain(x) and (name != OTHER_TOKENS or T != TUNED_FOR)
     if not name.startswith("source"):
@@ -273,6 +279,7 @@ _RUNS = {  # by the name of the function in `trials`, where that is enough
     "read": f"{STUDY}.ceilings:read",
     "sglang_layer": (f"source:{SGLANG_RELEASE}", f"{STUDY}.sglang:layer"),
     "vllm_layer": (f"source:{VLLM_RELEASE}", f"{STUDY}.vllm:layer"),
+    "humming_layer": (f"source:{HUMMING_RELEASE}", f"{STUDY}.humming:prepared", f"{STUDY}.humming:layer"),
     "per_pair": (f"source:{RELEASE}", f"{STUDY}.executorch:per_pair"),
     "released": (f"source:{RELEASE}", f"{STUDY}.executorch:batched"),
     "narrow": (f"source:{RELEASE}", f"{STUDY}.executorch:narrow"),

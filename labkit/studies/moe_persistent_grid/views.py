@@ -215,11 +215,10 @@ def words_said(rows: pd.DataFrame) -> str:
     return f"{said} Bytes are faster for {worse}." if worse else said
 
 
-def _engines_missing(rows: pd.DataFrame) -> list[str]:
-    """The engines whose bf16 layer was timed in no case."""
-    table = tables.beside_engines(rows)
-    timed = set(table[table["weights"] != "INT4"]["engine"])
-    return [variant for variant, engine in variants.ENGINES.items() if engine not in timed]
+def _engines_missing(rows: pd.DataFrame, weights: str = "bf16") -> list[str]:
+    """The engines whose layer of a kind of weights was timed in no case."""
+    timed = set(where(tables.beside_engines(rows), weights=weights)["engine"])
+    return [variant for variant in variants.ENGINES_OF[weights] if variants.ENGINES[variant] not in timed]
 
 
 def _missing(rows: pd.DataFrame, variant: str) -> str:
@@ -227,14 +226,15 @@ def _missing(rows: pd.DataFrame, variant: str) -> str:
     return f"{variants.ENGINES[variant]}'s layer is not among them: {why_not(rows, [variant])}"
 
 
-def beside_engines(rows: pd.DataFrame, int4: bool = False) -> str:
+def beside_engines(rows: pd.DataFrame, weights: str = "bf16") -> str:
     """Engines' own layers over ours, and how much of that is with a configuration that was tuned for this GPU."""
-    table = uniform(tables.beside_engines(rows))
-    table = table[(table["weights"] == "INT4") == int4]
+    table = where(uniform(tables.beside_engines(rows)), weights=weights)
     said = [_beside_engine(part, engine) for engine, part in table.groupby("engine", sort=False)]
-    missing = [variants.VLLM] * table.empty if int4 else _engines_missing(rows)
-    kind = "INT4" if int4 else "bf16"
-    said += [f"{variants.ENGINES[one]}'s own {kind} layer beside ours: {why_not(rows, [one])}." for one in missing]
+    some = rows[rows["case"].str.contains(f'"weights": "{weights}"')]
+    said += [
+        f"{variants.ENGINES[one]}'s own {weights} layer beside ours: {why_not(some, [one])}."
+        for one in _engines_missing(rows, weights)
+    ]
     return " ".join(said)
 
 
@@ -248,7 +248,7 @@ def _beside_engine(table: pd.DataFrame, engine: str) -> str:
 
 def int4_engines(rows: pd.DataFrame) -> str:
     """The same of INT4 weights."""
-    return beside_engines(rows, int4=True)
+    return beside_engines(rows, "INT4")
 
 
 def reading(rows: pd.DataFrame) -> Drawing:
