@@ -746,12 +746,10 @@ def test_the_fastest_rival_is_found_in_every_case(rows):
 def test_engines_layers_are_rivals_and_are_missed_where_they_were_not_timed(rows):
     assert tables.beside_engines(rows).empty
     assert views.beside_engines(rows) == (
-        "SGLang's own bf16 layer beside ours: not measured on this GPU. "
-        "vLLM's own bf16 layer beside ours: not measured on this GPU."
+        "SGLang beside ours, bf16: not measured on this GPU. vLLM beside ours, bf16: not measured on this GPU."
     )
     assert views.int4_engines(rows) == (
-        "vLLM's own INT4 layer beside ours: not measured on this GPU. "
-        "Humming's own INT4 layer beside ours: not measured on this GPU."
+        "vLLM beside ours, INT4: not measured on this GPU. Humming beside ours, INT4: not measured on this GPU."
     )
     assert "; vLLM's layer is not among them: not measured on this GPU" in made.caption(views.rivals(rows))
     some = frame({variants.SGLANG: 0.84, variants.VLLM: 1.05, variants.HUMMING: 2.1}, own=True)
@@ -775,7 +773,7 @@ def test_engines_layers_are_rivals_and_are_missed_where_they_were_not_timed(rows
     assert "By its configuration: default ×1.00. Time Humming / ours is ×2.00 in the mean of 5 cases" in said
     only = frame({variants.SGLANG: 0.84}, own=True)
     missing = only[~only["variant"].str.startswith("vLLM")]
-    assert views.beside_engines(missing).endswith("vLLM's own bf16 layer beside ours: not measured on this GPU.")
+    assert views.beside_engines(missing).endswith("vLLM beside ours, bf16: not measured on this GPU.")
     caption = made.caption(views.rivals(missing))
     assert "vLLM's layer is not among them" in caption
     assert "SGLang's layer is not" not in caption

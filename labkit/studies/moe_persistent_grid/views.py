@@ -232,7 +232,7 @@ def beside_engines(rows: pd.DataFrame, weights: str = "bf16") -> str:
     said = [_beside_engine(part, engine) for engine, part in table.groupby("engine", sort=False)]
     some = rows[rows["case"].str.contains(f'"weights": "{weights}"')]
     said += [
-        f"{variants.ENGINES[one]}'s own {weights} layer beside ours: {why_not(some, [one])}."
+        f"{variants.ENGINES[one]} beside ours, {weights}: {why_not(some, [one])}."
         for one in _engines_missing(rows, weights)
     ]
     return " ".join(said)
