@@ -17,29 +17,18 @@ DECODE = (99.0, 84.5)
 WIDER_BLOCKS = 1.32  # BLOCK_M 64 over 16
 LOOP = (1.42, 2.62)
 LIGER_TFLOPS = 523.0
-TIE = 0.03  # the GEMMs are a part of the prefill, so that a tie of it within 1 % may be one of them within this
+TIE = 0.03  # the layer is a part of the prefill, so that a tie of it within 1 % may be one of the layer within this
 ABOUT = 1.15  # a factor of another GPU agrees within this
 FEW = 512  # tokens, up to which the source expects gains
 PROCESSES = 3
 
 
-def _point(rows: pd.DataFrame) -> pd.Series:
-    """µs of both GEMMs of the source's own case by variant; empty if it was not measured in enough processes."""
-    from labkit.bench.tables import processes
-    from labkit.studies.moe_persistent_grid import tables
-
-    enough = min(processes(rows, op) for op in ("gemm1", "gemm2")) >= PROCESSES
-    return tables.source_point(rows if enough else rows.iloc[:0]).set_index("variant")["µs, both"]
+NO_LAYERS = f"needs ExecuTorch's own layer of {QWEN35_35B.name} with INT4 weights, {{}}, in {PROCESSES} processes"
 
 
-NO_POINT = f"needs both INT4 GEMMs of {QWEN35_35B.name} at {SOURCE_T} tokens in {PROCESSES} processes"
-
-
-def _how(rows: pd.DataFrame, tuned: bool = False) -> str:
-    """What the source's kernels were run with here, both of which make other code."""
-    versions = ", ".join(sorted(set(rows[rows["ok"]]["triton"])))
-    tile = "" if tuned else "The tile is one of those that the source tunes over, not tuned anew; "
-    return f"{tile}Triton {versions}"
+def _triton(rows: pd.DataFrame) -> str:
+    """The versions of Triton that compiled what was measured: another makes other code of the same lines."""
+    return "Triton " + ", ".join(sorted(set(rows[rows["ok"]]["triton"])))
 
 
 OWN = "ExecuTorch's own layer (1.5.1, blocks of 64 rows), one CTA a tile / persistent"
@@ -48,71 +37,34 @@ OWN = "ExecuTorch's own layer (1.5.1, blocks of 64 rows), one CTA a tile / persi
 def judge_prefill(rows: pd.DataFrame) -> Judgement:
     """Does the persistent grid change the time of the source's prefill as little as it says?
 
-    By the source's own layer, in both grids; where that was not measured, by our version of its two GEMMs.
+    By the source's own layer, in both grids.
     """
     from labkit.bench.tables import where
     from labkit.studies.moe_persistent_grid import tables
 
     own = where(tables.released_grids(rows), T=SOURCE_T)
-    if len(own) and own["runs"].min() >= PROCESSES:
-        measured = f"{OWN}: " + ", ".join(f"{line['activations']} ×{line['ratio']:.3f}" for _, line in own.iterrows())
-        [ratio] = where(own, activations="W4A8")["ratio"]  # which the pull request measured
-        if abs(ratio - 1) <= TIE:
-            return Judgement("consistent", measured, "a tie here too, on another GPU and for the layer alone")
-        why = f"no tie here: the persistent grid is {'faster' if ratio > 1 else 'slower'} on this GPU"
-        return Judgement("not reproduced", measured, f"{why}. {_how(rows, tuned=True)}")
-    us = _point(rows)
-    tiles, persistent = (variants.source(16, grid, int8=True) for grid in (variants.TILES, variants.PERSISTENT))
-    if not {tiles, persistent} <= set(us.index):
-        return untestable(NO_POINT)
-    tuned = where(tables.tuned_point(rows), kernel="W4A8")
-    sums = list(tuned[["µs", "persistent µs"]].sum()) if len(tuned) == 2 else [us[tiles], us[persistent]]
-    gain = sums[0] / sums[1]
-    measured = f"×{gain:.3f} for the two W4A8 GEMMs, one CTA a tile / persistent"
-    measured += ", each with the fastest of the source's tiles" if len(tuned) == 2 else ""
-    more = [
-        f"×{us[a] / us[b]:.3f} {a.removesuffix(f', {variants.TILES}')}"
-        for a, b in variants.PAIRS
-        if (len(tuned) == 2 or a != tiles) and a.startswith("source") and {a, b} <= set(us.index)
-    ]
-    measured += f" (one tile in both: {'; '.join(more)})" if more else ""
-    if abs(gain - 1) <= TIE:
-        return Judgement("consistent", measured, "a tie here too, on another GPU and for the GEMMs alone")
-    why = "no tie here: the persistent grid is " + ("faster" if gain > 1 else "slower")
-    if {variants.FILLED_BASE, variants.BASE} <= set(us.index):
-        more_ctas = us[variants.BASE] / us[variants.FILLED_BASE]
-        why += f"; as many CTAs as fit an SM, instead of one, give ×{more_ctas:.2f} with W4A16"
-    return Judgement("not reproduced", measured, f"{why}. {_how(rows, tuned=len(tuned) == 2)}")
+    if own.empty or own["runs"].min() < PROCESSES or "W4A8" not in set(own["activations"]):
+        return untestable(NO_LAYERS.format(f"at {SOURCE_T} tokens in both grids"))
+    measured = f"{OWN}: " + ", ".join(f"{line['activations']} ×{line['ratio']:.3f}" for _, line in own.iterrows())
+    [ratio] = where(own, activations="W4A8")["ratio"]  # which the pull request measured
+    if abs(ratio - 1) <= TIE:
+        return Judgement("consistent", measured, "a tie here too, on another GPU and for the layer alone")
+    why = f"no tie here: the persistent grid is {'faster' if ratio > 1 else 'slower'} on this GPU"
+    return Judgement("not reproduced", measured, f"{why}. {_triton(rows)}")
 
 
 def judge_few_tokens(rows: pd.DataFrame) -> Judgement:
-    """Does the source's persistent grid pay for up to 512 tokens? By its own layer, where that was measured."""
-    from labkit.bench.tables import processes, where
-    from labkit.bench.verdict import geometric_mean
+    """Does the source's persistent grid pay for up to 512 tokens? By its own layer."""
     from labkit.studies.moe_persistent_grid import tables
 
     own = tables.released_grids(rows)
     own = own[own["T"] <= FEW]
-    if len(own) and own["runs"].min() >= PROCESSES:
-        faster = (own["verdict"] == "faster").sum()
-        measured = f"{OWN}: ×{own['ratio'].min():.2f} to ×{own['ratio'].max():.2f} in {len(own)} cases"
-        verdict = "consistent" if faster > len(own) / 2 else "not reproduced"
-        return Judgement(verdict, measured, f"it pays in {faster or 'none'} of these cases")
-    table = where(tables.persistence(rows), weights="INT4")
-    table = table[table["kernel"].str.startswith("source") & (table["T"] <= FEW)]
-    if table.empty or processes(rows, "gemm1") < PROCESSES:
-        return untestable(f"needs the source's INT4 kernels at {FEW} tokens or fewer in {PROCESSES} processes")
-    best = table.loc[table["ratio"].idxmax()]
-    faster = (table["verdict"] == "faster").sum()
-    mean = geometric_mean(table["ratio"])
-    measured = f"×{mean:.2f} in the geometric mean of {len(table)} cases, ×{table['ratio'].min():.2f} to "
-    measured += f"×{best['ratio']:.2f}; faster in {faster}"
-    if mean > 1 and faster > len(table) / 2:
-        return Judgement("consistent", measured, "it pays in most of these cases")
-    won = where(table, verdict="faster").groupby(["kernel", "GEMM"], sort=False).size()
-    places = ", ".join(f"{kernel}, {gemm}: {count}" for (kernel, gemm), count in won.items())
-    why = f"it pays in {faster} of {len(table)} cases ({places})" if faster else "it pays in none of these cases"
-    return Judgement("not reproduced", measured, why)
+    if own.empty or own["runs"].min() < PROCESSES:
+        return untestable(NO_LAYERS.format(f"at {FEW} tokens or fewer in both grids"))
+    faster = (own["verdict"] == "faster").sum()
+    measured = f"{OWN}: ×{own['ratio'].min():.2f} to ×{own['ratio'].max():.2f} in {len(own)} cases"
+    verdict = "consistent" if faster > len(own) / 2 else "not reproduced"
+    return Judgement(verdict, measured, f"it pays in {faster or 'none'} of these cases")
 
 
 def judge_fewer_sms(rows: pd.DataFrame) -> Judgement:
@@ -142,19 +94,23 @@ def judge_decode(rows: pd.DataFrame) -> Judgement:
 
 
 def judge_blocks(rows: pd.DataFrame) -> Judgement:
-    """Are blocks of 64 rows as much faster than blocks of 16 at the source's prefill?"""
-    us = _point(rows)
-    narrow, wide = (variants.source(size, variants.TILES) for size in (16, 64))
-    if not {narrow, wide} <= set(us.index):
-        return untestable(NO_POINT)
-    ratio = us[narrow] / us[wide]
-    measured = f"×{ratio:.2f} for both W4A16 GEMMs"
+    """Are blocks of 64 rows as much faster than blocks of 16 at the source's prefill? By its own layer in both."""
+    from labkit.bench.tables import where
+    from labkit.studies.moe_persistent_grid import tables
+
+    own = where(tables.narrow_blocks(rows), T=SOURCE_T)
+    if own.empty or own["runs"].min() < PROCESSES or "W4A16" not in set(own["activations"]):
+        return untestable(NO_LAYERS.format(f"at {SOURCE_T} tokens in blocks of 16 and of 64 rows"))
+    measured = "ExecuTorch's own layer, blocks of 16 / of 64 rows: "
+    measured += ", ".join(f"{line['activations']} ×{line['ratio']:.2f}" for _, line in own.iterrows())
+    [ratio] = where(own, activations="W4A16")["ratio"]  # which the comment stands before
     if WIDER_BLOCKS / ABOUT <= ratio <= WIDER_BLOCKS * ABOUT:
         return Judgement("consistent", measured, "about as much here, on another GPU")
     if ratio > 1:
         by = "more" if ratio > WIDER_BLOCKS else "less"
-        return Judgement("not reproduced", measured, f"wider blocks are faster here too, but by {by}. {_how(rows)}")
-    return Judgement("not reproduced", measured, "wider blocks are not faster here")
+        why = f"wider blocks are faster here too, but by {by}. {_triton(rows)}"
+        return Judgement("not reproduced", measured, why)
+    return Judgement("not reproduced", measured, f"wider blocks are not faster here. {_triton(rows)}")
 
 
 def judge_loop(rows: pd.DataFrame) -> Judgement:

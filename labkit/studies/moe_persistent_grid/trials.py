@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from labkit import sources
 from labkit.bench.spec import Case, Trial
 from labkit.evidence import compiled, roofline
 from labkit.kernels import offline
@@ -25,7 +26,17 @@ from labkit.kernels.experts.inputs import Layer, LayerInputs, Workspace, workspa
 from labkit.kernels.experts.int4 import GROUP, Int4
 from labkit.kernels.launch import Launch
 from labkit.kernels.target import multiprocessors
-from labkit.studies.moe_persistent_grid import ceilings, executorch, green_context, peers, sglang, w4a8, work
+from labkit.studies.moe_persistent_grid import (
+    ceilings,
+    executorch,
+    green_context,
+    humming,
+    peers,
+    sglang,
+    vllm,
+    w4a8,
+    work,
+)
 from labkit.studies.moe_persistent_grid.routings import synthetic
 from labkit.sweep.trial import DTYPES, Call, Shared, chosen, hash_of, in_order, kept, trial, tune_anew
 
@@ -34,7 +45,7 @@ CHECKED, CHECKED_SLOTS = 32, 16  # tokens of a layer, slots of a GEMM, that are 
 INT4_RMS = math.sqrt((16**2 - 1) / 12 + 0.25)  # of u4 - 8 where all sixteen are as likely
 EXACT = {"max": reference.MAX_TOLERANCE, "rms": reference.RMS_TOLERANCE}
 # The loop rounds more often than `reference.layer` does with what is stored: SiLU by itself, and each weighted part;
-# SGLang's layer the latter, and fp32 to fp16.
+# SGLang's layer the latter, and fp32 to fp16; vLLM's and the one of Humming's products the latter, too.
 # One token in a few hundred is then off by more than the metric allows a single kernel.
 LOOPED = {"max": 2 * reference.MAX_TOLERANCE, "rms": reference.RMS_TOLERANCE}
 # A value of 8 bits is off by up to 1/254 of its group's largest; ExecuTorch's tests allow 0.15 of the largest value.
@@ -278,6 +289,28 @@ def sglang_layer(x: Case, device: Any, sets: int, seed: int) -> Trial:
     return trial(calls, (), check, LOOPED, facts=lambda: {"config": sglang.configuration(items[0])})
 
 
+def vllm_layer(x: Case, device: Any, sets: int, seed: int) -> Trial:
+    """vLLM's layer, which returns its output."""
+    items = inputs(x, device, sets, seed)
+    calls = kept([vllm.layer(item) for item in items])
+
+    def check() -> dict[str, float]:
+        return _errors(calls[0]()[_some(x)], _expected(x, items[0], stored=True))
+
+    return trial(calls, (), check, LOOPED, facts=lambda: {"config": vllm.configuration(items[0])})
+
+
+def humming_layer(x: Case, device: Any, sets: int, seed: int) -> Trial:
+    """Humming's products in a layer of ours."""
+    items = _with_outputs(inputs(x, device, sets, seed))
+    E, H, width = x["E"], x["H"], x["I"]
+    weights = (items[0].w1, items[0].w2)
+    ready = _of_model((E, H, width, str(device), seed), "Humming", lambda: [humming.prepared(w) for w in weights])
+    tiles = [humming.tile_for(one.config, x["T"] * x["top_k"]) for one in ready]
+    found = _layer(x, items, [humming.layer(item, *ready) for item in items], LOOPED, stored=True)
+    return replace(found, facts=lambda: {"config": {"gemm1": str(tiles[0]), "gemm2": str(tiles[1])}})
+
+
 def per_pair(x: Case, device: Any, sets: int, seed: int) -> Trial:
     """ExecuTorch's decode layer."""
     return _released(x, device, sets, seed, executorch.module("tiles"), executorch.per_pair, int8=False)
@@ -287,6 +320,12 @@ def released(x: Case, device: Any, sets: int, seed: int, grid: str, int8: bool) 
     """ExecuTorch's batched layer, in either grid."""
     bind = partial(executorch.batched, int8=int8, grid=grid)
     return _released(x, device, sets, seed, executorch.module(grid), bind, int8)
+
+
+def narrow(x: Case, device: Any, sets: int, seed: int, int8: bool) -> Trial:
+    """ExecuTorch's batched layer in blocks of 16 rows."""
+    module = sources.changed(executorch.RELEASE, executorch.MODULE, executorch.blocks_of_16)
+    return _released(x, device, sets, seed, module, partial(executorch.narrow, int8=int8), int8)
 
 
 def _released(
