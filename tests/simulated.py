@@ -101,7 +101,13 @@ class HostDevice:
 
     def time(self, timed: Sequence[Timed], hot: bool) -> list[int]:
         for item in timed:
+            if hot:
+                item.replay()
+            if item.before:
+                item.before()
             item.replay()
+            if item.after:
+                item.after()
         return [round(item.replay.ns * np.exp(self.rng.normal(0, 1e-3))) for item in timed]
 
     def recover(self) -> None:

@@ -140,8 +140,14 @@ def _variant(study: Study, function: Function, refused: Refused) -> Variant:
     def prepare(case: Case, device: Any, sets: int, seed: int) -> Trial:
         if reason := refused.get(function.variant, {}).get(_key(case)):
             raise Crashed(reason)
-        called = _load(function, study.added.signature)
-        return study.added.prepare(called, case, device, sets, seed)
+        from labkit.sweep import guard  # here: it needs torch
+
+        signature = study.added.signature
+        with guard.names().kept():
+            called = guard.held(_load(function, signature), signature)
+        trial = study.added.prepare(called, case, device, sets, seed)
+        trial.guard = guard.Guard(trial.arguments, trial.tolerance)
+        return trial
 
     options = {"file": function.path.name, "function": function.name}
     return Variant(function.variant, "peer", f"file:{function.text}", prepare, options, study.added.caches)
@@ -298,6 +304,8 @@ def _checked(trial: Trial) -> dict[str, Any]:
         call()
     if trial.written and not trial.written():
         found |= {"ok": False, "reason": "; ".join(filter(None, [found["reason"], "an output was not written"]))}
+    if found["ok"] and (faults := trial.guard.try_calls(trial.calls)):
+        found |= {"ok": False, "reason": "; ".join(faults)}
     return {name: found[name] for name in ("error", "ok", "reason")}
 
 
