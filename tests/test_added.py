@@ -23,8 +23,8 @@ from labkit import cli, isolated, lab, paths, registry
 from labkit.bench import machine, records, spec
 from labkit.bench.sha import kernel_sha
 from labkit.sweep import added, guard
-from labkit.sweep import trial as trials
 from labkit.sweep import run as sweep
+from labkit.sweep import trial as trials
 from labkit.workflow import archive, notebooks, recorded
 from labkit.workflow import reports as reports_module
 
@@ -340,10 +340,14 @@ class Lab(test_sweep.Lab):
             for one in calls:
                 random.fill(one.x)
 
+        def other_value(i, random):
+            for one in calls:
+                random.fill(one.x.view(-1)[-1:])
+
         arguments = spec.Arguments(
             [{"x": one.x} for one in calls],
             [{"y": one.y} for one in calls],
-            (other,),
+            (other, other_value),
             lambda i, count: 2 * calls[i].x.double(),
             lambda exact, found: {"y": trials.relative_rmse(found["y"], exact)},
         )

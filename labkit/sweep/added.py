@@ -287,13 +287,21 @@ def try_here(
             row |= _checked(trial)
             if timed:
                 gpu.time([gpu.prepare(trial.calls, mine.mode)], hot=True)
-        except Exception as problem:  # a row; what breaks the GPU's context is raised by `recover`
+        except Exception as problem:  # a row
             row |= {"ok": False, "reason": case_runner.first_line(problem)}
             if gpu:
-                gpu.recover()
+                _recover(gpu, row["reason"])
         finally:
             faulthandler.cancel_dump_traceback_later()
         journal.append(row)
+
+
+def _recover(gpu: machine.CudaDevice, reason: str) -> None:
+    """RuntimeError with what came first, if the GPU cannot be used any more."""
+    try:
+        gpu.recover()
+    except Exception as problem:
+        raise RuntimeError(f"{reason}; then {case_runner.first_line(problem)}") from problem
 
 
 def _checked(trial: Trial) -> dict[str, Any]:
@@ -304,8 +312,8 @@ def _checked(trial: Trial) -> dict[str, Any]:
         call()
     if trial.written and not trial.written():
         found |= {"ok": False, "reason": "; ".join(filter(None, [found["reason"], "an output was not written"]))}
-    if found["ok"] and (faults := trial.guard.try_calls(trial.calls)):
-        found |= {"ok": False, "reason": "; ".join(faults)}
+    if faults := trial.guard.try_calls(trial.calls):
+        found |= {"ok": False, "reason": "; ".join(filter(None, [found["reason"], *faults]))}
     return {name: found[name] for name in ("error", "ok", "reason")}
 
 

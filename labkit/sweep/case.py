@@ -125,10 +125,10 @@ def _time_own(
         return rows
     group = {name: group[name] for name in timed}
     guards = []
-    for name, (_, trial, base) in group.items():
+    for name, (_, trial, _) in group.items():
         if trial.begin:
             trial.begin()
-        if trial.guard and base["ok"]:
+        if trial.guard:
             guards.append(_guarded(trial, timed[name], cache))
         if trial.poison:
             trial.poison()  # after the warm-up calls: what is found written is written by the timed calls

@@ -36,7 +36,7 @@ from labkit.sweep.trial import Random, left
 
 LATE_S = 0.5  # so long after the timed calls have ended results are still waited for, to say that they come late
 WORDS = 1024  # of 8 bytes, that a checksum is of
-NOT_WRITTEN = "an output was not written by its timed calls"
+NOT_WRITTEN = "an output was not written by its timed calls: nothing on the stream that is timed writes it"
 LATE = "its results came after its timed calls had ended (work on another stream, or in a thread)"
 CACHED = "its timed calls left the results of earlier inputs (cached, or made before)"
 WRONG = "in its timed calls, after its inputs had changed, "
@@ -197,12 +197,13 @@ class Guard:
         return wrong and WRONG + wrong
 
     def try_calls(self, calls: Sequence[Callable[[], Any]]) -> list[str]:
-        """A block of plain calls for every kind of change, where nothing is timed; returns the faults."""
+        """A block of plain calls of all sets for every kind of change, where nothing is timed; returns the faults."""
         self.begin(len(calls), 1)
         for _ in self.arguments.changes:
             self.before_block()
             self.poison()
-            calls[self.set]()
+            for call in calls:
+                call()
             self.take()
             self.after_block()
         return self.faults
@@ -221,6 +222,7 @@ def _written_later(outputs: Any, device: torch.device) -> bool:
 def checksum(tensor: Tensor) -> Tensor:
     """Sums of the bits of every 8 KB: what costs one pass over it, and 1/1024 of its memory."""
     bits = tensor.contiguous().view(-1).view(torch.uint8)
+    bits = bits.clone() if bits.storage_offset() % 8 else bits
     whole = len(bits) // (8 * WORDS) * (8 * WORDS)
     return torch.cat([bits[:whole].view(torch.int64).view(-1, WORDS).sum(1), bits[whole:].long()])
 
