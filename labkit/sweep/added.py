@@ -2,7 +2,7 @@
 
 They are checked and timed as the study's variants are. A function is imported only in processes that may end. Before it
 joins the others on a GPU, it is tried alone in one: what ends that process, or never comes back, is refused with its
-reason, and ends no one else's measurement.
+reason, and ends no one else's measurement. What else is refused, with what it did: `labkit/sweep/guard.py`.
 """
 
 import ast

@@ -50,8 +50,7 @@ EXACT = {"max": reference.MAX_TOLERANCE, "rms": reference.RMS_TOLERANCE}
 # SGLang's layer the latter, and fp32 to fp16.
 # One token in a few hundred is then off by more than the metric allows a single kernel.
 LOOPED = {"max": 2 * reference.MAX_TOLERANCE, "rms": reference.RMS_TOLERANCE}
-# One token in a few hundred is off by more where gate and up pass through memory in bf16: looked at after every block,
-# a right function would be refused.
+# A reader's function is looked at after every block, of other tokens each time, and may hand on bf16 as well.
 OFTEN = {"max": 5 * reference.MAX_TOLERANCE, "rms": 2 * reference.RMS_TOLERANCE}
 LARGE = 16.0  # a weight, beside others of about 1 / √K
 # A value of 8 bits is off by up to 1/254 of its group's largest; ExecuTorch's tests allow 0.15 of the largest value.
@@ -347,7 +346,7 @@ def added(function: Callable[..., Any], x: Case, device: Any, sets: int, seed: i
     given_to = [{"x": tokens, "ids": some, "weights": weights, "w1": w1, "w2": w2} for some in ids]
     changes = (other_tokens, other_weight)
     arguments = Arguments(given_to, [{"out": y} for y in out], changes, expected, errors, tolerance=OFTEN)
-    return given(calls, arguments, EXACT)
+    return given(calls, arguments, LOOPED)
 
 
 def read(x: Case, device: Any, sets: int, seed: int) -> Trial:
