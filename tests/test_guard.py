@@ -3,12 +3,15 @@
 The device is simulated; another stream is a worker thread there, and a real one in the GPU tests.
 """
 
+import contextlib
 import dataclasses
 import json
 import time
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
+import simulated
 import test_added
 import test_sweep
 import torch
@@ -16,7 +19,7 @@ import triton.testing
 from test_added import forgotten, toy, write  # noqa: F401 (fixtures)
 from torch.nn.functional import silu
 
-from labkit import registry
+from labkit import isolated, registry
 from labkit.bench import machine, records, timing
 from labkit.bench.spec import Arguments, Case
 from labkit.kernels.gguf import formats
@@ -203,10 +206,85 @@ def test_a_clock_or_a_check_that_is_replaced_is_named_and_put_back(toy, write, s
     assert getattr(owner, attribute) is before
 
 
+def test_a_clock_that_a_thread_replaces_while_functions_are_timed_costs_them_the_case(toy, write):  # noqa: F811
+    toy.add = [write(DOUBLE)]
+    real = simulated.HostDevice.time
+
+    def time_of(device, timed, hot):
+        ns = real(device, timed, hot)
+        if any(one.before for one in timed):
+            time.perf_counter = lambda: 0.0  # as a thread would; graphs call no Python
+        return ns
+
+    toy.patch.setattr(simulated.HostDevice, "time", time_of)
+    before, call = time.perf_counter, toy.call
+
+    def isolated_call(target, *args, **options):
+        try:
+            return call(target, *args, **options)
+        except guard.NotAllowed as problem:  # as it comes out of a process
+            raise isolated.IsolatedError(target, "NotAllowed", str(problem)) from None
+
+    toy.patch.setattr(isolated, "call", isolated_call)
+    rows = toy.run()
+    mine = toy.of(rows, "mine")
+    assert not mine["ok"].any()
+    assert mine["reason"].str.contains("time.perf_counter replaced by a thread while functions were timed").all()
+    assert time.perf_counter is before
+    test_sweep.complete(rows[~added.is_added(rows)], processes=2)
+
+
 def test_a_function_that_fails_leaves_no_replaced_name_behind(toy, write):  # noqa: F811
     text = "import time\ndef mine(x, y):\n    time.perf_counter = None\n    1 / 0\n"
     assert refused(toy, write, text, "NotAllowed: it replaced time.perf_counter")
     assert time.perf_counter() > 0
+
+
+ON_STREAMS = {
+    "the timed one": ("TIMED(work)", ""),
+    "another": ("SIDE(work)", guard.NOT_WRITTEN),
+    "the timed one, for zeros": ("SIDE(work); TIMED(y.zero_)", guard.WRONG),
+}
+
+
+@pytest.mark.parametrize("name", ON_STREAMS)
+def test_only_what_a_graph_captured_counts(toy, write, name):  # noqa: F811
+    body, reason = ON_STREAMS[name]
+    text = "from simulated import SIDE, TIMED\nimport torch\ndef mine(x, y):\n"
+    toy.add = [write(f"{text}    work = lambda: torch.mul(x, 2, out=y)\n    {body}\n")]
+
+    def device():
+        found = simulated.GraphDevice()
+        found.machine = toy.machine
+        return found
+
+    toy.patch.setattr(machine, "CudaDevice", device)
+    mine = toy.of(toy.run(), "mine")
+    assert mine["ok"].all() if not reason else not mine["ok"].any()
+    assert mine["reason"].str.contains(reason, regex=False).all(), mine["reason"].tolist()
+
+
+def test_outputs_are_looked_at_right_before_and_after_what_is_timed():
+    done = []
+
+    class Event:
+        def __init__(self, enable_timing):
+            self.record = lambda: done.append("record")
+
+        def elapsed_time(self, end):
+            return 1.0
+
+    def step(name):
+        return lambda *_: done.append(name)
+
+    cuda = SimpleNamespace(Event=Event, _sleep=step("sleep"), stream=lambda one: contextlib.nullcontext())
+    gpu = object.__new__(machine.CudaDevice)
+    gpu.torch, gpu.stream = SimpleNamespace(cuda=cuda), SimpleNamespace(synchronize=step("end"))
+    own = machine.Timed(step("own"), 1)
+    mine = machine.Timed(step("mine"), 1, before=step("poison"), after=step("take"))
+    assert gpu.time([mine, own], hot=True) == [1_000_000, 1_000_000]
+    timed = ["mine", "poison", "record", "mine", "record", "take", "own", "record", "own", "record"]
+    assert done == ["sleep", *timed, "end"]
 
 
 # how it is done

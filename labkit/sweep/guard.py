@@ -12,9 +12,10 @@ A function that is timed may, by mistake or not, leave out what it is timed for.
 | changes what it is given to read        | checksums, before and after a block                                    |
 | replaces a clock, a stream, or a check  | the names of `_owners` are compared, and put back, after every call    |
 
-Not protected against: code that looks for the lab's frames and objects or writes over its memory, threads that replace
-a clock and put it back while the GPU is timed, changes below Python (a patched CUDA library), calls that do the work of
-other buffer sets, and kernels that notice by samples of their inputs that most are as they were.
+Not protected against: code that looks for the lab's frames and objects or writes over its memory; threads that replace
+a clock and put it back inside a block; names that are not watched, such as numpy's; changes below Python, as of a CUDA
+library; calls that do the work of other buffer sets; kernels that see by samples of their inputs that they are as they
+were: of weights a single one is changed, on which samples come by luck alone, but of a state that of some sequences.
 """
 
 import inspect
@@ -177,7 +178,13 @@ class Guard:
         self.taken = left(self.arguments, self.set)
 
     def after_block(self) -> None:
-        """Check what was taken, and go on to another set."""
+        """Check what was taken, and go on to another set.
+
+        NotAllowed if a watched name was replaced meanwhile, by a thread: the block's times, of all variants, are
+        worth nothing, and whose thread it was is not known; the case is then measured again without added functions.
+        """
+        if found := names().restore():
+            raise NotAllowed(f"{', '.join(found)} replaced by a thread while functions were timed")
         if self.faults:
             return
         if fault := self._fault():

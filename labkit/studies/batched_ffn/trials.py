@@ -253,7 +253,7 @@ def llama_cpp(x: Case, device: Any, sets: int, seed: int) -> Trial:
 
 
 def added(function: Callable[..., Any], x: Case, device: Any, sets: int, seed: int) -> Trial:
-    """A function of the reader's own, function(blocks, x, y), on copies that it may spoil."""
+    """A function of the reader's own, function(blocks, x, y), on copies of its own."""
     kind, rows, N = formats.find(x["format"]), x["rows"], x["N"]
     raw = [one.clone() for [(one, _)] in _weights(x, device, sets, seed)]
     values = [tokens(x, x["K"], device, seed) for _ in range(sets)]

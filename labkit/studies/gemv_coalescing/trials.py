@@ -214,7 +214,7 @@ def _returning(inputs: Inputs, function: peers.Product) -> Trial:
 
 
 def added(function: Callable[..., Any], x: Case, device: Any, sets: int, seed: int) -> Trial:
-    """A function of the reader's own, function(W, x, y), on copies that it may spoil."""
+    """A function of the reader's own, function(W, x, y), on copies of its own."""
     made = _inputs(x, device, sets, seed)
     W, vectors = made.W.clone(), made.x.clone()
     y = torch.empty(W.shape[:2], dtype=W.dtype, device=W.device)

@@ -319,7 +319,7 @@ def _released(
 
 
 def added(function: Callable[..., Any], x: Case, device: Any, sets: int, seed: int) -> Trial:
-    """A function of the reader's own, function(x, ids, weights, w1, w2, out), on copies that it may spoil."""
+    """A function of the reader's own, function(x, ids, weights, w1, w2, out), on copies of its own."""
     made = inputs(x, device, sets, seed)
     tokens, weights, w1, w2 = (getattr(made[0], name).clone() for name in ("x", "weights", "w1", "w2"))
     ids, out = [one.ids.clone() for one in made], [torch.empty_like(tokens) for _ in made]
