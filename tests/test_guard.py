@@ -95,7 +95,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 stream = ThreadPoolExecutor(1)
 def mine(x, y):
-    stream.submit(time.sleep, 0.02)
+    stream.submit(time.sleep, 0.005)
     stream.submit(torch.mul, x, 2, out=y)
 """,
         guard.LATE,

@@ -35,7 +35,7 @@ from labkit.bench.spec import Arguments
 from labkit.sweep.case import beyond
 from labkit.sweep.trial import Random, left
 
-LATE_S = 0.5  # so long after the timed calls have ended results are still waited for, to say that they come late
+LATE_S = 1.0  # so long after the timed calls have ended results are still waited for, to say that they come late
 WORDS = 1024  # of 8 bytes, that a checksum is of
 NOT_WRITTEN = "an output was not written by its timed calls: nothing on the stream that is timed writes it"
 LATE = "its results came after its timed calls had ended (work on another stream, or in a thread)"

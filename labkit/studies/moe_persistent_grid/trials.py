@@ -331,10 +331,17 @@ def added(function: Callable[..., Any], x: Case, device: Any, sets: int, seed: i
         for some in ids:
             some.add_(1).remainder_(x["E"])
 
+    large: list[tuple[Tensor, Tensor]] = []  # weights that are, and what they were
+
     def other_weight(i: int, random: Random) -> None:  # a single one of each matrix, so large that `out` shows it
+        for weight, before in large:
+            weight.copy_(before)
+        large.clear()
         for w in (w1, w2):
             expert = int(ids[i][random.below(x["T"]), random.below(x["top_k"])])
-            w[expert, random.below(w.shape[1]), random.below(w.shape[2])] = LARGE
+            weight = w[expert, random.below(w.shape[1]), random.below(w.shape[2])]
+            large.append((weight, weight.clone()))
+            weight.fill_(LARGE)
 
     def expected(i: int, count: int) -> tuple[list[int], Tensor]:
         some = some_of(x["T"], CHECKED)
