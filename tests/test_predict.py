@@ -96,6 +96,14 @@ def test_unknown_versions_are_named():
         predict.predict(launch(), made_up(), "none")
 
 
+def test_a_new_fit_is_a_new_version():
+    with pytest.raises(ValueError, match="there is a model '1' already"):
+        predict.entry("1", {}, 2.5, {})
+    both = predict.entry("2", {"start": 1.23456}, 3.0, {"date": "today"})
+    assert both["1"] == predict.models()["1"]
+    assert both["2"]["parameters"] == {"start": 1.235}
+
+
 # ---- counting what a launch executes
 
 LISTING = """
@@ -206,12 +214,20 @@ def test_stored_parameters_are_what_the_fit_gives():
 
 
 def test_kernels_left_out_of_the_fit():
-    """Issue 31's bar: median at most 10 %, 90th percentile at most 25 %."""
-    both = [errors(one, some) for one, some in zip((data(H100), data(H200)), left_out("code"), strict=True)]
-    assert both[0] < (6, 20)
-    assert both[0][1] < 20
-    assert both[1] < (9, 25)
-    assert both[1][1] < 25
+    """Issue 31's bar: median at most 10 %, 90th percentile at most 25 %. Reached: 6 and 16, 7 and 21."""
+    reached = {H100: (7, 18), H200: (9, 23)}
+    for (name, most), predicted in zip(reached.items(), left_out("code"), strict=True):
+        found = errors(data(name), predicted)
+        assert found[0] < most[0]
+        assert found[1] < most[1]
+
+
+@pytest.mark.parametrize("folds", [4, 10])
+def test_and_however_they_are_divided(folds):
+    for name, predicted in zip((H100, H200), predict.left_out([data(H100), data(H200)], "code", folds), strict=True):
+        median, most = errors(data(name), predicted)
+        assert median < 10
+        assert most < 25
 
 
 def test_a_fit_on_one_gpu_holds_on_the_other():
@@ -332,3 +348,19 @@ def test_facts_hold_what_launches_do():
     assert (table["wgmma_flops"] >= 0).all()
     assert (table["programs"] > 0).all()
     assert math.isclose(table["rounds"].min(), 1.0)
+
+
+@pytest.mark.parametrize(("op", "variant"), [("step", "ours VK"), ("gemv", "9 dependent launch"), ("layer", "ours")])
+def test_stored_facts_are_what_is_found_now(op, variant):
+    """Of one row of an operation; another Triton than that of the table may compile to a few instructions more."""
+    pytest.importorskip("triton")
+    rows = ours(H100)
+    row = rows[(rows["op"] == op) & (rows["variant"] == variant)].sort_values("floor_bytes").iloc[0].to_dict()
+    found = pd.DataFrame(launches.facts(row, 90, gpu(H100).l2_bytes))
+    table = launches.read()
+    same = (table["gpu"] == H100) & (table["op"] == op) & (table["case"] == row["case"])
+    stored = table[same & (table["variant"] == variant)].sort_values("place")
+    assert found["kernel"].tolist() == stored["kernel"].tolist()
+    exact = ["programs", "warps", "bytes", "l2_bytes", "dependent"]
+    np.testing.assert_allclose(found[exact].astype(float), stored[exact].astype(float))
+    np.testing.assert_allclose(found["instructions"], stored["instructions"], rtol=0.2)

@@ -1,6 +1,6 @@
 """How long a call will take: of every variant, from what its launches execute and move, on ceilings of `00_machine`.
 
-Of each launch (`FACTS`), with the parameters of a model (`models.json`) in italics, here with a k:
+Of each launch (`FACTS`), where k_… are the ten parameters of a model (`models.json`), times in µs:
 
     memory  = bytes / rate of device memory (read, or in place: as the case's floor says)
     l2      = k_l2 · l2_bytes / rate of reading what is in the L2
@@ -14,10 +14,13 @@ and a call is its launches one after the other. `share` is how much more the SM 
 `waves` how often the GPU is filled. A scheduler issues one instruction a cycle, and the caches answer for one line of
 128 bytes a cycle and SM: k_instruction and k_line say how many cycles it is in practice. What of the four is hidden
 behind the longest depends on how many warps there are to switch between: with p = 1 nothing, with p = 12 nearly all.
-The form is a roofline's (Williams et al. 2009) with a soft maximum, the counts are those of Hong and Kim's model
-(2009). No parameter belongs to a kernel, a study or a GPU.
+The form is a roofline's (Williams, Waterman and Patterson 2009) with a soft maximum; what is counted is what Hong and
+Kim's model counts (2009). No parameter belongs to a kernel, a study or a GPU.
 
-Versions stay: a row that was predicted with one can be predicted with it again.
+How far it holds: `left_out`, `summary` and the bars in tests/test_predict.py. What it leaves out: shared memory and its
+barriers, shuffles, which instructions are half as fast, clocks that fall at the power limit, weights that are read
+again from memory since they do not stay in the L2. Versions stay: a row that was predicted with one can be predicted
+with it again.
 """
 
 import json
@@ -246,7 +249,7 @@ class Measured:
 
 
 def measured(rows: pd.DataFrame, launches: pd.DataFrame, gpu: Gpu) -> Measured:
-    """The rows that may be used and have facts; those of the largest launch's kernel and size are in `group`."""
+    """The rows that may be used and have facts; their column `code` names the compiled kernel that matters most."""
     us = rows["samples_ns"].map(lambda samples: float(np.median(samples)) / 1e3 if len(samples) else math.nan)
     _, known = _parts(rows, launches, gpu)
     use = known & rows["ok"].to_numpy(bool) & np.isfinite(us.to_numpy(float))
@@ -256,7 +259,7 @@ def measured(rows: pd.DataFrame, launches: pd.DataFrame, gpu: Gpu) -> Measured:
 
 
 def _codes(rows: pd.DataFrame, launches: pd.DataFrame) -> list[str]:
-    """The compiled kernel that matters in each row: of its launch that executes most."""
+    """Of each row the compiled kernel of its launch that executes most."""
     keys = rows[list(KEY)].assign(gpu=rows["gpu"].map(slug), row=range(len(rows)))
     joined = keys.merge(launches, on=[*KEY, "gpu"]).sort_values("instructions").groupby("row").last()
     return joined.sort_index()["code"].tolist()
@@ -387,9 +390,12 @@ def _limits(ceilings: pd.Series, gpu: Gpu) -> list[str]:
 MOST_MEMORY = 0.98  # of a row's time, at most: some beat the rate that the ceilings found by a little
 
 
-def fitted(version: str, k: Mapping[str, float], about: Mapping[str, Any], p: float) -> dict[str, Any]:
-    """An entry of `models.json`; earlier versions are kept as they are."""
+def entry(version: str, k: Mapping[str, float], p: float, about: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """`models` with a new version, to be kept in `models.json`; the earlier ones stay as they are.
+
+    k: as `fit` gives them; p: of `transfer`; about: of which rows, when and how. ValueError for a version that is there.
+    """
     if version in models():
-        raise ValueError(f"there is a model {version!r} already; a new fit is a new version")
+        raise ValueError(f"there is a model {version!r} already; another fit is another version")
     rounded = {name: float(f"{value:.4g}") for name, value in k.items()}
-    return {"parameters": rounded, "transfer": p, "fitted": dict(about)}
+    return {**models(), version: {"parameters": rounded, "transfer": p, "fitted": dict(about)}}
