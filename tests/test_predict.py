@@ -202,6 +202,17 @@ def test_nearly_every_row_of_ours_is_predicted():
         assert (found.dropna() > 0).all()
 
 
+def test_hot_rows_are_not_predicted():
+    rows = ours(H100).assign(cache="hot")
+    assert predict.predictions(rows, launches.read(), gpu(H100)).isna().all()
+
+
+def test_a_library_is_not_predicted():
+    rows = recorded.read(paths.DATA / H100 / "gemv_coalescing.parquet")
+    peers = rows[(rows["role"] == "peer") & (rows["cache"] == "cold")]
+    assert predict.predictions(peers, launches.read(), gpu(H100)).isna().all()
+
+
 def test_predictions_are_those_of_the_fit():
     one = data(H100)
     found = predict.predictions(one.rows, launches.read(), gpu(H100))

@@ -210,8 +210,9 @@ def predict(facts: pd.DataFrame, gpu: Gpu, version: str = LATEST) -> float:
 
 
 def predictions(rows: pd.DataFrame, launches: pd.DataFrame, gpu: Gpu, version: str = LATEST) -> pd.Series:
-    """µs of rows (columns as in bench.records, of one GPU) on a GPU, theirs or another; NaN where facts are missing.
+    """µs of cold rows (columns as in bench.records) on a GPU, theirs or another; NaN for others, and without facts.
 
+    It is the time on the GPU, whatever the host takes to launch in mode eager.
     launches: facts of their launches, with the columns of `KEY`, `gpu` (folder name) and `place` in the call.
     """
     parts, known = _parts(rows, launches, gpu)
@@ -222,7 +223,7 @@ def predictions(rows: pd.DataFrame, launches: pd.DataFrame, gpu: Gpu, version: s
 
 def _parts(rows: pd.DataFrame, launches: pd.DataFrame, gpu: Gpu) -> tuple[Parts, np.ndarray]:
     """Of all rows' launches, numbered by place among the rows; and which rows have any."""
-    keys = rows[list(KEY)].assign(gpu=rows["gpu"].map(slug), row=range(len(rows)))
+    keys = rows[list(KEY)].assign(gpu=rows["gpu"].map(slug), row=range(len(rows)))[rows["cache"] == "cold"]
     joined = keys.merge(launches, on=[*KEY, "gpu"], how="inner").sort_values(["row", "place"])
     parts = Parts.of(joined, gpu, joined["row"].to_numpy())
     return parts, np.bincount(parts.row, minlength=len(rows)) > 0
@@ -355,12 +356,14 @@ def summary(one: Measured, predicted: np.ndarray, by: str = "study") -> pd.DataF
 
 
 def transfer(rows: pd.DataFrame, old: Gpu, new: Gpu, version: str = LATEST) -> pd.DataFrame:
-    """What rows of one GPU (columns as in bench.records) would take on another; of any variant, libraries' too.
+    """What cold rows of one GPU (columns as in bench.records) would take on another; of any variant, libraries' too.
 
     A row's time is taken apart into that of its least bytes on the old GPU, and a rest which would have given it:
     us^p = memory^p + rest^p, with p the version's `transfer`. The first goes with the memory's rate, the rest with SMs
     times clock, or where the least FLOPs alone take half of it, with the rate of bf16 products:
-    us_new^p = memory_new^p + rest_new^p. Columns, µs: us_old, memory_old, memory_new, rest_old, rest_new, us_new.
+    us_new^p = memory_new^p + rest_new^p. Of a variant that moves more than the least, such as a library's product of
+    weights that were dequantised before, too little is taken to be memory: peers are up to three times as far off.
+    Columns, µs: us_old, memory_old, memory_new, rest_old, rest_new, us_new.
     """
     p = models()[version]["transfer"]
     us = rows["samples_ns"].map(lambda samples: float(np.median(samples)) / 1e3 if len(samples) else math.nan)
@@ -393,7 +396,7 @@ MOST_MEMORY = 0.98  # of a row's time, at most: some beat the rate that the ceil
 def entry(version: str, k: Mapping[str, float], p: float, about: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """`models` with a new version, to be kept in `models.json`; the earlier ones stay as they are.
 
-    k: as `fit` gives them; p: of `transfer`; about: of which rows, when and how. ValueError for a version that is there.
+    k: as `fit` gives them; p: of `transfer`; about: of which rows, when and how. ValueError for one that is there.
     """
     if version in models():
         raise ValueError(f"there is a model {version!r} already; another fit is another version")
