@@ -202,17 +202,22 @@ def median_us(rows: pd.DataFrame) -> dict[str, float]:
 
 
 def compare(rows: pd.DataFrame, variant: str, against: str) -> Comparison:
-    """Compare two variants. rows: the rows of one case, cache and mode; unusable (not ok) rows compare as unclear."""
+    """Compare two variants. rows: the rows of one case and cache; unusable (not ok) rows compare as unclear."""
     return compare_many(rows, [(variant, against)])[0]
 
 
 def compare_many(rows: pd.DataFrame, pairs: Sequence[tuple[str, str]]) -> list[Comparison]:
-    """`compare` for several (variant, against) of one case, cache and mode."""
-    known = samples(rows)
+    """`compare` for several (variant, against) of one case and cache.
+
+    Two variants of different modes were not timed in the same blocks, and are no pairs: of those, the medians of each
+    process are compared (`in_process`).
+    """
+    known, modes = samples(rows), dict(zip(rows["variant"], rows["mode"], strict=True))
     noise, found = _aa(rows, known), []
     for variant, against in pairs:
-        both = variant in known and against in known
-        interval = ratio(known[against], known[variant]) if both else NAN
+        both = [known[name] for name in (against, variant) if name in known]
+        together = modes.get(variant) == modes.get(against)
+        interval = (ratio(*both) if together else in_process(both, np.divide)) if len(both) == 2 else NAN
         found.append(Comparison(variant, against, interval, noise, verdict(interval, noise)))
     return found
 

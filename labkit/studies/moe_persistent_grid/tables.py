@@ -193,7 +193,7 @@ def int4_reading(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 CODE = ["registers", "persistent registers", "CTAs an SM", "persistent CTAs"]
-PERSISTENCE = [*CASE, "GEMM", "kernel", "persistent", "tiles", "waves", "efficiency", *CODE, *RATIO]
+PERSISTENCE = [*CASE, "GEMM", "kernel", "persistent", "tiles", "waves", "efficiency", *CODE, *RATIO, "runs"]
 
 
 def persistence(rows: pd.DataFrame) -> pd.DataFrame:
@@ -367,7 +367,7 @@ def persistent_on_parts(rows: pd.DataFrame) -> pd.DataFrame:
         for line in pairs(group, both.items()):
             if "seen" in known[line["against"]]:
                 found.append({"T": params["T"], "SMs": known[line["against"]]["seen"]} | line)
-    return pd.DataFrame(found, columns=["T", "SMs", *RATIO])
+    return pd.DataFrame(found, columns=["T", "SMs", *RATIO, "runs"])
 
 
 def on_other_gpus(rows: pd.DataFrame) -> pd.DataFrame:
