@@ -171,7 +171,9 @@ class Claim:
         return f"{text}: {self.quantity}"
 
     def interval(self, one: Observation) -> str:
-        """The quantity of one case with its interval."""
+        """The quantity of one case with its interval, if it has one."""
+        if one.low == one.high:  # counted
+            return self.number(one.mid)
         return f"{self.number(one.mid)} [{self.number(one.low)}, {self.number(one.high)}]"
 
     def number(self, value: float) -> str:
