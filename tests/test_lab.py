@@ -529,7 +529,7 @@ def test_claims_show_verdict_and_reason_of_each_gpu(folders, layout):
 
 def test_claims_begin_with_the_gpu_and_its_verdict(folders, layout):
     shown = table_of(replayed("state_layout", made.LAYOUT, layout).claims())
-    assert list(shown[0]) == ["GPU", "verdict", "claim", "published", "measured", "why"]
+    assert list(shown[0]) == ["GPU", "verdict", "direction", "size", "claim", "published", "measured", "why"]
 
 
 # the answer in short
