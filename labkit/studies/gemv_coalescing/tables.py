@@ -220,8 +220,9 @@ def token_blocks(rows: pd.DataFrame, model: str, merged: bool) -> pd.DataFrame:
         if len(total):
             run, block = (total.index.get_level_values(name).to_numpy() for name in ("run", "block"))
             line = {"variant": rule, "ok": True, "run": run, "block": block, "samples_ns": total.to_numpy()}
-            found.append(line | {"options": json.dumps({"repeats": TUNED})})
-    return frame(found, ["variant", "ok", "run", "block", "samples_ns", "options"])
+            mode = next(iter(groups.values()))["mode"].iloc[0]  # of all single GEMVs
+            found.append(line | {"mode": mode, "options": json.dumps({"repeats": TUNED})})
+    return frame(found, ["variant", "ok", "run", "block", "samples_ns", "mode", "options"])
 
 
 def _blocks(group: pd.DataFrame, variant: str) -> pd.Series:
