@@ -314,8 +314,11 @@ class Lab:
         rows = []
         for claim, entry in product(self.study.claims, self.shown):
             said, judged = f"{claim.source}: {claim.statement}", claim.judge(entry.rows)
-            row = {"GPU": entry.label, "verdict": figures.badge(judged.verdict), "claim": said}
-            rows.append(row | {"published": claim.published, "measured": judged.measured, "why": judged.why})
+            row = {"GPU": entry.label, "verdict": figures.badge(judged.verdict)}
+            row |= {"direction": judged.direction, "size": judged.size, "claim": said, "published": claim.published}
+            later = recorded.rule_changed(claim, entry.rows, judged)
+            why = f"{judged.why}; rule changed after the data" if later else judged.why
+            rows.append(row | {"measured": judged.measured, "why": why})
         if not rows:
             return figures.note(UNMEASURED)
         text = "The claims, judged from the rows shown on this page; the index judges from all recorded rows"

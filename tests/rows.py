@@ -69,7 +69,14 @@ def _row(study: str, case: Case, variant: Variant, floor: Any, us: float, spread
         "predicted_us": us * 1.05 if floor.limit else math.nan,
         "error": 1e-4,
         "evidence": json.dumps(evidence),
+        "rules": rules(study),
     }
+
+
+@functools.cache
+def rules(study: str) -> str:
+    """The present rules of a study's claims, as a row holds them."""
+    return json.dumps({claim.id: claim.sha() for claim in registry.load(study).claims}, sort_keys=True)
 
 
 def layout_us(ratio: Callable[[int, int], float] | float = 1.0) -> Us:
@@ -171,12 +178,13 @@ def ffn_us(case: Case, variant: Variant) -> float:
     from labkit.studies.batched_ffn import study
     from labkit.studies.batched_ffn import variants as names
 
+    name = variant.options.get("repeats", variant.name)
     if case.op == "cache":
-        return {names.RESIDENT: 100.0, names.COPIES: 150.0, names.NEEDED: 260.0}.get(variant.name, 160.0)
+        return {names.RESIDENT: 100.0, names.COPIES: 150.0, names.NEEDED: 260.0}.get(name, 160.0)
     slow = {names.PER_TOKEN: 2.4 * 1.25, names.GEMM_N: 1.75, names.READ: 1.0, names.CUBLAS: 2.0}
     slow |= {names.STATIONARY: 1.2 if case["N"] <= 4 else 2.0, names.MATRIX: 1.3, names.GEMLITE: 2.0}
     slow |= {names.ROWCOPY: 9.0, names.WIDE: 1.9, names.STORED: 3.5}
-    return (1 + study.weight_bytes(case) / 3e6) * slow.get(variant.name, 1.5)
+    return (1 + study.weight_bytes(case) / 3e6) * slow.get(name, 1.5)
 
 
 def batched_ffn(parameters: Mapping[str, Any] = BATCHED_FFN, **changes: Mapping[str, Any]) -> pd.DataFrame:

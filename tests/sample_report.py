@@ -6,7 +6,7 @@ import nbformat
 import pandas as pd
 from nbformat import NotebookNode, v4
 
-from labkit.bench import spec
+from labkit.bench.claim import ESTIMATE, OWN, Claim, Judgement
 from labkit.report import figures, pages, plots
 
 LONG = "V-first, BV = 32, four warps, " * 8
@@ -100,22 +100,33 @@ def machines() -> list[pages.Machine]:
 
 
 def claims() -> list[pages.ClaimRow]:
-    def claim(name: str) -> spec.Claim:
-        return spec.Claim(
+    def claim(name: str) -> Claim:
+        return Claim(
             id=name,
             source="SGLang 20283",
             url="https://github.com/sgl-project/sglang/pull/20283",
             statement="State [V, K] <makes> decode faster than [K, V]",
             condition="H100, Qwen3-Next, fp32 state",
             published="7 to 8 % of the whole step",
-            judge=lambda rows: None,
+            ruled="2025-11-20",
+            untested="a page is made here, and nothing judged",
         )
 
-    good = pages.Result(spec.Judgement("reproduced", "1.09 [1.08, 1.10]", "contiguous runs of 256 elements, not 8"))
-    bad = pages.Result(
-        spec.Judgement("not reproduced", "1.00 [0.99, 1.01]", "both layouts reach 97 %"), earlier_kernel=True
+    good = pages.Result(
+        Judgement(
+            "reproduced", "1.09 [1.08, 1.10]", "contiguous runs of 256 elements, not 8", "holds", "as published", OWN
+        )
     )
-    weak = pages.Result(spec.Judgement("consistent", "estimated 6.1 %", "decode is 71 % of the step, its ratio 1.09"))
+    bad = pages.Result(
+        Judgement("not reproduced", "1.00 [0.99, 1.01]", "both layouts reach 97 %", "fails", "less", OWN),
+        earlier_kernel=True,
+        rule_changed=True,
+    )
+    weak = pages.Result(
+        Judgement(
+            "consistent", "estimated 6.1 %", "decode is 71 % of the step, its ratio 1.09", "holds", "more", ESTIMATE
+        )
+    )
     no = pages.Result(None, error="no rows for batch 64")
     h100, h200 = "nvidia-h100-80gb-hbm3", "nvidia-h200"
     return [

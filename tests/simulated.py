@@ -79,6 +79,22 @@ def experiment(
     )
 
 
+class Stream:
+    """Runs work when it is called with it; while it is captured, keeps it for the replays."""
+
+    def __init__(self):
+        self.captured: list | None = None
+
+    def __call__(self, work) -> None:
+        if self.captured is None:
+            work()
+        else:
+            self.captured.append(work)
+
+
+TIMED, SIDE = Stream(), Stream()  # the stream that `GraphDevice` captures, and another one
+
+
 class HostDevice:
     """A device for whole sweeps without a GPU: runs every call on the CPU and reports made-up times of its variant.
 
@@ -101,7 +117,13 @@ class HostDevice:
 
     def time(self, timed: Sequence[Timed], hot: bool) -> list[int]:
         for item in timed:
+            if hot:
+                item.replay()
+            if item.before:
+                item.before()
             item.replay()
+            if item.after:
+                item.after()
         return [round(item.replay.ns * np.exp(self.rng.normal(0, 1e-3))) for item in timed]
 
     def recover(self) -> None:
@@ -109,3 +131,22 @@ class HostDevice:
 
     def state(self) -> State:
         return State(1500)
+
+
+class GraphDevice(HostDevice):
+    """One whose replays of a reader's function do what its calls put on `TIMED`, and nothing else, as a CUDA graph."""
+
+    def prepare(self, calls, mode: str) -> Timed:
+        made = super().prepare(calls, mode)
+        if not hasattr(calls[0], "function"):
+            return made
+        TIMED.captured = []
+        made.replay()
+        graph, TIMED.captured = TIMED.captured, None
+
+        def replay():
+            for work in graph:
+                work()
+
+        replay.ns = made.replay.ns
+        return Timed(replay, made.calls)

@@ -17,19 +17,11 @@ from toy_lab import MACHINE
 
 from labkit import isolated, lab, paths, registry
 from labkit.bench import machine, records, spec, verdict
+from labkit.bench.claim import Claim
 from labkit.evidence import compiled
-from labkit.shapes import QWEN3_NEXT
 from labkit.studies.persistent_tables import views as table_views
-from labkit.studies.state_layout import explore, production_views, share, tables, views
-from labkit.studies.state_layout.claims import (
-    CLAIMS,
-    CONTEXT,
-    DECODE_GAIN,
-    SLACK,
-    VLLM_HEADS,
-    VLLM_TABLE,
-    vllm_estimate,
-)
+from labkit.studies.state_layout import explore, production_views, tables, views
+from labkit.studies.state_layout.claims import CLAIMS
 from labkit.sweep import correctness, run
 from labkit.workflow import lease, notebooks
 
@@ -426,7 +418,7 @@ def test_what_was_compiled_comes_from_the_rows_without_triton(folders, without_t
 
 def test_text_is_escaped_everywhere(folders, without_triton, layout, monkeypatch):
     bad = "<script>alert('x')</script> & \"quoted\""
-    claim = spec.Claim("c", bad, 'https://example.org/?a="b"&c', bad, bad, bad, lambda rows: _judged(bad))
+    claim = Claim("c", bad, 'https://example.org/?a="b"&c', bad, bad, bad, "2026-11-25", untested=bad)
     x = replayed("state_layout", made.LAYOUT, layout.assign(driver=bad), name=bad)
     monkeypatch.setattr(x, "study", x.study.__class__(**vars(x.study) | {"claims": (claim,)}))
     pieces = [x.provenance(), x.published(), x.claims(), x.say(lambda rows: bad), x.correctness()]
@@ -438,10 +430,6 @@ def test_text_is_escaped_everywhere(folders, without_triton, layout, monkeypatch
         assert "<script" not in text
         assert not re.search(r'(alt|aria-label|href)="[^"]*"[^ >=]', text)  # a quote inside would end the attribute
     assert 'href="https://example.org/?a=&quot;b&quot;&amp;c"' in html(x.published())
-
-
-def _judged(text, verdict="consistent"):
-    return spec.Judgement(verdict, text, text)
 
 
 # checking
@@ -527,177 +515,6 @@ def test_correctness_without_triton_and_without_errors_says_so(folders, without_
 
 
 # claims
-
-
-def judged(index, frame):
-    return CLAIMS[index].judge(frame)
-
-
-def at_vllm_batches(ratio):
-    parameters = made.LAYOUT | {"models": [QWEN3_NEXT.name], "batches": list(VLLM_TABLE), "states": ["fp32"]}
-    return made.make("state_layout", parameters, made.layout_us(ratio))
-
-
-def test_mechanism_needs_both_fewer_lines_and_less_time(layout):
-    found = judged(0, layout)
-    assert found.verdict == "consistent"  # and never more: the run is not the only thing that the layout changes
-    assert found.measured == (
-        "BV=8: 16 → 4 lines a request, time ratio 1.20; BV=16: 8 → 4 lines a request, time ratio 1.00; "
-        "BV=32: 4 → 4 lines a request, time ratio 1.00"
-    )
-    assert found.why == "fewer lines go with less time in 1 of 1 cases from batch 64 on"
-    for ratio in (1.0, 0.8):
-        assert judged(0, made.make("state_layout", made.LAYOUT, made.layout_us(ratio))).verdict == "not reproduced"
-    same_lines = layout.assign(evidence=layout["evidence"].str.replace(r'"lines": [\d.]+', '"lines": 4.0', regex=True))
-    assert judged(0, same_lines).verdict == "not reproduced"
-    noisy = made.make("state_layout", made.LAYOUT, made.layout_us(lambda b, tile: 1.2 if tile == 8 else 1), spread=0.3)
-    assert judged(0, noisy).verdict == "not reproduced"
-
-
-@pytest.mark.parametrize(
-    ("wide", "verdict", "remains"),
-    [(1.0, "consistent", False), (1.05, "consistent", True), (0.95, "consistent", True)]
-    + [(ratio, "not reproduced", False) for ratio in (1.15, 1.2, 0.85)],
-)
-def test_mechanism_needs_the_difference_to_go_where_the_lines_are_equal(wide, verdict, remains):
-    frame = made.make("state_layout", made.LAYOUT, made.layout_us(lambda batch, tile: 1.2 if tile == 8 else wide))
-    found = judged(0, frame)
-    assert found.verdict == verdict
-    assert f"BV=32: 4 → 4 lines a request, time ratio {wide:.2f}" in found.measured
-    assert ("with equal lines a difference remains" in found.why) == remains
-
-
-@pytest.mark.parametrize(("middle", "said"), [(1.0, False), (1.1, False), (1.15, True)])
-def test_mechanism_says_where_fewer_lines_gain_as_much(middle, said):
-    ratios = {8: 1.2, 16: middle, 32: 1.0}
-    found = judged(0, made.make("state_layout", made.LAYOUT, made.layout_us(lambda batch, tile: ratios[tile])))
-    assert found.verdict == "consistent"
-    assert ("nor does time follow their number" in found.why) == said
-
-
-def test_mechanism_is_judged_where_the_gpu_is_full():
-    def frame(small, full):
-        us = made.layout_us(lambda batch, tile: (small if batch < 64 else full) if tile == 8 else 1.0)
-        return made.make("state_layout", made.LAYOUT | {"states": ["fp32"]}, us)
-
-    assert judged(0, frame(0.8, 1.2)).verdict == "consistent"
-    assert judged(0, frame(1.2, 1.0)).verdict == "not reproduced"
-
-
-def test_mechanism_must_not_fail_at_any_shape(layout):
-    def with_another(ratio):
-        us = made.layout_us(lambda batch, tile: ratio if tile == 8 else 1.0)
-        parameters = made.LAYOUT | {"models": ["Qwen3.5-0.8B", "Qwen3.5-27B"], "batches": [64]}
-        return pd.concat([layout, made.make("state_layout", parameters, us)], ignore_index=True)
-
-    found = judged(0, with_another(1.3))
-    assert found.verdict == "consistent"
-    assert "in 3 of 3 cases" in found.why
-    one = with_another(1.3)
-    noise = one["case"].str.contains("27B") & (one["role"] == "control")  # an A/A ratio of 1.2: nothing can be said
-    loud = [[1.2 * ns for ns in ns_of] if late else ns_of for ns_of, late in zip(one["samples_ns"], noise, strict=True)]
-    found = judged(0, one.assign(samples_ns=loud))
-    assert found.verdict == "consistent"
-    assert found.why == "fewer lines go with less time in 2 of 3 cases from batch 64 on"  # unclear is no difference
-    for ratio in (1.0, 0.9):
-        assert judged(0, with_another(ratio)).verdict == "not reproduced"
-
-
-def _needed(batch, gain, context=CONTEXT):
-    """The kernel's ratio that gives a gain, in percent, at NVFP4 weights.
-
-    By hand: the ceiling moves a byte in 1, the kernels in 1.05 and, with [K, V], in 1.05 × the ratio.
-    """
-    part = share.state_share(QWEN3_NEXT, batch, context, share.NVFP4_BYTES)
-    return ((1 + gain / 100) * (1.05 * part + 1 - part) - (1 - part)) / (1.05 * part)
-
-
-def test_what_decode_must_have_gained_by_hand():
-    assert pytest.approx(100 * (8210 / 7405 - 1)) == DECODE_GAIN  # ms without those to the first token
-
-
-@pytest.mark.parametrize(("above", "verdict"), [(0.3, "consistent"), (-0.3, "not reproduced")])
-def test_end_to_end_claim_of_sglang_is_judged_for_its_own_tile(above, verdict):
-    gain = DECODE_GAIN - SLACK + above
-    wide = _needed(1024, gain)
-    for narrow in (1.0, 2.0):
-        found = judged(1, at_vllm_batches(lambda batch, tile, narrow=narrow: wide if tile == 32 else narrow))
-        assert found.verdict == verdict
-        assert "leave +10.9 % for decode" in found.why
-        said = re.search(r"BV=32: up to ([+-][\d.]+) % \(batch 1024, NVFP4 weights\)", found.measured)
-        assert float(said[1]) == pytest.approx(gain, abs=0.15)
-
-
-def test_end_to_end_claim_of_sglang_without_any_difference():
-    found = judged(1, at_vllm_batches(1.0))
-    assert found.verdict == "not reproduced"
-    assert "cannot give that at any batch tried" in found.why
-    assert re.search(r"BV=8: up to [+-]0\.\d %", found.measured)
-
-
-def test_table_of_vllm():
-    follows = judged(
-        2, at_vllm_batches(lambda batch, tile: _needed(batch, VLLM_TABLE[batch]) if tile == 32 and batch > 64 else 1.0)
-    )
-    assert follows.verdict == "consistent"
-    assert "tiles of 32 follow it within 1.5 points" in follows.why
-    assert re.search(r"BV=32: .*, \+4\.8 %", follows.measured)
-    flat = judged(2, at_vllm_batches(1.0))
-    assert flat.verdict == "not reproduced"
-    assert "miss it by more than 1.5 points at batch 1024;" in flat.why
-    narrow = judged(2, at_vllm_batches(lambda batch, tile: _needed(batch, VLLM_TABLE[batch]) if tile == 8 else 1.0))
-    assert narrow.verdict == "not reproduced"  # SGLang's and vLLM's tile is the wide one
-    large = judged(2, at_vllm_batches(lambda batch, tile: 1.0 if batch < 1024 else 2.0))
-    assert large.verdict == "not reproduced"
-    assert "at batch 1024;" in large.why
-    few = made.make("state_layout", made.LAYOUT | {"states": ["fp32"]}, made.layout_us(1.0))
-    assert judged(2, few).why == flat.why  # the ratio of batch 64 stands for those above
-
-
-def test_table_of_vllm_takes_the_heads_of_one_of_two_gpus():
-    both = [at_vllm_batches(ratio) for ratio in (2.0, 1.0)]
-    both[1] = both[1].assign(case=both[1]["case"].str.replace(QWEN3_NEXT.name, VLLM_HEADS))
-    assert vllm_estimate(pd.concat(both, ignore_index=True), 32)["gain %"].abs().max() < 0.2
-    assert vllm_estimate(both[0], 32)["gain %"].max() > 10  # where those were not measured
-
-
-def test_table_of_vllm_is_judged_over_contexts():
-    def frame(context):
-        gain = VLLM_TABLE[1024]
-        return at_vllm_batches(lambda batch, tile: _needed(1024, gain, context) if batch == 1024 else 1.0)
-
-    for context in (256, CONTEXT, 8192):
-        row = vllm_estimate(frame(context), 32).set_index("batch").loc[1024]
-        assert row["low %"] - 0.1 <= VLLM_TABLE[1024] <= row["high %"] + 0.1
-        assert judged(2, frame(context)).verdict == "consistent"
-    assert vllm_estimate(frame(8192), 32)["gain %"].iloc[-1] > VLLM_TABLE[1024] + SLACK  # the one context would miss
-    assert judged(2, frame(100_000)).verdict == "not reproduced"
-
-
-MISSING = {
-    "only bf16": ([0, 1, 2], lambda frame: frame[~frame["case"].str.contains("fp32")]),
-    "a narrow tile failed": ([0, 1, 2], lambda frame: made.unusable(frame, frame["variant"] == "VK BV=8, 1 warp")),
-    "a wide tile is missing": ([0, 1, 2], lambda frame: made.without(frame, variant="KV BV=32, 1 warp")),
-    "no evidence": ([0], lambda frame: _no_evidence(frame, "")),
-    "evidence of one layout": ([0], lambda frame: _no_evidence(frame, "VK")),
-    "another model": ([1, 2], lambda frame: frame.assign(case=frame["case"].str.replace(QWEN3_NEXT.name, "other"))),
-    "nothing usable": ([0, 1, 2], made.unusable),
-    "no rows": ([0, 1, 2], lambda frame: frame.iloc[:0]),
-    "no batch that fills the GPU": ([0, 1, 2], lambda frame: frame[frame["case"].str.contains('"batch": 1,')]),
-    "two processes": ([0], lambda frame: made.processes(frame, 2)),
-    "a narrow tile spills": ([0, 1, 2], lambda frame: made.spilling(frame, "KV BV=8, 1 warp")),
-    "a wide tile spills": ([0, 1, 2], lambda frame: made.spilling(frame, "VK BV=32, 1 warp")),
-    "another tile spills": ([], lambda frame: made.spilling(frame, "VK BV=16, 1 warp", "KV BV=32, 4 warps")),
-    "hot rows only": ([0, 1, 2], lambda frame: frame[frame["cache"] == "hot"]),
-}
-
-
-@pytest.mark.parametrize(("claims", "change"), MISSING.values(), ids=MISSING)
-def test_what_cannot_be_judged_is_not_testable_here(folders, layout, claims, change):
-    found = [judged(index, change(layout).reset_index(drop=True)) for index in range(3)]
-    untestable = [index for index, one in enumerate(found) if one.verdict == "not testable here"]
-    assert untestable == claims
-    assert all(found[index].why.startswith("needs fp32 rows") for index in claims)
 
 
 def test_claims_show_verdict_and_reason_of_each_gpu(folders, layout):

@@ -24,6 +24,7 @@ def row(**changes: Any) -> dict[str, Any]:
     """A row with a value in every column; `case` and `options` may be given as dictionaries."""
     found: dict[str, Any] = {name: name for name in records.SCHEMA.names}
     found |= {"op": "decode", "case": {"batch": 1}, "options": {"BV": 8}, "evidence": {"registers": 40}, "counters": {}}
+    found |= {"rules": {"claim": "0123456789ab"}}
     found |= {"run": [0, 0], "block": [0, 1], "samples_ns": [1000, 3000], "throttled": ["", "power cap"]}
     found |= {"sm_mhz": [1980, 1755], "calls_per_sample": 7, "floor_bytes": 2**40, "floor_flops": 0, "seed": 1000}
     found |= {"ceiling": 3.0, "predicted_us": math.nan, "error": 1e-4, "ok": True, "cache": "cold", "mode": "graph"}
@@ -202,10 +203,17 @@ def test_an_unknown_column_is_named(path: Path):
     refused(path, "unknown column watts")
 
 
-@pytest.mark.parametrize("version", ["0", "3", "1.1"])
+@pytest.mark.parametrize("version", ["0", "4", "1.1"])
 def test_another_version_of_the_schema_is_refused(path: Path, version: str):
     damaged(path, table([row()]).replace_schema_metadata({"labkit_schema": version}))
-    refused(path, f"schema {version}, this lab reads 1, {records.SCHEMA_VERSION}")
+    refused(path, f"schema {version}, this lab reads 1, 2, {records.SCHEMA_VERSION}")
+
+
+def test_rows_of_schema_2_have_no_rules(path: Path):
+    damaged(path, table([row()]).drop(["rules"]).replace_schema_metadata({"labkit_schema": "2"}))
+    frame = records.read(path)
+    assert frame["rules"].tolist() == ["{}"]
+    assert not frame["kernel_sha"].str.contains(":").any()
 
 
 @pytest.mark.parametrize("name", sorted(set(LISTS) - {"samples_ns"}))
@@ -214,7 +222,7 @@ def test_lists_of_different_lengths_are_refused(path: Path, name: str):
     refused(path, f"column {name} has another length than samples_ns")
 
 
-@pytest.mark.parametrize("name", ["case", "options", "evidence", "counters"])
+@pytest.mark.parametrize("name", ["case", "options", "evidence", "counters", "rules"])
 @pytest.mark.parametrize("text", ["batch 1", "", '{"batch": 1', "[1]", "1", "null"])
 def test_text_that_is_no_json_object_is_refused(path: Path, name: str, text: str):
     damaged(path, table([row(), row(**{name: text})]))

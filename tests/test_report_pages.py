@@ -148,14 +148,25 @@ def test_index_row_has_source_figures_verdict_and_reason(tmp_path: Path) -> None
         "✓ reproduced",
         "contiguous runs",
         "✗ not reproduced",
+        "holds · as published",
+        "fails · less",
     ):
         assert part in first
-    assert first.count("recorded with an earlier kernel") == 1
-    assert "earlier kernel" not in second
+    for remark in ("recorded with an earlier kernel", "rule changed after the data"):
+        assert first.count(remark) == 1
+        assert remark not in second
     assert "≈ consistent" in second
     assert "not measured" in second
     assert "could not be judged" in third
     assert "no rows for batch 64" in third
+
+
+def test_index_has_no_link_for_a_source_without_an_address(tmp_path: Path) -> None:
+    first, *others = sample_report.claims()
+    claims = [replace(first, claim=replace(first.claim, url="")), *others]
+    text = write_index(tmp_path, claims=claims)
+    assert 'href=""' not in text
+    assert '<td data-label="Source">SGLang 20283</td>' in text
 
 
 def test_index_lists_studies_and_machines(tmp_path: Path) -> None:

@@ -111,6 +111,30 @@ def test_a_file_that_was_changed_is_not_run(toy, tmp_path):
         sources.load("toy-1.0", "toy.ops")
 
 
+def test_a_package_that_is_named_is_no_way_around_the_manifest(tmp_path, monkeypatch):
+    """A file beside those that are named is not found by way of their folder."""
+    texts = {
+        "pack/__init__.py": "HERE = 1\n",
+        "pack/one.py": "from pack import HERE\ndef more():\n    import pack.two\n",
+    }
+    lines = ["[pack]", 'licence = "MIT"', 'home = "https://example.org"', '[pack.versions."1.0"]']
+    lines += [f'"{path}" = "{hashlib.sha256(text.encode()).hexdigest()}"' for path, text in texts.items()]
+    (tmp_path / "sources.toml").write_text("\n".join(lines))
+    monkeypatch.setattr(catalogue, "MANIFEST", tmp_path / "sources.toml")
+    monkeypatch.setenv("LABKIT_SOURCES", str(tmp_path))
+    catalogue.manifest.cache_clear()
+    (tmp_path / "pack-1.0" / "pack").mkdir(parents=True)
+    for path, text in (texts | {"pack/two.py": ""}).items():
+        (tmp_path / "pack-1.0" / path).write_text(text)
+    try:
+        found = sources.load("pack-1.0", "pack.one")
+        assert found.HERE == 1
+        with pytest.raises(ModuleNotFoundError, match=r"pack\.two"):
+            found.more()
+    finally:
+        catalogue.manifest.cache_clear()
+
+
 def test_missing_files_say_how_to_get_them(toy):
     with pytest.raises(sources.NotFetched, match=r"^not fetched: labkit fetch toy$"):
         sources.load("toy-1.0", "toy.ops")

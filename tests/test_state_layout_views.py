@@ -7,8 +7,8 @@ import pytest
 import rows as made
 
 from labkit.shapes import QWEN3_NEXT, QWEN35_4B
-from labkit.studies.state_layout import claims, share, study, tables
 from labkit.studies.state_layout import production_views as views
+from labkit.studies.state_layout import share, study, tables
 from labkit.studies.state_layout import variants as names
 
 PARAMETERS = {
@@ -157,26 +157,10 @@ def test_what_a_view_says_follows_from_the_rows(rows, view, said):
     assert said in made.caption(getattr(views, view)(rows))
 
 
-@pytest.mark.parametrize(("gpu", "kv", "verdict"), [
-    ("another", 1.05, "not reproduced"), ("another", 1.16, "consistent"), ("NVIDIA H200", 1.16, "not reproduced"),
-])  # fmt: skip
-@pytest.mark.parametrize("own", [True, False])
-def test_the_first_token_is_judged_by_the_share_of_whole_extends(gpu, kv, verdict, own):
-    """Those of SGLang, before and after, or else ours: [V, K] takes 1.05; fla-core's layouts do not count.
-
-    On another GPU, whose peak is not known, extends are all of the prefill.
-    """
-    after = {names.OURS: 1.05, names.released(names.AFTER): 1.05 if own else 1.0}
-    before = {names.OURS_KV: kv if not own else 9.0, names.released(names.BEFORE): kv, names.fla("KV"): 3.0}
-    some = frame(before | after).assign(gpu=gpu)
-    some = some if own else some[~some["variant"].str.startswith("sglang")]
-    found = claims.judge_first_token(some)
-    assert found.verdict == verdict
-    assert f"KV / VK: {kv / 1.05:.2f}" in found.measured
-    assert f"whole extends by {claims.OWN if own else 'this lab'}" in found.measured
-    if gpu == "another" and not own:
-        said = 100 * (1 - 1.05 / kv)
-        assert f"the first token {said:.1f} % earlier" in views.first_token(some)
+def test_the_first_token_is_an_estimate_from_whole_extends():
+    """On a GPU whose peak is not known, extends are all of the prefill."""
+    some = without_releases(frame({names.OURS: 1.05, names.OURS_KV: 1.16}).assign(gpu="another"))
+    assert f"the first token {100 * (1 - 1.05 / 1.16):.1f} % earlier" in views.first_token(some)
 
 
 def without_releases(rows):
@@ -215,30 +199,6 @@ def test_a_release_that_takes_the_pool_for_the_other_layout_is_called_wrong(rows
     assert "0.5.10rc0, [V, K]: right" in views.cute_layout(rows)
 
 
-@pytest.mark.parametrize(("before", "verdict", "said"), [
-    (2.0, "consistent", "fewer lines go with less time"),
-    (1.6, "not reproduced", "SGLang's own kernels with this tile are not faster throughout"),
-])  # fmt: skip
-def test_the_mechanism_is_not_reproduced_where_the_sources_own_tile_is_no_faster(monkeypatch, before, verdict, said):
-    monkeypatch.setattr(claims, "lines_a_request", lambda rows, tile: {"KV": 32 // tile * 4, "VK": 4})
-    some = frame({names.released(names.BEFORE): before}, grid=lambda batch, tile: 1.3 if tile == 8 else 1.0)
-    found = claims.judge_mechanism(some)
-    assert (found.verdict, said in found.why) == (verdict, True), found
-    assert "SGLang's own kernels of verify, BV=8: time ratio" in found.measured
-
-
-@pytest.mark.parametrize(("before", "verdict"), [(1.65, "not reproduced"), (2.0, "consistent")])
-def test_end_to_end_is_judged_by_the_sources_own_decode(before, verdict):
-    found = claims.judge_sglang_end_to_end(frame({names.released(names.BEFORE): before}))
-    assert found.verdict == verdict
-    assert "with its own kernels, before and after, this" in found.why
-    assert "BV=32: up to" in found.measured
-    assert f"{claims.OWN}: up to" in found.measured
-    twice = made.processes(frame({names.released(names.BEFORE): before}), 2)  # too few for a headline
-    assert "its own kernels" not in claims.judge_sglang_end_to_end(twice).why
-    assert "its own kernels" not in claims.judge_sglang_end_to_end(without_releases(frame())).why
-
-
 def test_the_extends_share_of_a_prefill():
     """36 layers of 989 µs, and 2 x 3e9 x 8192 operations at 989 TFLOP/s."""
     products = 2 * 3e9 * 8192 / 989e12
@@ -247,11 +207,6 @@ def test_the_extends_share_of_a_prefill():
     assert share.prefill_share(QWEN3_NEXT, 8192, 989.0, "NVIDIA H100 PCIe") == 1.0
     with pytest.raises(ValueError, match=r"active weights of Qwen3\.5-4B"):
         share.prefill_share(QWEN35_4B, 8192, 989.0, "NVIDIA H200")
-
-
-def test_first_token_is_not_judged_where_extend_was_not_measured(rows):
-    some = rows[rows["op"] == "decode"].reset_index(drop=True)
-    assert claims.judge_first_token(some).verdict == "not testable here"
 
 
 VIEWS = (

@@ -236,3 +236,27 @@ def test_the_control_is_compared_with_what_it_repeats():
     rows = simulated.experiment({"old": 200, "new": 100}, "new")
     assert verdict.aa(rows).half_width < verdict.BAND
     assert verdict.aa(rows).mid == pytest.approx(1, abs=0.01)
+
+
+def test_a_quantity_is_of_each_process_by_itself():
+    """One process runs at half the pace of the others, and blocks are in no order: the share is the same in each."""
+    part, rest = {0: [2, 2, 4], 1: [4, 8, 4], 2: [2, 3, 2]}, {0: [6, 5, 6], 1: [12, 12, 9], 2: [6, 6, 6]}
+    found = verdict.in_process([samples(part), samples(rest)], lambda a, b: a / (a + b))
+    assert (found.mid, found.runs, found.pairs) == (pytest.approx(0.25), 3, 9)
+    assert found.low <= 0.25 < found.high
+    apart = verdict.in_process([samples({0: [3.0], 1: [1.0]}), samples({1: [1.0], 2: [4.0]})], lambda a, b: a / b)
+    assert (apart.mid, apart.runs) == (1, 1)  # the one process that has both
+    assert verdict.in_process([samples({0: [1.0]}), samples({1: [1.0]})], lambda a, b: a / b).runs == 0
+
+
+def test_processes_that_differ_make_a_quantity_wide():
+    found = verdict.in_process([samples({run: [us] * 9 for run, us in enumerate((10.0, 20.0, 40.0))})], lambda a: a)
+    half = 4.303 * math.log(2) / math.sqrt(3)
+    assert (found.low, found.high) == (pytest.approx(20 * math.exp(-half)), pytest.approx(20 * math.exp(half)))
+
+
+def test_a_difference_may_be_zero_or_less():
+    a, b = samples({0: [1.0] * 5, 1: [2.0] * 5}), samples({0: [3.0] * 5, 1: [2.0] * 5})
+    found = verdict.in_process([a, b], lambda a, b: a - b, log=False)
+    assert (found.mid, found.runs) == (-1, 2)
+    assert found.high > 0

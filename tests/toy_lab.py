@@ -38,7 +38,8 @@ sizes: list[int] = [1, 2]  # MiB
 """
 
 STUDY = """
-from labkit.bench.spec import Case, Claim, Floor, Judgement, Study, Variant, integer, list_of, one_of
+from labkit.bench.claim import OWN, Claim, Observation, Observed
+from labkit.bench.spec import Case, Floor, Study, Variant, integer, list_of, one_of
 
 def launch():
     return 1
@@ -51,7 +52,7 @@ def variants(case):
 
 def mean(rows):
     us = sum(map(sum, rows["samples_ns"])) / 1e3
-    return Judgement("reproduced", f"{us:.0f} µs", "as said")
+    return Observed(OWN, [Observation("all", us, us, us, 0.0, 3)], "rows")
 
 def broken(rows):
     raise RuntimeError("this claim cannot be judged")
@@ -64,8 +65,9 @@ STUDY = Study(
 )
 """
 CLAIMS = """(
-    Claim("fine", "Source 1", "https://example.org/1", "It is fast", "any GPU", "7 %", mean),
-    Claim("odd", "Source 2", "https://example.org/2", "It is odd", "any GPU", "8 %", broken),
+    Claim("fine", "Source 1", "https://example.org/1", "It is fast", "any GPU", "7 %", "2025-11-20", "µs of all",
+          observe=mean, neutral=0.5),
+    Claim("odd", "Source 2", "https://example.org/2", "It is odd", "any GPU", "8 %", "2025-11-20", observe=broken),
 )"""
 RULES = """{
     "batches": list_of(integer(1, 64)), "states": list_of(one_of("fp32", "bf16")), "scale": lambda value: None,
@@ -249,6 +251,7 @@ def row(study: str, op: str, case: str, variant: str, role: str, sha: str, ns: S
         "reason": "",
         "evidence": "{}",
         "counters": "{}",
+        "rules": "{}",
         "kernel_sha": sha,
         "gpu": GPU,
         "driver": "1.2",

@@ -4,12 +4,12 @@ A claim says of a quantity that it is above or below a value, or within a band. 
 a verdict. Every rule is here, and the same for all claims:
 
 - **An observation** is as claimed, otherwise, or unclear, by its 95 % interval and its A/A noise (`verdict.verdict`).
-- **Direction** *holds* or *fails* if at least `MOST` of the clear observations say so, and at least half are clear; else
+- **Direction** *holds* or *fails* if at least `MOST` of the clear observations say so and at least half are clear; else
   it is *unclear*.
-- **Size** is *as published*, *more* or *less*: the logarithm of the measured value is within `TOLERANCE` times that of the
-  published one, with both their intervals; of several cases, as most of them. Without a published figure of the same
-  quantity it is *not comparable*.
-- **Verdict**: the five lines of `VERDICTS`.
+- **Size** is *as published*, *more* or *less*: whether the logarithm of the measured value is within `TOLERANCE` times
+  that of the published one, with the intervals of both; of several cases, what most of them are. Without a published
+  figure of the same quantity it is *not comparable*.
+- **Verdict**: the lines of `VERDICTS`.
 
 A claim of a cause (`refutes`) is judged by the observation that would refute it, and by nothing else.
 """
@@ -171,7 +171,9 @@ class Claim:
         return f"{text}: {self.quantity}"
 
     def interval(self, one: Observation) -> str:
-        """The quantity of one case with its interval."""
+        """The quantity of one case with its interval, if it has one."""
+        if one.low == one.high:  # counted
+            return self.number(one.mid)
         return f"{self.number(one.mid)} [{self.number(one.low)}, {self.number(one.high)}]"
 
     def number(self, value: float) -> str:

@@ -149,11 +149,16 @@ def revision() -> str:
 
 @dataclass
 class Timed:
-    """Calls made ready for timing: `replay` enqueues `calls` of them. eager: the host's pace is what is timed."""
+    """Calls made ready for timing: `replay` enqueues `calls` of them. eager: the host's pace is what is timed.
+
+    before, after: enqueued right before and after what is timed, and not timed themselves.
+    """
 
     replay: Callable[[], Any]
     calls: int
     eager: bool = False
+    before: Callable[[], Any] | None = None
+    after: Callable[[], Any] | None = None
 
 
 class CudaDevice:
@@ -206,9 +211,13 @@ class CudaDevice:
             for item, (start, end) in zip(timed, marks, strict=True):
                 if hot:
                     item.replay()
+                if item.before:
+                    item.before()
                 start.record()
                 item.replay()
                 end.record()
+                if item.after:
+                    item.after()
             self.stream.synchronize()
         pairs = zip(timed, marks, strict=True)
         return [round(1e6 * start.elapsed_time(end) / item.calls) for item, (start, end) in pairs]

@@ -13,8 +13,10 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-SCHEMA_VERSION = "2"
-EARLIER = ("1",)  # schemas that are read too. 1: hashes of another rule, which begin with "1:" once they are read
+SCHEMA_VERSION = "3"
+# Schemas that are read too. 1: hashes of another rule, which begin with "1:" once they are read. 2: without rules.
+EARLIER = ("1", "2")
+LATER = {"rules": "{}"}  # columns that earlier schemas do not have, and what they then hold
 
 TEXT, REAL, INTEGERS = pa.string(), pa.float64(), pa.list_(pa.int32())
 # Name, type, unit or meaning. data/README.md is made from this table (`labkit record` writes it).
@@ -50,6 +52,11 @@ COLUMNS: tuple[tuple[str, pa.DataType, str], ...] = (
         "kernel_sha",
         TEXT,
         "hash of the launchers that ran, helpers included, wherever they live; `1:` before one by the rule of schema 1",
+    ),
+    (
+        "rules",
+        TEXT,
+        "JSON object: claim of the study -> hash of its rule when the case was measured; `{}` before schema 3",
     ),
     ("gpu", TEXT, "name of the GPU, as the driver gives it"),
     ("driver", TEXT, "version of the driver"),
@@ -116,6 +123,10 @@ def read(path: Path) -> pd.DataFrame:
     version = (table.schema.metadata or {}).get(b"labkit_schema", b"").decode(errors="replace")
     if not version:
         raise RecordError(f"{path}: not a file of this lab (no labkit_schema in its metadata)")
+    for name in LATER if version in EARLIER else ():
+        if name not in names:
+            table = table.append_column(name, pa.array([LATER[name]] * len(table), TEXT))
+    names = table.column_names
     for name, kind, _ in COLUMNS:
         if name not in names:
             raise RecordError(f"{path}: column {name} is missing (file schema {version}, this lab {SCHEMA_VERSION})")
@@ -131,7 +142,7 @@ def read(path: Path) -> pd.DataFrame:
             raise RecordError(f"{path}: column {name} has no value in some rows")
     frame = table.to_pandas()
     _check_lists(path, frame)
-    if version in EARLIER:
+    if version == "1":
         frame["kernel_sha"] = f"{version}:" + frame["kernel_sha"]
     return frame
 
@@ -140,7 +151,7 @@ def _check_lists(path: Path, frame: pd.DataFrame) -> None:
     for name in ("run", "block", "throttled", "sm_mhz"):
         if (frame[name].map(len) != frame["samples_ns"].map(len)).any():
             raise RecordError(f"{path}: column {name} has another length than samples_ns")
-    for name in ("case", "options", "evidence", "counters"):
+    for name in ("case", "options", "evidence", "counters", "rules"):
         for text in frame[name].unique():
             if _parse(text) is None:
                 raise RecordError(f"{path}: column {name} holds text that is not a JSON object: {text!r:.60}")

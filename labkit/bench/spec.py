@@ -37,6 +37,28 @@ class Case:
         return self.params[name]
 
 
+@dataclass(frozen=True)
+class Arguments:
+    """The tensors that a reader's function is given, by which its timed calls are checked (`labkit.sweep.guard`).
+
+    inputs:    of each buffer set, name -> tensor that calls leave as it is.
+    outputs:   of each buffer set, name -> tensor that a call writes and does not read.
+    changes:   each gives inputs other values in place, as (number of the set that is checked next, random values).
+    expected:  (number of a set, calls) -> what so many calls of it, from now on, should leave, in float64.
+    errors:    (what was expected, name -> copy of what calls left) -> errors, as of a `check`.
+    results:   (number of a set) -> name -> tensor, of what calls leave; None: the outputs.
+    tolerance: of these errors after several calls, where it is not the trial's.
+    """
+
+    inputs: Sequence[Mapping[str, Any]]
+    outputs: Sequence[Mapping[str, Any]]
+    changes: Sequence[Callable[[int, Any], None]]
+    expected: Callable[[int, int], Any]
+    errors: Callable[[Any, Mapping[str, Any]], Mapping[str, float]]
+    results: Callable[[int], Mapping[str, Any]] | None = None
+    tolerance: Mapping[str, float] = field(default_factory=dict)
+
+
 @dataclass
 class Trial:
     """One variant made ready for one case.
@@ -52,6 +74,7 @@ class Trial:
     idle:       does none of the case's work (an empty kernel): not held against the memory's rates.
     moves:      bytes that it moves where they are fewer than the floor's (a ceiling that reads the weights alone).
     begin:      brings what calls leave behind to where their timing is to begin (a cache that has filled).
+    arguments:  of a reader's function, what it is given; guard: what checks its timed calls by them.
     poison, written and check are None where there is nothing to check (a ceiling that only reads).
     """
 
@@ -67,6 +90,8 @@ class Trial:
     idle: bool = False
     moves: int | None = None
     begin: Callable[[], None] | None = None
+    arguments: Arguments | None = None
+    guard: Any | None = None
 
 
 @dataclass(frozen=True)
@@ -175,7 +200,7 @@ class Added:
 
     signature: names of the function's positional parameters, in order.
     help:      what they are: shapes, dtypes, and which of them the function writes; shown in the page.
-    prepare:   (function, case, device, sets, seed) -> Trial, as a `Variant` does; may raise.
+    prepare:   (function, case, device, sets, seed) -> Trial with `arguments`, as a `Variant` does; may raise.
     takes:     whether a case takes such functions.
     caches:    what is timed.
     """

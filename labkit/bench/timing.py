@@ -40,6 +40,18 @@ class Device(Protocol):
         ...
 
 
+class Watcher(Protocol):
+    """What looks at the blocks of a timing, outside what is timed."""
+
+    def before_block(self) -> None:
+        """A block is about to begin."""
+        ...
+
+    def after_block(self) -> None:
+        """Its timed calls have ended."""
+        ...
+
+
 @dataclass
 class Timing:
     """Samples of every variant, block by block. throttled: reasons joined by "+", empty where none."""
@@ -70,35 +82,45 @@ def measure(
     twins: tuple[str, str] | None = None,
     blocks: int = BLOCKS,
     seed: int = 0,
+    watchers: Sequence[Watcher] = (),
 ) -> Timing:
     """Time prepared variants in `blocks` blocks, in a new random order each.
 
     twins: a variant and its A/A control; while their interval is wider than ±1 % blocks are added, at most twice.
     A block under a hardware or thermal throttle is repeated, three times at most, then kept and marked; a power cap is
-    recorded, since it is how the GPU runs.
+    recorded, since it is how the GPU runs. watchers: told of every block, those of the warm-up too.
     """
     rng = np.random.default_rng(seed)
     timing = Timing({name: [] for name in timed})
     for _ in range(WARM_UP_BLOCKS):
-        _block(device, timed, hot, rng)
+        _block(device, timed, hot, rng, watchers)
     for _ in range(1 + EXTENSIONS_WHEN_NOISY):
         for _ in range(blocks):
-            timing.append(*_quiet_block(device, timed, hot, rng))
+            timing.append(*_quiet_block(device, timed, hot, rng, watchers))
         if twins is None or ratio(timing.samples(twins[0]), timing.samples(twins[1])).half_width <= BAND:
             break
     return timing
 
 
-def _quiet_block(device: Device, timed: Mapping[str, Any], hot: bool, rng: Any) -> tuple[dict[str, int], State]:
+def _quiet_block(
+    device: Device, timed: Mapping[str, Any], hot: bool, rng: Any, watchers: Sequence[Watcher]
+) -> tuple[dict[str, int], State]:
     for _ in range(1 + REPEATS_WHEN_THROTTLED):
         before = device.state().reasons
-        result, after = _block(device, timed, hot, rng), device.state()
+        result, after = _block(device, timed, hot, rng, watchers)
         reasons = before | after.reasons
         if not reasons & THERMAL_OR_HARDWARE:
             break
     return result, State(after.sm_mhz, reasons)
 
 
-def _block(device: Device, timed: Mapping[str, Any], hot: bool, rng: Any) -> dict[str, int]:
+def _block(
+    device: Device, timed: Mapping[str, Any], hot: bool, rng: Any, watchers: Sequence[Watcher]
+) -> tuple[dict[str, int], State]:
     order = [list(timed)[i] for i in rng.permutation(len(timed))]
-    return dict(zip(order, device.time([timed[name] for name in order], hot), strict=True))
+    for one in watchers:
+        one.before_block()
+    ns, state = device.time([timed[name] for name in order], hot), device.state()
+    for one in watchers:
+        one.after_block()
+    return dict(zip(order, ns, strict=True)), state

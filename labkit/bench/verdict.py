@@ -7,7 +7,7 @@ two processes differ in ways (addresses, clocks) that the blocks of one do not s
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -66,16 +66,50 @@ def _bootstrap(paired: tuple[bytes, ...], resamples: int) -> Interval:
         return NAN
     logs = [np.frombuffer(values) for values in paired]
     rng = np.random.default_rng(0)
-    centre = np.mean([np.median(values) for values in logs])
     # medians[r]: `resamples` medians of resampled blocks of process r; then processes are resampled over them.
     medians = np.stack([np.median(rng.choice(v, size=(resamples, len(v))), axis=1) for v in logs])
-    chosen = rng.integers(0, len(logs), size=(len(logs), resamples))
-    draws = np.stack([medians[chosen[i], rng.permutation(resamples)] for i in range(len(logs))]).mean(axis=0)
+    centres = np.array([np.median(values) for values in logs])
+    mid, low, high = map(float, np.exp(_of_processes(centres, medians, rng)))
+    return Interval(mid, low, high, len(logs), sum(map(len, logs)))
+
+
+def _of_processes(centres: np.ndarray, medians: np.ndarray, rng: np.random.Generator) -> tuple[float, float, float]:
+    """Mean of the processes' centres with its interval. medians: resampled, [processes, resamples]."""
+    count, resamples = medians.shape
+    mid = np.mean(centres)
+    chosen = rng.integers(0, count, size=(count, resamples))
+    draws = np.stack([medians[chosen[i], rng.permutation(resamples)] for i in range(count)]).mean(axis=0)
     low, high = np.percentile(draws, [2.5, 97.5])
     # A bootstrap of two or three processes is too narrow where they differ: never less than Student's interval of them.
-    spread = _student(np.array([np.median(values) for values in logs]))
-    low, high = np.exp([min(low, centre - spread), max(high, centre + spread)])
-    return Interval(float(np.exp(centre)), float(low), float(high), len(logs), sum(map(len, logs)))
+    spread = _student(centres)
+    return mid, min(low, mid - spread), max(high, mid + spread)
+
+
+def in_process(measured: Sequence["Samples"], quantity: Callable[..., Any], log: bool = True) -> Interval:
+    """A quantity of the medians of several rows, each process by itself: what was measured apart in it is no pair.
+
+    quantity: medians in ns, a number or an array each -> the quantity, element by element. log: the centre is the mean
+    over processes of its logarithm; else of itself, which may be zero or less. pairs: samples of the shortest row.
+    """
+    runs = sorted(set.intersection(*(set(one.run.tolist()) for one in measured))) if measured else []
+    kept = tuple(tuple(one.ns[one.run == run].tobytes() for one in measured) for run in runs)
+    return _in_process(kept, quantity, log, RESAMPLES)
+
+
+@lru_cache(20_000)
+def _in_process(kept: tuple[tuple[bytes, ...], ...], quantity: Callable[..., Any], log: bool, count: int) -> Interval:
+    """kept: of each process, the samples of each row as bytes of float64."""
+    if not kept:
+        return NAN
+    rng = np.random.default_rng(0)
+    centres, medians = [], []
+    for process in kept:
+        rows = [np.frombuffer(values) for values in process]
+        centres.append(quantity(*map(np.median, rows)))
+        medians.append(quantity(*(np.median(rng.choice(v, size=(count, len(v))), axis=1) for v in rows)))
+    to, back = (np.log, np.exp) if log else (np.asarray, np.asarray)
+    mid, low, high = map(float, back(_of_processes(to(np.array(centres)), to(np.stack(medians)), rng)))
+    return Interval(mid, low, high, len(kept), sum(min(len(v) // 8 for v in process) for process in kept))
 
 
 def _student(centres: np.ndarray) -> float:
@@ -168,35 +202,40 @@ def median_us(rows: pd.DataFrame) -> dict[str, float]:
 
 
 def compare(rows: pd.DataFrame, variant: str, against: str) -> Comparison:
-    """Compare two variants. rows: the rows of one case, cache and mode; unusable (not ok) rows compare as unclear."""
+    """Compare two variants. rows: the rows of one case and cache; unusable (not ok) rows compare as unclear."""
     return compare_many(rows, [(variant, against)])[0]
 
 
 def compare_many(rows: pd.DataFrame, pairs: Sequence[tuple[str, str]]) -> list[Comparison]:
-    """`compare` for several (variant, against) of one case, cache and mode."""
-    samples = _samples(rows)
-    noise, found = _aa(rows, samples), []
+    """`compare` for several (variant, against) of one case and cache.
+
+    Two variants of different modes were not timed in the same blocks, and are no pairs: of those, the medians of each
+    process are compared (`in_process`).
+    """
+    known, modes = samples(rows), dict(zip(rows["variant"], rows["mode"], strict=True))
+    noise, found = _aa(rows, known), []
     for variant, against in pairs:
-        both = variant in samples and against in samples
-        interval = ratio(samples[against], samples[variant]) if both else NAN
+        both = [known[name] for name in (against, variant) if name in known]
+        together = modes.get(variant) == modes.get(against)
+        interval = (ratio(*both) if together else in_process(both, np.divide)) if len(both) == 2 else NAN
         found.append(Comparison(variant, against, interval, noise, verdict(interval, noise)))
     return found
 
 
 def aa(rows: pd.DataFrame) -> Interval:
     """The A/A interval of one case, cache and mode: the control against the variant that it repeats."""
-    return _aa(rows, _samples(rows))
+    return _aa(rows, samples(rows))
 
 
-def _aa(rows: pd.DataFrame, samples: Mapping[str, Samples]) -> Interval:
-    if CONTROL not in samples:
+def _aa(rows: pd.DataFrame, known: Mapping[str, Samples]) -> Interval:
+    if CONTROL not in known:
         return NAN
     twin = json.loads(rows["options"].iloc[list(rows["variant"]).index(CONTROL)])["repeats"]
-    return ratio(samples[twin], samples[CONTROL]) if twin in samples else NAN
+    return ratio(known[twin], known[CONTROL]) if twin in known else NAN
 
 
-def _samples(rows: pd.DataFrame) -> dict[str, Samples]:
-    """Usable samples by variant."""
+def samples(rows: pd.DataFrame) -> dict[str, Samples]:
+    """Usable samples by variant. rows: of one case, cache and mode."""
     columns = (rows[name] for name in ("variant", "ok", "run", "block", "samples_ns"))
     return {
         variant: Samples(np.asarray(run), np.asarray(block), np.asarray(ns, dtype=float))

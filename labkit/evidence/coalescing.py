@@ -88,6 +88,34 @@ def requests(launch: Launch, capability: int | None = 90, program: tuple[int, in
     return _each(_access, launch, capability, program)
 
 
+def lines_a_load(launch: Launch, capability: int | None = 90) -> float:
+    """Cache lines that a warp's load, or copy to shared memory, touches, mean over the instructions of the code.
+
+    Of those in loops, where there are such, whether or not program 0 comes there. Accesses whose addresses cannot be
+    evaluated are left out; NaN if none can.
+    """
+    kernel = compiled.build(launch, capability)
+    module = Module.parse(kernel.asm["ttgir"])
+    widths, evaluator = _ptx_widths(kernel.asm["ptx"]), Evaluator(module, launch)
+    found: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
+    for op in module.ops():
+        kind = _KINDS.get(op.name)
+        if kind not in ("load", "async copy"):
+            continue
+        try:
+            addresses, active = _lanes(module, op, *evaluator.addresses(op), False)
+            bits, _ = _width(addresses, active, op, _emitted(module.places(op.location), kind, widths))
+        except (NotImplementedError, IndexError):  # Unsupported among them; also an index that has no value here
+            continue
+        if active.any():
+            figures = _count(addresses, active, op.itemsize, bits // 8)
+            in_loop = any(above.name.startswith("scf") for above, _ in op.above())
+            found[in_loop].append((figures["instructions"], figures["lines"]))
+    some = found[True] or found[False]
+    count = sum(instructions for instructions, _ in some)
+    return sum(instructions * lines for instructions, lines in some) / count if count else _NAN
+
+
 @dataclass(frozen=True)
 class Total:
     """What one program asks for with one access of `Access`, all executions together.

@@ -179,12 +179,13 @@ def note(text: str) -> Html:
 
 
 SIGNS = {
-    "reproduced": "✓", "faster": "✓", "not reproduced": "✗", "slower": "✗", "consistent": "≈", "same": "≈",
+    "reproduced": "✓", "faster": "✓", "not reproduced": "✗", "disagrees": "✗", "slower": "✗", "consistent": "≈",
+    "same": "≈",
 }  # fmt: skip
 
 
 def badge(verdict: str) -> Html:
-    """A verdict of a claim (`spec.VERDICTS`) or of a pair (faster, slower, same, unclear): sign, word and colour."""
+    """A verdict of a claim (`claim.VERDICTS`) or of a pair (faster, slower, same, unclear): sign, word and colour."""
     kind = re.sub(r"\W+", "-", verdict.lower())
     text = f"{SIGNS.get(verdict, '?')} {verdict}"
     return Html(f'<span class="lab-badge lab-{kind}">{escape(text)}</span>', text)

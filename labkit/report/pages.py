@@ -14,7 +14,7 @@ from nbconvert import HTMLExporter
 from nbconvert.filters import strip_ansi
 from traitlets.config import Config
 
-from labkit.bench import spec
+from labkit.bench.claim import VERDICTS, Claim, Judgement
 from labkit.bench.records import write_atomic
 from labkit.report.figures import badge
 
@@ -40,10 +40,15 @@ class StudyEntry:
 
 @dataclass(frozen=True)
 class Result:
-    """A claim on one GPU: its judgement, or the error for which there is none."""
+    """A claim on one GPU: its judgement, or the error for which there is none.
 
-    judgement: spec.Judgement | None
+    earlier_kernel: some rows are of an earlier version of the kernels. rule_changed: it rests on rows that were
+    measured before its rule.
+    """
+
+    judgement: Judgement | None
     earlier_kernel: bool = False
+    rule_changed: bool = False
     error: str = ""
 
 
@@ -51,7 +56,7 @@ class Result:
 class ClaimRow:
     """A claim in the index. study, page: title and HTML file of its study; results: by `Machine.slug`."""
 
-    claim: spec.Claim
+    claim: Claim
     study: str
     page: str
     results: Mapping[str, Result]
@@ -109,6 +114,7 @@ def index(
     facts = dict.fromkeys(fact for machine in machines for fact in machine.facts)
     style = {"title": TITLE, "css": Markup(_css()), "policy": Markup(POLICY), "badge": badge}
     shown = {"studies": studies, "claims": claims, "machines": machines, "facts": facts, "built": built}
+    shown["verdicts"] = VERDICTS
     _write(out, environment.get_template("index.html.j2").render(style | shown))
 
 

@@ -112,7 +112,9 @@ class _Finder(MetaPathFinder):
         if name in stubs:
             return spec_from_loader(fullname, _Stub(stubs[name]), is_package=is_package)
         if name in modules:
-            return spec_from_loader(fullname, _File(fullname, made, modules[name]), is_package=is_package)
+            spec = spec_from_loader(fullname, _File(fullname, made, modules[name]), is_package=is_package)
+            spec.submodule_search_locations = [] if is_package else None  # else its folder is looked into, unchecked
+            return spec
         return spec_from_loader(fullname, _Stub({}), is_package=True) if is_package else None
 
 

@@ -28,8 +28,17 @@ _SGLANG_UTILS = {
     "is_cuda": lambda: True,
     **dict.fromkeys(("is_hip", "is_musa", "is_sm90_supported", "is_xpu"), lambda: False),
     "get_bool_env_var": lambda name: False,
-    "get_device_name": lambda: torch.cuda.get_device_name() if torch.cuda.is_available() else "",
+    "get_device_name": lambda: _device_name(),
 }
+
+
+def _device_name() -> str:
+    """Of the GPU at hand; empty where there is none."""
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+
+
+def _silent(*args: Any, **options: Any) -> None:
+    """Of a logger's call, or of what registers something: nothing happens."""
 
 
 def _not_called(*args: Any, **options: Any) -> Any:
@@ -131,6 +140,39 @@ _VLLM_PLATFORM = SimpleNamespace(
     is_device_capability_family=lambda capability: _capability() // 10 == capability // 10,
 )
 
+# vLLM's expert layer on one GPU, with nothing set that its server has unset by default; what is compiled in its package
+# is said not to be there, so that it takes its Triton kernels.
+_VLLM_LAYER = "vllm.model_executor.layers.fused_moe"
+_VLLM_EXPERTS = {
+    "vllm.envs": {"VLLM_BATCH_INVARIANT": False, "VLLM_TUNED_CONFIG_FOLDER": None},
+    "vllm.logger": {"init_logger": lambda name: SimpleNamespace(info_once=_silent, warning_once=_silent)},
+    "vllm.platforms": {"current_platform": SimpleNamespace(is_cuda=lambda: False, is_rocm=lambda: False)},
+    "vllm.triton_utils": {"triton": triton, "tl": tl},
+    "vllm.triton_utils.allocation": {"set_triton_allocator": _not_called},
+    "vllm.utils.math_utils": {"next_power_of_2": triton.next_power_of_2},
+    "vllm.utils.platform_utils": {"get_device_name_as_file_name": lambda: _device_name().replace(" ", "_")},
+    "vllm.utils.torch_utils": {"direct_register_custom_op": _silent},
+    "vllm._custom_ops": {"moe_sum": _not_called, "moe_wna16_gemm": _not_called},  # the first is set by who calls
+    _VLLM_LAYER: {"get_config": lambda: None},  # of its tuner, which overrides the files
+    f"{_VLLM_LAYER}.config": {
+        "FUSED_MOE_UNQUANTIZED_CONFIG": None,
+        "FusedMoEQuantConfig": SimpleNamespace,
+        "_get_config_dtype_str": lambda dtype, use_int4_w4a16=False, **others: (
+            "int4_w4a16" if use_int4_w4a16 else {torch.float32: "float32"}.get(dtype)
+        ),
+    },
+    f"{_VLLM_LAYER}.modular_kernel": {
+        "FusedMoEExpertsModular": SimpleNamespace(adjust_N_for_activation=lambda width, activation: width // 2)
+    },
+    f"{_VLLM_LAYER}.moe_align_block_size": {"moe_align_block_size": _not_called},  # set by who calls, too
+    f"{_VLLM_LAYER}.utils": {
+        "enable_swap_ab": _not_called,
+        "moe_kernel_quantize_input": lambda A, A_scale, **how: (A, A_scale),  # of activations that stay as they are
+        "resolve_moe_use_td": lambda: False,
+        "warn_if_moe_use_td_ineffective": _silent,
+    },
+}
+
 STUBS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     "sglang": {
         "sglang.srt.utils": _SGLANG_UTILS,
@@ -146,6 +188,7 @@ STUBS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
         "vllm.triton_utils": {"triton": triton, "tl": tl, "tldevice": libdevice},
         "einops": {"rearrange": _not_called},  # of tensors with their heads first, which it refuses itself
     },
+    "vllm-fused-moe": _VLLM_EXPERTS,
     "flashinfer-python": {
         "flashinfer.utils": _FLASHINFER_UTILS,
         "flashinfer.api_logging": {"flashinfer_api": _undecorated},

@@ -2,7 +2,7 @@
 
 They are checked and timed as the study's variants are. A function is imported only in processes that may end. Before it
 joins the others on a GPU, it is tried alone in one: what ends that process, or never comes back, is refused with its
-reason, and ends no one else's measurement.
+reason, and ends no one else's measurement. What else is refused, with what it did: `labkit/sweep/guard.py`.
 """
 
 import ast
@@ -140,8 +140,14 @@ def _variant(study: Study, function: Function, refused: Refused) -> Variant:
     def prepare(case: Case, device: Any, sets: int, seed: int) -> Trial:
         if reason := refused.get(function.variant, {}).get(_key(case)):
             raise Crashed(reason)
-        called = _load(function, study.added.signature)
-        return study.added.prepare(called, case, device, sets, seed)
+        from labkit.sweep import guard  # here: it needs torch
+
+        signature = study.added.signature
+        with guard.names().kept():
+            called = guard.held(_load(function, signature), signature)
+        trial = study.added.prepare(called, case, device, sets, seed)
+        trial.guard = guard.Guard(trial.arguments, trial.tolerance)
+        return trial
 
     options = {"file": function.path.name, "function": function.name}
     return Variant(function.variant, "peer", f"file:{function.text}", prepare, options, study.added.caches)
@@ -281,13 +287,21 @@ def try_here(
             row |= _checked(trial)
             if timed:
                 gpu.time([gpu.prepare(trial.calls, mine.mode)], hot=True)
-        except Exception as problem:  # a row; what breaks the GPU's context is raised by `recover`
+        except Exception as problem:  # a row
             row |= {"ok": False, "reason": case_runner.first_line(problem)}
             if gpu:
-                gpu.recover()
+                _recover(gpu, row["reason"])
         finally:
             faulthandler.cancel_dump_traceback_later()
         journal.append(row)
+
+
+def _recover(gpu: machine.CudaDevice, reason: str) -> None:
+    """RuntimeError with what came first, if the GPU cannot be used any more."""
+    try:
+        gpu.recover()
+    except Exception as problem:
+        raise RuntimeError(f"{reason}; then {case_runner.first_line(problem)}") from problem
 
 
 def _checked(trial: Trial) -> dict[str, Any]:
@@ -298,6 +312,8 @@ def _checked(trial: Trial) -> dict[str, Any]:
         call()
     if trial.written and not trial.written():
         found |= {"ok": False, "reason": "; ".join(filter(None, [found["reason"], "an output was not written"]))}
+    if faults := trial.guard.try_calls(trial.calls):
+        found |= {"ok": False, "reason": "; ".join(filter(None, [found["reason"], *faults]))}
     return {name: found[name] for name in ("error", "ok", "reason")}
 
 

@@ -105,7 +105,7 @@ def first_look(trial: Trial, evidence: bool) -> dict[str, Any]:
     return {
         "evidence": json.dumps(found, sort_keys=True),
         "error": max(errors.values(), default=math.nan),
-        "ok": not (reason := _beyond(errors, trial.tolerance)),
+        "ok": not (reason := beyond(errors, trial.tolerance)),
         "reason": reason,
     }
 
@@ -124,16 +124,19 @@ def _time_own(
     if not timed:
         return rows
     group = {name: group[name] for name in timed}
-    for _, trial, _ in group.values():
+    guards = []
+    for name, (_, trial, _) in group.items():
         if trial.begin:
             trial.begin()
+        if trial.guard:
+            guards.append(_guarded(trial, timed[name], cache))
         if trial.poison:
             trial.poison()  # after the warm-up calls: what is found written is written by the timed calls
     twin = study.control(case)
     twins = (twin, CONTROL) if twin in timed and CONTROL in timed else None
 
     def once(again: int) -> timing.Timing:
-        return timing.measure(device, timed, hot=cache == "hot", twins=twins, seed=seed + again)
+        return timing.measure(device, timed, hot=cache == "hot", twins=twins, seed=seed + again, watchers=guards)
 
     result = once(0)
     if cache == "cold" and _above_ceiling(group, result):
@@ -146,6 +149,14 @@ def _time_own(
         remark = "above the ceiling timed in the same run, twice" if name in above else ""
         rows.append(_after(row, trial, remark, device.machine.datasheet_tbs))
     return rows
+
+
+def _guarded(trial: Trial, timed: machine.Timed, cache: str) -> Any:
+    """The guard of a trial, which looks at what its timed calls leave."""
+    sets, replays = (len(trial.calls), 1) if cache == "cold" else (1, 2)  # hot: once before, untimed
+    trial.guard.begin(sets, replays * timed.calls // sets)
+    timed.before, timed.after = trial.guard.poison, trial.guard.take
+    return trial.guard
 
 
 def _above_ceiling(group: Mapping[str, Ready], result: timing.Timing) -> set[str]:
@@ -168,8 +179,10 @@ def _after(row: dict[str, Any], trial: Trial, remark: str, datasheet_tbs: float)
     if trial.check:
         errors = trial.check()
         row["error"] = max(row["error"], *errors.values())
-        reasons.append(_beyond(errors, trial.tolerance))
+        reasons.append(beyond(errors, trial.tolerance))
         row["ok"] = row["ok"] and not reasons[-1]
+    if trial.guard and trial.guard.faults:
+        row["ok"], reasons = False, [*reasons, *trial.guard.faults]
     tbs = (trial.moves or row["floor_bytes"]) / np.median(row["samples_ns"]) / 1e3
     if row["cache"] == "cold" and tbs > datasheet_tbs and not trial.idle:
         row["ok"] = False
@@ -178,7 +191,7 @@ def _after(row: dict[str, Any], trial: Trial, remark: str, datasheet_tbs: float)
     return row
 
 
-def _beyond(errors: Mapping[str, float], tolerance: Mapping[str, float]) -> str:
+def beyond(errors: Mapping[str, float], tolerance: Mapping[str, float]) -> str:
     """The errors beyond their tolerance, NaN included, as a row's reason; empty if there is none."""
     bad = [f"{n} {v:.1e} (allowed {tolerance[n]:.0e})" for n, v in errors.items() if not v <= tolerance[n]]
     return "wrong: error of " + ", ".join(bad) if bad else ""
@@ -197,6 +210,7 @@ def _base_row(study: Study, case: Case, variant: Variant, floor: Floor, index: i
         "kernel_sha": kernel_sha(variant.source),
         "evidence": "{}",
         "counters": "{}",
+        "rules": json.dumps({claim.id: claim.sha() for claim in study.claims}, sort_keys=True),
         "utc": datetime.now(UTC).isoformat(timespec="seconds"),
         "error": math.nan,
         "predicted_us": math.nan,

@@ -2,6 +2,7 @@
 
 import hashlib
 import math
+import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from types import ModuleType
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from labkit.bench.spec import Trial
+from labkit.bench.spec import Arguments, Trial
 from labkit.kernels.launch import Launch
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -34,6 +35,29 @@ def trial(
     launch = calls[0] if isinstance(calls[0], Launch) else None
     poison, written = watched(outputs)
     return Trial(calls, poison, written, check, tolerance or {}, **({"launch": launch} | more))
+
+
+def given(calls: Sequence[Call], arguments: Arguments, tolerance: Mapping[str, float], **more: Any) -> Trial:
+    """A trial of a reader's function, judged by what it was given, even if it changes that."""
+
+    def check() -> Mapping[str, float]:
+        expected = arguments.expected(0, 1)
+        calls[0]()
+        return arguments.errors(expected, left(arguments, 0))
+
+    outputs = [out for one in arguments.outputs for out in one.values()]
+    return trial(calls, outputs, check, tolerance, arguments=arguments, **more)
+
+
+def some_of(count: int, most: int) -> list[int]:
+    """So many of the numbers below `count`, or all: such as a function that is checked cannot know before."""
+    return sorted(random.SystemRandom().sample(range(count), min(count, most)))
+
+
+def left(arguments: Arguments, i: int) -> dict[str, Tensor]:
+    """Copies of what calls of a buffer set left."""
+    found = arguments.results(i) if arguments.results else arguments.outputs[i]
+    return {name: one.clone() for name, one in found.items()}
 
 
 def watched(outputs: Iterable[Tensor]) -> tuple[Call | None, Callable[[], bool] | None]:
@@ -86,6 +110,10 @@ class Random:
     def fill(self, tensor: Tensor, std: float = 1.0) -> Tensor:
         """The tensor, filled with values that are drawn in its own dtype."""
         return tensor.normal_(0, std, generator=self.generator)
+
+    def below(self, count: int) -> int:
+        """One of the numbers below `count`."""
+        return int(torch.randint(count, (), device=self.device, generator=self.generator))
 
     def order(self, count: int) -> Tensor:
         """The numbers below `count`, shuffled."""

@@ -10,6 +10,7 @@ import pandas as pd
 
 from labkit import paths, registry
 from labkit.bench import records, spec
+from labkit.bench.claim import Claim, Judgement
 from labkit.bench.sha import kernel_sha
 from labkit.sweep import added, run
 
@@ -88,9 +89,16 @@ def rehash(rows: pd.DataFrame) -> pd.DataFrame:
     return rows
 
 
-def judge(claim: spec.Claim, rows: pd.DataFrame) -> tuple[spec.Judgement | None, str]:
+def judge(claim: Claim, rows: pd.DataFrame) -> tuple[Judgement | None, str]:
     """A claim's judgement from one GPU's rows; None and the error if its function raises."""
     try:
         return claim.judge(rows.copy()), ""
     except Exception as problem:  # one claim's mistake must not take the table away
         return None, f"{type(problem).__name__}: {problem}"
+
+
+def rule_changed(claim: Claim, rows: pd.DataFrame, judgement: Judgement | None) -> bool:
+    """Whether a judgement rests on rows that were measured before its present rule: without them it is another."""
+    known = {text: json.loads(text).get(claim.id) == claim.sha() for text in rows["rules"].unique()}
+    later = rows["rules"].map(known).astype(bool)
+    return judgement is not None and not later.all() and judge(claim, rows[later])[0] != judgement

@@ -126,7 +126,8 @@ def _claims(
             results = {key: pages.Result(None, error=why) for key, why in unusable.items()}
             for one in found[name]:
                 judgement, error = recorded.judge(claim, one.rows)
-                results[_key(one.gpu, one.here)] = pages.Result(judgement, old[_key(one.gpu, one.here)], error)
+                later = recorded.rule_changed(claim, one.rows, judgement)
+                results[_key(one.gpu, one.here)] = pages.Result(judgement, old[_key(one.gpu, one.here)], later, error)
             rows.append(pages.ClaimRow(claim, entry.title, entry.page, results))
     return rows
 

@@ -36,7 +36,7 @@ def beyond(found):
 
 SOME = [  # a layer of two buffer sets; of the second GEMM, which is in no tiny case, a variant of each kind
     (case(), variants.OURS), (case("gemm1", "INT4"), variants.OURS_TILES), (case("gemm2"), variants.OURS_PERSISTENT),
-    (case("gemm2", "INT4"), variants.OURS_TILES), (case("gemm2", "INT4"), variants.BASE),
+    (case("gemm2", "INT4"), variants.OURS_TILES), (case("gemm2", "INT4"), variants.source(16, variants.PERSISTENT)),
     (case("gemm2", "INT4"), variants.source(16, variants.TILES, int8=True)), (case("gemm2", "INT4"), variants.READ),
 ]  # fmt: skip
 
@@ -220,7 +220,7 @@ def test_evidence_of_a_grid_by_hand():
     assert facts["tiles"] == facts["programs"] == facts["blocks"] * 2
     early = trial(x, variants.source(16, variants.TILES, variants.EARLY)).facts()
     assert (early["tiles"], early["programs"]) == (2, early["blocks"] * 2)
-    persistent = trial(x, variants.BASE).facts()
+    persistent = trial(x, variants.source(16, variants.PERSISTENT)).facts()
     assert persistent["programs"] == min(132, persistent["tiles"])
     assert facts["bits"] == persistent["bits"]
 

@@ -1,6 +1,7 @@
 """Released kernels of others, called as the studies call them: right against float64, and changed as they say."""
 
 import ast
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
@@ -144,6 +145,44 @@ def test_a_release_that_is_written_otherwise_is_refused():
         executorch.persistent(tree)
     with pytest.raises(ValueError, match="grid is 'rows'; allowed: tiles, persistent"):
         executorch.module("rows")
+
+
+# ExecuTorch in blocks of 16 rows
+
+
+def test_executorch_s_layer_in_narrow_blocks_is_right(device, grids, monkeypatch):
+    module = sources.changed(executorch.RELEASE, executorch.MODULE, executorch.blocks_of_16)
+    for value in vars(module).values():
+        if hasattr(value, "configs"):
+            monkeypatch.setattr(value, "configs", value.configs[:1])
+    seen, align = [], module.moe_align_block_size
+    monkeypatch.setattr(module, "moe_align_block_size", lambda *args: seen.append(args[1]) or align(*args))
+    item, expected = layer(device)
+    found = executorch.narrow(item, int8=True)()
+    assert seen == [16]
+    assert relative_rmse(found.cpu(), expected) < 2e-2
+    assert torch.equal(found, executorch.batched(item, int8=True)())  # a row's sum does not depend on its block
+    case = Case("layer", product_case("gemm1").params | {"T": 21})
+    trial = trials.narrow(case, device, 1, 0, int8=True)
+    errors = trial.check()
+    assert all(errors[name] <= trial.tolerance[name] for name in errors), errors
+
+
+def test_rows_of_a_block_are_all_that_is_changed():
+    """One number; and that no operator is registered, and no kernel wrapped for one."""
+    before, after = (ast.unparse(tree).splitlines() for tree in (_tree(), executorch.blocks_of_16(_tree())))
+    registered = [line for line in before if line.startswith("@") and ("register_fake" in line or "triton::" in line)]
+    assert len(registered) == 6
+    before = [re.sub(r"wrap_triton\((\w+)\)", r"\1", line) for line in before if line not in registered]
+    differing = [both for both in zip(before, after, strict=True) if both[0] != both[1]]
+    assert differing == [("_BATCHED_BLOCK_M = 64", "_BATCHED_BLOCK_M = 16")]
+
+
+def test_a_release_without_that_number_is_refused():
+    tree = _tree()
+    tree.body = [one for one in tree.body if not ast.unparse(one).startswith("_BATCHED_BLOCK_M")]
+    with pytest.raises(ValueError, match="0 numbers of rows were changed, which 2 layers use; expected: 1 and 2"):
+        executorch.blocks_of_16(tree)
 
 
 def _tree() -> ast.Module:

@@ -1,6 +1,7 @@
 """Tables of the study: what the notebook shows and the claims are judged by, made from the measured rows."""
 
 import math
+import re
 from collections.abc import Sequence
 from itertools import product
 
@@ -8,13 +9,14 @@ import numpy as np
 import pandas as pd
 
 from labkit.bench import tables as kit
-from labkit.bench.spec import CONTROL
-from labkit.bench.tables import Cases, Params, facts, fastest, frame, picked, timed
+from labkit.bench.spec import CONTROL, Case
+from labkit.bench.tables import Cases, Params, facts, fastest, frame, pairs, picked, timed
 from labkit.bench.verdict import median_us
 from labkit.kernels.gguf import choose
 from labkit.kernels.gguf.formats import FORMATS
 from labkit.kernels.offload import policies as cache
 from labkit.studies.batched_ffn import variants
+from labkit.studies.batched_ffn.work import distinct, routing
 
 SHAPE = ("model", "rows", "K", "format", "N", "trace", "policy", "capacity")
 PRODUCTS = (variants.MATRIX, variants.WIDE, variants.STATIONARY, variants.GEMM_N, variants.PER_TOKEN)
@@ -26,7 +28,11 @@ OURS = {  # the lab's variants, each of which has the bits of its family in ever
     ),
     "cache": (variants.PREFETCHED, variants.NEEDED),
 }  # fmt: skip
-ALONE = {"product": variants.MATRIX, "routed": variants.INDEXED_MATRIX}  # one choice by rule, one family of bits
+# The family of bits that stands for the lab at every number of tokens: of the two that take every format and number of
+# tokens, the one that reads all weights once for more tokens.
+ALONE = {"product": variants.MATRIX, "ffn": variants.MATRIX, "routed": variants.INDEXED_MATRIX}
+MIXED = "a token's bits then depend on its batch"  # of what follows the fastest of `OURS` at each number of tokens
+OWN, LIBRARY = "ours", "library"
 TIMES_COLUMNS = (*SHAPE, "variant", "role", "us", "us a token", "launches", "MB", "passes", "% of reading")
 # To make fp32 of a weight, in instructions. Q8_0: taken out, 2^23 subtracted, scaled. K formats: a byte permuted into
 # the mantissa of 128; before, for eight weights at once, even and odd ones into bytes, with what is above the four bits
@@ -108,10 +114,21 @@ def compared(rows: pd.DataFrame, op: str, variant: str, against: str) -> pd.Data
     return kit.compared(cases(rows, op), variant, against, SHAPE)
 
 
-def against_best(rows: pd.DataFrame, op: str, against: str) -> pd.DataFrame:
-    """Time of a library over the fastest of the lab's variants, column `ours`; above 1: ours is faster."""
-    table = kit.against_best(cases(rows, op), OURS[op], [against], SHAPE)
-    return table.drop(columns="against").rename(columns={"variant": "ours"})
+def beside(rows: pd.DataFrame, op: str, against: str) -> pd.DataFrame:
+    """Time of a library over that of `ALONE`, one family of bits in every case; above 1: ours is faster.
+
+    fastest, mixed ratio, mixed verdict: the same of the fastest of the lab's variants in each case, whose families of
+    bits differ from case to case.
+    """
+    found = []
+    for params, group in cases(rows, op):
+        best, wanted = fastest(median_us(group), OURS[op]), [(ALONE[op], against)]
+        lines = pairs(group, [*wanted, (best, against)]) if best else []
+        if len(lines) == 2:
+            alone, mixed = ({n: v for n, v in line.items() if n not in ("variant", "against")} for line in lines)
+            other = {"fastest": best, "mixed ratio": mixed["ratio"], "mixed verdict": mixed["verdict"]}
+            found.append(picked(params, SHAPE) | alone | other)
+    return frame(found, [*SHAPE, *kit.COMPARED, "fastest", "mixed ratio", "mixed verdict"])
 
 
 def crossovers(rows: pd.DataFrame) -> pd.DataFrame:
@@ -135,70 +152,93 @@ def crossovers(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def price(rows: pd.DataFrame) -> pd.DataFrame:
-    """What bit identity costs: time of the lab's fastest variant over that of the fastest of all, 1 if it is ours."""
-    found = []
+    """What bit identity costs: time of `ALONE`, one family of bits, over that of the fastest of all; 1 if it is that.
+
+    mixed price: of the fastest of the lab's variants in each case.
+    """
+    found, alone = [], ALONE["product"]
     for params, group in cases(rows, "product"):
         us = median_us(group)
-        best, ours = fastest(us, timed(group)), fastest(us, OURS["product"])
-        if best and ours:
-            found.append(picked(params, SHAPE) | {"fastest": best, "price": us[ours] / us[best]})
-    return frame(found, [*SHAPE, "fastest", "price"])
+        if alone in us:
+            best, ours = fastest(us, timed(group)), fastest(us, OURS["product"])
+            line = {"fastest": best, "price": us[alone] / us[best], "mixed price": us[ours] / us[best]}
+            found.append(picked(params, SHAPE) | line)
+    return frame(found, [*SHAPE, "fastest", "price", "mixed price"])
 
 
 def gemlite(rows: pd.DataFrame) -> pd.DataFrame:
-    """Ours against gemlite's, each as time over that of its own bytes at the plain read's speed of the same run.
+    """`ALONE` against gemlite's, each as time over that of its own bytes at the plain read's speed of the same run.
 
-    `better`: gemlite's such ratio over ours. Bytes: a format's as stored; gemlite's bits, and two bf16 in 32 weights.
+    `better`: gemlite's such ratio over that of `ALONE`; `mixed better`: over that of `fastest`, of the lab's variants
+    in each case. Bytes: a format's as stored; gemlite's bits, and two bf16 in 32 weights.
     """
-    found = []
+    found, alone = [], ALONE["product"]
     for params, group in cases(rows, "product"):
         us = median_us(group)
-        ours = fastest(us, OURS["product"])
-        if ours and variants.GEMLITE in us and variants.READ in us:
+        if {alone, variants.GEMLITE, variants.READ} <= set(us):
+            best = fastest(us, OURS["product"])
             own = FORMATS[params["format"]].bytes_per_weight()
             other = variants.GEMLITE_BITS[params["format"]] / 8 + 4 / 32
-            line = {"ours": ours, "ours / floor": us[ours] / us[variants.READ]}
+            line = {"ours / floor": us[alone] / us[variants.READ]}
             line["gemlite / floor"] = us[variants.GEMLITE] / (us[variants.READ] * other / own)
-            found.append(picked(params, SHAPE) | line | {"better": line["gemlite / floor"] / line["ours / floor"]})
-    return frame(found, [*SHAPE, "ours", "better"])
+            line |= {"better": line["gemlite / floor"] / line["ours / floor"], "fastest": best}
+            line["mixed better"] = line["better"] * us[alone] / us[best]
+            found.append(picked(params, SHAPE) | line)
+    return frame(found, [*SHAPE, "better", "fastest", "mixed better"])
 
 
 def beside_llama(rows: pd.DataFrame, op: str) -> pd.DataFrame:
     """llama.cpp's own products beside ours, times and errors, in every case that has both.
 
-    ratio: its time over that of `ALONE`, matrix instructions on weights by one rule; best ratio: over that of `ours`,
-    the fastest of the lab's variants. Errors: relative RMSE, as they were checked.
+    ratio: its time over that of `ALONE`, matrix instructions on weights by one rule; mixed ratio: over that of
+    `fastest`, of the lab's variants in each case. Errors: relative RMSE, as they were checked.
     """
     found, alone = [], ALONE[op]
     for params, group in cases(rows, op):
         us, errors = median_us(group), dict(zip(group["variant"], group["error"], strict=True))
         if not {alone, variants.LLAMA} <= set(us):
             continue
-        ours = fastest(us, OURS[op])
-        line = {"llama.cpp µs": us[variants.LLAMA], f"{alone} µs": us[alone], "ours": ours, "ours µs": us[ours]}
-        line |= {"ratio": us[variants.LLAMA] / us[alone], "best ratio": us[variants.LLAMA] / us[ours]}
+        best = fastest(us, OURS[op])
+        line = {"llama.cpp µs": us[variants.LLAMA], f"{alone} µs": us[alone], "fastest": best, "fastest µs": us[best]}
+        line |= {"ratio": us[variants.LLAMA] / us[alone], "mixed ratio": us[variants.LLAMA] / us[best]}
         line |= {"llama.cpp error": errors[variants.LLAMA], f"{alone} error": errors[alone]}
         found.append(picked(params, SHAPE) | line)
-    return frame(found, [*SHAPE, "ratio", "best ratio"])
+    return frame(found, [*SHAPE, "ratio", "mixed ratio"])
 
 
 def bits(rows: pd.DataFrame) -> pd.DataFrame:
     """Of every variant: cases in which a token alone was looked at, and in how many it had the bits of its batch.
 
-    Cases of one token say nothing, and are left out.
+    who: ours, a library, or by its role what else it is. Cases of one token say nothing, and are left out. A row that
+    is refused since the bits differ counts: it has no time, but an answer.
     """
     found = []
     for op in ("product", "ffn", "routed"):
         for params, group in cases(rows, op):
-            if params["N"] == 1:
-                continue
-            found += [
-                {"op": op, "variant": name, "same": one["alone"] == 0}
-                for name, one in facts(group).items()
-                if "alone" in one and name != CONTROL
-            ]
-    grouped = frame(found, ["op", "variant", "same"]).groupby(["op", "variant"], sort=False)["same"]
+            known, why = facts(group, usable=False), dict(zip(group["variant"], group["reason"], strict=True))
+            roles = dict(zip(group["variant"], group["role"], strict=True))
+            for name, one in known.items() if params["N"] > 1 else ():
+                if "alone" in one and name != CONTROL:
+                    who = OWN if name in OURS[op] else {"peer": LIBRARY}.get(roles[name], roles[name])
+                    same = one["alone"] == 0 and not differs(why[name], "alone")
+                    found.append({"op": op, "variant": name, "who": who, "same": same})
+    grouped = frame(found, ["op", "variant", "who", "same"]).groupby(["op", "variant", "who"], sort=False)["same"]
     return grouped.agg(cases="size", same="sum").reset_index()
+
+
+def differs(reason: str, error: str) -> bool:
+    """Whether a row was refused because of this error of its check."""
+    return re.search(rf"(error of|,) {error} [\dn]", reason) is not None
+
+
+def stored_bits(rows: pd.DataFrame) -> pd.DataFrame:
+    """Whether Q8_0 as stored gives the bits that it gives with its fields in arrays of their own, by shape."""
+    found = []
+    for params, group in cases(rows, "product"):
+        for _, line in group[group["variant"] == variants.STORED].iterrows():
+            if (other := differs(line["reason"], "packed")) or line["ok"]:
+                found.append(picked(params, SHAPE) | {"same": not other})
+    return frame(found, [*SHAPE, "same"])
 
 
 def reuse(tokens: Sequence[int]) -> pd.DataFrame:
@@ -231,6 +271,13 @@ def hit_rates(
             line = {"trace": trace, "policy": policy, "capacity": capacity, "hit rate": seen.hit_rate}
             found.append(line | {"bypassed": seen.bypassed / seen.accesses})
     return pd.DataFrame(found)
+
+
+def oracle(params: Params) -> float:
+    """Of a case of the cache: the hit rate over its own steps that no policy with as many slots can exceed."""
+    x = Case("cache", params)
+    trace = [[(n, e) for e in distinct(ids)] for step in routing(x) for n, ids in enumerate(step)]
+    return cache.replay("belady", x["capacity"] * x["layers"], trace, first=trace).hit_rate
 
 
 def cached(rows: pd.DataFrame) -> pd.DataFrame:

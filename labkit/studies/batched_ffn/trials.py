@@ -6,7 +6,7 @@ in the function that times them. Routed experts: `routed_trials`, and through th
 
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache as once
 from functools import partial
@@ -17,13 +17,25 @@ import torch
 from torch import Tensor
 
 from labkit import isolated, paths
-from labkit.bench.spec import Case, Trial, lazy
+from labkit.bench.spec import Arguments, Case, Trial, lazy
 from labkit.kernels.gguf import formats, layers, reference
 from labkit.kernels.gguf.formats import Packed
 from labkit.kernels.target import multiprocessors
 from labkit.studies.batched_ffn import peers, variants
 from labkit.studies.batched_ffn.work import weight_bytes
-from labkit.sweep.trial import DTYPES, SAME_BITS, Call, Random, Shared, differing, in_order, relative_rmse, trial
+from labkit.sweep.trial import (
+    DTYPES,
+    SAME_BITS,
+    Call,
+    Random,
+    Shared,
+    differing,
+    given,
+    in_order,
+    relative_rmse,
+    some_of,
+    trial,
+)
 
 # Relative RMSE against float64 with the dequantised weights. One product: rounding of y, and in matrix instructions of
 # the weights, to bf16 (2^-9 each at most); whole layers round once more in between.
@@ -241,14 +253,34 @@ def llama_cpp(x: Case, device: Any, sets: int, seed: int) -> Trial:
 
 
 def added(function: Callable[..., Any], x: Case, device: Any, sets: int, seed: int) -> Trial:
-    """A function of the reader's own, function(blocks, x, y), on copies that it may spoil."""
+    """A function of the reader's own, function(blocks, x, y), on copies of its own."""
+    kind, rows, N = formats.find(x["format"]), x["rows"], x["N"]
     raw = [one.clone() for [(one, _)] in _weights(x, device, sets, seed)]
+    values = [tokens(x, x["K"], device, seed) for _ in range(sets)]
+    y = [one.new_empty((N, rows)) for one in values]
+    calls = [partial(function, *part) for part in zip(raw, values, y, strict=True)]
 
-    def make(i: int, values: Tensor, out: Tensor) -> Call:
-        own = values.clone()
-        return lambda: function(raw[i], own, out)
+    def other_x(i: int, random: Random) -> None:
+        for one in values:
+            random.fill(one)
 
-    return _multiplied(x, device, sets, seed, make)
+    def other_block(i: int, random: Random) -> None:  # a single one, so large that y shows it
+        row, first = random.below(rows), random.below(x["K"] // kind.block) * kind.block_bytes
+        large = formats.quantise(random(kind.block, std=(rows / kind.block) ** 0.5 / 4), x["format"])
+        for one in raw:
+            one[row, first : first + kind.block_bytes] = large
+
+    def expected(i: int, count: int) -> tuple[list[int], Tensor]:
+        picks = some_of(N, CHECKED)
+        return picks, reference.product(formats.dequantise(raw[i], x["format"]), values[i][picks])
+
+    def errors(exact: tuple[list[int], Tensor], found: Mapping[str, Tensor]) -> dict[str, float]:
+        return {"y": relative_rmse(found["y"][exact[0]], exact[1])}
+
+    inputs = [{"blocks": one, "x": some} for one, some in zip(raw, values, strict=True)]
+    arguments = Arguments(inputs, [{"y": out} for out in y], (other_x, other_block), expected, errors)
+    facts = partial(_launched, calls[0], torch.device(device))
+    return given(calls, arguments, {"y": TOLERANCE[x["activations"]]}, dissect=False, facts=facts)
 
 
 def read(x: Case, device: Any, sets: int, seed: int) -> Trial:

@@ -25,7 +25,8 @@ ROWS = 17408  # of the product whose times are drawn
 
 _by_tokens = partial(drawing, plots.lines, x="N", logx=True, xlabel="tokens", units=UNITS)
 _products = partial(tables.times, op="product")
-_beside_cublas = partial(tables.against_best, op="product", against=variants.CUBLAS)
+_beside_cublas = partial(tables.beside, op="product", against=variants.CUBLAS)
+ALONE = tables.ALONE["product"]
 
 
 @view(lambda rows: where(_products(rows), rows=ROWS, variant=SHOWN), f"no product of {ROWS} rows was measured.")
@@ -137,14 +138,15 @@ def compiled_table(table: pd.DataFrame) -> pd.DataFrame:
 @view(_beside_cublas, "nothing could be compared with cuBLAS.")
 def losses(table: pd.DataFrame) -> str:
     """The cases in which a library is the faster one."""
-    slower = table[table["verdict"] == "slower"]
+    slower, other = table[table["verdict"] == "slower"], (table["mixed verdict"] == "slower").sum()
+    mixed = f"with the fastest of the lab's variants in each case, in {other} ({tables.MIXED})."
     if slower.empty:
-        return f"in none of {len(table)} cases is bf16 cuBLAS clearly faster than the lab's fastest variant."
+        return f"in none of {len(table)} cases is bf16 cuBLAS clearly faster than {ALONE}; {mixed}"
     parts = [
-        f"{format} from N = {part['N'].min()} on (at worst ×{1 / part['ratio'].min():.2f})"
+        f"{format} in {len(part)}, the least N = {part['N'].min()} (at most {words.faster(1 / part['ratio'].min())})"
         for format, part in slower.groupby("format", sort=False)
     ]
-    return f"bf16 cuBLAS is faster in {len(slower)} of {len(table)} cases: {', '.join(parts)}."
+    return f"bf16 cuBLAS is faster than {ALONE} in {len(slower)} of {len(table)} cases: {', '.join(parts)}; {mixed}"
 
 
 @view(tables.gains, "the loop, one launch, and weights read once were not timed beside each other.")
@@ -179,43 +181,48 @@ def arithmetic(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def bars(rows: pd.DataFrame) -> str:
-    """Which cases of few tokens are below the part of the plain read that was aimed at.
-
-    Of matrix instructions, weights' or where they were timed integers', which have the bits of a family, too.
-    """
+    """Which cases of few tokens are below the part of the plain read that was aimed at, by family of bits."""
     table = where(_products(rows), format=list(BARS)).dropna(subset="% of reading")
-    families = (((variants.STATIONARY,), 2), ((variants.MATRIX, variants.INTEGERS), 8))
-    parts = [table[table["variant"].isin(made) & (table["N"] <= n)].sort_values("variant") for made, n in families]
-    # of a family and case, the last by name: integers, not weights
-    some = pd.concat([part.drop_duplicates(["format", "rows", "K", "N"], keep="last") for part in parts])
-    if some.empty:
+    families = {variants.STATIONARY: 2, variants.MATRIX: 8, variants.INTEGERS: 8}
+    parts = [table[(table["variant"] == name) & (table["N"] <= n)] for name, n in families.items()]
+    if not any(map(len, parts)):
         return "no case of few tokens was measured beside a plain read."
-    below = some[some["% of reading"] < some["format"].map(BARS)]
+    said = [_below(part, n) for part, n in zip(parts, families.values(), strict=True) if len(part)]
+    return f"below the part of a plain read that was aimed at: {'; '.join(said)}."
+
+
+def _below(table: pd.DataFrame, most: int) -> str:
+    """How many of one family's cases do not reach their bar, and the worst of them."""
+    below = table[table["% of reading"] < table["format"].map(BARS)]
+    said = f"{len(below)} of {len(table)} cases of {table['variant'].iloc[0]} up to {most} tokens"
     if below.empty:
-        return f"all {len(some)} cases of few tokens reach the part of a plain read that was aimed at."
+        return said
     worst = below.loc[below["% of reading"].idxmin()]
-    return (
-        f"{len(below)} of {len(some)} cases of few tokens are below the part of a plain read that was aimed at, the "
-        f"least {worst['% of reading']:.0f} % ({worst['variant']}, {worst['format']}, {worst['rows']} × {worst['K']}, "
-        f"N = {worst['N']})."
-    )
+    place = f"{worst['format']}, {worst['rows']} × {worst['K']}, N = {worst['N']}"
+    return f"{said}, the least {worst['% of reading']:.0f} % ({place})"
 
 
 def against_cublas(rows: pd.DataFrame, op: str = "product", against: str = variants.CUBLAS) -> Drawing:
-    """A library's time over the lab's fastest variant, by format and tokens."""
-    table = tables.against_best(rows, op, against)
+    """A library's time over that of one family of bits, by format and tokens."""
+    table, alone = tables.beside(rows, op, against), tables.ALONE[op]
     if table.empty:
         return f"{against} was not timed beside the lab's variants of this operation."
     place = table["model"] if "model" in table else _shapes(table)
-    mean = geometric_mean(table["ratio"])
     return _by_tokens(
         table.assign(where=place), y="ratio", series="format", panel="where", logy=True, reference=[(1, "as fast")],
-        ylabel="time library / time ours (log)", title=f"Against {against} (above 1: ours faster)",
-        said=f"ours is {counted(table['verdict'])} of {len(table)} cases, geometric mean {mean:.2f}",
-        alt=f"Lines of the time of {against} over the lab's fastest variant, by shape, format and tokens.",
-        caption="The lab's fastest variant at each N, and intervals, are in the table.",
+        ylabel="time library / time ours (log)", title=f"Against {against} (above 1: {alone} faster)",
+        said=f"{alone} is {_counted(table)}",
+        alt=f"Lines of the time of {against} over that of {alone}, by shape, format and tokens.",
+        caption=f"One family of bits at every N. The fastest of the lab's variants in each case instead "
+        f"({tables.MIXED}): {_counted(table, 'mixed ')}.",
         hidden=["where", "no slower"],
     )  # fmt: skip
+
+
+def _counted(table: pd.DataFrame, mixed: str = "") -> str:
+    """In how many cases it is faster, and the mean. mixed: begins the columns of the fastest variant's."""
+    mean = geometric_mean(table[f"{mixed}ratio"])
+    return f"{counted(table[f'{mixed}verdict'])} of {len(table)} cases, geometric mean {mean:.2f}"
 
 
 dequantised = partial(against_cublas, against=variants.DEQUANTISED)  # the weak rival: in every call
@@ -226,13 +233,32 @@ grouped_mm = partial(against_cublas, op="routed", against=variants.GROUPED_MM)
 @view(tables.price, "no product was measured.")
 def price(table: pd.DataFrame) -> str:
     """What the same bits in every batch cost, against the fastest of all."""
-    worst = table.loc[table["price"].idxmax()]
-    free = (table["price"] == 1).sum()
+    worst, mixed = table.loc[table["price"].idxmax()], table["mixed price"]
     return (
-        f"in {free} of {len(table)} cases a variant with the same bits in every batch is the fastest of all; on "
-        f"average it takes ×{geometric_mean(table['price']):.2f} of the fastest's time, at most ×{worst['price']:.2f} "
-        f"({worst['format']}, {worst['rows']} × {worst['K']}, N = {worst['N']}, against {worst['fastest']})."
+        f"{ALONE}, one family of bits, is the fastest of all in {(table['price'] == 1).sum()} of {len(table)} cases; "
+        f"on average it takes ×{geometric_mean(table['price']):.2f} of the fastest's time, at most "
+        f"×{worst['price']:.2f} ({worst['format']}, {worst['rows']} × {worst['K']}, N = {worst['N']}, against "
+        f"{worst['fastest']}). The "
+        f"fastest of the lab's variants in each case takes ×{geometric_mean(mixed):.2f}, at most ×{mixed.max():.2f}, "
+        f"but {tables.MIXED}."
     )
+
+
+def _same(table: pd.DataFrame) -> str:
+    return f"{table['same'].sum()} of {table['cases'].sum()}"
+
+
+@view(tables.bits, "no token of a batch was looked at alone.")
+def bits(table: pd.DataFrame) -> str:
+    """In how many cases a token alone has the bits of its batch: of ours, libraries, and sums by atomics."""
+    ours, libraries = (table[table["who"] == who] for who in (tables.OWN, tables.LIBRARY))
+    atomics = table[table["variant"] == variants.SPLIT_K]
+    parts = [
+        f"{_same(part)} cases and variants of {who}" for who, part in (("ours", ours), ("libraries", libraries))
+        if len(part)
+    ]  # fmt: skip
+    parts += [f"{_same(atomics)} of the control that sums by atomics"] if len(atomics) else []
+    return f"a token alone has the bits of its batch in {', '.join(parts)}."
 
 
 @view(tables.gemlite, "gemlite was not timed beside the lab's variants: it is an optional library.")
@@ -243,8 +269,9 @@ def gemlite(table: pd.DataFrame) -> str:
         for format, part in table.groupby("format", sort=False)["better"]
     ]
     return (
-        f"time over the floor of its own bytes, gemlite's over ours, geometric mean of {len(table)} cases "
-        f"×{geometric_mean(table['better']):.2f}: {'; '.join(parts)}."
+        f"time over the floor of its own bytes, gemlite's over that of {ALONE}, geometric mean of {len(table)} cases "
+        f"×{geometric_mean(table['better']):.2f}: {'; '.join(parts)}. Over the fastest of the lab's variants in each "
+        f"case ×{geometric_mean(table['mixed better']):.2f}, but {tables.MIXED}."
     )
 
 
@@ -353,9 +380,9 @@ def thrash(table: pd.DataFrame) -> str:
     )
 
 
-def overlap(rows: pd.DataFrame) -> str:
+@view(tables.cached, "no steps through the cache were measured.")
+def overlap(table: pd.DataFrame) -> str:
     """Does prefetch hide the copies where they and the compute are about as long?"""
-    table = tables.cached(rows)
     some = where(table, balanced=True)
     if some.empty:
         return "in no case are copies and compute within 2× of each other."
@@ -374,12 +401,17 @@ def overlap(rows: pd.DataFrame) -> str:
 
 @view(_beside_cublas, "nothing could be compared with cuBLAS.")
 def summary(table: pd.DataFrame) -> str:
-    """The result in one sentence."""
-    parts = [
-        f"N = {n} ×{geometric_mean(part['ratio']):.2f}" for n, part in table.groupby("N") if n in (1, 8, 32, 64, 512)
-    ]
+    """The result in one sentence, of one family of bits; in another, what following the fastest variant would give."""
     return (
-        f"against bf16 cuBLAS, the lab's fastest variant with the same bits in every batch is "
-        f"{counted(table['verdict'])} of {len(table)} cases; geometric means over formats and "
-        f"shapes: {', '.join(parts) or 'at other N only'}."
+        f"against bf16 cuBLAS, {ALONE}, one family of bits at every number of tokens, is "
+        f"{counted(table['verdict'])} of {len(table)} cases; geometric means over formats and shapes: "
+        f"{_means(table, 'ratio')}. The fastest of the lab's variants in each case would be "
+        f"{counted(table['mixed verdict'])}, with {_means(table, 'mixed ratio')}, but {tables.MIXED}."
     )
+
+
+def _means(table: pd.DataFrame, column: str) -> str:
+    parts = [
+        f"N = {n} ×{geometric_mean(part[column]):.2f}" for n, part in table.groupby("N") if n in (1, 8, 32, 64, 512)
+    ]
+    return ", ".join(parts) or "other N only"

@@ -4,7 +4,7 @@ W and x of a case are the same tensors for all its variants, so that no address 
 outputs of its own. The A/A control is a second set of outputs.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from labkit.bench.spec import Case, Trial
+from labkit.bench.spec import Arguments, Case, Trial
 from labkit.kernels import ceilings, target
 from labkit.kernels.gemv import choose, reference
 from labkit.kernels.gemv.choose import Choice
@@ -28,6 +28,7 @@ from labkit.sweep.trial import (
     Shared,
     captured,
     differing,
+    given,
     hash_of,
     relative_rmse,
     trial,
@@ -213,10 +214,28 @@ def _returning(inputs: Inputs, function: peers.Product) -> Trial:
 
 
 def added(function: Callable[..., Any], x: Case, device: Any, sets: int, seed: int) -> Trial:
-    """A function of the reader's own, function(W, x, y), on copies that it may spoil."""
-    inputs = _inputs(x, device, sets, seed)
-    copies = inputs._replace(W=inputs.W.clone(), x=inputs.x.clone())
-    return _trial(copies, lambda W, v, y: partial(function, W, v, y))
+    """A function of the reader's own, function(W, x, y), on copies of its own."""
+    made = _inputs(x, device, sets, seed)
+    W, vectors = made.W.clone(), made.x.clone()
+    y = torch.empty(W.shape[:2], dtype=W.dtype, device=W.device)
+    calls = [partial(function, *part) for part in zip(W, vectors, y, strict=True)]
+
+    def other_x(i: int, random: Random) -> None:
+        vectors.copy_(random.fill(vectors[0].clone()).expand_as(vectors))
+
+    def other_weight(i: int, random: Random) -> None:  # a single one, so large that y shows it
+        N, K = W.shape[1:]
+        W[:, random.below(N), random.below(K)] = N**0.5 / 4
+
+    def expected(i: int, count: int) -> Tensor:
+        return reference.gemv(W[i], vectors[i])
+
+    def errors(exact: Tensor, found: Mapping[str, Tensor]) -> dict[str, float]:
+        return {"y": relative_rmse(found["y"], exact)}
+
+    inputs = [{"W": one, "x": vector} for one, vector in zip(W, vectors, strict=True)]
+    arguments = Arguments(inputs, [{"y": out} for out in y], (other_x, other_weight), expected, errors)
+    return given(calls, arguments, {"y": TOLERANCE[W.dtype]}, facts=lambda: {"bits": hash_of(y[0])})
 
 
 # Chains of whole layers

@@ -19,9 +19,10 @@ from labkit.kernels import offline
 from labkit.kernels.experts import blocks, expert_layer, inputs
 from labkit.kernels.experts.choose import Choice, WordChoice
 from labkit.kernels.launch import Launch
-from labkit.studies.moe_persistent_grid import executorch, peers, sglang, trials, variants, w4a8
+from labkit.studies.moe_persistent_grid import executorch, humming, peers, sglang, trials, variants, vllm, w4a8
 
-EXECUTORCHS = ("per_pair", "released", "released_gemm")
+EXECUTORCHS = ("per_pair", "released", "released_gemm", "narrow")
+ENGINES = {"sglang_layer": variants.SGLANG_RELEASE, "vllm_layer": variants.VLLM_RELEASE}
 PARTS = 12  # sources that the configurations of a layer which tunes itself are spread over, so that cores share them
 BEFORE = {"gemm1": "quantise", "gemm2": "activate"}  # what an 8-bit product needs, beside itself
 
@@ -62,20 +63,32 @@ def _foreign(x: Case, lines: Sequence[variants.Line], shape: list[Any]) -> Itera
     for line in lines:
         if line.make in ("grouped_mm", "liger"):
             yield [line.make, x["T"], *shape], (f"{__name__}:library", {"make": line.make, "params": params})
-        if line.make == "sglang_layer" and sources.is_fetched(sources.source(variants.SGLANG_RELEASE)):
-            gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
-            yield ["sglang", x["T"], *shape], (f"{__name__}:sglangs", {"params": params, "gpu": gpu})
+        if line.make in ENGINES and sources.is_fetched(sources.source(ENGINES[line.make])):
+            arguments = {"params": params, "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else ""}
+            yield [line.make, x["T"], *shape], (f"{__name__}:{line.make}", arguments)
+        if line.make == "humming_layer" and torch.cuda.is_available():
+            yield from _hummings(x)
         if line.make in EXECUTORCHS and sources.is_fetched(sources.source(variants.RELEASE)):
-            how = {name: line.options[name] for name in ("grid", "int8")} if line.options else None
+            how = {name: line.options[name] for name in ("grid", "int8") if name in line.options} or None
+            block_m = executorch.NARROW_BLOCK_M if line.make == "narrow" else executorch.BLOCK_M
             for part in range(PARTS):
-                key = ["executorch", how, part, *_counts(x), *shape]
+                key = ["executorch", how, part, *_counts(x, block_m), *shape]
                 yield key, (f"{__name__}:executorchs", {"params": params, "how": how, "part": part})
 
 
-def _counts(x: Case) -> list[bool]:
+def _hummings(x: Case) -> Iterator[tuple[Any, Source]]:
+    """The same of Humming's products; nothing where it cannot be loaded, of which the row will say why."""
+    with suppress(Exception):
+        gpu = humming.gpu_facts()
+        for sizes in ([x["E"], 2 * x["I"], x["H"]], [x["E"], x["H"], x["I"]]):
+            arguments = {"shape": sizes, "slots": x["T"] * x["top_k"], "gpu": gpu}
+            yield ["humming", sizes, x["T"] * x["top_k"]], (f"{__name__}:hummings", arguments)
+
+
+def _counts(x: Case, block_m: int) -> list[bool]:
     """What Triton asks of the numbers that ExecuTorch's kernels are given: nothing else of them is about the tokens."""
     slots = x["T"] * x["top_k"]
-    numbers = slots, blocks.source_blocks(x["T"], x["top_k"], x["E"], executorch.BLOCK_M)
+    numbers = slots, blocks.source_blocks(x["T"], x["top_k"], x["E"], block_m)
     return [answer for number in numbers for answer in (number == 1, number % 16 == 0)]
 
 
@@ -145,19 +158,35 @@ def library(make: str, params: Mapping[str, Any]) -> "list[Launch] | Foreign":
     return Foreign(partial(peers.liger, item)) if make == "liger" else peers.glue(item)
 
 
-def sglangs(params: Mapping[str, Any], gpu: str) -> "Foreign":
+def sglang_layer(params: Mapping[str, Any], gpu: str) -> "Foreign":
     """SGLang's layer of a case, in the configuration that it has for the GPU of this name."""
     [item] = trials.inputs(Case("layer", params), "cpu", 1, 0)
     sglang.choose_for(gpu)
     return Foreign(sglang.layer(item))
 
 
+def vllm_layer(params: Mapping[str, Any], gpu: str) -> "Foreign":
+    """vLLM's layer of a case, in the configuration that it has for the GPU of this name."""
+    [item] = trials.inputs(Case("layer", params), "cpu", 1, 0)
+    vllm.choose_for(gpu)
+    return Foreign(vllm.layer(item))
+
+
+def hummings(shape: list[int], slots: int, gpu: Mapping[str, Any]) -> "Foreign":
+    """One of Humming's products for so many slots: arguments of `humming.compile_for`."""
+    return Foreign(partial(humming.compile_for, shape, slots, gpu))
+
+
 def executorchs(params: Mapping[str, Any], how: Mapping[str, Any] | None, part: int) -> "Foreign":
-    """One of `PARTS` of what ExecuTorch's layer of a case tries while it tunes. how: of `released`; None: per pair."""
+    """One of `PARTS` of what ExecuTorch's layer of a case tries while it tunes.
+
+    how: arguments of `trials.released`; without a grid: of `trials.narrow`; None: of the layer per pair.
+    """
     [item] = trials.inputs(Case("layer", params), "cpu", 1, 0)
     item = replace(item, ids=torch.zeros_like(item.ids))  # which it sorts, whatever it compiles
-    call = executorch.per_pair(item) if how is None else executorch.batched(item, **how)
-    return Foreign(call, part, PARTS)
+    if how is None:
+        return Foreign(executorch.per_pair(item), part, PARTS)
+    return Foreign((executorch.batched if "grid" in how else executorch.narrow)(item, **how), part, PARTS)
 
 
 @dataclass(frozen=True)

@@ -1,15 +1,17 @@
-"""The published numbers that the study tests, and the functions that judge them from one GPU's rows."""
+"""The published claims of the study, with the rules by which `bench/claim.py` judges them."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from labkit.bench.spec import Claim, Judgement, untestable
+from labkit.bench.claim import OURS, OWN, WITHIN, Claim, Observation, Observed, of_table
 from labkit.studies.moe_persistent_grid import variants
-from labkit.studies.moe_persistent_grid.models import QWEN3_30B, QWEN35_35B
+from labkit.studies.moe_persistent_grid.models import QWEN35_35B
 from labkit.studies.moe_persistent_grid.variants import SOURCE_T
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     import pandas as pd
 
 PREFILL = (6171, 6127)  # tokens a second, activations quantised before, then the persistent grid as well
@@ -17,217 +19,134 @@ DECODE = (99.0, 84.5)
 WIDER_BLOCKS = 1.32  # BLOCK_M 64 over 16
 LOOP = (1.42, 2.62)
 LIGER_TFLOPS = 523.0
-TIE = 0.03  # the GEMMs are a part of the prefill, so that a tie of it within 1 % may be one of them within this
-ABOUT = 1.15  # a factor of another GPU agrees within this
+TIE = (0.97, 1.03)  # the layer is a third of a prefill or more: a prefill within 1 % may hide this much of it
 FEW = 512  # tokens, up to which the source expects gains
-PROCESSES = 3
 
 
-def _point(rows: pd.DataFrame) -> pd.Series:
-    """µs of both GEMMs of the source's own case by variant; empty if it was not measured in enough processes."""
-    from labkit.bench.tables import processes
-    from labkit.studies.moe_persistent_grid import tables
-
-    enough = min(processes(rows, op) for op in ("gemm1", "gemm2")) >= PROCESSES
-    return tables.source_point(rows if enough else rows.iloc[:0]).set_index("variant")["µs, both"]
+def _layers(table: pd.DataFrame, where: str) -> Observed:
+    """ExecuTorch's own layer in two forms. where: of which cases they must be, in words."""
+    found = of_table(table, lambda line: f"{line['activations']}, {line['T']} tokens")
+    return Observed(OWN, found, f"ExecuTorch's own layer of {QWEN35_35B.name} with INT4 weights, {where},")
 
 
-NO_POINT = f"needs both INT4 GEMMs of {QWEN35_35B.name} at {SOURCE_T} tokens in {PROCESSES} processes"
-
-
-def _how(rows: pd.DataFrame, tuned: bool = False) -> str:
-    """What the source's kernels were run with here, both of which make other code."""
-    versions = ", ".join(sorted(set(rows[rows["ok"]]["triton"])))
-    tile = "" if tuned else "The tile is one of those that the source tunes over, not tuned anew; "
-    return f"{tile}Triton {versions}"
-
-
-OWN = "ExecuTorch's own layer (1.5.1, blocks of 64 rows), one CTA a tile / persistent"
-
-
-def judge_prefill(rows: pd.DataFrame) -> Judgement:
-    """Does the persistent grid change the time of the source's prefill as little as it says?
-
-    By the source's own layer, in both grids; where that was not measured, by our version of its two GEMMs.
-    """
+def prefill(rows: pd.DataFrame) -> Observed:
+    """One CTA a tile over the persistent grid at the prefill's tokens, with the activations of the pull request."""
     from labkit.bench.tables import where
     from labkit.studies.moe_persistent_grid import tables
 
-    own = where(tables.released_grids(rows), T=SOURCE_T)
-    if len(own) and own["runs"].min() >= PROCESSES:
-        measured = f"{OWN}: " + ", ".join(f"{line['activations']} ×{line['ratio']:.3f}" for _, line in own.iterrows())
-        [ratio] = where(own, activations="W4A8")["ratio"]  # which the pull request measured
-        if abs(ratio - 1) <= TIE:
-            return Judgement("consistent", measured, "a tie here too, on another GPU and for the layer alone")
-        why = f"no tie here: the persistent grid is {'faster' if ratio > 1 else 'slower'} on this GPU"
-        return Judgement("not reproduced", measured, f"{why}. {_how(rows, tuned=True)}")
-    us = _point(rows)
-    tiles, persistent = (variants.source(16, grid, int8=True) for grid in (variants.TILES, variants.PERSISTENT))
-    if not {tiles, persistent} <= set(us.index):
-        return untestable(NO_POINT)
-    tuned = where(tables.tuned_point(rows), kernel="W4A8")
-    sums = list(tuned[["µs", "persistent µs"]].sum()) if len(tuned) == 2 else [us[tiles], us[persistent]]
-    gain = sums[0] / sums[1]
-    measured = f"×{gain:.3f} for the two W4A8 GEMMs, one CTA a tile / persistent"
-    measured += ", each with the fastest of the source's tiles" if len(tuned) == 2 else ""
-    more = [
-        f"×{us[a] / us[b]:.3f} {a.removesuffix(f', {variants.TILES}')}"
-        for a, b in variants.PAIRS
-        if (len(tuned) == 2 or a != tiles) and a.startswith("source") and {a, b} <= set(us.index)
-    ]
-    measured += f" (one tile in both: {'; '.join(more)})" if more else ""
-    if abs(gain - 1) <= TIE:
-        return Judgement("consistent", measured, "a tie here too, on another GPU and for the GEMMs alone")
-    why = "no tie here: the persistent grid is " + ("faster" if gain > 1 else "slower")
-    if {variants.FILLED_BASE, variants.BASE} <= set(us.index):
-        more_ctas = us[variants.BASE] / us[variants.FILLED_BASE]
-        why += f"; as many CTAs as fit an SM, instead of one, give ×{more_ctas:.2f} with W4A16"
-    return Judgement("not reproduced", measured, f"{why}. {_how(rows, tuned=len(tuned) == 2)}")
+    own = where(tables.released_grids(rows), T=SOURCE_T, activations="W4A8")
+    return _layers(own, f"at {SOURCE_T} tokens in both grids")
 
 
-def judge_few_tokens(rows: pd.DataFrame) -> Judgement:
-    """Does the source's persistent grid pay for up to 512 tokens? By its own layer, where that was measured."""
-    from labkit.bench.tables import processes, where
-    from labkit.bench.verdict import geometric_mean
+def few_tokens(rows: pd.DataFrame) -> Observed:
+    """The same at few tokens, with both kinds of activations."""
     from labkit.studies.moe_persistent_grid import tables
 
     own = tables.released_grids(rows)
-    own = own[own["T"] <= FEW]
-    if len(own) and own["runs"].min() >= PROCESSES:
-        faster = (own["verdict"] == "faster").sum()
-        measured = f"{OWN}: ×{own['ratio'].min():.2f} to ×{own['ratio'].max():.2f} in {len(own)} cases"
-        verdict = "consistent" if faster > len(own) / 2 else "not reproduced"
-        return Judgement(verdict, measured, f"it pays in {faster or 'none'} of these cases")
-    table = where(tables.persistence(rows), weights="INT4")
-    table = table[table["kernel"].str.startswith("source") & (table["T"] <= FEW)]
-    if table.empty or processes(rows, "gemm1") < PROCESSES:
-        return untestable(f"needs the source's INT4 kernels at {FEW} tokens or fewer in {PROCESSES} processes")
-    best = table.loc[table["ratio"].idxmax()]
-    faster = (table["verdict"] == "faster").sum()
-    mean = geometric_mean(table["ratio"])
-    measured = f"×{mean:.2f} in the geometric mean of {len(table)} cases, ×{table['ratio'].min():.2f} to "
-    measured += f"×{best['ratio']:.2f}; faster in {faster}"
-    if mean > 1 and faster > len(table) / 2:
-        return Judgement("consistent", measured, "it pays in most of these cases")
-    won = where(table, verdict="faster").groupby(["kernel", "GEMM"], sort=False).size()
-    places = ", ".join(f"{kernel}, {gemm}: {count}" for (kernel, gemm), count in won.items())
-    why = f"it pays in {faster} of {len(table)} cases ({places})" if faster else "it pays in none of these cases"
-    return Judgement("not reproduced", measured, why)
+    return _layers(own[own["T"] <= FEW], f"at {FEW} tokens or fewer in both grids")
 
 
-def judge_fewer_sms(rows: pd.DataFrame) -> Judgement:
-    """Does the persistent grid gain more where there are fewer multiprocessors?"""
+def blocks(rows: pd.DataFrame) -> Observed:
+    """Blocks of 16 rows over blocks of 64, with the activations before which the comment stands."""
     from labkit.bench.tables import where
-    from labkit.bench.verdict import geometric_mean
     from labkit.studies.moe_persistent_grid import tables
 
-    table = tables.persistent_on_parts(rows)
-    sizes = sorted(table["SMs"].unique())
-    if len(sizes) < 2:
-        return untestable("needs a GEMM on all and on fewer multiprocessors of this GPU (green contexts)")
-    means = {size: geometric_mean(where(table, SMs=size)["ratio"]) for size in sizes}
-    measured = "one CTA a tile / persistent: " + ", ".join(f"{size} SMs ×{mean:.3f}" for size, mean in means.items())
-    whole = means[sizes[-1]]
-    more = [size for size in sizes[:-1] if means[size] > whole + 0.01]
-    if len(more) == len(sizes) - 1:
-        return Judgement("consistent", measured, "the persistent grid gains more on every smaller part of this GPU")
-    why = "its gain does not grow with fewer multiprocessors here"
-    return Judgement("not reproduced", measured, f"{why}. The A100 that was measured has fewer than the 4090 named")
+    own = where(tables.narrow_blocks(rows), T=SOURCE_T, activations="W4A16")
+    return _layers(own, f"at {SOURCE_T} tokens in blocks of 16 and of 64 rows")
 
 
-def judge_decode(rows: pd.DataFrame) -> Judgement:
-    """Decode at that commit does not run the kernels that were changed."""
-    del rows
-    return untestable("decode calls another operator, which the pull request does not change: no cause to test")
+def fewer_sms(rows: pd.DataFrame) -> Observed:
+    """What the persistent grid gains on a part of the GPU over what it gains on all of it, at equal tokens.
+
+    The two were not timed in the same blocks: the interval is that of both ratios' ends, and so is the noise.
+    """
+    from labkit.studies.moe_persistent_grid import tables
+
+    table, found = tables.persistent_on_parts(rows), []
+    for tokens, group in table.groupby("T"):
+        whole = group.loc[group["SMs"].idxmax()]
+        for _, part in group[group["SMs"] < whole["SMs"]].iterrows():
+            ends = part["ratio"] / whole["ratio"], part["low"] / whole["high"], part["high"] / whole["low"]
+            case = f"{part['SMs']} of {whole['SMs']} SMs, {tokens} tokens"
+            found.append(Observation(case, *ends, part["noise"] + whole["noise"], min(part["runs"], whole["runs"])))
+    return Observed(OURS, found, "a GEMM on all and on fewer multiprocessors of this GPU (green contexts)")
 
 
-def judge_blocks(rows: pd.DataFrame) -> Judgement:
-    """Are blocks of 64 rows as much faster than blocks of 16 at the source's prefill?"""
-    us = _point(rows)
-    narrow, wide = (variants.source(size, variants.TILES) for size in (16, 64))
-    if not {narrow, wide} <= set(us.index):
-        return untestable(NO_POINT)
-    ratio = us[narrow] / us[wide]
-    measured = f"×{ratio:.2f} for both W4A16 GEMMs"
-    if WIDER_BLOCKS / ABOUT <= ratio <= WIDER_BLOCKS * ABOUT:
-        return Judgement("consistent", measured, "about as much here, on another GPU")
-    if ratio > 1:
-        by = "more" if ratio > WIDER_BLOCKS else "less"
-        return Judgement("not reproduced", measured, f"wider blocks are faster here too, but by {by}. {_how(rows)}")
-    return Judgement("not reproduced", measured, "wider blocks are not faster here")
+def _case(line: Mapping[str, Any]) -> str:
+    named = [f"{line['model']}, {line['weights']}, {line['T']} tokens, {line['routing']}", line.get("GEMM")]
+    return ", ".join(filter(None, named))
 
 
-def judge_loop(rows: pd.DataFrame) -> Judgement:
-    """Is an expert layer that much faster than a loop over experts, and is the persistent grid what makes it so?"""
-    from labkit.bench.tables import processes, where
-    from labkit.bench.verdict import geometric_mean
+def loop(rows: pd.DataFrame) -> Observed:
+    """A loop over the experts over the lab's layer."""
     from labkit.studies.moe_persistent_grid import tables
 
     table = tables.compared(rows, variants.OURS, variants.LOOP)
-    if table.empty or processes(rows, "layer") < PROCESSES:
-        return untestable(f"needs our layer and the loop in {PROCESSES} processes")
-    low, high = table["ratio"].min(), table["ratio"].max()
-    within = int(table["ratio"].between(*LOOP).sum())
-    measured = f"loop / ours ×{low:.2f} to ×{high:.2f} over {len(table)} cases, {within} in the published range"
-    grids = where(tables.persistence(rows), kernel="ours")
-    cause = "the grid was not tested here"
-    if len(grids):
-        gain = geometric_mean(grids["ratio"])
-        cause = f"of our own GEMMs, one CTA a tile / persistent is ×{gain:.2f} in the mean"
-        cause += ": the factor is not the grid's" if gain < 1 + TIE else ""
-    cause += ". The shapes are others, and the loop is eager while ours is in a graph"
-    return Judgement("consistent" if within else "not reproduced", measured, cause)
+    return Observed(OURS, of_table(table, _case), "our layer and the loop")
 
 
-def judge_liger(rows: pd.DataFrame) -> Judgement:
-    """The kernels that reached it are in no release; the released ones, tuned over a part, say nothing of it."""
+def own_grid(rows: pd.DataFrame) -> Observed:
+    """One CTA a tile over the persistent grid of the lab's own GEMMs."""
     from labkit.bench.tables import where
     from labkit.studies.moe_persistent_grid import tables
 
-    table = where(tables.times(rows), model=QWEN3_30B.name)
-    best, ours = (where(table, variant=name)["TFLOP/s"].max() for name in (variants.LIGER, variants.OURS))
-    why = "the pull request's kernels are in no release"
-    if best == best:
-        why += f"; those of the released package, tuned over some of its configurations, reach {best:.0f} TFLOP/s"
-        why += f" with {QWEN3_30B.name}'s shape, ours {ours:.0f}" if ours == ours else ""
-    return untestable(why)
+    table = where(tables.persistence(rows), kernel="ours", weights="bf16")
+    return Observed(OURS, of_table(table, _case), "our bf16 GEMMs in both grids")
 
 
 PULL_REQUEST = ("ExecuTorch pull request 19219", "https://github.com/pytorch/executorch/pull/19219")
+BLOG = (
+    "PyTorch blog, Triton persistent cache-aware grouped GEMM",
+    "https://pytorch.org/blog/accelerating-moes-with-a-triton-persistent-cache-aware-grouped-gemm-kernel/",
+)
 A100 = f"A100 80GB, {QWEN35_35B.name}, INT4 weights"
+GRIDS = "time with one CTA a tile over time with the persistent grid"
 CLAIMS = (
     Claim(
         "prefill", *PULL_REQUEST, "A persistent grid with grouped tile order does not change the prefill",
-        f"{A100}, 8-bit activations, {SOURCE_T} tokens", f"{PREFILL[0]} → {PREFILL[1]} tokens/s", judge_prefill,
+        f"{A100}, 8-bit activations, {SOURCE_T} tokens", f"{PREFILL[0]} → {PREFILL[1]} tokens/s",
+        ruled="2026-11-25", quantity=GRIDS, direction=WITHIN, band=TIE, observe=prefill, gpus=("A100",),
+        differs="the layer without the rest of the prefill",
     ),
     Claim(
         "few-tokens", *PULL_REQUEST, f"It should pay for up to {FEW} tokens", "expected, not measured", "no figure",
-        judge_few_tokens,
+        ruled="2026-11-25", quantity=GRIDS, observe=few_tokens, gpus=("A100",),
     ),
     Claim(
         "fewer-sms", *PULL_REQUEST, "It should pay on GPUs with fewer multiprocessors, such as the RTX 4090's 128",
-        "expected, not measured", "no figure", judge_fewer_sms,
+        "expected, not measured", "no figure",
+        ruled="2026-11-25", quantity="gain of the persistent grid on a part of the GPU over that on all of it",
+        observe=fewer_sms, gpus=("RTX 4090",), differs="parts of one GPU, not another",
+        note="the A100 that was measured has 108 multiprocessors, fewer than the RTX 4090",
     ),
     Claim(
         "decode", *PULL_REQUEST, "The same commit made decode slower", f"{A100}, 512 tokens decoded",
-        f"{DECODE[0]} → {DECODE[1]} tokens/s", judge_decode,
+        f"{DECODE[0]} → {DECODE[1]} tokens/s", ruled="2026-11-25",
+        untested="decode calls another operator, which the pull request does not change; no whole decode is run here",
     ),
     Claim(
         "blocks", "ExecuTorch, comment in fused_moe.py",
         "https://github.com/pytorch/executorch/blob/main/backends/cuda/triton/kernels/fused_moe.py",
         "Blocks of 64 rows are faster than blocks of 16",
-        "Qwen3.5 MoE prefill, 1696 tokens, 256 experts; GPU not stated",
-        f"×{WIDER_BLOCKS}", judge_blocks,
+        "Qwen3.5 MoE prefill, 1696 tokens, 256 experts; GPU not stated", f"×{WIDER_BLOCKS}",
+        ruled="2026-11-25", quantity="time in blocks of 16 rows over time in blocks of 64", observe=blocks,
+        size=(WIDER_BLOCKS - 0.005, WIDER_BLOCKS + 0.005), differs=f"{SOURCE_T} tokens, not 1696",
     ),
     Claim(
-        "loop", "PyTorch blog, Triton persistent cache-aware grouped GEMM",
-        "https://pytorch.org/blog/accelerating-moes-with-a-triton-persistent-cache-aware-grouped-gemm-kernel/",
-        "A persistent grouped GEMM is faster than a loop over the experts", "H100, DeepSeek-V3 16B shapes, bf16",
-        f"×{LOOP[0]} to ×{LOOP[1]}", judge_loop,
+        "loop", *BLOG, "A persistent grouped GEMM is faster than a loop over the experts",
+        "H100, DeepSeek-V3 16B shapes, bf16", f"×{LOOP[0]} to ×{LOOP[1]}",
+        ruled="2026-11-25", quantity="time of the loop over time of our layer", observe=loop, size=LOOP, gpus=("H100",),
+        differs="other shapes, a loop without a CUDA graph",
+    ),
+    Claim(
+        "loop-grid", *BLOG, "What makes it faster is the persistent grid", "the same", "named so",
+        ruled="2026-11-25", quantity=f"{GRIDS}, our GEMMs", observe=own_grid, gpus=("H100",), differs="other shapes",
+        refutes="a grid of one CTA a tile that takes as long as the persistent one",
     ),
     Claim(
         "liger", "Liger-Kernel pull request 1294", "https://github.com/linkedin/Liger-Kernel/pull/1294",
         "Peak of its fused expert layer in inference", "H100, the pull request's own kernels",
-        f"{LIGER_TFLOPS:.0f} TFLOP/s", judge_liger,
+        f"{LIGER_TFLOPS:.0f} TFLOP/s", ruled="2026-11-25",
+        untested="the pull request's kernels are in no release; those of the released package are other ones",
     ),
 )  # fmt: skip

@@ -4,13 +4,14 @@
 |------------|-----------------------------------------------------------------------------------------------------|
 | per_pair   | `fused_moe`: the decode kernels, a program for each (token, expert) pair and block of columns        |
 | batched    | `fused_moe_batched`: sorted tokens, tiles of 64 rows, bf16 or 8-bit activations                      |
+| narrow     | `fused_moe_batched` with tiles of 16 rows instead, which a comment in it compares with 64           |
 | product    | one of its two products, with the arguments that the layer gives it                                 |
 
 The release (1.5.1) has one program a tile. The pull request (19219, closed unmerged) changed launch and loop of its
 four batched kernels: `min(multiprocessors, tiles)` programs take tiles in turn, by columns within groups of
 GROUP_SIZE_M blocks of rows, tuned over 8 and 16. `persistent` makes the same change to the syntax tree of what was
-released; hypothesis: fewer programs save launches and reuse weights in L2. Both tune themselves, over their own
-configurations.
+released; hypothesis: fewer programs save launches and reuse weights in L2. All tune themselves, over their own
+configurations; for tiles of 16 rows these are those that were written for 64.
 """
 
 import ast
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 MODULE = "executorch.backends.cuda.triton.kernels.fused_moe"
 GROUPS_M = (8, 16)  # of the pull request
 BLOCK_M = 64  # rows of a block of its batched kernels
+NARROW_BLOCK_M = 16
 PRODUCTS = {  # product, whether activations have 8 bits -> its kernel
     ("gemm1", False): "_fused_moe_batched_kernel",
     ("gemm2", False): "_fused_moe_silu_batched_kernel",
@@ -50,6 +52,12 @@ def per_pair(x: "LayerInputs") -> Callable[[], torch.Tensor]:
 def batched(x: "LayerInputs", int8: bool = False, grid: str = "tiles") -> Callable[[], torch.Tensor]:
     """The prefill layer; a call returns its output [T, H], bf16. grid: "tiles" or "persistent"."""
     return _bound(module(grid).fused_moe_batched, x, activation_dtype="int8" if int8 else "bf16")
+
+
+def narrow(x: "LayerInputs", int8: bool = False) -> Callable[[], torch.Tensor]:
+    """The prefill layer in blocks of 16 rows, one program a tile; a call returns its output [T, H], bf16."""
+    changed = sources.changed(RELEASE, MODULE, blocks_of_16)
+    return _bound(changed.fused_moe_batched, x, activation_dtype="int8" if int8 else "bf16")
 
 
 @dataclass(frozen=True)
@@ -207,6 +215,46 @@ class _Persistent(ast.NodeTransformer):
         if kernel.startswith("wrap_triton(") and "batched" in kernel:
             node.keywords.append(ast.keyword("num_expert_blocks", _expression("num_expert_blocks")))
             self.launches += 1
+        return node
+
+
+def blocks_of_16(tree: ast.Module) -> ast.Module:
+    """Batched kernels in blocks of 16 rows. ValueError if the release is not written as it is expected to be."""
+    change = _Narrow()
+    changed = change.visit(tree)
+    if (change.sizes, change.layers) != (1, 2):
+        raise ValueError(
+            f"{change.sizes} numbers of rows were changed, which {change.layers} layers use; expected: 1 and 2"
+        )
+    return changed
+
+
+class _Narrow(ast.NodeTransformer):
+    """Changes the one number that the rows of a block come from; its functions are called without being registered."""
+
+    def __init__(self) -> None:
+        self.sizes = self.layers = 0
+
+    def visit_Assign(self, node: ast.Assign) -> ast.Assign:
+        self.generic_visit(node)
+        if _assigns(node) == "_BATCHED_BLOCK_M" and ast.unparse(node.value) == str(BLOCK_M):
+            node.value = ast.Constant(NARROW_BLOCK_M)
+            self.sizes += 1
+        self.layers += ast.unparse(node.value) == "_BATCHED_BLOCK_M"
+        return node
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.FunctionDef:
+        registers = ("register_fake", OPERATORS)
+        node.decorator_list = [
+            one for one in node.decorator_list if not any(word in ast.unparse(one) for word in registers)
+        ]
+        return self.generic_visit(node)
+
+    def visit_Call(self, node: ast.Call) -> ast.Call:
+        self.generic_visit(node)
+        kernel = ast.unparse(node.func)
+        if kernel.startswith("wrap_triton("):
+            node.func = _expression(kernel.replace("wrap_triton(", "(", 1))
         return node
 
 

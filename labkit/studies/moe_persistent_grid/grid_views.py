@@ -12,11 +12,11 @@ from labkit.bench.verdict import counted, geometric_mean
 from labkit.kernels.experts import blocks as experts_blocks
 from labkit.report import plots
 from labkit.report.figures import Drawing, drawing
-from labkit.report.words import interval, mean, rounded, sentences, span
+from labkit.report.words import interval, rounded, sentences, span
 from labkit.report.words import tokens as in_tokens
-from labkit.studies.moe_persistent_grid import tables, variants, waves
+from labkit.studies.moe_persistent_grid import tables, variants, waves, work
 from labkit.studies.moe_persistent_grid.models import MODELS, QWEN35_35B, MoeModel
-from labkit.studies.moe_persistent_grid.variants import BASE, FILLED, FILLED_BASE, LIVE, SOURCE_T, UNIFORM
+from labkit.studies.moe_persistent_grid.variants import FILLED, LIVE, PERSISTENT, SOURCE_T, TILES, UNIFORM, released
 from labkit.studies.moe_persistent_grid.views import HIDDEN, UNITS, labels, ours_there
 
 ONE_WAVE, FEW_WAVES, MANY_WAVES = 1, 3, 10
@@ -25,10 +25,10 @@ BAND = 0.01  # a mean ratio nearer to 1 is none
 BOTH = "µs, both"  # of the source's own point
 GROUPED = "groups of more than 1"  # a change of `tables.own_products`
 BLOCK_M = 64  # rows of a block of ExecuTorch's own batched kernels
+OWN_PRODUCTS = f"ExecuTorch's own products (1.5.1), blocks of {BLOCK_M} rows, in the configuration that tuning chose."
 CLOSE = 5  # points of percent: a saving this near to the dead share follows from it
-TILES, WIDE_TILES = variants.source(16, variants.TILES), variants.source(64, variants.TILES)
-ONCE, EARLY = (variants.source(16, variants.PERSISTENT, word) for word in (variants.ONCE, variants.EARLY))
-LOOKED_AT = (TILES, BASE, ONCE, WIDE_TILES, variants.source(16, variants.TILES, int8=True), variants.OURS_TILES)
+LIVE_CHANGES = [f"{LIVE}, {grid}" for grid in variants.GRIDS]
+LOOKED_AT = (*(name for pair in variants.OWN_PAIRS for name in pair), variants.OURS_TILES)
 
 
 # ExecuTorch's own products
@@ -38,9 +38,20 @@ def own_products(rows: pd.DataFrame) -> str:
     """What each thing that a launch decides is worth to ExecuTorch's own products."""
     table = tables.own_products(rows)
     if table.empty:
-        return f"ExecuTorch's own products alone: {why_not(rows[rows['op'] != 'layer'], variants.RELEASED_GEMMS)}."
+        return _not_timed(rows)
     parts = [f"{change}: {_of_own(part)}" for change, part in table.groupby("change", sort=False)]
     return f"time before / after, in ExecuTorch's own products. {'; '.join(parts)}."
+
+
+def _not_timed(rows: pd.DataFrame) -> str:
+    """That ExecuTorch's own products were not, and why: nothing else says anything of the source's kernels."""
+    return f"ExecuTorch's own products alone: {why_not(rows[rows['op'] != 'layer'], variants.RELEASED_GEMMS)}."
+
+
+def _change(rows: pd.DataFrame, *changes: str) -> pd.DataFrame:
+    """ExecuTorch's own products with and without some changes, a line a case, in words as a figure has them."""
+    table = where(tables.own_products(rows), change=changes)
+    return table.assign(row=labels(table, "T"), group=labels(table, "activations", "GEMM")) if len(table) else table
 
 
 def _of_own(table: pd.DataFrame) -> str:
@@ -56,22 +67,8 @@ def _also(rows: pd.DataFrame, *changes: str) -> list[str]:
     return [f"ExecuTorch's own products, blocks of {BLOCK_M} rows: {_of_own(table)}"] if len(table) else []
 
 
-def _order_of_own(rows: pd.DataFrame) -> list[str]:
-    """What grouping gives ExecuTorch's own products, where only the order differs."""
-    table = where(tables.own_products(rows), change=GROUPED)
-    fair = table["same code"].astype(bool)
-    if table.empty or fair.all():
-        return _also(rows, GROUPED)
-    said = f"ExecuTorch's own products, blocks of {BLOCK_M} rows: "
-    said += f"{_of_own(table[fair])} in which the code has as many registers; " if fair.any() else ""
-    return [f"{said}other code, so that the ratio is not the order's: {_of_own(table[~fair])}"]
-
-
-def _filling_judged(rows: pd.DataFrame) -> str:
-    """Whether filling the SMs pays, by ExecuTorch's own products: those of which more than one program fits an SM."""
-    table = where(tables.own_products(rows), change=FILLED)
-    if table.empty:
-        return "not judged, ExecuTorch's own products were not measured on this GPU"
+def _filling_judged(table: pd.DataFrame) -> str:
+    """Whether filling the SMs pays: by the cases of which more than one program fits an SM."""
     more = table[table["CTAs an SM"] > 1]
     if more.empty:
         return "not judged, no two programs of ExecuTorch's own products fit an SM"
@@ -152,209 +149,156 @@ def bits(rows: pd.DataFrame) -> str:
 
 
 def why(rows: pd.DataFrame) -> str:
-    """The source's own case in words: both GEMMs, their code, occupancy, loads, what is dead."""
+    """The source's own case in words: both products in both grids, their code, occupancy, what is dead."""
     table = tables.source_point(rows).set_index("variant")
-    if not {TILES, BASE} <= set(table.index):
-        return f"the case of {QWEN35_35B.name} at {SOURCE_T} tokens was not measured."
-    own = _also(rows[rows["case"].str.contains(f'"T": {SOURCE_T},')], "persistent")
-    said = f"{own[0]}. In our version of them, with" if own else "with"
-    said += f" blocks of 16 rows and W4A16, one CTA a tile / persistent is ×{table['tiles / this'][BASE]:.3f}"
-    parts = [_other_code(table), _fitting(table), _loads(table), _dead(table), ours_there(rows)]
-    return f"{said}{_each_gemm(rows)}. " + sentences(parts, "")
+    said = [_of_point(rows, table, int8) for int8 in (False, True)]
+    if not any(said):
+        return f"{_not_timed(rows)} So nothing is said of the source's own point. {ours_there(rows)}".rstrip()
+    return sentences([*said, ours_there(rows)], "")
 
 
-def _each_gemm(rows: pd.DataFrame) -> str:
-    """The same ratio of each GEMM, with its interval."""
-    table = where(tables.persistence(rows), model=QWEN35_35B.name, T=SOURCE_T, weights="INT4", persistent=BASE)
+def _of_point(rows: pd.DataFrame, table: pd.DataFrame, int8: bool) -> str:
+    """Of one kind of activations; empty where it was not timed in both grids. table: `tables.source_point`."""
+    tiles, persistent = released(TILES, int8), released(PERSISTENT, int8)
+    if not {tiles, persistent} <= set(table.index):
+        return ""
+    said = f"{persistent.partition(',')[0]}, both products: one CTA a tile / persistent is "
+    said += f"×{table['tiles / this'][persistent]:.3f}{_each_gemm(rows, persistent)}."
+    parts = [_other_code(table.loc[tiles], table.loc[persistent]), _filled(table, int8), _dead_there(table, int8)]
+    return sentences([said, *parts], "")
+
+
+def _each_gemm(rows: pd.DataFrame, persistent: str) -> str:
+    """The same ratio of each product at the source's own point, with its interval."""
+    table = where(tables.persistence(rows), model=QWEN35_35B.name, T=SOURCE_T, weights="INT4", persistent=persistent)
     parts = [f"{interval(line, 3)} of {line['GEMM']}" for _, line in table.iterrows()]
     noise = table["noise"].max()
     return f" ({', '.join(parts)}" + (f"; A/A within ±{100 * noise:.1f} %)" if noise == noise else ")")
 
 
-def _other_code(table: pd.DataFrame) -> str:
-    """What the loop over tiles makes of each GEMM's kernel."""
-    tiles, base = table.loc[TILES], table.loc[BASE]
+def _other_code(tiles: pd.Series, persistent: pd.Series) -> str:
+    """What the loop over tiles, and what each grid has tuned, make of each product's kernel."""
     columns = {"GEMM1": ("registers", "CTAs an SM"), "GEMM2": ("GEMM2 registers", "GEMM2 CTAs")}
     parts = [
-        f"{gemm} {tiles[registers]:.0f} → {base[registers]:.0f} registers, {tiles[ctas]:.0f} → {base[ctas]:.0f} CTAs"
+        f"{gemm} {tiles[registers]:.0f} → {persistent[registers]:.0f} registers, {tiles[ctas]:.0f} → "
+        f"{persistent[ctas]:.0f} CTAs"
         for gemm, (registers, ctas) in columns.items()
-        if base[registers] == base[registers] and tiles[registers] == tiles[registers]
+        if persistent[registers] == persistent[registers] and tiles[registers] == tiles[registers]
     ]
-    return f"The loop over tiles makes other code: {'; '.join(parts)} that fit an SM." if parts else ""
+    return f"Each grid has other code: {'; '.join(parts)} that fit an SM." if parts else ""
 
 
-def _fitting(table: pd.DataFrame) -> str:
-    base, said = table.loc[BASE], []
-    if base["CTAs an SM"] == base["CTAs an SM"]:
-        said.append(f"Of GEMM1 {base['CTAs an SM']:.0f} CTAs fit an SM and {base['launched an SM']:.0f} is launched.")
-    if FILLED_BASE in table.index:
-        tiles, filled = table.loc[TILES], table.loc[FILLED_BASE]
-        each = [f"{gemm} ×{tiles[f'{gemm} µs'] / filled[f'{gemm} µs']:.3f}" for gemm in ("GEMM1", "GEMM2")]
-        said.append(
-            f"As many as fit are ×{base[BOTH] / filled[BOTH]:.3f} over one, and ×{filled['tiles / this']:.3f} over one "
-            f"CTA a tile ({', '.join(each)})."
-        )
-    return " ".join(said)
-
-
-def _loads(table: pd.DataFrame) -> str:
-    """What loads of single bytes cost."""
-    if ONCE not in table.index:
+def _filled(table: pd.DataFrame, int8: bool) -> str:
+    """As many programs as fit, instead of one, and against one CTA a tile."""
+    filled = released(f"{PERSISTENT}, {FILLED}", int8)
+    if filled not in table.index:
         return ""
-    said = f"Each byte of a weight loaded once, not twice, gives ×{table[BOTH][BASE] / table[BOTH][ONCE]:.3f}"
-    loads = table["8-bit loads"][[BASE, ONCE]]
-    if loads.notna().all():
-        said += f": the code has {loads[BASE]:.0f} loads of 8 bits before and {loads[ONCE]:.0f} after"
-    return f"{said}."
+    gain = table[BOTH][released(PERSISTENT, int8)] / table[BOTH][filled]
+    over_tiles = table["tiles / this"][filled]
+    return f"As many programs as fit are ×{gain:.3f} over one, and ×{over_tiles:.3f} over one CTA a tile."
 
 
-def _dead(table: pd.DataFrame) -> str:
-    if EARLY not in table.index or table["dead %"][BASE] != table["dead %"][BASE]:
+def _dead_there(table: pd.DataFrame, int8: bool) -> str:
+    tiles, live = released(TILES, int8), released(f"{TILES}, {LIVE}", int8)
+    if live not in table.index or table["dead %"][tiles] != table["dead %"][tiles]:
         return ""
-    gain = table[BOTH][BASE] / table[BOTH][EARLY]
-    return f"{table['dead %'][BASE]:.1f} % of the blocks are dead, and leaving them off gives ×{gain:.3f}."
+    gain = table[BOTH][tiles] / table[BOTH][live]
+    return f"{table['dead %'][tiles]:.1f} % of the blocks are dead, and leaving them off gives ×{gain:.3f}."
 
 
 def occupancy(rows: pd.DataFrame) -> Drawing:
-    """The second cause: SMs × occupancy over one program an SM, by the CTAs that fit."""
-    table = tables.filling(rows)
+    """The second cause: SMs × occupancy over one program an SM."""
+    table = _change(rows, FILLED)
     if table.empty:
-        return f"{FILLED} was not measured."
-    table = table.assign(row=labels(table, "T"), group=labels(table, "model", "weights", "GEMM"))
+        return f"{_not_timed(rows)} So the second cause is not judged on this GPU."
+    said = f"×{span(table['ratio'])}, {counted(table['verdict'])} of {len(table)} cases. Second cause: "
     return drawing(
         plots.ratios, table, "row", "ratio", "low", "high", group="group", verdict="verdict",
         xlabel="time one program an SM / time as many as fit (above 1: filling pays)", title="What occupancy is worth",
         alt="Ratios of time with one program an SM over time with as many as fit, by case.",
-        caption="Our version of the source's persistent kernel, blocks of 16 rows.", said=_of_filling(table, rows),
-        hidden=[*HIDDEN, "row", "group"], units=UNITS,
+        caption=OWN_PRODUCTS, said=said + _filling_judged(table), hidden=[*HIDDEN, "row", "group", "change"],
+        units=UNITS,
     )  # fmt: skip
-
-
-def _of_filling(table: pd.DataFrame, rows: pd.DataFrame) -> str:
-    """How much, of how many programs, what it leaves of the loss against one CTA a tile, and what follows."""
-    said = [f"×{span(table['ratio'])}, {counted(table['verdict'])} of {len(table)} cases"]
-    parts = [
-        f"{weights} {span(part['gain / programs'])} with {span(part['programs'], '{:.0f}')} programs an SM"
-        for weights, part in table.dropna(subset=["programs"]).groupby("weights")
-    ]
-    said += [f"Gain over their number: {'; '.join(parts)}"] if parts else []
-    left = table.dropna(subset=["tiles / filled"]).groupby("GEMM")["tiles / filled"]
-    left = [f"{gemm} {mean(part)}" for gemm, part in left]
-    said += [f"One CTA a tile / as many as fit: {'; '.join(left)}"] if left else []
-    said += _also(rows, FILLED)
-    return ". ".join([*said, f"Second cause: {_filling_judged(rows)}"])
 
 
 def order(rows: pd.DataFrame) -> Drawing:
-    """The third cause: tile order, on fine-grained experts and on Mixtral's."""
-    table = tables.order(rows)
+    """The third cause: tile order, of experts whose weights the L2 holds."""
+    table = _change(rows, GROUPED)
     if table.empty:
-        return "no tile orders were measured."
-    table = table.assign(line=labels(table, "model", "weights", "T"))
-    fair = table.groupby([*tables.CASE, "GEMM"])["as groups of 1"].transform("all")
-    if not fair.any():
-        why = "the compiler makes other code of groups of 1 in every case, so that the order cannot be told from it."
-        return ". ".join([*_order_of_own(rows), why])
+        return f"{_not_timed(rows)} So the third cause is not judged on this GPU."
     return drawing(
-        plots.lines, table[fair], "groups of", "ratio", "line", panel="GEMM", logx=True,
-        reference=[(1, "groups of 1")], xlabel="GROUP_SIZE_M", ylabel="time groups of 1 / time",
-        title="Tile order, the same code",
-        alt="Lines of time with groups of 1 over time with larger groups, by model and tokens.",
-        caption="Above 1: grouping pays. Our version of the source's kernel, blocks of 16 rows.",
-        said=". ".join([*_order_of_own(rows), _of_order(table[fair], table[~fair])]), table=table,
-        hidden=[*HIDDEN, "line"], units=UNITS,
+        plots.ratios, table, "row", "ratio", "low", "high", group="group", verdict="verdict",
+        xlabel="time groups of one block / time with groups (above 1: grouping pays)", title="What tile order is worth",
+        alt="Ratios of time with groups of one block over time with the groups that tuning chose, by case.",
+        caption=OWN_PRODUCTS, said=_of_order(table), hidden=[*HIDDEN, "row", "group", "change"], units=UNITS,
     )  # fmt: skip
 
 
-def _of_order(fair: pd.DataFrame, other: pd.DataFrame) -> str:
-    """What grouping gives where only the order differs, where the code does too, what was counted, what follows."""
-    large = fair[fair["groups of"] > 1]
-    if large.empty:
-        return "Only one order was measured"
-    parts = [
-        f"{model}, {gemm} ({span(part['MB an expert'], '{:.1f}')} MB an expert) ×{span(part['ratio'])}"
-        for (model, gemm), part in large.groupby(["model", "GEMM"], sort=False)
-    ]
-    said = ["; ".join(parts)]
-    other, hits = other[other["groups of"] > 1], fair[fair["L2 hits %"].notna()]
-    if len(other):
-        said.append(
-            f"Left out: {len(other.groupby([*tables.CASE, 'GEMM']))} cases (×{span(other['ratio'])}) in which the "
-            "compiler makes other code of groups of 1, with other registers, so that the ratio is not the order's"
-        )
-    said += [f"Sectors that the L2 had: {span(hits['L2 hits %'], '{:.0f}')} %"] if len(hits) else []
-    means = large.groupby("model").agg(size=("MB an expert", "max"), gain=("ratio", "max")).sort_values("size")
-    if len(means) > 1:
-        small, big = means["gain"].iloc[0], means["gain"].iloc[-1]
-        pays = big > max(1, small) + 2 * BAND
-        said.append(
-            f"Third cause: {'confirmed' if pays else 'refuted'}, grouping gives at most ×{big:.2f} in the model whose "
-            f"experts are largest and ×{small:.2f} where they are smallest"
-        )
-    return ". ".join(said)
+def _of_order(table: pd.DataFrame) -> str:
+    """What grouping gives where only the order differs, where the code does too, and what follows."""
+    same = table["same code"].astype(bool)
+    said = [f"In the same code: {_of_own(table[same])}"] if same.any() else []
+    if not same.all():
+        said.append(f"Other code, so that the ratio is not the order's: {_of_own(table[~same])}")
+    if not same.any():
+        return ". ".join([*said, "Third cause: not judged, the order cannot be told from the code"])
+    most = table[same]["ratio"].max()
+    pays = (table[same]["verdict"] == "faster").mean() > 0.5
+    word = "refuted, the order pays" if pays else "confirmed, the order gains little"
+    size = f"experts of {_expert_mb():.1f} MB"
+    return ". ".join([*said, f"Third cause: {word} with {size} (at most ×{most:.2f})"])
+
+
+def _expert_mb() -> float:
+    """MB of an expert's INT4 weights in the source's model, scales included."""
+    case = Case("layer", QWEN35_35B.as_dict() | {"T": SOURCE_T, "routing": UNIFORM, "weights": "INT4"})
+    return work.weight_bytes(case) / work.active(case) / 1e6
 
 
 def pays(rows: pd.DataFrame) -> str:
-    """Which changes are faster in every case, which slower, and which depend on the case; tile order apart."""
+    """Which changes are faster in every case, which slower, and which depend on the case."""
     table = tables.worth(rows)
-    table = table[table["over"] != variants.grouped(1)]
     if table.empty:
-        return "no change was measured."
-    faster, slower = (table[word] == table["cases"] for word in ("faster", "slower"))
+        return _not_timed(rows)
+    both = table.groupby("change", sort=False)[["faster", "slower", "cases"]].sum()
+    faster, slower = (set(both.index[both[word] == both["cases"]]) for word in ("faster", "slower"))
     groups = {"Faster in every case": faster, "Slower in every case": slower}
-    groups["It depends, or is the same"] = ~faster & ~slower
-    return " ".join(f"{words}: {'; '.join(_changes(table[some]))}." for words, some in groups.items() if some.any())
+    groups["It depends, or is the same"] = set(both.index) - faster - slower
+    parts = {words: _changes(where(table, change=some)) for words, some in groups.items() if some}
+    return " ".join(f"{words}: {'; '.join(part)}." for words, part in parts.items())
 
 
 def _changes(table: pd.DataFrame) -> list[str]:
-    """Changes in words, each with its ratios for each kind of weights."""
+    """Changes in words, each with its ratios for each kind of activations."""
     found = []
-    for (after, before), part in table.groupby(["change", "over"], sort=False):
+    for change, part in table.groupby("change", sort=False):
         ratios = [
-            f"{line['weights']} ×{span(line[['least', 'most']])}, faster in {line['faster']} of {line['cases']}"
+            f"{line['activations']} ×{span(line[['least', 'most']])}, faster in {line['faster']} of {line['cases']}"
             for _, line in part.iterrows()
         ]
-        found.append(f"{_change(after, before)} ({'; '.join(ratios)})")
+        found.append(f"{change} ({'; '.join(ratios)})")
     return found
 
 
-def _change(after: str, before: str) -> str:
-    """A change in words, and what it is a change of."""
-    added, before = after.removeprefix(f"{before}, "), before.removeprefix("source ")
-    return f"{after.removeprefix('source ')} instead of {before}" if added == after else f"{added} of {before}"
-
-
 def dead(rows: pd.DataFrame) -> Drawing:
-    """What early exit saves, against what is dead of the grid."""
-    table = tables.dead(rows)
-    table = table[table["dead %"].notna()]
+    """What leaving off the blocks without a token saves, against what is dead of the grid."""
+    table = _change(rows, *LIVE_CHANGES)
+    table = table[table["dead %"].notna()] if len(table) else table
     if table.empty:
-        return "early exit was not measured, or not with the grid's blocks."
+        return f"{_not_timed(rows)} So nothing is said of what dead blocks cost."
     table = table.assign(**{"saved %": 100 * (1 - 1 / table["ratio"]), "dead %": table["dead %"].round(1)})
     off = table["saved %"] - table["dead %"]
     near = off.abs() <= CLOSE
     said = f"{span(table['dead %'], '{:.0f}')} % dead, {span(table['saved %'], '{:.0f}')} % of the time saved: "
     said += f"within {CLOSE} points of what is dead in {near.sum()} of {len(table)} cases, less in "
-    said += f"{(~near & (off < 0)).sum()}, more in {(~near & (off > 0)).sum()}; early exit is "
+    said += f"{(~near & (off < 0)).sum()}, more in {(~near & (off > 0)).sum()}; without dead blocks it is "
     return drawing(
-        plots.lines, table, "dead %", "saved %", "grid", panel="weights", joined=False, reference=[(0, "nothing")],
-        xlabel="dead blocks, %", ylabel="time saved by early exit, %", title="What dead blocks cost",
-        alt="Marks of the time saved by early exit against the dead share of the grid.",
-        caption="Our version of the source's kernel, blocks of 16 rows; the grid is for the worst case.",
-        said=". ".join([*_dead_of_own(rows), said + counted(table["verdict"])]), hidden=HIDDEN,
+        plots.lines, table, "dead %", "saved %", "change", panel="activations", joined=False,
+        reference=[(0, "nothing")], xlabel="dead blocks, %", ylabel="time saved, %", title="What dead blocks cost",
+        alt="Marks of the time that live blocks alone save against the dead share of the grid.",
+        caption=f"{OWN_PRODUCTS} The grid is for the worst case; here as if the host knew how many blocks are live.",
+        said=said + counted(table["verdict"]), hidden=[*HIDDEN, "row", "group"],
     )  # fmt: skip
-
-
-def _dead_of_own(rows: pd.DataFrame) -> list[str]:
-    """How much of ExecuTorch's own grids is dead, and what leaving that off saves."""
-    changes = [f"{LIVE}, {grid}" for grid in variants.GRIDS]
-    table = tables.own_products(rows)
-    table = table[table["change"].isin(changes)]
-    if table.empty:
-        return []
-    saved = 100 * (1 - 1 / table["ratio"])
-    said = f"{span(table['dead %'], '{:.0f}')} % of the blocks dead, {span(saved, '{:.0f}')} % of the time saved"
-    return [*_also(rows, *changes), said]
 
 
 def dead_shares(tokens: Sequence[int], blocks: Sequence[int] = (16, 64)) -> pd.DataFrame:
@@ -372,15 +316,15 @@ def dead_shares(tokens: Sequence[int], blocks: Sequence[int] = (16, 64)) -> pd.D
 
 
 def compiled_wanted(study: Study, parameters: Mapping[str, Any]) -> list[tuple[Case, str]]:
-    """The kernels whose code the page shows: the source's GEMM1 at its own tokens, and the lab's."""
+    """The lab's kernel of which the page shows what is made of it here: GEMM1 at the source's own point."""
     shape = QWEN35_35B.as_dict() | {"T": SOURCE_T, "routing": UNIFORM, "weights": "INT4", "activations": "bf16"}
     case = Case("gemm1", shape)
     known = {x.key for x in study.cases(parameters) if x.op == case.op}
-    return [(case, name) for name in LOOKED_AT] if case.key in known else []
+    return [(case, variants.OURS_TILES)] if case.key in known else []
 
 
 def as_timed(rows: pd.DataFrame) -> pd.DataFrame:
-    """The code of the same kernels as they were timed, of both GEMMs; it depends on the version of Triton."""
+    """The code of ExecuTorch's own products and of ours as they were timed; it depends on the version of Triton."""
     found = tables.code(rows, LOOKED_AT)
     if found.empty:
         return found
@@ -449,7 +393,7 @@ def other_gpus(rows: pd.DataFrame) -> pd.DataFrame:
     table = tables.on_other_gpus(rows)
     if table.empty:
         return table
-    found = table.pivot_table(index=["model", "GEMM", "T"], columns="GPU", values="efficiency", sort=False)
+    found = table.pivot_table(index=["kernel", "GEMM", "T"], columns="GPU", values="efficiency", sort=False)
     return found[[gpu for gpu in waves.SMS if gpu in found]].reset_index()
 
 
@@ -457,7 +401,7 @@ def fuller(rows: pd.DataFrame) -> str:
     """Whether fewer multiprocessors mean emptier waves, by the same arithmetic."""
     table = tables.on_other_gpus(rows)
     if table.empty:
-        return "there is no such measurement."
+        return _not_timed(rows)
     means = table.groupby("GPU")["efficiency"].mean()[sorted(waves.SMS, key=waves.SMS.__getitem__)]
     parts = [f"{gpu} ({waves.SMS[gpu]} SMs) {share:.3f}" for gpu, share in means.items()]
     smallest, largest = means.iloc[0], means.iloc[-1]

@@ -14,8 +14,7 @@ WEIGHTS = ("bf16", "INT4")
 SKEWED_AT = (128, 4096)  # tokens at which other routings than the uniform one are timed
 SKEWED = (QWEN3_30B.name, MIXTRAL.name)  # and models
 TUNED_UP_TO = 4096  # tokens, up to which candidates are timed: beyond, all models fill the widest tile, the rule's
-INT4_UP_TO = 512  # tokens, up to which INT4 GEMMs of the models that are not ablated are timed: the weights bound them
-COUNTED_AT = 1642  # tokens at which hardware counters are taken
+INT4_UP_TO = 512  # tokens, up to which INT4 GEMMs of models that are not `ablated` are timed: the weights bound them
 
 
 def cases(parameters: Mapping[str, Any]) -> list[Case]:
@@ -58,16 +57,6 @@ def _case(op: str, model: str, tokens: int, weights: str, routing: str = UNIFORM
     return Case(op, MODELS[model].as_dict() | shape)
 
 
-def counted(parameters: Mapping[str, Any]) -> list[tuple[Case, str]]:
-    """Tile orders of the source's GEMM1, of the two models that are ablated: what the L2 holds of the weights."""
-    return [
-        (x, name)
-        for x in cases(parameters)
-        if x.op == "gemm1" and x["model"] in names.ABLATED and x["T"] == COUNTED_AT
-        for name in (*map(names.grouped, names.GROUPS), names.OURS_TILES)
-    ]
-
-
 def settle(rows: Path, folder: Path) -> None:
     """Write the tuned table of a GPU from the rows that its folder holds."""
     from labkit.kernels.experts import choose
@@ -104,7 +93,6 @@ STUDY = Study(
     early=lambda case: case.op == "tune",
     settle=settle,
     kernels=lazy(f"{names.STUDY}.ahead:launches"),
-    counted=counted,
     added=Added(
         ("x", "ids", "weights", "w1", "w2", "out"),
         "One expert layer. x: [T, H]; ids: [T, top_k], int32; weights: [T, top_k], fp32; w1: [E, 2 I, H], gate before "

@@ -27,7 +27,6 @@ from labkit.studies.moe_persistent_grid.models import MODELS, QWEN35_35B
 from labkit.studies.moe_persistent_grid.variants import GEMMS, KINDS, SOURCE_T, UNIFORM
 
 CASE = ["model", "weights", "T", "routing"]
-SECTOR = 32
 
 
 def fastest(path: Path) -> choose.Table:
@@ -124,6 +123,16 @@ def released_grids(rows: pd.DataFrame) -> pd.DataFrame:
     return table.reindex(columns=["T", "activations", "against us", "us", *RATIO, "runs"])
 
 
+def narrow_blocks(rows: pd.DataFrame) -> pd.DataFrame:
+    """ExecuTorch's own layer: time in blocks of 16 rows over that in its own of 64, above 1 where these are faster."""
+    found = [
+        compared(rows, names.released(names.TILES, int8), narrow).assign(activations="W4A8" if int8 else "W4A16")
+        for int8, narrow in zip((False, True), names.NARROW, strict=True)
+    ]
+    table = pd.concat([part for part in found if len(part)] or found[:1], ignore_index=True)
+    return table.reindex(columns=["T", "activations", "against us", "us", *RATIO, "runs"])
+
+
 def beside_released(rows: pd.DataFrame) -> pd.DataFrame:
     """Time of the fastest form of ExecuTorch's own INT4 layer, persistent or not, over ours; `by`: which."""
     table = best_against_best(cases(rows, "layer"), [names.OURS], [names.PER_PAIR, *names.RELEASED], CASE)
@@ -142,21 +151,21 @@ def against_best(rows: pd.DataFrame) -> pd.DataFrame:
     return table[[*CASE, "by", "by µs", "ours µs", *RATIO]]
 
 
-BESIDE = [*CASE, "configuration", "SGLang µs", "ours µs", *RATIO]
+BESIDE = [*CASE, "engine", "configuration", "engine µs", "ours µs", *RATIO]
 
 
-def beside_sglang(rows: pd.DataFrame) -> pd.DataFrame:
-    """Time of SGLang's own layer over that of ours, bf16, every routing; above 1: ours is faster.
+def beside_engines(rows: pd.DataFrame) -> pd.DataFrame:
+    """Time of each engine's own layer over that of ours, all weights and routings; above 1: ours is faster.
 
-    configuration: of its products: "shipped" for this GPU and these experts, or the "default" of its own function.
+    configuration: of its products: "shipped" for this GPU and these experts, or the "default" of its own rule.
     """
     found = []
     for params, group in cases(rows, "layer"):
         known = facts(group)
-        for line in pairs(group, [(names.OURS, names.SGLANG)]):
-            shipped = known[names.SGLANG].get("config", {}).get("shipped")
-            line |= {"configuration": "shipped" if shipped else "default", "SGLang µs": line["against us"]}
-            found.append(picked(params, CASE) | line | {"ours µs": line["us"]})
+        for line in pairs(group, [(names.OURS, engine) for engine in names.ENGINES]):
+            shipped = known[line["against"]].get("config", {}).get("shipped")
+            line |= {"engine": names.ENGINES[line["against"]], "configuration": "shipped" if shipped else "default"}
+            found.append(picked(params, CASE) | line | {"engine µs": line["against us"], "ours µs": line["us"]})
     return frame(found, BESIDE)[BESIDE]
 
 
@@ -184,7 +193,7 @@ def int4_reading(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 CODE = ["registers", "persistent registers", "CTAs an SM", "persistent CTAs"]
-PERSISTENCE = [*CASE, "GEMM", "kernel", "persistent", "tiles", "waves", "efficiency", *CODE, *RATIO]
+PERSISTENCE = [*CASE, "GEMM", "kernel", "persistent", "tiles", "waves", "efficiency", *CODE, *RATIO, "runs"]
 
 
 def persistence(rows: pd.DataFrame) -> pd.DataFrame:
@@ -196,7 +205,7 @@ def persistence(rows: pd.DataFrame) -> pd.DataFrame:
     found = []
     for _, said, group in _gemms(rows):
         known = facts(group)
-        for line in pairs(group, [(persistent, tiles) for tiles, persistent in (*names.PAIRS, *names.OWN_PAIRS)]):
+        for line in pairs(group, [both[::-1] for both in (*names.PAIRS, *names.OWN_PAIRS)]):
             tiles, persistent = (known.get(line[name], {}) for name in ("against", "variant"))
             code = [_number(one, name) for name in ("registers", "ctas_per_sm") for one in (tiles, persistent)]
             count, slots = _number(tiles, "tiles"), _number(tiles, "ctas_per_sm") * _number(tiles, "sms") or math.nan
@@ -218,19 +227,18 @@ def same_bits(rows: pd.DataFrame) -> pd.DataFrame:
     return frame(found, [*CASE, "GEMM", "kernel", "same"])
 
 
-WORTH = ["change", "over", "weights", "mean ratio", "least", "most", "cases", *WORDS]
+WORTH = ["change", "activations", "mean ratio", "least", "most", "cases", *WORDS]
 
 
 def worth(rows: pd.DataFrame) -> pd.DataFrame:
-    """Time before / after each change of the source's kernel, over all cases that have both; above 1: it pays.
+    """Time before / after each change of ExecuTorch's own products, over all cases that have both; above 1: it pays.
 
-    A line a change and kind of weights: mean, least and most, and in how many cases it pays or not.
+    A line a change and kind of activations: mean, least and most, and in how many cases it pays or not.
     """
-    lines = [said | line for _, said, group in _gemms(rows) for line in pairs(group, names.CHANGES)]
-    table, found = frame(lines, ["variant", "against", "weights"]), []
-    for (after, before, weights), part in table.groupby(["variant", "against", "weights"], sort=False):
+    found = []
+    for (change, activations), part in own_products(rows).groupby(["change", "activations"], sort=False):
         counts, ratio = part["verdict"].value_counts(), part["ratio"]
-        line = {"change": after, "over": before, "weights": weights, "mean ratio": geometric_mean(ratio)}
+        line = {"change": change, "activations": activations, "mean ratio": geometric_mean(ratio)}
         line |= {"least": ratio.min(), "most": ratio.max(), "cases": len(part)}
         found.append(line | {word: int(counts.get(word, 0)) for word in WORDS})
     return frame(found, WORTH)
@@ -245,7 +253,8 @@ POINT = [
 def source_point(rows: pd.DataFrame) -> pd.DataFrame:
     """The source's own case by variant: µs of each GEMM and of both; what its grid works on, and what its code is.
 
-    `tiles / this`: time of the same kernel with one CTA a tile over this one. dead: of the blocks that are worked on.
+    Of ExecuTorch's own products, and of ours. `tiles / this`: time of the same kernel with one CTA a tile over this
+    one, each of which has tuned itself. dead: of the blocks that are worked on.
     launched an SM: programs of a persistent grid. Where no GEMM is named: GEMM1's.
     """
     parts = {op: (median_us(group), facts(group)) for op, group in _own_point(rows)}
@@ -255,14 +264,14 @@ def source_point(rows: pd.DataFrame) -> pd.DataFrame:
     both = {
         name: (us1[name], us2[name])
         for name in us1
-        if name in us2 and (name.startswith("source") or name in (names.OURS_TILES, *names.RELEASED_GEMMS))
+        if name in us2 and name in (names.OURS_TILES, *names.RELEASED_GEMMS)
     }
     found = []
     for variant, (first, second) in both.items():
         line = {"variant": variant, "µs, both": first + second, "GEMM1 µs": first, "GEMM2 µs": second}
         line |= {"tiles / this": sum(both.get(names.tiles_of(variant), [math.nan])) / (first + second)}
         known, known2 = facts1.get(variant, {}), facts2.get(variant, {})
-        early = names.EARLY in variant or names.LIVE in variant or variant == names.OURS_TILES
+        early = names.LIVE in variant or variant == names.OURS_TILES
         line |= {"dead %": 0.0 if early else _dead(known), "launched an SM": math.nan, "8-bit loads": math.nan}
         line |= {"registers": _number(known, "registers"), "CTAs an SM": _number(known, "ctas_per_sm")}
         if names.PERSISTENT in variant:
@@ -303,33 +312,6 @@ def own_products(rows: pd.DataFrame) -> pd.DataFrame:
     return frame(found, OWN)[OWN]
 
 
-TUNED_POINT = ["kernel", "GEMM", "tile", "µs", "persistent tile", "persistent µs", *RATIO, "no slower", "runs"]
-
-
-def tuned_point(rows: pd.DataFrame) -> pd.DataFrame:
-    """The source's own case, each GEMM and each grid with the fastest of the tiles that the source tunes over.
-
-    ratio: one CTA a tile / persistent. A row a GEMM, where at least two tiles were timed in both grids.
-    """
-    found = []
-    for op, group in _own_point(rows):
-        us = median_us(group)
-        for kernel, int8 in (("W4A16", False), ("W4A8", True)):
-            some = [[name for name in names.tuned_over(grid, int8) if name in us] for grid in names.GRIDS]
-            if min(map(len, some)) < 2:
-                continue
-            tiles, persistent = (fastest_of(us, timed_in) for timed_in in some)
-            line = {"kernel": kernel, "GEMM": op, "tile": _tile_of(tiles), "µs": us[tiles]}
-            line |= {"persistent tile": _tile_of(persistent), "persistent µs": us[persistent]}
-            found.append(line | pairs(group, [(persistent, tiles)])[0])
-    return pd.DataFrame(found, columns=TUNED_POINT)
-
-
-def _tile_of(variant: str) -> str:
-    """Its size in words; the source's usual one where a name has none."""
-    return ", ".join(word for word in variant.split(", ") if word.startswith(("BN=", "BK="))) or "usual"
-
-
 def code(rows: pd.DataFrame, variants: Sequence[str]) -> pd.DataFrame:
     """Evidence of some variants of the source's own case, a row a GEMM, with the version of Triton that compiled it."""
     found = []
@@ -338,70 +320,6 @@ def code(rows: pd.DataFrame, variants: Sequence[str]) -> pd.DataFrame:
         shown = {"GEMM": op, "triton": group["triton"].iloc[0]}
         found += [{"variant": v} | shown | known[v] for v in variants if known.get(v, {}).get("loads")]
     return pd.DataFrame(found)
-
-
-FILLING = [*CASE, "GEMM", "us", "against us", "programs", "gain / programs", "tiles / filled", *RATIO]
-
-
-def filling(rows: pd.DataFrame) -> pd.DataFrame:
-    """The source's persistent kernel: time with one program an SM over that with as many as fit, in every case.
-
-    programs: of those, an SM; gain / programs: 1 if a program takes no longer beside others than alone; tiles / filled:
-    time of one CTA a tile over that of as many programs as fit.
-    """
-    found = []
-    for _, said, group in _gemms(rows):
-        tiles = median_us(group).get(names.source(16, names.TILES), math.nan)
-        for line in pairs(group, [(names.FILLED_BASE, names.BASE)]):
-            known = facts(group)[names.FILLED_BASE]
-            programs = _number(known, "programs") / _number(known, "sms")
-            line |= {"programs": programs, "gain / programs": line["ratio"] / programs}
-            found.append(said | line | {"tiles / filled": tiles / line["us"]})
-    return pd.DataFrame(found, columns=FILLING)
-
-
-ORDER = [*CASE, "GEMM", "groups of", "us", "MB an expert", "registers", "as groups of 1", "L2 hits %", "DRAM / weights"]
-ORDER += RATIO
-
-
-def order(rows: pd.DataFrame) -> pd.DataFrame:
-    """GROUP_SIZE_M of the source's persistent kernel: time with groups of 1 over this, and what was counted of the L2.
-
-    L2 hits: of the sectors read, those that did not come from memory. DRAM / weights: bytes read from memory over
-    those of the experts that got a token. as groups of 1: whether the code has as many registers, as far as is known;
-    if not, the compiler made something else of it, and the ratio is not the order's.
-    """
-    by_name = {names.grouped(size): size for size in names.GROUPS}
-    found = []
-    for x, said, group in _gemms(rows):
-        known, counters, moved = facts(group), facts(group, column="counters"), work.weight_bytes(x)
-        for line in pairs(group, [(name, names.grouped(1)) for name in by_name]):
-            registers, usual = (known.get(line[name], {}).get("registers") for name in ("variant", "against"))
-            line |= {"groups of": by_name[line["variant"]], "MB an expert": moved / work.active(x) / 1e6}
-            line |= {"registers": registers or math.nan, "as groups of 1": registers == usual}
-            found.append(said | line | _l2(counters[line["variant"]], moved))
-    return pd.DataFrame(found, columns=ORDER)
-
-
-def _l2(counted: dict[str, Any], weight_bytes: int) -> dict[str, float]:
-    memory, sectors = counted.get("dram_read_bytes"), counted.get("l2_read_sectors")
-    if not memory or not sectors:
-        return {"L2 hits %": math.nan, "DRAM / weights": math.nan}
-    return {"L2 hits %": 100 * (1 - memory / (SECTOR * sectors)), "DRAM / weights": memory / weight_bytes}
-
-
-def dead(rows: pd.DataFrame) -> pd.DataFrame:
-    """Blocks of the worst-case grid that no token is in, and what leaving them off is worth, by grid."""
-    grids = [(names.TILES,), (names.PERSISTENT,), (names.PERSISTENT, names.FILLED)]
-    by_name = {names.source(16, *grid): ", ".join(grid) for grid in grids}
-    early = [names.source(16, grid, names.EARLY, *more) for grid, *more in grids]
-    found = []
-    for _, said, group in _gemms(rows):
-        known = facts(group)
-        for line in pairs(group, zip(early, by_name, strict=True)):
-            before = line["against"]
-            found.append(said | line | {"grid": by_name[before], "dead %": _dead(known[before])})
-    return pd.DataFrame(found, columns=[*CASE, "GEMM", "grid", "dead %", *RATIO])
 
 
 STEPS = ["T", "SMs", "grid", "tiles", "CTAs an SM", "waves", "whole waves", "us", "us a wave", "predicted", "measured"]
@@ -449,22 +367,18 @@ def persistent_on_parts(rows: pd.DataFrame) -> pd.DataFrame:
         for line in pairs(group, both.items()):
             if "seen" in known[line["against"]]:
                 found.append({"T": params["T"], "SMs": known[line["against"]]["seen"]} | line)
-    return pd.DataFrame(found, columns=["T", "SMs", *RATIO])
+    return pd.DataFrame(found, columns=["T", "SMs", *RATIO, "runs"])
 
 
 def on_other_gpus(rows: pd.DataFrame) -> pd.DataFrame:
-    """Waves of the source's grid of one CTA a tile on GPUs of other sizes, by arithmetic; tiles as they were here.
-
-    Of the source's weights, which are INT4, where those were timed.
-    """
-    table = where(persistence(rows), persistent=names.BASE)
+    """Waves of ExecuTorch's own products, one CTA a tile, on GPUs of other sizes, by arithmetic; tiles as here."""
+    table = where(persistence(rows), persistent=[persistent for _, persistent in names.OWN_PAIRS])
     table = table[table["CTAs an SM"].notna()]
-    table = where(table, weights="INT4") if "INT4" in set(table["weights"]) else table
     found = []
     for _, line in table.iterrows():
         for gpu, (count, share) in waves.on_gpus(int(line["tiles"]), int(line["CTAs an SM"])).items():
-            found.append({**line[[*CASE, "GEMM"]], "GPU": gpu, "waves": count, "efficiency": share})
-    return frame(found, [*CASE, "GEMM", "GPU", "waves", "efficiency"])
+            found.append({**line[[*CASE, "GEMM", "kernel"]], "GPU": gpu, "waves": count, "efficiency": share})
+    return frame(found, [*CASE, "GEMM", "kernel", "GPU", "waves", "efficiency"])
 
 
 ROUTED = ["us", "active", "most / mean", "BM", "blocks", "TFLOP/s", "TB/s", "over uniform", "by", *RATIO]

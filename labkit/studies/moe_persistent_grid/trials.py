@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from labkit.bench.spec import Case, Trial
+from labkit import sources
+from labkit.bench.spec import Arguments, Case, Trial
 from labkit.evidence import compiled, roofline
 from labkit.kernels import offline
 from labkit.kernels.experts import choose, expert_layer, reference
@@ -25,18 +26,44 @@ from labkit.kernels.experts.inputs import Layer, LayerInputs, Workspace, workspa
 from labkit.kernels.experts.int4 import GROUP, Int4
 from labkit.kernels.launch import Launch
 from labkit.kernels.target import multiprocessors
-from labkit.studies.moe_persistent_grid import ceilings, executorch, green_context, peers, sglang, w4a8, work
+from labkit.studies.moe_persistent_grid import (
+    ceilings,
+    executorch,
+    green_context,
+    humming,
+    peers,
+    sglang,
+    vllm,
+    w4a8,
+    work,
+)
 from labkit.studies.moe_persistent_grid.routings import synthetic
-from labkit.sweep.trial import DTYPES, Call, Shared, chosen, hash_of, in_order, kept, trial, tune_anew
+from labkit.sweep.trial import (
+    DTYPES,
+    Call,
+    Random,
+    Shared,
+    chosen,
+    given,
+    hash_of,
+    in_order,
+    kept,
+    some_of,
+    trial,
+    tune_anew,
+)
 
 KEPT = ("registers", "spill_bytes", "shared_bytes", "ctas_per_sm", "num_warps", "matrix", "loads")  # of what code is
 CHECKED, CHECKED_SLOTS = 32, 16  # tokens of a layer, slots of a GEMM, that are compared with the float64 reference
 INT4_RMS = math.sqrt((16**2 - 1) / 12 + 0.25)  # of u4 - 8 where all sixteen are as likely
 EXACT = {"max": reference.MAX_TOLERANCE, "rms": reference.RMS_TOLERANCE}
 # The loop rounds more often than `reference.layer` does with what is stored: SiLU by itself, and each weighted part;
-# SGLang's layer the latter, and fp32 to fp16.
+# SGLang's layer the latter, and fp32 to fp16; vLLM's and the one of Humming's products the latter, too.
 # One token in a few hundred is then off by more than the metric allows a single kernel.
 LOOPED = {"max": 2 * reference.MAX_TOLERANCE, "rms": reference.RMS_TOLERANCE}
+# A reader's function is looked at after every block, of other tokens each time, and may hand on bf16 as well.
+OFTEN = {"max": 5 * reference.MAX_TOLERANCE, "rms": 2 * reference.RMS_TOLERANCE}
+LARGE = 16.0  # a weight, beside others of about 1 / √K
 # A value of 8 bits is off by up to 1/254 of its group's largest; ExecuTorch's tests allow 0.15 of the largest value.
 INT8 = {"max": 0.15, "rms": 2e-2}
 # ExecuTorch's own tests allow 0.05; it rounds to bf16 what `reference.layer` does, and each weighted part as well.
@@ -278,6 +305,28 @@ def sglang_layer(x: Case, device: Any, sets: int, seed: int) -> Trial:
     return trial(calls, (), check, LOOPED, facts=lambda: {"config": sglang.configuration(items[0])})
 
 
+def vllm_layer(x: Case, device: Any, sets: int, seed: int) -> Trial:
+    """vLLM's layer, which returns its output."""
+    items = inputs(x, device, sets, seed)
+    calls = kept([vllm.layer(item) for item in items])
+
+    def check() -> dict[str, float]:
+        return _errors(calls[0]()[_some(x)], _expected(x, items[0], stored=True))
+
+    return trial(calls, (), check, LOOPED, facts=lambda: {"config": vllm.configuration(items[0])})
+
+
+def humming_layer(x: Case, device: Any, sets: int, seed: int) -> Trial:
+    """Humming's products in a layer of ours."""
+    items = _with_outputs(inputs(x, device, sets, seed))
+    E, H, width = x["E"], x["H"], x["I"]
+    weights = (items[0].w1, items[0].w2)
+    ready = _of_model((E, H, width, str(device), seed), "Humming", lambda: [humming.prepared(w) for w in weights])
+    tiles = [humming.tile_for(one.config, x["T"] * x["top_k"]) for one in ready]
+    found = _layer(x, items, [humming.layer(item, *ready) for item in items], LOOPED, stored=True)
+    return replace(found, facts=lambda: {"config": {"gemm1": str(tiles[0]), "gemm2": str(tiles[1])}})
+
+
 def per_pair(x: Case, device: Any, sets: int, seed: int) -> Trial:
     """ExecuTorch's decode layer."""
     return _released(x, device, sets, seed, executorch.module("tiles"), executorch.per_pair, int8=False)
@@ -287,6 +336,12 @@ def released(x: Case, device: Any, sets: int, seed: int, grid: str, int8: bool) 
     """ExecuTorch's batched layer, in either grid."""
     bind = partial(executorch.batched, int8=int8, grid=grid)
     return _released(x, device, sets, seed, executorch.module(grid), bind, int8)
+
+
+def narrow(x: Case, device: Any, sets: int, seed: int, int8: bool) -> Trial:
+    """ExecuTorch's batched layer in blocks of 16 rows."""
+    module = sources.changed(executorch.RELEASE, executorch.MODULE, executorch.blocks_of_16)
+    return _released(x, device, sets, seed, module, partial(executorch.narrow, int8=int8), int8)
 
 
 def _released(
@@ -303,13 +358,41 @@ def _released(
 
 
 def added(function: Callable[..., Any], x: Case, device: Any, sets: int, seed: int) -> Trial:
-    """A function of the reader's own, function(x, ids, weights, w1, w2, out), on the tensors of the other variants."""
-    items = _with_outputs(inputs(x, device, sets, seed))
+    """A function of the reader's own, function(x, ids, weights, w1, w2, out), on copies of its own."""
+    made = inputs(x, device, sets, seed)
+    tokens, weights, w1, w2 = (getattr(made[0], name).clone() for name in ("x", "weights", "w1", "w2"))
+    ids, out = [one.ids.clone() for one in made], [torch.empty_like(tokens) for _ in made]
+    calls = [partial(function, tokens, some, weights, w1, w2, y) for some, y in zip(ids, out, strict=True)]
 
-    def bind(item: LayerInputs) -> Call:
-        return lambda: function(item.x, item.ids, item.weights, item.w1, item.w2, item.out)
+    def other_tokens(i: int, random: Random) -> None:
+        random.fill(tokens)
+        weights.copy_(weights.flip(1))
+        for some in ids:
+            some.add_(1).remainder_(x["E"])
 
-    return _layer(x, items, [bind(item) for item in items])
+    large: list[tuple[Tensor, Tensor]] = []  # weights that are, and what they were
+
+    def other_weight(i: int, random: Random) -> None:  # a single one of each matrix, so large that `out` shows it
+        for weight, before in large:
+            weight.copy_(before)
+        large.clear()
+        for w in (w1, w2):
+            expert = int(ids[i][random.below(x["T"]), random.below(x["top_k"])])
+            weight = w[expert, random.below(w.shape[1]), random.below(w.shape[2])]
+            large.append((weight, weight.clone()))
+            weight.fill_(LARGE)
+
+    def expected(i: int, count: int) -> tuple[list[int], Tensor]:
+        some = some_of(x["T"], CHECKED)
+        return some, reference.layer(tokens[some], ids[i][some], weights[some], w1, w2)
+
+    def errors(exact: tuple[list[int], Tensor], found: Mapping[str, Tensor]) -> dict[str, float]:
+        return _errors(found["out"][exact[0]], exact[1])
+
+    given_to = [{"x": tokens, "ids": some, "weights": weights, "w1": w1, "w2": w2} for some in ids]
+    changes = (other_tokens, other_weight)
+    arguments = Arguments(given_to, [{"out": y} for y in out], changes, expected, errors, tolerance=OFTEN)
+    return given(calls, arguments, LOOPED)
 
 
 def read(x: Case, device: Any, sets: int, seed: int) -> Trial:

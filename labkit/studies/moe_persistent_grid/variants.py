@@ -18,8 +18,10 @@ UNIFORM = "uniform"
 KINDS = (UNIFORM, "zipf 0.5", "zipf 1", "zipf 1.5", "hot set", "one expert")  # of routings, all made up
 TINY = "tiny"  # the model of the cases for the interpreter, which have every variant
 SOURCE_T = 1642  # tokens of the source's prefill
-ABLATED = (QWEN35_35B.name, MIXTRAL.name)  # models for which every change is timed, the first one the source's
-ABLATED_AT = {"INT4": (16, 128, 512, SOURCE_T), "bf16": (128, SOURCE_T)}  # and tokens; the source's weights are INT4
+# Models of which a product with a change at a time is timed, the first one the source's, and tokens. The source's
+# weights are INT4.
+ABLATED = (QWEN35_35B.name, MIXTRAL.name)
+ABLATED_AT = {"INT4": (16, 128, 512, SOURCE_T), "bf16": (128, SOURCE_T)}
 READ_UP_TO = 1642  # tokens, up to which reading the weights bounds a layer, and what a launch costs is seen
 
 # Whole layers
@@ -34,13 +36,19 @@ GROUPED = "F.grouped_mm with Triton around"
 LIGER = "liger-kernel, its host sync left out"
 LOOP = "loop of torch.mm, eager"
 SGLANG = "SGLang 0.5.22, tokens sorted by ours"
+HUMMING = "Humming 0.1.19 W4A16, the rest ours"
+VLLM = "vLLM 0.33.0 in Triton, tokens sorted by ours"  # of bf16 and of INT4 weights
 READ = "read the experts' weights"
-RIVALS = (GROUPED, LIGER, LOOP, SGLANG)
+RIVALS = (GROUPED, LIGER, LOOP, SGLANG, VLLM)
+ENGINES = {SGLANG: "SGLang", VLLM: "vLLM", HUMMING: "Humming"}  # layers, or what they are made of, of engines
+ENGINES_OF = {"bf16": (SGLANG, VLLM), "INT4": (VLLM, HUMMING)}  # kind of weights -> those that have it
 TUNED_FOR = SOURCE_T  # tokens that OTHER_TOKENS was tuned for
 
 # Others' own code. ExecuTorch's: as released, and with the pull request's grid applied to it
 RELEASE = "executorch-1.5.1"
 SGLANG_RELEASE = "sglang-0.5.22"
+VLLM_RELEASE = "vllm-fused-moe-0.33.0"
+HUMMING_RELEASE = "humming-kernels-0.1.19"
 PER_PAIR = "ExecuTorch 1.5.1, per pair"
 PER_PAIR_UP_TO = 16  # tokens; it is the release's decode, and reads an expert's weights once a token
 
@@ -55,7 +63,10 @@ OURS_FILLED = f"{OURS_PERSISTENT}, {FILLED}"
 
 
 def source(block_m: int = 16, grid: str = TILES, *changes: str, int8: bool = False) -> str:
-    """ExecuTorch's kernel, faithful but for the changes."""
+    """A kernel of the lab's own in the manner of ExecuTorch's, in which one thing at a time can be changed.
+
+    Its blocks are not ExecuTorch's, so no page rests on it; it is timed in the cases that were recorded with it.
+    """
     return ", ".join([f"source{' W4A8' if int8 else ''} BM={block_m}", grid, *changes])
 
 
@@ -69,6 +80,7 @@ RELEASED = {  # name -> the arguments of `trials.released`
     for int8 in (False, True)
     for grid, how in {TILES: "tiles", PERSISTENT: "persistent"}.items()
 }
+NARROW = {released(f"{TILES}, blocks of 16 rows", int8): {"int8": int8} for int8 in (False, True)}  # at SOURCE_T
 LIVE = "live blocks alone"  # as if the host knew how many there are
 ONE_GROUP = "groups of 1"
 RELEASED_AT = (128, SOURCE_T)  # tokens at which its products are timed alone
@@ -85,35 +97,19 @@ RELEASED_GEMMS = {  # name -> the arguments of `trials.released_gemm`: what a la
     )
 }
 GROUPS = (1, 8, 16, 32)
-# What the source tunes over beside its tile of 128 x 64 (ExecuTorch's fused_moe.py), at its own point alone: BN, BK,
-# stages. With 8-bit activations a K tile is the group that shares a scale.
-OTHER_TILES = {False: ((64, 64, 3), (64, 128, 3), (128, 128, 2)), True: ((64, 32, 3),)}
 MEANS: dict[str, dict[str, Any]] = {  # a change -> the arguments of `trials.config_of` that it stands for
     EARLY: {"counted": True}, FILLED: {"grid": "filled"}, FLAT: {"flatten": True}, BOX: {"descriptor": True},
     ONCE: {"unpack": "join"}, ROWS: {"block_m": 0},
 }  # fmt: skip
 MEANS |= {f"groups of {size}": {"group_m": size} for size in GROUPS}
-MEANS |= {
-    f"BN={n}, BK={k}": {"block_n": n, "block_k": k, "num_stages": stages}
-    for some in OTHER_TILES.values()
-    for n, k, stages in some
-}
-
-
-def grouped(group_m: int) -> str:
-    """The source's persistent kernel with this GROUP_SIZE_M; 8 is its own."""
-    return source(16, PERSISTENT, *([f"groups of {group_m}"] if group_m != 8 else []))
-
-
-def tuned_over(grid: str, int8: bool = False) -> list[str]:
-    """The source's variants of a grid that differ in their tile alone; the first one has its usual tile."""
-    others = [source(16, grid, f"BN={n}, BK={k}", int8=int8) for n, k, _ in OTHER_TILES[int8]]
-    return [source(16, grid, int8=int8), *others]
 
 
 def tiles_of(persistent: str) -> str:
-    """One of the source's persistent kernels -> the same in one CTA a tile; of one that is not persistent: empty."""
-    return persistent.replace(PERSISTENT, TILES).removesuffix(f", {FILLED}") if PERSISTENT in persistent else ""
+    """One of ExecuTorch's products in a persistent grid -> the same in one CTA a tile; empty for one that is none."""
+    if PERSISTENT not in persistent:
+        return ""
+    tiles = persistent.replace(PERSISTENT, TILES)
+    return tiles.removesuffix(f", {FILLED}").removesuffix(f", {ONE_GROUP}")
 
 
 def limited(sms: int, grid: str) -> str:
@@ -122,12 +118,7 @@ def limited(sms: int, grid: str) -> str:
 
 
 SMS = (0, 128, 108, 96, 64)  # 128 and 108: those of an RTX 4090 and an A100
-BASE, FILLED_BASE = source(16, PERSISTENT), source(16, PERSISTENT, FILLED)
-PAIRS = (  # of the same kernel in the two grids: one CTA a tile, persistent
-    *((source(m, TILES, int8=int8), source(m, PERSISTENT, int8=int8)) for int8 in (False, True) for m in (16, 64)),
-    (OURS_TILES, OURS_PERSISTENT),
-    (OURS_TILES, OURS_FILLED),
-)
+PAIRS = ((OURS_TILES, OURS_PERSISTENT), (OURS_TILES, OURS_FILLED))  # of the lab's kernel: one CTA a tile, persistent
 OWN_PAIRS = tuple((released(TILES, int8), released(PERSISTENT, int8)) for int8 in (False, True))  # each tunes itself
 OWN_CHANGES = {  # of ExecuTorch's own products: in words -> the variant's grid, and that of which it changes one thing
     "persistent": ([PERSISTENT], [TILES]),
@@ -136,17 +127,10 @@ OWN_CHANGES = {  # of ExecuTorch's own products: in words -> the variant's grid,
     f"{LIVE}, {TILES}": ([TILES, LIVE], [TILES]),
     f"{LIVE}, {PERSISTENT}": ([PERSISTENT, LIVE], [PERSISTENT]),
 }
-CHANGED = (  # of the source's kernel with blocks of 16 rows: its grid, and what is changed in it, the last thing last
+CHANGED = (  # of `source`, with blocks of 16 rows: its grid, and what is changed in it, the last thing last
     (PERSISTENT, EARLY), (TILES, EARLY), (PERSISTENT, FILLED), (PERSISTENT, EARLY, FILLED), (PERSISTENT, FLAT),
     (PERSISTENT, ONCE), (PERSISTENT, ONCE, BOX), (PERSISTENT, BOX), (PERSISTENT, ROWS),
 )  # fmt: skip
-CHANGES = (  # variant, and the one of which it changes one thing
-    *((source(16, *words), source(16, *words[:-1])) for words in CHANGED),
-    (source(64, PERSISTENT), BASE),
-    (source(64, TILES), source(16, TILES)),
-    (source(16, PERSISTENT, int8=True), BASE),
-    *((grouped(size), grouped(1)) for size in GROUPS[1:]),
-)
 
 
 class Line(NamedTuple):
@@ -174,6 +158,7 @@ LINES = {  # operation, of layers with the kind of weights -> its variants; the 
         Line(LIGER, "peer", "liger", {}),
         Line(LOOP, "baseline", "loop", {}),
         Line(SGLANG, "peer", "sglang_layer", {}),
+        Line(VLLM, "peer", "vllm_layer", {}),
         Line(ORDINARY, "step", "layer", {"dependent": False}),
         Line(BY_TILES, "step", "layer", {"rows": False}),
         Line(RULE, "step", "layer", {"base": "rule"}),
@@ -190,6 +175,9 @@ LINES = {  # operation, of layers with the kind of weights -> its variants; the 
         *(Line(one.name, "step", "layer", {"base": "source"} | one.options) for one in _SOURCE if "=16" in one.name),
         Line(PER_PAIR, "peer", "per_pair", {}),
         *(Line(name, "peer", "released", options) for name, options in RELEASED.items()),
+        *(Line(name, "peer", "narrow", options) for name, options in NARROW.items()),
+        Line(VLLM, "peer", "vllm_layer", {}),
+        Line(HUMMING, "peer", "humming_layer", {}),
     ],
     "gemm": [
         Line(OURS_TILES, "step", "gemm", {"base": "ours", "grid": "tiles"}),
@@ -199,12 +187,6 @@ LINES = {  # operation, of layers with the kind of weights -> its variants; the 
         *_SOURCE,
         *(_of_source(16, *words) for words in CHANGED),
         *(_of_source(16, PERSISTENT, f"groups of {size}") for size in GROUPS if size != 8),
-        *(
-            _of_source(16, grid, f"BN={n}, BK={k}", int8=int8)
-            for int8, some in OTHER_TILES.items()
-            for grid in GRIDS
-            for n, k, _ in some
-        ),
         Line(READ, "ceiling", "read", {}),
     ],
     "waves": [
@@ -241,14 +223,20 @@ def _takes(x: Case, name: str) -> bool:
         return T > 1  # nothing about one token is tuned
     if x.op in GEMMS and name in RELEASED_GEMMS:
         return int4 and x["model"] == ABLATED[0] and T in RELEASED_AT
+    if name in NARROW:
+        return x["model"] == ABLATED[0] and T == SOURCE_T
     if name in RELEASED or name == PER_PAIR:  # takes bf16 activations alone; the source's own model
         return x["model"] == ABLATED[0] and (name != PER_PAIR or T <= PER_PAIR_UP_TO)
+    if name == VLLM and int4:  # beside the other outside layers of such weights
+        return x["model"] in (ABLATED[0], TINY)
+    if name == HUMMING:  # takes bf16 activations alone
+        return x["model"] == ABLATED[0]
     if name in (LIGER, LOOP, RULE, OTHER_TOKENS):
         return _is_plain(x) and (name != OTHER_TOKENS or T != TUNED_FOR)
     if not name.startswith("source"):
         return True
-    if "BN=" in name:
-        return (x["model"], x["weights"], T) in ((ABLATED[0], "INT4", SOURCE_T), (TINY, "INT4", 5))
+    if (x["model"], T) == (ABLATED[0], SOURCE_T) and int4:
+        return False  # its own point, at which ExecuTorch's own code is timed
     weights = "W4A8" not in name and ONCE not in name if not int4 else name != source(16, PERSISTENT, BOX)
     return weights and ablated(x["model"], x["weights"], T)
 
@@ -259,7 +247,7 @@ def _is_plain(x: Case) -> bool:
 
 
 def ablated(model: str, weights: str, tokens: int) -> bool:
-    """Whether every change of the source's kernel is timed in a case; weights: of a tiny case, fp32 or INT4."""
+    """Whether products with a change at a time are timed in a case; weights: of a tiny case, fp32 or INT4."""
     return model == TINY or (model in ABLATED and tokens in ABLATED_AT.get(weights, ()))
 
 
@@ -290,8 +278,11 @@ _RUNS = {  # by the name of the function in `trials`, where that is enough
     "loop": f"{STUDY}.peers:loop",
     "read": f"{STUDY}.ceilings:read",
     "sglang_layer": (f"source:{SGLANG_RELEASE}", f"{STUDY}.sglang:layer"),
+    "vllm_layer": (f"source:{VLLM_RELEASE}", f"{STUDY}.vllm:layer"),
+    "humming_layer": (f"source:{HUMMING_RELEASE}", f"{STUDY}.humming:prepared", f"{STUDY}.humming:layer"),
     "per_pair": (f"source:{RELEASE}", f"{STUDY}.executorch:per_pair"),
     "released": (f"source:{RELEASE}", f"{STUDY}.executorch:batched"),
+    "narrow": (f"source:{RELEASE}", f"{STUDY}.executorch:narrow"),
     "released_gemm": (f"source:{RELEASE}", f"{STUDY}.executorch:product", f"{STUDY}.executorch:launcher"),
 }
 

@@ -21,7 +21,7 @@ SHORT = {
     variants.GROUPED: "F.grouped_mm",
     variants.LIGER: "liger-kernel",
     variants.LOOP: "loop, eager",
-    variants.SGLANG: "SGLang",
+    **variants.ENGINES,
     variants.OURS: "ours",
 }
 GRIDS = ((variants.OURS_PERSISTENT, "one program an SM"), (variants.OURS_FILLED, "as many programs as fit"))
@@ -95,15 +95,12 @@ def _ours_in_both(rows: pd.DataFrame) -> list[str]:
 
 
 def _source_in_short(rows: pd.DataFrame) -> str:
-    """The claim's own code where it was timed, else our version of its two kernels."""
+    """The claim's own code at its own point, or why it was not timed."""
     own = where(tables.released_grids(rows), T=SOURCE_T)
-    if len(own):
-        parts = [f"×{line['ratio']:.2f} ({line['activations']})" for line in own.to_dict("records")]
-        return f"ExecuTorch's own layer at its own point: {', '.join(parts)}."
-    table = tables.source_point(rows).set_index("variant")["tiles / this"].dropna()
-    known = {"8-bit activations": variants.source(16, variants.PERSISTENT, int8=True), "bf16 ones": variants.BASE}
-    parts = [f"×{table[variant]:.2f} with {words}" for words, variant in known.items() if variant in table]
-    return f"Our version of the source's kernels at its own point: {' and '.join(parts)}." if parts else ""
+    if own.empty:
+        return f"ExecuTorch's own layer at its own point: {why_not(rows, variants.RELEASED)}."
+    parts = [f"×{line['ratio']:.2f} ({line['activations']})" for line in own.to_dict("records")]
+    return f"ExecuTorch's own layer at its own point: {', '.join(parts)}."
 
 
 def _rivals_of(table: pd.DataFrame) -> str:
@@ -151,8 +148,7 @@ def rivals(rows: pd.DataFrame) -> Drawing:
     said = f"Ours is {counted(table['verdict'])} of {len(table)} cases; geometric mean "
     said += f"{geometric_mean(table['ratio']):.3f}, least {least['ratio']:.3f} ({_where(least)})"
     more = table[table["T"] > 1]["ratio"]
-    if tables.beside_sglang(rows).empty:
-        said += f"; SGLang's layer is not among them: {why_not(rows, [variants.SGLANG])}"
+    said += "".join(f"; {_missing(rows, variant)}" for variant in _engines_missing(rows))
     said += f"; without one token {geometric_mean(more):.3f}" if 0 < len(more) < len(table) else ""
     return drawing(
         plots.ratios, table.assign(row=labels(table, "T")), "row", "ratio", "low", "high", group="model",
@@ -219,16 +215,40 @@ def words_said(rows: pd.DataFrame) -> str:
     return f"{said} Bytes are faster for {worse}." if worse else said
 
 
-def beside_sglang(rows: pd.DataFrame) -> str:
-    """SGLang's own layer over ours, and how much of that is with a configuration that was tuned for this GPU."""
-    table = uniform(tables.beside_sglang(rows))
-    if table.empty:
-        return f"SGLang's own layer beside ours: {why_not(rows, [variants.SGLANG])}."
+def _engines_missing(rows: pd.DataFrame, weights: str = "bf16") -> list[str]:
+    """The engines whose layer of a kind of weights was timed in no case."""
+    timed = set(where(tables.beside_engines(rows), weights=weights)["engine"])
+    return [variant for variant in variants.ENGINES_OF[weights] if variants.ENGINES[variant] not in timed]
+
+
+def _missing(rows: pd.DataFrame, variant: str) -> str:
+    """That an engine's layer was not timed, and why."""
+    return f"{variants.ENGINES[variant]}'s layer is not among them: {why_not(rows, [variant])}"
+
+
+def beside_engines(rows: pd.DataFrame, weights: str = "bf16") -> str:
+    """Engines' own layers over ours, and how much of that is with a configuration that was tuned for this GPU."""
+    table = where(uniform(tables.beside_engines(rows)), weights=weights)
+    said = [_beside_engine(part, engine) for engine, part in table.groupby("engine", sort=False)]
+    some = rows[rows["case"].str.contains(f'"weights": "{weights}"')]
+    said += [
+        f"{variants.ENGINES[one]} beside ours, {weights}: {why_not(some, [one])}."
+        for one in _engines_missing(rows, weights)
+    ]
+    return " ".join(said)
+
+
+def _beside_engine(table: pd.DataFrame, engine: str) -> str:
     least = table.loc[table["ratio"].idxmin()]
-    said = f"time SGLang / ours is {mean(table['ratio'])}; ours is {counted(table['verdict'])}, least "
+    said = f"Time {engine} / ours is {mean(table['ratio'])}; ours is {counted(table['verdict'])}, least "
     said += f"{interval(least)} ({_where(least)})"
     parts = [f"{kind} ×{span(part['ratio'])}" for kind, part in table.groupby("configuration", sort=False)]
     return f"{said}. By its configuration: {', '.join(parts)}."
+
+
+def int4_engines(rows: pd.DataFrame) -> str:
+    """The same of INT4 weights."""
+    return beside_engines(rows, "INT4")
 
 
 def reading(rows: pd.DataFrame) -> Drawing:
@@ -429,43 +449,34 @@ def _which_grid(rows: pd.DataFrame) -> str:
     return f"{said}."
 
 
-ADVICE = {
+ADVICE = {  # a change of `tables.own_products` -> what it comes to
     variants.FILLED: "launch as many programs as fit, if the grid must be persistent",
-    variants.EARLY: "leave off at the last block that has a token",
-    variants.ONCE: "load each byte of INT4 weights once",
-    variants.BOX: "bring the weights by the copy engine",
-    variants.FLAT: "make one loop of tiles and K",
-    variants.ROWS: "choose the rows of a block by the tokens of an expert",
+    **{f"{variants.LIVE}, {grid}": f"launch blocks that have a token alone ({grid})" for grid in variants.GRIDS},
 }
 
 
 def _instead(rows: pd.DataFrame) -> str:
-    """What is faster in every case and with all weights that it was timed with, the most first."""
-    table = tables.worth(rows)
-    both = zip(table["change"], table["over"], strict=True)
-    table = table.assign(what=[ADVICE.get(after.removeprefix(f"{before}, "), "") for after, before in both])
-    table = table[table["what"] != ""]
-    sure = table.groupby("what")[["faster", "cases"]].transform("sum")
+    """What makes ExecuTorch's own products faster in every case, with both kinds of activations, the most first."""
+    table = where(tables.worth(rows), change=[*ADVICE])
+    if table.empty:
+        return ""
+    sure = table.groupby("change")[["faster", "cases"]].transform("sum")
     table = table[sure["faster"] == sure["cases"]]
-    means = table.groupby("what")["mean ratio"].agg(geometric_mean).sort_values(ascending=False)
-    said = [f"{what} (×{gain:.2f} in the mean)" for what, gain in means.items()]
-    return (
-        f"What makes our version of the source's kernel faster in every case instead: {'; '.join(said)}."
-        if said
-        else ""
-    )
+    means = table.groupby("change")["mean ratio"].agg(geometric_mean).sort_values(ascending=False)
+    said = [f"{ADVICE[change]} (×{gain:.2f} in the mean)" for change, gain in means.items()]
+    return f"What makes ExecuTorch's own products faster in every case instead: {'; '.join(said)}." if said else ""
 
 
 def ours_there(rows: pd.DataFrame) -> str:
-    """The lab's two GEMMs at the source's own point beside the fastest of its variants."""
+    """The lab's two GEMMs at the source's own point beside the fastest form of ExecuTorch's own."""
     us = tables.source_point(rows).set_index("variant")["µs, both"]
     ours = us.get(variants.OURS_TILES)
     us = us.drop(variants.OURS_TILES, errors="ignore")
     if ours is None or us.empty:
         return ""
     return (
-        f"At the source's own point the lab's two GEMMs, one CTA a tile, take {ours:.0f} µs, and the fastest of its "
-        f"variants ({us.idxmin()}) ×{us.min() / ours:.2f} as long."
+        f"At the source's own point the lab's two GEMMs, one CTA a tile, take {ours:.0f} µs, and the fastest form of "
+        f"ExecuTorch's own ({us.idxmin()}) ×{us.min() / ours:.2f} as long."
     )
 
 

@@ -1,156 +1,199 @@
-"""The sources' claims, and the functions that judge them from one GPU's rows."""
+"""The published claims of the study, with the rules by which `bench/claim.py` judges them."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import math
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
-from labkit.bench.spec import Claim, Judgement, lazy, untestable
+from labkit.bench.claim import OURS, Claim, Observation, Observed, of_interval, of_table
 from labkit.studies.persistent_tables import variants
 
 if TYPE_CHECKING:
     import pandas as pd
 
-PROCESSES = 3
+    from labkit.bench.verdict import Interval
+
+STEP = 0.05  # µs: the last digit of the source's times, either way
 PERSISTENT = (5352.1, 1942.8)  # µs a token, off and on
-SCHEDULE = (1994.8, 2389.4)  # µs a token, round-robin and longest first
-STANFORD_ON = "H100"
-STANFORD = 84  # percent of what can be read: 78 % of the datasheet's bandwidth
+SCHEDULE = (2389.4, 1994.8)  # µs a token, longest first and round-robin
+RECORDS, BUFFERS, QUEUES = 2222, 444, 16  # µs of building, of the source's Python
+RECORDS_SIZE = (RECORDS - 0.5) / (BUFFERS + QUEUES + 1), (RECORDS + 0.5) / (BUFFERS + QUEUES - 1)  # by their rounding
+STANFORD = 0.775  # of the data sheet's bandwidth: the least that is 78 % when it is rounded
+DATASHEET = {"H100 80GB HBM3": 3.35, "NVIDIA H200": 4.8}  # TB/s, by NVIDIA's data sheets of the SXM boards
 WAITS = 0.8  # of the queued work that a copy must wait for to count as waiting for it
 
-graphs, hosts, queued, ratio, rebuilding, where = (
-    lazy(f"{variants.PACKAGE}.tables:{name}") for name in ("graphs", "hosts", "queued", "ratio", "rebuilding", "where")
-)
-interval = lazy("labkit.report.words:interval")
+
+def _between(above: float, below: float, error: float) -> tuple[float, float]:
+    """The least and the largest ratio of two values that may each be off by `error`."""
+    return (above - error) / (below + error), (above + error) / (below - error)
 
 
-def _published(rows: pd.DataFrame, slow: str, fast: str) -> dict[str, Any]:
-    """The ratio of two ways at the published size, if enough processes have both."""
-    found = ratio(rows, slow, fast, **variants.PUBLISHED)
-    return found if found.get("runs", 0) >= PROCESSES else {}
+def _ways(rows: pd.DataFrame, above: str, below: str) -> Observed:
+    """Time of a token of one way over that of another, at the published size, of the same blocks."""
+    from labkit.studies.persistent_tables import tables
+
+    found, names = tables.ratio(rows, above, below, **variants.PUBLISHED), ("ratio", "low", "high", "noise", "runs")
+    several = [Observation(below, *(found[name] for name in names))] if found else []
+    return Observed(OURS, several, f"ways {above.split()[0]} and {below.split()[0]} at the published size")
 
 
-def _in_processes(what: str) -> Judgement:
-    return untestable(f"needs {what} in {PROCESSES} processes")
+def persistent(rows: pd.DataFrame) -> Observed:
+    """A token whose tables are rebuilt over one whose tables stay: ways 1 and 5, as was published."""
+    return _ways(rows, variants.REBUILT, variants.ONE_POSITION)
 
 
-def _judged(holds: bool, measured: str, why: str, otherwise: str) -> Judgement:
-    verdict, because = ("consistent", why) if holds else ("not reproduced", otherwise)
-    return Judgement(verdict, measured, because)
+def packed(rows: pd.DataFrame) -> Observed:
+    """All tables in blocking copies over the changed words alone, packed: ways 3 and 6."""
+    return _ways(rows, variants.PREBUILT, variants.PACKED)
 
 
-def judge_persistent(rows: pd.DataFrame) -> Judgement:
-    """Is a token faster by about 2.75 if the tables of one position stay, instead of being rebuilt in Python?"""
-    if not (found := _published(rows, variants.REBUILT, variants.ONE_POSITION)):
-        return _in_processes("ways 1 and 5 at the published size")
-    measured = f"{interval(found, 1)}, paired; medians {found['against us']:.0f} → {found['us']:.0f} µs"
-    valid = ratio(rows, variants.REBUILT, variants.GRAPH, **variants.PUBLISHED)
-    also = f"; way 9, whose tokens are right, {interval(valid, 1)}" if valid else ""
-    why = f"rebuilding costs time here too{also}; the replay itself is no decode"
-    return _judged(found["low"] > 1, measured, why, "rebuilding costs nothing here")
+def fewer_bytes(rows: pd.DataFrame) -> Observed:
+    """All tables in one asynchronous copy over the changed words alone: ways 4 and 6, of which neither blocks."""
+    return _ways(rows, variants.PINNED, variants.PACKED)
 
 
-def judge_construction(rows: pd.DataFrame) -> Judgement:
-    """Is most of what rebuilding costs the Python that builds records, and not the copies?"""
-    table = rebuilding(rows).set_index("table")
-    runs = where(hosts(rows), parts=variants.PUBLISHED_PARTS, queued_us=0)["runs"]
-    if not {"records", "all"} <= set(table.index) or runs.min() < PROCESSES:
-        return _in_processes("way 1 part by part")
-    (build, copy), share = table.loc["all", ["build", "copy"]], table.loc["records", "share"]
-    return _judged(
-        build > copy and share > 0.5,
-        f"building {build:.0f} µs, of it records {share:.0%}; copies {copy:.0f} µs",
-        "the copies are the small part, and the records are most of the building",
-        "the building of records is not most of it here",
-    )
+def pinned(rows: pd.DataFrame) -> Observed:
+    """All tables in one pinned copy over the same in pageable ones: ways 4 and 3."""
+    return _ways(rows, variants.PINNED, variants.PREBUILT)
 
 
-def judge_schedule(rows: pd.DataFrame) -> Judgement:
-    """Does assigning the longest record first make a token slower?"""
-    table = where(graphs(rows), variant=variants.LONGEST)
-    table = table[table["runs"] >= PROCESSES]
-    if table.empty:
-        return _in_processes("both schedules")
-    parts = [f"{line['model']} {interval(line, 3)}" for _, line in table.iterrows()]
-    slower = (where(table, model=variants.H1024)["low"] > 1).any()
-    measured = f"time longest first / round-robin: {'; '.join(parts)}"
-    return _judged(slower, measured, "slower on its model here too", "not slower on its model here")
+def schedule(rows: pd.DataFrame) -> Observed:
+    """A step with the longest record first over one in turn, on the source's model, of the same blocks."""
+    from labkit.studies.persistent_tables import tables
+
+    table = tables.where(tables.graphs(rows), model=variants.H1024, variant=variants.LONGEST)
+    noise = tables.noise(rows, "token", **variants.MAIN, model=variants.H1024)
+    return Observed(OURS, of_table(table.assign(noise=noise), lambda line: line["model"]), "both schedules")
 
 
-def judge_bandwidth(rows: pd.DataFrame) -> Judgement:
-    """Does one persistent kernel reach 84 % of what can be read, with Llama-3.2-1B at batch 1?"""
-    table = where(graphs(rows), model=variants.LLAMA, variant=variants.OURS).dropna(subset="% of ceiling")
-    if table.empty:
-        return untestable(f"needs {variants.LLAMA} and this GPU's read ceiling")
-    percent, us = table[["% of ceiling", "us"]].iloc[0]
-    measured = f"{percent:.0f} % of the read ceiling, beside {STANFORD} % ({us:.0f} µs a token)"
-    elsewhere = "" if STANFORD_ON in rows["gpu"].iloc[0] else f", on another GPU than the {STANFORD_ON} of the source,"
-    who = f"another kernel, in Triton{elsewhere}"
-    return _judged(percent >= STANFORD, measured, f"{who} reaches as much", f"{who} does not reach as much")
+def bandwidth(rows: pd.DataFrame) -> Observed:
+    """What a step of Llama streams in a second, over the bandwidth of the GPU's data sheet; noise: of its case."""
+    from labkit.studies.persistent_tables import tables
+
+    known = [tbs for name, tbs in DATASHEET.items() if len(rows) and name in rows["gpu"].iloc[0]]
+    found = tables.streamed(rows, variants.LLAMA)
+    noise = tables.noise(rows, "token", **variants.MAIN, model=variants.LLAMA)
+    several = [_share(found, tbs, noise) for tbs in known]
+    return Observed(OURS, several, f"{variants.LLAMA} on an H100 or H200 of the SXM kind")
 
 
-def judge_waiting(rows: pd.DataFrame) -> Judgement:
-    """Does a pageable copy wait for all that is queued on the stream before it?"""
-    waited = queued(rows).set_index("way")["waited"]
-    if not {variants.PREBUILT, variants.PINNED} <= set(waited.index):
-        return untestable("needs ways 3 and 4 with other work queued and without")
-    pageable, pinned = waited[variants.PREBUILT], waited[variants.PINNED]
-    return _judged(
-        pageable >= WAITS * variants.QUEUED_US and pinned < (1 - WAITS) * variants.QUEUED_US,
-        f"{pageable:.0f} µs more with {variants.QUEUED_US} µs of other work queued; pinned {pinned:.0f} µs more",
-        "a blocking copy from pageable memory waits for the stream, an asynchronous one from pinned memory does not",
-        "no such difference here",
-    )
+def _share(streamed: Interval, whole: float, noise: float) -> Observation:
+    ends = (value / whole for value in (streamed.mid, streamed.low, streamed.high))
+    return Observation(variants.LLAMA, *ends, noise, streamed.runs)
 
 
-def judge_packed(rows: pd.DataFrame) -> Judgement:
-    """Is it faster to send the changed words, packed, and scatter them on the device than to send the tables?"""
-    if not (found := _published(rows, variants.PREBUILT, variants.PACKED)):
-        return _in_processes("ways 3 and 6 at the published size")
-    also = ""
-    if pinned := _published(rows, variants.PINNED, variants.PACKED):
-        also = f"; against all in one pinned copy (way 4) ×{pinned['ratio']:.3f}: what pays is not to block"
-    measured = f"{interval(found)} a token, against blocking copies of all"
-    return _judged(found["low"] > 1, measured, f"faster here too{also}", f"not faster here{also}")
+def building(rows: pd.DataFrame) -> Observed:
+    """Building all tables over copying them, of the same tokens; noise: of the case."""
+    from labkit.studies.persistent_tables import tables
+
+    return Observed(OURS, _host(rows, tables.building(rows)), "way 1 at the published size, part by part")
 
 
-def judge_pinned(rows: pd.DataFrame) -> Judgement:
-    """Is one pinned copy slower than several pageable ones?"""
-    if not (found := _published(rows, variants.PREBUILT, variants.PINNED)):
-        return _in_processes("ways 3 and 4 at the published size")
-    otherwise = "not slower here: double-buffered, on a stream of its own"
-    return _judged(found["high"] < 1, f"pageable / pinned {interval(found)}", "slower here too", otherwise)
+def records(rows: pd.DataFrame) -> Observed:
+    """Building the records alone over building the other tables alone, each process by itself; noise: of the case."""
+    from labkit.studies.persistent_tables import tables
+
+    found = _host(rows, tables.records_over_rest(rows), RECORDS_SIZE)
+    return Observed(OURS, found, "way 1 at the published size, table by table")
+
+
+def _host(rows: pd.DataFrame, found: Interval, size: tuple[float, float] | None = None) -> list[Observation]:
+    """A ratio of the host's times of one case; its noise is not known, and so nothing clear, where it is not `sure`."""
+    from labkit.studies.persistent_tables import tables
+
+    sure, noise = tables.sure(found), tables.noise(rows, "host", **variants.PUBLISHED, queued_us=0)
+    one = of_interval(variants.REBUILT, found, noise if sure else math.nan)
+    return [replace(one, size=size if sure else None)]
+
+
+def waiting(rows: pd.DataFrame) -> Observed:
+    """µs that pageable copies take beyond those with an idle GPU, over those of the work that is queued before them.
+
+    Each process by itself; of way 3, whose building takes next to nothing: all tables, and each alone. noise: of both
+    cases, each of its own copies' µs; not known where the interval is wider than `tables.SURE` of the queued work.
+    """
+    from labkit.studies.persistent_tables import tables
+
+    table = tables.queued(rows, (variants.PREBUILT, *(variants.alone(variants.PREBUILT, x) for x in variants.TABLES)))
+    us, found = variants.QUEUED_US, []
+    busy, idle = (tables.noise(rows, "host", **variants.PUBLISHED, queued_us=queued) for queued in (us, 0))
+    for line in table.to_dict("records"):
+        mid, low, high = (line[name] / us for name in ("waited", "low", "high"))
+        noise = (busy * line["queued"] + idle * line["idle"]) / us / WAITS
+        noise = noise if (high - low) / 2 <= tables.SURE else math.nan
+        found.append(Observation(line["way"], mid, low, high, noise, line["runs"]))
+    return Observed(OURS, found, f"way 3 with {us} µs of other work queued and without")
 
 
 AUTOMEGAKERNEL = ("AutoMegaKernel, issue 1", "https://github.com/RightNow-AI/AutoMegaKernel/issues/1")
+MEGAKERNELS = ("Stanford MegaKernels", "https://hazyresearch.stanford.edu/blog/2025-05-27-no-bubbles")
+SGLANG = ("SGLang pull request 29415", "https://github.com/sgl-project/sglang/pull/29415")
+ASCEND = ("vllm-ascend pull request 17066", "https://github.com/vllm-project/vllm-ascend/pull/17066")
 LAPTOP = "RTX 5090 Laptop, h1024, 402 records"
+GPUS = ("RTX 5090",)
+HOST = "of the host's times: unclear where the interval is wider than 5 % either way, or their A/A noise hides it"
+OTHER = "another kernel, and another host and its Python"
+TOKEN = "time of a token"
 CLAIMS = (
     Claim(
         "persistent", *AUTOMEGAKERNEL, "Persistent device tables make a token faster than tables rebuilt for each",
-        f"{LAPTOP}; one position replayed", f"{PERSISTENT[0]} → {PERSISTENT[1]} µs (×2.75)", judge_persistent,
+        f"{LAPTOP}; one position replayed", f"{PERSISTENT[0]} → {PERSISTENT[1]} µs (×2.75)",
+        ruled="2026-11-25", quantity=f"{TOKEN} with tables rebuilt in Python over one position replayed",
+        observe=persistent, size=_between(*PERSISTENT, STEP), gpus=GPUS, differs=OTHER,
+        note="the replay of one position is no decode",
     ),
     Claim(
-        "construction", *AUTOMEGAKERNEL, "Loading the tables is the bottleneck: Python that builds records, not bytes",
-        "its packing, run on a CPU", "444 µs buffers, 2222 µs records, 16 µs queues", judge_construction,
+        "construction", *AUTOMEGAKERNEL, "Loading the tables is the bottleneck: Python that builds them, not bytes",
+        "its packing, run on a CPU", f"{RECORDS + BUFFERS + QUEUES} µs of building for about 104 KB",
+        ruled="2026-11-25", quantity="time to build all tables over time to copy them", observe=building,
+        differs=OTHER, refutes="copies that take as long as building, of the same tokens", note=HOST,
+    ),
+    Claim(
+        "records", *AUTOMEGAKERNEL, "Most of building the tables is building the records",
+        "its packing, run on a CPU", f"{RECORDS} µs records, {BUFFERS} µs buffers, {QUEUES} µs queues",
+        ruled="2026-11-25", quantity="time to build the records over time to build the other tables", observe=records,
+        differs=OTHER, note=HOST,
     ),
     Claim(
         "schedule", *AUTOMEGAKERNEL, "Assigning the longest record first is slower", LAPTOP,
-        f"{SCHEDULE[0]} → {SCHEDULE[1]} µs", judge_schedule,
+        f"{SCHEDULE[1]} → {SCHEDULE[0]} µs",
+        ruled="2026-11-25", quantity=f"{TOKEN} with the longest record first over one with records in turn",
+        observe=schedule, size=_between(*SCHEDULE, STEP), gpus=GPUS,
+        differs="another kernel, with another number of records",
     ),
     Claim(
-        "bandwidth", "Stanford MegaKernels", "", "A whole decoder step in one kernel streams weights near the limit",
-        "H100, Llama-3.2-1B, batch 1, CUDA by hand", "78 % of the datasheet's bandwidth, 84 % of what can be read",
-        judge_bandwidth,
+        "bandwidth", *MEGAKERNELS, "A whole decoder step in one kernel streams weights near the limit",
+        "H100, Llama-3.2-1B, batch 1, CUDA by hand; positions 32 to 160", "78 % of the data sheet's bandwidth",
+        ruled="2026-11-25", quantity="of the data sheet's bandwidth is streamed", observe=bandwidth, neutral=STANFORD,
+        percent=True, gpus=("H100",), differs="another kernel, in Triton, from position 16 on",
     ),
     Claim(
-        "waiting", "sglang 29415", "", "A pageable copy to the GPU waits for the work that is queued there",
-        "GB200", "~8.5 ms a step", judge_waiting,
+        "waiting", *SGLANG, "A pageable copy to the GPU waits for the work that is queued there",
+        "GB200", "~8.5 ms a step",
+        ruled="2026-11-25", quantity="of the queued work is waited for", observe=waiting, neutral=WAITS, percent=True,
+        gpus=("GB200",), differs="copies of tables behind a kernel that only waits, outside of an engine",
+        refutes=f"copies that return before {100 * WAITS:.0f} % of the queued work has ended", note=HOST,
     ),
     Claim(
-        "packed", "vllm-ascend 17066", "", "Changed ranges packed, with a scatter on the device, instead of the table",
-        "Ascend, block tables", "2.72 → 0.14 ms a step", judge_packed,
+        "packed", *ASCEND, "It is faster to send the changed words, packed, and scatter them on the device than all",
+        "Ascend, block tables; of the upload alone, of an earlier version", "2.72 → 0.14 ms a step",
+        ruled="2026-11-25", observe=packed,
+        quantity=f"{TOKEN} with blocking copies of all tables over one with the changed words packed",
+        gpus=("Ascend",), differs="tables of a decode; the whole token is timed, not the upload",
     ),
     Claim(
-        "pinned", "imp 2023", "", "One pinned copy is slower than five pageable ones", "three runs", "three of three",
-        judge_pinned,
+        "packed-bytes", *ASCEND, "What makes that faster is that fewer bytes are sent",
+        "Ascend, block tables; of the upload alone, of an earlier version", "2.72 → 0.14 ms a step",
+        ruled="2026-11-25", observe=fewer_bytes,
+        quantity=f"{TOKEN} with one pinned copy of all tables over one with the changed words packed",
+        gpus=("Ascend",), differs="tables of a decode; the whole token is timed, not the upload",
+        refutes="a token with all bytes in one copy that does not block, and that takes no longer",
+    ),
+    Claim(
+        "pinned", "imp 2023", "", "One pinned copy is slower than five pageable ones",
+        "three runs; GPU not stated, and no address is known", "three of three",
+        ruled="2026-11-25", quantity=f"{TOKEN} with one pinned copy over one with three pageable ones", observe=pinned,
+        differs="three pageable copies, and two pieces of pinned memory in turn on a stream of its own",
     ),
 )  # fmt: skip

@@ -1,18 +1,36 @@
 """Figures and sentences of tokens with the host at work: what each way costs, by parts, records and contexts."""
 
-from itertools import pairwise
+from collections.abc import Mapping
+from typing import Any
 
 import pandas as pd
 
 from labkit.bench import tables as kit
 from labkit.report import plots
 from labkit.report.figures import Drawing, drawing
+from labkit.report.words import interval
 from labkit.studies.persistent_tables import tables as derived
 from labkit.studies.persistent_tables import variants
 from labkit.studies.persistent_tables.views import UNITS, numbers
 
 BAR_HOST_US = 20  # of the host a token, that way 8 or 9 was to stay below
+WHOLE_UNITS = UNITS | {"low": "all, low", "high": "all, high"}
+UNSURE = f'"unclear" means an interval wider than {100 * derived.SURE:.0f} % either way'
+GROWS = {"faster": "more", "slower": "less", "same": "the same", "unclear": "unclear"}
 SHORT = ("Python", "vectorised", "prebuilt", "pinned", "replayed", "one by one", "packed", "kernel", "launch", "graph")
+
+
+def figure(
+    line: Mapping[str, Any] | pd.Series, name: str, form: str = "{:.0f}", ends: str = "{} ", unit: str = ""
+) -> str:
+    """A figure of the host's with its interval: "2623 µs [985, 6990] (unclear)". name: of its column.
+
+    ends: of the columns of its interval's ends, before "low" and "high". unit: what follows the number: " µs".
+    """
+    values = [line[name], *(line[ends.format(name) + end] for end in ("low", "high"))]
+    mid, low, high = map(form.format, values)
+    unclear = (values[2] - values[1]) / 2 > derived.SURE * abs(values[0])
+    return f"{mid}{unit} [{low}, {high}]{' (unclear)' if unclear else ''}"
 
 
 def host(rows: pd.DataFrame) -> Drawing:
@@ -22,13 +40,15 @@ def host(rows: pd.DataFrame) -> Drawing:
         return "the host's work was not timed at the published size."
     tidy = table.melt("way", list(variants.PARTS), var_name="part", value_name="us")
     worst, best = table.loc[table["host"].idxmax()], table.loc[table["host"].idxmin()]
+    most, least = (figure(line, "host", "{:.1f}", "", " µs") for line in (worst, best))
     return drawing(
         plots.bars, tidy.assign(way=tidy["way"].map(_short)), "way", "us", "part", logy=True, xlabel="way",
         ylabel="µs of the host (log)", title=f"The host's work for a token, {variants.H1024}",
         alt="Bars of the host's time by way, split into build, copy and launch.",
-        caption=f"Medians, {table['records'].max():.0f} records, the GPU idle before each token.",
-        said=f"Most: {worst['way']}, {worst['host']:.0f} µs; least: {best['way']}, {best['host']:.1f} µs",
-        table=table, hidden=["model", "parts", "queued_us", "runs"], units=UNITS,
+        caption=f"Means of the processes' medians, {table['records'].max():.0f} records, the GPU idle before each "
+        f"token. {UNSURE}: {(~table['sure'].astype(bool)).sum()} of {len(table)} are.",
+        said=f"Most: {worst['way']}, {most}; least: {best['way']}, {least}",
+        table=table, hidden=["model", "parts", "queued_us", "runs", "sure"], units=WHOLE_UNITS,
     )  # fmt: skip
 
 
@@ -42,10 +62,13 @@ def bar_host(rows: pd.DataFrame) -> str:
     table = kit.where(derived.hosts(rows), way=[variants.IN_LAUNCH, variants.GRAPH], queued_us=0)
     if table.empty:
         return "ways 8 and 9 were not timed."
-    most = table.groupby("way")["host"].max()
-    parts = [f"{way} at most {us:.1f} µs, {'' if us < BAR_HOST_US else 'not '}below" for way, us in most.items()]
+    parts = []
+    for way, some in table.groupby("way"):
+        word = "not below" if (some["low"] >= BAR_HOST_US).any() else "unclear whether below"
+        word = "below" if (some["high"] < BAR_HOST_US).all() else word
+        parts.append(f"{way} at most {figure(some.loc[some['host'].idxmax()], 'host', '{:.1f}', '', ' µs')}, {word}")
     count = len(table[["model", "parts"]].drop_duplicates())
-    return f"medians over {count} cases, one of them to stay below {BAR_HOST_US} µs: {'; '.join(parts)}."
+    return f"over {count} cases, one of them to stay below {BAR_HOST_US} µs: {'; '.join(parts)}."
 
 
 def walls(rows: pd.DataFrame) -> Drawing:
@@ -86,38 +109,47 @@ def idle(rows: pd.DataFrame) -> Drawing:
         plots.heat, table, "case", "way", "% idle", xlabel="model", ylabel="way", unit="% of a token", fmt="{:.0f}",
         title="GPU idle: a token's time in which no step runs",
         alt="Map of percent of a token without a step running, by way and model.",
-        caption="What a token takes beyond way 9's step in a graph, over what it takes; the ways' kernels differ "
-        "by a percent or two, so that a little below zero is none.",
-        said=f"Most: {worst['way']}, {worst['case']}, {worst['% idle']:.0f} %",
-        table=["case", "way", "us", "gpu us", "idle us", "% idle"], units=UNITS,
+        caption="What a token takes beyond way 9's step in a graph, over what it takes, each process by itself; the "
+        "ways' kernels differ by a percent or two, so that a little below zero is none.",
+        said=f"Most: {worst['way']}, {worst['case']}, {figure(worst, '% idle', ends='', unit=' %')}",
+        table=["case", "way", "us", "gpu us", "idle us", "% idle", "low", "high"],
+        units=UNITS | {"low": "% idle, low", "high": "% idle, high"},
     )  # fmt: skip
 
 
 def rebuilding(rows: pd.DataFrame) -> pd.DataFrame:
-    """The host's µs for each table alone, and for all."""
-    return derived.rebuilding(rows).rename(columns=UNITS)
+    """The host's µs for each table alone, and for all, and the share of each: as figures with their intervals."""
+    table = derived.rebuilding(rows)
+    percent = ["share", "share low", "share high"]
+    table[percent] *= 100
+    found = {"build µs": "build", "copy µs": "copy", "% of building all": "share"}
+    columns = {head: [_or_dash(line, name) for _, line in table.iterrows()] for head, name in found.items()}
+    return pd.DataFrame({"table": table["table"]} | columns)
+
+
+def _or_dash(line: pd.Series, name: str) -> str:
+    return figure(line, name) if line[name] == line[name] else "–"
 
 
 def where(rows: pd.DataFrame) -> str:
     """Where the published saving goes, by its parts here."""
-    table = derived.rebuilding(rows).set_index("table")
-    us = kit.where(derived.walls(rows), **variants.PUBLISHED).set_index("way")["us"]
-    ways = [variants.REBUILT, variants.VECTORISED, variants.PREBUILT, variants.ONE_POSITION]
-    if "all" not in table.index or not set(ways) <= set(us.index):
+    table, build = derived.saving(rows), derived.rebuilding(rows).set_index("table")
+    if table.empty or "all" not in build.index:
         return "ways 1, 2, 3 and 5 were not all measured at the published size."
-    python, rest, copies = (us[slow] - us[fast] for slow, fast in pairwise(ways))
+    shares = table.assign(**{name: 100 * table[name] for name in ("share", "share low", "share high")})
+    python, rest, copies, _ = (figure(line, "share", unit=" %") for _, line in shares.iterrows())
     return (
-        f"rebuilding costs {python + rest + copies:.0f} µs a token here. {python:.0f} of them go when the same tables "
-        f"are built vectorised, {rest:.0f} more when they are kept and only the position is set, and the last "
-        f"{copies:.0f} are pageable copies and their waiting. The building alone, timed apart from these, without the "
-        f"GPU: {table.loc['all', 'build']:.0f} µs."
+        f"rebuilding costs {figure(table.iloc[-1], 'us', unit=' µs')} a token here. {python} of that go when the same "
+        f"tables are built vectorised, {rest} more when they are kept and only the position is set, and the last "
+        f"{copies} are pageable copies and their waiting. The building alone, timed apart from these, without the GPU: "
+        f"{figure(build.loc['all'], 'build', unit=' µs')} ({UNSURE})."
     )
 
 
 def queued(rows: pd.DataFrame) -> pd.DataFrame:
     """The host's µs for copies with an idle GPU and behind other work."""
     heads = {"built": "build µs", "idle": "GPU idle", "queued": f"{variants.QUEUED_US} µs queued"}
-    return derived.queued(rows).rename(columns=heads)
+    return derived.queued(rows).drop(columns="runs").rename(columns=heads)
 
 
 def waits(rows: pd.DataFrame) -> str:
@@ -126,13 +158,13 @@ def waits(rows: pd.DataFrame) -> str:
     if table.empty:
         return "copies were not timed behind other work."
     late = table["built"] >= variants.QUEUED_US
-    rest = table["waited"] > variants.QUEUED_US / 10
-    wait = ~late & rest & (table["built"] + table["waited"] > variants.QUEUED_US / 2)
-    groups = {"the host waits for other work on the stream in the ways": wait, "not in": ~wait & ~late}
-    found = {words: numbers(table["way"][some]) for words, some in groups.items()}
+    wait = ~late & (table["low"] > variants.QUEUED_US / 10) & (table["built"] + table["low"] > variants.QUEUED_US / 2)
+    not_so = ~late & ~wait & (table["high"] < variants.QUEUED_US / 2)
+    groups = {"the host waits for other work on the stream in": wait, "not in": not_so}
+    groups["unclear, since processes differ, in"] = ~(late | wait | not_so)
+    groups["no answer from what is built for longer than that work takes:"] = late
+    found = {words: ", ".join(map(_short, table["way"][some])) for words, some in groups.items()}
     said = [f"{words} {ways}" for words, ways in found.items() if ways]
-    if late.any():
-        said.append(f"way {numbers(table['way'][late])} cannot tell: building takes longer than that other work")
     return "; ".join(said) + "."
 
 
@@ -164,18 +196,19 @@ def _swept(rows: pd.DataFrame, sweep: str) -> pd.DataFrame:
 
 def host_over_records(rows: pd.DataFrame) -> Drawing:
     """The host's µs a token against the number of records, by way."""
-    ways = [variants.REBUILT, *variants.SWEPT]
+    ways, grown = [variants.REBUILT, *variants.SWEPT], derived.growth(rows)
     table = kit.where(derived.hosts(rows), model=variants.H1024, queued_us=0, way=ways)
-    if table["records"].nunique() < 2:
+    if grown.empty:
         return "the host's work was not timed with several numbers of records."
-    ends = table.sort_values("records").groupby("way", sort=False)["host"].agg(["first", "last"])
-    said = "; ".join(f"{way} {line['first']:.0f} to {line['last']:.0f} µs" for way, line in ends.iterrows())
+    few, many = grown["records"].min(), grown["most"].max()
+    said = "; ".join(f"{line['way']} {interval(line)}, {GROWS[line['verdict']]}" for _, line in grown.iterrows())
+    said = f"With {many:.0f} records over {few:.0f}, in the same process: {said}"
     return drawing(
         plots.lines, table, "records", "host", "way", low="low", high="high", logx=True, logy=True, xlabel="records",
         ylabel="µs of the host (log)", title=f"More records: the host's work for a token, {variants.H1024}",
         alt=f"Lines of the host's time against records, by way. {said}.",
-        caption=f"Medians with quartiles, the GPU idle before each token. Fewest records to most: {said}.",
-        hidden=["model", "queued_us", "runs"], units=UNITS,
+        caption=f"Means of the processes' medians with their 95 % interval, the GPU idle before each token. {said}.",
+        hidden=["model", "queued_us", "runs", "sure"], units=WHOLE_UNITS,
     )  # fmt: skip
 
 

@@ -1,9 +1,14 @@
-"""Tables of the study: what the notebook shows and the claims are judged by, made from the measured rows."""
+"""Tables of the study: what the notebook shows and the claims are judged by, made from the measured rows.
+
+What the host takes differs between processes, up to twice its time: each figure of it, and each share, is made in each
+process by itself, and has the interval of the processes (`verdict.in_process`).
+"""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -12,12 +17,14 @@ import pandas as pd
 from labkit.bench import tables as kit
 from labkit.bench.spec import CONTROL
 from labkit.bench.tables import facts, pairs, where
-from labkit.bench.verdict import median_us
+from labkit.bench.verdict import NAN, Interval, Samples, aa, in_process, median_us, samples, verdict
+from labkit.bench.verdict import ratio as paired
 from labkit.kernels.decoder import tables
 from labkit.kernels.decoder.model import MODELS
 from labkit.kernels.decoder.tables import Lowering
 from labkit.studies.persistent_tables import plans, variants
 
+SURE = 0.05  # half width of an interval, at most, of a figure of the host's that is said without "unclear"
 STARTS = 2  # times the host's work of one token, that the start of a sample may add: its copies and events come on top
 RATIO = ("ratio", "low", "high", "verdict")  # time of a variant over that of the tables, and what the tables are
 WHOLE = (
@@ -25,12 +32,13 @@ WHOLE = (
 )  # fmt: skip
 GRAPH_COLUMNS = ("model", "variant", "us", "tbs", "% of ceiling", "% of reading", *RATIO, "runs")
 WALL_COLUMNS = (
-    "model", "dtype", "start", "parts", "way", "records", "tokens", "us", "gpu us", "idle us", "% idle", "bytes",
-    "copies", "kernels",
+    "model", "dtype", "start", "parts", "way", "records", "tokens", "us", "gpu us", "idle us", "% idle", "low", "high",
+    "bytes", "copies", "kernels",
 )  # fmt: skip
 HOST_COLUMNS = (
-    "model", "parts", "queued_us", "way", "records", "build", "copy", "launch", "host", "low", "high", "runs",
+    "model", "parts", "queued_us", "way", "records", "build", "copy", "launch", "host", "low", "high", "sure", "runs",
 )  # fmt: skip
+GROWTH_COLUMNS = ("way", "records", "most", "ratio", "low", "high", "verdict", "runs")
 TOKENS_COLUMNS = (
     "model", "dtype", "start", "parts", "way", "checked", "right", "margin", "margin there", "first error",
     "second error",
@@ -79,6 +87,16 @@ def graphs(rows: pd.DataFrame, names: Iterable[str] = WHOLE) -> pd.DataFrame:
     return _lines(found, GRAPH_COLUMNS)
 
 
+def streamed(rows: pd.DataFrame, model: str) -> Interval:
+    """TB/s that the step of a model streams without the host, with the interval of its processes."""
+    found = cases(rows, "token", **variants.MAIN, model=model)
+    known = samples(where(found[0][1], mode="graph")) if found else {}
+    if variants.OURS not in known:
+        return NAN
+    size, step = found[0][1]["floor_bytes"].iloc[0], known[variants.OURS]
+    return in_process([replace(step, ns=size / step.ns / 1e3)], _itself)  # bytes a ns are GB/s
+
+
 def ablations(rows: pd.DataFrame) -> pd.DataFrame:
     """The step with one choice changed, by model: µs, and time over that of the tables as they are."""
     table = graphs(rows, (variants.OURS, *variants.ABLATIONS)).dropna(subset="ratio")
@@ -101,53 +119,74 @@ def stages(rows: pd.DataFrame) -> pd.DataFrame:
     return table.assign(all=table["wake"] + table["work"] + table["tail"])
 
 
+def sure(found: Interval) -> bool:
+    """Whether a figure of the host's is known within `SURE`, from several processes."""
+    return found.runs > 1 and (found.high - found.low) / 2 <= SURE * abs(found.mid)
+
+
 def walls(rows: pd.DataFrame) -> pd.DataFrame:
     """µs a token with the host at work, by case and way.
 
     tokens: of a sample, which begins with an idle GPU. gpu us: of the same tables in a graph, position on the device;
     idle: what a token takes beyond it, in which no step runs; below zero where a way's own kernel is the faster one.
-    bytes, copies, kernels: what a token enqueues.
+    % idle: of a token, each process by itself; low, high: its interval. bytes, copies, kernels: what a token enqueues.
     """
     found = []
     for params, group in cases(rows, "token"):
-        gpu = median_us(where(group, mode="graph")).get(variants.OURS, math.nan)
+        gpu = samples(where(group, mode="graph")).get(variants.OURS)
         eager = where(group, mode="eager")
-        us, known = median_us(eager), facts(eager)
+        us, known, each = median_us(eager), facts(eager), samples(eager)
         tokens = dict(zip(eager["variant"], eager["calls_per_sample"], strict=True))
         for way in [name for name in (*variants.WAYS, *variants.ALONE, variants.REPLAYED) if name in us]:
-            step = gpu if way != variants.REPLAYED else math.nan  # its kernels are others
+            beside = gpu is not None and way != variants.REPLAYED  # its kernels are others
+            step = float(np.median(gpu.ns)) / 1e3 if beside else math.nan
+            idle = in_process([each[way], gpu], _idle, log=False) if beside else NAN
             line = {"way": way, "records": known[way].get("records", math.nan), "tokens": tokens[way], "us": us[way]}
-            line |= {"gpu us": step, "idle us": us[way] - step, "% idle": 100 * (us[way] - step) / us[way]}
+            line |= {"gpu us": step, "idle us": us[way] - step, "% idle": idle.mid, "low": idle.low, "high": idle.high}
             found.append(params | line | known[way].get("sent", {}))
     return _lines(found, WALL_COLUMNS)
+
+
+def _idle(token: Any, step: Any) -> Any:
+    return 100 * (token - step) / token
+
+
+def clocks(group: pd.DataFrame) -> dict[str, Samples]:
+    """Samples of the host's parts, in ns: `variants.part` of every way, and by the way alone the sums of its tokens."""
+    known = samples(group)
+    for way in (*variants.WAYS, *variants.ALONE):
+        parts = [known.get(variants.part(way, part)) for part in variants.PARTS]
+        if all(parts):
+            known[way] = replace(parts[0], ns=sum(part.ns for part in parts))
+    return known
+
+
+def host_case(rows: pd.DataFrame, queued_us: int, parts: int = variants.PUBLISHED_PARTS) -> pd.DataFrame:
+    """The rows of the host's work for a token of h1024, in one case; none if it was not measured."""
+    found = cases(rows, "host", model=variants.H1024, parts=parts, queued_us=queued_us)
+    return found[0][1] if found else rows.iloc[:0]
 
 
 def hosts(rows: pd.DataFrame) -> pd.DataFrame:
     """The host's µs for a token by case and way: build, copy and launch, and their sum.
 
-    Each is the middle one of the processes' medians, since a process may run at half another's pace. low, high:
-    quartiles of the sum. queued_us: other work that was on the stream.
+    low, high: the interval of the sum, of processes; sure: whether it is within `SURE`. queued_us: other work that was
+    on the stream.
     """
     found = []
     for params, group in cases(rows, "host"):
-        usable = group[group["ok"]]
-        ns = dict(zip(usable["variant"], usable["samples_ns"], strict=True))
-        known, run = facts(usable), dict(zip(usable["variant"], usable["run"], strict=True))
-        for way in (*variants.WAYS, *variants.ALONE):
-            parts = [np.asarray(ns.get(variants.part(way, part), []), float) / 1e3 for part in variants.PARTS]
-            if not all(map(len, parts)):
-                continue
-            total, first = sum(parts), variants.part(way, variants.PARTS[0])
-            line = {"way": way, "records": known[first].get("records", math.nan), "runs": len(set(run[first]))}
-            line |= {name: _middle(part, run[first]) for name, part in zip(variants.PARTS, parts, strict=True)}
-            line["host"] = _middle(total, run[first])
-            found.append(params | line | {"low": np.quantile(total, 0.25), "high": np.quantile(total, 0.75)})
+        known, noted = clocks(group), facts(group)
+        for way in [way for way in (*variants.WAYS, *variants.ALONE) if way in known]:
+            first, total = noted[variants.part(way, variants.PARTS[0])], in_process([known[way]], _us)
+            line = {"way": way, "records": first.get("records", math.nan), "runs": total.runs}
+            line |= {part: in_process([known[variants.part(way, part)]], _us).mid for part in variants.PARTS}
+            line |= {"host": total.mid, "low": total.low, "high": total.high, "sure": sure(total)}
+            found.append(params | line)
     return _lines(found, HOST_COLUMNS)
 
 
-def _middle(us: np.ndarray, run: np.ndarray) -> float:
-    """The middle one of the processes' medians."""
-    return float(np.median([np.median(us[np.asarray(run) == one]) for one in set(run)]))
+def _us(ns: Any) -> Any:
+    return ns / 1e3
 
 
 def tokens(rows: pd.DataFrame) -> pd.DataFrame:
@@ -188,25 +227,138 @@ def ratio(rows: pd.DataFrame, slow: str, fast: str, **wanted: Any) -> dict[str, 
 def rebuilding(rows: pd.DataFrame) -> pd.DataFrame:
     """Where the time of rebuilding goes, in the published size: host µs of every table alone, and of all.
 
-    Columns table, build, copy, share (of the building of all three).
+    Columns table, build, copy, and of the building of all three the share, each process by itself; each with the low
+    and high of its interval.
     """
-    table = where(hosts(rows), parts=variants.PUBLISHED_PARTS, queued_us=0).set_index("way")
-    if variants.REBUILT not in table.index:
-        return pd.DataFrame(columns=["table", "build", "copy", "share"])
-    ways = {variants.alone(variants.REBUILT, one): one for one in tables.TABLES} | {variants.REBUILT: "all"}
-    table = table.loc[[way for way in ways if way in table.index], ["build", "copy"]].rename(ways)
-    return table.assign(share=table["build"] / table.loc["all", "build"]).rename_axis("table").reset_index()
+    known = clocks(host_case(rows, 0))
+    ways = {one: variants.alone(variants.REBUILT, one) for one in tables.TABLES} | {"all": variants.REBUILT}
+    found = []
+    for table, way in ways.items() if variants.REBUILT in known else ():
+        if way in known:
+            build, copy = (known[variants.part(way, part)] for part in ("build", "copy"))
+            share = in_process([build, known[variants.part(variants.REBUILT, "build")]], _share)
+            line = (
+                {"table": table} | _named("build", in_process([build], _us)) | _named("copy", in_process([copy], _us))
+            )
+            found.append(line | _named("share", share if table != "all" else NAN))
+    return _lines(found, ("table", *_named("build", NAN), *_named("copy", NAN), *_named("share", NAN)))
 
 
-def queued(rows: pd.DataFrame) -> pd.DataFrame:
-    """The host's µs for the copies of a token with an idle GPU and with other work on the stream; waited: the rest.
+def _named(name: str, found: Interval) -> dict[str, float]:
+    """An interval as columns of a table: "share", "share low", "share high"."""
+    return {name: found.mid, f"{name} low": found.low, f"{name} high": found.high}
 
-    built: µs of building between that work and the copies, in which as much of it ends.
+
+def _share(part: Any, whole: Any) -> Any:
+    return part / whole
+
+
+def building(rows: pd.DataFrame) -> Interval:
+    """The host's time to build all tables over its time to copy them, of the same tokens, in the published size."""
+    known = clocks(host_case(rows, 0))
+    parts = [known.get(variants.part(variants.REBUILT, part)) for part in ("build", "copy")]
+    return paired(*parts) if all(parts) else NAN
+
+
+def records_over_rest(rows: pd.DataFrame) -> Interval:
+    """The host's time to build the records alone over that to build the other tables alone, in the published size."""
+    known = clocks(host_case(rows, 0))
+    wanted = [variants.part(variants.alone(variants.REBUILT, one), "build") for one in ("records", "buffers", "queue")]
+    return in_process([known[name] for name in wanted], _over_rest) if set(wanted) <= set(known) else NAN
+
+
+def _over_rest(part: Any, *others: Any) -> Any:
+    return part / sum(others)
+
+
+def noise(rows: pd.DataFrame, op: str, **wanted: Any) -> float:
+    """Half width of the A/A interval of the one case that has these parameters; NaN without it."""
+    found = cases(rows, op, **wanted)
+    return aa(found[0][1]).half_width if found else math.nan
+
+
+def queued(rows: pd.DataFrame, ways: Iterable[str] = variants.WAYS) -> pd.DataFrame:
+    """The host's µs for the copies of a token with an idle GPU and with other work on the stream.
+
+    built: µs of building between that work and the copies, in which as much of it ends. waited: µs beyond the copies
+    with an idle GPU, each process by itself; low, high: its interval.
     """
-    table = where(hosts(rows), parts=variants.PUBLISHED_PARTS, way=variants.WAYS).set_index("way")
-    idle, busy = (where(table, queued_us=us) for us in (0, variants.QUEUED_US))
-    found = pd.DataFrame({"built": busy["build"], "idle": idle["copy"], "queued": busy["copy"]}).dropna()
-    return found.assign(waited=found["queued"] - found["idle"]).rename_axis("way").reset_index()
+    idle, busy = (clocks(host_case(rows, us)) for us in (0, variants.QUEUED_US))
+    found = []
+    for way in [way for way in ways if way in idle and way in busy]:
+        name = variants.part(way, "copy")
+        waited = in_process([busy[name], idle[name]], _waited, log=False)
+        us = [busy[variants.part(way, "build")], idle[name], busy[name]]
+        line = dict(zip(("built", "idle", "queued"), (in_process([one], _us).mid for one in us), strict=True))
+        line |= {"waited": waited.mid, "low": waited.low, "high": waited.high, "runs": waited.runs}
+        found.append({"way": way} | line)
+    return _lines(found, ("way", "built", "idle", "queued", "waited", "low", "high", "runs"))
+
+
+def _waited(queued: Any, idle: Any) -> Any:
+    return (queued - idle) / 1e3
+
+
+def growth(rows: pd.DataFrame) -> pd.DataFrame:
+    """The host's time for a token of h1024 with the most records over that with the fewest, by way.
+
+    Columns way, records, most (of records), ratio, low, high, verdict: *faster* where it grows, as in `verdict`; runs.
+    The two cases were measured apart in each process, so that the A/A noise of both counts.
+    """
+    swept = cases(rows, "host", model=variants.H1024, queued_us=0)
+    groups = [group for params, group in swept if params["parts"]]
+    if len(groups) < 2:
+        return _lines([], GROWTH_COLUMNS)
+    fewest, most = groups[0], groups[-1]
+    noise = sum(aa(group).half_width for group in (fewest, most))
+    left, right, noted = clocks(fewest), clocks(most), [facts(group) for group in (fewest, most)]
+    lines = []
+    for way in [way for way in (variants.REBUILT, *variants.SWEPT) if way in left and way in right]:
+        ratio = in_process([right[way], left[way]], _share)
+        records = (one[variants.part(way, variants.PARTS[0])].get("records", math.nan) for one in noted)
+        line = {"way": way} | dict(zip(("records", "most"), records, strict=True))
+        line |= {"ratio": ratio.mid, "low": ratio.low, "high": ratio.high, "runs": ratio.runs}
+        lines.append(line | {"verdict": verdict(ratio, Interval(1.0, 1 - noise, 1 + noise, 0, 0))})
+    return _lines(lines, GROWTH_COLUMNS)
+
+
+def saving(rows: pd.DataFrame) -> pd.DataFrame:
+    """Where the time goes that a token of way 1 takes beyond one of way 5, at the published size.
+
+    Lines: what is saved from each way to the next of 1, 2, 3 and 5, and all. us and share of all, each of the tokens of
+    a block, with the low and high of its interval. Without one of these ways: none.
+    """
+    groups = [where(group, mode="eager") for _, group in cases(rows, "token", **variants.PUBLISHED)]
+    known = samples(groups[0]) if groups else {}
+    ways = (variants.REBUILT, variants.VECTORISED, variants.PREBUILT, variants.ONE_POSITION)
+    lines = []
+    if set(ways) <= set(known):
+        blocks = together([known[way] for way in ways])
+        us = dict(zip(ways, (one.ns / 1e3 for one in blocks), strict=True))
+        for slow, fast in [*pairwise(ways), (ways[0], ways[-1])]:
+            saved = us[slow] - us[fast]
+            line = {"from": slow, "to": fast} | _named("us", _of_blocks(blocks[0], saved))
+            lines.append(line | _named("share", _of_blocks(blocks[0], saved / (us[ways[0]] - us[ways[-1]]))))
+    return _lines(lines, ("from", "to", *_named("us", NAN), *_named("share", NAN)))
+
+
+def together(found: Sequence[Samples]) -> list[Samples]:
+    """The samples of several rows in the blocks that all have, in the same order."""
+    places = [pd.MultiIndex.from_arrays([one.run, one.block]) for one in found]
+    common = places[0]
+    for place in places[1:]:
+        common = common.intersection(place)
+    kept = [place.get_indexer(common) for place in places]
+    return [Samples(one.run[at], one.block[at], one.ns[at]) for one, at in zip(found, kept, strict=True)]
+
+
+def _of_blocks(blocks: Samples, values: np.ndarray) -> Interval:
+    """A quantity of each block, which may be zero or less, with its interval."""
+    return in_process([replace(blocks, ns=values)], _itself, log=False)
+
+
+def _itself(values: Any) -> Any:
+    return values
 
 
 def hidden(rows: pd.DataFrame) -> pd.DataFrame:

@@ -11,16 +11,18 @@ import torch
 from torch import Tensor
 
 from labkit import sources
-from labkit.bench.spec import Case, Trial
+from labkit.bench.spec import Arguments, Case, Trial
 from labkit.kernels.gated_delta import chunked as kernels
 from labkit.kernels.gated_delta import recurrent, reference
 from labkit.kernels.gated_delta.chunked import ExtendInputs
 from labkit.kernels.gated_delta.recurrent import StepInputs, VerifyInputs
 from labkit.studies.state_layout import flashinfer, layouts, peers, sglang, vllm, ways
 from labkit.studies.state_layout.variants import LENGTHS, SIGNATURE
-from labkit.sweep.trial import DTYPES, Call, Random, chosen, kept, relative_rmse, trial, tune_anew
+from labkit.sweep.trial import DTYPES, Call, Random, chosen, given, kept, relative_rmse, trial, tune_anew
 
 CHECKED = 8  # sequences, or tokens at each end, that are compared with the float64 reference
+CHECKED_AGAIN = 2  # sequences, after every block of a reader's function
+SETTLED = 40  # calls with the same inputs after which 0.5 ** 40 is left of a state
 LONGEST_CHECKED = 1024  # tokens of an extend that are compared token by token; the reference makes one step a token
 # Relative RMSE: a bf16 output rounds to 2^-9; an fp32 state differs by the order of its sums alone. Extend multiplies
 # values of the inputs' dtype, and keeps what one kernel hands to the next in it.
@@ -54,8 +56,49 @@ def grid(x: Case, device: Any, sets: int, seed: int, layout: str, BV: int, warps
 
 def added(function: Callable[..., Any], x: Case, device: Any, sets: int, seed: int) -> Trial:
     """A decode step by a function of the reader's own, on a state [slots, HV, V, K]."""
-    inputs = _step_inputs(x, device, sets, seed, v_first=True)
-    return _stepped(x, inputs, lambda item: partial(function, *_values(item)))
+    items = _step_inputs(x, device, sets, seed, v_first=True)
+    calls = [partial(function, *_values(item)) for item in items]
+    picks = [torch.arange(min(CHECKED, x["batch"]), device=device)] * sets  # the sequences that are checked
+
+    def states(i: int) -> Tensor:
+        return items[i].state[items[i].indices[picks[i]].long()]
+
+    def other_step(i: int, random: Random) -> None:
+        items[0].A_log.uniform_(1, 16, generator=random.generator).log_()  # it is the same for all sets
+        for one in items:
+            for part in (one.q, one.k, one.v, one.b):
+                random.fill(part)
+            one.a.copy_(_fast(one, random))
+            one.indices.copy_(one.indices[random.order(x["batch"])])
+        picks[i] = random.order(x["batch"])[:CHECKED_AGAIN]
+        items[i].state[items[i].indices[picks[i]].long()] = random.fill(states(i))
+
+    def expected(i: int, count: int) -> tuple[Tensor, Tensor, Tensor]:
+        item, S = items[i], states(i)
+        q, k, v, a, b = (part[picks[i]] for part in (item.q, item.k, item.v, item.a, item.b))
+        for _ in range(min(count, SETTLED)):
+            o, S = reference.decode_step(S, q, k, v, *_gates(item, a, b), item.scale)
+        return picks[i], o, S
+
+    def results(i: int) -> dict[str, Tensor]:
+        return {"out": items[i].out, "state": states(i)}
+
+    def errors(exact: tuple[Tensor, Tensor, Tensor], found: Mapping[str, Tensor]) -> dict[str, float]:
+        some, o, S = exact
+        return {"out": relative_rmse(found["out"][some], o), "state": relative_rmse(found["state"], S)}
+
+    read = [name for name in SIGNATURE if name not in ("state", "out", "scale")]
+    inputs = [{name: getattr(item, name) for name in read} for item in items]
+    outputs = [{"out": item.out} for item in items]
+    once = _step_tolerance(x)
+    often = {name: 2 * value for name, value in once.items()}  # roundings of the state go from call to call
+    return given(calls, Arguments(inputs, outputs, (other_step,), expected, errors, results, often), once)
+
+
+def _fast(item: StepInputs, random: Random) -> Tensor:
+    """Values of a with which a state forgets, by a decay of 0.2 to 0.5, so that any number of calls can be followed."""
+    alpha = torch.empty(item.a.shape, device=item.a.device).uniform_(0.2, 0.5, generator=random.generator)
+    return (-alpha.log() / item.A_log.exp()).expm1().log() - item.dt_bias
 
 
 def _values(item: StepInputs) -> list[Any]:

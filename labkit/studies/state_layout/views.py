@@ -131,7 +131,7 @@ def prediction_error(rows: pd.DataFrame) -> Drawing:
     table = where(_main_shape(tables.times(rows)), variant=MAIN)
     table = table[table["predicted_us"].notna()]
     if table.empty:
-        return "nothing was predicted, since this GPU's ceilings were not known when it was measured."
+        return "no kernel shown here has a prediction that was stored with its rows."
     table = table.assign(factor=table["us"] / table["predicted_us"])
     near = f"{100 * (table['factor'].sub(1).abs() <= 0.1).mean():.0f} % of the points lie within 10 %"
     return drawing(
