@@ -1,4 +1,4 @@
-"""The GEMV study: reference, cases, floors, choices, chains, tables, claims and views by hand; what its code is."""
+"""The GEMV study: reference, cases, floors, choices, chains, tables and views by hand; what its code is."""
 
 import dataclasses
 import json
@@ -15,7 +15,6 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from labkit import registry
 from labkit.bench import records, spec, verdict
 from labkit.bench.sha import covered, kernel_sha
 from labkit.bench.spec import CONTROL, Case
@@ -727,29 +726,27 @@ def test_chains_by_hand(rows):
     assert found.loc[names.READ, "% of reading W"] == 100
 
 
-COUNTS = {
-    True: {(32000, 2048): 1, (5120, 2048): 3, (2048, 4096): 3, (8192, 2048): 3},
-    False: {(32000, 2048): 1, (4096, 2048): 3, (1024, 2048): 3, (2048, 4096): 3, (8192, 2048): 3},
-}
+COUNTS = {(32000, 2048): 1, (5120, 2048): 3, (2048, 4096): 3, (8192, 2048): 3}
 
 
-def token_us(merged, most=10**9):
+def token_us(most=10**9):
     """µs of reading a token's matrices of up to so many rows."""
-    return sum(count * reading(*shape) for shape, count in COUNTS[merged].items() if shape[0] <= most)
+    return sum(count * reading(*shape) for shape, count in COUNTS.items() if shape[0] <= most)
 
 
-@pytest.mark.parametrize("merged", [True, False])
-def test_token_total_by_hand(rows, merged):
-    found = tables.token_total(rows, "Qwen3.5-4B", merged).set_index("rule")
-    us, total = found["us"], token_us(merged)
-    assert us[tables.RULE] == pytest.approx(1.2 * total + 0.1 * token_us(merged, 4096), rel=2e-3)
+def test_token_total_by_hand(rows):
+    found = tables.token_total(rows, "Qwen3.5-4B").set_index("rule")
+    us, total = found["us"], token_us()
+    assert us[tables.RULE] == pytest.approx(1.2 * total + 0.1 * token_us(4096), rel=2e-3)
     expected = {"always 1 row": 1.3, tables.FOUR: 1.2, tables.BEST: 1.2, tables.TUNED: 1.1, tables.CUBLAS: 1.54}
-    for rule, over in (expected | {tables.RULE_PLAIN: 1.25, tables.FOUR_PLAIN: 1.25}).items():
+    expected |= dict.fromkeys([tables.RULE_PLAIN, tables.ONE_PLAIN, tables.FOUR_PLAIN], 1.25)
+    assert set(us.index) == {tables.RULE, *expected}
+    for rule, over in expected.items():
         assert us[rule] == pytest.approx(over * total, rel=2e-3)
-    size = 2 * sum(count * n * k for (n, k), count in COUNTS[merged].items())
+    size = 2 * sum(count * n * k for (n, k), count in COUNTS.items())
     assert found.loc[tables.TUNED, "% of ceiling"] == pytest.approx(100 * size / us[tables.TUNED] / 1e6 / 3.0)
-    assert tables.token_total(made.without(rows, case=gemv_case(2048, 4096).key), "Qwen3.5-4B", merged).empty
-    less = tables.token_total(made.without(rows, variant="rows=1"), "Qwen3.5-4B", merged)
+    assert tables.token_total(made.without(rows, case=gemv_case(2048, 4096).key), "Qwen3.5-4B").empty
+    less = tables.token_total(made.without(rows, variant="rows=1"), "Qwen3.5-4B")
     assert set(us.index) - set(less["rule"]) == {tables.RULE, "always 1 row"}
     assert tables.token_total(rows[rows["case"].str.contains("fp32")], "Qwen3.5-4B").empty
 
@@ -758,7 +755,7 @@ def test_a_token_from_chains_by_hand(rows):
     found = tables.from_chain(rows, "Qwen3.5-4B").set_index("of")
     base = 2 + study.floor(Case("chain", {"model": "Qwen3.5-4B", "dtype": "bf16"})).bytes / 3e6
     for rule, alone, chain in ((tables.TUNED, 1.1, 1.1), (tables.CUBLAS, 1.54, 1.43)):
-        assert found.loc[rule, "sum"] == pytest.approx(alone * token_us(True), rel=2e-3)
+        assert found.loc[rule, "sum"] == pytest.approx(alone * token_us(), rel=2e-3)
         assert found.loc[rule, "chain"] == pytest.approx(3 * chain * base + alone * reading(32000, 2048), rel=2e-3)
     assert tables.from_chain(rows[rows["op"] == "chain"], "Qwen3.5-4B").empty
 
@@ -885,97 +882,6 @@ def test_the_table_is_the_fastest_candidate_cold_and_hot(toy, gpu):
     records.write(gpu[1] / "gemv_coalescing.parquet", rows[rows["op"] == "gemv"])
     study.settle(gpu[1] / "gemv_coalescing.parquet", gpu[1])
     assert choose.read(gpu[1]) == {}
-
-
-# claims
-
-
-def judged(name, rows):
-    [claim] = [claim for claim in registry.load("gemv_coalescing").claims if claim.id == name]
-    found = claim.judge(rows)
-    assert found.verdict in spec.VERDICTS
-    assert not re.search(r"\bnan\b", f"{found.measured} {found.why}")
-    return found
-
-
-@pytest.mark.parametrize("name", ["step", "pattern", "rule", "ceiling"])
-def test_without_rows_or_in_two_processes_nothing_is_judged(rows, name):
-    for less in (rows.iloc[:0], made.unusable(rows), made.processes(rows, 2), rows[rows["case"].str.contains("fp32")]):
-        assert judged(name, less.reset_index(drop=True)).verdict == "not testable here"
-
-
-@pytest.mark.parametrize(("ratio", "verdict", "why"), [
-    (2.4, "consistent", "about as much"), (3.5, "consistent", "about as much"), (1.6, "consistent", "about as much"),
-    (4.0, "consistent", "and by more"), (1.5, "not reproduced", "but not by that"),
-    (1.0, "not reproduced", "no gain"), (0.5, "not reproduced", "no gain"),
-])  # fmt: skip
-def test_step_claim(toy, ratio, verdict, why):
-    rows = frame({CHAIN_THREADS: 3.0 * ratio})
-    found = judged("step", rows)
-    assert (found.verdict, why in found.why) == (verdict, True)
-    assert found.measured.startswith(f"×{ratio:.1f} [")
-    for less in (made.without(rows, variant=CHAIN_THREADS), rows[~rows["case"].str.contains("h1024")]):
-        assert judged("step", less).verdict == "not testable here"
-
-
-def test_pattern_claim(toy):
-    assert judged("pattern", frame({names.THREAD_A_ROW_TURNED: 1.7})).verdict == "consistent"
-    some = judged("pattern", frame(of=walking))
-    assert some.verdict == "not reproduced"
-    assert some.measured == "pattern alone ×0.50 to ×2.0, with warps and width ×6 to ×6"
-    assert "from 5120 rows of W on" in some.why
-    never = judged("pattern", frame({names.THREAD_A_ROW_TURNED: 18.0}))
-    assert (never.verdict, "does not pay" in never.why) == ("not reproduced", True)
-    one = frame(
-        {names.THREAD_A_ROW_TURNED: 1.7},
-        lambda x, name: 4.5 if (name, x.key) == (names.THREAD_A_ROW_TURNED, TALL) else None,
-    )
-    assert judged("pattern", one).verdict == "not reproduced"  # nearly all of it at every shape but one
-    for step in (names.THREAD_A_ROW, names.THREAD_A_ROW_TURNED, names.WIDE_LOADS):
-        assert judged("pattern", made.without(frame(), variant=step)).verdict == "not testable here"
-
-
-def both_ways(one, four):
-    """Times of one and of four rows, with and without dependent launch."""
-    times = {1: one, 4: four}
-    return {make(n): time for n, time in times.items() for make in (names.rows_variant, names.plain_rows_variant)}
-
-
-def test_rule_claim(toy):
-    assert judged("rule", frame(both_ways(1.2, 1.2))).verdict == "consistent"
-    slow = judged("rule", frame(both_ways(1.3, 1.2)))  # the rule takes one row for the short ones
-    said = [float(text) for text in re.findall(r"([+-][\d.]+) %", slow.measured)]
-    rule = {merged: 1.2 + 0.1 * token_us(merged, 4096) / token_us(merged) for merged in COUNTS}
-    expected = [100 * (over / rule[merged] - 1) for merged in (True, False) for over in (1.3, 1.2, 1.2)]
-    assert said == pytest.approx(expected, abs=0.11)
-    assert slow.why.startswith("in 1 of 6 ways")  # always one row, merged
-    for one, four in ((1.2, 2.4), (2.4, 1.2)):
-        assert judged("rule", frame(both_ways(one, four))).verdict == "not reproduced"
-    plain = frame(both_ways(1.2, 1.2) | {names.plain_rows_variant(1): 2.4})
-    assert judged("rule", plain).verdict == "not reproduced"  # in one of the ways is enough
-    assert judged("rule", made.without(frame(), case=gemv_case(2048, 4096).key)).verdict == "not testable here"
-
-
-def test_ceiling_claim(toy):
-    fast = judged("ceiling", frame())
-    assert fast.verdict == "not reproduced"
-    size = study.floor(Case("chain", {"model": "Qwen3.5-4B", "dtype": "bf16"})).bytes / 3e6
-    assert [int(text) for text in re.findall(r"(\d+) %", fast.measured)] == [
-        round(100 * size / over / (2 + size)) for over in (1.1, 1.43, 1.5)
-    ]
-    assert judged("ceiling", frame({names.CHAIN_OURS: 2.0})).verdict == "consistent"
-    for less in (frame(ceiling=math.nan), made.without(frame(), variant=names.CHAIN_OURS)):
-        assert judged("ceiling", less).verdict == "not testable here"
-
-
-@pytest.mark.parametrize("claim", ["rule", "ceiling"])
-@pytest.mark.parametrize("lost", ["rows=1", "rows=4", "F.linear", names.OURS, "torch.mv, merged"])
-def test_a_token_is_judged_from_what_there_is(rows, claim, lost):
-    found = judged(claim, made.without(rows, variant=lost))
-    untested = claim == "rule" and lost in ("rows=1", "rows=4")  # what is left of the ways could say anything
-    assert (found.verdict == "not testable here") == untested
-    hole = (rows["variant"] == lost) & (rows["case"] == gemv_case(2048, 4096).key)
-    judged(claim, made.unusable(rows, hole))
 
 
 # views

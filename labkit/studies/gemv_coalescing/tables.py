@@ -9,9 +9,10 @@ import numpy as np
 import pandas as pd
 
 from labkit.bench.records import expanded, read
+from labkit.bench.spec import CONTROL
 from labkit.bench.tables import COMPARED, RATIO, Params, best_pair, cases, compared, facts, frame, pairs, picked, timed
 from labkit.bench.tables import fastest as fastest_of
-from labkit.bench.verdict import WORDS, geometric_mean, median_us
+from labkit.bench.verdict import WORDS, Samples, geometric_mean, median_us, ratio
 from labkit.kernels.gemv import choose
 from labkit.kernels.gemv.choose import Choice
 from labkit.shapes import LINEAR
@@ -28,6 +29,7 @@ CHAIN_COLUMNS = (
 PATTERN_COLUMNS = ("dtype", "N", "K", "MB", "CTAs an SM", *STEPS, "look-ups, ns", "pattern alone", "with width")
 RESIDENT = "CTAs an SM, at most"
 UNITS = {"us": "µs", "tbs": "TB/s", "percent": "% of ceiling"}  # headings of columns
+CEILING = "all bytes at the read ceiling"
 RULE_ROWS = 4096  # the pull request's rule: one row a group up to so many rows of W, else four
 
 
@@ -132,6 +134,18 @@ def _chains(model: str, group: pd.DataFrame) -> list[dict]:
     return found
 
 
+def of_ceiling(rows: pd.DataFrame, model: str, variants: Sequence[str]) -> pd.DataFrame:
+    """A model's chain at the read ceiling over its time as measured, by variant: `ratio`, with its interval."""
+    found = []
+    for _, group in cases(rows, "chain", model=model):
+        least = group["floor_bytes"].iloc[0] / group["ceiling"].max() / 1e3
+        for variant in variants if least == least else ():
+            own = group[group["variant"] == variant]
+            at_ceiling = own.assign(variant=CEILING, samples_ns=[[least] * len(run) for run in own["run"]])
+            found += pairs(pd.concat([group, at_ceiling]), [(variant, CEILING)])
+    return frame(found, ["variant", *COMPARED])
+
+
 def _is_merged(name: str) -> bool:
     return name.endswith(names.merged(""))
 
@@ -142,14 +156,14 @@ def _libraries(name: str) -> list[str]:
     return [names.BETWEEN_MV] if name in names.BETWEEN else list(map(how, names.LIBRARY))
 
 
-def token_total(rows: pd.DataFrame, model: str, merged: bool = True) -> pd.DataFrame:
+def token_total(rows: pd.DataFrame, model: str) -> pd.DataFrame:
     """µs of all weights of one token under each rule for the rows of a program, by real layer counts.
 
     Rules: the pull request's (1 up to 4096 rows of W, else 4), one row and four rows, each with dependent launch and
-    without; the best rows of each shape; the tuned table; cuBLAS. merged: matrices that share x as one. A rule is left
-    out if a shape was not measured with it.
+    without; the best rows of each shape; the tuned table; cuBLAS. Matrices that share x are one. A rule is left out
+    if a shape was not measured with it.
     """
-    us, counts = _by_shape(rows), LINEAR[model].token(merged)
+    us, counts = _by_shape(rows), LINEAR[model].token()
     size = sum(count * n * k * names.SIZES["bf16"] for (n, k), count in counts.items())
     top = times(rows)["ceiling"].max()
     found = []
@@ -162,7 +176,8 @@ def token_total(rows: pd.DataFrame, model: str, merged: bool = True) -> pd.DataF
 
 
 RULE, RULE_PLAIN = f"1 row up to N = {RULE_ROWS}, else 4", f"1 row up to N = {RULE_ROWS}, else 4, no dependent launch"
-ONE, FOUR, FOUR_PLAIN = "always 1 row", "always 4 rows", "always 4 rows, no dependent launch"
+ONE, FOUR = "always 1 row", "always 4 rows"
+ONE_PLAIN, FOUR_PLAIN = f"{ONE}, no dependent launch", f"{FOUR}, no dependent launch"
 BEST, TUNED, CUBLAS = "best rows of each shape", "tuned table", "cuBLAS"
 
 
@@ -175,6 +190,7 @@ def _rules() -> dict[str, Callable[[int], Sequence[str]]]:
         FOUR: lambda n: [some(4)],
         BEST: lambda n: list(map(some, names.ROWS_CHOICES)),
         RULE_PLAIN: lambda n: [plain(1 if n <= RULE_ROWS else 4)],
+        ONE_PLAIN: lambda n: [plain(1)],
         FOUR_PLAIN: lambda n: [plain(4)],
         TUNED: lambda n: [names.OURS],
         CUBLAS: lambda n: list(names.LIBRARY),
@@ -185,6 +201,35 @@ def _least(us: pd.DataFrame, shape: tuple[int, int], variants: Sequence[str]) ->
     """The least time of the variants at a shape; NaN if none was measured."""
     known = [name for name in variants if name in us]
     return float(us.loc[shape, known].min()) if known and shape in us.index else math.nan
+
+
+def token_blocks(rows: pd.DataFrame, model: str, merged: bool) -> pd.DataFrame:
+    """All weights of one token as rows of one case, for `pairs`: a row a rule, the time of a block that of all weights.
+
+    A block's time is the sum over the shapes, by real layer counts, of what each took in the block of that number and
+    process; blocks that a shape lacks are left out. So the times that two rules take at a shape are of one block. The
+    A/A control is the sum of the shapes' controls. Rules that choose among several variants are left out.
+    """
+    counts, found = LINEAR[model].token(merged), []
+    groups = {(params["N"], params["K"]): group for params, group in cases(rows, "gemv", dtype="bf16")}
+    for rule, variants in (_rules() | {CONTROL: lambda n: [CONTROL]}).items():
+        wanted = [(count, shape, variants(shape[0])) for shape, count in counts.items()]
+        if any(shape not in groups or len(some) > 1 for _, shape, some in wanted):
+            continue
+        total = sum(count * _blocks(groups[shape], one) for count, shape, (one,) in wanted).dropna()
+        if len(total):
+            run, block = (total.index.get_level_values(name).to_numpy() for name in ("run", "block"))
+            line = {"variant": rule, "ok": True, "run": run, "block": block, "samples_ns": total.to_numpy()}
+            mode = next(iter(groups.values()))["mode"].iloc[0]  # of all single GEMVs
+            found.append(line | {"mode": mode, "options": json.dumps({"repeats": TUNED})})
+    return frame(found, ["variant", "ok", "run", "block", "samples_ns", "mode", "options"])
+
+
+def _blocks(group: pd.DataFrame, variant: str) -> pd.Series:
+    """ns of a variant in each block of a case; index run, block. Empty if it was not measured."""
+    own = group[(group["variant"] == variant) & group["ok"]].iloc[:1]
+    run, block, ns = (own[name].iloc[0] if len(own) else [] for name in ("run", "block", "samples_ns"))
+    return pd.Series(np.asarray(ns, float), index=pd.MultiIndex.from_arrays([run, block], names=["run", "block"]))
 
 
 def from_chain(rows: pd.DataFrame, model: str) -> pd.DataFrame:
@@ -302,6 +347,30 @@ def pattern(rows: pd.DataFrame) -> pd.DataFrame:
     found["look-ups, ns"] = found["CTAs an SM"] * names.THREADS / ghz
     found["pattern alone"], found["with width"] = found[first] / found[turned], found[first] / found[wide]
     return found[list(PATTERN_COLUMNS)].sort_values(["dtype", "N", "K"], ignore_index=True)
+
+
+def pattern_share(rows: pd.DataFrame, shapes: Sequence[tuple[int, int]]) -> pd.DataFrame:
+    """Share of the gain of steps 3 and 4 together that the pattern alone has, in bf16: `ratio`, with its interval.
+
+    Of the logarithms of both gains over step 1, block by block. noise: by how much the share changes if each gain
+    changes by the case's A/A noise. Shapes where steps 3 and 4 together are not faster have no gain to explain.
+    """
+    first, alone, whole = names.THREAD_A_ROW, names.THREAD_A_ROW_TURNED, names.WIDE_LOADS
+    found = []
+    for params, group in cases(rows, "gemv", dtype="bf16"):
+        gains = {line["variant"]: line for line in pairs(group, [(alone, first), (whole, first)])}
+        if (params["N"], params["K"]) not in shapes or len(gains) < 2 or gains[whole]["verdict"] != "faster":
+            continue
+        start, turned, wide = (np.log(_blocks(group, name)) for name in (first, alone, whole))
+        share = ((start - turned) / (start - wide)).dropna()
+        run, block = (share.index.get_level_values(name).to_numpy() for name in ("run", "block"))
+        # `ratio` averages logarithms: what it is given is the exponential of the share, over 1.
+        interval = ratio(Samples(run, block, np.exp(share.to_numpy())), Samples(run, block, np.ones(len(share))))
+        mid, low, high = np.log([interval.mid, interval.low, interval.high])
+        noise = gains[whole]["noise"] * (1 + abs(mid)) / math.log(gains[whole]["ratio"])
+        line = {"ratio": mid, "low": low, "high": high, "noise": noise, "runs": interval.runs}
+        found.append(picked(params, SHAPE) | line)
+    return frame(found, [*SHAPE, "ratio", "low", "high", "noise", "runs"])
 
 
 def _multiprocessors(table: pd.DataFrame, otherwise: float = math.nan) -> float:
