@@ -2,7 +2,7 @@
 
 import pytest
 
-from labkit.bench.spec import integer, lazy, list_of, one_of, untestable, variant
+from labkit.bench.spec import integer, lazy, list_of, one_of, variant
 
 
 def test_a_function_is_imported_when_it_is_called():
@@ -46,8 +46,3 @@ def test_a_list_may_be_empty_if_that_is_said():
     for value in ([1, 1], 1, (), None, "", [0], [True]):  # else the two are the same
         assert rule(value) == may_be_empty(value) is not None
     assert list_of(one_of("a", "b"), empty=True)(["c"]) == "a list, each item one of a, b"
-
-
-def test_what_is_not_testable_has_no_number():
-    found = untestable("needs two GPUs")
-    assert (found.verdict, found.measured, found.why) == ("not testable here", "–", "needs two GPUs")

@@ -6,13 +6,15 @@ from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from labkit.bench.claim import Claim
 
 ROLES = ("ours", "step", "baseline", "peer", "ceiling", "control")
 CACHES = ("cold", "hot")
 MODES = ("graph", "eager")
 SOURCES = ("auto", "measure", "recorded")
-VERDICTS = ("reproduced", "not reproduced", "consistent", "not testable here")
 
 CONTROL = "A/A control"  # the variant that is timed a second time, with its own buffers, in every case
 ADDED = "added: "  # begins the names of the variants that are functions of the reader's own
@@ -168,33 +170,6 @@ class Floor:
 
 
 @dataclass(frozen=True)
-class Judgement:
-    """What the data of one GPU say of a claim. verdict: one of `VERDICTS`; why: one line, made from the data."""
-
-    verdict: str
-    measured: str
-    why: str
-
-
-def untestable(why: str) -> Judgement:
-    """Of data that do not say anything of a claim."""
-    return Judgement("not testable here", "–", why)
-
-
-@dataclass(frozen=True)
-class Claim:
-    """A published number. judge: the rows of one GPU (a DataFrame) -> Judgement."""
-
-    id: str
-    source: str
-    url: str
-    statement: str
-    condition: str
-    published: str
-    judge: Callable[[Any], Judgement]
-
-
-@dataclass(frozen=True)
 class Added:
     """How a study takes a function of the reader's own, to be checked and timed as its variants are (`added.py`).
 
@@ -270,7 +245,7 @@ class Study:
     variants: Callable[[Case], list[Variant]]
     control: Callable[[Case], str]
     floor: Callable[[Case], Floor]
-    claims: tuple[Claim, ...] = ()
+    claims: tuple["Claim", ...] = ()
     parameters: Mapping[str, Rule] = field(default_factory=dict)
     tiny: tuple[Case, ...] = ()
     early: Callable[[Case], bool] = lambda case: False
