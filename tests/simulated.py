@@ -69,6 +69,7 @@ def experiment(
     return pd.DataFrame(
         {
             "variant": name,
+            "mode": "graph",
             "options": options[name],
             "ok": True,
             "run": [run for run, part in enumerate(parts) for _ in part.block],

@@ -112,8 +112,8 @@ def test_report_shows_the_claims_of_what_was_recorded_and_measured(toy):
     assert done.returncode == 0, done.stderr
     index = (toy.root / "reports" / "index.html").read_text()
     assert "It is fast" in index
-    assert "13 µs" in index  # 6 rows of two samples each, recorded
-    assert "25 µs" in index  # and measured here
+    assert "12.6: µs of all" in index  # 6 rows of two samples each, recorded
+    assert "25.2: µs of all" in index  # and measured here
     assert "this claim cannot be judged" in index
     assert "earlier kernel" in index
     assert index.index("measured here, 2025-11-21") < index.index("recorded 2025-11-21")

@@ -11,7 +11,8 @@ import torch
 from missing import NO_SOURCES, sources_missing
 
 FOLDER = Path(__file__).parent / "kernels"
-RELEASED = {"test_released.py": (), "test_released_vllm.py": ("vllm",)}  # file -> the packages that it calls; none: all
+# File -> the packages that it calls; none: all that are always fetched.
+RELEASED = {"test_released.py": (), "test_released_vllm.py": ("vllm",), "test_released_vllm_experts.py": ("vllm",)}
 
 
 @pytest.mark.timeout(2400)  # a slow machine interprets the largest file for a quarter of an hour

@@ -8,6 +8,8 @@ import itertools
 import re
 from dataclasses import replace
 from functools import cache
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -25,8 +27,10 @@ from labkit.kernels.gated_delta import chunked, recurrent
 from labkit.kernels.gguf import formats, integers, routed, routed_integers, wide
 from labkit.kernels.gguf import products as ffn_kernels
 from labkit.kernels.gguf.experts import pack as pack_experts
+from labkit.kernels.launch import Launch
 from labkit.shapes import QWEN3_NEXT
 from labkit.studies.gemv_coalescing import variants as gemv_names
+from labkit.studies.moe_persistent_grid import humming, vllm
 from labkit.studies.persistent_tables import baseline
 from labkit.studies.state_layout import study
 from labkit.sweep import variants as sweep_variants
@@ -136,6 +140,17 @@ def grouped_integers_launch():
     return routed_integers.grouped_integers(tiled, torch.arange(count, dtype=torch.int32), work)
 
 
+def engine_launch(kernel):
+    """What the lab adds to engines' products: of vLLM's layer, and of Humming's with its sort of 16 tokens."""
+    x, ids, found = empty(128, 2 * 768), torch.zeros(16, 8, dtype=torch.int32), []
+    with mock.patch.object(Launch, "__call__", lambda launch: found.append(launch)):
+        vllm._activated(None, empty(128, 768), x)
+        vllm._summed(empty(16, 8, 2048), empty(16, 2048))
+    given = SimpleNamespace(shape=(16, 128, 8, 2048, 768), weights=torch.empty(16, 8), out=empty(16, 2048))
+    found += [*humming.tables(ids, 8, 128)[0], humming.total(empty(128, 2048), given)]
+    return next(launch for launch in found if launch.kernel.fn.__name__ == kernel)
+
+
 # which of them: every two values of two parameters meet, and each kernel has every size of its products
 
 
@@ -243,6 +258,11 @@ def others():
     return found
 
 
+def engines():
+    names = ("_activate_kernel", "_sum_kernel", "_counts_kernel", "_blocks_kernel", "_total_kernel")
+    return named("engine_launch", ({"kernel": name} for name in names))
+
+
 RATES = ("read", "in_place", "copy")
 OTHERS = "other kernels"
 GROUPS = {
@@ -252,6 +272,7 @@ GROUPS = {
     "decode and verify": steps,
     "grid of layouts": grid,
     "expert layers": experts,
+    "engines' expert layers": engines,
     "feed-forward": feed_forward,
     "GEMV": gemv,
     "machine": machine,

@@ -28,8 +28,8 @@ from functools import cache, wraps
 from typing import Any
 
 import torch
-import triton.testing
 from torch import Tensor
+from triton import testing
 
 from labkit.bench.spec import Arguments
 from labkit.sweep.case import beyond
@@ -85,7 +85,7 @@ class Names:
 def _owners() -> list[tuple[str, Any]]:
     """The modules and classes whose names are watched: of those that measure and check, with what they call."""
     cuda = torch.cuda
-    found = [("time", time), ("torch.cuda", cuda), ("torch.Tensor", Tensor), ("triton.testing", triton.testing)]
+    found = [("time", time), ("torch.cuda", cuda), ("torch.Tensor", Tensor), ("triton.testing", testing)]
     found += [(f"torch.cuda.{one.__name__}", one) for one in (cuda.Event, cuda.Stream, cuda.CUDAGraph, cuda.graph)]
     for name, module in list(sys.modules.items()):
         if name.startswith(("labkit.bench.", "labkit.sweep.")) or name.endswith((".reference", ".trials")):
