@@ -8,8 +8,6 @@ import itertools
 import re
 from dataclasses import replace
 from functools import cache
-from types import SimpleNamespace
-from unittest import mock
 
 import pytest
 import torch
@@ -27,7 +25,7 @@ from labkit.kernels.gated_delta import chunked, recurrent
 from labkit.kernels.gguf import formats, integers, routed, routed_integers, wide
 from labkit.kernels.gguf import products as ffn_kernels
 from labkit.kernels.gguf.experts import pack as pack_experts
-from labkit.kernels.launch import Launch
+from labkit.kernels.launch import launched
 from labkit.shapes import QWEN3_NEXT
 from labkit.studies.gemv_coalescing import variants as gemv_names
 from labkit.studies.moe_persistent_grid import humming, vllm
@@ -141,13 +139,10 @@ def grouped_integers_launch():
 
 
 def engine_launch(kernel):
-    """What the lab adds to engines' products: of vLLM's layer, and of Humming's with its sort of 16 tokens."""
-    x, ids, found = empty(128, 2 * 768), torch.zeros(16, 8, dtype=torch.int32), []
-    with mock.patch.object(Launch, "__call__", lambda launch: found.append(launch)):
-        vllm._activated(None, empty(128, 768), x)
-        vllm._summed(empty(16, 8, 2048), empty(16, 2048))
-    given = SimpleNamespace(shape=(16, 128, 8, 2048, 768), weights=torch.empty(16, 8), out=empty(16, 2048))
-    found += [*humming.tables(ids, 8, 128)[0], humming.total(empty(128, 2048), given)]
+    """What the lab adds to engines' products: of vLLM's layer, and of Humming's the sort of 16 tokens."""
+    found = launched(lambda: vllm._activated(None, empty(128, 768), empty(128, 2 * 768)))
+    found += launched(lambda: vllm._summed(empty(16, 8, 2048), empty(16, 2048)))
+    found += humming.tables(torch.zeros(16, 8, dtype=torch.int32), 8, 128)[0]
     return next(launch for launch in found if launch.kernel.fn.__name__ == kernel)
 
 
@@ -259,7 +254,7 @@ def others():
 
 
 def engines():
-    names = ("_activate_kernel", "_sum_kernel", "_counts_kernel", "_blocks_kernel", "_total_kernel")
+    names = ("_activate_kernel", "_sum_kernel", "_counts_kernel", "_blocks_kernel")
     return named("engine_launch", ({"kernel": name} for name in names))
 
 

@@ -147,11 +147,12 @@ class Claim:
         if self.observe is None:
             return untestable(self.untested)
         observed = self.observe(rows)
-        enough = [one for one in observed.observations if one.runs >= PROCESSES and math.isfinite(one.mid)]
+        claimed = map(self._of, observed.observations)
+        enough = [one for one in claimed if one.runs >= PROCESSES and math.isfinite(one.mid)]
         if not enough:
             return untestable(f"needs {observed.needs} in {PROCESSES} processes")
-        words = [word(self._of(one), self) for one in enough]
-        direction, size = direction_of(words), size_of([self._of(one) for one in enough])
+        words = [word(one, self) for one in enough]
+        direction, size = direction_of(words), size_of(enough)
         elsewhere = self._elsewhere(rows)
         verdict = _verdict(direction, size, observed.code == OWN and not elsewhere)
         said = [_cases(words), f"size: {size}" if size != "not comparable" else "", observed.code, elsewhere, self.note]
@@ -185,11 +186,12 @@ class Claim:
     def sha(self) -> str:
         """Hash of the rule: of all that decides a verdict, not of what is only shown, 12 hexadecimal digits."""
         rule = {one.name: getattr(self, one.name) for one in fields(self) if one.name in _RULE}
-        rule["observe"] = kernel_sha(target(self.observe)) if self.observe else None
+        rule["observe"] = kernel_sha(f"{self.observe.__module__}:{self.observe.__qualname__}") if self.observe else None
         common = (TOLERANCE, MOST, HALF, PROCESSES)
         return hashlib.sha256(repr((sorted(rule.items()), common)).encode()).hexdigest()[:12]
 
     def _of(self, one: Observation) -> Observation:
+        """The observation with what is claimed of it."""
         return replace(one, direction=one.direction or self.direction, size=one.size or self.size)
 
     def _elsewhere(self, rows: "pd.DataFrame") -> str:
@@ -199,11 +201,6 @@ class Claim:
 
 
 _RULE = ("id", "direction", "neutral", "band", "size", "gpus", "differs")
-
-
-def target(observe: Callable[..., Any]) -> str:
-    """ "module:function" of a claim's function."""
-    return f"{observe.__module__}:{observe.__qualname__}"
 
 
 def word(one: Observation, claim: Claim) -> str:
@@ -271,12 +268,10 @@ def _cases(words: Sequence[str]) -> str:
     return f"{said}, unclear in {counts['unclear']}" if counts["unclear"] else said
 
 
-def of_table(
-    table: "pd.DataFrame", case: Callable[[Mapping[str, Any]], str], value: str = "ratio"
-) -> list[Observation]:
+def of_table(table: "pd.DataFrame", case: Callable[[Mapping[str, Any]], str]) -> list[Observation]:
     """The lines of a table of comparisons (`Comparison.columns`) as observations. case: a line -> which it is."""
     return [
-        Observation(case(line), line[value], line["low"], line["high"], line["noise"], line["runs"])
+        Observation(case(line), line["ratio"], line["low"], line["high"], line["noise"], line["runs"])
         for line in table.to_dict("records")
     ]
 

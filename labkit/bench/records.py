@@ -170,8 +170,13 @@ def expanded(rows: pd.DataFrame) -> pd.DataFrame:
     """The rows with a column for each key of `case` and of `options`, and the median time `us` (µs per call)."""
     parts = [pd.DataFrame([json.loads(text) for text in rows[name]], index=rows.index) for name in ("case", "options")]
     extra = pd.concat(parts, axis=1)
+    return pd.concat([rows, extra[[name for name in extra if name not in rows]]], axis=1).assign(us=times_us(rows))
+
+
+def times_us(rows: pd.DataFrame) -> pd.Series:
+    """The median time of each row, µs per call; NaN without samples."""
     us = rows["samples_ns"].map(lambda samples: float(np.median(samples)) / 1e3 if len(samples) else math.nan)
-    return pd.concat([rows, extra[[name for name in extra if name not in rows]]], axis=1).assign(us=us.astype(float))
+    return us.astype(float)
 
 
 class Journal:

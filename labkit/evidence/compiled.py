@@ -63,14 +63,9 @@ def prebuild(sources: Sequence[Source], capability: int) -> None:
 def build_free(sources: Sequence[Source], capability: int, taken: str) -> None:
     """In a worker: compile the Launch, or the list of them, of sources, and disassemble it for its evidence.
 
-    taken: a folder in which each worker marks the source that it takes next: some take a hundred times as long as
-    others, so that no division beforehand would be even.
+    taken: as `workers.free` takes it.
     """
-    for place, source in enumerate(sources):
-        try:
-            (Path(taken) / str(place)).touch(exist_ok=False)
-        except FileExistsError:
-            continue
+    for source in workers.free(sources, taken):
         found = launch_of(source, capability)
         for launch in found if isinstance(found, list) else [found]:
             if kernel := build(launch, capability):  # a library's own launch gives none

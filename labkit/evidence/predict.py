@@ -35,6 +35,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from labkit.bench.records import times_us
 from labkit.evidence.roofline import MEMORY, Ceilings
 from labkit.kernels.tuned import slug
 
@@ -223,10 +224,15 @@ def predictions(rows: pd.DataFrame, launches: pd.DataFrame, gpu: Gpu, version: s
 
 def _parts(rows: pd.DataFrame, launches: pd.DataFrame, gpu: Gpu) -> tuple[Parts, np.ndarray]:
     """Of all rows' launches, numbered by place among the rows; and which rows have any."""
-    keys = rows[list(KEY)].assign(gpu=rows["gpu"].map(slug), row=range(len(rows)))[rows["cache"] == "cold"]
-    joined = keys.merge(launches, on=[*KEY, "gpu"], how="inner").sort_values(["row", "place"])
+    joined = _joined(rows, launches).sort_values(["row", "place"])
     parts = Parts.of(joined, gpu, joined["row"].to_numpy())
     return parts, np.bincount(parts.row, minlength=len(rows)) > 0
+
+
+def _joined(rows: pd.DataFrame, launches: pd.DataFrame) -> pd.DataFrame:
+    """The facts of the launches of cold rows; row: place among the rows."""
+    keys = rows[list(KEY)].assign(gpu=rows["gpu"].map(slug), row=range(len(rows)))[rows["cache"] == "cold"]
+    return keys.merge(launches, on=[*KEY, "gpu"])
 
 
 # ---- fitting
@@ -251,19 +257,18 @@ class Measured:
 
 def measured(rows: pd.DataFrame, launches: pd.DataFrame, gpu: Gpu) -> Measured:
     """The rows that may be used and have facts; their column `code` names the compiled kernel that matters most."""
-    us = rows["samples_ns"].map(lambda samples: float(np.median(samples)) / 1e3 if len(samples) else math.nan)
+    us = times_us(rows).to_numpy()
     _, known = _parts(rows, launches, gpu)
-    use = known & rows["ok"].to_numpy(bool) & np.isfinite(us.to_numpy(float))
+    use = known & rows["ok"].to_numpy(bool) & np.isfinite(us)
     kept = rows[use]
     parts, _ = _parts(kept, launches, gpu)
-    return Measured(kept.assign(code=_codes(kept, launches)), us[use].to_numpy(float), parts)
+    return Measured(kept.assign(code=_codes(kept, launches)), us[use], parts)
 
 
 def _codes(rows: pd.DataFrame, launches: pd.DataFrame) -> list[str]:
     """Of each row the compiled kernel of its launch that executes most."""
-    keys = rows[list(KEY)].assign(gpu=rows["gpu"].map(slug), row=range(len(rows)))
-    joined = keys.merge(launches, on=[*KEY, "gpu"]).sort_values("instructions").groupby("row").last()
-    return joined.sort_index()["code"].tolist()
+    most = _joined(rows, launches).sort_values("instructions").groupby("row").last()
+    return most.sort_index()["code"].tolist()
 
 
 def fit(data: Sequence[Measured], weights: Sequence[np.ndarray] | None = None) -> dict[str, float]:
@@ -366,8 +371,7 @@ def transfer(rows: pd.DataFrame, old: Gpu, new: Gpu, version: str = LATEST) -> p
     Columns, µs: us_old, memory_old, memory_new, rest_old, rest_new, us_new.
     """
     p = models()[version]["transfer"]
-    us = rows["samples_ns"].map(lambda samples: float(np.median(samples)) / 1e3 if len(samples) else math.nan)
-    us, size = us.to_numpy(float), rows["floor_bytes"].to_numpy(float)
+    us, size = times_us(rows).to_numpy(), rows["floor_bytes"].to_numpy(float)
     which = _limits(rows["ceiling"], old)
     least = size / np.array([old.memory(limit) for limit in which], dtype=float)
     memory = np.minimum(least, MOST_MEMORY * us)

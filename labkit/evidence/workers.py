@@ -14,15 +14,17 @@ import math
 import os
 import pkgutil
 import re
-from collections.abc import Iterable, Mapping, Sequence
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib import import_module, metadata
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from labkit import isolated, paths, registry
 from labkit.bench.records import write_atomic
 
+T = TypeVar("T")
 PACKAGE = Path(__file__).resolve().parents[1]
 SHOWS = re.compile(r"labkit\.(cli|lab|report|workflow)(\..+)?|labkit\..+[._](views|claims|explore|wording)")
 _NAME = re.compile(r"([A-Za-z_][\w.]*)(:\w+)?")
@@ -47,9 +49,9 @@ def ask(
     missing = [(str(f), dict(r)) for f, r in dict(zip(files, requests, strict=True)).items() if not f.exists()]
     count = min(os.cpu_count() or 1, math.ceil(len(missing) / _AT_LEAST))
     if count:
-        shares = [missing[i::count] for i in range(count)]
-        target = f"{__name__}:answer"
-        isolated.call_many([isolated.Call(target, [function, share], env=env) for share in shares], count)
+        with tempfile.TemporaryDirectory() as taken:
+            call = isolated.Call(f"{__name__}:answer", [function, missing, taken], env=env)
+            isolated.call_many([call] * count, count)
     return [json.loads(file.read_text()) for file in files]
 
 
@@ -67,10 +69,27 @@ def resolve(function: str) -> Any:
     return getattr(import_module(_module(function)), function.partition(":")[2])
 
 
-def answer(function: str, share: Sequence[tuple[str, Mapping[str, Any]]]) -> None:
-    """In a worker: call the function for every (file, keyword arguments) and write what it returns, as JSON."""
-    for file, request in share:
+def answer(function: str, wanted: Sequence[tuple[str, Mapping[str, Any]]], taken: str) -> None:
+    """In a worker: call the function for (file, keyword arguments) and write what it returns, as JSON.
+
+    taken: as `free` takes it.
+    """
+    for file, request in free(wanted, taken):
         write_atomic(Path(file), json.dumps(resolve(function)(**request)).encode())
+
+
+def free(items: Sequence[T], taken: str) -> Iterator[T]:
+    """In a worker: those of the items that no other worker has taken when it asks for the next.
+
+    taken: a folder in which each worker marks what it takes: some items take a hundred times as long as others, so that
+    no division beforehand would be even.
+    """
+    for place, item in enumerate(items):
+        try:
+            (Path(taken) / str(place)).touch(exist_ok=False)
+        except FileExistsError:
+            continue
+        yield item
 
 
 def _module(function: str) -> str:

@@ -1,6 +1,6 @@
 """One kernel launch as a value, so that the same arguments can be run, interpreted, compiled and analysed."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,3 +27,13 @@ class Launch:
     def compile(self) -> Any:
         """Compile for the active driver's target without launching; returns Triton's compiled kernel."""
         return self.kernel.warmup(**self.args, **self.options, grid=self.grid)
+
+
+def launched(call: Callable[[], Any]) -> list[Launch]:
+    """What a call would launch, in its order; nothing runs."""
+    from unittest import mock
+
+    found: list[Launch] = []
+    with mock.patch.object(Launch, "__call__", lambda launch: found.append(launch)):
+        call()
+    return found

@@ -112,9 +112,8 @@ def index(
     """Write the index: claims, studies, machines, and `built`, what the report was made with (name -> text)."""
     environment = jinja2.Environment(loader=jinja2.FileSystemLoader(TEMPLATES), autoescape=True)
     facts = dict.fromkeys(fact for machine in machines for fact in machine.facts)
-    style = {"title": TITLE, "css": Markup(_css()), "policy": Markup(POLICY), "badge": badge}
+    style = {"title": TITLE, "css": Markup(_css()), "policy": Markup(POLICY), "badge": badge, "verdicts": VERDICTS}
     shown = {"studies": studies, "claims": claims, "machines": machines, "facts": facts, "built": built}
-    shown["verdicts"] = VERDICTS
     _write(out, environment.get_template("index.html.j2").render(style | shown))
 
 

@@ -15,7 +15,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
-from unittest import mock
 
 import pandas as pd
 import torch
@@ -26,7 +25,7 @@ from labkit.bench.records import write_atomic
 from labkit.bench.spec import Case
 from labkit.evidence import coalescing, compiled, executed, roofline
 from labkit.evidence.executed import Code
-from labkit.kernels.launch import Launch
+from labkit.kernels.launch import Launch, launched
 from labkit.kernels.offline import offline
 from labkit.sweep.variants import code_of
 from labkit.workflow import recorded
@@ -116,17 +115,7 @@ def launches_of(row: Mapping[str, Any]) -> list[Launch]:
 
 def _prepared(x: Case, row: Mapping[str, Any], device: str) -> list[Launch]:
     variant = next(one for one in registry.load(row["study"]).variants(x) if one.name == row["variant"])
-    return recorded_calls(variant.prepare(x, device, 1, 0).calls[0])
-
-
-def recorded_calls(call: Callable[[], Any]) -> list[Launch]:
-    """What a call would launch."""
-    if isinstance(call, Launch):
-        return [call]
-    found: list[Launch] = []
-    with mock.patch.object(Launch, "__call__", lambda launch: found.append(launch)):
-        call()
-    return found
+    return launched(variant.prepare(x, device, 1, 0).calls[0])
 
 
 def _ffn(x: Case, row: Mapping[str, Any], _: Mapping[str, Any]) -> list[Launch]:
@@ -154,7 +143,7 @@ def _gemv(x: Case, row: Mapping[str, Any], evidence: Mapping[str, Any]) -> list[
 
     if "choice" not in evidence:
         return _prepared(x, row, "meta")
-    return recorded_calls(trials.candidate(x, "meta", 1, 0, **evidence["choice"]).calls[0])
+    return launched(trials.candidate(x, "meta", 1, 0, **evidence["choice"]).calls[0])
 
 
 def _token(x: Case, _: Mapping[str, Any], __: Mapping[str, Any]) -> list[Launch]:

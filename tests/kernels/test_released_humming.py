@@ -66,5 +66,5 @@ def test_the_sum_is_weighted(device):
     out = torch.empty(T, H, device=device)
     w = torch.empty(4, H, 8, device=device)
     x = LayerInputs(out, torch.zeros((T, top_k), dtype=torch.int32, device=device), weights, w, w.mT, out)
-    humming.total(parts, SimpleNamespace(shape=(T, 4, top_k, H, 8), weights=x.weights, out=out))()
+    humming.total(parts, SimpleNamespace(shape=(T, 4, top_k, H, 8), ids=x.ids, weights=x.weights, out=out))()
     assert torch.allclose(out, (parts.view(T, top_k, H) * weights[..., None]).sum(1), atol=1e-5)

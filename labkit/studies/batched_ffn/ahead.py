@@ -4,13 +4,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import product
 from typing import Any
-from unittest import mock
 
 import torch
 
 from labkit.bench.spec import Case
 from labkit.evidence.compiled import Source
-from labkit.kernels.launch import Launch
+from labkit.kernels.launch import Launch, launched
 from labkit.kernels.offline import offline
 from labkit.sources.building import NotBuilt
 from labkit.sources.loading import NotFetched
@@ -57,7 +56,5 @@ def _wanted(some: Sequence[Case]) -> Iterator[dict[str, Any]]:
 def launches(op: str, params: Mapping[str, Any], variant: str, places: Sequence[int] | None = None) -> list[Launch]:
     """What a call of a variant launches; places: those of its launches alone."""
     [one] = [one for one in variants.VARIANTS[op] if one.name == variant]
-    call, found = one.prepare(Case(op, params), "meta", 1, 0).calls[0], []
-    with mock.patch.object(Launch, "__call__", lambda launch: found.append(launch)):
-        call()
+    found = launched(one.prepare(Case(op, params), "meta", 1, 0).calls[0])
     return found if places is None else [found[place] for place in places]

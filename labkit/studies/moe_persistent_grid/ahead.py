@@ -160,16 +160,18 @@ def library(make: str, params: Mapping[str, Any]) -> "list[Launch] | Foreign":
 
 def sglang_layer(params: Mapping[str, Any], gpu: str) -> "Foreign":
     """SGLang's layer of a case, in the configuration that it has for the GPU of this name."""
-    [item] = trials.inputs(Case("layer", params), "cpu", 1, 0)
-    sglang.choose_for(gpu)
-    return Foreign(sglang.layer(item))
+    return _of_engine(sglang, params, gpu)
 
 
 def vllm_layer(params: Mapping[str, Any], gpu: str) -> "Foreign":
     """vLLM's layer of a case, in the configuration that it has for the GPU of this name."""
+    return _of_engine(vllm, params, gpu)
+
+
+def _of_engine(engine: Any, params: Mapping[str, Any], gpu: str) -> "Foreign":
     [item] = trials.inputs(Case("layer", params), "cpu", 1, 0)
-    vllm.choose_for(gpu)
-    return Foreign(vllm.layer(item))
+    engine.choose_for(gpu)
+    return Foreign(engine.layer(item))
 
 
 def hummings(shape: list[int], slots: int, gpu: Mapping[str, Any]) -> "Foreign":

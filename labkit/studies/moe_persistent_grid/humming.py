@@ -29,6 +29,7 @@ from torch import Tensor
 from labkit import sources
 from labkit.kernels.experts import routing
 from labkit.kernels.experts.int4 import GROUP, Int4
+from labkit.kernels.experts.tiles import SUM_TILE, _sum_kernel, options_of
 from labkit.kernels.launch import Launch
 from labkit.sources.catalogue import cached
 from labkit.sources.fetching import problems
@@ -91,18 +92,6 @@ def _blocks_kernel(
     tl.store(owners + b, tl.where(is_live, owner, -1))
 
 
-@triton.jit
-def _total_kernel(parts, weights, out, TILES, H: tl.constexpr, TOP_K: tl.constexpr, CHUNK: tl.constexpr):
-    """One program: CHUNK values of a token, the weighted sum over its experts. parts: [T · TOP_K, H]; out: [T, H]."""
-    t = (tl.program_id(0) // TILES).to(tl.int64)
-    h = tl.program_id(0) % TILES * CHUNK + tl.arange(0, CHUNK)
-    total = tl.zeros([CHUNK], tl.float32)
-    for j in tl.static_range(TOP_K):
-        part = tl.load(parts + (t * TOP_K + j) * H + h, mask=h < H, other=0.0).to(tl.float32)
-        total += tl.load(weights + t * TOP_K + j).to(tl.float32) * part
-    tl.store(out + t * H + h, total.to(out.dtype.element_ty), mask=h < H)
-
-
 @dataclass(frozen=True)
 class Prepared:
     """Weights of a product [E, N, K] in the order in which Humming reads them. config: its description of them."""
@@ -161,10 +150,11 @@ def layer(x: "LayerInputs", first: Prepared, second: Prepared) -> Callable[[], A
 
 def total(parts: Tensor, x: "LayerInputs") -> Launch:
     """The weighted sum. parts: [T · top_k, H], in the order of the slots."""
-    T, _, top_k, H, _ = x.shape
-    tiles = triton.cdiv(H, CHUNK)
-    args = {"parts": parts, "weights": x.weights, "out": x.out, "TILES": tiles, "H": H, "TOP_K": top_k, "CHUNK": CHUNK}
-    return Launch(_total_kernel, (T * tiles,), args, {"num_warps": 4})
+    T, E, top_k, H, _ = x.shape
+    tiles = triton.cdiv(H, SUM_TILE)
+    args = {"parts": parts, "ids": x.ids, "weights": x.weights, "out": x.out, "H": H, "TILES": tiles, "E": E}
+    args |= {"TOP_K": top_k, "BLOCK": SUM_TILE, "DEPENDENT": False}
+    return Launch(_sum_kernel, (T * tiles,), args, options_of(args, 4))
 
 
 def tables(ids: Tensor, block_m: int, experts: int) -> tuple[list[Callable[[], Any]], Mapping[str, Tensor]]:

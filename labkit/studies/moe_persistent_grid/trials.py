@@ -295,25 +295,24 @@ def liger(x: Case, device: Any, sets: int, seed: int) -> Trial:
 
 
 def sglang_layer(x: Case, device: Any, sets: int, seed: int) -> Trial:
-    """SGLang's layer, which returns its output."""
-    items = inputs(x, device, sets, seed)
-    calls = kept([sglang.layer(item) for item in items])
-
-    def check() -> dict[str, float]:
-        return _errors(calls[0]()[_some(x)], _expected(x, items[0], stored=True))
-
-    return trial(calls, (), check, LOOPED, facts=lambda: {"config": sglang.configuration(items[0])})
+    """SGLang's layer."""
+    return _of_engine(sglang, x, device, sets, seed)
 
 
 def vllm_layer(x: Case, device: Any, sets: int, seed: int) -> Trial:
-    """vLLM's layer, which returns its output."""
+    """vLLM's layer."""
+    return _of_engine(vllm, x, device, sets, seed)
+
+
+def _of_engine(engine: Any, x: Case, device: Any, sets: int, seed: int) -> Trial:
+    """A layer that returns its output. engine: the module that calls it."""
     items = inputs(x, device, sets, seed)
-    calls = kept([vllm.layer(item) for item in items])
+    calls = kept([engine.layer(item) for item in items])
 
     def check() -> dict[str, float]:
         return _errors(calls[0]()[_some(x)], _expected(x, items[0], stored=True))
 
-    return trial(calls, (), check, LOOPED, facts=lambda: {"config": vllm.configuration(items[0])})
+    return trial(calls, (), check, LOOPED, facts=lambda: {"config": engine.configuration(items[0])})
 
 
 def humming_layer(x: Case, device: Any, sets: int, seed: int) -> Trial:

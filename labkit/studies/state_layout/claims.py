@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from labkit.bench.claim import ABOVE, BELOW, ESTIMATE, OURS, OWN, WITHIN, Claim, Observation, Observed, of_table
@@ -150,7 +151,7 @@ def vllm_table(rows: pd.DataFrame) -> Observed:
     found = []
     for one, gain in zip(_of_estimate(vllm_estimate(rows, WIDE)), VLLM_TABLE.values(), strict=False):
         size = tuple(1 + (gain + off) / 100 for off in (-ROUNDING, ROUNDING))
-        found.append(Observation(**vars(one) | {"direction": ABOVE if gain > 0 else BELOW, "size": size}))
+        found.append(replace(one, direction=ABOVE if gain > 0 else BELOW, size=size))
     return Observed(ESTIMATE, found, WANTED)
 
 
