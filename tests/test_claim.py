@@ -184,11 +184,11 @@ def observe_nothing(rows):
 
 def test_the_rule_has_a_hash_of_what_decides_alone(monkeypatch):
     made = Claim("c", "s", "u", "st", "co", "p", "2026-11-25", observe=observe_nothing)
-    monkeypatch.setattr(claims, "kernel_sha", lambda source: source)
-    for shown in ({"statement": "other words"}, {"ruled": "2026-12-01"}, {"note": "n"}, {"quantity": "q"}):
+    monkeypatch.setattr(claims, "sha_within", lambda module, name: (module, name))
+    for shown in ({"statement": "other words"}, {"note": "n"}, {"quantity": "q"}):
         assert replace(made, **shown).sha() == made.sha()
     decides = ({"direction": BELOW}, {"neutral": 0.5}, {"size": (1, 2)}, {"gpus": ("A100",)}, {"differs": "all"})
-    for rule in (*decides, {"band": (0.9, 1.1)}, {"observe": None}):
+    for rule in (*decides, {"band": (0.9, 1.1)}, {"observe": None}, {"ruled": "2026-12-01"}):
         assert replace(made, **rule).sha() != made.sha()
     before = made.sha()
     monkeypatch.setattr(claims, "TOLERANCE", 1.5)

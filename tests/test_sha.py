@@ -130,6 +130,17 @@ def test_it_is_twelve_hexadecimal_digits_and_the_same_again(toy: Callable[..., s
     assert toy(name="other") != found
 
 
+def test_within_a_module_others_count_by_name(toy: Callable[..., str]):
+    def within(**texts: str) -> str:
+        toy(**texts)
+        return sha.sha_within("labkit.toy_kernels", "launch")
+
+    found = within()
+    assert within(helpers=changed(HELPERS, "FACTOR * y", "FACTOR + y")) == found
+    assert within(kernels=changed(KERNELS, '"few": 1', '"few": 2')) != found
+    assert within(kernels=changed(KERNELS, "scale(y) if", "SIZE * y if")) != found
+
+
 @pytest.mark.parametrize(
     ("old", "new"),
     [

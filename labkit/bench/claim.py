@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
-from labkit.bench.sha import kernel_sha
+from labkit.bench.sha import sha_within
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -184,9 +184,13 @@ class Claim:
         return f"{value:.{2 if value < 10 else 1}f}"
 
     def sha(self) -> str:
-        """Hash of the rule: of all that decides a verdict, not of what is only shown, 12 hexadecimal digits."""
+        """Hash of the rule: of all that decides a verdict, not of what is only shown, 12 hexadecimal digits.
+
+        Of the code, what stands in the study's claims: the tables that it reads can be mended or moved. What they say
+        is recomputed by other code (`tests/audit`); if they come to mean something else, the rule needs another date.
+        """
         rule = {one.name: getattr(self, one.name) for one in fields(self) if one.name in _RULE}
-        rule["observe"] = kernel_sha(f"{self.observe.__module__}:{self.observe.__qualname__}") if self.observe else None
+        rule["observe"] = sha_within(self.observe.__module__, self.observe.__qualname__) if self.observe else None
         common = (TOLERANCE, MOST, HALF, PROCESSES)
         return hashlib.sha256(repr((sorted(rule.items()), common)).encode()).hexdigest()[:12]
 
@@ -200,7 +204,7 @@ class Claim:
         return "; ".join(filter(None, [f"another GPU than its {self.gpus[0]}" if other else "", self.differs]))
 
 
-_RULE = ("id", "direction", "neutral", "band", "size", "gpus", "differs")
+_RULE = ("id", "ruled", "direction", "neutral", "band", "size", "gpus", "differs")
 
 
 def word(one: Observation, claim: Claim) -> str:

@@ -65,13 +65,19 @@ def _texts_of_releases(source: Source) -> tuple[list[str], tuple[str, ...]]:
     return [catalogue.source(name).sha for name in released], tuple(o for o in parts if not o.startswith(_RELEASED))
 
 
+@cache
+def sha_within(module: str, name: str) -> str:
+    """`kernel_sha` of a function, but of what other modules define only the names count."""
+    return _digest("\n".join(_walked(f"{module}:{name}", within=module).texts))
+
+
 def covered(source: Source) -> list[str]:
     """ "module:name" of every definition that the hash of a source covers, in the order in which they are named."""
     return [f"{one.module}:{one.name}" for one in _walked(_texts_of_releases(source)[1]).numbers]
 
 
-def _walked(source: Source) -> "_Walk":
-    walk = _Walk()
+def _walked(source: Source, within: str = "") -> "_Walk":
+    walk = _Walk(within)
     for one in (source,) if isinstance(source, str) else source:
         module, _, name = one.partition(":")
         where = _resolve(module, name) if name else None
@@ -82,9 +88,10 @@ def _walked(source: Source) -> "_Walk":
 
 
 class _Walk:
-    """The definitions that a source reaches: numbered, each written down once."""
+    """The definitions that a source reaches: numbered, each written down once. within: those of this module alone."""
 
-    def __init__(self) -> None:
+    def __init__(self, within: str = "") -> None:
+        self.within = within
         self.numbers: dict[Definition, int] = {}
         self.texts: list[str] = []
 
@@ -176,10 +183,15 @@ class _Scope:
             return _imported(self.local[name], name)
         return None if name in self.bound else _resolve(self.module, name)
 
+    def _is_outside(self, where: Definition) -> bool:
+        """Whether only the name of a definition counts."""
+        elsewhere = bool(self.walk.within) and where.module != self.walk.within
+        return elsewhere or where.module.startswith(NOT_HASHED)
+
     def _reference(self, where: Definition | None, name: str) -> str | None:
         if where is None:
             return None
-        if where.module.startswith(NOT_HASHED) or name.rpartition(".")[2].startswith(_CHECKS):
+        if self._is_outside(where) or name.rpartition(".")[2].startswith(_CHECKS):
             return f"Out({where.name})"
         if not where.name:
             raise ValueError(f"{self.module} hands the module {where.module} on as {name!r}: what runs is not known")
@@ -270,7 +282,7 @@ def _top(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
 
 def forget() -> None:
     """Read the sources anew: for tests that change them."""
-    for kept in (_lab_sha, _resolve, _definitions, _origin):
+    for kept in (_lab_sha, sha_within, _resolve, _definitions, _origin):
         kept.cache_clear()
 
 
