@@ -1,4 +1,4 @@
-"""A claim's rule does not change without its date: `ruled.json` has dates and hashes, that only grow."""
+"""A claim's rule does not change without its date: `ruled.json` has the dates and hashes, and only grows."""
 
 import json
 from pathlib import Path
