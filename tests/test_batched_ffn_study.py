@@ -214,6 +214,16 @@ def trial(x, name, sets=1):
     return variant.prepare(x, "cpu", sets, 0)
 
 
+@pytest.mark.parametrize(("form", "bytes_a_weight"), [("F32", 4), ("Q8_0", 34 / 32)])
+def test_what_cublas_reads_is_not_what_is_stored(form, bytes_a_weight):
+    """A rate above the memory's is refused: it is that of the bytes that move."""
+    x = Case("product", dict(product().params) | {"format": form})
+    moved = trial(x, variants.CUBLAS).moves
+    size = trials.DTYPES[x["activations"]].itemsize
+    assert moved == x["rows"] * x["K"] * size
+    assert study.floor(x).bytes >= x["rows"] * x["K"] * bytes_a_weight
+
+
 def test_cublas_is_right_and_its_weights_are_shared():
     first, second = (trial(product(n), variants.CUBLAS, sets=2) for n in (3, 5))
     for found in (first, second):

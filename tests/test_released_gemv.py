@@ -3,7 +3,9 @@
 import ctypes
 import hashlib
 import os
+import subprocess
 import sys
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -48,7 +50,7 @@ def test_a_row_s_hash_is_of_the_release_and_of_what_calls_it():
     assert names.VLLM_RELEASES == (vllm.SOURCE,)
     source = variant_of(names.SGLANG).source
     assert {f"source:{one}" for one in names.SGLANG_RELEASES} < set(source)
-    assert {"FLAGS", "INCLUDES", "GLUE_SHA", "recipe"} <= {one.rpartition(":")[2] for one in covered(source)}
+    assert {"FLAGS", "INCLUDES", "GLUE_SHA", "LINK", "recipe"} <= {one.rpartition(":")[2] for one in covered(source)}
     glue = Path(sglang.__file__).with_suffix(".cu")
     assert hashlib.sha256(glue.read_bytes()).hexdigest() == sglang.GLUE_SHA
     hashes = {kernel_sha(variant_of(name).source) for name in (names.SGLANG, *names.VLLM, names.OURS)}
@@ -128,6 +130,27 @@ def test_it_compiles_for_an_h100_and_a_launch_that_fails_is_noticed(monkeypatch,
         assert function(0, None, ctypes.c_int64(64), ctypes.c_int64(512), None, None, None)
         assert "hopper_bf16_gemv.cuh" in (said := capfd.readouterr().err)
         assert "CUDA error" in said
+
+
+@fetched(SGLANG, HEADERS)
+@pytest.mark.skipif(not building._nvcc(), reason=NO_NVCC)
+def test_the_stream_is_its_own_where_another_library_names_one_too(monkeypatch, tmp_path):
+    """tvm's own package is loaded for all to see. Without -Bsymbolic it is asked, and a graph records nothing."""
+    monkeypatch.setenv("LABKIT_BUILT", str(tmp_path))
+    (tmp_path / "other.c").write_text("int asked; void *TVMFFIEnvGetStream(int a, int b) { asked++; return 0; }\n")
+    other = tmp_path / "other.so"
+    subprocess.run(["cc", "-shared", "-fPIC", tmp_path / "other.c", "-o", other], check=True)
+    build = sglang.recipe(64, 512, 90)
+    for link, asked in ((build.link, 0), ((), 1)):
+        path = building.library(replace(build, link=link), 90)
+        calls = f"""
+import ctypes
+other = ctypes.CDLL({str(other)!r}, ctypes.RTLD_GLOBAL)
+ctypes.CDLL({str(path)!r}).lab_gemv(0, None, ctypes.c_int64(64), ctypes.c_int64(512), None, None, None)
+print(ctypes.c_int.in_dll(other, "asked").value)
+"""
+        said = subprocess.run([sys.executable, "-c", calls], capture_output=True, text=True, check=True).stdout
+        assert int(said) == asked
 
 
 def test_it_is_built_ahead_only_where_it_will_run(monkeypatch):

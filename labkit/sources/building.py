@@ -38,7 +38,7 @@ class Recipe:
     own:     a file of the lab's, compiled with them, and its SHA-256: whoever hashes what runs has it at hand.
     includes: folders of the source.
     headers: name -> text, of headers that the source's own build would write.
-    flags:   of nvcc. stubs: what is left out on purpose, a pattern of symbols; such a symbol is defined as a function
+    flags:   of nvcc when it compiles; link: when it links. stubs: what is left out on purpose, a pattern of symbols; such a symbol is defined as a function
              that ends the process, and says which it is.
     needs:   sources whose headers are included: checked, and part of the key, as `made` is.
     """
@@ -52,6 +52,7 @@ class Recipe:
     flags: Sequence[str]
     stubs: str
     needs: Sequence[Source] = ()
+    link: Sequence[str] = ()
 
     @property
     def sources(self) -> Sequence[Source]:
@@ -61,6 +62,7 @@ class Recipe:
     def key(self) -> str:
         """12 hexadecimal digits of all this, wherever it lies."""
         parts = [*(one.sha for one in self.sources), *self.units, self.own_sha, *self.includes, *self.flags, self.stubs]
+        parts += self.link
         return hashlib.sha256("\n".join([*parts, *map(str, self.headers.items())]).encode()).hexdigest()[:12]
 
 
@@ -127,7 +129,7 @@ def _build(recipe: Recipe, capability: int, nvcc: str, scratch: Path) -> Path:
         objects += pool.map(lambda unit: compile_unit(recipe, capability, nvcc, unit, scratch), units)
     out = scratch / "library.so"
     stubs = write_stubs(objects, recipe.stubs, scratch)
-    _run([nvcc, "-shared", "-Xcompiler=-fPIC", *map(str, objects), str(stubs), "-o", str(out)])
+    _run([nvcc, "-shared", "-Xcompiler=-fPIC", *recipe.link, *map(str, objects), str(stubs), "-o", str(out)])
     return out
 
 

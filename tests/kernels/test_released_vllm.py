@@ -5,6 +5,7 @@ import sys
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import accumulate
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -80,6 +81,16 @@ def test_states_of_the_other_layout_are_noticed(source, device, chunked):
     """The control: K = V, so that only what is read tells the layouts apart."""
     found = errors(inputs(device, K=32, V=32), source, not vllm.V_FIRST[source])
     assert min(found.values()) > 0.1, found
+
+
+def test_its_kernels_that_make_descriptors_are_given_memory(monkeypatch):
+    given = []
+    monkeypatch.setattr(vllm.triton, "set_allocator", given.append)
+    monkeypatch.setattr(vllm.sources, "load", lambda *names: SimpleNamespace(chunk_gated_delta_rule=None))
+    x = inputs("cpu")
+    vllm.extend(x, "vllm-0.16.0", x.cu_seqlens)
+    [allocate] = given
+    assert allocate(384, 128, None).nbytes == 384
 
 
 def test_the_releases_differ_in_the_layout_alone():

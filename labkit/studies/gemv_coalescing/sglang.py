@@ -27,6 +27,9 @@ ROOT = "sglang/kernels/jit"
 INCLUDES = (f"{ROOT}/include", f"{ROOT}/csrc", f"../{HEADERS}/tvm_ffi/include")
 FLAGS = ("-std=c++20", "-O3", "--expt-relaxed-constexpr", "-w")  # its own build's
 ALIGNED = 16  # bytes of a load
+# Its own function that names the stream, where a package of tvm's that has one, too, was imported before: that one
+# names another stream, on which a CUDA graph would not record the kernel.
+LINK = ("-Xlinker=-Bsymbolic",)
 FAMILIES = (9, 12)  # compute capabilities, their first number, for which its engine takes it
 
 
@@ -97,4 +100,4 @@ def recipe(N: int, K: int, capability: int) -> building.Recipe:
     headers = {"released_kernel.h": f'#include "{FILE}"\n#define KERNEL {kernel}\n'}
     flags, own = (*FLAGS, f"-DSGL_CUDA_ARCH={10 * capability}"), Path(__file__).with_suffix(".cu")
     made, needs = sources.source(SOURCE), [sources.source(HEADERS)]
-    return building.Recipe(made, (), own, GLUE_SHA, INCLUDES, headers, flags, "^TVMFFI", needs)
+    return building.Recipe(made, (), own, GLUE_SHA, INCLUDES, headers, flags, "^TVMFFI", needs, LINK)

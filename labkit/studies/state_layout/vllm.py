@@ -83,7 +83,9 @@ def extend(x: "ExtendInputs", source: str, bounds: Tensor) -> Callable[[], Any]:
     """Returns the output [1, T, HV, V] and the final states, fp32, [N, ..] in the release's layout, as x.initial is.
 
     bounds: x.cu_seqlens, one tensor for all sets: it keeps what it waits for only of the last few.
+    As its engine does, it has Triton take from torch the memory of the descriptors that some kernels make.
     """
+    triton.set_allocator(lambda size, alignment, stream: torch.empty(size, dtype=torch.int8, device=bounds.device))
     function = sources.load(source, CHUNK).chunk_gated_delta_rule
     q, k, v, g, beta = (part[None] for part in (x.q, x.k, x.v, x.g, x.beta))
     options = {
