@@ -38,8 +38,9 @@ class Recipe:
     own:     a file of the lab's, compiled with them, and its SHA-256: whoever hashes what runs has it at hand.
     includes: folders of the source.
     headers: name -> text, of headers that the source's own build would write.
-    flags:   of nvcc when it compiles; link: when it links. stubs: what is left out on purpose, a pattern of symbols; such a symbol is defined as a function
-             that ends the process, and says which it is.
+    flags:   of nvcc when it compiles. link: when it links.
+    stubs:   what is left out on purpose, a pattern of symbols; such a symbol is defined as a function that ends the
+             process, and says which it is.
     needs:   sources whose headers are included: checked, and part of the key, as `made` is.
     """
 
