@@ -140,7 +140,7 @@ def test_drift_is_read_from_the_evidence(rows):
     ("step_percent", "ours VK, bf16 95.2 %"),
     ("step_in_order", "GDN: geometric mean 1.111, least 1.111; ours is faster in 12 of 12 cases"),
     ("step_at_random", "GDN: geometric mean 1.143, least 1.143; ours is faster in 12 of 12 cases"),
-    ("own_code", "SGLang, decode, GDN 1.25; SGLang, decode, KDA 1.25; SGLang, verify, GDN 1.25; "),
+    ("own_code", "SGLang, decode, GDN 1.25; SGLang, decode, KDA 1.25; SGLang, verify, GDN, chain 1.25; SGLang, verify, GDN, tree 1.25; "),
     ("own_code", "[V, K] is faster in 23 of 23 cases"),
     ("own_code_vllm", "vLLM, decode, GDN 1.20; vLLM, decode, KDA 1.20; vLLM, extend, GDN 1.20; "),
     ("own_code_vllm", "[V, K] is faster in 27 of 27 cases"),

@@ -169,9 +169,8 @@ def _own_code(rows: pd.DataFrame, owners: Sequence[str], title: str, caption: st
 
 
 def _case(line: Mapping[str, Any]) -> str:
-    """What a row of any operation is of: "fp32, batch 64, tree", or its prompts."""
-    said = [line["prefill"]] if isinstance(line["prefill"], str) else [line["state"], f"batch {line['batch']:.0f}"]
-    return ", ".join([*said, *([line["draft"]] if isinstance(line["draft"], str) else [])])
+    """What a row of any operation is of: "fp32, batch 64", or its prompts."""
+    return line["prefill"] if isinstance(line["prefill"], str) else f"{line['state']}, batch {line['batch']}"
 
 
 def by_release(rows: pd.DataFrame) -> Drawing:

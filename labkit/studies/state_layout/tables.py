@@ -227,14 +227,17 @@ def families(names: Iterable[str]) -> str:
 def released(rows: pd.DataFrame, source: str = "SGLang") -> pd.DataFrame:
     """Own kernels: time of the release before the change over that of the first with it, in every case.
 
-    Above 1, the one with [V, K] is the faster. source: one of `variants.OWN`.
+    Above 1, the one with [V, K] is the faster. source: one of `variants.OWN`. Where drafts are verified, the gate is
+    named with their form: "GDN, tree".
     """
     before, after = variants.OWN[source]
     parts = [compared(rows, op, after, before).assign(op=op) for op in ("step", "verify", "extend")]
     table = pd.concat([part for part in parts if len(part)] or parts[:1], ignore_index=True)
-    return table.reindex(
-        columns=["op", "gate", "state", "batch", "draft", "prefill", "us", "against us", *RATIO, "runs"]
+    table = table.reindex(
+        columns=["op", "gate", "draft", "state", "batch", "prefill", "us", "against us", *RATIO, "runs"]
     )
+    table["gate"] += (", " + table["draft"].astype("object")).fillna("")
+    return table.drop(columns="draft").astype({"batch": "Int64"})
 
 
 def by_release(rows: pd.DataFrame, batch: int) -> pd.DataFrame:
