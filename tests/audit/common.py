@@ -6,6 +6,7 @@ the tolerance of an interval's end: columns `NAME from` and `NAME to` beside NAM
 written "same|unclear".
 """
 
+import inspect
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -24,6 +25,19 @@ Tables = dict[str, Callable[[pd.DataFrame], pd.DataFrame]]
 Params = dict[str, Any]
 
 RATIO = ["ratio", "low", "high", "noise", "verdict"]
+UNUSED = [
+    "throttled",
+    "counters",
+    "kernel_sha",
+    "rules",
+    "gpu",
+    "driver",
+    "cuda",
+    "torch",
+    "triton",
+    "labkit",
+    "revision",
+]
 COMPARED = ["us", "against us", *RATIO, "no slower", "runs"]
 AA = "A/A control"
 DRAWS = 2000  # of the lab's bootstrap
@@ -46,8 +60,9 @@ def cases(
 ) -> Iterator[tuple[Params, list[dict[str, Any]]]]:
     """Parameters and rows, as dicts, of each case of an operation that has these parameters, in no promised order."""
     found: dict[str, list[dict[str, Any]]] = {}
-    for row in rows.to_dict("records"):
-        if row["op"] == op and row["cache"] == cache and all(row["params"].get(k) == v for k, v in wanted.items()):
+    some = rows[(rows["op"] == op) & (rows["cache"] == cache)].drop(columns=UNUSED, errors="ignore")
+    for row in some.to_dict("records"):
+        if all(row["params"].get(name) == value for name, value in wanted.items()):
             found.setdefault(row["case"], []).append(row)
     for some in found.values():
         yield some[0]["params"], some
@@ -294,7 +309,8 @@ def differences(lab: pd.DataFrame, audit: pd.DataFrame, keys: Sequence[str]) -> 
     wrong = [f"{key}: only in the audit" for key in mine.keys() - theirs.keys()]
     wrong += [f"{key}: only in the lab's table" for key in theirs.keys() - mine.keys()]
     columns = [name for name in audit if name not in keys and not name.endswith((" from", " to"))]
-    cells = [(key, name) for key in mine.keys() & theirs.keys() for name in columns]
+    wrong += [f"{name}: no such column in the lab's table" for name in columns if name not in lab]
+    cells = [(key, name) for key in mine.keys() & theirs.keys() for name in columns if name in lab]
     for key, name in cells:
         if not same(theirs[key][name], mine[key], name):
             wrong.append(f"{key}, {name}: {theirs[key][name]!r} in the lab's table, {mine[key][name]!r} in the audit")
@@ -302,9 +318,14 @@ def differences(lab: pd.DataFrame, audit: pd.DataFrame, keys: Sequence[str]) -> 
 
 
 def _lines(frame: pd.DataFrame, keys: Sequence[str]) -> dict[tuple, dict[str, Any]]:
-    found = {tuple(str(line[name]) for name in keys): line for line in frame.to_dict("records")}
+    found = {tuple(_key(line.get(name)) for name in keys): line for line in frame.to_dict("records")}
     assert len(found) == len(frame), f"{keys} do not tell the lines apart"
     return found
+
+
+def _key(value: Any) -> Any:
+    """A value that says which line it is; None if the line has none."""
+    return None if value is None or value != value else value
 
 
 def same(lab: Any, line: Mapping[str, Any], name: str) -> bool:
@@ -317,3 +338,19 @@ def same(lab: Any, line: Mapping[str, Any], name: str) -> bool:
     least, most = (line.get(f"{name} {end}", mine) for end in ("from", "to"))
     slack = 1e-9 * max(abs(mine), 1e-9)
     return bool(least - slack <= lab <= most + slack)
+
+
+def over(function: Callable[..., pd.DataFrame], *args: Any, **choices: Sequence[Any]) -> pd.DataFrame:
+    """A table of the lab's for each combination of some arguments, one below the other, with a column for each."""
+    parts = [dict(zip(choices, one, strict=True)) for one in product(*choices.values())]
+    return pd.concat([function(*args, **some).assign(**some) for some in parts], ignore_index=True)
+
+
+def public(*modules: Any) -> set[str]:
+    """All public functions that these modules define, as "module.function"."""
+    return {
+        f"{module.__name__.rpartition('.')[2]}.{name}"
+        for module in modules
+        for name, one in vars(module).items()
+        if inspect.isfunction(one) and one.__module__ == module.__name__ and not name.startswith("_")
+    }
