@@ -11,7 +11,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -49,6 +49,7 @@ GRID = 4096  # points of the exact distribution
 # Rows
 
 
+@cache
 def read(gpu: str, study: str) -> pd.DataFrame:
     """Recorded rows of a study on a GPU (a folder of data/), with `params` and `chosen`: case and options, parsed."""
     rows = pd.read_parquet(DATA / gpu / f"{study}.parquet")
@@ -174,7 +175,7 @@ def interval(values: Sequence[Sequence[float]]) -> Interval:
     return _interval(tuple(map(tuple, values)))
 
 
-@lru_cache(None)
+@cache
 def _interval(values: tuple[tuple[float, ...], ...]) -> Interval:
     if not values:
         return NOTHING
@@ -218,7 +219,7 @@ def _medians(values: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
     return (ordered[lower] + ordered[upper]) / 2, places[lower, upper]
 
 
-@lru_cache(None)
+@cache
 def _places(n: int) -> np.ndarray:
     """[i, j]: how likely the two middle values of a resample are the i-th and j-th of n; of an odd n, one on i = j."""
     if n % 2:
@@ -249,9 +250,14 @@ def noise(group: Iterable[Mapping[str, Any]]) -> End:
     twin = known[AA]["chosen"]["repeats"] if AA in known else None
     if twin not in known:
         return NO_END
-    aa = interval(paired(known[twin], known[AA])).each(math.exp)
-    ends = [(abs(low - 1), abs(high - 1)) for low, high in product(_bounds(aa.low), _bounds(aa.high))]
-    return End(max(abs(aa.low.value - 1), abs(aa.high.value - 1)), min(map(max, ends)), max(map(max, ends)))
+    return half_width(interval(paired(known[twin], known[AA])).each(math.exp))
+
+
+def half_width(found: Interval) -> End:
+    """The larger distance of an interval's ends from 1."""
+    ends = [(abs(low - 1), abs(high - 1)) for low, high in product(_bounds(found.low), _bounds(found.high))]
+    exact = max(abs(found.low.value - 1), abs(found.high.value - 1))
+    return End(exact, min(map(max, ends)), max(map(max, ends)))
 
 
 def _bounds(end: End) -> tuple[float, float]:
@@ -315,6 +321,12 @@ def differences(lab: pd.DataFrame, audit: pd.DataFrame, keys: Sequence[str]) -> 
         if not same(theirs[key][name], mine[key], name):
             wrong.append(f"{key}, {name}: {theirs[key][name]!r} in the lab's table, {mine[key][name]!r} in the audit")
     return len(cells), wrong
+
+
+def compared(name: str, rows: pd.DataFrame, lab: Mapping[str, Any], audits: Tables) -> tuple[int, list[str]]:
+    """`differences` of a table. lab: table -> the lab's function of rows, and the columns that are keys."""
+    function, keys = lab[name]
+    return differences(function(rows), audits[name](rows), keys)
 
 
 def _lines(frame: pd.DataFrame, keys: Sequence[str]) -> dict[tuple, dict[str, Any]]:
