@@ -60,18 +60,36 @@ def cases(
     rows: pd.DataFrame, op: str, cache: str = "cold", **wanted: Any
 ) -> Iterator[tuple[Params, list[dict[str, Any]]]]:
     """Parameters and rows, as dicts, of each case of an operation that has these parameters, in no promised order."""
-    found: dict[str, list[dict[str, Any]]] = {}
-    some = rows[(rows["op"] == op) & (rows["cache"] == cache)].drop(columns=UNUSED, errors="ignore")
-    for row in some.to_dict("records"):
-        if all(row["params"].get(name) == value for name, value in wanted.items()):
+    for group in _groups(rows, op, cache):
+        params = group[0]["params"]
+        if all(params.get(name) == value for name, value in wanted.items()):
+            yield params, group
+
+
+_KEPT: dict[tuple[int, str, str], tuple[pd.DataFrame, list[list[dict[str, Any]]]]] = {}
+
+
+def _groups(rows: pd.DataFrame, op: str, cache: str) -> list[list[dict[str, Any]]]:
+    """The rows of each case of an operation. Kept, with the frame, since every table asks for them again."""
+    key = id(rows), op, cache
+    if key not in _KEPT:
+        some = rows[(rows["op"] == op) & (rows["cache"] == cache)].drop(columns=UNUSED, errors="ignore")
+        found: dict[str, list[dict[str, Any]]] = {}
+        for row in some.to_dict("records"):
             found.setdefault(row["case"], []).append(row)
-    for some in found.values():
-        yield some[0]["params"], some
+        _KEPT[key] = rows, list(found.values())
+    return _KEPT[key][1]
 
 
-def usable(group: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+@cache
+def facts(text: str) -> dict[str, Any]:
+    """What a row's evidence says."""
+    return json.loads(text)
+
+
+def usable(group: Iterable[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
     """Variant -> its row, of those that may be used."""
-    return {row["variant"]: dict(row) for row in group if row["ok"] and len(row["samples_ns"])}
+    return {row["variant"]: row for row in group if row["ok"] and len(row["samples_ns"])}
 
 
 def median(values: Sequence[float]) -> float:
@@ -324,9 +342,17 @@ def differences(lab: pd.DataFrame, audit: pd.DataFrame, keys: Sequence[str]) -> 
 
 
 def compared(name: str, rows: pd.DataFrame, lab: Mapping[str, Any], audits: Tables) -> tuple[int, list[str]]:
-    """`differences` of a table. lab: table -> the lab's function of rows, and the columns that are keys."""
+    """`differences` of a table, and its columns that no audit has. lab: table -> the lab's function, and the keys."""
     function, keys = lab[name]
-    return differences(function(rows), audits[name](rows), keys)
+    theirs, mine = function(rows), audits[name](rows)
+    cells, wrong = differences(theirs, mine, keys)
+    return cells, wrong + [f"{column}: in no audit" for column in numbers(theirs, rows) - set(mine) - set(keys)]
+
+
+def numbers(frame: pd.DataFrame, rows: pd.DataFrame) -> set[str]:
+    """Columns of numbers that are not the rows' own: neither recorded nor of their cases and options."""
+    given = {name for column in ("params", "chosen") for some in rows[column] for name in some}
+    return set(frame.select_dtypes("number")) - set(rows) - given
 
 
 def _lines(frame: pd.DataFrame, keys: Sequence[str]) -> dict[tuple, dict[str, Any]]:

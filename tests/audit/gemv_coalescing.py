@@ -1,6 +1,5 @@
 """The tables of the study of coalesced GEMVs, computed once more from the recorded rows."""
 
-import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -17,6 +16,7 @@ from common import (
     by_process,
     cases,
     compare,
+    facts,
     geometric_mean,
     half_width,
     interval,
@@ -183,9 +183,7 @@ def other_choice(rows: pd.DataFrame) -> pd.DataFrame:
     found = []
     for params, group in cases(rows, "gemv"):
         known = usable(group)
-        cold, hot = (
-            json.loads(known[name]["evidence"]).get("choice") if name in known else None for name in (OURS, WARM)
-        )
+        cold, hot = (facts(known[name]["evidence"]).get("choice") if name in known else None for name in (OURS, WARM))
         if cold != hot:
             found.append(pick(params, SHAPE) | compare(group, OURS, WARM))
     return table(found, [*SHAPE, *COMPARED])
@@ -214,10 +212,16 @@ def ladder(rows: pd.DataFrame) -> pd.DataFrame:
         for params, row, us in _usable(rows, "gemv"):
             if row["variant"] not in LADDER or (model and (params["N"], params["K"]) not in _shapes(model)):
                 continue
-            facts, tbs = json.loads(row["evidence"]), row["floor_bytes"] / us / 1e6
-            of_w = [one for one in facts.get("accesses", ()) if one.get("tensor") == "W"]
-            line = {"model": model, "step": 1 + LADDER.index(row["variant"]), "us": us, "tbs": tbs}
-            line |= {"percent": 100 * tbs / top, "CTAs an SM, at most": facts.get("ctas_per_sm", math.nan)}
+            known, tbs = facts(row["evidence"]), row["floor_bytes"] / us / 1e6
+            of_w = [one for one in known.get("accesses", ()) if one.get("tensor") == "W"]
+            line = {
+                "model": model,
+                "MB": row["floor_bytes"] / 1e6,
+                "step": 1 + LADDER.index(row["variant"]),
+                "us": us,
+                "tbs": tbs,
+            }
+            line |= {"percent": 100 * tbs / top, "CTAs an SM, at most": known.get("ctas_per_sm", math.nan)}
             for name, key in (
                 ("bits a thread", "bits"),
                 ("sectors a request", "sectors"),
@@ -233,7 +237,7 @@ def same_bits(rows: pd.DataFrame) -> pd.DataFrame:
     found = []
     for of, names in BITS.items():
         for params, group in cases(rows, "gemv"):
-            bits = {json.loads(row["evidence"]).get("bits") for name, row in usable(group).items() if name in names}
+            bits = {facts(row["evidence"]).get("bits") for name, row in usable(group).items() if name in names}
             if bits := bits - {None}:
                 found.append(pick(params, SHAPE) | {"of": of, "outcomes": len(bits)})
     return pd.DataFrame(found)
@@ -272,7 +276,7 @@ def pattern(rows: pd.DataFrame) -> pd.DataFrame:
 
 def _sms(rows: pd.DataFrame) -> int:
     """Multiprocessors of the GPU."""
-    found = {json.loads(row["evidence"]).get("sms") for _, row, _ in _usable(rows, "gemv")} - {None}
+    found = {facts(row["evidence"]).get("sms") for _, row, _ in _usable(rows, "gemv")} - {None}
     (sms,) = found
     return sms
 
@@ -361,13 +365,13 @@ def choices(rows: pd.DataFrame) -> pd.DataFrame:
     found = []
     for params, known in _tuned(rows):
         if params["dtype"] == "bf16" and (params["N"], params["K"]) in _shapes(QWEN):
-            best: dict[tuple[int, int], float] = {}
+            best: dict[tuple[int, int], tuple[float, int]] = {}
             for chosen, us in known:
                 if chosen["split"] == 1:
                     at = chosen["num_warps"], chosen["rows"]
-                    best[at] = min(us, best.get(at, math.inf))
-            for (warps, some), us in best.items():
-                line = {"shape": f"{params['N']} × {params['K']}", "warps": warps, "rows": some}
+                    best[at] = min((us, chosen["block_k"]), best.get(at, (math.inf, 0)))
+            for (warps, some), (us, tile) in best.items():
+                line = {"shape": f"{params['N']} × {params['K']}", "warps": warps, "rows": some, "tile": tile}
                 found.append(line | {"over best": us / min(one for _, one in known)})
     return pd.DataFrame(found)
 

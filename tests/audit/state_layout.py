@@ -3,7 +3,6 @@
 Variants are told apart by what their options say where that is enough, not by the lab's lists of names.
 """
 
-import json
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,6 +16,7 @@ from common import (
     Tables,
     cases,
     compare,
+    facts,
     least,
     pick,
     read,
@@ -72,7 +72,7 @@ def _points(group: Sequence[Mapping[str, Any]]) -> dict[tuple, str]:
     found = {}
     for row in group:
         chosen = row["chosen"]
-        if "repeats" not in chosen and "layout" in chosen and not json.loads(row["evidence"]).get("spill_bytes", 0):
+        if "repeats" not in chosen and "layout" in chosen and not facts(row["evidence"]).get("spill_bytes", 0):
             found[chosen["layout"], chosen["BV"], chosen["warps"], chosen["folded"]] = row["variant"]
     return found
 
@@ -120,12 +120,12 @@ def state_access(rows: pd.DataFrame) -> pd.DataFrame:
     """Of each kernel, the load that moves most bytes: lines and sectors of a request."""
     found: dict[tuple, dict[str, Any]] = {}
     for row in rows[(rows["op"] == "decode") & rows["ok"] & (rows["role"] != "control")].to_dict("records"):
-        loads = [one for one in json.loads(row["evidence"]).get("accesses", ()) if one["kind"] == "load"]
+        loads = [one for one in facts(row["evidence"]).get("accesses", ()) if one["kind"] == "load"]
         if "layout" not in row["chosen"] or not loads:
             continue
         most = sorted(loads, key=lambda one: -one["bytes_used"])[0]
         line = pick(row["params"] | row["chosen"], ["K", "state", "layout", "BV", "warps", "folded"])
-        line |= pick(most, ["lines", "sectors", "efficiency", "bytes_used"])
+        line |= {name: value for name, value in most.items() if not isinstance(value, str)}
         before = found.setdefault((*line.values(),)[:6], line)
         assert before == line, f"{row['variant']}: its requests differ from case to case"
     return pd.DataFrame(found.values())
@@ -347,7 +347,8 @@ def layouts(rows: pd.DataFrame) -> pd.DataFrame:
 def gdn_layouts(rows: pd.DataFrame) -> pd.DataFrame:
     """The same of ours, GDN alone."""
     found = [line for op in ("step", "verify", "extend") for line in _pairs(rows, op, OURS, OURS_KV)]
-    return table([line for line in found if line["gate"] == "GDN"], ["op", *CASE, *RATIO])
+    shown = ["us", "against us", *RATIO, "runs"]
+    return table([line for line in found if line["gate"] == "GDN"], ["op", *CASE, *shown])
 
 
 def _tokens(prefill: str) -> int:
@@ -379,7 +380,7 @@ def _chunk_state(group: Sequence[Mapping[str, Any]]) -> dict[tuple[str, int], di
     for row in usable(group).values():
         if row["role"] != "control":
             form = "VK, transposed" if row["chosen"]["transposed"] else "VK" if row["chosen"]["v_first"] else "KV"
-            found[form, row["chosen"]["tile"]] = row | {"facts": json.loads(row["evidence"])}
+            found[form, row["chosen"]["tile"]] = row | {"code": facts(row["evidence"])}
     return found
 
 
@@ -391,7 +392,7 @@ def chunk_states(rows: pd.DataFrame) -> pd.DataFrame:
         sequences = 9 if prefill == "ragged" else int(prefill.split(" x ")[0])
         for (form, tile), row in _chunk_state(group).items():
             line = {"prefill": prefill, "sequences": sequences, "form": form, "BV": tile, "us": us[row["variant"]]}
-            found.append(line | pick(row["facts"], ["registers", "shared_bytes", "ctas_per_sm"]))
+            found.append(line | pick(row["code"], ["registers", "shared_bytes", "ctas_per_sm"]))
     return pd.DataFrame(found)
 
 
@@ -403,8 +404,8 @@ def chunk_state_layouts(rows: pd.DataFrame) -> pd.DataFrame:
         for tile in (16, 32, 64):
             vk, kv = known[("VK", tile)], known[("KV", tile)]
             line = {"prefill": params["prefill"], "BV": tile} | compare(group, vk["variant"], kv["variant"])
-            line |= {f"shared, {form}": known[form, tile]["facts"]["shared_bytes"] for form in ("KV", "VK")}
-            line |= {f"CTAs an SM, {form}": known[form, tile]["facts"]["ctas_per_sm"] for form in ("KV", "VK")}
+            line |= {f"shared, {form}": known[form, tile]["code"]["shared_bytes"] for form in ("KV", "VK")}
+            line |= {f"CTAs an SM, {form}": known[form, tile]["code"]["ctas_per_sm"] for form in ("KV", "VK")}
             found.append(line)
     counts = [f"{what}, {form}" for what in ("shared", "CTAs an SM") for form in ("KV", "VK")]
     return table(found, ["prefill", "BV", *counts, *RATIO])
@@ -418,7 +419,7 @@ def drift(rows: pd.DataFrame) -> pd.DataFrame:
         for params, group in cases(rows, "drift")
         for row in group
         if row["role"] in ("ours", "step")
-        for errors in json.loads(row["evidence"])["drift"]
+        for errors in facts(row["evidence"])["drift"]
     ]
     return pd.DataFrame(found, columns=columns)
 
