@@ -392,3 +392,32 @@ def public(*modules: Any) -> set[str]:
         for name, one in vars(module).items()
         if inspect.isfunction(one) and one.__module__ == module.__name__ and not name.startswith("_")
     }
+
+
+def with_a_sample_changed(rows: pd.DataFrame, size: Params, **row: Any) -> pd.DataFrame:
+    """A copy of the rows with one sample of one row at a tenth: the largest of its first process.
+
+    size, row: parameters of its case, and its columns.
+    """
+    of_case = rows["params"].map(lambda params: size.items() <= params.items())
+    (at,) = rows.index[np.logical_and.reduce([of_case, *(rows[name] == value for name, value in row.items())])]
+    ns = np.array(rows.at[at, "samples_ns"])
+    first = np.flatnonzero(np.asarray(rows.at[at, "run"]) == 0)
+    ns[first[ns[first].argmax()]] //= 10
+    return rows.assign(samples_ns=[ns if place == at else old for place, old in rows["samples_ns"].items()])
+
+
+def with_a_cell_changed(frame: pd.DataFrame, name: str) -> pd.DataFrame:
+    """A copy of a table with one cell of a column changed: a number by a millionth, an end by half its distance."""
+    found = frame.reset_index(drop=True).astype({name: object})
+    at = found.index[found[name].notna()][0]
+    value = found.at[at, name]
+    if name in ("low", "high", "noise"):
+        found.at[at, name] = (
+            value * 1.5 if name == "noise" else (value + found.at[at, "ratio" if "ratio" in found else "mid"]) / 2
+        )
+    else:
+        found.at[at, name] = (
+            "slower" if value == "faster" else "faster" if isinstance(value, str) else value * (1 + 1e-6)
+        )
+    return found

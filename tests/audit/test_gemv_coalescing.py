@@ -3,7 +3,7 @@
 import gemv_coalescing as audit
 import pandas as pd
 import pytest
-from common import DATA, GPUS, compared, over, public, read
+from common import DATA, GPUS, compared, differences, over, public, read, with_a_cell_changed, with_a_sample_changed
 
 from labkit.studies.gemv_coalescing import chain_views, claims, tables
 
@@ -107,3 +107,19 @@ def test_every_public_table_is_audited_or_says_why_not():
     assert public(tables, claims) | {"chain_views.merging"} == set(audit.TABLES) | set(NOT_AUDITED)
     assert set(audit.TABLES) == set(LAB)
     assert not set(audit.TABLES) & set(NOT_AUDITED)
+
+
+CHANGED = ["tables.times", "tables.against_cublas", "tables.token_total"]
+ROW = {"op": "gemv", "cache": "cold", "variant": audit.OURS}
+SIZE = {"dtype": "bf16", "N": 152960, "K": 2560}
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_a_changed_sample_or_cell_is_found(name):
+    rows, (function, keys) = read(GPUS[0], audit.STUDY), LAB[name]
+    mine, theirs = audit.TABLES[name](rows), function(rows)
+    assert differences(function(with_a_sample_changed(rows, SIZE, **ROW)), mine, keys)[1]
+    columns = [column for column in mine if column in theirs and column not in keys]
+    assert columns
+    for column in columns:
+        assert len(differences(with_a_cell_changed(theirs, column), mine, keys)[1]) == 1, column

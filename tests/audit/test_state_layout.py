@@ -5,7 +5,7 @@ from functools import cache
 import pandas as pd
 import pytest
 import state_layout as audit
-from common import GPUS, compared, over, public, read
+from common import GPUS, compared, differences, over, public, read, with_a_cell_changed, with_a_sample_changed
 
 from labkit.studies.state_layout import claims, share, tables, variants
 
@@ -128,3 +128,19 @@ def test_every_public_table_is_audited_or_says_why_not():
     assert public(tables, share, claims) == set(audit.TABLES) | set(NOT_AUDITED)
     assert set(audit.TABLES) == set(LAB)
     assert not set(audit.TABLES) & set(NOT_AUDITED)
+
+
+CHANGED = ["tables.times", "tables.ratios", "claims.narrow_tile"]
+ROW = {"op": "decode", "cache": "cold", "variant": "VK BV=8, 1 warp"}  # of Qwen3-Next's largest case
+SIZE = {"model": audit.NEXT, "state": "fp32", "batch": 512}
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_a_changed_sample_or_cell_is_found(name):
+    rows, (function, keys) = read(GPUS[0], audit.STUDY), LAB[name]
+    mine, theirs = audit.TABLES[name](rows), function(rows)
+    assert differences(function(with_a_sample_changed(rows, SIZE, **ROW)), mine, keys)[1]
+    columns = [column for column in mine if column in theirs and column not in keys]
+    assert columns
+    for column in columns:
+        assert len(differences(with_a_cell_changed(theirs, column), mine, keys)[1]) == 1, column
