@@ -25,19 +25,6 @@ Tables = dict[str, Callable[[pd.DataFrame], pd.DataFrame]]
 Params = dict[str, Any]
 
 RATIO = ["ratio", "low", "high", "noise", "verdict"]
-UNUSED = [
-    "throttled",
-    "counters",
-    "kernel_sha",
-    "rules",
-    "gpu",
-    "driver",
-    "cuda",
-    "torch",
-    "triton",
-    "labkit",
-    "revision",
-]
 COMPARED = ["us", "against us", *RATIO, "no slower", "runs"]
 AA = "A/A control"
 DRAWS = 2000  # of the lab's bootstrap
@@ -73,9 +60,8 @@ def _groups(rows: pd.DataFrame, op: str, cache: str) -> list[list[dict[str, Any]
     """The rows of each case of an operation. Kept, with the frame, since every table asks for them again."""
     key = id(rows), op, cache
     if key not in _KEPT:
-        some = rows[(rows["op"] == op) & (rows["cache"] == cache)].drop(columns=UNUSED, errors="ignore")
         found: dict[str, list[dict[str, Any]]] = {}
-        for row in some.to_dict("records"):
+        for row in rows[(rows["op"] == op) & (rows["cache"] == cache)].to_dict("records"):
             found.setdefault(row["case"], []).append(row)
         _KEPT[key] = rows, list(found.values())
     return _KEPT[key][1]

@@ -56,6 +56,7 @@ ROWS = [f"rows={rows}" for rows in (1, 2, 4, 8, 16)]
 BITS = {"rows": [*ROWS, "rows=4, interleaved"], "control": [f"2-D tile, rows={rows}" for rows in (1, 4, 16)]}
 ROWS_OF_A_CTA = 64  # where each thread has its own row
 SMALL, QWEN, LLAMA = "AutoMegaKernel h1024", "Qwen3.5-4B", "Llama-3.2-1B"
+TOKENS = (QWEN, LLAMA)  # models whose tokens are added up
 
 
 # Models: (how many layers, its groups: K and the N of each matrix that multiplies the same x), and the output matrix
@@ -461,7 +462,7 @@ def _rules(n: int) -> dict[str, Sequence[str]]:
 def token_total(rows: pd.DataFrame) -> pd.DataFrame:
     """µs of all GEMVs of a token by rule, of each model."""
     found, us, top = [], _bf16(rows), _top(rows, "gemv")
-    for model in LAYERS:
+    for model in TOKENS:
         for rule in _rules(0):
             taken = [_least(us, (n, k), _rules(n)[rule]) for n, k in _token(model)]
             if not any(map(math.isnan, taken)):
@@ -506,6 +507,8 @@ def from_chain(rows: pd.DataFrame) -> pd.DataFrame:
     totals = token_total(rows)
     for params, group in cases(rows, "chain"):
         model, chain = params["model"], times(group)
+        if model not in TOKENS:
+            continue
         layers = sum(count for count, _ in LAYERS[model])
         sums = totals[totals["model"] == model].set_index("rule")["us"]
         ours, cublas = (["ours, merged"], [OURS]), ([f"{name}, merged" for name in CUBLAS], CUBLAS)

@@ -8,7 +8,6 @@ from common import DATA, GPUS, compared, differences, over, public, read, with_a
 from labkit.studies.gemv_coalescing import chain_views, claims, tables
 
 SHAPE = audit.SHAPE
-MODELS = list(audit.LAYERS)
 
 
 def by_variant(rows):
@@ -82,9 +81,9 @@ LAB = {  # table -> the lab's, and the columns that say which line it is
     "tables.chains": (tables.chains, ["model", "variant"]),
     "tables.beyond_reading": (tables.beyond_reading, ["variant"]),
     "tables.of_ceiling": (of_ceiling, ["variant"]),
-    "tables.token_total": (lambda rows: over(tables.token_total, rows, model=MODELS), ["model", "rule"]),
+    "tables.token_total": (lambda rows: over(tables.token_total, rows, model=audit.TOKENS), ["model", "rule"]),
     "tables.token_blocks": (token_blocks, ["merged", "variant", "run", "block"]),
-    "tables.from_chain": (lambda rows: over(tables.from_chain, rows, model=MODELS), ["model", "of"]),
+    "tables.from_chain": (lambda rows: over(tables.from_chain, rows, model=audit.TOKENS), ["model", "of"]),
     "chain_views.merging": (chain_views.merging, ["model", "kernel"]),
     "claims.step": (observed(claims.step), ["case"]),
     "claims.pattern": (observed(claims.pattern), ["case"]),
