@@ -22,6 +22,7 @@ import pandas as pd
 DATA = Path(__file__).resolve().parents[2] / "data"
 GPUS = sorted(path.parent.name for path in DATA.glob("*/machine.json"))
 Tables = dict[str, Callable[[pd.DataFrame], pd.DataFrame]]
+Sentences = dict[str, Callable[[pd.DataFrame], list[str]]]  # view -> parts of what it says, each with its numbers
 Params = dict[str, Any]
 
 RATIO = ["ratio", "low", "high", "noise", "verdict"]
@@ -301,6 +302,32 @@ def compare(group: Sequence[Mapping[str, Any]], variant: str, against: str) -> d
     assert known[variant]["mode"] == known[against]["mode"], f"{variant} and {against} were not timed together"
     line = {"variant": variant, "against": against, "us": us(known[variant]), "against us": us(known[against])}
     return line | judged(interval(paired(known[against], known[variant])).each(math.exp), noise(group))
+
+
+# Sentences: numbers that the views make of tables
+
+
+def span(values: Iterable[float], form: str = ".2f") -> str:
+    """Least and largest: "0.98 to 1.31"; one number where both read the same."""
+    some = list(values)
+    ends = [format(end, form) for end in (min(some), max(some))]
+    return ends[0] if ends[0] == ends[1] else " to ".join(ends)
+
+
+def counted(verdicts: Iterable[str]) -> str:
+    """How often each word occurs: "faster in 3, unclear in 1"; nothing where a verdict is a draw of the bootstrap."""
+    some = list(verdicts)
+    if any("|" in word for word in some):
+        return ""
+    words = ("faster", "same", "slower", "unclear")
+    return ", ".join(f"{word} in {some.count(word)}" for word in words if word in some)
+
+
+def said(view: Any) -> str:
+    """All that a view says in words: itself, or the texts of a figure or table."""
+    if isinstance(view, pd.DataFrame):
+        return view.to_string(max_colwidth=None)
+    return view if isinstance(view, str) else " ".join(view[name] for name in ("alt", "caption"))
 
 
 # Comparing with the lab

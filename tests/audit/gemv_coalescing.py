@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import pandas as pd
@@ -11,11 +12,13 @@ from common import (
     RATIO,
     Interval,
     Params,
+    Sentences,
     Tables,
     blocks,
     by_process,
     cases,
     compare,
+    counted,
     facts,
     geometric_mean,
     half_width,
@@ -25,6 +28,7 @@ from common import (
     median,
     noise,
     pick,
+    span,
     table,
     times,
     usable,
@@ -600,4 +604,155 @@ TABLES: Tables = {
     "claims.pattern": pattern_claim,
     "claims.rule": rule,
     "claims.ceiling": ceiling,
+}
+
+
+# Numbers that only the views make: parts of their sentences
+
+
+def _records(frame: pd.DataFrame, **wanted: Any) -> list[dict[str, Any]]:
+    """The lines of a table that have these values."""
+    return [line for line in frame.to_dict("records") if all(line[name] == value for name, value in wanted.items())]
+
+
+def _mean(lines: Sequence[Mapping[str, Any]], form: str = ".2f") -> str:
+    return format(geometric_mean(line["ratio"] for line in lines), form)
+
+
+def said_in_short(rows: pd.DataFrame) -> list[str]:
+    """Geometric means over the shapes of 16 MB and more."""
+    lines = [line for line in _records(against_cublas(rows), dtype="bf16") if line["MB"] >= 16]
+    parts = {name: [line for line in lines if line["of"] == name] for name in (WIDE, TUNED, OURS)}
+    words = ("for a warp a row", "with tuned rows", "started before")
+    found = [f"×{_mean(some)} {start}" for some, start in zip(parts.values(), words, strict=True)]
+    return [*found, f"(geometric means of {len(parts[OURS])} shapes)", *said_best_peer(rows)]
+
+
+def said_best_peer(rows: pd.DataFrame) -> list[str]:
+    """The fastest of all libraries over ours, where the others ran."""
+    us = [of for of in _bf16(rows).values() if {"torch.compile", "flag_gems.mv"} & set(of)]
+    best = [min(of[name] for name in (*CUBLAS, "torch.compile", "flag_gems.mv") if name in of) for of in us]
+    means = {name: geometric_mean(x / of[name] for x, of in zip(best, us, strict=True)) for name in (OURS, TUNED)}
+    return [f"these {len(us)} shapes", *(f"{mean:.2f} times as long as {name}" for name, mean in means.items())]
+
+
+def said_losses(rows: pd.DataFrame) -> list[str]:
+    """Steps of which the mean is below 1."""
+    found = [line for line in _records(steps(rows)) if line["mean ratio"] < 1]
+    return [f"{line['step']} (×{line['mean ratio']:.2f} over {line['over']}" for line in found]
+
+
+def said_unseen(rows: pd.DataFrame) -> list[str]:
+    """Mean and most of the rule's time over the fastest candidate's."""
+    some = list(unseen(rows)["rule / fastest"])
+    return [f"takes {geometric_mean(some):.3f} times", f"over {len(some)} shapes", f"at most {max(some):.2f} times"]
+
+
+def said_tuning(rows: pd.DataFrame) -> list[str]:
+    """Candidates of a shape; seconds from one shape's start to the next one's."""
+    counts = [len(known) for _, known in _tuned(rows)]
+    starts = sorted(pd.Timestamp(min(row["utc"] for row in group)) for group in _by_case(rows))
+    seconds = [(after - before).total_seconds() for before, after in pairwise(starts)]
+    return [f"{span(counts, 'd')} candidates", f"{median(seconds):.0f} s a shape, at most {max(seconds):.0f} s"]
+
+
+def _by_case(rows: pd.DataFrame) -> list[list[dict[str, Any]]]:
+    """The rows of each tuned case, cold and hot together."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for cache in ("cold", "hot"):
+        for _, group in cases(rows, "tune", cache):
+            found.setdefault(group[0]["case"], []).extend(group)
+    return list(found.values())
+
+
+def said_bits(rows: pd.DataFrame) -> list[str]:
+    """In how many shapes all results are the same."""
+    found = []
+    for dtype in ("bf16", "fp32"):
+        ours, control = (
+            [line["outcomes"] for line in _records(same_bits(rows), dtype=dtype, of=of)] for of in ("rows", "control")
+        )
+        found.append(f"{dtype}: the same bits in {ours.count(1)} of {len(ours)} shapes")
+        found.append(f"other bits in {len(control) - control.count(1)} of {len(control)} for the control")
+    return found
+
+
+def said_interleaving(rows: pd.DataFrame) -> list[str]:
+    """Interleaved rows over adjacent ones."""
+    names = "rows=4", "rows=4, interleaved"
+    return _spread([line for _, group in cases(rows, "gemv") if (line := compare(group, *names))])
+
+
+def said_warm(rows: pd.DataFrame) -> list[str]:
+    """A choice tuned in a warm cache over the table's."""
+    lines, tried = _records(other_choice(rows)), len(list(cases(rows, "tune", "hot")))
+    return [f"something else in {len(lines)} of the {tried} cases", *_spread(lines)]
+
+
+def _spread(lines: Sequence[Mapping[str, Any]]) -> list[str]:
+    ends = [f"{pick_end(line['ratio'] for line in lines):.2f} at " for pick_end in (min, max)]
+    return [f"{_mean(lines, '.3f')} on average over {len(lines)}", *ends, counted(line["verdict"] for line in lines)]
+
+
+def said_summary(rows: pd.DataFrame) -> list[str]:
+    """Ours against cuBLAS, all shapes and types."""
+    lines = _records(against_cublas(rows), of=OURS)
+    return [counted(line["verdict"] for line in lines), f"of {len(lines)} ", span(line["ratio"] for line in lines)]
+
+
+def said_questions(rows: pd.DataFrame) -> list[str]:
+    """Geometric means of the bf16 shapes' medians; merging of whole layers."""
+    us = list(_bf16(rows).values())
+    pairs = (THREAD, WARP), (THREAD, TURNED), (WARP, WIDE), (WIDE, FOUR), ("rows=4, interleaved", "rows=4")
+    means = [geometric_mean(of[old] / of[new] for of in us if {old, new} <= set(of)) for old, new in pairs]
+    lines = [[line["ratio"] for line in _records(merging(rows), kernel=kernel)] for kernel in ("torch.mv", "ours")]
+    merged = [f"×{span(some).replace(' to ', ' to ×')} of whole layers" for some in lines]
+    return [*(f"×{mean:.2f} (geometric mean" for mean in means), *merged]
+
+
+def said_prediction(rows: pd.DataFrame) -> list[str]:
+    """Time over prediction, least and most."""
+    found = []
+    for name in (OURS, TUNED, "torch.mv"):
+        over = [
+            us / row["predicted_us"]
+            for params, row, us in _usable(rows, "gemv")
+            if params["dtype"] == "bf16" and row["variant"] == name and row["predicted_us"] > 0
+        ]
+        found.append(f"{name} {span(over)}")
+    return found
+
+
+def said_why_not_32(rows: pd.DataFrame) -> list[str]:
+    """What a step along K takes with one CTA on an SM and with four and more."""
+    lines = _records(pattern(rows))
+    one = [line for line in lines if line["CTAs an SM"] == 1]
+    many = [line["ns a step, W [N, K]"] / line["look-ups, ns"] for line in lines if line["CTAs an SM"] >= 4]
+    tallest = max(lines, key=lambda line: line["N"])
+    found = [
+        f"{span((line['with width'] for line in lines), '.0f')} times as fast",
+        f"takes {span(many)} times as long",
+    ]
+    for dtype in ("bf16", "fp32"):
+        walks = [
+            span((line[f"ns a step, W {how}"] for line in one if line["dtype"] == dtype), ".0f")
+            for how in ("[N, K]", "[K, N]")
+        ]
+        found.append(f"{walks[0]} ns with W stored [N, K] and {walks[1]} ns with [K, N] in {dtype}")
+    return [*found, f"×{tallest['pattern alone']:.1f} of ×{tallest['with width']:.1f}"]
+
+
+SENTENCES: Sentences = {
+    "views.in_short": said_in_short,
+    "views.best_peer": said_best_peer,
+    "views.losses": said_losses,
+    "views.unseen": said_unseen,
+    "views.tuning": said_tuning,
+    "views.bits": said_bits,
+    "views.interleaving": said_interleaving,
+    "views.warm": said_warm,
+    "views.summary": said_summary,
+    "views.questions": said_questions,
+    "views.prediction": said_prediction,
+    "views.why_not_32": said_why_not_32,
 }

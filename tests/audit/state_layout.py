@@ -13,13 +13,17 @@ import pandas as pd
 from common import (
     RATIO,
     Params,
+    Sentences,
     Tables,
     cases,
     compare,
+    counted,
     facts,
+    geometric_mean,
     least,
     pick,
     read,
+    span,
     table,
     times,
     usable,
@@ -541,6 +545,128 @@ TABLES: Tables = {
     "claims.vllm_estimate": vllm_estimates,
     "claims.vllm_table": vllm_table,
     "claims.first_token": first_token_claim,
+}
+
+
+# Numbers that only the views make: parts of their sentences
+
+
+def _records(frame: pd.DataFrame, **wanted: Any) -> list[dict[str, Any]]:
+    """The lines of a table that have these values."""
+    return [line for line in frame.to_dict("records") if all(line[name] == value for name, value in wanted.items())]
+
+
+def _ratios(lines: Sequence[Mapping[str, Any]]) -> list[float]:
+    return [line["ratio"] for line in lines]
+
+
+def said_summary(rows: pd.DataFrame) -> list[str]:
+    """Verdicts of the layout, one warp, by state and tile."""
+    found = []
+    for state, tile in product(("fp32", "bf16"), (8, 32)):
+        lines = _records(ratios(rows), cache="cold", warps=1, state=state, BV=tile)
+        if words := counted(line["verdict"] for line in lines):
+            found.append(f"{state} at BV={tile}: [V, K] is {words} of {len(lines)} cases")
+    return found
+
+
+def said_folding(rows: pd.DataFrame) -> list[str]:
+    """One pass against two in Qwen3-Next's shape: one sequence, and a full GPU."""
+    lines = _records(folding(rows), cache="cold", model=NEXT)
+    parts = [line for line in lines if line["batch"] == 1], [line for line in lines if line["batch"] >= FULL]
+    return [f"of {len(some)} cases, ratio {span(_ratios(some))}" for some in parts]
+
+
+def said_spills(rows: pd.DataFrame) -> list[str]:
+    """Time of the kernels that spill over the fastest kernel of their case, whose code is known too."""
+    found = []
+    for params, group in cases(rows, "decode"):
+        us = {name: x for name, x in times(group).items() if usable(group)[name]["role"] != "control"}
+        for name in us:
+            code = facts(usable(group)[name]["evidence"])
+            if code.get("spill_bytes", 0) > 0:
+                kernel = f"{name} at K={params['K']}, {params['state']} ({code['spill_bytes']} bytes a thread)"
+                timed = min(x for other, x in us.items() if facts(usable(group)[other]["evidence"]))
+                found.append((kernel, us[name] / timed))
+    return [*dict.fromkeys(kernel for kernel, _ in found), f"{span((slower for _, slower in found), '.1f')} times"]
+
+
+def said_prediction_error(rows: pd.DataFrame) -> list[str]:
+    """Share of the points within 10 % of their prediction: Qwen3-Next, tiles of 8 and 32, one warp."""
+    found = [
+        abs(us / row["predicted_us"] - 1) <= 0.1
+        for _, group in cases(rows, "decode", model=NEXT)
+        for (_, tile, warps, folded), name in _points(group).items()
+        if tile in (8, 32) and warps == 1 and not folded
+        for row, us in [(usable(group)[name], times(group)[name])]
+    ]
+    return [f"{100 * sum(found) / len(found):.0f} % of the points"]
+
+
+def said_in_short(rows: pd.DataFrame) -> list[str]:
+    """The fastest library over ours, by state or gate."""
+    found = against_best(rows)
+    groups = [_records(found, op="step", gate="GDN", slots=slots, state=state) for slots, state in _SLOTS]
+    groups += [_records(found, op="extend", gate=gate) for gate in ("GDN", "KDA")]
+    means = [f"{span(_ratios(some))} (geometric mean {geometric_mean(_ratios(some)):.2f})" for some in groups]
+    layout = [line for line in _records(gdn_layouts(rows), op="step")]
+    return [*means, *(f"{line['ratio']:.2f} at batch {line['batch']:.0f}" for line in layout)]
+
+
+_SLOTS = list(product(("in order", "at random"), ("fp32", "bf16")))
+
+
+def said_answer(rows: pd.DataFrame) -> list[str]:
+    """What the layout changes in steps, extends and a whole decode step."""
+    found = gdn_layouts(rows)
+    steps = [f"{state} state {span(_ratios(_records(found, op='step', state=state)))}" for state in ("fp32", "bf16")]
+    gains = span(vllm_estimate(rows, 32)["gain %"], "+.1f")
+    narrow = max(_ratios(_records(ratios(rows), cache="cold", BV=8, K=128)))
+    extends = span(_ratios(_records(found, op="extend")))
+    return [*steps, f"both layouts, {extends}", f"gains {gains} %", f"shows up to {narrow:.1f}"]
+
+
+def said_verified(rows: pd.DataFrame) -> list[str]:
+    """Token by token over verify."""
+    return [f"batch {line['batch']}, {line['T']} tokens ×{line['ratio']:.2f}" for line in _pairs(rows, *PAIRS[1])]
+
+
+def said_extend_errors(rows: pd.DataFrame) -> list[str]:
+    """Our errors, and over fla-core's."""
+    found = extend_errors(rows)
+    return [f"ours {span(found['error, ours'], '.1e')}", f"which is {span(found['ours / fla'])} times"]
+
+
+def said_first_token(rows: pd.DataFrame) -> list[str]:
+    """Share of the extends, and how much earlier the first token comes; both published times."""
+    found = first_token(rows)
+    found = found[~found["own"].astype(bool)]
+    shares, earlier = span(found["share %"], ".0f"), span(found["earlier %"], ".1f")
+    return [f"take {shares} % of it", f"token {earlier} % earlier", f"{100 * (1 - 13842 / 14993):.1f} % were published"]
+
+
+def said_occupancy(rows: pd.DataFrame) -> list[str]:
+    """Of the chunk-state kernel's pairs, those with more CTAs an SM in [V, K] and those with as many."""
+    lines, found = _records(chunk_state_layouts(rows)), []
+    for some in (
+        [line for line in lines if line["CTAs an SM, VK"] > line["CTAs an SM, KV"]],
+        [line for line in lines if line["CTAs an SM, VK"] == line["CTAs an SM, KV"]],
+    ):
+        found += [f"in {len(some)} of {len(lines)} pairs, time KV / VK {span(_ratios(some))}"] if some else []
+    return found
+
+
+SENTENCES: Sentences = {
+    "views.summary": said_summary,
+    "views.folding": said_folding,
+    "views.spills": said_spills,
+    "views.prediction_error": said_prediction_error,
+    "production_views.in_short": said_in_short,
+    "production_views.answer": said_answer,
+    "production_views.verified": said_verified,
+    "production_views.extend_errors": said_extend_errors,
+    "production_views.first_token": said_first_token,
+    "production_views.occupancy": said_occupancy,
 }
 
 

@@ -3,9 +3,20 @@
 import gemv_coalescing as audit
 import pandas as pd
 import pytest
-from common import DATA, GPUS, compared, differences, over, public, read, with_a_cell_changed, with_a_sample_changed
+from common import (
+    DATA,
+    GPUS,
+    compared,
+    differences,
+    over,
+    public,
+    read,
+    said,
+    with_a_cell_changed,
+    with_a_sample_changed,
+)
 
-from labkit.studies.gemv_coalescing import chain_views, claims, tables
+from labkit.studies.gemv_coalescing import chain_views, claims, tables, views
 
 SHAPE = audit.SHAPE
 
@@ -54,6 +65,7 @@ def observed(claim):
     return lambda rows: pd.DataFrame([vars(one) for one in claim(rows).observations])
 
 
+VIEWS = {"views": views}
 LAB = {  # table -> the lab's, and the columns that say which line it is
     "tables.times": (
         lambda rows: over(tables.times, rows, op=["gemv", "tune", "chain"]),
@@ -100,6 +112,18 @@ def test_the_lab_and_the_audit_agree(gpu, name, record_property):
     assert not wrong, "\n".join(wrong[:20])
     assert cells
     record_property("cells", cells)
+
+
+@pytest.mark.parametrize("name", sorted(audit.SENTENCES))
+@pytest.mark.parametrize("gpu", GPUS)
+def test_sentences_have_the_numbers_of_the_audit(gpu, name, record_property):
+    module, _, view = name.partition(".")
+    rows = read(gpu, audit.STUDY)
+    text, parts = said(getattr(VIEWS[module], view)(rows)), audit.SENTENCES[name](rows)
+    assert parts
+    for part in parts:
+        assert part in text
+    record_property("cells", len(parts))
 
 
 def test_every_public_table_is_audited_or_says_why_not():

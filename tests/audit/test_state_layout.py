@@ -5,9 +5,9 @@ from functools import cache
 import pandas as pd
 import pytest
 import state_layout as audit
-from common import GPUS, compared, differences, over, public, read, with_a_cell_changed, with_a_sample_changed
+from common import GPUS, compared, differences, over, public, read, said, with_a_cell_changed, with_a_sample_changed
 
-from labkit.studies.state_layout import claims, share, tables, variants
+from labkit.studies.state_layout import claims, production_views, share, tables, variants, views
 
 SHAPE, CASE = audit.SHAPE, audit.CASE
 GRID = ["cache", *SHAPE, "BV"]
@@ -34,6 +34,7 @@ def pairs(rows):
     return pd.concat([tables.compared(rows, *pair).assign(op=pair[0]) for pair in audit.PAIRS])
 
 
+VIEWS = {"views": views, "production_views": production_views}
 LAB = {  # table -> the lab's, and the columns that say which line it is
     "tables.times": (lambda rows: over(tables.times, rows, cache=["cold", "hot"]), ["cache", *SHAPE, "variant"]),
     "tables.ratios": (lambda rows: over(tables.ratios, rows, cache=["cold", "hot"]), [*GRID, "warps"]),
@@ -122,6 +123,18 @@ def test_they_agree_on_releases_that_are_not_recorded_yet(name, record_property)
     assert not wrong, "\n".join(wrong[:20])
     assert cells
     record_property("cells", cells)
+
+
+@pytest.mark.parametrize("name", sorted(audit.SENTENCES))
+@pytest.mark.parametrize("gpu", GPUS)
+def test_sentences_have_the_numbers_of_the_audit(gpu, name, record_property):
+    module, _, view = name.partition(".")
+    rows = read(gpu, audit.STUDY)
+    text, parts = said(getattr(VIEWS[module], view)(rows)), audit.SENTENCES[name](rows)
+    assert parts
+    for part in parts:
+        assert part in text
+    record_property("cells", len(parts))
 
 
 def test_every_public_table_is_audited_or_says_why_not():
