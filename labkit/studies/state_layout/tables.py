@@ -76,10 +76,10 @@ def _pairs(rows: pd.DataFrame, cache: str, wanted: Mapping[tuple[str, str], Para
     """A line for each pair of each case, and whether one of it `spills`. wanted: (variant, against) -> what is said."""
     found = []
     for params, group in cases(rows, "decode", cache=cache):
+        spilled = spilling(group)
         for line in pairs(group, wanted):
             pair = line["variant"], line["against"]
-            spills = not spilling(group).isdisjoint(pair)
-            found.append(picked(params, SHAPE) | wanted[pair] | line | {"spills": spills})
+            found.append(picked(params, SHAPE) | wanted[pair] | line | {"spills": not spilled.isdisjoint(pair)})
     return pd.DataFrame(found, columns=[*SHAPE, "BV", "warps", *RATIO, "runs", "spills"])
 
 
