@@ -354,12 +354,19 @@ def differences(lab: pd.DataFrame, audit: pd.DataFrame, keys: Sequence[str]) -> 
     return len(cells), wrong
 
 
-def compared(name: str, rows: pd.DataFrame, lab: Mapping[str, Any], audits: Tables) -> tuple[int, list[str]]:
-    """`differences` of a table, and its columns that no audit has. lab: table -> the lab's function, and the keys."""
-    function, keys = lab[name]
-    theirs, mine = function(rows), audits[name](rows)
-    cells, wrong = differences(theirs, mine, keys)
-    return cells, wrong + [f"{column}: in no audit" for column in numbers(theirs, rows) - set(mine) - set(keys)]
+def compared(audits: Tables, rows: pd.DataFrame, lab: Mapping[str, Any]) -> tuple[dict[str, int], list[str]]:
+    """Of each table how many cells were compared, and of all what differs, or is a number that no audit has.
+
+    lab: table -> the lab's function of rows, and the columns that say which line it is.
+    """
+    counts, wrong = {}, []
+    for name, audit in audits.items():
+        function, keys = lab[name]
+        theirs, mine = function(rows), audit(rows)
+        counts[name], found = differences(theirs, mine, keys)
+        found += [f"{column}: in no audit" for column in numbers(theirs, rows) - set(mine) - set(keys)]
+        wrong += [f"{name}: {one}" for one in found]
+    return counts, wrong
 
 
 def numbers(frame: pd.DataFrame, rows: pd.DataFrame) -> set[str]:
