@@ -59,6 +59,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     for reason in (NO_BROWSER, NO_DSL, NO_GPU, NO_NVCC, NO_SOURCES):
         if count := sum(reason in text for text in skipped):
             terminalreporter.write_line(f"NOT RUN ({count}): {reason}", red=True, bold=True)
+    told = [dict(report.user_properties) for report in terminalreporter.stats.get("passed", [])]
+    if cells := sum(some.get("cells", 0) for some in told):
+        terminalreporter.write_line(f"audit: {cells} cells of tables computed twice, by code that shares nothing")
 
 
 @pytest.fixture

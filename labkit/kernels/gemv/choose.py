@@ -68,8 +68,9 @@ def choose(N: int, K: int, itemsize: int, device: torch.device) -> Choice:
 def rule(N: int, K: int, itemsize: int, sms: int = 132) -> Choice:
     """A choice from the shape alone; never a split, which was the fastest at no shape that was tuned.
 
-    16 bytes a thread; as many warps as a row has such loads for, up to 4; the tile shortened where that makes it divide
-    K; then as many rows as leave each multiprocessor `FILL` programs, up to 4.
+    16 bytes a thread; as many warps as a row has such loads for, up to 4; the tile halved where that makes it divide K,
+    doubled while a row has more than `MOST_LOADS`; then as many rows as leave each multiprocessor `FILL` programs and a
+    program `MOST_LOADS` tiles, up to 4.
     """
     vector = 16 // itemsize
     warps = max(w for w in WARPS if w == 1 or (w <= 4 and 32 * w * vector <= K))

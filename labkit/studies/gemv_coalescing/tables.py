@@ -330,8 +330,8 @@ def pattern(rows: pd.DataFrame) -> pd.DataFrame:
 
     A row a shape and type, the fewest rows of W first. `ns a step`: time over K, the loads that a thread makes, some
     of them at once (the compiler unrolls), W stored [N, K] (step 1) and [K, N] (step 2). `CTAs an SM`: those of the
-    busiest one. `look-ups, ns`: how long its threads' lines take, one look-up a clock. Ratios of step 1's time over
-    that of step 2 and step 4.
+    busiest one. `look-ups, ns`: how long its threads' lines take, one look-up a clock, at the median of the clocks that
+    were read beside all single GEMVs. Ratios of step 1's time over that of step 2 and step 4.
     """
     first, turned, wide = names.THREAD_A_ROW, names.THREAD_A_ROW_TURNED, names.WIDE_LOADS
     table = times(rows)
@@ -353,7 +353,8 @@ def pattern_share(rows: pd.DataFrame, shapes: Sequence[tuple[int, int]]) -> pd.D
     """Share of the gain of steps 3 and 4 together that the pattern alone has, in bf16: `ratio`, with its interval.
 
     Of the logarithms of both gains over step 1, block by block. noise: by how much the share changes if each gain
-    changes by the case's A/A noise. Shapes where steps 3 and 4 together are not faster have no gain to explain.
+    changes by the case's A/A noise, which is that noise × (1 + |share|) / log(gain of step 4). Shapes where steps 3 and
+    4 together are not faster have no gain to explain.
     """
     first, alone, whole = names.THREAD_A_ROW, names.THREAD_A_ROW_TURNED, names.WIDE_LOADS
     found = []

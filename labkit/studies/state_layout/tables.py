@@ -76,10 +76,10 @@ def _pairs(rows: pd.DataFrame, cache: str, wanted: Mapping[tuple[str, str], Para
     """A line for each pair of each case, and whether one of it `spills`. wanted: (variant, against) -> what is said."""
     found = []
     for params, group in cases(rows, "decode", cache=cache):
+        spilled = spilling(group)
         for line in pairs(group, wanted):
             pair = line["variant"], line["against"]
-            spills = not spilling(group).isdisjoint(pair)
-            found.append(picked(params, SHAPE) | wanted[pair] | line | {"spills": spills})
+            found.append(picked(params, SHAPE) | wanted[pair] | line | {"spills": not spilled.isdisjoint(pair)})
     return pd.DataFrame(found, columns=[*SHAPE, "BV", "warps", *RATIO, "runs", "spills"])
 
 
@@ -132,7 +132,8 @@ def end_to_end_estimate(
 ) -> pd.DataFrame:
     """Gain of a whole decode step: the state's share of its time × the kernel's ratio, one warp.
 
-    The time is that of the bytes moved at the in-place ceiling, but for the state at the rate of the measured kernel.
+    The time is that of the bytes moved at the in-place ceiling, but for the state at the rate of the measured kernel
+    with [K, V]: the share is of the time before. noise: the kernel's A/A noise times that share.
 
     tile: of the simple kernel, one warp; None: SGLang's own decode, before and after the change.
     model: whose weights, cache and layers. heads_of: the model with whose heads the kernel was timed; Qwen3.5-4B has

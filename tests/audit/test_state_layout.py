@@ -1,0 +1,142 @@
+"""The tables of the study of state layouts against the audit's, cell by cell, on the rows of every GPU."""
+
+import pandas as pd
+import pytest
+import state_layout as audit
+from common import GPUS, compared, differences, over, public, read, said, with_a_cell_changed, with_a_sample_changed
+
+from labkit.studies.state_layout import claims, production_views, share, tables, variants, views
+
+SHAPE, CASE = audit.SHAPE, audit.CASE
+GRID = ["cache", *SHAPE, "BV"]
+
+
+def estimates(rows):
+    """`tables.end_to_end_estimate` in the ways that the audit tries."""
+    return pd.concat([tables.end_to_end_estimate(rows, **way).assign(way=at) for at, way in enumerate(audit.GAINS)])
+
+
+def observed(claim):
+    """A table of what a claim is judged by."""
+
+    def of(rows):
+        lines = [vars(one) for one in claim(rows).observations]
+        for line in lines:
+            line["least"], line["most"] = line.pop("size") or (None, None)
+        return pd.DataFrame(lines)
+
+    return of
+
+
+def pairs(rows):
+    return pd.concat([tables.compared(rows, *pair).assign(op=pair[0]) for pair in audit.PAIRS])
+
+
+VIEWS = {"views": views, "production_views": production_views}
+LAB = {  # table -> the lab's, and the columns that say which line it is
+    "tables.times": (lambda rows: over(tables.times, rows, cache=["cold", "hot"]), ["cache", *SHAPE, "variant"]),
+    "tables.ratios": (lambda rows: over(tables.ratios, rows, cache=["cold", "hot"]), [*GRID, "warps"]),
+    "tables.folding": (lambda rows: over(tables.folding, rows, cache=["cold", "hot"]), GRID),
+    "tables.best": (lambda rows: over(tables.best, rows, cache=["cold", "hot"]), ["cache", *SHAPE]),
+    "tables.state_access": (tables.state_access, ["K", "state", "layout", "BV", "warps", "folded"]),
+    "tables.end_to_end_estimate": (estimates, ["way", "batch"]),
+    "tables.shares": (
+        lambda rows: tables.shares(rows, 32, (256, 2048, 32768), audit.BATCHES),
+        ["model", "context", "batch"],
+    ),
+    "tables.operation_times": (
+        lambda rows: over(tables.operation_times, rows, op=list(variants.VARIANTS)[1:]),
+        ["op", *CASE, "variant"],
+    ),
+    "tables.against_best": (
+        lambda rows: over(tables.against_best, rows, op=["step", "extend"]),
+        ["op", *CASE, "slots"],
+    ),
+    "tables.released": (
+        lambda rows: over(tables.released, rows, source=list(variants.OWN)),
+        ["source", "op", "gate", "state", "batch", "draft", "prefill"],
+    ),
+    "tables.by_release": (lambda rows: tables.by_release(rows, 64), ["gate", "state", "batch", "variant"]),
+    "tables.long_prompts": (tables.long_prompts, ["H", "HV", "prefill", "against"]),
+    "tables.compared": (pairs, ["op", *CASE]),
+    "tables.extend_errors": (tables.extend_errors, ["gate", "prefill"]),
+    "tables.layouts": (tables.layouts, ["op", "kernels", "gate", "state", "batch", "draft", "prefill"]),
+    "tables.gdn_layouts": (
+        lambda rows: over(tables.gdn_layouts, rows, op=["step", "verify", "extend"]),
+        ["op", *CASE],
+    ),
+    "tables.first_token": (lambda rows: over(tables.first_token, rows, own=[False, True]), ["own", "prefill"]),
+    "tables.chunk_states": (tables.chunk_states, ["prefill", "form", "BV"]),
+    "tables.chunk_state_layouts": (tables.chunk_state_layouts, ["prefill", "BV"]),
+    "tables.drift": (tables.drift, ["gate", "state", "variant", "tokens"]),
+    "claims.narrow_tile": (observed(claims.narrow_tile), ["case"]),
+    "claims.equal_lines": (observed(claims.equal_lines), ["case"]),
+    "claims.decode": (observed(claims.decode), ["case"]),
+    "claims.vllm_estimate": (lambda rows: over(claims.vllm_estimate, rows, tile=[8, 32]), ["tile", "batch"]),
+    "claims.vllm_table": (observed(claims.vllm_table), ["case"]),
+    "claims.first_token": (observed(claims.first_token), ["case"]),
+}
+NOT_AUDITED = {
+    "tables.ordered": "an order, no numbers",
+    "tables.spilling": "names; what it leaves out is left out of ratios and best",
+    "tables.production": "the cases of other tables",
+    "tables.families": "words",
+    "share.state_share": "in end_to_end_estimate and shares",
+    "share.prefill_share": "in first_token",
+    "share.time_share": "in end_to_end_estimate",
+    "share.end_to_end": "in end_to_end_estimate",
+    "claims.estimate": "in decode and vllm_estimate",
+    "claims.vllm_heads": "a name; in vllm_estimate",
+}
+# Tables of releases that no GPU has recorded yet: audited on the stand-ins alone.
+UNRECORDED = {"tables.released", "tables.long_prompts"}
+
+
+# One test a GPU: tables share intervals, which take most of the time.
+@pytest.mark.parametrize("gpu", GPUS)
+def test_tables_and_sentences_are_those_of_the_audit(gpu, record_property):
+    rows = read(gpu, audit.STUDY)
+    cells, wrong = compared(audit.TABLES, rows, LAB)
+    assert {name for name, count in cells.items() if not count} == UNRECORDED
+    for name, parts_of in audit.SENTENCES.items():
+        module, _, view = name.partition(".")
+        text, parts = said(getattr(VIEWS[module], view)(rows)), parts_of(rows)
+        assert parts, name
+        wrong += [f"{name}: no {part!r} in {text!r}" for part in parts if part not in text]
+    assert not wrong, "\n".join(wrong[:20])
+    record_property("cells", sum(cells.values()))
+
+
+STOOD_IN = ["released", "by_release", "long_prompts", "against_best", "end_to_end_estimate", "first_token"]
+STOOD_IN = [*(f"tables.{name}" for name in STOOD_IN), *(name for name in audit.TABLES if name.startswith("claims."))]
+
+
+def test_tables_of_releases_that_are_not_recorded_yet_are_those_of_the_audit(record_property):
+    cells, wrong = compared({name: audit.TABLES[name] for name in STOOD_IN}, audit.stand_ins(GPUS[0]), LAB)
+    assert not wrong, "\n".join(wrong[:20])
+    assert all(cells.values()), cells
+    record_property("cells", sum(cells.values()))
+
+
+def test_every_public_table_is_audited_or_says_why_not():
+    assert public(tables, share, claims) == set(audit.TABLES) | set(NOT_AUDITED)
+    assert set(audit.TABLES) == set(LAB)
+    assert not set(audit.TABLES) & set(NOT_AUDITED)
+
+
+CHANGED = ["tables.times", "tables.ratios", "claims.narrow_tile"]
+ROW = {"op": "decode", "cache": "cold", "variant": "VK BV=8, 1 warp"}  # of Qwen3-Next's largest case
+SIZE = {"model": audit.NEXT, "state": "fp32", "batch": 512}
+
+
+def test_a_changed_sample_or_cell_is_found():
+    rows = read(GPUS[0], audit.STUDY)
+    changed = with_a_sample_changed(rows, SIZE, **ROW)
+    for name in CHANGED:
+        (function, keys), mine = LAB[name], audit.TABLES[name](rows)
+        assert differences(function(changed), mine, keys)[1], name
+        theirs = function(rows)
+        columns = [column for column in mine if column in theirs and column not in keys]
+        assert columns
+        for column in columns:
+            assert len(differences(with_a_cell_changed(theirs, column), mine, keys)[1]) == 1, (name, column)
