@@ -53,9 +53,9 @@ def _simple(rows: pd.DataFrame, tile: int) -> pd.DataFrame:
 
 
 def _case(line: Mapping[str, Any]) -> str:
-    """Which case a line of a table is of: "GDN, tree, batch 64"."""
-    known = [line.get(name) for name in ("model", "gate", "draft")]
-    return ", ".join([one for one in known if isinstance(one, str)] + [f"batch {line['batch']:.0f}"])
+    """Which case a line of a table is of: "GDN, batch 64"."""
+    known = [line.get(name) for name in ("model", "gate")]
+    return ", ".join([one for one in known if isinstance(one, str)] + [f"batch {line['batch']}"])
 
 
 def _layouts(own: pd.DataFrame, ours: pd.DataFrame, tile: int) -> Observed:
