@@ -51,26 +51,18 @@ class StudyName(click.ParamType):
 
 
 class GpuName(click.ParamType):
-    """A recorded GPU, by its folder's name in data/; or one that can be predicted."""
+    """A recorded GPU, by its folder's name in data/."""
 
     name = "gpu"
 
     def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
         known = paths.recorded_gpus()
-        if value not in (*known, *(predicted := self._predicted())):
-            told = f"recorded: {', '.join(known) or 'none'}; for --source predicted: {', '.join(predicted)}"
-            self.fail(f"no GPU {value!r}; {told}", param, ctx)
+        if value not in known:
+            self.fail(f"no recorded GPU {value!r}; recorded: {', '.join(known) or 'none'}", param, ctx)
         return value
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-        known = (*paths.recorded_gpus(), *self._predicted())
-        return [CompletionItem(name) for name in known if name.startswith(incomplete)]
-
-    @staticmethod
-    def _predicted() -> list[str]:
-        from labkit.workflow import elsewhere
-
-        return list(elsewhere.known())
+        return [CompletionItem(name) for name in paths.recorded_gpus() if name.startswith(incomplete)]
 
 
 def _complete_parameter(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
@@ -117,8 +109,8 @@ def main() -> None:
     shell_complete=_complete_parameter,
     help="Set a notebook's parameter.",
 )
-@click.option("--source", type=click.Choice(spec.SOURCES), help="Measure here, replay data/, or predict a GPU.")
-@click.option("--gpu", type=GpuName(), help="Recorded GPU to show, or to predict; default: all.")
+@click.option("--source", type=click.Choice(spec.SOURCES), help="Measure here, or replay data/.")
+@click.option("--gpu", type=GpuName(), help="Recorded GPU to show; default: all.")
 @click.option("--jobs", type=click.IntRange(min=1), help="Notebooks at once; default: one per core, or per GPU.")
 @click.option(
     "--add",
@@ -146,7 +138,6 @@ def run(
     labkit run state_layout -p batches=1,64 -p processes=1
     labkit run 01 --source recorded --gpu nvidia-h100-80gb-hbm3
     labkit run --source measure --jobs 1
-    labkit run 01 --source predicted --gpu rtx-4090
     labkit run state_layout --add my_kernels.py:decode
     """
     from labkit.workflow import notebooks, reports
@@ -157,7 +148,7 @@ def run(
         short = [*_shorthands(given, source, gpu), *_added(given, names, add)]
         values = notebooks.assign([registry.load(name) for name in names], [*given, *short])
         wants = {name: notebooks.source_of(name, values[name]) for name in names}
-        if set(wants.values()) - set(spec.TOLD):
+        if set(wants.values()) - {"recorded"}:
             problem = notebooks.why_not_measure()
             can_measure = not problem
             if problem and "measure" in wants.values():
@@ -244,7 +235,7 @@ def list_(stale: bool) -> None:
 
 
 def _list_all() -> bool:
-    from labkit.workflow import elsewhere, summary
+    from labkit.workflow import summary
 
     for name, notebook in registry.NOTEBOOKS.items():
         study = registry.load(name)
@@ -257,8 +248,6 @@ def _list_all() -> bool:
             note = f", {found.stale} with an earlier kernel (labkit list --stale)" if found.stale else ""
             click.echo(f"  {where}: {found.gpu}, {when}, {found.rows} rows{note}")
         click.echo()
-    predicted = ", ".join(f"{one} ({name})" for one, name in elsewhere.known().items())
-    click.echo(f"can be predicted (labkit run --source predicted --gpu NAME): {predicted}")
     return False
 
 
@@ -351,9 +340,8 @@ def fetch(names: Sequence[str], into: Path | None) -> None:
     "--pack", metavar="OUT", type=click.Path(dir_okay=False, path_type=Path), help="Only pack runs/ into OUT."
 )
 @click.option("--figures", is_flag=True, help="Only draw the figures of what is recorded anew.")
-@click.option("--predict", is_flag=True, help="Only predict rows that the latest model has not predicted yet.")
 @click.option("--rehash", is_flag=True, help="Only restamp rows of an earlier schema that are of the present sources.")
-def record(archive: Path | None, pack: Path | None, figures: bool, predict: bool, rehash: bool) -> None:
+def record(archive: Path | None, pack: Path | None, figures: bool, rehash: bool) -> None:
     """Check measurements and promote them into data/<gpu>/.
 
     Takes what was measured here (runs/), or an archive or folder that came from another machine, which holds
@@ -365,21 +353,15 @@ def record(archive: Path | None, pack: Path | None, figures: bool, predict: bool
     labkit record --pack runs.tar.gz    on another machine; then, here:
     labkit record runs.tar.gz
     labkit record --figures             after a change of how they are drawn
-    labkit record --predict             after rows were recorded, or with a new model of how long kernels take
     labkit record --rehash              after a change of how sources are hashed
     """
     from labkit.bench.records import RecordError
     from labkit.workflow import archive as archives
 
-    if sum(map(bool, (archive, pack, figures, predict, rehash))) > 1:
-        raise click.UsageError("ARCHIVE, --pack, --figures, --predict and --rehash exclude each other")
+    if sum(map(bool, (archive, pack, figures, rehash))) > 1:
+        raise click.UsageError("ARCHIVE, --pack, --figures and --rehash exclude each other")
     if figures:
         _draw(list(registry.NOTEBOOKS))
-        return
-    if predict:
-        from labkit.workflow import predictions
-
-        click.echo(f"data/{predictions.FILE.name}: {predictions.store()} rows predicted")
         return
     try:
         if rehash:

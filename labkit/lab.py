@@ -29,11 +29,10 @@ from labkit import paths, registry
 from labkit.bench import machine, records, spec
 from labkit.bench.spec import Case, Floor, Study
 from labkit.evidence import roofline
-from labkit.evidence.predict import Gpu
 from labkit.report import figures, plots
 from labkit.sweep import added, run
 from labkit.sweep.correctness import COMPILER, INTERPRETER, check_here
-from labkit.workflow import elsewhere, lease, predictions, recorded
+from labkit.workflow import lease, recorded
 
 OWN_CAPTION = "Added functions. Ratio: the time of what each is set against over its own; above one, yours is faster."
 OWN_FORMATS = {"error": "{:.1e}"} | dict.fromkeys(("ratio", "low", "high"), "{:.3f}")
@@ -77,8 +76,7 @@ def open(
 ) -> "Lab":
     """Open a study: measure it here if asked to and possible, and load what is recorded.
 
-    source: auto (measure if there is a GPU, else replay), measure, recorded, or predicted: recorded, with what `gpu`
-    would show beside it. gpu: slug of the one recorded GPU to show, of source predicted of the GPU that is predicted;
+    source: auto (measure if there is a GPU, else replay), measure, recorded. gpu: slug of the one recorded GPU to show;
     empty: all of them. processes: independent measuring processes. add: functions of the reader's own to check and
     time beside the study's, "FILE.py:FUNCTION". parameters: the study's own.
     Raises KeyError for an unknown study, ValueError for a wrong parameter, RuntimeError if source is "measure" and
@@ -89,18 +87,14 @@ def open(
     if missing := [rule for rule in study.parameters if rule not in parameters]:
         raise ValueError(f"{name}: parameter {missing[0]!r} is missing; needed: {', '.join(study.parameters)}")
     known = [path.parent.name for path, _ in paths.data_files(name, runs=False)]
-    asked, gpu = (gpu, "") if source == "predicted" else ("", gpu)
     if source not in spec.SOURCES:
         raise ValueError(f"source is {source!r}; allowed: {', '.join(spec.SOURCES)}")
-    if asked and asked not in (allowed := elsewhere.known()):
-        raise ValueError(f"gpu is {asked!r}; predicted can be: {', '.join(allowed)}")
     if gpu and gpu not in known:
         raise ValueError(f"gpu is {gpu!r}; recorded: {', '.join(known) or 'none'}")
     if type(processes) is not int or processes < 1:
         raise ValueError(f"processes is {processes!r}; allowed: an integer from 1")
     own = added.with_added(study, add)
-    told = source in ("recorded", "predicted")
-    here, problem = (None, f"source is {source!r}") if told else _measure(own, parameters, processes)
+    here, problem = (None, "source is 'recorded'") if source == "recorded" else _measure(own, parameters, processes)
     if source == "measure" and problem:
         raise RuntimeError(f"cannot measure here: {problem}")
     there = [_recorded(study, parameters, slug) for slug in known if gpu in ("", slug)]
@@ -109,7 +103,7 @@ def open(
         raise RuntimeError(
             f"{name}: nothing to show: not measured here ({problem}), and no recorded GPU has these cases"
         )
-    return Lab(study, parameters, shown, problem, own.add, asked)
+    return Lab(study, parameters, shown, problem, own.add)
 
 
 UNMEASURED = "No measurement of this study is recorded yet, of any GPU."
@@ -118,16 +112,13 @@ UNMEASURED = "No measurement of this study is recorded yet, of any GPU."
 class Lab:
     """A study with the rows of every GPU shown.
 
-    shown: measured here first; problem: why nothing is measured here; add: the reader's own functions; asked: slug of
-    the GPU that is to be predicted, empty for those that are known by their data sheets.
+    shown: measured here first; problem: why nothing is measured here; add: the reader's own functions.
     """
 
     def __init__(
-        self, study: Study, parameters: Mapping[str, Any], shown: Sequence[Shown], problem: str,
-        add: Sequence[str] = (), asked: str = "",
-    ):  # fmt: skip
+        self, study: Study, parameters: Mapping[str, Any], shown: Sequence[Shown], problem: str, add: Sequence[str] = ()
+    ):
         self.study, self.parameters, self.shown, self.problem, self.add = study, parameters, shown, problem, add
-        self.asked = asked
         self.cases = study.cases(parameters)
 
     def provenance(self) -> figures.Html:
@@ -333,64 +324,6 @@ class Lab:
         text = "The claims, judged from the rows shown on this page; the index judges from all recorded rows"
         return figures.table(pd.DataFrame(rows), caption=text)
 
-    def predicted(self) -> "Gallery":
-        """What GPUs that were not measured would show: ratios of the study's pairs; of the one asked for, times too."""
-        bases = elsewhere.bases(self.study.name)
-        if not bases or not self.study.pairs:
-            return Gallery(
-                [figures.note("Nothing can be predicted: no recorded GPU has both these rows and ceilings.")]
-            )
-        base = bases[0]
-        known = elsewhere.known()
-        wanted = [self.asked] if self.asked else [one for one, name in known.items() if name in elsewhere.SHIPPED]
-        others = {known[one]: elsewhere.gpu(one, base) for one in wanted}
-        parts = [figures.note(_how_wrong(self.study.name, base, others)), self._predicted_ratios(base, others)]
-        parts += self._prediction_errors()
-        if self.asked:
-            parts.append(self._predicted_times(base, *others.items()))
-        return Gallery(parts)
-
-    def _predicted_ratios(self, base: str, others: Mapping[str, Gpu]) -> figures.Html:
-        """A line a pair: how many times faster, measured on the GPU that it starts from and predicted for others."""
-        name = elsewhere.recorded_gpu(paths.DATA / base).name
-        table = pd.DataFrame()
-        for other, gpu in others.items():
-            found = elsewhere.ratios(self.study.name, base, gpu)
-            if table.empty:
-                table = found[["op", "pair", "cases"]].assign(**{f"measured, {name}": found["measured"]})
-            table[f"predicted, {other}"] = [
-                f"{line.predicted:.2f} ({line.least:.2f} to {line.most:.2f})" for line in found.itertuples()
-            ]
-        said = (
-            "How many times faster the first of a pair is: geometric mean of its cases; predicted: least and most too"
-        )
-        return figures.table(table, f"{said}. Predicted, not measured.", {f"measured, {name}": "{:.2f}"})
-
-    def _prediction_errors(self) -> list[figures.Html]:
-        """How wrong the models were about the lab's kernels on the GPUs shown."""
-        found = pd.concat([predictions.errors(entry.machine.slug, entry.rows) for entry in self.shown])
-        if found.empty:
-            return []
-        said = (
-            "From what compiled kernels execute and move, without a timing of theirs: how far the stored predictions "
-            "of the lab's kernels are from what was measured, half of them and nine of ten."
-        )
-        shown = figures.table(found, said, dict.fromkeys(("median %", "p90 %"), "{:.1f}"))
-        return [figures.folded("How wrong predictions from the compiled code are", shown)]
-
-    def _predicted_times(self, base: str, other: tuple[str, Gpu]) -> figures.Html:
-        """µs of every case of the pairs, on the GPU that it starts from and predicted."""
-        name, gpu = other
-        old = elsewhere.recorded_gpu(paths.DATA / base).name
-        table = elsewhere.times(self.study.name, base, gpu)
-        keys = table.groupby("op")["case"].transform(lambda some: [tuple(some)] * len(some))
-        words = [elsewhere.case_in_words(key, every) for key, every in zip(table["case"], keys, strict=True)]
-        table = table.assign(case=words).rename(
-            columns={"recorded": f"µs, {old}", "predicted": f"µs, {name}, predicted"}
-        )
-        shown = figures.table(table, f"Times of these pairs, µs. Those of the {name} are predicted, not measured.")
-        return figures.folded("Every case", shown)
-
     def accesses(self, wanted: Sequence[tuple[Case, str]], capability: int = 90) -> pd.DataFrame:
         """Sectors and lines a request of every global access, derived without a GPU; empty where Triton is missing."""
         from labkit.sweep import variants
@@ -405,19 +338,6 @@ class Lab:
             return variants.compiled_for(self.study.name, wanted, capabilities)
         parts = [recorded_evidence(entry.rows, wanted) for entry in self.shown]
         return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame()
-
-
-def _how_wrong(study: str, base: str, others: Mapping[str, Gpu]) -> str:
-    """What the predictions of a page are, and how far off they are where that is known."""
-    old = elsewhere.recorded_gpu(paths.DATA / base).name
-    text = f"Predicted, not measured: {', '.join(others)}, from the rows of the {old} and data sheets or ceilings."
-    median, most = elsewhere.errors(study)
-    if median == median:
-        text += (
-            f" Between the recorded GPUs, the one from the other, half of the ratios are within {100 * median:.0f} % "
-            f"and nine of ten within {100 * most:.0f} %."
-        )
-    return f"{text} A GPU of another generation runs other code, and can be further off. No claim is judged by this."
 
 
 def link(text: str, url: str) -> figures.Html:

@@ -14,8 +14,7 @@ if TYPE_CHECKING:
 ROLES = ("ours", "step", "baseline", "peer", "ceiling", "control")
 CACHES = ("cold", "hot")
 MODES = ("graph", "eager")
-SOURCES = ("auto", "measure", "recorded", "predicted")
-TOLD = ("recorded", "predicted")  # sources that measure nothing
+SOURCES = ("auto", "measure", "recorded")
 
 CONTROL = "A/A control"  # the variant that is timed a second time, with its own buffers, in every case
 ADDED = "added: "  # begins the names of the variants that are functions of the reader's own
@@ -216,18 +215,6 @@ def list_of(rule: Rule, empty: bool = False) -> Rule:
 
 
 @dataclass(frozen=True)
-class Pair:
-    """Two variants of an operation that a study sets side by side: how many times faster is one than the other."""
-
-    op: str
-    variant: str
-    against: str
-
-    def __str__(self) -> str:
-        return f"{self.variant} over {self.against}"
-
-
-@dataclass(frozen=True)
 class Study:
     """One study: a name shared by its notebook, folder, data and test.
 
@@ -247,7 +234,6 @@ class Study:
                 whenever they change there: writes into the folder what the other cases read (a tuned table).
     counted:    the notebook's parameters -> cases and names of variants, kernels of the lab, whose hardware counters
                 are taken where `ncu` is.
-    pairs:      what its claims and its choice come to, in time on a GPU: predicted for GPUs that were not measured.
     added:      how it takes functions of the reader's own; None: it takes none.
     add:        the functions that it was given, "FILE.py:FUNCTION" with absolute paths (`added.with_added`).
     """
@@ -267,7 +253,6 @@ class Study:
     settle: Callable[[Path, Path], None] | None = None
     kernels: Callable[[Sequence["Case"], int], list[tuple[str, Mapping[str, Any]]]] | None = None
     counted: Callable[[Mapping[str, Any]], list[tuple[Case, str]]] = lambda parameters: []
-    pairs: tuple[Pair, ...] = ()
     added: Added | None = None
     add: tuple[str, ...] = ()
 

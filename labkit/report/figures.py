@@ -178,12 +178,6 @@ def note(text: str) -> Html:
     return Html(f'<p class="lab-note">{escape(text)}</p>', str(text))
 
 
-def folded(summary: str, inside: Html) -> Html:
-    """Something beneath a line that opens it."""
-    html = Markup("<details><summary>{}</summary>{}</details>").format(summary, inside)
-    return Html(str(html), f"{summary}\n{inside.plain}")
-
-
 SIGNS = {
     "reproduced": "✓", "faster": "✓", "not reproduced": "✗", "disagrees": "✗", "slower": "✗", "consistent": "≈",
     "same": "≈",

@@ -5,11 +5,10 @@ made again on tensors without values, for the recorded GPU's capability and in t
 compiled (`evidence.executed`), and set beside what the case asks for. Only kernels that are as they were are taken; but
 Triton's version may be another than the one that ran. What a future recording should keep with the row is this.
 
-    labkit record --predict    # rows that it does not have yet; delete the file to make all anew, in minutes
+    python -m labkit.workflow.launches    # rows that it does not have yet; delete it to make all anew, in minutes
 """
 
 import hashlib
-import io
 import json
 import math
 from collections import Counter
@@ -40,7 +39,6 @@ WANTED = {
     ("state_layout", "verify"): ("ours", "step"),
     ("state_layout", "drift"): ("ours", "step"),
     ("state_layout", "extend"): ("ours", "step"),
-    ("state_layout", "long"): ("ours",),
     ("gemv_coalescing", "gemv"): ("ours", "step"),
     ("gemv_coalescing", "chain"): ("ours",),
     ("moe_persistent_grid", "layer"): ("ours", "step"),
@@ -112,7 +110,7 @@ def launches_of(row: Mapping[str, Any]) -> list[Launch]:
     special = _LAUNCHES.get(row["op"])
     if special:
         return special(x, row, evidence)
-    return _prepared(x, row, "cpu" if row["op"] in ("extend", "long") else "meta")  # its plan reads lengths
+    return _prepared(x, row, "cpu" if row["op"] == "extend" else "meta")  # its plan reads lengths
 
 
 def _prepared(x: Case, row: Mapping[str, Any], device: str) -> list[Launch]:
@@ -306,7 +304,7 @@ _WORK: dict[str, Callable[..., list[Work] | None]] = {
     **dict.fromkeys(("step", "decode", "drift", "verify"), _straight),
     **dict.fromkeys(("gemv", "chain"), _gemvs),
     **dict.fromkeys(("product", "ffn"), _products),
-    **dict.fromkeys(("extend", "long"), _extend),
+    "extend": _extend,
     "routed": _routed,
     "layer": _layers,
     "token": _tokens,
@@ -385,6 +383,7 @@ def table(known: pd.DataFrame | None = None) -> pd.DataFrame:
                         **dict(zip(KEY, key, strict=True)), limit=limit_of(row), place=range(len(some))
                     )
                 found.append(kept[key])
+            print(f"{gpu}/{study}: {len(found)} rows so far", flush=True)
     return pd.concat([some for some in found if len(some)], ignore_index=True).drop_duplicates([*KEY, "place"])
 
 
@@ -393,8 +392,9 @@ def read() -> pd.DataFrame:
     return pd.read_parquet(FILE)
 
 
-def update() -> None:
-    """Add the facts of rows that the table does not have yet."""
+if __name__ == "__main__":
+    import io
+
     content = io.BytesIO()
     table(read() if FILE.exists() else None).to_parquet(content, index=False, compression="zstd")
     write_atomic(FILE, content.getvalue())

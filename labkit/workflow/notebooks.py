@@ -19,7 +19,7 @@ from typing import Any
 from labkit import isolated, paths, registry
 from labkit.bench import records, spec
 from labkit.sweep import added
-from labkit.workflow import elsewhere, lease
+from labkit.workflow import lease
 from labkit.workflow.progress import Progress
 
 FIRST = "machine"  # the study whose ceilings the others use: it measures first, and alone
@@ -162,10 +162,8 @@ def assign(chosen: Sequence[spec.Study], given: Sequence[str]) -> dict[str, dict
 
 def check(study: spec.Study, values: Mapping[str, Any]) -> None:
     """UsageError for a value that the notebook of this study does not allow."""
-    predicted = source_of(study.name, values) == "predicted"
-    gpus = list(elsewhere.known()) if predicted else paths.recorded_gpus()
-    kind = "a GPU that can be predicted" if predicted else "a recorded GPU"
-    gpus_allowed = f"empty for all, or {kind}: " + (", ".join(gpus) or "(none is recorded)")
+    gpus = paths.recorded_gpus()
+    gpus_allowed = "empty for all, or a recorded GPU: " + (", ".join(gpus) or "(none is recorded)")
     rules: dict[str, spec.Rule] = {
         "source": spec.one_of(*spec.SOURCES),
         "gpu": lambda value: None if value in ("", *gpus) else gpus_allowed,
@@ -269,7 +267,7 @@ def run(
     else one per core). On an exception (Ctrl-C) every process is ended first.
     """
     progress = progress or Progress()
-    measuring = {name for name in chosen if can_measure and source_of(name, values.get(name, {})) not in spec.TOLD}
+    measuring = {name for name in chosen if can_measure and source_of(name, values.get(name, {})) != "recorded"}
     gpus = lease.visible() if measuring else []
     limit = max(1, len(gpus)) if measuring else cores()
     limit = max(1, min(limit, jobs or limit, len(chosen)))

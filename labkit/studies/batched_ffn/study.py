@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from itertools import product
 from typing import Any
 
-from labkit.bench.spec import Added, Case, Floor, Pair, Study, integer, lazy, list_of, one_of
+from labkit.bench.spec import Added, Case, Floor, Study, integer, lazy, list_of, one_of
 from labkit.studies.batched_ffn import claims
 from labkit.studies.batched_ffn import variants as names
 from labkit.studies.batched_ffn.work import weight_bytes
@@ -89,11 +89,6 @@ STUDY = Study(
         lazy(f"{names.TRIALS}:added"),
         lambda case: case.op == "product",
         ("cold",),
-    ),
-    pairs=(
-        *(Pair("product", names.MATRIX, one) for one in (names.PER_TOKEN, names.CUBLAS, names.LLAMA)),
-        Pair("ffn", names.MATRIX, names.CUBLAS),
-        Pair("routed", names.INDEXED_MATRIX, names.ROWCOPY),
     ),
     kernels=lazy(f"{names.STUDY}.ahead:sources"),
     parameters={

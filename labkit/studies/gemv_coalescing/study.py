@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from labkit import isolated
-from labkit.bench.spec import Added, Case, Floor, Pair, Study, Variant, lazy, list_of, one_of
+from labkit.bench.spec import Added, Case, Floor, Study, Variant, lazy, list_of, one_of
 from labkit.shapes import LINEAR, OTHER_LINEAR
 from labkit.studies.gemv_coalescing import claims
 from labkit.studies.gemv_coalescing import variants as names
@@ -121,11 +121,6 @@ STUDY = Study(
     early=lambda case: case.op == "tune",
     settle=settle,
     counted=counted,
-    pairs=(
-        Pair("gemv", names.WARP_A_ROW, names.THREAD_A_ROW),
-        Pair("gemv", names.OURS, "torch.mv"),
-        Pair("chain", names.merged("ours"), names.merged("torch.mv")),
-    ),
     added=Added(
         ("W", "x", "y"),
         "W: [N, K], x: [K], y: [N], all of the case's dtype, contiguous; the function writes y = W x.",

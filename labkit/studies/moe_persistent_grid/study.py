@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from labkit.bench.spec import Added, Case, Pair, Study, integer, lazy, list_of, one_of
+from labkit.bench.spec import Added, Case, Study, integer, lazy, list_of, one_of
 from labkit.studies.moe_persistent_grid import claims
 from labkit.studies.moe_persistent_grid import variants as names
 from labkit.studies.moe_persistent_grid.models import MIXTRAL, MODELS, QWEN3_30B
@@ -92,12 +92,6 @@ STUDY = Study(
     tiny=(_tiny("layer", "fp32"), _tiny("layer", "INT4"), _tiny("gemm1", "INT4")),
     early=lambda case: case.op == "tune",
     settle=settle,
-    pairs=(
-        *(Pair("layer", persistent, tiles) for tiles, persistent in names.OWN_PAIRS),
-        Pair("layer", names.OURS, names.released(names.TILES)),
-        Pair("layer", names.OURS, names.SGLANG),
-        Pair("layer", names.OURS, names.GROUPED),
-    ),
     kernels=lazy(f"{names.STUDY}.ahead:launches"),
     added=Added(
         ("x", "ids", "weights", "w1", "w2", "out"),

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from labkit.bench.spec import Case, Floor, Pair, Study, Variant, integer, lazy, list_of, one_of
+from labkit.bench.spec import Case, Floor, Study, Variant, integer, lazy, list_of, one_of
 from labkit.studies.persistent_tables import claims
 from labkit.studies.persistent_tables import variants as names
 
@@ -107,6 +107,5 @@ STUDY = Study(
         "starts": list_of(integer(1, names.CACHE - names.CHECKED), empty=True),
     },
     tiny=(Case("token", _params(names.TINY, dtype="fp32")),),
-    pairs=tuple(Pair("token", names.OURS, one) for one in names.DEPENDENT),
     kernels=lazy(f"{names.TRIALS}:compiled_ahead"),
 )

@@ -3,16 +3,13 @@
 from collections.abc import Mapping
 from typing import Any
 
-from labkit.bench.spec import Added, Case, Floor, Pair, Study, integer, lazy, list_of, one_of
+from labkit.bench.spec import Added, Case, Floor, Study, integer, lazy, list_of, one_of
 from labkit.shapes import GATED_DELTA, KIMI_LINEAR, QWEN3_NEXT
 from labkit.studies.state_layout import claims
 from labkit.studies.state_layout.variants import (
     LAYOUTS,
     LENGTHS,
     LONG,
-    OURS,
-    OURS_KV,
-    OWN,
     PREFILLS,
     SIGNATURE,
     STATES,
@@ -20,7 +17,6 @@ from labkit.studies.state_layout.variants import (
     TINY,
     TRIALS,
     control,
-    fla,
     variant_name,
     variants,
 )
@@ -136,14 +132,6 @@ def _tiny() -> list[Case]:
     return found
 
 
-# Either layout at the tile of SGLang's explanation and at its own, its releases before and after, and ours.
-PAIRS = (
-    *(Pair("decode", variant_name("VK", tile), variant_name("KV", tile)) for tile in (8, 32)),
-    *(Pair(op, OWN["SGLang"][1], OWN["SGLang"][0]) for op in ("step", "verify")),
-    *(Pair(op, OURS, OURS_KV) for op in ("step", "verify", "extend")),
-    Pair("extend", OURS, fla("VK")),
-)
-
 STUDY = Study(
     name="state_layout",
     title="State layout of the gated delta rule",
@@ -162,7 +150,6 @@ STUDY = Study(
         "prefills": list_of(one_of(*PREFILLS), empty=True),
     },
     counted=counted,
-    pairs=PAIRS,
     added=Added(
         SIGNATURE,
         "One decode step of N sequences. state: pool [slots, HV, V, K], fp32 or bf16, updated in place in the slots "
