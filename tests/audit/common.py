@@ -383,7 +383,7 @@ def _lines(frame: pd.DataFrame, keys: Sequence[str]) -> dict[tuple, dict[str, An
 
 def _key(value: Any) -> Any:
     """A value that says which line it is; None if the line has none."""
-    return None if value is None or value != value else value
+    return None if value is None or pd.isna(value) else value
 
 
 def same(lab: Any, line: Mapping[str, Any], name: str) -> bool:

@@ -41,6 +41,7 @@ OWN = {  # whose code -> its last release before the change of layout, and the f
     "vLLM": ("vllm 0.15.1 KV", "vllm 0.16.0 VK"),
     "vLLM, layout alone": ("vllm 0.15.1 KV", "vllm 0.16.0 VK, layout alone"),
 }
+OPERATIONS = ["step", "verify", "extend", "chunk_state", "drift"]  # of one number of heads
 NEXT, NEXT_HALF = "Qwen3-Next-80B-A3B", "Qwen3.5-0.8B"  # the latter has the value heads of half of the former
 BATCHES, CONTEXTS = (1, 16, 64, 256, 1024), (256, 2048, 8192)  # of vLLM's table; contexts that are tried
 PUBLISHED = (0.9, -1.2, -1.0, 1.4, 4.8)  # percent of tokens a second, of that table
@@ -231,7 +232,7 @@ def shares(rows: pd.DataFrame) -> pd.DataFrame:
 def operation_times(rows: pd.DataFrame) -> pd.DataFrame:
     """µs of every usable variant that is no control, and percent of the in-place multiply, of every operation."""
     found = []
-    for op in ("step", "verify", "extend", "long", "chunk_state", "drift"):
+    for op in OPERATIONS:
         for params, group in cases(rows, op):
             us = times(group)
             for name, row in usable(group).items():
@@ -286,7 +287,10 @@ def released(rows: pd.DataFrame) -> pd.DataFrame:
         for op in ("step", "verify", "extend")
         for line in _pairs(rows, op, after, before, source=source)
     ]
-    return table(found, ["source", "op", *RELEASED, "us", "against us", *RATIO, "runs"])
+    for line in found:  # the form of a draft is named with the gate
+        if draft := line.pop("draft", ""):
+            line["gate"] = f"{line['gate']}, {draft}"
+    return table(found, ["source", "op", *CASE[:3], "prefill", "us", "against us", *RATIO, "runs"])
 
 
 def by_release(rows: pd.DataFrame) -> pd.DataFrame:
