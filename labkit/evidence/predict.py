@@ -26,7 +26,7 @@ with it again.
 import json
 import math
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -274,49 +274,38 @@ def _codes(rows: pd.DataFrame, launches: pd.DataFrame) -> list[str]:
 def fit(data: Sequence[Measured], weights: Sequence[np.ndarray] | None = None) -> dict[str, float]:
     """Parameters by least squares of ln(predicted / measured), with Huber's loss, in their logarithms.
 
-    weights: of each row; 0 leaves it out. Each parameter is drawn to `EXPECTED`. Levenberg-Marquardt, deterministic.
+    weights: of each row; 0 leaves it out. Each parameter is drawn to `EXPECTED`. Deterministic.
     """
+    from scipy.optimize import least_squares  # half a second, for whoever fits
+
     weight = np.concatenate([np.ones(len(one.us)) for one in data] if weights is None else list(weights))
     center = np.log([EXPECTED[name] for name in PARAMETERS])
     logs = np.log(np.concatenate([one.us for one in data]))
 
     def residuals(x: np.ndarray) -> np.ndarray:
         k = dict(zip(PARAMETERS, np.exp(x), strict=True))
-        return np.log(np.concatenate([one.times(k) for one in data])) - logs
+        off = np.log(np.concatenate([one.times(k) for one in data])) - logs
+        return np.concatenate([off, x - center])
 
-    def cost(x: np.ndarray, r: np.ndarray) -> float:
-        a = np.abs(r) / HUBER
-        lost = weight * np.where(a < 1, a**2 / 2, a - 0.5)
-        return float(lost.sum() + EXPECTED_ROWS / HUBER**2 * ((x - center) ** 2).sum() / 2)
+    def loss(squares: np.ndarray) -> np.ndarray:
+        """Of squared residuals in HUBERs: Huber's of rows, by weight; what parameters are drawn by counts as it is."""
+        rows, drawn = squares[: len(weight)], squares[len(weight) :]
+        return np.concatenate([weight * _huber(rows), EXPECTED_ROWS * _square(drawn)], axis=1)
 
-    return dict(zip(PARAMETERS, map(float, np.exp(_least(residuals, cost, center, weight))), strict=True))
+    found = least_squares(residuals, center, loss=loss, f_scale=HUBER).x
+    return dict(zip(PARAMETERS, map(float, np.exp(found)), strict=True))
 
 
-def _least(
-    residuals: Callable[[np.ndarray], np.ndarray], cost: Callable[[np.ndarray, np.ndarray], float],
-    center: np.ndarray, weight: np.ndarray, step: float = 1e-4,
-) -> np.ndarray:  # fmt: skip
-    x, damping = center.copy(), 1e-2
-    r = residuals(x)
-    least = cost(x, r)
-    for _ in range(100):
-        jacobian = np.stack([(residuals(x + step * one) - r) / step for one in np.eye(len(x))], axis=1)
-        robust = weight * np.minimum(1, HUBER / np.maximum(np.abs(r), 1e-12)) / HUBER**2
-        drawn = EXPECTED_ROWS / HUBER**2
-        square = jacobian.T @ (robust[:, None] * jacobian) + drawn * np.eye(len(x))
-        slope = jacobian.T @ (robust * r) + drawn * (x - center)
-        for _ in range(10):
-            change = np.clip(np.linalg.solve(square + damping * np.diag(np.diag(square)), slope), -0.5, 0.5)
-            new = residuals(x - change)
-            if (found := cost(x - change, new)) < least:
-                break
-            damping *= 4
-        else:
-            break
-        gained, x, r, least, damping = least - found, x - change, new, found, max(damping / 4, 1e-9)
-        if gained < 1e-9 * least:
-            break
-    return x
+def _huber(squares: np.ndarray) -> np.ndarray:
+    """Huber's loss of squared residuals, its first and second derivatives by them: [3, n]."""
+    inside = squares <= 1
+    root = np.sqrt(np.maximum(squares, 1.0))
+    return np.stack([np.where(inside, squares, 2 * root - 1), 1 / root, np.where(inside, 0.0, -0.5 / root**3)])
+
+
+def _square(squares: np.ndarray) -> np.ndarray:
+    """The same of the squares themselves."""
+    return np.stack([squares, np.ones_like(squares), np.zeros_like(squares)])
 
 
 # ---- how wrong it is
