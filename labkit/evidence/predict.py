@@ -25,7 +25,6 @@ with it again.
 
 import json
 import math
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -37,6 +36,7 @@ import pandas as pd
 
 from labkit.bench.records import times_us
 from labkit.evidence.roofline import MEMORY, Ceilings
+from labkit.evidence.sheets import sheets
 from labkit.kernels.tuned import slug
 
 FACTS = {
@@ -106,12 +106,6 @@ class Gpu:
     def cycles(self) -> float:
         """Cycles of all SMs, 1/µs."""
         return self.sms * self.sm_mhz
-
-
-@cache
-def sheets() -> dict[str, dict[str, Any]]:
-    """The GPUs that are known by their data sheets (`gpus.toml`, which names the source of each), by name."""
-    return tomllib.loads((HERE / "gpus.toml").read_text())
 
 
 def by_sheet(name: str, like: Gpu, like_sheet: str) -> Gpu:
@@ -353,8 +347,8 @@ def transfer(rows: pd.DataFrame, old: Gpu, new: Gpu, version: str = LATEST) -> p
     """What cold rows of one GPU (columns as in bench.records) would take on another; of any variant, libraries' too.
 
     A row's time is taken apart into that of its least bytes on the old GPU, and a rest which would have given it:
-    us^p = memory^p + rest^p, with p the version's `transfer`. The first goes with the memory's rate, the rest with SMs
-    times clock, or where the least FLOPs alone take half of it, with the rate of bf16 products:
+    us^p = memory^p + rest^p, with p the version's `transfer`. The first goes with the memory's rate; of the rest, what
+    the least FLOPs take goes with the rate of bf16 products, and what is left with SMs times clock:
     us_new^p = memory_new^p + rest_new^p. Of a variant that moves more than the least, such as a library's product of
     weights that were dequantised before, too little is taken to be memory: peers are up to three times as far off.
     Columns, µs: us_old, memory_old, memory_new, rest_old, rest_new, us_new.
@@ -366,10 +360,9 @@ def transfer(rows: pd.DataFrame, old: Gpu, new: Gpu, version: str = LATEST) -> p
     memory = np.minimum(least, MOST_MEMORY * us)
     faster = np.array([old.memory(limit) / new.memory(limit) for limit in which], dtype=float)
     rest = (us**p - memory**p) ** (1 / p)
-    by_products = rows["floor_flops"].to_numpy(float) / old.flops > 0.5 * rest
-    ratio = np.where(by_products, old.flops / new.flops, old.cycles / new.cycles)
+    products = np.minimum(rows["floor_flops"].to_numpy(float) / old.flops, rest)
     found = {"us_old": us, "memory_old": memory, "memory_new": memory * faster, "rest_old": rest}
-    found["rest_new"] = rest * ratio
+    found["rest_new"] = products * old.flops / new.flops + (rest - products) * old.cycles / new.cycles
     found["us_new"] = (found["memory_new"] ** p + found["rest_new"] ** p) ** (1 / p)
     return pd.DataFrame(found, index=rows.index)
 
