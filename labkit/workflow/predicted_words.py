@@ -22,7 +22,7 @@ RATIO = "Ratio: the time of “against” over that of “variant”; above one,
 NO_PAIRS = "no recorded GPU has a pair that the claims are about, cold and in a CUDA graph, in the cases shown."
 NOT_KNOWN = (
     "The recorded GPUs have the same multiprocessors and differ in their memory alone. Of another GPU the transfer "
-    "knows the rates of memory, of bf16 products, and of multiprocessors times clock. It does not know a larger L2, the "
+    "knows the rates of memory, of bf16 products, and of multiprocessors times clock. It knows no larger L2, not the "
     "waves of a grid or other instructions, so the error there may be larger than the bounds."
 )
 
@@ -61,8 +61,8 @@ def errors(study: str) -> list[Html]:
         return [figures.note("No prediction of these rows is kept: `labkit record --predict` makes them.")]
     said = (
         "How far predictions are off: all recorded rows of role ours, cold. A model's prediction is that of a fit "
-        "without the row's own kernel, where the model was fitted to it; the floor is bytes or products at the ceiling, "
-        "and a launch."
+        "without the row's own kernel, where the model was fitted to it; the floor is bytes or products at the "
+        "ceiling, and a launch."
     )
     columns = ["GPU", *(name for name in table if name != "GPU")]
     return [figures.table(table[columns], said, {"measured / predicted": "{:.2f}"} | PERCENT), *_transfers(rows)]
