@@ -20,6 +20,11 @@ from labkit import cli, paths, registry
 CODE = Path(labkit.__file__).resolve().parents[1]
 NOTEBOOKS = {"ground": "00_ground", "layers": "01_layers"}
 GPU, SLUG = "NVIDIA Made-Up 9", "nvidia-made-up-9"
+FACT = {  # of a launch, as evidence/predict.py takes them
+    "kernel": "k", "code": "00", "limit": "read", "programs": 1000.0, "warps": 4.0, "per_sm": 4.0, "bytes": 1e8,
+    "l2_bytes": 1e8, "instructions": 1e7, "lines": 1e6, "mma_flops": 0.0, "wgmma_flops": 0.0, "rounds": 3.0,
+    "dependent": False,
+}  # fmt: skip
 KINDS = ("read", "in_place", "copy", "bf16")  # of ceilings
 
 PARAMETERS = """\
@@ -215,6 +220,15 @@ class Toy:
         records.write(path, rows)
         self.write(f"{base}/{gpu}/machine.json", json.dumps(MACHINE))
         return path
+
+    def facts(self, path: Path, rows: Sequence[Mapping[str, Any]] | None = None) -> None:
+        """Write facts of launches of some rows (default: of all of `rows`), one launch each, all the same."""
+        import pandas as pd
+
+        from labkit.evidence import predict
+
+        keys = pd.DataFrame(self.rows() if rows is None else rows)[list(predict.KEY)]
+        keys.assign(gpu=SLUG, place=0, **FACT).to_parquet(path)
 
     def enter(self, monkeypatch: Any) -> None:
         """Make this process use the lab."""
