@@ -308,6 +308,7 @@ def test_a_gpu_to_predict_reaches_the_notebook(toy, words):
     toy.notebook("layers", "print(source, gpu)")
     assert toy.command("run", "layers", *source, *words).returncode == 0
     assert toy.printed("layers") == ["predicted l40s"]
+    assert "predicted for L40S" in (toy.root / "reports" / "index.html").read_text()
 
 
 def test_what_is_recorded_is_predicted_once(toy, monkeypatch):
