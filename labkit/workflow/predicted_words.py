@@ -18,12 +18,12 @@ from labkit.workflow.elsewhere import VERDICT, Rows
 
 PAIR = ["op", "case", "variant", "against"]
 PERCENT = {"median error %": "{:.1f}", "90 % are within %": "{:.1f}"}
-RATIO = "Ratio: the time of “against” over that of “variant”; above one, the latter is faster."
+RATIO = "Ratio: the time of “against” over that of “variant”; above one, “variant” is faster."
 NO_PAIRS = "no recorded GPU has a pair that the claims are about, cold and in a CUDA graph, in the cases shown."
 NOT_KNOWN = (
     "The recorded GPUs have the same multiprocessors and differ in their memory alone. Of another GPU the transfer "
-    "knows the rates of memory, of bf16 products, and of multiprocessors times clock. It knows no larger L2, not the "
-    "waves of a grid or other instructions, so the error there may be larger than the bounds."
+    "knows the rates of memory, of bf16 products, and of multiprocessors times clock. It does not know the size of its "
+    "L2, the waves of a grid, or its instructions; there the error may be larger than the bounds."
 )
 
 
@@ -123,13 +123,14 @@ def _tested(errors: pd.DataFrame) -> str:
         return "How far these may be off is not known: the pairs are recorded on one GPU alone."
     ways = []
     for line in errors.to_dict("records"):
-        median, most = (
-            " and ".join(f"{what} by {line[f'{what}: {one}']:.1f} %" for what in ("ratios", "times")) for one in PERCENT
-        )
-        way = f"{name_of(line['from'])} → {name_of(line['to'])}"
-        ways.append(f"{way} {median} in the median, and 90 % of them by at most as much as {most}")
+        off = [
+            " % in the median, 90 % of them by at most ".join(f"{line[f'{what}: {one}']:.1f}" for one in PERCENT)
+            for what in ("ratios", "times")
+        ]
+        ways.append(f"{name_of(line['from'])} → {name_of(line['to'])} ratios by {off[0]} %, times by {off[1]} %")
     said = f"Tested on the same pairs between the recorded GPUs, predictions were off: {'; '.join(ways)}."
-    return f"{said} The bounds of a ratio are the larger of the latter, ×/÷ {elsewhere.bound(errors, 'ratios'):.2f}."
+    factor = f"{elsewhere.bound(errors, 'ratios'):.2f}"
+    return f"{said} The bounds of a ratio are ×/÷ {factor}: by so much 90 % of them were off at most, the worse way."
 
 
 def _way(gpu: str, table: pd.DataFrame) -> str:
@@ -141,8 +142,8 @@ def _sentence(gpu: str, table: pd.DataFrame) -> Html:
     parts = []
     for (op, variant, against), some in table.groupby(["op", "variant", "against"], sort=False):
         clear = int(((some["low"] > 1) | (some["high"] < 1)).sum())
-        said = f"{clear} of {len(some)} cases differ by more than the error"
-        parts.append(f"{op}, {variant} against {against}: ×{span(some['ratio'])}, {said}")
+        said = f"in {clear} of {len(some)} cases the bounds leave out one"
+        parts.append(f"{op}, “{variant}” against “{against}”: ×{span(some['ratio'])}, {said}")
     return figures.note(f"{VERDICT.capitalize()}: {_way(gpu, table)}. {'; '.join(parts)}.")
 
 
