@@ -51,18 +51,24 @@ class StudyName(click.ParamType):
 
 
 class GpuName(click.ParamType):
-    """A recorded GPU, by its folder's name in data/."""
+    """A recorded GPU, by its folder's name in data/, or one that can be predicted."""
 
     name = "gpu"
 
     def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        known = paths.recorded_gpus()
-        if value not in known:
-            self.fail(f"no recorded GPU {value!r}; recorded: {', '.join(known) or 'none'}", param, ctx)
+        from labkit.workflow import gpus
+
+        known, others = paths.recorded_gpus(), gpus.predictable()
+        if value not in (*known, *others):
+            said = f"recorded: {', '.join(known) or 'none'}; with --source predicted: {', '.join(others)}"
+            self.fail(f"no recorded GPU {value!r}; {said}", param, ctx)
         return value
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-        return [CompletionItem(name) for name in paths.recorded_gpus() if name.startswith(incomplete)]
+        from labkit.workflow import gpus
+
+        known = dict.fromkeys((*paths.recorded_gpus(), *gpus.predictable()))
+        return [CompletionItem(name) for name in known if name.startswith(incomplete)]
 
 
 def _complete_parameter(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
@@ -109,8 +115,10 @@ def main() -> None:
     shell_complete=_complete_parameter,
     help="Set a notebook's parameter.",
 )
-@click.option("--source", type=click.Choice(spec.SOURCES), help="Measure here, or replay data/.")
-@click.option("--gpu", type=GpuName(), help="Recorded GPU to show; default: all.")
+@click.option(
+    "--source", type=click.Choice(spec.SOURCES), help="Measure here, replay data/, or predict another GPU from it."
+)
+@click.option("--gpu", type=GpuName(), help="Recorded GPU to show; default: all. Or the one to predict.")
 @click.option("--jobs", type=click.IntRange(min=1), help="Notebooks at once; default: one per core, or per GPU.")
 @click.option(
     "--add",
@@ -137,6 +145,7 @@ def run(
     labkit run
     labkit run state_layout -p batches=1,64 -p processes=1
     labkit run 01 --source recorded --gpu nvidia-h100-80gb-hbm3
+    labkit run 01 --source predicted --gpu rtx-4090
     labkit run --source measure --jobs 1
     labkit run state_layout --add my_kernels.py:decode
     """
@@ -148,7 +157,7 @@ def run(
         short = [*_shorthands(given, source, gpu), *_added(given, names, add)]
         values = notebooks.assign([registry.load(name) for name in names], [*given, *short])
         wants = {name: notebooks.source_of(name, values[name]) for name in names}
-        if set(wants.values()) - {"recorded"}:
+        if set(wants.values()) & set(spec.MEASURING):
             problem = notebooks.why_not_measure()
             can_measure = not problem
             if problem and "measure" in wants.values():
@@ -225,8 +234,14 @@ def report() -> None:
 
 @main.command("list", epilog=EXIT_CODES)
 @click.option("--stale", is_flag=True, help="Name the rows recorded with an earlier kernel; exit 1 if there are any.")
-def list_(stale: bool) -> None:
+@click.option("--gpus", is_flag=True, help="Name the GPUs that can be shown, and those that can be predicted.")
+def list_(stale: bool, gpus: bool) -> None:
     """List the studies, the claims that each tests, and the GPUs recorded for it."""
+    if stale and gpus:
+        raise click.UsageError("--stale and --gpus exclude each other")
+    if gpus:
+        _list_gpus()
+        return
     try:
         old = _list_stale() if stale else _list_all()
     except ValueError as problem:  # a RecordError
@@ -249,6 +264,15 @@ def _list_all() -> bool:
             click.echo(f"  {where}: {found.gpu}, {when}, {found.rows} rows{note}")
         click.echo()
     return False
+
+
+def _list_gpus() -> None:
+    from labkit.workflow import gpus
+
+    for name in paths.recorded_gpus():
+        click.echo(f"{name}: recorded")
+    for name, how in gpus.predictable().items():
+        click.echo(f"{name}: {how}; labkit run --source predicted --gpu {name}")
 
 
 def _list_stale() -> bool:
@@ -341,7 +365,10 @@ def fetch(names: Sequence[str], into: Path | None) -> None:
 )
 @click.option("--figures", is_flag=True, help="Only draw the figures of what is recorded anew.")
 @click.option("--rehash", is_flag=True, help="Only restamp rows of an earlier schema that are of the present sources.")
-def record(archive: Path | None, pack: Path | None, figures: bool, rehash: bool) -> None:
+@click.option(
+    "--predict", is_flag=True, help="Only predict recorded rows of which the model's last version has nothing."
+)
+def record(archive: Path | None, pack: Path | None, figures: bool, rehash: bool, predict: bool) -> None:
     """Check measurements and promote them into data/<gpu>/.
 
     Takes what was measured here (runs/), or an archive or folder that came from another machine, which holds
@@ -354,12 +381,16 @@ def record(archive: Path | None, pack: Path | None, figures: bool, rehash: bool)
     labkit record runs.tar.gz
     labkit record --figures             after a change of how they are drawn
     labkit record --rehash              after a change of how sources are hashed
+    labkit record --predict             after a new version of the model, or rows whose launches are not known yet
     """
     from labkit.bench.records import RecordError
     from labkit.workflow import archive as archives
 
-    if sum(map(bool, (archive, pack, figures, rehash))) > 1:
-        raise click.UsageError("ARCHIVE, --pack, --figures and --rehash exclude each other")
+    if sum(map(bool, (archive, pack, figures, rehash, predict))) > 1:
+        raise click.UsageError("ARCHIVE, --pack, --figures, --rehash and --predict exclude each other")
+    if predict:
+        _predict(compiling=True)
+        return
     if figures:
         _draw(list(registry.NOTEBOOKS))
         return
@@ -383,7 +414,24 @@ def record(archive: Path | None, pack: Path | None, figures: bool, rehash: bool)
         click.echo(f"left: {text}", err=True)
     if not done.promoted:
         sys.exit(FAILED)
+    _predict()
     _draw(sorted({study for _, study in done.promoted}))
+
+
+def _predict(compiling: bool = False) -> None:
+    """Predict recorded rows that have no prediction yet. compiling: find out first what launches are not known of."""
+    from labkit.workflow import launches, predictions
+
+    if compiling:
+        try:
+            launches.update()
+        except ModuleNotFoundError as problem:
+            raise click.ClickException(
+                f"launches are compiled to know what they do: {problem.name} is missing"
+            ) from None
+    for gpu, (added, without) in predictions.append().items():
+        note = f", {without} of ours without: their launches are not known" if without else ""
+        click.echo(f"data/predictions.parquet: {gpu}, {added} rows predicted{note}")
 
 
 def _draw(chosen: list[str]) -> None:

@@ -6,7 +6,8 @@
     x.figure("times", views.times)     # one figure a GPU
 
 With a GPU the study is measured here and shown beside the recorded GPUs; without one the recorded rows are shown, and
-every figure says which GPU, driver and date they are from.
+every figure says which GPU, driver and date they are from. With source "predicted" one section says what the recorded
+rows would take on another GPU; everything else on the page is recorded.
 """
 
 import ast
@@ -32,7 +33,7 @@ from labkit.evidence import roofline
 from labkit.report import figures, plots
 from labkit.sweep import added, run
 from labkit.sweep.correctness import COMPILER, INTERPRETER, check_here
-from labkit.workflow import lease, recorded
+from labkit.workflow import elsewhere, lease, predicted_words, recorded
 
 OWN_CAPTION = "Added functions. Ratio: the time of what each is set against over its own; above one, yours is faster."
 OWN_FORMATS = {"error": "{:.1e}"} | dict.fromkeys(("ratio", "low", "high"), "{:.3f}")
@@ -76,9 +77,10 @@ def open(
 ) -> "Lab":
     """Open a study: measure it here if asked to and possible, and load what is recorded.
 
-    source: auto (measure if there is a GPU, else replay), measure, recorded. gpu: slug of the one recorded GPU to show;
-    empty: all of them. processes: independent measuring processes. add: functions of the reader's own to check and
-    time beside the study's, "FILE.py:FUNCTION". parameters: the study's own.
+    source: auto (measure if there is a GPU, else replay), measure, recorded, predicted. gpu: slug of the one recorded
+    GPU to show; empty: all of them; with source "predicted" that of the GPU to predict (`gpus.predictable`). processes:
+    independent measuring processes. add: functions of the reader's own to check and time beside the study's,
+    "FILE.py:FUNCTION". parameters: the study's own.
     Raises KeyError for an unknown study, ValueError for a wrong parameter, RuntimeError if source is "measure" and
     there is no GPU, or if no GPU that is recorded has these cases. A study that was never recorded opens without rows.
     """
@@ -89,21 +91,24 @@ def open(
     known = [path.parent.name for path, _ in paths.data_files(name, runs=False)]
     if source not in spec.SOURCES:
         raise ValueError(f"source is {source!r}; allowed: {', '.join(spec.SOURCES)}")
-    if gpu and gpu not in known:
+    if source == "predicted":
+        elsewhere.check(gpu)
+    elif gpu and gpu not in known:
         raise ValueError(f"gpu is {gpu!r}; recorded: {', '.join(known) or 'none'}")
     if type(processes) is not int or processes < 1:
         raise ValueError(f"processes is {processes!r}; allowed: an integer from 1")
     own = added.with_added(study, add)
-    here, problem = (None, "source is 'recorded'") if source == "recorded" else _measure(own, parameters, processes)
+    measures = source in spec.MEASURING
+    here, problem = _measure(own, parameters, processes) if measures else (None, f"source is {source!r}")
     if source == "measure" and problem:
         raise RuntimeError(f"cannot measure here: {problem}")
-    there = [_recorded(study, parameters, slug) for slug in known if gpu in ("", slug)]
+    there = [_recorded(study, parameters, slug) for slug in known if source == "predicted" or gpu in ("", slug)]
     shown = [*([here] if here else []), *(entry for entry in there if len(entry.rows))]
     if known and not shown:
         raise RuntimeError(
             f"{name}: nothing to show: not measured here ({problem}), and no recorded GPU has these cases"
         )
-    return Lab(study, parameters, shown, problem, own.add)
+    return Lab(study, parameters, shown, problem, own.add, gpu if source == "predicted" else "")
 
 
 UNMEASURED = "No measurement of this study is recorded yet, of any GPU."
@@ -112,13 +117,21 @@ UNMEASURED = "No measurement of this study is recorded yet, of any GPU."
 class Lab:
     """A study with the rows of every GPU shown.
 
-    shown: measured here first; problem: why nothing is measured here; add: the reader's own functions.
+    shown: measured here first; problem: why nothing is measured here; add: the reader's own functions; target: the GPU
+    to predict, if one was asked for.
     """
 
     def __init__(
-        self, study: Study, parameters: Mapping[str, Any], shown: Sequence[Shown], problem: str, add: Sequence[str] = ()
+        self,
+        study: Study,
+        parameters: Mapping[str, Any],
+        shown: Sequence[Shown],
+        problem: str,
+        add: Sequence[str] = (),
+        target: str = "",
     ):
         self.study, self.parameters, self.shown, self.problem, self.add = study, parameters, shown, problem, add
+        self.target = target
         self.cases = study.cases(parameters)
 
     def provenance(self) -> figures.Html:
@@ -126,6 +139,7 @@ class Lab:
         if not self.shown:
             return figures.note(f"{UNMEASURED} Here nothing is measured: {self.problem}.")
         why = f" Nothing was measured on this machine: {self.problem}." if self.problem else ""
+        why += f" {predicted_words.page(self.target)}" if self.target else ""
         rows = [self._provenance(entry) for entry in self.shown]
         return figures.table(pd.DataFrame(rows), f"Where the figures on this page are from.{why}")
 
@@ -319,10 +333,24 @@ class Lab:
             later = recorded.rule_changed(claim, entry.rows, judged)
             why = f"{judged.why}; rule changed after the data" if later else judged.why
             rows.append(row | {"measured": judged.measured, "why": why})
+        rows += predicted_words.no_verdicts(self.study, self.target) if self.target and rows else []
         if not rows:
             return figures.note(UNMEASURED)
         text = "The claims, judged from the rows shown on this page; the index judges from all recorded rows"
         return figures.table(pd.DataFrame(rows), caption=text)
+
+    def predictions(self) -> "Gallery":
+        """How wrong predictions of this study's rows are: by the model, on each GPU, and from one GPU to another."""
+        return Gallery(predicted_words.errors(self.study.name))
+
+    def predicted(self) -> "Gallery":
+        """The pairs that the claims are about on the GPU that was asked for, else on those known by data sheet, folded.
+
+        ValueError naming what is missing, if that GPU cannot be predicted from the rows shown.
+        """
+        rows = {entry.machine.slug: entry.rows for entry in self.shown if not entry.here}
+        show = predicted_words.asked if self.target else predicted_words.shipped
+        return Gallery(show(self.study, self.cases, rows, *([self.target] if self.target else [])))
 
     def accesses(self, wanted: Sequence[tuple[Case, str]], capability: int = 90) -> pd.DataFrame:
         """Sectors and lines a request of every global access, derived without a GPU; empty where Triton is missing."""

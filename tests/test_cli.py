@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from toy_lab import CODE, SLUG, Toy
 
 from labkit import cli
-from labkit.workflow import lease
+from labkit.workflow import launches, lease
 
 
 @pytest.fixture
@@ -66,8 +66,11 @@ def test_run_from_any_folder_writes_all_pages_and_shows_what_failed(toy, tmp_pat
             ["-p", "gpu=other"],
             "parameter gpu is 'other'; allowed: empty for all, or a recorded GPU: (none is recorded)",
         ),
-        (["--gpu", "other"], "no recorded GPU 'other'; recorded: none"),
-        (["--source", "web"], "'web' is not one of 'auto', 'measure', 'recorded'"),
+        (["--gpu", "other"], "no recorded GPU 'other'; recorded: none; with --source predicted: a100-80gb, l40s"),
+        (["--gpu", "l40s"], "gpu is 'l40s'; allowed: empty for all, or a recorded GPU: (none is recorded)"),
+        (["--source", "predicted"], "gpu is ''; allowed: one of a100-80gb, l40s, rtx-4090, rtx-5090, b200"),
+        (["--source", "predicted", "-p", "gpu=rtx-1"], "gpu is 'rtx-1'; allowed: one of a100-80gb, l40s, rtx-4090"),
+        (["--source", "web"], "'web' is not one of 'auto', 'measure', 'recorded', 'predicted'"),
         (["--source", "recorded", "-p", "source=auto"], "both --source and -p source="),
         (["--jobs", "0"], "0 is not in the range x>=1"),
         (["--jobs", "many"], "'many' is not a valid integer"),
@@ -260,9 +263,10 @@ def test_completion_scripts(shell):
         ("labkit r", {"run", "report", "record"}),
         ("labkit run la", {"layers"}),
         ("labkit run --gpu n", {SLUG}),
+        ("labkit run --gpu rtx", {"rtx-4090", "rtx-5090"}),
         ("labkit run -p ba", {"batches="}),
         ("labkit run ground -p s", {"source=", "sizes="}),
-        ("labkit run --source ", {"auto", "measure", "recorded"}),
+        ("labkit run --source ", {"auto", "measure", "recorded", "predicted"}),
     ],
 )
 def test_completion_knows_studies_gpus_and_parameters(toy, words, expected):
@@ -283,3 +287,51 @@ def test_the_bash_script_completes_in_bash(toy):
     env["PYTHONPATH"] = str(CODE)
     done = subprocess.run(["bash", "-c", code], env=env, capture_output=True, text=True, timeout=60)
     assert done.stdout.strip() == "ground", done.stderr
+
+
+# predictions
+
+
+def test_gpus_that_can_be_asked_for_are_listed(toy):
+    toy.measured(toy.rows(), base="data")
+    toy.ceilings(base="runs", gpu="nvidia-other-1")
+    lines = toy.command("list", "--gpus").stdout.splitlines()
+    assert lines[0] == f"{SLUG}: recorded"
+    assert "rtx-4090: RTX 4090, by its data sheet; labkit run --source predicted --gpu rtx-4090" in lines
+    assert any(line.startswith("nvidia-other-1: by its run of 00_machine (runs/)") for line in lines)
+    assert toy.command("list", "--gpus", "--stale").returncode == 2
+
+
+@pytest.mark.parametrize("words", [["--source", "predicted", "--gpu", "l40s"], ["-p", "layers.gpu=l40s"]])
+def test_a_gpu_to_predict_reaches_the_notebook(toy, words):
+    source = [] if "--source" in words else ["--source", "predicted", "-p", "gpu=b200"]
+    toy.notebook("layers", "print(source, gpu)")
+    assert toy.command("run", "layers", *source, *words).returncode == 0
+    assert toy.printed("layers") == ["predicted l40s"]
+    assert "predicted for L40S" in (toy.root / "reports" / "index.html").read_text()
+
+
+def test_what_is_recorded_is_predicted_once(toy, monkeypatch):
+    facts = toy.measured(toy.rows(), base="data").parent / "launches.parquet"
+    monkeypatch.setattr(launches, "FILE", facts)
+    monkeypatch.setattr(launches, "update", lambda: None)
+    toy.ceilings()
+    toy.facts(facts)
+    done = toy.command("record", "--predict")
+    assert (done.returncode, done.stdout) == (0, f"data/predictions.parquet: {SLUG}, 6 rows predicted\n")
+    assert "0 rows predicted" in toy.command("record", "--predict").stdout
+
+
+def test_promoted_rows_are_predicted_and_the_others_named(toy, monkeypatch):
+    facts = toy.ceilings().parent.parent / "launches.parquet"
+    monkeypatch.setattr(launches, "FILE", facts)
+    toy.measured(toy.rows())
+    toy.facts(facts, toy.rows()[:3])
+    done = toy.command("record")
+    assert f"{SLUG}, 3 rows predicted, 2 of ours without: their launches are not known" in done.stdout
+
+
+def test_what_record_does_excludes_predicting(toy):
+    done = toy.command("record", "--predict", "--figures")
+    assert done.returncode == 2
+    assert "--rehash and --predict exclude each other" in " ".join(done.stderr.split())

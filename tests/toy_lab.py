@@ -20,6 +20,12 @@ from labkit import cli, paths, registry
 CODE = Path(labkit.__file__).resolve().parents[1]
 NOTEBOOKS = {"ground": "00_ground", "layers": "01_layers"}
 GPU, SLUG = "NVIDIA Made-Up 9", "nvidia-made-up-9"
+FACT = {  # of a launch, as evidence/predict.py takes them
+    "kernel": "k", "code": "00", "limit": "read", "programs": 1000.0, "warps": 4.0, "per_sm": 4.0, "bytes": 1e8,
+    "l2_bytes": 1e8, "instructions": 1e7, "lines": 1e6, "mma_flops": 0.0, "wgmma_flops": 0.0, "rounds": 3.0,
+    "dependent": False,
+}  # fmt: skip
+KINDS = ("read", "in_place", "copy", "bf16")  # of ceilings
 
 PARAMETERS = """\
 source: str = "auto"  # auto, measure or recorded
@@ -196,6 +202,33 @@ class Toy:
         records.write(folder / f"{rows[0]['study']}.parquet", list(rows))
         self.write(f"{base}/{gpu}/machine.json", json.dumps(MACHINE))
         return folder
+
+    def ceilings(self, base: str = "data", gpu: str = SLUG, us: float = 1.0, kinds: Sequence[str] = KINDS) -> Path:
+        """Write what `00_machine` finds on a GPU. us: of a launch, and of each 10 MB. Returns the file."""
+        from labkit.bench import records
+
+        rows = []
+        for what, cache in [(kind, cache) for kind in kinds for cache in ("cold", "hot")]:
+            for size in (10_000_000, 1_000_000_000):
+                ns = [round(1e3 * us * (1 + size / 1e7))]
+                one = row("machine", "ceiling", json.dumps({"what": what, "mib": size}), "a", "ceiling", "0" * 12, ns)
+                rows.append(one | {"cache": cache, "floor_bytes": size, "floor_flops": 1000 * size})
+        rows.append(
+            row("machine", "launch", json.dumps({"what": "empty"}), "a", "ceiling", "0" * 12, [round(1e3 * us)])
+        )
+        path = self.root / base / gpu / "machine.parquet"
+        records.write(path, rows)
+        self.write(f"{base}/{gpu}/machine.json", json.dumps(MACHINE))
+        return path
+
+    def facts(self, path: Path, rows: Sequence[Mapping[str, Any]] | None = None) -> None:
+        """Write facts of launches of some rows (default: of all of `rows`), one launch each, all the same."""
+        import pandas as pd
+
+        from labkit.evidence import predict
+
+        keys = pd.DataFrame(self.rows() if rows is None else rows)[list(predict.KEY)]
+        keys.assign(gpu=SLUG, place=0, **FACT).to_parquet(path)
 
     def enter(self, monkeypatch: Any) -> None:
         """Make this process use the lab."""

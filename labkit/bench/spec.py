@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 ROLES = ("ours", "step", "baseline", "peer", "ceiling", "control")
 CACHES = ("cold", "hot")
 MODES = ("graph", "eager")
-SOURCES = ("auto", "measure", "recorded")
+SOURCES = ("auto", "measure", "recorded", "predicted")
+MEASURING = ("auto", "measure")  # those by which a GPU that is here is measured
 
 CONTROL = "A/A control"  # the variant that is timed a second time, with its own buffers, in every case
 ADDED = "added: "  # begins the names of the variants that are functions of the reader's own
@@ -222,6 +223,8 @@ class Study:
     variants:   case -> its variants, the A/A control not included (the sweep adds it).
     control:    case -> name of the variant that the A/A control repeats.
     floor:      case -> least work.
+    pairs:      case -> the pairs of variants that the claims are about, (variant, against): what is predicted of GPUs
+                that nobody measured.
     parameters: rules for the notebook's parameters beside `source`, `gpu` and `processes`.
     tiny:       cases small enough for Triton's interpreter; every variant is checked on each.
     early:      whether a case is measured before the others, by one process only: its rows decide what those run, or
@@ -246,6 +249,7 @@ class Study:
     control: Callable[[Case], str]
     floor: Callable[[Case], Floor]
     claims: tuple["Claim", ...] = ()
+    pairs: Callable[[Case], list[tuple[str, str]]] = lambda case: []
     parameters: Mapping[str, Rule] = field(default_factory=dict)
     tiny: tuple[Case, ...] = ()
     early: Callable[[Case], bool] = lambda case: False

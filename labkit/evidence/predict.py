@@ -25,8 +25,7 @@ with it again.
 
 import json
 import math
-import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -37,6 +36,7 @@ import pandas as pd
 
 from labkit.bench.records import times_us
 from labkit.evidence.roofline import MEMORY, Ceilings
+from labkit.evidence.sheets import sheets
 from labkit.kernels.tuned import slug
 
 FACTS = {
@@ -106,12 +106,6 @@ class Gpu:
     def cycles(self) -> float:
         """Cycles of all SMs, 1/µs."""
         return self.sms * self.sm_mhz
-
-
-@cache
-def sheets() -> dict[str, dict[str, Any]]:
-    """The GPUs that are known by their data sheets (`gpus.toml`, which names the source of each), by name."""
-    return tomllib.loads((HERE / "gpus.toml").read_text())
 
 
 def by_sheet(name: str, like: Gpu, like_sheet: str) -> Gpu:
@@ -274,49 +268,38 @@ def _codes(rows: pd.DataFrame, launches: pd.DataFrame) -> list[str]:
 def fit(data: Sequence[Measured], weights: Sequence[np.ndarray] | None = None) -> dict[str, float]:
     """Parameters by least squares of ln(predicted / measured), with Huber's loss, in their logarithms.
 
-    weights: of each row; 0 leaves it out. Each parameter is drawn to `EXPECTED`. Levenberg-Marquardt, deterministic.
+    weights: of each row; 0 leaves it out. Each parameter is drawn to `EXPECTED`. Deterministic.
     """
+    from scipy.optimize import least_squares  # half a second, for whoever fits
+
     weight = np.concatenate([np.ones(len(one.us)) for one in data] if weights is None else list(weights))
     center = np.log([EXPECTED[name] for name in PARAMETERS])
     logs = np.log(np.concatenate([one.us for one in data]))
 
     def residuals(x: np.ndarray) -> np.ndarray:
         k = dict(zip(PARAMETERS, np.exp(x), strict=True))
-        return np.log(np.concatenate([one.times(k) for one in data])) - logs
+        off = np.log(np.concatenate([one.times(k) for one in data])) - logs
+        return np.concatenate([off, x - center])
 
-    def cost(x: np.ndarray, r: np.ndarray) -> float:
-        a = np.abs(r) / HUBER
-        lost = weight * np.where(a < 1, a**2 / 2, a - 0.5)
-        return float(lost.sum() + EXPECTED_ROWS / HUBER**2 * ((x - center) ** 2).sum() / 2)
+    def loss(squares: np.ndarray) -> np.ndarray:
+        """Of squared residuals in HUBERs: Huber's of rows, by weight; what parameters are drawn by counts as it is."""
+        rows, drawn = squares[: len(weight)], squares[len(weight) :]
+        return np.concatenate([weight * _huber(rows), EXPECTED_ROWS * _square(drawn)], axis=1)
 
-    return dict(zip(PARAMETERS, map(float, np.exp(_least(residuals, cost, center, weight))), strict=True))
+    found = least_squares(residuals, center, loss=loss, f_scale=HUBER).x
+    return dict(zip(PARAMETERS, map(float, np.exp(found)), strict=True))
 
 
-def _least(
-    residuals: Callable[[np.ndarray], np.ndarray], cost: Callable[[np.ndarray, np.ndarray], float],
-    center: np.ndarray, weight: np.ndarray, step: float = 1e-4,
-) -> np.ndarray:  # fmt: skip
-    x, damping = center.copy(), 1e-2
-    r = residuals(x)
-    least = cost(x, r)
-    for _ in range(100):
-        jacobian = np.stack([(residuals(x + step * one) - r) / step for one in np.eye(len(x))], axis=1)
-        robust = weight * np.minimum(1, HUBER / np.maximum(np.abs(r), 1e-12)) / HUBER**2
-        drawn = EXPECTED_ROWS / HUBER**2
-        square = jacobian.T @ (robust[:, None] * jacobian) + drawn * np.eye(len(x))
-        slope = jacobian.T @ (robust * r) + drawn * (x - center)
-        for _ in range(10):
-            change = np.clip(np.linalg.solve(square + damping * np.diag(np.diag(square)), slope), -0.5, 0.5)
-            new = residuals(x - change)
-            if (found := cost(x - change, new)) < least:
-                break
-            damping *= 4
-        else:
-            break
-        gained, x, r, least, damping = least - found, x - change, new, found, max(damping / 4, 1e-9)
-        if gained < 1e-9 * least:
-            break
-    return x
+def _huber(squares: np.ndarray) -> np.ndarray:
+    """Huber's loss of squared residuals, its first and second derivatives by them: [3, n]."""
+    inside = squares <= 1
+    root = np.sqrt(np.maximum(squares, 1.0))
+    return np.stack([np.where(inside, squares, 2 * root - 1), 1 / root, np.where(inside, 0.0, -0.5 / root**3)])
+
+
+def _square(squares: np.ndarray) -> np.ndarray:
+    """The same of the squares themselves."""
+    return np.stack([squares, np.ones_like(squares), np.zeros_like(squares)])
 
 
 # ---- how wrong it is
@@ -364,8 +347,8 @@ def transfer(rows: pd.DataFrame, old: Gpu, new: Gpu, version: str = LATEST) -> p
     """What cold rows of one GPU (columns as in bench.records) would take on another; of any variant, libraries' too.
 
     A row's time is taken apart into that of its least bytes on the old GPU, and a rest which would have given it:
-    us^p = memory^p + rest^p, with p the version's `transfer`. The first goes with the memory's rate, the rest with SMs
-    times clock, or where the least FLOPs alone take half of it, with the rate of bf16 products:
+    us^p = memory^p + rest^p, with p the version's `transfer`. The first goes with the memory's rate; of the rest, what
+    the least FLOPs take goes with the rate of bf16 products, and what is left with SMs times clock:
     us_new^p = memory_new^p + rest_new^p. Of a variant that moves more than the least, such as a library's product of
     weights that were dequantised before, too little is taken to be memory: peers are up to three times as far off.
     Columns, µs: us_old, memory_old, memory_new, rest_old, rest_new, us_new.
@@ -377,10 +360,9 @@ def transfer(rows: pd.DataFrame, old: Gpu, new: Gpu, version: str = LATEST) -> p
     memory = np.minimum(least, MOST_MEMORY * us)
     faster = np.array([old.memory(limit) / new.memory(limit) for limit in which], dtype=float)
     rest = (us**p - memory**p) ** (1 / p)
-    by_products = rows["floor_flops"].to_numpy(float) / old.flops > 0.5 * rest
-    ratio = np.where(by_products, old.flops / new.flops, old.cycles / new.cycles)
+    products = np.minimum(rows["floor_flops"].to_numpy(float) / old.flops, rest)
     found = {"us_old": us, "memory_old": memory, "memory_new": memory * faster, "rest_old": rest}
-    found["rest_new"] = rest * ratio
+    found["rest_new"] = products * old.flops / new.flops + (rest - products) * old.cycles / new.cycles
     found["us_new"] = (found["memory_new"] ** p + found["rest_new"] ** p) ** (1 / p)
     return pd.DataFrame(found, index=rows.index)
 

@@ -24,7 +24,7 @@ from labkit.bench.machine import Machine, revision
 from labkit.bench.records import RecordError
 from labkit.kernels.tuned import slug
 from labkit.sweep import added, run
-from labkit.workflow import library, recorded
+from labkit.workflow import library, predictions, recorded
 
 MAX_MEMBERS = 10_000
 MAX_BYTES = 1 << 30  # unpacked, all members together
@@ -272,6 +272,13 @@ def readme() -> str:
         "`<gpu>/<study>.parquet`: one row per case, variant, cache and mode. `<gpu>/machine.json`: the GPU. Written by",
         "`labkit record`, which also writes this page; read with any Parquet reader, for example",
         '`pandas.read_parquet("data/<gpu>/<study>.parquet")`.',
+        "",
+        "`launches.parquet`: what the launches of these rows do. `predictions.parquet`: what each version of the model",
+        "makes of that; no measurement, and never changed. Its columns:",
+        "",
+        "| column | meaning |",
+        "|---|---|",
+        *(f"| `{name}` | {text} |" for name, text in predictions.COLUMNS.items()),
         "",
         f"Schema {records.SCHEMA_VERSION} (`labkit_schema` in each file's metadata):",
         "",

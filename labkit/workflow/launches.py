@@ -5,10 +5,11 @@ made again on tensors without values, for the recorded GPU's capability and in t
 compiled (`evidence.executed`), and set beside what the case asks for. Only kernels that are as they were are taken; but
 Triton's version may be another than the one that ran. What a future recording should keep with the row is this.
 
-    python -m labkit.workflow.launches    # rows that it does not have yet; delete it to make all anew, in minutes
+    labkit record --predict    # rows that it does not have yet; delete it to make all anew, in minutes
 """
 
 import hashlib
+import io
 import json
 import math
 from collections import Counter
@@ -392,9 +393,8 @@ def read() -> pd.DataFrame:
     return pd.read_parquet(FILE)
 
 
-if __name__ == "__main__":
-    import io
-
+def update() -> None:
+    """Add the rows that the kept table does not have: compiled here, which takes minutes where there are many."""
     content = io.BytesIO()
     table(read() if FILE.exists() else None).to_parquet(content, index=False, compression="zstd")
     write_atomic(FILE, content.getvalue())

@@ -19,7 +19,7 @@ from typing import Any
 from labkit import isolated, paths, registry
 from labkit.bench import records, spec
 from labkit.sweep import added
-from labkit.workflow import lease
+from labkit.workflow import gpus, lease
 from labkit.workflow.progress import Progress
 
 FIRST = "machine"  # the study whose ceilings the others use: it measures first, and alone
@@ -121,6 +121,12 @@ def coerce(study: spec.Study, given: Sequence[str]) -> dict[str, Any]:
 
     UsageError for text of another form, a parameter that the notebook does not have, or a value that is not allowed.
     """
+    values = _typed(study, given)
+    check(study, values)
+    return values
+
+
+def _typed(study: spec.Study, given: Sequence[str]) -> dict[str, Any]:
     known = parameters(source_path(study.name))
     values: dict[str, Any] = {}
     for text in given:
@@ -132,7 +138,6 @@ def coerce(study: spec.Study, given: Sequence[str]) -> dict[str, Any]:
         values[name] = parse(known[name], value)
     if added.PARAMETER in values:  # the notebook runs in a folder of its own
         values[added.PARAMETER] = [added.absolute(text) for text in values[added.PARAMETER]]
-    check(study, values)
     return values
 
 
@@ -157,26 +162,37 @@ def assign(chosen: Sequence[spec.Study], given: Sequence[str]) -> dict[str, dict
             raise UsageError(f"no parameter {name!r} in {', '.join(common)}; allowed: {', '.join(known)}")
         for owner in owners:
             common[owner].append(text)
-    return {study.name: coerce(study, common[study.name]) | coerce(study, special[study.name]) for study in chosen}
+    found = {study.name: _typed(study, common[study.name]) | _typed(study, special[study.name]) for study in chosen}
+    for study in chosen:
+        check(study, found[study.name])
+    return found
 
 
 def check(study: spec.Study, values: Mapping[str, Any]) -> None:
     """UsageError for a value that the notebook of this study does not allow."""
-    gpus = paths.recorded_gpus()
-    gpus_allowed = "empty for all, or a recorded GPU: " + (", ".join(gpus) or "(none is recorded)")
     rules: dict[str, spec.Rule] = {
         "source": spec.one_of(*spec.SOURCES),
-        "gpu": lambda value: None if value in ("", *gpus) else gpus_allowed,
+        "gpu": _gpu_rule(values.get("source", "")),
         "processes": spec.integer(1, MAX_PROCESSES),
     }
-    for name in values.keys() & rules.keys():
-        if problem := rules[name](values[name]):
-            raise UsageError(f"{study.name}: parameter {name} is {values[name]!r}; allowed: {problem}")
+    asked = {"gpu": ""} | dict(values) if values.get("source") == "predicted" else values
+    for name in rules:
+        if name in asked and (problem := rules[name](asked[name])):
+            raise UsageError(f"{study.name}: parameter {name} is {asked[name]!r}; allowed: {problem}")
     try:
         added.functions(study, values.get(added.PARAMETER, ()))
         study.check({name: value for name, value in values.items() if name not in (*rules, added.PARAMETER)})
     except ValueError as problem:
         raise UsageError(str(problem)) from problem
+
+
+def _gpu_rule(source: str) -> spec.Rule:
+    """Of the parameter `gpu`: a recorded GPU or none; with source "predicted" one that can be predicted."""
+    if source == "predicted":
+        return spec.one_of(*gpus.predictable())
+    known = paths.recorded_gpus()
+    allowed = "empty for all, or a recorded GPU: " + (", ".join(known) or "(none is recorded)")
+    return lambda value: None if value in ("", *known) else allowed
 
 
 def _split(text: str) -> tuple[str, str]:
@@ -267,9 +283,9 @@ def run(
     else one per core). On an exception (Ctrl-C) every process is ended first.
     """
     progress = progress or Progress()
-    measuring = {name for name in chosen if can_measure and source_of(name, values.get(name, {})) != "recorded"}
-    gpus = lease.visible() if measuring else []
-    limit = max(1, len(gpus)) if measuring else cores()
+    measuring = {name for name in chosen if can_measure and source_of(name, values.get(name, {})) in spec.MEASURING}
+    leased = lease.visible() if measuring else []
+    limit = max(1, len(leased)) if measuring else cores()
     limit = max(1, min(limit, jobs or limit, len(chosen)))
     # Notebooks that run at once share the cores, unless the reader has said otherwise.
     shares = {} if measuring else dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(max(1, cores() // limit)))
@@ -280,7 +296,7 @@ def run(
     def one(name: str) -> Result:
         held: AbstractContextManager[lease.Gpu | None] = nullcontext()
         if name in measuring:
-            held = lease.gpu_lease(gpus, stop=stop, say=functools.partial(progress.note, name))
+            held = lease.gpu_lease(leased, stop=stop, say=functools.partial(progress.note, name))
         return _run_one(name, values.get(name, {}), held, threads, stop, progress)
 
     alone = [name for name in chosen if name == FIRST and name in measuring]

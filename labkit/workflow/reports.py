@@ -8,14 +8,15 @@ from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import pandas as pd
 
 from labkit import __version__, paths, registry
-from labkit.bench import machine, records
+from labkit.bench import machine, records, spec
 from labkit.evidence import roofline
 from labkit.report import pages
-from labkit.workflow import notebooks, recorded
+from labkit.workflow import notebooks, predicted_words, recorded
 
 _UNITS = {"read": "TB/s", "in_place": "TB/s", "copy": "TB/s", "bf16": "TFLOP/s", "fp8": "TFLOP/s"}  # shown in the index
 
@@ -97,20 +98,27 @@ def _entry(name: str, executed: Path, found: list[recorded.Rows], error: str) ->
     study = registry.load(name)
     page, status, failed = "", "not run yet: `labkit run`", bool(error)
     if executed.exists():
-        page = f"{executed.stem}.html"
-        status = "; ".join(f"{_how(one)} on {_gpu_name(one)}, {_date(one.rows)}" for one in _shown_in(executed, found))
+        page, used = f"{executed.stem}.html", _used(executed)
+        parts = [f"{_how(one)} on {_gpu_name(one)}, {_date(one.rows)}" for one in _shown_with(used, found)]
+        parts += [f"predicted for {predicted_words.name_of(used['gpu'])}"] if used.get("source") == "predicted" else []
+        status = "; ".join(parts)
         failed = failed or bool(notebooks.cell_error(executed))
     return pages.StudyEntry(study.title, study.summary, page, error or status or "no measurements", failed)
 
 
-def _shown_in(executed: Path, found: list[recorded.Rows]) -> list[recorded.Rows]:
-    """The rows that an executed notebook could show, with the parameters it was run with."""
+def _used(executed: Path) -> Mapping[str, Any]:
+    """The parameters with which an executed notebook was run; none if it does not say."""
     try:
-        used = json.loads(executed.read_text())["metadata"]["papermill"]["parameters"]
+        return json.loads(executed.read_text())["metadata"]["papermill"]["parameters"]
     except (ValueError, KeyError, TypeError):
-        used = {}
-    found = [one for one in found if len(one.rows) and not (one.here and used.get("source") == "recorded")]
-    return [one for one in found if one.here or used.get("gpu", "") in ("", one.gpu)]
+        return {}
+
+
+def _shown_with(used: Mapping[str, Any], found: list[recorded.Rows]) -> list[recorded.Rows]:
+    """The rows that a notebook with these parameters could show."""
+    source, gpu = used.get("source", "auto"), used.get("gpu", "")
+    found = [one for one in found if len(one.rows) and not (one.here and source not in spec.MEASURING)]
+    return [one for one in found if one.here or source == "predicted" or gpu in ("", one.gpu)]
 
 
 def _claims(

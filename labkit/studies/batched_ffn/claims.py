@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
     import pandas as pd
 
+    from labkit.bench.spec import Case
+
 TOKENS = 8  # at which the source gives figures
 UNPACKED = ("F32", "BF16")  # formats whose weights are numbers as they are stored
 SLOTS = 2  # times top_k experts a layer
@@ -126,6 +128,16 @@ def slots(rows: pd.DataFrame) -> Observed:
         found.append(Observation(case, rate, rate, rate, 0.0, len(set(lines["run"].iloc[0]))))
     needs = f"steps of one token with {SLOTS} × top_k slots a layer, in a trace of which as many slots can hit most,"
     return Observed(OURS, found, needs)
+
+
+def pairs(x: Case) -> list[tuple[str, str]]:
+    """One launch and weights read once over a loop, Q8_0 both ways, and rows found in the kernel over copies."""
+    if x.op == "product" and x["N"] == TOKENS:
+        reads = [(variants.STATIONARY, variants.GEMM_N)] if x["format"] in UNPACKED else []
+        return [(name, variants.PER_TOKEN) for name in (variants.GEMM_N, variants.STATIONARY)] + reads
+    if x.op == "product" and x["N"] == 1:
+        return [(variants.PER_TOKEN, variants.STORED)]
+    return [(variants.INDEXED, variants.ROWCOPY)] if x.op == "routed" and x["N"] > 1 else []
 
 
 REPOSITORY = "https://github.com/pekkah/SharpInference"

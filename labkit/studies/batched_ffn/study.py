@@ -82,6 +82,7 @@ STUDY = Study(
     control=lambda x: names.VARIANTS[x.op][0].name,  # ours
     floor=floor,
     claims=claims.CLAIMS,
+    pairs=claims.pairs,
     added=Added(
         ("blocks", "x", "y"),
         "blocks: uint8 [rows, bytes of a row], of the case's GGUF format as stored; x: [N, K], y: [N, rows], bf16; the "

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
     import pandas as pd
 
+    from labkit.bench.spec import Case
+
 SMALL, PULL_REQUEST = "AutoMegaKernel h1024", "Qwen3.5-4B"
 STEP_US = (4647.6, 1969.3)  # AutoMegaKernel: a whole step, before and after
 TOKEN_MS = (39.5, 41.5)  # sleepy-llm: 40 and 41 as printed lie in between, whatever they were before rounding
@@ -68,6 +70,17 @@ def ceiling(rows: pd.DataFrame) -> Observed:
     table = tables.of_ceiling(rows, PULL_REQUEST, [variants.CHAIN_OURS, variants.BETWEEN_OURS])
     needs = f"the chain of {PULL_REQUEST}, and this GPU's read ceiling,"
     return Observed(OURS, of_table(table, lambda line: line["variant"]), needs)
+
+
+def pairs(x: Case) -> list[tuple[str, str]]:
+    """Steps 4 and 2 over step 1 where the claims look at them, and our chain over a plain read of its weights."""
+    first, wide = variants.THREAD_A_ROW, variants.WIDE_LOADS
+    if x.op == "chain":
+        return [(variants.separate(wide), variants.separate(first)), (variants.CHAIN_OURS, variants.READ)]
+    shapes = LINEAR[SMALL].token(merged=False)
+    if x.op == "gemv" and x["dtype"] == "bf16" and (x["N"], x["K"]) in shapes:
+        return [(wide, first), (variants.THREAD_A_ROW_TURNED, first)]
+    return []
 
 
 AUTOMEGAKERNEL = ("AutoMegaKernel, issue 1", "https://github.com/RightNow-AI/AutoMegaKernel/issues/1")

@@ -111,6 +111,7 @@ STUDY = Study(
     control=control,
     floor=floor,
     claims=claims.CLAIMS,
+    pairs=claims.pairs,
     parameters={
         "models": list_of(one_of(*LINEAR, OTHER)),
         "dtypes": list_of(one_of(*names.SIZES)),

@@ -302,22 +302,22 @@ def token(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def prediction(rows: pd.DataFrame) -> Drawing:
-    """Measured time over the predicted one against the size of W, for three kernels."""
+    """Measured time over the floor against the size of W, for three kernels."""
     shown = [variants.OURS, variants.TUNED, "torch.mv"]
     table = where(tables.times(rows), dtype="bf16", variant=shown)
     table = table[table["predicted_us"] > 0]
     if table.empty:
-        return "no prediction is recorded."
+        return "no floor is recorded."
     table = table.assign(over=table["us"] / table["predicted_us"], MB=table["MB"].round(1))
     over = dict(list(table.groupby("variant")["over"]))
     return drawing(
-        plots.lines, table, "MB", "over", "variant", logx=True, joined=False, reference=[(1.0, "as predicted")],
-        xlabel="MB of weights", ylabel="time / predicted", title="Measured time over the prediction, one GEMV, bf16",
-        alt="Points of time over prediction against the size of W.",
-        caption="Predicted: bytes at the ceiling of this size, and a launch.",
+        plots.lines, table, "MB", "over", "variant", logx=True, joined=False, reference=[(1.0, "the floor")],
+        xlabel="MB of weights", ylabel="time / floor", title="Measured time over the floor, one GEMV, bf16",
+        alt="Points of time over the floor against the size of W.",
+        caption="Floor: bytes at the ceiling of this size, and a launch.",
         said="; ".join(f"{name} {span(over[name])}" for name in shown if name in over),
         table=["N", "K", "MB", "variant", "us", "predicted_us", "over"],
-        units=tables.UNITS | {"predicted_us": "predicted µs"},
+        units=tables.UNITS | {"predicted_us": "floor µs"},
     )  # fmt: skip
 
 

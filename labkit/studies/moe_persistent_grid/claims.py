@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
     import pandas as pd
 
+    from labkit.bench.spec import Case
+
 PREFILL = (6171, 6127)  # tokens a second, activations quantised before, then the persistent grid as well
 DECODE = (99.0, 84.5)
 WIDER_BLOCKS = 1.32  # BLOCK_M 64 over 16
@@ -92,6 +94,15 @@ def own_grid(rows: pd.DataFrame) -> Observed:
 
     table = where(tables.persistence(rows), kernel="ours", weights="bf16")
     return Observed(OURS, of_table(table, _case), "our bf16 GEMMs in both grids")
+
+
+def pairs(x: Case) -> list[tuple[str, str]]:
+    """The persistent grid over one CTA a tile: ExecuTorch's own layer, and the lab's products in bf16."""
+    if x.op == "layer":
+        return [both[::-1] for both in variants.OWN_PAIRS]
+    if x.op in variants.GEMMS and x["weights"] == "bf16":
+        return [(variants.OURS_PERSISTENT, variants.OURS_TILES)]
+    return []
 
 
 PULL_REQUEST = ("ExecuTorch pull request 19219", "https://github.com/pytorch/executorch/pull/19219")

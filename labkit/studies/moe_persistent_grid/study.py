@@ -80,6 +80,7 @@ STUDY = Study(
     control=lambda x: names.lines(x)[0].name,
     floor=lazy(f"{names.STUDY}.work:floor"),
     claims=claims.CLAIMS,
+    pairs=claims.pairs,
     parameters={
         "models": list_of(one_of(*MODELS)),
         "tokens": list_of(integer(1, 65536)),

@@ -26,7 +26,7 @@ SHORT = {
 }
 GRIDS = ((variants.OURS_PERSISTENT, "one program an SM"), (variants.OURS_FILLED, "as many programs as fit"))
 UNITS = {"us": "µs", "against us": "before µs", "active": "experts active"}
-UNITS |= {f"{what} us": f"{what} µs" for what in ("predicted", "reading", "products")}
+UNITS |= {f"{what} us": f"{what} µs" for what in ("reading", "products")} | {"predicted us": "floor µs"}
 HIDDEN = ["routing", "no slower", "runs"]  # of every table: what the page says elsewhere
 
 
@@ -365,16 +365,16 @@ def tuning(rows: pd.DataFrame) -> str:
 
 
 def prediction(rows: pd.DataFrame) -> Drawing:
-    """Measured over predicted time of our layers: what bytes and products do not explain."""
+    """Measured time of our layers over the floor: what bytes and products do not explain."""
     table = uniform(tables.predictions(rows))
     if table.empty:
-        return "no prediction was stored: this GPU's ceilings were not known."
+        return "no floor was stored: this GPU's ceilings were not known."
     said = [f"{weights} {span(part['off %'], '{:+.0f}')} %" for weights, part in table.groupby("weights")]
     return drawing(
-        plots.lines, table, "T", "off %", "model", panel="weights", logx=True, reference=[(0, "as predicted")],
-        xlabel="tokens", ylabel="measured over predicted, %", title="The floor as a prediction",
-        alt="Lines of measured over predicted time against tokens, by model.",
-        caption="Predicted: reading or products, whichever is longer, and a launch.",
+        plots.lines, table, "T", "off %", "model", panel="weights", logx=True, reference=[(0, "the floor")],
+        xlabel="tokens", ylabel="measured over the floor, %", title="How far the floor is from what was measured",
+        alt="Lines of measured time over the floor against tokens, by model.",
+        caption="Floor: reading or products, whichever is longer, and a launch.",
         said=", ".join(said) + _over_both(table.dropna(subset=["over both %"])) + _unpacking(rows),
         hidden=["routing"], units=UNITS,
     )  # fmt: skip

@@ -12,6 +12,7 @@ from labkit.studies.persistent_tables import variants
 if TYPE_CHECKING:
     import pandas as pd
 
+    from labkit.bench.spec import Case
     from labkit.bench.verdict import Interval
 
 STEP = 0.05  # µs: the last digit of the source's times, either way
@@ -124,6 +125,15 @@ def waiting(rows: pd.DataFrame) -> Observed:
         noise = noise if (high - low) / 2 <= tables.SURE else math.nan
         found.append(Observation(line["way"], mid, low, high, noise, line["runs"]))
     return Observed(OURS, found, f"way 3 with {us} µs of other work queued and without")
+
+
+def pairs(x: Case) -> list[tuple[str, str]]:
+    """A step from tables against separate kernels, another schedule, and a plain read of its bytes.
+
+    Of what the host does for a token, which most claims are about, nothing is predicted.
+    """
+    others = (variants.GEMV_DEPENDENT, variants.CUBLAS_DEPENDENT, variants.LONGEST, variants.READ)
+    return [(variants.OURS, other) for other in others] if x.op == "token" else []
 
 
 AUTOMEGAKERNEL = ("AutoMegaKernel, issue 1", "https://github.com/RightNow-AI/AutoMegaKernel/issues/1")

@@ -100,6 +100,7 @@ STUDY = Study(
     control=control,
     floor=floor,
     claims=claims.CLAIMS,
+    pairs=claims.pairs,
     parameters={
         "models": list_of(one_of(*names.MODELS)),
         "dtypes": list_of(one_of(*names.BYTES)),

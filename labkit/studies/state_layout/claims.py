@@ -9,11 +9,14 @@ from typing import TYPE_CHECKING, Any
 from labkit.bench.claim import ABOVE, BELOW, ESTIMATE, OURS, OWN, WITHIN, Claim, Observation, Observed, of_table
 from labkit.shapes import QWEN3_NEXT
 from labkit.studies.state_layout.share import BF16_BYTES, NVFP4_BYTES
+from labkit.studies.state_layout.variants import variant_name
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     import pandas as pd
+
+    from labkit.bench.spec import Case
 
 NARROW, WIDE = 8, 32  # the tile of the pull request's example, and the one that SGLang ships all along
 CONTEXT = 2048  # tokens of KV cache a sequence: no source states its own, so 256 to 8192 are tried too
@@ -153,6 +156,14 @@ def vllm_table(rows: pd.DataFrame) -> Observed:
         size = tuple(1 + (gain + off) / 100 for off in (-ROUNDING, ROUNDING))
         found.append(replace(one, direction=ABOVE if gain > 0 else BELOW, size=size))
     return Observed(ESTIMATE, found, WANTED)
+
+
+def pairs(x: Case) -> list[tuple[str, str]]:
+    """Both layouts of the kernels that the claims look at, where they do: fp32, the GPU full."""
+    if x.op == "decode" and x["state"] == "fp32" and x["batch"] >= FULL:
+        return [(variant_name("VK", tile), variant_name("KV", tile)) for tile in (NARROW, WIDE)]
+    full = x.params.get("state", "fp32") == "fp32" and x.params.get("batch", FULL) >= FULL
+    return [("ours VK", "ours KV")] if x.op in ("step", "verify", "extend") and full else []
 
 
 SGLANG = ("SGLang pull request 20283", "https://github.com/sgl-project/sglang/pull/20283")

@@ -141,6 +141,7 @@ STUDY = Study(
     control=control,
     floor=floor,
     claims=claims.CLAIMS,
+    pairs=claims.pairs,
     parameters={
         "models": list_of(one_of(*GATED_DELTA)),
         "batches": list_of(integer(1, 4096)),

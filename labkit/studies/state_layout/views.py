@@ -127,19 +127,19 @@ def ratio_by_shape(rows: pd.DataFrame) -> Drawing:
 
 
 def prediction_error(rows: pd.DataFrame) -> Drawing:
-    """Measured over predicted: what the bytes alone do not explain."""
+    """Measured time over the floor: what the bytes alone do not explain."""
     table = where(_main_shape(tables.times(rows)), variant=MAIN)
     table = table[table["predicted_us"].notna()]
     if table.empty:
-        return "no kernel shown here has a prediction that was stored with its rows."
+        return "no kernel shown here has a floor that was stored with its rows."
     table = table.assign(factor=table["us"] / table["predicted_us"])
     near = f"{100 * (table['factor'].sub(1).abs() <= 0.1).mean():.0f} % of the points lie within 10 %"
     return drawing(
         plots.lines, table, "batch", "factor", "variant", panel="state", logx=True, xlabel="batch",
-        ylabel="measured / predicted", title="What bytes alone do not explain", reference=[(1, "as predicted")],
-        alt=f"Lines of measured over predicted time; {near}.",
-        caption=f"The prediction knows bytes, ceilings, launch; {near}.",
-        table=["state", "batch", "variant", "predicted_us", "us", "factor"],
+        ylabel="measured / floor", title="What bytes alone do not explain", reference=[(1, "the floor")],
+        alt=f"Lines of measured time over the floor; {near}.",
+        caption=f"The floor knows bytes, ceilings, launch; {near}.",
+        table=["state", "batch", "variant", "predicted_us", "us", "factor"], units={"predicted_us": "floor µs"},
     )  # fmt: skip
 
 
