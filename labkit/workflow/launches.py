@@ -40,6 +40,7 @@ WANTED = {
     ("state_layout", "verify"): ("ours", "step"),
     ("state_layout", "drift"): ("ours", "step"),
     ("state_layout", "extend"): ("ours", "step"),
+    ("state_layout", "long"): ("ours",),
     ("gemv_coalescing", "gemv"): ("ours", "step"),
     ("gemv_coalescing", "chain"): ("ours",),
     ("moe_persistent_grid", "layer"): ("ours", "step"),
@@ -111,7 +112,7 @@ def launches_of(row: Mapping[str, Any]) -> list[Launch]:
     special = _LAUNCHES.get(row["op"])
     if special:
         return special(x, row, evidence)
-    return _prepared(x, row, "cpu" if row["op"] == "extend" else "meta")  # its plan reads lengths
+    return _prepared(x, row, "cpu" if row["op"] in ("extend", "long") else "meta")  # its plan reads lengths
 
 
 def _prepared(x: Case, row: Mapping[str, Any], device: str) -> list[Launch]:
@@ -305,7 +306,7 @@ _WORK: dict[str, Callable[..., list[Work] | None]] = {
     **dict.fromkeys(("step", "decode", "drift", "verify"), _straight),
     **dict.fromkeys(("gemv", "chain"), _gemvs),
     **dict.fromkeys(("product", "ffn"), _products),
-    "extend": _extend,
+    **dict.fromkeys(("extend", "long"), _extend),
     "routed": _routed,
     "layer": _layers,
     "token": _tokens,

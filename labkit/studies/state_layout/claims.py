@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 from labkit.bench.claim import ABOVE, BELOW, ESTIMATE, OURS, OWN, WITHIN, Claim, Observation, Observed, of_table
 from labkit.shapes import QWEN3_NEXT
 from labkit.studies.state_layout.share import BF16_BYTES, NVFP4_BYTES
-from labkit.studies.state_layout.variants import variant_name
+from labkit.studies.state_layout.variants import OURS as OURS_VK
+from labkit.studies.state_layout.variants import OURS_KV, variant_name
+from labkit.studies.state_layout.variants import OWN as OWN_LAYOUTS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -159,11 +161,12 @@ def vllm_table(rows: pd.DataFrame) -> Observed:
 
 
 def pairs(x: Case) -> list[tuple[str, str]]:
-    """Both layouts of the kernels that the claims look at, where they do: fp32, the GPU full."""
+    """Both layouts of the kernels that the claims look at, where they do: fp32, the GPU full; SGLang's, then ours."""
     if x.op == "decode" and x["state"] == "fp32" and x["batch"] >= FULL:
         return [(variant_name("VK", tile), variant_name("KV", tile)) for tile in (NARROW, WIDE)]
     full = x.params.get("state", "fp32") == "fp32" and x.params.get("batch", FULL) >= FULL
-    return [("ours VK", "ours KV")] if x.op in ("step", "verify", "extend") and full else []
+    both = [OWN_LAYOUTS["SGLang"][::-1], (OURS_VK, OURS_KV)]
+    return both if x.op in ("step", "verify", "extend") and full else []
 
 
 SGLANG = ("SGLang pull request 20283", "https://github.com/sgl-project/sglang/pull/20283")
