@@ -1,5 +1,6 @@
 """GPUs that nobody measured: which can be asked for, what is predicted of them, and that no claim is judged by it."""
 
+import dataclasses
 import math
 import shutil
 
@@ -14,7 +15,9 @@ from labkit.evidence import predict, sheets
 from labkit.workflow import elsewhere, gpus, predicted_words, recorded
 
 H100, H200 = "nvidia-h100-80gb-hbm3", "nvidia-h200"
+WAYS = ((H100, H200), (H200, H100))
 STUDIES = [name for name in registry.NOTEBOOKS if name != "machine"]
+TESTED = pd.DataFrame([{"ratios: 90 % are within %": 10.0, "distance": 0.36}])
 LAYOUT = {**made.LAYOUT, "batches": [64]}
 
 
@@ -77,6 +80,15 @@ def test_it_starts_at_the_gpu_whose_memory_is_most_like_its_own():
     assert elsewhere.nearest("b200", [H100, H200])[0] == H200
 
 
+def test_gpus_are_as_far_apart_as_their_rates_change_against_each_other():
+    old = elsewhere.recorded_gpu(H100)
+    assert elsewhere.distance(old, old) == 0
+    assert elsewhere.distance(old, dataclasses.replace(old, sm_mhz=2 * old.sm_mhz)) == pytest.approx(math.log(2))
+    there, back = (elsewhere.distance(*map(elsewhere.recorded_gpu, way)) for way in WAYS)
+    assert there == pytest.approx(back)
+    assert elsewhere.distance(old, elsewhere.target("rtx-5090", H100)) > 4 * there
+
+
 # ---- what
 
 
@@ -98,7 +110,7 @@ def test_a_gpu_by_its_ceilings_alone_is_predicted_by_them(tmp_path, monkeypatch)
         shutil.copy(paths.DATA / H100 / name, twin / name)
     study, rows = registry.load("gemv_coalescing"), elsewhere.recorded_rows("gemv_coalescing")
     cases = elsewhere._cases(rows)
-    found = elsewhere.table(study, cases, rows, "nvidia-twin", 1.1)
+    found = elsewhere.table(study, cases, rows, "nvidia-twin", TESTED)
     assert set(found["start"]) == {H100}
     assert found["ratio"].tolist() == pytest.approx(elsewhere.measured(study, cases, rows[H100])["ratio"].tolist())
     assert found["high"].tolist() == pytest.approx((1.1 * found["ratio"]).tolist())
@@ -108,15 +120,17 @@ def test_a_gpu_by_its_ceilings_alone_is_predicted_by_them(tmp_path, monkeypatch)
 def test_every_study_has_pairs_that_are_recorded_and_tested_both_ways(name):
     study, rows = registry.load(name), elsewhere.recorded_rows(name)
     tested = elsewhere.tested(study, rows)
-    assert list(zip(tested["from"], tested["to"], strict=True)) == [(H100, H200), (H200, H100)]
+    assert list(zip(tested["from"], tested["to"], strict=True)) == list(WAYS)
     assert (tested["pairs"] >= 10).all()
     assert 1 < elsewhere.bound(tested, "ratios") < 1.35
     assert 1 < elsewhere.bound(tested, "times") < 1.35
 
 
 def test_the_bound_is_the_larger_of_both_ways_and_unknown_of_none():
-    errors = pd.DataFrame({"ratios: 90 % are within %": [4.0, 7.0]})
+    errors = pd.DataFrame({"ratios: 90 % are within %": [4.0, 7.0], "distance": [0.5, 0.5]})
     assert elsewhere.bound(errors, "ratios") == pytest.approx(1.07)
+    assert elsewhere.bound(errors, "ratios", 0.25) == pytest.approx(1.07)
+    assert elsewhere.bound(errors, "ratios", 1.5) == pytest.approx(1.07**3)
     assert math.isnan(elsewhere.bound(errors.iloc[:0], "ratios"))
 
 
@@ -155,7 +169,7 @@ def test_products_and_the_rest_change_apart():
 
 def test_a_prediction_is_no_row_and_judges_nothing():
     study, rows = registry.load("state_layout"), elsewhere.recorded_rows("state_layout")
-    table = elsewhere.table(study, elsewhere._cases(rows), rows, "rtx-4090", 1.1)
+    table = elsewhere.table(study, elsewhere._cases(rows), rows, "rtx-4090", TESTED)
     assert not {"samples_ns", "run", "block", "predicted_us", "ok"} & set(table)
     with pytest.raises(records.RecordError, match="columns missing or unknown"):
         records.write(paths.REPORTS / "never.parquet", table)
@@ -183,7 +197,7 @@ def test_the_section_of_a_gpu_is_labelled_and_says_how_wrong_it_may_be():
     assert shown.parts[0].plain.startswith("Predicted, not measured: RTX 4090, from the rows of the NVIDIA H100")
     for words in (
         "Tested on the same pairs between the recorded GPUs",
-        "bounds of a ratio",
+        "Bounds of a ratio: RTX 4090",
         "may be larger than the bounds",
     ):
         assert words in html

@@ -154,17 +154,18 @@ def _errors(found: pd.Series, truth: pd.Series, what: str = "") -> dict[str, flo
 
 
 def tested(study: Study, rows: Rows) -> pd.DataFrame:
-    """From each recorded GPU to each other: errors of the study's pairs, their times and ratios, percent."""
+    """From each recorded GPU to each other: errors of the study's pairs, times and ratios, percent; `distance`."""
     cases = _cases(rows)
     found = []
     for old, new in permutations(rows, 2):
-        told = predicted(study, cases, rows[old], recorded_gpu(old), recorded_gpu(new))
+        ends = recorded_gpu(old), recorded_gpu(new)
+        told = predicted(study, cases, rows[old], *ends)
         truth = measured(study, cases, rows[new])
         both = told.merge(truth, on=["op", "case", "variant", "against"], suffixes=("", " measured"))
         if both.empty:
             continue
         times = [pd.concat([both[f"{name}{end}"] for name in ("us", "against us")]) for end in ("", " measured")]
-        line = {"from": old, "to": new, "pairs": len(both)} | _errors(*times, "times: ")
+        line = {"from": old, "to": new, "pairs": len(both), "distance": distance(*ends)} | _errors(*times, "times: ")
         found.append(line | _errors(both["ratio"], both["ratio measured"], "ratios: "))
     return pd.DataFrame(found)
 
@@ -174,19 +175,37 @@ def _cases(rows: Rows) -> list[Case]:
     return [Case(op, json.loads(case)) for op, case in keys]
 
 
-def bound(errors: pd.DataFrame, what: str) -> float:
-    """By which factor times or ratios may be off: the larger 90th percentile of all ways; NaN where none was tested."""
-    return 1 + errors[f"{what}: 90 % are within %"].max() / 100 if len(errors) else math.nan
+def distance(old: Gpu, new: Gpu) -> float:
+    """How much the rates of two GPUs differ against each other: memory, bf16 products, multiprocessors times clock.
+
+    Of the logarithms of the three rates' ratios, the largest less the smallest: 0 where all are larger by one factor,
+    which changes no ratio of times.
+    """
+    ratios = (new.memory("read") / old.memory("read"), new.flops / old.flops, new.cycles / old.cycles)
+    return max(map(math.log, ratios)) - min(map(math.log, ratios))
+
+
+def bound(errors: pd.DataFrame, what: str, far: float = 0.0) -> float:
+    """By which factor times or ratios may be off; NaN where none was tested.
+
+    The larger of what 90 % are within in all ways that were tested, and as often that as `far`, a `distance`, is that
+    of the test: two GPUs that are further apart than those tested are taken to be wrong by as much more.
+    """
+    logs = [
+        math.log1p(line[f"{what}: 90 % are within %"] / 100) * max(1.0, far / line["distance"])
+        for line in errors.to_dict("records")
+    ]
+    return math.exp(max(logs)) if logs else math.nan
 
 
 # ---- a GPU that is asked for
 
 
-def table(study: Study, cases: Sequence[Case], rows: Rows, name: str, factor: float) -> pd.DataFrame:
+def table(study: Study, cases: Sequence[Case], rows: Rows, name: str, errors: pd.DataFrame) -> pd.DataFrame:
     """`pairs` predicted for a GPU, from the recorded one that is nearest (`start`), with bounds of the ratios.
 
-    factor: by which a ratio may be off, as `bound` gives it. ValueError as in `nearest`.
+    errors: as `tested` gives them. factor: by which a ratio may be off, of all the same. ValueError as in `nearest`.
     """
     start, old, new = nearest(name, rows)
-    found = predicted(study, cases, rows[start], old, new)
-    return found.assign(low=found["ratio"] / factor, high=found["ratio"] * factor, start=start)
+    found, factor = predicted(study, cases, rows[start], old, new), bound(errors, "ratios", distance(old, new))
+    return found.assign(low=found["ratio"] / factor, high=found["ratio"] * factor, start=start, factor=factor)

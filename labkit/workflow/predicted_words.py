@@ -19,6 +19,10 @@ from labkit.workflow.elsewhere import VERDICT, Rows
 PAIR = ["op", "case", "variant", "against"]
 PERCENT = {"median error %": "{:.1f}", "90 % are within %": "{:.1f}"}
 RATIO = "Ratio: the time of “against” over that of “variant”; above one, “variant” is faster."
+FURTHER = (
+    "The bounds are what 90 % of ratios were within, the worse way, and wider where the rates of memory, products and "
+    "multiprocessors differ more against each other than between these: by as much, in logarithms."
+)
 NO_PAIRS = "no recorded GPU has a pair that the claims are about, cold and in a CUDA graph, in the cases shown."
 NOT_KNOWN = (
     "The recorded GPUs have the same multiprocessors and differ in their memory alone. Of another GPU the transfer "
@@ -86,12 +90,12 @@ def _transfers(rows: Rows) -> list[Html]:
 def asked(study: Study, cases: Sequence[Case], rows: Rows, gpu: str) -> list[Html]:
     """The pairs on a GPU that was asked for, with their bounds. ValueError as in `elsewhere.table`."""
     tested = elsewhere.tested(study, elsewhere.recorded_rows(study.name))
-    found = elsewhere.table(study, cases, rows, gpu, elsewhere.bound(tested, "ratios"))
+    found = elsewhere.table(study, cases, rows, gpu, tested)
     if found.empty:
         return [figures.note(f"{name_of(gpu)}: {NO_PAIRS}")]
-    table = _readable(found).rename(columns={"us": "µs", "against us": "against, µs"}).drop(columns="start")
+    table = _readable(found).rename(columns={"us": "µs", "against us": "against, µs"}).drop(columns=["start", "factor"])
     table["verdict"] = [figures.badge(VERDICT)] * len(table)
-    said = f"{VERDICT.capitalize()}: {_way(gpu, found)}. {RATIO} {_tested(tested)}"
+    said = f"{VERDICT.capitalize()}: {_way(gpu, found)}. {RATIO} {_tested(tested, {gpu: found})}"
     forms = {"µs": "{:.1f}", "against, µs": "{:.1f}", **dict.fromkeys(("ratio", "low", "high"), "{:.2f}")}
     return [_sentence(gpu, found), figures.table(table, said, forms), figures.note(NOT_KNOWN)]
 
@@ -103,22 +107,21 @@ def shipped(study: Study, cases: Sequence[Case], rows: Rows) -> list[Html]:
     """
     starts = {gpu: some for gpu, some in rows.items() if elsewhere.can_start(gpu)}
     tested = elsewhere.tested(study, elsewhere.recorded_rows(study.name))
-    factor = elsewhere.bound(tested, "ratios")
-    told = {gpu: elsewhere.table(study, cases, starts, gpu, factor) for gpu in (sheets.unmeasured() if starts else ())}
+    told = {gpu: elsewhere.table(study, cases, starts, gpu, tested) for gpu in (sheets.unmeasured() if starts else ())}
     told = {gpu: table for gpu, table in told.items() if len(table)}
     if not told:
         return [figures.note(f"Nothing is predicted of other GPUs: {NO_PAIRS}")]
     ratios = {f"{name_of(gpu)}, recorded": elsewhere.measured(study, cases, some) for gpu, some in rows.items()}
     ratios |= {f"{name_of(gpu)}, predicted": table for gpu, table in told.items()}
     table = pd.DataFrame({name: one.set_index(PAIR)["ratio"] for name, one in ratios.items() if len(one)})
-    said = f"{RATIO} Columns that say so are predicted, not measured. {_tested(tested)} {NOT_KNOWN}"
+    said = f"{RATIO} Columns that say so are predicted, not measured. {_tested(tested, told)} {NOT_KNOWN}"
     inner = figures.table(_readable(table.reset_index()), said, dict.fromkeys(table, "{:.2f}"))
     sentences = [_sentence(gpu, found) for gpu, found in told.items() if _is_named(study, name_of(gpu))]
     return [folded("GPUs that were not measured, predicted by their data sheets", inner), *sentences]
 
 
-def _tested(errors: pd.DataFrame) -> str:
-    """How wrong the transfer is between the recorded GPUs, and what the bounds are."""
+def _tested(errors: pd.DataFrame, told: Mapping[str, pd.DataFrame]) -> str:
+    """How wrong the transfer is between the recorded GPUs, and the bounds that follow for others."""
     if errors.empty:
         return "How far these may be off is not known: the pairs are recorded on one GPU alone."
     ways = []
@@ -129,8 +132,8 @@ def _tested(errors: pd.DataFrame) -> str:
         ]
         ways.append(f"{name_of(line['from'])} → {name_of(line['to'])} ratios by {off[0]} %, times by {off[1]} %")
     said = f"Tested on the same pairs between the recorded GPUs, predictions were off: {'; '.join(ways)}."
-    factor = f"{elsewhere.bound(errors, 'ratios'):.2f}"
-    return f"{said} The bounds of a ratio are ×/÷ {factor}: by so much 90 % of them were off at most, the worse way."
+    bounds = ", ".join(f"{name_of(gpu)} ×/÷ {table['factor'].iloc[0]:.2f}" for gpu, table in told.items())
+    return f"{said} {FURTHER} Bounds of a ratio: {bounds}."
 
 
 def _way(gpu: str, table: pd.DataFrame) -> str:
