@@ -11,11 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from labkit import paths
-from labkit.bench.machine import Machine
 from labkit.evidence import executed, predict
 from labkit.evidence.predict import FACTS, Gpu, Measured
 from labkit.evidence.roofline import Ceilings
-from labkit.workflow import launches, recorded
+from labkit.workflow import launches, predictions, recorded
 
 H100, H200 = "nvidia-h100-80gb-hbm3", "nvidia-h200"
 STUDIES = ("state_layout", "gemv_coalescing", "persistent_tables", "moe_persistent_grid", "batched_ffn")
@@ -166,9 +165,7 @@ def test_an_fma_of_halves_is_no_matrix_instruction():
 
 @cache
 def gpu(name: str) -> Gpu:
-    machine = Machine.load(paths.DATA / name)
-    ceilings = Ceilings.from_rows(recorded.read(paths.DATA / name / "machine.parquet"))
-    return Gpu(machine.name, ceilings, machine.sms, machine.sm_mhz, machine.l2_bytes)
+    return predictions.gpu_in(paths.DATA / name)
 
 
 @cache

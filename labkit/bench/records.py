@@ -38,7 +38,11 @@ COLUMNS: tuple[tuple[str, pa.DataType, str], ...] = (
     ("floor_bytes", pa.int64(), "least bytes through device memory"),
     ("floor_flops", pa.int64(), "least floating-point operations"),
     ("ceiling", REAL, "ceiling that the prediction used, TB/s (or TFLOP/s for matrix products); NaN if unknown"),
-    ("predicted_us", REAL, "prediction, fixed before the timing, µs; NaN if the ceiling was unknown"),
+    (
+        "predicted_us",
+        REAL,
+        "time of the floor with a launch, fixed before the timing, µs; NaN if the ceiling was unknown",
+    ),
     (
         "error",
         REAL,
