@@ -8,6 +8,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -427,7 +428,7 @@ def _pinned_hits(keys: Sequence[tuple], slots: int, first: Sequence[Dispatch]) -
     """Accesses of the pinned keys, and of others that come twice in a row but for pinned ones."""
     pinned = set(_frequent(first, slots - 1))
     others = [key for key in keys if key not in pinned]
-    return len(keys) - len(others) + sum(one == other for one, other in zip(others, others[1:], strict=False))
+    return len(keys) - len(others) + sum(one == other for one, other in pairwise(others))
 
 
 def _slru_hits(keys: Sequence[tuple], slots: int, remember: bool) -> int:
