@@ -1,12 +1,13 @@
 """The tables of the study of products of GGUF weights against the audit's, cell by cell, on the rows of every GPU."""
 
 import batched_ffn as audit
+import batched_ffn_said
 import pandas as pd
 import pytest
-from common import GPUS, compared, differences, over, public, read, with_a_cell_changed, with_a_sample_changed
+from common import GPUS, compared, differences, over, public, read, said, with_a_cell_changed, with_a_sample_changed
 
 from labkit.bench.tables import picked
-from labkit.studies.batched_ffn import claims, tables, work
+from labkit.studies.batched_ffn import claims, llama_views, tables, views, work
 
 SHAPE = audit.SHAPE
 
@@ -87,11 +88,26 @@ NOT_AUDITED = {
 UNRECORDED = {"tables.beside_llama"}  # on no GPU yet: audited on the stand-ins alone
 
 
+VIEWS = {"views": views, "llama_views": llama_views}
+
+
+def missing(sentences, rows):
+    """Parts of sentences that no view says."""
+    wrong = []
+    for name, parts_of in sentences.items():
+        module, _, view = name.partition(".")
+        text, parts = said(getattr(VIEWS[module], view)(rows)), parts_of(rows)
+        assert parts, name
+        wrong += [f"{name}: no {part!r} in {text!r}" for part in parts if part not in text]
+    return wrong
+
+
 # One test a GPU: tables share intervals, which take most of the time.
 @pytest.mark.parametrize("gpu", GPUS)
-def test_tables_are_those_of_the_audit(gpu, record_property):
+def test_tables_and_sentences_are_those_of_the_audit(gpu, record_property):
     rows = read(gpu, audit.STUDY)
     cells, wrong = compared({name: one for name, one in audit.TABLES.items() if name not in UNRECORDED}, rows, LAB)
+    wrong += missing(batched_ffn_said.SENTENCES, rows)
     assert not wrong, "\n".join(wrong[:20])
     assert all(cells.values()), cells
     assert not any(len(LAB[name][0](rows)) for name in UNRECORDED), "it is recorded now: compare it"
@@ -99,7 +115,9 @@ def test_tables_are_those_of_the_audit(gpu, record_property):
 
 
 def test_llama_cpp_is_that_of_the_audit_where_another_stands_in(record_property):
-    cells, wrong = compared({name: audit.TABLES[name] for name in UNRECORDED}, audit.stand_ins(GPUS[0]), LAB)
+    rows = audit.stand_ins(GPUS[0])
+    cells, wrong = compared({name: audit.TABLES[name] for name in UNRECORDED}, rows, LAB)
+    wrong += missing(batched_ffn_said.OF_STAND_INS, rows)
     assert not wrong, "\n".join(wrong[:20])
     assert all(cells.values()), cells
     record_property("cells", sum(cells.values()))
