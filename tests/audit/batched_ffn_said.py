@@ -75,6 +75,19 @@ def gains(rows: pd.DataFrame) -> list[str]:
     return found
 
 
+def _read(variant: str) -> Any:
+    """Percent of a plain read that a family reaches at the least tokens, over the shapes."""
+
+    def parts(rows: pd.DataFrame) -> list[str]:
+        found = []
+        for format, lines in _by(_lines(tables.times_of(rows), op="product", variant=variant), "format").items():
+            n, some = min(_by(lines, "N").items())
+            found.append(f"{format} {span((line['% of reading'] for line in some), '.0f')} % at N = {n}")
+        return found
+
+    return parts
+
+
 def integers(rows: pd.DataFrame) -> list[str]:
     """What integers are worth, by tokens."""
     lines = _lines(tables.compared(rows), variant=tables.INTEGERS)
@@ -208,6 +221,9 @@ def summary(rows: pd.DataFrame) -> list[str]:
 
 
 SENTENCES: Sentences = {
+    "views.read_percent": _read(tables.MATRIX),
+    "views.multiply_add_percent": _read(tables.ONCE),
+    "views.integers_percent": _read(tables.INTEGERS),
     "views.losses": losses,
     "views.gains": gains,
     "views.integers": integers,
