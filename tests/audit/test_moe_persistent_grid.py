@@ -5,6 +5,7 @@ from dataclasses import asdict
 from functools import cache, partial
 
 import moe_persistent_grid as audit
+import moe_persistent_grid_said
 import numpy as np
 import pandas as pd
 import pytest
@@ -16,6 +17,7 @@ from common import (
     differences,
     public,
     read,
+    said,
     with_a_cell_changed,
     with_a_sample_changed,
 )
@@ -157,11 +159,26 @@ def _given(frame, rows):
     return frame
 
 
+VIEWS = {"views": views, "grid_views": grid_views}
+
+
+def missing(rows):
+    """Parts of sentences that no view says."""
+    wrong = []
+    for name, parts_of in moe_persistent_grid_said.SENTENCES.items():
+        module, _, view = name.partition(".")
+        text, parts = said(getattr(VIEWS[module], view)(rows)), parts_of(rows)
+        assert any(parts), name
+        wrong += [f"{name}: no {part!r} in {text!r}" for part in parts if part not in text]
+    return wrong
+
+
 # One test a GPU: tables share intervals, which take most of the time.
 @pytest.mark.parametrize("gpu", GPUS)
-def test_tables_are_those_of_the_audit(gpu, record_property):
+def test_tables_and_sentences_are_those_of_the_audit(gpu, record_property):
     rows = recorded(gpu)
     cells, wrong, empty = differing(audit.TABLES, rows)
+    wrong += missing(rows)
     assert not wrong, "\n".join(wrong[:20])
     own = rows["variant"].str.startswith("ExecuTorch").any()
     assert empty == UNRECORDED | (set() if own else OWN_CODE)
