@@ -1243,6 +1243,17 @@ def test_what_a_view_says_follows_from_the_rows(own_rows, view, said):
     assert said in made.caption(getattr(module, view)(own_rows))
 
 
+@pytest.mark.parametrize(("shares", "said"), [
+    ((0.90, 0.92, 0.93, 0.95), "the fewer, the emptier."),
+    ((0.90, 0.97, 0.93, 0.95), "how full they are does not follow from how many there are."),
+    ((0.95, 0.95, 0.95, 0.955), "how full they are does not follow from how many there are."),
+])  # fmt: skip
+def test_fewer_multiprocessors_are_emptier_only_if_each_gpu_says_so(shares, said, monkeypatch):
+    found = pd.DataFrame({"GPU": ["A100", "RTX 4090", "H100 SXM, H200", "B200"], "efficiency": shares})
+    monkeypatch.setattr(tables, "on_other_gpus", lambda rows: found)
+    assert grid_views.fuller(None).endswith(said)
+
+
 VIEWS = (
     "in_short", "rivals", "rates", "launching", "one_token", "by_words", "words_said", "beside_engines",
     "int4_engines", "reading", "int4_gain", "routings", "tuning", "prediction", "summary",

@@ -51,13 +51,14 @@ def _fastest(table: pd.DataFrame, format: str) -> str:
 
 
 def read_percent(rows: pd.DataFrame, variant: str = variants.MATRIX) -> Drawing:
-    """Percent of a plain cold read of the same stored bytes, by format and tokens."""
+    """Percent of a plain cold read of the same stored bytes, by format and tokens; said: of all shapes at least N."""
     table = where(_products(rows), variant=variant).dropna(subset="% of reading")
     if table.empty:
         return f"{variant} was not measured beside a plain read."
+    least = table[table["N"] == table.groupby("format")["N"].transform("min")]
     said = "; ".join(
-        f"{format} {part['% of reading'].iloc[0]:.0f} % at N = {part['N'].iloc[0]}"
-        for format, part in table.sort_values("N").groupby("format", sort=False)
+        f"{format} {words.span(part['% of reading'], '{:.0f}')} % at N = {part['N'].iloc[0]}"
+        for format, part in least.groupby("format", sort=False)
     )
     return _by_tokens(
         table.assign(shape=_shapes(table)), y="% of reading", series="format", panel="shape",

@@ -404,6 +404,6 @@ def fuller(rows: pd.DataFrame) -> str:
         return _not_timed(rows)
     means = table.groupby("GPU")["efficiency"].mean()[sorted(waves.SMS, key=waves.SMS.__getitem__)]
     parts = [f"{gpu} ({waves.SMS[gpu]} SMs) {share:.3f}" for gpu, share in means.items()]
-    smallest, largest = means.iloc[0], means.iloc[-1]
-    follows = "the fewer, the emptier" if smallest < largest - BAND else "fewer multiprocessors are no emptier"
+    emptier = means.is_monotonic_increasing and means.iloc[0] < means.iloc[-1] - BAND
+    follows = "the fewer, the emptier" if emptier else "how full they are does not follow from how many there are"
     return f"the mean of each column is {', '.join(parts)}: {follows}."

@@ -1,0 +1,232 @@
+"""The tables of the study of persistent grids against the audit's, cell by cell, on the rows of every GPU."""
+
+import math
+from dataclasses import asdict
+from functools import cache, partial
+
+import moe_persistent_grid as audit
+import moe_persistent_grid_said
+import numpy as np
+import pandas as pd
+import pytest
+from common import (
+    DATA,
+    GPUS,
+    by_process,
+    compared,
+    differences,
+    public,
+    read,
+    said,
+    with_a_cell_changed,
+    with_a_sample_changed,
+)
+
+from labkit.bench.spec import Case
+from labkit.studies.moe_persistent_grid import claims, grid_views, tables, views, waves, work
+from labkit.studies.moe_persistent_grid.models import MODELS
+
+CASE = audit.CASE
+
+
+@cache
+def recorded(gpu):
+    """The rows of a GPU, with what was drawn: slots of each expert in the routing of each case."""
+    return drawn(read(gpu, audit.STUDY))
+
+
+def drawn(rows):
+    return rows.assign(
+        slots=[work.counts_of(Case(op, params)) for op, params in zip(rows["op"], rows["params"], strict=True)]
+    )
+
+
+def one_line(function, *columns):
+    """A table of numbers that are one line."""
+    return lambda rows: pd.DataFrame([dict(zip(columns, np.ravel(function(rows)), strict=True)) | {"of": "all"}])
+
+
+def pairs(rows):
+    parts = [tables.compared(rows, *pair).assign(variant=pair[0], against=pair[1]) for pair in audit.PAIRS]
+    return pd.concat(parts)
+
+
+def fastest(rows):
+    """`tables.fastest` of the file that the rows are from, as a line a shape and number of tokens."""
+    folder = rows["gpu"].iloc[0].lower().replace(" ", "-")
+    found = tables.fastest(DATA / folder / f"{audit.STUDY}.parquet")
+    lines = [
+        dict(zip(("E", "top_k", "H", "I", "int4"), shape, strict=True))
+        | {"T": tokens, "blocks of": choice.block_m}
+        | {gemm: audit._text(asdict(getattr(choice, gemm))) for gemm in audit.GEMMS}
+        for shape, choices in found.items()
+        for tokens, choice in choices.items()
+    ]
+    return pd.DataFrame(lines)
+
+
+def active_experts(rows):
+    return views.active_experts([Case("layer", params) for params, _ in tables.cases(rows, "layer")])
+
+
+def waves_by_gpu(rows):
+    model, *shape = audit.SHOWN
+    return grid_views.waves_by_gpu(MODELS[model], *shape)
+
+
+def observed(claim):
+    """A table of what a claim is judged by."""
+    return lambda rows: pd.DataFrame([vars(one) for one in claim(rows).observations])
+
+
+def own_grid(rows):
+    """The same, of which a case has two: one program an SM, and as many as fit."""
+    found = observed(claims.own_grid)(rows)
+    return found.assign(place=found.groupby("case").cumcount())
+
+
+GRIDS = [*CASE, "GEMM", "kernel", "persistent"]
+LAB = {  # table -> the lab's, and the columns that say which line it is
+    "tables.ceilings": (one_line(tables.ceilings, "TB/s", "TFLOP/s"), ["of"]),
+    "tables.times": (tables.times, [*CASE, "variant"]),
+    "tables.compared": (pairs, [*CASE, "variant", "against"]),
+    "tables.released_grids": (tables.released_grids, ["T", "activations"]),
+    "tables.narrow_blocks": (tables.narrow_blocks, ["T", "activations"]),
+    "tables.beside_released": (tables.beside_released, ["T"]),
+    "tables.against_best": (tables.against_best, CASE),
+    "tables.beside_engines": (tables.beside_engines, [*CASE, "engine"]),
+    "tables.int4_reading": (tables.int4_reading, CASE),
+    "tables.persistence": (tables.persistence, GRIDS),
+    "tables.same_bits": (tables.same_bits, [*CASE, "GEMM", "kernel"]),
+    "tables.own_products": (tables.own_products, ["T", "GEMM", "activations", "change"]),
+    "tables.worth": (tables.worth, ["change", "activations"]),
+    "tables.source_point": (tables.source_point, ["variant"]),
+    "tables.steps": (tables.steps, ["T", "SMs", "grid"]),
+    "tables.persistent_on_parts": (tables.persistent_on_parts, ["T", "SMs"]),
+    "tables.on_other_gpus": (tables.on_other_gpus, [*CASE, "GEMM", "kernel", "GPU"]),
+    "tables.routings": (tables.routings, CASE),
+    "tables.predictions": (tables.predictions, CASE),
+    "tables.fastest": (fastest, ["E", "top_k", "H", "I", "int4", "T"]),
+    "tables.tuned_up_to": (one_line(tables.tuned_up_to, "tokens"), ["of"]),
+    "grid_views.dead_shares": (lambda rows: grid_views.dead_shares(audit.AT), ["model", "T"]),
+    "grid_views.waves_by_gpu": (waves_by_gpu, ["GEMM", "GPU"]),
+    "views.active_experts": (active_experts, ["model", "T"]),
+    **{
+        name: (observed(getattr(claims, name.removeprefix("claims."))), ["case"])
+        for name in audit.TABLES
+        if name.startswith("claims.")
+    },
+    "claims.own_grid": (own_grid, ["case", "place"]),
+}
+NOT_AUDITED = {
+    "tables.cases": "an order, no numbers",
+    "tables.code": "evidence as it is recorded",
+    "waves.expected_blocks": "in dead_shares and waves_by_gpu",
+    "waves.dead_share": "in dead_shares",
+    "waves.efficiency": "in persistence",
+    "waves.predicted_ratio": "in steps",
+    "waves.on_gpus": "in on_other_gpus and waves_by_gpu",
+    "work.counts_of": "what was drawn: given to the audit",
+    "work.active": "in times and active_experts",
+    "work.weight_bytes": "in times, int4_reading and predictions",
+    "work.flops": "in times and predictions",
+    "work.floor": "what is recorded as floor_bytes",
+}
+OF_VIEWS = {"grid_views.dead_shares", "grid_views.waves_by_gpu", "views.active_experts"}
+# On no GPU yet: audited on the stand-ins alone.
+UNRECORDED = {"tables.narrow_blocks", "tables.beside_engines", "claims.blocks"}
+# Of ExecuTorch's own products no GPU has the source's own point.
+STOOD_IN = UNRECORDED | {"tables.source_point"}
+# ExecuTorch's own code, which was measured on some GPUs only.
+OWN_CODE = {
+    "tables.released_grids", "tables.beside_released", "tables.own_products", "tables.worth", "tables.on_other_gpus",
+    "claims.prefill", "claims.few_tokens",
+}  # fmt: skip
+
+
+def differing(names, rows):
+    """Cells by table, and what differs, of tables that have lines on either side; and the tables without any."""
+    mine = {name: audit.TABLES[name](rows) for name in names}
+    theirs = {name: LAB[name][0](rows) for name in names}
+    empty = {name for name in names if not len(mine[name]) and not len(theirs[name])}
+    audits = {name: partial(_given, mine[name]) for name in names if name not in empty}
+    cells, wrong = compared(audits, rows, {name: (partial(_given, theirs[name]), LAB[name][1]) for name in audits})
+    assert all(cells.values()) or wrong, cells
+    return cells, wrong, empty
+
+
+def _given(frame, rows):
+    return frame
+
+
+VIEWS = {"views": views, "grid_views": grid_views}
+
+
+def missing(rows):
+    """Parts of sentences that no view says."""
+    wrong = []
+    for name, parts_of in moe_persistent_grid_said.SENTENCES.items():
+        module, _, view = name.partition(".")
+        text, parts = said(getattr(VIEWS[module], view)(rows)), parts_of(rows)
+        assert any(parts), name
+        wrong += [f"{name}: no {part!r} in {text!r}" for part in parts if part not in text]
+    return wrong
+
+
+# One test a GPU: tables share intervals, which take most of the time.
+@pytest.mark.parametrize("gpu", GPUS)
+def test_tables_and_sentences_are_those_of_the_audit(gpu, record_property):
+    rows = recorded(gpu)
+    cells, wrong, empty = differing(audit.TABLES, rows)
+    wrong += missing(rows)
+    assert not wrong, "\n".join(wrong[:20])
+    own = rows["variant"].str.startswith("ExecuTorch").any()
+    assert empty == UNRECORDED | (set() if own else OWN_CODE)
+    record_property("cells", sum(cells.values()))
+
+
+def test_what_is_not_recorded_yet_is_that_of_the_audit(record_property):
+    cells, wrong, empty = differing(STOOD_IN, drawn(audit.stand_ins(GPUS[0])))
+    assert not wrong, "\n".join(wrong[:20])
+    assert not empty
+    record_property("cells", sum(cells.values()))
+
+
+def test_every_public_table_is_audited_or_says_why_not():
+    assert public(tables, waves, work, claims) | OF_VIEWS == set(audit.TABLES) | set(NOT_AUDITED)
+    assert set(audit.TABLES) == set(LAB)
+    assert not set(audit.TABLES) & set(NOT_AUDITED)
+
+
+def test_medians_of_each_process_are_no_pairs_of_blocks():
+    """An interval of pairs is not that of two medians that were resampled apart: they share no clock."""
+    rng = np.random.default_rng(3)
+    drift = rng.normal(0, 0.02, (3, 10))
+    slow, fast = ((1e6 * np.exp(level + drift + rng.normal(0, 0.001, (3, 10)))).astype(int) for level in (0.1, 0.0))
+    apart = audit._apart(*(tuple(map(tuple, some.tolist())) for some in (slow, fast)))
+    ratios = {(run, block): math.log(slow[run, block] / fast[run, block]) for run in range(3) for block in range(10)}
+    paired = audit.common.interval(by_process(ratios))
+    assert apart.mid == pytest.approx(0.1, abs=0.01)
+    assert apart.high.least > paired.high.most
+
+
+CHANGED = {  # table -> the row of which a sample is changed
+    "tables.times": {"op": "layer", "variant": audit.OURS},
+    "tables.against_best": {"op": "layer", "variant": audit.OURS},
+    "claims.loop": {"op": "layer", "variant": audit.LOOP},
+    "tables.persistence": {"op": "gemm1", "variant": audit.OWN_TILES},
+}
+SIZE = {"model": "Qwen3-30B-A3B", "weights": "bf16", "T": 128, "routing": "uniform"}
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_a_changed_sample_or_cell_is_found(name):
+    rows = recorded(GPUS[0])
+    changed = with_a_sample_changed(rows, SIZE, cache="cold", **CHANGED[name])
+    (function, keys), mine = LAB[name], audit.TABLES[name](rows)
+    assert differences(function(changed), mine, keys)[1]
+    theirs = function(rows)
+    columns = [column for column in mine if column in theirs and column not in keys]
+    assert columns
+    for column in columns:
+        assert len(differences(with_a_cell_changed(theirs, column), mine, keys)[1]) == 1, column
