@@ -28,9 +28,11 @@ def _rows(rows: pd.DataFrame, op: str, *kinds: str) -> Iterator[dict[str, Any]]:
 _KINDS = (*MEMORY, *MATRIX, "empty", "h2d")
 
 
-def _rate(row: dict[str, Any], of: str) -> float:
-    """Least bytes or operations a µs, in millions: TB/s or TFLOP/s."""
-    return row[of] / row["us"] / 1e6
+def _rate(row: dict[str, Any]) -> float:
+    """TB/s of all bytes that are moved, each way, or TFLOP/s of a square product: so many a µs, in millions."""
+    if row["what"] in MATRIX:
+        return 2 * row["n"] ** 3 / row["us"] / 1e6
+    return (1 if row["what"] == "read" else 2) * row["mib"] * MIB / row["us"] / 1e6
 
 
 def memory_rates(rows: pd.DataFrame) -> pd.DataFrame:
@@ -40,7 +42,7 @@ def memory_rates(rows: pd.DataFrame) -> pd.DataFrame:
         key = MEMORY[row["what"]], row["mib"], row["cache"]
         if row["role"] == "ceiling" and (key not in best or row["us"] < best[key]["us"]):
             best[key] = row
-    found = [(*key, _rate(row, "floor_bytes"), row["us"], row["variant"]) for key, row in best.items()]
+    found = [(*key, _rate(row), row["us"], row["variant"]) for key, row in best.items()]
     return pd.DataFrame(found, columns=["kind", "mib", "cache", "tbs", "us", "by"])
 
 
@@ -48,8 +50,7 @@ def matrix_rates(rows: pd.DataFrame) -> pd.DataFrame:
     """Square products, by type and size."""
     return pd.DataFrame(
         [
-            {"what": row["what"], "size": "{0} × {0}".format(row["n"]), "us": row["us"]}
-            | {"tflops": 2 * row["n"] ** 3 / row["us"] / 1e6}
+            {"what": row["what"], "size": "{0} × {0}".format(row["n"]), "us": row["us"], "tflops": _rate(row)}
             for row in _rows(rows, "ceiling", *MATRIX)
         ]
     )
@@ -89,12 +90,10 @@ def ceilings(rows: pd.DataFrame) -> pd.DataFrame:
     for row in _rows(rows, "ceiling"):
         what = row["what"]
         if row["cache"] == "cold" and row["role"] == "ceiling":
-            rate, where = _rate(row, "floor_bytes"), "{mib} MiB"
-            form = "{rate:.2f} TB/s"
+            rate, form = _rate(row), "{rate:.2f} TB/s ({mib} MiB, {variant})"
             if what in MATRIX:
-                rate, where, form = _rate(row, "floor_flops"), "n = {n}", "{rate:.0f} TFLOP/s"
-            words = f"{form} ({where}, {{variant}})".format(rate=rate, **row)
-            best[what] = max(best.get(what, (0.0, "")), (rate, words))
+                form = "{rate:.0f} TFLOP/s (n = {n}, {variant})"
+            best[what] = max(best.get(what, (0.0, "")), (rate, form.format(rate=rate, **row)))
     found = [(MEMORY.get(what, f"matrix, {what}"), words) for what, (_, words) in best.items()]
     return pd.DataFrame(found, columns=["ceiling", "best cold rate"])
 

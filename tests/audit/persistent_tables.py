@@ -206,13 +206,22 @@ def _of_mode(group: Iterable[dict[str, Any]], mode: str) -> list[dict[str, Any]]
     return [row for row in group if row["mode"] == mode]
 
 
-def _alone(group: Sequence[Mapping[str, Any]], names: Iterable[str]) -> list[dict[str, Any]]:
+def _bytes(params: Mapping[str, Any], group: Iterable[Mapping[str, Any]]) -> int:
+    """Least bytes of a token: all weights, one row of the embedding, the mean context's keys and values and its own."""
+    hidden, layers, _, kv_heads, width, _, _ = SHAPES[params["model"]]
+    weights = sum(_projections(params["model"]).values()) + (2 * layers + 1) * hidden + hidden
+    context = params["start"] + (usable(group)[OURS]["calls_per_sample"] + 1) / 2
+    cache = 2 * layers * kv_heads * width * (context + 1)
+    return {"bf16": 2, "fp32": 4}[params["dtype"]] * round(weights + cache)
+
+
+def _alone(params: Mapping[str, Any], group: Sequence[Mapping[str, Any]], names: Iterable[str]) -> list[dict[str, Any]]:
     """µs, TB/s and, but of the tables themselves, time over that of the tables."""
-    found, known = [], usable(group)
+    found, known, size = [], usable(group), _bytes(params, group)
     for name in names:
         if name in known:
             line = {} if name == OURS else compare(group, OURS, name)
-            tbs = known[name]["floor_bytes"] / us(known[name]) / 1e6
+            tbs = size / us(known[name]) / 1e6
             found.append({"verdict": ""} | line | {"variant": name, "us": us(known[name]), "tbs": tbs})
     return found
 
@@ -223,7 +232,7 @@ def graphs(rows: pd.DataFrame) -> pd.DataFrame:
     for params, group in cases(rows, "token", **MAIN):
         captured = [row for row in _of_mode(group, "graph") if row["variant"] not in (AA, *CHANGED)]
         reading = us(usable(group)[READ])
-        for line in _alone(group, [row["variant"] for row in captured]):
+        for line in _alone(params, group, [row["variant"] for row in captured]):
             line["% of ceiling"] = 100 * line["tbs"] / captured[0]["ceiling"]
             line["% of reading"] = 100 * reading / line["us"]
             found.append({"model": params["model"]} | line)
@@ -236,16 +245,16 @@ def ablations(rows: pd.DataFrame) -> pd.DataFrame:
     found = [
         {"model": params["model"]} | line
         for params, group in cases(rows, "token", **MAIN)
-        for line in _alone(group, CHANGED)
+        for line in _alone(params, group, CHANGED)
     ]
     return table(found, ["model", "variant", "us", "ratio", "low", "high", "verdict"])
 
 
 def _streamed(rows: pd.DataFrame, model: str) -> Interval:
     """TB/s of a model's step: the median of each process's blocks."""
-    ((_, group),) = cases(rows, "token", model=model, **MAIN)
-    step = usable(group)[OURS]
-    return apart([{key: step["floor_bytes"] / ns / 1000 for key, ns in blocks(step).items()}], itself)
+    ((params, group),) = cases(rows, "token", model=model, **MAIN)
+    size = _bytes(params, group)
+    return apart([{key: size / ns / 1000 for key, ns in blocks(usable(group)[OURS]).items()}], itself)
 
 
 def streamed(rows: pd.DataFrame) -> pd.DataFrame:
@@ -279,7 +288,7 @@ def contexts(rows: pd.DataFrame) -> pd.DataFrame:
         pick | line
         for params, group in cases(rows, "token", dtype="bf16", parts=0)
         for pick in [{"model": params["model"], "start": params["start"]}]
-        for line in _alone(group, (OURS, GEMV, GEMV_DEPENDENT))
+        for line in _alone(params, group, (OURS, GEMV, GEMV_DEPENDENT))
     ]
     starts = {(line["model"], line["start"]) for line in found}
     several = {model for model, start in starts if (model, start) in starts and start != 16}
@@ -639,6 +648,21 @@ def _figure(value: float, form: str = ".0f", unit: str = " µs") -> str:
     return f"{value:{form}}{unit} ["
 
 
+def said_claims(rows: pd.DataFrame) -> dict[str, list[str]]:
+    """Observed by a claim -> what it measured, up to its interval; of more than three cases the least and the most."""
+    found = {}
+    for name in [name for name in TABLES if name.startswith("claims.")]:
+        values = [_number(value, name) for value in sorted(TABLES[name](rows)["mid"])]
+        found[name] = values if len(values) < 4 else [f"{values[0]} to {values[-1]} in {len(values)} cases"]
+    return found
+
+
+def _number(value: float, name: str) -> str:
+    if name in ("claims.bandwidth", "claims.waiting"):
+        return f"{100 * value:.0f} %"
+    return f"{value:.2f}" if value < 10 else f"{value:.1f}"
+
+
 def said_in_short(rows: pd.DataFrame) -> list[str]:
     """The ways at the published size, the step, and its share of the ceiling."""
     found = _lines(walls(rows), **PUBLISHED)
@@ -657,7 +681,7 @@ def said_in_short(rows: pd.DataFrame) -> list[str]:
 
 def said_cold(rows: pd.DataFrame) -> list[str]:
     """Bytes of a token, and over the L2."""
-    sizes = {params["model"]: group[0]["floor_bytes"] for params, group in cases(rows, "token", **MAIN)}
+    sizes = {params["model"]: _bytes(params, group) for params, group in cases(rows, "token", **MAIN)}
     l2 = L2[rows["gpu"].iloc[0]]
     return [f"{model} {size / 1e6:.0f} MB ({size / l2:.1f} times the L2)" for model, size in sizes.items()]
 

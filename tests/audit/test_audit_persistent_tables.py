@@ -1,5 +1,6 @@
 """The tables of the study of persistent tables against the audit's, cell by cell, on the rows of every GPU."""
 
+import numpy as np
 import pandas as pd
 import persistent_tables as audit
 import pytest
@@ -120,8 +121,22 @@ def test_tables_and_sentences_are_those_of_the_audit(gpu, record_property):
         text, parts = said(getattr(VIEWS[module], view)(rows)), parts_of(rows)
         assert parts, name
         wrong += [f"{name}: no {part!r} in {text!r}" for part in parts if part not in text]
+    wrong += claims_that_differ(rows)
     assert not wrong, "\n".join(wrong[:20])
     record_property("cells", sum(cells.values()))
+
+
+def claims_that_differ(rows):
+    """What a claim is shown to have measured, where it is not what the audit has."""
+    measured = {f"claims.{one.observe.__name__}": one.judge(rows).measured for one in claims.CLAIMS if one.observe}
+    parts = audit.said_claims(rows)
+    assert measured.keys() == parts.keys()
+    return [
+        f"{name}: no {part!r} in {measured[name]!r}"
+        for name in parts
+        for part in parts[name]
+        if part not in measured[name]
+    ]
 
 
 def test_every_public_table_is_audited_or_says_why_not():
@@ -158,3 +173,56 @@ def test_a_changed_sample_or_cell_is_found(names, size, row):
         assert columns
         for column in columns:
             assert len(differences(with_a_cell_changed(theirs, column), mine, keys)[1]) == 1, (name, column)
+
+
+# The audit's interval of what was measured apart in a process: as drawn, and no other method's
+
+
+def made_up(runs, blocks=30, seed=1):
+    """Two rows of made-up ns, whose blocks are slow together: (process, block) -> ns."""
+    rng = np.random.default_rng(seed)
+    keys = [(run, block) for run in range(runs) for block in range(blocks)]
+    drift = rng.normal(0, 0.05, len(keys))
+    return [
+        dict(zip(keys, 1000 * size * np.exp(drift + rng.normal(0, 0.01, len(keys))), strict=True)) for size in (3, 2)
+    ]
+
+
+def drawn(rows, runs, log=True, together=False, level=95):
+    """The ends of an interval by 20 000 draws. together: of the ratios of blocks, the same of both rows."""
+    rng, draws, found = np.random.default_rng(7), 20_000, []
+    for run in range(runs):
+        slow, fast = (np.array([row[key] for key in row if key[0] == run]) for row in rows)
+        one, other = rng.integers(0, len(slow), (2, draws, len(slow)))
+        apart = np.median(slow[one], axis=1) / np.median(fast[other], axis=1)
+        found.append(np.median(slow[one] / fast[one], axis=1) if together else apart)
+    values = np.log(np.ravel(found)) if log else np.ravel(found)
+    ends = np.percentile(rng.choice(values, (runs, draws)).mean(axis=0), [50 - level / 2, 50 + level / 2])
+    return np.exp(ends) if log else ends
+
+
+def within(found, low, high):
+    return found.low.least <= low <= found.low.most and found.high.least <= high <= found.high.most
+
+
+@pytest.mark.parametrize("log", [True, False])
+def test_an_interval_is_that_of_drawn_medians(log):
+    rows = made_up(1)  # of one process there is no Student's interval: the bootstrap's is all
+    assert within(audit.apart(rows, audit.over, log), *drawn(rows, 1, log))
+    several = made_up(12)
+    found, (low, high) = audit.apart(several, audit.over, log), drawn(several, 12, log)
+    assert found.low.least <= low  # of several it is the wider one of both
+    assert high <= found.high.most
+
+
+@pytest.mark.parametrize("other", [{"together": True}, {"level": 90}, {"level": 99}])
+def test_another_method_is_beyond_the_tolerance(other):
+    rows = made_up(1)
+    assert not within(audit.apart(rows, audit.over), *drawn(rows, 1, **other))
+
+
+def test_the_middle_is_the_geometric_mean_of_the_processes():
+    rows = [{(0, 0): 2000.0, (1, 0): 8000.0}, {(0, 0): 1000.0, (1, 0): 1000.0}]
+    assert audit.apart(rows, audit.over).mid == pytest.approx(4)
+    assert audit.apart(rows, audit.over, log=False).mid == pytest.approx(5)
+    assert audit.middle(rows[0]) == pytest.approx(4)
