@@ -791,12 +791,22 @@ def said_bar_host(rows: pd.DataFrame) -> list[str]:
     """The most that ways 8 and 9 ask of the host."""
     found = _lines(hosts(rows), queued_us=0)
     said = [f"over {len({(line['model'], line['parts']) for line in found})} cases"]
-    for way in (IN_LAUNCH, GRAPH):
+    for way, end in ((IN_LAUNCH, ";"), (GRAPH, ".")):
         some = [line for line in found if line["way"] == way]
         said.append(f"{way} at most {_figure(max(line['host'] for line in some), '.1f')}")
-        if any(line["low from"] >= 20 for line in some):
-            assert all(line["low from"] >= 20 or line["low to"] < 20 for line in some), "a draw of the bootstrap"
+        words = {_below([line[f"low {end}"] for line in some], [line[f"high {end}"] for line in some]) for end in _ENDS}
+        said += [f", {words.pop()}{end}"] if len(words) == 1 else []
     return said
+
+
+_ENDS = ("from", "to")
+
+
+def _below(low: Sequence[float], high: Sequence[float]) -> str:
+    """Whether the host stays below 20 µs in all cases."""
+    if all(end < 20 for end in high):
+        return "below"
+    return "not below" if any(end >= 20 for end in low) else "unclear whether below"
 
 
 def _main_walls(rows: pd.DataFrame) -> dict[str, list[dict[str, Any]]]:
