@@ -57,11 +57,8 @@ SEPARATE = ("kernels, cuBLAS", GEMV)
 DEPENDENT = ("kernels, cuBLAS, dependent launch", GEMV_DEPENDENT)
 MARKED = "tables, moments written down"
 CHANGED = ("tables, nothing loaded before a wait", "tables, more asked for in the L2 before a wait", MARKED)
-REBUILT, VECTORISED, PREBUILT = (
-    "1 rebuilt in Python, pageable",
-    "2 rebuilt vectorised, pageable",
-    "3 prebuilt, pageable",
-)
+REBUILT, VECTORISED = "1 rebuilt in Python, pageable", "2 rebuilt vectorised, pageable"
+PREBUILT = "3 prebuilt, pageable"
 PINNED, ONE_POSITION = "4 pinned, double-buffered", "5 one position replayed"
 ONE_BY_ONE, PACKED = "6 words from the host, one by one", "6 words from the host, packed"
 BY_KERNEL, IN_LAUNCH = "7 words by a kernel", "8 position in the launch"
@@ -285,13 +282,11 @@ def stages(rows: pd.DataFrame) -> pd.DataFrame:
 def contexts(rows: pd.DataFrame) -> pd.DataFrame:
     """The step and separate kernels by first position, of models that have several."""
     found = [
-        pick | line
+        params | line
         for params, group in cases(rows, "token", dtype="bf16", parts=0)
-        for pick in [{"model": params["model"], "start": params["start"]}]
         for line in _alone(params, group, (OURS, GEMV, GEMV_DEPENDENT))
     ]
-    starts = {(line["model"], line["start"]) for line in found}
-    several = {model for model, start in starts if (model, start) in starts and start != 16}
+    several = {line["model"] for line in found if line["start"] != 16}
     kept = [line for line in found if line["model"] in several]
     return table(kept, ["model", "start", "variant", "us", "tbs", "ratio", "low", "high", "verdict"])
 
