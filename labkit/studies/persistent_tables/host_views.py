@@ -45,8 +45,8 @@ def host(rows: pd.DataFrame) -> Drawing:
         plots.bars, tidy.assign(way=tidy["way"].map(_short)), "way", "us", "part", logy=True, xlabel="way",
         ylabel="µs of the host (log)", title=f"The host's work for a token, {variants.H1024}",
         alt="Bars of the host's time by way, split into build, copy and launch.",
-        caption=f"Means of the processes' medians, {table['records'].max():.0f} records, the GPU idle before each "
-        f"token. {UNSURE}: {(~table['sure'].astype(bool)).sum()} of {len(table)} are.",
+        caption=f"Geometric means of the processes' medians, {table['records'].max():.0f} records, the GPU idle before "
+        f"each token. {UNSURE}: {(~table['sure'].astype(bool)).sum()} of {len(table)} are.",
         said=f"Most: {worst['way']}, {most}; least: {best['way']}, {least}",
         table=table, hidden=["model", "parts", "queued_us", "runs", "sure"], units=WHOLE_UNITS,
     )  # fmt: skip
@@ -207,7 +207,8 @@ def host_over_records(rows: pd.DataFrame) -> Drawing:
         plots.lines, table, "records", "host", "way", low="low", high="high", logx=True, logy=True, xlabel="records",
         ylabel="µs of the host (log)", title=f"More records: the host's work for a token, {variants.H1024}",
         alt=f"Lines of the host's time against records, by way. {said}.",
-        caption=f"Means of the processes' medians with their 95 % interval, the GPU idle before each token. {said}.",
+        caption="Geometric means of the processes' medians with their 95 % interval, the GPU idle before each token. "
+        f"{said}.",
         hidden=["model", "queued_us", "runs", "sure"], units=WHOLE_UNITS,
     )  # fmt: skip
 

@@ -168,10 +168,11 @@ def host_case(rows: pd.DataFrame, queued_us: int, parts: int = variants.PUBLISHE
 
 
 def hosts(rows: pd.DataFrame) -> pd.DataFrame:
-    """The host's µs for a token by case and way: build, copy and launch, and their sum.
+    """The host's µs for a token by case and way: build, copy and launch, and their sum, `host`.
 
-    low, high: the interval of the sum, of processes; sure: whether it is within `SURE`. queued_us: other work that was
-    on the stream.
+    Each is the geometric mean of the processes' medians; of `host` the medians are of the tokens' sums, so that the
+    parts do not add up to it. low, high: the interval of `host`, of processes; sure: whether it is within `SURE`.
+    queued_us: other work that was on the stream.
     """
     found = []
     for params, group in cases(rows, "host"):
@@ -227,8 +228,8 @@ def ratio(rows: pd.DataFrame, slow: str, fast: str, **wanted: Any) -> dict[str, 
 def rebuilding(rows: pd.DataFrame) -> pd.DataFrame:
     """Where the time of rebuilding goes, in the published size: host µs of every table alone, and of all.
 
-    Columns table, build, copy, and of the building of all three the share, each process by itself; each with the low
-    and high of its interval.
+    Columns table, build, copy, and of the building of all three the share, each process by itself; geometric means of
+    the processes' medians, each with the low and high of its interval.
     """
     known = clocks(host_case(rows, 0))
     ways = {one: variants.alone(variants.REBUILT, one) for one in tables.TABLES} | {"all": variants.REBUILT}
@@ -280,8 +281,9 @@ def noise(rows: pd.DataFrame, op: str, **wanted: Any) -> float:
 def queued(rows: pd.DataFrame, ways: Iterable[str] = variants.WAYS) -> pd.DataFrame:
     """The host's µs for the copies of a token with an idle GPU and with other work on the stream.
 
-    built: µs of building between that work and the copies, in which as much of it ends. waited: µs beyond the copies
-    with an idle GPU, each process by itself; low, high: its interval.
+    built: µs of building between that work and the copies, in which as much of it ends; idle, queued: of the copies;
+    geometric means of the processes' medians. waited: µs beyond the copies with an idle GPU, each process by itself, in
+    the arithmetic mean; low, high: its interval.
     """
     idle, busy = (clocks(host_case(rows, us)) for us in (0, variants.QUEUED_US))
     found = []
@@ -303,7 +305,8 @@ def growth(rows: pd.DataFrame) -> pd.DataFrame:
     """The host's time for a token of h1024 with the most records over that with the fewest, by way.
 
     Columns way, records, most (of records), ratio, low, high, verdict: *faster* where it grows, as in `verdict`; runs.
-    The two cases were measured apart in each process, so that the A/A noise of both counts.
+    The two cases, of those with a limit on the records of a matrix, were measured apart in each process: the noise is
+    the sum of the half widths of both A/A intervals.
     """
     swept = cases(rows, "host", model=variants.H1024, queued_us=0)
     groups = [group for params, group in swept if params["parts"]]
@@ -365,8 +368,9 @@ def hidden(rows: pd.DataFrame) -> pd.DataFrame:
     """What each way takes beyond way 8 of the same case, against the step's time on the GPU: does it hide?
 
     Only of h1024 in bf16, whose records and contexts are swept. beyond: µs a token; host us: of the host for one token
-    of the way, which nothing hides at the first of a sample. hides: "yes" if a token takes no more than 1 % beyond way
-    8; "but its start" if a sample takes no more beyond it than `STARTS` times `host us`; else "no".
+    of the way, the median over all numbers of records, which nothing hides at the first of a sample. hides: "yes" if a
+    token takes no more than 1 % beyond way 8; "but its start" if a sample takes no more beyond it than `STARTS` times
+    `host us`; else "no".
     """
     host = where(hosts(rows), model=variants.H1024, queued_us=0).groupby("way")["host"].median()
     table = where(walls(rows), model=variants.H1024, dtype="bf16")
