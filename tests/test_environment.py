@@ -160,7 +160,7 @@ def imported(folder: str) -> dict[str, Path]:
 def test_every_import_is_a_direct_dependency(folder, allowed):
     allowed = {canonicalize_name(requirement.name) for requirement in allowed}
     distributions = packages_distributions()
-    local = {path.stem for path in (ROOT / folder).glob("*.py")}
+    local = {path.stem for path in (ROOT / folder).rglob("*.py")}
     modules = imported(folder)
     assert modules
     for name, path in modules.items():

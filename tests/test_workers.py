@@ -133,4 +133,4 @@ def test_what_only_shows_is_used_by_nothing_that_runs_but_for_a_studys_claims():
     assert len(users) >= 5
     for name, used in users.items():
         assert used == {name.removesuffix(".study") + ".claims"}
-        assert re.findall(r"\bclaims\.\w+", sources[name]) == ["claims.CLAIMS"]
+        assert re.findall(r"\bclaims\.\w+", sources[name]) == ["claims.CLAIMS", "claims.pairs"]
