@@ -218,6 +218,19 @@ def test_medians_of_each_process_are_no_pairs_of_blocks():
     assert apart.high.least > paired.high.most
 
 
+@pytest.mark.parametrize(("centre", "passes"), [(np.median, True), (np.mean, False)])
+def test_means_for_medians_of_a_process_are_beyond_the_tolerance(centre, passes):
+    """Of one process: of several, Student's interval is the wider, and what is resampled shows in no end."""
+    rng = np.random.default_rng(5)
+    slow, fast = (1e6 * rng.lognormal(level, 0.01, 31).round(6) for level in (0.1, 0.0))
+    slow[:8] *= 1.2  # so far off that a mean is pulled there
+    found = audit._apart((tuple(slow),), (tuple(fast),))
+    drawn = [centre(rng.choice(some, (20_000, 31)), axis=1) for some in (slow, fast)]
+    low, high = np.percentile(np.log(drawn[0] / drawn[1]), [2.5, 97.5])
+    within = found.low.least <= low <= found.low.most and found.high.least <= high <= found.high.most
+    assert within == passes
+
+
 CHANGED = {  # table -> the row of which a sample is changed
     "tables.times": {"op": "layer", "variant": audit.OURS},
     "tables.against_best": {"op": "layer", "variant": audit.OURS},
