@@ -114,7 +114,10 @@ def _apart(slow: tuple[tuple[int, ...], ...], fast: tuple[tuple[int, ...], ...])
         return NOTHING
     centres = [math.log(median(one) / median(other)) for one, other in zip(slow, fast, strict=True)]
     mid = sum(centres) / runs
-    spread = math.sqrt(sum((one - mid) ** 2 for one in centres) / (runs - 1) / runs) * T_975[runs - 2]
+    spread = 0.0  # Student's: of one process there is none
+    if runs > 1:
+        variance = sum((one - mid) ** 2 for one in centres) / (runs - 1)
+        spread = math.sqrt(variance / runs) * T_975[min(runs - 1, len(T_975)) - 1]
     points, cumulated, step = _of_means([_log_ratios(*both) for both in zip(slow, fast, strict=True)])
     low, high = (_end(points, cumulated, step, share) for share in (0.025, 0.975))
     return Interval(mid, low.each(lambda x: min(x, mid - spread)), high.each(lambda x: max(x, mid + spread)), runs)

@@ -299,16 +299,18 @@ def own_products(rows: pd.DataFrame) -> pd.DataFrame:
     dead: of the grid's blocks; CTAs an SM: that fit, of the code before. same code: whether both have as many
     registers, as far as is known: each grid is tuned, and for groups of 1 the compiler may make something else.
     """
+    changes = {}  # (after, before) -> activations and change
+    for int8, (change, both) in product((False, True), names.OWN_CHANGES.items()):
+        after, before = (names.released(", ".join(words), int8) for words in both)
+        changes[after, before] = {"activations": "W4A8" if int8 else "W4A16", "change": change}
     found = []
     for x, said, group in _gemms(rows):
         known = facts(group)
-        for int8, (change, both) in product((False, True), names.OWN_CHANGES.items()):
-            after, before = (names.released(", ".join(words), int8) for words in both)
-            for line in pairs(group, [(after, before)]):
-                line |= {"T": x["T"], "GEMM": said["GEMM"], "activations": "W4A8" if int8 else "W4A16"}
-                line |= {"change": change, "dead %": _dead(known[before])}
-                line["same code"] = known[after].get("registers") == known[before].get("registers")
-                found.append(line | {"CTAs an SM": _number(known[before], "ctas_per_sm") or math.nan})
+        for line in pairs(group, changes):
+            after, before = line["variant"], line["against"]
+            line |= {"T": x["T"], "GEMM": said["GEMM"], "dead %": _dead(known[before])} | changes[after, before]
+            line["same code"] = known[after].get("registers") == known[before].get("registers")
+            found.append(line | {"CTAs an SM": _number(known[before], "ctas_per_sm") or math.nan})
     return frame(found, OWN)[OWN]
 
 
