@@ -79,6 +79,7 @@ LAB = {  # table -> the lab's, and the columns that say which line it is
     },
 }
 NOT_AUDITED = {
+    "claims.pairs": "names",
     "tables.cases": "an order, no numbers",
     "tables.differs": "a word; in bits and stored_bits",
     "work.routing": "what was drawn; in oracle",
@@ -86,6 +87,7 @@ NOT_AUDITED = {
     "work.distinct": "in oracle",
     "work.weight_bytes": "what is recorded as floor_bytes",
 }
+WITHOUT_LLAMA = "nvidia-h200"
 UNRECORDED = {"tables.beside_llama"}  # on no GPU yet: audited on the stand-ins alone
 
 
@@ -111,11 +113,12 @@ ASKED_AGAIN = ("cases", "times", "compared", "beside", "cached", "bits", "gains"
 def test_tables_and_sentences_are_those_of_the_audit(gpu, monkeypatch, record_property):
     rows = read(gpu, audit.STUDY)
     made_once(monkeypatch, tables, ASKED_AGAIN)
-    cells, wrong = compared({name: one for name, one in audit.TABLES.items() if name not in UNRECORDED}, rows, LAB)
+    without = {name for name in UNRECORDED if LAB[name][0](rows).empty}  # llama.cpp's, where it was not measured
+    assert without == (UNRECORDED if gpu == WITHOUT_LLAMA else set())
+    cells, wrong = compared({name: one for name, one in audit.TABLES.items() if name not in without}, rows, LAB)
     wrong += missing(batched_ffn_said.SENTENCES, rows)
     assert not wrong, "\n".join(wrong[:20])
     assert all(cells.values()), cells
-    assert not any(len(LAB[name][0](rows)) for name in UNRECORDED), "it is recorded now: compare it"
     record_property("cells", sum(cells.values()))
 
 

@@ -120,6 +120,7 @@ LAB = {  # table -> the lab's, and the columns that say which line it is
     "claims.own_grid": (own_grid, ["case", "place"]),
 }
 NOT_AUDITED = {
+    "claims.pairs": "names",
     "tables.cases": "an order, no numbers",
     "tables.code": "evidence as it is recorded",
     "waves.expected_blocks": "in dead_shares and waves_by_gpu",

@@ -84,6 +84,7 @@ LAB = {  # table -> the lab's, and the columns that say which line it is
     },
 }  # fmt: skip
 NOT_AUDITED = {
+    "claims.pairs": "names",
     "tables.clocks": "samples; in hosts",
     "tables.host_case": "rows; in rebuilding and queued",
     "tables.sure": "in hosts",
