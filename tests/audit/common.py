@@ -21,7 +21,8 @@ import pandas as pd
 
 DATA = Path(__file__).resolve().parents[2] / "data"
 GPUS = sorted(path.parent.name for path in DATA.glob("*/machine.json"))
-Tables = dict[str, Callable[[pd.DataFrame], pd.DataFrame]]
+Table = Callable[[pd.DataFrame], pd.DataFrame]
+Tables = dict[str, Table]
 Sentences = dict[str, Callable[[pd.DataFrame], list[str]]]  # view -> parts of what it says, each with its numbers
 Params = dict[str, Any]
 
@@ -331,6 +332,41 @@ def said(view: Any) -> str:
 
 
 # Comparing with the lab
+
+
+def unsaid(sentences: Sentences, views: Mapping[str, Any], rows: pd.DataFrame) -> list[str]:
+    """Parts of sentences that the views do not say. views: module -> it; each sentence must have a part."""
+    wrong = []
+    for name, parts_of in sentences.items():
+        module, _, view = name.partition(".")
+        text, parts = said(getattr(views[module], view)(rows)), parts_of(rows)
+        assert any(parts), name
+        wrong += [f"{name}: no {part!r} in {text!r}" for part in parts if part not in text]
+    return wrong
+
+
+def observed(claim: Callable[[pd.DataFrame], Any]) -> Table:
+    """A table of what a claim is judged by."""
+
+    def of(rows: pd.DataFrame) -> pd.DataFrame:
+        lines = [vars(one) for one in claim(rows).observations]
+        for line in lines:
+            line["least"], line["most"] = line.pop("size") or (None, None)
+        return pd.DataFrame(lines)
+
+    return of
+
+
+def check_changes_are_found(
+    function: Table, keys: Sequence[str], audit: Table, rows: pd.DataFrame, changed: pd.DataFrame
+) -> None:
+    """That a table of changed rows differs from its audit, and one with a changed cell in just that one."""
+    mine, theirs = audit(rows), function(rows)
+    assert differences(function(changed), mine, keys)[1]
+    columns = [column for column in mine if column in theirs and column not in keys]
+    assert columns
+    for column in columns:
+        assert len(differences(with_a_cell_changed(theirs, column), mine, keys)[1]) == 1, column
 
 
 def table(lines: Iterable[Mapping[str, Any]], columns: Iterable[str]) -> pd.DataFrame:

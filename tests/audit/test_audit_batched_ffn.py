@@ -4,7 +4,16 @@ import batched_ffn as audit
 import batched_ffn_said
 import pandas as pd
 import pytest
-from common import GPUS, compared, differences, over, public, read, said, with_a_cell_changed, with_a_sample_changed
+from common import (
+    GPUS,
+    check_changes_are_found,
+    compared,
+    over,
+    public,
+    read,
+    unsaid,
+    with_a_sample_changed,
+)
 from once import made_once
 
 from labkit.bench.tables import picked
@@ -94,17 +103,6 @@ UNRECORDED = {"tables.beside_llama"}  # on no GPU yet: audited on the stand-ins 
 VIEWS = {"views": views, "llama_views": llama_views}
 
 
-def missing(sentences, rows):
-    """Parts of sentences that no view says."""
-    wrong = []
-    for name, parts_of in sentences.items():
-        module, _, view = name.partition(".")
-        text, parts = said(getattr(VIEWS[module], view)(rows)), parts_of(rows)
-        assert parts, name
-        wrong += [f"{name}: no {part!r} in {text!r}" for part in parts if part not in text]
-    return wrong
-
-
 ASKED_AGAIN = ("cases", "times", "compared", "beside", "cached", "bits", "gains")
 
 
@@ -116,7 +114,7 @@ def test_tables_and_sentences_are_those_of_the_audit(gpu, monkeypatch, record_pr
     without = {name for name in UNRECORDED if LAB[name][0](rows).empty}  # llama.cpp's, where it was not measured
     assert without == (UNRECORDED if gpu == WITHOUT_LLAMA else set())
     cells, wrong = compared({name: one for name, one in audit.TABLES.items() if name not in without}, rows, LAB)
-    wrong += missing(batched_ffn_said.SENTENCES, rows)
+    wrong += unsaid(batched_ffn_said.SENTENCES, VIEWS, rows)
     assert not wrong, "\n".join(wrong[:20])
     assert all(cells.values()), cells
     record_property("cells", sum(cells.values()))
@@ -125,7 +123,7 @@ def test_tables_and_sentences_are_those_of_the_audit(gpu, monkeypatch, record_pr
 def test_llama_cpp_is_that_of_the_audit_where_another_stands_in(record_property):
     rows = audit.stand_ins(GPUS[0])
     cells, wrong = compared({name: audit.TABLES[name] for name in UNRECORDED}, rows, LAB)
-    wrong += missing(batched_ffn_said.OF_STAND_INS, rows)
+    wrong += unsaid(batched_ffn_said.OF_STAND_INS, VIEWS, rows)
     assert not wrong, "\n".join(wrong[:20])
     assert all(cells.values()), cells
     record_property("cells", sum(cells.values()))
@@ -147,10 +145,4 @@ OF = {"tables.times": audit.MATRIX, "tables.beside": audit.MATRIX, "claims.read_
 def test_a_changed_sample_or_cell_is_found(name):
     rows = read(GPUS[0], audit.STUDY)
     changed = with_a_sample_changed(rows, SIZE, variant=OF[name], **ROW)
-    (function, keys), mine = LAB[name], audit.TABLES[name](rows)
-    assert differences(function(changed), mine, keys)[1]
-    theirs = function(rows)
-    columns = [column for column in mine if column in theirs and column not in keys]
-    assert columns
-    for column in columns:
-        assert len(differences(with_a_cell_changed(theirs, column), mine, keys)[1]) == 1, column
+    check_changes_are_found(*LAB[name], audit.TABLES[name], rows, changed)

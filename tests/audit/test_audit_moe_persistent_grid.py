@@ -13,12 +13,11 @@ from common import (
     DATA,
     GPUS,
     by_process,
+    check_changes_are_found,
     compared,
-    differences,
     public,
     read,
-    said,
-    with_a_cell_changed,
+    unsaid,
     with_a_sample_changed,
 )
 from once import made_once
@@ -164,17 +163,6 @@ def _given(frame, rows):
 VIEWS = {"views": views, "grid_views": grid_views}
 
 
-def missing(rows):
-    """Parts of sentences that no view says."""
-    wrong = []
-    for name, parts_of in moe_persistent_grid_said.SENTENCES.items():
-        module, _, view = name.partition(".")
-        text, parts = said(getattr(VIEWS[module], view)(rows)), parts_of(rows)
-        assert any(parts), name
-        wrong += [f"{name}: no {part!r} in {text!r}" for part in parts if part not in text]
-    return wrong
-
-
 ASKED_AGAIN = (
     "cases", "times", "compared", "released_grids", "against_best", "persistence", "own_products", "int4_reading",
     "ceilings", "on_other_gpus",
@@ -187,7 +175,7 @@ def test_tables_and_sentences_are_those_of_the_audit(gpu, monkeypatch, record_pr
     rows = recorded(gpu)
     made_once(monkeypatch, tables, ASKED_AGAIN)
     cells, wrong, empty = differing(audit.TABLES, rows)
-    wrong += missing(rows)
+    wrong += unsaid(moe_persistent_grid_said.SENTENCES, VIEWS, rows)
     assert not wrong, "\n".join(wrong[:20])
     own = rows["variant"].str.startswith("ExecuTorch").any()
     assert empty == UNRECORDED | (set() if own else OWN_CODE)
@@ -245,10 +233,4 @@ SIZE = {"model": "Qwen3-30B-A3B", "weights": "bf16", "T": 128, "routing": "unifo
 def test_a_changed_sample_or_cell_is_found(name):
     rows = recorded(GPUS[0])
     changed = with_a_sample_changed(rows, SIZE, cache="cold", **CHANGED[name])
-    (function, keys), mine = LAB[name], audit.TABLES[name](rows)
-    assert differences(function(changed), mine, keys)[1]
-    theirs = function(rows)
-    columns = [column for column in mine if column in theirs and column not in keys]
-    assert columns
-    for column in columns:
-        assert len(differences(with_a_cell_changed(theirs, column), mine, keys)[1]) == 1, column
+    check_changes_are_found(*LAB[name], audit.TABLES[name], rows, changed)

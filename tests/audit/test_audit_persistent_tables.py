@@ -4,7 +4,18 @@ import numpy as np
 import pandas as pd
 import persistent_tables as audit
 import pytest
-from common import GPUS, cases, compared, differences, public, read, said, with_a_cell_changed, with_a_sample_changed
+from common import (
+    GPUS,
+    cases,
+    compared,
+    differences,
+    observed,
+    public,
+    read,
+    unsaid,
+    with_a_cell_changed,
+    with_a_sample_changed,
+)
 
 from labkit.studies.persistent_tables import claims, decodes, host_views, plans, stages, tables, variants, views
 
@@ -42,18 +53,6 @@ def ratio(rows):
 
 def queued(rows):
     return tables.queued(rows, [*variants.WAYS, *variants.ALONE])
-
-
-def observed(claim):
-    """A table of what a claim is judged by."""
-
-    def of(rows):
-        lines = [vars(one) for one in claim(rows).observations]
-        for line in lines:
-            line["least"], line["most"] = line.pop("size") or (None, None)
-        return pd.DataFrame(lines)
-
-    return of
 
 
 VIEWS = {"views": views, "host_views": host_views}
@@ -117,11 +116,7 @@ def test_tables_and_sentences_are_those_of_the_audit(gpu, record_property):
     rows = read(gpu, audit.STUDY)
     cells, wrong = compared(audit.TABLES, rows, LAB)
     assert all(cells.values()), cells
-    for name, parts_of in audit.SENTENCES.items():
-        module, _, view = name.partition(".")
-        text, parts = said(getattr(VIEWS[module], view)(rows)), parts_of(rows)
-        assert parts, name
-        wrong += [f"{name}: no {part!r} in {text!r}" for part in parts if part not in text]
+    wrong += unsaid(audit.SENTENCES, VIEWS, rows)
     wrong += claims_that_differ(rows)
     assert not wrong, "\n".join(wrong[:20])
     record_property("cells", sum(cells.values()))

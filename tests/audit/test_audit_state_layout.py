@@ -3,7 +3,17 @@
 import pandas as pd
 import pytest
 import state_layout as audit
-from common import GPUS, compared, differences, over, public, read, said, with_a_cell_changed, with_a_sample_changed
+from common import (
+    GPUS,
+    check_changes_are_found,
+    compared,
+    observed,
+    over,
+    public,
+    read,
+    unsaid,
+    with_a_sample_changed,
+)
 
 from labkit.studies.state_layout import claims, production_views, share, tables, variants, views
 
@@ -14,18 +24,6 @@ GRID = ["cache", *SHAPE, "BV"]
 def estimates(rows):
     """`tables.end_to_end_estimate` in the ways that the audit tries."""
     return pd.concat([tables.end_to_end_estimate(rows, **way).assign(way=at) for at, way in enumerate(audit.GAINS)])
-
-
-def observed(claim):
-    """A table of what a claim is judged by."""
-
-    def of(rows):
-        lines = [vars(one) for one in claim(rows).observations]
-        for line in lines:
-            line["least"], line["most"] = line.pop("size") or (None, None)
-        return pd.DataFrame(lines)
-
-    return of
 
 
 def pairs(rows):
@@ -100,11 +98,7 @@ def test_tables_and_sentences_are_those_of_the_audit(gpu, record_property):
     rows = read(gpu, audit.STUDY)
     cells, wrong = compared(audit.TABLES, rows, LAB)
     assert {name for name, count in cells.items() if not count} == UNRECORDED.get(gpu, set())
-    for name, parts_of in audit.SENTENCES.items():
-        module, _, view = name.partition(".")
-        text, parts = said(getattr(VIEWS[module], view)(rows)), parts_of(rows)
-        assert parts, name
-        wrong += [f"{name}: no {part!r} in {text!r}" for part in parts if part not in text]
+    wrong += unsaid(audit.SENTENCES, VIEWS, rows)
     assert not wrong, "\n".join(wrong[:20])
     record_property("cells", sum(cells.values()))
 
@@ -141,10 +135,4 @@ def test_a_changed_sample_or_cell_is_found(names, row, size):
     rows = read(GPUS[0], audit.STUDY)
     changed = with_a_sample_changed(rows, size, **row)
     for name in names:
-        (function, keys), mine = LAB[name], audit.TABLES[name](rows)
-        assert differences(function(changed), mine, keys)[1], name
-        theirs = function(rows)
-        columns = [column for column in mine if column in theirs and column not in keys]
-        assert columns
-        for column in columns:
-            assert len(differences(with_a_cell_changed(theirs, column), mine, keys)[1]) == 1, (name, column)
+        check_changes_are_found(*LAB[name], audit.TABLES[name], rows, changed)
