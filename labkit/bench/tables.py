@@ -7,6 +7,7 @@ from typing import Any
 
 import pandas as pd
 
+from labkit.bench import ledger
 from labkit.bench.verdict import compare_many, median_us
 
 RATIO = ["ratio", "low", "high", "noise", "verdict"]
@@ -48,6 +49,7 @@ def where(table: pd.DataFrame, **wanted: Any) -> pd.DataFrame:
     for name, value in wanted.items() if len(table) else ():
         several = isinstance(value, list | tuple | set | frozenset)
         table = table[table[name].isin(list(value)) if several else table[name] == value]
+    ledger.note("where", table, ", ".join(f"{name}={value!r}" for name, value in wanted.items()))
     return table
 
 

@@ -1,0 +1,519 @@
+"""Where each number in a sentence is from: matched to the tables that were read while the sentence was made.
+
+`told` makes a sentence and its numbers' origins; the page shows them as `<data class="origin">`, and `numbers` reads them
+back, for REPORTS/<page>.numbers.json. That file is a list, in the order of the page, of objects with
+
+    text       the number as shown, "1.29" or "−3"; decimals: digits after its point
+    value      what was rounded to it, after `transform`; null without an origin
+    kind       measured; case (a parameter of a case, or part of a name); published (a figure of a claim's source);
+               rule (a constant of the lab's own, see `RULES`); none (no origin)
+    study, gpu name of the notebook, slug of the GPU
+    table      of the study's modules, with the arguments beside rows: "tables.ratios(cache='hot')"
+    keys       column -> value, of what is true of all lines that the number is of
+    column     whose values these are; empty: the lines themselves are counted
+    transform  what was done to them: an aggregate of several lines (`AGGREGATES`, "count"; empty: one line's value),
+               then `SCALES`, as in "median, 100·x"
+    sentence   all that stands around it
+
+Of several matches the one is taken whose keys the clause names, then a line before an aggregate, then the plainest.
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from html.parser import HTMLParser
+from itertools import combinations
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from markupsafe import Markup, escape
+
+from labkit.bench.claim import Claim
+from labkit.bench.ledger import Noted, recording
+from labkit.report.figures import Html
+
+KINDS = ("measured", "case", "published", "rule", "none")
+# A number by itself; digits of a name (fp32, Q4_K, Qwen3.5-27B), a version or a date are none.
+NUMBER = re.compile(
+    r"(?<![\w.])(?<![\w.][-/])(?:(?<![\w)])[+−-])?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?:e[+-]?\d+)?(?!\w|\.\d|[-/]\w)"
+)
+# Constants of the lab's own, by the words that they stand in.
+RULES = re.compile(
+    r"\b(?:95|5)(?=th percentile| % interval)|(?<=±)1(?= %)|\b\d+(?= bytes? (?:wide|long)\b)|(?<=lines of )128\b"
+)
+AGGREGATES: dict[str, Callable[[np.ndarray], float]] = {
+    "median": np.median,
+    "mean": np.mean,
+    "geometric mean": lambda values: float(np.exp(np.log(values).mean())) if (values > 0).all() else np.nan,
+    "sum": np.sum,
+}
+Scale = Callable[[np.ndarray], np.ndarray]
+SCALES: dict[str, tuple[Scale, str]] = {  # transform -> what it does, and where the number must stand
+    "": (lambda x: x, ""),
+    "−x": (lambda x: -x, ""),
+    "100·x": (lambda x: 100 * x, "%"),
+    "1/x": (lambda x: 1 / x, ""),
+    "100·(x−1)": (lambda x: 100 * (x - 1), "%"),
+    "100·(1−x)": (lambda x: 100 * (1 - x), "%"),
+    "100·(1/x−1)": (lambda x: 100 * (1 / x - 1), "%"),
+    "100·(1−1/x)": (lambda x: 100 * (1 - 1 / x), "%"),
+    "100−x": (lambda x: 100 - x, "%"),
+    "x/1000": (lambda x: x / 1e3, "unit"),
+    "1000·x": (lambda x: 1e3 * x, "unit"),
+    "x/10⁶": (lambda x: x / 1e6, "unit"),
+    "x/10⁹": (lambda x: x / 1e9, "unit"),
+    "x/2¹⁰": (lambda x: x / 2**10, "unit"),
+    "x/2²⁰": (lambda x: x / 2**20, "unit"),
+}
+_UNIT = re.compile(r"\s?(?:(%|percent)|(µs|ms|ns|s|[kKMGT]i?B(?:/s)?|TFLOP/s|Top/s|bytes|W|MHz)\b)")
+_CLAUSE = re.compile(r"[;:]|\.\s|\n")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a sentence stands. study: name of the notebook; gpu: slug, gpu_name: as shown; claims: of the study."""
+
+    study: str
+    gpu: str
+    gpu_name: str
+    claims: Sequence[Claim] = ()
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where one number is from; the module says what each field holds."""
+
+    kind: str
+    value: float | None = None
+    table: str = ""
+    keys: Mapping[str, Any] = field(default_factory=dict)
+    column: str = ""
+    transform: str = ""
+
+    def words(self, place: Place) -> str:
+        """For the tooltip: "01_state_layout · H100 · tables.ratios · batch 64, state fp32 · ratio"."""
+        if self.kind == "none":
+            return "no origin"
+        keys = ", ".join(f"{name} {value}" for name, value in self.keys.items())
+        kind = (
+            ""
+            if self.kind == "measured"
+            else {"case": "parameter", "rule": "rule of the lab"}.get(self.kind, self.kind)
+        )
+        return " · ".join(
+            filter(None, [place.study, place.gpu_name, kind, self.table, keys, self.column, self.transform])
+        )
+
+
+@dataclass(frozen=True)
+class Number:
+    """A number as it stands in a text. step: of its last digit; unit: "%", "unit" (another) or empty."""
+
+    text: str
+    start: int
+    end: int
+    unit: str
+
+    @property
+    def value(self) -> float:
+        """Its value."""
+        return float(self.text.replace("−", "-").replace(",", ""))
+
+    @property
+    def decimals(self) -> int:
+        """Digits after the point; of "1.2e-07", those of 0.00000012."""
+        digits, _, exponent = self.text.partition("e")
+        return len(digits.partition(".")[2]) - int(exponent or 0)
+
+    def shows(self, values: Any) -> Any:
+        """Which values read like this at its precision."""
+        if not self.unit and self.decimals == 0:  # a count is a whole number
+            return values == self.value
+        return np.abs(values - self.value) <= 0.5 * 10.0**-self.decimals * (1 + 1e-6)
+
+
+def found_in(text: str) -> list[Number]:
+    """The numbers of a text."""
+    found = []
+    for match in NUMBER.finditer(text):
+        unit = _UNIT.match(text, match.end())
+        found.append(Number(match[0], *match.span(), ("%" if unit[1] else "unit") if unit else ""))
+    return found
+
+
+class Pool:
+    """What a sentence was made from, ready to be searched. rows: of its GPU and study; book: the tables read."""
+
+    def __init__(self, rows: pd.DataFrame, book: Iterable[Noted], place: Place):
+        self.rows, self.place = rows, place
+        self.names = _names(rows)
+        tables: dict[tuple, _Table] = {}
+        for one in book:
+            made = _Table(one, self.names)
+            tables.setdefault(made.mark, made)
+        self.tables = list(tables.values())[::-1]  # the last is what the sentence is made from
+
+    @cached_property
+    def words(self) -> list[str]:
+        """Names with digits in them: variants, models, states; the longest first."""
+        found = {text for table in self.tables for values in table.keys.values() for text in set(values)}
+        found |= set(self.rows["variant"].unique()) if "variant" in self.rows else set()
+        found |= {value for values in self.names.values() for value in values}
+        return sorted(
+            (text for text in found if isinstance(text, str) and len(text) > 2 and re.search(r"\d", text)),
+            key=len,
+            reverse=True,
+        )
+
+    @cached_property
+    def published(self) -> set[float]:
+        """The figures that the claims' sources state."""
+        texts = [
+            text
+            for one in self.place.claims
+            for text in (one.statement, one.condition, one.published, one.note, one.differs, one.source, one.quantity)
+        ]
+        sizes = {end for one in self.place.claims for end in one.size or ()}
+        return {number.value for text in texts for number in found_in(text)} | sizes
+
+    def origins(self, text: str) -> list[tuple[Number, Origin]]:
+        """Every number of a text with its origin."""
+        named = [match.span() for name in self.words if name in text for match in re.finditer(re.escape(name), text)]
+        ruled = {match.start() for match in RULES.finditer(text)}
+        said: list[tuple[Number, Origin]] = []
+        before: tuple[_Table, int] | None = None
+        for number in found_in(text):
+            if number.start in ruled:
+                origin = Origin("rule", number.value)
+            elif any(start <= number.start and number.end <= end for start, end in named):
+                origin = Origin("case", number.value)
+            else:
+                origin, before = self._origin(text, number, before)
+            said.append((number, origin))
+        return said
+
+    def _origin(self, text: str, number: Number, before: Any) -> tuple[Origin, Any]:
+        parameter = self._parameter(text, number)
+        if parameter and self._beside(text, number, parameter):
+            return Origin("case", number.value, column=parameter), before
+        clause = Clause.around(text, number)
+        if match := self._match(number, clause, before):
+            return match.origin, match.line
+        if parameter:
+            return Origin("case", number.value, column=parameter), before
+        if any(number.shows(value) and abs(number.value) == abs(value) for value in self.published):
+            return Origin("published", number.value), before
+        if match := self._grouped(number, clause):
+            return match.origin, before
+        return Origin("none"), before
+
+    def _parameter(self, text: str, number: Number) -> str:
+        """The parameter that has this value, the one named beside it first."""
+        having = [name for name, values in self.names.items() if number.value in values]
+        return next((name for name in having if self._beside(text, number, name)), next(iter(having), ""))
+
+    @staticmethod
+    def _beside(text: str, number: Number, name: str) -> bool:
+        word = re.escape(name.rstrip("s").replace("_", " "))
+        near = rf"\b{word}e?s?\b[ =≥≤>]*(?:(?:of|from|to|at|and|[\d,. ]+) ?)*$"
+        after = rf" ?(?:(?:to|and|or|from|[\d,. ]+) ?)*{word}e?s?\b"
+        return bool(re.search(near, text[: number.start], re.I) or re.match(after, text[number.end :], re.I))
+
+    def _match(self, number: Number, clause: "Clause", before: Any) -> "Match | None":
+        """The best single line, or aggregate of a whole table."""
+        found = [match for table in self.tables for match in table.lines(number, clause, before)]
+        found += [match for table in self.tables for match in table.whole(number, clause)]
+        return min(found, key=lambda match: match.cost, default=None)
+
+    def _grouped(self, number: Number, clause: "Clause") -> "Match | None":
+        """The best aggregate of a part of a table."""
+        found = [match for table in self.tables for match in table.grouped(number, clause)]
+        return min(found, key=lambda match: match.cost, default=None)
+
+
+def _names(rows: pd.DataFrame) -> dict[str, set[Any]]:
+    """Parameter of a case or option of a variant -> its values."""
+    found: dict[str, set[Any]] = {}
+    for column in ("case", "options"):
+        for text in rows[column].unique() if column in rows else ():
+            for name, value in json.loads(text).items():
+                if isinstance(value, str | int | float):
+                    found.setdefault(name, set()).add(value)
+    return found
+
+
+@dataclass(frozen=True)
+class Clause:
+    """The part of a sentence about a number, without the number itself. means: it speaks of an aggregate."""
+
+    text: str
+    numbers: frozenset[float]
+    aggregate: bool
+    counts: bool
+
+    @classmethod
+    def around(cls, text: str, number: Number) -> "Clause":
+        """From the last to the next semicolon, colon or full stop; what stands before a colon counts too."""
+        starts = [match.end() for match in _CLAUSE.finditer(text, 0, number.start) if match[0] != ":"]
+        stop = _CLAUSE.search(text, number.end)
+        start, end = (starts or [0])[-1], stop.start() if stop else len(text)
+        rest = f"{text[start : number.start]} # {text[number.end : end]}"
+        near = text[max(0, number.start - 25) : number.start] + "#" + text[number.end : number.end + 25]
+        counts = bool(re.search(r"\bof #|\bin #|# (?:of|cases?|pairs?|times)\b", near)) and not number.unit
+        aggregate = bool(re.search(r"\b(?:median|mean|average|sum|together)\b", near))
+        return cls(rest, frozenset(one.value for one in found_in(rest)), aggregate, counts)
+
+    def names(self, value: Any) -> bool:
+        """Whether a value of a key stands in it."""
+        if isinstance(value, str):
+            return len(value) > 1 and re.search(rf"(?<!\w){re.escape(value)}(?!\w)", self.text) is not None
+        return not isinstance(value, bool) and value in self.numbers
+
+
+@dataclass(frozen=True)
+class Match:
+    """A possible origin; the least cost is the best. line: the table and which line of it."""
+
+    cost: tuple
+    origin: Origin
+    line: Any = None
+
+
+class _Table:
+    """A noted table: its measured columns as one array, and its keys."""
+
+    def __init__(self, noted: Noted, names: Mapping[str, Any]):
+        frame = noted.table
+        kinds = {
+            column: _kind(frame[column], str(column), names) for column in frame if (frame.columns == column).sum() == 1
+        }
+        self.name = f"{noted.name}({noted.arguments})" if noted.arguments else noted.name
+        self.columns = [column for column, kind in kinds.items() if kind == "value"]
+        self.keys = {column: frame[column].tolist() for column, kind in kinds.items() if kind == "key"}
+        self.values = np.column_stack([frame[c].to_numpy(float) for c in self.columns] or [np.zeros((len(frame), 0))])
+        self.length = len(frame)
+        self.mark = (noted.name, self.values.tobytes(), repr(list(self.keys.values())))
+        self._seen: dict[Clause, tuple[np.ndarray, np.ndarray]] = {}
+        self._groups: list[tuple[dict, np.ndarray]] | None = None
+
+    def lines(self, number: Number, clause: Clause, before: Any) -> Iterator[Match]:
+        """Single lines that show the number."""
+        clash, agree = self._named(clause)
+        for rank, (scale, (change, where)) in enumerate(SCALES.items()):
+            if where and where != number.unit:
+                continue
+            with np.errstate(all="ignore"):
+                hits = np.argwhere(number.shows(change(self.values)))
+            for line, column in sorted(hits.tolist(), key=lambda hit: (clash[hit[0]], -agree[hit[0]]))[:20]:
+                name = self.columns[column]
+                beside = before is not None and before[0] is self and before[1] == line
+                off = clause.counts and not clause.aggregate and self.length > 1
+                cost = (
+                    clash[line] > 0,
+                    off or clause.aggregate,
+                    not beside,
+                    -agree[line],
+                    rank,
+                    _far(name, number),
+                    clash[line],
+                )
+                with np.errstate(all="ignore"):
+                    value = float(change(self.values[line, column]))
+                keys = {key: values[line] for key, values in self.keys.items() if _usable(values[line])}
+                yield Match(cost, Origin("measured", value, self.name, keys, str(name), scale), (self, line))
+
+    def whole(self, number: Number, clause: Clause) -> Iterator[Match]:
+        """Aggregates of all its lines."""
+        if self.length > 1 or clause.counts:
+            yield from self._aggregates(np.ones(self.length, bool), {}, number, clause)
+
+    def grouped(self, number: Number, clause: Clause) -> Iterator[Match]:
+        """Aggregates of the lines that have the same value of one or of two keys."""
+        if self._groups is None:
+            self._groups = list(self._parts())
+        for keys, chosen in self._groups:
+            yield from self._aggregates(chosen, keys, number, clause)
+
+    def _parts(self) -> Iterator[tuple[dict, np.ndarray]]:
+        few = [key for key, values in self.keys.items() if 1 < len(set(map(repr, values))) <= 12]
+        for names in (*((one,) for one in few), *combinations(few, 2)):
+            marks = list(zip(*(self.keys[name] for name in names), strict=True))
+            for mark in dict.fromkeys(marks):
+                yield dict(zip(names, mark, strict=True)), np.array([one == mark for one in marks])
+
+    def _aggregates(self, chosen: np.ndarray, keys: dict, number: Number, clause: Clause) -> Iterator[Match]:
+        named = sum(clause.names(value) for value in keys.values())
+        clash, many = len(keys) - named, int(chosen.sum())
+        if not number.unit and not number.decimals:
+            for count, column, more in self._counts(chosen, many):
+                if count == number.value:
+                    cost = (clash > 0, not clause.counts, True, -named - len(more), 0, 0, clash)
+                    yield Match(cost, Origin("measured", count, self.name, keys | more, column, "count"))
+        elif number.unit == "%":
+            for count, column, more in self._counts(chosen, many):
+                if more and number.shows(100 * count / many):
+                    cost = (clash > 0, False, True, -named, 2, 1, clash)
+                    yield Match(
+                        cost, Origin("measured", 100 * count / many, self.name, keys | more, column, "share, 100·x")
+                    )
+        if many < 2:
+            return
+        for column, name in enumerate(self.columns):
+            values = self.values[chosen, column]
+            values = values[np.isfinite(values)]
+            for how, aggregate in AGGREGATES.items() if len(values) else ():
+                with np.errstate(all="ignore"):
+                    made = aggregate(values)
+                for rank, (scale, (change, where)) in enumerate(SCALES.items()):
+                    with np.errstate(all="ignore"):
+                        fits = (not where or where == number.unit) and number.shows(change(made))
+                    if fits:
+                        cost = (clash > 0, not clause.aggregate, True, -named, rank, _far(name, number), clash)
+                        said = ", ".join(filter(None, [how, scale]))
+                        yield Match(cost, Origin("measured", float(change(made)), self.name, keys, str(name), said))
+
+    def _counts(self, chosen: np.ndarray, many: int) -> Iterator[tuple[float, str, dict]]:
+        """How many lines there are, and how many have each value of a key; how many values it has."""
+        yield many, "", {}
+        places = np.flatnonzero(chosen)
+        for key, values in self.keys.items():
+            some = [values[place] for place in places]
+            tally: dict[Any, int] = {}
+            for one in some:
+                if isinstance(one, str | bool | int | float | np.bool_):
+                    tally[one] = tally.get(one, 0) + 1
+            for value, count in tally.items() if len(tally) < 13 else ():
+                yield count, "", {key: value}
+
+    def _named(self, clause: Clause) -> tuple[np.ndarray, np.ndarray]:
+        """Of each line: of how many keys the clause names another value, and of how many this one."""
+        if clause not in self._seen:
+            clash, agree = np.zeros(self.length, int), np.zeros(self.length, int)
+            for values in self.keys.values():
+                known = {value: clause.names(value) for value in set(values) if _usable(value)}
+                hit = np.array([known.get(value, False) if _usable(value) else False for value in values])
+                agree += hit
+                clash += ~hit & hit.any()
+            self._seen[clause] = clash, agree
+        return self._seen[clause]
+
+
+def _usable(value: Any) -> bool:
+    return isinstance(value, str | int | float | np.bool_) and value == value
+
+
+def _kind(column: pd.Series, name: str, names: Mapping[str, Any]) -> str:
+    """ "key" (says which line it is), "value" (measured or counted) or neither."""
+    if pd.api.types.is_bool_dtype(column):
+        return "key"
+    if pd.api.types.is_numeric_dtype(column):
+        return "key" if name in names else "value"
+    first = next((value for value in column if value is not None), None)
+    return "key" if isinstance(first, str) and len(first) < 60 and name not in ("case", "options") else ""
+
+
+_COLUMN_OF = {"%": re.compile(r"%|percent|share"), "unit": re.compile(r"us\b|µs|\bms\b|tbs|bytes|time", re.I)}
+
+
+def _far(name: Any, number: Number) -> bool:
+    """Whether a column's name does not speak of the number's unit."""
+    return bool(number.unit) and not _COLUMN_OF[number.unit].search(str(name))
+
+
+# On the page
+
+
+def told(make: Callable[[], str], rows: pd.DataFrame, place: Place) -> Html:
+    """A sentence with the origins of its numbers. make: makes it, from rows."""
+    with recording() as book:
+        text = make()
+    return marked(text, Pool(rows, book, place))
+
+
+def marked(text: str, pool: Pool) -> Html:
+    """The text with a `<data>` element for each number; `plain` ends in the name of the file that lists them."""
+    parts, end = [], 0
+    for number, origin in pool.origins(text):
+        parts += [escape(text[end : number.start]), _element(number, origin, pool.place)]
+        end = number.end
+    parts.append(escape(text[end:]))
+    file = f" [numbers: {pool.place.study}.numbers.json]" if len(parts) > 1 else ""
+    return Html(str(Markup().join(parts)), text + file)
+
+
+def _element(number: Number, origin: Origin, place: Place) -> Markup:
+    value = "" if origin.value is None else f"{origin.value:.12g}"
+    facts = {"kind": origin.kind, "study": place.study, "gpu": place.gpu, "table": origin.table}
+    facts |= {"keys": json.dumps(dict(origin.keys), default=_plain) if origin.keys else ""}
+    facts |= {"column": origin.column, "transform": origin.transform}
+    said = Markup("").join(Markup(' data-{}="{}"').format(name, text) for name, text in facts.items() if text)
+    form = Markup('<data class="origin" value="{}" title="{}"{}>{}</data>')
+    return form.format(value, origin.words(place), said, number.text)
+
+
+def _plain(value: Any) -> Any:
+    return value.item() if hasattr(value, "item") else str(value)
+
+
+class _Reader(HTMLParser):
+    """The numbers of a page, each with the text of the element that it stands in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[dict[str, Any]] = []
+        self._blocks: list[tuple[str, list[str], list[dict[str, Any]]]] = []
+        self._open: dict[str, Any] | None = None
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        known = {name: text or "" for name, text in attrs}
+        if tag == "data" and known.get("class") == "origin":
+            self._open = _entry(known)
+            self.found.append(self._open)
+            if self._blocks:
+                self._blocks[-1][2].append(self._open)
+        elif tag in ("p", "figcaption", "td", "th", "span"):
+            self._blocks.append((tag, [], []))
+
+    def handle_data(self, data: str) -> None:
+        if self._open is not None:
+            self._open["text"] += data
+        for _, texts, _ in self._blocks:
+            texts.append(data)
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag == "data":
+            self._open = None
+        elif self._blocks and self._blocks[-1][0] == tag:
+            _, texts, inside = self._blocks.pop()
+            for entry in inside:
+                entry["sentence"] = "".join(texts)
+
+
+def _entry(known: Mapping[str, str]) -> dict[str, Any]:
+    entry: dict[str, Any] = {"text": "", "value": float(known["value"]) if known.get("value") else None, "decimals": 0}
+    entry |= {name: known.get(f"data-{name}", "") for name in ("kind", "study", "gpu", "table")}
+    entry |= {"keys": json.loads(known.get("data-keys") or "{}")}
+    return entry | {name: known.get(f"data-{name}", "") for name in ("column", "transform")} | {"sentence": ""}
+
+
+def numbers(html: str) -> list[dict[str, Any]]:
+    """Every number of a page's sentences with its origin, as the module says."""
+    reader = _Reader()
+    reader.feed(html)
+    for entry in reader.found:
+        entry["decimals"] = Number(entry["text"], 0, 0, "").decimals if NUMBER.fullmatch(entry["text"]) else None
+    return reader.found
+
+
+def check(html: str) -> list[dict[str, Any]]:
+    """The numbers of a page that are not, at their precision, what their origin says; those without origin too."""
+    return [entry for entry in numbers(html) if not _holds(entry)]
+
+
+def _holds(entry: Mapping[str, Any]) -> bool:
+    if entry["value"] is None or entry["decimals"] is None:
+        return False
+    return bool(Number(entry["text"], 0, 0, "unit").shows(entry["value"]))
