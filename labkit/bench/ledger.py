@@ -1,7 +1,7 @@
 """Which tables a sentence is made from: a record of what table functions return while it is made.
 
-A study's modules of tables end in `ledger.watch(__name__)`. Inside `recording` every call of their public functions is
-noted, nested ones too; outside it costs one look at a variable.
+A study's modules of tables and views end in `ledger.watch(__name__)`. Inside `recording` what their functions return is
+noted, of nested calls too; outside it costs one look at a variable.
 """
 
 import inspect
@@ -41,9 +41,9 @@ def recording() -> Iterator[list[Noted]]:
 
 
 def note(name: str, value: Any, arguments: str = "") -> None:
-    """Note a table, a series, a mapping (one line), a list of mappings, numbers or a number; anything else is passed by.
+    """Note a table, a series, a mapping (one line), a list of mappings, numbers or a number, inside `recording`.
 
-    Nothing happens outside `recording`.
+    Anything else is passed by.
     """
     book = _book.get()
     if book is None:
@@ -56,14 +56,14 @@ def note(name: str, value: Any, arguments: str = "") -> None:
 
 
 def watch(module: str) -> None:
-    """Have every public function that this module defines noted. To be called at the module's end.
+    """Have what every function that this module defines returns noted. To be called at the module's end.
 
-    What imports the functions from there gets the watched ones. The source stays as it is, and so its hash.
+    What imports the functions from there gets the watched ones. The functions' source stays as it is, and so its hash.
     """
     here = sys.modules[module]
     for name, function in list(vars(here).items()):
         own = inspect.isfunction(function) and function.__module__ == module
-        if own and not name.startswith("_") and not hasattr(function, "__wrapped__"):
+        if own and not hasattr(function, "__wrapped__"):
             setattr(here, name, _watched(function, f"{module.rpartition('.')[2]}.{name}"))
 
 

@@ -1,7 +1,7 @@
 """Where each number in a sentence is from: matched to the tables that were read while the sentence was made.
 
-`told` makes a sentence and its numbers' origins; the page shows them as `<data class="origin">`, and `numbers` reads them
-back, for REPORTS/<page>.numbers.json. That file is a list, in the order of the page, of objects with
+`told` makes a sentence and its numbers' origins; the page shows them as `<data class="origin">`, and `numbers` reads
+them back, for REPORTS/<page>.numbers.json. That file is a list, in the order of the page, of objects with
 
     text       the number as shown, "1.29" or "−3"; decimals: digits after its point
     value      what was rounded to it, after `transform`; null without an origin
@@ -69,6 +69,9 @@ SCALES: dict[str, tuple[Scale, str]] = {  # transform -> what it does, and where
     "x/2²⁰": (lambda x: x / 2**20, "unit"),
 }
 _UNIT = re.compile(r"\s?(?:(%|percent)|(µs|ms|ns|s|[kKMGT]i?B(?:/s)?|TFLOP/s|Top/s|bytes|W|MHz)\b)")
+_UNIT_AHEAD = re.compile(
+    r"(?:(%)|(µs|TFLOP/s|TB/s|GB/s))(?: \([^)]*\))?: ?[^.;:%]*(?:\.\d[^.;:%]*)*$"
+)  # "Best TFLOP/s: bf16 767"
 _CLAUSE = re.compile(r"[;:]|\.\s|\n")
 
 
@@ -139,7 +142,7 @@ def found_in(text: str) -> list[Number]:
     """The numbers of a text."""
     found = []
     for match in NUMBER.finditer(text):
-        unit = _UNIT.match(text, match.end())
+        unit = _UNIT.match(text, match.end()) or _UNIT_AHEAD.search(text, max(0, match.start() - 200), match.start())
         found.append(Number(match[0], *match.span(), ("%" if unit[1] else "unit") if unit else ""))
     return found
 

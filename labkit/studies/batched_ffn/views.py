@@ -6,6 +6,7 @@ from itertools import product
 
 import pandas as pd
 
+from labkit.bench import ledger
 from labkit.bench.spec import Case
 from labkit.bench.tables import where
 from labkit.bench.verdict import counted, geometric_mean
@@ -415,3 +416,6 @@ def _means(table: pd.DataFrame, column: str) -> str:
         f"N = {n} ×{geometric_mean(part[column]):.2f}" for n, part in table.groupby("N") if n in (1, 8, 32, 64, 512)
     ]
     return ", ".join(parts) or "other N only"
+
+
+ledger.watch(__name__)

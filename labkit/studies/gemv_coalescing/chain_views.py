@@ -2,6 +2,7 @@
 
 import pandas as pd
 
+from labkit.bench import ledger
 from labkit.bench.tables import RATIO, cases, compared, where
 from labkit.report import plots
 from labkit.report.figures import Drawing, drawing
@@ -123,3 +124,6 @@ def cross_check(rows: pd.DataFrame) -> pd.DataFrame:
     """A token's weights from single GEMVs and from chains: two measurements of the same."""
     units = tables.UNITS | {"sum": "single GEMVs, µs", "chain": "chain and output matrix, µs"}
     return tables.from_chain(rows, PULL_REQUEST).rename(columns=units)
+
+
+ledger.watch(__name__)

@@ -5,6 +5,7 @@ from typing import Any
 
 import pandas as pd
 
+from labkit.bench import ledger
 from labkit.bench.tables import RATIO, cases, compared, tuning_seconds, where, why_not
 from labkit.bench.verdict import counted, geometric_mean
 from labkit.report import plots
@@ -431,3 +432,6 @@ def compiled_table(table: pd.DataFrame) -> pd.DataFrame:
         return table
     columns = ["variant", "arch", "registers", "spill_bytes", "shared_bytes", "loads", "shuffles", "barriers"]
     return table[[name for name in columns if name in table]]
+
+
+ledger.watch(__name__)

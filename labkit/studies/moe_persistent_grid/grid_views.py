@@ -6,6 +6,7 @@ from typing import Any
 
 import pandas as pd
 
+from labkit.bench import ledger
 from labkit.bench.spec import Case, Study
 from labkit.bench.tables import where, why_not
 from labkit.bench.verdict import counted, geometric_mean
@@ -407,3 +408,6 @@ def fuller(rows: pd.DataFrame) -> str:
     smallest, largest = means.iloc[0], means.iloc[-1]
     follows = "the fewer, the emptier" if smallest < largest - BAND else "fewer multiprocessors are no emptier"
     return f"the mean of each column is {', '.join(parts)}: {follows}."
+
+
+ledger.watch(__name__)

@@ -5,6 +5,7 @@ from typing import Any
 
 import pandas as pd
 
+from labkit.bench import ledger
 from labkit.bench import tables as kit
 from labkit.report import plots
 from labkit.report.figures import Drawing, drawing
@@ -233,3 +234,6 @@ def hiding(rows: pd.DataFrame) -> Drawing:
         table=["start", "gpu us", "way", "tokens", "us", "beyond", "host us", "hides"],
         units=UNITS | {"host us": "host µs of one token"},
     )  # fmt: skip
+
+
+ledger.watch(__name__)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pandas as pd
 
+from labkit.bench import ledger
 from labkit.bench import tables as kit
 from labkit.bench.verdict import counted
 from labkit.kernels.decoder import tables as decoder_tables
@@ -374,3 +375,6 @@ def summary(rows: pd.DataFrame) -> str:
         f"a decode that rebuilds its tables in Python takes {interval(found, 1)} of the time of one that is right at "
         f"every token and rebuilds nothing (way 9), at the published size{more}."
     )
+
+
+ledger.watch(__name__)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pandas as pd
 
+from labkit.bench import ledger
 from labkit.bench.tables import where
 from labkit.bench.verdict import counted
 from labkit.report import plots
@@ -306,3 +307,6 @@ def lines_and_ratio(rows: pd.DataFrame) -> pd.DataFrame:
         return shown
     wide = _by_layout(access.rename(columns=ACCESS), list(ACCESS.values()))
     return tables.ordered(wide.merge(shown, on=["state", "BV"], how="right"), ["state", "BV"])
+
+
+ledger.watch(__name__)
