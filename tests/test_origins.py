@@ -117,7 +117,7 @@ def test_a_number_that_was_changed_by_hand_is_found():
     assert not origins.check(html)
     (found,) = origins.check(html.replace(">1.29<", ">1.39<"))
     assert (found["text"], found["value"], found["sentence"]) == ("1.39", 1.287, "batch 64, fp32: ×1.39")
-    assert found["keys"] == {"batch": 64, "state": "fp32", "verdict": "faster"}
+    assert found["keys"] == {"batch": 64, "state": "fp32"}
     assert origins.check(html.replace(">1.29<", ">about<"))
 
 
@@ -125,7 +125,7 @@ def test_the_text_names_the_file():
     said = origins.marked("×1.29 <b>", pool())
     assert said.plain == "×1.29 <b> [numbers: 01_toy.numbers.json]"
     assert said.html.endswith("&lt;b&gt;")
-    assert 'title="01_toy · H100 · tables.ratios · batch 64, state fp32, verdict faster · ratio"' in said.html
+    assert 'title="01_toy · H100 · tables.ratios · batch 64, state fp32 · ratio"' in said.html
     assert origins.marked("nothing was measured", pool()).plain == "nothing was measured"
 
 

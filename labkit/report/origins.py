@@ -22,7 +22,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from html.parser import HTMLParser
 from itertools import combinations
 from typing import Any
@@ -72,7 +72,6 @@ _UNIT = re.compile(r"\s?(?:(%|percent)|(µs|ms|ns|s|[kKMGT]i?B(?:/s)?|TFLOP/s|To
 _UNIT_AHEAD = re.compile(
     r"(?:(%)|(µs|TFLOP/s|TB/s|GB/s))(?: \([^)]*\))?: ?[^.;:%]*(?:\.\d[^.;:%]*)*$"
 )  # "Best TFLOP/s: bf16 767"
-_CLAUSE = re.compile(r"[;:]|\.\s|\n")
 
 
 @dataclass(frozen=True)
@@ -120,12 +119,12 @@ class Number:
     end: int
     unit: str
 
-    @property
+    @cached_property
     def value(self) -> float:
         """Its value."""
         return float(self.text.replace("−", "-").replace(",", ""))
 
-    @property
+    @cached_property
     def decimals(self) -> int:
         """Digits after the point; of "1.2e-07", those of 0.00000012."""
         digits, _, exponent = self.text.partition("e")
@@ -156,7 +155,7 @@ class Pool:
         tables: dict[tuple, _Table] = {}
         for one in book:
             made = _Table(one, self.names)
-            tables.setdefault(made.mark, made)
+            tables.setdefault(made.mark, made)  # the first is where it was made, not where it was handed on
         self.tables = list(tables.values())[::-1]  # the last is what the sentence is made from
 
     @cached_property
@@ -209,8 +208,6 @@ class Pool:
             return Origin("case", number.value, column=parameter), before
         if any(number.shows(value) and abs(number.value) == abs(value) for value in self.published):
             return Origin("published", number.value), before
-        if match := self._grouped(number, clause):
-            return match.origin, before
         return Origin("none"), before
 
     def _parameter(self, text: str, number: Number) -> str:
@@ -226,15 +223,16 @@ class Pool:
         return bool(re.search(near, text[: number.start], re.I) or re.match(after, text[number.end :], re.I))
 
     def _match(self, number: Number, clause: "Clause", before: Any) -> "Match | None":
-        """The best single line, or aggregate of a whole table."""
-        found = [match for table in self.tables for match in table.lines(number, clause, before)]
-        found += [match for table in self.tables for match in table.whole(number, clause)]
-        return min(found, key=lambda match: match.cost, default=None)
+        """The best of all tables."""
+        found: list[Match] = []
+        for table in self.tables:
+            found += table.lines(number, clause, before)
+            found += table.counts(number, clause)
+            found += table.aggregates(number, clause)
+        return min(found or self._shares(number, clause), key=lambda match: match.cost, default=None)
 
-    def _grouped(self, number: Number, clause: "Clause") -> "Match | None":
-        """The best aggregate of a part of a table."""
-        found = [match for table in self.tables for match in table.grouped(number, clause)]
-        return min(found, key=lambda match: match.cost, default=None)
+    def _shares(self, number: Number, clause: "Clause") -> "list[Match]":
+        return [match for table in self.tables for match in table.shares(number, clause)]
 
 
 def _names(rows: pd.DataFrame) -> dict[str, set[Any]]:
@@ -250,30 +248,33 @@ def _names(rows: pd.DataFrame) -> dict[str, set[Any]]:
 
 @dataclass(frozen=True)
 class Clause:
-    """The part of a sentence about a number, without the number itself. means: it speaks of an aggregate."""
+    """What stands around a number. near: between the commas; text: between semicolons and full stops.
 
+    aggregate: of `AGGREGATES`, the one that the words just before the number name, or empty; bracket: whether it is the
+    end of an interval.
+    """
+
+    near: str
     text: str
-    numbers: frozenset[float]
-    aggregate: bool
-    counts: bool
+    aggregate: str
+    bracket: bool
 
     @classmethod
     def around(cls, text: str, number: Number) -> "Clause":
-        """From the last to the next semicolon, colon or full stop; what stands before a colon counts too."""
-        starts = [match.end() for match in _CLAUSE.finditer(text, 0, number.start) if match[0] != ":"]
-        stop = _CLAUSE.search(text, number.end)
-        start, end = (starts or [0])[-1], stop.start() if stop else len(text)
-        rest = f"{text[start : number.start]} # {text[number.end : end]}"
-        near = text[max(0, number.start - 25) : number.start] + "#" + text[number.end : number.end + 25]
-        counts = bool(re.search(r"\bof #|\bin #|# (?:of|cases?|pairs?|times)\b", near)) and not number.unit
-        aggregate = bool(re.search(r"\b(?:median|mean|average|sum|together)\b", near))
-        return cls(rest, frozenset(one.value for one in found_in(rest)), aggregate, counts)
+        """Of a number in a text."""
+        before, after = text[: number.start], text[number.end :]
+        wide = _SENTENCE.split(before)[-1], _SENTENCE.split(after)[0]
+        near = _COMMA.split(wide[0])[-1], _COMMA.split(wide[1])[0]
+        said = [name for name in AGGREGATES if re.search(rf"\b{name}\b", f"{before[-30:]}#{after[:30]}")]
+        bracket = before.rfind("[") > before.rfind("]") and "]" in after[:20]
+        return cls(" # ".join(near), " # ".join(wide), said[-1] if said else "", bracket)
 
-    def names(self, value: Any) -> bool:
-        """Whether a value of a key stands in it."""
-        if isinstance(value, str):
-            return len(value) > 1 and re.search(rf"(?<!\w){re.escape(value)}(?!\w)", self.text) is not None
-        return not isinstance(value, bool) and value in self.numbers
+
+def _names_value(text: str, numbers: frozenset[float], value: Any) -> bool:
+    """Whether a value of a key stands in a text that has these numbers."""
+    if isinstance(value, str):
+        return len(value) > 1 and value in text and re.search(rf"(?<!\w){re.escape(value)}(?!\w)", text) is not None
+    return not isinstance(value, bool | np.bool_) and value in numbers
 
 
 @dataclass(frozen=True)
@@ -285,127 +286,173 @@ class Match:
     line: Any = None
 
 
+Part = tuple[dict[str, Any], np.ndarray]  # what is true of some lines, and which these are
+
+
 class _Table:
     """A noted table: its measured columns as one array, and its keys."""
 
     def __init__(self, noted: Noted, names: Mapping[str, Any]):
-        frame = noted.table
-        kinds = {
-            column: _kind(frame[column], str(column), names) for column in frame if (frame.columns == column).sum() == 1
-        }
+        frame = noted.table.loc[:, ~noted.table.columns.duplicated()]
+        kinds = {column: _kind(frame[column], str(column), names) for column in frame}
         self.name = f"{noted.name}({noted.arguments})" if noted.arguments else noted.name
         self.columns = [column for column, kind in kinds.items() if kind == "value"]
+        self.units = np.array([_unit_of(str(column)) for column in self.columns], str)
         self.keys = {column: frame[column].tolist() for column, kind in kinds.items() if kind == "key"}
         self.values = np.column_stack([frame[c].to_numpy(float) for c in self.columns] or [np.zeros((len(frame), 0))])
         self.length = len(frame)
-        self.mark = (noted.name, self.values.tobytes(), repr(list(self.keys.values())))
-        self._seen: dict[Clause, tuple[np.ndarray, np.ndarray]] = {}
-        self._groups: list[tuple[dict, np.ndarray]] | None = None
+        self.mark = (self.values.tobytes(), repr(self.keys), tuple(self.columns))
+        self._named: dict[str, tuple[np.ndarray, np.ndarray]] = {}
+        self._aggregated: dict[str, np.ndarray] = {}
+
+    @cached_property
+    def scaled(self) -> dict[str, np.ndarray]:
+        """The values after each of `SCALES`."""
+        with np.errstate(all="ignore"):
+            return {scale: change(self.values) for scale, (change, _) in SCALES.items()}
+
+    @cached_property
+    def coded(self) -> dict[str, tuple[np.ndarray, list[Any]]]:
+        """Of each key the number of each line's value, and the values."""
+        found = {}
+        for key, values in self.keys.items():
+            known = {value: code for code, value in enumerate(dict.fromkeys(map(_hashed, values)))}
+            found[key] = np.array([known[_hashed(value)] for value in values], int), list(known)
+        return found
+
+    @cached_property
+    def parts(self) -> list[Part]:
+        """All lines, and those that have the same value of one or of two keys."""
+        few = [key for key, (_, values) in self.coded.items() if 1 < len(values) <= 12]
+        found: list[Part] = [({}, np.ones(self.length, bool))]
+        for names in (*((one,) for one in few), *(combinations(few, 2) if self.length <= _SMALL else ())):
+            marks = np.column_stack([self.coded[name][0] for name in names])
+            for mark in np.unique(marks, axis=0):
+                keys = {name: self.coded[name][1][code] for name, code in zip(names, mark, strict=True)}
+                found.append((keys, (marks == mark).all(axis=1)))
+        return found
+
+    @cached_property
+    def counted(self) -> dict[int, list[tuple[dict[str, Any], int]]]:
+        """Number of lines -> the parts that have so many."""
+        found: dict[int, list[tuple[dict[str, Any], int]]] = {}
+        for keys, chosen in self.parts:
+            found.setdefault(int(chosen.sum()), []).append((keys, int(chosen.sum())))
+        return found
 
     def lines(self, number: Number, clause: Clause, before: Any) -> Iterator[Match]:
         """Single lines that show the number."""
-        clash, agree = self._named(clause)
-        for rank, (scale, (change, where)) in enumerate(SCALES.items()):
+        clash, agree = self._lines_named(clause)
+        for rank, (scale, (_, where)) in enumerate(SCALES.items()):
             if where and where != number.unit:
                 continue
-            with np.errstate(all="ignore"):
-                hits = np.argwhere(number.shows(change(self.values)))
-            for line, column in sorted(hits.tolist(), key=lambda hit: (clash[hit[0]], -agree[hit[0]]))[:20]:
-                name = self.columns[column]
-                beside = before is not None and before[0] is self and before[1] == line
-                off = clause.counts and not clause.aggregate and self.length > 1
-                cost = (
-                    clash[line] > 0,
-                    off or clause.aggregate,
-                    not beside,
-                    -agree[line],
-                    rank,
-                    _far(name, number),
-                    clash[line],
-                )
-                with np.errstate(all="ignore"):
-                    value = float(change(self.values[line, column]))
-                keys = {key: values[line] for key, values in self.keys.items() if _usable(values[line])}
-                yield Match(cost, Origin("measured", value, self.name, keys, str(name), scale), (self, line))
+            fits = number.shows(self.scaled[scale]) & _right_unit(self.units, number.unit, scale)
+            for line, column in np.argwhere(fits).tolist():
+                name = str(self.columns[column])
+                beside = clause.bracket and before is not None and before[0] is self and before[1] == line
+                end = (name in ("low", "high")) != clause.bracket
+                cost = (clash[line] > 0, bool(clause.aggregate), not beside, end, 2 * (rank > 0) - agree[line], rank)
+                value = float(self.scaled[scale][line, column])
+                keys = {key: values[line] for key, values in self.keys.items() if _says(key, values[line])}
+                yield Match((*cost, clash[line]), Origin("measured", value, self.name, keys, name, scale), (self, line))
 
-    def whole(self, number: Number, clause: Clause) -> Iterator[Match]:
-        """Aggregates of all its lines."""
-        if self.length > 1 or clause.counts:
-            yield from self._aggregates(np.ones(self.length, bool), {}, number, clause)
-
-    def grouped(self, number: Number, clause: Clause) -> Iterator[Match]:
-        """Aggregates of the lines that have the same value of one or of two keys."""
-        if self._groups is None:
-            self._groups = list(self._parts())
-        for keys, chosen in self._groups:
-            yield from self._aggregates(chosen, keys, number, clause)
-
-    def _parts(self) -> Iterator[tuple[dict, np.ndarray]]:
-        few = [key for key, values in self.keys.items() if 1 < len(set(map(repr, values))) <= 12]
-        for names in (*((one,) for one in few), *combinations(few, 2)):
-            marks = list(zip(*(self.keys[name] for name in names), strict=True))
-            for mark in dict.fromkeys(marks):
-                yield dict(zip(names, mark, strict=True)), np.array([one == mark for one in marks])
-
-    def _aggregates(self, chosen: np.ndarray, keys: dict, number: Number, clause: Clause) -> Iterator[Match]:
-        named = sum(clause.names(value) for value in keys.values())
-        clash, many = len(keys) - named, int(chosen.sum())
-        if not number.unit and not number.decimals:
-            for count, column, more in self._counts(chosen, many):
-                if count == number.value:
-                    cost = (clash > 0, not clause.counts, True, -named - len(more), 0, 0, clash)
-                    yield Match(cost, Origin("measured", count, self.name, keys | more, column, "count"))
-        elif number.unit == "%":
-            for count, column, more in self._counts(chosen, many):
-                if more and number.shows(100 * count / many):
-                    cost = (clash > 0, False, True, -named, 2, 1, clash)
-                    yield Match(
-                        cost, Origin("measured", 100 * count / many, self.name, keys | more, column, "share, 100·x")
-                    )
-        if many < 2:
+    def counts(self, number: Number, clause: Clause) -> Iterator[Match]:
+        """How many lines there are, or have the same keys."""
+        if number.unit or number.decimals or number.value < 0:
             return
-        for column, name in enumerate(self.columns):
-            values = self.values[chosen, column]
-            values = values[np.isfinite(values)]
-            for how, aggregate in AGGREGATES.items() if len(values) else ():
+        for keys, count in self.counted.get(int(number.value), ()):
+            named, unnamed = self._part_named(clause, keys)
+            cost = (unnamed > 0, False, True, False, -named, 0, unnamed)
+            yield Match(cost, Origin("measured", count, self.name, keys, "", "count"))
+
+    def shares(self, number: Number, clause: Clause) -> Iterator[Match]:
+        """What share of all lines has a value of a key."""
+        for count, parts in self.counted.items() if number.unit == "%" and self.length > 1 else ():
+            if number.shows(share := 100 * count / self.length):
+                for keys, _ in parts:
+                    named, unnamed = self._part_named(clause, keys)
+                    if keys and not unnamed:
+                        yield Match(
+                            (False, False, True, False, 1 - named, 9, 0),
+                            Origin("measured", share, self.name, keys, "", "share, 100·x"),
+                        )
+
+    def aggregates(self, number: Number, clause: Clause) -> Iterator[Match]:
+        """The aggregate that the clause names, of the lines that have the same keys."""
+        for how in {"": (), "mean": ("geometric mean", "mean")}.get(clause.aggregate, (clause.aggregate,)):
+            for scale in _OF_AGGREGATES:
+                change, where = SCALES[scale]
+                if where and where != number.unit:
+                    continue
                 with np.errstate(all="ignore"):
-                    made = aggregate(values)
-                for rank, (scale, (change, where)) in enumerate(SCALES.items()):
-                    with np.errstate(all="ignore"):
-                        fits = (not where or where == number.unit) and number.shows(change(made))
-                    if fits:
-                        cost = (clash > 0, not clause.aggregate, True, -named, rank, _far(name, number), clash)
-                        said = ", ".join(filter(None, [how, scale]))
-                        yield Match(cost, Origin("measured", float(change(made)), self.name, keys, str(name), said))
+                    made = change(self.aggregated(how))
+                fits = number.shows(made) & _right_unit(self.units, number.unit, scale)
+                for part, column in np.argwhere(fits).tolist():
+                    keys, name = self.parts[part][0], str(self.columns[column])
+                    named, unnamed = self._part_named(clause, keys)
+                    cost = (unnamed > 0, False, True, name in ("low", "high"), -named, 0, unnamed)
+                    transform, value = ", ".join(filter(None, [how, scale])), float(made[part, column])
+                    yield Match(cost, Origin("measured", value, self.name, keys, name, transform))
 
-    def _counts(self, chosen: np.ndarray, many: int) -> Iterator[tuple[float, str, dict]]:
-        """How many lines there are, and how many have each value of a key; how many values it has."""
-        yield many, "", {}
-        places = np.flatnonzero(chosen)
-        for key, values in self.keys.items():
-            some = [values[place] for place in places]
-            tally: dict[Any, int] = {}
-            for one in some:
-                if isinstance(one, str | bool | int | float | np.bool_):
-                    tally[one] = tally.get(one, 0) + 1
-            for value, count in tally.items() if len(tally) < 13 else ():
-                yield count, "", {key: value}
+    def aggregated(self, how: str) -> np.ndarray:
+        """An aggregate of every part (lines) and column; NaN where there is no value."""
+        if how not in self._aggregated:
+            found = np.full((len(self.parts), len(self.columns)), np.nan)
+            for line, (_, chosen) in enumerate(self.parts):
+                for column in range(len(self.columns)):
+                    values = self.values[chosen, column]
+                    values = values[np.isfinite(values)]
+                    if len(values):
+                        found[line, column] = AGGREGATES[how](values)
+            self._aggregated[how] = found
+        return self._aggregated[how]
 
-    def _named(self, clause: Clause) -> tuple[np.ndarray, np.ndarray]:
-        """Of each line: of how many keys the clause names another value, and of how many this one."""
-        if clause not in self._seen:
+    def _part_named(self, clause: Clause, keys: Mapping[str, Any]) -> tuple[int, int]:
+        """How many of these keys the clause names, and how many not."""
+        numbers = _numbers_in(clause.text)
+        named = sum(_names_value(clause.text, numbers, value) for value in keys.values())
+        return named, len(keys) - named
+
+    def _lines_named(self, clause: Clause) -> tuple[np.ndarray, np.ndarray]:
+        """Of each line: of how many keys the clause names another value, and of how many this one, near ones twice."""
+        (far_clash, far), (near_clash, near) = self._lines_in(clause.text), self._lines_in(clause.near)
+        return far_clash + near_clash, far + near
+
+    def _lines_in(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+        if text not in self._named:
             clash, agree = np.zeros(self.length, int), np.zeros(self.length, int)
-            for values in self.keys.values():
-                known = {value: clause.names(value) for value in set(values) if _usable(value)}
-                hit = np.array([known.get(value, False) if _usable(value) else False for value in values])
-                agree += hit
-                clash += ~hit & hit.any()
-            self._seen[clause] = clash, agree
-        return self._seen[clause]
+            numbers = _numbers_in(text)
+            for codes, values in self.coded.values():
+                known = np.array([_names_value(text, numbers, value) for value in values], bool)
+                if known.any():
+                    hit = known[codes]
+                    agree += hit
+                    clash += ~hit
+            self._named[text] = clash, agree
+        return self._named[text]
 
 
-def _usable(value: Any) -> bool:
-    return isinstance(value, str | int | float | np.bool_) and value == value
+_SENTENCE = re.compile(r"[;\n]|\.\s")
+_COMMA = re.compile(r",\s| and |: ")
+_SMALL = 100  # lines of a table of which parts by two keys are looked at
+_OF_AGGREGATES = ("", "100·x", "1/x", "100·(x−1)", "100·(1−x)")
+_NO_KEYS = ("study", "reason", "evidence", "counters", "case", "options", "verdict", "kernel_sha", "revision", "utc")
+_NO_VALUES = ("calls_per_sample", "schema", "sets", "floor_flops", "run", "runs")
+_TIME = re.compile(r"\bus\b|µs|\bms\b|\bseconds\b|\bns\b|_us\b", re.I)
+
+
+@lru_cache(4096)
+def _numbers_in(text: str) -> frozenset[float]:
+    return frozenset(one.value for one in found_in(text))
+
+
+def _hashed(value: Any) -> Any:
+    return value if isinstance(value, str | int | float | bool | np.bool_) else None
+
+
+def _says(key: str, value: Any) -> bool:
+    """Whether a key tells which line it is."""
+    return key not in _NO_KEYS and isinstance(value, str | int | float | np.bool_) and value == value and value != ""
 
 
 def _kind(column: pd.Series, name: str, names: Mapping[str, Any]) -> str:
@@ -413,17 +460,21 @@ def _kind(column: pd.Series, name: str, names: Mapping[str, Any]) -> str:
     if pd.api.types.is_bool_dtype(column):
         return "key"
     if pd.api.types.is_numeric_dtype(column):
-        return "key" if name in names else "value"
+        return "key" if name in names else "" if name in _NO_VALUES else "value"
     first = next((value for value in column if value is not None), None)
-    return "key" if isinstance(first, str) and len(first) < 60 and name not in ("case", "options") else ""
+    return "key" if isinstance(first, str) and len(first) < 80 and not first.startswith(("{", "[")) else ""
 
 
-_COLUMN_OF = {"%": re.compile(r"%|percent|share"), "unit": re.compile(r"us\b|µs|\bms\b|tbs|bytes|time", re.I)}
+def _unit_of(column: str) -> str:
+    """ "%" or "time" of a column that says so."""
+    return "%" if "%" in column or "percent" in column else "time" if _TIME.search(column) else ""
 
 
-def _far(name: Any, number: Number) -> bool:
-    """Whether a column's name does not speak of the number's unit."""
-    return bool(number.unit) and not _COLUMN_OF[number.unit].search(str(name))
+def _right_unit(units: np.ndarray, unit: str, scale: str) -> np.ndarray:
+    """Which columns, by their units, a number with this unit can be of."""
+    if unit == "%":
+        return units != "time" if "100" not in scale or scale == "100−x" else units == ""
+    return units != "%" if unit else units == ""
 
 
 # On the page
