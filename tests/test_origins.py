@@ -63,6 +63,13 @@ def test_numbers_are_read(text, value, decimals, unit):
     assert (number.value, number.decimals, number.unit) == (pytest.approx(value), decimals, unit)
 
 
+def test_units_of_ranges_and_intervals_are_read():
+    text = "12 to 15 %; 1608 µs [1328, 2695], 3 cases; 81 % [80, 84]; Best TFLOP/s: bf16 767, fp8 1396."
+    assert [number.unit for number in origins.found_in(text)] == ["%"] * 2 + ["unit"] * 3 + [""] + ["%"] * 3 + [
+        "unit"
+    ] * 2
+
+
 @pytest.mark.parametrize("name", ["fp32", "Q4_K", "Qwen3.5-27B", "Llama-3.2-1B", "sglang 0.5.9", "4-bit", "2026-11-24"])
 def test_digits_of_names_are_no_numbers(name):
     assert not [number for number in origins.found_in(f"of {name}.") if number.text != "2026"]

@@ -136,4 +136,6 @@ def tuning_seconds(rows: pd.DataFrame) -> pd.Series:
     """Seconds from the start of one case's tuning to that of the next, in the order of measuring; compiling apart."""
     tuned = rows[rows["op"] == "tune"]
     starts = pd.to_datetime(tuned["utc"]).groupby(tuned["case"]).min().sort_values()
-    return starts.diff().dt.total_seconds().dropna()
+    seconds = starts.diff().dt.total_seconds().dropna().rename("seconds")
+    ledger.note("tuning_seconds", seconds)
+    return seconds

@@ -194,7 +194,9 @@ def counted(verdicts: pd.Series) -> str:
 
 def geometric_mean(values: pd.Series) -> float:
     """NaN without values."""
-    return float(np.exp(np.log(values).mean())) if len(values) else math.nan
+    mean = float(np.exp(np.log(values).mean())) if len(values) else math.nan
+    ledger.note(f"geometric mean of {getattr(values, 'name', '') or 'values'}", {"ratio": mean, "cases": len(values)})
+    return mean
 
 
 def median_us(rows: pd.DataFrame) -> dict[str, float]:

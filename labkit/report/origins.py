@@ -40,6 +40,7 @@ KINDS = ("measured", "case", "published", "rule", "none")
 NUMBER = re.compile(
     r"(?<![\w.])(?<![\w.][-/])(?:(?<![\w)])[+−-])?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?:e[+-]?\d+)?(?!\w|\.\d|[-/]\w)"
 )
+_RANGE = re.compile(f" to {NUMBER.pattern}")
 # Constants of the lab's own, by the words that they stand in.
 RULES = re.compile(
     r"\b(?:95|5)(?=th percentile| % interval)|(?<=±)1(?= %)|\b\d+(?= bytes? (?:wide|long)\b)|(?<=lines of )128\b"
@@ -69,6 +70,7 @@ SCALES: dict[str, tuple[Scale, str]] = {  # transform -> what it does, and where
     "x/2²⁰": (lambda x: x / 2**20, "unit"),
 }
 _UNIT = re.compile(r"\s?(?:(%|percent)|(µs|ms|ns|s|[kKMGT]i?B(?:/s)?|TFLOP/s|Top/s|bytes|W|MHz)\b)")
+_INTERVAL = re.compile(r"(?: ?(?:%|µs|ms|s))? \[|, ")  # from a number to what stands in its brackets
 _UNIT_AHEAD = re.compile(
     r"(?:(%)|(µs|TFLOP/s|TB/s|GB/s))(?: \([^)]*\))?: ?[^.;:%]*(?:\.\d[^.;:%]*)*$"
 )  # "Best TFLOP/s: bf16 767"
@@ -139,11 +141,23 @@ class Number:
 
 def found_in(text: str) -> list[Number]:
     """The numbers of a text."""
-    found = []
+    found: list[Number] = []
     for match in NUMBER.finditer(text):
-        unit = _UNIT.match(text, match.end()) or _UNIT_AHEAD.search(text, max(0, match.start() - 200), match.start())
-        found.append(Number(match[0], *match.span(), ("%" if unit[1] else "unit") if unit else ""))
+        unit = _unit(text, *match.span())
+        inside = text.rfind("[", 0, match.start()) > text.rfind("]", 0, match.start())
+        if not unit and found and inside and _INTERVAL.fullmatch(text, found[-1].end, match.start()):
+            unit = found[-1].unit
+        found.append(Number(match[0], *match.span(), unit))
     return found
+
+
+def _unit(text: str, start: int, end: int) -> str:
+    """The unit of a number: behind it, behind the other end of its range, or before the colon of a list."""
+    if other := _RANGE.match(text, end):
+        end = other.end()
+    unit = _UNIT.match(text, end)
+    unit = unit or _UNIT_AHEAD.search(text, max(0, start - 200), start)
+    return ("%" if unit[1] else "unit") if unit else ""
 
 
 class Pool:
@@ -243,6 +257,8 @@ def _names(rows: pd.DataFrame) -> dict[str, set[Any]]:
             for name, value in json.loads(text).items():
                 if isinstance(value, str | int | float):
                     found.setdefault(name, set()).add(value)
+                if isinstance(value, str) and (numbered := re.match(r"\d+(?= \w)", value)):  # "9 graph"
+                    found[name].add(int(numbered[0]))
     return found
 
 

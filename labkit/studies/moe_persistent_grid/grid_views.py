@@ -129,9 +129,10 @@ def _costs_ctas(table: pd.DataFrame) -> str:
     pairs = table.drop_duplicates([*tables.CASE, "GEMM", "kernel"]).dropna(subset=tables.CODE)
     if pairs.empty:
         return ""
-    fewer = int((pairs["persistent CTAs"] < pairs["CTAs an SM"]).sum())
+    fewer = (pairs["persistent CTAs"] < pairs["CTAs an SM"]).rename("fewer CTAs")
+    ledger.note("pairs", fewer)
     said = "The loop over tiles takes registers: fewer CTAs of the persistent kernel fit in"
-    return f"{said} {fewer} of {len(pairs)} pairs"
+    return f"{said} {fewer.sum()} of {len(pairs)} pairs"
 
 
 def bits(rows: pd.DataFrame) -> str:

@@ -29,6 +29,7 @@ def figure(
     ends: of the columns of its interval's ends, before "low" and "high". unit: what follows the number: " µs".
     """
     values = [line[name], *(line[ends.format(name) + end] for end in ("low", "high"))]
+    ledger.note("figure", dict(zip(("mid", "low", "high"), values, strict=True)))
     mid, low, high = map(form.format, values)
     unclear = (values[2] - values[1]) / 2 > derived.SURE * abs(values[0])
     return f"{mid}{unit} [{low}, {high}]{' (unclear)' if unclear else ''}"
