@@ -6,7 +6,8 @@ them back, for REPORTS/<page>.numbers.json. That file is a list, in the order of
     text       the number as shown, "1.29" or "−3"; decimals: digits after its point
     value      what was rounded to it, after `transform`; null without an origin
     kind       measured; case (a parameter of a case, or part of a name); published (a figure of a claim's source);
-               rule (a constant of the lab's own, see `RULES`); none (no origin)
+               rule (a constant of the lab's own: of `RULES`, or of a module of the study, its name in `column`);
+               none (no origin)
     study, gpu name of the notebook, slug of the GPU
     table      of the study's modules, with the arguments beside rows: "tables.ratios(cache='hot')"
     keys       column -> value, of what is true of all lines that the number is of
@@ -20,6 +21,7 @@ Of several matches the one is taken whose keys the clause names, then a line bef
 
 import json
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
@@ -40,7 +42,7 @@ KINDS = ("measured", "case", "published", "rule", "none")
 NUMBER = re.compile(
     r"(?<![\w.])(?<![\w.][-/])(?:(?<![\w)])[+−-])?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?:e[+-]?\d+)?(?!\w|\.\d|[-/]\w)"
 )
-_RANGE = re.compile(f" to {NUMBER.pattern}")
+_RANGE = re.compile(f" (?:to|→) {NUMBER.pattern}")
 # Constants of the lab's own, by the words that they stand in.
 RULES = re.compile(
     r"\b(?:95|5)(?=th percentile| % interval)|(?<=±)1(?= %)|\b\d+(?= bytes? (?:wide|long)\b)|(?<=lines of )128\b"
@@ -69,7 +71,7 @@ SCALES: dict[str, tuple[Scale, str]] = {  # transform -> what it does, and where
     "x/2¹⁰": (lambda x: x / 2**10, "unit"),
     "x/2²⁰": (lambda x: x / 2**20, "unit"),
 }
-_UNIT = re.compile(r"\s?(?:(%|percent)|(µs|ms|ns|s|[kKMGT]i?B(?:/s)?|TFLOP/s|Top/s|bytes|W|MHz)\b)")
+_UNIT = re.compile(r"\s?(?:(%|percent)|(µs|ms|ns|s|[kKMGT]i?B(?:/s)?|TFLOP/s|Top/s|bytes|W|MHz)\b|(times\b|×))")
 _INTERVAL = re.compile(r"(?: ?(?:%|µs|ms|s))? \[|, ")  # from a number to what stands in its brackets
 _UNIT_AHEAD = re.compile(
     r"(?:(%)|(µs|TFLOP/s|TB/s|GB/s))(?: \([^)]*\))?: ?[^.;:%]*(?:\.\d[^.;:%]*)*$"
@@ -114,7 +116,7 @@ class Origin:
 
 @dataclass(frozen=True)
 class Number:
-    """A number as it stands in a text. step: of its last digit; unit: "%", "unit" (another) or empty."""
+    """A number as it stands in a text. unit: "%", "×" (or "times"), "unit" (another) or empty."""
 
     text: str
     start: int
@@ -157,7 +159,9 @@ def _unit(text: str, start: int, end: int) -> str:
         end = other.end()
     unit = _UNIT.match(text, end)
     unit = unit or _UNIT_AHEAD.search(text, max(0, start - 200), start)
-    return ("%" if unit[1] else "unit") if unit else ""
+    if not unit and text[start - 1 : start] == "×":
+        return "×"
+    return ("", "%", "unit", "×")[unit.lastindex] if unit else ""
 
 
 class Pool:
@@ -220,8 +224,11 @@ class Pool:
             return match.origin, match.line
         if parameter:
             return Origin("case", number.value, column=parameter), before
-        if any(number.shows(value) and abs(number.value) == abs(value) for value in self.published):
+        if number.value in self.published:
             return Origin("published", number.value), before
+        for name, value in _constants(self.place.study).items():
+            if number.shows(value):
+                return Origin("rule", value, column=name), before
         return Origin("none"), before
 
     def _parameter(self, text: str, number: Number) -> str:
@@ -260,6 +267,19 @@ def _names(rows: pd.DataFrame) -> dict[str, set[Any]]:
                 if isinstance(value, str) and (numbered := re.match(r"\d+(?= \w)", value)):  # "9 graph"
                     found[name].add(int(numbered[0]))
     return found
+
+
+@lru_cache
+def _constants(notebook: str) -> dict[str, float]:
+    """ "claims.CONTEXT" -> its value, of the constants of a study's modules."""
+    package = f"labkit.studies.{notebook.partition('_')[2]}."
+    return {
+        f"{name.removeprefix(package)}.{key}": value
+        for name, module in sorted(sys.modules.items())
+        if name.startswith(package)
+        for key, value in vars(module).items()
+        if key.isupper() and isinstance(value, int | float) and not isinstance(value, bool)
+    }
 
 
 @dataclass(frozen=True)
@@ -490,7 +510,7 @@ def _right_unit(units: np.ndarray, unit: str, scale: str) -> np.ndarray:
     """Which columns, by their units, a number with this unit can be of."""
     if unit == "%":
         return units != "time" if "100" not in scale or scale == "100−x" else units == ""
-    return units != "%" if unit else units == ""
+    return units != "%" if unit == "unit" else units == ""
 
 
 # On the page

@@ -104,7 +104,7 @@ def grows(rows: pd.DataFrame) -> str:
     half_way = (1 + table["most MB"] / table["least MB"]) / 2  # between a cost of every launch and one of every byte
     grows = table["most"] > half_way * table["least"]
     table = table.assign(kind=grows.map({True: "it grows with the bytes", False: "mostly a cost of every launch"}))
-    form = "{variant}: {least:.1f} µs where a GEMV has {least MB:.0f} MB, {most:.1f} µs where it has {most MB:.0f}"
+    form = "{variant}: {least:.1f} µs where a GEMV has {least MB:.0f} MB, {most:.1f} µs where it has {most MB:.0f} MB"
     said = "; ".join(filled(table, form + ", {kind}"))
     return f"{said or 'fewer than two chains were measured beside reading their weights'}."
 

@@ -240,6 +240,8 @@ def spills(rows: pd.DataFrame) -> str:
         return "no kernel that was timed spills registers."
     fastest = table.groupby(["op", "case"])["us"].transform("min")
     slower = (table["us"] / fastest)[some.index]
+    ledger.note("spills", some[["variant", "K", "state", "spill"]].rename(columns={"spill": "bytes a thread"}))
+    ledger.note("spills", slower.rename("times the fastest"))
     kernels = sorted(set(some[["variant", "K", "state", "spill"]].itertuples(index=False, name=None)))
     names = ", ".join(f"{variant} at K={k}, {state} ({spill} bytes a thread)" for variant, k, state, spill in kernels)
     ends = f"{slower.min():.1f} to {slower.max():.1f}"
