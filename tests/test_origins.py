@@ -3,12 +3,15 @@
 import json
 import re
 
+import matplotlib.pyplot as plt
+import nbformat
 import pandas as pd
 import pytest
 
+from labkit import paths, registry
 from labkit.bench import ledger
 from labkit.bench.claim import Claim
-from labkit.report import origins
+from labkit.report import figures, origins
 
 ROWS = pd.DataFrame(
     {
@@ -159,3 +162,23 @@ def test_a_watched_module_notes_what_it_returns():
         tables.ordered(TABLE, ["us"])
         assert share.end_to_end(2.0, 0.5) > 1
     assert [one.name for one in book] == ["tables.ordered", "share.end_to_end"]
+
+
+@pytest.mark.parametrize("study", registry.NOTEBOOKS)
+def test_no_number_of_a_page_is_without_an_origin(study, monkeypatch):
+    """Every sentence of the notebook, of every recorded GPU: what is listed is not matched to any table."""
+    said = []
+    monkeypatch.setattr(
+        origins, "marked", lambda text, pool, real=origins.marked: said.append(real(text, pool)) or said[-1]
+    )
+    monkeypatch.setattr(figures, "show", lambda fig, caption, **rest: plt.close(fig) or figures.note(caption))
+    cells = nbformat.read(paths.NOTEBOOKS / f"{registry.NOTEBOOKS[study]}.ipynb", as_version=4).cells
+    space = {}
+    for cell in cells:
+        source = cell.source.replace('source: str = "auto"', 'source: str = "recorded"')
+        if cell.cell_type == "code" and re.search(r"^(x\.(say|figure|claims)|import|from|source:|x = )", source, re.M):
+            exec(source, space)
+    html = "".join(f"<p>{one.html}</p>" for one in said)
+    left = [f"{entry['text']} in: {entry['sentence']}" for entry in origins.check(html)]
+    assert not left
+    assert study == "machine" or len(origins.numbers(html)) > 100

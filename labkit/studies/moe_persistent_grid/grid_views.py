@@ -376,7 +376,8 @@ def steps(rows: pd.DataFrame) -> Drawing:
         return "the GEMM of few tiles was not measured on parts of this GPU."
     table = table.assign(part=table["SMs"].astype(str) + " SMs").sort_values(["SMs", "tiles"])
     known = table[table["predicted"].notna()]
-    off = 100 * (known["measured"] / known["predicted"] - 1)
+    off = (100 * (known["measured"] / known["predicted"] - 1)).rename("off, %")
+    ledger.note("steps", known.assign(**{off.name: off}))
     said = "No part of the GPU was measured beside all of it"
     if len(off):
         said = f"Measured over predicted by whole waves: {off.median():+.0f} % in the median of {len(off)}, "
