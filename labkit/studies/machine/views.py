@@ -166,7 +166,7 @@ def resolution(rows: pd.DataFrame) -> str:
     table = noise(rows)
     chosen = where(table, op="ceiling", cache="cold")
     inside, cases = int(chosen["within ±1 %"].sum()), int(chosen["cases"].sum())
-    ledger.note("resolution", {"within ±1 %": inside, "cases": cases})
+    ledger.note("resolution", {"inside": inside, "cases": cases})
     if not cases:
         return "no memory or matrix work was timed twice, so nothing says how far to trust a difference."
     return f"the A/A interval lies within ±1 % in {inside} of {cases} cold ceiling cases."
