@@ -29,7 +29,7 @@ TABLE = pd.DataFrame(
         "verdict": ["same", "slower", "faster", "faster"],
     }
 )
-CLAIM = Claim("one", "Somebody", "", "It is 8 % faster", "", "2.36×", ruled="2026-01-01")
+CLAIM = Claim("one", "Somebody", "", "It is 8 % faster", "", "2.36×", ruled="2026-01-01", gpus=("RTX 5090",))
 PLACE = origins.Place("01_toy", "h100", "H100", [CLAIM])
 
 
@@ -109,6 +109,7 @@ def test_transforms(text, column, transform, value):
         ("at batch {64} it is faster", "case"),
         ("VK BV={8} is faster", "case"),
         ("published are {2.36}", "published"),
+        ("another GPU than its RTX {5090}", "published"),
         ("with {95} % intervals", "rule"),
     ],
 )

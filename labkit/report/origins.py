@@ -194,7 +194,16 @@ class Pool:
         texts = [
             text
             for one in self.place.claims
-            for text in (one.statement, one.condition, one.published, one.note, one.differs, one.source, one.quantity)
+            for text in (
+                one.statement,
+                one.condition,
+                one.published,
+                one.note,
+                one.differs,
+                one.source,
+                one.quantity,
+                *one.gpus,
+            )
         ]
         sizes = {end for one in self.place.claims for end in one.size or ()}
         return {number.value for text in texts for number in found_in(text)} | sizes
