@@ -27,10 +27,10 @@ from typing import Any
 import pandas as pd
 
 from labkit import paths, registry
-from labkit.bench import machine, records, spec
+from labkit.bench import ledger, machine, records, spec
 from labkit.bench.spec import Case, Floor, Study
 from labkit.evidence import roofline
-from labkit.report import figures, plots
+from labkit.report import figures, origins, plots
 from labkit.sweep import added, run
 from labkit.sweep.correctness import COMPILER, INTERPRETER, check_here
 from labkit.workflow import elsewhere, lease, predicted_words, recorded
@@ -59,13 +59,13 @@ class Shown:
     def origin(self) -> str:
         """One sentence for captions: GPU, driver, versions, date."""
         how = "Measured on this machine" if self.here else "Recorded measurement, not of this machine"
-        about = origins(self.rows)
+        about = versions_of(self.rows)
         versions = f"driver {about['driver']}, torch {about['torch']}, Triton {about['Triton']}"
         old = " Some rows are of an earlier version of the kernels." if recorded.stale(self.rows).any() else ""
         return f"{how}: {self.machine.name}, {versions}, {about['date']}.{old}"
 
 
-def origins(rows: pd.DataFrame) -> dict[str, str]:
+def versions_of(rows: pd.DataFrame) -> dict[str, str]:
     """Date, driver and versions of rows; all of them where the rows were not measured in one go."""
     days = rows["utc"].str[:10]
     versions = {name: ", ".join(sorted(set(rows[name.lower()]))) for name in ("driver", "torch", "Triton")}
@@ -146,7 +146,7 @@ class Lab:
     def _provenance(self, entry: Shown) -> dict[str, Any]:
         rows = entry.rows
         absent = len(self.cases) - rows.groupby(["op", "case"]).ngroups
-        row = {"GPU": entry.machine.name, "figures": "measured here" if entry.here else "recorded"} | origins(rows)
+        row = {"GPU": entry.machine.name, "figures": "measured here" if entry.here else "recorded"} | versions_of(rows)
         row |= {"processes": int(max(map(max, filter(len, rows["run"])), default=-1)) + 1, "rows": len(rows)}
         row |= {"unusable": int((~rows["ok"]).sum()), "missing": absent}
         return row | {"stale": int(recorded.stale(rows).sum())}
@@ -268,11 +268,16 @@ class Lab:
         """
 
         def one(entry: Shown) -> figures.Html:
-            drawn = draw(entry.rows)
+            with ledger.recording() as book:
+                drawn = draw(entry.rows)
+            pool = origins.Pool(entry.rows, book, self._place(entry))
             if isinstance(drawn, str):
-                return figures.note(f"{entry.label}: {drawn}")
+                return figures.note(origins.marked(drawn, pool).after(f"{entry.label}: "))
             plots.add_to_title(drawn["fig"], entry.machine.name)
-            said = {"alt": f"{entry.machine.name}: {drawn['alt']}", "caption": f"{drawn['caption']} {entry.origin}"}
+            said = {
+                "alt": f"{entry.machine.name}: {drawn['alt']}",
+                "caption": origins.marked(drawn["caption"], pool).before(f" {entry.origin}"),
+            }
             folder = entry.machine.slug + ("-here" if entry.here else "")
             return figures.show(**{**drawn, **said}, name=f"{self.study.name}-{name}", gpu=folder)
 
@@ -321,18 +326,31 @@ class Lab:
 
     def say(self, sentence: Callable[[pd.DataFrame], str]) -> "Gallery":
         """One generated sentence a GPU: results are never typed into prose, since they differ from GPU to GPU."""
-        return self._each(lambda entry: figures.note(f"{entry.label}: {sentence(entry.rows)}"))
+
+        def one(entry: Shown) -> figures.Html:
+            said = origins.told(lambda: sentence(entry.rows), entry.rows, self._place(entry))
+            return figures.note(said.after(f"{entry.label}: "))
+
+        return self._each(one)
+
+    def _place(self, entry: Shown) -> origins.Place:
+        """Where this study's sentences on a GPU stand."""
+        slug = entry.machine.slug + ("-here" if entry.here else "")
+        notebook = registry.NOTEBOOKS.get(self.study.name, self.study.name)
+        return origins.Place(notebook, slug, entry.machine.name, self.study.claims)
 
     def claims(self) -> figures.Html:
         """The published numbers, what each GPU measured, and the verdict."""
         rows = []
         for claim, entry in product(self.study.claims, self.shown):
-            said, judged = f"{claim.source}: {claim.statement}", claim.judge(entry.rows)
+            with ledger.recording() as book:
+                said, judged = f"{claim.source}: {claim.statement}", claim.judge(entry.rows)
+            pool = origins.Pool(entry.rows, book, self._place(entry))
             row = {"GPU": entry.label, "verdict": figures.badge(judged.verdict)}
             row |= {"direction": judged.direction, "size": judged.size, "claim": said, "published": claim.published}
             later = recorded.rule_changed(claim, entry.rows, judged)
             why = f"{judged.why}; rule changed after the data" if later else judged.why
-            rows.append(row | {"measured": judged.measured, "why": why})
+            rows.append(row | {"measured": origins.marked(judged.measured, pool), "why": origins.marked(why, pool)})
         rows += predicted_words.no_verdicts(self.study, self.target) if self.target and rows else []
         if not rows:
             return figures.note(UNMEASURED)

@@ -33,9 +33,9 @@ def parameters_cell(study):
 # results are generated, never typed: a number with a unit of time, rate or ratio does not stand in the text
 
 UNITS = r"(?:[nµμum]?s|%|×|x|fold|GHz|MHz|[KMGT]i?B/s|[MGTP]?FLOPS?|[GTP]?FLOP/s|per\s*cent|times|faster|slower)"
-NUMBER = r"(?:\d[\d.,]*(?:\s*[-–−]\s*\d[\d.,]*)?|one|two|three|four|five|ten|half|twice)"  # noqa: RUF001 (dashes and minus)
+NUMBER = r"(?:\d[\d.,]*(?:\s*[-–−]\s*\d[\d.,]*)?|one|two|three|four|five|ten|half|twice)"
 RESULT = re.compile(
-    rf"(?:\d[\d.,]*(?:\s*[-–−to]+\s*\d[\d.,]*)?\s*-?\s*{UNITS}(?![\w/])"  # noqa: RUF001
+    rf"(?:\d[\d.,]*(?:\s*[-–−to]+\s*\d[\d.,]*)?\s*-?\s*{UNITS}(?![\w/])"
     rf"|\b{NUMBER}\s+(?:times\s+)?(?:as|more|less|faster|slower)\s*(?:fast|slow|time|bandwidth|throughput)?\b"
     r"|\b(?:faster|slower|better|worse)\s+by\s+(?:a\s+factor\s+of\s+)?\d)",
     re.IGNORECASE,

@@ -21,6 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
+from labkit.bench import ledger
 from labkit.bench.sha import sha_within
 
 if TYPE_CHECKING:
@@ -152,6 +153,8 @@ class Claim:
         if not enough:
             return untestable(f"needs {observed.needs} in {PROCESSES} processes")
         words = [word(one, self) for one in enough]
+        lines = [vars(one) | {"word": found} for one, found in zip(enough, words, strict=True)]
+        ledger.note(f"claims.{self.id}", lines)
         direction, size = direction_of(words), size_of(enough)
         elsewhere = self._elsewhere(rows)
         verdict = _verdict(direction, size, observed.code == OWN and not elsewhere)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pandas as pd
 
+from labkit.bench import ledger
 from labkit.bench.verdict import compare_many, median_us
 
 RATIO = ["ratio", "low", "high", "noise", "verdict"]
@@ -48,6 +49,7 @@ def where(table: pd.DataFrame, **wanted: Any) -> pd.DataFrame:
     for name, value in wanted.items() if len(table) else ():
         several = isinstance(value, list | tuple | set | frozenset)
         table = table[table[name].isin(list(value)) if several else table[name] == value]
+    ledger.note("where", table, ", ".join(f"{name}={value!r}" for name, value in wanted.items()))
     return table
 
 
@@ -134,4 +136,6 @@ def tuning_seconds(rows: pd.DataFrame) -> pd.Series:
     """Seconds from the start of one case's tuning to that of the next, in the order of measuring; compiling apart."""
     tuned = rows[rows["op"] == "tune"]
     starts = pd.to_datetime(tuned["utc"]).groupby(tuned["case"]).min().sort_values()
-    return starts.diff().dt.total_seconds().dropna()
+    seconds = starts.diff().dt.total_seconds().dropna().rename("seconds")
+    ledger.note("tuning_seconds", seconds)
+    return seconds

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from labkit.bench import ledger
 from labkit.bench.spec import CONTROL
 
 BAND = 0.01  # what counts as the same, and the widest A/A interval that is trusted to be all the noise there is
@@ -186,13 +187,16 @@ WORDS = ("faster", "same", "slower", "unclear")
 
 def counted(verdicts: pd.Series) -> str:
     """How often each word occurs, in a phrase: "faster in 3, unclear in 1"."""
+    ledger.note("counted", verdicts)
     counts = verdicts.value_counts()
     return ", ".join(f"{word} in {counts[word]}" for word in WORDS if word in counts)
 
 
 def geometric_mean(values: pd.Series) -> float:
     """NaN without values."""
-    return float(np.exp(np.log(values).mean())) if len(values) else math.nan
+    mean = float(np.exp(np.log(values).mean())) if len(values) else math.nan
+    ledger.note(f"geometric mean of {getattr(values, 'name', '') or 'values'}", {"ratio": mean, "cases": len(values)})
+    return mean
 
 
 def median_us(rows: pd.DataFrame) -> dict[str, float]:

@@ -14,6 +14,7 @@ from markupsafe import Markup, escape
 from matplotlib.figure import Figure
 
 from labkit import paths
+from labkit.bench.ledger import note as note_table
 from labkit.bench.records import write_atomic
 from labkit.report.plots import svg
 
@@ -33,6 +34,14 @@ class Html:
 
     def __repr__(self) -> str:
         return self.plain
+
+    def after(self, text: str) -> "Html":
+        """This with a text in front of it."""
+        return Html(str(escape(text)) + self.html, text + self.plain)
+
+    def before(self, text: str) -> "Html":
+        """This with a text behind it."""
+        return Html(self.html + str(escape(text)), self.plain + text)
 
 
 Drawing = Mapping[str, Any] | str  # what a view gives `Lab.figure`; a sentence where there is nothing to draw
@@ -72,6 +81,7 @@ def view(
         @wraps(tell)
         def told(rows: pd.DataFrame) -> Any:
             made = table(rows)
+            note_table(getattr(tell, "__name__", "view"), made)
             return otherwise if made.empty else tell(made)
 
         return told
@@ -84,7 +94,7 @@ def show(
     *,
     name: str,
     alt: str,
-    caption: str,
+    caption: str | Html,
     table: "pd.DataFrame | Html | None" = None,
     gpu: str | None = None,
 ) -> Html:
@@ -95,7 +105,7 @@ def show(
     """
     folder = gpu or "all"
     for key, text in (("alt", alt), ("caption", caption)):
-        if not text or not text.strip():
+        if not text or not str(text).strip():
             raise ValueError(f"show: {key} is empty; every figure needs one")
     for key, text in (("name", name), ("gpu", folder)):
         if not re.fullmatch(r"\w[\w.-]*", text, re.ASCII):
@@ -151,7 +161,7 @@ def _cells(
 ) -> Iterable[Markup]:
     for place, (item, column, kind) in enumerate(zip(row, columns, kinds, strict=True)):
         text = _text(item, formats.get(column))
-        if len(str(text)) > 24 and not hasattr(text, "__html__"):
+        if len(str(text)) > 24 and not (hasattr(text, "__html__") and "</data>" not in text.__html__()):
             kind = Markup(' class="t"')  # text that may wrap
         yield Markup("<td{}>{}</td>" if place else '<th scope="row"{}>{}</th>').format(kind, text)
 
@@ -173,7 +183,7 @@ def _text(item: Any, form: str | Callable[[Any], str] | None) -> Any:
     return str(item)
 
 
-def note(text: str) -> Html:
+def note(text: str | Html) -> Html:
     """A remark set apart from the text."""
     return Html(f'<p class="lab-note">{escape(text)}</p>', str(text))
 

@@ -1,5 +1,6 @@
 """The report: one HTML page a notebook, and the index. No scripts, and nothing is requested from anywhere."""
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +17,8 @@ from traitlets.config import Config
 
 from labkit.bench.claim import VERDICTS, Claim, Judgement
 from labkit.bench.records import write_atomic
-from labkit.report.figures import badge
+from labkit.report import origins
+from labkit.report.figures import Html, badge
 
 TITLE = "Kernel claims, measured"
 TEMPLATES = Path(__file__).parent / "template"
@@ -43,13 +45,15 @@ class Result:
     """A claim on one GPU: its judgement, or the error for which there is none.
 
     earlier_kernel: some rows are of an earlier version of the kernels. rule_changed: it rests on rows that were
-    measured before its rule.
+    measured before its rule. measured, why: the judgement's, with the origins of their numbers.
     """
 
     judgement: Judgement | None
     earlier_kernel: bool = False
     rule_changed: bool = False
     error: str = ""
+    measured: Html | str = ""
+    why: Html | str = ""
 
 
 @dataclass(frozen=True)
@@ -84,6 +88,7 @@ def page(
 ) -> list[str]:
     """Write the page of an executed notebook; returns its errors ("ValueError: …"), none if it ran to the end.
 
+    Beside it goes NAME.numbers.json: where each number in its sentences is from (`origins`).
     Cells tagged `lab-only` are left out, links to other notebooks become links to their pages. status: a line under
     the title that says where the numbers are from. ValueError if the page would request something from outside.
     """
@@ -99,6 +104,7 @@ def page(
     exporter = HTMLExporter(config=config, extra_template_basedirs=[str(TEMPLATES.parent)], **template)
     html, _ = exporter.from_notebook_node(notebook, {"lab": lab})
     _write(out, html.replace("</h1>", "</h1>" + _lead(html, status), 1))
+    _write_numbers(out, html)
     return failures
 
 
@@ -114,7 +120,9 @@ def index(
     facts = dict.fromkeys(fact for machine in machines for fact in machine.facts)
     style = {"title": TITLE, "css": Markup(_css()), "policy": Markup(POLICY), "badge": badge, "verdicts": VERDICTS}
     shown = {"studies": studies, "claims": claims, "machines": machines, "facts": facts, "built": built}
-    _write(out, environment.get_template("index.html.j2").render(style | shown))
+    html = environment.get_template("index.html.j2").render(style | shown)
+    _write(out, html)
+    _write_numbers(out, html)
 
 
 def outside_requests(html: str) -> list[str]:
@@ -153,6 +161,12 @@ def _write(out: Path, html: str) -> None:
     if found := outside_requests(html):
         raise ValueError(f"{out.name}: would be requested from outside: {', '.join(found)}; a report stands alone")
     write_atomic(out, html.encode())
+
+
+def _write_numbers(out: Path, html: str) -> None:
+    """Where each number in a sentence of the page is from, beside it: `origins` says in which form."""
+    text = json.dumps(origins.numbers(html), ensure_ascii=False, indent=1)
+    write_atomic(out.with_suffix(".numbers.json"), text.encode())
 
 
 def _css() -> str:

@@ -5,27 +5,32 @@ from typing import Any
 
 import pandas as pd
 
+from labkit.bench.ledger import note
 from labkit.bench.verdict import geometric_mean
 
 
 def span(values: pd.Series, form: str = "{:.2f}") -> str:
     """The least and the largest: "0.98 to 1.31"; once where both read the same."""
+    note("span", values)
     return " to ".join(dict.fromkeys(form.format(end) for end in (values.min(), values.max())))
 
 
 def spans(table: pd.DataFrame, by: str | Sequence[str], column: str, form: str = "{:.2f}") -> list[str]:
     """ "GDN 0.98 to 1.31" of each group, in the order of the table. by: the column, or columns, that name it."""
+    note("spans", table)
     groups = table.groupby([by] if isinstance(by, str) else list(by), sort=False)[column]
     return [f"{', '.join(names)} {span(values, form)}" for names, values in groups]
 
 
 def filled(table: pd.DataFrame, form: str) -> list[str]:
     """The form with the values of each line of a table: "{model}: {us:.1f} µs"."""
+    note("filled", table)
     return [form.format(**line) for line in table.to_dict("records")]
 
 
 def mean(ratios: pd.Series) -> str:
     """Mean of some cases' ratios, and the least and most of them."""
+    note("mean", ratios)
     return f"×{geometric_mean(ratios):.2f} in the mean of {len(ratios)} cases, ×{span(ratios)}"
 
 
@@ -36,6 +41,7 @@ def faster(ratio: float) -> str:
 
 def interval(line: Mapping[str, Any] | pd.Series, digits: int = 2) -> str:
     """The ratio of a table's line with its interval: "×1.31 [1.29, 1.33]"."""
+    note("interval", dict(line))
     mid, low, high = (f"{line[name]:.{digits}f}" for name in ("ratio", "low", "high"))
     return f"×{mid} [{low}, {high}]"
 

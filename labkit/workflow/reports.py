@@ -13,9 +13,10 @@ from typing import Any
 import pandas as pd
 
 from labkit import __version__, paths, registry
-from labkit.bench import machine, records, spec
+from labkit.bench import ledger, machine, records, spec
+from labkit.bench.claim import Claim
 from labkit.evidence import roofline
-from labkit.report import pages
+from labkit.report import origins, pages
 from labkit.workflow import notebooks, predicted_words, recorded
 
 _UNITS = {"read": "TB/s", "in_place": "TB/s", "copy": "TB/s", "bf16": "TFLOP/s", "fp8": "TFLOP/s"}  # shown in the index
@@ -133,11 +134,22 @@ def _claims(
         for claim in registry.load(name).claims:
             results = {key: pages.Result(None, error=why) for key, why in unusable.items()}
             for one in found[name]:
-                judgement, error = recorded.judge(claim, one.rows)
-                later = recorded.rule_changed(claim, one.rows, judgement)
-                results[_key(one.gpu, one.here)] = pages.Result(judgement, old[_key(one.gpu, one.here)], later, error)
+                results[_key(one.gpu, one.here)] = _result(claim, one, old[_key(one.gpu, one.here)])
             rows.append(pages.ClaimRow(claim, entry.title, entry.page, results))
     return rows
+
+
+def _result(claim: Claim, one: recorded.Rows, earlier_kernel: bool) -> pages.Result:
+    """A claim on one GPU, with the origins of the numbers that its judgement says."""
+    with ledger.recording() as book:
+        judgement, error = recorded.judge(claim, one.rows)
+    later = recorded.rule_changed(claim, one.rows, judgement)
+    if judgement is None:
+        return pages.Result(None, earlier_kernel, later, error)
+    place = origins.Place(registry.NOTEBOOKS[one.study], _key(one.gpu, one.here), _gpu_name(one), [claim])
+    pool = origins.Pool(one.rows, book, place)
+    said = (origins.marked(text, pool) for text in (judgement.measured, judgement.why))
+    return pages.Result(judgement, earlier_kernel, later, error, *said)
 
 
 def _machines(found: Mapping[str, list[recorded.Rows]]) -> list[pages.Machine]:

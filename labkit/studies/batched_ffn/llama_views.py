@@ -4,6 +4,7 @@ from functools import partial
 
 import pandas as pd
 
+from labkit.bench import ledger
 from labkit.bench.tables import why_not
 from labkit.bench.verdict import geometric_mean
 from labkit.report import plots, words
@@ -69,3 +70,6 @@ def errors(rows: pd.DataFrame) -> str:
 
 def _missing(rows: pd.DataFrame, op: str) -> str:
     return f"llama.cpp's own {KINDS[op]}: {why_not(rows[rows['op'] == op], [variants.LLAMA])}"
+
+
+ledger.watch(__name__)

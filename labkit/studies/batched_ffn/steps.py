@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from labkit.bench import ledger
 from labkit.kernels.gguf.experts import Experts
 from labkit.kernels.offload import policies, slots
 from labkit.studies.batched_ffn import variants
@@ -160,3 +161,6 @@ def captured(calls: Sequence[Call], device: torch.device) -> Call:
 def _replay(graph: Any, calls: Sequence[Call]) -> None:
     """calls: those of the graph, which does not itself keep their tensors."""
     graph.replay()
+
+
+ledger.watch(__name__)

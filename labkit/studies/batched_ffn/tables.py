@@ -8,6 +8,7 @@ from itertools import product
 import numpy as np
 import pandas as pd
 
+from labkit.bench import ledger
 from labkit.bench import tables as kit
 from labkit.bench.spec import CONTROL, Case
 from labkit.bench.tables import Cases, Params, facts, fastest, frame, pairs, picked, timed
@@ -301,3 +302,6 @@ def cached(rows: pd.DataFrame) -> pd.DataFrame:
         line["balanced"] = 0.5 <= copies / compute <= 2 and hit_rate < 1
         found.append(picked(params, SHAPE) | line)
     return frame(found, [*SHAPE, "hit rate", "copies µs", "compute µs", "prefetched / larger", "balanced"])
+
+
+ledger.watch(__name__)

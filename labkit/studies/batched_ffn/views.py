@@ -6,6 +6,7 @@ from itertools import product
 
 import pandas as pd
 
+from labkit.bench import ledger
 from labkit.bench.spec import Case
 from labkit.bench.tables import where
 from labkit.bench.verdict import counted, geometric_mean
@@ -143,6 +144,7 @@ def losses(table: pd.DataFrame) -> str:
     mixed = f"with the fastest of the lab's variants in each case, in {other} ({tables.MIXED})."
     if slower.empty:
         return f"in none of {len(table)} cases is bf16 cuBLAS clearly faster than {ALONE}; {mixed}"
+    ledger.note("slower", slower)
     parts = [
         f"{format} in {len(part)}, the least N = {part['N'].min()} (at most {words.faster(1 / part['ratio'].min())})"
         for format, part in slower.groupby("format", sort=False)
@@ -195,6 +197,7 @@ def bars(rows: pd.DataFrame) -> str:
 def _below(table: pd.DataFrame, most: int) -> str:
     """How many of one family's cases do not reach their bar, and the worst of them."""
     below = table[table["% of reading"] < table["format"].map(BARS)]
+    ledger.note("below", {"cases": len(table), "below": len(below)})
     said = f"{len(below)} of {len(table)} cases of {table['variant'].iloc[0]} up to {most} tokens"
     if below.empty:
         return said
@@ -246,6 +249,7 @@ def price(table: pd.DataFrame) -> str:
 
 
 def _same(table: pd.DataFrame) -> str:
+    ledger.note("same", table[["same", "cases"]].sum().to_dict())
     return f"{table['same'].sum()} of {table['cases'].sum()}"
 
 
@@ -374,6 +378,7 @@ def thrash(table: pd.DataFrame) -> str:
     table = table.assign(slower=table["when needed µs"] / table["compute µs"])
     none = table[table["hit rate"] == 0]
     worst = table.loc[table["slower"].idxmax()]
+    ledger.note("thrash", {"hit nothing": len(none), "slower": worst["slower"]})
     return (
         f"{len(none)} of {len(table)} cases hit nothing; the slowest step takes ×{worst['slower']:.1f} of one with "
         f"every expert there (N = {worst['N']}, {worst['trace']}, {worst['policy']}, {worst['capacity']} experts a "
@@ -416,3 +421,6 @@ def _means(table: pd.DataFrame, column: str) -> str:
         f"N = {n} ×{geometric_mean(part[column]):.2f}" for n, part in table.groupby("N") if n in (1, 8, 32, 64, 512)
     ]
     return ", ".join(parts) or "other N only"
+
+
+ledger.watch(__name__)

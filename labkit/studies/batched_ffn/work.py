@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from functools import cache as once
 
+from labkit.bench import ledger
 from labkit.bench.spec import Case
 from labkit.studies.batched_ffn import variants
 
@@ -51,3 +52,6 @@ def weight_bytes(x: Case, whole: bool = False) -> int:
         return round(expert)
     count = x["layers"] * x["E"] if whole else sum(len(distinct(ids)) for ids in routing(x)[0])
     return round(count * expert)
+
+
+ledger.watch(__name__)

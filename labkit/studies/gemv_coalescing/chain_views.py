@@ -2,6 +2,7 @@
 
 import pandas as pd
 
+from labkit.bench import ledger
 from labkit.bench.tables import RATIO, cases, compared, where
 from labkit.report import plots
 from labkit.report.figures import Drawing, drawing
@@ -103,7 +104,7 @@ def grows(rows: pd.DataFrame) -> str:
     half_way = (1 + table["most MB"] / table["least MB"]) / 2  # between a cost of every launch and one of every byte
     grows = table["most"] > half_way * table["least"]
     table = table.assign(kind=grows.map({True: "it grows with the bytes", False: "mostly a cost of every launch"}))
-    form = "{variant}: {least:.1f} µs where a GEMV has {least MB:.0f} MB, {most:.1f} µs where it has {most MB:.0f}"
+    form = "{variant}: {least:.1f} µs where a GEMV has {least MB:.0f} MB, {most:.1f} µs where it has {most MB:.0f} MB"
     said = "; ".join(filled(table, form + ", {kind}"))
     return f"{said or 'fewer than two chains were measured beside reading their weights'}."
 
@@ -123,3 +124,6 @@ def cross_check(rows: pd.DataFrame) -> pd.DataFrame:
     """A token's weights from single GEMVs and from chains: two measurements of the same."""
     units = tables.UNITS | {"sum": "single GEMVs, µs", "chain": "chain and output matrix, µs"}
     return tables.from_chain(rows, PULL_REQUEST).rename(columns=units)
+
+
+ledger.watch(__name__)

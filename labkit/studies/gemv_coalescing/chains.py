@@ -5,6 +5,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from labkit.bench import ledger
+
 Make = Callable[[Tensor, Tensor, Tensor], Any]  # W [N, K], x [K], y [N] -> a Launch, or a call of a library
 Between = Callable[[Tensor, Tensor], Any]  # source [K], x [K] -> a Launch
 
@@ -51,3 +53,6 @@ def in_order(some: Sequence[Link], make: Make, between: Between | None = None) -
 def _launches(link: Link, make: Make, between: Between | None) -> list[Any]:
     gemv = make(link.W, link.x, link.y)
     return [gemv] if link.source is None or between is None else [between(link.source, link.x), gemv]
+
+
+ledger.watch(__name__)

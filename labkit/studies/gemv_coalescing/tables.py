@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
+from labkit.bench import ledger
 from labkit.bench.records import expanded, read
 from labkit.bench.spec import CONTROL
 from labkit.bench.tables import COMPARED, RATIO, Params, best_pair, cases, compared, facts, frame, pairs, picked, timed
@@ -440,3 +441,6 @@ def _request(evidence: dict) -> dict:
     first = next((access for access in evidence.get("accesses", []) if access.get("tensor") == "W"), {})
     found = {f"{what} a request": first.get(what, math.nan) for what in ("sectors", "lines")}
     return {"bits a thread": first.get("bits", math.nan)} | found | {RESIDENT: evidence.get("ctas_per_sm", math.nan)}
+
+
+ledger.watch(__name__)

@@ -5,6 +5,7 @@ from typing import Any
 
 import pandas as pd
 
+from labkit.bench import ledger
 from labkit.bench.tables import RATIO, cases, compared, tuning_seconds, where, why_not
 from labkit.bench.verdict import counted, geometric_mean
 from labkit.report import plots
@@ -230,6 +231,7 @@ def rows_map(rows: pd.DataFrame) -> Drawing:
     if table.empty:
         return "the numbers of rows were not measured."
     near = table[table["over best"] <= WITHIN].groupby("rows")["shape"].nunique()
+    ledger.note("near", near.rename("shapes"))
     counts = {int(rows): near.get(rows, 0) for rows in sorted(table["rows"].unique())}
     said = ", ".join(f"{rows} row{'s' * (rows > 1)} at {shapes}" for rows, shapes in counts.items())
     said = f"within {WITHIN - 1:.0%} of that, of {table['shape'].nunique()} shapes: {said}"
@@ -262,6 +264,7 @@ def tuning(rows: pd.DataFrame) -> str:
     if seconds.empty:
         return "fewer than two shapes were tuned."
     counts = tuned.groupby("case").size()
+    ledger.note("tuning", counts.rename("candidates"))
     return (
         f"{counts.min()} to {counts.max()} candidates a shape, each checked, then timed with cold L2, and with hot L2 "
         f"where W fits: {seconds.median():.0f} s a shape, at most {seconds.max():.0f} s, without compiling."
@@ -283,6 +286,7 @@ def choices(rows: pd.DataFrame) -> Drawing:
     if table.empty:
         return f"no candidates were timed at the shapes of {PULL_REQUEST}."
     near = table[table["over best"] <= WITHIN].groupby("shape")["rows"].agg(lambda some: {1, 2, 4} <= set(some))
+    ledger.note("near", near.rename("all three"))
     return drawing(
         plots.heat, table.assign(capped=table["over best"].clip(upper=CAPPED)), "rows", "warps", "capped",
         panel="shape", fmt="{:.2f}",
@@ -330,6 +334,8 @@ def bits(rows: pd.DataFrame) -> str:
     said = []
     for dtype in ours["dtype"].unique():
         same, differ = where(ours, dtype=dtype)["outcomes"] == 1, where(control, dtype=dtype)["outcomes"] > 1
+        ledger.note("bits, rows", pd.DataFrame({"same": same, "dtype": dtype}))
+        ledger.note("bits, control", pd.DataFrame({"other": differ, "dtype": dtype}))
         words = f"{dtype}: the same bits in {same.sum()} of {len(same)} shapes"
         said.append(f"{words}, other bits in {differ.sum()} of {len(differ)} for the control")
     return f"all numbers of rows, adjacent and interleaved, against one 2-D tile of several rows. {'; '.join(said)}."
@@ -341,6 +347,7 @@ def warm(rows: pd.DataFrame) -> str:
     if table.empty:
         return "tuning in a warm cache chose nothing else, or was not tried: only what fits the L2 can be."
     tried = rows[(rows["op"] == "tune") & (rows["cache"] == "hot")]["case"].nunique()
+    ledger.note("warm", {"cases whose W fits": tried})
     said = f"a warm cache chose something else in {len(table)} of the {tried} cases whose W fits it. There, "
     return said + _spread(table, "tuned warm / tuned cold", "the cold choice")
 
@@ -431,3 +438,6 @@ def compiled_table(table: pd.DataFrame) -> pd.DataFrame:
         return table
     columns = ["variant", "arch", "registers", "spill_bytes", "shared_bytes", "loads", "shuffles", "barriers"]
     return table[[name for name in columns if name in table]]
+
+
+ledger.watch(__name__)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 import pandas as pd
 
+from labkit.bench import ledger
 from labkit.bench.records import expanded
 from labkit.bench.spec import CONTROL
 from labkit.bench.tables import where
@@ -165,6 +166,10 @@ def resolution(rows: pd.DataFrame) -> str:
     table = noise(rows)
     chosen = where(table, op="ceiling", cache="cold")
     inside, cases = int(chosen["within ±1 %"].sum()), int(chosen["cases"].sum())
+    ledger.note("resolution", {"inside": inside, "cases": cases})
     if not cases:
         return "no memory or matrix work was timed twice, so nothing says how far to trust a difference."
     return f"the A/A interval lies within ±1 % in {inside} of {cases} cold ceiling cases."
+
+
+ledger.watch(__name__)

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from labkit.bench import ledger
 from labkit.kernels.experts.int4 import Int4
 from labkit.kernels.launch import Launch
 
@@ -51,3 +52,6 @@ def read(w: Tensor | Int4, active: Tensor) -> Launch:
     args = {"w": words[0], "scales": words[-1], "active": active, "partial": partial, "BLOCK": BLOCK}
     args |= {"W_WORDS": sizes[0], "S_WORDS": sizes[1], "W_BLOCKS": blocks[0], "S_BLOCKS": blocks[1]}
     return Launch(_read_kernel, (programs,), args, {"num_warps": 8})
+
+
+ledger.watch(__name__)

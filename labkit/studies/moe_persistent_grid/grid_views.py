@@ -6,6 +6,7 @@ from typing import Any
 
 import pandas as pd
 
+from labkit.bench import ledger
 from labkit.bench.spec import Case, Study
 from labkit.bench.tables import where, why_not
 from labkit.bench.verdict import counted, geometric_mean
@@ -128,9 +129,10 @@ def _costs_ctas(table: pd.DataFrame) -> str:
     pairs = table.drop_duplicates([*tables.CASE, "GEMM", "kernel"]).dropna(subset=tables.CODE)
     if pairs.empty:
         return ""
-    fewer = int((pairs["persistent CTAs"] < pairs["CTAs an SM"]).sum())
+    fewer = (pairs["persistent CTAs"] < pairs["CTAs an SM"]).rename("fewer CTAs")
+    ledger.note("pairs", fewer)
     said = "The loop over tiles takes registers: fewer CTAs of the persistent kernel fit in"
-    return f"{said} {fewer} of {len(pairs)} pairs"
+    return f"{said} {fewer.sum()} of {len(pairs)} pairs"
 
 
 def bits(rows: pd.DataFrame) -> str:
@@ -374,7 +376,8 @@ def steps(rows: pd.DataFrame) -> Drawing:
         return "the GEMM of few tiles was not measured on parts of this GPU."
     table = table.assign(part=table["SMs"].astype(str) + " SMs").sort_values(["SMs", "tiles"])
     known = table[table["predicted"].notna()]
-    off = 100 * (known["measured"] / known["predicted"] - 1)
+    off = (100 * (known["measured"] / known["predicted"] - 1)).rename("off, %")
+    ledger.note("steps", known.assign(**{off.name: off}))
     said = "No part of the GPU was measured beside all of it"
     if len(off):
         said = f"Measured over predicted by whole waves: {off.median():+.0f} % in the median of {len(off)}, "
@@ -407,3 +410,6 @@ def fuller(rows: pd.DataFrame) -> str:
     emptier = means.is_monotonic_increasing and means.iloc[0] < means.iloc[-1] - BAND
     follows = "the fewer, the emptier" if emptier else "how full they are does not follow from how many there are"
     return f"the mean of each column is {', '.join(parts)}: {follows}."
+
+
+ledger.watch(__name__)

@@ -5,6 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from labkit.bench import ledger
 from labkit.kernels.checks import check_one_of
 from labkit.studies.moe_persistent_grid.variants import KINDS
 
@@ -61,3 +62,6 @@ def _likelihood(kind: str, experts: int, top_k: int) -> Tensor:
     if kind == "hot set" and (hot := max(top_k, experts // HOT_EXPERTS)) < experts:
         p[:hot] = HOT_SHARE / (1 - HOT_SHARE) * (experts - hot) / hot
     return p
+
+
+ledger.watch(__name__)

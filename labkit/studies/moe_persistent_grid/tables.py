@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from labkit.bench import ledger
 from labkit.bench.records import expanded, read
 from labkit.bench.spec import Case
 from labkit.bench.tables import RATIO, facts, frame, pairs, picked, timed, where
@@ -446,3 +447,6 @@ def predictions(rows: pd.DataFrame) -> pd.DataFrame:
 def tuned_up_to(rows: pd.DataFrame) -> int:
     """The most tokens for which candidates were timed; 0 if none were."""
     return max((json.loads(key)["T"] for key in set(rows[rows["op"] == "tune"]["case"])), default=0)
+
+
+ledger.watch(__name__)

@@ -5,6 +5,7 @@ from typing import Any
 
 import pandas as pd
 
+from labkit.bench import ledger
 from labkit.bench.spec import Case
 from labkit.bench.tables import frame, tuning_seconds, where, why_not
 from labkit.bench.verdict import counted, geometric_mean
@@ -493,3 +494,6 @@ def _how_fast(rows: pd.DataFrame) -> str:
         said += f"×{worst['ratio']:.2f} ({worst['model']}, {in_tokens(worst['T'])})"
     int4 = _int4(rows)
     return f"{said}. INT4 weights against bf16: {_few(int4)}." if len(int4) else f"{said}."
+
+
+ledger.watch(__name__)

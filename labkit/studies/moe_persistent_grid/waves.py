@@ -6,6 +6,7 @@ A persistent grid changes what happens between tiles, not this: where there are 
 
 import math
 
+from labkit.bench import ledger
 from labkit.evidence.roofline import waves
 
 SMS = {"A100": 108, "RTX 4090": 128, "H100 SXM, H200": 132, "B200": 148}  # multiprocessors, by NVIDIA's datasheets
@@ -51,3 +52,6 @@ def predicted_ratio(tiles: int, slots: int, other_slots: int) -> float:
 def on_gpus(tiles: int, per_sm: int) -> dict[str, tuple[float, float]]:
     """Waves and efficiency of so many tiles with `per_sm` CTAs an SM, for every GPU of `SMS`."""
     return {name: (waves(tiles, sms, per_sm), efficiency(tiles, sms * per_sm)) for name, sms in SMS.items()}
+
+
+ledger.watch(__name__)

@@ -2,6 +2,7 @@
 
 from functools import cache
 
+from labkit.bench import ledger
 from labkit.bench.spec import Case, Floor
 from labkit.kernels.experts.int4 import GROUP
 from labkit.studies.moe_persistent_grid.routings import synthetic
@@ -58,3 +59,6 @@ def floor(x: Case) -> Floor:
     moved = weights + rows.get(x.op, 2 * x["T"] * x["H"]) * size
     limit = "bf16" if products > BALANCE * moved else "read"
     return Floor(moved, products, limit, set_bytes=weights)
+
+
+ledger.watch(__name__)

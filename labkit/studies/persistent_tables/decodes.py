@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from labkit.bench import ledger
 from labkit.kernels.decoder.tables import TARGET
 from labkit.kernels.launch import Launch
 
@@ -45,3 +46,6 @@ def unordered(launch: Launch) -> Launch:
     records = launch.args["records"].clone()
     records[:, TARGET] = -1
     return replace(launch, args={**launch.args, "records": records})
+
+
+ledger.watch(__name__)

@@ -5,6 +5,7 @@ from typing import Any
 
 import pandas as pd
 
+from labkit.bench import ledger
 from labkit.bench import tables as kit
 from labkit.report import plots
 from labkit.report.figures import Drawing, drawing
@@ -28,6 +29,7 @@ def figure(
     ends: of the columns of its interval's ends, before "low" and "high". unit: what follows the number: " µs".
     """
     values = [line[name], *(line[ends.format(name) + end] for end in ("low", "high"))]
+    ledger.note("figure", dict(zip(("mid", "low", "high"), values, strict=True)))
     mid, low, high = map(form.format, values)
     unclear = (values[2] - values[1]) / 2 > derived.SURE * abs(values[0])
     return f"{mid}{unit} [{low}, {high}]{' (unclear)' if unclear else ''}"
@@ -234,3 +236,6 @@ def hiding(rows: pd.DataFrame) -> Drawing:
         table=["start", "gpu us", "way", "tokens", "us", "beyond", "host us", "hides"],
         units=UNITS | {"host us": "host µs of one token"},
     )  # fmt: skip
+
+
+ledger.watch(__name__)

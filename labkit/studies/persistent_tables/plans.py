@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from labkit.bench import ledger
 from labkit.kernels.decoder.model import Decoder
 from labkit.kernels.decoder.tables import Lowering
 from labkit.studies.persistent_tables import variants
@@ -41,3 +42,6 @@ def lowering(
     positions = variants.CACHE if model.name != variants.TINY else variants.TINY_CACHE
     rows, span = plan_of(model.name, dtype).rows, variants.SPANS.get(model.name)
     return Lowering(model, programs, schedule, positions, 0, rows, parts, itemsize, span)
+
+
+ledger.watch(__name__)

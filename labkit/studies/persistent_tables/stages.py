@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from labkit.bench import ledger
 from labkit.kernels.decoder.tables import MOMENTS, OP, OPS, SIGNAL
 
 PARTS = ("wake", "work", "tail")
@@ -51,3 +52,6 @@ def by_op(records: np.ndarray, marks: np.ndarray) -> list[dict[str, Any]]:
         for part in PARTS:
             line[part] += one[part] / 1e3
     return list(found.values())
+
+
+ledger.watch(__name__)

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from labkit.bench import ledger
 from labkit.bench import tables as kit
 from labkit.bench.spec import CONTROL
 from labkit.bench.tables import facts, pairs, where
@@ -417,3 +418,6 @@ def queue(how: Lowering, found: tables.Tables, program: int, most: int = 20) -> 
         kept = {name: words[name] for name in ("start", "stop", "position", "wait", "target", "signal")}
         lines.append({"op": tables.OPS[words["op"] - 1], **named, **kept})
     return pd.DataFrame(lines)
+
+
+ledger.watch(__name__)

@@ -1,18 +1,20 @@
 """Figures and sentences of the study, each made from the rows of one GPU (or from none, where nothing is measured)."""
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from importlib.util import find_spec
 from typing import Any
 
 import pandas as pd
 
+from labkit.bench import ledger
 from labkit.bench import tables as kit
 from labkit.bench.verdict import counted
 from labkit.kernels.decoder import tables as decoder_tables
 from labkit.kernels.decoder.model import MODELS
 from labkit.report import plots
 from labkit.report.figures import Drawing, drawing
-from labkit.report.words import interval, sentences
+from labkit.report.words import filled, interval, sentences
 from labkit.studies.persistent_tables import tables as derived
 from labkit.studies.persistent_tables import variants
 
@@ -143,11 +145,10 @@ def cold(rows: pd.DataFrame) -> str:
     if not whole:
         return "no whole token was measured."
     l2 = next((size for gpu, size in L2_BYTES.items() if gpu in rows["gpu"].iloc[0]), None)
-    sizes = {params["model"]: group["floor_bytes"].iloc[0] for params, group in whole}
-    said = ", ".join(
-        f"{model} {size / 1e6:.0f} MB" + (f" ({size / l2:.1f} times the L2)" if l2 else "")
-        for model, size in sizes.items()
-    )
+    sizes = pd.DataFrame(
+        [{"model": params["model"], "MB": group["floor_bytes"].iloc[0] / 1e6} for params, group in whole]
+    ).assign(times=lambda table: 1e6 * table["MB"] / (l2 or math.nan))
+    said = ", ".join(filled(sizes, "{model} {MB:.0f} MB" + (" ({times:.1f} times the L2)" if l2 else "")))
     return (
         f"a token reads {said}. There is one set of weights, as in any decode, and every token reads it again: where "
         f"it is less than {COLD_L2} times the L2, which other pages keep to, some of it may be found there."
@@ -262,6 +263,10 @@ def stops(rows: pd.DataFrame) -> str:
         if {variants.OURS, variants.UNORDERED, variants.READ} <= set(us.index):
             stages = 2 + 5 * MODELS[model].layers
             waiting, slower = us[variants.OURS] - us[variants.UNORDERED], us[variants.UNORDERED] - us[variants.READ]
+            ledger.note(
+                "stops",
+                {"model": model, "waiting": waiting, "us": waiting / stages, "stages": stages, "slower": slower},
+            )
             parts.append(
                 f"{model} {waiting:.0f} µs of waiting, {waiting / stages:.2f} µs a barrier of {stages}, and "
                 f"{slower:+.0f} µs against reading as many bytes without it"
@@ -283,6 +288,7 @@ def stages(rows: pd.DataFrame) -> Drawing:
     words = {"floor": "reading at the ceiling", "wake": "wake", "work": "work", "tail": "tail"}
     tidy = mine.melt("op", list(words), var_name="part", value_name="us")
     sums = mine[list(words)].sum()
+    ledger.note("together", sums.to_dict())
     said = (
         f"Together {sums['wake']:.0f} µs wake, {sums['work']:.0f} µs work and {sums['tail']:.0f} µs tail; reading the "
         f"weights alone would take {sums['floor']:.0f} µs"
@@ -374,3 +380,6 @@ def summary(rows: pd.DataFrame) -> str:
         f"a decode that rebuilds its tables in Python takes {interval(found, 1)} of the time of one that is right at "
         f"every token and rebuilds nothing (way 9), at the published size{more}."
     )
+
+
+ledger.watch(__name__)

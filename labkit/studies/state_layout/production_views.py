@@ -9,6 +9,7 @@ from typing import Any
 import pandas as pd
 
 from labkit import sources
+from labkit.bench import ledger
 from labkit.bench.tables import where, why_not
 from labkit.bench.verdict import counted, geometric_mean
 from labkit.report import plots
@@ -341,3 +342,6 @@ def drift(rows: pd.DataFrame) -> Drawing:
         alt=f"Lines of the state's error against tokens decoded, by layout and state type. {said}.",
         caption=f"Against float64 on the same inputs. After {last['tokens'].iloc[0]} tokens: {said}.",
     )  # fmt: skip
+
+
+ledger.watch(__name__)

@@ -5,6 +5,7 @@ and reads and writes the recurrent state. The state's share of the time is what 
 bound by arithmetic: what is not extend takes at least as long as its matrix products take at the GPU's peak.
 """
 
+from labkit.bench import ledger
 from labkit.shapes import QWEN3_NEXT, QWEN35_4B, GatedDeltaModel
 
 NVFP4_BYTES = 0.5 + 1 / 16  # a 4-bit value and an 8-bit scale for each 16 of them
@@ -58,3 +59,6 @@ def time_share(byte_share: float, slowness: float) -> float:
 def end_to_end(kernel_ratio: float, share: float) -> float:
     """Amdahl: old time / new time of the step, when a share of the old time becomes `kernel_ratio` times faster."""
     return 1 / (1 - share + share / kernel_ratio)
+
+
+ledger.watch(__name__)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pandas as pd
 
+from labkit.bench import ledger
 from labkit.bench.records import expanded
 from labkit.bench.tables import RATIO, Cases, Params, best_pair, cases, facts, frame, pairs, picked, timed, where
 from labkit.bench.tables import compared as compared_in
@@ -356,3 +357,6 @@ def drift(rows: pd.DataFrame) -> pd.DataFrame:
         for errors in known.get("drift", [])
     ]
     return pd.DataFrame(found, columns=["gate", "state", "variant", "tokens", "output error", "state error"])
+
+
+ledger.watch(__name__)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pandas as pd
 
+from labkit.bench import ledger
 from labkit.bench.tables import where
 from labkit.bench.verdict import counted
 from labkit.report import plots
@@ -239,6 +240,8 @@ def spills(rows: pd.DataFrame) -> str:
         return "no kernel that was timed spills registers."
     fastest = table.groupby(["op", "case"])["us"].transform("min")
     slower = (table["us"] / fastest)[some.index]
+    ledger.note("spills", some[["variant", "K", "state", "spill"]].rename(columns={"spill": "bytes a thread"}))
+    ledger.note("spills", slower.rename("times the fastest"))
     kernels = sorted(set(some[["variant", "K", "state", "spill"]].itertuples(index=False, name=None)))
     names = ", ".join(f"{variant} at K={k}, {state} ({spill} bytes a thread)" for variant, k, state, spill in kernels)
     ends = f"{slower.min():.1f} to {slower.max():.1f}"
@@ -306,3 +309,6 @@ def lines_and_ratio(rows: pd.DataFrame) -> pd.DataFrame:
         return shown
     wide = _by_layout(access.rename(columns=ACCESS), list(ACCESS.values()))
     return tables.ordered(wide.merge(shown, on=["state", "BV"], how="right"), ["state", "BV"])
+
+
+ledger.watch(__name__)
