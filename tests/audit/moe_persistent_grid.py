@@ -36,7 +36,6 @@ from common import (
     median,
     noise,
     pick,
-    read,
     table,
     times,
     us,
@@ -700,21 +699,3 @@ TABLES: Tables = {
     "claims.loop": loop,
     "claims.own_grid": own_grid,
 }
-
-
-def stand_ins(gpu: str) -> pd.DataFrame:
-    """Recorded rows in which others stand for what no GPU has recorded yet; what they say is of none.
-
-    Layers of others for engines' and for narrow blocks; the products of few tokens for those of the source's own point.
-    """
-    rows = read(gpu, STUDY)
-    names = {_kernel(kind, PERSISTENT): _narrow(kind) for kind in KINDS} | {RULE: HUMMING, GROUPED: SGLANG, LIGER: VLLM}
-    layers = rows[rows["op"] == "layer"]
-    shipped = layers["evidence"].mask(layers["variant"] == GROUPED, '{"config": {"shipped": true}}')
-    layers = layers.assign(variant=layers["variant"].replace(names), evidence=shipped)
-    few = [
-        op in GEMMS and (x["model"], x["T"]) == (SOURCE, 128) for op, x in zip(rows["op"], rows["params"], strict=True)
-    ]
-    at_source = [params | {"T": SOURCE_T} for params in rows[few]["params"]]
-    products = rows[few].assign(params=at_source, case=[json.dumps(params, sort_keys=True) for params in at_source])
-    return pd.concat([layers, products], ignore_index=True)

@@ -134,15 +134,6 @@ NOT_AUDITED = {
     "work.floor": "what is recorded as floor_bytes",
 }
 OF_VIEWS = {"grid_views.dead_shares", "grid_views.waves_by_gpu", "views.active_experts"}
-# On no GPU yet: audited on the stand-ins alone.
-UNRECORDED = {"tables.narrow_blocks", "tables.beside_engines", "claims.blocks"}
-# Of ExecuTorch's own products no GPU has the source's own point.
-STOOD_IN = UNRECORDED | {"tables.source_point"}
-# ExecuTorch's own code, which was measured on some GPUs only.
-OWN_CODE = {
-    "tables.released_grids", "tables.beside_released", "tables.own_products", "tables.worth", "tables.on_other_gpus",
-    "claims.prefill", "claims.few_tokens",
-}  # fmt: skip
 
 
 def differing(names, rows):
@@ -176,14 +167,6 @@ def test_tables_and_sentences_are_those_of_the_audit(gpu, monkeypatch, record_pr
     made_once(monkeypatch, tables, ASKED_AGAIN)
     cells, wrong, empty = differing(audit.TABLES, rows)
     wrong += unsaid(moe_persistent_grid_said.SENTENCES, VIEWS, rows)
-    assert not wrong, "\n".join(wrong[:20])
-    own = rows["variant"].str.startswith("ExecuTorch").any()
-    assert empty == UNRECORDED | (set() if own else OWN_CODE)
-    record_property("cells", sum(cells.values()))
-
-
-def test_what_is_not_recorded_yet_is_that_of_the_audit(record_property):
-    cells, wrong, empty = differing(STOOD_IN, drawn(audit.stand_ins(GPUS[0])))
     assert not wrong, "\n".join(wrong[:20])
     assert not empty
     record_property("cells", sum(cells.values()))
