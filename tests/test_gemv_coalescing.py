@@ -965,7 +965,7 @@ def test_a_cost_of_every_launch_is_told_from_one_of_every_byte(rows):
             return chain_views.grows(rows)
 
     assert said(1.0, 1.2) == (
-        "ours, merged: 1.0 µs where a GEMV has 3 MB, 1.2 µs where it has 30, mostly a cost of every launch."
+        "ours, merged: 1.0 µs where a GEMV has 3 MB, 1.2 µs where it has 30 MB, mostly a cost of every launch."
     )
     assert said(1.0, 9.0).endswith("it grows with the bytes.")
     assert said(0.0, 0.0).endswith("mostly a cost of every launch.")
