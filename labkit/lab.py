@@ -3,7 +3,8 @@
     x = lab.open("state_layout", source="auto", models=[...], batches=[...], states=[...])
     x.provenance()                     # what is measured here, what is replayed, and why
     x.correctness()                    # every variant against its float64 reference
-    x.figure("times", views.times)     # one figure a GPU
+    x.answer()                         # the claims, the verdicts, what to do
+    x.figure("times", views.times)     # one figure for all GPUs
 
 With a GPU the study is measured here and shown beside the recorded GPUs; without one the recorded rows are shown, and
 every figure says which GPU, driver and date they are from. With source "predicted" one section says what the recorded
@@ -11,6 +12,7 @@ rows would take on another GPU; everything else on the page is recorded.
 """
 
 import ast
+import importlib
 import json
 import math
 import os
@@ -18,19 +20,19 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
-from html import escape
 from importlib.util import find_spec
-from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
+from markupsafe import escape
 
 from labkit import paths, registry
 from labkit.bench import ledger, machine, records, spec
+from labkit.bench.claim import Claim
 from labkit.bench.spec import Case, Floor, Study
 from labkit.evidence import roofline
-from labkit.report import figures, origins, plots
+from labkit.report import figures, merged, origins, plots, verdicts, words
 from labkit.sweep import added, run
 from labkit.sweep.correctness import COMPILER, INTERPRETER, check_here
 from labkit.workflow import elsewhere, lease, predicted_words, recorded
@@ -38,7 +40,7 @@ from labkit.workflow import elsewhere, lease, predicted_words, recorded
 OWN_CAPTION = "Added functions. Ratio: the time of what each is set against over its own; above one, yours is faster."
 OWN_FORMATS = {"error": "{:.1e}"} | dict.fromkeys(("ratio", "low", "high"), "{:.3f}")
 
-Draw = Callable[[pd.DataFrame], Mapping[str, Any] | str]
+Draw = Callable[[pd.DataFrame], figures.Drawing]
 
 
 @dataclass(frozen=True)
@@ -154,7 +156,7 @@ class Lab:
     def published(self) -> figures.Html:
         """The published numbers that this page tests, before anything is measured."""
         rows = [
-            {"source": link(claim.source, claim.url), "claim": claim.statement, "published": claim.published}
+            {"source": verdicts.link(claim.source, claim.url), "claim": claim.statement, "published": claim.published}
             | {"condition": claim.condition}
             for claim in self.study.claims
         ]
@@ -170,7 +172,8 @@ class Lab:
             rows.append(row | {name: us for name, us in least.items() if us == us})
         table = pd.DataFrame(rows)
         varying = [name for name in table if len(table) == 1 or table[name].nunique() > 1]
-        return figures.table(table[varying], "The floor of each case: bytes over the machine's measured ceiling")
+        text = "The floor of each case: bytes over the machine's measured ceiling"
+        return figures.table(table[varying], text, folded=True)
 
     @staticmethod
     def _least_us(floor: Floor, entry: Shown) -> float:
@@ -197,7 +200,7 @@ class Lab:
         """A table that belongs to no GPU."""
         if table.empty:
             return figures.note(f"{caption} Not available: Triton is not installed here.")
-        return figures.table(table, caption, formats)
+        return figures.table(table, caption, formats, folded=True)
 
     def correctness(self) -> figures.Html:
         """Every variant on the study's tiny cases, here; and the largest error of the timed cases on each GPU."""
@@ -256,82 +259,135 @@ class Lab:
         table = table.drop(columns=[name for name in cases if name != "function" and table[name].nunique() == 1])
         return figures.table(table, f"{OWN_CAPTION} {entry.origin}", OWN_FORMATS)
 
-    def _each(self, show: Callable[[Shown], figures.Html]) -> "Gallery":
-        """What every GPU shows; a note where there is none."""
-        return Gallery([show(entry) for entry in self.shown] or [figures.note(UNMEASURED)])
+    @cached_property
+    def _gpus(self) -> list[str]:
+        """The GPUs shown, by short names."""
+        names = words.short_names([entry.machine.name for entry in self.shown])
+        here = [
+            f"{name} (measured here)" if entry.here else name for name, entry in zip(names, self.shown, strict=True)
+        ]
+        return here if len(set(here)) == len(here) else [entry.label for entry in self.shown]
 
-    def figure(self, name: str, draw: Draw) -> "Gallery":
-        """One figure a GPU.
+    @cached_property
+    def _origin(self) -> str:
+        """One sentence for captions: which GPUs were measured where, and when."""
+        days = [f"{gpu}, {versions_of(e.rows)['date']}" for gpu, e in zip(self._gpus, self.shown, strict=True)]
+        here = [day for day, entry in zip(days, self.shown, strict=True) if entry.here]
+        there = [day for day, entry in zip(days, self.shown, strict=True) if not entry.here]
+        said = [f"Measured on this machine: {here[0].replace(' (measured here)', '')}."] if here else []
+        said += [f"Recorded, not measured on this machine: {'; '.join(there)}."] if there else []
+        old = any(recorded.stale(entry.rows).any() for entry in self.shown)
+        return " ".join([*said, *(["Some rows are of an earlier version of the kernels."] if old else [])])
 
-        draw: that GPU's rows -> fig, alt, caption, table (the arguments of `figures.show`), or a sentence that says why
-        there is nothing to draw.
-        """
+    @property
+    def _folder(self) -> str:
+        """Where figures go: those of all recorded GPUs, of one, or with this machine's."""
+        if any(entry.here for entry in self.shown):
+            return "here"
+        return "recorded" if len(self.shown) > 1 else self.shown[0].machine.slug
 
-        def one(entry: Shown) -> figures.Html:
+    def figure(self, name: str, draw: Draw) -> figures.Html:
+        """One figure for all GPUs. draw: the rows of one -> a drawing, or a sentence why there is none."""
+        if not self.shown:
+            return figures.note(UNMEASURED)
+        pools, drawn = {}, {}
+        for gpu, entry in zip(self._gpus, self.shown, strict=True):
             with ledger.recording() as book:
-                drawn = draw(entry.rows)
-            pool = origins.Pool(entry.rows, book, self._place(entry))
-            if isinstance(drawn, str):
-                return figures.note(origins.marked(drawn, pool).after(f"{entry.label}: "))
-            plots.add_to_title(drawn["fig"], entry.machine.name)
-            said = {
-                "alt": f"{entry.machine.name}: {drawn['alt']}",
-                "caption": origins.marked(drawn["caption"], pool).before(f" {entry.origin}"),
-            }
-            folder = entry.machine.slug + ("-here" if entry.here else "")
-            return figures.show(**{**drawn, **said}, name=f"{self.study.name}-{name}", gpu=folder)
+                drawn[gpu] = draw(entry.rows)
+            pools[gpu] = origins.Pool(entry.rows, book, self._place(entry))
+        pictures = {gpu: one for gpu, one in drawn.items() if isinstance(one, figures.Picture)}
+        without = {gpu: origins.marked(one, pools[gpu]) for gpu, one in drawn.items() if isinstance(one, str)}
+        if not pictures:
+            return figures.note(figures.by_gpu(without))
+        picture = merged.picture(pictures)
+        fig = picture.fig
+        plots.add_to_title(fig, " and ".join(self._named(gpu) for gpu in pictures))
+        caption = _caption(pictures, pools, without)
+        alt = f"{', '.join(map(self._named, pictures))}: {_alt(pictures)}"
+        texts = {"alt": alt, "caption": caption.before(f" {self._origin}"), "table": picture.table}
+        return figures.show(fig, name=f"{self.study.name}-{name}", gpu=self._folder, **texts)
 
-        return self._each(one)
+    def _named(self, gpu: str) -> str:
+        """The full name of a GPU for its short one."""
+        return self.shown[self._gpus.index(gpu)].machine.name
 
     def table(
         self, make: Callable[[pd.DataFrame], pd.DataFrame], caption: str, formats: Mapping | None = None
-    ) -> "Gallery":
-        """One table a GPU, made from its rows."""
+    ) -> figures.Html:
+        """One table for all GPUs, made from the rows of each; a long one is folded."""
+        made = {gpu: make(entry.rows) for gpu, entry in zip(self._gpus, self.shown, strict=True)}
+        tables = {gpu: one for gpu, one in made.items() if len(one)}
+        if not tables:
+            return figures.note(f"{caption} There is no such measurement." if self.shown else UNMEASURED)
+        table = merged.table(tables)
+        return figures.table(table, f"{caption} {self._origin}", merged.formats(table, formats), folded=True)
 
-        def one(entry: Shown) -> figures.Html:
-            table = make(entry.rows)
-            if table.empty:
-                return figures.note(f"{entry.label}: {caption} There is no such measurement.")
-            return figures.table(table, f"{caption} {entry.origin}", formats)
-
-        return self._each(one)
-
-    def counters(self, caption: str = "Requests and sectors of a whole launch, counted and predicted.") -> "Gallery":
-        """One table a GPU: what ncu counted beside what the code predicts; or a sentence where nothing was counted."""
-        return self._each(lambda entry: self._one_count(caption, entry))
-
-    @staticmethod
-    def _one_count(caption: str, entry: Shown) -> figures.Html:
+    def counters(self, caption: str = "Requests and sectors of a whole launch, counted and predicted.") -> figures.Html:
+        """What ncu counted beside what the code predicts; or a sentence where nothing was counted."""
         from labkit.evidence import counters
 
-        found = counters.table(entry.rows)
-        if found.empty:
+        found = {gpu: counters.table(entry.rows) for gpu, entry in zip(self._gpus, self.shown, strict=True)}
+        counted = {gpu: one for gpu, one in found.items() if len(one)}
+        if not counted:
             why = "they were measured without ncu, or it could not be used (`labkit doctor` says what is here)"
-            return figures.note(f"{entry.label}: hardware counters are not recorded in these rows: {why}.")
-        cases = [json.loads(key) for key in entry.rows[entry.rows["counters"] != "{}"]["case"].unique()]
-        shared = ", ".join(f"{name} = {v}" for name, v in cases[0].items() if all(c.get(name) == v for c in cases))
-        how = "; ".join(filter(None, ["Cold, caches flushed by ncu", shared]))
-        said = f"{caption} {how}. {counters.in_short(found)} {entry.origin}"
-        return figures.table(found.assign(agree=found["agree"].map({True: "yes", False: "no"})), said, counters.FORMATS)
+            return figures.note(f"Hardware counters are not recorded in these rows: {why}.")
+        said = figures.by_gpu({gpu: _plain(counters.in_short(one)) for gpu, one in counted.items()})
+        agree = {gpu: one.assign(agree=one["agree"].map({True: "yes", False: "no"})) for gpu, one in counted.items()}
+        table = merged.table(agree)
+        text = said.after(f"{caption} Cold, caches flushed by ncu.").before(f" {self._origin}")
+        return figures.table(table, text, merged.formats(table, counters.FORMATS), folded=True)
 
     def side_by_side(
         self, make: Callable[[pd.DataFrame], pd.DataFrame], key: str, value: str, caption: str
     ) -> figures.Html:
         """One table for all GPUs, a column each. make: rows -> a table with the columns `key` and `value`."""
-        tables = {entry.label: make(entry.rows) for entry in self.shown}
+        tables = {gpu: make(entry.rows) for gpu, entry in zip(self._gpus, self.shown, strict=True)}
         columns = {label: table.set_index(key)[value] for label, table in tables.items() if len(table)}
         if not columns:
             return figures.note(f"{caption} There is no such measurement.")
-        return figures.table(pd.DataFrame(columns).rename_axis(key), caption)
+        return figures.table(pd.DataFrame(columns).rename_axis(key), f"{caption} {self._origin}", folded=True)
 
-    def say(self, sentence: Callable[[pd.DataFrame], str]) -> "Gallery":
+    def say(self, sentence: Callable[[pd.DataFrame], str]) -> figures.Html:
         """One generated sentence a GPU: results are never typed into prose, since they differ from GPU to GPU."""
+        if not self.shown:
+            return figures.note(UNMEASURED)
+        said = {
+            gpu: origins.told(lambda entry=entry: sentence(entry.rows), entry.rows, self._place(entry))
+            for gpu, entry in zip(self._gpus, self.shown, strict=True)
+        }
+        return figures.note(figures.by_gpu(said))
 
-        def one(entry: Shown) -> figures.Html:
-            said = origins.told(lambda: sentence(entry.rows), entry.rows, self._place(entry))
-            return figures.note(said.after(f"{entry.label}: "))
+    def compare(self, make: Callable[[pd.DataFrame], Mapping[str, str]], caption: str, key: str = "") -> figures.Html:
+        """A table of short answers, a line a question and a column a GPU. make: rows of one GPU -> question -> answer.
 
-        return self._each(one)
+        key: heading of the questions.
+        """
+        columns = {}
+        for gpu, entry in zip(self._gpus, self.shown, strict=True):
+            with ledger.recording() as book:
+                found = make(entry.rows)
+            pool = origins.Pool(entry.rows, book, self._place(entry))
+            columns[gpu] = {question: origins.marked(text, pool) for question, text in found.items()}
+        questions = list(dict.fromkeys(question for found in columns.values() for question in found))
+        if not questions:
+            return figures.note(f"{caption} There is no such measurement." if self.shown else UNMEASURED)
+        table = pd.DataFrame({gpu: [found.get(q) for q in questions] for gpu, found in columns.items()}, dtype=object)
+        table.insert(0, key, questions)
+        return figures.table(table, f"{caption} {self._origin}")
+
+    def answer(self) -> figures.Html:
+        """The first screen, by the study's module `answer`: HEADLINE, facts, conclusion, advice, hero.
+
+        HEADLINE: ids of the claims to show. facts: rows of one GPU -> what the sentences are made from, empty of none.
+        conclusion, advice: facts by GPU -> one sentence, or nothing. hero: rows of one GPU -> a drawing.
+        """
+        how = importlib.import_module(f"labkit.studies.{self.study.name}.answer")
+        if not self.shown:
+            return figures.note(UNMEASURED)
+        said = told_answer(how, {gpu: (e.rows, self._place(e)) for gpu, e in zip(self._gpus, self.shown, strict=True)})
+        chosen = [claim for claim in self.study.claims if claim.id in how.HEADLINE]
+        table = verdicts.headline(chosen, {claim.id: self._said(claim) for claim in chosen})
+        return verdicts.answer(said["conclusion"], table, self.figure("answer", how.hero), said["advice"])
 
     def _place(self, entry: Shown) -> origins.Place:
         """Where this study's sentences on a GPU stand."""
@@ -341,21 +397,23 @@ class Lab:
 
     def claims(self) -> figures.Html:
         """The published numbers, what each GPU measured, and the verdict."""
-        rows = []
-        for claim, entry in product(self.study.claims, self.shown):
-            with ledger.recording() as book:
-                said, judged = f"{claim.source}: {claim.statement}", claim.judge(entry.rows)
-            pool = origins.Pool(entry.rows, book, self._place(entry))
-            row = {"GPU": entry.label, "verdict": figures.badge(judged.verdict)}
-            row |= {"direction": judged.direction, "size": judged.size, "claim": said, "published": claim.published}
-            later = recorded.rule_changed(claim, entry.rows, judged)
-            why = f"{judged.why}; rule changed after the data" if later else judged.why
-            rows.append(row | {"measured": origins.marked(judged.measured, pool), "why": origins.marked(why, pool)})
-        rows += predicted_words.no_verdicts(self.study, self.target) if self.target and rows else []
-        if not rows:
+        if not self.shown:
             return figures.note(UNMEASURED)
-        text = "The claims, judged from the rows shown on this page; the index judges from all recorded rows"
-        return figures.table(pd.DataFrame(rows), caption=text)
+        said = {claim.id: self._said(claim) for claim in self.study.claims}
+        text = "Judged from the rows shown on this page; the index judges from all recorded rows."
+        return verdicts.cards(self.study.claims, said, text)
+
+    def _said(self, claim: Claim) -> list[verdicts.Said]:
+        """What each GPU says of a claim; of one that is predicted, that this is no verdict."""
+        found = []
+        for gpu, entry in zip(self._gpus, self.shown, strict=True):
+            with ledger.recording() as book:
+                judged = claim.judge(entry.rows)
+            pool = origins.Pool(entry.rows, book, self._place(entry))
+            later = recorded.rule_changed(claim, entry.rows, judged)
+            texts = (origins.marked(text, pool) for text in (judged.measured, judged.why))
+            found.append(verdicts.Said(gpu, judged, *texts, changed=later))
+        return [*found, *(predicted_words.no_verdict(self.target) if self.target else [])]
 
     def predictions(self) -> "Gallery":
         """How wrong predictions of this study's rows are: by the model, on each GPU, and from one GPU to another."""
@@ -386,13 +444,6 @@ class Lab:
         return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame()
 
 
-def link(text: str, url: str) -> figures.Html:
-    """A link for a table's cell; the text alone where there is no address."""
-    if not url:
-        return figures.Html(escape(text), text)
-    return figures.Html(f'<a href="{escape(url)}">{escape(text)}</a>', text)
-
-
 class Gallery:
     """Several pieces of HTML, shown one under the other."""
 
@@ -404,6 +455,45 @@ class Gallery:
 
     def __repr__(self) -> str:
         return "\n".join(map(repr, self.parts))
+
+
+def told_answer(how: Any, entries: Mapping[str, tuple[pd.DataFrame, origins.Place]]) -> Mapping[str, figures.Html]:
+    """Conclusion and advice of a study's module `answer`, with the origins of their numbers.
+
+    entries: GPU, by the name that the sentences give it -> its rows and where they stand.
+    """
+    facts, pools = {}, {}
+    for gpu, (rows, place) in entries.items():
+        with ledger.recording() as book:
+            facts[gpu] = how.facts(rows)
+            ledger.note("answer.facts", facts[gpu])
+        pools[gpu] = origins.Pool(rows, book, place)
+    known = {gpu: one for gpu, one in facts.items() if one}
+    texts = {name: getattr(how, name)(known) if known else "" for name in ("conclusion", "advice")}
+    return {name: origins.marked_among(text, pools) for name, text in texts.items()}
+
+
+def _caption(
+    pictures: Mapping[str, figures.Picture],
+    pools: Mapping[str, origins.Pool],
+    without: Mapping[str, figures.Html],
+) -> figures.Html:
+    """What a figure is, said once, and what it comes to on each GPU."""
+    about = {gpu: origins.marked(one.about, pools[gpu]) for gpu, one in pictures.items()}
+    said = {gpu: origins.marked(f"{one.said}.", pools[gpu]) for gpu, one in pictures.items() if one.said}
+    parts = [figures.by_gpu(one) for one in (about, {**said, **without}) if one]
+    html = " ".join(part.html for part in parts)
+    return figures.Html(html, " ".join(part.plain for part in parts))
+
+
+def _alt(pictures: Mapping[str, figures.Picture]) -> str:
+    shows = list(dict.fromkeys(one.shows for one in pictures.values()))
+    said = [f"{gpu}: {one.said}." for gpu, one in pictures.items() if one.said]
+    return " ".join([*shows, *said])
+
+
+def _plain(text: str) -> figures.Html:
+    return figures.Html(str(escape(text)), text)
 
 
 def recorded_evidence(rows: pd.DataFrame, wanted: Sequence[tuple[Case, str]]) -> pd.DataFrame:

@@ -16,6 +16,7 @@ from labkit import registry
 from labkit.bench import records
 from labkit.bench.sha import kernel_sha
 from labkit.bench.spec import Case, Variant
+from labkit.report.figures import Picture
 from labkit.sweep import run as sweep
 
 Us = Callable[[Case, Variant], float]
@@ -270,14 +271,13 @@ def unusable(frame: pd.DataFrame, where: Sequence[bool] | None = None, reason: s
 
 def caption(drawn: Any) -> str:
     """What a view says: its sentence, or its drawing's caption."""
-    return drawn if isinstance(drawn, str) else drawn["caption"]
+    return drawn if isinstance(drawn, str) else drawn.caption
 
 
 def check_views(views: Any, names: Sequence[str], some: pd.DataFrame) -> None:
     """Every view of these rows is a table, a whole drawing or a sentence, and says no NaN."""
     for view in names:
         drawn = getattr(views, view)(some)
-        if isinstance(drawn, dict):
-            assert {"fig", "alt", "caption", "table"} <= set(drawn), view
+        assert isinstance(drawn, Picture | pd.DataFrame | str), view
         said = "" if isinstance(drawn, pd.DataFrame) else caption(drawn)
         assert not re.search(r"\bnan\b", said), view

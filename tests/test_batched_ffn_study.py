@@ -382,8 +382,8 @@ def test_the_headline_is_of_one_family_and_says_what_the_mixture_would_give(rows
         assert tables.MIXED in tell(lost)
     for draw in (views.against_cublas, views.layers):
         found = draw(lost)
-        assert "tensor_core is slower in" in found["alt"]
-        assert f"({tables.MIXED}): faster in" in found["caption"]
+        assert "tensor_core is slower in" in found.alt
+        assert f"({tables.MIXED}): faster in" in found.caption
 
 
 def test_gains_by_hand(rows):
@@ -644,9 +644,9 @@ SENTENCES = (views.bars, views.bits, views.price, views.gemlite, views.thrash, v
 def test_every_view_says_what_the_rows_say(rows):
     for draw in DRAWINGS:
         found = draw(rows)
-        assert set(found) == {"fig", "alt", "caption", "table"}, draw
-        assert len(found["table"])
-        assert "nan" not in found["alt"] + found["caption"]
+        assert found.fig.axes, draw
+        assert len(found.table)
+        assert "nan" not in found.alt + found.caption
     for tell in SENTENCES:
         text = tell(rows)
         assert isinstance(text, str)
@@ -678,10 +678,10 @@ def test_views_that_need_no_gpu():
     matrix = chosen[(chosen["variant"] == variants.MATRIX) & (chosen["rows"] == 17408)]
     wanted = [[1, 1, "Q8_0, Q4_K, Q5_K"], [64, 2, "Q8_0, Q4_K, Q5_K"]]
     assert matrix[["N from", "passes", "format"]].values.tolist() == wanted
-    assert "predicted 1.1" in views.reuse([1, 8])["caption"]
+    assert "predicted 1.1" in views.reuse([1, 8]).caption
     found = views.hit_rates(["local"], ["lru", "slru", "belady"], [16, 64], length=16)
-    assert "16 experts a layer" in found["caption"]
-    assert "belady)" not in found["caption"]
+    assert "16 experts a layer" in found.caption
+    assert "belady)" not in found.caption
 
 
 def test_losses_are_told(rows):

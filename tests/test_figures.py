@@ -327,31 +327,31 @@ def test_badge_and_note_escape() -> None:
 # a view's figure, with its texts and table
 
 
-def drawn(**options: object) -> dict[str, object]:
+def drawn(**options: object) -> figures.Picture:
     names = {"alt": "Lines.", "caption": "Times.", "xlabel": "batch", "ylabel": "µs", "title": "T"} | options
     return figures.drawing(plots.lines, frame(2), "batch", "us", "variant", **names)
 
 
 def test_a_drawing_is_what_show_takes(reports):
     found = drawn()
-    assert (found["alt"], found["caption"]) == ("Lines.", "Times.")
-    assert found["fig"].get_suptitle() == "T"
-    pd.testing.assert_frame_equal(found["table"], frame(2))
-    assert "<figcaption>Times.</figcaption>" in figures.show(name="drawn", **found).html
+    assert (found.alt, found.caption) == ("Lines.", "Times.")
+    assert found.fig.get_suptitle() == "T"
+    pd.testing.assert_frame_equal(found.table, frame(2))
+    assert "<figcaption>Times.</figcaption>" in figures.shown("drawn", found).html
     assert [path.name for path in reports.rglob("*.svg")] == ["drawn.svg"]
 
 
 def test_what_a_figure_comes_to_ends_both_texts():
     found = drawn(said="Least 3 µs")
-    assert (found["alt"], found["caption"]) == ("Lines. Least 3 µs.", "Times. Least 3 µs.")
+    assert (found.alt, found.caption) == ("Lines. Least 3 µs.", "Times. Least 3 µs.")
 
 
 def test_the_table_of_a_drawing():
-    assert list(drawn(table=["batch", "us"], units={"us": "µs"})["table"]) == ["batch", "µs"]
-    hidden = drawn(hidden=["gpu", "index", "no such"])["table"]
+    assert list(drawn(table=["batch", "us"], units={"us": "µs"}).table) == ["batch", "µs"]
+    hidden = drawn(hidden=["gpu", "index", "no such"]).table
     assert list(hidden) == [name for name in frame(2) if name not in ("gpu", "index")]
     other = pd.DataFrame({"us": [1.0]})
-    assert list(drawn(table=other, units={"us": "µs"})["table"]) == ["µs"]
+    assert list(drawn(table=other, units={"us": "µs"}).table) == ["µs"]
     assert list(other) == ["us"]  # renamed in a copy
     with pytest.raises(KeyError, match="no such"):
         drawn(table=["no such"])

@@ -24,6 +24,7 @@ from labkit.kernels import offline, target, tuned
 from labkit.kernels.gemv import choose, reference
 from labkit.kernels.gemv.choose import Choice
 from labkit.kernels.gemv.gemv import gemv
+from labkit.report.figures import Picture
 from labkit.shapes import LINEAR, OTHER_LINEAR, LinearModel
 from labkit.studies.gemv_coalescing import chain_views, chains, ladder, peers, study, tables, trials, views
 from labkit.studies.gemv_coalescing import variants as names
@@ -892,7 +893,7 @@ def view_of(name):
 
 
 def caption(drawn):
-    return drawn["caption"] if isinstance(drawn, dict) else drawn
+    return drawn.caption if isinstance(drawn, Picture) else drawn
 
 
 SAID = [  # view, times by case and variant, what it says
@@ -1057,8 +1058,8 @@ def _problem(view, rows):
         drawn = view_of(view)(rows)
     except Exception as problem:
         return f"{type(problem).__name__}: {problem}"
-    if isinstance(drawn, dict) and not {"fig", "alt", "caption", "table"} <= set(drawn):
-        return f"a drawing of {sorted(drawn)}"
+    if not isinstance(drawn, Picture | pd.DataFrame | str):
+        return f"a {type(drawn).__name__}"
     said = "" if isinstance(drawn, pd.DataFrame) else caption(drawn)
     return f"a sentence with nan: {said}" if re.search(r"\bnan\b", said) else ""
 

@@ -221,7 +221,7 @@ def test_the_timer_of_triton_is_no_ceiling(page):
 def test_the_control_is_shown_as_noise_only(page):
     quick = faster(page, 10, variant=CONTROL)
     for view in (views.memory_curve, views.matrix_rates, views.launch_cost, views.host_copies):
-        assert view(quick)["table"].equals(view(page)["table"])
+        assert view(quick).table.equals(view(page).table)
     assert views.ceilings(quick).equals(views.ceilings(page))
     assert not views.noise(quick).equals(views.noise(page))
 
@@ -247,15 +247,15 @@ def test_ceilings_are_the_best_cold_rates(page):
 )
 def test_a_figure_says_what_it_shows(page, view, said):
     drawn = view(page)
-    assert said in drawn["alt"]
-    assert said in drawn["caption"]
-    assert len(drawn["table"]) > 1
-    assert drawn["fig"].axes
+    assert said in drawn.alt
+    assert said in drawn.caption
+    assert len(drawn.table) > 1
+    assert drawn.fig.axes
 
 
 def test_throttle_reasons_are_named(page):
     throttled = page.assign(throttled=[["power cap"] * len(one) for one in page["samples_ns"]])
-    assert "Throttle reasons seen: power cap." in views.clocks(throttled)["caption"]
+    assert "Throttle reasons seen: power cap." in views.clocks(throttled).caption
 
 
 def test_noise_is_half_the_width_of_the_control(page):
@@ -283,7 +283,7 @@ def test_the_two_timers_stand_beside_each_other(page):
 def test_unusable_rows_are_not_shown(page):
     failed = page["case"].map(lambda text: json.loads(text)["what"]) == "fp8"
     poor = made.unusable(page, failed)
-    assert "fp8" not in set(views.matrix_rates(poor)["table"]["what"])
+    assert "fp8" not in set(views.matrix_rates(poor).table["what"])
     assert "matrix, fp8" not in set(views.ceilings(poor)["ceiling"])
     assert isinstance(views.matrix_rates(made.unusable(page)), str)
     assert views.ceilings(made.unusable(page)).empty

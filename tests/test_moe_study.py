@@ -841,20 +841,20 @@ def test_the_sources_own_point(rows, own_rows):
 
 
 def test_an_order_that_is_other_code_is_told_apart(own_rows):
-    said = grid_views.order(own_rows)["caption"]
+    said = grid_views.order(own_rows).caption
     assert "In the same code: W4A8 ×1.10, faster in 4 of 4 cases. Other code, so that the ratio is not" in said
     assert "Third cause: refuted, the order pays with experts of 1.6 MB (at most ×1.10)" in said
     none = dict.fromkeys((name for name in variants.RELEASED_GEMMS if variants.ONE_GROUP in name), 1.65)
-    assert "Third cause: confirmed, the order gains little" in grid_views.order(frame(none, FEW, own=True))["caption"]
+    assert "Third cause: confirmed, the order gains little" in grid_views.order(frame(none, FEW, own=True)).caption
     other = {OTHER_CODE, variants.released(f"{variants.PERSISTENT}, {variants.ONE_GROUP}", int8=True)}
     texts = own_rows["evidence"].where(~own_rows["variant"].isin(other), '{"registers": 1}')
-    assert grid_views.order(own_rows.assign(evidence=texts))["caption"].endswith(
+    assert grid_views.order(own_rows.assign(evidence=texts)).caption.endswith(
         "Third cause: not judged, the order cannot be told from the code."
     )
 
 
 def test_dead_blocks_and_what_they_cost(own_rows):
-    said = grid_views.dead(own_rows)["caption"]
+    said = grid_views.dead(own_rows).caption
     assert "% dead, 9 % of the time saved: within 5 points of what is dead in " in said
     assert said.endswith("without dead blocks it is faster in 16.")
     shares = grid_views.dead_shares([1642]).set_index("model")
@@ -914,10 +914,10 @@ def slower(rows, some, factor):
 
 
 def test_a_routing_under_which_ours_loses_is_said(rows):
-    assert "Ours loses" not in views.routings(rows)["caption"]
+    assert "Ours loses" not in views.routings(rows).caption
     one = rows["variant"].isin(OURS_AND_TWIN) & rows["case"].str.contains('"one expert"') & (rows["op"] == "layer")
     lost = slower(rows, one & rows["case"].str.contains(MIXTRAL.name) & rows["case"].str.contains('"T": 128,'), 3)
-    caption = views.routings(lost)["caption"]
+    caption = views.routings(lost).caption
     assert (
         "Skewed, time of the fastest other (F.grouped_mm) / ours is ×0.40 to 1.20: ours is faster in 7, slower"
         in caption
@@ -944,13 +944,13 @@ def test_predictions_are_held_against_the_sum_of_both_limits(rows):
 
 
 def test_int4_that_takes_longer_is_said_to_unpack(rows):
-    assert "unpacking" not in views.prediction(rows)["caption"]
+    assert "unpacking" not in views.prediction(rows).caption
     many = (
         rows["variant"].isin(OURS_AND_TWIN) & (rows["op"] == "layer") & rows["case"].str.contains('"weights": "INT4"')
     )
     late = slower(rows, many & rows["case"].str.contains('"T": 4096,'), 6)
-    assert "In 3 of 15 cases INT4 takes ×2.00 the time of bf16" in views.prediction(late)["caption"]
-    assert "up to 1642 tokens ×3.00, beyond ×0.50" in views.int4_gain(late)["caption"]
+    assert "In 3 of 15 cases INT4 takes ×2.00 the time of bf16" in views.prediction(late).caption
+    assert "up to 1642 tokens ×3.00, beyond ×0.50" in views.int4_gain(late).caption
     assert "slower in 3 of 15 cases than with bf16: up to 1642 tokens" in views.in_short(late)
 
 

@@ -310,7 +310,7 @@ def test_a_process_at_half_the_pace_makes_times_unclear_but_no_share(one_slow):
     assert host_views.rebuilding(one_slow)["build µs"].str.endswith("(unclear)").all()
     assert "(unclear)" in host_views.where(one_slow)
     assert "unclear whether below" in host_views.bar_host(one_slow)
-    assert "either way: 10 of 10 are" in host_views.host(one_slow)["caption"]
+    assert "either way: 10 of 10 are" in host_views.host(one_slow).caption
     ns = zip(one_slow["variant"], one_slow["run"], one_slow["samples_ns"], strict=True)
     uneven = one_slow.assign(samples_ns=[one * (0.3 + np.array(run)) if v in COPIES else one for v, run, one in ns])
     assert "unclear, since processes differ, in 2 vectorised, 3 prebuilt" in host_views.waits(uneven)
@@ -344,7 +344,7 @@ def test_how_the_host_grows_with_records_is_what_the_rows_say(factor, word):
     ]
     table = derived.growth(rows)
     assert table["ratio"].tolist() == pytest.approx([factor] * len(table), rel=5e-3)
-    said = host_views.host_over_records(rows)["caption"]
+    said = host_views.host_over_records(rows).caption
     assert said.count(f", {word}") == len(table)
 
 
@@ -568,9 +568,9 @@ TABLES = (views.tokens, views.ablations, host_views.rebuilding, host_views.queue
 def test_every_view_says_what_the_rows_say(rows):
     for draw in DRAWINGS:
         found = draw(rows)
-        assert set(found) == {"fig", "alt", "caption", "table"}, draw.__name__
-        assert len(found["table"])
-        assert "nan" not in found["alt"] + found["caption"], draw.__name__
+        assert found.fig.axes, draw.__name__
+        assert len(found.table)
+        assert "nan" not in found.alt + found.caption, draw.__name__
     for tell in SENTENCES:
         text = tell(rows)
         assert text.endswith("."), tell.__name__

@@ -181,7 +181,7 @@ def test_releases_stand_side_by_side_or_the_page_says_what_is_missing(rows):
         *(names.released(name, "CuTe DSL") for name in names.CUTE),
     }
     assert set(table[table["gate"] == "KDA"]["form"]) == {""}
-    shown = views.by_release(rows)["table"]
+    shown = views.by_release(rows).table
     assert set(shown["release"]) >= {"this lab, [V, K]", "0.5.9, [K, V]", "0.5.10rc0, [V, K]", "0.5.23, [V, K]"}
     assert views.by_release(without_releases(rows)).endswith("not measured on this GPU.")
     assert views.own_code(without_releases(rows)).endswith("not measured on this GPU.")

@@ -44,7 +44,44 @@ class Html:
         return Html(self.html + str(escape(text)), self.plain + text)
 
 
-Drawing = Mapping[str, Any] | str  # what a view gives `Lab.figure`; a sentence where there is nothing to draw
+@dataclass(frozen=True)
+class Picture:
+    """A plot that is not drawn yet, so that those of several GPUs can become one, with its texts and its table.
+
+    plot, columns, options: plot(data, *columns, **options) of `plots`. about, shows: caption and alt text, without what
+    the figure comes to, which is `said`, without a full stop. table: beneath it.
+    """
+
+    plot: Callable[..., Figure]
+    data: pd.DataFrame
+    columns: tuple[str, ...]
+    options: Mapping[str, Any]
+    about: str
+    shows: str
+    said: str
+    table: pd.DataFrame
+
+    @property
+    def fig(self) -> Figure:
+        """Drawn anew each time."""
+        return self.plot(self.data, *self.columns, **self.options)
+
+    @property
+    def caption(self) -> str:
+        """What it is, and what it comes to."""
+        return _ended(self.about, self.said)
+
+    @property
+    def alt(self) -> str:
+        """The same for a reader who does not see it."""
+        return _ended(self.shows, self.said)
+
+
+def _ended(text: str, said: str) -> str:
+    return f"{text} {said}." if said else text
+
+
+Drawing = Picture | str  # what a view gives `Lab.figure`; a sentence where there is nothing to draw
 
 
 def drawing(
@@ -58,18 +95,18 @@ def drawing(
     hidden: Sequence[str] = (),
     units: Mapping[str, str] | None = None,
     **options: Any,
-) -> dict[str, Any]:
+) -> Picture:
     """A plot with its texts and the table beneath, as `Lab.figure` takes it.
 
     plot, columns, options: plot(data, *columns, **options) of `plots`.
-    said:   what the figure comes to, without a full stop: ends alt and caption.
+    said:   what the figure comes to on one GPU, without a full stop: ends alt and caption. Numbers belong here, since
+            what several GPUs share of the caption is said once.
     table:  the table beneath, or the columns of data that it has; default: data.
     hidden: columns that it has not, where there are such. units: column -> its heading.
     """
-    end = f" {said}." if said else ""
     shown = data if table is None else table if isinstance(table, pd.DataFrame) else data[list(table)]
     shown = shown.drop(columns=list(hidden), errors="ignore").rename(columns=dict(units or {}))
-    return {"fig": plot(data, *columns, **options), "alt": alt + end, "caption": caption + end, "table": shown}
+    return Picture(plot, data, columns, options, caption, alt, said, shown)
 
 
 def view(
@@ -124,12 +161,24 @@ def show(
     return Html(str(html), f"{caption}\n[{alt}]")
 
 
+def shown(name: str, picture: Picture) -> Html:
+    """A figure that belongs to no GPU."""
+    return show(picture.fig, name=name, alt=picture.alt, caption=picture.caption, table=picture.table)
+
+
+OPEN_ROWS = 10  # a longer table is folded
+
+
 def table(
-    df: pd.DataFrame, caption: str | None = None, formats: Mapping[str, str | Callable[[Any], str]] | None = None
+    df: pd.DataFrame,
+    caption: str | Html | None = None,
+    formats: Mapping[Any, str | Callable[[Any], str]] | None = None,
+    folded: bool = False,
 ) -> Html:
     """The frame as an HTML table that scrolls in its own box. A named index gives row headings, else the first column.
 
     formats: column -> format string ("{:.2f}") or function; other numbers show four significant digits.
+    folded:  whether a reader opens it first, if it has more than `OPEN_ROWS` rows.
     """
     if any(df.index.names):
         df = df.reset_index()
@@ -144,16 +193,28 @@ def table(
         for row in df.itertuples(index=False, name=None)
     )
     box = Markup('<div class="lab-scroll" style="overflow-x:auto" role="region" tabindex="0" aria-label="{}">').format(
-        caption or "Table"
+        str(caption or "Table")
     )
     text = Markup('{}<table class="lab"><thead><tr>{}</tr></thead><tbody>{}</tbody></table></div>')
     html = text.format(box, head, body)
+    if folded and len(df) > OPEN_ROWS:
+        html = Markup("<details><summary>Table, {} rows</summary>{}</details>").format(len(df), html)
     if caption:  # not <caption>, which is as wide as its table and scrolls away with it
         html = Markup('<figure class="lab-table"><figcaption>{}</figcaption>{}</figure>').format(caption, html)
     return Html(str(html), df.to_string(index=False))
 
 
 _table = table  # where an argument has its name
+
+
+def by_gpu(said: Mapping[str, Html]) -> Html:
+    """What each GPU gives, as a list; said once where all give the same. said: GPU -> its sentence."""
+    if len({text.plain for text in said.values()}) == 1:
+        return next(iter(said.values()))
+    item = Markup("<li><b>{}</b> {}</li>")
+    items = Markup("").join(item.format(gpu, text) for gpu, text in said.items())
+    plain = "\n".join(f"{gpu}: {text.plain}" for gpu, text in said.items())
+    return Html(str(Markup('<ul class="by-gpu">{}</ul>').format(items)), plain)
 
 
 def _cells(
@@ -185,7 +246,7 @@ def _text(item: Any, form: str | Callable[[Any], str] | None) -> Any:
 
 def note(text: str | Html) -> Html:
     """A remark set apart from the text."""
-    return Html(f'<p class="lab-note">{escape(text)}</p>', str(text))
+    return Html(f'<div class="lab-note">{escape(text)}</div>', str(text))
 
 
 SIGNS = {

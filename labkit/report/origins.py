@@ -543,6 +543,29 @@ def marked(text: str, pool: Pool) -> Html:
     return Html(str(Markup().join(parts)), text + file)
 
 
+def marked_among(text: str, pools: Mapping[str, Pool]) -> Html:
+    """`marked`, of a text on several GPUs. pools: GPU as the text names it -> what it was said from.
+
+    A number is of the GPU that was named last before it, if that measured it, else of the first that did.
+    """
+    found = [pool.origins(text) for pool in pools.values()]
+    parts, end = [], 0
+    for place, (number, _) in enumerate(found[0] if found else ()):
+        named = [text.rfind(gpu, 0, number.start) for gpu in pools]
+        ways = sorted(range(len(named)), key=lambda which: -named[which])
+        kinds = [found[which][place][1].kind for which in ways]
+        best = ways[min(range(len(ways)), key=lambda which: (_RANKS.index(kinds[which]), which))]
+        pool = list(pools.values())[best]
+        parts += [escape(text[end : number.start]), _element(number, found[best][place][1], pool.place)]
+        end = number.end
+    parts.append(escape(text[end:]))
+    study = next((pool.place.study for pool in pools.values()), "")
+    return Html(str(Markup().join(parts)), text + (f" [numbers: {study}.numbers.json]" if len(parts) > 1 else ""))
+
+
+_RANKS = ("measured", "case", "published", "rule", "none")
+
+
 def _element(number: Number, origin: Origin, place: Place) -> Markup:
     value = "" if origin.value is None else f"{origin.value:.12g}"
     facts = {"kind": origin.kind, "study": place.study, "gpu": place.gpu, "table": origin.table}

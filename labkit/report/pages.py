@@ -5,6 +5,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from html.parser import HTMLParser
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -89,8 +90,10 @@ def page(
     """Write the page of an executed notebook; returns its errors ("ValueError: …"), none if it ran to the end.
 
     Beside it goes NAME.numbers.json: where each number in its sentences is from (`origins`).
-    Cells tagged `lab-only` are left out, links to other notebooks become links to their pages. status: a line under
-    the title that says where the numbers are from. ValueError if the page would request something from outside.
+    Cells tagged `lab-only` are left out, links to other notebooks become links to their pages. Those tagged `setup`
+    stand behind the one tagged `answer`, so that the answer comes first; they, and neighbours tagged `fold`, are folded
+    under the heading that they begin with. status: a line under the title that says where the numbers are from.
+    ValueError if the page would request something from outside.
     """
     notebook = nbformat.read(executed, as_version=4)
     failures = _prepare(notebook)
@@ -103,7 +106,10 @@ def page(
     template = {"template_name": TEMPLATES.name, "template_file": "page.html.j2"}
     exporter = HTMLExporter(config=config, extra_template_basedirs=[str(TEMPLATES.parent)], **template)
     html, _ = exporter.from_notebook_node(notebook, {"lab": lab})
-    _write(out, html.replace("</h1>", "</h1>" + _lead(html, status), 1))
+    status, contents = _lead(html, status)
+    html = html.replace("</h1>", f"</h1>{status}", 1)
+    place = "<!-- after the answer -->" if "<!-- after the answer -->" in html else "</h1>" + status
+    _write(out, html.replace(place, place + contents, 1))
     _write_numbers(out, html)
     return failures
 
@@ -174,8 +180,9 @@ def _css() -> str:
 
 
 def _prepare(notebook: Any) -> list[str]:
-    """Mark the cells that failed, turn links to notebooks into links to pages; the errors found."""
+    """Order, fold and mark the cells, turn links to notebooks into links to pages; the errors found."""
     failures = []
+    notebook.cells = _folded(_answer_first(notebook.cells))
     for cell in notebook.cells:
         if cell.cell_type == "markdown":
             cell.source = re.sub(r"\]\((\w[\w.-]*)\.ipynb(#[^)]*)?\)", r"](\1.html\2)", cell.source)
@@ -186,6 +193,68 @@ def _prepare(notebook: Any) -> list[str]:
     return failures
 
 
+def _tags(cell: Any) -> list[str]:
+    return cell.metadata.get("tags", [])
+
+
+def _answer_first(cells: Sequence[Any]) -> list[Any]:
+    """The cells with those tagged `setup` behind the one tagged `answer`; as they are if none is, or if one failed."""
+    answer = next((place for place, cell in enumerate(cells) if "answer" in _tags(cell)), None)
+    if answer is None or any(output.output_type == "error" for cell in cells for output in cell.get("outputs", [])):
+        return list(cells)
+    first, rest = cells[: answer + 1], cells[answer + 1 :]
+    setup = [cell for cell in first if _sets_up(cell)]
+    return [*(cell for cell in first if cell not in setup), *setup, *rest]
+
+
+def _sets_up(cell: Any) -> bool:
+    return bool({"setup", "parameters", "injected-parameters"} & set(_tags(cell)))
+
+
+SETUP = "### Where the figures are from"
+
+
+def _folded(cells: Sequence[Any]) -> list[Any]:
+    """The cells, of which neighbours that fold are between two that open and close it. A cell that failed is open."""
+    found: list[Any] = []
+    for kind, group in groupby(cells, _fold):
+        inside = [cell for cell in group if "lab-only" not in _tags(cell)]
+        for part in _by_heading(inside) if kind else ():
+            head, rest = _heading(part, kind)
+            found += [_marker("lab_opens", head), *rest, _marker("lab_closes", "")]
+        found += [] if kind else inside
+    return found
+
+
+def _fold(cell: Any) -> str:
+    """How a cell is folded: "setup", "fold", or not."""
+    failed = any(output.output_type == "error" for output in cell.get("outputs", []))
+    return "" if failed else "setup" if _sets_up(cell) else "fold" if "fold" in _tags(cell) else ""
+
+
+def _by_heading(cells: Sequence[Any]) -> list[list[Any]]:
+    """Neighbours that fold, apart where one begins with a heading."""
+    found: list[list[Any]] = []
+    for cell in cells:
+        if not found or (cell.cell_type == "markdown" and cell.source.startswith("#")):
+            found.append([])
+        found[-1].append(cell)
+    return found
+
+
+def _heading(cells: list[Any], kind: str) -> tuple[str, list[Any]]:
+    """What folded cells are called, and the cells without it."""
+    head, _, text = cells[0].source.partition("\n")
+    if kind == "setup" or not head.startswith("#"):
+        return SETUP if kind == "setup" else "### Details", cells
+    rest = nbformat.v4.new_markdown_cell(text.strip())
+    return head, [rest, *cells[1:]] if text.strip() else cells[1:]
+
+
+def _marker(name: str, text: str) -> Any:
+    return nbformat.v4.new_markdown_cell(text, metadata={name: True})
+
+
 def _title(notebook: Any) -> str:
     """The first heading, as plain text."""
     for cell in notebook.cells:
@@ -194,12 +263,11 @@ def _title(notebook: Any) -> str:
     return ""
 
 
-def _lead(html: str, status: str) -> str:
-    """What stands beneath the title: the status, and links to the sections if there are several."""
+def _lead(html: str, status: str) -> tuple[str, str]:
+    """What stands beneath the title, and links to the sections if there are several."""
     heads = re.findall(r'<h2 id="([^"]*)">(.*?)<a class="anchor-link"', html, re.DOTALL)
     item = Markup('<li><a href="#{}">{}</a></li>')
     items = [item.format(Markup(name), Markup(text).striptags()) for name, text in heads]
     lead = Markup('<p class="status">{}</p>').format(status) if status else Markup()
-    if len(items) > 2:
-        lead += Markup('<nav class="contents" aria-label="On this page"><ol>{}</ol></nav>').format(Markup().join(items))
-    return str(lead)
+    form = Markup('<nav class="contents" aria-label="On this page"><ol>{}</ol></nav>')
+    return str(lead), str(form.format(Markup().join(items))) if len(items) > 2 else ""

@@ -8,7 +8,7 @@ dark, also when the SVG is an `<img>`.
 import io
 import math
 import textwrap
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -73,6 +73,7 @@ def lines(
     series: str,
     *,
     panel: str | None = None,
+    rows: str | None = None,
     low: str | None = None,
     high: str | None = None,
     xlabel: str,
@@ -81,19 +82,20 @@ def lines(
     logx: bool = False,
     logy: bool = False,
     joined: bool = True,
-    reference: Reference | None = None,
+    reference: Reference | Mapping[Any, Reference] | None = None,
 ) -> Figure:
     """Lines of `y` against `x`, one a `series`, with interval bars from `low` to `high` where given.
 
     panel:     column that splits the figure into side-by-side axes with the same y.
+    rows:      column that splits it further, into one row of axes each, with the same axes.
     joined:    False: marks alone, where neighbours on x have nothing to do with each other.
-    reference: horizontal lines, each (y, label).
+    reference: horizontal lines, each (y, label); or, with `rows` or `panel`, those of each of its values.
     Columns x (numbers or names), y, low and high (numbers, unit in the label). ValueError without rows or a column.
     """
-    df = _rows(df, y, x, series, panel, low, high)
+    df = _rows(df, y, x, series, panel, rows, low, high)
     names = _levels(df[series])
-    fig, cells = _grid(df, panel, title)
-    place, marks, labels = _places(df[x], logx, len(cells))
+    fig, cells = _grid(df, panel, title, rows=rows)
+    place, marks, labels = _places(df[x], logx, cells[0][0].get_subplotspec().get_gridspec().ncols)
     looks = [_look(index) | ({} if joined else {"linestyle": "none"}) for index in range(len(names))]
     for ax, part in cells:
         for index, name in enumerate(names):
@@ -104,7 +106,7 @@ def lines(
         if logx:
             ax.set_xscale("log", base=2)
         _ticks(ax, marks, labels, 52 if reference else 66)
-    _values(cells, ylabel, logy, reference)
+    _values(cells, ylabel, logy, _references(cells, reference, rows or panel))
     _xlabel(cells, xlabel)
     _legend(fig, [Line2D([], [], label=str(name), **look) for name, look in zip(names, looks, strict=True)])
     return fig
@@ -118,18 +120,19 @@ def bars(
     series: str,
     *,
     panel: str | None = None,
+    rows: str | None = None,
     low: str | None = None,
     high: str | None = None,
     xlabel: str,
     ylabel: str,
     title: str,
     logy: bool = False,
-    reference: Reference | None = None,
+    reference: Reference | Mapping[Any, Reference] | None = None,
 ) -> Figure:
     """Bars of `y`, grouped by `x`, one a `series`; the arguments are those of `lines`."""
-    df = _rows(df, y, x, series, panel, low, high)
+    df = _rows(df, y, x, series, panel, rows, low, high)
     groups, names = _levels(df[x]), _levels(df[series])
-    fig, cells = _grid(df, panel, title)
+    fig, cells = _grid(df, panel, title, rows=rows)
     width = 0.8 / len(names)
     for ax, part in cells:
         for index, name in enumerate(names):
@@ -141,7 +144,7 @@ def bars(
         ax.grid(axis="x", visible=False)
         _ticks(ax, range(len(groups)), groups, 52 if reference else 66)
         ax.set_xlim(-0.6, len(groups) - 0.4)
-    _values(cells, ylabel, logy, reference)
+    _values(cells, ylabel, logy, _references(cells, reference, rows or panel))
     _xlabel(cells, xlabel)
     _legend(fig, [Patch(label=str(name), **_fill(i)) for i, name in enumerate(names)])
     return fig
@@ -157,6 +160,7 @@ def ratios(
     *,
     group: str | None = None,
     panel: str | None = None,
+    hue: str | None = None,
     verdict: str | None = None,
     xlabel: str,
     title: str,
@@ -166,27 +170,32 @@ def ratios(
 
     group:   column that gathers rows under a heading.
     panel:   column that splits the figure into side-by-side axes with the same rows.
+    hue:     column whose values stand in one row, each in its colour; a hollow mark is then *same* or *unclear*.
     verdict: column of faster, slower, same and unclear, which sets colour and marker; without it they say where the
              interval lies (knowing nothing of the A/A noise).
     """
-    df = _rows(df, mid, label, group, panel, low, high, verdict)
+    df = _rows(df, mid, label, group, panel, hue, low, high, verdict)
     ends = zip(df[low], df[high], strict=True)
     df = df.assign(_kind=df[verdict] if verdict else [_side(*pair, band) for pair in ends])
     if odd := sorted(set(df["_kind"]) - set(SIDES)):
         raise ValueError(f"ratios: verdict {odd[0]!r}; allowed: {', '.join(SIDES)}")
-    rows = _outline(df, label, group)
-    fig, cells = _grid(df, panel, title, height=1.5 + 0.29 * len(rows))
-    looks = {kind: _look(index) | {"linestyle": "none", "markersize": 6.5} for kind, index in SIDES.items()}
+    rows, hues = _outline(df, label, group), _levels(df[hue]) if hue else [None]
+    heads = sum(item is None for _, item in rows)
+    fig, cells = _grid(df, panel, title, height=1.5 + 0.29 * heads + (0.16 + 0.13 * len(hues)) * (len(rows) - heads))
+    looks = _looks_of(hues, hue)
     for ax, part in cells:
         ax.axvspan(1 - band, 1 + band, color=GRID, lw=0)
         ax.axvline(1, color=SOFT, lw=1)
         for _, row in part.iterrows():
-            at = rows.index((row[group] if group else None, row[label]))
+            place = hues.index(row[hue]) if hue else 0
+            at = rows.index((row[group] if group else None, row[label])) + (place + 0.5) / len(hues) * 0.8 - 0.4
             error = [[max(0.0, row[mid] - row[low])], [max(0.0, row[high] - row[mid])]]
-            ax.errorbar(row[mid], at, xerr=error, capsize=3, elinewidth=1.6, **looks[row["_kind"]])
+            look = looks[row[hue] if hue else None, row["_kind"]]
+            ax.errorbar(row[mid], at, xerr=error, capsize=3 if hue is None else 2, elinewidth=1.6, **look)
             if panel is None:
                 text = f"{row[mid]:.3f}  [{row[low]:.3f}, {row[high]:.3f}]"
-                ax.text(1.02, at, text, transform=ax.get_yaxis_transform(), va="center", fontsize=9.5)
+                size = {"fontsize": 9.5 if hue is None else 8.5, "color": look["color"] if hue else INK}
+                ax.text(1.02, at, text, transform=ax.get_yaxis_transform(), va="center", **size)
         ax.grid(axis="y", visible=False)
         ax.margins(x=0.08)
         ax.set_ylim(len(rows) - 0.4, -0.6)
@@ -197,10 +206,34 @@ def ratios(
     limits = [end for ax, _ in cells for end in ax.get_xlim()]
     for ax, _ in cells:
         ax.set_xlim(min(limits), max(limits))
-    words = {} if verdict else {"faster": "above 1", "slower": "below 1", "same": f"within ±{band * 100:g} % of 1"}
-    kinds = [kind for kind in SIDES if kind in set(df["_kind"])]
-    _legend(fig, [Line2D([], [], label=words.get(kind, kind), **looks[kind]) for kind in kinds], alone=True)
+    _legend(fig, _keys(df, looks, hues, hue, band if verdict is None else None), alone=True)
     return fig
+
+
+def _looks_of(hues: Sequence[Any], hue: str | None) -> dict[tuple[Any, str], dict[str, Any]]:
+    """(hue, verdict) -> how a mark looks: coloured by the verdict, or by hue and then hollow where it is none."""
+    plain = {"linestyle": "none", "markersize": 6.5}
+    if hue is None:
+        return {(None, kind): _look(index) | plain for kind, index in SIDES.items()}
+    found = {}
+    for index, name in enumerate(hues):
+        solid = _look(index) | plain
+        hollow = solid | {"markerfacecolor": PAPER, "markeredgecolor": solid["color"], "markeredgewidth": 1.5}
+        found |= {(name, kind): solid if kind in ("faster", "slower") else hollow for kind in SIDES}
+    return found
+
+
+def _keys(df: pd.DataFrame, looks: Mapping, hues: Sequence[Any], hue: str | None, band: float | None) -> list[Line2D]:
+    """The legend of `ratios`. band: of kinds that were told from intervals alone."""
+    if hue:
+        keys = [Line2D([], [], label=str(name), **looks[name, "faster"]) for name in hues]
+        if set(df["_kind"]) & {"same", "unclear"}:
+            hollow = looks[hues[0], "same"] | {"color": SOFT, "markeredgecolor": SOFT, "marker": "o"}
+            keys.append(Line2D([], [], label="hollow: same or unclear", **hollow))
+        return keys
+    words = {} if band is None else {"faster": "above 1", "slower": "below 1", "same": f"within ±{band * 100:g} % of 1"}
+    kinds = [kind for kind in SIDES if kind in set(df["_kind"])]
+    return [Line2D([], [], label=words.get(kind, kind), **looks[None, kind]) for kind in kinds]
 
 
 @style()
@@ -211,6 +244,7 @@ def heat(
     value: str,
     *,
     panel: str | None = None,
+    rows: str | None = None,
     xlabel: str,
     ylabel: str,
     title: str,
@@ -220,28 +254,28 @@ def heat(
 ) -> Figure:
     """A map of `value` over `x` and `y` (in order of appearance), each cell annotated by `fmt`.
 
-    panel:  column that splits the figure into maps side by side, with the same axes and colours.
+    panel:  column that splits the figure into maps side by side, with the same axes and colours; rows: further.
     unit:   label of the colour bar.
     center: value of the neutral colour, for quantities that have two sides (a ratio: 1).
     ValueError if a cell has two values.
     """
-    df = _rows(df, value, x, y, panel)
-    if df.duplicated([x, y, *([panel] if panel else [])]).any():
+    df = _rows(df, value, x, y, panel, rows)
+    if df.duplicated([x, y, *filter(None, (panel, rows))]).any():
         raise ValueError(f"heat: more than one {value} for one pair of {x} and {y}")
-    columns, rows = _levels(df[x]), _levels(df[y])
+    columns, lines = _levels(df[x]), _levels(df[y])
     norm = Normalize(df[value].min(), df[value].max())
     if center is not None:  # equal distances from it get equally strong colours
         reach = (df[value] - center).abs().max() or 1.0
         norm = TwoSlopeNorm(center, center - reach, center + reach)
-    fig, cells = _grid(df, panel, title, (1.7 if panel is None else 1.2) + 0.42 * len(rows))
+    fig, cells = _grid(df, panel, title, (1.7 if panel is None else 1.2) + 0.42 * len(lines), rows)
     for ax, part in cells:
-        grid = np.full((len(rows), len(columns)), np.nan)
-        grid[part[y].map(rows.index), part[x].map(columns.index)] = part[value]
+        grid = np.full((len(lines), len(columns)), np.nan)
+        grid[part[y].map(lines.index), part[x].map(columns.index)] = part[value]
         mesh = _map(ax, grid, norm, fmt, 9.5 if panel is None else 9)
         _ticks(ax, np.arange(len(columns)) + 0.5, columns)
     axes = [ax for ax, _ in cells]
     axes[0].invert_yaxis()  # of all, since they share it
-    axes[0].set_yticks(np.arange(len(rows)) + 0.5, [_wrap(_plain(row), 30 if panel is None else 40) for row in rows])
+    axes[0].set_yticks(np.arange(len(lines)) + 0.5, [_wrap(_plain(row), 30 if panel is None else 40) for row in lines])
     _xlabel(cells, xlabel, 48)
     _ylabel(cells, ylabel)
     bar = fig.colorbar(mesh, ax=axes, pad=0.02, aspect=max(24, 6 * fig.get_figheight()))  # no wider beside a tall map
@@ -316,21 +350,44 @@ def _levels(column: pd.Series) -> list[Any]:
 
 
 def _grid(
-    df: pd.DataFrame, panel: str | None, title: str, height: float = HEIGHT
+    df: pd.DataFrame, panel: str | None, title: str, height: float = HEIGHT, rows: str | None = None
 ) -> tuple[Figure, list[tuple[Axes, pd.DataFrame]]]:
+    """Axes with the same y, one a value of `panel`; with `rows`, a row of them for each of its values."""
+    if rows and panel:
+        return _matrix(df, panel, rows, title, height)
     parts = [(name, df[df[panel] == name]) for name in _levels(df[panel])] if panel else [("", df)]
     columns = len(parts) if len(parts) <= 3 else math.ceil(len(parts) / math.ceil(len(parts) / 3))
-    rows = math.ceil(len(parts) / columns)
+    lines = math.ceil(len(parts) / columns)
     heads = [_wrap(name, 54 // columns) for name, _ in parts]
     height += 0.2 * max(head.count("\n") for head in heads)
-    fig = Figure(figsize=(WIDTH, height if rows == 1 else height * 0.75 * rows), layout="constrained")
+    fig = Figure(figsize=(WIDTH, height if lines == 1 else height * 0.75 * lines), layout="constrained")
     _title(fig, title)
-    axes = list(fig.subplots(rows, columns, sharey=True, squeeze=False).flat)
+    axes = list(fig.subplots(lines, columns, sharey=True, squeeze=False).flat)
     for ax in axes[len(parts) :]:
         ax.remove()
     for ax, head in zip(axes, heads, strict=False):
         ax.set_title(head)
     return fig, [(ax, part) for ax, (_, part) in zip(axes, parts, strict=False)]
+
+
+def _matrix(
+    df: pd.DataFrame, panel: str, rows: str, title: str, height: float
+) -> tuple[Figure, list[tuple[Axes, pd.DataFrame]]]:
+    """Axes by panel and row, all with the same x and y. More than three panels stand beneath each other."""
+    across, down = (panel, rows) if df[panel].nunique() <= 3 else (rows, panel)
+    columns, lines = _levels(df[across]), _levels(df[down])
+    heads = [[_wrap(f"{row} · {column}", 54 // len(columns)) for column in columns] for row in lines]
+    height = 0.8 + (height - 1.4) * (0.85 if len(lines) <= 2 else 0.7) * len(lines)
+    height += 0.2 * sum(max(head.count("\n") for head in line) for line in heads)
+    fig = Figure(figsize=(WIDTH, height), layout="constrained")
+    _title(fig, title)
+    axes = fig.subplots(len(lines), len(columns), sharex=True, sharey=True, squeeze=False)
+    cells = []
+    for line, row in enumerate(lines):
+        for place, column in enumerate(columns):
+            axes[line, place].set_title(heads[line][place])
+            cells.append((axes[line, place], df[(df[down] == row) & (df[across] == column)]))
+    return fig, cells
 
 
 def _title(fig: Figure, title: str) -> None:
@@ -369,17 +426,24 @@ def _ylabel(cells: list[tuple[Axes, pd.DataFrame]], ylabel: str) -> None:
             ax.set_ylabel(ylabel)
 
 
-def _values(cells: list[tuple[Axes, pd.DataFrame]], ylabel: str, log: bool, reference: Reference | None) -> None:
-    for ax, _ in cells:
+def _references(cells: list[tuple[Axes, pd.DataFrame]], reference: Any, by: str | None) -> list[Reference]:
+    """The reference lines of each axes."""
+    if not isinstance(reference, Mapping):
+        return [reference or ()] * len(cells)
+    return [reference.get(part[by].iloc[0] if by and len(part) else None) or () for _, part in cells]
+
+
+def _values(cells: list[tuple[Axes, pd.DataFrame]], ylabel: str, log: bool, references: Sequence[Reference]) -> None:
+    for (ax, _), reference in zip(cells, references, strict=True):
         if log:
             ax.set_yscale("log")
             ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
             ax.yaxis.set_minor_locator(NullLocator())
             ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: _plain(value)))
-        for value, _ in reference or ():
+        for value, _ in reference:
             ax.axhline(value, color=SOFT, lw=1, ls=(0, (4, 3)), zorder=1.5)
     _ylabel(cells, ylabel)
-    for ax, _ in cells:
+    for (ax, _), reference in zip(cells, references, strict=True):
         if reference and ax.get_subplotspec().is_last_col():
             _name_references(ax, reference)
 

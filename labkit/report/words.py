@@ -1,5 +1,6 @@
 """Words that sentences of several studies share: spans, means, intervals, numbers of tokens."""
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -59,3 +60,9 @@ def rounded(value: float) -> float:
 def tokens(count: int) -> str:
     """ "1 token", "2 tokens"."""
     return f"{count} token{'s' if count != 1 else ''}"
+
+
+def short_names(names: Sequence[str]) -> list[str]:
+    """GPUs by the shortest names that tell them apart: "H100" for "NVIDIA H100 80GB HBM3"."""
+    short = [re.sub(r"^NVIDIA (GeForce )?|([- ]\d+GB| HBM).*$", "", name) or name for name in names]
+    return [name if short.count(one) > 1 else one for name, one in zip(names, short, strict=True)]

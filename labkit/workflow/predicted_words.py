@@ -12,6 +12,7 @@ from labkit.bench.spec import Case, Study
 from labkit.evidence import sheets
 from labkit.report import figures
 from labkit.report.figures import Html
+from labkit.report.verdicts import Said
 from labkit.report.words import span
 from labkit.workflow import elsewhere, gpus, predictions
 from labkit.workflow.elsewhere import VERDICT, Rows
@@ -43,14 +44,9 @@ def page(gpu: str) -> str:
     return f"{said}; everything else on this page is of the GPUs in this table."
 
 
-def no_verdicts(study: Study, gpu: str) -> list[dict[str, Any]]:
-    """A line a claim for a GPU that was not measured, in the place of a verdict."""
-    return [
-        {"GPU": name_of(gpu), "verdict": figures.badge(VERDICT), "direction": "–", "size": "–"}
-        | {"claim": f"{claim.source}: {claim.statement}", "published": claim.published, "measured": "–"}
-        | {"why": "a prediction judges no claim"}
-        for claim in study.claims
-    ]
+def no_verdict(gpu: str) -> list[Said]:
+    """What a GPU that was not measured says of a claim."""
+    return [Said(name_of(gpu), None, why="a prediction judges no claim", verdict=VERDICT)]
 
 
 # ---- how wrong predictions are

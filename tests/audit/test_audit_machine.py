@@ -18,7 +18,7 @@ from labkit.studies.machine import views
 
 def beneath(figure):
     """The table beneath a figure."""
-    return lambda rows: figure(rows)["table"]
+    return lambda rows: figure(rows).table
 
 
 LAB = {  # table -> the lab's, and the columns that say which line it is

@@ -1,0 +1,132 @@
+"""A study's claims as HTML: the answer on the first screen, and all claims with what each GPU says of them."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from markupsafe import Markup, escape
+
+from labkit.bench.claim import Claim, Judgement
+from labkit.report.figures import Html, badge
+
+CHANGED = "rule changed after the data"
+
+
+@dataclass(frozen=True)
+class Said:
+    """What one GPU says of a claim. measured, why: the judgement's, with the origins of their numbers.
+
+    judgement: None of a GPU that was not measured. changed: the rule is younger than the rows that it rests on.
+    """
+
+    gpu: str
+    judgement: Judgement | None
+    measured: Html | str = ""
+    why: Html | str = ""
+    changed: bool = False
+    verdict: str = ""
+
+    @property
+    def words(self) -> str:
+        """The verdict with its two parts: "consistent: holds, as published"."""
+        judged = self.judgement
+        if judged is None or not judged.direction:
+            return ""
+        return f"{judged.direction}, size {judged.size}" if judged.size != "not comparable" else judged.direction
+
+
+def link(text: str, url: str) -> Html:
+    """A link; the text alone where there is no address."""
+    if not url:
+        return Html(escape(text), text)
+    return Html(f'<a href="{escape(url)}">{escape(text)}</a>', text)
+
+
+def cards(claims: Sequence[Claim], said: Mapping[str, Sequence[Said]], caption: str) -> Html:
+    """Every claim with what was published, and a line a GPU: verdict, what was measured, why. said: by id of a claim.
+
+    Each has the id `claim-ID`, and its text for a pull request in `data-markdown`.
+    """
+    parts = [_card(claim, said[claim.id]) for claim in claims]
+    html = Markup('<p class="small">{}</p><div class="lab-claims">{}</div>').format(caption, Markup("\n").join(parts))
+    plain = "\n\n".join([caption, *(markdown(claim, said[claim.id]) for claim in claims)])
+    return Html(str(html), plain)
+
+
+def _card(claim: Claim, said: Sequence[Said]) -> Markup:
+    head = Markup('<h3>{}</h3><p class="small">{}. Published: {}. {}</p>').format(
+        claim.statement, link(claim.source, claim.url), claim.published, _sentence(claim.condition)
+    )
+    lines = [
+        Markup('<tr><th scope="row">{}</th><td>{}<span class="small">{}</span></td><td>{}</td></tr>').format(
+            one.gpu, badge(_word(one)), one.words, _measured(one)
+        )
+        for one in said
+    ]
+    why = Markup("").join(Markup("<li><b>{}</b> {}</li>").format(one.gpu, one.why) for one in said if one.why)
+    folded = Markup('<details><summary>Why, and what was run</summary><ul class="by-gpu">{}</ul></details>')
+    form = Markup('<article class="lab-claim" id="claim-{}" data-markdown="{}">{}<table>{}</table>{}</article>')
+    text = markdown(claim, said)
+    return form.format(claim.id, text, head, Markup("").join(lines), folded.format(why) if why else "")
+
+
+def _sentence(text: str) -> str:
+    return f"{text[:1].upper()}{text[1:]}." if text else ""
+
+
+def _word(one: Said) -> str:
+    return one.judgement.verdict if one.judgement else one.verdict
+
+
+def _measured(one: Said) -> Markup:
+    later = Markup(' <span class="lab-badge lab-earlier">{}</span>').format(CHANGED) if one.changed else ""
+    return Markup("{}{}").format(one.measured, later)
+
+
+def markdown(claim: Claim, said: Sequence[Said]) -> str:
+    """A claim and its verdicts as text for a pull request."""
+    source = f"[{claim.source}]({claim.url})" if claim.url else claim.source
+    lines = [f"**{claim.statement}** ({source}; published: {claim.published})"]
+    for one in said:
+        code = f" ({one.judgement.code})" if one.judgement and one.judgement.code else ""
+        lines.append(f"- {one.gpu}: **{_word(one)}**{code}, {_plain(one.measured)}")
+    return "\n".join(lines)
+
+
+def _plain(text: Html | str) -> str:
+    return (text.plain if isinstance(text, Html) else text).partition(" [numbers: ")[0]
+
+
+def headline(claims: Sequence[Claim], said: Mapping[str, Sequence[Said]]) -> Html:
+    """The claims of the first screen: what is claimed and published, and what each GPU says, a column each."""
+    gpus = [one.gpu for one in said[claims[0].id]]
+    head = Markup("").join(Markup('<th scope="col">{}</th>').format(name) for name in ("Claim", *gpus))
+    lines = [_headline(claim, said[claim.id]) for claim in claims]
+    form = Markup('<table class="lab-headline"><thead><tr>{}</tr></thead><tbody>{}</tbody></table>')
+    plain = "\n\n".join(markdown(claim, said[claim.id]) for claim in claims)
+    return Html(str(form.format(head, Markup("").join(lines))), plain)
+
+
+def _headline(claim: Claim, said: Sequence[Said]) -> Markup:
+    ran = dict.fromkeys(one.judgement.code for one in said if one.judgement and one.judgement.code)
+    about = Markup('<span class="small">{}: {}</span><span class="small">{}</span>').format(
+        link(claim.source, claim.url), claim.published, f"Run: {', '.join(ran)}" if ran else ""
+    )
+    first = Markup('<th scope="row"><a href="#claim-{}">{}</a>{}</th>').format(claim.id, claim.statement, about)
+    cell = Markup('<td data-label="{}">{} <span class="small">{}</span></td>')
+    cells = [cell.format(one.gpu, badge(_word(one)), _figure(one)) for one in said]
+    return Markup("<tr>{}{}</tr>").format(first, Markup("").join(cells))
+
+
+def _figure(one: Said) -> Markup | str:
+    """What was measured, without the words that say of what."""
+    text = one.measured.html if isinstance(one.measured, Html) else str(escape(one.measured))
+    return Markup(text.rpartition(": ")[0] or text)
+
+
+def answer(said: Html, table: Html, hero: Html, advice: Html) -> Html:
+    """The first screen: the conclusion, the claims, what to do, and one figure."""
+    text = Markup('<div><p class="lab-conclusion">{}</p>{}{}</div>').format(
+        said, table, Markup('<p class="lab-advice"><b>What to do.</b> {}</p>').format(advice) if advice.plain else ""
+    )
+    html = Markup('<section class="lab-answer" aria-label="The answer">{}{}</section>').format(text, hero)
+    return Html(str(html), "\n\n".join(one.plain for one in (said, table, advice, hero)))
