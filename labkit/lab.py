@@ -262,10 +262,9 @@ class Lab:
     @cached_property
     def _gpus(self) -> list[str]:
         """The GPUs shown, by short names."""
-        names = words.short_names([entry.machine.name for entry in self.shown])
-        here = [
-            f"{name} (measured here)" if entry.here else name for name, entry in zip(names, self.shown, strict=True)
-        ]
+        known = list(dict.fromkeys(entry.machine.name for entry in self.shown))
+        short = dict(zip(known, words.short_names(known), strict=True))
+        here = [f"{short[e.machine.name]}{' (measured here)' if e.here else ''}" for e in self.shown]
         return here if len(set(here)) == len(here) else [entry.label for entry in self.shown]
 
     @cached_property
@@ -328,6 +327,8 @@ class Lab:
 
         found = {gpu: counters.table(entry.rows) for gpu, entry in zip(self._gpus, self.shown, strict=True)}
         counted = {gpu: one for gpu, one in found.items() if len(one)}
+        if not self.shown:
+            return figures.note(UNMEASURED)
         if not counted:
             why = "they were measured without ncu, or it could not be used (`labkit doctor` says what is here)"
             return figures.note(f"Hardware counters are not recorded in these rows: {why}.")

@@ -50,30 +50,34 @@ def write(failed: Mapping[str, str] = MappingProxyType({})) -> list[str]:
 
 def forget_figures(chosen: Collection[str]) -> None:
     """Delete what these studies' notebooks drew of recorded GPUs before, so that no figure outlives its name."""
-    for path in _figures(paths.REPORTS / "figures", chosen):
+    for path in _figures(_drawn(), chosen):
         path.unlink()
 
 
 def keep_figures(chosen: Collection[str]) -> list[Path]:
-    """Make figures/ hold just what these studies' notebooks drew of recorded GPUs; returns the copies.
+    """Make figures/ hold just what these studies' notebooks drew of the recorded GPUs; returns the copies.
 
-    Of a study and GPU of which nothing was drawn, as where its notebook failed, the old ones stay.
+    Of a study of which nothing was drawn, as where its notebook failed, the old ones stay.
     """
-    made = paths.REPORTS / "figures"
-    drawn = {paths.FIGURES / path.relative_to(made): path for path in _figures(made, chosen)}
+    drawn = {paths.FIGURES / path.name: path for path in _figures(_drawn(), chosen)}
     for copy, path in drawn.items():
         records.write_atomic(copy, path.read_bytes())
-    fresh = {(copy.parent, _study(copy)) for copy in drawn}
+    fresh = {_study(copy) for copy in drawn}
     for old in set(_figures(paths.FIGURES, chosen)) - drawn.keys():
-        if (old.parent, _study(old)) in fresh:
+        if _study(old) in fresh:
             old.unlink()
     return list(drawn)
 
 
+def _drawn() -> Path:
+    """Where figures of recorded GPUs are, drawn from all of them, or from the only one."""
+    known = paths.recorded_gpus()
+    return paths.REPORTS / "figures" / ("recorded" if len(known) != 1 else known[0])
+
+
 def _figures(folder: Path, chosen: Collection[str]) -> list[Path]:
-    """The figures of these studies and all recorded GPUs in a folder."""
-    found = [path for gpu in paths.recorded_gpus() for path in sorted((folder / gpu).glob("*.svg"))]
-    return [path for path in found if _study(path) in chosen]
+    """The figures of these studies in a folder."""
+    return [path for path in sorted(folder.glob("*.svg")) if _study(path) in chosen]
 
 
 def _study(figure: Path) -> str:
