@@ -58,6 +58,11 @@ class Shown:
         return f"{self.machine.name} ({'measured here' if self.here else 'recorded'})"
 
     @cached_property
+    def kept(self) -> ledger.Kept:
+        """What was made of the rows."""
+        return ledger.Kept(self.rows)
+
+    @cached_property
     def origin(self) -> str:
         """One sentence for captions: GPU, driver, versions, date."""
         how = "Measured on this machine" if self.here else "Recorded measurement, not of this machine"
@@ -291,7 +296,7 @@ class Lab:
             return figures.note(UNMEASURED)
         pools, drawn = {}, {}
         for gpu, entry in zip(self._gpus, self.shown, strict=True):
-            with ledger.recording() as book:
+            with ledger.recording(entry.kept) as book:
                 drawn[gpu] = draw(entry.rows)
             pools[gpu] = origins.Pool(entry.rows, book, self._place(entry))
         pictures = {gpu: one for gpu, one in drawn.items() if isinstance(one, figures.Picture)}
@@ -353,7 +358,7 @@ class Lab:
         if not self.shown:
             return figures.note(UNMEASURED)
         said = {
-            gpu: origins.told(lambda entry=entry: sentence(entry.rows), entry.rows, self._place(entry))
+            gpu: origins.told(lambda entry=entry: sentence(entry.rows), entry.rows, self._place(entry), entry.kept)
             for gpu, entry in zip(self._gpus, self.shown, strict=True)
         }
         return figures.note(figures.by_gpu(said))
@@ -365,7 +370,7 @@ class Lab:
         """
         columns = {}
         for gpu, entry in zip(self._gpus, self.shown, strict=True):
-            with ledger.recording() as book:
+            with ledger.recording(entry.kept) as book:
                 found = make(entry.rows)
             pool = origins.Pool(entry.rows, book, self._place(entry))
             columns[gpu] = {question: origins.marked(text, pool) for question, text in found.items()}
@@ -385,7 +390,8 @@ class Lab:
         how = importlib.import_module(f"labkit.studies.{self.study.name}.answer")
         if not self.shown:
             return figures.note(UNMEASURED)
-        said = told_answer(how, {gpu: (e.rows, self._place(e)) for gpu, e in zip(self._gpus, self.shown, strict=True)})
+        entries = zip(self._gpus, self.shown, strict=True)
+        said = told_answer(how, {gpu: (entry.kept, self._place(entry)) for gpu, entry in entries})
         chosen = [claim for claim in self.study.claims if claim.id in how.HEADLINE]
         table = verdicts.headline(chosen, {claim.id: self._said(claim) for claim in chosen})
         return verdicts.answer(said["conclusion"], table, self.figure("answer", how.hero), said["advice"])
@@ -408,7 +414,7 @@ class Lab:
         """What each GPU says of a claim; of one that is predicted, that this is no verdict."""
         found = []
         for gpu, entry in zip(self._gpus, self.shown, strict=True):
-            with ledger.recording() as book:
+            with ledger.recording(entry.kept) as book:
                 judged = claim.judge(entry.rows)
             pool = origins.Pool(entry.rows, book, self._place(entry))
             later = recorded.rule_changed(claim, entry.rows, judged)
@@ -464,11 +470,11 @@ def told_answer(how: Any, entries: Mapping[str, tuple[pd.DataFrame, origins.Plac
     entries: GPU, by the name that the sentences give it -> its rows and where they stand.
     """
     facts, pools = {}, {}
-    for gpu, (rows, place) in entries.items():
-        with ledger.recording() as book:
-            facts[gpu] = how.facts(rows)
+    for gpu, (kept, place) in entries.items():
+        with ledger.recording(kept) as book:
+            facts[gpu] = how.facts(kept.rows)
             ledger.note("answer.facts", facts[gpu])
-        pools[gpu] = origins.Pool(rows, book, place)
+        pools[gpu] = origins.Pool(kept.rows, book, place)
     known = {gpu: one for gpu, one in facts.items() if one}
     texts = {name: getattr(how, name)(known) if known else "" for name in ("conclusion", "advice")}
     return {name: origins.marked_among(text, pools) for name, text in texts.items()}

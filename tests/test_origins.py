@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 
 import matplotlib.pyplot as plt
 import nbformat
@@ -183,3 +184,35 @@ def test_no_number_of_a_page_is_without_an_origin(study, monkeypatch):
     left = [f"{entry['text']} in: {entry['sentence']}" for entry in origins.check(html)]
     assert not left
     assert study == "machine" or len(origins.numbers(html)) > 100
+
+
+def test_tables_of_kept_rows_are_made_once_and_noted_each_time(monkeypatch):
+    """Also those that nest; of other rows, and outside, nothing is kept."""
+    calls = []
+    module = sys.modules[__name__]
+
+    def inner(rows, factor=1):
+        calls.append("inner")
+        return rows * factor
+
+    def outer(rows):
+        calls.append("outer")
+        return module.inner(rows, factor=2)
+
+    monkeypatch.setattr(module, "inner", ledger._watched(inner, "t.inner"), raising=False)
+    monkeypatch.setattr(module, "outer", ledger._watched(outer, "t.outer"), raising=False)
+    rows = pd.DataFrame({"us": [1.0, 2.0]})
+    kept = ledger.Kept(rows)
+    books = []
+    for _ in range(2):
+        with ledger.recording(kept) as book:
+            made = module.outer(rows)
+            made["us"] = 0.0  # what is handed out is a copy
+            books.append([(one.name, one.arguments) for one in book])
+    assert calls == ["outer", "inner"]
+    assert books[0] == books[1] == [("t.inner", "factor=2"), ("t.inner(factor=2), t.outer", "")]
+    with ledger.recording(kept):
+        assert module.outer(rows)["us"].tolist() == [2.0, 4.0]
+        module.outer(rows.copy())
+    module.outer(rows)
+    assert calls == ["outer", "inner"] * 3

@@ -34,7 +34,7 @@ import pandas as pd
 from markupsafe import Markup, escape
 
 from labkit.bench.claim import Claim
-from labkit.bench.ledger import Noted, recording
+from labkit.bench.ledger import Kept, Noted, recording
 from labkit.report.figures import Html
 
 KINDS = ("measured", "case", "published", "rule", "none")
@@ -525,9 +525,9 @@ def _right_unit(units: np.ndarray, unit: str, scale: str) -> np.ndarray:
 # On the page
 
 
-def told(make: Callable[[], str], rows: pd.DataFrame, place: Place) -> Html:
-    """A sentence with the origins of its numbers. make: makes it, from rows."""
-    with recording() as book:
+def told(make: Callable[[], str], rows: pd.DataFrame, place: Place, kept: Kept | None = None) -> Html:
+    """A sentence with the origins of its numbers. make: makes it, from rows; kept: what was made of them before."""
+    with recording(kept) as book:
         text = make()
     return marked(text, Pool(rows, book, place))
 
