@@ -242,7 +242,7 @@ def test_show_embeds_the_figure_and_writes_it(reports: Path) -> None:
         lines(), name="one", alt='An "alt" <b>', caption="A caption & more", table=frame(), gpu="nvidia-h100"
     )
     html = shown._repr_html_()
-    assert html.startswith('<figure class="lab">')
+    assert html.startswith('<figure class="lab" id="one-nvidia-h100">')
     assert 'alt="An &#34;alt&#34; &lt;b&gt;"' in html
     assert "<figcaption>A caption &amp; more</figcaption>" in html
     assert html.index("</figcaption>") < html.index("<summary>Table</summary>") < html.index("<table")
@@ -285,7 +285,10 @@ def test_table_is_accessible_and_escaped() -> None:
     html = figures.table(df, "Times & more", {"µs": "{:.2f}"}).html
     assert "<figcaption>Times &amp; more</figcaption>" in html
     assert '<th scope="col">layout</th><th scope="col" class="n">µs</th>' in html
-    assert '<th scope="row">&lt;V&gt;</th><td class="n">1.23</td><td class="n">12345678</td><td>yes</td>' in html
+    assert (
+        '<th scope="row">&lt;V&gt;</th><td class="n" data-v="1.23456">1.23</td><td class="n">12345678</td><td>yes</td>'
+        in html
+    )
     assert '<th scope="row">K</th><td class="n">—</td>' in html
     assert "overflow-x:auto" in html
 
@@ -338,6 +341,33 @@ def test_a_drawing_is_what_show_takes(reports):
     pd.testing.assert_frame_equal(found["table"], frame(2))
     assert "<figcaption>Times.</figcaption>" in figures.show(name="drawn", **found).html
     assert [path.name for path in reports.rglob("*.svg")] == ["drawn.svg"]
+
+
+def test_a_hidden_column_is_said_of_each_row():
+    table = drawn(hidden=["gpu", "low"])["table"]
+    assert "gpu" not in table
+    html = figures.table(table.head(2)).html
+    assert ">low<" not in html
+    assert re.findall(r'<tr data-low="([^"]*)">', html) == [f"{low:.6g}" for low in frame(2).low.head(2)]
+    missing = table.head(1).assign(low=float("nan"))
+    assert "data-low" not in figures.table(missing).html
+
+
+@pytest.mark.parametrize(
+    ("value", "form", "said"),
+    [
+        (1.23456, "{:.1f}", "1.23456"), (0.00004, "{:+.2f}", "4e-05"), (1.2, "×{:.1f}", "1.2"), (1234567, "{:,}", None),
+        (1.23456, None, None), (7, None, None), (float("nan"), None, None), (True, None, None), ("12", None, None),
+    ],
+)  # fmt: skip
+def test_a_number_of_which_the_text_says_less_is_beside_it(value, form, said):
+    html = figures.table(pd.DataFrame({"a": ["x"], "b": [value]}), formats={"b": form} if form else None).html
+    assert re.findall(r'data-v="([^"]*)"', html) == ([said] if said else [])
+
+
+def test_a_table_with_a_caption_has_an_address():
+    html = figures.table(frame().head(1), "Time (µs) of each case, batch and layout of all GPUs. Recorded.").html
+    assert html.startswith('<figure class="lab-table" id="time-µs-of-each-case-batch-and-layout">')
 
 
 def test_what_a_figure_comes_to_ends_both_texts():
