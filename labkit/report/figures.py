@@ -150,14 +150,17 @@ def table(
     kinds = [Markup(' class="n"') if number else Markup("") for number in numeric]
     head = Markup("").join(map(Markup('<th scope="col"{}>{}</th>').format, kinds, heads))
     body = Markup("\n").join(
-        Markup("<tr{}>{}</tr>").format(_said(more), Markup("").join(_cells(row, df.columns, kinds, formats or {})))
+        Markup("<tr{}>{}</tr>").format(_said(more), Markup("").join(_cells(row, df.columns, formats or {})))
         for row, more in zip(df.itertuples(index=False, name=None), beside.to_dict("records"), strict=True)
     )
     box = Markup('<div class="lab-scroll" style="overflow-x:auto" role="region" tabindex="0" aria-label="{}">').format(
         caption or "Table"
     )
-    text = Markup('{}<table class="lab"><thead><tr>{}</tr></thead><tbody>{}</tbody></table></div>')
-    html = text.format(box, head, body)
+    text = Markup('{}<table class="lab"><thead><tr>{}</tr></thead><tbody class="{}">{}</tbody></table></div>')
+    right = " ".join(
+        f"n{place}" for place, number in enumerate(numeric, 1) if number
+    )  # not a class of each cell: weight
+    html = text.format(box, head, right, body)
     if caption:  # not <caption>, which is as wide as its table and scrolls away with it
         form = Markup('<figure class="lab-table" id="{}"><figcaption>{}</figcaption>{}</figure>')
         html = form.format(slug(str(caption)), caption, html)
@@ -167,11 +170,9 @@ def table(
 _table = table  # where an argument has its name
 
 
-def _cells(
-    row: Sequence[Any], columns: Iterable[Any], kinds: Sequence[Markup], formats: Mapping[Any, Any]
-) -> Iterable[Markup]:
-    for place, (item, column, kind) in enumerate(zip(row, columns, kinds, strict=True)):
-        text = _text(item, formats.get(column))
+def _cells(row: Sequence[Any], columns: Iterable[Any], formats: Mapping[Any, Any]) -> Iterable[Markup]:
+    for place, (item, column) in enumerate(zip(row, columns, strict=True)):
+        text, kind = _text(item, formats.get(column)), Markup("")
         if len(str(text)) > 24 and not (hasattr(text, "__html__") and "</data>" not in text.__html__()):
             kind = Markup(' class="t"')  # text that may wrap
         kind += _exact(item, text)
