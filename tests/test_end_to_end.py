@@ -138,7 +138,7 @@ def test_every_figure_has_words_and_a_table(report, recorded):
     for page, least in zip(PAGES, (5, 7, 10, 7, 9, 10), strict=True):
         html = (reports / page).read_text()
         assert html.count("<img ") >= least * len(recorded[page])
-        figures = re.findall(r'<figure class="lab">.*?</figure>', html, re.DOTALL)
+        figures = re.findall(r'<figure class="lab"[^>]*>.*?</figure>', html, re.DOTALL)
         assert len(figures) == html.count("<img ")
         for figure in figures:
             assert re.search(r'alt="[^"]{20,}"', figure)

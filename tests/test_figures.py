@@ -131,19 +131,18 @@ def test_svg_is_xml_with_title_and_dark_style(fig: Figure) -> None:
     assert root.get("role") == "img"
     assert root[0].text == "Less <is> more"
     dark = re.search(r"@media \(prefers-color-scheme:dark\)\{(.*?\})\}</style>", text)[1]
+    light = dict(re.findall(r"\.(c\d+)\{([^}]*)\}", text.split("@media")[0]))
     for colour in (plots.INK, plots.SOFT, plots.PAPER):
-        assert f'[style*="fill: {colour}"]' in dark
-        assert plots.DARK[colour] in dark
-    body = text.split("</style>", 1)[1]
+        (name, *_) = [name for name, style in light.items() if f"fill: {colour}" in style]
+        assert f".{name}{{fill:{plots.DARK[colour]}}}" in dark
     assert "date" not in text.lower()
-    used = set(re.findall(r"#[0-9a-f]{6}", body))
-    assert plots.PAPER in used  # its own background
+    assert root.find("{*}path").get("class") in light  # its own background
 
 
 def test_every_colour_of_a_line_plot_has_a_dark_twin() -> None:
-    body = plots.svg(lines(10), "alt").decode().split("</style>", 1)[1]
-    assert set(re.findall(r"#[0-9a-f]{6}", body)) <= set(plots.DARK)
-    assert set(plots.SERIES) <= set(re.findall(r"#[0-9a-f]{6}", body))
+    used = set(re.findall(r"#[0-9a-f]{6}", plots.svg(lines(10), "alt").decode().split("@media")[0]))
+    assert used <= set(plots.DARK)
+    assert set(plots.SERIES) <= used
 
 
 def luminance(colour: str) -> float:
@@ -243,7 +242,7 @@ def test_show_embeds_the_figure_and_writes_it(reports: Path) -> None:
         lines(), name="one", alt='An "alt" <b>', caption="A caption & more", table=frame(), gpu="nvidia-h100"
     )
     html = shown._repr_html_()
-    assert html.startswith('<figure class="lab">')
+    assert html.startswith('<figure class="lab" id="one">')
     assert 'alt="An &#34;alt&#34; &lt;b&gt;"' in html
     assert "<figcaption>A caption &amp; more</figcaption>" in html
     assert html.index("</figcaption>") < html.index("<summary>Table</summary>") < html.index("<table")
@@ -286,8 +285,9 @@ def test_table_is_accessible_and_escaped() -> None:
     html = figures.table(df, "Times & more", {"µs": "{:.2f}"}).html
     assert "<figcaption>Times &amp; more</figcaption>" in html
     assert '<th scope="col">layout</th><th scope="col" class="n">µs</th>' in html
-    assert '<th scope="row">&lt;V&gt;</th><td class="n">1.23</td><td class="n">12345678</td><td>yes</td>' in html
-    assert '<th scope="row">K</th><td class="n">—</td>' in html
+    assert '<th scope="row">&lt;V&gt;</th><td data-v="1.23456">1.23</td><td>12345678</td><td>yes</td>' in html
+    assert '<tbody class="n2 n3">' in html
+    assert '<th scope="row">K</th><td>—</td>' in html
     assert "overflow-x:auto" in html
 
 
@@ -295,7 +295,7 @@ def test_table_is_accessible_and_escaped() -> None:
     ("number", "text"), [(3.4, "3.400"), (3.0, "3"), (12345.6, "12346"), (0.00012345, "0.0001234"), (1e-9, "1.000e-09")]
 )
 def test_table_shows_four_digits(number: float, text: str) -> None:
-    assert f'<td class="n">{text}</td>' in figures.table(pd.DataFrame({"a": ["x"], "b": [number]})).html
+    assert f"<td>{text}</td>" in figures.table(pd.DataFrame({"a": ["x"], "b": [number]})).html
 
 
 def test_table_wraps_long_text_only() -> None:
@@ -308,7 +308,7 @@ def test_table_takes_a_named_index_and_two_level_columns() -> None:
     df = pd.DataFrame([[1, 2]], columns=pd.MultiIndex.from_tuples([("H100", "µs"), ("H200", "µs")]))
     assert "H100 · µs" in figures.table(df).html
     indexed = pd.DataFrame({"us": [1.0]}, index=pd.Index(["a"], name="variant"))
-    assert '<th scope="row">a</th><td class="n">1</td>' in figures.table(indexed).html
+    assert '<th scope="row">a</th><td>1</td>' in figures.table(indexed).html
 
 
 @pytest.mark.parametrize(
@@ -341,6 +341,33 @@ def test_a_drawing_is_what_show_takes(reports):
     assert [path.name for path in reports.rglob("*.svg")] == ["drawn.svg"]
 
 
+def test_a_hidden_column_is_said_of_each_row():
+    table = drawn(hidden=["gpu", "low"])["table"]
+    assert "gpu" not in table
+    html = figures.table(table.head(2)).html
+    assert ">low<" not in html
+    assert re.findall(r'<tr data-low="([^"]*)">', html) == [f"{low:.6g}" for low in frame(2).low.head(2)]
+    missing = table.head(1).assign(low=float("nan"))
+    assert "data-low" not in figures.table(missing).html
+
+
+@pytest.mark.parametrize(
+    ("value", "form", "said"),
+    [
+        (1.23456, "{:.1f}", "1.23456"), (0.00004, "{:+.2f}", "4e-05"), (1.2, "×{:.1f}", "1.2"), (1234567, "{:,}", None),
+        (1.23456, None, None), (7, None, None), (float("nan"), None, None), (True, None, None), ("12", None, None),
+    ],
+)  # fmt: skip
+def test_a_number_of_which_the_text_says_less_is_beside_it(value, form, said):
+    html = figures.table(pd.DataFrame({"a": ["x"], "b": [value]}), formats={"b": form} if form else None).html
+    assert re.findall(r'data-v="([^"]*)"', html) == ([said] if said else [])
+
+
+def test_a_table_with_a_caption_has_an_address():
+    html = figures.table(frame().head(1), "Time (µs) of each case, batch and layout of all GPUs. Recorded.").html
+    assert html.startswith('<figure class="lab-table" id="time-µs-of-each-case-batch-and-layout">')
+
+
 def test_what_a_figure_comes_to_ends_both_texts():
     found = drawn(said="Least 3 µs")
     assert (found.alt, found.caption) == ("Lines. Least 3 µs.", "Times. Least 3 µs.")
@@ -355,3 +382,10 @@ def test_the_table_of_a_drawing():
     assert list(other) == ["us"]  # renamed in a copy
     with pytest.raises(KeyError, match="no such"):
         drawn(table=["no such"])
+
+
+def test_every_column_of_numbers_has_a_rule_in_the_style_sheet():
+    css = (Path(figures.__file__).parent / "template/lab.css").read_text()
+    wide = pd.DataFrame([range(24)], columns=[f"c{place}" for place in range(24)])
+    for name in re.search('<tbody class="([^"]*)">', figures.table(wide).html)[1].split():
+        assert f".{name} > tr > :nth-child({name[1:]})" in css

@@ -461,7 +461,7 @@ def table_of(piece):
 
 def rows_of(table):
     """The rows of a table's HTML: heading -> text."""
-    rows = re.findall(r"<tr>(.*?)</tr>", table, re.DOTALL)
+    rows = re.findall(r"<tr[^>]*>(.*?)</tr>", table, re.DOTALL)
     texts = [
         [unescape(re.sub("<[^>]*>", "", cell)) for cell in re.findall(r"<t[hd].*?</t[hd]>", row, re.DOTALL)]
         for row in rows

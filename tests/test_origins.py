@@ -210,7 +210,7 @@ def test_tables_of_kept_rows_are_made_once_and_noted_each_time(monkeypatch):
             made["us"] = 0.0  # what is handed out is a copy
             books.append([(one.name, one.arguments) for one in book])
     assert calls == ["outer", "inner"]
-    assert books[0] == books[1] == [("t.inner", "factor=2"), ("t.inner(factor=2), t.outer", "")]
+    assert books[0] == books[1] == [("t.inner", "factor=2"), ("t.outer", "")]
     with ledger.recording(kept):
         assert module.outer(rows)["us"].tolist() == [2.0, 4.0]
         module.outer(rows.copy())

@@ -31,7 +31,28 @@ def test_page_is_a_whole_document(text: str) -> None:
     assert text.count("<main") == text.count("</main>") == text.count("<h1") == 1
     assert 'name="viewport"' in text
     assert "prefers-color-scheme: dark" in text
-    assert "<script" not in text
+    assert text.count("<script>") == 1
+
+
+def test_an_id_is_there_once(reports: Path) -> None:
+    html = '<figure class="lab" id="{}"><p>x</p></figure>'
+    cells = [
+        sample_report.code("x", sample_report.output(html.format(name))) for name in ("one", "one", "Top", "one-2")
+    ]
+    text = page(reports, v4.new_notebook(cells=[v4.new_markdown_cell("# Title\n\n## Top"), *cells]))
+    assert re.findall(r'<figure [^>]*id="([^"]*)"', text) == ["one", "one-2", "Top-2", "one-2-2"]
+    assert '<h2 id="Top">' in text
+
+
+def test_terms_are_explained(text: str) -> None:
+    assert '<dfn class="term"' not in text.split("<main")[0]
+    assert "<summary>Glossary</summary>" in text
+    assert text.index("</section>\n</main>") > text.index("<summary>Glossary</summary>")
+
+
+def test_what_scrolls_is_reached_by_the_keyboard(text: str) -> None:
+    assert "<pre" in text
+    assert not re.search(r'<pre(?! tabindex="0")|<div class="lab-image"(?! tabindex="0")', text)
 
 
 def test_page_requests_nothing_from_outside(text: str) -> None:

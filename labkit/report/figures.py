@@ -81,6 +81,7 @@ def _ended(text: str, said: str) -> str:
     return f"{text} {said}." if said else text
 
 
+TOLD = ("ratio", "low", "high", "noise", "runs")  # columns that a page tells of a row under the pointer
 Drawing = Picture | str  # what a view gives `Lab.figure`; a sentence where there is nothing to draw
 
 
@@ -102,10 +103,13 @@ def drawing(
     said:   what the figure comes to on one GPU, without a full stop: ends alt and caption. Numbers belong here, since
             what several GPUs share of the caption is said once.
     table:  the table beneath, or the columns of data that it has; default: data.
-    hidden: columns that it has not, where there are such. units: column -> its heading.
+    hidden: columns that it has not, where there are such; those of `TOLD` stay, as `table` hides them. units: column ->
+    its heading.
     """
     shown = data if table is None else table if isinstance(table, pd.DataFrame) else data[list(table)]
-    shown = shown.drop(columns=list(hidden), errors="ignore").rename(columns=dict(units or {}))
+    shown = shown.drop(columns=[name for name in hidden if name not in TOLD], errors="ignore")
+    shown = shown.rename(columns=dict(units or {}))
+    shown.attrs["hidden"] = [name for name in hidden if name in TOLD]
     return Picture(plot, data, columns, options, caption, alt, said, shown)
 
 
@@ -137,8 +141,8 @@ def show(
 ) -> Html:
     """The figure as HTML (image, caption, its table folded beneath) and as REPORTS/figures/<gpu or all>/<name>.svg.
 
-    alt: what a reader who does not see the figure should know. ValueError if alt or caption is empty, or if name or gpu
-    is not a plain file name. The figure is closed.
+    alt: what a reader who does not see the figure should know. Its id is the name. ValueError if alt or caption is
+    empty, or if name or gpu is not a plain file name. The figure is closed.
     """
     folder = gpu or "all"
     for key, text in (("alt", alt), ("caption", caption)):
@@ -157,7 +161,7 @@ def show(
     if table is not None:
         inner = table if isinstance(table, Html) else _table(table)
         parts.append(Markup("<details><summary>Table</summary>{}</details>").format(inner))
-    html = Markup('<figure class="lab">{}</figure>').format(Markup("\n").join(parts))
+    html = Markup('<figure class="lab" id="{}">{}</figure>').format(name, Markup("\n").join(parts))
     return Html(str(html), f"{caption}\n[{alt}]")
 
 
@@ -177,30 +181,38 @@ def table(
 ) -> Html:
     """The frame as an HTML table that scrolls in its own box. A named index gives row headings, else the first column.
 
-    formats: column -> format string ("{:.2f}") or function; other numbers show four significant digits.
-    folded:  whether a reader opens it first, if it has more than `OPEN_ROWS` rows.
+    formats: column -> format string ("{:.2f}") or function; other numbers show four significant digits. Where a text
+    says less of a number than that, the cell's `data-v` is the number. df.attrs["hidden"]: columns that are not shown,
+    but said in the attributes of each row: data-runs="3". The id is from the caption's first words.
+    folded: whether a reader opens it first, if it has more than `OPEN_ROWS` rows.
     """
     if any(df.index.names):
         df = df.reset_index()
     if unknown := sorted(set(formats or {}) - set(df.columns)):
         raise ValueError(f"table: formats names no column {unknown[0]!r}; there are: {', '.join(map(str, df.columns))}")
+    beside = df[[name for name in df.attrs.get("hidden", ()) if name in df]]
+    df = df.drop(columns=beside.columns)
     numeric = [pd.api.types.is_numeric_dtype(kind) and not pd.api.types.is_bool_dtype(kind) for kind in df.dtypes]
     heads = [" · ".join(map(str, name)) if isinstance(name, tuple) else str(name) for name in df.columns]
     kinds = [Markup(' class="n"') if number else Markup("") for number in numeric]
     head = Markup("").join(map(Markup('<th scope="col"{}>{}</th>').format, kinds, heads))
     body = Markup("\n").join(
-        Markup("<tr>{}</tr>").format(Markup("").join(_cells(row, df.columns, kinds, formats or {})))
-        for row in df.itertuples(index=False, name=None)
+        Markup("<tr{}>{}</tr>").format(_said(more), Markup("").join(_cells(row, df.columns, formats or {})))
+        for row, more in zip(df.itertuples(index=False, name=None), beside.to_dict("records"), strict=True)
     )
     box = Markup('<div class="lab-scroll" style="overflow-x:auto" role="region" tabindex="0" aria-label="{}">').format(
         str(caption or "Table")
     )
-    text = Markup('{}<table class="lab"><thead><tr>{}</tr></thead><tbody>{}</tbody></table></div>')
-    html = text.format(box, head, body)
+    text = Markup('{}<table class="lab"><thead><tr>{}</tr></thead><tbody class="{}">{}</tbody></table></div>')
+    right = " ".join(
+        f"n{place}" for place, number in enumerate(numeric, 1) if number
+    )  # not a class of each cell: weight
+    html = text.format(box, head, right, body)
     if folded and len(df) > OPEN_ROWS:
         html = Markup("<details><summary>Table, {} rows</summary>{}</details>").format(len(df), html)
     if caption:  # not <caption>, which is as wide as its table and scrolls away with it
-        html = Markup('<figure class="lab-table"><figcaption>{}</figcaption>{}</figure>').format(caption, html)
+        form = Markup('<figure class="lab-table" id="{}"><figcaption>{}</figcaption>{}</figure>')
+        html = form.format(slug(str(caption)), caption, html)
     return Html(str(html), df.to_string(index=False))
 
 
@@ -217,14 +229,35 @@ def by_gpu(said: Mapping[str, Html]) -> Html:
     return Html(str(Markup('<ul class="by-gpu">{}</ul>').format(items)), plain)
 
 
-def _cells(
-    row: Sequence[Any], columns: Iterable[Any], kinds: Sequence[Markup], formats: Mapping[Any, Any]
-) -> Iterable[Markup]:
-    for place, (item, column, kind) in enumerate(zip(row, columns, kinds, strict=True)):
-        text = _text(item, formats.get(column))
+def _cells(row: Sequence[Any], columns: Iterable[Any], formats: Mapping[Any, Any]) -> Iterable[Markup]:
+    for place, (item, column) in enumerate(zip(row, columns, strict=True)):
+        text, kind = _text(item, formats.get(column)), Markup("")
         if len(str(text)) > 24 and not (hasattr(text, "__html__") and "</data>" not in text.__html__()):
             kind = Markup(' class="t"')  # text that may wrap
+        kind += _exact(item, text)
         yield Markup("<td{}>{}</td>" if place else '<th scope="row"{}>{}</th>').format(kind, text)
+
+
+def _exact(item: Any, text: Any) -> Markup:
+    """The attribute that says a number of which the text says fewer than four digits."""
+    if isinstance(item, bool | np.bool_) or not isinstance(item, int | float | np.number) or not np.isfinite(item):
+        return Markup("")
+    try:
+        near = abs(float(str(text).replace(",", "")) - item) <= 5e-4 * abs(item)
+    except ValueError:
+        near = False
+    return Markup("" if near else f' data-v="{item:.6g}"')
+
+
+def _said(more: Mapping[str, Any]) -> Markup:
+    """Attributes of a row for the columns that are hidden."""
+    known = {name: value for name, value in more.items() if pd.notna(value)}
+    return Markup("").join(Markup(' data-{}="{:.6g}"').format(name, value) for name, value in known.items())
+
+
+def slug(text: str) -> str:
+    """A name for an address, of a text's first eight words: "time-against-batch"."""
+    return "-".join(re.findall(r"\w+", text.lower())[:8])
 
 
 def _text(item: Any, form: str | Callable[[Any], str] | None) -> Any:

@@ -44,20 +44,27 @@ def table(tables: Mapping[str, pd.DataFrame]) -> pd.DataFrame:
     parts = {gpu: one.reset_index(drop=not any(one.index.names)) for gpu, one in tables.items() if len(one)}
     if len(parts) < 2:
         return next(iter(parts.values()), next(iter(tables.values())))
-    shared = _shared(list(parts.values()))
-    differ = [name for one in parts.values() for name in one if name not in shared]
-    differ = list(dict.fromkeys(differ))
-    if shared and len(differ) <= WIDE and all(set(differ) <= set(one) for one in parts.values()):
-        return _wide(parts, shared, differ)
-    joined = pd.concat([one.assign(**{GPU: gpu, "_place": range(len(one))}) for gpu, one in parts.items()])
-    if shared:
-        joined = joined.sort_values("_place", kind="stable")
-    keys = [name for name in shared if name in _front(list(parts.values()))]
-    rest = [name for name in joined if name not in (*keys, GPU, "_place")]
-    return joined[[*keys, GPU, *rest]].reset_index(drop=True)
+    hidden = next(iter(parts.values())).attrs.get("hidden", [])
+    seen = {gpu: one.drop(columns=hidden, errors="ignore") for gpu, one in parts.items()}
+    shared = _shared(list(seen.values()))
+    differ = list(dict.fromkeys(name for one in seen.values() for name in one if name not in shared))
+    if shared and len(differ) <= WIDE and all(set(differ) <= set(one) for one in seen.values()):
+        return _wide(seen, shared)
+    made = _long(parts, _front(list(seen.values())) if shared else [])
+    made.attrs["hidden"] = hidden
+    return made
 
 
-def _wide(parts: Mapping[str, pd.DataFrame], shared: Sequence[Hashable], differ: Sequence[Hashable]) -> pd.DataFrame:
+def _long(parts: Mapping[str, pd.DataFrame], keys: Sequence[Hashable]) -> pd.DataFrame:
+    """Beneath each other, those of the same place together if there are keys, which stand in front."""
+    made = pd.concat([one.assign(**{GPU: gpu, "_place": range(len(one))}) for gpu, one in parts.items()])
+    if keys:
+        made = made.sort_values("_place", kind="stable")
+    rest = [name for name in made if name not in (*keys, GPU, "_place")]
+    return made[[*keys, GPU, *rest]].reset_index(drop=True)
+
+
+def _wide(parts: Mapping[str, pd.DataFrame], shared: Sequence[Hashable]) -> pd.DataFrame:
     first = next(iter(parts.values()))
     columns: dict[Any, pd.Series] = {}
     for name in first:
@@ -94,7 +101,10 @@ def _same(one: pd.Series, other: pd.Series) -> bool:
 
 def flat(made: pd.DataFrame) -> pd.DataFrame:
     """With headings that are texts: "ratio · H100"."""
-    return made.set_axis([heading(name) for name in made], axis=1)
+    hidden = made.attrs.get("hidden", [])
+    made = made.set_axis([heading(name) for name in made], axis=1)
+    made.attrs["hidden"] = hidden
+    return made
 
 
 def heading(name: Hashable) -> str:

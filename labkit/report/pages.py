@@ -1,5 +1,7 @@
-"""The report: one HTML page a notebook, and the index. No scripts, and nothing is requested from anywhere."""
+"""The report: one HTML page a notebook, and the index. One script, in the page; nothing is requested from anywhere."""
 
+import base64
+import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -18,13 +20,15 @@ from traitlets.config import Config
 
 from labkit.bench.claim import VERDICTS, Claim, Judgement
 from labkit.bench.records import write_atomic
-from labkit.report import origins
+from labkit.report import glossary, origins
 from labkit.report.figures import Html, badge
 
 TITLE = "Kernel claims, measured"
 TEMPLATES = Path(__file__).parent / "template"
-# The browser enforces what we promise.
-POLICY = "default-src 'none'; img-src 'self' data: file:; style-src 'unsafe-inline'"
+SCRIPT = (TEMPLATES / "lab.js").read_text("utf-8")
+# The browser enforces what we promise: no script but ours.
+_OURS = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
+POLICY = f"default-src 'none'; img-src 'self' data: file:; style-src 'unsafe-inline'; script-src 'sha256-{_OURS}'"
 SHOWN = ("text/html", "text/markdown", "image/svg+xml", "image/png", "image/jpeg", "text/plain")  # best first
 EMPTY = ("application/vnd.jupyter.widget-view+json", "application/javascript")  # known, but nothing on a page
 
@@ -98,7 +102,7 @@ def page(
     notebook = nbformat.read(executed, as_version=4)
     failures = _prepare(notebook)
     lab = {"title": _title(notebook) or executed.stem, "css": _css(), "policy": POLICY, "failures": failures}
-    lab |= {"index": index, "previous": previous, "following": following}
+    lab |= {"script": SCRIPT, "index": index, "previous": previous, "following": following}
     config = Config(
         TagRemovePreprocessor={"enabled": True, "remove_cell_tags": {"lab-only", "papermill-error-cell-tag"}},
         NbConvertBase={"display_data_priority": [*SHOWN, *EMPTY]},
@@ -125,6 +129,7 @@ def index(
     environment = jinja2.Environment(loader=jinja2.FileSystemLoader(TEMPLATES), autoescape=True)
     facts = dict.fromkeys(fact for machine in machines for fact in machine.facts)
     style = {"title": TITLE, "css": Markup(_css()), "policy": Markup(POLICY), "badge": badge, "verdicts": VERDICTS}
+    style |= {"script": Markup(SCRIPT)}
     shown = {"studies": studies, "claims": claims, "machines": machines, "facts": facts, "built": built}
     html = environment.get_template("index.html.j2").render(style | shown)
     _write(out, html)
@@ -164,9 +169,26 @@ class _Finder(HTMLParser):
 
 
 def _write(out: Path, html: str) -> None:
+    html = re.sub(r'<pre(?=[ >])|<div class="lab-image"', r'\g<0> tabindex="0"', html)  # they scroll, by keyboard too
+    html = glossary.explain(_unique_ids(html))
     if found := outside_requests(html):
         raise ValueError(f"{out.name}: would be requested from outside: {', '.join(found)}; a report stands alone")
     write_atomic(out, html.encode())
+
+
+def _unique_ids(html: str) -> str:
+    """The page with each figure's id once: the second "x" is "x-2"."""
+    taken = set(re.findall(r' id="([^"]*)"', re.sub("<figure [^>]*>", "", html)))
+
+    def renamed(found: re.Match[str]) -> str:
+        name, count = found[2], 1
+        while name in taken:
+            count += 1
+            name = f"{found[2]}-{count}"
+        taken.add(name)
+        return f'{found[1]}{name}"'
+
+    return re.sub(r'(<figure [^>]*\bid=")([^"]*)"', renamed, html)
 
 
 def _write_numbers(out: Path, html: str) -> None:

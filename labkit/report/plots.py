@@ -7,6 +7,7 @@ dark, also when the SVG is an `<img>`.
 
 import io
 import math
+import re
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -22,6 +23,8 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+
+from labkit.report.compact import compact
 
 INK, SOFT, GRID, PAPER = "#1d232b", "#57606b", "#e2e6ea", "#fffffe"
 SERIES = (  # the first five stay apart in every kind of colour blindness; beyond, marker and dash tell as well
@@ -316,14 +319,15 @@ def svg(fig: Figure, alt: str) -> bytes:
     with style():
         fig.savefig(buffer, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
     text = buffer.getvalue()
-    text = text[text.index("<svg") :]
+    text, styles = compact(text[text.index("<svg") :])
+    light = "".join(f".{name}{{{style}}}" for name, style in styles.items())
     rules = "".join(
-        f'[style*="{what}: {light}"],[{what}="{light}"]{{{what}:{dark}!important}}'
-        for light, dark in DARK.items()
-        for what in ("fill", "stroke")
-        if f"{what}: {light}" in text or f'{what}="{light}"' in text
+        f".{name}{{{what}:{DARK[colour]}}}"
+        for name, style in styles.items()
+        for what, colour in re.findall(r"\b(fill|stroke): (#\w+)", style)
+        if colour in DARK
     )
-    head = f"<title>{escape(alt)}</title><style>text{{font-family:{FONTS}!important}}"
+    head = f"<title>{escape(alt)}</title><style>text{{font-family:{FONTS}!important}}{light}"
     head += f"@media (prefers-color-scheme:dark){{{rules}}}</style>"
     opening, rest = text.split(">", 1)
     return f'{opening} role="img">{head}{rest}'.encode()
