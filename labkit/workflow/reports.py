@@ -4,6 +4,7 @@ import json
 import math
 import platform
 from collections.abc import Collection, Mapping
+from dataclasses import asdict
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -14,10 +15,11 @@ import pandas as pd
 
 from labkit import __version__, paths, registry
 from labkit.bench import ledger, machine, records, spec
-from labkit.bench.claim import Claim
+from labkit.bench.claim import Claim, Judgement
 from labkit.evidence import roofline
 from labkit.report import origins, pages
-from labkit.workflow import notebooks, predicted_words, recorded
+from labkit.report.figures import Html
+from labkit.workflow import notebooks, predicted_words, recorded, summary
 
 _UNITS = {"read": "TB/s", "in_place": "TB/s", "copy": "TB/s", "bf16": "TFLOP/s", "fp8": "TFLOP/s"}  # shown in the index
 
@@ -89,10 +91,15 @@ def _readable() -> tuple[dict[str, list[recorded.Rows]], dict[tuple[str, str, bo
         for path, here in reversed(paths.data_files(name)):
             gpu = path.parent.name
             try:
-                found[name].append(recorded.Rows(name, gpu, here, path, records.read(path)))
+                found[name].append(rows_of(name, path, here))
             except records.RecordError as problem:
                 broken[name, gpu, here] = str(problem)
     return found, broken
+
+
+def rows_of(study: str, path: Path, here: bool) -> recorded.Rows:
+    """The rows of a data file. RecordError if it cannot be used."""
+    return recorded.Rows(study, path.parent.name, here, path, records.read(path))
 
 
 def _entry(name: str, executed: Path, found: list[recorded.Rows], error: str) -> pages.StudyEntry:
@@ -129,14 +136,31 @@ def _claims(
 ) -> list[pages.ClaimRow]:
     rows = []
     for name, entry in entries.items():
-        old = {_key(one.gpu, one.here): bool(recorded.stale(one.rows).any()) for one in found[name]}
+        judged = {_key(one.gpu, one.here): kept_claims(one)["results"] for one in found[name]}
         unusable = {_key(gpu, here): why for (study, gpu, here), why in broken.items() if study == name}
         for claim in registry.load(name).claims:
             results = {key: pages.Result(None, error=why) for key, why in unusable.items()}
-            for one in found[name]:
-                results[_key(one.gpu, one.here)] = _result(claim, one, old[_key(one.gpu, one.here)])
+            results |= {key: _as_result(kept[claim.id]) for key, kept in judged.items() if claim.id in kept}
             rows.append(pages.ClaimRow(claim, entry.title, entry.page, results))
     return rows
+
+
+def kept_claims(one: recorded.Rows) -> dict[str, Any]:
+    """What `claims_of` says of rows, kept until they or a source of the lab change: judging all takes half a minute."""
+    return summary.kept("claims", one.path, lambda: claims_of(one))
+
+
+def claims_of(one: recorded.Rows) -> dict[str, Any]:
+    """The GPU's name, and claim -> the fields of its `pages.Result` on these rows, as JSON has them."""
+    old, claims = bool(recorded.stale(one.rows).any()), registry.load(one.study).claims
+    results = {claim.id: asdict(_result(claim, one, old)) for claim in claims} if len(one.rows) else {}
+    return {"gpu": _gpu_name(one) if len(one.rows) else one.gpu, "results": results}
+
+
+def _as_result(fields: Mapping[str, Any]) -> pages.Result:
+    judgement = fields["judgement"] and Judgement(**fields["judgement"])
+    texts = {name: Html(**fields[name]) for name in ("measured", "why") if isinstance(fields[name], dict)}
+    return pages.Result(**{**fields, **texts, "judgement": judgement})
 
 
 def _result(claim: Claim, one: recorded.Rows, earlier_kernel: bool) -> pages.Result:
