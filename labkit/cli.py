@@ -14,6 +14,7 @@ from click.shell_completion import CompletionItem, get_completion_class
 
 from labkit import __version__, paths, registry
 from labkit.bench import spec
+from labkit.workflow import nearest
 
 OK, FAILED = 0, 1  # click itself exits with 2 on a UsageError
 INTERRUPTED, TERMINATED = 128 + signal.SIGINT, 128 + signal.SIGTERM
@@ -27,12 +28,12 @@ Exit codes:
 
 
 def _study(text: str) -> str | None:
-    """A study's name from its name, its notebook ("01_state_layout") or its number ("01", "1")."""
+    """A study's name from its name or a beginning of it, its notebook ("01_state_layout") or its number ("01", "1")."""
     for name, notebook in registry.NOTEBOOKS.items():
         number = notebook.partition("_")[0]
         if text in (name, notebook, f"{notebook}.ipynb", number) or (text.isdecimal() and int(text) == int(number)):
             return name
-    return None
+    return nearest.begun(text, registry.NOTEBOOKS)
 
 
 class StudyName(click.ParamType):
@@ -43,7 +44,9 @@ class StudyName(click.ParamType):
     def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
         if (found := _study(value)) is None:
             known = ", ".join(f"{name} ({notebook})" for name, notebook in registry.NOTEBOOKS.items())
-            self.fail(f"unknown study {value!r}; the studies: {known}", param, ctx)
+            self.fail(
+                f"unknown study {value!r}; the studies: {known}{nearest.meant(value, registry.NOTEBOOKS)}", param, ctx
+            )
         return found
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
@@ -51,7 +54,7 @@ class StudyName(click.ParamType):
 
 
 class GpuName(click.ParamType):
-    """A recorded GPU, by its folder's name in data/, or one that can be predicted."""
+    """A recorded GPU, by its folder's name in data/, or one that can be predicted; a beginning of it does ("h100")."""
 
     name = "gpu"
 
@@ -59,10 +62,11 @@ class GpuName(click.ParamType):
         from labkit.workflow import gpus
 
         known, others = paths.recorded_gpus(), gpus.predictable()
-        if value not in (*known, *others):
-            said = f"recorded: {', '.join(known) or 'none'}; with --source predicted: {', '.join(others)}"
-            self.fail(f"no recorded GPU {value!r}; {said}", param, ctx)
-        return value
+        names = dict.fromkeys((*known, *others))
+        if found := nearest.begun(value, names) or nearest.begun(f"nvidia-{value.lower()}", names):
+            return found
+        said = f"recorded: {', '.join(known) or 'none'}; with --source predicted: {', '.join(others)}"
+        self.fail(f"no recorded GPU {value!r}; {said}{nearest.meant(value, names)}", param, ctx)
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
         from labkit.workflow import gpus
@@ -149,7 +153,7 @@ def run(
     labkit run --source measure --jobs 1
     labkit run state_layout --add my_kernels.py:decode
     """
-    from labkit.workflow import notebooks, reports
+    from labkit.workflow import filters, notebooks
 
     names = [name for name in registry.NOTEBOOKS if name in chosen] or list(registry.NOTEBOOKS)
     can_measure = False
@@ -157,26 +161,42 @@ def run(
         short = [*_shorthands(given, source, gpu), *_added(given, names, add)]
         values = notebooks.assign([registry.load(name) for name in names], [*given, *short])
         wants = {name: notebooks.source_of(name, values[name]) for name in names}
+        problem = ""
         if set(wants.values()) & set(spec.MEASURING):
             problem = notebooks.why_not_measure()
             can_measure = not problem
             if problem and "measure" in wants.values():
                 raise notebooks.UsageError(f"source=measure, but nothing can be measured here: {problem}")
-    except notebooks.UsageError as problem:
-        raise click.UsageError(str(problem)) from None
+        for name in names:
+            if not (can_measure and wants[name] in spec.MEASURING):
+                filters.check(registry.load(name), values[name], notebooks.defaults(name))
+    except filters.Unrecorded as empty:
+        raise click.UsageError(f"{empty}{f'. Nothing can be measured here: {problem}' if problem else ''}") from None
+    except notebooks.UsageError as wrong:
+        raise click.UsageError(str(wrong)) from None
+    from labkit.workflow import reports  # takes a second to load: after what can be wrong
+
     results = _until_stopped(lambda: notebooks.run(names, values, jobs, can_measure=can_measure))
     failed = {result.study: result.error for result in results if not result.ok}
-    problems = reports.write(failed)
+    problems = reports.write(failed, _say)
+    for line in reports.outcomes(results):
+        click.echo(line)
     if failed:
         names = ", ".join(registry.NOTEBOOKS[name] for name in failed)
         click.echo(f"failed: {names}; their pages show where", err=True)
     _finish(problems, bool(failed))
 
 
+def _say(text: str) -> None:
+    click.echo(text, err=True)
+
+
 def _finish(problems: Sequence[str], failed: bool = False) -> None:
+    from labkit.workflow import reports
+
     for problem in problems:
         click.echo(problem, err=True)
-    click.echo(paths.REPORTS / "index.html")
+    click.echo(reports.shown_path(paths.REPORTS / "index.html"))
     sys.exit(FAILED if problems or failed else OK)
 
 
@@ -226,7 +246,7 @@ def report() -> None:
     """Write the pages and reports/index.html again from the notebooks that were run, without running any."""
     from labkit.workflow import reports
 
-    _finish(reports.write())
+    _finish(reports.write(say=_say))
 
 
 # list and doctor

@@ -38,7 +38,7 @@ def test_run_from_any_folder_writes_all_pages_and_shows_what_failed(toy, tmp_pat
     toy.notebook("ground", "raise ValueError('seven is not allowed')")
     done = toy.labkit("run", cwd=tmp_path_factory.mktemp("elsewhere"))
     assert done.returncode == 1
-    assert done.stdout.strip() == str(toy.root / "reports" / "index.html")
+    assert done.stdout.splitlines()[-1] == str(toy.root / "reports" / "index.html")
     index = (toy.root / "reports" / "index.html").read_text()
     for name in ("00_ground", "01_layers"):
         assert f'href="{name}.html"' in index

@@ -84,17 +84,17 @@ def _problem(study: Study, asked: Mapping[str, Any], name: str, default: Any, ha
         return ""
     known = dict.fromkeys([*_items(default), *_seen(chosen, items, have)])
     recorded = [one for one in known if _keys(_chosen(study, asked, name, one, default)) & have]
+    if all(isinstance(one, int | float) for one in recorded):
+        recorded.sort()
     others = [f"{other}={_text(value)}" for other, value in asked.items() if other != name and value]
-    text = f"{study.name}: parameter {name} is {asked[name]!r}, of which nothing is recorded"
-    return f"{text}; recorded: {', '.join(map(str, sorted(recorded, key=_order)))}" if recorded else (
-        f"{text} with {', '.join(others)}"
-    )
+    instead = f"; recorded: {', '.join(map(str, recorded))}" if recorded else f" with {', '.join(others)}"
+    return f"{study.name}: parameter {name} is {asked[name]!r}, of which nothing is recorded{instead}"
 
 
 def _chosen(study: Study, asked: Mapping[str, Any], name: str, item: Any, default: Any) -> list[Case]:
     """The cases that are there because of this value of a parameter: not with the other values that it has by default.
 
-    None for a value that is not allowed.
+    Empty for a value that is not allowed.
     """
     many = isinstance(default, list)
     value = [item] if many else item
@@ -118,10 +118,6 @@ def _seen(chosen: list[list[Case]], items: list[Any], have: Set[Key]) -> Iterato
 
 def _items(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
-
-
-def _order(value: Any) -> tuple[bool, Any]:
-    return (True, str(value)) if isinstance(value, str) else (False, value)
 
 
 def _keys(cases: list[Case]) -> set[Key]:

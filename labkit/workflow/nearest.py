@@ -12,6 +12,6 @@ def begun(text: str, known: Iterable[str]) -> str | None:
 
 
 def meant(text: str, known: Iterable[str]) -> str:
-    """"; did you mean batches?", to end an error with; empty where no known name is near."""
+    """ "; did you mean batches?", to end an error with; empty where no known name is near."""
     found = difflib.get_close_matches(text, list(known), n=1)
     return f"; did you mean {found[0]}?" if found else ""
