@@ -211,7 +211,7 @@ def test_notebooks_run_with_their_parameters_in_this_python(toy, monkeypatch):
     assert layers.ok, layers.error
     assert toy.printed("ground") == ["[1, 2]"]
     where = f"{paths.NOTEBOOKS} {Path(isolated.__file__).with_name('__init__.py')}"
-    assert toy.printed("layers") == [f"[4, 5] {sys.executable} {where} 4"]
+    assert toy.printed("layers", "--batches-4,5") == [f"[4, 5] {sys.executable} {where} 4"]
 
 
 def test_a_failing_cell_or_a_dying_kernel_stops_no_other_notebook_and_is_shown(toy):

@@ -72,12 +72,14 @@ def check(study: Study, values: Mapping[str, Any], defaults: Mapping[str, Any]) 
     have = {key for name, path in files.items() if gpu in ("", name) for key in _keys_of(path)}
     asked = {name: values.get(name, default) for name, default in defaults.items() if name in study.parameters}
     for name in asked:
-        if asked[name] != defaults[name] and (problem := _problem(study, asked, name, defaults[name], have)):
-            raise Unrecorded(f"{problem}{f' on {gpu}' if gpu else ''}")
+        if asked[name] != defaults[name] and (instead := _instead(study, asked, name, defaults[name], have)):
+            where = f" on {gpu}" if gpu else ""
+            text = f"{study.name}: parameter {name} is {asked[name]!r}, of which nothing is recorded"
+            raise Unrecorded(f"{text}{where}{instead}")
 
 
-def _problem(study: Study, asked: Mapping[str, Any], name: str, default: Any, have: Set[Key]) -> str:
-    """Why nothing that this parameter chooses can be shown; empty if something can, or if it chooses no case alone."""
+def _instead(study: Study, asked: Mapping[str, Any], name: str, default: Any, have: Set[Key]) -> str:
+    """What is recorded, if nothing is that this parameter chooses; else empty, as where it chooses no case alone."""
     items = _items(asked[name])
     chosen = [_chosen(study, asked, name, item, default) for item in items]
     if not any(chosen) or any(_keys(cases) & have for cases in chosen):
@@ -87,8 +89,7 @@ def _problem(study: Study, asked: Mapping[str, Any], name: str, default: Any, ha
     if all(isinstance(one, int | float) for one in recorded):
         recorded.sort()
     others = [f"{other}={_text(value)}" for other, value in asked.items() if other != name and value]
-    instead = f"; recorded: {', '.join(map(str, recorded))}" if recorded else f" with {', '.join(others)}"
-    return f"{study.name}: parameter {name} is {asked[name]!r}, of which nothing is recorded{instead}"
+    return f"; recorded: {', '.join(map(str, recorded))}" if recorded else f" with {', '.join(others)}"
 
 
 def _chosen(study: Study, asked: Mapping[str, Any], name: str, item: Any, default: Any) -> list[Case]:

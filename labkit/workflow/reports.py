@@ -21,7 +21,7 @@ from labkit import __version__, paths, registry
 from labkit.bench import ledger, machine, records, spec
 from labkit.bench.claim import VERDICTS, Claim, Judgement
 from labkit.evidence import roofline
-from labkit.report import origins, pages
+from labkit.report import markdown, origins, pages
 from labkit.report.figures import Html
 from labkit.sweep import run
 from labkit.workflow import filters, notebooks, predicted_words, recorded, summary
@@ -54,6 +54,14 @@ def write(
     claims = _claims(found, broken, entries, say)
     pages.index(list(entries.values()), claims, _machines(found), paths.REPORTS / "index.html", _built())
     return problems
+
+
+def write_markdown(say: Callable[[str], None] = lambda text: None) -> list[str]:
+    """Write the pages that there are as reports/markdown/NAME.md; returns which of them want a PNG."""
+    names = [path.stem for name in registry.NOTEBOOKS for path in _executed(name)]
+    written = [paths.REPORTS / f"{name}.html" for name in ("index", *names)]
+    written = [path for path in written if path.exists()]
+    return markdown.write(written, paths.REPORTS / "markdown", paths.REPORTS / "figures", say)
 
 
 @dataclass(frozen=True)
@@ -114,8 +122,15 @@ def _parts(executed: Mapping[str, Path], found: Mapping[str, list[recorded.Rows]
     return [
         _Page(path, _part_status(name, path, found[name]))
         for name, full in executed.items()
-        for path in sorted(full.parent.glob(f"{full.stem}{filters.SIGN}*.ipynb"))
+        for path in _executed(name)
+        if path != full
     ]
+
+
+def _executed(name: str) -> list[Path]:
+    """The executed notebooks of a study: the full one, if there is one, and those that show a part."""
+    full = notebooks.executed_path(name)
+    return [*([full] if full.exists() else []), *sorted(full.parent.glob(f"{full.stem}{filters.SIGN}*.ipynb"))]
 
 
 def _part_status(name: str, executed: Path, found: list[recorded.Rows]) -> str:
