@@ -9,7 +9,8 @@ from bs4 import BeautifulSoup
 from hypothesis import given
 from hypothesis import strategies as st
 
-from labkit.report import markdown
+from labkit import paths
+from labkit.report import figures, markdown, plots
 
 NUMBER = re.compile(r"\d[\d.]*")
 LINK = re.compile(r"(?<!\\)(!?)\[(?:\\.|[^\]\\\n])*\]\(([^)]*)\)")
@@ -115,6 +116,17 @@ def test_a_figure_without_a_png_is_svg_and_named(report):
     assert lacking == ["01_layout.md: 1 figure is SVG: run the notebook again to draw PNG"]
     assert [path.suffix for path in sorted((out / "figures").rglob("*.*"))].count(".svg") == 1
     assert not (out / "old.md").exists()
+
+
+def test_a_figure_of_a_part_is_drawn_beside_the_full_one(reports, monkeypatch):
+    for suffix in ("", "--batches-7"):
+        monkeypatch.setattr(paths, "SUFFIX", suffix)
+        fig = plots.bars(
+            sample_report.frame(), "batch", "us", "layout", panel="gpu", xlabel="x", ylabel="µs", title="t"
+        )
+        figures.show(fig, name="one", alt="a", caption="c")
+    names = sorted(path.name for path in (reports / "figures" / "all").iterdir())
+    assert names == ["one--batches-7.png", "one--batches-7.svg", "one.png", "one.svg"]
 
 
 def test_a_table_keeps_its_columns_whatever_its_cells_hold(reports):
