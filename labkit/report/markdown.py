@@ -35,12 +35,9 @@ def write(pages: Sequence[Path], out: Path, figures: Path, say: Callable[[str], 
     figures: the folder below which the SVG files lie that the pages hold, with PNG files beside them. A figure without
     one is written as SVG, and named. Files of an earlier call that are no longer made are deleted.
     """
-    mains = {}
-    for path in pages:
-        say(f"reading {path.name}")
-        mains[path.stem] = _main(path)
+    mains = {path.stem: _main(path) for path in pages}
     places = {name: _places(main) for name, main in mains.items()}
-    drawn = {_digest(path.read_bytes()): path for path in sorted(figures.rglob("*.svg"))}
+    drawn = {_digest(path.with_suffix(".svg").read_bytes()): path for path in _with_svg(figures)}
     written, lacking = set(), []
     for name, main in mains.items():
         say(f"{name}.md")
@@ -56,6 +53,10 @@ def write(pages: Sequence[Path], out: Path, figures: Path, say: Callable[[str], 
         if path.is_file():
             path.unlink()
     return lacking
+
+
+def _with_svg(figures: Path) -> list[Path]:
+    return [path for path in sorted(figures.rglob("*.png")) if path.with_suffix(".svg").exists()]
 
 
 def _main(path: Path) -> Tag:
@@ -93,7 +94,11 @@ def _digest(data: bytes) -> str:
 
 @dataclass
 class _Page:
-    """One page on its way to Markdown. files: what else is to be written, path below the folder -> content."""
+    """One page on its way to Markdown.
+
+    drawn: hash of an SVG file -> the PNG file beside it. files: what else is to be written, path below the folder ->
+    content.
+    """
 
     name: str
     places: Mapping[str, Mapping[str, str]]
@@ -209,12 +214,8 @@ class _Page:
         head, _, body = source.partition(",")
         data = base64.b64decode(body) if head.endswith(";base64") else unquote_to_bytes(body)
         kind = re.split(r"[/+;]", head)[1]
-        svg = self.drawn.get(_digest(data))
-        if svg and svg.with_suffix(".png").exists():
-            name, data = (
-                f"figures/{svg.relative_to(self.figures).with_suffix('.png')}",
-                svg.with_suffix(".png").read_bytes(),
-            )
+        if png := self.drawn.get(_digest(data)):
+            name, data = f"figures/{png.relative_to(self.figures)}", png.read_bytes()
         else:
             self.without_png += kind == "svg"
             name = f"figures/{_digest(data)[:16]}.{kind}"

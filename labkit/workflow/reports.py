@@ -142,16 +142,16 @@ def _part_status(name: str, executed: Path, found: list[recorded.Rows]) -> str:
 
 def outcomes(results: Sequence[notebooks.Result]) -> list[str]:
     """A line for each notebook that was run just now: verdicts by GPU, of the rows that it shows, and the page."""
-    return [f"{result.notebook}: {_outcome(result)}; {shown_path(_page_of(result))}" for result in results]
+    return [
+        f"{registry.NOTEBOOKS[result.study]}: {_outcome(result)}; "
+        f"{shown_path(paths.REPORTS / f'{result.notebook}.html')}"
+        for result in results
+    ]
 
 
 def shown_path(path: Path) -> str:
     """A path as short as it can be written from here."""
     return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
-
-
-def _page_of(result: notebooks.Result) -> Path:
-    return paths.REPORTS / f"{result.notebook}.html"
 
 
 def _outcome(result: notebooks.Result) -> str:
