@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import sys
+import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
@@ -14,6 +15,7 @@ from click.shell_completion import CompletionItem, get_completion_class
 
 from labkit import __version__, paths, registry
 from labkit.bench import spec
+from labkit.workflow import nearest
 
 OK, FAILED = 0, 1  # click itself exits with 2 on a UsageError
 INTERRUPTED, TERMINATED = 128 + signal.SIGINT, 128 + signal.SIGTERM
@@ -27,12 +29,12 @@ Exit codes:
 
 
 def _study(text: str) -> str | None:
-    """A study's name from its name, its notebook ("01_state_layout") or its number ("01", "1")."""
+    """A study's name from its name or a beginning of it, its notebook ("01_state_layout") or its number ("01", "1")."""
     for name, notebook in registry.NOTEBOOKS.items():
         number = notebook.partition("_")[0]
         if text in (name, notebook, f"{notebook}.ipynb", number) or (text.isdecimal() and int(text) == int(number)):
             return name
-    return None
+    return nearest.begun(text, registry.NOTEBOOKS)
 
 
 class StudyName(click.ParamType):
@@ -43,7 +45,9 @@ class StudyName(click.ParamType):
     def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
         if (found := _study(value)) is None:
             known = ", ".join(f"{name} ({notebook})" for name, notebook in registry.NOTEBOOKS.items())
-            self.fail(f"unknown study {value!r}; the studies: {known}", param, ctx)
+            self.fail(
+                f"unknown study {value!r}; the studies: {known}{nearest.meant(value, registry.NOTEBOOKS)}", param, ctx
+            )
         return found
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
@@ -51,7 +55,7 @@ class StudyName(click.ParamType):
 
 
 class GpuName(click.ParamType):
-    """A recorded GPU, by its folder's name in data/, or one that can be predicted."""
+    """A recorded GPU, by its folder's name in data/, or one that can be predicted; a beginning of it does ("h100")."""
 
     name = "gpu"
 
@@ -59,10 +63,11 @@ class GpuName(click.ParamType):
         from labkit.workflow import gpus
 
         known, others = paths.recorded_gpus(), gpus.predictable()
-        if value not in (*known, *others):
-            said = f"recorded: {', '.join(known) or 'none'}; with --source predicted: {', '.join(others)}"
-            self.fail(f"no recorded GPU {value!r}; {said}", param, ctx)
-        return value
+        names = dict.fromkeys((*known, *others))
+        if found := nearest.begun(value, names) or nearest.begun(f"nvidia-{value.lower()}", names):
+            return found
+        said = f"recorded: {', '.join(known) or 'none'}; with --source predicted: {', '.join(others)}"
+        self.fail(f"no recorded GPU {value!r}; {said}{nearest.meant(value, names)}", param, ctx)
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
         from labkit.workflow import gpus
@@ -97,6 +102,7 @@ def main() -> None:
     \b
     labkit run                          every notebook, then reports/index.html
     labkit run state_layout             one study
+    labkit list CLAIM                   one claim with its verdicts
     labkit doctor                       what this machine can measure
     labkit COMMAND --help               more about a command
     """
@@ -149,7 +155,7 @@ def run(
     labkit run --source measure --jobs 1
     labkit run state_layout --add my_kernels.py:decode
     """
-    from labkit.workflow import notebooks, reports
+    from labkit.workflow import filters, notebooks
 
     names = [name for name in registry.NOTEBOOKS if name in chosen] or list(registry.NOTEBOOKS)
     can_measure = False
@@ -157,26 +163,42 @@ def run(
         short = [*_shorthands(given, source, gpu), *_added(given, names, add)]
         values = notebooks.assign([registry.load(name) for name in names], [*given, *short])
         wants = {name: notebooks.source_of(name, values[name]) for name in names}
+        problem = ""
         if set(wants.values()) & set(spec.MEASURING):
             problem = notebooks.why_not_measure()
             can_measure = not problem
             if problem and "measure" in wants.values():
                 raise notebooks.UsageError(f"source=measure, but nothing can be measured here: {problem}")
-    except notebooks.UsageError as problem:
-        raise click.UsageError(str(problem)) from None
+        for name in names:
+            if not (can_measure and wants[name] in spec.MEASURING):
+                filters.check(registry.load(name), values[name], notebooks.defaults(name))
+    except filters.Unrecorded as empty:
+        raise click.UsageError(f"{empty}{f'. Nothing can be measured here: {problem}' if problem else ''}") from None
+    except notebooks.UsageError as wrong:
+        raise click.UsageError(str(wrong)) from None
+    from labkit.workflow import reports  # takes a second to load: after what can be wrong
+
     results = _until_stopped(lambda: notebooks.run(names, values, jobs, can_measure=can_measure))
     failed = {result.study: result.error for result in results if not result.ok}
-    problems = reports.write(failed)
+    problems = reports.write(failed, _say)
+    for line in reports.outcomes(results):
+        click.echo(line)
     if failed:
         names = ", ".join(registry.NOTEBOOKS[name] for name in failed)
         click.echo(f"failed: {names}; their pages show where", err=True)
     _finish(problems, bool(failed))
 
 
+def _say(text: str) -> None:
+    click.echo(text, err=True)
+
+
 def _finish(problems: Sequence[str], failed: bool = False) -> None:
+    from labkit.workflow import reports
+
     for problem in problems:
         click.echo(problem, err=True)
-    click.echo(paths.REPORTS / "index.html")
+    click.echo(reports.shown_path(paths.REPORTS / "index.html"))
     sys.exit(FAILED if problems or failed else OK)
 
 
@@ -222,27 +244,59 @@ def _until_stopped(action: Callable[[], Any]) -> Any:
 
 
 @main.command(epilog=EXIT_CODES)
-def report() -> None:
-    """Write the pages and reports/index.html again from the notebooks that were run, without running any."""
+@click.option("--markdown", is_flag=True, help="Write reports/markdown/NAME.md too, with figures as PNG.")
+def report(markdown: bool) -> None:
+    """Write the pages and reports/index.html again from the notebooks that were run, without running any.
+
+    A page stays as it is where nothing has changed that it is made of.
+    """
     from labkit.workflow import reports
 
-    _finish(reports.write())
+    problems = reports.write(say=_say)
+    if markdown:
+        for note in reports.write_markdown(_say):
+            _say(note)
+        click.echo(reports.shown_path(paths.REPORTS / "markdown" / "index.md"))
+    _finish(problems)
 
 
 # list and doctor
 
 
+def _claim_names() -> dict[str, tuple[str, Any]]:
+    """STUDY.CLAIM -> its study and the claim."""
+    return {f"{name}.{claim.id}": (name, claim) for name in registry.NOTEBOOKS for claim in registry.load(name).claims}
+
+
+def _complete_claim(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    found = _claim_names()
+    ids = [claim.id for _, claim in found.values()]
+    return [CompletionItem(name) for name in (*ids, *found) if name.startswith(incomplete)]
+
+
 @main.command("list", epilog=EXIT_CODES)
+@click.argument("claim", required=False, shell_complete=_complete_claim)
 @click.option("--stale", is_flag=True, help="Name the rows recorded with an earlier kernel; exit 1 if there are any.")
 @click.option("--gpus", is_flag=True, help="Name the GPUs that can be shown, and those that can be predicted.")
-def list_(stale: bool, gpus: bool) -> None:
-    """List the studies, the claims that each tests, and the GPUs recorded for it."""
-    if stale and gpus:
-        raise click.UsageError("--stale and --gpus exclude each other")
+def list_(claim: str | None, stale: bool, gpus: bool) -> None:
+    """List the studies, the claims that each tests, and the GPUs recorded for it; or one claim with its verdicts.
+
+    CLAIM is a claim's id or a beginning of it, or STUDY.CLAIM.
+
+    \b
+    labkit list
+    labkit list sglang-20283-tile
+    labkit list gemv_coalescing.step
+    """
+    if sum(map(bool, (claim, stale, gpus))) > 1:
+        raise click.UsageError("CLAIM, --stale and --gpus exclude each other")
     if gpus:
         _list_gpus()
         return
     try:
+        if claim:
+            _list_claim(*_claim(claim))
+            return
         old = _list_stale() if stale else _list_all()
     except ValueError as problem:  # a RecordError
         raise click.ClickException(str(problem)) from None
@@ -264,6 +318,64 @@ def _list_all() -> bool:
             click.echo(f"  {where}: {found.gpu}, {when}, {found.rows} rows{note}")
         click.echo()
     return False
+
+
+def _claim(text: str) -> tuple[str, Any]:
+    """The study and the claim that a text names. UsageError if it names none, or more than one."""
+    known = _claim_names()
+    ids = [claim.id for _, claim in known.values()]
+    exact = [name for name, (_, claim) in known.items() if text in (name, claim.id)]
+    begun = [name for name, (_, claim) in known.items() if name.startswith(text) or claim.id.startswith(text)]
+    found = exact or begun
+    if len(found) > 1:
+        raise click.UsageError(f"{text!r} names {len(found)} claims: {', '.join(found)}")
+    if not found:
+        near = nearest.meant(text, [*ids, *known])
+        raise click.UsageError(f"no claim {text!r}{near or '; there are: ' + ', '.join(known)}")
+    return known[found[0]]
+
+
+def _list_claim(study: str, claim: Any) -> None:
+    """A claim, and what the rows of each GPU say of it: judged once, and kept."""
+    from labkit.workflow import summary
+
+    click.echo(f"{study}.{claim.id}")
+    _fields(claim=claim.statement, source=claim.source, address=claim.url, condition=claim.condition)
+    _fields(published=claim.published, rule=f"of {claim.ruled}")
+    found = [
+        (summary.kept("claims", path, _judging(study, path, here)), here) for path, here in paths.data_files(study)
+    ]
+    for kept, here in found:
+        result = kept["results"].get(claim.id, {"judgement": None, "error": "no rows"})
+        judged = result["judgement"]
+        where = f"{kept['gpu']}, {'measured here' if here else 'recorded'}"
+        click.echo(f"\n{where}: {judged['verdict'] if judged else 'could not be judged'}")
+        if not judged:
+            _fields(why=result["error"])
+            continue
+        _fields(direction=judged["direction"], size=judged["size"], measured=judged["measured"], why=judged["why"])
+        old = {"earlier_kernel": "some rows are of an earlier kernel", "rule_changed": "rule changed after the data"}
+        _fields(ran=judged["code"], note="; ".join(text for name, text in old.items() if result[name]))
+    if not found:
+        click.echo("\nnot measured on any GPU")
+
+
+def _judging(study: str, path: Path, here: bool) -> Callable[[], dict[str, Any]]:
+    def judge() -> dict[str, Any]:
+        from labkit.workflow import reports
+
+        return reports.claims_of(reports.rows_of(study, path, here))
+
+    return judge
+
+
+def _fields(**texts: str) -> None:
+    """Named texts, of which none is wider than 100 columns but for a word that is; empty ones are left out."""
+    for name, text in texts.items():
+        if text:
+            label = f"  {name}: ".ljust(13)
+            options = {"break_long_words": False, "break_on_hyphens": False}
+            click.echo(textwrap.fill(text, 100, initial_indent=label, subsequent_indent=" " * 13, **options))
 
 
 def _list_gpus() -> None:

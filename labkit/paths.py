@@ -14,6 +14,7 @@ FIGURES = ROOT / "figures"  # drawn from data/, committed
 RUNS = ROOT / "runs"  # what this machine measured, not committed
 REPORTS = Path(os.environ.get("LABKIT_REPORTS") or ROOT / "reports")  # executed notebooks and HTML, not committed
 TABLES = ROOT / "labkit" / "kernels" / "tables"  # choices tuned on recorded GPUs, committed and shipped
+SUFFIX = os.environ.get("LABKIT_SUFFIX", "")  # of the figures' names, where a run shows a part (workflow/filters.py)
 CACHE = ROOT / ".cache"  # may be deleted at any time
 
 # What was tuned on this machine counts more than what is shipped: here, and in the processes that this one starts.

@@ -25,7 +25,7 @@ from labkit.bench.sha import kernel_sha
 from labkit.sweep import added, guard
 from labkit.sweep import run as sweep
 from labkit.sweep import trial as trials
-from labkit.workflow import archive, notebooks, recorded
+from labkit.workflow import archive, filters, notebooks, recorded
 from labkit.workflow import reports as reports_module
 
 INTERPRETED = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
@@ -168,7 +168,7 @@ def test_paths_are_of_the_folder_in_which_the_command_is_called(tmp_path, monkey
     monkeypatch.setattr(notebooks, "run", lambda names, values, *_, **__: seen.update(values) or [])
     for words in (["--add", "my.py:mine", "--add", "./my.py:other"], ["-p", "add=my.py:mine,my.py:other"]):
         seen.clear()
-        monkeypatch.setattr(reports_module, "write", lambda failed: [])
+        monkeypatch.setattr(reports_module, "write", lambda *_: [])
         assert CliRunner().invoke(cli.main, ["run", "state_layout", "--source", "recorded", *words]).exit_code == 0
         assert seen["state_layout"]["add"] == [f"{tmp_path}/my.py:mine", f"{tmp_path}/my.py:other"]
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -621,7 +621,8 @@ def test_the_command_hands_absolute_paths_to_the_notebook(inside, tmp_path_facto
     inside.notebook("layers", "print(add)", parameters=cell + "add: list[str] = []  # functions of your own\n")
     done = inside.labkit("run", "layers", "--add", "my.py:mine", cwd=elsewhere)
     assert done.returncode == 0, done.stderr
-    assert inside.printed("layers") == [f"['{elsewhere / 'my.py'}:mine']"]
+    part = filters.suffix({"add": [f"{elsewhere / 'my.py'}:mine"]})
+    assert inside.printed("layers", part) == [f"['{elsewhere / 'my.py'}:mine']"]
     done = inside.command("run", "ground", "--add", "my.py:mine", cwd=elsewhere)
     assert done.returncode == 2
     assert "ground takes no functions of your own; these studies do: layers" in " ".join(done.stderr.split())

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 
+import click
 import pytest
 from click.testing import CliRunner
 from toy_lab import CODE, SLUG, Toy
@@ -38,7 +39,7 @@ def test_run_from_any_folder_writes_all_pages_and_shows_what_failed(toy, tmp_pat
     toy.notebook("ground", "raise ValueError('seven is not allowed')")
     done = toy.labkit("run", cwd=tmp_path_factory.mktemp("elsewhere"))
     assert done.returncode == 1
-    assert done.stdout.strip() == str(toy.root / "reports" / "index.html")
+    assert done.stdout.splitlines()[-1] == str(toy.root / "reports" / "index.html")
     index = (toy.root / "reports" / "index.html").read_text()
     for name in ("00_ground", "01_layers"):
         assert f'href="{name}.html"' in index
@@ -57,6 +58,8 @@ def test_run_from_any_folder_writes_all_pages_and_shows_what_failed(toy, tmp_pat
     [
         (["nothing"], "unknown study 'nothing'; the studies: ground (00_ground), layers (01_layers)"),
         (["7"], "unknown study '7'"),
+        (["layres"], "ground (00_ground), layers (01_layers); did you mean layers?"),
+        (["-p", "batch=1"], "deep, label; did you mean batches?"),
         (["-p", "nothing=1"], "no parameter 'nothing' in ground, layers; allowed: source, gpu"),
         (["ground", "-p", "batches=1"], "no parameter 'batches' in ground; allowed: source, gpu, processes, sizes"),
         (["-p", "batches"], "'batches' is not NAME=VALUE"),
@@ -100,8 +103,20 @@ def test_measuring_without_a_gpu_says_why(toy, monkeypatch):
 
 @pytest.mark.parametrize("name", ["layers", "01_layers", "01_layers.ipynb", "01", "1"])
 def test_a_study_by_name_notebook_or_number(toy, name):
-    assert cli._study(name) == "layers"
+    assert cli._study(name) == cli._study("lay") == "layers"
     assert cli._study("00" if name == "01" else "no " + name) in ("ground", None)
+
+
+@pytest.mark.parametrize("text", [SLUG, "nvidia-made", "made-up", "MADE-UP-9"])
+def test_a_gpu_by_the_beginning_of_its_name(toy, text):
+    toy.measured(toy.rows(), base="data")
+    assert cli.GpuName().convert(text, None, None) == SLUG
+
+
+def test_a_beginning_of_two_names_is_none_of_them(toy):
+    toy.measured(toy.rows(), base="data")
+    with pytest.raises(click.UsageError, match="no recorded GPU 'rtx'"):
+        cli.GpuName().convert("rtx", None, None)
 
 
 # report and the claims
@@ -113,7 +128,7 @@ def test_report_shows_the_claims_of_what_was_recorded_and_measured(toy):
     shutil.copytree(toy.root / "notebooks", toy.root / "reports" / "notebooks")
     done = toy.command("report")
     assert done.returncode == 0, done.stderr
-    index = (toy.root / "reports" / "index.html").read_text()
+    index = re.sub("</?data[^>]*>", "", (toy.root / "reports" / "index.html").read_text())
     assert "It is fast" in index
     assert "12.6: µs of all" in index  # 6 rows of two samples each, recorded
     assert "25.2: µs of all" in index  # and measured here
@@ -143,7 +158,126 @@ def test_a_data_file_that_cannot_be_used_is_named_and_the_index_still_written(to
     assert "Traceback" not in listed.stderr
 
 
+def test_a_run_of_a_part_leaves_the_full_page_and_says_what_it_wrote(toy):
+    toy.measured(toy.rows(), base="data")
+    assert toy.command("run", "layers").returncode == 0
+    reports = toy.root / "reports"
+    before = {path: path.read_bytes() for path in reports.rglob("01_layers*") if path.is_file()}
+    assert {path.name for path in before} >= {"01_layers.html", "01_layers.ipynb"}
+    done = toy.command("run", "layers", "-p", "batches=8")
+    assert done.returncode == 0, done.stderr
+    assert {path: path.read_bytes() for path in before} == before
+    page = (reports / "01_layers--batches-8.html").read_text()
+    assert "Only a part: batches=8." in page
+    assert 'href="01_layers.html"' in page
+    said = "01_layers: 1 reproduced, 1 not judged on NVIDIA Made-Up 9 (recorded); only batches=8"
+    assert done.stdout.splitlines()[0] == f"{said}; reports/01_layers--batches-8.html"
+    assert "--batches-8" not in (reports / "index.html").read_text()
+
+
+def test_a_run_ends_with_the_verdicts_of_each_study_and_its_page(toy):
+    toy.measured(toy.rows(), base="data")
+    toy.notebook("ground", "1 / 0")
+    assert toy.command("run").stdout.splitlines() == [
+        "00_ground: failed; reports/00_ground.html",
+        "01_layers: 1 reproduced, 1 not judged on NVIDIA Made-Up 9 (recorded); reports/01_layers.html",
+        "reports/index.html",
+    ]
+
+
+def test_only_pages_that_changed_are_written_and_each_is_named(toy):
+    toy.measured(toy.rows(), base="data")
+    shutil.copytree(toy.root / "notebooks", toy.root / "reports" / "notebooks")
+    first = toy.command("report").stderr.splitlines()
+    assert first[:2] == ["[1/2] 00_ground.html", "[2/2] 01_layers.html"]
+    pages = [toy.root / "reports" / name for name in ("00_ground.html", "01_layers.html")]
+    times = [path.stat().st_mtime_ns for path in pages]
+    assert toy.command("report").stderr.splitlines() == ["2 pages unchanged"]
+    assert [path.stat().st_mtime_ns for path in pages] == times
+    executed = toy.root / "reports" / "notebooks" / "00_ground.ipynb"
+    executed.write_text(executed.read_text().replace("Title of ground", "Another"))
+    assert toy.command("report").stderr.splitlines() == ["[1/1] 00_ground.html", "1 page unchanged"]
+    assert "Another" in pages[0].read_text()
+
+
+@pytest.mark.parametrize("change", ["rows", "neighbour", "page", "numbers"])
+def test_a_page_is_written_when_anything_that_it_is_made_of_changes(toy, change):
+    toy.measured(toy.rows(), base="data")
+    shutil.copytree(toy.root / "notebooks", toy.root / "reports" / "notebooks")
+    toy.command("report")
+    page = toy.root / "reports" / "01_layers.html"
+    if change == "rows":
+        toy.measured(toy.rows(utc="2025-12-24T08:00:00+00:00"), base="data")
+    elif change == "neighbour":
+        (toy.root / "reports" / "notebooks" / "00_ground.ipynb").unlink()
+    elif change == "page":
+        page.write_text("cut off")
+    else:
+        page.with_suffix(".numbers.json").unlink()
+    assert "[1/1] 01_layers.html" in toy.command("report").stderr
+    assert page.with_suffix(".numbers.json").exists()
+    assert "Title of layers" in page.read_text()
+
+
+def test_report_as_markdown(toy):
+    toy.measured(toy.rows(), base="data")
+    shutil.copytree(toy.root / "notebooks", toy.root / "reports" / "notebooks")
+    done = toy.command("report", "--markdown")
+    assert done.returncode == 0, done.stderr
+    assert "reports/markdown/index.md" in done.stdout
+    assert "# Title of layers" in (toy.root / "reports" / "markdown" / "01_layers.md").read_text()
+    assert "(01_layers.md" in (toy.root / "reports" / "markdown" / "index.md").read_text()
+
+
 # list
+
+
+def test_list_of_a_claim_says_what_was_published_and_what_each_gpu_says(toy):
+    toy.measured(toy.rows(), base="data")
+    toy.measured(toy.rows(ns=[2000, 2200], kernel_sha="0" * 12))
+    done = toy.command("list", "fine")
+    assert done.returncode == 0, done.stderr
+    assert [" ".join(line.split()) for line in done.stdout.splitlines()] == [
+        "layers.fine", "claim: It is fast", "source: Source 1", "address: https://example.org/1",
+        "condition: any GPU", "published: 7 %", "rule: of 2025-11-20", "",
+        "NVIDIA Made-Up 9, recorded: reproduced", "direction: holds", "size: not comparable",
+        "measured: 12.6: µs of all", "why: as claimed; the source's own code", "ran: the source's own code",
+        "note: rule changed after the data", "",
+        "NVIDIA Made-Up 9, measured here: reproduced", "direction: holds", "size: not comparable",
+        "measured: 25.2: µs of all", "why: as claimed; the source's own code", "ran: the source's own code",
+        "note: some rows are of an earlier kernel; rule changed after the data",
+    ]  # fmt: skip
+    for text in ("layers.fine", "fi", "layers.f"):
+        assert toy.command("list", text).stdout == done.stdout
+    assert "could not be judged\n  why:       RuntimeError: this claim cannot" in toy.command("list", "odd").stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["fone"], "no claim 'fone'; did you mean fine?"),
+        (["xyz"], "no claim 'xyz'; there are: layers.fine, layers.odd"),
+        (["layers."], "'layers.' names 2 claims: layers.fine, layers.odd"),
+        (["fine", "--gpus"], "CLAIM, --stale and --gpus exclude each other"),
+    ],
+)
+def test_a_claim_that_is_not_there_is_named_with_those_that_are(toy, words, message):
+    done = toy.command("list", *words)
+    assert done.returncode == 2
+    assert message in " ".join(done.stderr.split())
+
+
+def test_a_claim_without_rows_says_so(toy):
+    assert toy.command("list", "fine").stdout.endswith("\nnot measured on any GPU\n")
+
+
+def test_lines_of_a_claim_fit_into_100_columns(capsys):
+    address = "https://example.org/" + "x-" * 60
+    cli._fields(why="word " * 60, address=address, empty="")
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines[:-2])) in range(95, 101)
+    assert lines[-2:] == ["  address:", " " * 13 + address] or lines[-1] == f"  address:   {address}"
+    assert "empty" not in "".join(lines)
 
 
 def test_list_names_studies_claims_and_recorded_gpus(toy):
@@ -307,8 +441,8 @@ def test_a_gpu_to_predict_reaches_the_notebook(toy, words):
     source = [] if "--source" in words else ["--source", "predicted", "-p", "gpu=b200"]
     toy.notebook("layers", "print(source, gpu)")
     assert toy.command("run", "layers", *source, *words).returncode == 0
-    assert toy.printed("layers") == ["predicted l40s"]
-    assert "predicted for L40S" in (toy.root / "reports" / "index.html").read_text()
+    assert toy.printed("layers", "--predicted--gpu-l40s") == ["predicted l40s"]
+    assert "predicted for L40S" in (toy.root / "reports" / "01_layers--predicted--gpu-l40s.html").read_text()
 
 
 def test_what_is_recorded_is_predicted_once(toy, monkeypatch):

@@ -18,6 +18,7 @@ from test_lab import quick, rows_of
 from toy_lab import CODE, MACHINE
 
 from labkit import lab, paths, registry
+from labkit.workflow import notebooks
 
 pytestmark = pytest.mark.timeout(1500)  # a whole report, beside other tests, on two slow cores
 GPU = "nvidia-made-up-9"
@@ -60,7 +61,9 @@ def text_of(page):
 def check_report(done, reports):
     """A run that went well, and a whole report: a page a notebook and the index with every claim."""
     assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == str(reports / "index.html")
+    *studies, index = done.stdout.splitlines()
+    assert index == str(reports / "index.html")
+    assert [line.partition(":")[0] for line in studies] == list(registry.NOTEBOOKS.values())
     for number, notebook in enumerate(registry.NOTEBOOKS.values(), 1):
         label = f"[{number}/{len(PAGES)}] {notebook}: "
         assert re.search(rf"{re.escape(label)}cell \d+/\d+", done.stderr)
@@ -180,7 +183,8 @@ def test_the_quick_values_of_a_notebook_are_measured(study, tmp_path):
     words = [word for name, value in quick(study).items() for word in ("-p", f"{name}={json.dumps(value)}")]
     done = labkit("run", study, "--source", "measure", *words, **linked(tmp_path))
     assert done.returncode == 0, done.stderr
-    text = text_of(tmp_path / "reports" / f"{registry.NOTEBOOKS[study]}.html")
+    part = notebooks.executed_path(study, quick(study)).stem
+    text = text_of(tmp_path / "reports" / f"{part}.html")
     assert "Measured on this machine" in text
     assert "Nothing was measured" not in text
 

@@ -52,7 +52,9 @@ def test_an_edit_of_a_source_asks_anew(toy):
     assert summary.summaries("layers")[0].stale == 6
 
 
-@pytest.mark.parametrize("words", [["--help"], ["list"], ["run", "state_layuot"], ["completion", "bash"]])
+@pytest.mark.parametrize(
+    "words", [["--help"], ["list"], ["list", "gemv_coalescing.step"], ["run", "state_layuot"], ["completion", "bash"]]
+)
 def test_commands_that_only_say_something_load_neither_torch_nor_pandas(words):
     """They answer at once; what `list` says of the rows is kept."""
     script = (

@@ -211,7 +211,17 @@ def test_notebooks_run_with_their_parameters_in_this_python(toy, monkeypatch):
     assert layers.ok, layers.error
     assert toy.printed("ground") == ["[1, 2]"]
     where = f"{paths.NOTEBOOKS} {Path(isolated.__file__).with_name('__init__.py')}"
-    assert toy.printed("layers") == [f"[4, 5] {sys.executable} {where} 4"]
+    assert toy.printed("layers", "--batches-4,5") == [f"[4, 5] {sys.executable} {where} 4"]
+
+
+def test_a_run_of_a_part_tells_its_figures_apart(toy):
+    toy.notebook("layers", "from labkit import paths\nprint([paths.SUFFIX])")
+    assert run(["layers"])[0].ok
+    (part,) = run(["layers"], {"layers": {"processes": 1, "source": "recorded", "batches": [8], "deep": False}})
+    assert part.ok, part.error
+    assert (part.notebook, part.executed.name) == ("01_layers--batches-8", "01_layers--batches-8.ipynb")
+    assert toy.printed("layers") == ["['']"]
+    assert toy.printed("layers", "--batches-8") == ["['--batches-8']"]
 
 
 def test_a_failing_cell_or_a_dying_kernel_stops_no_other_notebook_and_is_shown(toy):
@@ -354,7 +364,7 @@ def test_a_killed_run_leaves_no_process_loses_nothing_and_can_be_repeated(toy):
     toy.notebook("layers", "print('again')")
     again = toy.labkit("run", "layers")
     assert again.returncode == 0, again.stderr
-    assert again.stdout.strip() == str(paths.REPORTS / "index.html")
+    assert again.stdout.splitlines()[-1] == "reports/index.html"
     assert toy.printed("layers") == ["again"]
     assert not list((paths.REPORTS / "notebooks").glob("*partial*"))
 
@@ -460,7 +470,10 @@ def test_kept_figures_are_those_that_were_drawn_last(tmp_path, monkeypatch):
     monkeypatch.setattr(paths, "FIGURES", tmp_path / "figures")
     monkeypatch.setattr(paths, "recorded_gpus", lambda: ["gpu"])
     drawn, kept = tmp_path / "reports" / "figures" / "gpu", tmp_path / "figures" / "gpu"
-    for folder, names in ((drawn, ("a-one", "b-one")), (kept, ("a-old", "a-one", "b-old", "c-old"))):
+    for folder, names in (
+        (drawn, ("a-one", "a-one--batches-7", "b-one")),
+        (kept, ("a-old", "a-one", "b-old", "c-old")),
+    ):
         folder.mkdir(parents=True)
         for name in names:
             (folder / f"{name}.svg").write_text(folder.parent.parent.name)
@@ -469,5 +482,5 @@ def test_kept_figures_are_those_that_were_drawn_last(tmp_path, monkeypatch):
     left = {"a-one.svg", "b-old.svg", "c-old.svg"}  # b was not asked for; of c nothing was drawn
     assert {path.name for path in kept.iterdir()} == left
     reports.forget_figures(["a"])
-    assert {path.name for path in drawn.iterdir()} == {"b-one.svg"}
+    assert {path.name for path in drawn.iterdir()} == {"a-one--batches-7.svg", "b-one.svg"}
     assert {path.name for path in kept.iterdir()} == left

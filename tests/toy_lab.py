@@ -141,13 +141,13 @@ class Toy:
         book = v4.new_notebook(cells=cells, metadata={"kernelspec": kernel})
         self.write(f"notebooks/{NOTEBOOKS[study]}.ipynb", json.dumps(book))
 
-    def executed(self, study: str) -> str:
-        """Text of an executed notebook."""
-        return (self.root / "reports" / "notebooks" / f"{NOTEBOOKS[study]}.ipynb").read_text()
+    def executed(self, study: str, part: str = "") -> str:
+        """Text of an executed notebook. part: what its name ends with, of a run that shows a part."""
+        return (self.root / "reports" / "notebooks" / f"{NOTEBOOKS[study]}{part}.ipynb").read_text()
 
-    def printed(self, study: str) -> list[str]:
+    def printed(self, study: str, part: str = "") -> list[str]:
         """What the cells of an executed notebook printed to standard output, line by line."""
-        outputs = [o for cell in json.loads(self.executed(study))["cells"] for o in cell.get("outputs", [])]
+        outputs = [o for cell in json.loads(self.executed(study, part))["cells"] for o in cell.get("outputs", [])]
         text = "".join("".join(o["text"]) for o in outputs if o.get("name") == "stdout")
         return text.splitlines()
 

@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from labkit import paths
 from labkit.bench.ledger import note as note_table
 from labkit.bench.records import write_atomic
-from labkit.report.plots import svg
+from labkit.report.plots import png, svg
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,8 @@ def show(
     table: "pd.DataFrame | Html | None" = None,
     gpu: str | None = None,
 ) -> Html:
-    """The figure as HTML (image, caption, its table folded beneath) and as REPORTS/figures/<gpu or all>/<name>.svg.
+    """The figure as HTML (image, caption, its table folded beneath) and as REPORTS/figures/<gpu or all>/<name>.svg
+    and .png, for Markdown.
 
     alt: what a reader who does not see the figure should know. Its id is the name. ValueError if alt or caption is
     empty, or if name or gpu is not a plain file name. The figure is closed.
@@ -152,7 +153,9 @@ def show(
         if not re.fullmatch(r"\w[\w.-]*", text, re.ASCII):
             raise ValueError(f"show: {key} is {text!r}; allowed: letters, digits, '-', '_' and '.'")
     data = svg(fig, alt)
-    write_atomic(paths.REPORTS / "figures" / folder / f"{name}.svg", data)
+    file = paths.REPORTS / "figures" / folder / f"{name}{paths.SUFFIX}.svg"
+    write_atomic(file, data)
+    write_atomic(file.with_suffix(".png"), png(fig))
     if plt := sys.modules.get("matplotlib.pyplot"):
         plt.close(fig)
     source = "data:image/svg+xml;base64," + base64.b64encode(data).decode()

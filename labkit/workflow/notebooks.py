@@ -12,14 +12,16 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from labkit import isolated, paths, registry
 from labkit.bench import records, spec
 from labkit.sweep import added
-from labkit.workflow import gpus, lease
+from labkit.workflow import filters, gpus, lease, summary
+from labkit.workflow.nearest import meant
 from labkit.workflow.progress import Progress
 
 FIRST = "machine"  # the study whose ceilings the others use: it measures first, and alone
@@ -72,9 +74,23 @@ def source_path(study: str) -> Path:
     return paths.NOTEBOOKS / f"{registry.NOTEBOOKS[study]}.ipynb"
 
 
-def executed_path(study: str) -> Path:
-    """Where the executed notebook of a study goes."""
-    return paths.REPORTS / "notebooks" / f"{registry.NOTEBOOKS[study]}.ipynb"
+def executed_path(study: str, values: Mapping[str, Any] = MappingProxyType({})) -> Path:
+    """Where the executed notebook of a study goes: beside the full one where these parameters show something else."""
+    suffix = filters.suffix(changed(study, values)) if values else ""
+    return paths.REPORTS / "notebooks" / f"{registry.NOTEBOOKS[study]}{suffix}.ipynb"
+
+
+def changed(study: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of the given parameters by which the page shows something else than it does by default."""
+    known = parameters(source_path(study))
+    # Measured here or replayed, in so many processes, it is the same page; a prediction is another.
+    same = {"processes"} if values.get("source") == "predicted" else {"processes", "source"}
+    return {n: values[n] for n in known if n in values and n not in same and values[n] != known[n].value}
+
+
+def defaults(study: str) -> dict[str, Any]:
+    """What the parameters of a study's notebook are where none are given."""
+    return {name: one.value for name, one in parameters(source_path(study)).items()}
 
 
 def copy_into(folder: Path) -> None:
@@ -100,19 +116,26 @@ def copy_into(folder: Path) -> None:
 @functools.cache
 def parameters(notebook: Path) -> dict[str, Parameter]:
     """The parameters of a notebook by name. UsageError if the file does not exist or is not a notebook."""
+    try:
+        found = summary.kept("parameters", notebook, lambda: _inspected(notebook))
+    except FileNotFoundError:
+        raise UsageError(f"{notebook}: no such notebook") from None
+    return {name: Parameter(**fields) for name, fields in found.items()}
+
+
+def _inspected(notebook: Path) -> dict[str, dict[str, str]]:
+    """The fields of each parameter. Papermill takes a second to load, so what it says is kept."""
     import papermill
 
     try:
         inspected = papermill.inspect_notebook(str(notebook))
-    except FileNotFoundError:
-        raise UsageError(f"{notebook}: no such notebook") from None
     except Exception as problem:  # nbformat and papermill raise many kinds
         raise UsageError(f"{notebook}: not a notebook ({str(problem).splitlines()[0]})") from problem
     found = {}
     for name, p in inspected.items():
         one = Parameter(name, p["inferred_type_name"].replace(" ", "").lower(), p["default"], p["help"])
         # "None": there is no annotation. `value` is then a text too where the default is no literal.
-        found[name] = replace(one, type=type(one.value).__name__) if one.type in ("none", "nonetype") else one
+        found[name] = asdict(replace(one, type=type(one.value).__name__) if one.type in ("none", "nonetype") else one)
     return found
 
 
@@ -132,7 +155,7 @@ def _typed(study: spec.Study, given: Sequence[str]) -> dict[str, Any]:
     for text in given:
         name, value = _split(text)
         if name not in known:
-            raise UsageError(f"{study.name} has no parameter {name!r}; it has: {', '.join(known)}")
+            raise UsageError(f"{study.name} has no parameter {name!r}; it has: {', '.join(known)}{meant(name, known)}")
         if name in values:
             raise UsageError(f"parameter {name} is given twice")
         values[name] = parse(known[name], value)
@@ -159,7 +182,9 @@ def assign(chosen: Sequence[spec.Study], given: Sequence[str]) -> dict[str, dict
         owners = [study.name for study in chosen if name in parameters(source_path(study.name))]
         if not owners:
             known = dict.fromkeys(known for study in chosen for known in parameters(source_path(study.name)))
-            raise UsageError(f"no parameter {name!r} in {', '.join(common)}; allowed: {', '.join(known)}")
+            raise UsageError(
+                f"no parameter {name!r} in {', '.join(common)}; allowed: {', '.join(known)}{meant(name, known)}"
+            )
         for owner in owners:
             common[owner].append(text)
     found = {study.name: _typed(study, common[study.name]) | _typed(study, special[study.name]) for study in chosen}
@@ -330,13 +355,15 @@ def _run_one(
     stop: threading.Event,
     progress: Progress,
 ) -> Result:
-    out = executed_path(name)
+    out = executed_path(name, values)
     partial = out.with_name(f".{out.stem}.partial.ipynb")  # an earlier result stays until this one is complete
     start = time.monotonic()
     try:
-        with _only_run(out), held as gpu:
+        with _only_run(executed_path(name)), held as gpu:
             leased = lease.environment(gpu) if gpu else {}
-            error = _execute_twice(name, values, partial, {**env, **leased}, stop, progress)
+            suffix = out.stem.removeprefix(registry.NOTEBOOKS[name])
+            drawn = {"LABKIT_SUFFIX": suffix} if suffix else {}
+            error = _execute_twice(name, values, partial, {**env, **leased, **drawn}, stop, progress)
             if stop.is_set():
                 partial.unlink(missing_ok=True)
             elif partial.exists():
@@ -396,7 +423,7 @@ def _use_this_python() -> None:
 
 @contextmanager
 def _only_run(out: Path) -> Iterator[None]:
-    """Two runs of one notebook in one tree would write the same files."""
+    """Two runs of one notebook in one tree would write the same files, its measurements among them."""
     out.parent.mkdir(parents=True, exist_ok=True)
     with open(out.with_name(f".{out.stem}.lock"), "w") as file:
         try:

@@ -1,51 +1,182 @@
 """The pages and the index, from the notebooks that were run and the measurements that there are."""
 
+import hashlib
 import json
 import math
 import platform
-from collections.abc import Collection, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
+from functools import cache, cached_property
 from importlib import metadata
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import pandas as pd
+from markupsafe import Markup
 
 from labkit import __version__, paths, registry
 from labkit.bench import ledger, machine, records, spec
-from labkit.bench.claim import Claim
+from labkit.bench.claim import VERDICTS, Claim, Judgement
 from labkit.evidence import roofline
-from labkit.report import origins, pages
-from labkit.workflow import notebooks, predicted_words, recorded
+from labkit.report import markdown, origins, pages
+from labkit.report.figures import Html
+from labkit.sweep import run
+from labkit.workflow import filters, notebooks, predicted_words, recorded, summary
 
 _UNITS = {"read": "TB/s", "in_place": "TB/s", "copy": "TB/s", "bf16": "TFLOP/s", "fp8": "TFLOP/s"}  # shown in the index
 
 
-def write(failed: Mapping[str, str] = MappingProxyType({})) -> list[str]:
+def write(
+    failed: Mapping[str, str] = MappingProxyType({}), say: Callable[[str], None] = lambda text: None
+) -> list[str]:
     """Write a page for every notebook that was run, and reports/index.html; returns what went wrong with that.
 
-    failed: study -> error, of notebooks that did not run to their end just now.
+    A page stays as it is where nothing has changed that it is made of. failed: study -> error, of notebooks that did
+    not run to their end just now. say: takes a line of progress a page.
     """
     found, broken = _readable()
     problems = list(broken.values())
     executed = {name: notebooks.executed_path(name) for name in registry.NOTEBOOKS}
     entries = {name: _entry(name, path, found[name], failed.get(name, "")) for name, path in executed.items()}
-    shown = [name for name, path in executed.items() if path.exists()]
-    for before, name, after in zip([None, *shown], shown, [*shown[1:], None], strict=False):
+    pages_of = [*_full(executed, entries), *_parts(executed, found)]
+    old = [one for one in pages_of if one.old]
+    for number, one in enumerate(old, 1):
+        say(f"[{number}/{len(old)}] {one.out.name}")
         try:
-            pages.page(
-                executed[name],
-                paths.REPORTS / f"{executed[name].stem}.html",
-                previous=entries[before] if before else None,
-                following=entries[after] if after else None,
-                status=entries[name].status,
-            )
+            one.write()
         except (ValueError, OSError, KeyError) as problem:  # an executed notebook that something else wrote
-            problems.append(f"{executed[name]}: no page: {type(problem).__name__}: {problem}")
-    claims = _claims(found, broken, entries)
+            problems.append(f"{one.executed}: no page: {type(problem).__name__}: {problem}")
+    if same := len(pages_of) - len(old):
+        say(f"{same} page{'s' * (same > 1)} unchanged")
+    claims = _claims(found, broken, entries, say)
     pages.index(list(entries.values()), claims, _machines(found), paths.REPORTS / "index.html", _built())
     return problems
+
+
+def write_markdown(say: Callable[[str], None] = lambda text: None) -> list[str]:
+    """Write the pages that there are as reports/markdown/NAME.md; returns which of them want a PNG."""
+    names = [path.stem for name in registry.NOTEBOOKS for path in _executed(name)]
+    written = [paths.REPORTS / f"{name}.html" for name in ("index", *names)]
+    written = [path for path in written if path.exists()]
+    return markdown.write(written, paths.REPORTS / "markdown", paths.REPORTS / "figures", say)
+
+
+@dataclass(frozen=True)
+class _Page:
+    """A page that can be written: what of, and which pages are before and after it."""
+
+    executed: Path
+    status: str
+    before: pages.StudyEntry | None = None
+    after: pages.StudyEntry | None = None
+
+    @property
+    def out(self) -> Path:
+        return paths.REPORTS / f"{self.executed.stem}.html"
+
+    @cached_property
+    def stamp(self) -> bytes:
+        """What the page ends with: a hash of all that it is made of."""
+        beside = [(one.title, one.page) if one else None for one in (self.before, self.after)]
+        made_of = [self.executed.read_bytes(), repr((beside, self.status)).encode(), _makers()]
+        return b"<!-- made of " + hashlib.sha256(b"\0".join(made_of)).hexdigest().encode() + b" -->\n"
+
+    @property
+    def old(self) -> bool:
+        """Whether there is no such page, or what it is made of has changed."""
+        if not (self.out.exists() and self.out.with_suffix(".numbers.json").exists()):
+            return True
+        return not self.out.read_bytes().endswith(self.stamp)
+
+    def write(self) -> None:
+        pages.page(self.executed, self.out, previous=self.before, following=self.after, status=self.status)
+        records.write_atomic(self.out, self.out.read_bytes() + self.stamp)
+
+
+@cache
+def _makers() -> bytes:
+    """A hash of what makes pages: the sources and templates of labkit.report, and nbconvert."""
+    folder = Path(pages.__file__).parent
+    files = sorted(path for path in folder.rglob("*") if path.is_file() and path.suffix != ".pyc")
+    parts = [part for path in files for part in (str(path.relative_to(folder)).encode(), path.read_bytes())]
+    return hashlib.sha256(b"\0".join([metadata.version("nbconvert").encode(), *parts])).digest()
+
+
+def _full(executed: Mapping[str, Path], entries: Mapping[str, pages.StudyEntry]) -> list[_Page]:
+    """The pages of the studies, each with its neighbours."""
+    shown = [name for name, path in executed.items() if path.exists()]
+    beside = zip([None, *shown], shown, [*shown[1:], None], strict=False)
+    return [
+        _Page(
+            executed[name], entries[name].status, entries[before] if before else None, entries[after] if after else None
+        )
+        for before, name, after in beside
+    ]
+
+
+def _parts(executed: Mapping[str, Path], found: Mapping[str, list[recorded.Rows]]) -> list[_Page]:
+    """The pages of runs that show a part of a study."""
+    return [
+        _Page(path, _part_status(name, path, found[name]))
+        for name, full in executed.items()
+        for path in _executed(name)
+        if path != full
+    ]
+
+
+def _executed(name: str) -> list[Path]:
+    """The executed notebooks of a study: the full one, if there is one, and those that show a part."""
+    full = notebooks.executed_path(name)
+    return [*([full] if full.exists() else []), *sorted(full.parent.glob(f"{full.stem}{filters.SIGN}*.ipynb"))]
+
+
+def _part_status(name: str, executed: Path, found: list[recorded.Rows]) -> str:
+    said = filters.said(notebooks.changed(name, _used(executed)))
+    page = f"{registry.NOTEBOOKS[name]}.html"
+    whole = Markup('; <a href="{0}">{0}</a> shows all').format(page) if (paths.REPORTS / page).exists() else ""
+    return Markup("Only a part: {}. {}").format(said, _where_from(executed, found)) + whole
+
+
+def outcomes(results: Sequence[notebooks.Result]) -> list[str]:
+    """A line for each notebook that was run just now: verdicts by GPU, of the rows that it shows, and the page."""
+    return [
+        f"{registry.NOTEBOOKS[result.study]}: {_outcome(result)}; "
+        f"{shown_path(paths.REPORTS / f'{result.notebook}.html')}"
+        for result in results
+    ]
+
+
+def shown_path(path: Path) -> str:
+    """A path as short as it can be written from here."""
+    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
+
+
+def _outcome(result: notebooks.Result) -> str:
+    if not result.ok or result.executed is None:
+        return "failed"
+    study, used = registry.load(result.study), _used(result.executed)
+    if not study.claims:
+        return "states no claim"
+    part = notebooks.changed(result.study, used)
+    found = _shown_with(used, _readable([result.study])[0][result.study])
+    said = [f"{_tally(one, used, bool(part))} on {_gpu_name(one)} ({_how(one)})" for one in found]
+    return f"{'; '.join(said) or 'nothing is recorded'}{f'; only {filters.said(part)}' if part else ''}"
+
+
+def _tally(one: recorded.Rows, used: Mapping[str, Any], part: bool) -> str:
+    """ "3 reproduced, 1 unclear": of all rows as they are kept, of a part judged anew."""
+    if part:
+        cases = registry.load(one.study).cases(notebooks.defaults(one.study) | dict(used))
+        judged = [recorded.judge(claim, run.of_cases(one.rows, cases))[0] for claim in registry.load(one.study).claims]
+        verdicts = [judgement.verdict if judgement else "" for judgement in judged]
+    else:
+        results = kept_claims(one)["results"].values()
+        verdicts = [result["judgement"]["verdict"] if result["judgement"] else "" for result in results]
+    counts = Counter(verdict or "not judged" for verdict in verdicts)
+    return ", ".join(f"{counts[word]} {word}" for word in (*VERDICTS, "not judged") if counts[word])
 
 
 def forget_figures(chosen: Collection[str]) -> None:
@@ -76,39 +207,51 @@ def _drawn() -> Path:
 
 
 def _figures(folder: Path, chosen: Collection[str]) -> list[Path]:
-    """The figures of these studies in a folder."""
-    return [path for path in sorted(folder.glob("*.svg")) if _study(path) in chosen]
+    """The figures of these studies in a folder; not those of runs that show a part."""
+    return [path for path in sorted(folder.glob("*.svg")) if _study(path) in chosen and filters.SIGN not in path.stem]
 
 
 def _study(figure: Path) -> str:
     return figure.name.partition("-")[0]
 
 
-def _readable() -> tuple[dict[str, list[recorded.Rows]], dict[tuple[str, str, bool], str]]:
-    """Study -> rows, those measured here first; and (study, GPU, here) -> why its file cannot be used."""
+def _readable(chosen: Sequence[str] = ()) -> tuple[dict[str, list[recorded.Rows]], dict[tuple[str, str, bool], str]]:
+    """Study -> rows, those measured here first; and (study, GPU, here) -> why its file cannot be used.
+
+    chosen: of which studies; default: all.
+    """
     found: dict[str, list[recorded.Rows]] = {}
     broken: dict[tuple[str, str, bool], str] = {}
-    for name in registry.NOTEBOOKS:
+    for name in chosen or registry.NOTEBOOKS:
         found[name] = []
         for path, here in reversed(paths.data_files(name)):
-            gpu = path.parent.name
             try:
-                found[name].append(recorded.Rows(name, gpu, here, path, records.read(path)))
+                found[name].append(rows_of(name, path, here))
             except records.RecordError as problem:
-                broken[name, gpu, here] = str(problem)
+                broken[name, path.parent.name, here] = str(problem)
     return found, broken
+
+
+def rows_of(study: str, path: Path, here: bool) -> recorded.Rows:
+    """The rows of a data file. RecordError if it cannot be used."""
+    return recorded.Rows(study, path.parent.name, here, path, records.read(path))
 
 
 def _entry(name: str, executed: Path, found: list[recorded.Rows], error: str) -> pages.StudyEntry:
     study = registry.load(name)
     page, status, failed = "", "not run yet: `labkit run`", bool(error)
     if executed.exists():
-        page, used = f"{executed.stem}.html", _used(executed)
-        parts = [f"{_how(one)} on {_gpu_name(one)}, {_date(one.rows)}" for one in _shown_with(used, found)]
-        parts += [f"predicted for {predicted_words.name_of(used['gpu'])}"] if used.get("source") == "predicted" else []
-        status = "; ".join(parts)
+        page, status = f"{executed.stem}.html", _where_from(executed, found)
         failed = failed or bool(notebooks.cell_error(executed))
     return pages.StudyEntry(study.title, study.summary, page, error or status or "no measurements", failed)
+
+
+def _where_from(executed: Path, found: list[recorded.Rows]) -> str:
+    """Of which GPUs the numbers of an executed notebook are, and when they were measured."""
+    used = _used(executed)
+    parts = [f"{_how(one)} on {_gpu_name(one)}, {_date(one.rows)}" for one in _shown_with(used, found)]
+    parts += [f"predicted for {predicted_words.name_of(used['gpu'])}"] if used.get("source") == "predicted" else []
+    return "; ".join(parts)
 
 
 def _used(executed: Path) -> Mapping[str, Any]:
@@ -130,17 +273,40 @@ def _claims(
     found: Mapping[str, list[recorded.Rows]],
     broken: Mapping[tuple[str, str, bool], str],
     entries: Mapping[str, pages.StudyEntry],
+    say: Callable[[str], None],
 ) -> list[pages.ClaimRow]:
     rows = []
     for name, entry in entries.items():
-        old = {_key(one.gpu, one.here): bool(recorded.stale(one.rows).any()) for one in found[name]}
+        judged = {_key(one.gpu, one.here): kept_claims(one, say)["results"] for one in found[name]}
         unusable = {_key(gpu, here): why for (study, gpu, here), why in broken.items() if study == name}
         for claim in registry.load(name).claims:
             results = {key: pages.Result(None, error=why) for key, why in unusable.items()}
-            for one in found[name]:
-                results[_key(one.gpu, one.here)] = _result(claim, one, old[_key(one.gpu, one.here)])
+            results |= {key: _as_result(kept[claim.id]) for key, kept in judged.items() if claim.id in kept}
             rows.append(pages.ClaimRow(claim, entry.title, entry.page, results))
     return rows
+
+
+def kept_claims(one: recorded.Rows, say: Callable[[str], None] = lambda text: None) -> dict[str, Any]:
+    """What `claims_of` says of rows, kept until they or a source of the lab change: judging all takes half a minute."""
+
+    def make() -> dict[str, Any]:
+        say(f"judging the claims of {registry.NOTEBOOKS[one.study]} on {one.gpu}")
+        return claims_of(one)
+
+    return summary.kept("claims", one.path, make)
+
+
+def claims_of(one: recorded.Rows) -> dict[str, Any]:
+    """The GPU's name, and claim -> the fields of its `pages.Result` on these rows, as JSON has them."""
+    old, claims = bool(recorded.stale(one.rows).any()), registry.load(one.study).claims
+    results = {claim.id: asdict(_result(claim, one, old)) for claim in claims} if len(one.rows) else {}
+    return {"gpu": _gpu_name(one) if len(one.rows) else one.gpu, "results": results}
+
+
+def _as_result(fields: Mapping[str, Any]) -> pages.Result:
+    judgement = fields["judgement"] and Judgement(**fields["judgement"])
+    texts = {name: Html(**fields[name]) for name in ("measured", "why") if isinstance(fields[name], dict)}
+    return pages.Result(**{**fields, **texts, "judgement": judgement})
 
 
 def _result(claim: Claim, one: recorded.Rows, earlier_kernel: bool) -> pages.Result:
