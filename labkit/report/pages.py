@@ -1,26 +1,21 @@
-"""The report: one HTML page a notebook, and the index. No scripts, and nothing is requested from anywhere."""
+"""The report: one HTML page a notebook. No scripts, and nothing is requested from anywhere."""
 
 import json
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
-import jinja2
 import nbformat
 from markupsafe import Markup
 from nbconvert import HTMLExporter
 from nbconvert.filters import strip_ansi
 from traitlets.config import Config
 
-from labkit.bench.claim import VERDICTS, Claim, Judgement
 from labkit.bench.records import write_atomic
 from labkit.report import origins
-from labkit.report.figures import Html, badge
 
-TITLE = "Kernel claims, measured"
 TEMPLATES = Path(__file__).parent / "template"
 # The browser enforces what we promise.
 POLICY = "default-src 'none'; img-src 'self' data: file:; style-src 'unsafe-inline'"
@@ -40,43 +35,6 @@ class StudyEntry:
     failed: bool = False
 
 
-@dataclass(frozen=True)
-class Result:
-    """A claim on one GPU: its judgement, or the error for which there is none.
-
-    earlier_kernel: some rows are of an earlier version of the kernels. rule_changed: it rests on rows that were
-    measured before its rule. measured, why: the judgement's, with the origins of their numbers.
-    """
-
-    judgement: Judgement | None
-    earlier_kernel: bool = False
-    rule_changed: bool = False
-    error: str = ""
-    measured: Html | str = ""
-    why: Html | str = ""
-
-
-@dataclass(frozen=True)
-class ClaimRow:
-    """A claim in the index. study, page: title and HTML file of its study; results: by `Machine.slug`."""
-
-    claim: Claim
-    study: str
-    page: str
-    results: Mapping[str, Result]
-
-
-@dataclass(frozen=True)
-class Machine:
-    """A GPU in the index: one column of the claims. status: "measured here, 2025-11-21" or "recorded 2025-11-21";
-    facts: what to tell of it, such as driver and ceilings, with units."""
-
-    slug: str
-    name: str
-    status: str
-    facts: Mapping[str, str] = field(default_factory=dict)
-
-
 def page(
     executed: Path,
     out: Path,
@@ -88,13 +46,12 @@ def page(
 ) -> list[str]:
     """Write the page of an executed notebook; returns its errors ("ValueError: …"), none if it ran to the end.
 
-    Beside it goes NAME.numbers.json: where each number in its sentences is from (`origins`).
     Cells tagged `lab-only` are left out, links to other notebooks become links to their pages. status: a line under
     the title that says where the numbers are from. ValueError if the page would request something from outside.
     """
     notebook = nbformat.read(executed, as_version=4)
     failures = _prepare(notebook)
-    lab = {"title": _title(notebook) or executed.stem, "css": _css(), "policy": POLICY, "failures": failures}
+    lab = {"title": _title(notebook) or executed.stem, "css": css(), "policy": POLICY, "failures": failures}
     lab |= {"index": index, "previous": previous, "following": following}
     config = Config(
         TagRemovePreprocessor={"enabled": True, "remove_cell_tags": {"lab-only", "papermill-error-cell-tag"}},
@@ -103,26 +60,25 @@ def page(
     template = {"template_name": TEMPLATES.name, "template_file": "page.html.j2"}
     exporter = HTMLExporter(config=config, extra_template_basedirs=[str(TEMPLATES.parent)], **template)
     html, _ = exporter.from_notebook_node(notebook, {"lab": lab})
-    _write(out, html.replace("</h1>", "</h1>" + _lead(html, status), 1))
-    _write_numbers(out, html)
+    write(out, html.replace("</h1>", "</h1>" + _lead(html, status), 1))
     return failures
 
 
-def index(
-    studies: Sequence[StudyEntry],
-    claims: Sequence[ClaimRow],
-    machines: Sequence[Machine],
-    out: Path,
-    built: Mapping[str, Any],
-) -> None:
-    """Write the index: claims, studies, machines, and `built`, what the report was made with (name -> text)."""
-    environment = jinja2.Environment(loader=jinja2.FileSystemLoader(TEMPLATES), autoescape=True)
-    facts = dict.fromkeys(fact for machine in machines for fact in machine.facts)
-    style = {"title": TITLE, "css": Markup(_css()), "policy": Markup(POLICY), "badge": badge, "verdicts": VERDICTS}
-    shown = {"studies": studies, "claims": claims, "machines": machines, "facts": facts, "built": built}
-    html = environment.get_template("index.html.j2").render(style | shown)
-    _write(out, html)
-    _write_numbers(out, html)
+def write(out: Path, html: str) -> None:
+    """Write a page, and beside it NAME.numbers.json: where each number in its sentences is from (`origins`).
+
+    ValueError if the page would request something from outside.
+    """
+    if found := outside_requests(html):
+        raise ValueError(f"{out.name}: would be requested from outside: {', '.join(found)}; a report stands alone")
+    write_atomic(out, html.encode())
+    numbers = json.dumps(origins.numbers(html), ensure_ascii=False, indent=1)
+    write_atomic(out.with_suffix(".numbers.json"), numbers.encode())
+
+
+def css(name: str = "lab.css") -> str:
+    """A style sheet of the template's."""
+    return (TEMPLATES / name).read_text("utf-8")
 
 
 def outside_requests(html: str) -> list[str]:
@@ -155,22 +111,6 @@ class _Finder(HTMLParser):
 
     def _search_css(self, text: str) -> None:
         self.found += re.findall(r"(?:url\(|@import)\s*[\"']?((?:https?:)?//[^\"')\s]*)", text, re.IGNORECASE)
-
-
-def _write(out: Path, html: str) -> None:
-    if found := outside_requests(html):
-        raise ValueError(f"{out.name}: would be requested from outside: {', '.join(found)}; a report stands alone")
-    write_atomic(out, html.encode())
-
-
-def _write_numbers(out: Path, html: str) -> None:
-    """Where each number in a sentence of the page is from, beside it: `origins` says in which form."""
-    text = json.dumps(origins.numbers(html), ensure_ascii=False, indent=1)
-    write_atomic(out.with_suffix(".numbers.json"), text.encode())
-
-
-def _css() -> str:
-    return (TEMPLATES / "lab.css").read_text("utf-8")
 
 
 def _prepare(notebook: Any) -> list[str]:

@@ -3,7 +3,7 @@
 import json
 import math
 import platform
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -16,7 +16,8 @@ from labkit import __version__, paths, registry
 from labkit.bench import ledger, machine, records, spec
 from labkit.bench.claim import Claim
 from labkit.evidence import roofline
-from labkit.report import origins, pages
+from labkit.report import index, origins, pages
+from labkit.report.figures import Html
 from labkit.workflow import notebooks, predicted_words, recorded
 
 _UNITS = {"read": "TB/s", "in_place": "TB/s", "copy": "TB/s", "bf16": "TFLOP/s", "fp8": "TFLOP/s"}  # shown in the index
@@ -43,8 +44,11 @@ def write(failed: Mapping[str, str] = MappingProxyType({})) -> list[str]:
             )
         except (ValueError, OSError, KeyError) as problem:  # an executed notebook that something else wrote
             problems.append(f"{executed[name]}: no page: {type(problem).__name__}: {problem}")
+    findings, wrong = _findings(found, entries)
     claims = _claims(found, broken, entries)
-    pages.index(list(entries.values()), claims, _machines(found), paths.REPORTS / "index.html", _built())
+    out = paths.REPORTS / "index.html"
+    index.write(list(entries.values()), findings, claims, _machines(found), out, _built())
+    problems += wrong
     return problems
 
 
@@ -122,37 +126,71 @@ def _shown_with(used: Mapping[str, Any], found: list[recorded.Rows]) -> list[rec
     return [one for one in found if one.here or source == "predicted" or gpu in ("", one.gpu)]
 
 
+def _findings(
+    found: Mapping[str, list[recorded.Rows]], entries: Mapping[str, pages.StudyEntry]
+) -> tuple[list[index.Finding], list[str]]:
+    """What each study with an answer comes to; and the errors of those that could not say."""
+    findings, problems = [], []
+    for name, entry in entries.items():
+        rows, answer = _settled(found[name]), registry.answer(name)
+        if answer is None or not rows:
+            continue
+        try:
+            said = [_told(tell, name, rows) for tell in (answer.conclusion, answer.advice)]
+        except Exception as problem:  # one study's mistake must not take the index away
+            problems.append(f"{name}: no finding in the index: {type(problem).__name__}: {problem}")
+        else:
+            findings.append(index.Finding(entry.title, entry.page, *said))
+    return findings, problems
+
+
+def _settled(found: list[recorded.Rows]) -> dict[str, pd.DataFrame]:
+    """GPU name -> rows that a finding rests on: all that are recorded, those measured here only where none are.
+
+    What was measured here may be of few cases.
+    """
+    found = [one for one in found if len(one.rows)]
+    return {_gpu_name(one): one.rows for one in [one for one in found if not one.here] or found}
+
+
+def _told(tell: Callable[[Mapping[str, pd.DataFrame]], str], name: str, rows: Mapping[str, pd.DataFrame]) -> Html:
+    """A sentence on all GPUs, with the origins of its numbers."""
+    place = origins.Place(registry.NOTEBOOKS[name], "", ", ".join(rows), registry.load(name).claims)
+    return origins.told(lambda: tell(rows), pd.concat(rows.values(), ignore_index=True), place)
+
+
 def _claims(
     found: Mapping[str, list[recorded.Rows]],
     broken: Mapping[tuple[str, str, bool], str],
     entries: Mapping[str, pages.StudyEntry],
-) -> list[pages.ClaimRow]:
+) -> list[index.ClaimRow]:
     rows = []
     for name, entry in entries.items():
         old = {_key(one.gpu, one.here): bool(recorded.stale(one.rows).any()) for one in found[name]}
         unusable = {_key(gpu, here): why for (study, gpu, here), why in broken.items() if study == name}
         for claim in registry.load(name).claims:
-            results = {key: pages.Result(None, error=why) for key, why in unusable.items()}
+            results = {key: index.Result(None, error=why) for key, why in unusable.items()}
             for one in found[name]:
                 results[_key(one.gpu, one.here)] = _result(claim, one, old[_key(one.gpu, one.here)])
-            rows.append(pages.ClaimRow(claim, entry.title, entry.page, results))
+            rows.append(index.ClaimRow(claim, name, entry.title, entry.page, results))
     return rows
 
 
-def _result(claim: Claim, one: recorded.Rows, earlier_kernel: bool) -> pages.Result:
+def _result(claim: Claim, one: recorded.Rows, earlier_kernel: bool) -> index.Result:
     """A claim on one GPU, with the origins of the numbers that its judgement says."""
     with ledger.recording() as book:
         judgement, error = recorded.judge(claim, one.rows)
     later = recorded.rule_changed(claim, one.rows, judgement)
     if judgement is None:
-        return pages.Result(None, earlier_kernel, later, error)
+        return index.Result(None, earlier_kernel, later, error)
     place = origins.Place(registry.NOTEBOOKS[one.study], _key(one.gpu, one.here), _gpu_name(one), [claim])
     pool = origins.Pool(one.rows, book, place)
-    said = (origins.marked(text, pool) for text in (judgement.measured, judgement.why))
-    return pages.Result(judgement, earlier_kernel, later, error, *said)
+    figure = judgement.measured.removesuffix(f": {claim.quantity}")  # which the index says once for all GPUs
+    said = origins.marked(judgement.measured, pool, len(figure)), origins.marked(judgement.why, pool)
+    return index.Result(judgement, earlier_kernel, later, error, *said)
 
 
-def _machines(found: Mapping[str, list[recorded.Rows]]) -> list[pages.Machine]:
+def _machines(found: Mapping[str, list[recorded.Rows]]) -> list[index.Machine]:
     """One column a GPU; one that is both recorded and measured here has two."""
     groups: dict[tuple[bool, str], list[recorded.Rows]] = {}
     for one in (one for rows in found.values() for one in rows if len(one.rows)):
@@ -160,7 +198,7 @@ def _machines(found: Mapping[str, list[recorded.Rows]]) -> list[pages.Machine]:
     return [_machine(key, group) for (_, key), group in sorted(groups.items(), key=lambda item: item[0])]
 
 
-def _machine(key: str, group: list[recorded.Rows]) -> pages.Machine:
+def _machine(key: str, group: list[recorded.Rows]) -> index.Machine:
     rows = pd.concat([one.rows[["utc", "driver"]] for one in group])
     facts = {"driver": ", ".join(sorted(set(rows["driver"])))}
     ceilings = [roofline.Ceilings.from_rows(one.rows) for one in group if one.study == notebooks.FIRST]
@@ -169,7 +207,7 @@ def _machine(key: str, group: list[recorded.Rows]) -> pages.Machine:
             digits = 2 if unit == "TB/s" else 0
             facts[limit.replace("_", " ")] = f"{best / 1e12:.{digits}f} {unit}"
     status = f"{_how(group[0])}{',' if group[0].here else ''} {_date(rows)}"
-    return pages.Machine(key, _gpu_name(group[0]), status, facts)
+    return index.Machine(key, _gpu_name(group[0]), status, facts)
 
 
 def _key(gpu: str, here: bool) -> str:
