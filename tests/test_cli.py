@@ -118,7 +118,7 @@ def test_report_shows_the_claims_of_what_was_recorded_and_measured(toy):
     assert index.count("Measured: µs of all") == 1
     text = re.sub("<[^>]*>", "", index)
     assert "Made-Up 9: 12.6" in text  # 6 rows of two samples each, recorded
-    assert "Made-Up 9, here: 25.2" in text  # and measured here
+    assert "Made-Up 9 here: 25.2" in text  # and measured here
     assert "this claim cannot be judged" in index
     assert "earlier kernel" in index
     assert index.index("measured here, 2025-11-21") < index.index("recorded 2025-11-21")

@@ -89,6 +89,13 @@ def test_conditions_quantity_and_reason_are_folded(tmp_path: Path) -> None:
         assert first.count(part) == 1
 
 
+def test_a_reason_that_is_the_same_on_several_gpus_is_said_once(tmp_path: Path) -> None:
+    row = sample_report.claims()[3]
+    (both,) = index.outcomes(row, sample_report.machines())
+    assert [slugs for slugs, _ in both.reasons] == [["nvidia-h100-80gb-hbm3", "nvidia-h200-here"]]
+    assert "H100, H200 here: decode is" in claim_rows(write_index(tmp_path))[3]
+
+
 def test_row_has_a_permalink_and_links_to_the_place_of_the_verdict(tmp_path: Path) -> None:
     text = write_index(tmp_path)
     ids = re.findall(r'<li class="claim" id="([^"]*)"', text)
@@ -182,7 +189,7 @@ def test_short_names_are_never_the_same(names: list[str], short: list[str]) -> N
 
 def test_a_gpu_recorded_and_measured_here_has_two_names() -> None:
     machines = [Machine("h200-here", "NVIDIA H200", ""), Machine("h200", "NVIDIA H200", "")]
-    assert index.short_names(machines) == {"h200-here": "H200, here", "h200": "H200"}
+    assert index.short_names(machines) == {"h200-here": "H200 here", "h200": "H200"}
 
 
 def test_filters_offer_what_there_is(tmp_path: Path) -> None:

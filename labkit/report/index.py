@@ -116,6 +116,15 @@ class Outcome:
         first, *others = (result.remarks for result in self.results.values())
         return first if all(other == first for other in others) else []
 
+    @property
+    def reasons(self) -> list[tuple[list[str], Html | str]]:
+        """Why the verdict is what it is, with the slugs of the GPUs of which the same is said."""
+        found: dict[str, list[str]] = {}
+        for slug, result in self.results.items():
+            if result.judgement:
+                found.setdefault(result.judgement.why, []).append(slug)
+        return [(slugs, self.results[slugs[0]].why) for slugs in found.values()]
+
 
 @dataclass(frozen=True)
 class Filter:
@@ -170,7 +179,7 @@ def word(text: str) -> str:
 def short_names(machines: Sequence[Machine]) -> dict[str, str]:
     """Slug -> "H100" for "NVIDIA H100 80GB HBM3", with "here" if it is this machine's; whole names where two would be
     the same."""
-    here = {machine.slug: ", here" if machine.slug.endswith("-here") else "" for machine in machines}
+    here = {machine.slug: " here" if machine.slug.endswith("-here") else "" for machine in machines}
     cut = {machine.slug: re.sub(r"^NVIDIA (GeForce )?|[ -]\d+GB.*$", "", machine.name) for machine in machines}
     short = {slug: name + here[slug] for slug, name in cut.items()}
     if len(set(short.values())) == len(short):

@@ -185,9 +185,9 @@ def _result(claim: Claim, one: recorded.Rows, earlier_kernel: bool) -> index.Res
         return index.Result(None, earlier_kernel, later, error)
     place = origins.Place(registry.NOTEBOOKS[one.study], _key(one.gpu, one.here), _gpu_name(one), [claim])
     pool = origins.Pool(one.rows, book, place)
-    figure = judgement.measured.removesuffix(f": {claim.quantity}")  # which the index says once for all GPUs
-    said = origins.marked(judgement.measured, pool, len(figure)), origins.marked(judgement.why, pool)
-    return index.Result(judgement, earlier_kernel, later, error, *said)
+    length = len(judgement.measured.removesuffix(f": {claim.quantity}"))  # which the index says once for all GPUs
+    figure = origins.marked(judgement.measured, pool, length) if judgement.code else ""
+    return index.Result(judgement, earlier_kernel, later, error, figure, origins.marked(judgement.why, pool))
 
 
 def _machines(found: Mapping[str, list[recorded.Rows]]) -> list[index.Machine]:
