@@ -391,7 +391,7 @@ class Lab:
         if not self.shown:
             return figures.note(UNMEASURED)
         entries = zip(self._gpus, self.shown, strict=True)
-        said = told_answer(how, {gpu: (entry.kept, self._place(entry)) for gpu, entry in entries})
+        said = verdicts.told(how, {gpu: (entry.kept, self._place(entry)) for gpu, entry in entries})
         chosen = [claim for claim in self.study.claims if claim.id in how.HEADLINE]
         table = verdicts.headline(chosen, {claim.id: self._said(claim) for claim in chosen})
         return verdicts.answer(said["conclusion"], table, self.figure("answer", how.hero), said["advice"])
@@ -462,22 +462,6 @@ class Gallery:
 
     def __repr__(self) -> str:
         return "\n".join(map(repr, self.parts))
-
-
-def told_answer(how: Any, entries: Mapping[str, tuple[pd.DataFrame, origins.Place]]) -> Mapping[str, figures.Html]:
-    """Conclusion and advice of a study's module `answer`, with the origins of their numbers.
-
-    entries: GPU, by the name that the sentences give it -> its rows and where they stand.
-    """
-    facts, pools = {}, {}
-    for gpu, (kept, place) in entries.items():
-        with ledger.recording(kept) as book:
-            facts[gpu] = how.facts(kept.rows)
-            ledger.note("answer.facts", facts[gpu])
-        pools[gpu] = origins.Pool(kept.rows, book, place)
-    known = {gpu: one for gpu, one in facts.items() if one}
-    texts = {name: getattr(how, name)(known) if known else "" for name in ("conclusion", "advice")}
-    return {name: origins.marked_among(text, pools) for name, text in texts.items()}
 
 
 def _caption(

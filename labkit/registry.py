@@ -1,6 +1,8 @@
 """The studies, in the order in which they are read. A new study adds one line."""
 
 from importlib import import_module
+from importlib.util import find_spec
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -21,3 +23,9 @@ def load(name: str) -> "Study":
     if name not in NOTEBOOKS:
         raise KeyError(f"unknown study {name!r}; known: {', '.join(NOTEBOOKS)}")
     return import_module(f"labkit.studies.{name}.study").STUDY
+
+
+def answer(name: str) -> ModuleType | None:
+    """The module `answer` of a study: what its claims come to in sentences; None where a study has none."""
+    module = f"labkit.studies.{name}.answer"
+    return import_module(module) if find_spec(module) else None

@@ -7,7 +7,7 @@ import pandas as pd
 from nbformat import NotebookNode, v4
 
 from labkit.bench.claim import ESTIMATE, OWN, Claim, Judgement
-from labkit.report import figures, pages, plots
+from labkit.report import figures, index, pages, plots
 
 LONG = "V-first, BV = 32, four warps, " * 8
 
@@ -63,6 +63,7 @@ def notebook(*, error: bool = False) -> NotebookNode:
         v4.new_markdown_cell("## Verdict"),
         code("badge", output(figures.badge("reproduced")._repr_html_() + figures.note("A <note> & more.").html)),
         code("frame", output(wide._repr_html_())),
+        code("claims", output("".join(f'<p id="claim-{name}">{name}</p>' for name in ("run-length", "speed")))),
     ]
     if error:
         raised = v4.new_output(
@@ -87,19 +88,20 @@ def write(folder: Path) -> Path:
         nbformat.write(book, folder / f"{name}.ipynb")
     pages.page(folder / "00_machine.ipynb", folder / "00_machine.html", following=entries[1])
     pages.page(folder / "01_layout.ipynb", folder / "01_layout.html", previous=entries[0], status="recorded 2025-11-21")
-    pages.index(entries, claims(), machines(), folder / "index.html", {"labkit": "0.1.0", "torch": "2.13.0"})
+    built = {"labkit": "0.1.0", "torch": "2.13.0"}
+    index.write(entries, findings(), claims(), machines(), folder / "index.html", built)
     return folder
 
 
-def machines() -> list[pages.Machine]:
+def machines() -> list[index.Machine]:
     facts = {"driver": "580.1", "in place": "3.00 TB/s", "read": "3.11 TB/s"}
     return [
-        pages.Machine("nvidia-h100-80gb-hbm3", "NVIDIA H100 80GB HBM3", "recorded 2025-11-21", facts),
-        pages.Machine("nvidia-h200", "NVIDIA H200", "measured here", {"driver": "580.2"}),
+        index.Machine("nvidia-h100-80gb-hbm3", "NVIDIA H100 80GB HBM3", "recorded 2025-11-21", facts),
+        index.Machine("nvidia-h200-here", "NVIDIA H200", "measured here", {"driver": "580.2"}),
     ]
 
 
-def claims() -> list[pages.ClaimRow]:
+def claims() -> list[index.ClaimRow]:
     def claim(name: str) -> Claim:
         return Claim(
             id=name,
@@ -109,28 +111,38 @@ def claims() -> list[pages.ClaimRow]:
             condition="H100, Qwen3-Next, fp32 state",
             published="7 to 8 % of the whole step",
             ruled="2025-11-20",
+            quantity="time of [K, V] over that of [V, K]",
             untested="a page is made here, and nothing judged",
         )
 
-    good = pages.Result(
-        Judgement(
-            "reproduced", "1.09 [1.08, 1.10]", "contiguous runs of 256 elements, not 8", "holds", "as published", OWN
-        )
+    good = index.Result(
+        Judgement("reproduced", "1.09 [1.08, 1.10]: gain", "contiguous runs", "holds", "as published", OWN),
+        figure="1.09 [1.08, 1.10]",
+        why="contiguous runs of 256 elements, not 8",
     )
-    bad = pages.Result(
-        Judgement("not reproduced", "1.00 [0.99, 1.01]", "both layouts reach 97 %", "fails", "less", OWN),
+    bad = index.Result(
+        Judgement("not reproduced", "1.00 [0.99, 1.01]: gain", "both layouts", "fails", "less", OWN),
         earlier_kernel=True,
         rule_changed=True,
+        figure="1.00 [0.99, 1.01]",
+        why="both layouts reach 97 %",
     )
-    weak = pages.Result(
-        Judgement(
-            "consistent", "estimated 6.1 %", "decode is 71 % of the step, its ratio 1.09", "holds", "more", ESTIMATE
-        )
+    weak = index.Result(
+        Judgement("consistent", "6.1 %: gain", "71 % of the step", "holds", "more", ESTIMATE),
+        figure="6.1 %",
+        why="decode is 71 % of the step, its ratio 1.09",
     )
-    no = pages.Result(None, error="no rows for batch 64")
-    h100, h200 = "nvidia-h100-80gb-hbm3", "nvidia-h200"
+    no = index.Result(None, error="no rows for batch 64")
+    h100, h200 = "nvidia-h100-80gb-hbm3", "nvidia-h200-here"
+    study, page = "State layout of decode", "01_layout.html"
     return [
-        pages.ClaimRow(claim("run-length"), "State layout of decode", "01_layout.html", {h100: good, h200: bad}),
-        pages.ClaimRow(claim("speed"), "State layout of decode", "01_layout.html", {h100: weak}),
-        pages.ClaimRow(claim("table"), "State layout of decode", "", {h100: no}),
+        index.ClaimRow(claim("run-length"), "layout", study, page, {h100: good, h200: bad}),
+        index.ClaimRow(claim("speed"), "layout", study, page, {h100: weak}),
+        index.ClaimRow(claim("table"), "layout", study, "", {h100: no}),
+        index.ClaimRow(claim("speed"), "grid", "The grid", page, {h100: weak, h200: weak}),
     ]
+
+
+def findings() -> list[index.Finding]:
+    said = figures.Html('[V, K] is <data class="origin" value="1.09" title="x">1.09</data>× faster', "")
+    return [index.Finding("State layout of decode", "01_layout.html", said, "keep <V> first")]

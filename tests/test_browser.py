@@ -1,9 +1,12 @@
 """Pages in a real browser: nothing missing, nothing from outside, readable wide and narrow, in light and in dark."""
 
+import json
 import os
+import re
 import socket
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import browser as driver
 import pytest
@@ -45,6 +48,47 @@ def test_figures_are_seen_on_a_page(browser: driver.Browser, reports: Path) -> N
     import sample_report
 
     assert browser.open(sample_report.write(reports) / "01_layout.html", 1280, "light")["images"] == 2
+
+
+VISIBLE = """
+JSON.stringify([...document.querySelectorAll('.outcome, .group')].filter(one => one.checkVisibility()).map(one =>
+  one.matches('.group') ? one.querySelector('h3').textContent
+    : `${one.closest('.claim').id} ${one.dataset.verdict} ${one.dataset.gpu.split(' ').length}`))
+"""
+
+
+@pytest.mark.parametrize(
+    ("chosen", "shown"),
+    [
+        (["verdict-not-reproduced"], ["layout", "run-length not-reproduced 1"]),
+        (["verdict-could-not-be-judged"], ["layout", "table could-not-be-judged 1"]),
+        (["verdict-consistent"], ["layout", "speed consistent 1", "grid", "speed consistent 2"]),
+        # of the layout's claim it is H100 that is consistent
+        (["verdict-consistent", "gpu-nvidia-h200-here"], ["grid", "speed consistent 2"]),
+        (["gpu-nvidia-h200-here", "run-the-source-s-own-code"], ["layout", "run-length not-reproduced 1"]),
+        (["verdict-reproduced", "gpu-nvidia-h200-here"], []),
+        (["verdict-reproduced", "gpu-nvidia-h100-80gb-hbm3", "run-nothing"], []),
+    ],
+)
+def test_index_is_filtered_without_a_script(browser: driver.Browser, reports: Path, chosen: list, shown: list) -> None:
+    import sample_report
+
+    page = sample_report.write(reports) / "index.html"
+    browser.open(page, 1280, "light")
+    everything = evaluate(browser, VISIBLE)
+    assert len(json.loads(everything)) == 9  # two studies; two GPUs of three claims, one that they share
+    for name in chosen:
+        evaluate(browser, f"document.getElementById('filter-{name}').click()")
+    titles = {"State layout of decode": "layout", "The grid": "grid"}
+    found = [titles.get(text, re.sub(r"^claim-\w+\.", "", text)) for text in json.loads(evaluate(browser, VISIBLE))]
+    assert found == shown
+    for name in ("verdict", "gpu", "run"):
+        evaluate(browser, f"document.getElementById('filter-{name}').click()")
+    assert evaluate(browser, VISIBLE) == everything
+
+
+def evaluate(browser: driver.Browser, expression: str) -> Any:
+    return browser.call("Runtime.evaluate", expression=expression, returnByValue=True)["result"].get("value")
 
 
 def closed_port() -> int:

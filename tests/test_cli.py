@@ -130,12 +130,45 @@ def test_report_shows_the_claims_of_what_was_recorded_and_measured(toy):
     assert done.returncode == 0, done.stderr
     index = re.sub("</?data[^>]*>", "", (toy.root / "reports" / "index.html").read_text())
     assert "It is fast" in index
-    assert "12.6: µs of all" in index  # 6 rows of two samples each, recorded
-    assert "25.2: µs of all" in index  # and measured here
+    assert index.count("Measured: µs of all") == 1
+    text = re.sub("<[^>]*>", "", index)
+    assert "Made-Up 9: 12.6" in text  # 6 rows of two samples each, recorded
+    assert "Made-Up 9 here: 25.2" in text  # and measured here
     assert "this claim cannot be judged" in index
     assert "earlier kernel" in index
     assert index.index("measured here, 2025-11-21") < index.index("recorded 2025-11-21")
     assert (toy.root / "reports" / "01_layers.html").exists()
+
+
+ANSWER = """
+HEADLINE = ("fine",)
+
+def conclusion(entries):
+    return "Fast: " + ", ".join(f"{len(rows)} rows on {gpu}" for gpu, rows in entries.items())
+
+def advice(entries):
+    return "use it"
+"""
+
+
+def test_index_says_what_a_study_comes_to_from_all_recorded_rows(toy):
+    toy.write("toys/layers/answer.py", ANSWER)
+    toy.measured(toy.rows(), base="data")
+    toy.measured(toy.rows()[:1])  # a run here of few cases
+    done = toy.command("report")
+    assert done.returncode == 0, done.stderr
+    text = re.sub("<[^>]*>", "", (toy.root / "reports" / "index.html").read_text())
+    assert "Title of layers\nFast: 6 rows on NVIDIA Made-Up 9" in text  # not the one row of the run here
+    assert "What to do: use it" in text
+
+
+def test_a_study_that_cannot_say_what_it_comes_to_is_named_and_the_index_still_written(toy):
+    toy.write("toys/layers/answer.py", ANSWER.replace('return "use it"', "return entries['H100']"))
+    toy.measured(toy.rows(), base="data")
+    done = toy.command("report")
+    assert done.returncode == 1
+    assert "layers: no finding in the index: KeyError: 'H100'" in done.stderr
+    assert "It is fast" in (toy.root / "reports" / "index.html").read_text()
 
 
 def test_report_without_a_run_says_what_to_do(toy):

@@ -158,6 +158,18 @@ def test_the_pages_have_no_fault_in_a_browser(report, recorded, browser, page): 
     assert not recorded.get(page) or seen["images"] >= 5
 
 
+@pytest.mark.browser
+@pytest.mark.parametrize(("width", "studies", "all_of_it"), [(1280, 2500, 6000), (400, 4000, 14_000)])
+def test_the_index_is_no_wall(report, browser, width, studies, all_of_it):  # noqa: F811
+    """In pixels, with everything folded."""
+    browser.open(report[1] / "index.html", width, "light")  # which opens the folds
+    places = """for (const fold of document.querySelectorAll('details')) fold.open = false;
+        [document.getElementById('studies').getBoundingClientRect().top, document.documentElement.scrollHeight]"""
+    top, height = browser.call("Runtime.evaluate", expression=places, returnByValue=True)["result"]["value"]
+    assert top <= studies
+    assert height <= all_of_it
+
+
 @pytest.mark.parametrize("study", [name for name in registry.NOTEBOOKS if name != "machine"])  # which has none
 def test_every_variant_was_right_on_tiny_cases_in_the_interpreter(report, study):
     _, reports = report

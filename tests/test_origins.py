@@ -124,6 +124,13 @@ def test_a_number_that_was_made_up_has_no_origin():
     assert [entry["kind"] for entry in origins.numbers(html)] == ["case", "measured", "none"]
 
 
+def test_a_part_of_a_text_is_marked_as_in_the_whole():
+    whole, part = (origins.marked("batch 64, fp32: ×1.29 of 7.77", pool(), shown) for shown in (None, 21))
+    assert part.html.endswith("1.29</data>")
+    assert whole.html.startswith(part.html)
+    assert part.plain.startswith("batch 64, fp32: ×1.29 [")
+
+
 def test_a_number_that_was_changed_by_hand_is_found():
     html = f"<p>{origins.marked('batch 64, fp32: ×1.29', pool()).html}</p>"
     assert not origins.check(html)

@@ -1,7 +1,6 @@
-"""The pages and the index, as HTML."""
+"""The pages, as HTML."""
 
 import re
-from dataclasses import replace
 from pathlib import Path
 
 import nbformat
@@ -136,75 +135,3 @@ def test_progress_widgets_and_scripts_are_not_shown(reports: Path) -> None:
     text = page(reports, v4.new_notebook(cells=[sample_report.code("x", widget, script)]))
     assert "model_id" not in text
     assert "alert" not in text
-
-
-def write_index(folder: Path, **parts: object) -> str:
-    arguments = {
-        "studies": [pages.StudyEntry("Layout <1>", "Which?", "01.html", "measured here", failed=True)],
-        "claims": sample_report.claims(),
-        "machines": sample_report.machines(),
-        "built": {"labkit": "0.1.0"},
-    }
-    pages.index(**(arguments | parts), out=folder / "index.html")
-    return (folder / "index.html").read_text("utf-8")
-
-
-def test_index_opens_with_the_claims(tmp_path: Path) -> None:
-    text = write_index(tmp_path)
-    order = [text.index(part) for part in ('id="claims"', "<table", 'id="studies"', 'id="machines"', 'id="made"')]
-    assert order == sorted(order)
-    heads = re.findall(r'<th scope="col">([^<]*)', text[: text.index("</thead>")])
-    assert heads == ["Claim", "Source", "Published", "NVIDIA H100 80GB HBM3", "NVIDIA H200"]
-
-
-def test_index_row_has_source_figures_verdict_and_reason(tmp_path: Path) -> None:
-    rows = re.findall(r'<tr id="claim-.*?</tr>', write_index(tmp_path), re.DOTALL)
-    assert len(rows) == 3
-    first, second, third = rows
-    assert 'href="https://github.com/sgl-project/sglang/pull/20283"' in first
-    assert "&lt;makes&gt;" in first
-    for part in (
-        "7 to 8 % of the whole step",
-        "1.09 [1.08, 1.10]",
-        "✓ reproduced",
-        "contiguous runs",
-        "✗ not reproduced",
-        "holds · as published",
-        "fails · less",
-    ):
-        assert part in first
-    for remark in ("recorded with an earlier kernel", "rule changed after the data"):
-        assert first.count(remark) == 1
-        assert remark not in second
-    assert "≈ consistent" in second
-    assert "not measured" in second
-    assert "could not be judged" in third
-    assert "no rows for batch 64" in third
-
-
-def test_index_has_no_link_for_a_source_without_an_address(tmp_path: Path) -> None:
-    first, *others = sample_report.claims()
-    claims = [replace(first, claim=replace(first.claim, url="")), *others]
-    text = write_index(tmp_path, claims=claims)
-    assert 'href=""' not in text
-    assert '<td data-label="Source">SGLang 20283</td>' in text
-
-
-def test_index_lists_studies_and_machines(tmp_path: Path) -> None:
-    text = write_index(tmp_path)
-    assert '<a href="01.html">Layout &lt;1&gt;</a>' in text
-    assert "✗ failed" in text
-    assert "3.00 TB/s" in text
-    assert pages.outside_requests(text) == []
-
-
-def test_index_of_nothing_says_so(tmp_path: Path) -> None:
-    text = write_index(tmp_path, studies=[], claims=[], machines=[], built={})
-    for part in ("No study states a claim yet", "No study has been run yet", "Nothing is recorded"):
-        assert part in text
-
-
-def test_index_escapes_what_it_is_given(tmp_path: Path) -> None:
-    machine = replace(sample_report.machines()[0], name="<b>GPU</b>", facts={"<i>": "<u>"})
-    text = write_index(tmp_path, machines=[machine], built={"<s>": "<q>"})
-    assert not re.search(r"<[biusq]>", text)

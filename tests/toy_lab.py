@@ -233,7 +233,7 @@ class Toy:
     def enter(self, monkeypatch: Any) -> None:
         """Make this process use the lab."""
         monkeypatch.setattr(labkit.studies, "__path__", [*labkit.studies.__path__, str(self.root / "toys")])
-        for module in (f"labkit.studies.{name}{rest}" for name in NOTEBOOKS for rest in ("", ".study")):
+        for module in (f"labkit.studies.{name}{rest}" for name in NOTEBOOKS for rest in ("", ".study", ".answer")):
             monkeypatch.delitem(sys.modules, module, raising=False)  # of another toy lab
         monkeypatch.setattr(registry, "NOTEBOOKS", dict(NOTEBOOKS))
         for name in ("NOTEBOOKS", "DATA", "FIGURES", "RUNS", "REPORTS", "TABLES", "CACHE"):

@@ -532,15 +532,19 @@ def told(make: Callable[[], str], rows: pd.DataFrame, place: Place, kept: Kept |
     return marked(text, Pool(rows, book, place))
 
 
-def marked(text: str, pool: Pool) -> Html:
-    """The text with a `<data>` element for each number; `plain` ends in the name of the file that lists them."""
+def marked(text: str, pool: Pool, shown: int | None = None) -> Html:
+    """The text with a `<data>` element for each number; `plain` ends in the name of the file that lists them.
+
+    shown: how many characters are shown; the rest is read for what their numbers are of. None: all.
+    """
     parts, end = [], 0
     for number, origin in pool.origins(text):
-        parts += [escape(text[end : number.start]), _element(number, origin, pool.place)]
-        end = number.end
-    parts.append(escape(text[end:]))
+        if shown is None or number.end <= shown:
+            parts += [escape(text[end : number.start]), _element(number, origin, pool.place)]
+            end = number.end
+    parts.append(escape(text[end:shown]))
     file = f" [numbers: {pool.place.study}.numbers.json]" if len(parts) > 1 else ""
-    return Html(str(Markup().join(parts)), text + file)
+    return Html(str(Markup().join(parts)), text[:shown] + file)
 
 
 def marked_among(text: str, pools: Mapping[str, Pool]) -> Html:

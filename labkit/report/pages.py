@@ -1,29 +1,25 @@
-"""The report: one HTML page a notebook, and the index. One script, in the page; nothing is requested from anywhere."""
+"""The report: one HTML page a notebook. One script, in the page; nothing is requested from anywhere."""
 
 import base64
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from html.parser import HTMLParser
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-import jinja2
 import nbformat
 from markupsafe import Markup
 from nbconvert import HTMLExporter
 from nbconvert.filters import strip_ansi
 from traitlets.config import Config
 
-from labkit.bench.claim import VERDICTS, Claim, Judgement
 from labkit.bench.records import write_atomic
 from labkit.report import glossary, origins
-from labkit.report.figures import Html, badge
 
-TITLE = "Kernel claims, measured"
 TEMPLATES = Path(__file__).parent / "template"
 SCRIPT = (TEMPLATES / "lab.js").read_text("utf-8")
 # The browser enforces what we promise: no script but ours.
@@ -45,43 +41,6 @@ class StudyEntry:
     failed: bool = False
 
 
-@dataclass(frozen=True)
-class Result:
-    """A claim on one GPU: its judgement, or the error for which there is none.
-
-    earlier_kernel: some rows are of an earlier version of the kernels. rule_changed: it rests on rows that were
-    measured before its rule. measured, why: the judgement's, with the origins of their numbers.
-    """
-
-    judgement: Judgement | None
-    earlier_kernel: bool = False
-    rule_changed: bool = False
-    error: str = ""
-    measured: Html | str = ""
-    why: Html | str = ""
-
-
-@dataclass(frozen=True)
-class ClaimRow:
-    """A claim in the index. study, page: title and HTML file of its study; results: by `Machine.slug`."""
-
-    claim: Claim
-    study: str
-    page: str
-    results: Mapping[str, Result]
-
-
-@dataclass(frozen=True)
-class Machine:
-    """A GPU in the index: one column of the claims. status: "measured here, 2025-11-21" or "recorded 2025-11-21";
-    facts: what to tell of it, such as driver and ceilings, with units."""
-
-    slug: str
-    name: str
-    status: str
-    facts: Mapping[str, str] = field(default_factory=dict)
-
-
 def page(
     executed: Path,
     out: Path,
@@ -93,7 +52,6 @@ def page(
 ) -> list[str]:
     """Write the page of an executed notebook; returns its errors ("ValueError: …"), none if it ran to the end.
 
-    Beside it goes NAME.numbers.json: where each number in its sentences is from (`origins`).
     Cells tagged `lab-only` are left out, links to other notebooks become links to their pages. Those tagged `setup`
     stand behind the one tagged `answer`, so that the answer comes first; they, and neighbours tagged `fold`, are folded
     under the heading that they begin with. status: a line under the title that says where the numbers are from.
@@ -101,7 +59,7 @@ def page(
     """
     notebook = nbformat.read(executed, as_version=4)
     failures = _prepare(notebook)
-    lab = {"title": _title(notebook) or executed.stem, "css": _css(), "policy": POLICY, "failures": failures}
+    lab = {"title": _title(notebook) or executed.stem, "css": css(), "policy": POLICY, "failures": failures}
     lab |= {"script": SCRIPT, "index": index, "previous": previous, "following": following}
     config = Config(
         TagRemovePreprocessor={"enabled": True, "remove_cell_tags": {"lab-only", "papermill-error-cell-tag"}},
@@ -113,27 +71,26 @@ def page(
     status, contents = _lead(html, status)
     html = html.replace("</h1>", f"</h1>{status}", 1)
     place = "<!-- after the answer -->" if "<!-- after the answer -->" in html else "</h1>" + status
-    _write(out, html.replace(place, place + contents, 1))
-    _write_numbers(out, html)
+    write(out, html.replace(place, place + contents, 1))
     return failures
 
 
-def index(
-    studies: Sequence[StudyEntry],
-    claims: Sequence[ClaimRow],
-    machines: Sequence[Machine],
-    out: Path,
-    built: Mapping[str, Any],
-) -> None:
-    """Write the index: claims, studies, machines, and `built`, what the report was made with (name -> text)."""
-    environment = jinja2.Environment(loader=jinja2.FileSystemLoader(TEMPLATES), autoescape=True)
-    facts = dict.fromkeys(fact for machine in machines for fact in machine.facts)
-    style = {"title": TITLE, "css": Markup(_css()), "policy": Markup(POLICY), "badge": badge, "verdicts": VERDICTS}
-    style |= {"script": Markup(SCRIPT)}
-    shown = {"studies": studies, "claims": claims, "machines": machines, "facts": facts, "built": built}
-    html = environment.get_template("index.html.j2").render(style | shown)
-    _write(out, html)
-    _write_numbers(out, html)
+def write(out: Path, html: str) -> None:
+    """Write a page, and beside it NAME.numbers.json: where each number in its sentences is from (`origins`).
+
+    ValueError if the page would request something from outside.
+    """
+    if found := outside_requests(html):
+        raise ValueError(f"{out.name}: would be requested from outside: {', '.join(found)}; a report stands alone")
+    html = re.sub(r'<pre(?=[ >])|<div class="lab-image"', r'\g<0> tabindex="0"', html)  # they scroll, by keyboard too
+    write_atomic(out, glossary.explain(_unique_ids(html)).encode())
+    numbers = json.dumps(origins.numbers(html), ensure_ascii=False, indent=1)
+    write_atomic(out.with_suffix(".numbers.json"), numbers.encode())
+
+
+def css(name: str = "lab.css") -> str:
+    """A style sheet of the template's."""
+    return (TEMPLATES / name).read_text("utf-8")
 
 
 def outside_requests(html: str) -> list[str]:
@@ -168,14 +125,6 @@ class _Finder(HTMLParser):
         self.found += re.findall(r"(?:url\(|@import)\s*[\"']?((?:https?:)?//[^\"')\s]*)", text, re.IGNORECASE)
 
 
-def _write(out: Path, html: str) -> None:
-    html = re.sub(r'<pre(?=[ >])|<div class="lab-image"', r'\g<0> tabindex="0"', html)  # they scroll, by keyboard too
-    html = glossary.explain(_unique_ids(html))
-    if found := outside_requests(html):
-        raise ValueError(f"{out.name}: would be requested from outside: {', '.join(found)}; a report stands alone")
-    write_atomic(out, html.encode())
-
-
 def _unique_ids(html: str) -> str:
     """The page with each figure's id once: the second "x" is "x-2"."""
     taken = set(re.findall(r' id="([^"]*)"', re.sub("<figure [^>]*>", "", html)))
@@ -189,16 +138,6 @@ def _unique_ids(html: str) -> str:
         return f'{found[1]}{name}"'
 
     return re.sub(r'(<figure [^>]*\bid=")([^"]*)"', renamed, html)
-
-
-def _write_numbers(out: Path, html: str) -> None:
-    """Where each number in a sentence of the page is from, beside it: `origins` says in which form."""
-    text = json.dumps(origins.numbers(html), ensure_ascii=False, indent=1)
-    write_atomic(out.with_suffix(".numbers.json"), text.encode())
-
-
-def _css() -> str:
-    return (TEMPLATES / "lab.css").read_text("utf-8")
 
 
 def _prepare(notebook: Any) -> list[str]:

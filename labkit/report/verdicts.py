@@ -2,10 +2,13 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from markupsafe import Markup, escape
 
+from labkit.bench import ledger
 from labkit.bench.claim import Claim, Judgement
+from labkit.report import origins
 from labkit.report.figures import Html, badge
 
 CHANGED = "rule changed after the data"
@@ -130,3 +133,19 @@ def answer(said: Html, table: Html, hero: Html, advice: Html) -> Html:
     )
     html = Markup('<section class="lab-answer" aria-label="The answer">{}{}</section>').format(text, hero)
     return Html(str(html), "\n\n".join(one.plain for one in (said, table, advice, hero)))
+
+
+def told(how: Any, entries: Mapping[str, tuple[ledger.Kept, origins.Place]]) -> dict[str, Html]:
+    """Conclusion and advice of a study's module `answer`, with the origins of their numbers.
+
+    entries: GPU, by the name that the sentences give it -> its rows and where they stand.
+    """
+    facts, pools = {}, {}
+    for gpu, (kept, place) in entries.items():
+        with ledger.recording(kept) as book:
+            facts[gpu] = how.facts(kept.rows)
+            ledger.note("answer.facts", facts[gpu])
+        pools[gpu] = origins.Pool(kept.rows, book, place)
+    known = {gpu: one for gpu, one in facts.items() if one}
+    texts = {name: getattr(how, name)(known) if known else "" for name in ("conclusion", "advice")}
+    return {name: origins.marked_among(text, pools) for name, text in texts.items()}

@@ -21,7 +21,8 @@ from labkit import __version__, paths, registry
 from labkit.bench import ledger, machine, records, spec
 from labkit.bench.claim import VERDICTS, Claim, Judgement
 from labkit.evidence import roofline
-from labkit.report import markdown, origins, pages
+from labkit.kernels.tuned import slug
+from labkit.report import index, markdown, origins, pages, verdicts, words
 from labkit.report.figures import Html
 from labkit.sweep import run
 from labkit.workflow import filters, notebooks, predicted_words, recorded, summary
@@ -51,8 +52,10 @@ def write(
             problems.append(f"{one.executed}: no page: {type(problem).__name__}: {problem}")
     if same := len(pages_of) - len(old):
         say(f"{same} page{'s' * (same > 1)} unchanged")
-    claims = _claims(found, broken, entries, say)
-    pages.index(list(entries.values()), claims, _machines(found), paths.REPORTS / "index.html", _built())
+    findings, wrong = _findings(found, entries)
+    problems += wrong
+    claims, out = _claims(found, broken, entries, say), paths.REPORTS / "index.html"
+    index.write(list(entries.values()), findings, claims, _machines(found), out, _built())
     return problems
 
 
@@ -269,20 +272,57 @@ def _shown_with(used: Mapping[str, Any], found: list[recorded.Rows]) -> list[rec
     return [one for one in found if one.here or source == "predicted" or gpu in ("", one.gpu)]
 
 
+def _findings(
+    found: Mapping[str, list[recorded.Rows]], entries: Mapping[str, pages.StudyEntry]
+) -> tuple[list[index.Finding], list[str]]:
+    """What each study with an answer comes to; and the errors of those that could not say."""
+    findings, problems = [], []
+    for name, entry in entries.items():
+        rows, answer = _settled(found[name]), registry.answer(name)
+        if answer is None or not rows:
+            continue
+        try:
+            said = verdicts.told(answer, _entries(name, rows))
+        except Exception as problem:  # one study's mistake must not take the index away
+            problems.append(f"{name}: no finding in the index: {type(problem).__name__}: {problem}")
+        else:
+            if said["conclusion"].plain:
+                findings.append(index.Finding(entry.title, entry.page, said["conclusion"], said["advice"]))
+    return findings, problems
+
+
+def _settled(found: list[recorded.Rows]) -> dict[str, pd.DataFrame]:
+    """GPU name -> rows that a finding rests on: all that are recorded, those measured here only where none are.
+
+    What was measured here may be of few cases.
+    """
+    found = [one for one in found if len(one.rows)]
+    return {_gpu_name(one): one.rows for one in [one for one in found if not one.here] or found}
+
+
+def _entries(name: str, rows: Mapping[str, pd.DataFrame]) -> dict[str, tuple[ledger.Kept, origins.Place]]:
+    """GPU, by its short name -> its rows and where its sentences stand."""
+    claims, notebook = registry.load(name).claims, registry.NOTEBOOKS[name]
+    return {
+        short: (ledger.Kept(one), origins.Place(notebook, slug(full), full, claims))
+        for short, (full, one) in zip(words.short_names(list(rows)), rows.items(), strict=True)
+    }
+
+
 def _claims(
     found: Mapping[str, list[recorded.Rows]],
     broken: Mapping[tuple[str, str, bool], str],
     entries: Mapping[str, pages.StudyEntry],
     say: Callable[[str], None],
-) -> list[pages.ClaimRow]:
+) -> list[index.ClaimRow]:
     rows = []
     for name, entry in entries.items():
         judged = {_key(one.gpu, one.here): kept_claims(one, say)["results"] for one in found[name]}
         unusable = {_key(gpu, here): why for (study, gpu, here), why in broken.items() if study == name}
         for claim in registry.load(name).claims:
-            results = {key: pages.Result(None, error=why) for key, why in unusable.items()}
+            results = {key: index.Result(None, error=why) for key, why in unusable.items()}
             results |= {key: _as_result(kept[claim.id]) for key, kept in judged.items() if claim.id in kept}
-            rows.append(pages.ClaimRow(claim, entry.title, entry.page, results))
+            rows.append(index.ClaimRow(claim, name, entry.title, entry.page, results))
     return rows
 
 
@@ -297,32 +337,33 @@ def kept_claims(one: recorded.Rows, say: Callable[[str], None] = lambda text: No
 
 
 def claims_of(one: recorded.Rows) -> dict[str, Any]:
-    """The GPU's name, and claim -> the fields of its `pages.Result` on these rows, as JSON has them."""
+    """The GPU's name, and claim -> the fields of its `index.Result` on these rows, as JSON has them."""
     old, claims = bool(recorded.stale(one.rows).any()), registry.load(one.study).claims
     results = {claim.id: asdict(_result(claim, one, old)) for claim in claims} if len(one.rows) else {}
     return {"gpu": _gpu_name(one) if len(one.rows) else one.gpu, "results": results}
 
 
-def _as_result(fields: Mapping[str, Any]) -> pages.Result:
+def _as_result(fields: Mapping[str, Any]) -> index.Result:
     judgement = fields["judgement"] and Judgement(**fields["judgement"])
-    texts = {name: Html(**fields[name]) for name in ("measured", "why") if isinstance(fields[name], dict)}
-    return pages.Result(**{**fields, **texts, "judgement": judgement})
+    texts = {name: Html(**fields[name]) for name in ("figure", "why") if isinstance(fields[name], dict)}
+    return index.Result(**{**fields, **texts, "judgement": judgement})
 
 
-def _result(claim: Claim, one: recorded.Rows, earlier_kernel: bool) -> pages.Result:
+def _result(claim: Claim, one: recorded.Rows, earlier_kernel: bool) -> index.Result:
     """A claim on one GPU, with the origins of the numbers that its judgement says."""
     with ledger.recording() as book:
         judgement, error = recorded.judge(claim, one.rows)
     later = recorded.rule_changed(claim, one.rows, judgement)
     if judgement is None:
-        return pages.Result(None, earlier_kernel, later, error)
+        return index.Result(None, earlier_kernel, later, error)
     place = origins.Place(registry.NOTEBOOKS[one.study], _key(one.gpu, one.here), _gpu_name(one), [claim])
     pool = origins.Pool(one.rows, book, place)
-    said = (origins.marked(text, pool) for text in (judgement.measured, judgement.why))
-    return pages.Result(judgement, earlier_kernel, later, error, *said)
+    length = len(judgement.measured.removesuffix(f": {claim.quantity}"))  # which the index says once for all GPUs
+    figure = origins.marked(judgement.measured, pool, length) if judgement.code else ""
+    return index.Result(judgement, earlier_kernel, later, error, figure, origins.marked(judgement.why, pool))
 
 
-def _machines(found: Mapping[str, list[recorded.Rows]]) -> list[pages.Machine]:
+def _machines(found: Mapping[str, list[recorded.Rows]]) -> list[index.Machine]:
     """One column a GPU; one that is both recorded and measured here has two."""
     groups: dict[tuple[bool, str], list[recorded.Rows]] = {}
     for one in (one for rows in found.values() for one in rows if len(one.rows)):
@@ -330,7 +371,7 @@ def _machines(found: Mapping[str, list[recorded.Rows]]) -> list[pages.Machine]:
     return [_machine(key, group) for (_, key), group in sorted(groups.items(), key=lambda item: item[0])]
 
 
-def _machine(key: str, group: list[recorded.Rows]) -> pages.Machine:
+def _machine(key: str, group: list[recorded.Rows]) -> index.Machine:
     rows = pd.concat([one.rows[["utc", "driver"]] for one in group])
     facts = {"driver": ", ".join(sorted(set(rows["driver"])))}
     ceilings = [roofline.Ceilings.from_rows(one.rows) for one in group if one.study == notebooks.FIRST]
@@ -339,7 +380,7 @@ def _machine(key: str, group: list[recorded.Rows]) -> pages.Machine:
             digits = 2 if unit == "TB/s" else 0
             facts[limit.replace("_", " ")] = f"{best / 1e12:.{digits}f} {unit}"
     status = f"{_how(group[0])}{',' if group[0].here else ''} {_date(rows)}"
-    return pages.Machine(key, _gpu_name(group[0]), status, facts)
+    return index.Machine(key, _gpu_name(group[0]), status, facts)
 
 
 def _key(gpu: str, here: bool) -> str:
