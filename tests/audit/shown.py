@@ -5,9 +5,9 @@ PAGE.numbers.json. Of a sentence nothing is read but that both have the same.
 
 A number is recomputed if an audit has the table that its origin names, or, of what a view made or took from a table, if
 any table of the study's audit, or its rows, have the column and lines with the keys. One of these lines must then have
-the value; of a mean, one group of them, by the values of up to three columns. An end of an interval is looked for in
-those lines that have the middle shown before it. A count is recomputed of whole tables alone: of a part, its origin
-does not say which.
+the value; of a mean, one group of them, by values of up to three columns, or by size. An end of an interval is looked
+for in those lines that have the middle shown before it. A count is recomputed of whole tables alone: of a part, its
+origin does not say which.
 """
 
 import ast
@@ -47,13 +47,12 @@ SCALES: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "x/2¹⁰": lambda x: x / 2**10,
     "x/2²⁰": lambda x: x / 2**20,
 }
-NO_GPU = ("", "all")
 MEANS = ("median", "mean", "geometric mean", "sum")
 COUNTS = ("count", "share, 100·x")
 SUMS = ("same", "together")  # of all lines of a table, noted under these names
 PLACES = ("line", "block")  # the index of a series: where a value stands, and no value
 FEW = 4  # lines that an end without a middle may be of: the tolerances of more would let anything pass
-GROUPED = 60  # values that a column may have to make groups
+GROUPED = 24  # values that a column may have to make groups
 
 
 # A page
@@ -265,10 +264,7 @@ class Audited:
         return Found(least <= entry["value"] <= most)
 
     def means(self, how: str, column: str, wanted: Mapping[str, Any]) -> np.ndarray:
-        """[group, end]: between what a mean of the lines that have these values may be, or of some of them.
-
-        Of those that are the same in up to three columns.
-        """
+        """[group, end]: between what a mean of the lines that have these values may be, or of a group of them."""
         key = how, column, repr(wanted)
         if key not in self._means:
             low, high = self.cells(column)
@@ -425,13 +421,15 @@ def is_end(column: str) -> bool:
 def looked_up(entries: Iterable[Entry], audits: Mapping[tuple[str, str], Audit]) -> Iterator[tuple[Entry, Found]]:
     """Each measured number of a page, and what the audits say of it. audits: (notebook, GPU) -> that of its study.
 
-    A number that is of no one GPU may be any one's.
+    A number that is of none of these GPUs, but of several, may be any one's.
     """
+    known = {gpu for _, gpu in audits}
     middle: dict[tuple[str, str], tuple[Any, Lines]] = {}
     for entry in entries:
         if entry["kind"] == "measured":
             key, results = (entry["table"], entry["keys"]), []
-            for place in [at for at in audits if at[0] == entry["study"] and entry["gpu"] in (at[1], *NO_GPU)]:
+            gpus = {entry["gpu"]} if entry["gpu"] in known else known
+            for place in [at for at in audits if at[0] == entry["study"] and at[1] in gpus]:
                 last, lines = middle.get(place, (None, ()))
                 results.append(audits[place].look_up(entry, lines if last == key else ()))
                 if results[-1].lines and not is_end(entry["column"]):
