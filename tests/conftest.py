@@ -1,14 +1,17 @@
 """Shared fixtures, and a loud line for every kind of test that this machine could not run."""
 
 import fcntl
+import json
 import os
 import shutil
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from missing import NO_BROWSER, NO_DSL, NO_GPU, NO_NVCC, NO_SOURCES
+from running import labkit, linked
 
 from labkit import paths
 
@@ -62,6 +65,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     told = [dict(report.user_properties) for report in terminalreporter.stats.get("passed", [])]
     if cells := sum(some.get("cells", 0) for some in told):
         terminalreporter.write_line(f"audit: {cells} cells of tables computed twice, by code that shares nothing")
+    if numbers := sum(some.get("numbers", 0) for some in told):
+        terminalreporter.write_line(f"audit: {numbers} numbers of the pages' sentences are recomputed from samples")
 
 
 @pytest.fixture
@@ -96,3 +101,16 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Callable[
         return folder
 
     return folder_of
+
+
+@pytest.fixture(scope="session")
+def report(shared: Callable[[str, Callable[[Path], None]], Path]) -> tuple[subprocess.CompletedProcess[str], Path]:
+    """The run and the folder of this tree's report of what is recorded; elsewhere, since `reports/` is the reader's."""
+
+    def make(root: Path) -> None:
+        done = labkit("run", "--source", "recorded", **linked(root), CUDA_VISIBLE_DEVICES="")
+        (root / "done.json").write_text(json.dumps([done.returncode, done.stdout, done.stderr]))
+
+    root = shared("recorded", make)
+    done = subprocess.CompletedProcess("labkit run", *json.loads((root / "done.json").read_text()))
+    return done, root / "reports"

@@ -4,7 +4,6 @@ import json
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 from html import unescape
@@ -13,6 +12,7 @@ from pathlib import Path
 import browser as driver
 import pytest
 import rows as made
+from running import PAGES, labkit, linked
 from test_browser import browser  # noqa: F401 (a fixture)
 from test_lab import quick, rows_of
 from toy_lab import CODE, MACHINE
@@ -23,33 +23,6 @@ from labkit.workflow import notebooks
 pytestmark = pytest.mark.timeout(1500)  # a whole report, beside other tests, on two slow cores
 GPU = "nvidia-made-up-9"
 CHECKED = "Relative error against the float64 reference, by the study"
-PAGES = [f"{notebook}.html" for notebook in registry.NOTEBOOKS.values()]
-
-
-def labkit(*words, **env):
-    """`labkit WORDS` to its end; of the environment's variables, those given are set."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "labkit", *words],
-        env={**os.environ, "PYTHONPATH": str(CODE), **env},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        out, err = process.communicate(timeout=1200)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)  # with what it started
-        raise
-    return subprocess.CompletedProcess(words, process.returncode, out, err)
-
-
-def linked(root):
-    """This tree's notebooks, data and cache in another folder, where reports and measurements then go."""
-    paths.CACHE.mkdir(exist_ok=True)
-    for folder in (paths.NOTEBOOKS, paths.DATA, paths.CACHE):
-        (root / folder.name).symlink_to(folder)
-    return {"LABKIT_ROOT": str(root)}
 
 
 def text_of(page):
@@ -99,19 +72,6 @@ def recorded():
     }
     assert any(found.values()), f"no recorded GPU in {paths.DATA}"
     return found
-
-
-@pytest.fixture(scope="module")
-def report(recorded, shared):
-    """The run and the folder of this tree's report of what is recorded; elsewhere, since `reports/` is the reader's."""
-
-    def make(root):
-        done = labkit("run", "--source", "recorded", **linked(root), CUDA_VISIBLE_DEVICES="")
-        (root / "done.json").write_text(json.dumps([done.returncode, done.stdout, done.stderr]))
-
-    root = shared("recorded", make)
-    done = subprocess.CompletedProcess("labkit run", *json.loads((root / "done.json").read_text()))
-    return done, root / "reports"
 
 
 def test_the_report_is_made_from_what_is_recorded(report, recorded):

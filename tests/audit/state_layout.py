@@ -323,15 +323,17 @@ def long_prompts(rows: pd.DataFrame) -> pd.DataFrame:
 
 PAIRS = [  # operation, variant, against: those that a page sets side by side
     ("step", OURS_IN_ORDER, OURS),
+    ("step", OURS, OURS_KV),
     ("verify", OURS, TOKENS),
     ("extend", OURS, OURS_KV),
+    *((op, *OWN[source][::-1]) for source in ("SGLang", "vLLM") for op in ("step", "verify", "extend")),
 ]
 
 
 def compared(rows: pd.DataFrame) -> pd.DataFrame:
     """`PAIRS` in every case."""
     found = [line for pair in PAIRS for line in _pairs(rows, *pair)]
-    return table(found, ["op", *CASE, "us", "against us", *RATIO, "runs"])
+    return table(found, ["op", "variant", "against", *CASE, "us", "against us", *RATIO, "runs"])
 
 
 def extend_errors(rows: pd.DataFrame) -> pd.DataFrame:
@@ -632,7 +634,7 @@ def said_answer(rows: pd.DataFrame) -> list[str]:
 
 def said_verified(rows: pd.DataFrame) -> list[str]:
     """Token by token over verify."""
-    return [f"batch {line['batch']}, {line['T']} tokens ×{line['ratio']:.2f}" for line in _pairs(rows, *PAIRS[1])]
+    return [f"batch {line['batch']}, {line['T']} tokens ×{line['ratio']:.2f}" for line in _pairs(rows, *PAIRS[2])]
 
 
 def said_extend_errors(rows: pd.DataFrame) -> list[str]:

@@ -27,7 +27,9 @@ def estimates(rows):
 
 
 def pairs(rows):
-    return pd.concat([tables.compared(rows, *pair).assign(op=pair[0]) for pair in audit.PAIRS])
+    parts = [tables.compared(rows, *pair) for pair in audit.PAIRS]
+    said = [dict(zip(("op", "variant", "against"), pair, strict=True)) for pair in audit.PAIRS]
+    return pd.concat([part.assign(**names) for part, names in zip(parts, said, strict=True)])
 
 
 VIEWS = {"views": views, "production_views": production_views}
@@ -56,7 +58,7 @@ LAB = {  # table -> the lab's, and the columns that say which line it is
     ),
     "tables.by_release": (lambda rows: tables.by_release(rows, 64), ["gate", "state", "batch", "variant"]),
     "tables.long_prompts": (tables.long_prompts, ["H", "HV", "prefill", "against"]),
-    "tables.compared": (pairs, ["op", *CASE]),
+    "tables.compared": (pairs, ["op", "variant", "against", *CASE]),
     "tables.extend_errors": (tables.extend_errors, ["gate", "prefill"]),
     "tables.layouts": (tables.layouts, ["op", "kernels", "gate", "state", "batch", "draft", "prefill"]),
     "tables.gdn_layouts": (

@@ -1,0 +1,59 @@
+"""What views note of tables, made of the audits' tables under the same names: their numbers are of no one column."""
+
+from collections.abc import Callable, Mapping
+
+import pandas as pd
+from common import geometric_mean
+from moe_persistent_grid import OWN_FILLED
+from persistent_tables import OURS, READ, SHAPES, UNORDERED
+
+Frames = Mapping[str, pd.DataFrame]
+# Table, column, what its ends begin with, and what a share is multiplied by.
+FIGURES = (
+    ("tables.hosts", "host", "", 1),
+    ("tables.walls", "% idle", "", 1),
+    ("tables.hidden", "% idle", "", 1),
+    *(("tables.rebuilding", name, f"{name} ", 1) for name in ("build", "copy")),
+    ("tables.rebuilding", "share", "share ", 100),
+    ("tables.saving", "us", "us ", 1),
+    ("tables.saving", "share", "share ", 100),
+)
+
+
+def figure(tables: Frames) -> pd.DataFrame:
+    """A figure of the host's with its interval."""
+    parts = []
+    for table, column, ends, scale in FIGURES:
+        frame = tables[table]
+        names = {column: "mid"} | {
+            f"{ends}{end}{bound}": f"{end}{bound}" for end in ("low", "high") for bound in ("", " from", " to")
+        }
+        parts.append(frame[list(names)].rename(columns=names).apply(pd.to_numeric) * scale)
+    return pd.concat(parts, ignore_index=True)
+
+
+def stops(tables: Frames) -> pd.DataFrame:
+    """What a token takes beyond reading as many bytes: waiting, a barrier of some, and streaming more slowly."""
+    found = []
+    for model, some in tables["tables.graphs"].groupby("model"):
+        us = some.set_index("variant")["us"]
+        if {OURS, READ, UNORDERED} <= set(us.index):
+            waiting, stages = us[OURS] - us[UNORDERED], 2 + 5 * SHAPES[model][1]
+            line = {"model": model, "waiting": waiting, "us": waiting / stages, "stages": stages}
+            found.append(line | {"slower": us[UNORDERED] - us[READ]})
+    return pd.DataFrame(found)
+
+
+def by_waves(tables: Frames) -> pd.DataFrame:
+    """Mean ratios of the persistent grid that fills the GPU: by waves, and where the last wave is not full."""
+    full = tables["tables.persistence"]
+    full = full[full["persistent"] == OWN_FILLED]
+    waves = full["waves"]
+    some = (waves <= 1, (waves > 1) & (waves <= 3), waves >= 10, full["efficiency"] <= 0.9)
+    return pd.DataFrame({"of": range(len(some)), "ratio": [geometric_mean(full[one]["ratio"]) for one in some]})
+
+
+NOTED: dict[str, dict[str, Callable[[Frames], pd.DataFrame]]] = {
+    "persistent_tables": {"figure": figure, "stops": stops},
+    "moe_persistent_grid": {"by waves": by_waves},
+}
