@@ -342,7 +342,7 @@ def test_a_drawing_is_what_show_takes(reports):
 
 
 def test_a_hidden_column_is_said_of_each_row():
-    table = drawn(hidden=["gpu", "low"])["table"]
+    table = drawn(hidden=["gpu", "low"]).table
     assert "gpu" not in table
     html = figures.table(table.head(2)).html
     assert ">low<" not in html
