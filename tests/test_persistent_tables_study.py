@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import re
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -19,11 +20,13 @@ from labkit.evidence import compiled
 from labkit.kernels.decoder import model, reference, step, tables
 from labkit.kernels.gemv import choose
 from labkit.studies.persistent_tables import (
+    answer,
     baseline,
     claims,
     explore,
     host_views,
     plans,
+    shown,
     study,
     trials,
     variants,
@@ -308,12 +311,14 @@ def test_a_process_at_half_the_pace_makes_times_unclear_but_no_share(one_slow):
     assert derived.building(one_slow).mid == pytest.approx(2000 / 30, rel=5e-3)
     assert derived.building(one_slow).half_width < 2000 / 30 * 1.01
     assert host_views.rebuilding(one_slow)["build µs"].str.endswith("(unclear)").all()
-    assert "(unclear)" in host_views.where(one_slow)
-    assert "unclear whether below" in host_views.bar_host(one_slow)
-    assert "either way: 10 of 10 are" in host_views.host(one_slow).caption
+    assert host_views.where(one_slow)["all together, a token"]
+    assert "unclear whether below" in str(host_views.bar_host(one_slow))
+    assert "(unclear)" in host_views.host(one_slow).said
     ns = zip(one_slow["variant"], one_slow["run"], one_slow["samples_ns"], strict=True)
     uneven = one_slow.assign(samples_ns=[one * (0.3 + np.array(run)) if v in COPIES else one for v, run, one in ns])
-    assert "unclear, since processes differ, in 2 vectorised, 3 prebuilt" in host_views.waits(uneven)
+    words = host_views.waits(uneven)
+    for way in (variants.VECTORISED, variants.PREBUILT):
+        assert words[shown.SHOWN[way]] == "unclear: processes differ"
 
 
 def test_shares_are_of_one_process_and_show_its_interval(one_slow):
@@ -335,7 +340,7 @@ def test_a_saving_by_hand(rows):
     assert derived.saving(made.without(rows, variant=variants.VECTORISED)).empty
 
 
-@pytest.mark.parametrize(("factor", "word"), [(1.5, "more"), (0.7, "less"), (1.0, "the same")])
+@pytest.mark.parametrize(("factor", "word"), [(1.5, "yes"), (0.7, "no"), (1.0, "no")])
 def test_how_the_host_grows_with_records_is_what_the_rows_say(factor, word):
     rows = made.make("persistent_tables", HOST, made.decode_us())
     most = rows["case"].str.contains('"parts": 88') & (rows["op"] == "host")
@@ -344,8 +349,8 @@ def test_how_the_host_grows_with_records_is_what_the_rows_say(factor, word):
     ]
     table = derived.growth(rows)
     assert table["ratio"].tolist() == pytest.approx([factor] * len(table), rel=5e-3)
-    said = host_views.host_over_records(rows).caption
-    assert said.count(f", {word}") == len(table)
+    assert set(host_views.growth(rows)["longer"]) == {word}
+    assert f"rebuilt in Python: {factor:.1f}× the time" in host_views.host_over_records(rows).said
 
 
 def test_growth_is_unclear_where_processes_differ(rows):
@@ -364,8 +369,8 @@ def test_idle_shares_have_an_interval(rows):
 
 
 def test_the_weights_are_set_against_the_l2(rows):
-    assert f"{variants.H1024} 156 MB (3.0 times the L2)" in views.cold(rows.assign(gpu=H100))
-    assert "times the L2)" not in views.cold(rows.assign(gpu="NVIDIA A100"))
+    assert views.cold(rows.assign(gpu=H100))[variants.H1024] == "156 MB, 3.0 times the L2"
+    assert "the L2" not in str(views.cold(rows.assign(gpu="NVIDIA A100")))
 
 
 def test_a_way_without_all_its_parts_is_left_out(rows):
@@ -405,8 +410,8 @@ def test_way_5_is_shown_to_be_wrong(rows):
     assert CONTROL not in set(table["way"])
     assert set(table[table["way"] == variants.ONE_POSITION]["right"]) == {1}
     assert (table[table["way"] != variants.ONE_POSITION]["right"] == 64).all()
-    shown = views.tokens(rows).set_index("way")["right, bf16"]
-    assert shown[variants.ONE_POSITION].startswith(f"{(table['way'] == variants.ONE_POSITION).sum()} of ")
+    right = views.tokens(rows).set_index("way")["right, bf16"]
+    assert right[shown.SHOWN[variants.ONE_POSITION]].startswith(f"{(table['way'] == variants.ONE_POSITION).sum()} of ")
 
 
 def test_sizes_and_changes_are_counted():
@@ -555,14 +560,15 @@ def test_published_sizes_by_hand():
 # views
 
 DRAWINGS = (
-    views.step, views.against, views.stages, views.contexts, host_views.host, host_views.walls, host_views.idle,
-    host_views.over_records, host_views.host_over_records, host_views.hiding,
+    answer.hero, views.step, views.against, views.stages, views.contexts, host_views.host, host_views.walls,
+    host_views.idle, host_views.over_records, host_views.host_over_records, host_views.hiding,
 )  # fmt: skip
-SENTENCES = (
-    views.in_short, views.bar_step, views.cold, host_views.bar_host, views.one_position, views.stops, host_views.where,
-    host_views.waits, views.summary,
+SENTENCES = (views.one_position,)
+ANSWERS = (views.measured, views.cold, host_views.bar_host, host_views.where, host_views.waits)
+TABLES = (
+    views.tokens, views.ablations, views.stops, host_views.rebuilding, host_views.queued, host_views.growth,
+    views.questions,
 )  # fmt: skip
-TABLES = (views.tokens, views.ablations, host_views.rebuilding, host_views.queued, views.questions)
 
 
 def test_every_view_says_what_the_rows_say(rows):
@@ -575,15 +581,24 @@ def test_every_view_says_what_the_rows_say(rows):
         text = tell(rows)
         assert text.endswith("."), tell.__name__
         assert "nan" not in text, tell.__name__
+        assert len(text.split()) <= 40
     for make in TABLES:
         assert len(make(rows)), make.__name__
+    for tell in ANSWERS:
+        found = tell(rows)
+        assert found, tell.__name__
+        assert "nan" not in str(found), tell.__name__
     assert "not measured" not in str(views.questions(rows))
-    assert "the stream in 2 vectorised, 3 prebuilt; not in 4 pinned, 5 replayed, 6 one" in host_views.waits(rows)
-    assert host_views.waits(rows).endswith(
-        "9 graph; no answer from what is built for longer than that work takes: 1 Python."
-    )
-    assert "] of that go when the same tables are built vectorised" in host_views.where(rows)
-    assert f"{variants.H1024} 15 µs of waiting, 0.68 µs a barrier of 22, and +5 µs against" in views.stops(rows)
+    waits = host_views.waits(rows)
+    assert [waits[shown.SHOWN[way]] for way in (variants.REBUILT, variants.VECTORISED, variants.PINNED)] == [
+        "not known: building takes longer",
+        "waits",
+        "does not wait",
+    ]
+    assert list(host_views.where(rows))[1] == "build with array operations, not Python objects"
+    stops = derived.stops(rows).set_index("model").loc[variants.H1024]
+    assert stops["barriers"] == 22
+    assert stops[["waiting", "barrier", "slower"]].tolist() == pytest.approx([15, 15 / 22, 5], rel=0.02)
 
 
 def test_every_view_is_a_sentence_without_rows(rows):
@@ -594,23 +609,92 @@ def test_every_view_is_a_sentence_without_rows(rows):
             found = make(some)
             assert isinstance(found, pd.DataFrame)
             assert make in (views.questions, views.tokens) or found.empty, make.__name__
+        for tell in ANSWERS:
+            assert tell is views.cold or tell(some) == {}, tell.__name__
+    assert views.cold(rows.iloc[:0]) == {}
     assert (views.questions(rows.iloc[:0])["figure"] == "not measured").all()
 
 
 def test_the_bars_say_whether_they_are_reached(rows):
-    assert "98 % of the read ceiling, the 85 % aimed at" in views.bar_step(rows)
-    assert "at most 15.0 µs [15.0, 15.0], below" in host_views.bar_host(rows)
+    assert "reaches 98 %, not below the 85 % aimed at" in views.step(rows).said
+    assert "15.0 µs [15.0, 15.0], below 20 µs" in str(host_views.bar_host(rows))
     llama = {"models": [variants.LLAMA], "dtypes": ["bf16"], "parts": [], "starts": []}
     over = {variants.OURS: 1.5} | {variants.part(way, "launch"): 9.0 for way in (variants.GRAPH, variants.IN_LAUNCH)}
     slow = made.make("persistent_tables", llama, made.decode_us(over))
-    assert "not the 85 % aimed at" in views.bar_step(slow)
-    assert "µs [55.0, 55.0], not below" in host_views.bar_host(slow)
+    assert ", below the 85 % aimed at" in views.step(slow).said
+    assert "µs [55.0, 55.0], not below" in str(host_views.bar_host(slow))
 
 
 def test_traffic_needs_no_measurement():
-    table = views.traffic().set_index("way")
-    assert table.loc[variants.PACKED, f"bytes, {variants.LLAMA}"] == 4 * (16 * 32 * 16 + 1)
-    assert table.loc[variants.IN_LAUNCH, f"copies, {variants.LLAMA}"] == 0
+    table = views.traffic(variants.LLAMA).set_index("way")
+    assert table.loc[shown.SHOWN[variants.PACKED], "bytes"] == 4 * (16 * 32 * 16 + 1)
+    assert table.loc[shown.SHOWN[variants.IN_LAUNCH], "copies"] == 0
+    assert len(views.traffic(variants.H1024, variants.ALONE)) == len(variants.ALONE)
+
+
+# names, and the first screen
+
+
+def test_every_variant_has_a_name_of_its_own():
+    names = [*variants.CAPTURED, *variants.EAGER]
+    assert set(names) - set(shown.SHOWN) == {variants.OURS}
+    assert len(set(shown.SHOWN.values())) == len(shown.SHOWN)
+    assert not [name for name in shown.SHOWN.values() if name[0].isdigit()]
+    assert set(shown.EACH_TOKEN) == set(variants.WAYS)
+    assert set(answer.DO) == set(variants.WAYS) - {variants.ONE_POSITION}
+
+
+def told(over=(), **changes):
+    """Conclusion and advice on made-up rows of one GPU. over: factors by variant."""
+    found = answer.facts(made.make("persistent_tables", made.DECODE, made.decode_us(dict(over)), **changes))
+    return [tell({"H100": found}) for tell in (answer.conclusion, answer.advice)]
+
+
+def test_the_first_screen_says_what_the_rows_say():
+    conclusion, advice = told()
+    step = study.floor(PUBLISHED).bytes / 3e6 + 20
+    ratio = float(re.match(r"Not rebuilding tables in Python makes a token (\S+)×", conclusion)[1])
+    assert ratio == pytest.approx((step + 2000 + 30 + 5) / (step + 15), rel=5e-3)
+    assert "× faster [" in conclusion
+    assert conclusion.endswith("on the H100; the published replay is no decode.")
+    assert "take separate kernels" not in advice
+    slower, _ = told({variants.REBUILT: 0.01})
+    assert "× slower [" in slower
+
+
+def test_the_advice_follows_the_fastest_way_and_the_contexts():
+    _, advice = told({variants.PINNED: 0.5, variants.ONE_POSITION: 0.1})
+    assert advice == "Copy the tables from pinned memory."
+    _, advice = told({variants.GRAPH: 0.5, variants.GEMV_DEPENDENT: 0.5})
+    assert advice == (
+        "Keep the position on the GPU and replay one CUDA graph; from position 16 on take separate kernels with "
+        "dependent launch (Llama-3.2-1B)."
+    )
+
+
+def test_gpus_that_differ_are_named():
+    base = {"ratio": 2.0, "low": 1.9, "high": 2.1, "verdict": "faster", "right": 1, "checked": 64}
+    one = base | {"best": variants.GRAPH, "later": 512}
+    other = base | {"ratio": 0.5, "low": 0.4, "high": 1.6, "verdict": "unclear", "best": variants.PACKED}
+    said = answer.conclusion({"H100": one, "H200": other})
+    assert "2.00× faster [1.90, 2.10] on the H100 and 2.00× slower [0.62, 2.50] (unclear) on the H200" in said
+    assert answer.advice({"H100": one, "H200": other}) == (
+        "Keep the position on the GPU and replay one CUDA graph (H100) and send the words that change in one copy "
+        "(H200); from position 512 (H100) on take separate kernels with dependent launch (Llama-3.2-1B)."
+    )
+    for text in (said, answer.advice({"H100": one, "H200": other})):
+        assert len(text.split()) <= 40
+    right = {"H100": one | {"right": 64}}
+    assert "no decode" not in answer.conclusion(right)
+
+
+def test_the_first_screen_is_empty_without_rows(rows):
+    for some in (rows.iloc[:0], without_samples(rows)):
+        found = {name: value for name, value in answer.facts(some).items() if name not in ("right", "checked")}
+        assert found == {}
+    assert answer.conclusion({}) == answer.advice({}) == ""
+    assert answer.facts(rows.iloc[:0]) == {}
+    assert set(answer.HEADLINE) <= {claim.id for claim in claims.CLAIMS}
 
 
 # what is compiled beforehand is what runs

@@ -1,5 +1,7 @@
 """The tables of the study of persistent tables against the audit's, cell by cell, on the rows of every GPU."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pandas as pd
 import persistent_tables as audit
@@ -17,7 +19,7 @@ from common import (
     with_a_sample_changed,
 )
 
-from labkit.studies.persistent_tables import claims, decodes, host_views, plans, stages, tables, variants, views
+from labkit.studies.persistent_tables import answer, claims, decodes, host_views, plans, stages, tables, variants, views
 
 CASE = audit.CASE
 
@@ -55,16 +57,24 @@ def queued(rows):
     return tables.queued(rows, [*variants.WAYS, *variants.ALONE])
 
 
-VIEWS = {"views": views, "host_views": host_views}
+def of_one(tell):
+    """What the first screen says of one GPU."""
+    return lambda rows: tell({"GPU": answer.facts(rows)})
+
+
+ANSWER = SimpleNamespace(conclusion=of_one(answer.conclusion), advice=of_one(answer.advice))
+VIEWS = {"views": views, "host_views": host_views, "answer": ANSWER}
 LAB = {  # table -> the lab's, and the columns that say which line it is
     "tables.graphs": (tables.graphs, ["model", "variant"]),
     "tables.streamed": (streamed, ["model"]),
     "tables.ablations": (tables.ablations, ["model", "variant"]),
     "tables.stages": (tables.stages, ["model", "op"]),
+    "tables.stops": (tables.stops, ["model"]),
     "tables.walls": (tables.walls, [*CASE, "way"]),
     "tables.hosts": (tables.hosts, ["model", "parts", "queued_us", "way"]),
     "tables.tokens": (tables.tokens, [*CASE, "way"]),
     "tables.contexts": (tables.contexts, ["model", "start", "variant"]),
+    "tables.gains": (tables.gains, ["way"]),
     "tables.ratio": (ratio, ["variant", "against"]),
     "tables.rebuilding": (tables.rebuilding, ["table"]),
     "tables.building": (one_interval(tables.building), ["of"]),
@@ -98,7 +108,9 @@ NOT_AUDITED = {
     "decodes.on_the_device": "calls",
     "decodes.by_the_host": "calls",
     "decodes.unordered": "a launch",
-    "views.numbers": "words; in in_short",
+    "views.stops": "tables.stops under other names",
+    "answer.facts": "in conclusion and advice",
+    "answer.hero": "tables.gains, drawn",
     "views.traffic": "of tables that are lowered, not of rows",
     "views.sizes": "of tables that are lowered, not of rows",
     "views.changes": "of tables that are lowered, not of rows",
@@ -137,7 +149,7 @@ def claims_that_differ(rows):
 
 def test_every_public_table_is_audited_or_says_why_not():
     audited = set(audit.TABLES) | set(audit.SENTENCES)
-    assert public(tables, claims, stages, plans, decodes, views, host_views) == audited | set(NOT_AUDITED)
+    assert public(tables, claims, stages, plans, decodes, views, host_views, answer) == audited | set(NOT_AUDITED)
     assert set(audit.TABLES) == set(LAB)
     assert not audited & set(NOT_AUDITED)
 

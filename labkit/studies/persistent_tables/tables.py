@@ -120,6 +120,22 @@ def stages(rows: pd.DataFrame) -> pd.DataFrame:
     return table.assign(all=table["wake"] + table["work"] + table["tail"])
 
 
+def stops(rows: pd.DataFrame) -> pd.DataFrame:
+    """What a token takes beyond reading as many bytes, by model: µs of waiting, also a barrier, and of slower reading.
+
+    waiting: what is saved where nobody waits; slower: what is then left beyond reading as many bytes.
+    """
+    found = []
+    for model, some in graphs(rows).groupby("model", sort=False):
+        us = some.set_index("variant")["us"]
+        if {variants.OURS, variants.UNORDERED, variants.READ} <= set(us.index):
+            barriers = 2 + 5 * MODELS[model].layers
+            waiting = us[variants.OURS] - us[variants.UNORDERED]
+            line = {"model": model, "barriers": barriers, "waiting": waiting, "barrier": waiting / barriers}
+            found.append(line | {"slower": us[variants.UNORDERED] - us[variants.READ]})
+    return _lines(found, ("model", "barriers", "waiting", "barrier", "slower"))
+
+
 def sure(found: Interval) -> bool:
     """Whether a figure of the host's is known within `SURE`, from several processes."""
     return found.runs > 1 and (found.high - found.low) / 2 <= SURE * abs(found.mid)
@@ -224,6 +240,17 @@ def ratio(rows: pd.DataFrame, slow: str, fast: str, **wanted: Any) -> dict[str, 
     """`pairs` of a way against a slower one in the case that has these parameters, host at work; or nothing."""
     groups = [where(group, mode="eager") for _, group in cases(rows, "token", **wanted)]
     return next((line for group in groups for line in pairs(group, [(fast, slow)])), {})
+
+
+def gains(rows: pd.DataFrame) -> pd.DataFrame:
+    """How much faster than a token whose tables are rebuilt in Python each way is, at the published size, host at work.
+
+    ratio: time of the rebuilt one over that of the way, with low and high of its interval and its verdict.
+    """
+    groups = [where(group, mode="eager") for _, group in cases(rows, "token", **variants.PUBLISHED)]
+    wanted = [(way, variants.REBUILT) for way in variants.WAYS if way != variants.REBUILT]
+    lines = [{"way": line["variant"]} | line for group in groups for line in pairs(group, wanted)]
+    return _lines(lines, ("way", "us", *RATIO, "runs"))
 
 
 def rebuilding(rows: pd.DataFrame) -> pd.DataFrame:
