@@ -59,7 +59,7 @@ data-markdown="…" on any element: a button copies this text. Permalinks: figur
       const numeric = texts.every((text, row) => numbers[row] !== null || missing(text));
       const values = [...new Set(texts)];
       if (numeric) values.sort((one, two) => numbers[texts.indexOf(one)] - numbers[texts.indexOf(two)]);
-      const few = values.length > 1 && values.length <= FEW && values.every(text => text.length <= LONG);
+      const few = values.length > 1 && values.length <= Math.min(FEW, rows.length / 2) && values.every(text => text.length <= LONG);
       return { name, texts, numbers, numeric, values, chosen: few && (!numeric || COUNTS.test(name)) };
     });
     let sorted = -1, down = false;
