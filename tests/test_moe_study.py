@@ -23,9 +23,11 @@ from labkit.kernels.experts import blocks as experts_blocks
 from labkit.kernels.experts import choose
 from labkit.kernels.experts.choose import Choice, TileChoice
 from labkit.kernels.launch import Launch
+from labkit.report.words import faster
 from labkit.sources import building
 from labkit.studies.moe_persistent_grid import (
     ahead,
+    answer,
     claims,
     explore,
     green_context,
@@ -746,12 +748,8 @@ def test_the_fastest_rival_is_found_in_every_case(rows):
 
 def test_engines_layers_are_rivals_and_are_missed_where_they_were_not_timed(rows):
     assert tables.beside_engines(rows).empty
-    assert views.beside_engines(rows) == (
-        "SGLang beside ours, bf16: not measured on this GPU. vLLM beside ours, bf16: not measured on this GPU."
-    )
-    assert views.int4_engines(rows) == (
-        "vLLM beside ours, INT4: not measured on this GPU. Humming beside ours, INT4: not measured on this GPU."
-    )
+    engines = ("SGLang, bf16", "vLLM, bf16", "vLLM, INT4", "Humming, INT4")
+    assert views.beside_engines(rows) == dict.fromkeys(engines, "not measured on this GPU")
     assert "; vLLM's layer is not among them: not measured on this GPU" in made.caption(views.rivals(rows))
     some = frame({variants.SGLANG: 0.84, variants.VLLM: 1.05, variants.HUMMING: 2.1}, own=True)
     table = tables.beside_engines(some)
@@ -766,15 +764,15 @@ def test_engines_layers_are_rivals_and_are_missed_where_they_were_not_timed(rows
     }  # fmt: skip
     assert set(tables.against_best(some)["by"]) == {variants.SGLANG}
     assert "not among them" not in made.caption(views.rivals(some))
-    said = views.beside_engines(some)
-    assert "Time SGLang / ours is ×0.80 in the mean of 15 cases, ×0.80; ours is slower in 15, least ×0.80" in said
-    assert "By its configuration: shipped ×0.80, default ×0.80. Time vLLM / ours is ×1.00" in said
-    said = views.int4_engines(some)
-    assert said.startswith("Time vLLM / ours is ×1.00 in the mean of 5 cases")
-    assert "By its configuration: default ×1.00. Time Humming / ours is ×2.00 in the mean of 5 cases" in said
+    assert views.beside_engines(some) == {
+        "SGLang, bf16": "1.25× slower on average, 1.25× slower",
+        "vLLM, bf16": "1.00× faster on average, 1.00× faster",
+        "vLLM, INT4": "1.00× faster on average, 1.00× faster",
+        "Humming, INT4": "2.00× faster on average, 2.00× faster",
+    }
     only = frame({variants.SGLANG: 0.84}, own=True)
     missing = only[~only["variant"].str.startswith("vLLM")]
-    assert views.beside_engines(missing).endswith("vLLM beside ours, bf16: not measured on this GPU.")
+    assert views.beside_engines(missing)["vLLM, bf16"] == "not measured on this GPU"
     caption = made.caption(views.rivals(missing))
     assert "vLLM's layer is not among them" in caption
     assert "SGLang's layer is not" not in caption
@@ -841,25 +839,21 @@ def test_the_sources_own_point(rows, own_rows):
 
 
 def test_an_order_that_is_other_code_is_told_apart(own_rows):
-    said = grid_views.order(own_rows).caption
-    assert "In the same code: W4A8 ×1.10, faster in 4 of 4 cases. Other code, so that the ratio is not" in said
-    assert "Third cause: refuted, the order pays with experts of 1.6 MB (at most ×1.10)" in said
+    assert grid_views.order(own_rows).caption.endswith("Refuted, it pays with experts of 1.6 MB: 1.10× faster.")
     none = dict.fromkeys((name for name in variants.RELEASED_GEMMS if variants.ONE_GROUP in name), 1.65)
-    assert "Third cause: confirmed, the order gains little" in grid_views.order(frame(none, FEW, own=True)).caption
+    assert "Confirmed, it gains little" in grid_views.order(frame(none, FEW, own=True)).caption
     other = {OTHER_CODE, variants.released(f"{variants.PERSISTENT}, {variants.ONE_GROUP}", int8=True)}
     texts = own_rows["evidence"].where(~own_rows["variant"].isin(other), '{"registers": 1}')
-    assert grid_views.order(own_rows.assign(evidence=texts)).caption.endswith(
-        "Third cause: not judged, the order cannot be told from the code."
-    )
+    assert grid_views.order(own_rows.assign(evidence=texts)).caption.endswith("Not judged: other code for each order.")
 
 
 def test_dead_blocks_and_what_they_cost(own_rows):
     said = grid_views.dead(own_rows).caption
-    assert "% dead, 9 % of the time saved: within 5 points of what is dead in " in said
-    assert said.endswith("without dead blocks it is faster in 16.")
+    assert "9 % of the time saved, within 5 points of the empty share in " in said
+    assert said.endswith(" of 16 cases.")
     shares = grid_views.dead_shares([1642]).set_index("model")
-    assert shares["dead %, BM=16"][QWEN35_35B.name] == pytest.approx(12.7, abs=1.2)
-    assert shares["dead %, BM=64"][QWEN3_30B.name] == pytest.approx(22, abs=1.2)
+    assert shares["empty %, BM=16"][QWEN35_35B.name] == pytest.approx(12.7, abs=1.2)
+    assert shares["empty %, BM=64"][QWEN3_30B.name] == pytest.approx(22, abs=1.2)
 
 
 def test_steps_follow_whole_waves(rows):
@@ -914,18 +908,15 @@ def slower(rows, some, factor):
 
 
 def test_a_routing_under_which_ours_loses_is_said(rows):
-    assert "Ours loses" not in views.routings(rows).caption
+    title = "The lab's layer loses where many tokens meet at one expert"
+    assert views.routings(rows).options["title"] != title
     one = rows["variant"].isin(OURS_AND_TWIN) & rows["case"].str.contains('"one expert"') & (rows["op"] == "layer")
     lost = slower(rows, one & rows["case"].str.contains(MIXTRAL.name) & rows["case"].str.contains('"T": 128,'), 3)
-    caption = views.routings(lost).caption
-    assert (
-        "Skewed, time of the fastest other (F.grouped_mm) / ours is ×0.40 to 1.20: ours is faster in 7, slower"
-        in caption
-    )
-    assert "Ours loses: Mixtral-8x7B, bf16, 128 tokens, one expert, ×0.40 [0.40, 0.40], 16 blocks of 16 rows" in caption
-    assert "under skewed routings ×0.40 to 1.20" in views.in_short(lost)
-    assert "with one expert it is down to ×0.40 (Mixtral-8x7B, 128 tokens)" in views.summary(lost)
-    assert "down to" not in views.summary(rows)
+    made_of = views.routings(lost)
+    assert made_of.options["title"] == title
+    assert made_of.said == "Least: 2.50× slower (Mixtral-8x7B, bf16, 128 tokens, one expert)"
+    skewed = views.in_short(lost)["Lab's bf16 layer against the fastest other, skewed routing"]
+    assert skewed.endswith("2.50× slower to 1.20× faster")
 
 
 def test_predictions_are_held_against_the_sum_of_both_limits(rows):
@@ -944,14 +935,18 @@ def test_predictions_are_held_against_the_sum_of_both_limits(rows):
 
 
 def test_int4_that_takes_longer_is_said_to_unpack(rows):
-    assert "unpacking" not in views.prediction(rows).caption
+    asked = "INT4 slower than bf16, by unpacking"
+    assert asked not in views.unexplained(rows)
     many = (
         rows["variant"].isin(OURS_AND_TWIN) & (rows["op"] == "layer") & rows["case"].str.contains('"weights": "INT4"')
     )
     late = slower(rows, many & rows["case"].str.contains('"T": 4096,'), 6)
-    assert "In 3 of 15 cases INT4 takes ×2.00 the time of bf16" in views.prediction(late).caption
-    assert "up to 1642 tokens ×3.00, beyond ×0.50" in views.int4_gain(late).caption
-    assert "slower in 3 of 15 cases than with bf16: up to 1642 tokens" in views.in_short(late)
+    assert views.unexplained(late)[asked] == "in 3 of 15 cases, 2.00× slower"
+    drawn = views.int4_gain(late)
+    assert drawn.said == "Up to 1642 tokens 3.00× faster, beyond 2.00× slower"
+    assert drawn.options["title"] == "INT4 weights pay with few tokens, not with many"
+    assert views.int4_gain(rows).options["title"] == "What INT4 weights are worth"
+    assert views.in_short(late)["INT4 weights, not bf16, up to 1642 tokens"] == "3.00× faster"
 
 
 def test_what_was_not_tuned_says_nothing_of_tuning():
@@ -964,7 +959,7 @@ def test_what_was_not_tuned_says_nothing_of_tuning():
     }
     some = frame(parameters=ALL | lists)
     assert tables.tuned_up_to(some) == 4096
-    assert "By the rule the layer takes ×1.10 as long in the mean of 2 cases" in views.tuning(some)
+    assert views.tuning(some)["By the rule instead"].startswith("1.10× slower on average")
 
 
 def kinds(**columns):
@@ -979,24 +974,31 @@ def kinds(**columns):
 
 
 def test_the_first_cause_is_judged_by_few_waves_against_many():
-    assert "First cause: refuted" in grid_views._by_waves(kinds(waves=[2.0, 20.0], ratio=[1.0, 1.0]))
-    assert "First cause: refuted" in grid_views._by_waves(kinds(waves=[2.0, 20.0], ratio=[1.1, 1.1]))
-    assert "First cause: confirmed" in grid_views._by_waves(kinds(waves=[2.0, 20.0], ratio=[1.1, 1.0]))
-    assert "First cause" not in grid_views._by_waves(kinds(waves=[0.5, 20.0], ratio=[1.1, 1.0]))
+    for ratio, word in (([1.0, 1.0], "refuted"), ([1.1, 1.1], "refuted"), ([1.1, 1.0], "confirmed")):
+        assert grid_views._by_waves(kinds(waves=[2.0, 20.0], ratio=ratio)).startswith(f"{word}: ")
+    assert grid_views._by_waves(kinds(waves=[0.5, 20.0], ratio=[1.1, 1.0])).startswith("not judged")
+
+
+def test_pairs_of_which_the_persistent_kernel_leaves_less_room_are_counted(monkeypatch):
     fewer = kinds(waves=[2.0], ratio=[1.0]).assign(**{"CTAs an SM": 4.0, "persistent CTAs": 3.0})
-    assert "fewer CTAs of the persistent kernel fit in 1 of 1 pairs" in grid_views._by_waves(fewer)
+    monkeypatch.setattr(tables, "persistence", lambda rows: fewer)
+    assert grid_views.fewer_ctas(None) == "fewer CTAs of the persistent kernel fit an SM in 1 of 1 pairs."
 
 
-def test_changes_are_sorted_by_whether_they_always_pay(own_rows):
-    always, _, slower_ones = grid_views.pays(own_rows).partition("Slower in every case: ")
-    assert always.startswith(
-        f"Faster in every case: {variants.FILLED} (W4A16 ×1.25, faster in 4 of 4; W4A8 ×1.25, faster in 4 of 4); groups"
-    )
-    assert slower_ones == "persistent (W4A16 ×0.80, faster in 0 of 4; W4A8 ×0.80, faster in 0 of 4)."
-    filled = own_rows["variant"].str.endswith(variants.FILLED) & own_rows["variant"].str.startswith("ExecuTorch")
-    late = grid_views.pays(slower(own_rows, filled & own_rows["case"].str.contains('"T": 128,'), 2))
-    depends = late.partition("It depends, or is the same: ")[2]
-    assert depends.startswith(f"{variants.FILLED} (W4A16 ×0.63 to 1.25, faster in 2 of 4; W4A8")
+def test_gains_are_said_in_the_direction_of_the_statement():
+    said = {
+        (0.5, 0.8): "1.25× to 2.00× slower", (1.1, 1.3): "1.10× to 1.30× faster",
+        (0.5, 1.3): "2.00× slower to 1.30× faster", (2.0, 2.0): "2.00× faster",
+    }  # fmt: skip
+    assert {ends: views.gains(pd.Series(ends)) for ends in said} == said
+    assert views.gain({"ratio": 0.5, "low": 0.4, "high": 0.8}) == "2.00× slower [1.25, 2.50]"
+
+
+def test_no_table_is_shown_with_a_recorded_name(own_rows):
+    for table in (grid_views.own_products(own_rows), grid_views.worth(own_rows), views.beside_released(own_rows)):
+        shown = {value for name in table if table[name].dtype == object for value in table[name]}
+        assert not shown & set(views.DISPLAY) - set(views.DISPLAY.values())
+    assert not any(text[0].isdigit() for text in views.DISPLAY.values())
 
 
 def test_compiled_code_is_shown_of_recorded_rows_too():
@@ -1018,24 +1020,12 @@ def test_compiled_code_is_shown_of_recorded_rows_too():
 
 def test_code_is_shown_as_it_was_timed(rows, own_rows):
     table = grid_views.as_timed(own_rows.assign(triton="3.6.0"))
-    assert table["variant"].tolist() == list(grid_views.LOOKED_AT) * 2
+    assert table["variant"].tolist() == [views.DISPLAY[name] for name in grid_views.LOOKED_AT] * 2
     assert set(table["Triton"]) == {"3.6.0"}
     persistent = variants.released(variants.PERSISTENT)
-    base = table[(table["variant"] == persistent) & (table["GEMM"] == "gemm2")].iloc[0]
+    base = table[(table["variant"] == persistent) & (table["GEMM"] == "GEMM2")].iloc[0]
     assert (base["registers"], base["CTAs an SM"], base["loads, by bits"]) == (96, CTAS, "128 (×3), 8 (×64)")
-    assert grid_views.as_timed(rows)["variant"].tolist() == [variants.OURS_TILES] * 2
-
-
-def test_the_verdict_names_the_grid_that_wins():
-    said = views.summary(frame({variants.OURS_FILLED: 1.2}, own=True))
-    assert said.startswith("Launch one CTA a tile: a persistent grid of as many programs as fit is slower in ")
-    assert "launch as many programs as fit, if the grid must be persistent (×1.25 in the mean)" in said
-    assert "launch blocks that have a token alone (persistent) (×1.10 in the mean)" in said
-    assert "the fastest form of ExecuTorch's own (ExecuTorch 1.5.1 W4A" in said
-    assert "ExecuTorch" not in views.summary(frame())
-    assert "Under uniform routing our bf16 layer is faster in 15 of 15 cases against the fastest other (×1.20" in said
-    assert views.summary(frame({variants.OURS_FILLED: 1.0}, FEW)).startswith("Launch as many programs as fit: ")
-    assert views.summary(frame(parameters=FEW)).startswith("Any grid will do: ")
+    assert grid_views.as_timed(rows)["variant"].tolist() == ["lab, one CTA a tile"] * 2
 
 
 def test_bits_are_compared_in_pairs(rows):
@@ -1072,16 +1062,22 @@ def test_the_pull_request_is_judged_by_the_sources_own_code(persistent, prefill,
     on_its_gpu = judged(some.assign(gpu="NVIDIA A100-SXM4-80GB"))
     assert on_its_gpu["prefill"].verdict == prefill  # which was of a whole prefill
     assert on_its_gpu["few-tokens"].verdict == {"consistent": "reproduced", "disagrees": "not reproduced"}[few]
-    assert f"own layer at its own point: ×{0.5 / persistent:.2f} (W4A16), ×" in views.in_short(some)
-    said = made.caption(views.own_code(some))
-    assert f"×{0.5 / persistent:.2f}" in said
-    assert "ExecuTorch 1.5.1 W4A" in views.beside_released(some)
+    said = views.in_short(some)["ExecuTorch's layer, W4A16, 1642 tokens: persistent grid"]
+    assert said.startswith(faster(0.5 / persistent))
+    drawn = views.own_code(some)
+    assert drawn.said == faster(0.5 / persistent)
+    slow = "The persistent grid is slower at every number of tokens"
+    assert (drawn.options["title"] == slow) == (persistent > 0.5)
+    assert set(views.beside_released(some)["fastest other"].str[:20]) <= {
+        "ExecuTorch 1.5.1 W4A",
+        "ExecuTorch 1.5.1, pe",
+    }
 
 
 def test_the_causes_are_asked_of_the_sources_own_products(rows):
     assert tables.own_products(rows).empty
-    words = {variants.FILLED: 0.5, variants.ONE_GROUP: 1.1, variants.LIVE: 0.8}
-    times = {name: next((us for word, us in words.items() if word in name), 1.0) for name in variants.RELEASED_GEMMS}
+    factors = {variants.FILLED: 0.5, variants.ONE_GROUP: 1.1, variants.LIVE: 0.8}
+    times = {name: next((us for word, us in factors.items() if word in name), 1.0) for name in variants.RELEASED_GEMMS}
     some = frame(times, ALL, own=True)
     table = tables.own_products(some)
     assert len(table) == 2 * 2 * 2 * len(variants.OWN_CHANGES)  # tokens, products, activations
@@ -1089,30 +1085,35 @@ def test_the_causes_are_asked_of_the_sources_own_products(rows):
     means = table.groupby("change", sort=False)["ratio"].mean().round(2).tolist()
     assert means == [1.0, 2.0, 1.1, 1.25, 1.25]
     assert table["dead %"].between(5, 50).all()
-    assert f"{variants.FILLED}: W4A16 ×2.00 and W4A8 ×2.00, faster in 8 of 8 cases" in grid_views.own_products(some)
     for view, said in {
-        "grid": "own products, blocks of 64 rows: W4A16 ×1.00 and W4A8 ×1.00, same in 8 of 8 cases",
-        "occupancy": "×2.00, faster in 8 of 8 cases. Second cause: confirmed, filling the SMs pays where more than one",
-        "order": "In the same code: W4A8 ×1.10, faster in 4 of 4 cases",
-        "dead": "% dead, 20 % of the time saved",
-        "why": "ExecuTorch 1.5.1 W4A8, both products: one CTA a tile / persistent is ×1.000",
+        "occupancy": "Confirmed: with as many as fit 2.00× faster",
+        "order": "Refuted, it pays with experts of 1.6 MB: 1.10× faster",
+        "dead": "20 % of the time saved",
+        "point": "Skipping empty blocks: 1.25× faster",
     }.items():
         assert said in made.caption(getattr(grid_views, view)(some)), view
+    causes = grid_views.causes(some)
+    assert list(causes) == [getattr(grid_views, name) for name in ("WAVES", "CTAS", "ORDER", "EMPTY", "FULL")]
+    assert causes[grid_views.CTAS] == "confirmed: with as many as fit 2.00× faster"
+    assert causes[grid_views.EMPTY].endswith(" % of the grid; without them 1.25× faster")
+    assert causes[grid_views.FULL] == "W4A16 2.00× faster, W4A8 2.00× faster"
     slow = {name: 3.0 if variants.FILLED in name else 1.0 for name in variants.RELEASED_GEMMS}
-    assert "Second cause: refuted" in made.caption(grid_views.occupancy(frame(slow, ALL, own=True)))
+    assert "Refuted: " in made.caption(grid_views.occupancy(frame(slow, ALL, own=True)))
     alone = some["evidence"].map(lambda text: json.dumps(json.loads(text) | {"ctas_per_sm": 1}))
-    assert "no two programs of ExecuTorch's own" in made.caption(grid_views.occupancy(some.assign(evidence=alone)))
+    assert "Not judged: no two CTAs fit an SM" in made.caption(grid_views.occupancy(some.assign(evidence=alone)))
 
 
-CAUSES = ("own_products", "why", "occupancy", "order", "pays", "dead", "fuller")
+CAUSES = ("point", "occupancy", "order", "dead", "fuller")
 
 
 @pytest.mark.parametrize("view", CAUSES)
 def test_where_the_sources_products_were_not_timed_nothing_is_said_of_them(rows, view):
     said = getattr(grid_views, view)(rows)
     assert said.startswith("ExecuTorch's own products alone: not measured on this GPU.")
-    for word in ("confirmed", "refuted", "source BM"):
-        assert word not in said
+    timed = "ExecuTorch's own products alone: not measured on this GPU."
+    assert grid_views.why(rows) == {"ExecuTorch's products": timed}
+    causes = grid_views.causes(rows)
+    assert {causes[name] for name in (grid_views.CTAS, grid_views.ORDER, grid_views.EMPTY)} == {timed}
     own = frame(parameters=FEW, own=True)
     failed = own["variant"].str.startswith("ExecuTorch")
     reason = failed.map({True: "NotFetched: not fetched: labkit fetch executorch", False: ""})
@@ -1126,9 +1127,8 @@ def test_without_the_release_the_page_says_how_to_get_it(rows):
     own = some["variant"].str.startswith("ExecuTorch")
     reason = own.map({True: "NotFetched: not fetched: labkit fetch executorch", False: ""})
     missing = some.assign(ok=some["ok"] & ~own, reason=reason)
-    for view in (views.own_code, views.beside_released):
-        assert view(missing).endswith("not fetched: labkit fetch executorch.")
-    assert "ExecuTorch's own layer at its own point: not fetched: labkit fetch executorch." in views.in_short(missing)
+    assert views.own_code(missing).endswith("not fetched: labkit fetch executorch.")
+    assert views.in_short(missing)["ExecuTorch's layer"] == "not fetched: labkit fetch executorch"
     for name in ("prefill", "few-tokens", "blocks"):
         found = judged(missing)[name]
         assert (found.verdict, found.measured) == ("not testable here", "–")
@@ -1214,39 +1214,48 @@ def test_nothing_is_judged_of_one_process_or_of_no_rows(rows):
 
 
 @pytest.mark.parametrize(("view", "said"), [
-    ("in_short", "a persistent grid of one program an SM is slower in 24 of 24 cases (×0.91 in the mean, ×0.91)"),
-    ("in_short", "ExecuTorch's own layer at its own point: ×0.80 (W4A16), ×0.80 (W4A8)."),
-    ("in_short", "time of the fastest other (F.grouped_mm) / ours is ×1.20 in the mean of 15 cases"),
-    ("rivals", "Ours is faster in 15 of 15 cases; geometric mean 1.200, least 1.2"),
-    ("rivals", "without one token 1.200"),
-    ("reading", "16 to 128 tokens: 8"),
-    ("int4_gain", "INT4 is faster in 15 of 15 cases: up to 4096 tokens ×3.00; one token ×3.00 (of the read"),
-    ("grid", "First cause: refuted, few waves gain nothing either"),
-    ("why", "both products: one CTA a tile / persistent is ×0.800 (×0.8"),
-    ("why", "Each grid has other code: GEMM1 80 → 96 registers, 7 → 7 CTAs; GEMM2 80 → 96 registers, 7 → 7 CTAs that"),
-    ("why", "As many programs as fit are ×1.250 over one, and ×1.000 over one CTA a tile."),
-    ("why", "% of the blocks are dead, and leaving them off gives ×1.100."),
-    ("why", "the fastest form of ExecuTorch's own (ExecuTorch 1.5.1 W4A"),
-    ("occupancy", "×1.25, faster in 8 of 8 cases. Second cause: confirmed, filling the SMs pays where more than one"),
-    ("order", "Third cause: refuted, the order pays"),
-    ("pays", "SMs × occupancy (W4A16 ×1.25, faster in 4 of 4; W4A8 ×1.25, faster in 4 of 4)"),
-    ("dead", "% of the time saved: within 5 points of what is dead in "),
-    ("launching", "mean of the models: 1 token ×1.100 (faster in 3 of 3 models), 16 tokens ×1.100"),
-    ("steps", "Measured over predicted by whole waves: +0 % in the median of 16"),
-    ("tuning", "By the rule the layer takes ×1.10 as long in the mean of 27 cases"),
-    ("tuning", "Tuned for 1642 tokens the layer takes ×1.20 as long in the mean of 12 cases"),
-    ("prediction", "Over the sum of reading and of the products of whole blocks, without one token: INT4 up"),
-    ("fuller", "the mean of each column is A100 (108 SMs) 0.9"),
+    ("rivals", "1.20× faster on average, least 1.20× faster"),
+    ("reading", "At 16 to 128 tokens 8"),
+    ("int4_gain", "Up to 4096 tokens 3.00× faster"),
+    ("grid", "Refuted: 1.00× faster at 1 to 3 waves"),
+    ("occupancy", "Confirmed: with as many as fit 1.25× faster"),
+    ("order", "Refuted, it pays"),
+    ("dead", "% of the time saved, within 5 points of the empty share in "),
+    ("steps", "Off what whole waves predict: +0 % in the median of 16 cases"),
+    ("own_code", "1.25× slower"),
 ])  # fmt: skip
 def test_what_a_view_says_follows_from_the_rows(own_rows, view, said):
     module = grid_views if view in GRID_VIEWS else views
     assert said in made.caption(getattr(module, view)(own_rows))
 
 
+PRODUCTS, OF_LAYER = "Lab's products: persistent grid of", "ExecuTorch's layer, W4A8, 1642 tokens:"
+
+
+@pytest.mark.parametrize(("view", "question", "said"), [
+    ("in_short", f"{PRODUCTS} one CTA an SM", "1.10× slower on average; faster in 0 of 24"),
+    ("in_short", f"{OF_LAYER} persistent grid", "1.25× slower [1.2"),
+    ("in_short", f"{OF_LAYER} blocks of 64 rows, not 16", "1.32× faster [1.3"),
+    ("in_short", "Lab's bf16 layer against the fastest other, uniform routing", "1.20× faster on average"),
+    ("why", "W4A16, GEMM1: persistent grid", "1.25× slower ["),
+    ("why", "W4A16, both products: as many CTAs as fit, not one an SM", "1.25× faster"),
+    ("why", "W4A8, both products: as many CTAs as fit, not one CTA a tile", "1.00× "),
+    ("why", "W4A8, both products: no empty blocks, not all", "1.10× faster"),
+    ("why", "Lab's products against ExecuTorch's fastest", "1.09× faster (ExecuTorch 1.5.1 W4A"),
+    ("launching", "1 token", "1.10× faster on average; faster in 3 of 3 models"),
+    ("tuning", "By the rule instead", "1.10× slower on average"),
+    ("tuning", "With the tiles of 1642 tokens for any number", "1.20× slower on average"),
+    ("unexplained", "INT4, 2 to 512 tokens: over reading and products", " %"),
+])  # fmt: skip
+def test_the_answer_to_a_question_follows_from_the_rows(own_rows, view, question, said):
+    module = grid_views if view in GRID_TABLES else views
+    assert said in getattr(module, view)(own_rows)[question]
+
+
 @pytest.mark.parametrize(("shares", "said"), [
-    ((0.90, 0.92, 0.93, 0.95), "the fewer, the emptier."),
-    ((0.90, 0.97, 0.93, 0.95), "how full they are does not follow from how many there are."),
-    ((0.95, 0.95, 0.95, 0.955), "how full they are does not follow from how many there are."),
+    ((0.90, 0.92, 0.93, 0.95), "the fewer multiprocessors, the emptier the waves."),
+    ((0.90, 0.97, 0.93, 0.95), "how full the waves are does not follow from how many multiprocessors there are."),
+    ((0.95, 0.95, 0.95, 0.955), "how full the waves are does not follow from how many multiprocessors there are."),
 ])  # fmt: skip
 def test_fewer_multiprocessors_are_emptier_only_if_each_gpu_says_so(shares, said, monkeypatch):
     found = pd.DataFrame({"GPU": ["A100", "RTX 4090", "H100 SXM, H200", "B200"], "efficiency": shares})
@@ -1255,13 +1264,15 @@ def test_fewer_multiprocessors_are_emptier_only_if_each_gpu_says_so(shares, said
 
 
 VIEWS = (
-    "in_short", "rivals", "rates", "launching", "one_token", "by_words", "words_said", "beside_engines",
-    "int4_engines", "reading", "int4_gain", "routings", "tuning", "prediction", "summary",
+    "own_code", "rivals", "rates", "one_token", "by_words", "words_said", "reading", "int4_gain", "routings",
+    "skew_costs", "prediction", "narrow_blocks", "beside_released",
 )  # fmt: skip
 GRID_VIEWS = (
-    "own_products", "as_timed", "grid", "bits", "why", "occupancy", "order", "pays", "dead", "steps", "other_gpus",
-    "fuller",
+    "own_products", "worth", "source_point", "as_timed", "point", "grid", "fewer_ctas", "bits", "occupancy", "order",
+    "dead", "steps", "other_gpus", "fuller", "persistent_on_parts",
 )  # fmt: skip
+COMPARED = ("in_short", "launching", "beside_engines", "tuning", "unexplained")
+GRID_TABLES = ("causes", "why")  # questions and answers
 TABLES = ("source_point", "worth", "narrow_blocks", "persistent_on_parts", "beside_engines", "own_products")
 PARTIAL = {
     "all": lambda rows: rows,
@@ -1295,6 +1306,69 @@ def test_every_view_of_partial_rows_is_a_sentence_or_a_drawing(few, which):
     made.check_views(views, VIEWS, some)
     made.check_views(grid_views, GRID_VIEWS, some)
     made.check_views(tables, TABLES, some)
+    for module, views_of in ((views, COMPARED), (grid_views, GRID_TABLES)):
+        for view in views_of:
+            for question, said in getattr(module, view)(some).items():
+                assert "nan" not in said, question
+
+
+# the answer
+
+
+def facts_of(**changes):
+    """Facts of a GPU as `answer.facts` gives them."""
+    return {"own": "1.25× slower", "grid": "one CTA a tile", "empty": "1.60× faster", "tokens": "1642 tokens"} | {
+        "empty pays": True, "fill": True,
+    } | changes  # fmt: skip
+
+
+def test_the_answer_follows_from_the_rows(own_rows):
+    slow = {"H100": answer.facts(own_rows)}
+    assert answer.conclusion(slow).startswith(
+        "No: on the H100 a persistent grid runs ExecuTorch's own layer 1.25× slower"
+    )
+    assert answer.advice(slow) == (
+        "Launch one CTA a tile and skip blocks without a token: on the H100 at least 1.10× faster at 1642 tokens; "
+        "fill the SMs if the grid must be persistent."
+    )
+    times = {variants.released(variants.PERSISTENT, int8): 1.1 for int8 in (False, True)}
+    times |= {name: 1.32 for name in variants.RELEASED_GEMMS if variants.TILES in name}
+    fast = {"H100": answer.facts(frame(times, FEW | {"models": [QWEN35_35B.name]}, own=True))}
+    assert answer.conclusion(fast).startswith(
+        "Yes: on the H100 a persistent grid runs ExecuTorch's own layer 1.20× faster"
+    )
+    assert answer.advice(fast) == "Launch a persistent grid."
+
+
+def test_gpus_that_disagree_are_not_made_to_agree():
+    both = {"H100": facts_of(), "H200": facts_of(own="1.10× faster", grid="a persistent grid")}
+    assert answer.conclusion(both).startswith("It depends on the GPU: on the H100 ")
+    assert answer.advice(both).startswith("Launch either grid and skip ")
+    same = {"H100": facts_of(grid="either grid", own="1.00× faster")}
+    assert answer.conclusion(same).startswith("It makes no difference: ")
+    assert "skip" not in answer.advice({"H100": facts_of() | {"empty pays": False}})
+    assert "fill" not in answer.advice({"H100": facts_of(fill=False)})
+
+
+def test_without_executorch_the_lab_s_products_answer(rows):
+    known = {"H100": answer.facts(rows)}
+    assert set(known["H100"]) == {"grid"}
+    assert answer.conclusion(known).startswith("ExecuTorch's own layer was not timed; ")
+    assert answer.advice(known) == "Launch either grid."
+
+
+def test_no_rows_give_no_answer(own_rows):
+    assert answer.facts(own_rows.iloc[:0]) == {}
+    assert answer.facts(made.unusable(own_rows)) == {}
+    assert answer.conclusion({}) == answer.advice({}) == ""
+    assert isinstance(answer.hero(own_rows.iloc[:0]), str)
+
+
+def test_the_answer_is_short_and_its_claims_are_the_study_s(own_rows):
+    for known in ({"H100": answer.facts(own_rows)}, dict.fromkeys(("H100", "H200"), facts_of())):
+        for said in (answer.conclusion(known), answer.advice(known)):
+            assert 0 < len(said.split()) <= 40
+    assert set(answer.HEADLINE) <= {claim.id for claim in claims.CLAIMS}
 
 
 def test_what_needs_no_measurement():

@@ -488,7 +488,7 @@ def dead_shares(rows: pd.DataFrame) -> pd.DataFrame:
         line = {"model": model, "T": t}
         for size in (16, 64):
             grid = (t * top_k + experts * size) // size  # as `moe_align_block_size` has it
-            line[f"dead %, BM={size}"] = float(100 * (1 - _live(t, top_k, experts, size) / grid))
+            line[f"empty %, BM={size}"] = float(100 * (1 - _live(t, top_k, experts, size) / grid))
         found.append(line)
     return pd.DataFrame(found)
 

@@ -3,6 +3,7 @@
 import math
 from dataclasses import asdict
 from functools import cache
+from types import SimpleNamespace
 
 import moe_persistent_grid as audit
 import moe_persistent_grid_said
@@ -23,7 +24,7 @@ from common import (
 from once import made_once
 
 from labkit.bench.spec import Case
-from labkit.studies.moe_persistent_grid import claims, grid_views, tables, views, waves, work
+from labkit.studies.moe_persistent_grid import answer, claims, grid_views, tables, views, waves, work
 from labkit.studies.moe_persistent_grid.models import MODELS
 
 CASE = audit.CASE
@@ -136,7 +137,13 @@ NOT_AUDITED = {
 OF_VIEWS = {"grid_views.dead_shares", "grid_views.waves_by_gpu", "views.active_experts"}
 
 
-VIEWS = {"views": views, "grid_views": grid_views}
+def answered(rows):
+    """The first screen's sentences on one GPU."""
+    known = {"this GPU": answer.facts(rows)}
+    return f"{answer.conclusion(known)} {answer.advice(known)}"
+
+
+VIEWS = {"views": views, "grid_views": grid_views, "answer": SimpleNamespace(said=answered)}
 
 
 ASKED_AGAIN = (

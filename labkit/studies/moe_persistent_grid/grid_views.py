@@ -9,39 +9,46 @@ import pandas as pd
 from labkit.bench import ledger
 from labkit.bench.spec import Case, Study
 from labkit.bench.tables import where, why_not
-from labkit.bench.verdict import counted, geometric_mean
+from labkit.bench.verdict import geometric_mean
 from labkit.kernels.experts import blocks as experts_blocks
 from labkit.report import plots
 from labkit.report.figures import Drawing, drawing
-from labkit.report.words import interval, rounded, sentences, span
+from labkit.report.words import faster, rounded, span
 from labkit.report.words import tokens as in_tokens
 from labkit.studies.moe_persistent_grid import tables, variants, waves, work
 from labkit.studies.moe_persistent_grid.models import MODELS, QWEN35_35B, MoeModel
 from labkit.studies.moe_persistent_grid.variants import FILLED, LIVE, PERSISTENT, SOURCE_T, TILES, UNIFORM, released
-from labkit.studies.moe_persistent_grid.views import HIDDEN, UNITS, labels, ours_there
+from labkit.studies.moe_persistent_grid.views import DISPLAY, first_upper, gain, gains, labels, named
 
 ONE_WAVE, FEW_WAVES, MANY_WAVES = 1, 3, 10
-FULL = 0.9  # share of the slots' time that is work, up to which a last wave leaves something to win
 BAND = 0.01  # a mean ratio nearer to 1 is none
-BOTH = "µs, both"  # of the source's own point
 GROUPED = "groups of more than 1"  # a change of `tables.own_products`
 BLOCK_M = 64  # rows of a block of ExecuTorch's own batched kernels
 OWN_PRODUCTS = f"ExecuTorch's own products (1.5.1), blocks of {BLOCK_M} rows, in the configuration that tuning chose."
-CLOSE = 5  # points of percent: a saving this near to the dead share follows from it
+CLOSE = 5  # points of percent: a saving this near to the empty share follows from it
 LIVE_CHANGES = [f"{LIVE}, {grid}" for grid in variants.GRIDS]
+POINT_CHANGES = ["persistent", FILLED, GROUPED, LIVE_CHANGES[0]]  # of the first screen
 LOOKED_AT = (*(name for pair in variants.OWN_PAIRS for name in pair), variants.OURS_TILES)
+WAVES, CTAS, ORDER, EMPTY = "Waves", "Occupancy", "Cache and order of tiles", "Empty blocks"
+FULL = "Persistent grid with full SMs, against one CTA a tile"
 
 
 # ExecuTorch's own products
 
 
-def own_products(rows: pd.DataFrame) -> str:
-    """What each thing that a launch decides is worth to ExecuTorch's own products."""
-    table = tables.own_products(rows)
-    if table.empty:
-        return _not_timed(rows)
-    parts = [f"{change}: {_of_own(part)}" for change, part in table.groupby("change", sort=False)]
-    return f"time before / after, in ExecuTorch's own products. {'; '.join(parts)}."
+def own_products(rows: pd.DataFrame) -> pd.DataFrame:
+    """Each thing that a launch of ExecuTorch's own products decides, as the page shows it."""
+    return named(tables.own_products(rows))
+
+
+def worth(rows: pd.DataFrame) -> pd.DataFrame:
+    """The same over all cases."""
+    return named(tables.worth(rows)).rename(columns={"mean ratio": "mean, × faster"})
+
+
+def source_point(rows: pd.DataFrame) -> pd.DataFrame:
+    """The products at the source's own point, as the page shows them."""
+    return named(tables.source_point(rows)).rename(columns={"tiles / this": "× faster than one CTA a tile"})
 
 
 def _not_timed(rows: pd.DataFrame) -> str:
@@ -55,84 +62,106 @@ def _change(rows: pd.DataFrame, *changes: str) -> pd.DataFrame:
     return table.assign(row=labels(table, "T"), group=labels(table, "activations", "GEMM")) if len(table) else table
 
 
-def _of_own(table: pd.DataFrame) -> str:
-    """Ratios of some changes of them."""
-    parts = [f"{kind} ×{span(part['ratio'])}" for kind, part in table.groupby("activations", sort=False)]
-    return f"{' and '.join(parts)}, {counted(table['verdict'])} of {len(table)} cases"
+def point(rows: pd.DataFrame) -> Drawing:
+    """What each change of a launch is worth at the source's own point, by product and activations."""
+    table = where(tables.own_products(rows), T=SOURCE_T, change=POINT_CHANGES)
+    if table.empty:
+        return _not_timed(rows)
+    table = table.assign(row=labels(table, "change"), case=labels(table, "activations", "GEMM"))
+    wins = (table["verdict"] == "faster").groupby(table["change"]).all()
+    clear = wins.get(LIVE_CHANGES[0], False) and not wins.get("persistent", True)
+    empty = where(table, change=LIVE_CHANGES[0])
+    said = f"Skipping empty blocks: {gains(empty['ratio'])}" if len(empty) else ""
+    return drawing(
+        plots.ratios, table, "row", "ratio", "low", "high", panel="case", verdict="verdict",
+        xlabel="× faster with the change",
+        title="Skipping empty blocks pays; the persistent grid does not always" if clear
+        else "What each change of the launch is worth",
+        alt="Ratios of time before over time after each change of the launch, by product and activations.",
+        caption=f"ExecuTorch's own products at {SOURCE_T} tokens, a change at a time; bars are 95 % intervals.",
+        said=said, table=named(table, "row", "case", "T"),
+    )  # fmt: skip
 
 
-def _also(rows: pd.DataFrame, *changes: str) -> list[str]:
-    """The same question, answered by ExecuTorch's own products, where they were timed alone."""
-    table = tables.own_products(rows)
-    table = table[table["change"].isin(changes)]
-    return [f"ExecuTorch's own products, blocks of {BLOCK_M} rows: {_of_own(table)}"] if len(table) else []
+def causes(rows: pd.DataFrame) -> dict[str, str]:
+    """Possible cause -> whether it hides the gain of the persistent grid, and the numbers that say so."""
+    return _waves_judged(rows) | _filling_judged(rows) | _order_judged(rows) | _empty_judged(rows) | _full_grid(rows)
 
 
-def _filling_judged(table: pd.DataFrame) -> str:
-    """Whether filling the SMs pays: by the cases of which more than one program fits an SM."""
+def _full_grid(rows: pd.DataFrame) -> dict[str, str]:
+    """What is left of the question when the second cause is out of the way, at the source's own point."""
+    table, said = tables.source_point(rows).set_index("variant")["tiles / this"], []
+    for int8, kind in ((False, "W4A16"), (True, "W4A8")):
+        filled = released(f"{PERSISTENT}, {FILLED}", int8)
+        if filled in table:
+            said.append(f"{kind} {faster(table[filled])}")
+    return {FULL: ", ".join(said)} if said else {}
+
+
+def _filling_judged(rows: pd.DataFrame) -> dict[str, str]:
+    """Whether filling the SMs pays: by the cases of which more than one CTA fits an SM."""
+    table = _change(rows, FILLED)
+    if table.empty:
+        return {CTAS: _not_timed(rows)}
     more = table[table["CTAs an SM"] > 1]
     if more.empty:
-        return "not judged, no two programs of ExecuTorch's own products fit an SM"
-    said = f"where more than one program fits ({span(more['ratio'], '×{:.2f}')}, {len(more)} of {len(table)} cases)"
+        return {CTAS: "not judged: no two CTAs fit an SM"}
     pays = (more["verdict"] == "faster").mean() > 0.5
-    return f"confirmed, filling the SMs pays {said}" if pays else f"refuted, filling the SMs gains little {said}"
+    return {CTAS: f"{'confirmed' if pays else 'refuted'}: with as many as fit {gains(more['ratio'])}"}
 
 
 # The grid
 
 
 def grid(rows: pd.DataFrame) -> Drawing:
-    """One CTA a tile / persistent against waves: the first cause."""
+    """How much faster the persistent grid is against waves: the first cause."""
     table = tables.persistence(rows)
     table = table[table["waves"].notna()]
     if table.empty:
         return "no kernel was measured in both grids, with its tiles known."
-    filled = table["persistent"] == variants.OURS_FILLED
+    kernels = {variants.OURS_PERSISTENT: "lab, one CTA an SM", variants.OURS_FILLED: "lab, as many CTAs as fit"}
     table = table.assign(
-        pair=table["kernel"].mask(filled, table["kernel"] + f", {FILLED}"), at=table["waves"].map(rounded)
+        pair=[kernels.get(line["persistent"], line["kernel"]) for _, line in table.iterrows()],
+        at=table["waves"].map(rounded),
     )
+    judged = _waves_judged(rows)
+    refuted = judged.get(WAVES, "").startswith("refuted")
     return drawing(
-        plots.lines, table, "at", "ratio", "pair", panel="GEMM", logx=True, joined=False, reference=[(1, "same")],
-        xlabel="waves of one CTA a tile", ylabel="one CTA a tile / persistent", title="When a persistent grid pays",
-        alt="Marks of the ratio of both grids' times against waves, by kernel.",
-        caption="Above 1 the persistent grid is faster. Waves: tiles over the CTAs that the GPU holds.",
-        said=". ".join([*_also(rows, "persistent"), _by_waves(table)]), hidden=[*HIDDEN, "pair", "at"],
+        plots.lines, table, "at", "ratio", "pair", logx=True, joined=False, reference=[(1, "equal")],
+        xlabel="waves of one CTA a tile", ylabel="× faster as a persistent grid",
+        title="Few waves do not make a persistent grid pay" if refuted else "When a persistent grid pays",
+        alt="Marks of how much faster the persistent grid is, against waves, by kernel.",
+        caption="Every shape and number of tokens, both products. Waves: tiles over the CTAs that the GPU holds.",
+        said=first_upper(judged.get(WAVES, "")), table=named(table, "pair", "at"),
     )  # fmt: skip
 
 
+def _waves_judged(rows: pd.DataFrame) -> dict[str, str]:
+    """Few waves against many, of the lab's products with as many CTAs as fit: the second cause is then left out."""
+    table = where(tables.persistence(rows), persistent=variants.OURS_FILLED)
+    return {WAVES: _by_waves(table)} if len(table) else {}
+
+
 def _by_waves(table: pd.DataFrame) -> str:
-    """Mean ratios by waves, of as many programs as fit: the second cause is then left out; and what follows."""
-    full = where(table, persistent=variants.OURS_FILLED)
-    if full.empty:
-        return f"Ours was not measured with {FILLED}"
-    few, many = full["waves"].between(ONE_WAVE, FEW_WAVES, "right"), full["waves"] >= MANY_WAVES
-    some = {
-        f"up to {ONE_WAVE} wave": full["waves"] <= ONE_WAVE, f"{ONE_WAVE} to {FEW_WAVES} waves": few,
-        f"{MANY_WAVES} waves and more": many,
-        f"at most {100 * FULL:.0f} % of the slots' time is work": full["efficiency"] <= FULL,
-    }  # fmt: skip
-    parts = [f"{words} {_brief(full[these])}" for words, these in some.items() if these.any()]
-    said = [f"Ours with {FILLED}: {'; '.join(parts)}", _costs_ctas(table)]
-    if few.any() and many.any():
-        gains = [geometric_mean(full[these]["ratio"]) for these in (few, many)]
-        pays = gains[0] > max(1, gains[1]) + BAND
-        said.append(f"First cause: {'confirmed, few waves gain' if pays else 'refuted, few waves gain nothing either'}")
-    return ". ".join(one for one in said if one)
+    few, many = table["waves"].between(ONE_WAVE, FEW_WAVES, "right"), table["waves"] >= MANY_WAVES
+    if not (few.any() and many.any()):
+        return "not judged: few waves and many were not both timed"
+    gained = [geometric_mean(table[these]["ratio"]) for these in (few, many)]
+    word = "confirmed" if gained[0] > max(1, gained[1]) + BAND else "refuted"
+    return (
+        f"{word}: {faster(gained[0])} at {ONE_WAVE} to {FEW_WAVES} waves, {faster(gained[1])} at {MANY_WAVES} or more"
+    )
 
 
-def _brief(table: pd.DataFrame) -> str:
-    return f"×{geometric_mean(table['ratio']):.3f} ({counted(table['verdict'])} of {len(table)})"
-
-
-def _costs_ctas(table: pd.DataFrame) -> str:
+def fewer_ctas(rows: pd.DataFrame) -> str:
     """In how many pairs the loop over tiles leaves room for fewer CTAs."""
+    table = tables.persistence(rows)
     pairs = table.drop_duplicates([*tables.CASE, "GEMM", "kernel"]).dropna(subset=tables.CODE)
     if pairs.empty:
-        return ""
+        return "the code of no pair of grids is recorded."
     fewer = (pairs["persistent CTAs"] < pairs["CTAs an SM"]).rename("fewer CTAs")
     ledger.note("pairs", fewer)
-    said = "The loop over tiles takes registers: fewer CTAs of the persistent kernel fit in"
-    return f"{said} {fewer.sum()} of {len(pairs)} pairs"
+    return f"fewer CTAs of the persistent kernel fit an SM in {fewer.sum()} of {len(pairs)} pairs."
 
 
 def bits(rows: pd.DataFrame) -> str:
@@ -150,105 +179,83 @@ def bits(rows: pd.DataFrame) -> str:
     )
 
 
-def why(rows: pd.DataFrame) -> str:
-    """The source's own case in words: both products in both grids, their code, occupancy, what is dead."""
-    table = tables.source_point(rows).set_index("variant")
-    said = [_of_point(rows, table, int8) for int8 in (False, True)]
-    if not any(said):
-        return f"{_not_timed(rows)} So nothing is said of the source's own point. {ours_there(rows)}".rstrip()
-    return sentences([*said, ours_there(rows)], "")
+def why(rows: pd.DataFrame) -> dict[str, str]:
+    """The source's own point: question -> what the persistent grid, and what else a launch decides, gains there."""
+    table, found = tables.source_point(rows).set_index("variant"), {}
+    for int8 in (False, True):
+        found |= _of_point(rows, table, int8)
+    return (found or {"ExecuTorch's products": _not_timed(rows)}) | _lab_there(table)
 
 
-def _of_point(rows: pd.DataFrame, table: pd.DataFrame, int8: bool) -> str:
+def _of_point(rows: pd.DataFrame, table: pd.DataFrame, int8: bool) -> dict[str, str]:
     """Of one kind of activations; empty where it was not timed in both grids. table: `tables.source_point`."""
     tiles, persistent = released(TILES, int8), released(PERSISTENT, int8)
     if not {tiles, persistent} <= set(table.index):
-        return ""
-    said = f"{persistent.partition(',')[0]}, both products: one CTA a tile / persistent is "
-    said += f"×{table['tiles / this'][persistent]:.3f}{_each_gemm(rows, persistent)}."
-    parts = [_other_code(table.loc[tiles], table.loc[persistent]), _filled(table, int8), _dead_there(table, int8)]
-    return sentences([said, *parts], "")
+        return {}
+    kind = "W4A8" if int8 else "W4A16"
+    grids = where(tables.persistence(rows), model=QWEN35_35B.name, T=SOURCE_T, weights="INT4", persistent=persistent)
+    found = {f"{kind}, {line['GEMM'].upper()}: persistent grid": gain(line) for _, line in grids.iterrows()}
+    changes = {
+        "as many CTAs as fit, not one an SM": (f"{PERSISTENT}, {FILLED}", PERSISTENT),
+        "as many CTAs as fit, not one CTA a tile": (f"{PERSISTENT}, {FILLED}", TILES),
+        "no empty blocks, not all": (f"{TILES}, {LIVE}", TILES),
+    }
+    for words, both in changes.items():
+        after, before = (released(one, int8) for one in both)
+        if after in table.index:
+            found[f"{kind}, both products: {words}"] = faster(table[BOTH][before] / table[BOTH][after])
+    return found
 
 
-def _each_gemm(rows: pd.DataFrame, persistent: str) -> str:
-    """The same ratio of each product at the source's own point, with its interval."""
-    table = where(tables.persistence(rows), model=QWEN35_35B.name, T=SOURCE_T, weights="INT4", persistent=persistent)
-    parts = [f"{interval(line, 3)} of {line['GEMM']}" for _, line in table.iterrows()]
-    noise = table["noise"].max()
-    return f" ({', '.join(parts)}" + (f"; A/A within ±{100 * noise:.1f} %)" if noise == noise else ")")
+BOTH = "µs, both"  # of the source's own point
 
 
-def _other_code(tiles: pd.Series, persistent: pd.Series) -> str:
-    """What the loop over tiles, and what each grid has tuned, make of each product's kernel."""
-    columns = {"GEMM1": ("registers", "CTAs an SM"), "GEMM2": ("GEMM2 registers", "GEMM2 CTAs")}
-    parts = [
-        f"{gemm} {tiles[registers]:.0f} → {persistent[registers]:.0f} registers, {tiles[ctas]:.0f} → "
-        f"{persistent[ctas]:.0f} CTAs"
-        for gemm, (registers, ctas) in columns.items()
-        if persistent[registers] == persistent[registers] and tiles[registers] == tiles[registers]
-    ]
-    return f"Each grid has other code: {'; '.join(parts)} that fit an SM." if parts else ""
+def _lab_there(table: pd.DataFrame) -> dict[str, str]:
+    """The lab's two products at the source's own point against the fastest form of ExecuTorch's own."""
+    us = table[BOTH]
+    others = us.drop(variants.OURS_TILES, errors="ignore")
+    if variants.OURS_TILES not in us or others.empty:
+        return {}
+    said = faster(others.min() / us[variants.OURS_TILES])
+    return {"Lab's products against ExecuTorch's fastest": f"{said} ({DISPLAY[others.idxmin()]})"}
 
 
-def _filled(table: pd.DataFrame, int8: bool) -> str:
-    """As many programs as fit, instead of one, and against one CTA a tile."""
-    filled = released(f"{PERSISTENT}, {FILLED}", int8)
-    if filled not in table.index:
-        return ""
-    gain = table[BOTH][released(PERSISTENT, int8)] / table[BOTH][filled]
-    over_tiles = table["tiles / this"][filled]
-    return f"As many programs as fit are ×{gain:.3f} over one, and ×{over_tiles:.3f} over one CTA a tile."
-
-
-def _dead_there(table: pd.DataFrame, int8: bool) -> str:
-    tiles, live = released(TILES, int8), released(f"{TILES}, {LIVE}", int8)
-    if live not in table.index or table["dead %"][tiles] != table["dead %"][tiles]:
-        return ""
-    gain = table[BOTH][tiles] / table[BOTH][live]
-    return f"{table['dead %'][tiles]:.1f} % of the blocks are dead, and leaving them off gives ×{gain:.3f}."
+def _bars(rows: pd.DataFrame, change: str, xlabel: str, title: str, cause: dict[str, str]) -> Drawing:
+    """The ratios of one change of ExecuTorch's own products, by case; cause: what they say of it."""
+    table = _change(rows, change)
+    if table.empty:
+        return _not_timed(rows)
+    return drawing(
+        plots.ratios, table, "row", "ratio", "low", "high", group="group", verdict="verdict", xlabel=xlabel,
+        title=title, alt=f"Ratios of time before over time after the change, by case: {xlabel}.",
+        caption=OWN_PRODUCTS, said=first_upper(next(iter(cause.values()))),
+        table=named(table, "row", "group", "change"),
+    )  # fmt: skip
 
 
 def occupancy(rows: pd.DataFrame) -> Drawing:
-    """The second cause: SMs × occupancy over one program an SM."""
-    table = _change(rows, FILLED)
-    if table.empty:
-        return f"{_not_timed(rows)} So the second cause is not judged on this GPU."
-    said = f"×{span(table['ratio'])}, {counted(table['verdict'])} of {len(table)} cases. Second cause: "
-    return drawing(
-        plots.ratios, table, "row", "ratio", "low", "high", group="group", verdict="verdict",
-        xlabel="time one program an SM / time as many as fit (above 1: filling pays)", title="What occupancy is worth",
-        alt="Ratios of time with one program an SM over time with as many as fit, by case.",
-        caption=OWN_PRODUCTS, said=said + _filling_judged(table), hidden=[*HIDDEN, "row", "group", "change"],
-        units=UNITS,
-    )  # fmt: skip
+    """The second cause: as many CTAs as fit over one an SM."""
+    title = "What filling the SMs is worth to the persistent grid"
+    return _bars(rows, FILLED, "× faster with as many CTAs as fit", title, _filling_judged(rows))
 
 
 def order(rows: pd.DataFrame) -> Drawing:
     """The third cause: tile order, of experts whose weights the L2 holds."""
+    title = "What the order of tiles is worth to the persistent grid"
+    return _bars(rows, GROUPED, "× faster with tiles in groups", title, _order_judged(rows))
+
+
+def _order_judged(rows: pd.DataFrame) -> dict[str, str]:
+    """What grouping gives where only the order differs, not the code too, and what follows."""
     table = _change(rows, GROUPED)
     if table.empty:
-        return f"{_not_timed(rows)} So the third cause is not judged on this GPU."
-    return drawing(
-        plots.ratios, table, "row", "ratio", "low", "high", group="group", verdict="verdict",
-        xlabel="time groups of one block / time with groups (above 1: grouping pays)", title="What tile order is worth",
-        alt="Ratios of time with groups of one block over time with the groups that tuning chose, by case.",
-        caption=OWN_PRODUCTS, said=_of_order(table), hidden=[*HIDDEN, "row", "group", "change"], units=UNITS,
-    )  # fmt: skip
-
-
-def _of_order(table: pd.DataFrame) -> str:
-    """What grouping gives where only the order differs, where the code does too, and what follows."""
-    same = table["same code"].astype(bool)
-    said = [f"In the same code: {_of_own(table[same])}"] if same.any() else []
-    if not same.all():
-        said.append(f"Other code, so that the ratio is not the order's: {_of_own(table[~same])}")
-    if not same.any():
-        return ". ".join([*said, "Third cause: not judged, the order cannot be told from the code"])
-    most = table[same]["ratio"].max()
-    pays = (table[same]["verdict"] == "faster").mean() > 0.5
-    word = "refuted, the order pays" if pays else "confirmed, the order gains little"
-    size = f"experts of {_expert_mb():.1f} MB"
-    return ". ".join([*said, f"Third cause: {word} with {size} (at most ×{most:.2f})"])
+        return {ORDER: _not_timed(rows)}
+    same = table[table["same code"].astype(bool)]
+    if same.empty:
+        return {ORDER: "not judged: other code for each order"}
+    pays = (same["verdict"] == "faster").mean() > 0.5
+    word = "refuted, it pays" if pays else "confirmed, it gains little"
+    return {ORDER: f"{word} with experts of {_expert_mb():.1f} MB: {gains(same['ratio'])}"}
 
 
 def _expert_mb() -> float:
@@ -257,54 +264,39 @@ def _expert_mb() -> float:
     return work.weight_bytes(case) / work.active(case) / 1e6
 
 
-def pays(rows: pd.DataFrame) -> str:
-    """Which changes are faster in every case, which slower, and which depend on the case."""
-    table = tables.worth(rows)
-    if table.empty:
-        return _not_timed(rows)
-    both = table.groupby("change", sort=False)[["faster", "slower", "cases"]].sum()
-    faster, slower = (set(both.index[both[word] == both["cases"]]) for word in ("faster", "slower"))
-    groups = {"Faster in every case": faster, "Slower in every case": slower}
-    groups["It depends, or is the same"] = set(both.index) - faster - slower
-    parts = {words: _changes(where(table, change=some)) for words, some in groups.items() if some}
-    return " ".join(f"{words}: {'; '.join(part)}." for words, part in parts.items())
-
-
-def _changes(table: pd.DataFrame) -> list[str]:
-    """Changes in words, each with its ratios for each kind of activations."""
-    found = []
-    for change, part in table.groupby("change", sort=False):
-        ratios = [
-            f"{line['activations']} ×{span(line[['least', 'most']])}, faster in {line['faster']} of {line['cases']}"
-            for _, line in part.iterrows()
-        ]
-        found.append(f"{change} ({'; '.join(ratios)})")
-    return found
-
-
-def dead(rows: pd.DataFrame) -> Drawing:
-    """What leaving off the blocks without a token saves, against what is dead of the grid."""
+def _empty_judged(rows: pd.DataFrame) -> dict[str, str]:
+    """What the blocks without a token are of the grid, and what leaving them off gives."""
     table = _change(rows, *LIVE_CHANGES)
     table = table[table["dead %"].notna()] if len(table) else table
     if table.empty:
-        return f"{_not_timed(rows)} So nothing is said of what dead blocks cost."
+        return {EMPTY: _not_timed(rows)}
+    return {EMPTY: f"{span(table['dead %'], '{:.0f}')} % of the grid; without them {gains(table['ratio'])}"}
+
+
+def dead(rows: pd.DataFrame) -> Drawing:
+    """What leaving off the blocks without a token saves, against what is empty of the grid."""
+    table = _change(rows, *LIVE_CHANGES)
+    table = table[table["dead %"].notna()] if len(table) else table
+    if table.empty:
+        return _not_timed(rows)
     table = table.assign(**{"saved %": 100 * (1 - 1 / table["ratio"]), "dead %": table["dead %"].round(1)})
-    off = table["saved %"] - table["dead %"]
-    near = off.abs() <= CLOSE
-    said = f"{span(table['dead %'], '{:.0f}')} % dead, {span(table['saved %'], '{:.0f}')} % of the time saved: "
-    said += f"within {CLOSE} points of what is dead in {near.sum()} of {len(table)} cases, less in "
-    said += f"{(~near & (off < 0)).sum()}, more in {(~near & (off > 0)).sum()}; without dead blocks it is "
+    near = (table["saved %"] - table["dead %"]).abs() <= CLOSE
+    said = f"{span(table['saved %'], '{:.0f}')} % of the time saved, within {CLOSE} points of the empty share in "
+    said += f"{near.sum()} of {len(table)} cases"
+    kinds = table["activations"] + ", " + table["change"].str.removeprefix(f"{LIVE}, ")
+    follows = near.mean() > 0.5
     return drawing(
-        plots.lines, table, "dead %", "saved %", "change", panel="activations", joined=False,
-        reference=[(0, "nothing")], xlabel="dead blocks, %", ylabel="time saved, %", title="What dead blocks cost",
-        alt="Marks of the time that live blocks alone save against the dead share of the grid.",
-        caption=f"{OWN_PRODUCTS} The grid is for the worst case; here as if the host knew how many blocks are live.",
-        said=said + counted(table["verdict"]), hidden=[*HIDDEN, "row", "group"],
+        plots.lines, table.assign(kind=kinds), "dead %", "saved %", "kind", joined=False, reference=[(0, "nothing")],
+        xlabel="empty blocks, % of the grid", ylabel="time saved without them, %",
+        title="Empty blocks cost about their share of the time" if follows else "What empty blocks cost",
+        alt="Marks of the time saved without empty blocks against their share of the grid.",
+        caption=f"{OWN_PRODUCTS} The grid is for the worst case; here as if the host knew which blocks hold a token.",
+        said=said, table=named(table, "row", "group"),
     )  # fmt: skip
 
 
 def dead_shares(tokens: Sequence[int], blocks: Sequence[int] = (16, 64)) -> pd.DataFrame:
-    """Dead share of the source's grid under uniform routing by arithmetic, for every model; no measurement."""
+    """Empty share of the source's grid under uniform routing by arithmetic, for every model; no measurement."""
     found = []
     for model in MODELS.values():
         for t in tokens:
@@ -312,7 +304,7 @@ def dead_shares(tokens: Sequence[int], blocks: Sequence[int] = (16, 64)) -> pd.D
             for size in blocks:
                 live = waves.expected_blocks(t, model.top_k, model.experts, size)
                 share = waves.dead_share(live, experts_blocks.source_blocks(t, model.top_k, model.experts, size))
-                line[f"dead %, BM={size}"] = 100 * share
+                line[f"empty %, BM={size}"] = 100 * share
             found.append(line)
     return pd.DataFrame(found)
 
@@ -332,7 +324,7 @@ def as_timed(rows: pd.DataFrame) -> pd.DataFrame:
         return found
     table = compiled_table(found).assign(Triton=found["triton"]).drop(columns=["target"])
     table.insert(1, "GEMM", found["GEMM"])
-    return table
+    return named(table)
 
 
 def compiled_table(evidence: pd.DataFrame) -> pd.DataFrame:
@@ -380,14 +372,13 @@ def steps(rows: pd.DataFrame) -> Drawing:
     ledger.note("steps", known.assign(**{off.name: off}))
     said = "No part of the GPU was measured beside all of it"
     if len(off):
-        said = f"Measured over predicted by whole waves: {off.median():+.0f} % in the median of {len(off)}, "
-        said += f"{off.min():+.0f} to {off.max():+.0f} %"
+        said = f"Off what whole waves predict: {off.median():+.0f} % in the median of {len(off)} cases"
     return drawing(
         plots.lines, table, "tiles", "us", "part", panel="grid", xlabel="tiles", ylabel="µs",
         title="A GEMM of few tiles on fewer multiprocessors",
         alt="Lines of time against tiles, by multiprocessors and grid.",
         caption="All tokens at one expert; timed outside the blocks of the other variants.", said=said,
-        hidden=["part"], units=UNITS,
+        table=named(table, "part"),
     )  # fmt: skip
 
 
@@ -397,7 +388,7 @@ def other_gpus(rows: pd.DataFrame) -> pd.DataFrame:
     if table.empty:
         return table
     found = table.pivot_table(index=["kernel", "GEMM", "T"], columns="GPU", values="efficiency", sort=False)
-    return found[[gpu for gpu in waves.SMS if gpu in found]].reset_index()
+    return named(found[[gpu for gpu in waves.SMS if gpu in found]].reset_index())
 
 
 def fuller(rows: pd.DataFrame) -> str:
@@ -406,10 +397,15 @@ def fuller(rows: pd.DataFrame) -> str:
     if table.empty:
         return _not_timed(rows)
     means = table.groupby("GPU")["efficiency"].mean()[sorted(waves.SMS, key=waves.SMS.__getitem__)]
-    parts = [f"{gpu} ({waves.SMS[gpu]} SMs) {share:.3f}" for gpu, share in means.items()]
     emptier = means.is_monotonic_increasing and means.iloc[0] < means.iloc[-1] - BAND
-    follows = "the fewer, the emptier" if emptier else "how full they are does not follow from how many there are"
-    return f"the mean of each column is {', '.join(parts)}: {follows}."
+    if emptier:
+        return "the fewer multiprocessors, the emptier the waves."
+    return "how full the waves are does not follow from how many multiprocessors there are."
+
+
+def persistent_on_parts(rows: pd.DataFrame) -> pd.DataFrame:
+    """The persistent grid on parts of the GPU, as the page shows it."""
+    return named(tables.persistent_on_parts(rows))
 
 
 ledger.watch(__name__)

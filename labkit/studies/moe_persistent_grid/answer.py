@@ -1,0 +1,93 @@
+"""The page's first screen: which claims, what they come to, what to do, and one figure."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import pandas as pd
+
+from labkit.bench import ledger
+from labkit.bench.tables import where
+from labkit.report.figures import Drawing
+from labkit.report.words import faster
+from labkit.report.words import tokens as in_tokens
+from labkit.studies.moe_persistent_grid import grid_views, tables, variants
+from labkit.studies.moe_persistent_grid.views import gains
+
+HEADLINE = ("prefill", "few-tokens", "loop-grid")
+TILES, PERSISTENT, EITHER = "one CTA a tile", "a persistent grid", "either grid"
+
+
+def facts(rows: pd.DataFrame) -> dict[str, Any]:
+    """From what the sentences are made, of one GPU's rows; each only where it was measured.
+
+    own: gains of the persistent grid in ExecuTorch's own layer. grid: the one that wins more of those cases and of the
+    lab's products with as many CTAs as fit. empty, tokens: the least that its products gain without empty blocks, at
+    the most tokens timed. fill: whether as many CTAs as fit pay where more than one does.
+    """
+    own, changes = tables.released_grids(rows), tables.own_products(rows)
+    lab = where(tables.persistence(rows), persistent=variants.OURS_FILLED)
+    found: dict[str, Any] = {}
+    if len(own):
+        found |= {"own": gains(own["ratio"])}
+    if len(own) or len(lab):
+        found["grid"] = _winner(own["verdict"], lab["verdict"])
+    live = where(changes, change=grid_views.LIVE_CHANGES[0])
+    if len(live):
+        most = live["T"].max()
+        least = where(live, T=most)["ratio"].min()
+        found |= {
+            "empty": faster(least),
+            "tokens": in_tokens(most),
+            "empty pays": bool((live["verdict"] == "faster").all()),
+        }
+    filled = where(changes, change=variants.FILLED)
+    filled = filled[filled["CTAs an SM"] > 1]
+    if len(filled):
+        found["fill"] = bool((filled["verdict"] == "faster").mean() > 0.5)
+    return found
+
+
+def _winner(*verdicts: pd.Series) -> str:
+    """The grid that most of these pairs favour: ExecuTorch's own layer where it was timed, else the lab's products."""
+    said = next(one for one in verdicts if len(one))
+    faster_in, slower_in = ((said == word).sum() for word in ("faster", "slower"))
+    return TILES if slower_in > faster_in else PERSISTENT if faster_in > slower_in else EITHER
+
+
+def conclusion(facts: Mapping[str, Mapping[str, Any]]) -> str:
+    """Does the persistent grid pay, in one sentence."""
+    own = {gpu: one for gpu, one in facts.items() if "own" in one}
+    if not own:
+        ways = {gpu: one["grid"] for gpu, one in facts.items() if "grid" in one}
+        said = " and ".join(f"{grid} on the {gpu}" for gpu, grid in ways.items())
+        return f"ExecuTorch's own layer was not timed; in the lab's products {said} is faster." if ways else ""
+    words = {TILES: "No", PERSISTENT: "Yes", EITHER: "It makes no difference"}
+    answers = {words[one["grid"]] for one in own.values()}
+    answer = answers.pop() if len(answers) == 1 else "It depends on the GPU"
+    (first, gained), *others = ((gpu, one["own"]) for gpu, one in own.items())
+    said = f"{answer}: on the {first} a persistent grid runs ExecuTorch's own layer {gained}"
+    said += "".join(f", on the {gpu} {gained}" for gpu, gained in others)
+    return f"{said}, over all numbers of tokens timed."
+
+
+def advice(facts: Mapping[str, Mapping[str, Any]]) -> str:
+    """How to launch the products of an expert layer."""
+    grids = {one["grid"] for one in facts.values() if "grid" in one}
+    if not grids:
+        return ""
+    said = f"Launch {next(iter(grids)) if len(grids) == 1 else EITHER}"
+    empty = {gpu: one for gpu, one in facts.items() if one.get("empty pays")}
+    if empty:
+        parts = ", ".join(f"on the {gpu} at least {one['empty']}" for gpu, one in empty.items())
+        said += f" and skip blocks without a token: {parts} at {next(iter(empty.values()))['tokens']}"
+    if grids != {PERSISTENT} and any(one.get("fill") for one in facts.values()):
+        said += "; fill the SMs if the grid must be persistent"
+    return f"{said}."
+
+
+def hero(rows: pd.DataFrame) -> Drawing:
+    """What each change of a launch is worth to ExecuTorch's own products."""
+    return grid_views.point(rows)
+
+
+ledger.watch(__name__)
