@@ -1,6 +1,6 @@
 """The page's first screen: which claims, what they come to, what to do, and one figure."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import pandas as pd
@@ -52,14 +52,10 @@ def conclusion(facts: Mapping[str, Facts]) -> str:
     """What batching saves, and whether a token keeps its bits."""
     if not facts:
         return ""
-    bits = (
-        "A token keeps its bits" if all(one["same"] == one["cases"] for one in facts.values()) else "Some bits change"
-    )
-    return (
-        f"{bits}, and {_saves(facts.values())}: at {TOKENS} tokens one launch is "
-        f"{_each(facts, lambda one: words.faster(one['launch']))} than a loop, reading weights once another "
-        f"{_each(facts, lambda one: words.faster(one['reads']))}."
-    )
+    kept = all(one["same"] == one["cases"] for one in facts.values())
+    bits = "A token keeps its bits" if kept else "A token's bits may change"
+    gains = ", ".join(f"{gpu} {_faster(one['launch'], one['reads'])}" for gpu, one in facts.items())
+    return f"{bits}; {_saves(facts.values())}: at {TOKENS} tokens a single launch and then a single read are {gains}."
 
 
 def _saves(facts: Iterable[Facts]) -> str:
@@ -69,21 +65,29 @@ def _saves(facts: Iterable[Facts]) -> str:
     return "batching saves bytes more than launches" if more == {True} else "batching saves launches more than bytes"
 
 
-def _each(facts: Mapping[str, Facts], tell: Callable[[Facts], str]) -> str:
-    """ "1.20× faster (H100) and 1.27× faster (H200)"; of one GPU without its name where there is no other."""
-    return " and ".join(f"{gpu} {tell(one)}" for gpu, one in facts.items())
+def _faster(first: float, second: float) -> str:
+    """ "1.21× and 2.19× faster"."""
+    if min(first, second) >= 1:
+        return f"{first:.2f}× and {words.faster(second)}"
+    return f"{words.faster(first)} and {words.faster(second)}"
 
 
 def advice(facts: Mapping[str, Facts]) -> str:
     """Which kernel to take, and up to how many tokens."""
-    takes = {gpu: one["up to"] for gpu, one in facts.items() if "up to" in one}
-    if not takes:
-        return "Dequantise the weights once and multiply by bf16 cuBLAS." if facts else ""
-    limits = " and ".join(f"{words.tokens(count)} on the {gpu}" for gpu, count in takes.items())
-    beyond = {gpu: one["above"] for gpu, one in facts.items() if "above" in one}
-    above = " and ".join(f"{count} on the {gpu}" for gpu, count in beyond.items())
-    end = f"; at {above} bf16 cuBLAS is faster, if dequantised weights fit" if above else ""
-    return f"Multiply quantised weights by {KERNEL} up to {limits}{end}."
+    kept, lost = _tokens(facts, "up to"), _tokens(facts, "above")
+    library = "multiply dequantised bf16 weights by cuBLAS, if they fit"
+    if not kept:
+        return f"{library[0].upper()}{library[1:]}." if lost else ""
+    end = f"; from {lost} on {library}" if lost else ""
+    return f"Unpack quantised weights inside a kernel of matrix instructions ({KERNEL}) up to {kept}{end}."
+
+
+def _tokens(facts: Mapping[str, Facts], name: str) -> str:
+    """ "32 tokens"; where GPUs differ, "H100 32 and H200 16 tokens"."""
+    counts = {gpu: one[name] for gpu, one in facts.items() if name in one}
+    if len(set(counts.values())) < 2:
+        return "".join(map(words.tokens, set(counts.values())))
+    return f"{' and '.join(f'{gpu} {count}' for gpu, count in counts.items())} tokens"
 
 
 def hero(rows: pd.DataFrame) -> Drawing:

@@ -91,7 +91,7 @@ def read_percent(rows: pd.DataFrame, variant: str = variants.MATRIX) -> Drawing:
         _drawn(table), y="% of reading", series="format", reference=[(100, "a plain read")],
         ylabel="% of the speed of a plain read",
         said=f"At {words.tokens(least['N'].iloc[0])} {words.span(least['% of reading'], '{:.0f}')} % in all shapes",
-        title=f"{variant}: the fewer bits a weight has, the further from a read",
+        title=f"{variant}: how near to a plain read",
         alt="Lines of percent of a plain read's speed against tokens, by format.",
         caption=f"{ROWS} × {COLUMNS}. A plain read of as many cold bytes, in the same blocks, is 100 %. The table has "
         "every shape.",
@@ -201,18 +201,21 @@ def losses(rows: pd.DataFrame) -> dict[str, str]:
 @view(tables.gains, "the loop, one launch, and weights read once were not timed beside each other.")
 def gains(table: pd.DataFrame) -> Drawing:
     """What one launch is worth, and what reading the weights once, against the number of tokens."""
-    kind = {True: "BF16: only reading is saved", False: "quantised: unpacking too"}
-    kinds = (table["format"] == "BF16").map(kind)
-    drawn = table.assign(kind=kinds)[table["format"] != "F32"]
-    mean = _mean(drawn if len(drawn) else table.assign(kind="F32"), "step", "kind", "N")
+    series = table["step"].where(table["step"] == "one launch", table["step"] + table["format"].map(_kind))
+    mean = _mean(table.assign(series=series), "series", "N")
     return _by_tokens(
-        mean, y="ratio", series="step", panel="kind", logy=True, reference=[(1, "no gain")],
+        mean, y="ratio", series="series", logy=True, reference=[(1, "no gain")],
         ylabel="× faster than before (log)", title="Reading once gains with every token, one launch does not",
-        alt="Lines of the gain of each change against tokens, for BF16 and for quantised weights.",
+        alt="Lines of the gain of each change against tokens, of reading once for each kind of weights.",
         caption="Geometric means of the 27B model's two shapes; the table has every format and shape. In a CUDA graph "
         "a launch costs the GPU's time alone.",
         table=table, hidden=["no slower"],
     )  # fmt: skip
+
+
+def _kind(format: str) -> str:
+    """Of weights: what else than reading is saved."""
+    return f", {format}" if format in claims.UNPACKED else ", quantised"
 
 
 def launches(rows: pd.DataFrame) -> pd.DataFrame:
