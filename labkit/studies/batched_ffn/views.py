@@ -23,6 +23,7 @@ UNITS = {"us": "µs", "us a token": "µs a token", "against us": "library µs"}
 BARS = {  # format -> percent of the plain read, for the multiply-add family up to 2 tokens, and for the other up to 8
     "BF16": 80, "Q8_0": 80, "Q4_K": 80, "Q5_K": 70, "Q6_K": 70,
 }  # fmt: skip
+AIMS = "; ".join(f"{format} {percent} %" for format, percent in BARS.items())
 FORMAT = "Q4_K"  # whose times are drawn first
 ROWS, COLUMNS = variants.DENSE[variants.MAIN][::-1]  # of the product that is drawn; tables have all
 WHO = {tables.OWN: "this lab", tables.LIBRARY: "library"}
@@ -219,7 +220,7 @@ def _kind(format: str) -> str:
 
 
 def launches(rows: pd.DataFrame) -> pd.DataFrame:
-    """Launches and how often all weights are asked for, by tokens."""
+    """Launches and how often all weights are read, by tokens."""
     table = _products(rows).dropna(subset=["launches", "passes"]).drop_duplicates(["variant", "N"])
     table = table.assign(text=[f"{n:.0f}, {p:.0f}" for n, p in zip(table["launches"], table["passes"], strict=True)])
     return table.pivot(index="N", columns="variant", values="text").fillna("").reset_index()
@@ -233,7 +234,7 @@ def arithmetic(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def bars(rows: pd.DataFrame) -> dict[str, str]:
-    """Which cases of few tokens are below the share of a plain read that was aimed at, by family of bits."""
+    """How many cases of few tokens are below `BARS`, by family of bits."""
     table = where(_products(rows), format=list(BARS)).dropna(subset="% of reading")
     families = {variants.STATIONARY: 2, variants.MATRIX: 8, variants.INTEGERS: 8}
     parts = {(name, n): table[(table["variant"] == name) & (table["N"] <= n)] for name, n in families.items()}
