@@ -172,7 +172,7 @@ def test_routed_trials_hand_it_fp32_too(monkeypatch):
 
 # The page
 
-VIEWS = ("times", "bars", "errors", "routed")
+VIEWS = ("times", "errors", "routed")
 
 
 @pytest.fixture(scope="module")
@@ -193,17 +193,18 @@ def test_its_times_and_errors_stand_beside_ours(rows):
 
 def test_what_was_aimed_at_is_judged_at_few_tokens(rows, monkeypatch):
     few = rows[rows["op"] == "product"]
-    count = (tables.beside_llama(few, "product")["N"] <= llama_views.FEW).sum()
-    said = llama_views.bars(few)
-    assert said.startswith(
-        f"tensor_core alone is 1.15× faster in the geometric mean of {count} cases of up to 32 tokens"
+    found = llama_views.bars(few)
+    assert next(iter(found.items())) == (
+        "up to 32 tokens, geometric mean (aim: 1.4×)",
+        "1.15× faster: not reached",
     )
-    assert "at worst 1.15× faster" in said
-    assert "never slower): not reached." in said
+    worst = "at worst (aim: never slower)"
+    assert found[worst].startswith("1.15× faster (")
+    assert found[worst].endswith("): reached")
     monkeypatch.setattr(llama_views, "MEAN", 1.1)
-    assert "never slower): reached." in llama_views.bars(few)
+    assert "1.15× faster: reached" in llama_views.bars(few).values()
     monkeypatch.setattr(llama_views, "LEAST", 1.2)
-    assert "never slower): not reached." in llama_views.bars(few)
+    assert llama_views.bars(few)[worst].endswith("): not reached")
 
 
 @pytest.mark.parametrize(
@@ -217,8 +218,9 @@ def test_what_was_aimed_at_is_judged_at_few_tokens(rows, monkeypatch):
 def test_where_it_could_not_be_timed_the_page_says_why(rows, reason, said):
     own = rows["variant"] == variants.LLAMA
     some = rows[~own] if reason is None else made.unusable(rows, own, reason)
-    kinds = {"times": "products", "bars": "products", "errors": "products", "routed": "routed products"}
-    for view, kind in kinds.items():
+    assert llama_views.bars(some) == {}
+    assert llama_views.errors(some).empty
+    for view, kind in {"times": "products", "routed": "routed products"}.items():
         assert getattr(llama_views, view)(some) == f"llama.cpp's own {kind}: {said}."
 
 

@@ -1,5 +1,6 @@
 """Numbers that only the sentences about products of GGUF weights have: parts of what each says."""
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -40,20 +41,39 @@ def _cublas(rows: pd.DataFrame) -> list[Line]:
 
 
 def losses(rows: pd.DataFrame) -> list[str]:
-    """In how many cases cuBLAS is faster; of each format the least tokens and the most it gains.
+    """In how many cases of each format cuBLAS is faster; from how many tokens on, and the most it gains.
 
     Nothing is said of a number that depends on a verdict which is a draw of the bootstrap.
     """
-    lines = _cublas(rows)
-    found = [f"in {_slower(lines)} of {len(lines)} cases"] if _sure(lines) else []
-    found += [f"in {_slower(lines, 'mixed verdict')} ("] if _sure(lines, "mixed verdict") else []
-    for format, some in _by(lines, "format").items():
-        lost = [line for line in some if line["verdict"] == "slower"]
-        if lost and _sure(some):
-            where = f"the least N = {min(line['N'] for line in lost)}"
-            most = 1 / min(line["ratio"] for line in lost)
-            found.append(f"{format} in {len(lost)}, {where} (at most {most:.2f}× faster)")
+    found = []
+    for format, some in _by(_cublas(rows), "format").items():
+        if _sure(some):
+            most = f", at most {1 / min(line['ratio'] for line in some):.2f}×" if _slower(some) else ""
+            found.append(f"{format}: {_lost(some)}{most}")
     return found
+
+
+def _lost(lines: Sequence[Line]) -> str:
+    lost = [line["N"] for line in lines if line["verdict"] == "slower"]
+    return f"{len(lost)} of {len(lines)}" + (f", from {_tokens(min(lost))} on" if lost else "")
+
+
+def _tokens(count: int) -> str:
+    return f"{count} token{'' if count == 1 else 's'}"
+
+
+def failures(rows: pd.DataFrame) -> list[str]:
+    """Where one family of bits loses, and what it costs."""
+    lines, price = _cublas(rows), tables.price(rows).to_dict("records")
+    kinds = {"F32, BF16": [line for line in lines if line["format"] in PLAIN]}
+    kinds |= {"quantised": [line for line in lines if line["format"] not in PLAIN]}
+    found = [f"faster, {kind}: {_lost(some)};" for kind, some in kinds.items() if _sure(some)]
+    found.append(f"each case, mean: {_faster(1 / geometric_mean(line['price'] for line in price))}")
+    found.append(f"at worst: {_faster(1 / max(line['price'] for line in price))}")
+    return found + cache_costs(rows)
+
+
+PLAIN = ("F32", "BF16")  # numbers as they are stored
 
 
 def _slower(lines: Sequence[Line], name: str = "verdict") -> int:
@@ -64,34 +84,42 @@ def _sure(lines: Sequence[Line], name: str = "verdict") -> bool:
     return not any("|" in line[name] and "slower" in line[name] for line in lines)
 
 
-def gains(rows: pd.DataFrame) -> list[str]:
-    """The gain of each change at the most tokens: the mean of the formats' means."""
-    found = []
-    for step, lines in _by(tables.gains(rows).to_dict("records"), "step").items():
-        most = max(line["N"] for line in lines)
-        formats = _by([line for line in lines if line["N"] == most], "format").values()
-        mean = geometric_mean(geometric_mean(line["ratio"] for line in some) for some in formats)
-        found.append(f"{step} ×{mean:.2f} at N = {most}")
-    return found
-
-
 def _read(variant: str) -> Any:
-    """Percent of a plain read that a family reaches at the least tokens, over the shapes."""
+    """Percent of a plain read that a family reaches at the least tokens, over formats and shapes."""
 
     def parts(rows: pd.DataFrame) -> list[str]:
-        found = []
-        for format, lines in _by(_lines(tables.times_of(rows), op="product", variant=variant), "format").items():
-            n, some = min(_by(lines, "N").items())
-            found.append(f"{format} {span((line['% of reading'] for line in some), '.0f')} % at N = {n}")
-        return found
+        n, some = min(_by(_lines(tables.times_of(rows), op="product", variant=variant), "N").items())
+        some = [line for line in some if not math.isnan(line["% of reading"])]
+        return [f"At {_tokens(n)} {span((line['% of reading'] for line in some), '.0f')} %"]
 
     return parts
 
 
+def time_per_token(rows: pd.DataFrame) -> list[str]:
+    """The fastest kernel at the least and the most tokens."""
+    lines = [
+        line
+        for line in _lines(tables.times_of(rows), op="product", rows=17408, K=5120, format="Q4_K")
+        if line["variant"] in SHOWN
+    ]
+    found = []
+    for n in (min(line["N"] for line in lines), max(line["N"] for line in lines)):
+        best = min((line for line in lines if line["N"] == n), key=lambda line: line["us"])
+        found.append(f"{best['variant']} at {_tokens(n)}")
+    return found
+
+
+SHOWN = (tables.LOOP, tables.ONE_LAUNCH, tables.ONCE, tables.MATRIX, "tensor_core, wide tiles", tables.CUBLAS)
+
+
 def integers(rows: pd.DataFrame) -> list[str]:
-    """What integers are worth, by tokens."""
-    lines = _lines(tables.compared(rows), variant=tables.INTEGERS)
-    return [f"×{_mean(some)} at N = {n}" for n, some in _by(lines, "N").items()]
+    """What integers are worth at eight and at the most tokens."""
+    groups = _by(_lines(tables.compared(rows), op="product", variant=tables.INTEGERS), "N")
+    return [f"{_faster(_geometric(groups[n]))} at {_tokens(n)}" for n in (8, max(groups))]
+
+
+def _geometric(lines: Iterable[Line], name: str = "ratio") -> float:
+    return geometric_mean(line[name] for line in lines)
 
 
 def bars(rows: pd.DataFrame) -> list[str]:
@@ -103,20 +131,17 @@ def bars(rows: pd.DataFrame) -> list[str]:
         below = [line for line in some if line["% of reading"] < AIMED[line["format"]]]
         worst = min(below, key=lambda line: line["% of reading"])
         where = f"{worst['format']}, {worst['rows']:.0f} × {worst['K']:.0f}, N = {worst['N']}"
-        found.append(f"{len(below)} of {len(some)} cases of {family} up to {most} tokens")
+        found.append(f"{family}, up to {most} tokens: {len(below)} of {len(some)} cases below")
         found.append(f"the least {worst['% of reading']:.0f} % ({where})")
     return found
 
 
 def _beside(op: str, library: str) -> Any:
-    """Counts and means of a library against one family of bits, and against the fastest of the lab's."""
+    """Counts of a library against one family of bits."""
 
     def parts(rows: pd.DataFrame) -> list[str]:
         lines = _lines(tables.beside(rows), op=op, library=library)
-        return [
-            f"{_words(lines, f'{mixed}verdict')} of {len(lines)} cases, geometric mean {_mean(lines, f'{mixed}ratio')}"
-            for mixed in ("", "mixed ")
-        ]
+        return [f"{_words(lines)} of {len(lines)} cases"]
 
     return parts
 
@@ -128,20 +153,22 @@ def price(rows: pd.DataFrame) -> list[str]:
     worst, mixed = max(lines, key=lambda line: line["price"]), max(line["mixed price"] for line in lines)
     where = f"{worst['format']}, {worst['rows']} × {worst['K']}, N = {worst['N']}, against {worst['fastest']}"
     return [
-        f"fastest of all in {best} of {len(lines)} cases",
-        f"×{_mean(lines, 'price')} of the fastest's time, at most ×{worst['price']:.2f} ({where})",
-        f"takes ×{_mean(lines, 'mixed price')}, at most ×{mixed:.2f}",
+        f"the fastest of all: {best} of {len(lines)}",
+        f"the fastest, geometric mean: {_faster(1 / _geometric(lines, 'price'))}",
+        f"at worst: {_faster(1 / worst['price'])} ({where})",
+        f"in each case, geometric mean: {_faster(1 / _geometric(lines, 'mixed price'))}",
+        f"its worst: {_faster(1 / mixed)}",
     ]
 
 
 def bits(rows: pd.DataFrame) -> list[str]:
     """Cases and variants with the bits of a token alone."""
     lines = tables.bits(rows).to_dict("records")
-    groups = {"cases and variants of ours": [line for line in lines if line["who"] == "ours"]}
-    groups["cases and variants of libraries"] = [line for line in lines if line["who"] == "library"]
-    groups["of the control that sums by atomics"] = [line for line in lines if "atomic" in line["variant"]]
+    groups = {"kernels of this lab": [line for line in lines if line["who"] == "ours"]}
+    groups["libraries"] = [line for line in lines if line["who"] == "library"]
+    groups["control: sums by atomics"] = [line for line in lines if "atomic" in line["variant"]]
     return [
-        f"{sum(line['same'] for line in some)} of {sum(line['cases'] for line in some)} {what}"
+        f"{what}: {sum(line['same'] for line in some)} of {sum(line['cases'] for line in some)}"
         for what, some in groups.items()
     ]
 
@@ -149,10 +176,10 @@ def bits(rows: pd.DataFrame) -> list[str]:
 def gemlite(rows: pd.DataFrame) -> list[str]:
     """gemlite over the floor of its own bytes, against ours."""
     lines = tables.gemlite(rows).to_dict("records")
-    found = [f"geometric mean of {len(lines)} cases ×{_mean(lines, 'better')}", f"×{_mean(lines, 'mixed better')}, but"]
+    found = [f"all, geometric mean: {_mean(lines, 'better')}", f"in each case: {_mean(lines, 'mixed better')}"]
     for format, some in _by(lines, "format").items():
-        ends = span((line["better"] for line in some), ".2f").replace(" to ", " to ×")
-        found.append(f"{format} ×{_mean(some, 'better')} (from ×{ends})")
+        ends = span((line["better"] for line in some), ".2f")
+        found.append(f"{format}, geometric mean: {_mean(some, 'better')} ({ends})")
     return found
 
 
@@ -164,68 +191,79 @@ def routed(rows: pd.DataFrame) -> list[str]:
     """The indexed product that is nearest to reading."""
     ours = (tables.INDEXED, tables.INDEXED_MATRIX, tables.INDEXED_INTEGERS)
     best = max((one for one in _routed(rows) if one["variant"] in ours), key=lambda line: line["% of reading"])
-    return [f"{best['% of reading']:.0f} % ({best['variant']}, {best['format']}, N = {best['N']})"]
+    return [f"{best['% of reading']:.0f} % ({best['variant']}, N = {best['N']})"]
 
 
 def routed_integers(rows: pd.DataFrame) -> list[str]:
-    """What integers reach of the read, and the largest noise; the ends of intervals are in the table."""
+    """What integers gain, and what they reach of the read."""
     read = {(line["format"], line["N"], line["variant"]): line["% of reading"] for line in _routed(rows)}
     found = []
-    for line in _lines(tables.compared(rows), variant=tables.INDEXED_INTEGERS):
+    for line in _lines(tables.compared(rows), op="routed", variant=tables.INDEXED_INTEGERS):
         before, now = (
             read[line["format"], line["N"], name] for name in (tables.INDEXED_MATRIX, tables.INDEXED_INTEGERS)
         )
-        found.append(f"{line['format']}, N = {line['N']}: ×{line['ratio']:.2f} [")
-        found.append(f"], {before:.0f} → {now:.0f} % of the read")
+        said = f"{_faster(line['ratio'])}, {before:.0f} → {now:.0f} % of a plain read"
+        found.append(f"{line['format']}, {_tokens(line['N'])}: {said}")
     return found
 
 
 def stall(rows: pd.DataFrame) -> list[str]:
     """The least and the longest wait."""
-    lines = sorted(tables.cached(rows).to_dict("records"), key=lambda line: line["stall, when needed"])
-    return [
-        f"{line['stall, when needed']:.0f} µs ({line['trace']}, N = {line['N']}, {line['capacity']} experts)"
-        for line in (lines[0], lines[-1])
-    ]
+    waits = [line["stall, when needed"] for line in tables.cached(rows).to_dict("records")]
+    return [f"{min(waits):.0f} to {max(waits):.0f} µs"]
 
 
-def thrash(rows: pd.DataFrame) -> list[str]:
-    """Cases without a hit, and the slowest step."""
+def cache_costs(rows: pd.DataFrame) -> list[str]:
+    """The slowest step."""
     lines = tables.cached(rows).to_dict("records")
     slower, worst = max(
         ((line["when needed µs"] / line["compute µs"], line) for line in lines), key=lambda pair: pair[0]
     )
-    where = f"N = {worst['N']}, {worst['trace']}, {worst['policy']}, {worst['capacity']} experts a layer"
-    return [f"{sum(not line['hit rate'] for line in lines)} of {len(lines)} cases", f"×{slower:.1f} of one", where]
+    return [f"{slower:.1f}× slower ({worst['trace']}, {_tokens(worst['N'])}, {worst['capacity']} experts a layer)"]
 
 
 def overlap(rows: pd.DataFrame) -> list[str]:
-    """What prefetch leaves of the larger of copies and compute, where these are about as long."""
+    """What prefetch leaves of the larger of copies and compute, where these are about as long; cases without a hit."""
     lines = tables.cached(rows).to_dict("records")
     some, idle = _lines(tables.cached(rows), balanced=True), [one for one in lines if one["hit rate"] == 1]
-    found = [f"in {len(some)} cases", f"takes {span((line['copies µs'] for line in idle), '.0f')} µs a step"]
+    found = [f"a factor of 2: {len(some)} of {len(lines)}"]
+    found += [f"in the cache: {sum(not line['hit rate'] for line in lines)} of {len(lines)}"]
+    found += [f"every expert is there: {span((line['copies µs'] for line in idle), '.0f')} µs"]
     for n, part in _by(some, "N").items():
-        ratios = span((line["prefetched / larger"] for line in part), ".2f").replace(" to ", " to ×")
-        found.append(f"×{ratios} (N = {n}, {min(line['compute µs'] for line in part):.0f} µs of compute and more)")
+        found.append(f"the two, {_tokens(n)}: {span((line['prefetched / larger'] for line in part), '.2f')}")
     return found
 
 
 def summary(rows: pd.DataFrame) -> list[str]:
     """Against cuBLAS, by tokens."""
-    lines = _cublas(rows)
-    found = [f"{_words(lines)} of {len(lines)} cases", f"would be {_words(lines, 'mixed verdict')}"]
-    for n, some in _by(lines, "N").items():
-        if n in (1, 8, 32, 64, 512):
-            found += [f"N = {n} ×{_mean(some)}", f"N = {n} ×{_mean(some, 'mixed ratio')}"]
-    return found
+    return [
+        f"{_tokens(n)}: {_faster(_geometric(some))}; the fastest kernel in each case "
+        f"{_faster(_geometric(some, 'mixed ratio'))}"
+        for n, some in _by(_cublas(rows), "N").items()
+    ]
+
+
+def answer(rows: pd.DataFrame) -> list[str]:
+    """The first screen's numbers, of a GPU that is named "GPU"."""
+    lines = [line for line in tables.gains(rows).to_dict("records") if line["N"] == 8 and line["format"] not in PLAIN]
+    launch, reads = (_geometric(_lines(pd.DataFrame(lines), step=step)) for step in ("one launch", "weights read once"))
+    means = {
+        n: _geometric(line for line in some if line["format"] not in PLAIN)
+        for n, some in sorted(_by(_cublas(rows), "N").items())
+    }
+    above = min(n for n, mean in means.items() if mean < 1)
+    kept = max(n for n in means if n < above)
+    return [f"GPU {launch:.2f}× and {reads:.2f}× faster", f"up to {kept} tokens; from {above} tokens on"]
 
 
 SENTENCES: Sentences = {
+    "answer.said": answer,
     "views.read_percent": _read(tables.MATRIX),
     "views.multiply_add_percent": _read(tables.ONCE),
     "views.integers_percent": _read(tables.INTEGERS),
     "views.losses": losses,
-    "views.gains": gains,
+    "views.failures": failures,
+    "views.time_per_token": time_per_token,
     "views.integers": integers,
     "views.bars": bars,
     "views.against_cublas": _beside("product", tables.CUBLAS),
@@ -238,7 +276,7 @@ SENTENCES: Sentences = {
     "views.routed": routed,
     "views.routed_integers": routed_integers,
     "views.stall": stall,
-    "views.thrash": thrash,
+    "views.cache_costs": cache_costs,
     "views.overlap": overlap,
     "views.summary": summary,
 }
@@ -250,20 +288,13 @@ def llama_bars(rows: pd.DataFrame) -> list[str]:
     few = [line for line in lines if line["N"] <= 32]
     worst = min(few, key=lambda line: line["ratio"])
     where = f"{worst['format']}, {worst['rows']:.0f} × {worst['K']:.0f}, N = {worst['N']}"
-    parts = [f"{_faster(worst['ratio'])} ({where}", f"of {len(few)} cases of", f"all {len(lines)} cases"]
-    for some in (few, lines):
-        parts += [_faster(geometric_mean(line[name] for line in some)) for name in ("ratio", "mixed ratio")]
-    return parts
-
-
-def llama_errors(rows: pd.DataFrame) -> list[str]:
-    """The largest error of llama.cpp's products, and of ours."""
-    lines = _lines(tables.beside_llama(rows), op="product")
     return [
-        f"{format} {' against '.join(f'{max(line[name] for line in some):.1e}' for name in ('llama.cpp error', OURS))}"
-        for format, some in _by(lines, "format").items()
+        f"(aim: 1.4×): {_faster(_geometric(few))}: ",
+        f"{_faster(worst['ratio'])} ({where})",
+        f"all tokens, geometric mean: {_faster(_geometric(lines))}",
+        f"in each case, up to 32 tokens: {_faster(_geometric(few, 'mixed ratio'))}",
+        f"the same, all tokens: {_faster(_geometric(lines, 'mixed ratio'))}",
     ]
 
 
-OURS = f"{tables.MATRIX} error"
-OF_STAND_INS: Sentences = {"llama_views.bars": llama_bars, "llama_views.errors": llama_errors}
+OF_STAND_INS: Sentences = {"llama_views.bars": llama_bars}

@@ -325,7 +325,7 @@ def counted(verdicts: Iterable[str]) -> str:
 
 
 def said(view: Any) -> str:
-    """All that a view says in words: itself, the texts of a figure or table, or the answers to questions."""
+    """All that a view says in words: itself, its answers, or the texts of a figure or table."""
     if isinstance(view, pd.DataFrame):
         return view.to_string(max_colwidth=None)
     if isinstance(view, Mapping):

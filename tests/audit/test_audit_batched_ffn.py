@@ -1,5 +1,7 @@
 """The tables of the study of products of GGUF weights against the audit's, cell by cell, on the rows of every GPU."""
 
+from types import SimpleNamespace
+
 import batched_ffn as audit
 import batched_ffn_said
 import pandas as pd
@@ -17,7 +19,7 @@ from common import (
 from once import made_once
 
 from labkit.bench.tables import picked
-from labkit.studies.batched_ffn import claims, llama_views, tables, views, work
+from labkit.studies.batched_ffn import answer, claims, llama_views, tables, views, work
 
 SHAPE = audit.SHAPE
 
@@ -100,7 +102,13 @@ WITHOUT_LLAMA = "nvidia-h200"
 UNRECORDED = {"tables.beside_llama"}  # on no GPU yet: audited on the stand-ins alone
 
 
-VIEWS = {"views": views, "llama_views": llama_views}
+def said(rows):
+    """Conclusion and advice of one GPU."""
+    facts = {"GPU": answer.facts(rows)}
+    return f"{answer.conclusion(facts)} {answer.advice(facts)}"
+
+
+VIEWS = {"views": views, "llama_views": llama_views, "answer": SimpleNamespace(said=said)}
 
 
 ASKED_AGAIN = ("cases", "times", "compared", "beside", "cached", "bits", "gains")

@@ -1,4 +1,4 @@
-"""Figures and sentences about llama.cpp's own products, each made from the rows of one GPU."""
+"""Figures and short answers about llama.cpp's own products, each made from the rows of one GPU."""
 
 from functools import partial
 
@@ -13,59 +13,57 @@ from labkit.studies.batched_ffn import tables, variants
 
 FEW = 32  # tokens at most, of which the bars speak
 MEAN, LEAST = 1.4, 1.0  # its time over that of matrix instructions alone: geometric mean and worst case to be reached
+ERRORS = {"llama.cpp error": "{:.1e}", f"{tables.ALONE['product']} error": "{:.1e}"}
 KINDS = {"product": "products", "routed": "routed products"}
 
 
 def times(rows: pd.DataFrame, op: str = "product") -> Drawing:
-    """Its time over ours, by format and tokens; times and errors in the table."""
-    table = tables.beside_llama(rows, op)
+    """Its time over that of the lab's kernel, by format and tokens, mean of shapes; times and errors in the table."""
+    table, alone = tables.beside_llama(rows, op), tables.ALONE[op]
     if table.empty:
         return f"{_missing(rows, op)}."
-    place = table["model"] if op == "routed" else table["rows"].astype(str) + " × " + table["K"].astype(str)
-    said = f"{tables.ALONE[op]} is {words.faster(geometric_mean(table['ratio']))} in the geometric mean"
-    mixed = f"{words.faster(geometric_mean(table['mixed ratio']))}, but {tables.MIXED}"
+    mean = table.groupby(["format", "N"], sort=False)["ratio"].agg(geometric_mean).reset_index()
     return drawing(
-        plots.lines, table.assign(where=place), "N", "ratio", "format", panel="where", logx=True, xlabel="tokens",
-        reference=[(1, "as fast")], ylabel="time llama.cpp / time ours", said=said,
-        title=f"llama.cpp's own {KINDS[op]} (above 1: {tables.ALONE[op]} is faster)",
-        alt=f"Lines of llama.cpp's time over that of {tables.ALONE[op]} against tokens, by format and shape.",
-        caption=f"Cold weights, the same blocks as stored; errors are in the table. Fastest of ours in each: {mixed}.",
-        hidden=["where"],
+        plots.lines, mean, "N", "ratio", "format", logx=True, xlabel="tokens", reference=[(1, "as fast")],
+        ylabel="× faster than llama.cpp", title=f"{alone} against llama.cpp's own {KINDS[op]}",
+        said=f"{alone} is {words.faster(geometric_mean(table['ratio']))} in the geometric mean",
+        alt=f"Lines of how much faster {alone} is than llama.cpp against tokens, by format.",
+        caption="Cold weights, the same blocks as stored, geometric mean of the shapes. The table has every shape, and "
+        "the errors.",
+        table=table,
     )  # fmt: skip
 
 
 routed = partial(times, op="routed")
 
 
-def bars(rows: pd.DataFrame) -> str:
+def bars(rows: pd.DataFrame) -> dict[str, str]:
     """Whether matrix instructions alone, one choice by rule, are as far ahead at few tokens as was aimed at."""
     table = tables.beside_llama(rows, "product")
     few = table[table["N"] <= FEW]
     if few.empty:
-        return f"{_missing(rows, 'product')}."
+        return {}
     mean, worst = geometric_mean(few["ratio"]), few.loc[few["ratio"].idxmin()]
-    reached = "reached" if mean >= MEAN and worst["ratio"] >= LEAST else "not reached"
-    return (
-        f"{tables.ALONE['product']} alone is {words.faster(mean)} in the geometric mean of {len(few)} cases of up to "
-        f"{FEW} tokens (aimed at: {MEAN}×), at worst {words.faster(worst['ratio'])} ({worst['format']}, "
-        f"{worst['rows']} × {worst['K']}, N = {worst['N']}; aimed at: never slower): {reached}. Over all {len(table)} "
-        f"cases it is {words.faster(geometric_mean(table['ratio']))}. The fastest of ours in each case is "
-        f"{words.faster(geometric_mean(few['mixed ratio']))}, over all "
-        f"{words.faster(geometric_mean(table['mixed ratio']))}, but {tables.MIXED}."
-    )
+    reached = {True: "reached", False: "not reached"}
+    place = f"{worst['format']}, {worst['rows']} × {worst['K']}, N = {worst['N']}"
+    return {
+        f"up to {FEW} tokens, geometric mean (aim: {MEAN}×)": f"{words.faster(mean)}: {reached[mean >= MEAN]}",
+        "at worst (aim: never slower)": f"{words.faster(worst['ratio'])} ({place}): {reached[worst['ratio'] >= LEAST]}",
+        "all tokens, geometric mean": words.faster(geometric_mean(table["ratio"])),
+        f"the fastest kernel of this lab in each case, up to {FEW} tokens": _mixed(few),
+        "the same, all tokens": _mixed(table),
+    }
 
 
-def errors(rows: pd.DataFrame) -> str:
-    """What it rounds, beside what matrix instructions do."""
+def _mixed(table: pd.DataFrame) -> str:
+    return words.faster(geometric_mean(table["mixed ratio"]))
+
+
+def errors(rows: pd.DataFrame) -> pd.DataFrame:
+    """What it rounds, beside what matrix instructions do: the largest relative RMSE of each format."""
+    columns = ["llama.cpp error", f"{tables.ALONE['product']} error"]
     table = tables.beside_llama(rows, "product")
-    if table.empty:
-        return f"{_missing(rows, 'product')}."
-    columns = ("llama.cpp error", f"{tables.ALONE['product']} error")
-    parts = [
-        f"{format} {' against '.join(f'{part[name].max():.1e}' for name in columns)}"
-        for format, part in table.groupby("format", sort=False)
-    ]
-    return f"largest relative RMSE against float64, llama.cpp's against ours: {'; '.join(parts)}."
+    return table.groupby("format", sort=False)[columns].max().reset_index() if len(table) else table
 
 
 def _missing(rows: pd.DataFrame, op: str) -> str:

@@ -1,4 +1,4 @@
-"""Figures and sentences of the study, each made from the rows of one GPU (or from none, where nothing is measured)."""
+"""Figures and short answers of the study, each made from the rows of one GPU, or from none."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -14,15 +14,19 @@ from labkit.kernels.gguf.choose import matrix_rule, rule
 from labkit.kernels.offload import policies as cache
 from labkit.report import plots, words
 from labkit.report.figures import Drawing, drawing, view
-from labkit.studies.batched_ffn import tables, variants
+from labkit.studies.batched_ffn import claims, tables, variants
 
-SHOWN = (variants.PER_TOKEN, variants.GEMM_N, variants.STATIONARY, variants.MATRIX, variants.INTEGERS, variants.WIDE)
-SHOWN += (variants.CUBLAS, variants.GEMLITE)
+SHOWN = (variants.PER_TOKEN, variants.GEMM_N, variants.STATIONARY, variants.MATRIX, variants.WIDE, variants.CUBLAS)
+ROUTED = (variants.PER_TOKEN, variants.ROWCOPY, variants.INDEXED, variants.INDEXED_MATRIX, variants.INDEXED_INTEGERS)
+ROUTED += (variants.GROUPED_MM,)
 UNITS = {"us": "µs", "us a token": "µs a token", "against us": "library µs"}
 BARS = {  # format -> percent of the plain read, for the multiply-add family up to 2 tokens, and for the other up to 8
     "BF16": 80, "Q8_0": 80, "Q4_K": 80, "Q5_K": 70, "Q6_K": 70,
 }  # fmt: skip
-ROWS = 17408  # of the product whose times are drawn
+AIMS = "; ".join(f"{format} {percent} %" for format, percent in BARS.items())
+FORMAT = "Q4_K"  # whose times are drawn first
+ROWS, COLUMNS = variants.DENSE[variants.MAIN][::-1]  # of the product that is drawn; tables have all
+WHO = {tables.OWN: "this lab", tables.LIBRARY: "library"}
 
 _by_tokens = partial(drawing, plots.lines, x="N", logx=True, xlabel="tokens", units=UNITS)
 _products = partial(tables.times, op="product")
@@ -30,44 +34,69 @@ _beside_cublas = partial(tables.beside, op="product", against=variants.CUBLAS)
 ALONE = tables.ALONE["product"]
 
 
+def _drawn(table: pd.DataFrame) -> pd.DataFrame:
+    """The lines of the product that is drawn; all where it was not measured."""
+    some = where(table, rows=ROWS, K=COLUMNS)
+    return some if len(some) else table
+
+
+def _mean(table: pd.DataFrame, *by: str) -> pd.DataFrame:
+    """Geometric mean of the ratios of the first model's products, or of all where there are none of it."""
+    if {"rows", "K"} <= set(table) and table["rows"].isin((ROWS, COLUMNS)).any():
+        table = table[table["rows"].isin((ROWS, COLUMNS))]
+    return table.groupby(list(by), sort=False)["ratio"].agg(geometric_mean).reset_index()
+
+
 @view(lambda rows: where(_products(rows), rows=ROWS, variant=SHOWN), f"no product of {ROWS} rows was measured.")
 def time_per_token(table: pd.DataFrame) -> Drawing:
-    """µs a token against the number of tokens, by variant and format, of one shape."""
+    """µs a token against the number of tokens, by variant, of one shape and format; the table has all formats."""
+    first = FORMAT if (table["format"] == FORMAT).any() else table["format"].iloc[0]
+    some = where(table, format=first)
+    fast = [_fastest(some[some["N"] == n]) for n in (some["N"].min(), some["N"].max())]
     return _by_tokens(
-        table, y="us a token", series="variant", panel="format", logy=True, ylabel="µs a token (log)",
-        title=f"One product, {ROWS} × {table['K'].iloc[0]}", caption="Cold weights, CUDA graph.",
-        alt="Lines of µs a token against tokens, by variant and format.",
-        said="; ".join(_fastest(part, format) for format, part in table.groupby("format", sort=False)),
-        hidden=["rows", "K", "role", "MB"],
+        some, y="us a token", series="variant", logy=True, ylabel="µs a token (log)",
+        title=f"{first}: a token costs less the more share a read",
+        caption=f"One product, {ROWS} × {COLUMNS}, cold weights, CUDA graph. The table has every format.",
+        alt="Lines of µs a token against tokens, by kernel.", said=f"Fastest: {', '.join(dict.fromkeys(fast))}",
+        table=table, hidden=["rows", "K", "role", "MB"],
     )  # fmt: skip
 
 
-def _fastest(table: pd.DataFrame, format: str) -> str:
-    """Which variant is the fastest at the least and at the largest number of tokens."""
-    parts = []
-    for n in (table["N"].min(), table["N"].max()):
-        some = table[table["N"] == n]
-        parts.append(f"{some.loc[some['us'].idxmin(), 'variant']} at {n}")
-    return f"{format}: fastest {', '.join(dict.fromkeys(parts))}"
+def _fastest(table: pd.DataFrame) -> str:
+    best = table.loc[table["us"].idxmin()]
+    return f"{best['variant']} at {words.tokens(best['N'])}"
+
+
+def _other_formats(rows: pd.DataFrame) -> pd.DataFrame:
+    table = where(_products(rows), rows=ROWS, variant=SHOWN)
+    return table[table["format"] != FORMAT]
+
+
+@view(_other_formats, f"no other format of a product of {ROWS} rows was measured.")
+def other_formats(table: pd.DataFrame) -> Drawing:
+    """The same for the other formats."""
+    return _by_tokens(
+        table, y="us a token", series="variant", panel="format", logy=True, ylabel="µs a token (log)",
+        title="The other formats", caption="Cold weights, CUDA graph.",
+        alt="Lines of µs a token against tokens, by kernel and format.", hidden=["rows", "K", "role", "MB"],
+    )  # fmt: skip
 
 
 def read_percent(rows: pd.DataFrame, variant: str = variants.MATRIX) -> Drawing:
-    """Percent of a plain cold read of the same stored bytes, by format and tokens; said: of all shapes at least N."""
+    """Percent of a plain cold read of the same stored bytes, by format and tokens, of one shape; said: of all."""
     table = where(_products(rows), variant=variant).dropna(subset="% of reading")
     if table.empty:
         return f"{variant} was not measured beside a plain read."
-    least = table[table["N"] == table.groupby("format")["N"].transform("min")]
-    said = "; ".join(
-        f"{format} {words.span(part['% of reading'], '{:.0f}')} % at N = {part['N'].iloc[0]}"
-        for format, part in least.groupby("format", sort=False)
-    )
+    least = table[table["N"] == table["N"].min()]
     return _by_tokens(
-        table.assign(shape=_shapes(table)), y="% of reading", series="format", panel="shape",
-        reference=[(100, variants.READ)], ylabel="% of a plain read", said=said,
-        title=f"{variant}: how near to reading the weights",
-        alt="Lines of percent of a plain read against tokens, by format and shape.",
-        caption="A plain cold read of as many bytes, in the same blocks, is 100 %.",
-        table=["shape", "format", "N", "us", "% of reading"],
+        _drawn(table), y="% of reading", series="format", reference=[(100, "a plain read")],
+        ylabel="% of the speed of a plain read",
+        said=f"At {words.tokens(least['N'].iloc[0])} {words.span(least['% of reading'], '{:.0f}')} % in all shapes",
+        title=f"{variant}: how near to a plain read",
+        alt="Lines of percent of a plain read's speed against tokens, by format.",
+        caption=f"{ROWS} × {COLUMNS}. A plain read of as many cold bytes, in the same blocks, is 100 %. The table has "
+        "every shape.",
+        table=table.assign(shape=_shapes(table))[["shape", "format", "N", "us", "% of reading"]],
     )  # fmt: skip
 
 
@@ -85,14 +114,14 @@ def _shapes(table: pd.DataFrame) -> pd.Series:
 )
 def integers(table: pd.DataFrame) -> Drawing:
     """What leaving the weights integers is worth in the matrix family, by format and tokens."""
-    mean = table.groupby("N")["ratio"].agg(geometric_mean)
-    said, noise = ", ".join(f"×{value:.2f} at N = {n}" for n, value in mean.items()), table["noise"].max()
+    ends = [n for n in dict.fromkeys((claims.TOKENS, table["N"].max())) if (table["N"] == n).any()]
+    mean = [f"{words.faster(geometric_mean(table[table['N'] == n]['ratio']))} at {words.tokens(n)}" for n in ends]
     return _by_tokens(
-        table.assign(where=_shapes(table)), y="ratio", series="format", panel="where", reference=[(1, "as fast")],
-        ylabel="time of weights / time of integers", title="Integers into matrix instructions",
-        alt=f"Lines of the gain of integers over weights against tokens, by format and shape. Means: {said}.",
-        caption=f"Above 1: integers are faster. Geometric means: {said}. A/A noise: at most {noise:.1%}.",
-        hidden=["where", "no slower"],
+        _mean(table, "format", "N"), y="ratio", series="format", reference=[(1, "as fast")],
+        ylabel="× faster with integers", title="Integers into the tensor cores: a gain while tokens are few",
+        alt="Lines of the gain of integers over bf16 weights against tokens, by format.",
+        caption="Geometric mean of the 27B model's two shapes; the table has every shape and the A/A noise.",
+        said=f"All shapes: {', '.join(mean)}", table=table, hidden=["no slower"],
     )  # fmt: skip
 
 
@@ -137,40 +166,61 @@ def compiled_table(table: pd.DataFrame) -> pd.DataFrame:
     return table[[name for name in columns if name in table]]
 
 
-@view(_beside_cublas, "nothing could be compared with cuBLAS.")
-def losses(table: pd.DataFrame) -> str:
-    """The cases in which a library is the faster one."""
-    slower, other = table[table["verdict"] == "slower"], (table["mixed verdict"] == "slower").sum()
-    mixed = f"with the fastest of the lab's variants in each case, in {other} ({tables.MIXED})."
-    if slower.empty:
-        return f"in none of {len(table)} cases is bf16 cuBLAS clearly faster than {ALONE}; {mixed}"
-    ledger.note("slower", slower)
-    parts = [
-        f"{format} in {len(part)}, the least N = {part['N'].min()} (at most {words.faster(1 / part['ratio'].min())})"
-        for format, part in slower.groupby("format", sort=False)
-    ]
-    return f"bf16 cuBLAS is faster than {ALONE} in {len(slower)} of {len(table)} cases: {', '.join(parts)}; {mixed}"
+def failures(rows: pd.DataFrame) -> dict[str, str]:
+    """Where the lab's one family of bits loses, what it costs, and what a cache costs; of what was measured."""
+    found = {}
+    beside, price = _beside_cublas(rows), tables.price(rows)
+    kinds = {"quantised": beside[~beside["format"].isin(claims.UNPACKED)]}
+    kinds |= {"F32, BF16": beside[beside["format"].isin(claims.UNPACKED)]}
+    for kind, table in kinds.items():
+        if len(table):
+            found[f"Cases in which bf16 cuBLAS is faster, {kind}"] = _lost(table)
+    if len(price):
+        ratio = geometric_mean(price["price"])
+        found[f"{ALONE} against the fastest kernel of each case, mean"] = words.faster(1 / ratio)
+        found["The same, at worst"] = words.faster(1 / price["price"].max())
+    found |= cache_costs(rows)
+    return found
+
+
+def _lost(table: pd.DataFrame) -> str:
+    slower = table[table["verdict"] == "slower"]
+    ledger.note("slower", {"slower": len(slower), "cases": len(table)})
+    said = f"{len(slower)} of {len(table)}"
+    return f"{said}, from {words.tokens(slower['N'].min())} on" if len(slower) else said
+
+
+def losses(rows: pd.DataFrame) -> dict[str, str]:
+    """By format in how many cases a library is faster, from how many tokens on, and by how much at most."""
+    found = {}
+    for format, table in _beside_cublas(rows).groupby("format", sort=False):
+        most = table["ratio"].min()
+        found[format] = _lost(table) + (f", at most {1 / most:.2f}×" if (table["verdict"] == "slower").any() else "")
+    return found
 
 
 @view(tables.gains, "the loop, one launch, and weights read once were not timed beside each other.")
 def gains(table: pd.DataFrame) -> Drawing:
     """What one launch is worth, and what reading the weights once, against the number of tokens."""
-    mean = table.groupby(["step", "format", "N"], sort=False)["ratio"].agg(geometric_mean).reset_index()
-    said = "; ".join(
-        f"{step} ×{geometric_mean(part[part['N'] == part['N'].max()]['ratio']):.2f} at N = {part['N'].max()}"
-        for step, part in mean.groupby("step", sort=False)
-    )
+    series = table["step"].where(table["step"] == "one launch", table["step"] + table["format"].map(_kind))
+    mean = _mean(table.assign(series=series), "series", "N")
     return _by_tokens(
-        mean, y="ratio", series="step", panel="format", logy=True, reference=[(1, "no gain")],
-        ylabel="time before / time after (log)", title="Fewer launches, then fewer bytes",
-        alt=f"Lines of the gain of each change against tokens, by format. Geometric means: {said}.",
-        caption=f"In a CUDA graph, so that a launch costs the GPU alone. Geometric means: {said}.",
+        mean, y="ratio", series="series", logy=True, reference=[(1, "no gain")],
+        ylabel="× faster than before (log)", title="Reading once gains with every token, one launch does not",
+        alt="Lines of the gain of each change against tokens, of reading once for each kind of weights.",
+        caption="Geometric means of the 27B model's two shapes; the table has every format and shape. In a CUDA graph "
+        "a launch costs the GPU's time alone.",
         table=table, hidden=["no slower"],
     )  # fmt: skip
 
 
+def _kind(format: str) -> str:
+    """Of weights: what else than reading is saved."""
+    return f", {format}" if format in claims.UNPACKED else ", quantised"
+
+
 def launches(rows: pd.DataFrame) -> pd.DataFrame:
-    """Launches and how often all weights are asked for, by tokens."""
+    """Launches and how often all weights are read, by tokens."""
     table = _products(rows).dropna(subset=["launches", "passes"]).drop_duplicates(["variant", "N"])
     table = table.assign(text=[f"{n:.0f}, {p:.0f}" for n, p in zip(table["launches"], table["passes"], strict=True)])
     return table.pivot(index="N", columns="variant", values="text").fillna("").reset_index()
@@ -183,22 +233,19 @@ def arithmetic(rows: pd.DataFrame) -> pd.DataFrame:
     return first.drop(columns=["rows", "K"]).rename(columns=UNITS)
 
 
-def bars(rows: pd.DataFrame) -> str:
-    """Which cases of few tokens are below the part of the plain read that was aimed at, by family of bits."""
+def bars(rows: pd.DataFrame) -> dict[str, str]:
+    """How many cases of few tokens are below `BARS`, by family of bits."""
     table = where(_products(rows), format=list(BARS)).dropna(subset="% of reading")
     families = {variants.STATIONARY: 2, variants.MATRIX: 8, variants.INTEGERS: 8}
-    parts = [table[(table["variant"] == name) & (table["N"] <= n)] for name, n in families.items()]
-    if not any(map(len, parts)):
-        return "no case of few tokens was measured beside a plain read."
-    said = [_below(part, n) for part, n in zip(parts, families.values(), strict=True) if len(part)]
-    return f"below the part of a plain read that was aimed at: {'; '.join(said)}."
+    parts = {(name, n): table[(table["variant"] == name) & (table["N"] <= n)] for name, n in families.items()}
+    return {f"{name}, up to {n} tokens": _below(part) for (name, n), part in parts.items() if len(part)}
 
 
-def _below(table: pd.DataFrame, most: int) -> str:
+def _below(table: pd.DataFrame) -> str:
     """How many of one family's cases do not reach their bar, and the worst of them."""
     below = table[table["% of reading"] < table["format"].map(BARS)]
     ledger.note("below", {"cases": len(table), "below": len(below)})
-    said = f"{len(below)} of {len(table)} cases of {table['variant'].iloc[0]} up to {most} tokens"
+    said = f"{len(below)} of {len(table)} cases below"
     if below.empty:
         return said
     worst = below.loc[below["% of reading"].idxmin()]
@@ -211,41 +258,40 @@ def against_cublas(rows: pd.DataFrame, op: str = "product", against: str = varia
     table, alone = tables.beside(rows, op, against), tables.ALONE[op]
     if table.empty:
         return f"{against} was not timed beside the lab's variants of this operation."
-    place = table["model"] if "model" in table else _shapes(table)
     return _by_tokens(
-        table.assign(where=place), y="ratio", series="format", panel="where", logy=True, reference=[(1, "as fast")],
-        ylabel="time library / time ours (log)", title=f"Against {against} (above 1: {alone} faster)",
-        said=f"{alone} is {_counted(table)}",
-        alt=f"Lines of the time of {against} over that of {alone}, by shape, format and tokens.",
-        caption=f"One family of bits at every N. The fastest of the lab's variants in each case instead "
-        f"({tables.MIXED}): {_counted(table, 'mixed ')}.",
-        hidden=["where", "no slower"],
+        _mean(table, "format", "N"), y="ratio", series="format", logy=True, reference=[(1, "as fast")],
+        ylabel=f"× faster than {against} (log)", title=f"{alone} against {against}",
+        said=f"{alone} is {counted(table['verdict'])} of {len(table)} cases",
+        alt=f"Lines of how much faster {alone} is than {against}, by format and tokens.",
+        caption=f"One set of bits at every number of tokens, geometric mean of shapes. {MEAN_OF[op]}"
+        f"The table has every case, and the fastest of the lab's kernels in it ({tables.MIXED}).",
+        table=table, hidden=["no slower"],
     )  # fmt: skip
 
 
-def _counted(table: pd.DataFrame, mixed: str = "") -> str:
-    """In how many cases it is faster, and the mean. mixed: begins the columns of the fastest variant's."""
-    mean = geometric_mean(table[f"{mixed}ratio"])
-    return f"{counted(table[f'{mixed}verdict'])} of {len(table)} cases, geometric mean {mean:.2f}"
-
+MEAN_OF = {"product": "Drawn: the 27B model's two shapes. ", "ffn": "", "routed": ""}
 
 dequantised = partial(against_cublas, against=variants.DEQUANTISED)  # the weak rival: in every call
 layers = partial(against_cublas, op="ffn")
 grouped_mm = partial(against_cublas, op="routed", against=variants.GROUPED_MM)
 
 
-@view(tables.price, "no product was measured.")
-def price(table: pd.DataFrame) -> str:
-    """What the same bits in every batch cost, against the fastest of all."""
+def price(rows: pd.DataFrame) -> dict[str, str]:
+    """What the same bits in every batch cost, against the fastest of all; what following the fastest would."""
+    table = tables.price(rows)
+    if table.empty:
+        return {}
     worst, mixed = table.loc[table["price"].idxmax()], table["mixed price"]
-    return (
-        f"{ALONE}, one family of bits, is the fastest of all in {(table['price'] == 1).sum()} of {len(table)} cases; "
-        f"on average it takes ×{geometric_mean(table['price']):.2f} of the fastest's time, at most "
-        f"×{worst['price']:.2f} ({worst['format']}, {worst['rows']} × {worst['K']}, N = {worst['N']}, against "
-        f"{worst['fastest']}). The "
-        f"fastest of the lab's variants in each case takes ×{geometric_mean(mixed):.2f}, at most ×{mixed.max():.2f}, "
-        f"but {tables.MIXED}."
-    )
+    best = int((table["price"] == 1).sum())
+    ledger.note("best", {"fastest": best, "cases": len(table)})
+    place = f"{worst['format']}, {worst['rows']} × {worst['K']}, N = {worst['N']}, against {worst['fastest']}"
+    return {
+        f"Cases in which {ALONE} is the fastest of all": f"{best} of {len(table)}",
+        f"{ALONE} against the fastest, geometric mean": words.faster(1 / geometric_mean(table["price"])),
+        "at worst": f"{words.faster(1 / worst['price'])} ({place})",
+        "The fastest of the lab's kernels in each case, geometric mean": words.faster(1 / geometric_mean(mixed)),
+        "its worst": words.faster(1 / mixed.max()),
+    }
 
 
 def _same(table: pd.DataFrame) -> str:
@@ -253,31 +299,31 @@ def _same(table: pd.DataFrame) -> str:
     return f"{table['same'].sum()} of {table['cases'].sum()}"
 
 
-@view(tables.bits, "no token of a batch was looked at alone.")
-def bits(table: pd.DataFrame) -> str:
-    """In how many cases a token alone has the bits of its batch: of ours, libraries, and sums by atomics."""
-    ours, libraries = (table[table["who"] == who] for who in (tables.OWN, tables.LIBRARY))
-    atomics = table[table["variant"] == variants.SPLIT_K]
-    parts = [
-        f"{_same(part)} cases and variants of {who}" for who, part in (("ours", ours), ("libraries", libraries))
-        if len(part)
-    ]  # fmt: skip
-    parts += [f"{_same(atomics)} of the control that sums by atomics"] if len(atomics) else []
-    return f"a token alone has the bits of its batch in {', '.join(parts)}."
+def bits(rows: pd.DataFrame) -> dict[str, str]:
+    """In how many cases a token alone has the bits of its batch: of the lab's kernels, libraries, sums by atomics."""
+    table = tables.bits(rows)
+    parts = {"kernels of this lab": table[table["who"] == tables.OWN]}
+    parts |= {"libraries": table[table["who"] == tables.LIBRARY]}
+    parts |= {"control: sums by atomics": table[table["variant"] == variants.SPLIT_K]}
+    return {who: _same(part) for who, part in parts.items() if len(part)}
 
 
-@view(tables.gemlite, "gemlite was not timed beside the lab's variants: it is an optional library.")
-def gemlite(table: pd.DataFrame) -> str:
-    """gemlite and ours, each over the floor of its own bytes."""
-    parts = [
-        f"{format} ×{geometric_mean(part):.2f} (from ×{part.min():.2f} to ×{part.max():.2f})"
-        for format, part in table.groupby("format", sort=False)["better"]
-    ]
-    return (
-        f"time over the floor of its own bytes, gemlite's over that of {ALONE}, geometric mean of {len(table)} cases "
-        f"×{geometric_mean(table['better']):.2f}: {'; '.join(parts)}. Over the fastest of the lab's variants in each "
-        f"case ×{geometric_mean(table['mixed better']):.2f}, but {tables.MIXED}."
-    )
+def bits_by_variant(rows: pd.DataFrame) -> pd.DataFrame:
+    """The same of each kernel."""
+    table = tables.bits(rows)
+    return table.assign(who=table["who"].replace(WHO)).rename(columns={"who": "of"})
+
+
+def gemlite(rows: pd.DataFrame) -> dict[str, str]:
+    """gemlite's distance from the floor of its own bytes over that of `ALONE`: mean and span of each format."""
+    table = tables.gemlite(rows)
+    parts = {format: part["better"] for format, part in table.groupby("format", sort=False)}
+    found = {f"{format}, geometric mean": f"{geometric_mean(part):.2f} ({words.span(part)})"
+             for format, part in parts.items()}  # fmt: skip
+    if len(table):
+        found["all, geometric mean"] = f"{geometric_mean(table['better']):.2f}"
+        found["all, the fastest of the lab's kernels in each case"] = f"{geometric_mean(table['mixed better']):.2f}"
+    return found
 
 
 def reuse(tokens: Sequence[int]) -> Drawing:
@@ -297,35 +343,33 @@ def reuse(tokens: Sequence[int]) -> Drawing:
 @view(partial(tables.times, op="routed"), "routed experts were not measured.")
 def routed(table: pd.DataFrame) -> Drawing:
     """Routed experts, all there: µs against tokens by variant."""
-    said = "no plain read beside"
-    indexed = (variants.INDEXED, variants.INDEXED_MATRIX, variants.INDEXED_INTEGERS)
+    said, indexed = "", (variants.INDEXED, variants.INDEXED_MATRIX, variants.INDEXED_INTEGERS)
     near = where(table, variant=indexed).dropna(subset="% of reading")
     if len(near):
         best = near.loc[near["% of reading"].idxmax()]
-        said = f"nearest to reading the distinct experts: {best['% of reading']:.0f} % ({best['variant']}, "
-        said += f"{best['format']}, N = {best['N']})"
+        said = f"Nearest to a plain read: {best['% of reading']:.0f} % ({best['variant']}, N = {best['N']})"
     return _by_tokens(
-        table, y="us", series="variant", panel="format", logy=True, ylabel="µs (log)",
-        title="Routed experts, all on the GPU", said=said,
-        alt="Lines of time of a routed layer against tokens, by variant.",
-        caption="From the chosen experts to the weighted sum, uniform synthetic routing.",
-        hidden=["role", "model", "trace"],
+        where(table, variant=ROUTED), y="us", series="variant", logy=True, ylabel="µs (log)",
+        title="Routed experts: rows found in the kernel beat copied rows", said=said,
+        alt="Lines of the time of a routed layer against tokens, by kernel.",
+        caption="Q4_K, every expert on the GPU, synthetic uniform routing; from the chosen experts to the weighted sum."
+        if set(table["format"]) == {"Q4_K"}
+        else "Every expert on the GPU, synthetic uniform routing; from the chosen experts to the weighted sum.",
+        table=table, hidden=["role", "model", "trace"],
     )  # fmt: skip
 
 
-def routed_integers(rows: pd.DataFrame) -> str:
+def routed_integers(rows: pd.DataFrame) -> dict[str, str]:
     """What leaving the experts' weights integers is worth, by tokens, and what it reaches of the read."""
     both = variants.INDEXED_MATRIX, variants.INDEXED_INTEGERS
     table = tables.compared(rows, "routed", both[1], both[0])
-    if table.empty:
-        return "routed experts by integers were not timed beside those by weights."
-    times = tables.times(rows, "routed").set_index(["format", "N", "variant"])["% of reading"]
-    parts = []
+    times = tables.times(rows, "routed").set_index(["format", "N", "variant"])["% of reading"] if len(table) else {}
+    found = {}
     for _, line in table.iterrows():
         before, now = (times[line["format"], line["N"], name] for name in both)
-        said = f"{line['format']}, N = {line['N']}: {words.interval(line)}"
-        parts.append(f"{said}, {before:.0f} → {now:.0f} % of the read")
-    return f"time by weights / time by integers: {'; '.join(parts)}. A/A noise: at most {table['noise'].max():.1%}."
+        said = f"{words.faster(line['ratio'])}, {before:.0f} → {now:.0f} % of a plain read"
+        found[f"{line['format']}, {words.tokens(line['N'])}"] = said
+    return found
 
 
 def hit_rates(
@@ -350,77 +394,59 @@ def hit_rates(
 
 @view(tables.cached, "no steps through the cache were measured.")
 def stall(table: pd.DataFrame) -> Drawing:
-    """µs that a step waits for experts, against capacity, by trace and tokens."""
+    """µs that a step waits for experts, against capacity, by trace, of the fewest tokens; the table has all."""
     ways = {"stall, when needed": "copied when needed", "stall, prefetched": "prefetched"}
-    tidy = table.rename(columns=ways).melt(
-        ["trace", "policy", "N", "capacity"], list(ways.values()), var_name="way", value_name="stall"
-    )
-    tidy = tidy.assign(panel=tidy["trace"] + ", N = " + tidy["N"].astype(str), stall=tidy["stall"].clip(lower=1))
-    several = tidy.groupby("panel")["capacity"].transform("nunique") > 1
+    few = where(table, N=table["N"].min()).rename(columns=ways)
+    tidy = few.melt(["trace", "policy", "N", "capacity"], list(ways.values()), var_name="way", value_name="stall")
     waits = table["stall, when needed"]
-    said = " to ".join(
-        f"{end['stall, when needed']:.0f} µs ({end['trace']}, N = {end['N']}, {end['capacity']} experts)"
-        for end in (table.loc[waits.idxmin()], table.loc[waits.idxmax()])
-    )
     return drawing(
-        plots.lines, tidy[several] if several.any() else tidy, "capacity", "stall", "way", panel="panel", logx=True,
-        logy=True, xlabel="experts a layer in the cache", ylabel="µs a step waits (log)",
-        title=f"Waiting for experts, {variants.LAYERS} layers",
-        alt=f"Lines of the time a step waits against capacity, with and without prefetch. When needed: from {said}.",
-        caption=f"Beyond the same step with every expert there. Copied when needed: from {said}. Synthetic traces.",
+        plots.lines, tidy.assign(stall=tidy["stall"].clip(lower=1)), "capacity", "stall", "way", panel="trace",
+        logx=True, logy=True, xlabel="experts a layer in the cache", ylabel="µs a step waits (log)",
+        title="Waiting for experts that are not in the cache",
+        alt="Lines of the time a step waits against capacity, with and without prefetch, by trace.",
+        caption=f"{variants.LAYERS} layers, {words.tokens(few['N'].iloc[0])} a step, beyond the same step with every "
+        "expert there. Synthetic traces; the table has more tokens.",
+        said=f"Copied when needed, a step waits {waits.min():.0f} to {waits.max():.0f} µs",
         table=table, hidden=["model", "format"],
     )  # fmt: skip
 
 
-@view(tables.cached, "no steps through the cache were measured.")
-def thrash(table: pd.DataFrame) -> str:
-    """When a small cache is no better than none: steps that go past it."""
-    table = table.assign(slower=table["when needed µs"] / table["compute µs"])
-    none = table[table["hit rate"] == 0]
-    worst = table.loc[table["slower"].idxmax()]
-    ledger.note("thrash", {"hit nothing": len(none), "slower": worst["slower"]})
-    return (
-        f"{len(none)} of {len(table)} cases hit nothing; the slowest step takes ×{worst['slower']:.1f} of one with "
-        f"every expert there (N = {worst['N']}, {worst['trace']}, {worst['policy']}, {worst['capacity']} experts a "
-        f"layer)."
-    )
+def cache_costs(rows: pd.DataFrame) -> dict[str, str]:
+    """The slowest step through a small cache, over one with every expert there."""
+    table = tables.cached(rows)
+    if table.empty:
+        return {}
+    slower = table["when needed µs"] / table["compute µs"]
+    worst = table.loc[slower.idxmax()]
+    ledger.note("thrash", {"slower": slower.max()})
+    place = f"{worst['trace']}, {words.tokens(worst['N'])}, {worst['capacity']} experts a layer"
+    return {"Slowest step with an expert cache, against every expert there": f"{slower.max():.1f}× slower ({place})"}
 
 
-@view(tables.cached, "no steps through the cache were measured.")
-def overlap(table: pd.DataFrame) -> str:
-    """Does prefetch hide the copies where they and the compute are about as long?"""
-    some = where(table, balanced=True)
-    if some.empty:
-        return "in no case are copies and compute within 2× of each other."
-    said = ", ".join(
-        f"{words.span(part['prefetched / larger'], '×{:.2f}')} "
-        f"(N = {n}, {part['compute µs'].min():.0f} µs of compute and more)"
-        for n, part in some.groupby("N")
-    )
-    idle = table[table["hit rate"] == 1]["copies µs"]
-    host = f" Where nothing is to be copied, the host takes {idle.min():.0f} to {idle.max():.0f} µs a step to find out."
-    return (
-        f"in {len(some)} cases copies and compute are within 2× of each other; with prefetch a step takes, of the "
-        f"larger of the two, {said}.{host if len(idle) else ''}"
-    )
+def overlap(rows: pd.DataFrame) -> dict[str, str]:
+    """Does prefetch hide the copies where they and the compute are about as long? And when nothing hits?"""
+    table = tables.cached(rows)
+    if table.empty:
+        return {}
+    some, idle, none = where(table, balanced=True), table[table["hit rate"] == 1]["copies µs"], table["hit rate"] == 0
+    ledger.note("none", {"hit nothing": int(none.sum()), "cases": len(table)})
+    found = {"Cases in which copies and compute are within a factor of 2": f"{len(some)} of {len(table)}"}
+    for n, part in some.groupby("N"):
+        key = f"There, time with prefetch over the longer of the two, {words.tokens(n)}"
+        found[key] = words.span(part["prefetched / larger"])
+    found["Cases in which no expert is found in the cache"] = f"{none.sum()} of {len(table)}"
+    if len(idle):
+        found["Host's time a step to find that every expert is there"] = f"{words.span(idle, '{:.0f}')} µs"
+    return found
 
 
-@view(_beside_cublas, "nothing could be compared with cuBLAS.")
-def summary(table: pd.DataFrame) -> str:
-    """The result in one sentence, of one family of bits; in another, what following the fastest variant would give."""
-    return (
-        f"against bf16 cuBLAS, {ALONE}, one family of bits at every number of tokens, is "
-        f"{counted(table['verdict'])} of {len(table)} cases; geometric means over formats and shapes: "
-        f"{_means(table, 'ratio')}. The fastest of the lab's variants in each case would be "
-        f"{counted(table['mixed verdict'])}, with {_means(table, 'mixed ratio')}, but {tables.MIXED}."
-    )
-
-
-def _means(table: pd.DataFrame, column: str) -> str:
-    parts = [
-        f"N = {n} ×{geometric_mean(part[column]):.2f}" for n, part in table.groupby("N") if n in (1, 8, 32, 64, 512)
-    ]
-    return ", ".join(parts) or "other N only"
+def summary(rows: pd.DataFrame) -> dict[str, str]:
+    """How much faster than bf16 cuBLAS, by tokens: one family of bits; and the fastest in each case."""
+    table, found = _beside_cublas(rows), {}
+    for n, part in table.groupby("N"):
+        alone, mixed = (words.faster(geometric_mean(part[name])) for name in ("ratio", "mixed ratio"))
+        found[words.tokens(n)] = f"{alone}; the fastest kernel in each case {mixed}"
+    return found
 
 
 ledger.watch(__name__)
