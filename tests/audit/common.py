@@ -325,10 +325,13 @@ def counted(verdicts: Iterable[str]) -> str:
 
 
 def said(view: Any) -> str:
-    """All that a view says in words: itself, or the texts of a figure or table."""
+    """All that a view says in words: itself, or the texts of a figure, of a table, or of answers to questions."""
     if isinstance(view, pd.DataFrame):
-        return view.to_string(max_colwidth=None)
-    return view if isinstance(view, str) else " ".join(view[name] for name in ("alt", "caption"))
+        lines = ("; ".join(map(str, line)) for line in view.itertuples(index=False, name=None))
+        return "\n".join([view.to_string(max_colwidth=None), *lines])
+    if isinstance(view, Mapping):
+        return "\n".join(f"{question}; {answer}" for question, answer in view.items())
+    return view if isinstance(view, str) else f"{view.alt} {view.caption}"
 
 
 # Comparing with the lab
