@@ -181,7 +181,7 @@ def test_a_notebook_begins_with_its_title_and_says_what_is_asked(study):
     assert first["cell_type"] == "markdown"
     title, text = "".join(first["source"]).split("\n", 1)
     assert title.startswith("# ")
-    assert len(text.split()) > 40
+    assert len(text.split()) > 15
     assert all(code.strip() for code in texts(study, "code"))
 
 
