@@ -56,11 +56,10 @@ def conclusion(facts: Facts) -> str:
     """Does it hold, in one sentence."""
     said = []
     if narrow := _each(facts, "narrow"):
-        said.append(f"with tiles of {NARROW}, [V, K] is {_at_best(narrow)}")
+        said.append(f"{_at_best(narrow)} with tiles of {NARROW}")
     if tuned := _each(facts, "tuned fp32"):
-        said.append(f"tuned for each layout, fp32 decode is {_at_best(tuned)}")
-    text = "; ".join(said)
-    return f"{text[:1].upper()}{text[1:]}." if text else ""
+        said.append(f"{_at_best(tuned)} if each layout is tuned")
+    return f"For fp32 states, [V, K] is {'; '.join(said)}." if said else ""
 
 
 def _each(facts: Facts, name: str) -> dict[str, Any]:
@@ -86,12 +85,13 @@ def advice(facts: Facts) -> str:
     keep = f"{' and '.join(without)} states"
     if not worth:
         return f"Keep the layout and tune tile and warps: for {keep} the layout alone is not worth a change."
-    said = " and ".join(
-        f"{state} states{f' from batch {start} on' if start > 1 else ''}" for state, start in worth.items()
-    )
-    return f"Store {said} as [V, K], with tile and warps tuned for it" + (
-        f"; for {keep} tune the tile first, the layout then changes little." if without else "."
-    )
+    said = " and ".join(f"{state} states as [V, K]{_if_batch(start)}" for state, start in worth.items())
+    rest = f"; for {keep} tune the tile first, the layout then changes little." if without else "."
+    return f"Store {said}, with tile and warps tuned for it{rest}"
+
+
+def _if_batch(start: int) -> str:
+    return f" if you decode {start} sequences or more" if start > 1 else ""
 
 
 def hero(rows: pd.DataFrame) -> Drawing:
