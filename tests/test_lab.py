@@ -362,7 +362,7 @@ def test_cells_of_every_notebook_for_its_quick_values(tmp_path, monkeypatch, wit
 def test_cells_are_really_run(folders, without_triton, layout, monkeypatch):
     made.store(paths.DATA / GPU, layout)
     monkeypatch.setattr(views, "hot", lambda rows: pd.DataFrame())
-    with_hot = "KV / VK with hot L2, one warp. There is no such measurement."
+    with_hot = "Ratio: × faster with [V, K], hot L2, one warp. There is no such measurement."
     assert any(with_hot in text for text in cells("state_layout", **made.LAYOUT))
     monkeypatch.setattr(views, "times", lambda rows: 1 / 0)
     with pytest.raises(ZeroDivisionError):
@@ -536,27 +536,6 @@ def test_a_claim_can_be_copied_as_markdown(folders, layout):
     assert head.startswith("**The kernel is faster with a tile of [8, 256] instead of [256, 8]** ([SGLang pull request")
     assert verdict.startswith("- Made-Up 9: **consistent** (our version of the code), 1.20 [1.20, 1.20]")
     assert "numbers" not in text
-
-
-# the answer in short
-
-
-def test_in_short_says_the_free_choice_and_both_tiles(layout):
-    said = views.in_short(layout)
-    assert said.startswith(views.free_choice(layout))
-    assert "fp32 state: 1.00 at batch 1, 1.00 at batch 64" in said
-    assert "At equal tiles of 8 and batch 64: 1.20 (fp32) and 1.20 (bf16)" in said
-    assert said.endswith("at equal tiles of 32 and batch 64: 1.00 (fp32) and 1.00 (bf16).")
-
-
-def test_in_short_says_only_what_was_measured(layout):
-    spilled = made.spilling(layout, "KV BV=8, 1 warp")
-    assert "tiles of 8" not in views.in_short(spilled)
-    assert "At equal tiles of 32 and batch 64" in views.in_short(spilled)
-    neither = made.spilling(layout, "KV BV=8, 1 warp", "KV BV=32, 1 warp")
-    assert views.in_short(neither) == views.free_choice(neither)
-    for nothing in (made.unusable(layout), layout[layout["variant"] == tables.CEILING], layout.iloc[:0]):
-        assert views.in_short(nothing) == "no case has both layouts."
 
 
 # trying one's own shape

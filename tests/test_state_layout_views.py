@@ -3,6 +3,7 @@
 import json
 import math
 
+import pandas as pd
 import pytest
 import rows as made
 
@@ -10,6 +11,7 @@ from labkit.shapes import QWEN3_NEXT, QWEN35_4B
 from labkit.studies.state_layout import production_views as views
 from labkit.studies.state_layout import share, study, tables
 from labkit.studies.state_layout import variants as names
+from labkit.studies.state_layout import views as simple
 
 PARAMETERS = {
     "models": [QWEN3_NEXT.name], "batches": [1, 64, 256], "states": ["fp32", "bf16"], "gates": ["GDN", "KDA"],
@@ -129,39 +131,78 @@ def test_drift_is_read_from_the_evidence(rows):
 
 
 @pytest.mark.parametrize(("view", "said"), [
-    ("answer", "decode, fp32 state 1.20, bf16 state 1.20; "
-     "all kernels of prefill, with one launch for both layouts, 1.20; "),
-    ("answer", "only the simple kernel with BV=8 shows up to 1.2."),
-    ("in_short", "fp32 state: 1.20 at batch 1, 1.20 at batch 64, 1.20 at batch 256; bf16 state: 1.20 at"),
-    ("in_short", "slots in order: the fastest of fla-core, attn-gym and FlashInfer takes so many times as long as "
-     "ours: fp32 1.11"),
-    ("in_short", "Extend: the fastest of fla-core, SGLang, vLLM and FlashInfer takes so many times as long as ours: G"),
-    ("step_percent", "ours VK, slots in order, fp32 96.2 %"),
-    ("step_percent", "ours VK, bf16 95.2 %"),
-    ("step_in_order", "GDN: geometric mean 1.111, least 1.111; ours is faster in 12 of 12 cases"),
-    ("step_at_random", "GDN: geometric mean 1.143, least 1.143; ours is faster in 12 of 12 cases"),
-    ("own_code", "SGLang, decode, GDN 1.25; SGLang, decode, KDA 1.25; SGLang, verify, GDN, chain 1.25; "),
-    ("own_code", "SGLang, verify, GDN, tree 1.25; "),
-    ("own_code", "[V, K] is faster in 23 of 23 cases"),
-    ("own_code_vllm", "vLLM, decode, GDN 1.20; vLLM, decode, KDA 1.20; vLLM, extend, GDN 1.20; "),
-    ("own_code_vllm", "[V, K] is faster in 27 of 27 cases"),
-    ("long_prompts", "flashinfer VK 1.43; fla VK 1.29"),
-    ("slots", "×1.010"),
-    ("verified", "GDN, batch 1, 4 tokens ×4.00; "),
-    ("extend", "Ours is faster in 5 of 5 cases"),
-    ("first_token", "time KV / VK: GDN 1.200; KDA 1.200. "),
-    ("first_token", " % earlier; 7.7 % were published"),
-    ("occupancy", "[V, K] has more CTAs an SM in 2 of 6 pairs, time KV / VK 1.10; both layouts have as many"),
-    ("drift", "After 4 tokens: ours VK, fp32: state 4.0e-07, output 4.0e-06"),
+    ("tuned", "Batch 64 and more: fp32 state: 1.20× faster; bf16 state: 1.20× faster"),
+    ("step_percent", "this lab [V, K], batch 64 and more: 95 %"),
+    ("step_in_order", "This lab's is faster in 12 of 12 cases, 1.11 to 1.30× faster"),
+    ("step_at_random", "This lab's is faster in 12 of 12 cases, 1.14× faster"),
+    ("own_code", "[V, K] is faster in 23 of 23 cases, 1.25× faster"),
+    ("own_code_vllm", "[V, K] is faster in 27 of 27 cases, 1.20× faster"),
+    ("long_prompts", "This lab's is 1.29 to 1.43× faster"),
+    ("slots", "In order: 1.01× faster"),
+    ("extend", "faster in 5 of 5 cases"),
+    ("drift", "After 4 tokens: fp32 state 4.0e-07; bf16 state 4.0e-07"),
 ])  # fmt: skip
 def test_what_a_view_says_follows_from_the_rows(rows, view, said):
     assert said in made.caption(getattr(views, view)(rows))
 
 
+@pytest.mark.parametrize(("view", "question", "answer"), [
+    ("by_kernel", "the lab's plain kernel, tile 8", "fp32: 1.20× faster; bf16: 1.20× faster"),
+    ("by_kernel", "SGLang's verify, tile 8", "fp32: 1.25× faster"),
+    ("by_kernel", "this lab's decode, tuned for each layout", "fp32: 1.20× faster; bf16: 1.20× faster"),
+    ("by_kernel", "this lab's prefill, one launch for both layouts", "1.20× faster"),
+    ("libraries", "decode, GDN, fp32 state, slots in order",
+     "1.11× faster than the fastest of fla-core, attn-gym and FlashInfer (1.11× faster)"),
+    ("verified", "GDN, batch 1, 4 tokens", "4.00× faster"),
+    ("first_token", "a whole extend, KDA", "1.20× faster"),
+    ("occupancy", "[V, K] has more CTAs an SM", "2 of 6 pairs, 1.10× faster with [V, K]"),
+    ("occupancy", "both layouts have as many", "4 of 6 pairs, 1.10× faster with [V, K]"),
+])  # fmt: skip
+def test_short_answers_follow_from_the_rows(rows, view, question, answer):
+    assert getattr(views, view)(rows)[question] == answer
+
+
 def test_the_first_token_is_an_estimate_from_whole_extends():
     """On a GPU whose peak is not known, extends are all of the prefill."""
     some = without_releases(frame({names.OURS: 1.05, names.OURS_KV: 1.16}).assign(gpu="another"))
-    assert f"the first token {100 * (1 - 1.05 / 1.16):.1f} % earlier" in views.first_token(some)
+    said = views.first_token(some)
+    assert said["first token, at most (7.7 % published)"] == f"{100 * (1 - 1.05 / 1.16):.1f} % earlier"
+
+
+def test_the_plain_kernel_says_both_tiles_and_only_what_was_measured():
+    layout = made.make("state_layout", made.LAYOUT, made.layout_us(lambda batch, tile: 1.2 if tile == 8 else 1.0))
+    narrow, wide, best = (
+        "the lab's plain kernel, tile 8",
+        "the lab's plain kernel, tile 32",
+        "the same, each layout with",
+    )
+    said = simple.equal_tiles(layout)
+    assert said[narrow] == "fp32: 1.20× faster; bf16: 1.20× faster"
+    assert said[wide].startswith("fp32: 1.00×")
+    spilled = simple.equal_tiles(made.spilling(layout, "KV BV=8, 1 warp"))
+    assert narrow not in spilled
+    assert wide in spilled
+    neither = simple.equal_tiles(made.spilling(layout, "KV BV=8, 1 warp", "KV BV=32, 1 warp"))
+    assert [name.startswith(best) for name in neither] == [True]
+    for nothing in (made.unusable(layout), layout[layout["variant"] == tables.CEILING], layout.iloc[:0]):
+        assert simple.equal_tiles(nothing) == {}
+
+
+@pytest.mark.parametrize(("ratios", "said"), [
+    ([1.19, 1.46], "1.19 to 1.46× faster"), ([0.5, 0.8], "2.00 to 1.25× slower"), ([1.2, 1.2], "1.20× faster"),
+    ([0.98, 1.04], "1.02× slower to 1.04× faster"),
+])  # fmt: skip
+def test_a_span_of_ratios_has_a_direction(ratios, said):
+    assert simple.gain(pd.Series(ratios)) == said
+
+
+@pytest.mark.parametrize(("variant", "shown"), [
+    ("KV BV=8, 1 warp", "[K, V], tile 8"), ("VK BV=32, 2 warps, folded", "[V, K], tile 32, 2 warps, one pass"),
+    ("ours VK, slots in order", "this lab [V, K], slots in order"), ("sglang 0.5.9 KV", "SGLang 0.5.9 [K, V]"),
+    ("fla KV in place, BV=8", "fla-core [K, V] in place, tile 8"), ("in-place multiply", "in-place multiply"),
+])  # fmt: skip
+def test_variants_have_names_to_show(variant, shown):
+    assert simple.named(variant) == shown
 
 
 def without_releases(rows):
@@ -169,7 +210,7 @@ def without_releases(rows):
 
 
 def test_a_library_alone_is_called_by_its_name(rows):
-    assert "Extend: fla-core takes so many times as long as ours" in views.in_short(without_releases(rows))
+    assert " than fla-core (" in views.libraries(without_releases(rows))["extend, GDN"]
 
 
 def test_releases_stand_side_by_side_or_the_page_says_what_is_missing(rows):
@@ -211,9 +252,10 @@ def test_the_extends_share_of_a_prefill():
 
 
 VIEWS = (
-    "answer", "in_short", "step_percent", "step_in_order", "step_at_random", "slots", "layouts", "verified", "extend",
-    "extend_errors", "first_token", "occupancy", "chunk_states", "drift", "shares",
+    "tuned", "step_percent", "step_in_order", "step_at_random", "slots", "layouts", "extend", "extend_errors",
+    "chunk_states", "drift", "shares",
 )  # fmt: skip
+ANSWERS = ("by_kernel", "libraries", "verified", "first_token", "occupancy")
 
 
 def _less(*variants):
@@ -240,6 +282,9 @@ PARTIAL = {
 def test_every_view_of_partial_rows_is_a_sentence_or_a_drawing(rows, which):
     some = PARTIAL[which](rows).reset_index(drop=True)
     made.check_views(views, VIEWS, some)
+    for view in ANSWERS:
+        said = getattr(views, view)(some)
+        assert all(text and "nan" not in text for text in said.values()), view
 
 
 def test_the_rules_choices_by_batch_and_gpu():
@@ -262,8 +307,8 @@ def test_the_share_of_a_dense_model_by_hand():
 def test_shares_of_both_models(rows):
     table = views.shares(rows)
     assert set(table["model"]) == {QWEN3_NEXT.name, QWEN35_4B.name}
-    assert (table["kernel KV / VK"] - 1.2).abs().max() < 0.01
+    assert (table["kernel × faster"] - 1.2).abs().max() < 0.01
     for _, line in table.iterrows():
         part = line["share %"] / 100
-        assert line["gain %"] == pytest.approx(100 * (1 / (1 - part + part / line["kernel KV / VK"]) - 1), rel=1e-6)
+        assert line["gain %"] == pytest.approx(100 * (1 / (1 - part + part / line["kernel × faster"]) - 1), rel=1e-6)
     assert not math.isnan(table["gain %"].max())

@@ -325,11 +325,13 @@ def counted(verdicts: Iterable[str]) -> str:
 
 
 def said(view: Any) -> str:
-    """All that a view says in words: itself, its answers, or the texts of a figure or table."""
+    """All that a view says in words: itself, the texts of a figure, the lines of a table, or answers to questions."""
     if isinstance(view, pd.DataFrame):
-        return view.to_string(max_colwidth=None)
+        lines = ("; ".join(map(str, line)) for line in view.itertuples(index=False, name=None))
+        return "\n".join([view.to_string(max_colwidth=None), *lines])
     if isinstance(view, Mapping):
-        return "; ".join(f"{question}: {answer}" for question, answer in view.items())
+        told = "; ".join(f"{question}: {answer}" for question, answer in view.items())
+        return "\n".join([told, *(f"{question}; {answer}" for question, answer in view.items())])
     return view if isinstance(view, str) else f"{view.alt} {view.caption}"
 
 

@@ -5,7 +5,7 @@ Variants are told apart by what their options say where that is enough, not by t
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import product
 from typing import Any
 
@@ -566,35 +566,41 @@ def _ratios(lines: Sequence[Mapping[str, Any]]) -> list[float]:
     return [line["ratio"] for line in lines]
 
 
-def said_summary(rows: pd.DataFrame) -> list[str]:
-    """Verdicts of the layout, one warp, by state and tile."""
-    found = []
-    for state, tile in product(("fp32", "bf16"), (8, 32)):
-        lines = _records(ratios(rows), cache="cold", warps=1, state=state, BV=tile)
-        if words := counted(line["verdict"] for line in lines):
-            found.append(f"{state} at BV={tile}: [V, K] is {words} of {len(lines)} cases")
-    return found
+def faster(ratio: float) -> str:
+    """A ratio of times as pages say it."""
+    return f"{ratio:.2f}× faster" if ratio >= 1 else f"{1 / ratio:.2f}× slower"
+
+
+def gain(values: Iterable[float]) -> str:
+    """The least and the most of them."""
+    ordered = sorted(values)
+    least, most = faster(ordered[0]), faster(ordered[-1])
+    if least == most:
+        return least
+    return f"{least.split('×')[0]} to {most}" if least[-6:] == most[-6:] else f"{least} to {most}"
 
 
 def said_folding(rows: pd.DataFrame) -> list[str]:
     """One pass against two in Qwen3-Next's shape: one sequence, and a full GPU."""
     lines = _records(folding(rows), cache="cold", model=NEXT)
     parts = [line for line in lines if line["batch"] == 1], [line for line in lines if line["batch"] >= FULL]
-    return [f"of {len(some)} cases, ratio {span(_ratios(some))}" for some in parts]
+    return [f"{gain(_ratios(some))}; {counted(line['verdict'] for line in some)} of {len(some)}" for some in parts]
 
 
-def said_spills(rows: pd.DataFrame) -> list[str]:
+def said_spilled(rows: pd.DataFrame) -> list[str]:
     """Time of the kernels that spill over the fastest kernel of their case, whose code is known too."""
-    found = []
+    found = defaultdict(list)
     for params, group in cases(rows, "decode"):
         us = {name: x for name, x in times(group).items() if usable(group)[name]["role"] != "control"}
         for name in us:
-            code = facts(usable(group)[name]["evidence"])
-            if code.get("spill_bytes", 0) > 0:
-                kernel = f"{name} at K={params['K']}, {params['state']} ({code['spill_bytes']} bytes a thread)"
+            row = usable(group)[name]
+            if spill := facts(row["evidence"]).get("spill_bytes", 0):
+                chosen = row["chosen"]
+                shown = f"[{', '.join(chosen['layout'])}], tile {chosen['BV']}"
+                shown += {1: "", 2: ", 2 warps", 4: ", 4 warps"}[chosen["warps"]] + ", one pass" * chosen["folded"]
                 timed = min(x for other, x in us.items() if facts(usable(group)[other]["evidence"]))
-                found.append((kernel, us[name] / timed))
-    return [*dict.fromkeys(kernel for kernel, _ in found), f"{span((slower for _, slower in found), '.1f')} times"]
+                found[shown, params["K"], params["state"], spill].append(us[name] / timed)
+    return ["; ".join(map(str, (*kernel, span(slower, ".1f")))) for kernel, slower in found.items()]
 
 
 def said_prediction_error(rows: pd.DataFrame) -> list[str]:
@@ -609,38 +615,58 @@ def said_prediction_error(rows: pd.DataFrame) -> list[str]:
     return [f"{100 * sum(found) / len(found):.0f} % of the points"]
 
 
-def said_in_short(rows: pd.DataFrame) -> list[str]:
-    """The fastest library over ours, by state or gate."""
+def said_libraries(rows: pd.DataFrame) -> list[str]:
+    """The fastest library over this lab's, by slots and state or by gate."""
     found = against_best(rows)
     groups = [_records(found, op="step", gate="GDN", slots=slots, state=state) for slots, state in _SLOTS]
     groups += [_records(found, op="extend", gate=gate) for gate in ("GDN", "KDA")]
-    means = [f"{span(_ratios(some))} (geometric mean {geometric_mean(_ratios(some)):.2f})" for some in groups]
-    layout = [line for line in _records(gdn_layouts(rows), op="step")]
-    return [*means, *(f"{line['ratio']:.2f} at batch {line['batch']:.0f}" for line in layout)]
+    parts = [(faster(geometric_mean(_ratios(some))), gain(_ratios(some))) for some in groups]
+    return [part for mean, ends in parts for part in (f"{mean} than", f"({ends})")]
 
 
 _SLOTS = list(product(("in order", "at random"), ("fp32", "bf16")))
 
 
-def said_answer(rows: pd.DataFrame) -> list[str]:
-    """What the layout changes in steps, extends and a whole decode step."""
-    found = gdn_layouts(rows)
-    steps = [f"{state} state {span(_ratios(_records(found, op='step', state=state)))}" for state in ("fp32", "bf16")]
-    gains = span(vllm_estimate(rows, 32)["gain %"], "+.1f")
-    narrow = max(_ratios(_records(ratios(rows), cache="cold", BV=8, K=128)))
-    extends = span(_ratios(_records(found, op="extend")))
-    return [*steps, f"both layouts, {extends}", f"gains {gains} %", f"shows up to {narrow:.1f}"]
+def said_by_kernel(rows: pd.DataFrame) -> list[str]:
+    """What the layout changes in kernels with the GPU full, in prefills and in a whole decode step."""
+    simple, tuned = _records(ratios(rows), cache="cold", warps=1), _records(gdn_layouts(rows), op="step")
+    groups = [_full(simple, BV=tile) for tile in (8, 32)]
+    groups += [_full(_records(best(rows), cache="cold", model=NEXT)), _full(tuned)]
+    own = [_pairs(rows, op, *OWN["SGLang"][::-1]) for op in ("verify", "step")]
+    groups += [_full(lines) for lines in own if lines]
+    said = [
+        f"{state}: {gain(_ratios(some))}"
+        for lines in groups
+        for state in ("fp32", "bf16")
+        if (some := [line for line in lines if line["state"] == state])
+    ]
+    extends, gains = _ratios(_records(gdn_layouts(rows), op="extend")), vllm_estimate(rows, 32)["gain %"]
+    return [*said, gain(extends), f"{span(gains, '+.1f')} % tokens/s"]
+
+
+def _full(lines: Sequence[Mapping[str, Any]], **wanted: Any) -> list[Mapping[str, Any]]:
+    """Those of a full GPU that have these values."""
+    return [one for one in lines if one["batch"] >= FULL and all(one[name] == value for name, value in wanted.items())]
+
+
+def said_tuned(rows: pd.DataFrame) -> list[str]:
+    """Both layouts of the tuned decode with the GPU full."""
+    lines = _full(_records(gdn_layouts(rows), op="step"))
+    return [
+        f"{state} state: {gain(line['ratio'] for line in lines if line['state'] == state)}"
+        for state in ("fp32", "bf16")
+    ]
 
 
 def said_verified(rows: pd.DataFrame) -> list[str]:
     """Token by token over verify."""
-    return [f"batch {line['batch']}, {line['T']} tokens ×{line['ratio']:.2f}" for line in _pairs(rows, *PAIRS[2])]
+    return [f"batch {line['batch']}, {line['T']} tokens; {faster(line['ratio'])}" for line in _pairs(rows, *PAIRS[2])]
 
 
 def said_extend_errors(rows: pd.DataFrame) -> list[str]:
     """Our errors, and over fla-core's."""
     found = extend_errors(rows)
-    return [f"ours {span(found['error, ours'], '.1e')}", f"which is {span(found['ours / fla'])} times"]
+    return [f"inputs: {span(found['error, ours'], '.1e')}", f"which is {span(found['ours / fla'])} times"]
 
 
 def said_first_token(rows: pd.DataFrame) -> list[str]:
@@ -648,7 +674,7 @@ def said_first_token(rows: pd.DataFrame) -> list[str]:
     found = first_token(rows)
     found = found[~found["own"].astype(bool)]
     shares, earlier = span(found["share %"], ".0f"), span(found["earlier %"], ".1f")
-    return [f"take {shares} % of it", f"token {earlier} % earlier", f"{100 * (1 - 13842 / 14993):.1f} % were published"]
+    return [f"{shares} %", f"{earlier} % earlier", f"({100 * (1 - 13842 / 14993):.1f} % published)"]
 
 
 def said_occupancy(rows: pd.DataFrame) -> list[str]:
@@ -658,21 +684,30 @@ def said_occupancy(rows: pd.DataFrame) -> list[str]:
         [line for line in lines if line["CTAs an SM, VK"] > line["CTAs an SM, KV"]],
         [line for line in lines if line["CTAs an SM, VK"] == line["CTAs an SM, KV"]],
     ):
-        found += [f"in {len(some)} of {len(lines)} pairs, time KV / VK {span(_ratios(some))}"] if some else []
+        found.append(f"{len(some)} of {len(lines)} pairs" + (f", {gain(_ratios(some))} with" if some else ""))
     return found
 
 
+def said_facts(rows: pd.DataFrame) -> list[str]:
+    """What the first screen is made from: the largest gains with the GPU full, to eight digits."""
+    simple = _full(_records(ratios(rows), cache="cold", warps=1), BV=8, state="fp32")
+    tuned = _full(_records(gdn_layouts(rows), op="step"))
+    most = {"narrow": simple} | {f"tuned {s}": [one for one in tuned if one["state"] == s] for s in ("fp32", "bf16")}
+    return [f"{name}; {max(_ratios(lines)):.8f}"[:-2] for name, lines in most.items()]
+
+
 SENTENCES: Sentences = {
-    "views.summary": said_summary,
     "views.folding": said_folding,
-    "views.spills": said_spills,
+    "views.spilled": said_spilled,
     "views.prediction_error": said_prediction_error,
-    "production_views.in_short": said_in_short,
-    "production_views.answer": said_answer,
+    "production_views.by_kernel": said_by_kernel,
+    "production_views.libraries": said_libraries,
+    "production_views.tuned": said_tuned,
     "production_views.verified": said_verified,
     "production_views.extend_errors": said_extend_errors,
     "production_views.first_token": said_first_token,
     "production_views.occupancy": said_occupancy,
+    "answer.facts": said_facts,
 }
 
 

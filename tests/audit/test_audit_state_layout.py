@@ -15,7 +15,7 @@ from common import (
     with_a_sample_changed,
 )
 
-from labkit.studies.state_layout import claims, production_views, share, tables, variants, views
+from labkit.studies.state_layout import answer, claims, production_views, share, tables, variants, views
 
 SHAPE, CASE = audit.SHAPE, audit.CASE
 GRID = ["cache", *SHAPE, "BV"]
@@ -32,7 +32,7 @@ def pairs(rows):
     return pd.concat([part.assign(**names) for part, names in zip(parts, said, strict=True)])
 
 
-VIEWS = {"views": views, "production_views": production_views}
+VIEWS = {"views": views, "production_views": production_views, "answer": answer}
 LAB = {  # table -> the lab's, and the columns that say which line it is
     "tables.times": (lambda rows: over(tables.times, rows, cache=["cold", "hot"]), ["cache", *SHAPE, "variant"]),
     "tables.ratios": (lambda rows: over(tables.ratios, rows, cache=["cold", "hot"]), [*GRID, "warps"]),

@@ -1,6 +1,6 @@
 """Figures, tables and sentences on the production operations, each made from the rows of one GPU."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from importlib.util import find_spec
 from itertools import product
@@ -14,12 +14,12 @@ from labkit.bench.tables import where, why_not
 from labkit.bench.verdict import counted, geometric_mean
 from labkit.report import plots
 from labkit.report.figures import Drawing, drawing
-from labkit.report.words import filled, span, spans
+from labkit.report.words import faster, filled, span
 from labkit.shapes import QWEN3_NEXT
 from labkit.studies.state_layout import tables, variants
 from labkit.studies.state_layout.claims import CONTEXT, FULL, NARROW, TTFT_PERCENT, VLLM_TABLE, WIDE, vllm_estimate
 from labkit.studies.state_layout.study import ITEMSIZE
-from labkit.studies.state_layout.views import INTERVAL, at_batches
+from labkit.studies.state_layout.views import FASTER, INTERVAL, by_state, equal_tiles, gain, named
 
 SHOWN_STEPS = [variants.OURS_IN_ORDER, variants.OURS, variants.OURS_KV, variants.ATTENTION_GYM]
 FASTEST_FLA = "fastest of fla-core, in order"
@@ -44,52 +44,71 @@ def choices(batches: Sequence[int], states: Sequence[str], sms: int = 132) -> pd
     return pd.DataFrame(found)
 
 
-def answer(rows: pd.DataFrame) -> str:
-    """What the layout changes, from the tuned kernel to the whole model, before everything else."""
-    steps, prefills = (tables.gdn_layouts(rows, op) for op in ("step", "extend"))
-    if steps.empty:
-        return "production kernels were not measured in both layouts."
-    parts = ", ".join(spans(steps.assign(of=steps["state"] + " state"), "of", "ratio"))
-    said = [f"each layout tuned for itself, [K, V] takes so many times as long: decode, {parts}"]
+def by_kernel(rows: pd.DataFrame) -> dict[str, str]:
+    """What the layout is worth with the GPU full, kernel by kernel, and to a whole decode step."""
+    own = tables.released(rows, "SGLang")
+    own = own[own["batch"].isna() | (own["batch"] >= FULL)]
+    steps = tables.gdn_layouts(rows, "step")
+    parts = {
+        f"SGLang's verify, tile {NARROW}": where(own, op="verify"),
+        f"SGLang's decode, tile {WIDE}": where(own, op="step"),
+        "this lab's decode, tuned for each layout": steps[steps["batch"] >= FULL] if len(steps) else steps,
+    }
+    said = equal_tiles(rows) | {name: by_state(some) for name, some in parts.items() if len(some)}
+    prefills = tables.gdn_layouts(rows, "extend")
     if len(prefills):
-        said.append(f"all kernels of prefill, with one launch for both layouts, {span(prefills['ratio'])}")
-    gain = vllm_estimate(rows, WIDE)["gain %"]
-    if len(gain):
-        said.append(f"with [V, K] a whole decode step gains {span(gain, '{:+.1f}')} % (estimate, BV={WIDE})")
-    narrow = where(tables.ratios(rows), BV=NARROW, K=QWEN3_NEXT.k)
-    said += [f"only the simple kernel with BV={NARROW} shows up to {narrow['ratio'].max():.1f}"] if len(narrow) else []
-    return "; ".join(said) + "."
+        said["this lab's prefill, one launch for both layouts"] = gain(prefills["ratio"])
+    percent = vllm_estimate(rows, WIDE)["gain %"]
+    if len(percent):
+        said[f"a whole decode step, all batches (estimate, tile {WIDE})"] = f"{span(percent, '{:+.1f}')} % tokens/s"
+    return said
 
 
-def in_short(rows: pd.DataFrame) -> str:
-    """What the layout is worth to production kernels of decode, and where decode and extend stand among libraries."""
-    layout = tables.gdn_layouts(rows, "step")
-    if layout.empty:
+def tuned(rows: pd.DataFrame) -> Drawing:
+    """KV / VK of the production decode, each layout with choices of its own, against batch."""
+    table = tables.gdn_layouts(rows, "step")
+    if table.empty:
         return "production kernels were not measured in both layouts."
-    parts = at_batches(layout)
-    said = [f"production kernels, each layout with choices of its own, time of [K, V] over [V, K]: {parts}"]
-    steps = where(tables.against_best(rows, "step"), gate="GDN")
-    for slots, group in steps.groupby("slots", sort=False):
-        said.append(f"Decode, GDN, slots {slots}: {_fastest(group)} {_longer(group, 'state')}")
-    prefills = tables.against_best(rows, "extend")
-    if len(prefills):
-        said.append(f"Extend: {_fastest(prefills)} {_longer(prefills, 'gate')}")
-    return ". ".join(said) + "."
+    table = table.assign(state=table["state"] + " state")
+    full = table[table["batch"] >= FULL]
+    bf16 = where(full, state="bf16 state")["ratio"].mean() > where(full, state="fp32 state")["ratio"].mean()
+    title = "Tuned for each layout, bf16 states gain more than fp32" if bf16 else "Decode tuned for each layout"
+    return drawing(
+        plots.lines, table, "batch", "ratio", "state", low="low", high="high", logx=True, xlabel="batch",
+        ylabel=FASTER, title=title, reference=[(1, "equal")],
+        alt="Lines of the ratio of the two layouts' times against batch, by type of state.",
+        caption="Each layout with the tile and warps that were chosen for it (GDN); 95 % intervals.",
+        said=f"Batch {FULL} and more: {by_state(full)}" if len(full) else "",
+        table=["state", "batch", "us", "against us", *INTERVAL, "verdict"],
+        units={"us": "[V, K] µs", "against us": "[K, V] µs"},
+    )  # fmt: skip
+
+
+def libraries(rows: pd.DataFrame) -> dict[str, str]:
+    """How the lab's decode and extend compare with the fastest library: geometric mean, least and largest."""
+    said = {}
+    for (slots, state), some in _groups(where(tables.against_best(rows, "step"), gate="GDN"), ["slots", "state"]):
+        said[f"decode, GDN, {state} state, slots {slots}"] = _mean(some)
+    for (gate,), some in _groups(tables.against_best(rows, "extend"), ["gate"]):
+        said[f"extend, {gate}"] = _mean(some)
+    return said
+
+
+def _groups(table: pd.DataFrame, by: list[str]) -> Iterable[tuple[tuple, pd.DataFrame]]:
+    return table.groupby(by, sort=False) if len(table) else ()
+
+
+def _mean(table: pd.DataFrame) -> str:
+    """ "1.02× faster than the fastest of fla-core and attn-gym (1.00 to 1.13)"."""
+    mean = geometric_mean(table["ratio"])
+    ledger.note("mean", {"ratio": max(mean, 1 / mean)})
+    return f"{faster(mean)} than {_fastest(table)} ({gain(table['ratio'])})"
 
 
 def _fastest(table: pd.DataFrame) -> str:
     """Who is compared in `tables.against_best`: the fastest of all that were timed in any case."""
     timed = list(dict.fromkeys(name for names in table["libraries"] for name in names.split(", ")))
     return timed[0] if len(timed) == 1 else f"the fastest of {' and '.join([', '.join(timed[:-1]), timed[-1]])}"
-
-
-def _longer(table: pd.DataFrame, by: str) -> str:
-    """Least and largest ratio of each group, and the geometric mean."""
-    parts = (
-        f"{name} {span(ratio)} (geometric mean {geometric_mean(ratio):.2f})"
-        for name, ratio in table.groupby(by, sort=False)["ratio"]
-    )
-    return f"takes so many times as long as ours: {'; '.join(parts)}"
 
 
 def step_percent(rows: pd.DataFrame) -> Drawing:
@@ -101,15 +120,15 @@ def step_percent(rows: pd.DataFrame) -> Drawing:
     table = pd.concat([where(table, variant=SHOWN_STEPS), fla], ignore_index=True)
     if table.empty:
         return "no decode step was measured beside the in-place multiply."
-    ours = where(table[table["batch"] >= FULL], variant=[variants.OURS_IN_ORDER, variants.OURS])
-    ends = "; ".join(f"{one} %" for one in spans(ours, ["variant", "state"], "percent", "{:.1f}"))
+    ours = where(table[table["batch"] >= FULL], variant=variants.OURS)
+    table = table.assign(variant=table["variant"].map(named))
     return drawing(
         plots.lines, table, "batch", "percent", "variant", panel="state", logx=True,
         reference=[(100, variants.CEILING)], xlabel="batch", ylabel="% of in-place multiply",
-        title="Decode, production kernels, GDN",
+        title="How near production kernels of decode come to the memory's limit",
         alt="Lines of percent of an in-place multiply against batch, by kernel.",
         caption="The same states multiplied in place, in the same blocks, are 100 %.",
-        said=f"batch {FULL} and more: {ends}" if ends else "no batch fills the GPU",
+        said=f"{named(variants.OURS)}, batch {FULL} and more: {span(ours['percent'], '{:.0f}')} %" if len(ours) else "",
         table=["state", "batch", "variant", "us", "percent"], units={"us": "µs", "percent": "%"},
     )  # fmt: skip
 
@@ -119,15 +138,13 @@ def _step_libraries(rows: pd.DataFrame, slots: str) -> Drawing:
     table = where(tables.against_best(rows, "step"), slots=slots)
     if table.empty:
         return "no library was timed beside the lab's decode: `pip install labkit[peers]` brings those that there are."
-    gdn = where(table, gate="GDN")["ratio"]
-    said = [f"GDN: geometric mean {geometric_mean(gdn):.3f}, least {gdn.min():.3f}"] if len(gdn) else []
     return _step_ratios(
         table,
-        xlabel="time fastest library / time ours (above 1: ours faster)",
+        xlabel="× faster than the fastest library",
         title=f"Decode against the fastest library, slots {slots}",
-        alt="Ratios of the fastest library's time over ours, by gate, state and batch.",
-        caption=f"At each batch the table names {_fastest(table)}.",
-        said="; ".join([*said, f"ours is {counted(table['verdict'])} of {len(table)} cases"]),
+        alt="Ratios of the fastest library's time over that of this lab's kernel, by gate, state and batch.",
+        caption="The table beneath names the library at each batch.",
+        said=f"This lab's is {counted(table['verdict'])} of {len(table)} cases, {gain(table['ratio'])}",
     )
 
 
@@ -159,12 +176,12 @@ def _own_code(rows: pd.DataFrame, owners: Sequence[str], title: str, caption: st
     table = pd.concat(parts, ignore_index=True)
     groups = table["source"] + ", " + table["op"].map(OPERATIONS) + ", " + table["gate"]
     table = table.assign(group=groups, row=[_case(line) for line in table.to_dict("records")])
-    judged = counted(table["verdict"])
+    judged = f"[V, K] is {counted(table['verdict'])} of {len(table)} cases"
     return drawing(
         plots.ratios, table, "row", *INTERVAL, group="group", verdict="verdict", hidden=("group", "row", "runs"),
-        xlabel="time before, [K, V] / time after, [V, K] (above 1: [V, K] faster)", title=title,
+        xlabel="× faster after the change, with [V, K]", title=title,
         alt="Ratios of time before the change over time after, by operation and case.", caption=caption,
-        said=f"{'; '.join(spans(table, 'group', 'ratio'))}; [V, K] is {judged} of {len(table)} cases",
+        said=f"{judged}, {gain(table['ratio'])}",
         units={"us": "after µs", "against us": "before µs"},
     )  # fmt: skip
 
@@ -216,14 +233,13 @@ def long_prompts(rows: pd.DataFrame) -> Drawing:
     table = tables.long_prompts(rows)
     if table.empty:
         return f"long prompts: {why_not(rows[rows['op'] == 'long'], [variants.FLASHINFER_VK])}."
-    table = table.assign(row=filled(table, "{prefill}, heads {H} / {HV}"))
-    said = spans(table, "against", "ratio")
+    table = table.assign(against=table["against"].map(named), row=filled(table, "{prefill}, heads {H} / {HV}"))
     return drawing(
         plots.ratios, table, "row", *INTERVAL, group="against", verdict="verdict", hidden=("row", "runs"),
-        xlabel="time theirs / time ours (above 1: ours faster)", title="Extend of one long prompt",
-        alt="Ratios of FlashInfer's and fla-core's time over ours, by prompt and heads.",
+        xlabel="× faster than the library", title="Extend of one long prompt",
+        alt="Ratios of FlashInfer's and fla-core's time over that of this lab's extend, by prompt and heads.",
         caption="bf16 inputs, fp32 states, [V, K]. With few heads FlashInfer splits a sequence among multiprocessors.",
-        said="; ".join(said), units={"us": "ours µs", "against us": "theirs µs"},
+        said=f"This lab's is {gain(table['ratio'])}", units={"us": "this lab µs", "against us": "library µs"},
     )  # fmt: skip
 
 
@@ -234,13 +250,17 @@ def slots(rows: pd.DataFrame) -> Drawing:
         return "states in order and at random were not both measured."
     return _step_ratios(
         table,
-        xlabel="time slots at random / time slots in order (above 1: order is faster)",
-        title="The same kernel, the same states, in another order",
+        xlabel="× faster with slots in order",
+        title="The order of the slots changes the speed" if _all_faster(table) else "What the order of slots is worth",
         alt="Ratios of time with slots at random over time with slots in order, by gate, state and batch.",
         caption="Each state is a slot of its own, megabytes in one piece, in both.",
-        said=span(table["ratio"], "×{:.3f}"),
+        said=f"In order: {gain(table['ratio'])}",
         units={"us": "in order µs", "against us": "at random µs"},
     )
+
+
+def _all_faster(table: pd.DataFrame) -> bool:
+    return set(table["verdict"]) == {"faster"}
 
 
 def _step_ratios(table: pd.DataFrame, **texts: Any) -> Drawing:
@@ -252,16 +272,16 @@ def _step_ratios(table: pd.DataFrame, **texts: Any) -> Drawing:
 
 def layouts(rows: pd.DataFrame) -> pd.DataFrame:
     """KV / VK of production kernels in every operation."""
-    return tables.layouts(rows).dropna(axis=1, how="all")
+    table = tables.layouts(rows)
+    table = table.dropna(axis=1, how="all") if len(table) else table
+    return table.assign(op=table["op"].map(OPERATIONS), kernels=table["kernels"].map(named))
 
 
-def verified(rows: pd.DataFrame) -> str:
-    """What verify saves over decoding the draft token by token."""
+def verified(rows: pd.DataFrame) -> dict[str, str]:
+    """What verify saves over decoding the draft token by token, by case."""
     table = tables.compared(rows, "verify", variants.OURS, variants.TOKENS)
-    if table.empty:
-        return "no chain of draft tokens was measured both ways."
-    parts = "; ".join(filled(table, "{gate}, batch {batch}, {T} tokens ×{ratio:.2f}"))
-    return f"by decode and copies of the states a chain takes so many times as long as by our verify: {parts}."
+    ledger.note("verified", table)
+    return {f"{one.gate}, batch {one.batch}, {one.T} tokens": faster(one.ratio) for one in table.itertuples()}
 
 
 def extend(rows: pd.DataFrame) -> Drawing:
@@ -271,10 +291,11 @@ def extend(rows: pd.DataFrame) -> Drawing:
         return "no library was timed beside the lab's extend: `pip install labkit[peers]` brings those that there are."
     return drawing(
         plots.ratios, table, "prefill", *INTERVAL, group="gate", verdict="verdict",
-        xlabel="time fastest library / time ours (above 1: ours faster)", title="Extend, sequences x tokens",
-        alt="Ratios of the fastest library's time over ours, by prefill.",
-        caption=f"bf16 inputs, fp32 states; {_fastest(table)}, each in the faster of its layouts.",
-        said=f"Ours is {counted(table['verdict'])} of {len(table)} cases", hidden=["ours, % of in-place", "libraries"],
+        xlabel="× faster than the fastest library", title="Extend, sequences x tokens",
+        alt="Ratios of the fastest library's time over that of this lab's extend, by prefill.",
+        caption="bf16 inputs, fp32 states; each library in the faster of its layouts.",
+        said=f"Against {_fastest(table)}: {counted(table['verdict'])} of {len(table)} cases",
+        hidden=["ours, % of in-place", "libraries"],
     )  # fmt: skip
 
 
@@ -284,48 +305,46 @@ def extend_errors(rows: pd.DataFrame) -> str:
     if table.empty:
         return "no library's error was measured beside ours."
     ours, times = span(table["error, ours"], "{:.1e}"), span(table["ours / fla"])
-    return f"relative error against float64 on the same inputs: ours {ours}, which is {times} times fla-core's."
+    return f"relative error against float64 on the same inputs: {ours}, which is {times} times that of fla-core."
 
 
-def first_token(rows: pd.DataFrame) -> str:
+def first_token(rows: pd.DataFrame) -> dict[str, str]:
     """What the layout could do for the first token: its gain for a whole extend, by the share of the extends."""
     table, whole = tables.compared(rows, "extend", variants.OURS, variants.OURS_KV), tables.first_token(rows)
-    if whole.empty:
-        return "extend was not measured in both layouts."
-    said = "; ".join(spans(table, "gate", "ratio", "{:.3f}"))
-    return (
-        f"our whole extends, time KV / VK: {said}. Were all else in a prefill of {QWEN3_NEXT.name} as fast as the GPU "
-        f"can multiply, extends would take {span(whole['share %'], '{:.0f}')} % of it, and the layout bring the first "
-        f"token {span(whole['earlier %'], '{:.1f}')} % earlier; {TTFT_PERCENT:.1f} % were published."
-    )
+    said = {f"a whole extend, {gate}": gain(some["ratio"]) for (gate,), some in _groups(table, ["gate"])}
+    if len(whole):
+        said[f"share of the extends in a prefill of {QWEN3_NEXT.name}, at most"] = (
+            f"{span(whole['share %'], '{:.0f}')} %"
+        )
+        earlier = f"{span(whole['earlier %'], '{:.1f}')} % earlier"
+        said[f"first token, at most ({TTFT_PERCENT:.1f} % published)"] = earlier
+    return said
 
 
-def occupancy(rows: pd.DataFrame) -> str:
+def occupancy(rows: pd.DataFrame) -> dict[str, str]:
     """Do more CTAs an SM go with less time of the chunk-state kernel?"""
     table = tables.chunk_state_layouts(rows)
     if table.empty:
-        return "the chunk-state kernel was not measured in both layouts."
-    more = table[table["CTAs an SM, VK"] > table["CTAs an SM, KV"]]
-    equal = table[table["CTAs an SM, VK"] == table["CTAs an SM, KV"]]
-    said = [
-        f"{words} in {len(some)} of {len(table)} pairs, time KV / VK {span(some['ratio'])}"
-        for some, words in ((more, "[V, K] has more CTAs an SM"), (equal, "both layouts have as many CTAs an SM"))
-        if len(some)
-    ]
-    if more.empty:
-        said.append("so no gain of a layout comes from more CTAs here: in our kernel the tile decides how many")
-    return f"{'; '.join(said)}."
+        return {}
+    more, equal = (table["CTAs an SM, VK"] - table["CTAs an SM, KV"]).pipe(lambda apart: (apart > 0, apart == 0))
+    parts = {"[V, K] has more CTAs an SM": table[more], "both layouts have as many": table[equal]}
+    return {
+        name: f"{len(some)} of {len(table)} pairs" + (f", {gain(some['ratio'])} with [V, K]" if len(some) else "")
+        for name, some in parts.items()
+    }
 
 
 def chunk_states(rows: pd.DataFrame) -> pd.DataFrame:
     """The chunk-state kernel by form, tile and prefill."""
-    units = {"us": "µs", "shared_bytes": "shared bytes", "ctas_per_sm": "CTAs an SM"}
-    return tables.chunk_states(rows).rename(columns=units)
+    units = {"us": "µs", "shared_bytes": "shared bytes", "ctas_per_sm": "CTAs an SM", "BV": "tile"}
+    table = tables.chunk_states(rows)
+    return table.assign(form=table["form"].map(named)).rename(columns=units)
 
 
 def shares(rows: pd.DataFrame) -> pd.DataFrame:
     """Share of the state in a decode step, and what the wide tile's ratio would then give, by model and context."""
-    return tables.shares(rows, WIDE, (256, CONTEXT, 32768), list(VLLM_TABLE))
+    found = tables.shares(rows, WIDE, (256, CONTEXT, 32768), list(VLLM_TABLE))
+    return found.rename(columns={"kernel KV / VK": "kernel × faster"})
 
 
 def drift(rows: pd.DataFrame) -> Drawing:
@@ -334,13 +353,15 @@ def drift(rows: pd.DataFrame) -> Drawing:
     table = where(table, gate="GDN") if "GDN" in set(table["gate"]) else table
     if table.empty:
         return "the drift was not measured."
+    table = table.assign(variant=table["variant"].map(named))
     last = table[table["tokens"] == table["tokens"].max()]
-    said = "; ".join(filled(last, "{variant}, {state}: state {state error:.1e}, output {output error:.1e}"))
+    most = last.groupby("state", sort=False)["state error"].max()
+    said = "; ".join(f"{state} state {error:.1e}" for state, error in most.items())
     return drawing(
         plots.lines, table, "tokens", "state error", "variant", panel="state", logx=True, logy=True,
         xlabel="tokens decoded", ylabel="relative RMSE of the state (log)", title="Does the error grow?",
-        alt=f"Lines of the state's error against tokens decoded, by layout and state type. {said}.",
-        caption=f"Against float64 on the same inputs. After {last['tokens'].iloc[0]} tokens: {said}.",
+        alt="Lines of the state's error against tokens decoded, by layout and state type.",
+        caption="Against float64 on the same inputs.", said=f"After {last['tokens'].iloc[0]} tokens: {said}",
     )  # fmt: skip
 
 

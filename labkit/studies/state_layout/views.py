@@ -1,6 +1,7 @@
 """Figures, tables and sentences on the grid of tiles in both layouts, each made from the rows of one GPU."""
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ from labkit.bench.tables import where
 from labkit.bench.verdict import counted
 from labkit.report import plots
 from labkit.report.figures import Drawing, drawing
-from labkit.report.words import filled, span
+from labkit.report.words import faster, filled, span
 from labkit.shapes import QWEN3_NEXT
 from labkit.studies.state_layout import tables
 from labkit.studies.state_layout.claims import CONTEXT, FULL, NARROW, VLLM_TABLE, WIDE, vllm_estimate, vllm_heads
@@ -21,8 +22,32 @@ MAIN = [variant_name(layout, tile) for tile in (NARROW, WIDE) for layout in LAYO
 INTERVAL = ["ratio", "low", "high"]
 JUDGED = [*INTERVAL, "noise", "verdict"]
 ACCESS = {"sectors": "sectors a request", "lines": "lines a request"}
-FASTER = "time KV / time VK (above 1: [V, K] faster)"
+FASTER = "× faster with [V, K]"
 NOTHING = "no usable rows of both layouts at these shapes."
+LAYOUT_NAMES = {"KV": "[K, V]", "VK": "[V, K]"}
+PACKAGES = {"ours": "this lab", "fla": "fla-core", "sglang": "SGLang", "vllm": "vLLM", "flashinfer": "FlashInfer"}
+DISPLAY = {rf"^{name}\b": shown for name, shown in PACKAGES.items()} | {  # of variants, whose names the rows hold
+    r"\bKV\b": LAYOUT_NAMES["KV"], r"\bVK\b": LAYOUT_NAMES["VK"], r",? BV=": ", tile ", r"^BV=": "tile ",
+    r", 1 warp\b": "", r"\bfolded\b": "one pass",
+}  # fmt: skip
+
+
+def named(variant: str) -> str:
+    """A variant as pages show it: "[K, V], tile 8" for "KV BV=8, 1 warp", "SGLang 0.5.9 [K, V]"."""
+    for pattern, shown in DISPLAY.items():
+        variant = re.sub(pattern, shown, variant)
+    return variant
+
+
+def gain(ratios: pd.Series) -> str:
+    """The least and the most of some ratios: "1.19 to 1.46× faster", "1.02× slower to 1.04× faster"."""
+    ends = ratios.min(), ratios.max()
+    ledger.note("gain", [{"ratio": max(end, 1 / end)} for end in ends])
+    least, most = map(faster, ends)
+    if least == most:
+        return least
+    same = least.split()[1] == most.split()[1]
+    return f"{least.split('×')[0]} to {most}" if same else f"{least} to {most}"
 
 
 def _main_shape(table: pd.DataFrame) -> pd.DataFrame:
@@ -44,15 +69,15 @@ def times(rows: pd.DataFrame) -> Drawing:
     table = where(_main_shape(tables.times(rows)), variant=[*MAIN, CEILING])
     if table.empty:
         return NOTHING
-    model = table["model"].iloc[0]
     # Last, so that the kernels have the same colours as in the figures without it.
     table = table.sort_values("variant", key=lambda names: names == CEILING, kind="stable", ignore_index=True)
-    ends = "; ".join(filled(_largest(table), "{variant}, {state}: {us:.0f} µs"))
+    table = table.assign(variant=table["variant"].map(named))
     return drawing(
         plots.lines, table, "batch", "us", "variant", panel="state", logx=True, logy=True, xlabel="batch",
-        ylabel="µs (log), cold L2", title=f"One decode step of one layer, {model}",
-        alt=f"Lines of time against batch, {model}, fp32 and bf16 state. At batch {table['batch'].max()}: {ends}.",
-        caption=f"Time of one decode step, {model}. Beside it an in-place multiply of the same states.",
+        ylabel="µs (log), cold L2", title=f"One decode step of one layer, {table['model'].iloc[0]}",
+        alt="Lines of time against batch, by layout and tile, fp32 and bf16 state.",
+        caption="Time of one decode step, beside an in-place multiply of the same states.",
+        said=f"Batch {table['batch'].max()}: {span(_largest(table)['us'], '{:.0f}')} µs",
         table=["state", "batch", "variant", "us", "percent", "error"],
     )  # fmt: skip
 
@@ -63,13 +88,14 @@ def percent(rows: pd.DataFrame) -> Drawing:
     table = table[table["percent"].notna()]
     if table.empty:
         return "no usable rows beside an in-place multiply of the same run."
+    table = table.assign(variant=table["variant"].map(named))
     worst = table.loc[table["percent"].idxmin()]
     return drawing(
         plots.lines, table, "batch", "percent", "variant", panel="state", logx=True, xlabel="batch",
-        ylabel="% of in-place multiply", title=f"How near the memory's limit, {table['model'].iloc[0]}",
+        ylabel="% of in-place multiply", title="How near each layout and tile comes to the memory's limit",
         reference=[(100, "in-place multiply")],
-        alt="Lines of percent of the in-place ceiling against batch, by layout and tile.",
-        caption="Rate of each kernel as a share of an in-place multiply of the same states, same run.",
+        alt="Lines of percent of the in-place multiply against batch, by layout and tile.",
+        caption="Rate as a share of an in-place multiply of the same states, in the same run.",
         said=f"Lowest: {worst['percent']:.0f} % ({worst['variant']}, {worst['state']}, batch {worst['batch']})",
         table=["state", "batch", "variant", "percent", "us", "tbs"],
     )  # fmt: skip
@@ -82,14 +108,15 @@ def ratio_by_tile(rows: pd.DataFrame) -> Drawing:
         return NOTHING
     table, batch = _largest(table), table["batch"].max()
     choices = zip(table["BV"], table["warps"], strict=True)
-    table = table.assign(tile=[variant_name("", *choice).strip() for choice in choices])
-    said = "; ".join(filled(table, "{state}, {tile}: {ratio:.2f}"))
+    table = table.assign(choice=[named(variant_name("", *choice).strip()) for choice in choices])
+    top = table.loc[table["ratio"].idxmax()]
     return drawing(
-        plots.ratios, table, "tile", *INTERVAL, group="state", verdict="verdict", xlabel=FASTER,
-        title=f"What the layout is worth, by tile (batch {batch})",
-        alt=f"Ratios KV/VK with 95 % intervals: {said}.",
-        caption="Ratio of times at equal tile and warps, paired block by block, 95 % intervals; grey band: ±1 %.",
-        table=["state", "BV", "warps", *JUDGED],
+        plots.ratios, table, "choice", *INTERVAL, group="state", verdict="verdict", xlabel=FASTER,
+        title="Every tile and number of warps, at the largest batch",
+        alt="Ratios of the two layouts' times with 95 % intervals, by state, tile and warps.",
+        caption="Equal tile and warps in both layouts, paired block by block; 95 % intervals; grey band: ±1 %.",
+        said=f"Most, at batch {batch}: {faster(top['ratio'])} ({top['state']}, {top['choice']})",
+        table=["state", "BV", "warps", *JUDGED], units={"BV": "tile"},
     )  # fmt: skip
 
 
@@ -98,15 +125,17 @@ def ratio_by_batch(rows: pd.DataFrame) -> Drawing:
     table = where(_main_shape(tables.ratios(rows)), warps=1)
     if table.empty:
         return NOTHING
-    table = table.assign(tile="BV=" + table["BV"].astype(str))
-    top = table.loc[table["ratio"].idxmax()]
+    table = table.assign(tile="tile " + table["BV"].astype(str))
+    top, batches = table.loc[table["ratio"].idxmax()], table["batch"].nunique()
+    narrow = top["BV"] == min(TILES) and batches > 1
     return drawing(
         plots.lines, table, "batch", "ratio", "tile", panel="state", low="low", high="high", logx=True,
-        xlabel="batch", ylabel="time KV / time VK", title="Where the layout matters: batch", reference=[(1, "equal")],
-        alt="Lines of KV/VK against batch by tile and state type.",
-        caption="The same ratio against batch, one warp a program, 95 % intervals.",
-        said=f"Largest: {top['ratio']:.2f} ({top['state']}, {top['tile']}, batch {top['batch']})",
-        table=["state", "batch", "BV", *INTERVAL, "verdict"],
+        xlabel="batch", ylabel=FASTER, reference=[(1, "equal")],
+        title="[V, K] gains with narrow tiles and large batches" if narrow else "What the layout is worth, by batch",
+        alt="Lines of the ratio of the two layouts' times against batch, by tile and type of state.",
+        caption="One kernel, equal tiles in both layouts, one warp a program; 95 % intervals.",
+        said=f"Most: {faster(top['ratio'])} ({top['state']}, {top['tile']}, batch {top['batch']})",
+        table=["state", "batch", "BV", *INTERVAL, "verdict"], units={"BV": "tile"},
     )  # fmt: skip
 
 
@@ -117,13 +146,13 @@ def ratio_by_shape(rows: pd.DataFrame) -> Drawing:
         return NOTHING
     batch = min(group["batch"].max() for _, group in table.groupby("model"))
     table = table[table["batch"] == batch]
-    table = table.assign(shape=filled(table, "{model} (HV={HV}, K={K})"))
-    ends = f"from {table['ratio'].min():.2f} to {table['ratio'].max():.2f}"
+    table = table.assign(shape=filled(table, "{model}: {HV} heads, K {K}"))
     return drawing(
         plots.ratios, table, "shape", *INTERVAL, group="state", verdict="verdict", xlabel=FASTER,
-        title=f"Does it hold for other shapes? BV={NARROW}, batch {batch}",
-        alt=f"Ratios KV/VK of {len(table)} shapes and state types, {ends}.",
-        caption=f"The narrow tile at batch {batch} in every shape: {ends}.", table=["shape", "state", *JUDGED],
+        title=f"Every model's shape, tile {NARROW}",
+        alt="Ratios of the two layouts' times with the narrow tile, by shape and type of state.",
+        caption="Heads: value heads of a layer. The largest batch that was measured of all shapes.",
+        said=f"Batch {batch}: {gain(table['ratio'])}", table=["shape", "state", *JUDGED],
     )  # fmt: skip
 
 
@@ -133,119 +162,88 @@ def prediction_error(rows: pd.DataFrame) -> Drawing:
     table = table[table["predicted_us"].notna()]
     if table.empty:
         return "no kernel shown here has a floor that was stored with its rows."
-    table = table.assign(factor=table["us"] / table["predicted_us"])
+    table = table.assign(factor=table["us"] / table["predicted_us"], variant=table["variant"].map(named))
     near = f"{100 * (table['factor'].sub(1).abs() <= 0.1).mean():.0f} % of the points lie within 10 %"
     return drawing(
         plots.lines, table, "batch", "factor", "variant", panel="state", logx=True, xlabel="batch",
         ylabel="measured / floor", title="What bytes alone do not explain", reference=[(1, "the floor")],
-        alt=f"Lines of measured time over the floor; {near}.",
-        caption=f"The floor knows bytes, ceilings, launch; {near}.",
+        alt="Lines of measured time over the floor against batch, by layout and tile.",
+        caption="The floor: bytes over the ceiling, and the launch.", said=near,
         table=["state", "batch", "variant", "predicted_us", "us", "factor"], units={"predicted_us": "floor µs"},
     )  # fmt: skip
 
 
 def end_to_end(rows: pd.DataFrame) -> Drawing:
     """The estimated gain of a whole decode step beside vLLM's published table."""
-    parts = [vllm_estimate(rows, tile).assign(series=f"estimate, BV={tile}") for tile in (NARROW, WIDE)]
+    parts = [vllm_estimate(rows, tile).assign(series=f"estimate, tile {tile}") for tile in (NARROW, WIDE)]
     parts = [part for part in parts if len(part)]
     if not parts:
         return f"no estimate without fp32 rows of {QWEN3_NEXT.name} at its batches."
     published = pd.DataFrame(VLLM_TABLE.items(), columns=["batch", "gain %"]).assign(series="vLLM 33291, published")
-    ends = "; ".join(f"{part['series'].iloc[0]}: at most {part['gain %'].max():.1f} %" for part in parts)
+    ends = "; ".join(f"{part['series'].iloc[0].split(', ')[1]}: at most {part['gain %'].max():.1f} %" for part in parts)
     return drawing(
         plots.lines, pd.concat([*parts, published], ignore_index=True), "batch", "gain %", "series", low="low %",
         high="high %", logx=True, xlabel="batch", ylabel="tokens a second, % more",
         title="What it could mean for a whole decode step", reference=[(0, "no change")],
-        alt=f"Estimated end-to-end gain against batch, beside vLLM's five figures. {ends}.",
-        caption=f"Amdahl's law: the state's share of a step's time ({QWEN3_NEXT.name}, NVFP4 weights, fp32 state, "
-        f"{CONTEXT} tokens of context) × the kernel ratio measured with the heads of {vllm_heads(rows)}.",
+        alt="Estimated end-to-end gain against batch, beside vLLM's five figures.", said=ends,
+        caption=f"Estimated by Amdahl's law for {QWEN3_NEXT.name}: NVFP4 weights, fp32 state, {CONTEXT} tokens of "
+        f"context. The kernel's ratio was measured with the heads of {vllm_heads(rows)}.",
     )  # fmt: skip
 
 
 def best(rows: pd.DataFrame) -> pd.DataFrame:
     """The fastest variant of each layout in the shape that was timed with every number of warps."""
-    return _main_shape(tables.best(rows)).drop(columns=["HV", "K", "noise", "runs"])
+    table = _main_shape(tables.best(rows)).drop(columns=["HV", "K", "noise", "runs"])
+    shown = table.assign(**{name: table[name].map(named) for name in ("best KV", "best VK")})
+    units = {f"{what}{layout}{unit}" for layout in LAYOUTS for what, unit in (("best ", ""), ("", " µs"))}
+    return shown.rename(columns={name: re.sub("KV|VK", lambda found: LAYOUT_NAMES[found[0]], name) for name in units})
 
 
 def folded(rows: pd.DataFrame) -> pd.DataFrame:
     """V-first, two passes over the tile against one (folded), in the main shape, one warp."""
-    return _main_shape(tables.folding(rows))[["model", "state", "batch", "BV", *JUDGED]]
+    table = _main_shape(tables.folding(rows))[["model", "state", "batch", "BV", *JUDGED]]
+    return table.rename(columns={"BV": "tile"})
 
 
-def folding(rows: pd.DataFrame) -> str:
-    """Does one pass pay at batch 1, and is it worth nothing where the GPU is full?"""
+def folding(rows: pd.DataFrame) -> dict[str, str]:
+    """Does one pass pay at batch 1, and is it worth nothing where the GPU is full? Batches -> what it is worth."""
     table = folded(rows)
-    small, full = table[table["batch"] == 1], table[table["batch"] >= FULL]
-    said = [
-        f"{words} one pass is {counted(some['verdict'])} of {len(some)} cases, ratio {span(some['ratio'])}"
-        for words, some in (("at batch 1", small), (f"from batch {FULL} on", full))
-        if len(some)
-    ]
-    return ("; ".join(said) or "no pair of one pass and two could be compared") + "."
+    parts = {"batch 1": table[table["batch"] == 1], f"batch {FULL} and more": table[table["batch"] >= FULL]}
+    return {name: _judged(some) for name, some in parts.items() if len(some)}
 
 
-def summary(rows: pd.DataFrame) -> str:
-    """The result in one sentence."""
-    table = where(tables.ratios(rows), warps=1)
-    parts = [
-        f"{state} at BV={tile}: [V, K] is {counted(some['verdict'])} of {len(some)} cases"
-        for state in dict.fromkeys(table["state"])
-        for tile in (NARROW, WIDE)
-        if len(some := where(table, state=state, BV=tile))
-    ]
-    return ("; ".join(parts) or "no pair of both layouts could be compared") + "."
+def _judged(table: pd.DataFrame) -> str:
+    """What pairs come to: "1.02× slower to 1.04× faster; faster in 3 of 6 cases"."""
+    return f"{gain(table['ratio'])}; {counted(table['verdict'])} of {len(table)} cases"
 
 
-def at_batches(table: pd.DataFrame) -> str:
-    """ "fp32 state: 1.01 at batch 1, …; bf16 state: …"."""
-    return "; ".join(
-        f"{state} state: " + ", ".join(filled(group, "{ratio:.2f} at batch {batch}"))
-        for state, group in table.groupby("state", sort=False)
-    )
+def by_state(table: pd.DataFrame) -> str:
+    """ "fp32: 1.19 to 1.46× faster; bf16: 1.98 to 2.31× faster"."""
+    return "; ".join(f"{state}: {gain(some['ratio'])}" for state, some in table.groupby("state", sort=False))
 
 
-def free_choice(rows: pd.DataFrame) -> str:
-    """What the layout is worth to an engine that chooses its tile and warps, in the shape that was timed with all."""
-    table = _main_shape(tables.best(rows))
-    if table.empty:
-        return "no case has both layouts."
-    return (
-        f"with the tile and warps that suit each layout best ({table['model'].iloc[0]}), the time of [K, V] over that "
-        f"of [V, K] is, with {at_batches(table)}. [V, K] is {counted(table['verdict'])} of {len(table)} cases."
-    )
+def equal_tiles(rows: pd.DataFrame) -> dict[str, str]:
+    """What the layout is worth to one kernel with the GPU full: at equal tiles, and with the best tile of each."""
+    same = where(tables.ratios(rows), warps=1)
+    parts = {f"the lab's plain kernel, tile {tile}": where(same, BV=tile) for tile in (NARROW, WIDE)}
+    parts["the same, each layout with its best tile"] = _main_shape(tables.best(rows))
+    full = {name: some[some["batch"] >= FULL] for name, some in parts.items() if len(some)}
+    return {name: by_state(some) for name, some in full.items() if len(some)}
 
 
-def in_short(rows: pd.DataFrame) -> str:
-    """The answer of the page in a few lines."""
-    table = where(_main_shape(tables.ratios(rows)), warps=1)
-    if table.empty:
-        return "no case has both layouts."
-    parts = [
-        f"at equal tiles of {tile} and batch {table['batch'].max()}: {' and '.join(values)}"
-        for tile in (NARROW, WIDE)
-        if (values := filled(where(_largest(table), BV=tile), "{ratio:.2f} ({state})"))
-    ]
-    return free_choice(rows) + (f" {'; '.join(parts).capitalize()}." if parts else "")
-
-
-def spills(rows: pd.DataFrame) -> str:
-    """Which kernels spill registers to memory, and what that costs."""
+def spilled(rows: pd.DataFrame) -> pd.DataFrame:
+    """Which kernels spill registers to memory, how many bytes a thread, and what that costs."""
     table = tables.times(rows)
     table = table[table["evidence"] != "{}"]
-    if table.empty:
-        return "what the timed kernels were compiled to is not recorded."
     table = table.assign(spill=[json.loads(text).get("spill_bytes", 0) for text in table["evidence"]])
-    some = table[table["spill"] > 0]
-    if some.empty:
-        return "no kernel that was timed spills registers."
-    fastest = table.groupby(["op", "case"])["us"].transform("min")
-    slower = (table["us"] / fastest)[some.index]
-    ledger.note("spills", some[["variant", "K", "state", "spill"]].rename(columns={"spill": "bytes a thread"}))
-    ledger.note("spills", slower.rename("times the fastest"))
-    kernels = sorted(set(some[["variant", "K", "state", "spill"]].itertuples(index=False, name=None)))
-    names = ", ".join(f"{variant} at K={k}, {state} ({spill} bytes a thread)" for variant, k, state, spill in kernels)
-    ends = f"{slower.min():.1f} to {slower.max():.1f}"
-    return f"registers run out in {names}: these take {ends} times the fastest variant."
+    slower = table["us"] / table.groupby(["op", "case"])["us"].transform("min")
+    keys = {"variant": "kernel", "K": "K", "state": "state", "spill": "bytes a thread"}
+    some = table.assign(slower=slower)[table["spill"] > 0]
+    found = [
+        dict(zip(keys.values(), key, strict=True)) | {"time over the fastest": span(group["slower"], "{:.1f}")}
+        for key, group in some.assign(variant=some["variant"].map(named)).groupby(list(keys))
+    ]
+    return pd.DataFrame(found, columns=[*keys.values(), "time over the fastest"])
 
 
 def wanted(study: Any, parameters: Mapping[str, Sequence[Any]]) -> list[tuple[Any, str]]:
@@ -275,8 +273,8 @@ def _with_choice(table: pd.DataFrame) -> pd.DataFrame:
 def _by_layout(table: pd.DataFrame, values: Sequence[str]) -> pd.DataFrame:
     """One row a state and tile, each value in both layouts side by side."""
     wide = table.pivot(index=["state", "BV"], columns="layout", values=list(values)).reset_index()
-    wide.columns = [f"{what}, {layout}" if layout else what for what, layout in wide.columns]
-    return tables.ordered(wide, ["state", "BV"])
+    wide.columns = [f"{what}, {LAYOUT_NAMES[layout]}" if layout else what for what, layout in wide.columns]
+    return tables.ordered(wide, ["state", "BV"]).rename(columns={"BV": "tile"})
 
 
 def compiled_table(evidence: pd.DataFrame) -> pd.DataFrame:
@@ -291,24 +289,26 @@ def compiled_table(evidence: pd.DataFrame) -> pd.DataFrame:
         line |= {f"registers, sm_{arch}": count for arch, count in zip(group["arch"], group["registers"], strict=True)}
         line |= {f"CTAs/SM, sm_{arch}": n for arch, n in zip(group["arch"], group["ctas_per_sm"], strict=True)}
         found.append(line)
-    return tables.ordered(pd.DataFrame(found), ["state", "BV", "layout"])
+    table = tables.ordered(pd.DataFrame(found), ["state", "BV", "layout"]).rename(columns={"BV": "tile"})
+    return table.assign(layout=table["layout"].map(LAYOUT_NAMES))
 
 
 def hot(rows: pd.DataFrame) -> pd.DataFrame:
     """KV / VK where the states of a batch stay in the L2, one warp."""
     table = _main_shape(where(tables.ratios(rows, "hot"), warps=1, BV=[NARROW, WIDE]))
-    return table[["model", "state", "batch", "BV", *JUDGED]]
+    return table[["model", "state", "batch", "BV", *JUDGED]].rename(columns={"BV": "tile"})
 
 
 def lines_and_ratio(rows: pd.DataFrame) -> pd.DataFrame:
     """Lines a request in both layouts beside the ratio of their times, Qwen3-Next's shape at the largest batch."""
-    ratio = _largest(where(_main_shape(tables.ratios(rows)), warps=1))
-    shown = ratio[["state", "BV", *INTERVAL, "verdict"]]
+    ratio = _largest(where(_main_shape(tables.ratios(rows)), warps=1)).rename(columns={"BV": "tile"})
+    texts = [f"{mid:.2f} [{low:.2f}, {high:.2f}]" for mid, low, high in ratio[INTERVAL].to_numpy()]
+    shown = ratio[["state", "tile"]].assign(**{FASTER: texts})
     access = where(tables.state_access(rows), warps=1, folded=False, K=set(ratio["K"]))
     if access.empty:
         return shown
     wide = _by_layout(access.rename(columns=ACCESS), list(ACCESS.values()))
-    return tables.ordered(wide.merge(shown, on=["state", "BV"], how="right"), ["state", "BV"])
+    return tables.ordered(wide.merge(shown, on=["state", "tile"], how="right"), ["state", "tile"])
 
 
 ledger.watch(__name__)
