@@ -23,7 +23,7 @@ def widget(x: Any) -> Any:
                 f"Without a table of its GPU, this GEMV runs with {choose.rule(N, K, variants.SIZES[dtype])}."
             ),
             x.floors([Case("gemv", {"N": N, "K": K, "dtype": dtype})]),
-            x.show_table(views.predicted_accesses(accesses), "Steps 1 to 4: what one request of W costs."),
+            x.show_table(views.predicted_accesses(accesses), "What one request of W costs, in the first steps."),
         ]
 
     return widgets.panel(

@@ -1,0 +1,95 @@
+"""The page's first screen: which claims, what they come to, what to do, and one figure."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pandas as pd
+
+from labkit.bench import ledger
+from labkit.bench.tables import where
+from labkit.bench.verdict import geometric_mean
+from labkit.report.figures import Drawing
+from labkit.report.words import span
+from labkit.studies.gemv_coalescing import chain_views, shown, tables, variants, views
+from labkit.studies.gemv_coalescing.claims import PULL_REQUEST
+
+HEADLINE = ("step", "pattern", "ceiling")
+
+Facts = Mapping[str, Any]
+
+
+def facts(rows: pd.DataFrame) -> dict[str, Any]:
+    """From what the sentences are made, of one GPU's rows; empty unless both steps over a thread a row were timed.
+
+    alone: geometric mean of the gain of coalescing alone; slower, cases: at how many shapes and types it loses. warp:
+    span of the gain of a warp a row. plain: mean gain of a warp a row with 16-byte loads over cuBLAS, large W in bf16.
+    merging: least gain of merging, whole layers. model: of the largest matrices that have trigger, ordinary: gain over
+    cuBLAS with either kind of kernel between. All but the first four may be missing.
+    """
+    table = tables.steps(rows)
+    table = where(table, over=variants.THREAD_A_ROW).set_index("step") if len(table) else table
+    if not {variants.THREAD_A_ROW_TURNED, variants.WARP_A_ROW} <= set(table.index):
+        return {}
+    alone, warp = table.loc[variants.THREAD_A_ROW_TURNED], table.loc[variants.WARP_A_ROW]
+    found = {"alone": float(alone["mean ratio"]), "slower": int(alone["slower"]), "cases": int(alone["cases"])}
+    found["warp"] = f"{span(warp[['least', 'most']].astype(float), '{:.1f}')}×"
+    plain = where(tables.against_cublas(rows, variants.WIDE_LOADS), dtype="bf16")
+    plain = plain[plain["MB"] >= tables.LARGE_MB]["ratio"]
+    merging = where(chain_views.merging(rows), kernel=shown.LAB)["ratio"]
+    found |= {"plain": geometric_mean(plain)} if len(plain) else {}
+    return found | ({"merging": float(merging.min())} if len(merging) else {}) | _between(tables.chains(rows))
+
+
+def _between(chains: pd.DataFrame) -> dict[str, Any]:
+    """Gains over cuBLAS by what stands between, of one model: the pull request's, or else the one that comes last."""
+    chains = chains[chains["ratio"].notna()]
+    kinds = {"trigger": variants.BETWEEN_TRIGGER, "ordinary": variants.BETWEEN_OURS}
+    both = [model for model, part in chains.groupby("model", sort=False) if {*kinds.values()} <= set(part["variant"])]
+    if not both:
+        return {}
+    model = PULL_REQUEST if PULL_REQUEST in both else both[-1]
+    ratio = where(chains, model=model).set_index("variant")["ratio"]
+    return {"model": model} | {name: float(ratio[variant]) for name, variant in kinds.items()}
+
+
+def conclusion(facts: Mapping[str, Facts]) -> str:
+    """Is it coalescing that makes a GEMV faster?"""
+    if not facts:
+        return ""
+    loses = {one["alone"] < 1 for one in facts.values()}
+    words = {frozenset({True}): "makes", frozenset({False}): "pays on average, yet makes"}
+    makes = words.get(frozenset(loses), "differs by GPU: it makes")
+    counts = _each(facts, lambda one: f"{one['slower']} of {one['cases']} GEMVs")
+    warp = _each(facts, lambda one: one["warp"])
+    return f"Coalescing alone {makes} {counts} slower; a warp a row makes them {warp} faster."
+
+
+def advice(facts: Mapping[str, Facts]) -> str:
+    """Which kernel to take, what to merge, and what dependent launch needs."""
+    if any(one.get("plain", 0.0) <= 1 for one in facts.values()) or not facts:
+        return "Keep cuBLAS: a warp a row with loads of 16 bytes is no faster here." if facts else ""
+    parts = ["a warp a row", "loads of 16 bytes"]
+    if all(one.get("merging", 0.0) > 1 for one in facts.values()):
+        parts.append("merged matrices")
+    known = {gpu: one for gpu, one in facts.items() if "trigger" in one}
+    if known and all(one["trigger"] > chain_views.CLOSE * one["ordinary"] for one in known.values()):
+        lifts = _each(known, lambda one: f"from {one['ordinary']:.2f}× to {one['trigger']:.2f}×")
+        of = f"the gain over cuBLAS in {' and '.join(dict.fromkeys(one['model'] for one in known.values()))}"
+        parts.append(f"dependent launch, triggered by the kernel in front: this lifts {of} {lifts}")
+    return f"Use {', '.join(parts[:-1])} and {parts[-1]}."
+
+
+def _each(facts: Mapping[str, Facts], tell: Callable[[Facts], str]) -> str:
+    """ "3.3× (H100) and 4.7× (H200)"; "35 of 45 (H100, H200)" where all are the same."""
+    told: dict[str, list[str]] = {}
+    for gpu, one in facts.items():
+        told.setdefault(tell(one), []).append(gpu)
+    return " and ".join(f"{text} ({', '.join(gpus)})" for text, gpus in told.items())
+
+
+def hero(rows: pd.DataFrame) -> Drawing:
+    """The speed of one GEMV, step by step."""
+    return views.speeds(rows)
+
+
+ledger.watch(__name__)

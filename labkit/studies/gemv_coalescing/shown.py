@@ -1,0 +1,40 @@
+"""What the page calls the variants, whose recorded names cannot change."""
+
+import pandas as pd
+
+from labkit.studies.gemv_coalescing import variants
+
+LAB = "the lab's GEMV"
+ORDINARY, TRIGGER = "ordinary kernels between", "kernels with the trigger between"
+NAMES = {
+    variants.THREAD_A_ROW: "thread a row",
+    variants.THREAD_A_ROW_TURNED: "W stored [K, N]",
+    variants.WARP_A_ROW: "warp a row",
+    variants.WIDE_LOADS: "loads of 16 bytes",
+    variants.HINT: "evict-first hint",
+    variants.FOUR_ROWS: "four rows a program",
+    variants.PIPELINED: "pipelined copies",
+    variants.TUNED: "tuned, ordinary launch",
+    variants.SPLIT_K: "split K",
+    variants.OURS: "dependent launch",
+    variants.separate("torch.mv"): "cuBLAS, separate",
+    variants.merged("torch.mv"): "cuBLAS, merged",
+    variants.separate("ours"): "dependent launch, separate",
+    variants.CHAIN_PLAIN: "ordinary launch, merged",
+    variants.CHAIN_OURS: "dependent launch, merged",
+    variants.BETWEEN_MV: "cuBLAS, ordinary kernels between",
+    variants.BETWEEN_OURS: ORDINARY,
+    variants.BETWEEN_TRIGGER: TRIGGER,
+    variants.SGLANG: "SGLang hopper_bf16_gemv",
+    **{name: f"vLLM {name.rpartition(' ')[2]}" for name in variants.VLLM},
+}
+
+
+def name(variant: str) -> str:
+    """Of one variant; its recorded name if it has no other."""
+    return NAMES.get(variant, variant)
+
+
+def named(table: pd.DataFrame, *columns: str) -> pd.DataFrame:
+    """The table with these columns' variants as the page calls them."""
+    return table.assign(**{column: table[column].map(name) for column in columns})
