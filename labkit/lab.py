@@ -140,6 +140,7 @@ class Lab:
         self.study, self.parameters, self.shown, self.problem, self.add = study, parameters, shown, problem, add
         self.target = target
         self.cases = study.cases(parameters)
+        self._judged: dict[str, list[verdicts.Said]] = {}
 
     def provenance(self) -> figures.Html:
         """What is measured here and what is replayed, and why; one row a GPU."""
@@ -412,6 +413,8 @@ class Lab:
 
     def _said(self, claim: Claim) -> list[verdicts.Said]:
         """What each GPU says of a claim; of one that is predicted, that this is no verdict."""
+        if claim.id in self._judged:
+            return self._judged[claim.id]
         found = []
         for gpu, entry in zip(self._gpus, self.shown, strict=True):
             with ledger.recording(entry.kept) as book:
@@ -420,7 +423,9 @@ class Lab:
             later = recorded.rule_changed(claim, entry.rows, judged)
             texts = (origins.marked(text, pool) for text in (judged.measured, judged.why))
             found.append(verdicts.Said(gpu, judged, *texts, changed=later))
-        return [*found, *(predicted_words.no_verdict(self.target) if self.target else [])]
+        found += predicted_words.no_verdict(self.target) if self.target else []
+        self._judged[claim.id] = found
+        return found
 
     def predictions(self) -> "Gallery":
         """How wrong predictions of this study's rows are: by the model, on each GPU, and from one GPU to another."""

@@ -20,11 +20,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Noted:
-    """A table that was read. name: "tables.ratios"; arguments: those given, but for tables: "cache='hot'"."""
+    """A table that was read. name: "tables.ratios"; arguments: those given, but for tables: "cache='hot'".
+
+    kept: for what whoever reads it makes of it.
+    """
 
     name: str
     arguments: str
     table: "pd.DataFrame"
+    kept: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
 
 _book: ContextVar[list[Noted] | None] = ContextVar("book", default=None)

@@ -14,6 +14,7 @@ from markupsafe import Markup, escape
 from matplotlib.figure import Figure
 
 from labkit import paths
+from labkit.bench.claim import VERDICTS
 from labkit.bench.ledger import note as note_table
 from labkit.bench.records import write_atomic
 from labkit.report.plots import png, svg
@@ -295,4 +296,5 @@ def badge(verdict: str) -> Html:
     """A verdict of a claim (`claim.VERDICTS`) or of a pair (faster, slower, same, unclear): sign, word and colour."""
     kind = re.sub(r"\W+", "-", verdict.lower())
     text = f"{SIGNS.get(verdict, '?')} {verdict}"
-    return Html(f'<span class="lab-badge lab-{kind}">{escape(text)}</span>', text)
+    about = f' title="{escape(VERDICTS[verdict])}"' if verdict in VERDICTS else ""
+    return Html(f'<span class="lab-badge lab-{kind}"{about}>{escape(text)}</span>', text)

@@ -171,8 +171,10 @@ class Pool:
         self.rows, self.place = rows, place
         self.names = _names(rows)
         tables: dict[tuple, _Table] = {}
-        for one in book:
-            made = _Table(one, self.names)
+        for one in {id(one): one for one in book}.values():  # what is kept is noted several times
+            if _READ not in one.kept:
+                one.kept[_READ] = _Table(one, self.names)
+            made = one.kept[_READ]
             tables.setdefault(made.mark, made)  # the first is where it was made, not where it was handed on
         self.tables = list(tables.values())[::-1]  # the last is what the sentence is made from
 
@@ -331,6 +333,7 @@ class Match:
     line: Any = None
 
 
+_READ = "table"  # what is kept with a table that was noted, so that it is read once
 Part = tuple[dict[str, Any], np.ndarray]  # what is true of some lines, and which these are
 
 

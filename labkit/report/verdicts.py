@@ -12,6 +12,7 @@ from labkit.report import origins
 from labkit.report.figures import Html, badge
 
 CHANGED = "rule changed after the data"
+JUDGED = Markup('<p class="small"><a href="index.html#judged">How a claim is judged</a></p>')
 
 
 @dataclass(frozen=True)
@@ -111,8 +112,9 @@ def headline(claims: Sequence[Claim], said: Mapping[str, Sequence[Said]]) -> Htm
 
 def _headline(claim: Claim, said: Sequence[Said]) -> Markup:
     ran = dict.fromkeys(one.judgement.code for one in said if one.judgement and one.judgement.code)
+    figures = f"Figures: {claim.quantity}. " if ran else ""
     about = Markup('<span class="small">{}: {}</span><span class="small">{}</span>').format(
-        link(claim.source, claim.url), claim.published, f"Run: {', '.join(ran)}" if ran else ""
+        link(claim.source, claim.url), claim.published, f"{figures}Run: {', '.join(ran)}." if ran else ""
     )
     first = Markup('<th scope="row"><a href="#claim-{}">{}</a>{}</th>').format(claim.id, claim.statement, about)
     cell = Markup('<td data-label="{}">{} <span class="small">{}</span></td>')
@@ -128,8 +130,8 @@ def _figure(one: Said) -> Markup | str:
 
 def answer(said: Html, table: Html, hero: Html, advice: Html) -> Html:
     """The first screen: the conclusion, the claims, what to do, and one figure."""
-    text = Markup('<div><p class="lab-conclusion">{}</p>{}{}</div>').format(
-        said, table, Markup('<p class="lab-advice"><b>What to do.</b> {}</p>').format(advice) if advice.plain else ""
+    text = Markup('<div><p class="lab-conclusion">{}</p>{}{}{}</div>').format(
+        said, table, JUDGED, Markup('<p class="lab-advice"><b>What to do.</b> {}</p>').format(advice) if advice.plain else ""
     )
     html = Markup('<section class="lab-answer" aria-label="The answer">{}{}</section>').format(text, hero)
     return Html(str(html), "\n\n".join(one.plain for one in (said, table, advice, hero)))
