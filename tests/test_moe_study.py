@@ -1317,9 +1317,8 @@ def test_every_view_of_partial_rows_is_a_sentence_or_a_drawing(few, which):
 
 def facts_of(**changes):
     """Facts of a GPU as `answer.facts` gives them."""
-    return {"own": "1.25× slower", "grid": "one CTA a tile", "empty": "1.60× faster", "tokens": "1642 tokens"} | {
-        "empty pays": True, "fill": True,
-    } | changes  # fmt: skip
+    own = {"own": "{:.2f}× to {:.2f}× slower", "own least": 1.1, "own most": 1.25, "grid": "one CTA a tile"}
+    return own | {"empty": 1.6, "tokens": "1642 tokens", "empty pays": True, "fill": True} | changes
 
 
 def test_the_answer_follows_from_the_rows(own_rows):
@@ -1340,11 +1339,18 @@ def test_the_answer_follows_from_the_rows(own_rows):
     assert answer.advice(fast) == "Launch a persistent grid."
 
 
+def test_both_ends_are_said_in_their_direction():
+    said = {(0.5, 0.8): "1.25× to 2.00× slower", (0.8, 1.1): "1.25× slower to 1.10× faster", (1.1, 1.1): "1.10× faster"}
+    for ratios, text in said.items():
+        least, most, form = answer._ends(pd.Series(ratios))
+        assert form.format(least, most) == text
+
+
 def test_gpus_that_disagree_are_not_made_to_agree():
-    both = {"H100": facts_of(), "H200": facts_of(own="1.10× faster", grid="a persistent grid")}
+    both = {"H100": facts_of(), "H200": facts_of(own="{:.2f}× faster", grid="a persistent grid")}
     assert answer.conclusion(both).startswith("It depends on the GPU: on the H100 ")
     assert answer.advice(both).startswith("Launch either grid and skip ")
-    same = {"H100": facts_of(grid="either grid", own="1.00× faster")}
+    same = {"H100": facts_of(grid="either grid")}
     assert answer.conclusion(same).startswith("It makes no difference: ")
     assert "skip" not in answer.advice({"H100": facts_of() | {"empty pays": False}})
     assert "fill" not in answer.advice({"H100": facts_of(fill=False)})

@@ -11,7 +11,6 @@ from labkit.report.figures import Drawing
 from labkit.report.words import faster
 from labkit.report.words import tokens as in_tokens
 from labkit.studies.moe_persistent_grid import grid_views, tables, variants
-from labkit.studies.moe_persistent_grid.views import gains
 
 HEADLINE = ("prefill", "few-tokens", "loop-grid")
 TILES, PERSISTENT, EITHER = "one CTA a tile", "a persistent grid", "either grid"
@@ -20,23 +19,24 @@ TILES, PERSISTENT, EITHER = "one CTA a tile", "a persistent grid", "either grid"
 def facts(rows: pd.DataFrame) -> dict[str, Any]:
     """From what the sentences are made, of one GPU's rows; each only where it was measured.
 
-    own: gains of the persistent grid in ExecuTorch's own layer. grid: the one that wins more of those cases and of the
-    lab's products with as many CTAs as fit. empty, tokens: the least that its products gain without empty blocks, at
-    the most tokens timed. fill: whether as many CTAs as fit pay where more than one does.
+    own: how both ends of what the persistent grid gains in ExecuTorch's own layer are said, `own least` and `own most`.
+    grid: the one that wins more of those cases; without them, of the lab's products with as many CTAs as fit.
+    empty, tokens: the least that its products gain without empty blocks, at the most tokens timed. fill: whether as
+    many CTAs as fit pay where more than one does.
     """
     own, changes = tables.released_grids(rows), tables.own_products(rows)
-    lab = where(tables.persistence(rows), persistent=variants.OURS_FILLED)
     found: dict[str, Any] = {}
     if len(own):
-        found |= {"own": gains(own["ratio"])}
-    if len(own) or len(lab):
-        found["grid"] = _winner(own["verdict"], lab["verdict"])
+        found |= dict(zip(("own least", "own most", "own"), _ends(own["ratio"]), strict=True))
+    judged = own if len(own) else where(tables.persistence(rows), persistent=variants.OURS_FILLED)
+    if len(judged):
+        found["grid"] = _winner(judged["verdict"])
     live = where(changes, change=grid_views.LIVE_CHANGES[0])
     if len(live):
         most = live["T"].max()
         least = where(live, T=most)["ratio"].min()
         found |= {
-            "empty": faster(least),
+            "empty": float(least),
             "tokens": in_tokens(most),
             "empty pays": bool((live["verdict"] == "faster").all()),
         }
@@ -47,9 +47,18 @@ def facts(rows: pd.DataFrame) -> dict[str, Any]:
     return found
 
 
-def _winner(*verdicts: pd.Series) -> str:
-    """The grid that most of these pairs favour: ExecuTorch's own layer where it was timed, else the lab's products."""
-    said = next(one for one in verdicts if len(one))
+def _ends(ratios: pd.Series) -> tuple[float, float, str]:
+    """The least and most that something is faster or slower, as they are said, and a form for both."""
+    low, high = float(ratios.min()), float(ratios.max())
+    if low < 1 <= high:
+        return 1 / low, high, "{:.2f}× slower to {:.2f}× faster"
+    ends, way = ((low, high), "faster") if low >= 1 else ((1 / high, 1 / low), "slower")
+    same = f"{ends[0]:.2f}" == f"{ends[1]:.2f}"
+    return *ends, f"{{:.2f}}× {way}" if same else f"{{:.2f}}× to {{:.2f}}× {way}"
+
+
+def _winner(said: pd.Series) -> str:
+    """The grid that most of these verdicts on the persistent one favour."""
     faster_in, slower_in = ((said == word).sum() for word in ("faster", "slower"))
     return TILES if slower_in > faster_in else PERSISTENT if faster_in > slower_in else EITHER
 
@@ -59,12 +68,12 @@ def conclusion(facts: Mapping[str, Mapping[str, Any]]) -> str:
     own = {gpu: one for gpu, one in facts.items() if "own" in one}
     if not own:
         ways = {gpu: one["grid"] for gpu, one in facts.items() if "grid" in one}
-        said = " and ".join(f"{grid} on the {gpu}" for gpu, grid in ways.items())
-        return f"ExecuTorch's own layer was not timed; in the lab's products {said} is faster." if ways else ""
+        said = ", ".join(f"{'neither' if grid == EITHER else grid} on the {gpu}" for gpu, grid in ways.items())
+        return f"ExecuTorch's own layer was not timed; the faster one in the lab's products is {said}." if ways else ""
     words = {TILES: "No", PERSISTENT: "Yes", EITHER: "It makes no difference"}
     answers = {words[one["grid"]] for one in own.values()}
     answer = answers.pop() if len(answers) == 1 else "It depends on the GPU"
-    (first, gained), *others = ((gpu, one["own"]) for gpu, one in own.items())
+    (first, gained), *others = ((gpu, one["own"].format(one["own least"], one["own most"])) for gpu, one in own.items())
     said = f"{answer}: on the {first} a persistent grid runs ExecuTorch's own layer {gained}"
     said += "".join(f", on the {gpu} {gained}" for gpu, gained in others)
     return f"{said}, over all numbers of tokens timed."
@@ -78,7 +87,7 @@ def advice(facts: Mapping[str, Mapping[str, Any]]) -> str:
     said = f"Launch {next(iter(grids)) if len(grids) == 1 else EITHER}"
     empty = {gpu: one for gpu, one in facts.items() if one.get("empty pays")}
     if empty:
-        parts = ", ".join(f"on the {gpu} at least {one['empty']}" for gpu, one in empty.items())
+        parts = ", ".join(f"on the {gpu} at least {faster(one['empty'])}" for gpu, one in empty.items())
         said += f" and skip blocks without a token: {parts} at {next(iter(empty.values()))['tokens']}"
     if grids != {PERSISTENT} and any(one.get("fill") for one in facts.values()):
         said += "; fill the SMs if the grid must be persistent"
