@@ -325,10 +325,12 @@ def counted(verdicts: Iterable[str]) -> str:
 
 
 def said(view: Any) -> str:
-    """All that a view says in words: itself, or the texts of a figure or table."""
+    """All that a view says in words: itself, its answers, or the texts of a figure or table."""
     if isinstance(view, pd.DataFrame):
         return view.to_string(max_colwidth=None)
-    return view if isinstance(view, str) else " ".join(view[name] for name in ("alt", "caption"))
+    if isinstance(view, Mapping):
+        return "; ".join(f"{question}: {answer}" for question, answer in view.items())
+    return view if isinstance(view, str) else f"{view.alt} {view.caption}"
 
 
 # Comparing with the lab
