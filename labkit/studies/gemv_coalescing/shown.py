@@ -8,7 +8,7 @@ LAB = "the lab's GEMV"
 ORDINARY, TRIGGER = "ordinary kernels between", "kernels with the trigger between"
 NAMES = {
     variants.THREAD_A_ROW: "thread a row",
-    variants.THREAD_A_ROW_TURNED: "W stored [K, N]",
+    variants.THREAD_A_ROW_TURNED: "coalescing alone [K, N]",
     variants.WARP_A_ROW: "warp a row",
     variants.WIDE_LOADS: "loads of 16 bytes",
     variants.HINT: "evict-first hint",
