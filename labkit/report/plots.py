@@ -144,7 +144,13 @@ def bars(
             at = bar[x].map(groups.index).astype(float) + (index - (len(names) - 1) / 2) * width
             drawn = ax.bar(at, bar[y], width * 0.92, **_fill(index))
             if fmt:
-                ax.bar_label(drawn, [fmt.format(value) for value in bar[y]], padding=2, fontsize=9, color=INK)
+                box = {
+                    "facecolor": PAPER,
+                    "edgecolor": "none",
+                    "pad": 0.6,
+                }  # over a line of reference
+                texts = [fmt.format(value) for value in bar[y]]
+                ax.bar_label(drawn, texts, padding=2.5, fontsize=9, color=INK, bbox=box)
             if low and high:
                 ax.errorbar(at, bar[y], _bars(bar, y, low, high), fmt="none", ecolor=INK, elinewidth=1.1, capsize=2.5)
         ax.grid(axis="x", visible=False)
