@@ -51,7 +51,8 @@ def speeds(rows: pd.DataFrame) -> Drawing:
         plots.bars, table.assign(series="speed"), KERNEL, "percent", "series",
         fmt="{:.0f}", xlabel="", ylabel="% of the read ceiling", reference=[(100, "read ceiling")], title=title,
         alt="Bars of percent of the read ceiling, a kernel each.",
-        caption=f"One GEMV in bf16, cold; median of the shapes of {tables.LARGE_MB} MB and more.",
+        caption=f"One GEMV in bf16, cold; median of the shapes of {tables.LARGE_MB} MB and more. Coalescing alone: a "
+        "thread a row as before, W stored as [K, N].",
         said=f"{shown.name(SPEEDS[1])} {alone:.0f} %, {shown.name(SPEEDS[2])} {warp:.0f} %",
         table=table,
     )  # fmt: skip
@@ -339,7 +340,7 @@ def choices(rows: pd.DataFrame) -> Drawing:
 
 def token(rows: pd.DataFrame) -> pd.DataFrame:
     """A token's GEMVs under each rule."""
-    return tables.token_total(rows, PULL_REQUEST).rename(columns=tables.UNITS)
+    return shown.named(tables.token_total(rows, PULL_REQUEST), "rule").rename(columns=tables.UNITS)
 
 
 def prediction(rows: pd.DataFrame) -> Drawing:
