@@ -327,8 +327,15 @@ class Lab:
         table = merged.table(tables)
         return figures.table(table, f"{caption} {self._origin}", merged.formats(table, formats), folded=True)
 
-    def counters(self, caption: str = "Requests and sectors of a whole launch, counted and predicted.") -> figures.Html:
-        """What ncu counted beside what the code predicts; or a sentence where nothing was counted."""
+    def counters(
+        self,
+        caption: str = "Requests and sectors of a whole launch, counted and predicted.",
+        names: Mapping[str, str] | None = None,
+    ) -> figures.Html:
+        """What ncu counted beside what the code predicts; or a sentence where nothing was counted.
+
+        names: recorded name of a variant -> what the page calls it.
+        """
         from labkit.evidence import counters
 
         found = {gpu: counters.table(entry.rows) for gpu, entry in zip(self._gpus, self.shown, strict=True)}
@@ -340,8 +347,8 @@ class Lab:
             return figures.note(f"Hardware counters are not recorded in these rows: {why}.")
         said = figures.by_gpu({gpu: _plain(counters.in_short(one)) for gpu, one in counted.items()})
         agree = {gpu: one.assign(agree=one["agree"].map({True: "yes", False: "no"})) for gpu, one in counted.items()}
-        table = merged.table(agree)
-        text = said.after(f"{caption} Cold, caches flushed by ncu.").before(f" {self._origin}")
+        table = merged.table(agree).replace({"variant": dict(names or {})})
+        text = said.after(f"{caption} Cold, caches flushed by ncu. ").before(f" {self._origin}")
         return figures.table(table, text, merged.formats(table, counters.FORMATS), folded=True)
 
     def side_by_side(

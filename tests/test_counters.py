@@ -451,12 +451,14 @@ def test_the_page_shows_them_or_says_that_there_are_none(lab, counting):
     counting.problem = counters.NotTaken("no")
     shown = lab_module.Shown(lab.machine, lab.run(processes=1), here=True)
     page = lab_module.Lab(lab.toy.study(), {"sizes": [1, 2]}, [shown], "")
-    assert "hardware counters are not recorded in these rows" in repr(page.counters())
+    assert "Hardware counters are not recorded in these rows" in repr(page.counters())
     counting.problem = None
     page.shown = [lab_module.Shown(lab.machine, lab.run(processes=1), here=True)]
     text = page.counters("Counted.")._repr_html_()
     assert "Counted. Cold, caches flushed by ncu. In 4 of 4 kernels every figure agrees within 2 %." in text
     assert "Measured on this machine" in text
+    renamed = page.counters("Counted.", {"double": "twice x"})._repr_html_()
+    assert ("twice x" in text, "twice x" in renamed, ">double<" in text, ">double<" in renamed) == (0, 1, 1, 0)
     table = counters.table(page.shown[0].rows)
     assert list(table.columns[:3]) == ["n", "variant", "kind"]
     assert list(table["n"]) == [1, 1, 2, 2]

@@ -197,6 +197,18 @@ def test_interval_bars_span_low_to_high() -> None:
     assert ends == pytest.approx([3.4 * 0.9, 3.4 * 1.2])
 
 
+def test_bars_may_carry_their_values() -> None:
+    df = pd.DataFrame({"x": ["a", "b"], "y": [7.6, 81.2], "s": "one"})
+    texts = {
+        fmt: [
+            text.get_text()
+            for text in plots.bars(df, "x", "y", "s", fmt=fmt, xlabel="x", ylabel="y", title="t").axes[0].texts
+        ]
+        for fmt in ("", "{:.0f}")
+    }
+    assert texts == {"": [], "{:.0f}": ["8", "81"]}
+
+
 def test_ratio_colours_follow_the_interval_or_the_verdict_given() -> None:
     def words(fig: Figure) -> list[str]:
         return [text.get_text() for text in fig.legends[0].get_texts()]

@@ -26,7 +26,18 @@ from labkit.kernels.gemv.choose import Choice
 from labkit.kernels.gemv.gemv import gemv
 from labkit.report.figures import Picture
 from labkit.shapes import LINEAR, OTHER_LINEAR, LinearModel
-from labkit.studies.gemv_coalescing import chain_views, chains, ladder, peers, study, tables, trials, views
+from labkit.studies.gemv_coalescing import (
+    answer,
+    chain_views,
+    chains,
+    ladder,
+    peers,
+    shown,
+    study,
+    tables,
+    trials,
+    views,
+)
 from labkit.studies.gemv_coalescing import variants as names
 from labkit.sweep import run
 from labkit.sweep import variants as sweep_variants
@@ -534,16 +545,16 @@ def test_what_a_request_of_each_step_costs(loads, dtype):
     found = {name: set(one[figures].itertuples(index=False, name=None)) for name, one in some.groupby("variant")}
     assert found == {name: {want} for (_, name), want in zip(STEPS[dtype], REQUESTS[dtype], strict=True)}
     assert set(some["bits_from"]) == {"ptx"}
-    shown = views.predicted_accesses(some).set_index("variant")
-    assert list(shown.index) == [name for _, name in STEPS[dtype]]
-    assert shown.loc[names.THREAD_A_ROW, "lines a request"] == 32
-    assert [name for name, kind in shown["kind"].items() if kind == "async copy"] == [names.PIPELINED]
+    table = views.predicted_accesses(some).set_index("variant")
+    assert list(table.index) == [shown.name(name) for _, name in STEPS[dtype]]
+    assert table.loc["thread a row", "lines a request"] == 32
+    assert [name for name, kind in table["kind"].items() if kind == "async copy"] == ["pipelined copies"]
 
 
 def test_no_step_spills_and_each_is_what_it_says(code):
     assert code["spill_bytes"].max() == code["spill_loads"].max() == 0
     some = code[code["dtype"] == "bf16"].set_index("variant")
-    assert views.compiled_table(some.reset_index())["variant"].tolist() == list(EVERY)
+    assert views.compiled_table(some.reset_index())["variant"].tolist() == list(map(shown.name, EVERY))
     steps = [some.loc[name] for name in names.LADDER]
     assert [set(step["loads"]) for step in steps[:7]] == [{"16"}] * 3 + [{"128"}] * 4
     assert [step["shuffles"] for step in steps[:5]] == [0, 0, 5, 5, 4 * 5]  # the sum of a warp takes five
@@ -893,38 +904,41 @@ def view_of(name):
 
 
 def caption(drawn):
+    """All that a view says in words."""
+    if isinstance(drawn, dict):
+        return "\n".join(f"{question}: {answer}" for question, answer in drawn.items())
     return drawn.caption if isinstance(drawn, Picture) else drawn
 
 
 SAID = [  # view, times by case and variant, what it says
-    ("in_short", None, "×0.96 for a warp a row with 16-byte loads (step 4); ×1.28 with tuned rows, warps and tile; "
-     "×1.40 started before the kernel in front has ended, too (geometric means of 5 shapes)"),
-    ("ladder", None, "Best: 87 % at 32000 × 2048, step 9."),  # 43.7 µs of bytes in 1.1 × 45.7
-    ("ladder_of", None, "Fastest: 32000 × 2048, fp32, step 9, 2.67 TB/s"),  # twice the bytes
+    ("beside_cublas", None, "loads of 16 bytes: 1.04× slower (0.96), slower in 5"),
+    ("beside_cublas", None, "dependent launch: 1.40× faster (1.40), faster in 5"),
+    ("ladder", None, "Best 87 %, at 32000 × 2048, dependent launch."),  # 43.7 µs of bytes in 1.1 × 45.7
+    ("ladder_of", None, "Fastest 2.67 TB/s, at 32000 × 2048, fp32, dependent launch"),  # twice the bytes
+    ("speeds", None, "coalescing alone [K, N] 17 %, warp a row 39 %."),  # 21 MB: 7.0 µs of bytes in 4.5 and 2 × 9.0
     ("walk", walking, "Lanes side by side pay from N = 5120 on"),
     ("walk", lambda x, name: 20.0 if name == names.THREAD_A_ROW_TURNED else None, "Lanes side by side do not pay"),
-    ("why_not_32", walking, "Step 4 is 6 times as fast as step 1. With one CTA a multiprocessor, up to 8192 rows"),
-    ("why_not_32", walking, "pays from 5120 rows on, and at 32000 rows it gives ×2.0 of ×5.6"),
+    ("why_not_32", walking, "loads of 16 bytes a lane, over a thread a row: 5.6× faster"),
+    ("why_not_32", walking, "W [K, N] pays from: N = 5120"),
+    ("why_not_32", walking, "of that with loads of 16 bytes: 2.0× of 5.6×"),
+    ("why_not_32", lambda x, name: 20.0 if name == names.THREAD_A_ROW_TURNED else None, "pays from: no N measured"),
     ("cublas", lambda x, name: 1.21 if (name, x.key) == ("F.linear", TALL) else None,
-     "Least: 1.10 at 8192 × 2048; most: 1.40 at 32000 × 2048; 1 of 6 within the limit"),
+     "Dependent launch 1.10 to 1.40× faster; 1 of 6 within the limit"),
     ("cublas", lambda x, name: 1.0 if name == names.OURS else None, "6 of 6 within the limit"),
-    ("losses", None, "5 four rows a program (×0.89 over 4 16-byte loads; slower in 12, faster in 0 of 12); 8 split K "
-     "(×0.92 over 7 tuned rows, warps and tile; slower in 12, faster in 0 of 12)."),
-    ("losses", lambda x, name: 10.0 - names.LADDER.index(name) if name in names.LADDER else None, "every step"),
-    ("chain", None, "Ours, merged: AutoMegaKernel h1024: 91 %; Llama-3.2-1B: 91 %; Qwen3.5-4B: 91 %. "),
-    ("limits", None, "Qwen3.5-4B, separate: at most ×1.70, reached ×1.36; Qwen3.5-4B, merged: at most ×1.43, reached "
-     "×1.30."),
-    ("between", None, "kernels with the trigger between, merged ×1.50; ours"),
-    ("rows_map", None, "of 6 shapes: 1 row at 0, 2 rows at 0, 4 rows at 6, 8 rows at 0, 16 rows at 0."),
-    ("choices", None, "1, 2 and 4 rows each have warps within 2% of the fastest at 6 of 6 shapes"),
+    ("gains", None, "loads of 16 bytes → evict-first hint: 1.28× faster; slower in 0 of 12"),
+    ("gains", None, "tuned, ordinary launch → split K: 1.08× slower; slower in 12 of 12"),
+    ("gains", None, "tuned, ordinary launch → dependent launch: 1.09× faster; slower in 0 of 12"),
+    ("chain", None, "Dependent launch, merged: 91 %."),
+    ("limits", None, "Qwen3.5-4B, separate: 1.36× faster, at most 1.70×"),
+    ("limits", None, "Qwen3.5-4B, merged: 1.30× faster, at most 1.43×"),
+    ("between", None, "kernels with the trigger between 1.50×; ordinary kernels between 1.20×"),
+    ("rows_map", None, "Four rows are within 2% of the best at 6 of 6 shapes"),
+    ("choices", None, "1, 2 and 4 rows each come within 2% of the fastest at 6 of 6 shapes"),
     ("choices", lambda x, name: 1.5 if "2 rows" in name and x["N"] == 8192 else None, "at 5 of 6 shapes"),
-    ("unseen", None, "takes 1.00"),
-    ("splits", None, "no shape was short enough"),
-    ("prediction", None, "9 dependent launch 0.95; 7 tuned rows, warps and tile 0.95; torch.mv 0.95"),
-    ("warm", None, "chose nothing else"),
-    ("interleaving", None, "time interleaved / adjacent: 1.050 on average over 12 shapes and types"),
-    ("interleaving", None, "; adjacent is faster in 12."),
-    ("summary", None, "is faster in 12 of 12 shapes and types (ratios 1.40)."),
+    ("unseen", None, "against the fastest tried: 1.00× "),
+    ("prediction", None, "dependent launch 0.95; tuned, ordinary launch 0.95; torch.mv 0.95"),
+    ("warm", None, "another choice: in 0 of 5 cases whose W fits"),
+    ("interleaving", None, "adjacent ones: 1.05× slower (1.05); slower in 12"),
 ]  # fmt: skip
 
 
@@ -933,23 +947,41 @@ def test_what_a_view_says_follows_from_the_rows(toy, view, of, said):
     assert said in caption(view_of(view)(frame(of=of)))
 
 
+TITLES = [  # view, times by case and variant, its message
+    ("speeds", None, "Coalescing alone pays little"),
+    ("speeds", lambda x, name: 10.0 if name == names.THREAD_A_ROW_TURNED else None, "Coalescing alone does not pay; a"),
+    ("speeds", lambda x, name: 2.1 if name == names.THREAD_A_ROW_TURNED else None, "Coalescing alone pays most"),
+    ("walk", walking, "Coalescing alone pays in tall matrices only"),
+    ("walk", None, "Coalescing alone pays at every height"),
+    ("cublas", lambda x, name: 3.0 if name == "F.linear" and x["N"] < 4096 else None, "The smaller the matrix"),
+    ("cublas", lambda x, name: 3.0 if name == names.OURS and x["N"] < 4096 else None, "One GEMV against cuBLAS"),
+    ("between", None, "Dependent launch needs its trigger in the kernel in front"),
+    ("between", lambda x, name: 1.2 if name == names.BETWEEN_OURS else None, "Whole layers with small kernels between"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("view", "of", "title"), TITLES, ids=[f"{view}-{i}" for i, (view, _, _) in enumerate(TITLES)])
+def test_the_message_of_a_figure_follows_from_the_rows(toy, view, of, title):
+    assert view_of(view)(frame(of=of)).options["title"].startswith(title)
+
+
 def test_what_views_say_of_the_evidence(rows):
-    assert views.bits(in_bits(rows)).endswith(
-        "bf16: the same bits in 6 of 6 shapes, other bits in 1 of 6 for the control; "
-        "fp32: the same bits in 6 of 6 shapes, other bits in 0 of 6 for the control."
-    )
-    said = views.warm(chosen(rows))
-    assert said.startswith("a warm cache chose something else in 1 of the 5 cases whose W fits it. There, ")
-    assert "1.100 on average over 1 shapes and types, from 1.10 at 8192 × 2048 in bf16" in said
-    assert said.endswith("the cold choice is faster in 1.")
+    assert views.bits(in_bits(rows)) == {
+        "a sum for each row, bf16": "same bits at 6 of 6 shapes",
+        "one tile of several rows (control), bf16": "same bits at 5 of 6 shapes",
+        "a sum for each row, fp32": "same bits at 6 of 6 shapes",
+        "one tile of several rows (control), fp32": "same bits at 6 of 6 shapes",
+    }
+    assert views.warm(chosen(rows)) == {
+        "tuned in a warm cache: another choice": "in 1 of 5 cases whose W fits",
+        "what that choice costs, cold": "1.10× slower (1.10); slower in 1",
+    }
 
 
-def test_overhead_says_the_ends_of_each_variant(rows):
+def test_overhead_says_what_dependent_launch_takes(rows):
     base = 2 + study.floor(Case("chain", {"model": "Qwen3.5-4B", "dtype": "bf16"})).bytes / 3e6
-    found = re.findall(r"([\w., ]+?) (-?[\d.]+)(?: to (-?[\d.]+))? µs", caption(chain_views.overhead(rows)))
-    said = {name.strip(): (float(low), float(high or low)) for name, low, high in found}
-    for name, over, count in (("ours, merged", 1.1, 3), ("ours, separate", 1.25, 4)):
-        assert said[name] == pytest.approx([(over - 1) * base / count] * 2, abs=0.1)
+    said = re.search(r"Dependent launch, merged: ([\d.]+) µs", caption(chain_views.overhead(rows)))
+    assert float(said[1]) == pytest.approx((1.1 - 1) * base / 3, abs=0.1)
 
 
 def test_a_cost_of_every_launch_is_told_from_one_of_every_byte(rows):
@@ -965,26 +997,33 @@ def test_a_cost_of_every_launch_is_told_from_one_of_every_byte(rows):
             patch.setattr(tables, "chains", lambda rows: table)
             return chain_views.grows(rows)
 
-    assert said(1.0, 1.2) == (
-        "ours, merged: 1.0 µs where a GEMV has 3 MB, 1.2 µs where it has 30 MB, mostly a cost of every launch."
-    )
-    assert said(1.0, 9.0).endswith("it grows with the bytes.")
-    assert said(0.0, 0.0).endswith("mostly a cost of every launch.")
+    name = "dependent launch, merged"
+    assert said(1.0, 1.2) == {name: "1.0 µs at 3 MB, 1.2 µs at 30 MB: mostly a cost of every launch"}
+    assert said(1.0, 9.0)[name].endswith("grows with the bytes")
+    assert said(0.0, 0.0)[name].endswith("mostly a cost of every launch")
 
 
 def test_best_peer_is_the_fastest_at_each_shape():
     us = made.gemv_us(OVER | {"torch.compile": 1.21, "flag_gems.mv": 1.3})
     said = views.best_peer(made.make("gemv_coalescing", {"models": [study.OTHER], "dtypes": ["bf16"]}, us))
-    assert f"takes 1.10 times as long as {names.OURS} and 1.01 times as long as {names.TUNED}" in said
+    at = f"{len(set(OTHER_LINEAR) & set(study.PEER_SHAPES))} shapes"
+    assert said == {
+        "dependent launch, against the fastest library": f"1.10× faster; {at}",
+        "tuned, ordinary launch, against the fastest library": f"1.01× faster; {at}",
+    }
+    slow = made.gemv_us(OVER | {"torch.compile": 1.1, names.TUNED: 1.21})
+    said = views.best_peer(made.make("gemv_coalescing", {"models": [study.OTHER], "dtypes": ["bf16"]}, slow))
+    assert said["tuned, ordinary launch, against the fastest library"] == f"1.10× slower; {at}"
 
 
 def test_merging_and_questions_by_hand(rows):
     merged = chain_views.merging(rows)
-    for kernel, ratio in (("torch.mv", 1.8 / 1.43), ("ours", 1.25 / 1.1)):
+    for kernel, ratio in (("cuBLAS", 1.8 / 1.43), ("the lab's GEMV", 1.25 / 1.1)):
         assert merged[merged["kernel"] == kernel]["ratio"].tolist() == pytest.approx([ratio] * 3, rel=3e-3)
-    worth = views.questions(rows)["alone, worth here"].tolist()
-    expected = [9 / 2, 9 / 4.5, 2 / 1.6, 1.6 / 1.8, 1.8 / 1.43, 1.25 / 1.1, 1.26 / 1.2]
-    assert [float(re.match(r"×([\d.]+)", text)[1]) for text in worth] == pytest.approx(expected, abs=0.01)
+    worth = views.questions(rows)["worth here"].tolist()
+    expected = [9 / 2, 9 / 4.5, 2 / 1.6, 1.8 / 1.6, 1.8 / 1.43, 1.25 / 1.1, 1.26 / 1.2]
+    assert [float(re.match(r"([\d.]+)×", text)[1]) for text in worth] == pytest.approx(expected, abs=0.01)
+    assert ["slower" in text for text in worth] == [False] * 3 + [True] + [False] * 3
 
 
 def test_whole_layers_are_a_row_a_model(rows):
@@ -1001,7 +1040,9 @@ def test_peers_are_shown_at_the_shapes_where_they_were_asked():
     us = made.gemv_us(OVER | {"torch.compile": 1.3})
     found = views.peers(made.make("gemv_coalescing", {"models": [study.OTHER], "dtypes": ["bf16"]}, us))
     assert set(zip(found["N"], found["K"], strict=True)) == set(OTHER_LINEAR) & set(study.PEER_SHAPES)
-    assert (found["torch.compile"] / found[names.OURS]).tolist() == pytest.approx([1.3 / 1.1] * len(found), rel=3e-3)
+    assert (found["torch.compile"] / found["dependent launch"]).tolist() == pytest.approx(
+        [1.3 / 1.1] * len(found), rel=3e-3
+    )
 
 
 def test_engines_are_set_beside_ours_and_cublas_or_said_to_be_missing():
@@ -1011,21 +1052,100 @@ def test_engines_are_set_beside_ours_and_cublas_or_said_to_be_missing():
     taken = sum(rows <= names.SGLANG_ROWS for rows, _ in asked)
     over = min(OVER[one] for one in names.LIBRARY)
     said = views.engines(rows)
-    assert f"{names.SGLANG} takes, at {taken} shapes, 1.20 × ours (1.20), {1.32 / over:.2f} × the better of" in said
-    assert f"{name} takes, at {len(asked)} shapes, 2.00 × ours" in said
+    sglang = f"1.20× slower than dependent launch, {over / 1.32:.2f}× faster than cuBLAS; {taken} shapes"
+    assert said["SGLang hopper_bf16_gemv"] == sglang
+    vllm = f"2.00× slower than dependent launch, {2.2 / over:.2f}× slower than cuBLAS; {len(asked)} shapes"
+    assert said["vLLM skinny_gemm"] == vllm
     missing = rows["variant"].str.startswith("vllm")
     rows.loc[missing, ["ok", "reason"]] = False, "NotFetched: not fetched: labkit fetch vllm"
-    assert views.engines(rows).endswith("; vLLM's own: not fetched: labkit fetch vllm.")
+    assert [views.engines(rows)[shown.name(one)] for one in names.VLLM] == ["not fetched: labkit fetch vllm"] * 2
     rows = rows[~rows["variant"].isin(names.OTHERS)]
-    assert views.engines(rows) == "SGLang's own: not measured on this GPU; vLLM's own: not measured on this GPU."
+    assert views.engines(rows) == dict.fromkeys(
+        map(shown.name, (names.SGLANG, *names.VLLM)), "not measured on this GPU"
+    )
+    assert views.rivals(rows) == views.engines(rows)
+
+
+def test_no_name_that_is_shown_begins_with_a_number_or_is_that_of_another():
+    every = [*names.LADDER, names.HINT, names.OURS, *names.OTHERS, *chain_views.SHOWN_CHAINS, *names.BETWEEN]
+    assert not [name for name in every if shown.name(name)[0].isdigit() or "ours" in shown.name(name)]
+    assert len(set(shown.NAMES.values())) == len(shown.NAMES)
+
+
+# the answer
+
+
+def told(**gpus):
+    """Conclusion and advice of some GPUs' rows."""
+    facts = {gpu: answer.facts(rows) for gpu, rows in gpus.items()}
+    return answer.conclusion(facts), answer.advice(facts)
+
+
+def test_the_answer_says_what_the_rows_say(rows):
+    conclusion, advice = told(H100=rows)
+    assert conclusion == (
+        "Coalescing alone pays on average, yet makes 0 of 12 GEMVs (H100) slower; a warp a row makes them "
+        "4.5× (H100) faster."
+    )
+    assert advice == "Keep cuBLAS: a warp a row with loads of 16 bytes is no faster here."
+
+
+def test_the_answer_changes_with_the_rows(toy):
+    slow = {names.THREAD_A_ROW_TURNED: 18.0, names.WIDE_LOADS: 1.3}
+    first, second = frame(slow), frame(slow | {names.WARP_A_ROW: 3.0, names.BETWEEN_TRIGGER: 1.0})
+    conclusion, advice = told(H100=first, H200=second)
+    assert conclusion == (
+        "Coalescing alone makes 12 of 12 GEMVs (H100, H200) slower; "
+        "a warp a row makes them 4.5× (H100) and 3.0× (H200) faster."
+    )
+    assert advice == (
+        "Use a warp a row, loads of 16 bytes, merged matrices and dependent launch, triggered by the kernel in front: "
+        "this lifts the gain over cuBLAS in Qwen3.5-4B from 1.20× to 1.50× (H100) and from 1.20× to 1.80× (H200)."
+    )
+    differs, _ = told(H100=first, H200=frame())
+    assert differs.startswith("What coalescing alone does differs by GPU: it makes 12 of 12 GEMVs (H100) and 0 of 12 ")
+    split = frame(slow | {names.separate("ours"): 1.0})
+    assert told(H100=split)[1].startswith("Use a warp a row, loads of 16 bytes and dependent launch, ")
+    flat = frame(slow | {names.BETWEEN_TRIGGER: 1.5})
+    assert told(H100=flat)[1] == "Use a warp a row, loads of 16 bytes and merged matrices."
+
+
+def test_the_answer_is_of_the_model_that_was_timed(toy):
+    rows = frame({names.THREAD_A_ROW_TURNED: 18.0, names.WIDE_LOADS: 1.3})
+    assert "in Llama-3.2-1B from" in told(H100=rows[~rows["case"].str.contains("Qwen3.5-4B")])[1]
+
+
+@pytest.mark.parametrize("which", ["none", "all failed", "chains only"])
+def test_there_is_no_answer_without_the_steps(few, which):
+    some = PARTIAL[which](few).reset_index(drop=True)
+    assert answer.facts(some) == {}
+    assert (answer.conclusion({}), answer.advice({})) == ("", "")
+    assert isinstance(answer.hero(some), str)
+
+
+@pytest.mark.parametrize("which", ["no libraries", "one small shape", "no production", "no step 7, no kernels between"])
+def test_an_answer_of_partial_rows_is_short(few, which):
+    some = PARTIAL[which](few).reset_index(drop=True)
+    for text in told(H100=some, H200=few):
+        assert text
+        assert "nan" not in text
+        assert len(text.split()) <= 40
+
+
+def test_no_sentence_of_the_answer_is_long(toy):
+    slow = {names.THREAD_A_ROW_TURNED: 18.0, names.WIDE_LOADS: 1.3}
+    for gpus in ({"H100": frame(slow), "H200": frame(slow | {names.BETWEEN_TRIGGER: 1.0})}, {"H100": frame()}):
+        assert max(len(text.split()) for text in told(**gpus)) <= 40
+    assert set(answer.HEADLINE) <= {claim.id for claim in study.STUDY.claims}
+    assert 1 <= len(answer.HEADLINE) <= 3
 
 
 VIEWS = (
-    "in_short", "whole_layers",
-    "ladder", "ladder_of", "walk", "why_not_32", "cublas", "beyond_limit", "steps", "losses", "peers",
-    "best_peer", "engines", "chain", "overhead", "grows",
-    "limits", "between", "rows_map", "choices", "unseen", "splits", "tuning", "token", "cross_check", "prediction",
-    "bits", "warm", "interleaving", "merging", "questions", "summary",
+    "speeds", "whole_layers", "beside_cublas", "gains",
+    "ladder", "ladder_of", "walk", "why_not_32", "cublas", "beyond_limit", "steps", "peers",
+    "best_peer", "engines", "rivals", "chain", "overhead", "grows",
+    "limits", "between", "rows_map", "choices", "choosing", "unseen", "splits", "tuning", "token", "cross_check",
+    "prediction", "bits", "warm", "interleaving", "merging", "questions",
 )  # fmt: skip
 
 
@@ -1058,7 +1178,7 @@ def _problem(view, rows):
         drawn = view_of(view)(rows)
     except Exception as problem:
         return f"{type(problem).__name__}: {problem}"
-    if not isinstance(drawn, Picture | pd.DataFrame | str):
+    if not isinstance(drawn, Picture | pd.DataFrame | str | dict):
         return f"a {type(drawn).__name__}"
     said = "" if isinstance(drawn, pd.DataFrame) else caption(drawn)
     return f"a sentence with nan: {said}" if re.search(r"\bnan\b", said) else ""
@@ -1095,15 +1215,15 @@ def test_tuning_is_timed_from_the_start_of_one_shape_to_that_of_the_next():
 
 def test_shapes_beyond_the_limit_are_named_beside_reading_them(toy):
     rows = frame({names.OURS: 1.0})  # 2 µs and the bytes, of 2.5 µs and the bytes
-    assert views.beyond_limit(rows) == "all 6 bf16 shapes are within the limit."
+    assert views.beyond_limit(rows) == {"bf16 shapes within the limit": "6 of 6"}
     some = frame(of=lambda x, name: 1.5 if (name, x.key) == (names.OURS, TALL) else 1.0 if name == names.OURS else None)
     said = views.beyond_limit(some)
-    assert said.startswith("1 of 6 bf16 shapes take longer than the limit, at most ")
-    assert "(8192 × 2048)" in said
-    assert "At 0 of these" in said
-    assert said.endswith("reaches 67% of that kernel's speed there.")
+    assert said["bf16 shapes within the limit"] == "5 of 6"
+    assert said["furthest beyond it"].endswith(" longer, 8192 × 2048")
+    assert said["beyond it, and a plain read of W is too"] == "0 of 1"
+    assert said["speed there, of a plain read"] == "67%"
     both = frame(of=lambda x, name: 1.5 if x.key == TALL and name in (names.OURS, names.READ) else None)
-    assert "At 1 of these" in views.beyond_limit(both)
+    assert views.beyond_limit(both)["beyond it, and a plain read of W is too"].startswith("1 of ")
 
 
 @pytest.mark.parametrize("which", ["no ceiling", "no empty kernel"])

@@ -130,9 +130,13 @@ def bars(
     ylabel: str,
     title: str,
     logy: bool = False,
+    fmt: str = "",
     reference: Reference | Mapping[Any, Reference] | None = None,
 ) -> Figure:
-    """Bars of `y`, grouped by `x`, one a `series`; the arguments are those of `lines`."""
+    """Bars of `y`, grouped by `x`, one a `series`; the arguments are those of `lines`.
+
+    fmt: of the value that stands on each bar; none if empty.
+    """
     df = _rows(df, y, x, series, panel, rows, low, high)
     groups, names = _levels(df[x]), _levels(df[series])
     fig, cells = _grid(df, panel, title, rows=rows)
@@ -141,7 +145,15 @@ def bars(
         for index, name in enumerate(names):
             bar = part[part[series] == name]
             at = bar[x].map(groups.index).astype(float) + (index - (len(names) - 1) / 2) * width
-            ax.bar(at, bar[y], width * 0.92, **_fill(index))
+            drawn = ax.bar(at, bar[y], width * 0.92, **_fill(index))
+            if fmt:
+                box = {
+                    "facecolor": PAPER,
+                    "edgecolor": "none",
+                    "pad": 0.6,
+                }  # over a line of reference
+                texts = [fmt.format(value) for value in bar[y]]
+                ax.bar_label(drawn, texts, padding=2.5, fontsize=9, color=INK, bbox=box)
             if low and high:
                 ax.errorbar(at, bar[y], _bars(bar, y, low, high), fmt="none", ecolor=INK, elinewidth=1.1, capsize=2.5)
         ax.grid(axis="x", visible=False)

@@ -130,9 +130,8 @@ def _figure(one: Said) -> Markup | str:
 
 def answer(said: Html, table: Html, hero: Html, advice: Html) -> Html:
     """The first screen: the conclusion, the claims, what to do, and one figure."""
-    text = Markup('<div><p class="lab-conclusion">{}</p>{}{}{}</div>').format(
-        said, table, JUDGED, Markup('<p class="lab-advice"><b>What to do.</b> {}</p>').format(advice) if advice.plain else ""
-    )
+    to_do = Markup('<p class="lab-advice"><b>What to do.</b> {}</p>').format(advice) if advice.plain else ""
+    text = Markup('<div><p class="lab-conclusion">{}</p>{}{}{}</div>').format(said, table, JUDGED, to_do)
     html = Markup('<section class="lab-answer" aria-label="The answer">{}{}</section>').format(text, hero)
     return Html(str(html), "\n\n".join(one.plain for one in (said, table, advice, hero)))
 

@@ -619,13 +619,47 @@ def _mean(lines: Sequence[Mapping[str, Any]], form: str = ".2f") -> str:
     return format(geometric_mean(line["ratio"] for line in lines), form)
 
 
-def said_in_short(rows: pd.DataFrame) -> list[str]:
-    """Geometric means over the shapes of 16 MB and more."""
-    lines = [line for line in _records(against_cublas(rows), dtype="bf16") if line["MB"] >= 16]
-    parts = {name: [line for line in lines if line["of"] == name] for name in (WIDE, TUNED, OURS)}
-    words = ("for a warp a row", "with tuned rows", "started before")
-    found = [f"×{_mean(some)} {start}" for some, start in zip(parts.values(), words, strict=True)]
-    return [*found, f"(geometric means of {len(parts[OURS])} shapes)", *said_best_peer(rows)]
+def _faster(ratio: float) -> str:
+    return f"{ratio:.2f}× faster" if ratio >= 1 else f"{1 / ratio:.2f}× slower"
+
+
+SHOWN = {  # what the page calls variants
+    THREAD: "thread a row", TURNED: "coalescing alone [K, N]", WARP: "warp a row", WIDE: "loads of 16 bytes",
+    HINT: "evict-first hint", FOUR: "four rows a program", PIPELINED: "pipelined copies",
+    TUNED: "tuned, ordinary launch", SPLIT: "split K", OURS: "dependent launch",
+}  # fmt: skip
+
+
+def said_beside_cublas(rows: pd.DataFrame) -> list[str]:
+    """Geometric means, ends and verdicts over the shapes of 16 MB and more."""
+    found = []
+    for name in (WIDE, TUNED, OURS):
+        lines = [line for line in _records(against_cublas(rows), dtype="bf16", of=name) if line["MB"] >= 16]
+        ratios = [line["ratio"] for line in lines]
+        words = counted(line["verdict"] for line in lines)
+        found.append(f"{SHOWN[name]}: {_faster(geometric_mean(ratios))} ({span(ratios)}), {words}")
+    return found
+
+
+def said_speeds(rows: pd.DataFrame) -> list[str]:
+    """Median percent of the read ceiling of the large shapes, coalescing alone and a warp a row."""
+    lines = [line for line in _records(times_of(rows), op="gemv", dtype="bf16") if line["MB"] >= 16]
+    found = {name: median([line["percent"] for line in lines if line["variant"] == name]) for name in (TURNED, WARP)}
+    return [", ".join(f"{SHOWN[name]} {percent:.0f} %" for name, percent in found.items())]
+
+
+def answer_facts(rows: pd.DataFrame) -> dict[str, Any]:
+    """What the first screen is made of."""
+    of = {line["step"]: line for line in _records(steps(rows), over=THREAD)}
+    plain = [line["ratio"] for line in _records(against_cublas(rows), dtype="bf16", of=WIDE) if line["MB"] >= 16]
+    chain = {line["variant"]: line["ratio"] for line in _records(chains(rows), model=QWEN)}
+    return {
+        "alone": of[TURNED]["mean ratio"], "slower": of[TURNED]["slower"], "cases": of[TURNED]["cases"],
+        "warp": f"{of[WARP]['least']:.1f} to {of[WARP]['most']:.1f}×", "plain": geometric_mean(plain),
+        "merging": min(line["ratio"] for line in _records(merging(rows), kernel="ours")), "model": QWEN,
+        "trigger": chain["ours, kernels with the trigger between, merged"],
+        "ordinary": chain["ours, kernels between, merged"],
+    }  # fmt: skip
 
 
 OTHERS = (
@@ -639,19 +673,43 @@ def said_best_peer(rows: pd.DataFrame) -> list[str]:
     us = [of for of in _bf16(rows).values() if set(OTHERS) & set(of)]
     best = [min(of[name] for name in (*CUBLAS, *OTHERS) if name in of) for of in us]
     means = {name: geometric_mean(x / of[name] for x, of in zip(best, us, strict=True)) for name in (OURS, TUNED)}
-    return [f"these {len(us)} shapes", *(f"{mean:.2f} times as long as {name}" for name, mean in means.items())]
+    return [
+        f"{SHOWN[name]}, against the fastest library: {_faster(mean)}; {len(us)} shapes" for name, mean in means.items()
+    ]
 
 
-def said_losses(rows: pd.DataFrame) -> list[str]:
-    """Steps of which the mean is below 1."""
-    found = [line for line in _records(steps(rows)) if line["mean ratio"] < 1]
-    return [f"{line['step']} (×{line['mean ratio']:.2f} over {line['over']}" for line in found]
+def said_engines(rows: pd.DataFrame) -> list[str]:
+    """Each engine's kernel against dependent launch and cuBLAS, where it ran."""
+    found = []
+    for name in OTHERS[2:]:
+        us = [of for of in _bf16(rows).values() if name in of]
+        if us:
+            mine = geometric_mean(of[OURS] / of[name] for of in us)
+            library = geometric_mean(min(of[one] for one in CUBLAS) / of[name] for of in us)
+            than = f"{_faster(mine)} than dependent launch, {_faster(library)} than cuBLAS; {len(us)} shapes"
+            found.append(f"{name.rpartition(' ')[2]}: {than}")
+    return found or ["vLLM skinny_gemm: not measured on this GPU"]
+
+
+def said_gains(rows: pd.DataFrame) -> list[str]:
+    """Mean of each step, and how often it loses."""
+    return [
+        f"{SHOWN[line['over']]} → {SHOWN[line['step']]}: {_faster(line['mean ratio'])}; slower in {line['slower']} of "
+        f"{line['cases']}"
+        for line in _records(steps(rows))
+        if line["slower from"] == line["slower to"]
+    ]
 
 
 def said_unseen(rows: pd.DataFrame) -> list[str]:
     """Mean and most of the rule's time over the fastest candidate's."""
     some = list(unseen(rows)["rule / fastest"])
-    return [f"takes {geometric_mean(some):.3f} times", f"over {len(some)} shapes", f"at most {max(some):.2f} times"]
+    return [f"{_faster(1 / geometric_mean(some))}, at most {max(some):.2f}×"]
+
+
+def said_splits(rows: pd.DataFrame) -> list[str]:
+    """The fastest split over the fastest without, at each short shape."""
+    return [f"{x['N']} × {x['K']}: {_faster(1 / x['split / whole'])}" for x in _records(splits(rows))]
 
 
 def said_tuning(rows: pd.DataFrame) -> list[str]:
@@ -659,7 +717,8 @@ def said_tuning(rows: pd.DataFrame) -> list[str]:
     counts = [len(known) for _, known in _tuned(rows)]
     starts = sorted(pd.Timestamp(min(row["utc"] for row in group)) for group in _by_case(rows))
     seconds = [(after - before).total_seconds() for before, after in pairwise(starts)]
-    return [f"{span(counts, 'd')} candidates", f"{median(seconds):.0f} s a shape, at most {max(seconds):.0f} s"]
+    taken = f"{median(seconds):.0f} s, at most {max(seconds):.0f} s"
+    return [f"candidates a shape: {span(counts, 'd')}", f"trying those of a shape: {taken}"]
 
 
 def _by_case(rows: pd.DataFrame) -> list[list[dict[str, Any]]]:
@@ -675,11 +734,9 @@ def said_bits(rows: pd.DataFrame) -> list[str]:
     """In how many shapes all results are the same."""
     found = []
     for dtype in ("bf16", "fp32"):
-        ours, control = (
-            [line["outcomes"] for line in _records(same_bits(rows), dtype=dtype, of=of)] for of in ("rows", "control")
-        )
-        found.append(f"{dtype}: the same bits in {ours.count(1)} of {len(ours)} shapes")
-        found.append(f"other bits in {len(control) - control.count(1)} of {len(control)} for the control")
+        for of, words in (("rows", "a sum for each row"), ("control", "one tile of several rows (control)")):
+            outcomes = [line["outcomes"] for line in _records(same_bits(rows), dtype=dtype, of=of)]
+            found.append(f"{words}, {dtype}: same bits at {outcomes.count(1)} of {len(outcomes)} shapes")
     return found
 
 
@@ -692,18 +749,14 @@ def said_interleaving(rows: pd.DataFrame) -> list[str]:
 def said_warm(rows: pd.DataFrame) -> list[str]:
     """A choice tuned in a warm cache over the table's."""
     lines, tried = _records(other_choice(rows)), len(list(cases(rows, "tune", "hot")))
-    return [f"something else in {len(lines)} of the {tried} cases", *_spread(lines)]
+    return [f"another choice: in {len(lines)} of {tried} cases", *_spread(lines)]
 
 
 def _spread(lines: Sequence[Mapping[str, Any]]) -> list[str]:
-    ends = [f"{pick_end(line['ratio'] for line in lines):.2f} at " for pick_end in (min, max)]
-    return [f"{_mean(lines, '.3f')} on average over {len(lines)}", *ends, counted(line["verdict"] for line in lines)]
-
-
-def said_summary(rows: pd.DataFrame) -> list[str]:
-    """Ours against cuBLAS, all shapes and types."""
-    lines = _records(against_cublas(rows), of=OURS)
-    return [counted(line["verdict"] for line in lines), f"of {len(lines)} ", span(line["ratio"] for line in lines)]
+    turned = {"faster": "slower", "slower": "faster"}
+    words = counted("|".join(turned.get(word, word) for word in line["verdict"].split("|")) for line in lines)
+    ratios = [line["ratio"] for line in lines]
+    return [f"{_faster(1 / geometric_mean(ratios))} ({span(ratios)}); {words}"]
 
 
 def said_questions(rows: pd.DataFrame) -> list[str]:
@@ -712,8 +765,7 @@ def said_questions(rows: pd.DataFrame) -> list[str]:
     pairs = (THREAD, WARP), (THREAD, TURNED), (WARP, WIDE), (WIDE, FOUR), ("rows=4, interleaved", "rows=4")
     means = [geometric_mean(of[old] / of[new] for of in us if {old, new} <= set(of)) for old, new in pairs]
     lines = [[line["ratio"] for line in _records(merging(rows), kernel=kernel)] for kernel in ("torch.mv", "ours")]
-    merged = [f"×{span(some).replace(' to ', ' to ×')} of whole layers" for some in lines]
-    return [*(f"×{mean:.2f} (geometric mean" for mean in means), *merged]
+    return [*map(_faster, means), *(f"{span(some)}× faster" for some in lines)]
 
 
 def said_prediction(rows: pd.DataFrame) -> list[str]:
@@ -725,7 +777,7 @@ def said_prediction(rows: pd.DataFrame) -> list[str]:
             for params, row, us in _usable(rows, "gemv")
             if params["dtype"] == "bf16" and row["variant"] == name and row["predicted_us"] > 0
         ]
-        found.append(f"{name} {span(over)}")
+        found.append(f"{SHOWN.get(name, name)} {span(over)}")
     return found
 
 
@@ -736,29 +788,76 @@ def said_why_not_32(rows: pd.DataFrame) -> list[str]:
     many = [line["ns a step, W [N, K]"] / line["look-ups, ns"] for line in lines if line["CTAs an SM"] >= 4]
     tallest = max(lines, key=lambda line: line["N"])
     found = [
-        f"{span((line['with width'] for line in lines), '.0f')} times as fast",
-        f"takes {span(many)} times as long",
+        f"over a thread a row: {span((line['with width'] for line in lines), '.1f')}× faster",
+        f"time over look-ups alone: {span(many)}",
+        f"{tallest['pattern alone']:.1f}× of {tallest['with width']:.1f}×",
     ]
     for dtype in ("bf16", "fp32"):
-        walks = [
-            span((line[f"ns a step, W {how}"] for line in one if line["dtype"] == dtype), ".0f")
-            for how in ("[N, K]", "[K, N]")
-        ]
-        found.append(f"{walks[0]} ns with W stored [N, K] and {walks[1]} ns with [K, N] in {dtype}")
-    return [*found, f"×{tallest['pattern alone']:.1f} of ×{tallest['with width']:.1f}"]
+        for how in ("[N, K]", "[K, N]"):
+            walked = span((line[f"ns a step, W {how}"] for line in one if line["dtype"] == dtype), ".0f")
+            found.append(f"one CTA an SM, {dtype}, W {how}: a step of K: {walked} ns")
+    return found
+
+
+def said_limits(rows: pd.DataFrame) -> list[str]:
+    """What dependent launch reaches over cuBLAS, and what reading would."""
+    of = {"ours, separate": "separate", "ours, merged": "merged"}
+    return [
+        f"{line['model']}, {of[line['variant']]}: {line['ratio']:.2f}× faster, at most {line['at most']:.2f}×"
+        for line in _records(chains(rows))
+        if line["variant"] in of
+    ]
+
+
+def said_grows(rows: pd.DataFrame) -> list[str]:
+    """µs beyond reading of the production chain at both ends."""
+    (line,) = _records(beyond_reading(rows), variant="ours, merged")
+    least, most = (f"{line[end]:.1f} µs at {line[f'{end} MB']:.0f} MB" for end in ("least", "most"))
+    return [f"dependent launch, merged: {least}, {most}"]
+
+
+def _of_chain(rows: pd.DataFrame, variant: str, column: str) -> list[float]:
+    return [line[column] for line in _records(chains(rows), variant=variant)]
+
+
+def said_chain(rows: pd.DataFrame) -> list[str]:
+    """Percent of the speed of reading, all models."""
+    return [f"Dependent launch, merged: {span(_of_chain(rows, 'ours, merged', '% of reading W'), '.0f')} %"]
+
+
+def said_overhead(rows: pd.DataFrame) -> list[str]:
+    """µs a GEMV beyond reading, all models."""
+    return [f"Dependent launch, merged: {span(_of_chain(rows, 'ours, merged', 'beyond reading'), '.1f')} µs"]
+
+
+def said_between(rows: pd.DataFrame) -> list[str]:
+    """Gains over cuBLAS by what stands between, all models."""
+    kinds = {"the trigger": "with the trigger between", "ordinary": "between"}
+    names = {"the trigger": "kernels with the trigger between", "ordinary": "ordinary kernels between"}
+    return [
+        f"{names[kind]} {span(_of_chain(rows, f'ours, kernels {words}, merged', 'ratio'))}×"
+        for kind, words in kinds.items()
+    ]
 
 
 SENTENCES: Sentences = {
-    "views.in_short": said_in_short,
+    "views.beside_cublas": said_beside_cublas,
+    "views.speeds": said_speeds,
+    "views.gains": said_gains,
     "views.best_peer": said_best_peer,
-    "views.losses": said_losses,
+    "views.engines": said_engines,
     "views.unseen": said_unseen,
+    "views.splits": said_splits,
     "views.tuning": said_tuning,
     "views.bits": said_bits,
     "views.interleaving": said_interleaving,
     "views.warm": said_warm,
-    "views.summary": said_summary,
     "views.questions": said_questions,
     "views.prediction": said_prediction,
     "views.why_not_32": said_why_not_32,
+    "chain_views.limits": said_limits,
+    "chain_views.grows": said_grows,
+    "chain_views.chain": said_chain,
+    "chain_views.overhead": said_overhead,
+    "chain_views.between": said_between,
 }

@@ -15,7 +15,7 @@ from common import (
     with_a_sample_changed,
 )
 
-from labkit.studies.gemv_coalescing import chain_views, claims, tables, views
+from labkit.studies.gemv_coalescing import answer, chain_views, claims, shown, tables, views
 
 SHAPE = audit.SHAPE
 
@@ -59,12 +59,17 @@ def token_blocks(rows):
     return blocks.explode(["run", "block", "samples_ns"]).rename(columns={"samples_ns": "ns"})
 
 
+def merging(rows):
+    """`chain_views.merging` by the recorded names."""
+    return chain_views.merging(rows).replace({"kernel": {chain_views.CUBLAS: "torch.mv", shown.LAB: "ours"}})
+
+
 def observed(claim):
     """A table of what a claim is judged by."""
     return lambda rows: pd.DataFrame([vars(one) for one in claim(rows).observations])
 
 
-VIEWS = {"views": views}
+VIEWS = {"views": views, "chain_views": chain_views}
 LAB = {  # table -> the lab's, and the columns that say which line it is
     "tables.times": (
         lambda rows: over(tables.times, rows, op=["gemv", "tune", "chain"]),
@@ -95,7 +100,7 @@ LAB = {  # table -> the lab's, and the columns that say which line it is
     "tables.token_total": (lambda rows: over(tables.token_total, rows, model=audit.TOKENS), ["model", "rule"]),
     "tables.token_blocks": (token_blocks, ["merged", "variant", "run", "block"]),
     "tables.from_chain": (lambda rows: over(tables.from_chain, rows, model=audit.TOKENS), ["model", "of"]),
-    "chain_views.merging": (chain_views.merging, ["model", "kernel"]),
+    "chain_views.merging": (merging, ["model", "kernel"]),
     "claims.step": (observed(claims.step), ["case"]),
     "claims.pattern": (observed(claims.pattern), ["case"]),
     "claims.rule": (observed(claims.rule), ["case"]),
@@ -111,6 +116,7 @@ def test_tables_and_sentences_are_those_of_the_audit(gpu, record_property):
     cells, wrong = compared(audit.TABLES, rows, LAB)
     assert all(cells.values()), cells
     wrong += unsaid(audit.SENTENCES, VIEWS, rows)
+    assert answer.facts(rows) == pytest.approx(audit.answer_facts(rows))
     assert not wrong, "\n".join(wrong[:20])
     record_property("cells", sum(cells.values()))
 

@@ -57,11 +57,11 @@ def conclusion(facts: Mapping[str, Facts]) -> str:
     if not facts:
         return ""
     loses = {one["alone"] < 1 for one in facts.values()}
-    words = {frozenset({True}): "makes", frozenset({False}): "pays on average, yet makes"}
-    makes = words.get(frozenset(loses), "differs by GPU: it makes")
+    words = {(True,): "Coalescing alone makes", (False,): "Coalescing alone pays on average, yet makes"}
+    makes = words.get(tuple(loses), "What coalescing alone does differs by GPU: it makes")
     counts = _each(facts, lambda one: f"{one['slower']} of {one['cases']} GEMVs")
     warp = _each(facts, lambda one: one["warp"])
-    return f"Coalescing alone {makes} {counts} slower; a warp a row makes them {warp} faster."
+    return f"{makes} {counts} slower; a warp a row makes them {warp} faster."
 
 
 def advice(facts: Mapping[str, Facts]) -> str:

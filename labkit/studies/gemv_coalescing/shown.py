@@ -1,14 +1,14 @@
-"""What the page calls the variants, whose recorded names cannot change."""
+"""What the page calls variants and rules, whose names in rows and claims cannot change."""
 
 import pandas as pd
 
-from labkit.studies.gemv_coalescing import variants
+from labkit.studies.gemv_coalescing import tables, variants
 
 LAB = "the lab's GEMV"
 ORDINARY, TRIGGER = "ordinary kernels between", "kernels with the trigger between"
 NAMES = {
     variants.THREAD_A_ROW: "thread a row",
-    variants.THREAD_A_ROW_TURNED: "W stored [K, N]",
+    variants.THREAD_A_ROW_TURNED: "coalescing alone [K, N]",
     variants.WARP_A_ROW: "warp a row",
     variants.WIDE_LOADS: "loads of 16 bytes",
     variants.HINT: "evict-first hint",
@@ -26,6 +26,12 @@ NAMES = {
     variants.BETWEEN_OURS: ORDINARY,
     variants.BETWEEN_TRIGGER: TRIGGER,
     variants.SGLANG: "SGLang hopper_bf16_gemv",
+    tables.RULE: f"one row up to N = {tables.RULE_ROWS}, else four",
+    tables.RULE_PLAIN: f"one row up to N = {tables.RULE_ROWS}, else four, ordinary launch",
+    tables.ONE: "always one row",
+    tables.ONE_PLAIN: "always one row, ordinary launch",
+    tables.FOUR: "always four rows",
+    tables.FOUR_PLAIN: "always four rows, ordinary launch",
     **{name: f"vLLM {name.rpartition(' ')[2]}" for name in variants.VLLM},
 }
 

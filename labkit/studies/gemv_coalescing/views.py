@@ -49,9 +49,10 @@ def speeds(rows: pd.DataFrame) -> Drawing:
         title = f"Coalescing alone pays {'little' if alone < (first + warp) / 2 else 'most'}"
     return drawing(
         plots.bars, table.assign(series="speed"), KERNEL, "percent", "series",
-        xlabel="", ylabel="% of the read ceiling", reference=[(100, "read ceiling")], title=title,
+        fmt="{:.0f}", xlabel="", ylabel="% of the read ceiling", reference=[(100, "read ceiling")], title=title,
         alt="Bars of percent of the read ceiling, a kernel each.",
-        caption=f"One GEMV in bf16, cold; median of the shapes of {tables.LARGE_MB} MB and more.",
+        caption=f"One GEMV in bf16, cold; median of the shapes of {tables.LARGE_MB} MB and more. Coalescing alone: a "
+        "thread a row as before, W stored as [K, N].",
         said=f"{shown.name(SPEEDS[1])} {alone:.0f} %, {shown.name(SPEEDS[2])} {warp:.0f} %",
         table=table,
     )  # fmt: skip
@@ -159,7 +160,7 @@ def why_not_32(rows: pd.DataFrame) -> Answers:
 def cublas(rows: pd.DataFrame) -> Drawing:
     """How much faster than cuBLAS a plain kernel and dependent launch are, by size of W."""
     parts = [tables.against_cublas(rows, name).assign(**{KERNEL: shown.name(name)}) for name in BESIDE]
-    table = where(pd.concat(parts, ignore_index=True), dtype="bf16")
+    table = where(pd.concat([*filter(len, parts)] or parts, ignore_index=True), dtype="bf16")
     production = table[table[KERNEL] == shown.name(variants.OURS)]
     if production.empty:
         return "no shape has both cuBLAS and the GEMV with dependent launch."
@@ -251,11 +252,9 @@ def best_peer(rows: pd.DataFrame) -> Answers:
 def engines(rows: pd.DataFrame) -> Answers:
     """Each engine's own kernels against dependent launch and against cuBLAS, or why they were not measured."""
     us, found = tables.by_variant(rows), {}
-    for engine, names in variants.ENGINES.items():
-        if known := [name for name in names if name in us]:
-            found |= {shown.name(name): _engine(us, name) for name in known}
-        else:
-            found[f"{engine}'s own"] = why_not(rows, names)
+    for names in variants.ENGINES.values():
+        reason = "" if set(names) & set(us) else why_not(rows, names)
+        found |= {shown.name(name): reason or _engine(us, name) for name in names if reason or name in us}
     return found
 
 
@@ -341,7 +340,7 @@ def choices(rows: pd.DataFrame) -> Drawing:
 
 def token(rows: pd.DataFrame) -> pd.DataFrame:
     """A token's GEMVs under each rule."""
-    return tables.token_total(rows, PULL_REQUEST).rename(columns=tables.UNITS)
+    return shown.named(tables.token_total(rows, PULL_REQUEST), "rule").rename(columns=tables.UNITS)
 
 
 def prediction(rows: pd.DataFrame) -> Drawing:
