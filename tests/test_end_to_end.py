@@ -130,6 +130,30 @@ def test_the_index_is_no_wall(report, browser, width, studies, all_of_it):  # no
     assert height <= all_of_it
 
 
+FOLDED = """(() => {
+  for (const fold of document.querySelectorAll('details')) fold.open = false;
+  const top = selector => (document.querySelector(selector)?.getBoundingClientRect().top ?? 1e9) + scrollY;
+  const words = document.querySelector('main').innerText.split(/\\s+/).length;
+  const [verdict, figure] = ['.lab-answer .lab-badge', '.lab-answer figure'].map(top);
+  return JSON.stringify({verdict, figure, words, height: document.documentElement.scrollHeight});
+})()"""
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page not in ("00_machine.html", "index.html")])
+def test_a_page_answers_on_its_first_screen(report, browser, page):  # noqa: F811
+    """Issue 32's bars: verdict and figure within 900 px, open height at most 8,000 px and 20,000 on a phone, 1.5 MB."""
+    path = report[1] / page
+    assert path.stat().st_size <= 1.5e6
+    for width, height in ((1280, 8000), (400, 20000)):
+        browser.open(path, width, "light")
+        told = browser.call("Runtime.evaluate", expression=FOLDED, returnByValue=True)["result"]["value"]
+        seen = json.loads(told)
+        assert seen["height"] <= height, (width, seen)
+        assert seen["words"] <= 2500, seen
+        if width == 1280:
+            assert max(seen["verdict"], seen["figure"]) <= 900, seen
+
+
 @pytest.mark.parametrize("study", [name for name in registry.NOTEBOOKS if name != "machine"])  # which has none
 def test_every_variant_was_right_on_tiny_cases_in_the_interpreter(report, study):
     _, reports = report

@@ -57,8 +57,13 @@ def cards(claims: Sequence[Claim], said: Mapping[str, Sequence[Said]], caption: 
 
 
 def _card(claim: Claim, said: Sequence[Said]) -> Markup:
-    head = Markup('<h3>{}</h3><p class="small">{}. Published: {}. {}</p>').format(
-        claim.statement, link(claim.source, claim.url), claim.published, _sentence(claim.condition)
+    judged = any(one.judgement and one.judgement.code for one in said)
+    head = Markup('<h3>{}</h3><p class="small">{}. Published: {}. {} {}</p>').format(
+        claim.statement,
+        link(claim.source, claim.url),
+        claim.published,
+        _sentence(claim.condition),
+        _figures(claim) if judged else "",
     )
     lines = [
         Markup('<tr><th scope="row">{}</th><td>{}<span class="small">{}</span></td><td>{}</td></tr>').format(
@@ -77,13 +82,18 @@ def _sentence(text: str) -> str:
     return f"{text[:1].upper()}{text[1:]}." if text else ""
 
 
+def _figures(claim: Claim) -> str:
+    """What the figures of a claim are."""
+    return f"Figures: {claim.quantity}."
+
+
 def _word(one: Said) -> str:
     return one.judgement.verdict if one.judgement else one.verdict
 
 
 def _measured(one: Said) -> Markup:
     later = Markup(' <span class="lab-badge lab-earlier">{}</span>').format(CHANGED) if one.changed else ""
-    return Markup("{}{}").format(one.measured, later)
+    return Markup("{}{}").format(_figure(one), later)
 
 
 def markdown(claim: Claim, said: Sequence[Said]) -> str:
@@ -112,9 +122,8 @@ def headline(claims: Sequence[Claim], said: Mapping[str, Sequence[Said]]) -> Htm
 
 def _headline(claim: Claim, said: Sequence[Said]) -> Markup:
     ran = dict.fromkeys(one.judgement.code for one in said if one.judgement and one.judgement.code)
-    figures = f"Figures: {claim.quantity}. " if ran else ""
     about = Markup('<span class="small">{}: {}</span><span class="small">{}</span>').format(
-        link(claim.source, claim.url), claim.published, f"{figures}Run: {', '.join(ran)}." if ran else ""
+        link(claim.source, claim.url), claim.published, f"{_figures(claim)} Run: {', '.join(ran)}." if ran else ""
     )
     first = Markup('<th scope="row"><a href="#claim-{}">{}</a>{}</th>').format(claim.id, claim.statement, about)
     cell = Markup('<td data-label="{}">{} <span class="small">{}</span></td>')
