@@ -955,7 +955,7 @@ TITLES = [  # view, times by case and variant, its message
     ("walk", None, "Coalescing alone pays at every height"),
     ("walk", lambda x, name: 20.0 if name == names.THREAD_A_ROW_TURNED else None, "Coalescing alone never pays"),
     ("overhead", None, "Every GEMV of a chain costs more than its bytes"),
-    ("overhead", lambda x, name: 0.9 if name in chain_views.SHOWN_CHAINS else None, "What a GEMV of a chain costs beyond"),
+    ("overhead", lambda x, name: 0.9 if name in chain_views.SHOWN_CHAINS else None, "What a GEMV of"),
     ("cublas", lambda x, name: 3.0 if name == "F.linear" and x["N"] < 4096 else None, "The smaller the matrix"),
     ("cublas", lambda x, name: 3.0 if name == names.OURS and x["N"] < 4096 else None, "One GEMV against cuBLAS"),
     ("between", None, "Dependent launch needs its trigger in the kernel in front"),
