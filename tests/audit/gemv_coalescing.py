@@ -655,7 +655,7 @@ def answer_facts(rows: pd.DataFrame) -> dict[str, Any]:
     chain = {line["variant"]: line["ratio"] for line in _records(chains(rows), model=QWEN)}
     return {
         "alone": of[TURNED]["mean ratio"], "slower": of[TURNED]["slower"], "cases": of[TURNED]["cases"],
-        "warp": f"{of[WARP]['least']:.1f} to {of[WARP]['most']:.1f}×", "plain": geometric_mean(plain),
+        "least": of[WARP]["least"], "most": of[WARP]["most"], "plain": geometric_mean(plain),
         "merging": min(line["ratio"] for line in _records(merging(rows), kernel="ours")), "model": QWEN,
         "trigger": chain["ours, kernels with the trigger between, merged"],
         "ordinary": chain["ours, kernels between, merged"],
@@ -694,8 +694,8 @@ def said_engines(rows: pd.DataFrame) -> list[str]:
 def said_gains(rows: pd.DataFrame) -> list[str]:
     """Mean of each step, and how often it loses."""
     return [
-        f"{SHOWN[line['over']]} → {SHOWN[line['step']]}: {_faster(line['mean ratio'])}; slower in {line['slower']} of "
-        f"{line['cases']}"
+        f"{SHOWN[line['over']]} → {SHOWN[line['step']]}: {_faster(line['mean ratio'])}; "
+        + (f"slower in {line['slower']} of {line['cases']}" if line["slower"] else f"never slower in {line['cases']}")
         for line in _records(steps(rows))
         if line["slower from"] == line["slower to"]
     ]

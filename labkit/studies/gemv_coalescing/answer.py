@@ -9,7 +9,6 @@ from labkit.bench import ledger
 from labkit.bench.tables import where
 from labkit.bench.verdict import geometric_mean
 from labkit.report.figures import Drawing
-from labkit.report.words import span
 from labkit.studies.gemv_coalescing import chain_views, shown, tables, variants, views
 from labkit.studies.gemv_coalescing.claims import PULL_REQUEST
 
@@ -21,10 +20,10 @@ Facts = Mapping[str, Any]
 def facts(rows: pd.DataFrame) -> dict[str, Any]:
     """From what the sentences are made, of one GPU's rows; empty unless both steps over a thread a row were timed.
 
-    alone: geometric mean of the gain of coalescing alone; slower, cases: at how many shapes and types it loses. warp:
-    span of the gain of a warp a row. plain: mean gain of a warp a row with 16-byte loads over cuBLAS, large W in bf16.
-    merging: least gain of merging, whole layers. model: of the largest matrices that have trigger, ordinary: gain over
-    cuBLAS with either kind of kernel between. All but the first four may be missing.
+    alone: geometric mean of the gain of coalescing alone; slower, cases: at how many shapes and types it loses. least,
+    most: gain of a warp a row. plain: mean gain of a warp a row with 16-byte loads over cuBLAS, large W in bf16.
+    merging: least gain of merging, whole layers. model, trigger, ordinary: gain over cuBLAS in a model's whole layers,
+    with either kind of kernel between. All but the first five may be missing.
     """
     table = tables.steps(rows)
     table = where(table, over=variants.THREAD_A_ROW).set_index("step") if len(table) else table
@@ -32,7 +31,7 @@ def facts(rows: pd.DataFrame) -> dict[str, Any]:
         return {}
     alone, warp = table.loc[variants.THREAD_A_ROW_TURNED], table.loc[variants.WARP_A_ROW]
     found = {"alone": float(alone["mean ratio"]), "slower": int(alone["slower"]), "cases": int(alone["cases"])}
-    found["warp"] = f"{span(warp[['least', 'most']].astype(float), '{:.1f}')}×"
+    found |= {"least": float(warp["least"]), "most": float(warp["most"])}
     plain = where(tables.against_cublas(rows, variants.WIDE_LOADS), dtype="bf16")
     plain = plain[plain["MB"] >= tables.LARGE_MB]["ratio"]
     merging = where(chain_views.merging(rows), kernel=shown.LAB)["ratio"]
@@ -57,34 +56,37 @@ def conclusion(facts: Mapping[str, Facts]) -> str:
     if not facts:
         return ""
     loses = {one["alone"] < 1 for one in facts.values()}
-    words = {(True,): "Coalescing alone makes", (False,): "Coalescing alone pays on average, yet makes"}
-    makes = words.get(tuple(loses), "What coalescing alone does differs by GPU: it makes")
-    counts = _each(facts, lambda one: f"{one['slower']} of {one['cases']} GEMVs")
-    warp = _each(facts, lambda one: one["warp"])
-    return f"{makes} {counts} slower; a warp a row makes them {warp} faster."
+    counts = _each(facts, lambda one: f"{one['slower']} of {one['cases']}")
+    alone = f"pays on some GPUs only (slower in {counts})"
+    if loses == {True}:
+        alone = f"makes GEMVs slower (in {counts})"
+    elif loses == {False}:
+        alone = f"makes GEMVs faster on average (slower in {counts})"
+    faster = "all faster" if all(one["least"] > 1 for one in facts.values()) else "faster or slower"
+    warp = _each(facts, lambda one: " to ".join(dict.fromkeys(f"{one[end]:.2f}" for end in ("least", "most"))) + "×")
+    return f"Coalescing alone {alone}; a warp a row makes them {faster}: {warp}."
 
 
 def advice(facts: Mapping[str, Facts]) -> str:
     """Which kernel to take, what to merge, and what dependent launch needs."""
     if any(one.get("plain", 0.0) <= 1 for one in facts.values()) or not facts:
-        return "Keep cuBLAS: a warp a row with loads of 16 bytes is no faster here." if facts else ""
-    parts = ["a warp a row", "loads of 16 bytes"]
+        return "Keep cuBLAS: a warp a row with loads 16 bytes wide is no faster here." if facts else ""
+    parts = ["a warp a row", "loads 16 bytes wide"]
     if all(one.get("merging", 0.0) > 1 for one in facts.values()):
         parts.append("merged matrices")
     known = {gpu: one for gpu, one in facts.items() if "trigger" in one}
     if known and all(one["trigger"] > chain_views.CLOSE * one["ordinary"] for one in known.values()):
         lifts = _each(known, lambda one: f"from {one['ordinary']:.2f}× to {one['trigger']:.2f}×")
         of = f"the gain over cuBLAS in {' and '.join(dict.fromkeys(one['model'] for one in known.values()))}"
-        parts.append(f"dependent launch, triggered by the kernel in front: this lifts {of} {lifts}")
+        parts.append(f"dependent launch, triggered by the kernel in front, which lifts {of}: {lifts}")
     return f"Use {', '.join(parts[:-1])} and {parts[-1]}."
 
 
 def _each(facts: Mapping[str, Facts], tell: Callable[[Facts], str]) -> str:
-    """ "3.3× (H100) and 4.7× (H200)"; "35 of 45 (H100, H200)" where all are the same."""
-    told: dict[str, list[str]] = {}
-    for gpu, one in facts.items():
-        told.setdefault(tell(one), []).append(gpu)
-    return " and ".join(f"{text} ({', '.join(gpus)})" for text, gpus in told.items())
+    """ "H100 3.3×, H200 4.7×", each GPU in front of its numbers; "35 of 45" where all say the same."""
+    told = {gpu: tell(one) for gpu, one in facts.items()}
+    same = set(told.values())
+    return same.pop() if len(same) == 1 else ", ".join(f"{gpu} {text}" for gpu, text in told.items())
 
 
 def hero(rows: pd.DataFrame) -> Drawing:

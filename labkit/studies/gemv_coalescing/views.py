@@ -115,13 +115,13 @@ def walk(rows: pd.DataFrame) -> Drawing:
     series = dict(zip((*tables.STEPS, "look-ups, ns"), ("W [N, K]", "W [K, N]", "look-ups alone"), strict=True))
     mean = table.groupby(["dtype", "CTAs an SM"], as_index=False)[list(series)].mean().rename(columns=series)
     start = tables.pays_from(table)
+    when = "pays in tall matrices only" if start and start > table["N"].min() else "pays at every height"
+    when = when if start else "never pays"
     return drawing(
         plots.lines, mean.melt(["dtype", "CTAs an SM"], var_name="series", value_name="ns"), "CTAs an SM", "ns",
         "series", panel="dtype", logx=True, logy=True, xlabel="CTAs on the busiest multiprocessor",
         ylabel="ns a step of K (log)",
-        title="Coalescing alone pays in tall matrices only"
-        if start is None or start > table["N"].min()
-        else "Coalescing alone pays at every height",
+        title=f"Coalescing alone {when}",
         alt="Lines of time over K against CTAs a multiprocessor for W stored both ways.",
         caption=f"A thread a row, cold; mean of the shapes with as many CTAs, of {variants.THREADS} rows each. "
         "Look-ups alone: one cache line a clock.",
@@ -207,12 +207,13 @@ def steps(rows: pd.DataFrame) -> pd.DataFrame:
 
 def gains(rows: pd.DataFrame) -> Answers:
     """What each step is worth on average, and at how many of all shapes and types it loses."""
-    lines = steps(rows).to_dict("records")
-    return {
-        f"{line['over']} → {line['step']}": f"{faster(line['mean ratio'])}; slower in {line['slower']} of "
-        f"{line['cases']}"
-        for line in lines
-    }
+    return {f"{line['over']} → {line['step']}": _worth(line) for line in steps(rows).to_dict("records")}
+
+
+def _worth(line: Mapping[str, Any]) -> str:
+    """Mean gain of a step, and how often it is slower, of a line of `tables.steps`."""
+    slower = f"slower in {line['slower']} of" if line["slower"] else "never slower in"
+    return f"{faster(line['mean ratio'])}; {slower} {line['cases']}"
 
 
 def peers(rows: pd.DataFrame) -> pd.DataFrame:
