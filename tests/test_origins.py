@@ -32,6 +32,7 @@ TABLE = pd.DataFrame(
 )
 CLAIM = Claim("one", "Somebody", "", "It is 8 % faster", "", "2.36×", ruled="2026-01-01", gpus=("RTX 5090",))
 PLACE = origins.Place("01_toy", "h100", "H100", [CLAIM])
+OTHER_PLACE = origins.Place("01_toy", "h200", "H200", [CLAIM])
 
 
 def pool(*tables):
@@ -223,3 +224,15 @@ def test_tables_of_kept_rows_are_made_once_and_noted_each_time(monkeypatch):
         module.outer(rows.copy())
     module.outer(rows)
     assert calls == ["outer", "inner"] * 3
+
+
+def test_a_number_on_several_gpus_is_of_the_one_that_is_named_with_it():
+    pools = {gpu: origins.Pool(ROWS, [ledger.Noted("answer.facts", "", pd.DataFrame({"ratio": [ratio]}))], place)
+             for gpu, ratio, place in (("H100", 1.12, PLACE), ("H200", 1.35, OTHER_PLACE))}  # fmt: skip
+    for text in ("H100 1.12× faster, H200 1.35×", "1.12× (H100) and 1.35× (H200) faster"):
+        said = origins.numbers(f"<p>{origins.marked_among(text, pools).html}</p>")
+        assert [(one["gpu"], one["value"]) for one in said] == [("h100", 1.12), ("h200", 1.35)]
+    same = {gpu: origins.Pool(ROWS, [ledger.Noted("answer.facts", "", pd.DataFrame({"ratio": [1.12]}))], place)
+            for gpu, place in (("H100", PLACE), ("H200", OTHER_PLACE))}  # fmt: skip
+    said = origins.numbers(f"<p>{origins.marked_among('1.12× (H100), then 1.12× (H200)', same).html}</p>")
+    assert [one["gpu"] for one in said] == ["h100", "h200"]

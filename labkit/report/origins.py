@@ -553,12 +553,14 @@ def marked(text: str, pool: Pool, shown: int | None = None) -> Html:
 def marked_among(text: str, pools: Mapping[str, Pool]) -> Html:
     """`marked`, of a text on several GPUs. pools: GPU as the text names it -> what it was said from.
 
-    A number is of the GPU that was named last before it, if that measured it, else of the first that did.
+    A number is of the GPU in brackets behind it, "1.29× (H100)", else of the one that was named last before it, if that
+    measured it; else of the first that did.
     """
     found = [pool.origins(text) for pool in pools.values()]
     parts, end = [], 0
     for place, (number, _) in enumerate(found[0] if found else ()):
-        named = [text.rfind(gpu, 0, number.start) for gpu in pools]
+        behind = _BEHIND.match(text, number.end)
+        named = [len(text) if behind and gpu == behind[1] else text.rfind(gpu, 0, number.start) for gpu in pools]
         ways = sorted(range(len(named)), key=lambda which: -named[which])
         kinds = [found[which][place][1].kind for which in ways]
         best = ways[min(range(len(ways)), key=lambda which: (_RANKS.index(kinds[which]), which))]
@@ -570,6 +572,7 @@ def marked_among(text: str, pools: Mapping[str, Pool]) -> Html:
     return Html(str(Markup().join(parts)), text + (f" [numbers: {study}.numbers.json]" if len(parts) > 1 else ""))
 
 
+_BEHIND = re.compile(r"[^.;()\d]{0,12}\(([^()]+)\)")
 _RANKS = ("measured", "case", "published", "rule", "none")
 
 
