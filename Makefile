@@ -35,7 +35,7 @@ fetch: setup ## Get other people's kernels, to be measured beside the lab's
 
 lab: setup ## Open JupyterLab at 127.0.0.1, on copies of the notebooks in lab/
 	@$(BIN)/python -c "from pathlib import Path; from labkit.workflow import notebooks; notebooks.copy_into(Path('lab'))"
-	@$(BIN)/jupyter-lab --ip=127.0.0.1 --notebook-dir=lab $(ROOT)
+	@$(BIN)/jupyter-lab --ip=127.0.0.1 --notebook-dir=lab --LabApp.default_url=/lab/tree/start.ipynb $(ROOT)
 
 clean: ## Remove .venv, caches and reports; measurements stay
 	rm -rf .venv .cache .hypothesis .pytest_cache .ruff_cache reports labkit.egg-info

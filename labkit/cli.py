@@ -556,6 +556,7 @@ def _draw(chosen: list[str]) -> None:
     reports.write({result.study: result.error for result in results if not result.ok})
     for path in reports.keep_figures(chosen):
         click.echo(path)
+    reports.keep_findings()
     if failed := [result.study for result in results if not result.ok]:
         raise click.ClickException(f"recorded, but these notebooks fail on it: {', '.join(failed)}")
 

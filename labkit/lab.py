@@ -35,7 +35,7 @@ from labkit.evidence import roofline
 from labkit.report import figures, merged, origins, plots, verdicts, words
 from labkit.sweep import added, run
 from labkit.sweep.correctness import COMPILER, INTERPRETER, check_here
-from labkit.workflow import elsewhere, lease, predicted_words, recorded
+from labkit.workflow import elsewhere, lease, notebooks, predicted_words, recorded
 
 OWN_CAPTION = "Added functions. Ratio: the time of what each is set against over its own; above one, yours is faster."
 OWN_FORMATS = {"error": "{:.1e}"} | dict.fromkeys(("ratio", "low", "high"), "{:.3f}")
@@ -118,6 +118,23 @@ def open(
     return Lab(study, parameters, shown, problem, own.add, gpu if source == "predicted" else "")
 
 
+def defaults(name: str) -> dict[str, Any]:
+    """The parameters of a study as its notebook has them, but for source, gpu and processes. KeyError if unknown."""
+    study = registry.load(name)
+    known = notebooks.parameters(notebooks.source_path(name))
+    return {parameter: known[parameter].value for parameter in study.parameters}
+
+
+def contents() -> figures.Html:
+    """The notebooks: what each asks, and of which GPUs there are measurements."""
+    lines = []
+    for name, notebook in registry.NOTEBOOKS.items():
+        study, known = registry.load(name), [path.parent.name for path, _ in paths.data_files(name)]
+        title = verdicts.link(study.title, f"{notebook}.ipynb")
+        lines.append({"notebook": title, "question": study.summary, "measured on": ", ".join(dict.fromkeys(known))})
+    return figures.table(pd.DataFrame(lines), "The studies")
+
+
 UNMEASURED = "No measurement of this study is recorded yet, of any GPU."
 
 
@@ -158,6 +175,20 @@ class Lab:
         row |= {"processes": int(max(map(max, filter(len, rows["run"])), default=-1)) + 1, "rows": len(rows)}
         row |= {"unusable": int((~rows["ok"]).sum()), "missing": absent}
         return row | {"stale": int(recorded.stale(rows).sum())}
+
+    def rows(self) -> pd.DataFrame:
+        """All that is shown, to query and plot: a line a GPU, case and variant, with the case's parameters as columns.
+
+        µs: median of the samples. Parameters that a case has not are NaN. To draw in the lab's style: `plots.style`.
+        """
+        parts = []
+        for gpu, entry in zip(self._gpus, self.shown, strict=True):
+            cases = pd.DataFrame(list(map(json.loads, entry.rows["case"])), index=entry.rows.index)
+            told = entry.rows[["variant", "role", "mode", "cache"]]
+            times = pd.DataFrame({"µs": records.times_us(entry.rows)}).join(entry.rows[["error", "ok"]])
+            head = pd.DataFrame({"GPU": gpu, "op": entry.rows["op"]}, index=entry.rows.index)
+            parts.append(head.join([cases.drop(columns=[*told, *times, "op"], errors="ignore"), told, times]))
+        return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame()
 
     def published(self) -> figures.Html:
         """The published numbers that this page tests, before anything is measured."""

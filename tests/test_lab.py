@@ -273,6 +273,20 @@ def test_each_gpu_is_shown_or_the_one_asked_for(folders, layout):
     assert [entry.label for entry in one.shown] == ["NVIDIA Other 1 (recorded)"]
 
 
+def test_rows_can_be_queried_and_plotted(folders, layout):
+    made.store(paths.DATA / GPU, layout)
+    made.store(paths.DATA / OTHER, layout.assign(gpu="NVIDIA Other 1"), name="NVIDIA Other 1")
+    found = lab.open("state_layout", **made.LAYOUT).rows()
+    assert len(found) == 2 * len(layout)
+    assert list(found)[:2] == ["GPU", "op"]
+    one = found.query("GPU == 'Other 1' and batch == 64 and state == 'fp32' and variant == 'KV BV=8, 1 warp'")
+    raw = layout[(layout["variant"] == "KV BV=8, 1 warp") & layout["case"].str.contains('"batch": 64')]
+    raw = raw[raw["case"].str.contains('"fp32"')]
+    assert one["µs"].tolist() == pytest.approx([np.median(samples) / 1e3 for samples in raw["samples_ns"]])
+    assert set(one["model"]) <= set(made.LAYOUT["models"])
+    assert (found["µs"] > 0).all()
+
+
 # every cell of the notebooks, for parameters that are allowed and rows that are poor
 
 STATE_LAYOUT = {

@@ -155,7 +155,7 @@ def test_a_kernel_or_a_timing_loop_in_a_cell_would_be_found(code):
 
 
 def test_every_study_has_its_notebook_and_every_notebook_its_study():
-    assert {path.stem for path in paths.NOTEBOOKS.glob("*.ipynb")} == set(registry.NOTEBOOKS.values())
+    assert {path.stem for path in paths.NOTEBOOKS.glob("*.ipynb")} == {*registry.NOTEBOOKS.values(), "start"}
     assert list(registry.NOTEBOOKS.values()) == sorted(
         registry.NOTEBOOKS.values()
     )  # read in the order of their numbers

@@ -203,6 +203,30 @@ def keep_figures(chosen: Collection[str]) -> list[Path]:
     return list(drawn)
 
 
+BEGIN, END = "<!-- findings: `labkit record` writes these lines -->\n", "<!-- end of findings -->"
+
+
+def with_findings(readme: str) -> str:
+    """The text of README.md with what each study comes to, between its two marks. ValueError if it has none."""
+    if BEGIN not in readme or END not in readme:
+        raise ValueError(f"README.md: no marks {BEGIN.strip()!r} and {END!r}, between which findings stand")
+    found, _ = _readable()
+    entries = {name: pages.StudyEntry(registry.load(name).title, "", "", "") for name in registry.NOTEBOOKS}
+    findings, problems = _findings({name: [one for one in found[name] if not one.here] for name in found}, entries)
+    if problems:
+        raise ValueError("; ".join(problems))
+    lines = [f"- **{one.study}.** {one.conclusion.plain.partition(' [numbers: ')[0]}\n" for one in findings]
+    before, _, rest = readme.partition(BEGIN)
+    return f"{before}{BEGIN}{''.join(lines)}{END}{rest.partition(END)[2]}"
+
+
+def keep_findings() -> None:
+    """Write what each study comes to into README.md."""
+    file = paths.FIGURES.parent / "README.md"
+    if file.exists():
+        records.write_atomic(file, with_findings(file.read_text("utf-8")).encode())
+
+
 def _drawn() -> Path:
     """Where figures of recorded GPUs are, drawn from all of them, or from the only one."""
     known = paths.recorded_gpus()
@@ -227,7 +251,7 @@ def _readable(chosen: Sequence[str] = ()) -> tuple[dict[str, list[recorded.Rows]
     broken: dict[tuple[str, str, bool], str] = {}
     for name in chosen or registry.NOTEBOOKS:
         found[name] = []
-        for path, here in reversed(paths.data_files(name)):
+        for path, here in sorted(paths.data_files(name), key=lambda one: not one[1]):
             try:
                 found[name].append(rows_of(name, path, here))
             except records.RecordError as problem:
