@@ -62,7 +62,7 @@ def of_one(tell):
     return lambda rows: tell({"GPU": answer.facts(rows)})
 
 
-ANSWER = SimpleNamespace(conclusion=of_one(answer.conclusion), advice=of_one(answer.advice))
+ANSWER = SimpleNamespace(conclusion=of_one(answer.conclusion), advice=of_one(answer.advice), hero=answer.hero)
 VIEWS = {"views": views, "host_views": host_views, "answer": ANSWER}
 LAB = {  # table -> the lab's, and the columns that say which line it is
     "tables.graphs": (tables.graphs, ["model", "variant"]),
@@ -110,7 +110,6 @@ NOT_AUDITED = {
     "decodes.unordered": "a launch",
     "views.stops": "tables.stops under other names",
     "answer.facts": "in conclusion and advice",
-    "answer.hero": "tables.gains, drawn",
     "views.traffic": "of tables that are lowered, not of rows",
     "views.sizes": "of tables that are lowered, not of rows",
     "views.changes": "of tables that are lowered, not of rows",
