@@ -703,23 +703,34 @@ def told(**rows):
 def test_the_answer_says_what_batching_saves_and_up_to_where(rows):
     conclusion, advice = told(H100=rows, H200=rows)
     assert conclusion == (
-        "A token keeps its bits; batching saves launches more than bytes: at 8 tokens a single launch and then a "
-        "single read are H100 1.71× faster and 1.14× slower, H200 1.71× faster and 1.14× slower."
+        "Outputs are bit-identical; batching saves launches more than bytes: at 8 tokens, quantised, one launch is "
+        "1.71× faster than a loop, then reading weights once another 1.14× slower (H100); 1.71× faster, then 1.14× "
+        "slower (H200)."
     )
-    assert advice == "Unpack quantised weights inside a kernel of matrix instructions (tensor_core) up to 64 tokens."
+    assert (
+        advice == "Unpack quantised weights inside a tensor-core kernel (tensor_core, bit-identical) up to 64 tokens."
+    )
     assert {claim.id for claim in claims.CLAIMS} > set(answer.HEADLINE)
 
 
 def test_the_answer_changes_with_the_rows(rows):
     bytes_save = scaled(rows, 3, variants.GEMM_N)
     assert "; batching saves bytes more than launches: " in told(H100=bytes_save)[0]
-    assert "H100 1.75× slower and 2.63× faster." in told(H100=bytes_save)[0]
-    assert "; what batching saves differs by GPU: " in told(H100=bytes_save, H200=rows)[0]
-    assert "A token's bits may change; " in told(H100=rows, H200=recorded(**{variants.GEMM_N: {"alone": 1e-9}}))[0]
-    many = at_tokens(rows, 0.5, variants.CUBLAS, 64)
-    assert told(H100=many)[1].endswith(
-        "up to 8 tokens; from 64 tokens on multiply dequantised bf16 weights by cuBLAS, if they fit."
+    assert (
+        "is 1.75× slower than a loop, then reading weights once another 2.63× faster (H100)."
+        in told(H100=bytes_save)[0]
     )
+    assert "; what batching saves differs by GPU: " in told(H100=bytes_save, H200=rows)[0]
+    assert "Outputs may differ; " in told(H100=rows, H200=recorded(**{variants.GEMM_N: {"alone": 1e-9}}))[0]
+    many = at_tokens(rows, 0.5, variants.CUBLAS, 64)
+    assert " up to 8 tokens; " in told(H100=many)[1]
+    assert told(H100=many)[1].endswith(
+        "from 64 tokens on multiply dequantised bf16 weights by cuBLAS, if they fit and bits may change; "
+        "between, nothing was timed."
+    )
+    kept = at_tokens(recorded(**{variants.CUBLAS: {"alone": 0.0}}), 0.5, variants.CUBLAS, 64)
+    assert told(H100=kept)[1].endswith("by cuBLAS, if they fit; between, nothing was timed.")
+    assert "tensor-core kernel (tensor_core) up to" in told(H100=recorded(**{variants.MATRIX: {"alone": 1e-9}}))[1]
     more = at_tokens(many, 0.5, variants.CUBLAS, 8)
     assert "up to H100 8 and H200 4 tokens; from H100 64 and H200 8 tokens on " in told(H100=many, H200=more)[1]
     assert told(H100=scaled(rows, 0.1, variants.CUBLAS))[1].startswith("Multiply dequantised bf16 weights by cuBLAS")
@@ -734,8 +745,10 @@ def at_tokens(rows, factor, variant, N):
 
 def test_no_sentence_of_the_answer_is_long(rows):
     many = at_tokens(rows, 0.5, variants.CUBLAS, 64)
-    for text in (*told(H100=rows, H200=many), *told(H100=scaled(rows, 3, variants.GEMM_N), H200=rows)):
-        assert 0 < len(text.split()) <= 40
+    for some in ({"H100": rows, "H200": many}, {"H100": scaled(rows, 3, variants.GEMM_N), "H200": rows}):
+        conclusion, advice = told(**some)
+        assert 0 < len(conclusion.split()) <= 35
+        assert 0 < len(advice.split()) <= 40
 
 
 def test_without_rows_there_is_no_answer(rows):
@@ -745,9 +758,11 @@ def test_without_rows_there_is_no_answer(rows):
 
 
 def test_the_first_figure_says_which_change_pays_more(rows):
-    assert answer.hero(rows).options["title"] == "Launches are what batching saves"
+    found = answer.hero(rows)
+    assert found.options["title"] == "Launches are what batching saves: a product of 17408 × 5120"
     found = answer.hero(scaled(rows, 3, variants.GEMM_N))
-    assert found.options["title"] == "Bytes are what batching saves"
+    assert found.options["title"].startswith("Bytes are what batching saves: ")
+    assert "this product 1.75× slower, then 2.63× faster; all shapes " in found.said
     assert len(found.data) <= 12
 
 

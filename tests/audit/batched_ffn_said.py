@@ -253,11 +253,33 @@ def answer(rows: pd.DataFrame) -> list[str]:
     }
     above = min(n for n, mean in means.items() if mean < 1)
     kept = max(n for n in means if n < above)
-    return [f"GPU {launch:.2f}× and {reads:.2f}× faster", f"up to {kept} tokens; from {above} tokens on"]
+    return [
+        f"one launch is {launch:.2f}× faster than a loop",
+        f"once another {reads:.2f}× faster (GPU)",
+        f"up to {kept} tokens; from {above} tokens on",
+    ]
+
+
+def hero(rows: pd.DataFrame) -> list[str]:
+    """The first figure's means: the largest product's and all, and the advised kernel beside cuBLAS at its limits."""
+    lines = [line for line in tables.gains(rows).to_dict("records") if line["N"] == 8 and line["format"] not in PLAIN]
+    most = max(line["rows"] for line in lines)
+    found = []
+    for which, some in (("this product", [x for x in lines if x["rows"] == most]), ("all shapes", lines)):
+        launch, reads = (
+            _geometric(x for x in some if x["step"] == step) for step in ("one launch", "weights read once")
+        )
+        found.append(f"{which} {launch:.2f}×, then {reads:.2f}× faster")
+    for n, some in sorted(_by(_cublas(rows), "N").items()):
+        mean = _geometric(line for line in some if line["format"] not in PLAIN)
+        if n in (32, 64):
+            found.append(f"{_faster(mean)} at {n} tokens")
+    return found
 
 
 SENTENCES: Sentences = {
     "answer.said": answer,
+    "answer.hero": hero,
     "views.read_percent": _read(tables.MATRIX),
     "views.multiply_add_percent": _read(tables.ONCE),
     "views.integers_percent": _read(tables.INTEGERS),

@@ -108,7 +108,7 @@ def said(rows):
     return f"{answer.conclusion(facts)} {answer.advice(facts)}"
 
 
-VIEWS = {"views": views, "llama_views": llama_views, "answer": SimpleNamespace(said=said)}
+VIEWS = {"views": views, "llama_views": llama_views, "answer": SimpleNamespace(said=said, hero=answer.hero)}
 
 
 ASKED_AGAIN = ("cases", "times", "compared", "beside", "cached", "bits", "gains")

@@ -15,7 +15,7 @@ from labkit.studies.batched_ffn.claims import TOKENS, UNPACKED
 
 HEADLINE = ("bits", "launches", "reuse")
 QUANTISED = tuple(format for format in variants.FORMATS if format not in UNPACKED)
-STEPS = {"one launch": "One launch for all tokens", "weights read once": "Then each weight read once"}
+STEPS = {"one launch": "One launch, not a loop", "weights read once": "Then weights read once, not N times"}
 KERNEL = tables.ALONE["product"]
 
 Facts = Mapping[str, Any]
@@ -25,23 +25,36 @@ def facts(rows: pd.DataFrame) -> dict[str, Any]:
     """From what the sentences are made, of one GPU's rows; empty unless both changes were timed.
 
     launch, reads: how much faster each change makes a product of `TOKENS` tokens, quantised, geometric mean of cases;
-    same, cases: in how many of all cases and variants a token has its bits. up to: most tokens at which `KERNEL` is no
-    slower than bf16 cuBLAS, quantised, geometric mean; above: the tokens at which it first is. Either may be missing.
+    same, cases: in how many of all cases and variants a token has its bits; kernel: whether `KERNEL` always keeps them
+    in a product; library: whether bf16 cuBLAS was seen not to. up to: most tokens at which `KERNEL` is no slower than
+    bf16 cuBLAS, quantised, geometric mean; above: the tokens at which it first is. Either may be missing.
     """
-    gains = where(tables.gains(rows), N=TOKENS, format=QUANTISED)
-    ratios = {step: gains[gains["step"] == step]["ratio"] for step in STEPS}
-    if any(part.empty for part in ratios.values()):
+    means = _means(where(tables.gains(rows), N=TOKENS, format=QUANTISED))
+    if set(means) != set(STEPS):
         return {}
-    launch, reads = map(geometric_mean, ratios.values())
+    launch, reads = (means[step] for step in STEPS)
     bits = tables.bits(rows)
     own = bits[bits["who"] == tables.OWN]
     found = {"launch": launch, "reads": reads, "same": int(own["same"].sum()), "cases": int(own["cases"].sum())}
-    return found | _limit(tables.beside(rows, "product", variants.CUBLAS))
+    kernel, library = (where(bits, op="product", variant=variant) for variant in (KERNEL, variants.CUBLAS))
+    found["kernel"] = len(kernel) > 0 and bool((kernel["same"] == kernel["cases"]).all())
+    found["library"] = bool((library["same"] < library["cases"]).any())
+    return found | _limit(_beside(rows))
 
 
-def _limit(beside: pd.DataFrame) -> dict[str, int]:
+def _means(gains: pd.DataFrame) -> dict[str, float]:
+    """Step -> the geometric mean of its gains."""
+    return {step: geometric_mean(part) for step, part in gains.groupby("step")["ratio"]}
+
+
+def _beside(rows: pd.DataFrame) -> pd.Series:
+    """Time of bf16 cuBLAS over that of `KERNEL` by tokens, geometric mean of quantised products."""
+    table = where(tables.beside(rows, "product", variants.CUBLAS), format=QUANTISED)
+    return table.groupby("N")["ratio"].agg(geometric_mean)
+
+
+def _limit(mean: pd.Series) -> dict[str, int]:
     """Up to how many tokens the kernel keeps up with the library, and from how many on it does not."""
-    mean = where(beside, format=QUANTISED).groupby("N")["ratio"].agg(geometric_mean)
     slower = mean.index[mean < 1]
     first = slower.min() if len(slower) else None
     kept = [n for n in mean.index if first is None or n < first]
@@ -49,13 +62,16 @@ def _limit(beside: pd.DataFrame) -> dict[str, int]:
 
 
 def conclusion(facts: Mapping[str, Facts]) -> str:
-    """What batching saves, and whether a token keeps its bits."""
+    """What batching saves, and whether outputs keep their bits; of the second change what it adds to the first."""
     if not facts:
         return ""
     kept = all(one["same"] == one["cases"] for one in facts.values())
-    bits = "A token keeps its bits" if kept else "A token's bits may change"
-    gains = ", ".join(f"{gpu} {_faster(one['launch'], one['reads'])}" for gpu, one in facts.items())
-    return f"{bits}; {_saves(facts.values())}: at {TOKENS} tokens a single launch and then a single read are {gains}."
+    bits = "Outputs are bit-identical" if kept else "Outputs may differ"
+    (gpu, first), *others = facts.items()
+    said = f"{bits}; {_saves(facts.values())}: at {TOKENS} tokens, quantised, one launch is "
+    said += f"{words.faster(first['launch'])} than a loop, "
+    said += f"then reading weights once another {words.faster(first['reads'])} ({gpu})"
+    return said + "".join(f"; {_faster(one['launch'], one['reads'])} ({gpu})" for gpu, one in others) + "."
 
 
 def _saves(facts: Iterable[Facts]) -> str:
@@ -66,20 +82,22 @@ def _saves(facts: Iterable[Facts]) -> str:
 
 
 def _faster(first: float, second: float) -> str:
-    """ "1.21× and 2.19× faster"."""
+    """ "1.21×, then 2.19× faster"."""
     if min(first, second) >= 1:
-        return f"{first:.2f}× and {words.faster(second)}"
-    return f"{words.faster(first)} and {words.faster(second)}"
+        return f"{first:.2f}×, then {words.faster(second)}"
+    return f"{words.faster(first)}, then {words.faster(second)}"
 
 
 def advice(facts: Mapping[str, Facts]) -> str:
-    """Which kernel to take, and up to how many tokens."""
+    """Which kernel to take, and up to how many tokens; what each does to bits."""
     kept, lost = _tokens(facts, "up to"), _tokens(facts, "above")
     library = "multiply dequantised bf16 weights by cuBLAS, if they fit"
+    library += " and bits may change" if any(one["library"] for one in facts.values()) else ""
     if not kept:
         return f"{library[0].upper()}{library[1:]}." if lost else ""
-    end = f"; from {lost} on {library}" if lost else ""
-    return f"Unpack quantised weights inside a kernel of matrix instructions ({KERNEL}) up to {kept}{end}."
+    bits = ", bit-identical" if all(one["kernel"] for one in facts.values()) else ""
+    end = f"; from {lost} on {library}; between, nothing was timed" if lost else ""
+    return f"Unpack quantised weights inside a tensor-core kernel ({KERNEL}{bits}) up to {kept}{end}."
 
 
 def _tokens(facts: Mapping[str, Facts], name: str) -> str:
@@ -95,18 +113,34 @@ def hero(rows: pd.DataFrame) -> Drawing:
     table = where(tables.gains(rows), N=TOKENS)
     if table.empty:
         return f"the loop, one launch, and weights read once were not timed beside each other at {TOKENS} tokens."
-    first = table.loc[table["rows"].idxmax()]
+    first, every = table.loc[table["rows"].idxmax()], table
     table = where(table, rows=first["rows"], K=first["K"])
-    of = {step: geometric_mean(part) for step, part in table.groupby("step")["ratio"]}
+    of = _means(table)
     more = of.get("weights read once", 1.0) > of.get("one launch", 1.0)
+    quantised = {"this product": where(table, format=QUANTISED), "all shapes": where(every, format=QUANTISED)}
+    ends = {which: _means(some) for which, some in quantised.items()}
+    said = [
+        f"{which} {_faster(*(one[step] for step in STEPS))}" for which, one in ends.items() if set(one) == set(STEPS)
+    ]
+    said = [f"Quantised, mean: {'; '.join(said)}"] if said else []
+    shape = f"{first['rows']} × {first['K']}"
     return drawing(
         plots.ratios, table.assign(change=table["step"].map(STEPS)), "format", "ratio", "low", "high", panel="change",
-        verdict="verdict", xlabel="× faster than before the change",
-        title="Bytes are what batching saves" if more else "Launches are what batching saves",
-        caption=f"One product of {TOKENS} tokens, {first['rows']} × {first['K']}, cold weights, 95 % intervals.",
+        verdict="verdict", xlabel="time before over time after",
+        title=f"{'Bytes' if more else 'Launches'} are what batching saves: a product of {shape}",
+        caption=f"One product, {shape}, N = {TOKENS} tokens, cold weights. The right gain is on top of the left: they "
+        "multiply. 95 % intervals are smaller than most marks. A format without a mark was not timed on that GPU.",
+        said=". ".join(said + _limit_said(rows)),
         alt="Ratios of times before and after each of two changes, by weight format.",
         table=["change", "format", "ratio", "low", "high", "noise", "verdict"],
     )  # fmt: skip
+
+
+def _limit_said(rows: pd.DataFrame) -> list[str]:
+    """How the advised kernel stands beside the library at the tokens that the advice names."""
+    mean = _beside(rows)
+    parts = [f"{words.faster(mean[n])} at {words.tokens(n)}" for n in _limit(mean).values()]
+    return [f"{KERNEL} against bf16 cuBLAS, quantised, mean: {', '.join(parts)}"] if parts else []
 
 
 ledger.watch(__name__)

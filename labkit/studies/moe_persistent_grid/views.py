@@ -31,7 +31,7 @@ FITTING = "as many CTAs as fit"
 GRIDS = {variants.OURS_PERSISTENT: "one CTA an SM", variants.OURS_FILLED: FITTING}
 CHANGES = {  # a change of `tables.own_products` -> as it is shown
     "persistent": "persistent grid",
-    variants.FILLED: "persistent: fill the SMs",
+    variants.FILLED: f"persistent: {FITTING}",
     "groups of more than 1": "persistent: tiles in groups",
     f"{variants.LIVE}, {variants.TILES}": "one CTA a tile: skip empty blocks",
     f"{variants.LIVE}, {variants.PERSISTENT}": "persistent: skip empty blocks",
