@@ -894,7 +894,7 @@ def said_conclusion(rows: pd.DataFrame) -> list[str]:
     """What rebuilding costs against the position on the GPU, and against one position replayed, which is wrong."""
     kept, replayed = (_pair(rows, way, REBUILT)["ratio"] for way in (GRAPH, ONE_POSITION))
     assert {line["right"] for line in _lines(tokens(rows), way=ONE_POSITION)} == {1}
-    said = f"a token faster than tables rebuilt in Python: GPU {kept:.2f}×; "
+    said = f"makes a token faster than rebuilding tables in Python: GPU {kept:.2f}×; "
     return [said, f"as published (GPU {replayed:.2f}×), is wrong from the second token on."]
 
 
@@ -910,7 +910,11 @@ def said_advice(rows: pd.DataFrame) -> list[str]:
     if not later:
         return ["Keep the position on the GPU", "graph."]
     there = _faster(1 / later[-1]["ratio"], "slower")
-    return ["Keep the position on the GPU", f"from position {later[-1]['start']} on", f"(there GPU {there})"]
+    return [
+        "Keep the position on the GPU",
+        f"from position {later[-1]['start']} on",
+        f"(there, against the tables: GPU {there})",
+    ]
 
 
 def said_hero(rows: pd.DataFrame) -> list[str]:
