@@ -64,10 +64,10 @@ ONE_BY_ONE, PACKED = "6 words from the host, one by one", "6 words from the host
 BY_KERNEL, IN_LAUNCH = "7 words by a kernel", "8 position in the launch"
 GRAPH, REPLAYED = "9 CUDA graph, position on the GPU", "graph of kernels, a replay a token"
 SHORT = {  # ways, as the page calls them
-    REBUILT: "rebuilt in Python", VECTORISED: "rebuilt vectorised", PREBUILT: "tables kept, pageable copies",
-    PINNED: "tables kept, pinned copy", ONE_POSITION: "one position replayed (wrong tokens)",
-    ONE_BY_ONE: "changed 4-byte words, one by one", PACKED: "changed 4-byte words, packed",
-    BY_KERNEL: "changed 4-byte words, by a kernel", IN_LAUNCH: "position in the launch", GRAPH: "position on the GPU",
+    REBUILT: "rebuilt in Python", VECTORISED: "rebuilt vectorised", PREBUILT: "tables kept, pageable",
+    PINNED: "tables kept, pinned", ONE_POSITION: "one position (wrong)",
+    ONE_BY_ONE: "4-byte writes, singly", PACKED: "4-byte writes, packed",
+    BY_KERNEL: "4-byte writes, kernel", IN_LAUNCH: "position in the launch", GRAPH: "position on the GPU",
 }  # fmt: skip
 SHOWN = SHORT | {
     **{f"{way}: {table} alone": f"{SHORT[way]}: {table} alone" for way in (REBUILT, PREBUILT) for table in
