@@ -639,7 +639,8 @@ def test_every_variant_has_a_name_of_its_own():
     names = [*variants.CAPTURED, *variants.EAGER]
     assert set(names) - set(shown.SHOWN) == {variants.OURS}
     assert len(set(shown.SHOWN.values())) == len(shown.SHOWN)
-    assert not [name for name in shown.SHOWN.values() if name[0].isdigit()]
+    assert not [name for name in shown.SHOWN.values() if re.match(r"\d ", name)]  # as recorded: "6 words …"
+    assert all(len(shown.SHOWN[way]) <= 22 for way in variants.WAYS)  # stands beneath a bar without touching the next
     assert set(shown.EACH_TOKEN) == set(variants.WAYS)
     assert set(answer.DO) == set(variants.WAYS) - {variants.ONE_POSITION}
 
@@ -653,21 +654,21 @@ def told(over=(), **changes):
 def test_the_first_screen_says_what_the_rows_say():
     conclusion, advice = told()
     step = study.floor(PUBLISHED).bytes / 3e6 + 20
-    said = r"Tables kept correct on the GPU make a token faster than tables rebuilt in Python: H100 (\S+)×; replaying "
-    said += r"one position, as published \(H100 (\S+)×\), is wrong from the second token on\."
+    said = r"Advancing the position on the GPU makes a token faster than rebuilding tables in Python: H100 (\S+)×; "
+    said += r"replaying one position, as published \(H100 (\S+)×\), is wrong from the second token on\."
     kept, replayed = map(float, re.fullmatch(said, conclusion).groups())
     assert kept == pytest.approx((step + 2000 + 30 + 5) / (step + 15), rel=5e-3)
     assert replayed >= kept
     assert "take separate kernels" not in advice
     slower, _ = told({variants.REBUILT: 0.01})
-    assert "make a token slower than tables rebuilt in Python: H100 " in slower
+    assert "makes a token slower than rebuilding tables in Python: H100 " in slower
 
 
 def test_the_advice_follows_the_fastest_way_and_the_contexts():
     _, advice = told({variants.PINNED: 0.5, variants.ONE_POSITION: 0.1})
     assert advice == "Copy the tables from pinned memory."
     _, advice = told({variants.GRAPH: 0.5, variants.GEMV_DEPENDENT: 0.5})
-    begin, gain = advice.split(" (there H100 ")
+    begin, gain = advice.split(" (there, against the tables: H100 ")
     assert begin == (
         "Keep the position on the GPU and replay one CUDA graph; with Llama-3.2-1B from position 16 on take separate "
         "kernels with dependent launch"
@@ -680,22 +681,29 @@ def test_gpus_that_differ_are_named():
     one = base | {"best": variants.GRAPH, "later": 512, "separate": 1.06}
     other = base | {"ratio": 0.5, "verdict": "unclear", "best": variants.PACKED}
     said = answer.conclusion({"H100": one, "H200": other})
-    assert "against tables rebuilt in Python: H100 2.00× faster, H200 2.00× slower (unclear); replaying" in said
+    assert "GPU against rebuilding tables in Python: H100 2.00× faster, H200 2.00× slower (unclear); replaying" in said
     assert "(H100 2.10×, H200 2.10×)" in said
     assert answer.advice({"H100": one, "H200": other}) == (
         "Keep the position on the GPU and replay one CUDA graph (H100) and send the 4-byte words that change in one "
-        "copy (H200); with Llama-3.2-1B from position 512 (H100) on take separate kernels with dependent launch (there "
-        "H100 1.06× faster)."
+        "copy (H200); with Llama-3.2-1B from position 512 (H100) on take separate kernels with dependent launch "
+        "(there, against the tables: H100 1.06× faster)."
     )
     same = answer.conclusion({"H100": one, "H200": one | {"verdict": "unclear"}})
-    assert "faster than tables rebuilt in Python: H100 2.00×, H200 2.00× (unclear); replaying" in same
+    assert "faster than rebuilding tables in Python: H100 2.00×, H200 2.00× (unclear); replaying" in same
     for text in (said, same):
         assert len(text.split()) <= 37  # of which two say "unclear", or a word for each GPU
 
 
+def test_the_figure_shows_what_conclusion_and_advice_rest_on(rows):
+    found = answer.hero(rows)
+    assert "95 % intervals. One position replayed is wrong from the second token on." in found.caption
+    best = shown.SHOWN[answer.facts(rows)["best"]]
+    assert re.fullmatch(rf"Fastest with right tokens at \d+ records: {best}, \d+ µs", found.said)
+
+
 def test_the_replay_is_called_wrong_only_where_it_is():
     one = {"ratio": 2.0, "verdict": "faster", "replay": 2.1, "checked": 64}
-    right = "Tables kept correct on the GPU make a token faster than tables rebuilt in Python: H100 2.00×."
+    right = "Advancing the position on the GPU makes a token faster than rebuilding tables in Python: H100 2.00×."
     assert answer.conclusion({"H100": one | {"right": 64}}) == right
     assert answer.conclusion({"H100": one | {"right": 3}}).endswith("is wrong after 3 tokens at the latest.")
     assert answer.conclusion({"H100": {"ratio": 2.0, "verdict": "faster", "right": 1, "checked": 64}}).endswith(

@@ -76,34 +76,33 @@ def conclusion(facts: Mapping[str, Mapping[str, Any]]) -> str:
     known = {gpu: one for gpu, one in facts.items() if "ratio" in one}
     if not known:
         return ""
-    said = f"Tables kept correct on the GPU make a token {_gains(known)}"
-    checked = {gpu: one for gpu, one in facts.items() if one.get("right", 1) < one.get("checked", 1)}
-    if not checked:
+    said = f"Advancing the position on the GPU {_gains(known)}"
+    wrong = _wrong(facts.values())
+    if not wrong:
         return f"{said}."
     replays = ", ".join(f"{gpu} {one['replay']:.2f}×" for gpu, one in facts.items() if "replay" in one)
-    shown = f" ({replays})" if replays else ""
-    return f"{said}; replaying one position, as published{shown}, is wrong {_wrong(checked.values())}."
+    return f"{said}; replaying one position, as published{f' ({replays})' if replays else ''}, is wrong {wrong}."
 
 
 def _gains(known: Mapping[str, Mapping[str, Any]]) -> str:
-    """ "faster than tables rebuilt in Python: H100 3.43×, H200 3.50×"; each with its word where they differ in it."""
-    each = {gpu: faster(one["ratio"]) + _doubt(one) for gpu, one in known.items()}
+    """ "makes a token faster than rebuilding tables in Python: H100 3.43×, H200 3.50×"; or a word for each GPU."""
+    each = ", ".join(f"{gpu} {faster(one['ratio'])}{_doubt(one)}" for gpu, one in known.items())
     words = {"faster" if one["ratio"] >= 1 else "slower" for one in known.values()}
     if len(words) > 1:
-        return f"against tables rebuilt in Python: {', '.join(f'{gpu} {text}' for gpu, text in each.items())}"
+        return f"against rebuilding tables in Python: {each}"
     (word,) = words
-    return f"{word} than tables rebuilt in Python: " + ", ".join(
-        f"{gpu} {text.replace(f' {word}', '')}" for gpu, text in each.items()
-    )
+    return f"makes a token {word} than rebuilding tables in Python: {each.replace(f' {word}', '')}"
 
 
 def _doubt(one: Mapping[str, Any]) -> str:
     return " (unclear)" if one["verdict"] == "unclear" else ""
 
 
-def _wrong(checked: Iterable[Mapping[str, Any]]) -> str:
-    """From which token on the replay of one position is wrong, at the latest."""
-    right = max(one["right"] for one in checked)
+def _wrong(facts: Iterable[Mapping[str, Any]]) -> str:
+    """From which token on the replay of one position is wrong, at the latest; nothing where it was not found wrong."""
+    right = max((one["right"] for one in facts if "right" in one and one["right"] < one["checked"]), default=None)
+    if right is None:
+        return ""
     return "from the second token on" if right == 1 else f"after {right:.0f} tokens at the latest"
 
 
@@ -123,8 +122,8 @@ def advice(facts: Mapping[str, Mapping[str, Any]]) -> str:
         return f"{do[:1].upper()}{do[1:]}."
     ends = _listed(f"position {start}{_of(gpus, facts)}" for start, gpus in later.items())
     there = ", ".join(f"{gpu} {faster(one['separate'])}" for gpu, one in facts.items() if "later" in one)
-    take = f"with {variants.LLAMA} from {ends} on take separate kernels with dependent launch (there {there})"
-    return f"{do[:1].upper()}{do[1:]}; {take}."
+    take = f"with {variants.LLAMA} from {ends} on take separate kernels with dependent launch"
+    return f"{do[:1].upper()}{do[1:]}; {take} (there, against the tables: {there})."
 
 
 def _by_value(facts: Mapping[str, Mapping[str, Any]], name: str) -> dict[Any, list[str]]:
@@ -146,8 +145,8 @@ def hero(rows: pd.DataFrame) -> Drawing:
     every = tables.gains(rows)
     if every.empty:
         return "the ways were not measured beside tables rebuilt in Python."
-    checked = _checked(rows)
-    wrong = f" One position replayed is wrong {_wrong([checked])}." if checked else ""
+    wrong = _wrong([_checked(rows)])
+    wrong = f" One position replayed is wrong {wrong}." if wrong else ""
     return drawing(
         plots.ratios, named(every), "way", "ratio", "low", "high", verdict="verdict",
         xlabel="× faster than tables rebuilt in Python", title=_title(every),
