@@ -655,10 +655,11 @@ def answer_facts(rows: pd.DataFrame) -> dict[str, Any]:
     chain = {line["variant"]: line["ratio"] for line in _records(chains(rows), model=QWEN)}
     return {
         "alone": of[TURNED]["mean ratio"], "slower": of[TURNED]["slower"], "cases": of[TURNED]["cases"],
-        "warp": f"{of[WARP]['least']:.1f} to {of[WARP]['most']:.1f}×", "plain": geometric_mean(plain),
+        "least": of[WARP]["least"], "most": of[WARP]["most"], "plain": geometric_mean(plain),
         "merging": min(line["ratio"] for line in _records(merging(rows), kernel="ours")), "model": QWEN,
         "trigger": chain["ours, kernels with the trigger between, merged"],
         "ordinary": chain["ours, kernels between, merged"],
+        "streams": _records(of_ceiling(rows), variant="ours, merged")[0]["ratio"],
     }  # fmt: skip
 
 

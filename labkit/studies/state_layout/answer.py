@@ -139,7 +139,7 @@ def _kernels(rows: pd.DataFrame) -> pd.DataFrame:
         TUNED: steps,
     }
     found = [where(part, batch=FULL).assign(kernel=kernel) for kernel, part in parts.items() if len(part)]
-    found = [part[["state", "kernel", *INTERVAL, "verdict"]] for part in found if len(part)]
+    found = [part[["state", "kernel", "batch", *INTERVAL, "verdict"]] for part in found if len(part)]
     return tables.ordered(pd.concat(found, ignore_index=True), ["state"]) if found else pd.DataFrame()
 
 
