@@ -40,6 +40,8 @@ from labkit.workflow import elsewhere, lease, notebooks, predicted_words, record
 OWN_CAPTION = "Added functions. Ratio: the time of what each is set against over its own; above one, yours is faster."
 OWN_FORMATS = {"error": "{:.1e}"} | dict.fromkeys(("ratio", "low", "high"), "{:.3f}")
 
+EARLIER = "Some rows are of an earlier version of the kernels"
+
 Draw = Callable[[pd.DataFrame], figures.Drawing]
 
 
@@ -68,8 +70,13 @@ class Shown:
         how = "Measured on this machine" if self.here else "Recorded measurement, not of this machine"
         about = versions_of(self.rows)
         versions = f"driver {about['driver']}, torch {about['torch']}, Triton {about['Triton']}"
-        old = " Some rows are of an earlier version of the kernels." if recorded.stale(self.rows).any() else ""
+        old = f" {EARLIER} ({self.stale})." if self.stale else ""
         return f"{how}: {self.machine.name}, {versions}, {about['date']}.{old}"
+
+    @cached_property
+    def stale(self) -> str:
+        """The operations of which some rows are of an earlier version of the kernels: "extend, step"."""
+        return ", ".join(sorted(set(self.rows["op"][recorded.stale(self.rows)])))
 
 
 def versions_of(rows: pd.DataFrame) -> dict[str, str]:
@@ -312,8 +319,8 @@ class Lab:
         there = [day for day, entry in zip(days, self.shown, strict=True) if not entry.here]
         said = [f"Measured on this machine: {here[0].replace(' (measured here)', '')}."] if here else []
         said += [f"Recorded, not measured on this machine: {'; '.join(there)}."] if there else []
-        old = any(recorded.stale(entry.rows).any() for entry in self.shown)
-        return " ".join([*said, *(["Some rows are of an earlier version of the kernels."] if old else [])])
+        old = "; ".join(f"{gpu}, {e.stale}" for gpu, e in zip(self._gpus, self.shown, strict=True) if e.stale)
+        return " ".join([*said, *([f"{EARLIER} ({old})."] if old else [])])
 
     @property
     def _folder(self) -> str:
