@@ -67,7 +67,7 @@ def write(tmp_path):
 def readme():
     """The code and the function's name of the README's example."""
     text = (CODE / "README.md").read_text()
-    section = text[text.index("## Bring your own kernel") :]
+    section = text[text.index("## Settling a claim of your own") :]
     code = re.search(r"```python\n(.*?)```", section, re.DOTALL)[1]
     return code, re.search(r"labkit run gemv_coalescing --add my_kernels\.py:(\w+)", section)[1]
 

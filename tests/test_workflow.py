@@ -469,14 +469,14 @@ def test_kept_figures_are_those_that_were_drawn_last(tmp_path, monkeypatch):
     monkeypatch.setattr(paths, "REPORTS", tmp_path / "reports")
     monkeypatch.setattr(paths, "FIGURES", tmp_path / "figures")
     monkeypatch.setattr(paths, "recorded_gpus", lambda: ["gpu"])
-    drawn, kept = tmp_path / "reports" / "figures" / "gpu", tmp_path / "figures" / "gpu"
+    drawn, kept = tmp_path / "reports" / "figures" / "gpu", tmp_path / "figures"
     for folder, names in (
         (drawn, ("a-one", "a-one--batches-7", "b-one")),
         (kept, ("a-old", "a-one", "b-old", "c-old")),
     ):
         folder.mkdir(parents=True)
         for name in names:
-            (folder / f"{name}.svg").write_text(folder.parent.parent.name)
+            (folder / f"{name}.svg").write_text("reports" if folder == drawn else "kept")
     assert reports.keep_figures(["a", "c"]) == [kept / "a-one.svg"]
     assert (kept / "a-one.svg").read_text() == "reports"
     left = {"a-one.svg", "b-old.svg", "c-old.svg"}  # b was not asked for; of c nothing was drawn
