@@ -485,7 +485,7 @@ def record(archive: Path | None, pack: Path | None, figures: bool, rehash: bool,
 
     Takes what was measured here (runs/), or an archive or folder that came from another machine, which holds
     runs/<gpu>/… or <gpu>/…. A case is replaced whole. If anything is wrong, nothing is promoted.
-    Then the notebooks are run on what is recorded, and their figures are kept in figures/<gpu>/.
+    Then the notebooks are run on what is recorded, and their figures are kept in figures/.
 
     \b
     labkit record                       what was measured here
