@@ -229,7 +229,7 @@ def test_tables_of_kept_rows_are_made_once_and_noted_each_time(monkeypatch):
 def test_a_number_on_several_gpus_is_of_the_one_that_is_named_with_it():
     pools = {gpu: origins.Pool(ROWS, [ledger.Noted("answer.facts", "", pd.DataFrame({"ratio": [ratio]}))], place)
              for gpu, ratio, place in (("H100", 1.12, PLACE), ("H200", 1.35, OTHER_PLACE))}  # fmt: skip
-    for text in ("H100 1.12× faster, H200 1.35×", "1.12× (H100) and 1.35× (H200) faster"):
+    for text in ("H100 1.12× faster, H200 1.35×", "1.12× (fp32, H100) and 1.35× faster (H200)"):
         said = origins.numbers(f"<p>{origins.marked_among(text, pools).html}</p>")
         assert [(one["gpu"], one["value"]) for one in said] == [("h100", 1.12), ("h200", 1.35)]
     same = {gpu: origins.Pool(ROWS, [ledger.Noted("answer.facts", "", pd.DataFrame({"ratio": [1.12]}))], place)

@@ -553,14 +553,15 @@ def marked(text: str, pool: Pool, shown: int | None = None) -> Html:
 def marked_among(text: str, pools: Mapping[str, Pool]) -> Html:
     """`marked`, of a text on several GPUs. pools: GPU as the text names it -> what it was said from.
 
-    A number is of the GPU in brackets behind it, "1.29× (H100)", else of the one that was named last before it, if that
-    measured it; else of the first that did.
+    A number is of the GPU in brackets behind it, "1.29× (fp32, H100)", else of the one that was named last before it,
+    if that measured it; else of the first that did.
     """
     found = [pool.origins(text) for pool in pools.values()]
     parts, end = [], 0
     for place, (number, _) in enumerate(found[0] if found else ()):
         behind = _BEHIND.match(text, number.end)
-        named = [len(text) if behind and gpu == behind[1] else text.rfind(gpu, 0, number.start) for gpu in pools]
+        its = behind[1].split(", ") if behind else []
+        named = [len(text) if gpu in its else text.rfind(gpu, 0, number.start) for gpu in pools]
         ways = sorted(range(len(named)), key=lambda which: -named[which])
         kinds = [found[which][place][1].kind for which in ways]
         best = ways[min(range(len(ways)), key=lambda which: (_RANKS.index(kinds[which]), which))]
