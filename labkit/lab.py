@@ -466,8 +466,9 @@ class Lab:
                 judged = claim.judge(entry.rows)
             pool = origins.Pool(entry.rows, book, self._place(entry))
             later = recorded.rule_changed(claim, entry.rows, judged)
-            texts = (origins.marked(text, pool) for text in (judged.measured, judged.why))
-            found.append(verdicts.Said(gpu, judged, *texts, changed=later))
+            length = len(judged.measured.removesuffix(f": {claim.quantity}"))  # which is said once for all GPUs
+            figure = origins.marked(judged.measured, pool, length)
+            found.append(verdicts.Said(gpu, judged, figure, origins.marked(judged.why, pool), changed=later))
         found += predicted_words.no_verdict(self.target) if self.target else []
         self._judged[claim.id] = found
         return found

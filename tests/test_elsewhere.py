@@ -192,8 +192,7 @@ def test_a_page_for_another_gpu_shows_recorded_rows_and_judges_these_alone():
     assert "RTX 4090" not in without.html
     lines = [line for line in with_it.plain.splitlines() if "RTX 4090" in line]
     assert len(lines) == len(asked.study.claims)
-    assert all("predicted, not measured" in line for line in lines)
-    assert with_it.html.count("a prediction judges no claim") == len(lines)
+    assert all("predicted, not measured" in line and "a prediction judges no claim" in line for line in lines)
     assert "RTX 4090 was not measured" in asked.provenance().html
 
 

@@ -569,3 +569,12 @@ def test_widget_answers_every_control(folders, without_triton, layout, ceilings)
     state = 2 * 512 * 1 * 256 * 64 * 2
     small = 512 * ((2 * 256 + 2 * 64 + 2) * 2 + 4)
     assert f"{(state + small) / 1e6:.3g}" in answer.value
+
+
+def test_a_claims_figure_ends_before_its_quantity(folders, layout, monkeypatch):
+    """Also where the quantity has numbers, whose origins have colons."""
+    x = replayed("state_layout", made.LAYOUT, layout)
+    shown = html(x.claims())
+    for keys in re.findall(r'data-keys="([^"]*)"', shown):
+        assert isinstance(json.loads(unescape(keys)), dict)
+    assert shown.count("8 values a tile") == 2  # what the figures are, and what can be copied

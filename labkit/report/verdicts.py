@@ -17,14 +17,15 @@ JUDGED = Markup('<p class="small"><a href="index.html#judged">How a claim is jud
 
 @dataclass(frozen=True)
 class Said:
-    """What one GPU says of a claim. measured, why: the judgement's, with the origins of their numbers.
+    """What one GPU says of a claim. figure: what was measured, without the claim's quantity; why: the judgement's;
+    both with the origins of their numbers.
 
     judgement: None of a GPU that was not measured. changed: the rule is younger than the rows that it rests on.
     """
 
     gpu: str
     judgement: Judgement | None
-    measured: Html | str = ""
+    figure: Html | str = ""
     why: Html | str = ""
     changed: bool = False
     verdict: str = ""
@@ -93,7 +94,7 @@ def _word(one: Said) -> str:
 
 def _measured(one: Said) -> Markup:
     later = Markup(' <span class="lab-badge lab-earlier">{}</span>').format(CHANGED) if one.changed else ""
-    return Markup("{}{}").format(_figure(one), later)
+    return Markup("{}{}").format(one.figure, later)
 
 
 def markdown(claim: Claim, said: Sequence[Said]) -> str:
@@ -102,12 +103,8 @@ def markdown(claim: Claim, said: Sequence[Said]) -> str:
     lines = [f"**{claim.statement}** ({source}; published: {claim.published})"]
     for one in said:
         code = f" ({one.judgement.code})" if one.judgement and one.judgement.code else ""
-        lines.append(f"- {one.gpu}: **{_word(one)}**{code}, {_plain(one.measured)}")
+        lines.append(f"- {one.gpu}: **{_word(one)}**{code}, {one.judgement.measured if one.judgement else one.why}")
     return "\n".join(lines)
-
-
-def _plain(text: Html | str) -> str:
-    return (text.plain if isinstance(text, Html) else text).partition(" [numbers: ")[0]
 
 
 def headline(claims: Sequence[Claim], said: Mapping[str, Sequence[Said]]) -> Html:
@@ -127,14 +124,8 @@ def _headline(claim: Claim, said: Sequence[Said]) -> Markup:
     )
     first = Markup('<th scope="row"><a href="#claim-{}">{}</a>{}</th>').format(claim.id, claim.statement, about)
     cell = Markup('<td data-label="{}">{} <span class="small">{}</span></td>')
-    cells = [cell.format(one.gpu, badge(_word(one)), _figure(one)) for one in said]
+    cells = [cell.format(one.gpu, badge(_word(one)), one.figure) for one in said]
     return Markup("<tr>{}{}</tr>").format(first, Markup("").join(cells))
-
-
-def _figure(one: Said) -> Markup | str:
-    """What was measured, without the words that say of what."""
-    text = one.measured.html if isinstance(one.measured, Html) else str(escape(one.measured))
-    return Markup(text.rpartition(": ")[0] or text)
 
 
 def answer(said: Html, table: Html, hero: Html, advice: Html) -> Html:
