@@ -12,7 +12,6 @@ rows would take on another GPU; everything else on the page is recorded.
 """
 
 import ast
-import importlib
 import json
 import math
 import os
@@ -433,7 +432,9 @@ class Lab:
         HEADLINE: ids of the claims to show. facts: rows of one GPU -> what the sentences are made from, empty of none.
         conclusion, advice: facts by GPU -> one sentence, or nothing. hero: rows of one GPU -> a drawing.
         """
-        how = importlib.import_module(f"labkit.studies.{self.study.name}.answer")
+        how = registry.answer(self.study.name)
+        if how is None:
+            raise ValueError(f"{self.study.name} has no module `answer`, by which a first screen is made")
         if not self.shown:
             return figures.note(UNMEASURED)
         entries = zip(self._gpus, self.shown, strict=True)

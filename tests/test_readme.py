@@ -23,5 +23,5 @@ def test_a_readme_without_the_marks_is_refused():
 def test_it_is_short_and_its_links_lead_somewhere():
     text = re.sub(r"```.*?```|^    .*$|<!--.*?-->", "", README, flags=re.DOTALL | re.MULTILINE)  # without code
     assert len(text.split()) <= 900
-    for link in re.findall(r"\]\(([^)#:]+)\)", README):
+    for link in re.findall(r"\]\(([^)#:]+)\)", text):
         assert (paths.FIGURES.parent / link).exists(), link

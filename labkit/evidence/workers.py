@@ -26,7 +26,7 @@ from labkit.bench.records import write_atomic
 
 T = TypeVar("T")
 PACKAGE = Path(__file__).resolve().parents[1]
-SHOWS = re.compile(r"labkit\.(cli|lab|report|workflow)(\..+)?|labkit\..+[._](views|claims|explore|wording)")
+SHOWS = re.compile(r"labkit\.(cli|lab|report|workflow)(\..+)?|labkit\..+[._](views|claims|answer|shown|explore)")
 _NAME = re.compile(r"([A-Za-z_][\w.]*)(:\w+)?")
 _AT_LEAST = 3  # requests for a process of their own: to compile that many takes about as long as to start it
 COMPILING = {"TRITON_INTERPRET": None, "CUDA_VISIBLE_DEVICES": ""}  # away from a GPU that may be timed meanwhile

@@ -1,12 +1,12 @@
-/* What a page does beyond showing itself; without this script everything is still there.
+/* What a page does beyond showing itself; without it everything is still there.
 
 `table.lab` of more than six rows: sort by a heading, filter, link, CSV. A cell's number is its `data-v`, else its text.
 A row with ratio, low and high (columns, or given as `data-runs`) is told in a card; so is a term's `title`.
 data-markdown="…" on any element: a button copies this text. Permalinks: figures with an id, rows "claim-…",
-[data-markdown] with an id. #id?column=value&search=words&sort=column&down=1 shows a table as it was filtered. */
+[data-markdown] with an id. #id?column=value&search=words&sort=column&down=1 shows a table so. */
 "use strict";
 (() => {
-  const COUNTS = /^(batch|slots|draft|prefill|tokens|[TNK]|BV|rows|warps|step|parts)$/; // numbers to choose by
+  const COUNTS = /^(batch|slots|draft|prefill|tokens|[TNK]|BV|rows|warps|step|parts)$/; // to choose by
   const FEW = 12, LONG = 48, ROWS = 6, ANY = "\n";
   const all = selector => [...document.querySelectorAll(selector)];
   const textOf = element => element.textContent.replace(/\s+/g, " ").trim();
@@ -59,7 +59,7 @@ data-markdown="…" on any element: a button copies this text. Permalinks: figur
       const numeric = texts.every((text, row) => numbers[row] !== null || missing(text));
       const values = [...new Set(texts)];
       if (numeric) values.sort((one, two) => numbers[texts.indexOf(one)] - numbers[texts.indexOf(two)]);
-      const few = values.length > 1 && values.length <= Math.min(FEW, rows.length / 2) && values.every(text => text.length <= LONG);
+      const few = values.length > 1 && values.length <= FEW && values.every(text => text.length <= LONG && !/^[\d.]+ /.test(text));
       return { name, texts, numbers, numeric, values, chosen: few && (!numeric || COUNTS.test(name)) };
     });
     let sorted = -1, down = false;
