@@ -177,10 +177,8 @@ def test_a_watched_module_notes_what_it_returns():
 @pytest.mark.parametrize("study", registry.NOTEBOOKS)
 def test_no_number_of_a_page_is_without_an_origin(study, monkeypatch):
     """Every sentence of the notebook, of every recorded GPU: what is listed is not matched to any table."""
-    said = []
-    monkeypatch.setattr(
-        origins, "marked", lambda text, pool, real=origins.marked: said.append(real(text, pool)) or said[-1]
-    )
+    said, real = [], origins.marked
+    monkeypatch.setattr(origins, "marked", lambda *given: said.append(real(*given)) or said[-1])
     monkeypatch.setattr(figures, "show", lambda fig, caption, **rest: plt.close(fig) or figures.note(caption))
     cells = nbformat.read(paths.NOTEBOOKS / f"{registry.NOTEBOOKS[study]}.ipynb", as_version=4).cells
     space = {}
