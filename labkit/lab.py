@@ -126,9 +126,8 @@ def open(
 
 def defaults(name: str) -> dict[str, Any]:
     """The parameters of a study as its notebook has them, but for source, gpu and processes. KeyError if unknown."""
-    study = registry.load(name)
-    known = notebooks.parameters(notebooks.source_path(name))
-    return {parameter: known[parameter].value for parameter in study.parameters}
+    study, known = registry.load(name), notebooks.defaults(name)
+    return {parameter: known[parameter] for parameter in study.parameters}
 
 
 def contents() -> figures.Html:
@@ -188,7 +187,7 @@ class Lab:
         µs: median of the samples. Parameters that a case has not are NaN. To draw in the lab's style: `plots.style`.
         """
         parts = []
-        for gpu, entry in zip(self._gpus, self.shown, strict=True):
+        for gpu, entry in self._entries.items():
             cases = pd.DataFrame(list(map(json.loads, entry.rows["case"])), index=entry.rows.index)
             told = entry.rows[["variant", "role", "mode", "cache"]]
             times = pd.DataFrame({"µs": records.times_us(entry.rows)}).join(entry.rows[["error", "ok"]])
@@ -302,24 +301,32 @@ class Lab:
         table = table.drop(columns=[name for name in cases if name != "function" and table[name].nunique() == 1])
         return figures.table(table, f"{OWN_CAPTION} {entry.origin}", OWN_FORMATS)
 
-    @cached_property
-    def _gpus(self) -> list[str]:
+    @property
+    def _entries(self) -> dict[str, Shown]:
         """The GPUs shown, by short names."""
         known = list(dict.fromkeys(entry.machine.name for entry in self.shown))
         short = dict(zip(known, words.short_names(known), strict=True))
-        here = [f"{short[e.machine.name]}{' (measured here)' if e.here else ''}" for e in self.shown]
-        return here if len(set(here)) == len(here) else [entry.label for entry in self.shown]
+        names = [f"{short[e.machine.name]}{' (measured here)' if e.here else ''}" for e in self.shown]
+        if len(set(names)) < len(names):
+            names = [entry.label for entry in self.shown]
+        return dict(zip(names, self.shown, strict=True))
+
+    def _read(self, entry: Shown, make: Callable[[pd.DataFrame], Any]) -> tuple[Any, origins.Pool]:
+        """What is made of a GPU's rows, and where its numbers are looked for."""
+        with ledger.recording(entry.kept) as book:
+            made = make(entry.rows)
+        return made, origins.Pool(entry.rows, book, self._place(entry))
 
     @cached_property
     def _origin(self) -> str:
         """One sentence for captions: which GPUs were measured where, and when."""
-        days = [f"{gpu}, {versions_of(e.rows)['date']}" for gpu, e in zip(self._gpus, self.shown, strict=True)]
-        here = [day for day, entry in zip(days, self.shown, strict=True) if entry.here]
-        there = [day for day, entry in zip(days, self.shown, strict=True) if not entry.here]
-        said = [f"Measured on this machine: {here[0].replace(' (measured here)', '')}."] if here else []
+        days = {gpu: f"{gpu}, {versions_of(entry.rows)['date']}" for gpu, entry in self._entries.items()}
+        here = [day.replace(" (measured here)", "") for gpu, day in days.items() if self._entries[gpu].here]
+        there = [day for gpu, day in days.items() if not self._entries[gpu].here]
+        old = [f"{gpu}, {entry.stale}" for gpu, entry in self._entries.items() if entry.stale]
+        said = [f"Measured on this machine: {here[0]}."] if here else []
         said += [f"Recorded, not measured on this machine: {'; '.join(there)}."] if there else []
-        old = "; ".join(f"{gpu}, {e.stale}" for gpu, e in zip(self._gpus, self.shown, strict=True) if e.stale)
-        return " ".join([*said, *([f"{EARLIER} ({old})."] if old else [])])
+        return " ".join([*said, *([f"{EARLIER} ({'; '.join(old)})."] if old else [])])
 
     @property
     def _folder(self) -> str:
@@ -333,10 +340,8 @@ class Lab:
         if not self.shown:
             return figures.note(UNMEASURED)
         pools, drawn = {}, {}
-        for gpu, entry in zip(self._gpus, self.shown, strict=True):
-            with ledger.recording(entry.kept) as book:
-                drawn[gpu] = draw(entry.rows)
-            pools[gpu] = origins.Pool(entry.rows, book, self._place(entry))
+        for gpu, entry in self._entries.items():
+            drawn[gpu], pools[gpu] = self._read(entry, draw)
         pictures = {gpu: one for gpu, one in drawn.items() if isinstance(one, figures.Picture)}
         without = {gpu: origins.marked(one, pools[gpu]) for gpu, one in drawn.items() if isinstance(one, str)}
         if not pictures:
@@ -351,13 +356,13 @@ class Lab:
 
     def _named(self, gpu: str) -> str:
         """The full name of a GPU for its short one."""
-        return self.shown[self._gpus.index(gpu)].machine.name
+        return self._entries[gpu].machine.name
 
     def table(
         self, make: Callable[[pd.DataFrame], pd.DataFrame], caption: str, formats: Mapping | None = None
     ) -> figures.Html:
         """One table for all GPUs, made from the rows of each; a long one is folded."""
-        made = {gpu: make(entry.rows) for gpu, entry in zip(self._gpus, self.shown, strict=True)}
+        made = {gpu: make(entry.rows) for gpu, entry in self._entries.items()}
         tables = {gpu: one for gpu, one in made.items() if len(one)}
         if not tables:
             return figures.note(f"{caption} There is no such measurement." if self.shown else UNMEASURED)
@@ -375,7 +380,7 @@ class Lab:
         """
         from labkit.evidence import counters
 
-        found = {gpu: counters.table(entry.rows) for gpu, entry in zip(self._gpus, self.shown, strict=True)}
+        found = {gpu: counters.table(entry.rows) for gpu, entry in self._entries.items()}
         counted = {gpu: one for gpu, one in found.items() if len(one)}
         if not self.shown:
             return figures.note(UNMEASURED)
@@ -392,7 +397,7 @@ class Lab:
         self, make: Callable[[pd.DataFrame], pd.DataFrame], key: str, value: str, caption: str
     ) -> figures.Html:
         """One table for all GPUs, a column each. make: rows -> a table with the columns `key` and `value`."""
-        tables = {gpu: make(entry.rows) for gpu, entry in zip(self._gpus, self.shown, strict=True)}
+        tables = {gpu: make(entry.rows) for gpu, entry in self._entries.items()}
         columns = {label: table.set_index(key)[value] for label, table in tables.items() if len(table)}
         if not columns:
             return figures.note(f"{caption} There is no such measurement.")
@@ -402,10 +407,7 @@ class Lab:
         """One generated sentence a GPU: results are never typed into prose, since they differ from GPU to GPU."""
         if not self.shown:
             return figures.note(UNMEASURED)
-        said = {
-            gpu: origins.told(lambda entry=entry: sentence(entry.rows), entry.rows, self._place(entry), entry.kept)
-            for gpu, entry in zip(self._gpus, self.shown, strict=True)
-        }
+        said = {gpu: origins.marked(*self._read(entry, sentence)) for gpu, entry in self._entries.items()}
         return figures.note(figures.by_gpu(said))
 
     def compare(self, make: Callable[[pd.DataFrame], Mapping[str, str]], caption: str, key: str = "") -> figures.Html:
@@ -414,10 +416,8 @@ class Lab:
         key: heading of the questions.
         """
         columns = {}
-        for gpu, entry in zip(self._gpus, self.shown, strict=True):
-            with ledger.recording(entry.kept) as book:
-                found = make(entry.rows)
-            pool = origins.Pool(entry.rows, book, self._place(entry))
+        for gpu, entry in self._entries.items():
+            found, pool = self._read(entry, make)
             columns[gpu] = {question: origins.marked(text, pool) for question, text in found.items()}
         questions = list(dict.fromkeys(question for found in columns.values() for question in found))
         if not questions:
@@ -437,8 +437,7 @@ class Lab:
             raise ValueError(f"{self.study.name} has no module `answer`, by which a first screen is made")
         if not self.shown:
             return figures.note(UNMEASURED)
-        entries = zip(self._gpus, self.shown, strict=True)
-        said = verdicts.told(how, {gpu: (entry.kept, self._place(entry)) for gpu, entry in entries})
+        said = verdicts.told(how, {gpu: (entry.kept, self._place(entry)) for gpu, entry in self._entries.items()})
         chosen = [claim for claim in self.study.claims if claim.id in how.HEADLINE]
         table = verdicts.headline(chosen, {claim.id: self._said(claim) for claim in chosen})
         return verdicts.answer(said["conclusion"], table, self.figure("answer", how.hero), said["advice"])
@@ -462,14 +461,10 @@ class Lab:
         if claim.id in self._judged:
             return self._judged[claim.id]
         found = []
-        for gpu, entry in zip(self._gpus, self.shown, strict=True):
-            with ledger.recording(entry.kept) as book:
-                judged = claim.judge(entry.rows)
-            pool = origins.Pool(entry.rows, book, self._place(entry))
+        for gpu, entry in self._entries.items():
+            judged, pool = self._read(entry, claim.judge)
             later = recorded.rule_changed(claim, entry.rows, judged)
-            length = len(judged.measured.removesuffix(f": {claim.quantity}"))  # which is said once for all GPUs
-            figure = origins.marked(judged.measured, pool, length)
-            found.append(verdicts.Said(gpu, judged, figure, origins.marked(judged.why, pool), changed=later))
+            found.append(verdicts.Said(gpu, judged, *verdicts.marked(claim, judged, pool), changed=later))
         found += predicted_words.no_verdict(self.target) if self.target else []
         self._judged[claim.id] = found
         return found

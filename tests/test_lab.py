@@ -216,7 +216,7 @@ def test_rows_of_this_machine_are_said_to_be_measured_here_and_not_measured_agai
     assert "Recorded, not measured on this machine: Made-Up 9, 2025-11-21." in shown
     x.figure("times", lambda rows: _drawing())
     monkeypatch.setattr(x, "shown", x.shown[1:])
-    del x._gpus, x._origin
+    del x._origin
     x.figure("times", lambda rows: _drawing())
     written = {path.parent.name for path in paths.REPORTS.rglob("*.svg")}
     assert written == {"here", GPU}  # neither overwrites the other

@@ -102,9 +102,8 @@ def _watched(function: Callable[..., Any], name: str) -> Callable[..., Any]:
             return copy(made)
         start = len(book)
         made = once(*given, **named)
-        if hasattr(made, "attrs") or isinstance(
-            made, str | int | float | dict
-        ):  # not what is used up, or may be changed
+        # Not what is used up, as an iterator is, nor what its taker may change within.
+        if hasattr(made, "attrs") or isinstance(made, str | int | float | dict):
             kept.made[key] = copy(made), book[start:]
         return made
 

@@ -1,7 +1,7 @@
 """Where each number in a sentence is from: matched to the tables that were read while the sentence was made.
 
-`told` makes a sentence and its numbers' origins; the page shows them as `<data class="origin">`, and `numbers` reads
-them back, for REPORTS/<page>.numbers.json. That file is a list, in the order of the page, of objects with
+`marked` finds a sentence's numbers and their origins; the page shows them as `<data class="origin">`, and `numbers`
+reads them back, for REPORTS/<page>.numbers.json. That file is a list, in the order of the page, of objects with
 
     text       the number as shown, "1.29" or "−3"; decimals: digits after its point
     value      what was rounded to it, after `transform`; null without an origin
@@ -34,7 +34,7 @@ import pandas as pd
 from markupsafe import Markup, escape
 
 from labkit.bench.claim import Claim
-from labkit.bench.ledger import Kept, Noted, recording
+from labkit.bench.ledger import Noted
 from labkit.report.figures import Html
 
 KINDS = ("measured", "case", "published", "rule", "none")
@@ -526,13 +526,6 @@ def _right_unit(units: np.ndarray, unit: str, scale: str) -> np.ndarray:
 
 
 # On the page
-
-
-def told(make: Callable[[], str], rows: pd.DataFrame, place: Place, kept: Kept | None = None) -> Html:
-    """A sentence with the origins of its numbers. make: makes it, from rows; kept: what was made of them before."""
-    with recording(kept) as book:
-        text = make()
-    return marked(text, Pool(rows, book, place))
 
 
 def marked(text: str, pool: Pool, shown: int | None = None) -> Html:

@@ -39,6 +39,12 @@ class Said:
         return f"{judged.direction}, size {judged.size}" if judged.size != "not comparable" else judged.direction
 
 
+def marked(claim: Claim, judged: Judgement, pool: origins.Pool) -> tuple[Html, Html]:
+    """What a judgement says was measured, without the claim's quantity, and why; with the origins of their numbers."""
+    length = len(judged.measured.removesuffix(f": {claim.quantity}"))  # which is said once for all GPUs
+    return origins.marked(judged.measured, pool, length), origins.marked(judged.why, pool)
+
+
 def link(text: str, url: str) -> Html:
     """A link; the text alone where there is no address."""
     if not url:

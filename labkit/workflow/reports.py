@@ -382,9 +382,8 @@ def _result(claim: Claim, one: recorded.Rows, earlier_kernel: bool) -> index.Res
         return index.Result(None, earlier_kernel, later, error)
     place = origins.Place(registry.NOTEBOOKS[one.study], _key(one.gpu, one.here), _gpu_name(one), [claim])
     pool = origins.Pool(one.rows, book, place)
-    length = len(judgement.measured.removesuffix(f": {claim.quantity}"))  # which the index says once for all GPUs
-    figure = origins.marked(judgement.measured, pool, length) if judgement.code else ""
-    return index.Result(judgement, earlier_kernel, later, error, figure, origins.marked(judgement.why, pool))
+    figure, why = verdicts.marked(claim, judgement, pool)
+    return index.Result(judgement, earlier_kernel, later, error, figure if judgement.code else "", why)
 
 
 def _machines(found: Mapping[str, list[recorded.Rows]]) -> list[index.Machine]:

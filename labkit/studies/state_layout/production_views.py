@@ -204,17 +204,13 @@ def by_release(rows: pd.DataFrame) -> Drawing:
         title=f"One decode step of {FULL} sequences, by release of SGLang",
         alt="Bars of time by release, for each form of the kernel and type of the state.",
         caption="Releases in their order; packed: q, k and v in one tensor, where the step size is rounded to bf16.",
-        said=_cute_layout(rows, table).removesuffix("."), table=shown, units={"us": "µs"},
+        said=cute_layout(rows).removesuffix("."), table=shown, units={"us": "µs"},
     )  # fmt: skip
 
 
 def cute_layout(rows: pd.DataFrame) -> str:
     """Which releases' CuTe DSL decode takes the pool of its own engine for one of the other layout."""
-    return _cute_layout(rows, tables.by_release(rows, FULL))
-
-
-def _cute_layout(rows: pd.DataFrame, releases: pd.DataFrame) -> str:
-    table = where(releases, gate="GDN", form="CuTe DSL")
+    table = where(tables.by_release(rows, FULL), gate="GDN", form="CuTe DSL")
     if table.empty:
         names = (variants.released(name, "CuTe DSL") for name in variants.CUTE)
         return f"SGLang's decode in the CuTe DSL: {why_not(rows, names)}."
