@@ -174,6 +174,9 @@ def test_a_watched_module_notes_what_it_returns():
     assert [one.name for one in book] == ["tables.ordered", "share.end_to_end"]
 
 
+SAYS = r"^(x\.(say|figure|claims|compare)|import|from|source:|x = )"  # cells that say something, and what they need
+
+
 @pytest.mark.parametrize("study", registry.NOTEBOOKS)
 def test_no_number_of_a_page_is_without_an_origin(study, monkeypatch):
     """Every sentence of the notebook, of every recorded GPU: what is listed is not matched to any table."""
@@ -184,7 +187,7 @@ def test_no_number_of_a_page_is_without_an_origin(study, monkeypatch):
     space = {}
     for cell in cells:
         source = cell.source.replace('source: str = "auto"', 'source: str = "recorded"')
-        if cell.cell_type == "code" and re.search(r"^(x\.(say|figure|claims)|import|from|source:|x = )", source, re.M):
+        if cell.cell_type == "code" and re.search(SAYS, source, re.M):
             exec(source, space)
     html = "".join(f"<p>{one.html}</p>" for one in said)
     left = [f"{entry['text']} in: {entry['sentence']}" for entry in origins.check(html)]
