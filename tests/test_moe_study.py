@@ -13,7 +13,7 @@ import rows as made
 import torch
 from missing import NO_NVCC, NO_SOURCES, sources_missing
 
-from labkit import sources
+from labkit import paths, sources
 from labkit.bench import records, verdict
 from labkit.bench.claim import OURS, OWN
 from labkit.bench.spec import CONTROL, ROLES, Case
@@ -1252,6 +1252,14 @@ PRODUCTS, OF_LAYER = "Lab's products: persistent grid of", "ExecuTorch's layer, 
 def test_the_answer_to_a_question_follows_from_the_rows(own_rows, view, question, said):
     module = grid_views if view in GRID_TABLES else views
     assert said in getattr(module, view)(own_rows)[question]
+
+
+def test_the_claim_judged_by_our_layer_says_that_it_has_no_persistent_grid():
+    (note,) = (one.note for one in claims.CLAIMS if one.id == "loop")
+    files = list(paths.DATA.glob("*/moe_persistent_grid.parquet"))
+    tuned = [one for file in files for by_tokens in tables.fastest(file).values() for one in by_tokens.values()]
+    assert tuned
+    assert all(one.gemm1.programs == one.gemm2.programs == 0 for one in tuned) == ("one CTA a tile" in note)
 
 
 def test_ratios_of_both_products_at_the_sources_own_point(rows, own_rows):
