@@ -132,6 +132,18 @@ def test_a_part_of_a_text_is_marked_as_in_the_whole():
     assert part.plain.startswith("batch 64, fp32: ×1.29 [")
 
 
+def test_an_answer_is_of_the_line_that_a_name_in_its_question_names():
+    """Its words and numbers name nothing, and nothing of it is shown."""
+    twice = pool(TABLE.assign(ratio=1.29))
+    asked = ("bf16, all", "fp32, batch 1", "batch 64, faster")
+    found = {one: origins.marked_answer(one, "1.29× faster", twice).html for one in asked}
+    keys = {one: origins.numbers(html)[0]["keys"] for one, html in found.items()}
+    alone = origins.numbers(origins.marked("1.29× faster", twice).html)[0]["keys"]
+    assert [keys[one]["state"] for one in asked[:2]] == ["bf16", "fp32"]
+    assert keys[asked[2]] == alone
+    assert all(re.sub("<[^>]+>", "", html) == "1.29× faster" for html in found.values())
+
+
 def test_a_number_that_was_changed_by_hand_is_found():
     html = f"<p>{origins.marked('batch 64, fp32: ×1.29', pool()).html}</p>"
     assert not origins.check(html)
