@@ -418,7 +418,7 @@ class Lab:
         columns = {}
         for gpu, entry in self._entries.items():
             found, pool = self._read(entry, make)
-            columns[gpu] = {question: origins.marked(text, pool) for question, text in found.items()}
+            columns[gpu] = {question: origins.marked_answer(question, text, pool) for question, text in found.items()}
         questions = list(dict.fromkeys(question for found in columns.values() for question in found))
         if not questions:
             return figures.note(f"{caption} There is no such measurement." if self.shown else UNMEASURED)

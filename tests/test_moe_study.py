@@ -13,7 +13,7 @@ import rows as made
 import torch
 from missing import NO_NVCC, NO_SOURCES, sources_missing
 
-from labkit import sources
+from labkit import paths, sources
 from labkit.bench import records, verdict
 from labkit.bench.claim import OURS, OWN
 from labkit.bench.spec import CONTROL, ROLES, Case
@@ -842,6 +842,8 @@ def test_an_order_that_is_other_code_is_told_apart(own_rows):
     assert grid_views.order(own_rows).caption.endswith("Refuted, it pays with experts of 1.6 MB: 1.10× faster.")
     none = dict.fromkeys((name for name in variants.RELEASED_GEMMS if variants.ONE_GROUP in name), 1.65)
     assert "Confirmed, it gains little" in grid_views.order(frame(none, FEW, own=True)).caption
+    worse = dict.fromkeys(none, 1.5)
+    assert "Confirmed, it gains nothing" in grid_views.order(frame(worse, FEW, own=True)).caption
     other = {OTHER_CODE, variants.released(f"{variants.PERSISTENT}, {variants.ONE_GROUP}", int8=True)}
     texts = own_rows["evidence"].where(~own_rows["variant"].isin(other), '{"registers": 1}')
     assert grid_views.order(own_rows.assign(evidence=texts)).caption.endswith("Not judged: other code for each order.")
@@ -1239,7 +1241,7 @@ PRODUCTS, OF_LAYER = "Lab's products: persistent grid of", "ExecuTorch's layer, 
     ("in_short", "Lab's bf16 layer against the fastest other, uniform routing", "1.20× faster on average"),
     ("why", "W4A16, GEMM1: persistent grid", "1.25× slower ["),
     ("why", "W4A16, both products: as many CTAs as fit, not one an SM", "1.25× faster"),
-    ("why", "W4A8, both products: as many CTAs as fit, not one CTA a tile", "1.00× "),
+    ("why", "W4A8, both products: as many CTAs as fit, not one CTA a tile", "1.00× as fast"),
     ("why", "W4A8, both products: no empty blocks, not all", "1.10× faster"),
     ("why", "Lab's products against ExecuTorch's fastest", "1.09× faster (ExecuTorch 1.5.1 W4A"),
     ("launching", "1 token", "1.10× faster on average; faster in 3 of 3 models"),
@@ -1250,6 +1252,27 @@ PRODUCTS, OF_LAYER = "Lab's products: persistent grid of", "ExecuTorch's layer, 
 def test_the_answer_to_a_question_follows_from_the_rows(own_rows, view, question, said):
     module = grid_views if view in GRID_TABLES else views
     assert said in getattr(module, view)(own_rows)[question]
+
+
+def test_the_claim_judged_by_our_layer_says_that_it_has_no_persistent_grid():
+    (note,) = (one.note for one in claims.CLAIMS if one.id == "loop")
+    files = list(paths.DATA.glob("*/moe_persistent_grid.parquet"))
+    tuned = [one for file in files for by_tokens in tables.fastest(file).values() for one in by_tokens.values()]
+    assert tuned
+    assert all(one.gemm1.programs == one.gemm2.programs == 0 for one in tuned) == ("one CTA a tile" in note)
+
+
+def test_ratios_of_both_products_at_the_sources_own_point(rows, own_rows):
+    table = tables.point_ratios(own_rows)
+    us = tables.source_point(own_rows).set_index("variant")["µs, both"]
+    ratios = (us[table["against"]].to_numpy() / us[table["variant"]].to_numpy()).tolist()
+    assert table["ratio"].tolist() == pytest.approx(ratios)
+    assert table.groupby("activations")["ratio"].size().to_dict() == {"W4A16": 3, "W4A8": 3, "": 1}
+    filled = table.set_index(["activations", "change"])["ratio"]["W4A16", "as many CTAs as fit, not one an SM"]
+    assert filled == pytest.approx(1.25, rel=3e-3)
+    one_grid = own_rows[own_rows["variant"] != variants.released(variants.PERSISTENT)]
+    assert set(tables.point_ratios(one_grid)["activations"]) == {"W4A8", ""}
+    assert tables.point_ratios(rows).empty  # nothing to set the lab's against
 
 
 @pytest.mark.parametrize(("shares", "said"), [

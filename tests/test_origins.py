@@ -132,6 +132,18 @@ def test_a_part_of_a_text_is_marked_as_in_the_whole():
     assert part.plain.startswith("batch 64, fp32: ×1.29 [")
 
 
+def test_an_answer_is_of_the_line_that_a_name_in_its_question_names():
+    """Its words and numbers name nothing, and nothing of it is shown."""
+    twice = pool(TABLE.assign(ratio=1.29))
+    asked = ("bf16, all", "fp32, batch 1", "batch 64, faster")
+    found = {one: origins.marked_answer(one, "1.29× faster", twice).html for one in asked}
+    keys = {one: origins.numbers(html)[0]["keys"] for one, html in found.items()}
+    alone = origins.numbers(origins.marked("1.29× faster", twice).html)[0]["keys"]
+    assert [keys[one]["state"] for one in asked[:2]] == ["bf16", "fp32"]
+    assert keys[asked[2]] == alone
+    assert all(re.sub("<[^>]+>", "", html) == "1.29× faster" for html in found.values())
+
+
 def test_a_number_that_was_changed_by_hand_is_found():
     html = f"<p>{origins.marked('batch 64, fp32: ×1.29', pool()).html}</p>"
     assert not origins.check(html)
@@ -174,6 +186,9 @@ def test_a_watched_module_notes_what_it_returns():
     assert [one.name for one in book] == ["tables.ordered", "share.end_to_end"]
 
 
+SAYS = r"^(x\.(say|figure|claims|compare)|import|from|source:|x = )"  # cells that say something, and what they need
+
+
 @pytest.mark.parametrize("study", registry.NOTEBOOKS)
 def test_no_number_of_a_page_is_without_an_origin(study, monkeypatch):
     """Every sentence of the notebook, of every recorded GPU: what is listed is not matched to any table."""
@@ -184,7 +199,7 @@ def test_no_number_of_a_page_is_without_an_origin(study, monkeypatch):
     space = {}
     for cell in cells:
         source = cell.source.replace('source: str = "auto"', 'source: str = "recorded"')
-        if cell.cell_type == "code" and re.search(r"^(x\.(say|figure|claims)|import|from|source:|x = )", source, re.M):
+        if cell.cell_type == "code" and re.search(SAYS, source, re.M):
             exec(source, space)
     html = "".join(f"<p>{one.html}</p>" for one in said)
     left = [f"{entry['text']} in: {entry['sentence']}" for entry in origins.check(html)]

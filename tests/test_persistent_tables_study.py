@@ -668,25 +668,35 @@ def test_the_advice_follows_the_fastest_way_and_the_contexts():
     _, advice = told({variants.PINNED: 0.5, variants.ONE_POSITION: 0.1})
     assert advice == "Copy the tables from pinned memory."
     _, advice = told({variants.GRAPH: 0.5, variants.GEMV_DEPENDENT: 0.5})
-    begin, gain = advice.split(" (there, against the tables: H100 ")
-    assert begin == (
-        "Keep the position on the GPU and replay one CUDA graph; with Llama-3.2-1B from position 16 on take separate "
-        "kernels with dependent launch"
-    )
-    assert re.fullmatch(r"1\.\d\d× faster\)\.", gain)
+    said = r"Keep the position on the GPU and replay one CUDA graph; with Llama-3\.2-1B from position 16 on "
+    said += r"\(there H100 1\.\d\d× faster\) and with AutoMegaKernel h1024 from position 16 on \(there H100 "
+    said += r"\d\.\d\d× faster\) take separate kernels with dependent launch\."
+    assert re.fullmatch(said, advice)
+
+
+def test_where_separate_kernels_are_as_fast_they_are_not_advised():
+    """At the first position of three both take the same; the second is where the tables fall behind."""
+
+    def contexts(*ratios):
+        words = ["faster" if ratio > 1.01 else "slower" if ratio < 0.99 else "same" for ratio in ratios]
+        return pd.DataFrame({"start": [16, 512, 1984][: len(ratios)], "ratio": ratios, "verdict": words})
+
+    assert answer._from(contexts(1.0, 0.8, 0.5)) == {"later": 512, "separate": 1 / 0.8}
+    assert answer._from(contexts(1.05, 0.8, 1.0)) == {"later": 512, "separate": 1 / 0.8}
+    assert answer._from(contexts(0.8, 0.8, 1.05)) == answer._from(contexts(1.0, 1.0, 1.0)) == {}
 
 
 def test_gpus_that_differ_are_named():
     base = {"ratio": 2.0, "verdict": "faster", "replay": 2.1, "right": 1, "checked": 64}
-    one = base | {"best": variants.GRAPH, "later": 512, "separate": 1.06}
+    one = base | {"best": variants.GRAPH, "later Llama-3.2-1B": 512, "separate Llama-3.2-1B": 1.06}
     other = base | {"ratio": 0.5, "verdict": "unclear", "best": variants.PACKED}
     said = answer.conclusion({"H100": one, "H200": other})
     assert "GPU against rebuilding tables in Python: H100 2.00× faster, H200 2.00× slower (unclear); replaying" in said
     assert "(H100 2.10×, H200 2.10×)" in said
     assert answer.advice({"H100": one, "H200": other}) == (
         "Keep the position on the GPU and replay one CUDA graph (H100) and send the 4-byte words that change in one "
-        "copy (H200); with Llama-3.2-1B from position 512 (H100) on take separate kernels with dependent launch "
-        "(there, against the tables: H100 1.06× faster)."
+        "copy (H200); with Llama-3.2-1B from position 512 (H100) on (there H100 1.06× faster) take separate "
+        "kernels with dependent launch."
     )
     same = answer.conclusion({"H100": one, "H200": one | {"verdict": "unclear"}})
     assert "faster than rebuilding tables in Python: H100 2.00×, H200 2.00× (unclear); replaying" in same

@@ -543,6 +543,17 @@ def marked(text: str, pool: Pool, shown: int | None = None) -> Html:
     return Html(str(Markup().join(parts)), text[:shown] + file)
 
 
+def marked_answer(question: str, text: str, pool: Pool) -> Html:
+    """`marked`, of what answers a question, whose names say which line it is of: "W4A16" in "W4A16, both products".
+
+    Names are what has letters and digits. Words and numbers, "decode" or "tile 32", are keys of lines by chance too.
+    """
+    return marked(f"{text} ({' '.join(_NAME.findall(question))})", pool, len(text))
+
+
+_NAME = re.compile(r"(?<![\w.-])(?=[\w.-]*\d)(?=[\w.-]*[A-Za-z])[\w.-]*\w")
+
+
 def marked_among(text: str, pools: Mapping[str, Pool]) -> Html:
     """`marked`, of a text on several GPUs. pools: GPU as the text names it -> what it was said from.
 

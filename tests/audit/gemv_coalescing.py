@@ -659,7 +659,8 @@ def answer_facts(rows: pd.DataFrame) -> dict[str, Any]:
         "merging": min(line["ratio"] for line in _records(merging(rows), kernel="ours")), "model": QWEN,
         "trigger": chain["ours, kernels with the trigger between, merged"],
         "ordinary": chain["ours, kernels between, merged"],
-        "streams": _records(of_ceiling(rows), variant="ours, merged")[0]["ratio"],
+        "streams from": _records(of_ceiling(rows), variant="ours, kernels between, merged")[0]["ratio"],
+        "streams to": _records(of_ceiling(rows), variant="ours, merged")[0]["ratio"],
     }  # fmt: skip
 
 

@@ -406,6 +406,32 @@ def source_point(rows: pd.DataFrame) -> pd.DataFrame:
     return table([_form(name, sums, took, code) for name in sums], ["variant", *POINT])
 
 
+def point_ratios(rows: pd.DataFrame) -> pd.DataFrame:
+    """Both products at the source's own point: the time of one form over that of another, of the same activations."""
+    us = dict(source_point(rows)[["variant", "µs, both"]].itertuples(index=False))
+    full, live = f"{PERSISTENT}, {FILLED}", f"{TILES}, {LIVE}"
+    forms = {
+        "as many CTAs as fit, not one an SM": (full, PERSISTENT),
+        "as many CTAs as fit, not one CTA a tile": (full, TILES),
+        "no empty blocks, not all": (live, TILES),
+    }
+    asked = []
+    for kind, (change, both) in product(KINDS, forms.items()):
+        asked.append((kind, change, *(_kernel(kind, form) for form in both)))
+    theirs = {name: time for name, time in us.items() if name != OWN_TILES}
+    if theirs:
+        best = min(theirs, key=theirs.__getitem__)
+        asked.append(("", "Lab's products against ExecuTorch's fastest", OWN_TILES, best))
+    columns = ["activations", "change", "variant", "against"]
+    found = [
+        dict(zip(columns, one, strict=True)) | {"us": us[one[2]], "against us": us[one[3]]}
+        for one in asked
+        if {*one[2:]} <= set(us)
+    ]
+    ratios = [line | {"ratio": line["against us"] / line["us"]} for line in found]
+    return table(ratios, [*columns, "us", "against us", "ratio"])
+
+
 POINT = [
     "µs, both", "GEMM1 µs", "GEMM2 µs", "tiles / this", "dead %", "registers", "CTAs an SM", "launched an SM",
     "8-bit loads", "GEMM2 registers", "GEMM2 CTAs",
@@ -682,6 +708,7 @@ TABLES: Tables = {
     "tables.own_products": own_products,
     "tables.worth": worth,
     "tables.source_point": source_point,
+    "tables.point_ratios": point_ratios,
     "tables.steps": steps,
     "tables.persistent_on_parts": persistent_on_parts,
     "tables.on_other_gpus": on_other_gpus,

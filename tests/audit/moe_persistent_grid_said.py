@@ -282,7 +282,8 @@ def order(rows: pd.DataFrame) -> list[str]:
     same = [line for line in _own(rows, "groups of more than 1") if line["same code"]]
     _, hidden, width, _ = tables.MODELS[tables.SOURCE]
     size = 3 * hidden * width * (0.5 + 2 / 128) / 1e6
-    return [f"experts of {size:.1f} MB: {_gains(same)}"] if same else NOT_TIMED
+    worth = "" if any(line["ratio"] > 1 for line in same) else "onfirmed, it gains nothing with "
+    return [f"{worth}experts of {size:.1f} MB: {_gains(same)}"] if same else NOT_TIMED
 
 
 def point(rows: pd.DataFrame) -> list[str]:
@@ -315,9 +316,11 @@ def why(rows: pd.DataFrame) -> list[str]:
         for line in _own(rows, "persistent")
         if line["T"] == tables.SOURCE_T
     ]
-    us = {line["variant"]: line["µs, both"] for line in tables.source_point(rows).to_dict("records")}
-    others = [time for name, time in us.items() if name != tables.OWN_TILES]
-    return [*found, f"fastest: {_faster(min(others) / us[tables.OWN_TILES])}"] if others else NOT_TIMED
+    for line in tables.point_ratios(rows).to_dict("records"):
+        kind = f"{line['activations']}, both products: " if line["activations"] else ""
+        same = f"{line['ratio']:.2f}" == f"{1 / line['ratio']:.2f}"
+        found.append(_answer(f"{kind}{line['change']}", "1.00× as fast" if same else _faster(line["ratio"])))
+    return found or NOT_TIMED
 
 
 def dead(rows: pd.DataFrame) -> list[str]:

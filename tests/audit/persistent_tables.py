@@ -736,7 +736,8 @@ def said_stages(rows: pd.DataFrame) -> list[str]:
 def said_contexts(rows: pd.DataFrame) -> list[str]:
     """The tables against separate kernels with dependent launch, at Llama's longest context."""
     last = max(_lines(contexts(rows), model=LLAMA, variant=GEMV_DEPENDENT), key=lambda line: line["start"])
-    return [f"{LLAMA} from position {last['start']}: the tables are {_faster(last['ratio'], last['verdict'])}"]
+    word = {"same": "as fast", "unclear": "not clearly faster or slower"}.get(last["verdict"])
+    return [f"{LLAMA} from position {last['start']}: the tables are {word or _faster(last['ratio'], last['verdict'])}"]
 
 
 def _faster(ratio: float, word: str) -> str:
@@ -899,22 +900,17 @@ def said_conclusion(rows: pd.DataFrame) -> list[str]:
 
 
 def said_advice(rows: pd.DataFrame) -> list[str]:
-    """The fastest way with the published model, and from where on separate kernels are no slower."""
+    """The fastest way with the published model, and from where on separate kernels are faster, with each model."""
     assert _best(rows)["way"] == GRAPH
-    starts = sorted(_lines(contexts(rows), model=LLAMA, variant=GEMV_DEPENDENT), key=lambda line: -line["start"])
-    later = []
-    for line in starts:
-        if line["verdict"] not in ("slower", "same", "same|slower"):
-            break
-        later.append(line)
-    if not later:
-        return ["Keep the position on the GPU", "graph."]
-    there = _faster(1 / later[-1]["ratio"], "slower")
-    return [
-        "Keep the position on the GPU",
-        f"from position {later[-1]['start']} on",
-        f"(there, against the tables: GPU {there})",
-    ]
+    said = ["Keep the position on the GPU"]
+    for model in (LLAMA, H1024):
+        lines = sorted(_lines(contexts(rows), model=model, variant=GEMV_DEPENDENT), key=lambda line: line["start"])
+        leads = [line["start"] for line in lines if "faster" in line["verdict"] or "unclear" in line["verdict"]]
+        later = [line for line in lines if line["start"] > max(leads, default=-1) and line["verdict"] == "slower"]
+        if later:
+            gain = _faster(1 / later[0]["ratio"], "slower")
+            said.append(f"with {model} from position {later[0]['start']} on (there GPU {gain})")
+    return said
 
 
 def said_hero(rows: pd.DataFrame) -> list[str]:

@@ -22,7 +22,6 @@ from common import (
     geometric_mean,
     least,
     pick,
-    read,
     span,
     table,
     times,
@@ -718,19 +717,3 @@ SENTENCES: Sentences = {
     "production_views.occupancy": said_occupancy,
     "answer.facts": said_facts,
 }
-
-
-def stand_ins(gpu: str) -> pd.DataFrame:
-    """Recorded rows in which samples of others stand under the names of releases that no GPU has recorded yet.
-
-    So that the tables of those are audited too; what they say is of no release.
-    """
-    rows = read(gpu, STUDY)
-    names = {"fla KV": OWN["SGLang"][0], "fla VK": OWN["SGLang"][1], "attn-gym VK": OWN["vLLM"][1]}
-    names |= {"fla KV in place, BV=8": OWN["vLLM"][0], "fla VK in place, BV=8": OWN["vLLM, layout alone"][1]}
-    verify = {TOKENS: OWN["SGLang"][0], OURS_KV: OWN["SGLang"][1]}
-    renamed = rows.assign(variant=rows["variant"].replace(names))
-    renamed.loc[rows["op"] == "verify", "variant"] = rows["variant"].replace(verify)
-    long = rows[(rows["op"] == "extend") & rows["case"].str.contains("1 x ")]
-    long = long.assign(op="long", variant=long["variant"].replace({"fla KV": "flashinfer VK"}))
-    return pd.concat([renamed, long], ignore_index=True)

@@ -102,6 +102,7 @@ LAB = {  # table -> the lab's, and the columns that say which line it is
     "tables.own_products": (tables.own_products, ["T", "GEMM", "activations", "change"]),
     "tables.worth": (tables.worth, ["change", "activations"]),
     "tables.source_point": (tables.source_point, ["variant"]),
+    "tables.point_ratios": (tables.point_ratios, ["activations", "change", "variant", "against"]),
     "tables.steps": (tables.steps, ["T", "SMs", "grid"]),
     "tables.persistent_on_parts": (tables.persistent_on_parts, ["T", "SMs"]),
     "tables.on_other_gpus": (tables.on_other_gpus, [*CASE, "GEMM", "kernel", "GPU"]),

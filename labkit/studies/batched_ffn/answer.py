@@ -70,7 +70,7 @@ def conclusion(facts: Mapping[str, Facts]) -> str:
     (gpu, first), *others = facts.items()
     said = f"{bits}; {_saves(facts.values())}: at {TOKENS} tokens, quantised, one launch is "
     said += f"{words.faster(first['launch'])} than a loop, "
-    said += f"then reading weights once another {words.faster(first['reads'])} ({gpu})"
+    said += f"reading and unpacking once another {words.faster(first['reads'])} ({gpu})"
     return said + "".join(f"; {_faster(one['launch'], one['reads'])} ({gpu})" for gpu, one in others) + "."
 
 
@@ -89,15 +89,15 @@ def _faster(first: float, second: float) -> str:
 
 
 def advice(facts: Mapping[str, Facts]) -> str:
-    """Which kernel to take, and up to how many tokens; what each does to bits."""
+    """Which kernel to take, and up to how many tokens, by means of the cases; what each does to bits."""
     kept, lost = _tokens(facts, "up to"), _tokens(facts, "above")
     library = "multiply dequantised bf16 weights by cuBLAS, if they fit"
     library += " and bits may change" if any(one["library"] for one in facts.values()) else ""
     if not kept:
         return f"{library[0].upper()}{library[1:]}." if lost else ""
-    bits = ", bit-identical" if all(one["kernel"] for one in facts.values()) else ""
+    how = f"{KERNEL}{', bit-identical' if all(one['kernel'] for one in facts.values()) else ''}"
     end = f"; from {lost} on {library}; between, nothing was timed" if lost else ""
-    return f"Unpack quantised weights inside a tensor-core kernel ({KERNEL}{bits}) up to {kept}{end}."
+    return f"Unpack quantised weights inside a tensor-core kernel ({how}), on average up to {kept}{end}."
 
 
 def _tokens(facts: Mapping[str, Facts], name: str) -> str:

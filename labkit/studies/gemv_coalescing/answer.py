@@ -24,8 +24,8 @@ def facts(rows: pd.DataFrame) -> dict[str, Any]:
     alone: geometric mean of the gain of coalescing alone; slower, cases: at how many shapes and types it loses. least,
     most: gain of a warp a row. plain: mean gain of a warp a row with 16-byte loads over cuBLAS, large W in bf16.
     merging: least gain of merging, whole layers. model, trigger, ordinary: gain over cuBLAS in a model's whole layers,
-    with either kind of kernel between. streams: share of the read ceiling that a token's merged GEMVs reach.
-    All but the first five may be missing.
+    with either kind of kernel between. streams: shares of the read ceiling that a token's merged GEMVs
+    reach, with other kernels between and without, the least and the most. All but the first five may be missing.
     """
     table = tables.steps(rows)
     table = where(table, over=variants.THREAD_A_ROW).set_index("step") if len(table) else table
@@ -38,8 +38,8 @@ def facts(rows: pd.DataFrame) -> dict[str, Any]:
     plain = plain[plain["MB"] >= tables.LARGE_MB]["ratio"]
     merging = where(chain_views.merging(rows), kernel=shown.LAB)["ratio"]
     found |= {"plain": geometric_mean(plain)} if len(plain) else {}
-    token = tables.of_ceiling(rows, PULL_REQUEST, [variants.CHAIN_OURS])["ratio"]
-    found |= {"streams": float(token.iloc[0])} if len(token) else {}
+    token = tables.of_ceiling(rows, PULL_REQUEST, [variants.CHAIN_OURS, variants.BETWEEN_OURS])["ratio"]
+    found |= {"streams from": float(token.min()), "streams to": float(token.max())} if len(token) == 2 else {}
     return found | ({"merging": float(merging.min())} if len(merging) else {}) | _between(tables.chains(rows))
 
 
@@ -83,11 +83,10 @@ def advice(facts: Mapping[str, Facts]) -> str:
         gains = _each(known, lambda one: f"{one['ordinary']:.2f}× without, {one['trigger']:.2f}× with it")
         of = f"gain over cuBLAS in {' and '.join(dict.fromkeys(one['model'] for one in known.values()))}"
         parts.append(f"dependent launch, with its trigger in the kernel in front ({of}: {gains})")
-    streams = {gpu: one for gpu, one in facts.items() if one.get("streams", 0.0) > CEILING}
-    reach = _each(streams, lambda one: f"{100 * one['streams']:.0f} %")
-    more = (
-        f" Decode is not at the claimed ceiling: merged GEMVs stream at {reach} of the read ceiling." if reach else ""
-    )
+    streams = {gpu: one for gpu, one in facts.items() if one.get("streams from", 0.0) > CEILING}
+    reach = _each(streams, lambda one: f"{100 * one['streams from']:.0f} to {100 * one['streams to']:.0f} %")
+    more = f" Decode is not at the claimed ceiling: merged GEMVs stream at {reach} of the read ceiling" if reach else ""
+    more += ", with other kernels between and without." if reach else ""
     return f"Use {', '.join(parts[:-1])} and {parts[-1]}.{more}"
 
 

@@ -148,6 +148,7 @@ CLAIMS = (
         "H100, DeepSeek-V3 16B shapes, bf16", f"×{LOOP[0]} to ×{LOOP[1]}",
         ruled="2026-11-25", quantity="time of the loop over time of our layer", observe=loop, size=LOOP, gpus=("H100",),
         differs="other shapes, a loop without a CUDA graph",
+        note="our layer is a grouped product, but as tuned with one CTA a tile: of a persistent grid this says nothing",
     ),
     Claim(
         "loop-grid", *BLOG, "What makes it faster is the persistent grid", "the same", "named so",

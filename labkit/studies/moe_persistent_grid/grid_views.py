@@ -17,7 +17,7 @@ from labkit.report.words import faster, rounded, span
 from labkit.report.words import tokens as in_tokens
 from labkit.studies.moe_persistent_grid import tables, variants, waves, work
 from labkit.studies.moe_persistent_grid.models import MODELS, QWEN35_35B, MoeModel
-from labkit.studies.moe_persistent_grid.variants import FILLED, LIVE, PERSISTENT, SOURCE_T, TILES, UNIFORM, released
+from labkit.studies.moe_persistent_grid.variants import FILLED, LIVE, PERSISTENT, SOURCE_T, UNIFORM, released
 from labkit.studies.moe_persistent_grid.views import DISPLAY, first_upper, gain, gains, labels, named
 
 ONE_WAVE, FEW_WAVES, MANY_WAVES = 1, 3, 10
@@ -199,43 +199,29 @@ def bits(rows: pd.DataFrame) -> str:
 
 def why(rows: pd.DataFrame) -> dict[str, str]:
     """The source's own point: question -> what the persistent grid, and what else a launch decides, gains there."""
-    table, found = tables.source_point(rows).set_index("variant"), {}
-    for int8 in (False, True):
-        found |= _of_point(rows, table, int8)
-    return (found or {"ExecuTorch's products": _not_timed(rows)}) | _lab_there(table)
-
-
-def _of_point(rows: pd.DataFrame, table: pd.DataFrame, int8: bool) -> dict[str, str]:
-    """Of one kind of activations; empty where it was not timed in both grids. table: `tables.source_point`."""
-    tiles, persistent = released(TILES, int8), released(PERSISTENT, int8)
-    if not {tiles, persistent} <= set(table.index):
-        return {}
-    kind = "W4A8" if int8 else "W4A16"
-    grids = where(tables.persistence(rows), model=QWEN35_35B.name, T=SOURCE_T, weights="INT4", persistent=persistent)
-    found = {f"{kind}, {line['GEMM'].upper()}: persistent grid": gain(line) for _, line in grids.iterrows()}
-    changes = {
-        "as many CTAs as fit, not one an SM": (f"{PERSISTENT}, {FILLED}", PERSISTENT),
-        "as many CTAs as fit, not one CTA a tile": (f"{PERSISTENT}, {FILLED}", TILES),
-        "no empty blocks, not all": (f"{TILES}, {LIVE}", TILES),
+    table, found = tables.point_ratios(rows), {}
+    lab = where(table, change=tables.LAB_THERE)
+    for kind, part in table.drop(lab.index).groupby("activations", sort=False):
+        for _, line in _persistent_there(rows, kind).iterrows():
+            found[f"{kind}, {line['GEMM'].upper()}: persistent grid"] = gain(line)
+        for _, line in part.iterrows():
+            found[f"{kind}, both products: {line['change']}"] = _without_interval(line["ratio"])
+    found = found or {"ExecuTorch's products": _not_timed(rows)}
+    return found | {
+        line["change"]: f"{faster(line['ratio'])} ({DISPLAY[line['against']]})" for _, line in lab.iterrows()
     }
-    for words, both in changes.items():
-        after, before = (released(one, int8) for one in both)
-        if after in table.index:
-            found[f"{kind}, both products: {words}"] = faster(table[BOTH][before] / table[BOTH][after])
-    return found
 
 
-BOTH = "µs, both"  # of the source's own point
+def _without_interval(ratio: float) -> str:
+    """As `faster`; of what reads as 1 no side is said, which would differ between GPUs and mean nothing."""
+    said = faster(ratio)
+    return "1.00× as fast" if said.startswith("1.00×") else said
 
 
-def _lab_there(table: pd.DataFrame) -> dict[str, str]:
-    """The lab's two products at the source's own point against the fastest form of ExecuTorch's own."""
-    us = table[BOTH]
-    others = us.drop(variants.OURS_TILES, errors="ignore")
-    if variants.OURS_TILES not in us or others.empty:
-        return {}
-    said = faster(others.min() / us[variants.OURS_TILES])
-    return {"Lab's products against ExecuTorch's fastest": f"{said} ({DISPLAY[others.idxmin()]})"}
+def _persistent_there(rows: pd.DataFrame, kind: str) -> pd.DataFrame:
+    """Each product in both grids, by the activations. kind: W4A16 or W4A8."""
+    persistent = released(PERSISTENT, kind == "W4A8")
+    return where(tables.persistence(rows), model=QWEN35_35B.name, T=SOURCE_T, weights="INT4", persistent=persistent)
 
 
 def _bars(rows: pd.DataFrame, change: str, xlabel: str, title: str, cause: dict[str, str]) -> Drawing:
@@ -272,7 +258,7 @@ def _order_judged(rows: pd.DataFrame) -> dict[str, str]:
     if same.empty:
         return {ORDER: "not judged: other code for each order"}
     pays = (same["verdict"] == "faster").mean() > 0.5
-    word = "refuted, it pays" if pays else "confirmed, it gains little"
+    word = "refuted, it pays" if pays else f"confirmed, it gains {'little' if same['ratio'].max() > 1 else 'nothing'}"
     return {ORDER: f"{word} with experts of {_expert_mb():.1f} MB: {gains(same['ratio'])}"}
 
 

@@ -284,6 +284,37 @@ def source_point(rows: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(found, columns=POINT)
 
 
+POINT_CHANGES = {  # of both products together -> the form of a launch after it, and before
+    "as many CTAs as fit, not one an SM": (f"{names.PERSISTENT}, {names.FILLED}", names.PERSISTENT),
+    "as many CTAs as fit, not one CTA a tile": (f"{names.PERSISTENT}, {names.FILLED}", names.TILES),
+    "no empty blocks, not all": (f"{names.TILES}, {names.LIVE}", names.TILES),
+}
+LAB_THERE = "Lab's products against ExecuTorch's fastest"
+POINT_RATIOS = ["activations", "change", "variant", "against", "us", "against us", "ratio"]
+
+
+def point_ratios(rows: pd.DataFrame) -> pd.DataFrame:
+    """Both products of the source's own case: µs of `against` over those of `variant`; above 1: `variant` is faster.
+
+    ExecuTorch's own with each of `POINT_CHANGES`, where its activations ran in both grids, and ours against the fastest
+    of these. No intervals: the two products are timed one after the other.
+    """
+    us = source_point(rows).set_index("variant")["µs, both"]
+    pairs = []
+    for activations, int8 in (("W4A16", False), ("W4A8", True)):
+        if {names.released(names.TILES, int8), names.released(names.PERSISTENT, int8)} <= set(us.index):
+            pairs += [
+                (activations, change, *(names.released(form, int8) for form in forms))
+                for change, forms in POINT_CHANGES.items()
+            ]
+    if len(others := us.drop(names.OURS_TILES, errors="ignore")):
+        pairs.append(("", LAB_THERE, names.OURS_TILES, others.idxmin()))
+    found = [
+        (*pair, us[pair[2]], us[pair[3]], us[pair[3]] / us[pair[2]]) for pair in pairs if set(pair[2:]) <= set(us.index)
+    ]
+    return pd.DataFrame(found, columns=POINT_RATIOS)
+
+
 def _own_point(rows: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
     """The rows of each GEMM of the source's own case."""
     for x, _, group in _gemms(rows):

@@ -390,7 +390,7 @@ def prediction(rows: pd.DataFrame) -> Drawing:
     """Measured time of the lab's layers over the floor: what bytes and products do not explain."""
     table = uniform(tables.predictions(rows))
     if table.empty:
-        return "no floor was stored: this GPU's ceilings were not known."
+        return "no layer of uniform routing is shown that has a stored floor."
     said = [f"{weights} {span(part['off %'], '{:+.0f}')} %" for weights, part in table.groupby("weights")]
     return drawing(
         plots.lines, table, "T", "off %", "model", panel="weights", logx=True, reference=[(0, "the floor")],

@@ -26,6 +26,7 @@ DO = {
     variants.IN_LAUNCH: "pass the position as an argument of the launch",
     variants.GRAPH: "keep the position on the GPU and replay one CUDA graph",
 }  # way that is right at every token -> what to do
+MODELS = (variants.LLAMA, variants.H1024)  # of which the advice says where separate kernels are faster
 
 
 def facts(rows: pd.DataFrame) -> dict[str, Any]:
@@ -33,8 +34,8 @@ def facts(rows: pd.DataFrame) -> dict[str, Any]:
 
     ratio, verdict: a token with rebuilt tables over one with the position on the GPU, at the published size.
     replay: the same over one position replayed. right, checked: tokens of that replay. best: the fastest way that is
-    right. later: the first position from which on tables are not faster than separate kernels with dependent launch,
-    with Llama. separate: time of the tables over that of these kernels there.
+    right. later MODEL: the position from which on tables are slower than separate kernels with dependent launch, and
+    not faster anywhere after it. separate MODEL: time of the tables over that of these kernels there.
     """
     found: dict[str, Any] = {}
     if gain := tables.ratio(rows, variants.REBUILT, variants.GRAPH, **variants.PUBLISHED):
@@ -45,8 +46,10 @@ def facts(rows: pd.DataFrame) -> dict[str, Any]:
     whole = _fastest(rows)
     if len(whole):
         found["best"] = whole["way"].iloc[0]
-    against = where(tables.contexts(rows), model=variants.LLAMA, variant=variants.GEMV_DEPENDENT)
-    return found | _from(against)
+    against = where(tables.contexts(rows), variant=variants.GEMV_DEPENDENT)
+    for model in MODELS if len(against) else ():
+        found |= {f"{name} {model}": value for name, value in _from(where(against, model=model)).items()}
+    return found
 
 
 def _checked(rows: pd.DataFrame) -> dict[str, Any]:
@@ -62,12 +65,13 @@ def _fastest(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def _from(table: pd.DataFrame) -> dict[str, Any]:
-    """later, separate: the first position from which on the tables are never called faster, and the gain there."""
+    """later, separate: the first position with slower tables of those after which none is faster; the gain there."""
     found: dict[str, Any] = {}
     for line in table.sort_values("start", ascending=False).to_dict("records"):
         if line["verdict"] not in ("slower", "same"):
             break
-        found = {"later": line["start"], "separate": 1 / line["ratio"]}
+        if line["verdict"] == "slower":
+            found = {"later": line["start"], "separate": 1 / line["ratio"]}
     return found
 
 
@@ -117,13 +121,19 @@ def advice(facts: Mapping[str, Mapping[str, Any]]) -> str:
     if not best:
         return ""
     do = _listed(f"{DO[way]}{_of(gpus, facts)}" for way, gpus in best.items())
-    later = _by_value(facts, "later")
+    do = f"{do[:1].upper()}{do[1:]}"
+    later = [said for model in MODELS if (said := _later(facts, model))]
     if not later:
-        return f"{do[:1].upper()}{do[1:]}."
-    ends = _listed(f"position {start}{_of(gpus, facts)}" for start, gpus in later.items())
-    there = ", ".join(f"{gpu} {faster(one['separate'])}" for gpu, one in facts.items() if "later" in one)
-    take = f"with {variants.LLAMA} from {ends} on take separate kernels with dependent launch"
-    return f"{do[:1].upper()}{do[1:]}; {take} (there, against the tables: {there})."
+        return f"{do}."
+    return f"{do}; {_listed(later)} take separate kernels with dependent launch."
+
+
+def _later(facts: Mapping[str, Mapping[str, Any]], model: str) -> str:
+    """ "with Llama-3.2-1B from position 512 on (there H100 1.03× faster, H200 1.07× faster)"; nothing if nowhere."""
+    starts = _by_value(facts, f"later {model}")
+    ends = _listed(f"position {start}{_of(gpus, facts)}" for start, gpus in starts.items()) if starts else ""
+    there = (f"{gpu} {faster(one[f'separate {model}'])}" for gpu, one in facts.items() if f"later {model}" in one)
+    return f"with {model} from {ends} on (there {', '.join(there)})" if ends else ""
 
 
 def _by_value(facts: Mapping[str, Mapping[str, Any]], name: str) -> dict[Any, list[str]]:

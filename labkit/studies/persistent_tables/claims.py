@@ -177,6 +177,7 @@ CLAIMS = (
         "H100, Llama-3.2-1B, batch 1, CUDA by hand; positions 32 to 160", "78 % of the data sheet's bandwidth",
         ruled="2026-11-25", quantity="of the data sheet's bandwidth is streamed", observe=bandwidth, neutral=STANFORD,
         percent=True, gpus=("H100",), differs="another kernel, in Triton, from position 16 on",
+        note="how fast theirs is, which was not run, a slower kernel does not say",
     ),
     Claim(
         "waiting", *SGLANG, "A pageable copy to the GPU waits for the work that is queued there",

@@ -253,13 +253,14 @@ def contexts(rows: pd.DataFrame) -> Drawing:
     table = kit.where(every, variant=variants.GEMV_DEPENDENT)
     if table.empty:
         return "no model was measured at several positions."
+    lost = not (kit.where(table, start=table["start"].max())["verdict"] == "faster").any()
     mine = kit.where(table, model=variants.LLAMA)
     last = (mine if len(mine) else table).iloc[-1]
-    word = faster(last["ratio"]) if last["verdict"] in ("faster", "slower") else last["verdict"]
+    word = {"same": "as fast", "unclear": "not clearly faster or slower"}.get(last["verdict"], faster(last["ratio"]))
     return drawing(
         plots.ratios, table.assign(at=table["start"].map("from position {}".format)), "at", "ratio", "low", "high",
         group="model", verdict="verdict", xlabel="× faster with tables",
-        title="Longer contexts: the tables lose their lead",
+        title="Longer contexts: the tables lose their lead" if lost else "Tables against separate kernels, by position",
         alt="How many times faster tables are than separate kernels, by model and position.",
         caption="Against separate kernels with the lab's GEMV and dependent launch; below 1 the tables are slower.",
         said=f"{last['model']} from position {last['start']}: the tables are {word}",

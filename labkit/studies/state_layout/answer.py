@@ -26,13 +26,17 @@ def facts(rows: pd.DataFrame) -> dict[str, Any]:
     """From what the sentences are made, of one GPU's rows.
 
     narrow STATE: the most that a kernel of the figure gains with the narrow tile. tuned STATE: what a decode tuned for
-    each layout gains there. from STATE: the batch from which on that is worth it; None: from none.
+    each layout gains there. doubt ...: that such a gain is not clear of the noise. from STATE: the batch from which on
+    a tuned [V, K] is worth it; None: from none.
     """
     table, found = _kernels(rows), {}
     for state in STATES if len(table) else ():
         some = table[table["state"] == state]
         for name, part in (("narrow", some[_is_narrow(some)]), ("tuned", some[some["kernel"] == TUNED])):
-            found |= {f"{name} {state}": _most(part["ratio"])} if len(part) else {}
+            if len(part):
+                most = part.loc[part["ratio"].idxmax()]
+                found |= {f"{name} {state}": _most(part["ratio"])}
+                found |= {f"doubt {name} {state}": True} if most["verdict"] == "unclear" else {}
     return found | {f"from {state}": start for state, start in _starts(rows).items()}
 
 
@@ -58,10 +62,10 @@ def _worth_from(table: pd.DataFrame) -> int | None:
 
 
 def conclusion(facts: Facts) -> str:
-    """What the layout is worth at best, with the narrow tile and tuned, of each type of state."""
-    parts = {"narrow": f"with a tile of {NARROW}, [V, K] is at best", "tuned": "with each layout tuned, at best"}
+    """What the layout is worth at best in the figure, with the narrow tile and tuned, of each type of state."""
+    parts = {"narrow": f"with a tile of {NARROW}, [V, K] is at best", "tuned": f"{TUNED}, at best"}
     said = "; ".join(f"{how} {best}" for name, how in parts.items() if (best := _at_best(facts, name)))
-    return f"{said[0].upper()}{said[1:]}." if said else ""
+    return f"Qwen3-Next, batch {FULL}: {said}." if said else ""
 
 
 def _each(facts: Facts, name: str) -> dict[str, Any]:
@@ -70,10 +74,11 @@ def _each(facts: Facts, name: str) -> dict[str, Any]:
 
 
 def _at_best(facts: Facts, name: str) -> str:
-    """ "1.46× faster (fp32, H100) and 2.21× faster (bf16, H200)"."""
+    """ "1.03× faster (fp32, H200, unclear) and 2.21× faster (bf16, H200)"."""
     gains = {state: _each(facts, f"{name} {state}") for state in STATES}
     best = {state: max(known, key=known.__getitem__) for state, known in gains.items() if known}
-    return " and ".join(f"{faster(gains[state][gpu])} ({state}, {gpu})" for state, gpu in best.items())
+    doubt = {state: ", unclear" if f"doubt {name} {state}" in facts[gpu] else "" for state, gpu in best.items()}
+    return " and ".join(f"{faster(gains[state][gpu])} ({state}, {gpu}{doubt[state]})" for state, gpu in best.items())
 
 
 def advice(facts: Facts) -> str:
