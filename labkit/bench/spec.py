@@ -237,6 +237,7 @@ class Study:
                 whenever they change there: writes into the folder what the other cases read (a tuned table).
     counted:    the notebook's parameters -> cases and names of variants, kernels of the lab, whose hardware counters
                 are taken where `ncu` is.
+    timelines:  (device, seed=…) -> list of `evidence.timeline.Timeline`s, taken there; None: the study shows none.
     added:      how it takes functions of the reader's own; None: it takes none.
     add:        the functions that it was given, "FILE.py:FUNCTION" with absolute paths (`added.with_added`).
     """
@@ -257,6 +258,7 @@ class Study:
     settle: Callable[[Path, Path], None] | None = None
     kernels: Callable[[Sequence["Case"], int], list[tuple[str, Mapping[str, Any]]]] | None = None
     counted: Callable[[Mapping[str, Any]], list[tuple[Case, str]]] = lambda parameters: []
+    timelines: Callable[..., Any] | None = None
     added: Added | None = None
     add: tuple[str, ...] = ()
 

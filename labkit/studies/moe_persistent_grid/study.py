@@ -94,6 +94,7 @@ STUDY = Study(
     early=lambda case: case.op == "tune",
     settle=settle,
     kernels=lazy(f"{names.STUDY}.ahead:launches"),
+    timelines=lazy(f"{names.STUDY}.timelines:take"),
     added=Added(
         ("x", "ids", "weights", "w1", "w2", "out"),
         "One expert layer. x: [T, H]; ids: [T, top_k], int32; weights: [T, top_k], fp32; w1: [E, 2 I, H], gate before "

@@ -109,4 +109,5 @@ STUDY = Study(
     },
     tiny=(Case("token", _params(names.TINY, dtype="fp32")),),
     kernels=lazy(f"{names.TRIALS}:compiled_ahead"),
+    timelines=lazy(f"{names.PACKAGE}.timelines:take"),
 )
