@@ -100,23 +100,21 @@ class Timeline:
     what:     its name. bars: a row for each piece of work of a program: launch (their order), program, sm, stage (what
               it does), begin_ns, released_ns (it no longer waits), end_ns, from the first begin.
     plain_ns, clocked_ns: time of all that a graph replays, without the clocks and with them.
-    source:   what ran, as in `bench.spec.Variant`.
     """
 
     what: str
     bars: pd.DataFrame
     plain_ns: float
     clocked_ns: float
-    source: str | tuple[str, ...]
 
 
-def of_launches(what: str, launches: Mapping[str, Launch], source: str | tuple[str, ...]) -> Timeline:
+def of_launches(what: str, launches: Mapping[str, Launch]) -> Timeline:
     """The timeline of launches that run one after the other; what each does is its name. They run here."""
     made = {name: clocked(launch) for name, launch in launches.items()}
     plain = replayed(list(launches.values()))
     took = replayed([launch for launch, _ in made.values()])
     bars = [_bars(clock).assign(launch=i, stage=name) for i, (name, (_, clock)) in enumerate(made.items())]
-    return Timeline(what, from_first(pd.concat(bars, ignore_index=True)), plain, took, source)
+    return Timeline(what, from_first(pd.concat(bars, ignore_index=True)), plain, took)
 
 
 def _bars(clock: Tensor) -> pd.DataFrame:

@@ -2,15 +2,20 @@
 
 import sys
 import traceback
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
 from labkit import registry
 from labkit.bench import machine, records, timelines
 from labkit.bench.sha import kernel_sha
+from labkit.bench.spec import Study
+
+if TYPE_CHECKING:
+    from labkit.evidence.timeline import Timeline
 
 SEED = 0
 
@@ -18,7 +23,7 @@ SEED = 0
 def take(study: str, base: str, device: Any = "cuda") -> int:
     """Take a study's timelines on this GPU and write base/<gpu>/timelines/<study>.parquet; returns the bars in it."""
     here, provenance = machine.this_machine(), machine.provenance(SEED)
-    rows = rows_of(study, registry.load(study).timelines(device, seed=SEED), here.sms, provenance)
+    rows = rows_of(registry.load(study), registry.load(study).timelines.take(device, seed=SEED), here.sms, provenance)
     path = timelines.path_of(Path(base), here.slug, study)
     timelines.write(path, rows)
     machine_file = path.parents[1] / "machine.json"
@@ -27,14 +32,12 @@ def take(study: str, base: str, device: Any = "cuda") -> int:
     return len(rows)
 
 
-def rows_of(study: str, taken: Any, sms: int, provenance: dict[str, Any]) -> pd.DataFrame:
-    """The rows of a file. taken: `evidence.timeline.Timeline`s; sms: of the GPU."""
-    found = []
-    for one in taken:
-        more = {"what": one.what, "plain_ns": one.plain_ns, "clocked_ns": one.clocked_ns}
-        found.append(one.bars.assign(**more, kernel_sha=kernel_sha(one.source)))
-    utc = datetime.now(UTC).isoformat(timespec="seconds")
-    return pd.concat(found, ignore_index=True).assign(study=study, sms=sms, utc=utc, **provenance)
+def rows_of(study: Study, taken: "Sequence[Timeline]", sms: int, provenance: Mapping[str, Any]) -> pd.DataFrame:
+    """The rows of a file. sms: multiprocessors of the GPU."""
+    found = [one.bars.assign(what=one.what, plain_ns=one.plain_ns, clocked_ns=one.clocked_ns) for one in taken]
+    same = {"study": study.name, "sms": sms, "kernel_sha": kernel_sha(study.timelines.source)}
+    same["utc"] = datetime.now(UTC).isoformat(timespec="seconds")
+    return pd.concat(found, ignore_index=True).assign(**same, **provenance)
 
 
 def main(folder: str) -> int:

@@ -19,8 +19,7 @@ GRIDS = {variants.TILES: "tiles", variants.PERSISTENT: "filled"}  # as `trials.c
 def take(device: Any = "cuda", x: Case = SHOWN, seed: int = 0) -> list[timeline.Timeline]:
     """Our layer of a case in one CTA a tile, and in a persistent grid of as many programs as fit; they run here."""
     [item] = trials.inputs(x, device, 1, seed)
-    source = next(one.source for one in variants.of(x) if one.name == variants.OURS)
     return [
-        timeline.of_launches(what, trials._built(x, item, workspace(item), grid).launches, source)
+        timeline.of_launches(what, trials._built(x, item, workspace(item), grid).launches)
         for what, grid in GRIDS.items()
     ]

@@ -28,8 +28,7 @@ def take(device: Any = "cuda", x: Case = SHOWN, count: int = SHORT, seed: int = 
     after = timeline.replayed(_decode(x, run, launch, count))
     run.memory.check()
     bars = _bars(run.tables, run.memory.marks.cpu().numpy(), clock.cpu().numpy())
-    source = variants.CAPTURED[variants.MARKED].source
-    return [timeline.Timeline(variants.OURS, timeline.from_first(bars), before / count, after / count, source)]
+    return [timeline.Timeline(variants.OURS, timeline.from_first(bars), before / count, after / count)]
 
 
 def _compile_ahead(x: Case, device: Any) -> None:
