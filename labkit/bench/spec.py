@@ -192,11 +192,13 @@ class Added:
 class Timelines:
     """What of a study is shown over time.
 
-    take:   (device, seed=…) -> list of `evidence.timeline.Timeline`s, which are taken there.
+    case:   of which case.
+    take:   (case, device, seed) -> list of `evidence.timeline.Timeline`s, which are taken there.
     source: what runs in them, as in `Variant`.
     """
 
-    take: Callable[..., Any]
+    case: Case
+    take: Callable[[Case, Any, int], Any]
     source: str | tuple[str, ...]
 
 

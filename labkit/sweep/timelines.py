@@ -1,18 +1,21 @@
-"""A study's timelines taken on this GPU and written to a file; `python -m labkit.sweep.timelines FOLDER` takes all."""
+"""A study's timelines, taken on this GPU and written to a file.
+
+`labkit run` takes them with the measurements; `python -m labkit.sweep.timelines FOLDER` takes those of all studies.
+"""
 
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from labkit import registry
+from labkit import isolated, registry
 from labkit.bench import machine, records, timelines
 from labkit.bench.sha import kernel_sha
-from labkit.bench.spec import Study
+from labkit.bench.spec import Case, Study
 
 if TYPE_CHECKING:
     from labkit.evidence.timeline import Timeline
@@ -20,16 +23,43 @@ if TYPE_CHECKING:
 SEED = 0
 
 
-def take(study: str, base: str, device: Any = "cuda") -> int:
+def take(name: str, base: str, device: Any = "cuda") -> int:
     """Take a study's timelines on this GPU and write base/<gpu>/timelines/<study>.parquet; returns the bars in it."""
-    here, provenance = machine.this_machine(), machine.provenance(SEED)
-    rows = rows_of(registry.load(study), registry.load(study).timelines.take(device, seed=SEED), here.sms, provenance)
-    path = timelines.path_of(Path(base), here.slug, study)
+    here, study = machine.this_machine(), registry.load(name)
+    taken = study.timelines.take(study.timelines.case, device, SEED)
+    rows = rows_of(study, taken, here.sms, machine.provenance(SEED))
+    path = timelines.path_of(Path(base), here.slug, name)
     timelines.write(path, rows)
-    machine_file = path.parents[1] / "machine.json"
-    if not machine_file.exists():
-        records.write_atomic(machine_file, here.to_json())
+    if not (file := path.parents[1] / "machine.json").exists():
+        records.write_atomic(file, here.to_json())
     return len(rows)
+
+
+def complete(
+    study: Study, cases: Sequence[Case], base: Path, env: Mapping[str, str | None], say: Callable[[str], None]
+) -> None:
+    """Take what a study shows over time, if its case is among these and there is none of the present sources yet.
+
+    base: runs/. Where it cannot be taken one line says why, and the page that there is none.
+    """
+    shown, here = study.timelines, machine.this_machine()
+    if shown is None or (shown.case.op, shown.case.key) not in {(case.op, case.key) for case in cases}:
+        return
+    if _is_current(study, timelines.path_of(base, here.slug, study.name)):
+        return
+    say(f"{study.name}: timelines")
+    try:
+        isolated.call("labkit.sweep.timelines:take", study.name, str(base), env={**env, "TRITON_INTERPRET": None})
+    except isolated.IsolatedError as problem:
+        say(f"{study.name}: timelines: not taken: {problem.kind}: {problem.message}")
+
+
+def _is_current(study: Study, path: Path) -> bool:
+    if not path.exists():
+        return False
+    row, here = timelines.read(path).iloc[0], machine.provenance(SEED)
+    same = all(row[name] == here[name] for name in ("gpu", "driver", "torch", "triton"))
+    return same and row["kernel_sha"] == kernel_sha(study.timelines.source)
 
 
 def rows_of(study: Study, taken: "Sequence[Timeline]", sms: int, provenance: Mapping[str, Any]) -> pd.DataFrame:

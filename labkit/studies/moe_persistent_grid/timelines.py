@@ -6,17 +6,11 @@ from labkit.bench.spec import Case
 from labkit.evidence import timeline
 from labkit.kernels.experts.inputs import workspace
 from labkit.studies.moe_persistent_grid import trials, variants
-from labkit.studies.moe_persistent_grid.models import QWEN35_35B
 
-TOKENS = 128
-SHOWN = Case(
-    "layer",
-    {**QWEN35_35B.as_dict(), "T": TOKENS, "routing": variants.UNIFORM, "weights": "bf16", "activations": "bf16"},
-)
 GRIDS = {variants.TILES: "tiles", variants.PERSISTENT: "filled"}  # as `trials.config_of` has them
 
 
-def take(device: Any = "cuda", x: Case = SHOWN, seed: int = 0) -> list[timeline.Timeline]:
+def take(x: Case, device: Any, seed: int) -> list[timeline.Timeline]:
     """Our layer of a case in one CTA a tile, and in a persistent grid of as many programs as fit; they run here."""
     [item] = trials.inputs(x, device, 1, seed)
     return [

@@ -109,5 +109,9 @@ STUDY = Study(
     },
     tiny=(Case("token", _params(names.TINY, dtype="fp32")),),
     kernels=lazy(f"{names.TRIALS}:compiled_ahead"),
-    timelines=Timelines(lazy(f"{names.PACKAGE}.timelines:take"), names.CAPTURED[names.MARKED].source),
+    timelines=Timelines(
+        Case("token", _params(names.H1024)),
+        lazy(f"{names.PACKAGE}.timelines:take"),
+        names.CAPTURED[names.MARKED].source,
+    ),
 )

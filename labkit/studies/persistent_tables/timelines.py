@@ -12,10 +12,8 @@ from labkit.kernels.decoder.tables import OP, OPS
 from labkit.studies.persistent_tables import decodes, trials, variants
 from labkit.studies.persistent_tables.study import SHORT
 
-SHOWN = Case("token", {**variants.MAIN, "model": variants.H1024})
 
-
-def take(device: Any = "cuda", x: Case = SHOWN, count: int = SHORT, seed: int = 0) -> list[timeline.Timeline]:
+def take(x: Case, device: Any, seed: int, count: int = SHORT) -> list[timeline.Timeline]:
     """The last of `count` tokens of a case, a bar for each record; they are decoded here. Stage: the record's op.
 
     RuntimeError if a record gave up waiting.
