@@ -6,7 +6,10 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from labkit import paths
 from labkit.bench.records import RecordError, write_atomic
+from labkit.bench.sha import kernel_sha
+from labkit.bench.spec import Study
 
 FOLDER = "timelines"  # in a GPU's folder of runs/ or data/
 VERSION = "1"
@@ -76,3 +79,17 @@ def read(path: Path) -> pd.DataFrame:
         if table.schema.field(name).type != kind:
             raise RecordError(f"{path}: column {name} is {table.schema.field(name).type}, expected {kind}")
     return table.to_pandas()
+
+
+def of(study: Study, gpu: str, here: bool) -> pd.DataFrame:
+    """A study's rows of a GPU, by its folder; empty where nothing was taken. here: by this machine, else recorded.
+
+    RecordError if the file cannot be used.
+    """
+    path = path_of(paths.RUNS if here else paths.DATA, gpu, study.name)
+    return read(path) if path.exists() else pd.DataFrame()
+
+
+def stale(study: Study, rows: pd.DataFrame) -> bool:
+    """Whether some rows are of other sources than the present ones."""
+    return study.timelines is None or bool((rows["kernel_sha"] != kernel_sha(study.timelines.source)).any())

@@ -42,10 +42,10 @@ def complete(
 
     base: runs/. Where it cannot be taken one line says why, and the page that there is none.
     """
-    shown, here = study.timelines, machine.this_machine()
+    shown = study.timelines
     if shown is None or (shown.case.op, shown.case.key) not in {(case.op, case.key) for case in cases}:
         return
-    if _is_current(study, timelines.path_of(base, here.slug, study.name)):
+    if _is_current(study, timelines.path_of(base, machine.this_machine().slug, study.name)):
         return
     say(f"{study.name}: timelines")
     try:
@@ -57,9 +57,9 @@ def complete(
 def _is_current(study: Study, path: Path) -> bool:
     if not path.exists():
         return False
-    row, here = timelines.read(path).iloc[0], machine.provenance(SEED)
-    same = all(row[name] == here[name] for name in ("gpu", "driver", "torch", "triton"))
-    return same and row["kernel_sha"] == kernel_sha(study.timelines.source)
+    rows, here = timelines.read(path), machine.provenance(SEED)
+    same = all((rows[name] == here[name]).all() for name in ("gpu", "driver", "torch", "triton"))
+    return same and not timelines.stale(study, rows)
 
 
 def rows_of(study: Study, taken: "Sequence[Timeline]", sms: int, provenance: Mapping[str, Any]) -> pd.DataFrame:
