@@ -40,7 +40,7 @@ _ONE_RUN = ("driver", "cuda", "torch", "triton", "labkit")  # equal in all rows 
 class Report:
     """What was promoted: (gpu, study) -> number of cases and of rows; and what was left, and why.
 
-    timelines: "gpu/study" of those that were promoted.
+    timelines: "gpu/timelines/study" of those that were promoted.
     """
 
     promoted: dict[tuple[str, str], tuple[int, int]] = field(default_factory=dict)
@@ -217,7 +217,7 @@ def _check_folder(folder: Path, report: Report) -> list[tuple[Path, Any]]:
     for path in sorted(folder.glob(f"{timelines.FOLDER}/*.parquet")):
         rows = _check_timelines(path, here)
         ready.append((timelines.path_of(paths.DATA, folder.name, path.stem), rows))
-        report.timelines.append(f"{folder.name}/{path.stem}")
+        report.timelines.append(f"{folder.name}/{timelines.FOLDER}/{path.stem}")
     for path in sorted(folder.glob("*.journal.jsonl")):
         if cases := {str(entry.get("case")) for entry in records.Journal(path).entries()}:
             study = path.name.removesuffix(".journal.jsonl")
