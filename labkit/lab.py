@@ -410,8 +410,10 @@ class Lab:
     def timelines(self, caption: str, picture: bool = True) -> "Gallery | figures.Html":
         """Programs over time, a picture a GPU, the first one open; where none was taken, that it was not.
 
-        caption: what is shown. picture: False: only what it comes to, a sentence a GPU.
+        caption: what is shown, with the case's parameters: "{model}". picture: False: only what it comes to, a sentence
+        a GPU.
         """
+        caption = caption.format(**self.study.timelines.case.params)
         rows = {gpu: timelines.of(self.study, entry.machine.slug, entry.here) for gpu, entry in self._entries.items()}
         taken = {gpu: one for gpu, one in rows.items() if len(one)}
         none = f"No timeline was taken on {' and '.join(gpu for gpu in rows if gpu not in taken)}."

@@ -1,16 +1,19 @@
 """Programs over time: clocks around compiled kernels, files of them, what they come to, and their picture."""
 
+import dataclasses
+import json
 import re
+import tarfile
 import xml.etree.ElementTree as ET
 from dataclasses import replace
 
 import pandas as pd
 import pytest
 from kernels_for_tests import copy
-from markupsafe import Markup
+from toy_lab import GPU, MACHINE, SLUG, Toy
 
-from labkit import registry
-from labkit.bench import timelines
+from labkit import isolated, lab, paths, registry
+from labkit.bench import machine, spec, timelines
 from labkit.bench.records import RecordError
 from labkit.bench.sha import kernel_sha
 from labkit.evidence import compiled, timeline
@@ -21,6 +24,8 @@ from labkit.kernels.offline import offline
 from labkit.report import programs
 from labkit.report.figures import Html
 from labkit.studies.moe_persistent_grid import trials
+from labkit.sweep import timelines as sweeping
+from labkit.workflow import archive
 
 SAME = {"launch": 0, "program": 0, "study": "moe_persistent_grid", "plain_ns": 100.0, "clocked_ns": 102.0, "seed": 0}
 SAME |= dict.fromkeys(("kernel_sha", "gpu", "driver", "cuda", "torch", "triton", "labkit", "revision", "utc"), "")
@@ -165,7 +170,8 @@ def test_the_picture_is_in_a_figure_with_words_controls_and_a_table(reports):
     assert "<script" not in html
     assert [path.suffix for path in sorted((reports / "figures" / "recorded").iterdir())] == [".png", ".svg"]
     source = re.search(r'src="data:image/svg\+xml,([^"]*)"', html)[1]
-    assert not set('<#"') & set(source.replace("<", "")), Markup(source)[:80]
+    assert "#" not in source
+    assert "%23" in source  # of its colours
 
 
 # Files
@@ -189,3 +195,110 @@ def test_a_file_that_is_none_is_refused_by_name(tmp_path):
     ROWS.to_parquet(path)
     with pytest.raises(RecordError, match=r"x.parquet: timelines of version none, this lab reads 1"):
         timelines.read(path)
+
+
+# From runs/ to data/, and to pages
+
+SOURCE = "labkit.kernels.launch:Launch"
+
+
+@pytest.fixture
+def toy(tmp_path, monkeypatch):
+    """A lab whose study `layers` shows something over time."""
+    found = Toy(tmp_path)
+    found.enter(monkeypatch)
+    load, case = registry.load, spec.Case("op", {"n": 1})
+    shown = spec.Timelines(case, lambda *_: None, SOURCE)
+    monkeypatch.setattr(registry, "load", lambda name: dataclasses.replace(load(name), timelines=shown))
+    return found
+
+
+def taken(toy, **changes):
+    """The file that a GPU made, in runs/."""
+    rows = ROWS.assign(**{"study": "layers", "gpu": GPU, "kernel_sha": kernel_sha(SOURCE), "driver": "1.2"} | changes)
+    path = timelines.path_of(toy.root / "runs", SLUG, "layers")
+    timelines.write(path, rows)
+    toy.write(f"runs/{SLUG}/machine.json", json.dumps(MACHINE))
+    return path
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["here", "from an archive"])
+def test_timelines_are_promoted(toy, packed):
+    path = taken(toy)
+    if packed:
+        with tarfile.open(toy.root / "made.tar", "w") as made:
+            for file in (path, path.parents[1] / "machine.json"):
+                made.add(file, file.relative_to(toy.root))
+        path.unlink()
+    report = archive.promote(toy.root / "made.tar" if packed else None)
+    assert report.timelines == [f"{SLUG}/timelines/layers"]
+    assert report.promoted == {}
+    found = timelines.of(registry.load("layers"), SLUG, here=False)
+    assert len(found) == len(ROWS)
+    assert set(found["revision"]) == {machine.revision()}
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"gpu": "another"}, "layers.parquet: column gpu is 'another'; allowed: 'NVIDIA Made-Up 9'"),
+        ({"study": "ground"}, "column study is 'ground'; allowed: 'layers'"),
+        ({"kernel_sha": "0" * 12}, "column kernel_sha is not that of the present kernel: measure again"),
+        ({"released_ns": 10**6}, "column released_ns has a time below 0, or after its end_ns"),
+    ],
+    ids=["gpu", "study", "source", "times"],
+)
+def test_timelines_that_cannot_be_are_refused(toy, changes, problem):
+    taken(toy, **changes)
+    with pytest.raises(RecordError, match=re.escape(problem)):
+        archive.promote()
+    assert not timelines.path_of(paths.DATA, SLUG, "layers").exists()
+
+
+def complete(monkeypatch, case):
+    """What `labkit run` takes of a case, and says."""
+    calls, lines = [], []
+    here = dataclasses.replace(machine.Machine(**MACHINE), slug=SLUG)
+    same = {"gpu": GPU, "driver": "1.2", "torch": "", "triton": ""}
+    monkeypatch.setattr(machine, "this_machine", lambda: here)
+    monkeypatch.setattr(machine, "provenance", lambda seed: same)
+    monkeypatch.setattr(isolated, "call", lambda *given, env: calls.append(given))
+    sweeping.complete(registry.load("layers"), [case], paths.RUNS, {}, lines.append)
+    return calls, lines
+
+
+def test_they_are_taken_once_with_their_case(toy, monkeypatch):
+    other, own = spec.Case("op", {"n": 2}), spec.Case("op", {"n": 1})
+    assert complete(monkeypatch, other) == ([], [])
+    wanted = ("labkit.sweep.timelines:take", "layers", str(paths.RUNS))
+    assert complete(monkeypatch, own) == ([wanted], ["layers: timelines"])
+    taken(toy)
+    assert complete(monkeypatch, own) == ([], [])
+    taken(toy, driver="another")
+    assert complete(monkeypatch, own) == ([wanted], ["layers: timelines"])
+
+
+def test_that_they_cannot_be_taken_is_said(toy, monkeypatch):
+    def fail(*given, env):
+        raise isolated.IsolatedError("python", "RuntimeError", "no clock")
+
+    monkeypatch.setattr(isolated, "call", lambda *given, env: None)
+    complete(monkeypatch, spec.Case("op", {"n": 2}))
+    monkeypatch.setattr(isolated, "call", fail)
+    lines = []
+    sweeping.complete(registry.load("layers"), [spec.Case("op", {"n": 1})], paths.RUNS, {}, lines.append)
+    assert lines == ["layers: timelines", "layers: timelines: not taken: RuntimeError: no clock"]
+
+
+def test_a_page_says_of_which_gpu_there_is_none(monkeypatch, reports):
+    x = lab.open("moe_persistent_grid", source="recorded", **lab.defaults("moe_persistent_grid"))
+    first = next(iter(x._entries.values())).machine.slug
+    own = ROWS.assign(gpu="x", driver="1.2", torch="2", triton="3", utc="2025-11-20T00:00:00")
+    monkeypatch.setattr(timelines, "of", lambda study, gpu, here: own if gpu == first else pd.DataFrame())
+    html = x.timelines("One layer with {T} tokens.")._repr_html_()
+    assert html.count("<img ") == 1
+    assert "One layer with 128 tokens. a: " in html
+    others = list(x._entries)[1:]
+    assert f"No timeline was taken on {' and '.join(others)}." in html
+    monkeypatch.setattr(timelines, "of", lambda study, gpu, here: pd.DataFrame())
+    assert "<img " not in x.timelines("")._repr_html_()
