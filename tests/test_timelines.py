@@ -117,7 +117,10 @@ def test_a_multiprocessor_that_ran_nothing_is_idle():
 
 
 def test_sentences_name_what_was_idle_and_what_took_the_most():
-    assert programs.said(ROWS) == ("a: 50 % of the multiprocessors' time nothing was at work; up took the most, 30 %.")
+    assert programs.said(ROWS) == "50 % of the multiprocessors' time nothing was at work; up took the most, 30 %."
+    both = programs.said(pd.concat([ROWS, ROWS.assign(what="b", end_ns=ROWS["released_ns"])]))
+    assert "A: 50 % of " in both
+    assert "B: 100 % of " in both
     assert "at most 1.02 times as long; the clock ticks every 5 ns" in programs.cost(ROWS)
 
 
@@ -297,7 +300,7 @@ def test_a_page_says_of_which_gpu_there_is_none(monkeypatch, reports):
     monkeypatch.setattr(timelines, "of", lambda study, gpu, here: own if gpu == first else pd.DataFrame())
     html = x.timelines("One layer with {T} tokens.")._repr_html_()
     assert html.count("<img ") == 1
-    assert "One layer with 128 tokens. a: " in html
+    assert "One layer with 128 tokens. " in html
     others = list(x._entries)[1:]
     assert f"No timeline was taken on {' and '.join(others)}." in html
     monkeypatch.setattr(timelines, "of", lambda study, gpu, here: pd.DataFrame())

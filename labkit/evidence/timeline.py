@@ -7,6 +7,7 @@ kernel changes, and so neither does the hash by which recorded rows know it.
 
 import ast
 import inspect
+import math
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -56,11 +57,8 @@ def clocked(launch: Launch) -> tuple[Launch, Tensor]:
         raise ValueError(f"kernel is a {type(kernel).__name__}; allowed: a function decorated by triton.jit alone")
     if "clock" in kernel.arg_names:
         raise ValueError(f"{kernel.fn.__name__} has a parameter 'clock'; allowed: any other name")
-    programs = 1
-    for size in launch.grid:
-        programs *= size
     device = next(one.device for one in launch.args.values() if isinstance(one, Tensor))
-    clock = torch.zeros((programs, len(MOMENTS)), dtype=torch.int64, device=device)
+    clock = torch.zeros((math.prod(launch.grid), len(MOMENTS)), dtype=torch.int64, device=device)
     dependent = bool(launch.options.get("launch_pdl"))
     made = _clocked(kernel, dependent and _waits_first(kernel))
     return replace(launch, kernel=made, args={"clock": clock, **launch.args}), clock

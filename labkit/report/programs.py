@@ -67,8 +67,9 @@ def said(rows: pd.DataFrame) -> str:
     for what, some in table.groupby("what", sort=False):
         idle = some[some["stage"] == IDLE]["share"].iloc[0]
         most = some[some["stage"] != IDLE].sort_values("share").iloc[-1]
+        name = f"{what[:1].upper()}{what[1:]}: " if table["what"].nunique() > 1 else ""
         texts.append(
-            f"{what}: {idle:.0f} % of the multiprocessors' time nothing was at work; {most['stage']} took the most, "
+            f"{name}{idle:.0f} % of the multiprocessors' time nothing was at work; {most['stage']} took the most, "
             f"{most['share']:.0f} %."
         )
     return " ".join(texts)
