@@ -522,12 +522,15 @@ def record(archive: Path | None, pack: Path | None, figures: bool, rehash: bool,
         raise click.UsageError(str(problem)) from None
     for (gpu, study), (cases, rows) in done.promoted.items():
         click.echo(f"data/{gpu}/{study}.parquet: {cases} cases, {rows} rows promoted")
+    for name in done.timelines:
+        click.echo(f"data/{name}.parquet promoted")
     for text in done.left:
         click.echo(f"left: {text}", err=True)
-    if not done.promoted:
+    studies = {study for _, study in done.promoted} | {name.rpartition("/")[2] for name in done.timelines}
+    if not studies:
         sys.exit(FAILED)
     _predict()
-    _draw(sorted({study for _, study in done.promoted}))
+    _draw(sorted(studies))
 
 
 def _predict(compiling: bool = False) -> None:

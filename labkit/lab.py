@@ -27,11 +27,11 @@ import pandas as pd
 from markupsafe import escape
 
 from labkit import paths, registry
-from labkit.bench import ledger, machine, records, spec
+from labkit.bench import ledger, machine, records, spec, timelines
 from labkit.bench.claim import Claim
 from labkit.bench.spec import Case, Floor, Study
 from labkit.evidence import roofline
-from labkit.report import figures, merged, origins, plots, verdicts, words
+from labkit.report import figures, merged, origins, plots, programs, verdicts, words
 from labkit.sweep import added, run
 from labkit.sweep.correctness import COMPILER, INTERPRETER, check_here
 from labkit.workflow import elsewhere, lease, notebooks, predicted_words, recorded
@@ -66,10 +66,14 @@ class Shown:
     @cached_property
     def origin(self) -> str:
         """One sentence for captions: GPU, driver, versions, date."""
+        return self.origin_of(self.stale)
+
+    def origin_of(self, stale: str) -> str:
+        """The same, with what is stale of the rows."""
         how = "Measured on this machine" if self.here else "Recorded measurement, not of this machine"
         about = versions_of(self.rows)
         versions = f"driver {about['driver']}, torch {about['torch']}, Triton {about['Triton']}"
-        old = f" {EARLIER} ({self.stale})." if self.stale else ""
+        old = f" {EARLIER} ({stale})." if stale else ""
         return f"{how}: {self.machine.name}, {versions}, {about['date']}.{old}"
 
     @cached_property
@@ -402,6 +406,43 @@ class Lab:
         if not columns:
             return figures.note(f"{caption} There is no such measurement.")
         return figures.table(pd.DataFrame(columns).rename_axis(key), f"{caption} {self._origin}", folded=True)
+
+    def timelines(self, caption: str, picture: bool = True) -> "Gallery | figures.Html":
+        """Programs over time, a picture a GPU, the first one open; where none was taken, that it was not.
+
+        caption: what is shown, with the case's parameters: "{model}". picture: False: only what it comes to, a sentence
+        a GPU.
+        """
+        caption = caption.format(**self.study.timelines.case.params)
+        rows = {gpu: timelines.of(self.study, entry.machine.slug, entry.here) for gpu, entry in self._entries.items()}
+        taken = {gpu: one for gpu, one in rows.items() if len(one)}
+        none = f"No timeline was taken on {' and '.join(gpu for gpu in rows if gpu not in taken)}."
+        if not taken:
+            return figures.note(none if rows else UNMEASURED)
+        notes = [figures.note(none)] if len(taken) < len(rows) else []
+        if not picture:
+            said = {gpu: self._told(gpu, one, programs.said) for gpu, one in taken.items()}
+            return Gallery([figures.note(figures.by_gpu(said)), *notes])
+        first, *others = [self._timeline(gpu, one, caption) for gpu, one in taken.items()]
+        others = [figures.folded("The same on another GPU", one) for one in others]
+        return Gallery([first, *others, *notes])
+
+    def _timeline(self, gpu: str, rows: pd.DataFrame, caption: str) -> figures.Html:
+        entry, said = self._entries[gpu], self._told(gpu, rows, programs.said)
+        old = "timelines" if timelines.stale(self.study, rows) else ""
+        text = said.after(f"{gpu}. {caption} ").before(" ")
+        cost = self._told(gpu, rows, programs.cost).before(f" {Shown(entry.machine, rows, entry.here).origin_of(old)}")
+        name = f"{self.study.name}-timeline-{entry.machine.slug}"
+        alt = f"{entry.machine.name}: {caption} {said.plain}"
+        return programs.shown(
+            rows, name, self._folder, figures.Html(text.html + cost.html, text.plain + cost.plain), alt
+        )
+
+    def _told(self, gpu: str, rows: pd.DataFrame, make: Callable[[pd.DataFrame], str]) -> figures.Html:
+        """What is made of a GPU's timelines, with where its numbers are from."""
+        with ledger.recording() as book:
+            text = make(rows)
+        return origins.marked(text, origins.Pool(rows, book, self._place(self._entries[gpu])))
 
     def say(self, sentence: Callable[[pd.DataFrame], str]) -> figures.Html:
         """One generated sentence a GPU: results are never typed into prose, since they differ from GPU to GPU."""

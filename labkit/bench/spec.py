@@ -188,6 +188,20 @@ class Added:
     caches: tuple[str, ...] = ("cold", "hot")
 
 
+@dataclass(frozen=True)
+class Timelines:
+    """What of a study is shown over time.
+
+    case:   of which case.
+    take:   (case, device, seed) -> list of `evidence.timeline.Timeline`s, which are taken there.
+    source: what runs in them, as in `Variant`.
+    """
+
+    case: Case
+    take: Callable[[Case, Any, int], Any]
+    source: str | tuple[str, ...]
+
+
 Rule = Callable[[Any], str | None]  # checks one notebook parameter: None, or what is allowed if the value is not
 
 
@@ -237,6 +251,7 @@ class Study:
                 whenever they change there: writes into the folder what the other cases read (a tuned table).
     counted:    the notebook's parameters -> cases and names of variants, kernels of the lab, whose hardware counters
                 are taken where `ncu` is.
+    timelines:  what of it is shown over time, program by program; None: nothing.
     added:      how it takes functions of the reader's own; None: it takes none.
     add:        the functions that it was given, "FILE.py:FUNCTION" with absolute paths (`added.with_added`).
     """
@@ -257,6 +272,7 @@ class Study:
     settle: Callable[[Path, Path], None] | None = None
     kernels: Callable[[Sequence["Case"], int], list[tuple[str, Mapping[str, Any]]]] | None = None
     counted: Callable[[Mapping[str, Any]], list[tuple[Case, str]]] = lambda parameters: []
+    timelines: Timelines | None = None
     added: Added | None = None
     add: tuple[str, ...] = ()
 

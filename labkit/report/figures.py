@@ -281,6 +281,11 @@ def _text(item: Any, form: str | Callable[[Any], str] | None) -> Any:
     return str(item)
 
 
+def folded(head: str, what: Html) -> Html:
+    """A piece that a reader opens first."""
+    return Html(f"<details><summary>{escape(head)}</summary>{what.html}</details>", what.plain)
+
+
 def note(text: str | Html) -> Html:
     """A remark set apart from the text."""
     return Html(f'<div class="lab-note">{escape(text)}</div>', str(text))

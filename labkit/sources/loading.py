@@ -58,16 +58,21 @@ def changed(name: str, module: str, change: Callable[[ast.Module], ast.Module]) 
         return sys.modules[label]
     text = ast.unparse(ast.fix_missing_locations(change(ast.parse(inspect.getsource(original)))))
     filename = f"<{label}>"
-    linecache.cache[filename] = (len(text), None, text.splitlines(keepends=True), filename)  # for inspect.getsource
     copy = ModuleType(label)
     vars(copy).update({key: vars(original)[key] for key in ("__builtins__", "__package__")}, __file__=filename)
     sys.modules[label] = copy
     try:
-        exec(compile(text, filename, "exec"), vars(copy))
+        run_text(text, filename, vars(copy))
     except BaseException:
         del sys.modules[label]
         raise
     return copy
+
+
+def run_text(text: str, filename: str, names: dict[str, Any]) -> None:
+    """Run a module's text, which defines functions in `names`; `inspect`, and so Triton, finds it by the filename."""
+    linecache.cache[filename] = (len(text), None, text.splitlines(keepends=True), filename)
+    exec(compile(text, filename, "exec"), names)
 
 
 def _prefix(made: Source) -> str:

@@ -34,7 +34,7 @@ def run(
     env: environment of the measuring processes (the leased GPU). say: gets each line of progress.
     Raises RuntimeError without a GPU. A case that cannot run is a row with its reason; one that kills its process too.
     """
-    from labkit.sweep import variants
+    from labkit.sweep import timelines, variants
 
     here = machine.this_machine()
     path = paths.RUNS / here.slug / f"{study.name}.parquet"
@@ -47,6 +47,7 @@ def run(
             study.settle(path, path.parent)
     sweep.measure([case for case in cases if not study.early(case)], processes)
     variants.complete(study, parameters, path, env, say)
+    timelines.complete(study, cases, paths.RUNS, env, say)
     return of_cases(records.read(path), cases)
 
 

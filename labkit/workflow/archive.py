@@ -19,7 +19,7 @@ import pandas as pd
 import pyarrow as pa
 
 from labkit import paths, registry
-from labkit.bench import records, spec
+from labkit.bench import records, spec, timelines
 from labkit.bench.machine import Machine, revision
 from labkit.bench.records import RecordError
 from labkit.kernels.tuned import slug
@@ -28,16 +28,23 @@ from labkit.workflow import library, predictions, recorded
 
 MAX_MEMBERS = 10_000
 MAX_BYTES = 1 << 30  # unpacked, all members together
-_MEMBER = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*/(machine\.json|[a-z][a-z0-9_]*(\.parquet|\.journal\.jsonl))")
+_MEMBER = re.compile(
+    r"[a-z0-9]+(-[a-z0-9]+)*/"
+    rf"(machine\.json|[a-z][a-z0-9_]*(\.parquet|\.journal\.jsonl)|{timelines.FOLDER}/[a-z][a-z0-9_]*\.parquet)"
+)
 _FORMATS = {".tar": "w", ".tar.gz": "w:gz", ".tgz": "w:gz", ".zip": "zip"}
 _ONE_RUN = ("driver", "cuda", "torch", "triton", "labkit")  # equal in all rows of a case, since one run made them
 
 
 @dataclass
 class Report:
-    """What was promoted: (gpu, study) -> number of cases and of rows; and what was left, and why."""
+    """What was promoted: (gpu, study) -> number of cases and of rows; and what was left, and why.
+
+    timelines: "gpu/timelines/study" of those that were promoted.
+    """
 
     promoted: dict[tuple[str, str], tuple[int, int]] = field(default_factory=dict)
+    timelines: list[str] = field(default_factory=list)
     left: list[str] = field(default_factory=list)
 
 
@@ -49,11 +56,12 @@ def pack(out: Path) -> int:
     mode = next((mode for ending, mode in _FORMATS.items() if out.name.endswith(ending)), None)
     if mode is None:
         raise ValueError(f"{out}: the archive's name must end in {', '.join(_FORMATS)}")
-    files = [path for path in sorted(paths.RUNS.glob("*/*")) if _member(path.relative_to(paths.RUNS.parent).as_posix())]
+    every = sorted([*paths.RUNS.glob("*/*"), *paths.RUNS.glob(f"*/{timelines.FOLDER}/*")])
+    files = [path for path in every if _member(path.relative_to(paths.RUNS.parent).as_posix())]
     if not any(path.suffix in (".parquet", ".jsonl") for path in files):
         raise RecordError(f"{paths.RUNS}: nothing has been measured here")
     content = BytesIO()
-    names = {f"runs/{path.parent.name}/{path.name}": path for path in files}
+    names = {f"runs/{path.relative_to(paths.RUNS).as_posix()}": path for path in files}
     if mode == "zip":
         with zipfile.ZipFile(content, "w", zipfile.ZIP_DEFLATED) as archive:
             for name, path in names.items():
@@ -87,6 +95,8 @@ def promote(source: Path | None = None) -> Report:
     for target, content in ready:
         if isinstance(content, bytes):
             records.write_atomic(target, content)
+        elif target.parent.name == timelines.FOLDER:
+            timelines.write(target, content)
         else:
             records.write(target, content)
     for gpu, study in report.promoted:
@@ -133,13 +143,14 @@ def _with_measurements(base: Path) -> list[Path]:
 
 
 def _has_measurements(folder: Path) -> bool:
-    return any(folder.glob("*.parquet")) or any(folder.glob("*.journal.jsonl"))
+    return any(any(folder.glob(one)) for one in ("*.parquet", "*.journal.jsonl", f"{timelines.FOLDER}/*.parquet"))
 
 
 def _member(name: str) -> str:
     """ "GPU/file" of an archive's member; empty if it is something else."""
     parts = [part for part in PurePosixPath(name).parts if part != "."]
-    found = "/".join(parts[-2:]) if len(parts) == 2 or parts[-3:-2] == ["runs"] else ""
+    depth = 3 if timelines.FOLDER in parts[-2:-1] else 2
+    found = "/".join(parts[-depth:]) if len(parts) == depth or parts[-depth - 1 : -depth] == ["runs"] else ""
     return found if _MEMBER.fullmatch(found) else ""
 
 
@@ -156,7 +167,7 @@ def _unpack(source: Path, target: Path) -> None:
             path = target / found
             if path.exists():
                 raise RecordError(f"{source}: holds {found} twice")
-            path.parent.mkdir(exist_ok=True)
+            path.parent.mkdir(parents=True, exist_ok=True)
             with file, open(path, "xb") as out:
                 shutil.copyfileobj(file, out)
             if path.stat().st_size != size:
@@ -203,6 +214,10 @@ def _check_folder(folder: Path, report: Report) -> list[tuple[Path, Any]]:
         old = records.read(target) if target.exists() else None
         ready.append((target, records.merge(old, new)))
         report.promoted[folder.name, path.stem] = (len(new.groupby(["op", "case"])), len(new))
+    for path in sorted(folder.glob(f"{timelines.FOLDER}/*.parquet")):
+        rows = _check_timelines(path, here)
+        ready.append((timelines.path_of(paths.DATA, folder.name, path.stem), rows))
+        report.timelines.append(f"{folder.name}/{timelines.FOLDER}/{path.stem}")
     for path in sorted(folder.glob("*.journal.jsonl")):
         if cases := {str(entry.get("case")) for entry in records.Journal(path).entries()}:
             study = path.name.removesuffix(".journal.jsonl")
@@ -211,6 +226,22 @@ def _check_folder(folder: Path, report: Report) -> list[tuple[Path, Any]]:
     if ready:
         ready.append((paths.DATA / folder.name / "machine.json", here.to_json()))
     return ready
+
+
+def _check_timelines(path: Path, here: Machine) -> pd.DataFrame:
+    """A file's rows, with the commit where they have none. RecordError for what is of another GPU or other sources."""
+    rows = timelines.read(path)
+    for name, wanted in (("study", path.stem), ("gpu", here.name)):
+        if (wrong := rows[name] != wanted).any() or rows.empty:
+            found = "nothing" if rows.empty else repr(rows[name][wrong].iloc[0])
+            raise RecordError(f"{path}: column {name} is {found}; allowed: {wanted!r}")
+    if path.stem not in registry.NOTEBOOKS or timelines.stale(registry.load(path.stem), rows):
+        raise RecordError(f"{path}: column kernel_sha is not that of the present kernel: measure again")
+    for name, last in (("begin_ns", "released_ns"), ("released_ns", "end_ns")):
+        if (rows[name] > rows[last]).any() or (rows[name] < 0).any():
+            raise RecordError(f"{path}: column {name} has a time below 0, or after its {last}")
+    rows["revision"] = rows["revision"].where(rows["revision"] != "", revision())
+    return rows
 
 
 def _check_machine(folder: Path) -> Machine:
@@ -272,6 +303,13 @@ def readme() -> str:
         "`<gpu>/<study>.parquet`: one row per case, variant, cache and mode. `<gpu>/machine.json`: the GPU. Written by",
         "`labkit record`, which also writes this page; read with any Parquet reader, for example",
         '`pandas.read_parquet("data/<gpu>/<study>.parquet")`.',
+        "",
+        f"`<gpu>/{timelines.FOLDER}/<study>.parquet`: when, and on which multiprocessor, each program did what. Its",
+        "columns:",
+        "",
+        "| column | type | meaning |",
+        "|---|---|---|",
+        *(f"| `{name}` | {kind} | {text} |" for name, kind, text in timelines.COLUMNS),
         "",
         "`launches.parquet`: what the launches of these rows do. `predictions.parquet`: what each version of the model",
         "makes of that; no measurement, and never changed. Its columns:",

@@ -6,6 +6,7 @@ import json
 import re
 from html import escape
 
+import over_time
 import pytest
 from common import GPUS, read
 from noted import NOTED
@@ -54,6 +55,7 @@ def audit_of(notebook, gpu):
     rows = with_what_was_drawn(gpu) if study == "moe_persistent_grid" else read(gpu, study)
     tables = {name: table(rows) for name, table in importlib.import_module(study).TABLES.items()}
     tables |= {name: table(tables) for name, table in NOTED.get(study, {}).items()} | {"rows": recorded(rows)}
+    tables |= over_time.tables(gpu, study)
     functions = {name: found for name in tables if (found := function_of(study, name))}
     for claim in registry.load(study).claims:
         if claim.observe:
@@ -62,9 +64,9 @@ def audit_of(notebook, gpu):
 
 
 def function_of(study, name):
-    """The lab's function that an origin calls "tables.ratios"; None of a claim's, and of what is noted otherwise."""
+    """The lab's function that an origin calls "tables.ratios"; None of a claim's, a report's, and what views note."""
     module, _, function = name.partition(".")
-    if not function or module == "claims":
+    if not function or module in ("claims", "programs"):
         return None
     return getattr(importlib.import_module(f"labkit.studies.{study}.{module}"), function)
 

@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from labkit.bench.spec import Added, Case, Study, integer, lazy, list_of, one_of
+from labkit.bench.spec import Added, Case, Study, Timelines, integer, lazy, list_of, one_of
 from labkit.studies.moe_persistent_grid import claims
 from labkit.studies.moe_persistent_grid import variants as names
-from labkit.studies.moe_persistent_grid.models import MIXTRAL, MODELS, QWEN3_30B
+from labkit.studies.moe_persistent_grid.models import MIXTRAL, MODELS, QWEN3_30B, QWEN35_35B
 from labkit.studies.moe_persistent_grid.variants import KINDS, UNIFORM
 
 WEIGHTS = ("bf16", "INT4")
@@ -94,6 +94,9 @@ STUDY = Study(
     early=lambda case: case.op == "tune",
     settle=settle,
     kernels=lazy(f"{names.STUDY}.ahead:launches"),
+    timelines=Timelines(
+        _case("layer", QWEN35_35B.name, 128, "bf16"), lazy(f"{names.STUDY}.timelines:take"), names.BY_TILES_SOURCE
+    ),
     added=Added(
         ("x", "ids", "weights", "w1", "w2", "out"),
         "One expert layer. x: [T, H]; ids: [T, top_k], int32; weights: [T, top_k], fp32; w1: [E, 2 I, H], gate before "

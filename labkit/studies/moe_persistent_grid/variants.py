@@ -270,6 +270,7 @@ def _variant(x: Case, line: Line) -> Variant:
 
 _RULE, _BY_WORDS = f"{EXPERTS}.choose:rule", f"{EXPERTS}.choose:by_words"
 _PRODUCTS, _TILES = f"{EXPERTS}.expert_layer:products", f"{EXPERTS}.expert_layer:by_tiles"
+BY_TILES_SOURCE = _RULE, _TILES  # of our layer of more than one token
 _IN_BYTES, _IN_WORDS = f"{EXPERTS}.one_token:launches", f"{EXPERTS}.one_token_words:launches"
 _RUNS = {  # by the name of the function in `trials`, where that is enough
     "limited": (_RULE, _PRODUCTS, f"{STUDY}.green_context:stream_on", f"{STUDY}.green_context:timed"),

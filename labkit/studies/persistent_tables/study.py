@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from labkit.bench.spec import Case, Floor, Study, Variant, integer, lazy, list_of, one_of
+from labkit.bench.spec import Case, Floor, Study, Timelines, Variant, integer, lazy, list_of, one_of
 from labkit.studies.persistent_tables import claims
 from labkit.studies.persistent_tables import variants as names
 
@@ -109,4 +109,9 @@ STUDY = Study(
     },
     tiny=(Case("token", _params(names.TINY, dtype="fp32")),),
     kernels=lazy(f"{names.TRIALS}:compiled_ahead"),
+    timelines=Timelines(
+        Case("token", _params(names.H1024)),
+        lazy(f"{names.PACKAGE}.timelines:take"),
+        names.CAPTURED[names.MARKED].source,
+    ),
 )
