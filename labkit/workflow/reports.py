@@ -315,20 +315,20 @@ def _findings(
     return findings, problems
 
 
-def _settled(found: list[recorded.Rows]) -> dict[str, pd.DataFrame]:
+def _settled(found: list[recorded.Rows]) -> dict[str, recorded.Rows]:
     """GPU name -> rows that a finding rests on: all that are recorded, those measured here only where none are.
 
     What was measured here may be of few cases.
     """
     found = [one for one in found if len(one.rows)]
-    return {_gpu_name(one): one.rows for one in [one for one in found if not one.here] or found}
+    return {_gpu_name(one): one for one in [one for one in found if not one.here] or found}
 
 
-def _entries(name: str, rows: Mapping[str, pd.DataFrame]) -> dict[str, tuple[ledger.Kept, origins.Place]]:
+def _entries(name: str, rows: Mapping[str, recorded.Rows]) -> dict[str, tuple[ledger.Kept, origins.Place]]:
     """GPU, by its short name -> its rows and where its sentences stand."""
     claims, notebook = registry.load(name).claims, registry.NOTEBOOKS[name]
     return {
-        short: (ledger.Kept(one), origins.Place(notebook, slug(full), full, claims))
+        short: (one.kept, origins.Place(notebook, slug(full), full, claims))
         for short, (full, one) in zip(words.short_names(list(rows)), rows.items(), strict=True)
     }
 
@@ -375,7 +375,7 @@ def _as_result(fields: Mapping[str, Any]) -> index.Result:
 
 def _result(claim: Claim, one: recorded.Rows, earlier_kernel: bool) -> index.Result:
     """A claim on one GPU, with the origins of the numbers that its judgement says."""
-    with ledger.recording() as book:
+    with ledger.recording(one.kept) as book:
         judgement, error = recorded.judge(claim, one.rows)
     later = recorded.rule_changed(claim, one.rows, judgement)
     if judgement is None:
