@@ -4,11 +4,12 @@ import hashlib
 import json
 import math
 import platform
+import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
-from functools import cache, cached_property
+from functools import cache, cached_property, lru_cache
 from importlib import metadata
 from pathlib import Path
 from types import MappingProxyType
@@ -260,7 +261,13 @@ def _readable(chosen: Sequence[str] = ()) -> tuple[dict[str, list[recorded.Rows]
 
 
 def rows_of(study: str, path: Path, here: bool) -> recorded.Rows:
-    """The rows of a data file. RecordError if it cannot be used."""
+    """The rows of a data file, which must not change. RecordError if it cannot be used."""
+    stat = path.stat()
+    return _rows_of(study, path, here, stat.st_size, stat.st_mtime_ns)
+
+
+@lru_cache(64)  # with what is made of them: judging and saying what a study comes to want the same tables
+def _rows_of(study: str, path: Path, here: bool, size: int, changed: int) -> recorded.Rows:
     return recorded.Rows(study, path.parent.name, here, path, records.read(path))
 
 
@@ -350,8 +357,15 @@ def _claims(
     return rows
 
 
+def judge_recorded(stop: threading.Event) -> None:
+    """Judge all claims on what is recorded, until `stop` is set: `write` finds that kept."""
+    for one in (one for rows in _readable()[0].values() for one in rows if not one.here):
+        if not stop.is_set():
+            kept_claims(one)
+
+
 def kept_claims(one: recorded.Rows, say: Callable[[str], None] = lambda text: None) -> dict[str, Any]:
-    """What `claims_of` says of rows, kept until they or a source of the lab change: judging all takes half a minute."""
+    """What `claims_of` says of rows, kept until they or a source of the lab change: judging all takes seconds."""
 
     def make() -> dict[str, Any]:
         say(f"judging the claims of {registry.NOTEBOOKS[one.study]} on {one.gpu}")
