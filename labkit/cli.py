@@ -178,7 +178,8 @@ def run(
         raise click.UsageError(str(wrong)) from None
     from labkit.workflow import reports  # takes a second to load: after what can be wrong
 
-    results = _until_stopped(lambda: notebooks.run(names, values, jobs, can_measure=can_measure))
+    how = {"can_measure": can_measure, "last": reports.judge_recorded}
+    results = _until_stopped(lambda: notebooks.run(names, values, jobs, **how))
     failed = {result.study: result.error for result in results if not result.ok}
     problems = reports.write(failed, _say)
     for line in reports.outcomes(results):

@@ -117,6 +117,12 @@ def call_many(calls: Sequence[Call], workers: int) -> list[Any]:
         return [future.result() for future in futures]
 
 
+def spare_imports() -> None:
+    """Have this process, which is to read notebooks, not import what only holds it up."""
+    for name in _NOT_IMPORTED:
+        sys.modules.setdefault(name, None)
+
+
 def environment(env: Mapping[str, str | None]) -> dict[str, str]:
     """This process's environment with some changes, of which None removes a variable, and with the lab on the path."""
     merged = {**os.environ, **env}
@@ -226,7 +232,7 @@ def _main() -> None:
     answer = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever the function prints, or a library below Python, is progress and not the answer
     die_with_parent(request["parent"])
-    sys.modules.update(dict.fromkeys(_NOT_IMPORTED))
+    spare_imports()
     sys.path.extend(folder for folder in request["path"] if folder not in sys.path)
     try:
         module, _, name = request["target"].partition(":")

@@ -1,6 +1,8 @@
 """The pages, as HTML."""
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import nbformat
@@ -135,3 +137,22 @@ def test_progress_widgets_and_scripts_are_not_shown(reports: Path) -> None:
     text = page(reports, v4.new_notebook(cells=[sample_report.code("x", widget, script)]))
     assert "model_id" not in text
     assert "alert" not in text
+
+
+WRITES = """
+import sys
+from pathlib import Path
+from labkit.report import pages
+from labkit.workflow import reports
+early = sorted({"nbconvert", "nbformat", "torch"} & sys.modules.keys())
+try:
+    pages.page(Path("none.ipynb"), Path("none.html"))
+except FileNotFoundError:
+    print(early, "nbconvert" in sys.modules, sys.modules["rfc3987_syntax"])
+"""
+
+
+def test_what_writes_the_report_loads_what_takes_long_only_for_a_page(tmp_path):
+    """And never the grammar of addresses that takes longest of all."""
+    done = subprocess.run([sys.executable, "-c", WRITES], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert done.stdout.split("\n")[0] == "[] True None"

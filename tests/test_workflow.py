@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from toy_lab import GPU, NOTEBOOKS, Toy
+from toy_lab import GPU, NOTEBOOKS, SLUG, Toy
 
 from labkit import isolated, paths, registry
 from labkit.workflow import lease, notebooks, reports
@@ -280,6 +280,24 @@ def test_as_many_at_once_as_jobs_allow_and_they_share_the_cores(toy, calls, monk
         assert all(result.ok for result in run(jobs=jobs))
         assert {env["OMP_NUM_THREADS"] for env in calls.env.values()} == {threads}
         assert calls.overlap() is overlap
+
+
+def test_the_study_with_most_rows_begins_first(toy, calls):
+    toy.write(f"data/{SLUG}/ground.parquet", "few")
+    toy.write(f"data/{SLUG}/layers.parquet", "many more")
+    assert [result.study for result in run(jobs=1)] == ["ground", "layers"]
+    assert list(calls.span) == ["layers", "ground"]
+
+
+def test_what_is_to_be_done_last_is_done_beside_notebooks_that_do_not_measure(toy, calls, request):
+    done = []
+    assert all(result.ok for result in run(jobs=1, last=done.append))
+    assert [stop.is_set() for stop in done] == [False]
+    request.getfixturevalue("gpu")
+    assert all(result.ok for result in run(jobs=1, last=done.append, can_measure=True))
+    assert len(done) == 1
+    with pytest.raises(ZeroDivisionError):
+        run(jobs=1, last=lambda stop: 1 / 0)
 
 
 # Measuring

@@ -11,12 +11,9 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-import nbformat
 from markupsafe import Markup
-from nbconvert import HTMLExporter
-from nbconvert.filters import strip_ansi
-from traitlets.config import Config
 
+from labkit import isolated
 from labkit.bench.records import write_atomic
 from labkit.report import glossary, origins
 
@@ -57,6 +54,11 @@ def page(
     under the heading that they begin with. status: a line under the title that says where the numbers are from.
     ValueError if the page would request something from outside.
     """
+    isolated.spare_imports()
+    import nbformat  # here, as what converts a notebook: the index and most commands read none
+    from nbconvert import HTMLExporter
+    from traitlets.config import Config
+
     notebook = nbformat.read(executed, as_version=4)
     failures = _prepare(notebook)
     lab = {"title": _title(notebook) or executed.stem, "css": css(), "policy": POLICY, "failures": failures}
@@ -142,6 +144,8 @@ def _unique_ids(html: str) -> str:
 
 def _prepare(notebook: Any) -> list[str]:
     """Order, fold and mark the cells, turn links to notebooks into links to pages; the errors found."""
+    from nbconvert.filters import strip_ansi
+
     failures = []
     notebook.cells = _folded(_answer_first(notebook.cells))
     for cell in notebook.cells:
@@ -208,12 +212,18 @@ def _heading(cells: list[Any], kind: str) -> tuple[str, list[Any]]:
     head, _, text = cells[0].source.partition("\n")
     if kind == "setup" or not head.startswith("#"):
         return SETUP if kind == "setup" else "### Details", cells
-    rest = nbformat.v4.new_markdown_cell(text.strip())
+    rest = _markdown(text.strip())
     return head, [rest, *cells[1:]] if text.strip() else cells[1:]
 
 
 def _marker(name: str, text: str) -> Any:
-    return nbformat.v4.new_markdown_cell(text, metadata={name: True})
+    return _markdown(text, metadata={name: True})
+
+
+def _markdown(text: str, **more: Any) -> Any:
+    from nbformat.v4 import new_markdown_cell
+
+    return new_markdown_cell(text, **more)
 
 
 def _title(notebook: Any) -> str:

@@ -6,7 +6,7 @@ import pandas as pd
 
 from labkit import isolated, registry
 from labkit.evidence import workers
-from labkit.sweep import run
+from labkit.sweep import interpreter, run
 from labkit.sweep.case import first_look
 
 INTERPRETER = {"TRITON_INTERPRET": "1"}
@@ -33,6 +33,8 @@ def check_tiny(name: str, device: str) -> list[dict[str, Any]]:
 
     Left out are variants that have nothing to check, and those of libraries, which may not be installed or run here.
     """
+    if device == "cpu":
+        interpreter.hasten()
     study, rows = registry.load(name), []
     for case in study.tiny:
         for variant in study.variants(case):

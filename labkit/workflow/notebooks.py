@@ -301,11 +301,13 @@ def run(
     *,
     can_measure: bool = False,
     progress: Progress | None = None,
+    last: Callable[[threading.Event], None] | None = None,
 ) -> list[Result]:
     """Run the notebooks of `chosen` studies and return how each ended, in the same order; one failure stops no other.
 
     values: parameters of each study. jobs: how many at once, at most (default: one per GPU if anything is measured,
-    else one per core). On an exception (Ctrl-C) every process is ended first.
+    else one per core). On an exception (Ctrl-C) every process is ended first. last: what is done beside the last
+    notebooks, where nothing is measured; takes an event that tells it to stop.
     """
     progress = progress or Progress()
     measuring = {name for name in chosen if can_measure and source_of(name, values.get(name, {})) in spec.MEASURING}
@@ -328,11 +330,15 @@ def run(
     progress.start([(name, registry.NOTEBOOKS[name]) for name in chosen])
     pool = ThreadPoolExecutor(limit)
     try:
-        for group in (alone, [name for name in chosen if name not in alone]):
-            for future in as_completed([pool.submit(one, name) for name in group]):
+        for group in (alone, _longest_first([name for name in chosen if name not in alone])):
+            futures = [pool.submit(one, name) for name in group]
+            beside = [pool.submit(last, stop)] if last and group and not measuring else []
+            for future in as_completed(futures):
                 result = future.result()
                 results[result.study] = result
                 progress.end(result.study, result.error, result.seconds)
+            for future in beside:
+                future.result()
     except BaseException:
         stop.set()
         raise
@@ -340,6 +346,11 @@ def run(
         pool.shutdown(cancel_futures=True)
         progress.close()
     return [results[name] for name in chosen]
+
+
+def _longest_first(names: Sequence[str]) -> list[str]:
+    """Those with most rows take longest: so that none of them is left alone at the end."""
+    return sorted(names, key=lambda name: -sum(path.stat().st_size for path, _ in paths.data_files(name)))
 
 
 def cores() -> int:

@@ -23,7 +23,7 @@ from labkit.evidence import predict
 from labkit.evidence.predict import Gpu
 from labkit.evidence.roofline import Ceilings
 from labkit.kernels.tuned import slug
-from labkit.workflow import launches, recorded
+from labkit.workflow import recorded
 
 ROW = ("gpu", *predict.KEY, "cache", "mode")
 KEY = (*ROW, "version")
@@ -87,6 +87,8 @@ def append(version: str = predict.LATEST) -> dict[str, tuple[int, int]]:
 
 def _recorded() -> Iterator[tuple[pd.DataFrame, pd.DataFrame, Gpu]]:
     """Of each recorded GPU all rows, the facts of their launches, and the GPU."""
+    from labkit.workflow import launches  # here: it imports torch, which pages that show predictions do not need
+
     facts = launches.read() if launches.FILE.exists() else None
     for name in paths.recorded_gpus() if facts is not None else ():
         files = [paths.DATA / name / f"{study}.parquet" for study in registry.NOTEBOOKS]

@@ -3,13 +3,13 @@
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 
 import pandas as pd
 
 from labkit import paths, registry
-from labkit.bench import records, spec
+from labkit.bench import ledger, records, spec
 from labkit.bench.claim import Claim, Judgement
 from labkit.bench.sha import kernel_sha
 from labkit.sweep import added, run
@@ -24,6 +24,11 @@ class Rows:
     here: bool
     path: Path
     rows: pd.DataFrame
+
+    @cached_property
+    def kept(self) -> ledger.Kept:
+        """What was made of the rows."""
+        return ledger.Kept(self.rows)
 
 
 def all_rows(study: str, *, runs: bool = True) -> Iterator[Rows]:
@@ -92,7 +97,7 @@ def rehash(rows: pd.DataFrame) -> pd.DataFrame:
 def judge(claim: Claim, rows: pd.DataFrame) -> tuple[Judgement | None, str]:
     """A claim's judgement from one GPU's rows; None and the error if its function raises."""
     try:
-        return claim.judge(rows.copy()), ""
+        return claim.judge(rows), ""
     except Exception as problem:  # one claim's mistake must not take the table away
         return None, f"{type(problem).__name__}: {problem}"
 

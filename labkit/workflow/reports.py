@@ -4,11 +4,12 @@ import hashlib
 import json
 import math
 import platform
+import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
-from functools import cache, cached_property
+from functools import cache, cached_property, lru_cache
 from importlib import metadata
 from pathlib import Path
 from types import MappingProxyType
@@ -260,7 +261,13 @@ def _readable(chosen: Sequence[str] = ()) -> tuple[dict[str, list[recorded.Rows]
 
 
 def rows_of(study: str, path: Path, here: bool) -> recorded.Rows:
-    """The rows of a data file. RecordError if it cannot be used."""
+    """The rows of a data file, which must not change. RecordError if it cannot be used."""
+    stat = path.stat()
+    return _rows_of(study, path, here, stat.st_size, stat.st_mtime_ns)
+
+
+@lru_cache(64)  # with what is made of them: judging and saying what a study comes to want the same tables
+def _rows_of(study: str, path: Path, here: bool, size: int, changed: int) -> recorded.Rows:
     return recorded.Rows(study, path.parent.name, here, path, records.read(path))
 
 
@@ -315,20 +322,20 @@ def _findings(
     return findings, problems
 
 
-def _settled(found: list[recorded.Rows]) -> dict[str, pd.DataFrame]:
+def _settled(found: list[recorded.Rows]) -> dict[str, recorded.Rows]:
     """GPU name -> rows that a finding rests on: all that are recorded, those measured here only where none are.
 
     What was measured here may be of few cases.
     """
     found = [one for one in found if len(one.rows)]
-    return {_gpu_name(one): one.rows for one in [one for one in found if not one.here] or found}
+    return {_gpu_name(one): one for one in [one for one in found if not one.here] or found}
 
 
-def _entries(name: str, rows: Mapping[str, pd.DataFrame]) -> dict[str, tuple[ledger.Kept, origins.Place]]:
+def _entries(name: str, rows: Mapping[str, recorded.Rows]) -> dict[str, tuple[ledger.Kept, origins.Place]]:
     """GPU, by its short name -> its rows and where its sentences stand."""
     claims, notebook = registry.load(name).claims, registry.NOTEBOOKS[name]
     return {
-        short: (ledger.Kept(one), origins.Place(notebook, slug(full), full, claims))
+        short: (one.kept, origins.Place(notebook, slug(full), full, claims))
         for short, (full, one) in zip(words.short_names(list(rows)), rows.items(), strict=True)
     }
 
@@ -350,8 +357,15 @@ def _claims(
     return rows
 
 
+def judge_recorded(stop: threading.Event) -> None:
+    """Judge all claims on what is recorded, until `stop` is set: `write` finds that kept."""
+    for one in (one for rows in _readable()[0].values() for one in rows if not one.here):
+        if not stop.is_set():
+            kept_claims(one)
+
+
 def kept_claims(one: recorded.Rows, say: Callable[[str], None] = lambda text: None) -> dict[str, Any]:
-    """What `claims_of` says of rows, kept until they or a source of the lab change: judging all takes half a minute."""
+    """What `claims_of` says of rows, kept until they or a source of the lab change: judging all takes seconds."""
 
     def make() -> dict[str, Any]:
         say(f"judging the claims of {registry.NOTEBOOKS[one.study]} on {one.gpu}")
@@ -375,7 +389,7 @@ def _as_result(fields: Mapping[str, Any]) -> index.Result:
 
 def _result(claim: Claim, one: recorded.Rows, earlier_kernel: bool) -> index.Result:
     """A claim on one GPU, with the origins of the numbers that its judgement says."""
-    with ledger.recording() as book:
+    with ledger.recording(one.kept) as book:
         judgement, error = recorded.judge(claim, one.rows)
     later = recorded.rule_changed(claim, one.rows, judgement)
     if judgement is None:

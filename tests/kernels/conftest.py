@@ -1,7 +1,4 @@
-"""Interpreted, a launch patches Triton's language once for each module, not again in every helper that a kernel calls.
-
-Each time it looks at all names of the language, which takes longer than what most helpers do, and changes nothing.
-"""
+"""What Triton's interpreter is told for these tests: no work twice, and sums in the same order on every processor."""
 
 import os
 import sys
@@ -15,22 +12,12 @@ import pytest
 import torch
 import triton.language as tl
 
+from labkit.sweep.interpreter import hasten
+
 if os.environ.get("TRITON_INTERPRET") == "1":
     from triton.runtime import interpreter
 
-    _patch, _launch, _patched = interpreter._patch_lang, interpreter.GridExecutor.__call__, set()
-
-    def _patch_once(function):
-        if (module := function.__module__) not in _patched:
-            _patched.add(module)
-            return _patch(function)
-        return None
-
-    def _launch_anew(self, *args, **kwargs):
-        _patched.clear()  # what a launch has patched, it restores
-        return _launch(self, *args, **kwargs)
-
-    interpreter._patch_lang, interpreter.GridExecutor.__call__ = _patch_once, _launch_anew
+    hasten()
 
     def _in_order_of_k(a, b, dtype):
         """a @ b, each value summed in the order of k: a library's order may depend on the processor and the place."""
