@@ -63,31 +63,53 @@ PRECISIONS = {torch.float32: "ieee", torch.float16: "tf32x3", torch.bfloat16: "i
 
 
 @triton.jit
-def _chunk_step(h, w_tile, key, new, decay, scale, PER_CHANNEL: tl.constexpr, DOT: tl.constexpr):
-    """The state [K, columns] after a chunk, and v_new [BT, columns] (fp32) of it; `new`: its u; the rest as loaded."""
+def _chunk_step(
+    h, w_tile, key, u_tile, decay, scale, TRANSPOSED: tl.constexpr, PER_CHANNEL: tl.constexpr, DOT: tl.constexpr
+):
+    """The state after a chunk, and v_new (fp32) of it: [K, columns], [BT, columns], both the other way if TRANSPOSED."""
     dtype: tl.constexpr = key.dtype
-    new -= tl.dot(w_tile, h.to(dtype), input_precision=DOT)
+    if TRANSPOSED:
+        new = tl.trans(u_tile.to(tl.float32)) - tl.dot(h.to(dtype), tl.trans(w_tile), input_precision=DOT)
+    else:
+        new = u_tile.to(tl.float32) - tl.dot(w_tile, h.to(dtype), input_precision=DOT)
+    late = new
     if PER_CHANNEL:
-        h *= decay[:, None]
-        late = new
+        h *= decay[None, :] if TRANSPOSED else decay[:, None]
     else:
         h *= decay
-        late = new * scale[:, None]
+        late = new * (scale[None, :] if TRANSPOSED else scale[:, None])
         if dtype == tl.float16:  # v_new / |k| beside a key of almost zero: infinity times zero would be NaN
             late = tl.clamp(late, -65504.0, 65504.0)
-    return h + tl.dot(tl.trans(key), late.to(dtype), input_precision=DOT), new
+    if TRANSPOSED:
+        h += tl.dot(late.to(dtype), key, input_precision=DOT)
+    else:
+        h += tl.dot(tl.trans(key), late.to(dtype), input_precision=DOT)
+    return h, new
+
+
+@triton.jit
+def _tile(ks, columns, K: tl.constexpr, WIDTH: tl.constexpr, V_FIRST: tl.constexpr, TRANSPOSED: tl.constexpr):
+    """Offsets and mask of a tile of a matrix [WIDTH, K] if V_FIRST, else [K, WIDTH], as registers hold it."""
+    k_step: tl.constexpr = 1 if V_FIRST else WIDTH
+    step: tl.constexpr = K if V_FIRST else 1
+    if TRANSPOSED:
+        offsets = columns[:, None] * step + ks[None, :] * k_step
+        return offsets, (columns[:, None] < WIDTH) & (ks[None, :] < K)
+    else:
+        offsets = ks[:, None] * k_step + columns[None, :] * step
+        return offsets, (ks[:, None] < K) & (columns[None, :] < WIDTH)
 
 
 @triton.jit
 def _maps_kernel(
     initial, k, w, u, carry, total, segments, first_segments, starts, maps, HK, HV,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BT: tl.constexpr,
-    V_FIRST: tl.constexpr, PER_CHANNEL: tl.constexpr, DOT: tl.constexpr,
+    V_FIRST: tl.constexpr, TRANSPOSED: tl.constexpr, PER_CHANNEL: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """One program: BV columns of B or of A's transpose of one segment and value head.
+    """One program: BV rows of B or of A of one segment and value head.
 
     B goes to where the next segment's first state will be; that of a sequence's first segment is this state already.
-    The first segment's own state goes there too, since `final` may be where `initial` is. A's transpose goes to maps,
+    The first segment's own state goes there too, since `final` may be where `initial` is. A goes to maps,
     [segments, HV, K, K], in bf16 as two parts, [segments, HV, 2, K, K].
     """
     EVEN_K: tl.constexpr = BK == K
@@ -107,38 +129,36 @@ def _maps_kernel(
     is_map = tile >= TILES_V
     stop = tl.where(is_last | (is_map & is_first), start, end)  # of those programs nothing is needed
     ks = tl.arange(0, BK)
-    columns = tl.where(is_map, tile - TILES_V, tile) * BV + tl.arange(0, BV)
+    rows_of = tl.where(is_map, tile - TILES_V, tile) * BV + tl.arange(0, BV)
     i = tl.arange(0, BT)
     dtype: tl.constexpr = k.dtype.element_ty
 
-    values = (ks[:, None] < K) & (columns[None, :] < V) & (tile < TILES_V)
-    given = initial + (n * HV + hv) * (K * V)
-    given += ks[:, None] + columns[None, :] * K if V_FIRST else ks[:, None] * V + columns[None, :]
-    h = tl.load(given, mask=values & is_first, other=0.0)
-    h = tl.where(is_map & (ks[:, None] == columns[None, :]), 1.0, h)
-    stored = starts + (segment * HV + hv) * (K * V) + ks[:, None] * V + columns[None, :]
-    tl.store(stored, h, mask=values & is_first)
+    given, values = _tile(ks, rows_of, K, V, V_FIRST, TRANSPOSED)
+    stored, values = _tile(ks, rows_of, K, V, True, TRANSPOSED)
+    square, within = _tile(ks, rows_of, K, K, True, TRANSPOSED)
+    values = values & (tile < TILES_V)
+    h = tl.load(initial + (n * HV + hv) * (K * V) + given, mask=values & is_first, other=0.0)
+    h = tl.where(is_map & (square % (K + 1) == 0), 1.0, h)
+    starts += (segment * HV + hv) * (K * V)
+    tl.store(starts + stored, h, mask=values & is_first)
 
-    k += hv // (HV // HK) * K
-    w += hv * K
-    u += hv * V
     for first in range(start, stop, BT):
-        t = (first + i).to(tl.int64)
-        inside = t < end
+        rows = tl.cast(first, tl.int64) * HV + hv  # to this chunk's first token: offsets of its others take 32 bits
+        key_rows = tl.cast(first, tl.int64) * HK + hv // (HV // HK)
+        inside = i < end - first
         scale = 0.0
         if PER_CHANNEL:
             decay = tl.load(total + (chunk * HV + hv) * K + ks, mask=ks < K, other=0.0)
         else:
             decay = tl.load(total + chunk * HV + hv)
-            scale = tl.load(carry + t * HV + hv, mask=inside, other=0.0)
-        key = _rows(k, t, inside, HK * K, ks, K, EVEN_K)
-        w_tile = _rows(w, t, inside, HV * K, ks, K, EVEN_K)
-        new = _rows(u, t, inside & (tile < TILES_V), HV * V, columns, V, EVEN_V).to(tl.float32)
-        h, _ = _chunk_step(h, w_tile, key, new, decay, scale, PER_CHANNEL, DOT)
+            scale = tl.load(carry + rows + i * HV, mask=inside, other=0.0)
+        key = _rows(k + key_rows * K, i, inside, HK * K, ks, K, EVEN_K)
+        w_tile = _rows(w + rows * K, i, inside, HV * K, ks, K, EVEN_K)
+        u_tile = _rows(u + rows * V, i, inside & (tile < TILES_V), HV * V, rows_of, V, EVEN_V)
+        h, _ = _chunk_step(h, w_tile, key, u_tile, decay, scale, TRANSPOSED, PER_CHANNEL, DOT)
         chunk += 1
-    tl.store(stored + HV * (K * V), h, mask=values & (start < stop))
-    square = ks[:, None] * K + columns[None, :]
-    within = is_map & (start < stop) & (ks[:, None] < K) & (columns[None, :] < K)
+    tl.store(starts + HV * (K * V) + stored, h, mask=values & (start < stop))
+    within = within & is_map & (start < stop)
     if dtype == tl.bfloat16:
         large = h.to(dtype)
         maps += (segment * HV + hv) * (2 * K * K)
@@ -153,7 +173,10 @@ def _scan_kernel(
     maps, starts, first_segments, HV,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, SCAN: tl.constexpr,
 ):  # fmt: skip
-    """One program: BV values of one value head of one sequence; S A is added to the B that lies in starts."""
+    """One program: BV values of one value head of one sequence; S A is added to the B that lies in starts.
+
+    As Aᵀ Sᵀ, which has K rows: S A would have BV, too few for wgmma below 64.
+    """
     TILES: tl.constexpr = (V + BV - 1) // BV
     pid = tl.program_id(0)
     hv = pid // TILES % HV
@@ -162,8 +185,8 @@ def _scan_kernel(
     vs = pid % TILES * BV + tl.arange(0, BV)
     second = tl.load(first_segments + n).to(tl.int64) + 1
     stop = tl.load(first_segments + n + 1).to(tl.int64)
-    mask = (ks[:, None] < K) & (vs[None, :] < V)
-    starts += hv * (K * V) + ks[:, None] * V + vs[None, :]
+    stored, mask = _tile(ks, vs, K, V, True, False)
+    starts += hv * (K * V) + stored
     square = ks[:, None] * K + ks[None, :]
     within = (ks[:, None] < K) & (ks[None, :] < K)
     narrow: tl.constexpr = maps.dtype.element_ty
@@ -172,8 +195,8 @@ def _scan_kernel(
         after = starts + (segment + 1) * HV * (K * V)
         if narrow == tl.bfloat16:
             a = maps + (segment * HV + hv) * (2 * K * K) + square
-            large = tl.load(a, mask=within, other=0.0)
-            small = tl.load(a + K * K, mask=within, other=0.0)
+            large = tl.trans(tl.load(a, mask=within, other=0.0))
+            small = tl.trans(tl.load(a + K * K, mask=within, other=0.0))
             sums = tl.load(after, mask=mask, other=0.0)
             h_large = h.to(narrow)
             h_small = (h - h_large.to(tl.float32)).to(narrow)
@@ -182,7 +205,7 @@ def _scan_kernel(
             h = sums + tl.dot(large, h_large)
         else:
             a = tl.load(maps + (segment * HV + hv) * (K * K) + square, mask=within, other=0.0)
-            h = tl.load(after, mask=mask, other=0.0) + tl.dot(a, h, input_precision=SCAN)
+            h = tl.load(after, mask=mask, other=0.0) + tl.dot(tl.trans(a), h, input_precision=SCAN)
         tl.store(after, h, mask=mask)
 
 
@@ -190,7 +213,7 @@ def _scan_kernel(
 def _walk_kernel(
     starts, final, q, k, g, w, u, key_scales, carry, total, query_scores, segments, first_segments, out, scale, HK, HV,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BT: tl.constexpr,
-    V_FIRST: tl.constexpr, PER_CHANNEL: tl.constexpr, DOT: tl.constexpr,
+    V_FIRST: tl.constexpr, TRANSPOSED: tl.constexpr, PER_CHANNEL: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """One program: BV values of one value head of one segment. With PER_CHANNEL q and k are the decayed ones."""
     EVEN_K: tl.constexpr = BK == K
@@ -207,50 +230,55 @@ def _walk_kernel(
     ks = tl.arange(0, BK)
     vs = pid % TILES * BV + tl.arange(0, BV)
     i = tl.arange(0, BT)
-    causal = i[:, None] >= i[None, :]
     dtype: tl.constexpr = k.dtype.element_ty
 
-    mask = (ks[:, None] < K) & (vs[None, :] < V)
-    h = tl.load(starts + (segment * HV + hv) * (K * V) + ks[:, None] * V + vs[None, :], mask=mask, other=0.0)
-    q += hv // (HV // HK) * K
-    k += hv // (HV // HK) * K
-    w += hv * K
-    u += hv * V
-    out += hv * V
+    stored, mask = _tile(ks, vs, K, V, True, TRANSPOSED)
+    h = tl.load(starts + (segment * HV + hv) * (K * V) + stored, mask=mask, other=0.0)
     for first in range(start, end, BT):
-        t = (first + i).to(tl.int64)
-        inside = t < end
+        rows = tl.cast(first, tl.int64) * HV + hv  # to this chunk's first token: offsets of its others take 32 bits
+        key_rows = tl.cast(first, tl.int64) * HK + hv // (HV // HK)
+        inside = i < end - first
         late_scale = 0.0
+        causal = i[:, None] >= i[None, :]
         if PER_CHANNEL:
             decay = tl.load(total + (chunk * HV + hv) * K + ks, mask=ks < K, other=0.0)
-            pairs = query_scores + (t * HV + hv)[:, None] * BT + i[None, :]
+            pairs = query_scores + rows * BT + i[:, None] * (HV * BT) + i[None, :]
             scores = tl.load(pairs, mask=causal & inside[:, None], other=0.0)
         else:
             decay = tl.load(total + chunk * HV + hv)
-            late_scale = tl.load(carry + t * HV + hv, mask=inside, other=0.0)
-            key_scale = tl.load(key_scales + t * HV + hv, mask=inside, other=0.0)
-            step = tl.load(g + t * HV + hv, mask=inside, other=0.0)
-        query = _rows(q, t, inside, HK * K, ks, K, EVEN_K)
-        key = _rows(k, t, inside, HK * K, ks, K, EVEN_K)
-        w_tile = _rows(w, t, inside, HV * K, ks, K, EVEN_K)
-        new = _rows(u, t, inside, HV * V, vs, V, EVEN_V).to(tl.float32)
-        o = tl.dot(query, h.to(dtype), input_precision=DOT)
+            late_scale = tl.load(carry + rows + i * HV, mask=inside, other=0.0)
+            key_scale = tl.load(key_scales + rows + i * HV, mask=inside, other=0.0)
+            step = tl.load(g + rows + i * HV, mask=inside, other=0.0)
+        query = _rows(q + key_rows * K, i, inside, HK * K, ks, K, EVEN_K)
+        key = _rows(k + key_rows * K, i, inside, HK * K, ks, K, EVEN_K)
+        w_tile = _rows(w + rows * K, i, inside, HV * K, ks, K, EVEN_K)
+        u_tile = _rows(u + rows * V, i, inside, HV * V, vs, V, EVEN_V)
         if not PER_CHANNEL:
-            scores = tl.dot(query, tl.trans(key), input_precision=DOT)
             # Not of `query`, which the products read from shared memory: see `compiler_errors.overwritten_operands`.
             squares = tl.dot(query, tl.trans(query), input_precision=DOT)
             squares = tl.sum(tl.where(i[:, None] == i[None, :], squares, 0.0), 1)
             query_scale = scale * _inverse_norm(squares)
             since = tl.cumsum(step, 0)
-            o *= (query_scale * tl.exp(since))[:, None]
+            scores = tl.dot(query, tl.trans(key), input_precision=DOT)
             scores *= query_scale[:, None] * key_scale[None, :] * _pair_decay(since, causal)
-        h, new = _chunk_step(h, w_tile, key, new, decay, late_scale, PER_CHANNEL, DOT)
-        o += tl.dot(scores.to(dtype), new.to(dtype), input_precision=DOT)
-        _store_rows(out, t, inside, HV * V, vs, o, V, EVEN_V)
+            query_scale *= tl.exp(since)
+        scores = scores.to(dtype)
+        if TRANSPOSED:
+            o = tl.dot(h.to(dtype), tl.trans(query), input_precision=DOT)
+        else:
+            o = tl.dot(query, h.to(dtype), input_precision=DOT)
+        if not PER_CHANNEL:
+            o *= query_scale[None, :] if TRANSPOSED else query_scale[:, None]
+        h, new = _chunk_step(h, w_tile, key, u_tile, decay, late_scale, TRANSPOSED, PER_CHANNEL, DOT)
+        if TRANSPOSED:
+            o += tl.dot(new.to(dtype), tl.trans(scores), input_precision=DOT)
+            o = tl.trans(o)
+        else:
+            o += tl.dot(scores, new.to(dtype), input_precision=DOT)
+        _store_rows(out + rows * V, i, inside, HV * V, vs, o, V, EVEN_V)
         chunk += 1
-    left = final + (n * HV + hv) * (K * V)
-    left += ks[:, None] + vs[None, :] * K if V_FIRST else ks[:, None] * V + vs[None, :]
-    tl.store(left, h, mask=mask & is_last)
+    left, mask = _tile(ks, vs, K, V, V_FIRST, TRANSPOSED)
+    tl.store(final + (n * HV + hv) * (K * V) + left, h, mask=mask & is_last)
 
 
 @dataclass(frozen=True)
@@ -317,6 +345,7 @@ class Tile:
     columns: int
     num_warps: int
     num_stages: int
+    transposed: bool = True
 
 
 def tiles(x: ExtendInputs) -> dict[str, Tile]:
@@ -352,7 +381,7 @@ def extend(
     per_channel, N, count = x.g.ndim == 3, len(segments.counts), sum(segments.counts)
     state, bf16 = plain.launches["chunk_state"].args, x.v.dtype == torch.bfloat16
     made = {"dtype": torch.float32, "device": x.v.device}
-    starts = torch.empty((count, HV, K, V), **made)
+    starts = torch.empty((count, HV, V, K), **made)
     made["dtype"] = torch.bfloat16 if bf16 else torch.float32
     maps = torch.empty((count, HV, 1 + bf16, K, K), **made)
     args = {**state, **plain.launches["output"].args, "k": state["k"], "HK": state["HK"], "initial": x.initial}
@@ -367,7 +396,7 @@ def extend(
         ("walk", _walk_kernel, count),
     ):
         tile = chosen[name]
-        own = args | {"BV": tile.columns}
+        own = args | {"BV": tile.columns, "TRANSPOSED": tile.transposed}
         launches[name] = chunked._launch(kernel, rows * HV * blocks[name], own, tile.num_warps, tile.num_stages)
     return Extend(launches)
 
