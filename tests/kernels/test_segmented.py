@@ -1,5 +1,6 @@
 """Prefill in segments against the token-by-token float64 reference, and the reference's maps against itself."""
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -32,7 +33,7 @@ def compare(x, segments, tolerance=FP32, **choices):
 def maps_of(x, cuts):
     """The reference's maps of the parts of a single sequence."""
     alpha = x.g.double().exp()
-    parts = [slice(*ends) for ends in zip(cuts, cuts[1:], strict=False)]
+    parts = [slice(*ends) for ends in itertools.pairwise(cuts)]
     return [reference.segment_map(x.k[p], x.v[p], alpha[p], x.beta[p]) for p in parts]
 
 
@@ -250,7 +251,7 @@ def test_refuses_tensors(name, change, message):
 
 def test_refuses_segments_of_another_batch():
     other = cut(torch.tensor([0, 70]), 2, 16)
-    with pytest.raises(ValueError, match="batch .* is of 70 tokens of 1 sequences"):
+    with pytest.raises(ValueError, match=r"batch .* is of 70 tokens of 1 sequences"):
         extend(make([40]), True, other, SMALL)
 
 

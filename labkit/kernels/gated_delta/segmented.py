@@ -66,10 +66,10 @@ PRECISIONS = {torch.float32: "ieee", torch.float16: "tf32x3", torch.bfloat16: "i
 def _chunk_step(
     h, w_tile, key, u_tile, decay, scale, TRANSPOSED: tl.constexpr, PER_CHANNEL: tl.constexpr, DOT: tl.constexpr
 ):
-    """The state after a chunk, and v_new (fp32) of it: [K, columns], [BT, columns], both the other way if TRANSPOSED."""
+    """The state after a chunk, and its v_new (fp32): [K, columns], [BT, columns], both turned round if TRANSPOSED."""
     dtype: tl.constexpr = key.dtype
     if TRANSPOSED:
-        new = tl.trans(u_tile.to(tl.float32)) - tl.dot(h.to(dtype), tl.trans(w_tile), input_precision=DOT)
+        new = tl.trans(u_tile).to(tl.float32) - tl.dot(h.to(dtype), tl.trans(w_tile), input_precision=DOT)
     else:
         new = u_tile.to(tl.float32) - tl.dot(w_tile, h.to(dtype), input_precision=DOT)
     late = new
@@ -367,7 +367,7 @@ def extend(
     Raises ValueError naming the argument, its value and what is allowed.
     """
     chunked.check_extend(x, v_first, 16, 4, 2, False)
-    (H, K), (HV, V) = x.q.shape[1:], x.v.shape[1:]
+    HV = x.v.shape[1]
     chosen = tiles(x) | dict(choices or {})
     check_choices(chosen)
     if segments is None:
@@ -375,29 +375,26 @@ def extend(
     elif isinstance(segments, int):
         segments = cut(x.cu_seqlens, segments, device=x.v.device)
     plain = chunked.extend(x, v_first, segments.batch)  # which checks the plan
-    if max(segments.counts, default=1) == 1:
-        return plain
-    prepare = plain.launches["prepare"]
-    per_channel, N, count = x.g.ndim == 3, len(segments.counts), sum(segments.counts)
-    state, bf16 = plain.launches["chunk_state"].args, x.v.dtype == torch.bfloat16
-    made = {"dtype": torch.float32, "device": x.v.device}
-    starts = torch.empty((count, HV, V, K), **made)
-    made["dtype"] = torch.bfloat16 if bf16 else torch.float32
-    maps = torch.empty((count, HV, 1 + bf16, K, K), **made)
-    args = {**state, **plain.launches["output"].args, "k": state["k"], "HK": state["HK"], "initial": x.initial}
-    args |= {"final": x.final, "starts": starts, "maps": maps, "SCAN": PRECISIONS[x.v.dtype], "BK": state["BK"]}
+    return plain if max(segments.counts, default=1) == 1 else _in_segments(x, plain, segments, chosen)
+
+
+def _in_segments(x: ExtendInputs, plain: Extend, segments: Segments, chosen: Mapping[str, Tile]) -> Extend:
+    """The launches for what is cut; `prepare` is that of the plain extend, and what it makes is read here."""
+    (HV, V), K, N, count = x.v.shape[1:], x.q.shape[2], len(segments.counts), sum(segments.counts)
+    bf16 = x.v.dtype == torch.bfloat16
+    starts = torch.empty((count, HV, V, K), dtype=torch.float32, device=x.v.device)
+    maps = torch.empty((count, HV, 1 + bf16, K, K), dtype=x.v.dtype if bf16 else torch.float32, device=x.v.device)
+    args = {**plain.launches["output"].args, **plain.launches["chunk_state"].args}  # BK of the latter: all channels
+    args |= {"starts": starts, "maps": maps, "SCAN": PRECISIONS[x.v.dtype]}
     args |= {"segments": segments.spans, "first_segments": segments.first_segments}
-    blocks = {name: triton.cdiv(V, tile.columns) for name, tile in chosen.items()}
-    blocks["maps"] += triton.cdiv(K, chosen["maps"].columns)
-    launches = {"prepare": prepare}
-    for name, kernel, rows in (
-        ("maps", _maps_kernel, count),
-        ("scan", _scan_kernel, N if max(segments.counts) > 2 else 0),
-        ("walk", _walk_kernel, count),
-    ):
-        tile = chosen[name]
+    kernels = {"maps": _maps_kernel, "scan": _scan_kernel, "walk": _walk_kernel}
+    rows = {"maps": count, "scan": N if max(segments.counts) > 2 else 0, "walk": count}
+    launches = {"prepare": plain.launches["prepare"]}
+    for name, tile in chosen.items():
+        tiles = triton.cdiv(V, tile.columns) + (triton.cdiv(K, tile.columns) if name == "maps" else 0)
         own = args | {"BV": tile.columns, "TRANSPOSED": tile.transposed}
-        launches[name] = chunked._launch(kernel, rows * HV * blocks[name], own, tile.num_warps, tile.num_stages)
+        programs = rows[name] * HV * tiles
+        launches[name] = chunked._launch(kernels[name], programs, own, tile.num_warps, tile.num_stages)
     return Extend(launches)
 
 
