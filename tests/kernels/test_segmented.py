@@ -13,6 +13,8 @@ from labkit.kernels.gated_delta.segmented import Tile, choose, cut, extend
 
 SEGMENTS = (2, 3, 5)
 SMALL = dict.fromkeys(("maps", "scan", "walk"), Tile(16, 4, 2))
+TURNED = dict.fromkeys(("maps", "scan", "walk"), Tile(16, 4, 2, False))
+SCORED = SMALL | {"scores": Tile(16, 4, 2)}
 
 
 def run(x, segments, v_first=True, chunk=16, choices=SMALL):
@@ -74,6 +76,11 @@ BATCHES = [[100], [16, 100, 0, 33], [81, 5, 64, 1]]  # in chunks of 16
 @pytest.mark.parametrize(("lengths", "rule", "segments", "v_first"), pairwise(BATCHES, RULES, SEGMENTS, (True, False)))
 def test_any_length(lengths, rule, segments, v_first):
     compare(make(lengths, rule=rule), segments, v_first=v_first)
+
+
+@pytest.mark.parametrize(("choices", "rule"), [(TURNED, "GDN"), (TURNED, "KDA"), (SCORED, "GDN")])
+def test_ways(choices, rule):
+    compare(make([81, 5, 64], 2, 2, rule=rule), 3, choices=choices)
 
 
 @pytest.mark.parametrize(
@@ -227,7 +234,7 @@ def test_refuses_bounds_and_chunks():
         ({"maps": Tile(48, 4, 2)}, "maps's columns are 48"),
         ({"scan": Tile(16, 3, 2)}, "scan's num_warps is 3; allowed: 1, 2, 4, 8"),
         ({"walk": Tile(16, 4, 1)}, "walk's num_stages is 1; allowed: 2, 3, 4"),
-        ({"output": Tile(16, 4, 2)}, "choices' launch is 'output'; allowed: maps, scan, walk"),
+        ({"output": Tile(16, 4, 2)}, "choices' launch is 'output'; allowed: maps, scores, scan, walk"),
     ],
 )
 def test_refuses_choices(choices, message):

@@ -54,6 +54,7 @@ from labkit.kernels.gated_delta.chunked import (
     _inverse_norm,
     _pair_decay,
     _rows,
+    _squares,
     _store_rows,
 )
 from labkit.kernels.target import multiprocessors
@@ -63,28 +64,29 @@ PRECISIONS = {torch.float32: "ieee", torch.float16: "tf32x3", torch.bfloat16: "i
 
 
 @triton.jit
-def _chunk_step(
-    h, w_tile, key, u_tile, decay, scale, TRANSPOSED: tl.constexpr, PER_CHANNEL: tl.constexpr, DOT: tl.constexpr
-):
-    """The state after a chunk, and its v_new (fp32): [K, columns], [BT, columns], both turned round if TRANSPOSED."""
-    dtype: tl.constexpr = key.dtype
+def _new_values(narrow, w_tile, u_tile, TRANSPOSED: tl.constexpr, DOT: tl.constexpr):
+    """v_new of a chunk, fp32, from the state before it in the inputs' dtype: [BT, columns], turned if TRANSPOSED."""
     if TRANSPOSED:
-        new = tl.trans(u_tile).to(tl.float32) - tl.dot(h.to(dtype), tl.trans(w_tile), input_precision=DOT)
+        return tl.trans(u_tile).to(tl.float32) - tl.dot(narrow, tl.trans(w_tile), input_precision=DOT)
     else:
-        new = u_tile.to(tl.float32) - tl.dot(w_tile, h.to(dtype), input_precision=DOT)
-    late = new
+        return u_tile.to(tl.float32) - tl.dot(w_tile, narrow, input_precision=DOT)
+
+
+@triton.jit
+def _after(h, new, key, decay, scale, TRANSPOSED: tl.constexpr, PER_CHANNEL: tl.constexpr, DOT: tl.constexpr):
+    """The state after a chunk, from that before it and the chunk's v_new: [K, columns], turned if TRANSPOSED."""
+    dtype: tl.constexpr = key.dtype
     if PER_CHANNEL:
         h *= decay[None, :] if TRANSPOSED else decay[:, None]
     else:
         h *= decay
-        late = new * (scale[None, :] if TRANSPOSED else scale[:, None])
+        new *= scale[None, :] if TRANSPOSED else scale[:, None]
         if dtype == tl.float16:  # v_new / |k| beside a key of almost zero: infinity times zero would be NaN
-            late = tl.clamp(late, -65504.0, 65504.0)
+            new = tl.clamp(new, -65504.0, 65504.0)
     if TRANSPOSED:
-        h += tl.dot(late.to(dtype), key, input_precision=DOT)
+        return h + tl.dot(new.to(dtype), key, input_precision=DOT)
     else:
-        h += tl.dot(tl.trans(key), late.to(dtype), input_precision=DOT)
-    return h, new
+        return h + tl.dot(tl.trans(key), new.to(dtype), input_precision=DOT)
 
 
 @triton.jit
@@ -102,7 +104,8 @@ def _tile(ks, columns, K: tl.constexpr, WIDTH: tl.constexpr, V_FIRST: tl.constex
 
 @triton.jit
 def _maps_kernel(
-    initial, k, w, u, carry, total, segments, first_segments, starts, maps, HK, HV,
+    initial, k, w, u, carry, total, segments, first_segments, starts, maps,
+    HK: tl.constexpr, HV: tl.constexpr,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BT: tl.constexpr,
     V_FIRST: tl.constexpr, TRANSPOSED: tl.constexpr, PER_CHANNEL: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
@@ -155,7 +158,8 @@ def _maps_kernel(
         key = _rows(k + key_rows * K, i, inside, HK * K, ks, K, EVEN_K)
         w_tile = _rows(w + rows * K, i, inside, HV * K, ks, K, EVEN_K)
         u_tile = _rows(u + rows * V, i, inside & (tile < TILES_V), HV * V, rows_of, V, EVEN_V)
-        h, _ = _chunk_step(h, w_tile, key, u_tile, decay, scale, TRANSPOSED, PER_CHANNEL, DOT)
+        new = _new_values(h.to(dtype), w_tile, u_tile, TRANSPOSED, DOT)
+        h = _after(h, new, key, decay, scale, TRANSPOSED, PER_CHANNEL, DOT)
         chunk += 1
     tl.store(starts + HV * (K * V) + stored, h, mask=values & (start < stop))
     within = within & is_map & (start < stop)
@@ -210,10 +214,46 @@ def _scan_kernel(
 
 
 @triton.jit
+def _scores_kernel(
+    q, k, g, key_scales, spans, query_scores, query_scales, scale, H, HV,
+    K: tl.constexpr, BK: tl.constexpr, BT: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """One program: q·k of every pair of tokens of one chunk and head of q, for each of its value heads (GDN).
+
+    query_scores [T, HV, BT], zero above the diagonal; query_scales [T, HV]: scale / |q|, times the decay since the
+    chunk's start.
+    """
+    EVEN_K: tl.constexpr = BK == K
+    pid = tl.program_id(0)
+    head = pid % H
+    chunk = (pid // H).to(tl.int64)
+    start = tl.load(spans + 2 * chunk).to(tl.int64)
+    end = tl.load(spans + 2 * chunk + 1)
+    i = tl.arange(0, BT)
+    inside = i < end - start
+    ks = tl.arange(0, BK)
+    query = _rows(q + (start * H + head) * K, i, inside, H * K, ks, K, EVEN_K)
+    key = _rows(k + (start * H + head) * K, i, inside, H * K, ks, K, EVEN_K)
+    causal = i[:, None] >= i[None, :]
+    scores = tl.dot(query, tl.trans(key), input_precision=DOT)
+    query_scale = scale * _inverse_norm(_squares(query))
+    group = HV // H
+    for hv in range(head * group, head * group + group):
+        rows = start * HV + hv
+        since = tl.cumsum(tl.load(g + rows + i * HV, mask=inside, other=0.0), 0)
+        key_scale = tl.load(key_scales + rows + i * HV, mask=inside, other=0.0)
+        decayed = scores * (query_scale[:, None] * key_scale[None, :] * _pair_decay(since, causal))
+        _store_rows(query_scores + rows * BT, i, inside, HV * BT, i, decayed, BT, True)
+        tl.store(query_scales + rows + i * HV, query_scale * tl.exp(since), mask=inside)
+
+
+@triton.jit
 def _walk_kernel(
-    starts, final, q, k, g, w, u, key_scales, carry, total, query_scores, segments, first_segments, out, scale, HK, HV,
+    starts, final, q, k, g, w, u, key_scales, query_scales, carry, total, query_scores, segments, first_segments, out,
+    scale, HK: tl.constexpr, HV: tl.constexpr,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BT: tl.constexpr,
-    V_FIRST: tl.constexpr, TRANSPOSED: tl.constexpr, PER_CHANNEL: tl.constexpr, DOT: tl.constexpr,
+    V_FIRST: tl.constexpr, TRANSPOSED: tl.constexpr, PER_CHANNEL: tl.constexpr, SCORED: tl.constexpr,
+    DOT: tl.constexpr,
 ):  # fmt: skip
     """One program: BV values of one value head of one segment. With PER_CHANNEL q and k are the decayed ones."""
     EVEN_K: tl.constexpr = BK == K
@@ -242,18 +282,23 @@ def _walk_kernel(
         causal = i[:, None] >= i[None, :]
         if PER_CHANNEL:
             decay = tl.load(total + (chunk * HV + hv) * K + ks, mask=ks < K, other=0.0)
-            pairs = query_scores + rows * BT + i[:, None] * (HV * BT) + i[None, :]
-            scores = tl.load(pairs, mask=causal & inside[:, None], other=0.0)
         else:
             decay = tl.load(total + chunk * HV + hv)
             late_scale = tl.load(carry + rows + i * HV, mask=inside, other=0.0)
+        if SCORED:
+            scores = _rows(query_scores + rows * BT, i, inside, HV * BT, i, BT, True)
+            if PER_CHANNEL:
+                scores = tl.where(causal, scores, 0.0)
+            else:
+                query_scale = tl.load(query_scales + rows + i * HV, mask=inside, other=0.0)
+        else:
             key_scale = tl.load(key_scales + rows + i * HV, mask=inside, other=0.0)
             step = tl.load(g + rows + i * HV, mask=inside, other=0.0)
         query = _rows(q + key_rows * K, i, inside, HK * K, ks, K, EVEN_K)
         key = _rows(k + key_rows * K, i, inside, HK * K, ks, K, EVEN_K)
         w_tile = _rows(w + rows * K, i, inside, HV * K, ks, K, EVEN_K)
         u_tile = _rows(u + rows * V, i, inside, HV * V, vs, V, EVEN_V)
-        if not PER_CHANNEL:
+        if not SCORED:
             # Not of `query`, which the products read from shared memory: see `compiler_errors.overwritten_operands`.
             squares = tl.dot(query, tl.trans(query), input_precision=DOT)
             squares = tl.sum(tl.where(i[:, None] == i[None, :], squares, 0.0), 1)
@@ -263,18 +308,19 @@ def _walk_kernel(
             scores *= query_scale[:, None] * key_scale[None, :] * _pair_decay(since, causal)
             query_scale *= tl.exp(since)
         scores = scores.to(dtype)
+        narrow = h.to(dtype)
+        new = _new_values(narrow, w_tile, u_tile, TRANSPOSED, DOT)
         if TRANSPOSED:
-            o = tl.dot(h.to(dtype), tl.trans(query), input_precision=DOT)
+            o = tl.dot(narrow, tl.trans(query), input_precision=DOT)
+            if not PER_CHANNEL:
+                o *= query_scale[None, :]
+            o = tl.trans(o + tl.dot(new.to(dtype), tl.trans(scores), input_precision=DOT))
         else:
-            o = tl.dot(query, h.to(dtype), input_precision=DOT)
-        if not PER_CHANNEL:
-            o *= query_scale[None, :] if TRANSPOSED else query_scale[:, None]
-        h, new = _chunk_step(h, w_tile, key, u_tile, decay, late_scale, TRANSPOSED, PER_CHANNEL, DOT)
-        if TRANSPOSED:
-            o += tl.dot(new.to(dtype), tl.trans(scores), input_precision=DOT)
-            o = tl.trans(o)
-        else:
+            o = tl.dot(query, narrow, input_precision=DOT)
+            if not PER_CHANNEL:
+                o *= query_scale[:, None]
             o += tl.dot(scores, new.to(dtype), input_precision=DOT)
+        h = _after(h, new, key, decay, late_scale, TRANSPOSED, PER_CHANNEL, DOT)
         _store_rows(out + rows * V, i, inside, HV * V, vs, o, V, EVEN_V)
         chunk += 1
     left, mask = _tile(ks, vs, K, V, V_FIRST, TRANSPOSED)
@@ -351,9 +397,10 @@ class Tile:
 def tiles(x: ExtendInputs) -> dict[str, Tile]:
     """The choice for each launch that has one."""
     if x.q.shape[-1] * x.v.element_size() > 256:  # shared memory has no room for more
-        return dict.fromkeys(("maps", "scan", "walk"), Tile(16, 4, 2))
+        return dict.fromkeys(("maps", "scan", "walk"), Tile(16, 4, 2, False))
     columns = min(128, max(16, triton.next_power_of_2(x.v.shape[-1])))
-    return {"maps": Tile(columns, 8, 2), "scan": Tile(16, 4, 2), "walk": Tile(columns, 8, 2)}
+    wide = Tile(columns, 8 if columns == 128 else 4, 3, columns >= 64)
+    return {"maps": wide, "scan": Tile(16, 4, 2, False), "walk": wide}
 
 
 def extend(
@@ -387,10 +434,18 @@ def _in_segments(x: ExtendInputs, plain: Extend, segments: Segments, chosen: Map
     args = {**plain.launches["output"].args, **plain.launches["chunk_state"].args}  # BK of the latter: all channels
     args |= {"starts": starts, "maps": maps, "SCAN": PRECISIONS[x.v.dtype]}
     args |= {"segments": segments.spans, "first_segments": segments.first_segments}
+    scored = "scores" in chosen
+    per_channel = x.g.ndim == 3
+    args |= {"SCORED": scored or per_channel, "query_scales": args["key_scales"]}
     kernels = {"maps": _maps_kernel, "scan": _scan_kernel, "walk": _walk_kernel}
     rows = {"maps": count, "scan": N if max(segments.counts) > 2 else 0, "walk": count}
     launches = {"prepare": plain.launches["prepare"]}
-    for name, tile in chosen.items():
+    if scored and not per_channel:
+        H, batch = x.q.shape[1], segments.batch
+        args["query_scores"] = torch.empty((len(x.v), HV, batch.chunk), dtype=x.v.dtype, device=x.v.device)
+        args["query_scales"] = torch.empty((len(x.v), HV), dtype=torch.float32, device=x.v.device)
+        launches["scores"] = chunked._launch(_scores_kernel, len(batch.spans) * H, args, 4, 2)
+    for name, tile in ((n, t) for n, t in chosen.items() if n in kernels):
         tiles = triton.cdiv(V, tile.columns) + (triton.cdiv(K, tile.columns) if name == "maps" else 0)
         own = args | {"BV": tile.columns, "TRANSPOSED": tile.transposed}
         programs = rows[name] * HV * tiles
@@ -407,7 +462,7 @@ def check_segments(segments: int) -> None:
 def check_choices(choices: Mapping[str, Tile]) -> None:
     """Raise ValueError for a launch that has no choice, or columns, warps or stages that it cannot take."""
     for name, tile in choices.items():
-        check_one_of("choices' launch", name, ("maps", "scan", "walk"))
+        check_one_of("choices' launch", name, ("maps", "scores", "scan", "walk"))
         if tile.columns < 16 or tile.columns & (tile.columns - 1):
             raise ValueError(f"{name}'s columns are {tile.columns}; allowed: a power of two from 16")
         check_one_of(f"{name}'s num_warps", tile.num_warps, (1, 2, 4, 8))
