@@ -256,6 +256,13 @@ def test_refuses_tensors(name, change, message):
         extend(replace(x, **{name: change(getattr(x, name))}), True, 2)
 
 
+def test_large_k_is_not_cut():
+    x = make([2000], K=130, V=16)
+    assert "maps" not in extend(x, True).launches
+    with pytest.raises(ValueError, match="K is 130; allowed in segments: up to 128"):
+        extend(x, True, 2)
+
+
 def test_refuses_segments_of_another_batch():
     other = cut(torch.tensor([0, 70]), 2, 16)
     with pytest.raises(ValueError, match=r"batch .* is of 70 tokens of 1 sequences"):
@@ -264,7 +271,8 @@ def test_refuses_segments_of_another_batch():
 
 def test_segments_are_refused_before_anything_runs():
     x = make([40])
-    with pytest.raises(ValueError, match="segments is 0"):
-        extend(x, True, 0)
+    for segments in (0, 1.5, "2"):
+        with pytest.raises(ValueError, match=f"segments is {segments!r}"):
+            extend(x, True, segments)
     assert segmented.extend is extend
     assert x.out.isnan().all()

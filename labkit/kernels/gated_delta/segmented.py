@@ -9,6 +9,7 @@ K x K, whatever S is. So the launches are:
 | prepare | chunk, value head              | as in `chunked`                                                       |
 | maps    | segment, value head, tile of   | the chunks' steps from the state [0 | I]: B and A of every segment    |
 |         | V and of K                     | but the last; of the first from its true state, so that it needs no A |
+| scores  | chunk, head of q               | of GDN, if asked for: q·k of every pair of tokens, decayed            |
 | scan    | sequence, value head, tile     | S' = S A + B from segment to segment: the state before each one       |
 | walk    | segment, value head, tile of V | the chunks' steps once more, from the true state, with their outputs  |
 
@@ -18,10 +19,10 @@ and, of bf16, in 2^14 bytes (one tensor of a chunk; q and k are shared by HV / H
 
 | design                                     | products                         | bytes                              |
 |--------------------------------------------|----------------------------------|------------------------------------|
-| twice, states and v_new stored, `chunked`'s| 4 maps + 2 states + 2 output     | 2.25 maps + 5.25 states + 4.5      |
-|   output                                   |                                  | output = 12                        |
+| twice, states and v_new stored, output of  | 4 maps + 2 states + 2 output     | 2.25 maps + 5.25 states + 4.5      |
+|   its own, as in `chunked`                 |                                  | output = 12                        |
 | twice, output in the walk: this file       | 4 maps + 4.5 walk                | 2.25 maps + 3.5 walk = 5.75        |
-| once, outputs corrected: q P stored for    | 4 maps + 3.5 output of [B | A]   | 2.5 read, 3 written (fp32 output), |
+| once, outputs corrected: q P stored for    | 4 maps + 4 output of [B | A]     | 2.5 read, 3 written (fp32 output), |
 |   every chunk, outputs in fp32 until then  | + 1 correction                   | 4 correction = 9.5                 |
 
 The products are about the same; what differs is what goes through memory, so the walk makes outputs at once and stores
@@ -60,6 +61,7 @@ from labkit.kernels.gated_delta.chunked import (
 from labkit.kernels.target import multiprocessors
 
 SHORTEST = 4  # chunks of a segment, at least: a shorter one does not pay for its part of the scan
+LARGEST_K = 128  # of what is cut: the scan holds A in shared memory
 PRECISIONS = {torch.float32: "ieee", torch.float16: "tf32x3", torch.bfloat16: "ieee"}  # of the scan, by inputs
 
 
@@ -408,21 +410,26 @@ def extend(
 ) -> Extend:
     """An extend as `chunked.extend` makes it, with the sequences cut into segments.
 
-    segments: where to cut, or how often at most (1: nowhere), or None: by the rule of `choose`. Where nothing is cut it
-    is `chunked.extend`, bit for bit. choices: of "maps", "scan" and "walk", those that are not to be `tiles`'.
+    segments: where to cut, or how many of each sequence at most, or None: by the rule of `choose`, for K up to 128.
+    Where nothing is cut it is `chunked.extend`, bit for bit. choices: of "maps", "scan" and "walk", those that are not
+    to be `tiles`'; with one of "scores" (GDN) that launch is made too, and the walk reads what it leaves.
     Beside what `chunked.extend` allocates, without its states: K (K + V) fp32 values a segment and value head.
     Raises ValueError naming the argument, its value and what is allowed.
     """
     chunked.check_extend(x, v_first, 16, 4, 2, False)
-    HV = x.v.shape[1]
+    HV, K = x.v.shape[1], x.q.shape[2]
     chosen = tiles(x) | dict(choices or {})
     check_choices(chosen)
     if segments is None:
-        segments = choose(x.cu_seqlens, HV, device=x.v.device)
-    elif isinstance(segments, int):
+        segments = choose(x.cu_seqlens, HV, device=x.v.device) if K <= LARGEST_K else 1
+    if not isinstance(segments, Segments):
         segments = cut(x.cu_seqlens, segments, device=x.v.device)
     plain = chunked.extend(x, v_first, segments.batch)  # which checks the plan
-    return plain if max(segments.counts, default=1) == 1 else _in_segments(x, plain, segments, chosen)
+    if max(segments.counts, default=1) == 1:
+        return plain
+    if K > LARGEST_K:
+        raise ValueError(f"K is {K}; allowed in segments: up to {LARGEST_K}")
+    return _in_segments(x, plain, segments, chosen)
 
 
 def _in_segments(x: ExtendInputs, plain: Extend, segments: Segments, chosen: Mapping[str, Tile]) -> Extend:
