@@ -21,7 +21,7 @@ from labkit.evidence import compiled, workers
 from labkit.kernels.experts import choose, expert_layer, routing
 from labkit.kernels.experts.inputs import LayerInputs
 from labkit.kernels.experts.tiles import GROUP, Int4
-from labkit.kernels.gated_delta import chunked, recurrent
+from labkit.kernels.gated_delta import chunked, recurrent, segmented
 from labkit.kernels.gguf import formats, integers, routed, routed_integers, wide
 from labkit.kernels.gguf import products as ffn_kernels
 from labkit.kernels.gguf.experts import pack as pack_experts
@@ -50,6 +50,16 @@ def extend_launch(name, size, gate, form, **choices):
     g, beta = torch.empty((T, HV, K) if gate == "KDA" else (T, HV)), torch.empty(T, HV)
     x = chunked.ExtendInputs(q, q, v, g, beta, torch.tensor([0, 70, T]), state, state, torch.empty_like(v), 1.0)
     return chunked.extend(x, v_first, transposed=form == "transposed", **choices).launches[name]
+
+
+def segmented_launch(name, size, gate, v_first, **choices):
+    """Of an extend of one sequence in three segments; choices: of each launch, the values of its tile."""
+    (K, V), T, H, HV = size, 512, 2, 4
+    q, v, state = empty(T, H, K), empty(T, HV, V), torch.empty((1, HV, V, K) if v_first else (1, HV, K, V))
+    g, beta = torch.empty((T, HV, K) if gate == "KDA" else (T, HV)), torch.empty(T, HV)
+    x = chunked.ExtendInputs(q, q, v, g, beta, torch.tensor([0, T]), state, state, torch.empty_like(v), 1.0)
+    tiles = {launch: segmented.Tile(*values) for launch, values in choices.items()}
+    return segmented.extend(x, v_first, 3, tiles).launches[name]
 
 
 def step_launch(op, size, gate, v_first, state):
@@ -183,6 +193,11 @@ def states():
     return found | named("extend_launch", [{"name": "chunk_state"} | one for one in more])
 
 
+def segments():
+    found = every("segmented_launch", name=["maps", "scan", "walk"], size=SIZES, gate=GATES, v_first=[True, False])
+    return found | named("segmented_launch", [])
+
+
 def steps():
     both = {"size": SIZES[::4], "gate": GATES, "v_first": [True, False]}
     found = every("step_launch", op=["decode"], **both, state=["fp32", "bf16"])
@@ -264,6 +279,7 @@ GROUPS = {
     "extend: chunks": chunks,
     "extend: outputs": outputs,
     "extend: states": states,
+    "extend: segments": segments,
     "decode and verify": steps,
     "grid of layouts": grid,
     "expert layers": experts,

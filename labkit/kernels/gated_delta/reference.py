@@ -4,7 +4,8 @@ Sources: Gated Delta Networks (Yang, Kautz, Hatamizadeh, 2024), in the form that
 a value head); Kimi Linear (Kimi Team, 2025), whose decay is one a channel of K (KDA).
 """
 
-from itertools import pairwise
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -66,6 +67,26 @@ def extend(
             token = (x[t : t + 1] for x in (q, k, v, alpha, beta))
             o[t : t + 1], final[n : n + 1] = decode_step(final[n : n + 1], *token, scale)
     return o, final
+
+
+def segment_map(k: Tensor, v: Tensor, alpha: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
+    """A and B of a segment: whatever the state S is before its tokens, S A + B is the state after them.
+
+    Every row of a state goes its own way, and a value adds to its own row: so the state [0 | I], with values of zero
+    for the rows of I, becomes [B | A]. k: [T, H, K]; v: [T, HV, V]; alpha, beta: as in `extend`.
+    Returns A [HV, K, K] and B [HV, V, K], float64.
+    """
+    (T, HV, V), K = v.shape, k.shape[-1]
+    identity = torch.eye(K, dtype=torch.float64, device=v.device).expand(HV, K, K)
+    state = torch.cat([torch.zeros((HV, V, K), dtype=torch.float64, device=v.device), identity], 1)
+    values = torch.cat([v.double(), torch.zeros((T, HV, K), dtype=torch.float64, device=v.device)], 2)
+    _, state = extend(state[None], k, k, values, alpha, beta, 1.0, torch.tensor([0, T]))
+    return state[0, :, V:], state[0, :, :V]
+
+
+def scan(state: Tensor, maps: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
+    """The state before each segment and after the last one, from that before the first, [HV, V, K], and their maps."""
+    return list(accumulate(maps, lambda before, one: before @ one[0] + one[1], initial=state.double()))
 
 
 def verify(
