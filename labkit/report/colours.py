@@ -16,10 +16,10 @@ CONTROLS: Mapping[str, int] = {
 LIBRARIES: Mapping[str, int] = {
     r"\bcuBLAS\b|\btorch\.|\bPyTorch\b|\bF\.grouped_mm\b|^loop, eager": 1,
     r"\bSGLang\b": 3,
-    r"\bfla(-core)?\b": 5,
+    r"\bfla(-core)?\b|\bliger-kernel\b": 5,
     r"\battn-gym\b": 6,
     r"\bvLLM\b": 7,
-    r"\bFlashInfer\b|\bliger-kernel\b|\bllama\.cpp\b": 9,
+    r"\bFlashInfer\b|\bllama\.cpp\b": 9,
 }
 OURS: Mapping[str, int] = {
     # the state's layout; tiles, and the order of slots, by marker and dash

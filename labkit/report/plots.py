@@ -61,7 +61,7 @@ SIDES = {"faster": 0, "slower": 1, "same": 8, "unclear": 5}  # place of each in 
 ONE_SIDED = LinearSegmentedColormap.from_list("lab", ["#dfeaf5", "#8ab7df", "#2f78b8", "#0a3d73"])
 TWO_SIDED = LinearSegmentedColormap.from_list("lab2", ["#0a4a86", "#6ba6d6", "#ececec", "#e59a5c", "#8f3b00"])
 
-MANY = 20  # more rows of ratios than these stand closer together
+MANY = 16  # more rows of ratios than these stand closer together
 
 Reference = Sequence[tuple[float, str]]
 
@@ -198,7 +198,9 @@ def ratios(
         raise ValueError(f"ratios: verdict {odd[0]!r}; allowed: {', '.join(SIDES)}")
     rows, hues = _outline(df, label, group), _levels(df[hue]) if hue else [None]
     heads = sum(item is None for _, item in rows)
+    names = [_wrap(b if b is not None else a, 40) for a, b in rows]
     head, each = (0.29, 0.16 + 0.13 * len(hues)) if len(rows) <= MANY else (0.18, 0.02 + 0.16 * len(hues))
+    each = max(each, 0.18 * (1 + max(name.count("\n") for name in names)))
     fig, cells = _grid(df, panel, title, height=1.5 + head * heads + each * (len(rows) - heads))
     looks = _looks_of(hues, hue)
     for ax, part in cells:
@@ -217,7 +219,7 @@ def ratios(
         ax.grid(axis="y", visible=False)
         ax.margins(x=0.08)
         ax.set_ylim(len(rows) - 0.4, -0.6)
-        ax.set_yticks(range(len(rows)), [_wrap(b if b is not None else a, 40) for a, b in rows])
+        ax.set_yticks(range(len(rows)), names)
         for tick, (_, name) in zip(ax.get_yticklabels(), rows, strict=False):  # only the first axes has labels
             tick.set(color=INK, weight="bold" if name is None else "normal")
     _xlabel(cells, xlabel, 54)
