@@ -65,7 +65,7 @@ class Browser:
         port = _wait(lambda: (profile / "DevToolsActivePort").read_text().split()[0], self.process)
         request = urllib.request.Request(f"http://127.0.0.1:{port}/json/new?about:blank", method="PUT")
         with urllib.request.urlopen(request, timeout=20) as answer:
-            self.socket = websocket.create_connection(json.load(answer)["webSocketDebuggerUrl"], timeout=30)
+            self.socket = websocket.create_connection(json.load(answer)["webSocketDebuggerUrl"], timeout=300)
         self.count = 0
         self.events: list[dict[str, Any]] = []
         for domain in ("Page", "Network", "Log", "Runtime"):
@@ -103,8 +103,14 @@ class Browser:
         self.events.clear()
         self.call("Page.navigate", url=page.resolve().as_uri())
         self._until_loaded()
-        found = self.call("Runtime.evaluate", expression=SCRIPT, awaitPromise=True, returnByValue=True)
-        return json.loads(found["result"]["value"])
+        return json.loads(self.evaluate(SCRIPT))
+
+    def evaluate(self, expression: str) -> Any:
+        """What an expression is on the page, or what its promise comes to; RuntimeError for an exception of it."""
+        found = self.call("Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True)
+        if "exceptionDetails" in found:
+            raise RuntimeError(f"on the page: {found['exceptionDetails']}")
+        return found["result"].get("value")
 
     def _until_loaded(self) -> None:
         while not any(event["method"] == "Page.loadEventFired" for event in self.events):
@@ -125,6 +131,12 @@ class Browser:
             elif method == "Log.entryAdded" and params["entry"]["level"] == "error":
                 found.append(f"console error: {params['entry']['text']} {params['entry'].get('url', '')}")
         return found
+
+
+def fold(browser: Browser, folds_open: bool) -> None:
+    """Open, or close, every fold of the page that is open."""
+    state = json.dumps(folds_open)
+    browser.evaluate(f"for (const fold of document.querySelectorAll('details')) fold.open = {state}")
 
 
 def check(browser: Browser, page: Path) -> list[str]:

@@ -6,7 +6,6 @@ import re
 import socket
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import browser as driver
 import pytest
@@ -75,20 +74,16 @@ def test_index_is_filtered_without_a_script(browser: driver.Browser, reports: Pa
 
     page = sample_report.write(reports) / "index.html"
     browser.open(page, 1280, "light")
-    everything = evaluate(browser, VISIBLE)
+    everything = browser.evaluate(VISIBLE)
     assert len(json.loads(everything)) == 9  # two studies; two GPUs of three claims, one that they share
     for name in chosen:
-        evaluate(browser, f"document.getElementById('filter-{name}').click()")
+        browser.evaluate(f"document.getElementById('filter-{name}').click()")
     titles = {"State layout of decode": "layout", "The grid": "grid"}
-    found = [titles.get(text, re.sub(r"^claim-\w+\.", "", text)) for text in json.loads(evaluate(browser, VISIBLE))]
+    found = [titles.get(text, re.sub(r"^claim-\w+\.", "", text)) for text in json.loads(browser.evaluate(VISIBLE))]
     assert found == shown
     for name in ("verdict", "gpu", "run"):
-        evaluate(browser, f"document.getElementById('filter-{name}').click()")
-    assert evaluate(browser, VISIBLE) == everything
-
-
-def evaluate(browser: driver.Browser, expression: str) -> Any:
-    return browser.call("Runtime.evaluate", expression=expression, returnByValue=True)["result"].get("value")
+        browser.evaluate(f"document.getElementById('filter-{name}').click()")
+    assert browser.evaluate(VISIBLE) == everything
 
 
 def closed_port() -> int:

@@ -9,7 +9,9 @@ import sys
 from html import unescape
 from pathlib import Path
 
+import axe
 import browser as driver
+import keyboard
 import pytest
 import rows as made
 from running import PAGES, labkit, linked
@@ -119,6 +121,24 @@ def test_the_pages_have_no_fault_in_a_browser(report, recorded, browser, page): 
     assert driver.check(browser, reports / page) == []
     seen = browser.open(reports / page, 1280, "light")
     assert not recorded.get(page) or seen["images"] >= 5
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize("folds_open", [False, True], ids=["folded", "open"])
+@pytest.mark.parametrize("page", ["index.html", *PAGES])
+def test_axe_has_nothing_serious_against_the_pages(report, browser, page, folds_open):  # noqa: F811
+    for scheme in driver.SCHEMES:
+        browser.open(report[1] / page, 1280, scheme)
+        assert axe.findings(browser, folds_open) == [], scheme
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize("folds_open", [False, True], ids=["folded", "open"])
+@pytest.mark.parametrize("page", ["index.html", *PAGES])
+def test_the_pages_are_used_by_keyboard_alone(report, browser, page, folds_open):  # noqa: F811
+    browser.open(report[1] / page, 1280, "light")
+    driver.fold(browser, folds_open)
+    assert keyboard.faults(browser) == []
 
 
 @pytest.mark.browser

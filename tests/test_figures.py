@@ -60,6 +60,20 @@ def heat(panels: int = 1, **options: object) -> Figure:
     return plots.heat(df, "batch", "variant", "us", xlabel=LONG, ylabel="variant", title=LONG, unit="µs", **options)
 
 
+def many_ratios(gpus: int, label: str = "batch {}") -> Figure:
+    df = pd.concat([frame(5).assign(gpu=gpu) for gpu in GPUS[:gpus]])
+    df["case"] = df.batch.map(label.format)
+    hue = "gpu" if gpus > 1 else None
+    return plots.ratios(df, "case", "ratio", "least", "most", group="index", hue=hue, xlabel=MIDDLE, title=LONG)
+
+
+def decades() -> Figure:
+    df = frame(3, 2)
+    df["us"] *= 10.0 ** (2 * df["index"] - 4)
+    names = {"xlabel": "batch", "ylabel": "relative RMSE of the state (log)", "title": LONG, "logx": True, "logy": True}
+    return plots.lines(df, "batch", "us", "variant", panel="gpu", rows="index", **names)
+
+
 PLOTS = {
     "lines": lambda: lines(),
     "lines of ten": lambda: lines(
@@ -74,6 +88,10 @@ PLOTS = {
     "bars over long names": lambda: bars(2, 1, "place"),
     "ratios": lambda: ratios(),
     "ratios in panels": lambda: ratios(3),
+    "ratios of many rows": lambda: many_ratios(1),
+    "ratios of many rows with long names": lambda: many_ratios(2, "[N, HV, V, K], BV = 8, 2 warps, batch {}"),
+    "ratios of many rows and two GPUs": lambda: many_ratios(2),
+    "lines over decades": lambda: decades(),
     "heat": lambda: heat(),
     "heat around one": lambda: heat(center=10.0),
     "heat in panels": lambda: heat(4),
@@ -189,6 +207,25 @@ def test_first_five_series_are_told_apart_without_red_or_green(kind: str) -> Non
 def test_ten_series_differ_in_colour_and_marker() -> None:
     looks = [(line.get_color(), line.get_marker()) for line in lines(10).legends[0].get_lines()]
     assert len({colour for colour, _ in looks}) == len({marker for _, marker in looks}) == 10
+
+
+def test_many_rows_of_ratios_stand_closer() -> None:
+    few, many = ratios(), many_ratios(1)
+    heights = [fig.get_figheight() / len(fig.axes[0].get_yticks()) for fig in (few, many)]
+    assert heights[1] < 0.24 < 0.29 < heights[0]
+
+
+def test_a_legend_that_has_room_is_one_row() -> None:
+    names = ["loads of 16 bytes", "tuned, ordinary launch", "dependent launch"]
+    df = pd.DataFrame({"series": names, "x": 1, "y": 1.0})
+    fig = plots.lines(df, "x", "y", "series", xlabel="x", ylabel="y", title="t")
+    assert fig.legends[0]._ncols == 3
+
+
+def test_a_solid_line_does_not_cover_a_dashed_one() -> None:
+    first, second = (container.lines[0] for container in lines(2).axes[0].containers)
+    assert (first.get_linestyle(), second.get_linestyle()) == ("-", "--")
+    assert first.get_zorder() < second.get_zorder()
 
 
 def test_interval_bars_span_low_to_high() -> None:

@@ -88,6 +88,14 @@ def test_page_has_anchors_contents_and_ways_out(text: str) -> None:
     assert '<p class="status">recorded 2025-11-21</p>' in text
 
 
+def test_links_to_headings_have_a_name_and_stand_in_no_control(reports: Path) -> None:
+    fold = v4.new_markdown_cell("### Folded\n\nText.", metadata={"tags": ["fold"]})
+    text = page(reports, v4.new_notebook(cells=[v4.new_markdown_cell("# Title\n\n## Top"), fold]))
+    link = '<a class="anchor-link" aria-label="Link to this section" href="#{0}">¶</a>'.format
+    assert f'<h2 id="Top">Top{link("Top")}</h2>' in text
+    assert f'<h3 id="Folded">Folded</h3></summary>{link("Folded")}' in "".join(text.split("\n"))
+
+
 def test_page_that_ran_has_no_banner(text: str) -> None:
     assert "stopped at an error" not in text
 

@@ -224,11 +224,22 @@ def test_releases_stand_side_by_side_or_the_page_says_what_is_missing(rows):
     assert set(table[table["gate"] == "KDA"]["form"]) == {""}
     shown = views.by_release(rows).table
     assert set(shown["release"]) >= {"this lab, [V, K]", "0.5.9, [K, V]", "0.5.10rc0, [V, K]", "0.5.23, [V, K]"}
+    drawn = list(dict.fromkeys(views.by_release(rows).data["release"].str.partition(",")[0]))
+    assert drawn == ["this lab", "0.5.9", "0.5.10rc0", "0.5.11", "0.5.23"]  # not by the alphabet
     assert views.by_release(without_releases(rows)).endswith("not measured on this GPU.")
     assert views.own_code(without_releases(rows)).endswith("not measured on this GPU.")
     missing = rows["variant"].str.startswith("sglang")
     reasons = missing.map({True: "NotFetched: not fetched: labkit fetch sglang", False: ""})
     assert views.own_code(rows.assign(reason=reasons, ok=rows["ok"] & ~missing)).endswith(": labkit fetch sglang.")
+
+
+def test_own_code_is_drawn_by_type_of_the_state_and_no_taller_than_a_screen(rows):
+    for view in (views.own_code, views.own_code_vllm):
+        drawn = view(rows)
+        assert set(drawn.data["kept"]) == {"fp32 state", "bf16 state"}
+        assert set(drawn.data.loc[drawn.data["op"] == "extend", "kept"]) == {"fp32 state"}
+        assert "kept" not in drawn.table
+        assert drawn.fig.get_figheight() * 96 <= 700
 
 
 def test_a_release_that_takes_the_pool_for_the_other_layout_is_called_wrong(rows):

@@ -73,7 +73,7 @@ def page(
     status, contents = _lead(html, status)
     html = html.replace("</h1>", f"</h1>{status}", 1)
     place = "<!-- after the answer -->" if "<!-- after the answer -->" in html else "</h1>" + status
-    write(out, html.replace(place, place + contents, 1))
+    write(out, _anchored(html.replace(place, place + contents, 1)))
     return failures
 
 
@@ -232,6 +232,16 @@ def _title(notebook: Any) -> str:
         if cell.cell_type == "markdown" and (found := re.search(r"^#{1,6}\s+(.+?)\s*#*$", cell.source, re.MULTILINE)):
             return re.sub(r"[*_`]|\[([^]]*)\]\([^)]*\)", r"\1", found[1])
     return ""
+
+
+def _anchored(html: str) -> str:
+    """The links to headings with a name; those in a summary stand behind it, since that is a control of its own."""
+
+    def placed(found: re.Match[str]) -> str:
+        link = f'<a class="anchor-link" aria-label="Link to this section"{found[1]}>¶</a>'
+        return found[2] + link if "summary" in found[2] else link + found[2]
+
+    return re.sub(r'<a class="anchor-link"( href="[^"]*")>¶</a>(</h\d>(?:\s*</summary>)?)', placed, html)
 
 
 def _lead(html: str, status: str) -> tuple[str, str]:

@@ -24,6 +24,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
+from labkit.report import colours
 from labkit.report.compact import compact
 
 INK, SOFT, GRID, PAPER = "#1d232b", "#57606b", "#e2e6ea", "#fffffe"
@@ -59,6 +60,8 @@ STYLE = {
 SIDES = {"faster": 0, "slower": 1, "same": 8, "unclear": 5}  # place of each in SERIES and MARKERS
 ONE_SIDED = LinearSegmentedColormap.from_list("lab", ["#dfeaf5", "#8ab7df", "#2f78b8", "#0a3d73"])
 TWO_SIDED = LinearSegmentedColormap.from_list("lab2", ["#0a4a86", "#6ba6d6", "#ececec", "#e59a5c", "#8f3b00"])
+
+MANY = 16  # more rows of ratios than these stand closer together
 
 Reference = Sequence[tuple[float, str]]
 
@@ -99,13 +102,14 @@ def lines(
     names = _levels(df[series])
     fig, cells = _grid(df, panel, title, rows=rows)
     place, marks, labels = _places(df[x], logx, cells[0][0].get_subplotspec().get_gridspec().ncols)
-    looks = [_look(index) | ({} if joined else {"linestyle": "none"}) for index in range(len(names))]
+    looks = [look | ({} if joined else {"linestyle": "none", "markersize": 7}) for look in _looks(names)]
     for ax, part in cells:
         for index, name in enumerate(names):
             line = part[part[series] == name]
             line = line.assign(_at=line[x].map(place)).sort_values("_at")
             bars = _bars(line, y, low, high)
-            ax.errorbar(line["_at"], line[y], yerr=bars, capsize=2.5, elinewidth=1.1, **looks[index])
+            over = 2 + 0.1 * (looks[index]["linestyle"] != "-")  # a solid line does not cover a dashed one
+            ax.errorbar(line["_at"], line[y], yerr=bars, capsize=2.5, elinewidth=1.1, zorder=over, **looks[index])
         if logx:
             ax.set_xscale("log", base=2)
         _ticks(ax, marks, labels, 52 if reference else 66)
@@ -140,18 +144,16 @@ def bars(
     df = _rows(df, y, x, series, panel, rows, low, high)
     groups, names = _levels(df[x]), _levels(df[series])
     fig, cells = _grid(df, panel, title, rows=rows)
-    width = 0.8 / len(names)
+    width, fills = 0.8 / len(names), _fills(names)
     for ax, part in cells:
         for index, name in enumerate(names):
             bar = part[part[series] == name]
             at = bar[x].map(groups.index).astype(float) + (index - (len(names) - 1) / 2) * width
-            drawn = ax.bar(at, bar[y], width * 0.92, **_fill(index))
+            drawn = ax.bar(at, bar[y], width * 0.92, **fills[index])
+            if len(names) == 1:
+                _mark_others(drawn, bar[x])
             if fmt:
-                box = {
-                    "facecolor": PAPER,
-                    "edgecolor": "none",
-                    "pad": 0.6,
-                }  # over a line of reference
+                box = {"facecolor": PAPER, "edgecolor": "none", "pad": 0.6}  # over a line of reference
                 texts = [fmt.format(value) for value in bar[y]]
                 ax.bar_label(drawn, texts, padding=2.5, fontsize=9, color=INK, bbox=box)
             if low and high:
@@ -161,7 +163,7 @@ def bars(
         ax.set_xlim(-0.6, len(groups) - 0.4)
     _values(cells, ylabel, logy, _references(cells, reference, rows or panel))
     _xlabel(cells, xlabel)
-    _legend(fig, [Patch(label=str(name), **_fill(i)) for i, name in enumerate(names)])
+    _legend(fig, [Patch(label=str(name), **fill) for name, fill in zip(names, fills, strict=True)])
     return fig
 
 
@@ -196,7 +198,10 @@ def ratios(
         raise ValueError(f"ratios: verdict {odd[0]!r}; allowed: {', '.join(SIDES)}")
     rows, hues = _outline(df, label, group), _levels(df[hue]) if hue else [None]
     heads = sum(item is None for _, item in rows)
-    fig, cells = _grid(df, panel, title, height=1.5 + 0.29 * heads + (0.16 + 0.13 * len(hues)) * (len(rows) - heads))
+    names = [_wrap(b if b is not None else a, 40) for a, b in rows]
+    head, each = (0.29, 0.16 + 0.13 * len(hues)) if len(rows) <= MANY else (0.18, 0.02 + 0.16 * len(hues))
+    each = max(each, 0.18 * (1 + max(name.count("\n") for name in names)))
+    fig, cells = _grid(df, panel, title, height=1.5 + head * heads + each * (len(rows) - heads))
     looks = _looks_of(hues, hue)
     for ax, part in cells:
         ax.axvspan(1 - band, 1 + band, color=GRID, lw=0)
@@ -209,12 +214,12 @@ def ratios(
             ax.errorbar(row[mid], at, xerr=error, capsize=3 if hue is None else 2, elinewidth=1.6, **look)
             if panel is None:
                 text = f"{row[mid]:.3f}  [{row[low]:.3f}, {row[high]:.3f}]"
-                size = {"fontsize": 9.5 if hue is None else 8.5, "color": look["color"] if hue else INK}
+                size = {"fontsize": 9.5 if hue is None else 9, "color": look["color"] if hue else INK}
                 ax.text(1.02, at, text, transform=ax.get_yaxis_transform(), va="center", **size)
         ax.grid(axis="y", visible=False)
         ax.margins(x=0.08)
         ax.set_ylim(len(rows) - 0.4, -0.6)
-        ax.set_yticks(range(len(rows)), [_wrap(b if b is not None else a, 40) for a, b in rows])
+        ax.set_yticks(range(len(rows)), names)
         for tick, (_, name) in zip(ax.get_yticklabels(), rows, strict=False):  # only the first axes has labels
             tick.set(color=INK, weight="bold" if name is None else "normal")
     _xlabel(cells, xlabel, 54)
@@ -420,15 +425,35 @@ def _title(fig: Figure, title: str) -> None:
     fig.set_figheight(fig.get_figheight() + 0.22 * text.count("\n"))
 
 
-def _look(index: int) -> dict[str, Any]:
-    place = index % len(SERIES)
-    look = {"color": SERIES[place], "marker": MARKERS[place], "linestyle": DASHES[index % len(DASHES)]}
+def _mark_others(drawn: Iterable[Patch], names: Iterable[Any]) -> None:
+    """Bars of libraries and controls in their colours, where the others are in that of the one series."""
+    for patch, name in zip(drawn, names, strict=True):
+        place = colours.place(name, colours.CONTROLS | colours.LIBRARIES)
+        if place is not None:
+            patch.set(**_fill(place))
+
+
+def _looks(names: Sequence[Any]) -> list[dict[str, Any]]:
+    """How the line or mark of each name looks: in its colour on all pages, with a marker and dash of its own."""
+    return [_look(*place) for place in colours.places(names, len(SERIES))]
+
+
+def _look(place: int, repeat: int = 0) -> dict[str, Any]:
+    """repeat: how many of the figure have this colour already."""
+    marker, dash = MARKERS[(place + 3 * repeat) % len(MARKERS)], DASHES[(place + 2 * repeat) % len(DASHES)]
+    look = {"color": SERIES[place], "marker": marker, "linestyle": dash}
     return look | {"markeredgecolor": PAPER, "markeredgewidth": 0.7}
 
 
-def _fill(index: int) -> dict[str, Any]:
-    place = index % len(SERIES)
-    return {"facecolor": SERIES[place], "edgecolor": PAPER, "hatch": HATCHES[place], "linewidth": 0.5}
+def _fills(names: Sequence[Any]) -> list[dict[str, Any]]:
+    """The same for bars, with a hatch."""
+    return [_fill(*place) for place in colours.places(names, len(SERIES))]
+
+
+def _fill(place: int, repeat: int = 0) -> dict[str, Any]:
+    hatched = [hatch for hatch in HATCHES if hatch not in (None, HATCHES[place])]
+    hatch = hatched[(repeat - 1) % len(hatched)] if repeat else HATCHES[place]
+    return {"facecolor": SERIES[place], "edgecolor": PAPER, "hatch": hatch, "linewidth": 0.5}
 
 
 def _bars(df: pd.DataFrame, mid: str, low: str | None, high: str | None) -> np.ndarray | None:
@@ -447,8 +472,10 @@ def _xlabel(cells: list[tuple[Axes, pd.DataFrame]], xlabel: str, width: int = 76
 
 def _ylabel(cells: list[tuple[Axes, pd.DataFrame]], ylabel: str) -> None:
     for ax, _ in cells:
-        if ax.get_subplotspec().is_first_col():
-            ax.set_ylabel(ylabel)
+        place = ax.get_subplotspec()
+        if place.is_first_col():
+            room = 32 if place.get_gridspec().nrows == 1 else 24
+            ax.set_ylabel(ylabel if len(ylabel) <= room else _wrap(ylabel, len(ylabel) // 2 + 3))  # as long as its axes
 
 
 def _references(cells: list[tuple[Axes, pd.DataFrame]], reference: Any, by: str | None) -> list[Reference]:
@@ -462,7 +489,7 @@ def _values(cells: list[tuple[Axes, pd.DataFrame]], ylabel: str, log: bool, refe
     for (ax, _), reference in zip(cells, references, strict=True):
         if log:
             ax.set_yscale("log")
-            ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if _room(ax) else (1,)))
             ax.yaxis.set_minor_locator(NullLocator())
             ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: _plain(value)))
         for value, _ in reference:
@@ -471,6 +498,13 @@ def _values(cells: list[tuple[Axes, pd.DataFrame]], ylabel: str, log: bool, refe
     for (ax, _), reference in zip(cells, references, strict=True):
         if reference and ax.get_subplotspec().is_last_col():
             _name_references(ax, reference)
+
+
+def _room(ax: Axes) -> bool:
+    """Whether three ticks a decade of the y axis have 0.2 inches each, in a row of axes that takes 60 % of its part."""
+    low, high = ax.get_ylim()
+    height = 0.6 * ax.figure.get_figheight() / ax.get_subplotspec().get_gridspec().nrows
+    return 3 * math.log10(high / low) * 0.2 <= height
 
 
 def _name_references(ax: Axes, reference: Reference) -> None:
@@ -497,8 +531,9 @@ def _legend(fig: Figure, handles: list[Any], alone: bool = False) -> None:
         return
     for handle in handles:
         handle.set_label(_wrap(handle.get_label(), 80))
-    widest = max(len(line) for handle in handles for line in handle.get_label().split("\n"))
-    columns = max(1, min(len(handles), 84 // (widest + 7)))
+    letters = [max(map(len, handle.get_label().split("\n"))) for handle in handles]
+    in_one_row = 6.2 * sum(letters) + 56 * len(handles) <= 72 * WIDTH  # points: of a letter, and of a key with its gap
+    columns = len(handles) if in_one_row else max(1, min(len(handles), 84 // (max(letters) + 7)))
     rows = math.ceil(len(handles) / columns)
     columns = math.ceil(len(handles) / rows)  # rows of even length
     fig.set_figheight(fig.get_figheight() + 0.2 * (rows - 1))  # a long legend does not squeeze the plot

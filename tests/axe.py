@@ -1,0 +1,27 @@
+"""axe-core on a page: what would hinder a reader who does not see it, or sees it badly, or has no mouse?"""
+
+import json
+from importlib.resources import files
+
+from browser import Browser, fold
+
+AXE = (files("axe_playwright_python") / "axe.min.js").read_text("utf-8")
+GRAVE = ("serious", "critical")
+
+# A long table's further rows of plain cells look like its first ones, and would take minutes.
+RUN = """axe.run(
+  {exclude: [['tbody tr:nth-child(n+4):not(:has(:not(td, th, data)))']]}, {resultTypes: ['violations']}
+).then(found => JSON.stringify(
+  found.violations.flatMap(({ id, nodes }) => nodes.map(({ impact, target, failureSummary }) =>
+    [impact, id, target.flat().join(' '), failureSummary]))))"""
+
+
+def findings(browser: Browser, folds_open: bool) -> list[str]:
+    """What axe-core has against the page that is open, of impact serious or critical: "impact rule: element: why".
+
+    It is evaluated through the debugging protocol, which the page's Content-Security-Policy says nothing of.
+    """
+    fold(browser, folds_open)
+    browser.evaluate(f"typeof axe === 'object' || (() => {{{AXE}}})()")
+    found = json.loads(browser.evaluate(RUN))
+    return [f"{impact} {rule}: {at}: {' '.join(why.split())}" for impact, rule, at, why in found if impact in GRAVE]
