@@ -21,7 +21,7 @@ from labkit.evidence import compiled, workers
 from labkit.kernels.experts import choose, expert_layer, routing
 from labkit.kernels.experts.inputs import LayerInputs
 from labkit.kernels.experts.tiles import GROUP, Int4
-from labkit.kernels.gated_delta import chunked, recurrent, segmented
+from labkit.kernels.gated_delta import buffered, chunked, recurrent, segmented
 from labkit.kernels.gguf import formats, integers, routed, routed_integers, wide
 from labkit.kernels.gguf import products as ffn_kernels
 from labkit.kernels.gguf.experts import pack as pack_experts
@@ -63,9 +63,9 @@ def segmented_launch(name, size, gate, v_first, **choices):
 
 
 def step_launch(op, size, gate, v_first, state):
-    """A decode of two sequences, or a verify of a tree of four draft tokens each."""
+    """A decode of two sequences, the inputs of one (ring), or a verify of a tree of four draft tokens each."""
     (K, V), N, H, HV = size, 2, 2, 4
-    tokens = (N,) if op == "decode" else (N, 4)
+    tokens = (N, 4) if op == "tree" else (N,)
     inner, gates = (HV, V, K) if v_first else (HV, K, V), (HV, K) if gate == "KDA" else (HV,)
     dtype = {"fp32": "float32", "bf16": "bfloat16"}[state]
     qkv = {"q": empty(*tokens, H, K), "k": empty(*tokens, H, K), "v": empty(*tokens, HV, V)}
@@ -74,6 +74,8 @@ def step_launch(op, size, gate, v_first, state):
     x = {"state": empty(N, *inner, dtype=dtype), "indices": torch.arange(N)} | qkv | gate_inputs | out
     if op == "decode":
         return recurrent.decode(recurrent.StepInputs(**x))
+    if op == "ring":
+        return recurrent.StepInputs(**x)
     x |= {"intermediate_states": empty(N, 4, *inner, dtype=dtype), "cache_indices": torch.arange(N)}
     x["parents"] = torch.zeros(tokens, dtype=torch.int64)
     return recurrent.verify(recurrent.VerifyInputs(**x))
@@ -193,6 +195,20 @@ def states():
     return found | named("extend_launch", [{"name": "chunk_state"} | one for one in more])
 
 
+def ring_launch(launch, size, gate, v_first, state, matrix=False):
+    """A decode of two sequences with a ring of 16 tokens: what is multiplied ahead (0), or the step (1)."""
+    x = step_launch("ring", size, gate, v_first, state)
+    choice = buffered.BufferedChoice(recurrent.StepChoice(32, 2, 1), matrix=matrix)
+    return buffered.decode(x, buffered.empty_ring(x, 16), 16, x.indices.int(), choice).launches[launch]
+
+
+def rings():
+    both = {"size": SIZES[::4], "gate": GATES}
+    found = every("ring_launch", launch=[1], **both, v_first=[True, False], state=["fp32", "bf16"])
+    found |= every("ring_launch", launch=[0], **both, v_first=[True], state=["fp32"])
+    return found | every("ring_launch", launch=[1], **both, v_first=[True], state=["bf16"], matrix=[True])
+
+
 def segments():
     found = every("segmented_launch", name=["maps", "scan", "walk"], size=SIZES, gate=GATES, v_first=[True, False])
     return found | named("segmented_launch", [])
@@ -281,6 +297,7 @@ GROUPS = {
     "extend: states": states,
     "extend: segments": segments,
     "decode and verify": steps,
+    "decode with a ring": rings,
     "grid of layouts": grid,
     "expert layers": experts,
     "engines' expert layers": engines,

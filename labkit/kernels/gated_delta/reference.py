@@ -115,6 +115,20 @@ def verify(
     return o, states[:, 1:]
 
 
+def with_ring(state: Tensor, u: Tensor, k: Tensor, alpha: Tensor) -> Tensor:
+    """The state after m tokens, from that before them and what each of them added.
+
+    state: [N, HV, V, K]; of the tokens, u: [N, m, HV, V], corrections β (v − S k); k: [N, m, HV, K], normalised; alpha:
+    [N, m, HV], or [N, m, HV, K] for KDA, decays. Returns S = A state + Σ_j u_j (W_j ∘ k_j)ᵀ, A the product of all
+    decays and W_j that of those after token j; float64.
+    """
+    alpha = alpha.double() if alpha.ndim == 4 else alpha.double()[..., None]
+    none = alpha.new_ones((len(alpha), 1, *alpha.shape[2:]))
+    since = torch.cat([alpha.flip(1).cumprod(1).flip(1), none], 1)  # of token j and those after it, and of none
+    S = state.double() * since[:, 0][..., None, :]
+    return S + torch.einsum("nmhv,nmhk->nhvk", u.double(), k.double() * since[:, 1:])
+
+
 def _softplus(x: Tensor) -> Tensor:
     linear = x > SOFTPLUS_LINEAR_ABOVE
     return torch.where(linear, x, torch.log1p(torch.exp(x.clamp(max=SOFTPLUS_LINEAR_ABOVE))))

@@ -1,0 +1,552 @@
+"""Decode of the gated delta rule that seldom writes its state: the last tokens wait in a ring beside it.
+
+A state S0 is read at every token and written once in L of them. What the tokens since then have added is kept as it
+was computed: for each its key k, its correction u and the decay since S0. With a ring of m entries,
+
+    S = A S0 + Σ_j u_j (W_j ∘ k_j)ᵀ     A: decay since S0, W_j: decay since entry j (KDA: one a channel)
+
+A token needs S only in two products, with k and with q, so that S need not be rebuilt: S0 (A ∘ k), m dot products of
+keys, and a sum of m corrections. Only a token that writes the state rebuilds it: every L-th, or when `flush` says so.
+
+| choice    | hypothesis                                                                                               |
+|-----------|----------------------------------------------------------------------------------------------------------|
+| length    | L: a longer ring writes the state more seldom and reads more entries: least bytes at √(state / entry)    |
+| tile      | BV, values of V a program: each program multiplies all keys of the ring, so that a narrow tile reads     |
+|           | them again and again; a wide one has fewer programs to hide its latency                                  |
+| ahead     | a kernel before it multiplies the ring's keys, once for all values of V: programs of the step have fewer |
+|           | instructions and registers, so that more bytes are under way; it starts while the other runs             |
+| matrix    | S0 times k and q by matrix instructions: a state of 16 bits need not be converted value by value, which  |
+|           | is what a step on bf16 states is bound by where memory is fast                                           |
+| pieces, num_warps, evict_first | as in `recurrent.py`                                                                |
+
+What is rounded: k is kept as it came, u in the ring's dtype, the decay since S0 as a logarithm in fp32. Sources:
+ReplaySSM in SGLang 0.5.23 and vLLM pull requests 48792 and 49887, which rebuild the state at every token.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra import cuda
+
+from labkit.kernels.checks import check_tensor
+from labkit.kernels.gated_delta import recurrent
+from labkit.kernels.gated_delta.gates import decay
+from labkit.kernels.gated_delta.recurrent import (
+    Inputs,
+    StepChoice,
+    StepInputs,
+    _channels,
+    _gate_inputs,
+    _load,
+    _load_tile,
+    _load_token,
+    _prepare,
+    _store,
+)
+from labkit.kernels.launch import Launch
+from labkit.kernels.target import has_dependent_launch
+
+RING_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+MOST_ENTRIES = 64
+REBUILT = 32  # channels of a state that are rebuilt at once
+LEAST_OF_A_PRODUCT = 16  # rows, columns and summands of a matrix product in Triton
+_FACTORS = tl.constexpr(5)
+_LEAST = tl.constexpr(1e-37)  # of a decay whose logarithm is kept: below, nothing of the state is left
+
+
+@triton.jit
+def _rows(pointers, entries, valid, K: tl.constexpr, BK: tl.constexpr):
+    """Pieces [BL, BK] of the entries' rows of K values: their keys, or KDA's logarithms of decay."""
+    ks = tl.arange(0, BK)
+    found = ()
+    for p in tl.static_range((K + BK - 1) // BK):
+        mask = valid[:, None] & (p * BK + ks < K)[None, :]
+        found = found + (tl.load(pointers + entries[:, None] * K + (p * BK + ks)[None, :], mask=mask, other=0.0),)
+    return found
+
+
+@triton.jit
+def _logs(ring_g, entry, live, K: tl.constexpr, BK: tl.constexpr, KDA: tl.constexpr):
+    """Logarithm of the decay from S0 to an entry, 0 if not live: a tuple of a scalar (GDN) or of pieces [BK] (KDA)."""
+    if KDA:
+        ks = tl.arange(0, BK)
+        found = ()
+        for p in tl.static_range((K + BK - 1) // BK):
+            found = found + (tl.load(ring_g + entry * K + p * BK + ks, mask=live & (p * BK + ks < K), other=0.0),)
+        return found
+    else:
+        return (tl.load(ring_g + entry, mask=live, other=0.0),)
+
+
+@triton.jit
+def _exp(values):
+    found = ()
+    for p in tl.static_range(len(values)):
+        found = found + (tl.exp(values[p]),)
+    return found
+
+
+@triton.jit
+def _times(values, factors):
+    found = ()
+    for p in tl.static_range(len(values)):
+        found = found + (values[p] * factors[p],)
+    return found
+
+
+@triton.jit
+def _after(before, decays):
+    """Logarithms of the decay since S0 after one more token."""
+    found = ()
+    for p in tl.static_range(len(decays)):
+        found = found + (before[p] + tl.log(tl.maximum(decays[p], _LEAST)),)
+    return found
+
+
+@triton.jit
+def _prepared(
+    token, bias, log_rate, scale, lower_bound, ring_k, ring_g, entries, valid, totals,
+    K: tl.constexpr, BK: tl.constexpr, KDA: tl.constexpr, BOUNDED: tl.constexpr,
+):  # fmt: skip
+    """What all values of V of one token share: (factors, keys, queries, of_key, of_query, decays).
+
+    With S0 k = Σ keys ∘ S0 and U the corrections of the ring, u = factors[0] v - factors[1] S0 k - Σ_j of_key[j] U[j],
+    o = factors[2] S0 q + Σ_j of_query[j] U[j] + factors[3] u; factors[4] u is what the ring keeps. of_key, of_query:
+    [BL]. keys, queries: pieces [BK]; for KDA the decay since S0 is in them, for GDN in the factors.
+    """
+    queries, keys, decays, q_factor, k_factor, kq, beta = _prepare(token, log_rate, bias, scale, lower_bound, BOUNDED)
+    ring_keys = _rows(ring_k, entries, valid, K, BK)
+    with_key = tl.zeros_like(ring_keys[0]).to(tl.float32)
+    with_query = with_key
+    if KDA:
+        logs = _rows(ring_g, entries, valid, K, BK)
+        own_keys = _times(keys, decays)
+        own_queries = _times(queries, decays)
+        for p in tl.static_range(len(ring_keys)):
+            past = ring_keys[p].to(tl.float32) * tl.exp(totals[p][None, :] - logs[p])
+            with_key += past * own_keys[p][None, :]
+            with_query += past * own_queries[p][None, :]
+        since = _exp(totals)
+        keys = _times(own_keys, since)
+        queries = _times(own_queries, since)
+        weight = tl.where(valid, 1.0, 0.0)
+        whole = 1.0
+    else:
+        logs = tl.load(ring_g + entries, mask=valid, other=0.0)
+        for p in tl.static_range(len(ring_keys)):
+            past = ring_keys[p].to(tl.float32)
+            with_key += past * keys[p][None, :]
+            with_query += past * queries[p][None, :]
+        weight = tl.where(valid, tl.exp(totals[0] - logs) * decays[0], 0.0)
+        whole = tl.exp(totals[0]) * decays[0]
+    taken = beta * k_factor
+    factors = (beta, taken * whole, q_factor * whole, kq, k_factor)
+    of_key = tl.sum(with_key, 1) * weight * taken
+    of_query = tl.sum(with_query, 1) * weight * q_factor
+    return factors, keys, queries, of_key, of_query, decays
+
+
+@triton.jit
+def _keep(ring_k, ring_g, entry, raw_keys, logs, live, of_key, K: tl.constexpr, BK: tl.constexpr, KDA: tl.constexpr):
+    """A token's key and decay as an entry. of_key: whether this program writes the key, which value heads share."""
+    ks = tl.arange(0, BK)
+    for p in tl.static_range(len(raw_keys)):
+        inside = live & (p * BK + ks < K)
+        tl.store(ring_k + entry * K + p * BK + ks, raw_keys[p].to(ring_k.dtype.element_ty), mask=inside & of_key)
+        if KDA:
+            tl.store(ring_g + entry * K + p * BK + ks, logs[p], mask=inside)
+    if not KDA:
+        tl.store(ring_g + entry, logs[0], mask=live)
+
+
+@triton.jit
+def _products(S, keys, queries, V_FIRST: tl.constexpr):
+    """S0 times key and query, [BV] each, in fp32."""
+    K_AXIS: tl.constexpr = 1 if V_FIRST else 0
+    V_AXIS: tl.constexpr = 1 - K_AXIS
+    Sk = tl.zeros_like(S[0]).to(tl.float32)
+    Sq = Sk
+    for p in tl.static_range(len(S)):
+        tile = S[p].to(tl.float32)
+        Sk += tile * tl.expand_dims(keys[p], V_AXIS)
+        Sq += tile * tl.expand_dims(queries[p], V_AXIS)
+    return tl.sum(Sk, K_AXIS), tl.sum(Sq, K_AXIS)
+
+
+@triton.jit
+def _columns(first, second, third, fourth, DTYPE: tl.constexpr):
+    """[.., 16] of DTYPE: four vectors [..] as its first columns, each of the last two as a high and a low part."""
+    columns = tl.arange(0, 16)[None, :]
+    found = tl.where(columns == 0, first.to(tl.float32)[:, None], 0.0)
+    found = tl.where(columns == 1, second.to(tl.float32)[:, None], found)
+    third_high = third.to(DTYPE).to(tl.float32)
+    fourth_high = fourth.to(DTYPE).to(tl.float32)
+    found = tl.where(columns == 2, third_high[:, None], found)
+    found = tl.where(columns == 3, (third - third_high)[:, None], found)
+    found = tl.where(columns == 4, fourth_high[:, None], found)
+    return tl.where(columns == 5, (fourth - fourth_high)[:, None], found).to(DTYPE)
+
+
+@triton.jit
+def _matrix_sums(S, U, keys, queries, of_Sk, of_Sq, of_key, of_query, KDA: tl.constexpr):
+    """of_Sk S0 k + Σ_j of_key[j] U[j], and the same of q, [BV] each, by matrix instructions. S: pieces [BV, BK].
+
+    S0, U, k and q are of one dtype of 16 bits, products of which are exact. What is fp32 (the ring's weights, KDA's k
+    and q with their decays) goes as two of that dtype, which keep at least 16 bits of it.
+    """
+    none = tl.zeros_like(keys[0]).to(tl.float32)
+    sums = tl.zeros((S[0].shape[0], 16), tl.float32)
+    for p in tl.static_range(len(S)):
+        if KDA:
+            sums = tl.dot(S[p], _columns(none, none, keys[p], queries[p], S[0].dtype), sums)
+        else:
+            sums = tl.dot(S[p], _columns(keys[p], queries[p], none, none, S[0].dtype), sums)
+    empty = tl.zeros_like(of_key)
+    columns = tl.arange(0, 16)[None, :]
+    with_key = (columns == 2) | (columns == 3)
+    with_query = (columns == 4) | (columns == 5)
+    if KDA:
+        sums = sums * tl.where(with_key, of_Sk, of_Sq)
+    sums = tl.dot(tl.trans(U), _columns(empty, empty, of_key, of_query, S[0].dtype), sums)
+    of_k = tl.where(columns == 0, of_Sk, tl.where(with_key, 1.0, 0.0))
+    of_q = tl.where(columns == 1, of_Sq, tl.where(with_query, 1.0, 0.0))
+    return tl.sum(sums * of_k, 1), tl.sum(sums * of_q, 1)
+
+
+@triton.jit
+def _rebuild(
+    base, u, vs, live, ring_u, ring_k, ring_g, entries, valid, totals, key, gates, bias, log_rate, lower_bound,
+    K: tl.constexpr, V: tl.constexpr, BC: tl.constexpr,
+    V_FIRST: tl.constexpr, KDA: tl.constexpr, BOUNDED: tl.constexpr,
+):  # fmt: skip
+    """Write the state: S0 with its decay, all entries of the ring, and the token's own correction u.
+
+    BC channels at a time, in a loop that is not unrolled, with what it needs loaded again: one token in L comes here,
+    and the registers that it would take are those of every token. u: over its key's norm. key, gates, bias: pointers.
+    """
+    V_AXIS: tl.constexpr = 0 if V_FIRST else 1
+    K_AXIS: tl.constexpr = 1 - V_AXIS
+    inside = live & (vs < V)
+    U = tl.load(ring_u + entries[:, None] * V + vs[None, :], mask=valid[:, None] & inside[None, :], other=0.0)
+    U = U.to(tl.float32)
+    if not KDA:
+        gate = tl.load(gates).to(tl.float32) + tl.load(bias).to(tl.float32)
+        log = totals + tl.log(tl.maximum(decay(gate, log_rate, lower_bound, BOUNDED), _LEAST))
+        U = U * tl.where(valid, tl.exp(log - tl.load(ring_g + entries, mask=valid, other=0.0)), 0.0)[:, None]
+        whole = tl.exp(log)
+    for first in range(0, K, BC):
+        ks = first + tl.arange(0, BC)
+        mine = ks < K
+        past = tl.load(ring_k + entries[:, None] * K + ks[None, :], mask=valid[:, None] & mine[None, :], other=0.0)
+        past = past.to(tl.float32)
+        if KDA:
+            before = tl.load(ring_g + totals * K + ks, mask=mine & (totals >= 0), other=0.0)
+            gate = tl.load(gates + ks, mask=mine, other=0.0).to(tl.float32)
+            gate += tl.load(bias + ks, mask=mine, other=0.0).to(tl.float32)
+            log = before + tl.log(tl.maximum(decay(gate, log_rate, lower_bound, BOUNDED), _LEAST))
+            logs = tl.load(ring_g + entries[:, None] * K + ks[None, :], mask=valid[:, None] & mine[None, :], other=0.0)
+            past = past * tl.where(valid[:, None], tl.exp(log[None, :] - logs), 0.0)
+            whole = tl.expand_dims(tl.exp(log), V_AXIS)
+        own = tl.load(key + ks, mask=mine, other=0.0).to(tl.float32)
+        # Products of fp32 by three of TF32: those of one would cost the corrections half of their bits.
+        if V_FIRST:
+            at = base + vs[:, None] * K + ks[None, :]
+            mask = inside[:, None] & mine[None, :]
+            added = tl.dot(tl.trans(U), past, input_precision="tf32x3")
+        else:
+            at = base + ks[:, None] * V + vs[None, :]
+            mask = mine[:, None] & inside[None, :]
+            added = tl.dot(tl.trans(past), U, input_precision="tf32x3")
+        tile = tl.fma(tl.load(at, mask=mask, other=0.0).to(tl.float32), whole, added)
+        tile = tl.fma(tl.expand_dims(u, K_AXIS), tl.expand_dims(own, V_AXIS), tile)
+        tl.store(at, tile.to(base.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["length"])
+def _ahead_kernel(
+    indices, q, k, a, b, A_log, dt_bias, ring_k, ring_g, starts, counts, factors, vectors, weights,
+    scale, lower_bound, length, q_token, q_head, k_token, k_head, a_token, b_token,
+    GROUP: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BK: tl.constexpr,
+    KDA: tl.constexpr, BOUNDED: tl.constexpr, R: tl.constexpr, BL: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """One program: `_prepared` of one value head of one sequence, and the token's key and decay into the ring."""
+    n = tl.program_id(1).to(tl.int64)
+    hv = tl.program_id(0)
+    h = hv // GROUP
+    if DEPENDENT:
+        cuda.gdc_launch_dependents()
+    slot = tl.load(indices + n).to(tl.int64)
+    start = tl.load(starts + n)
+    count = tl.load(counts + n)
+    live = slot >= 0
+    token = _load_token(q, k, a, b, n, h, hv, q_token, q_head, k_token, k_head, a_token, b_token, K, BK, KDA)
+    bias = _gate_inputs(dt_bias, hv, K, BK, KDA)
+    log_rate = tl.load(A_log + hv).to(tl.float32)
+    ring_k += (slot * (HV // GROUP) + h) * (R * K)
+    ring_g += (slot * HV + hv) * (R * K if KDA else R)
+    js = tl.arange(0, BL)
+    valid = (js < count) & live
+    entries = (start + js) % R
+    totals = _logs(ring_g, (start + count + R - 1) % R, live & (count > 0), K, BK, KDA)
+    found, keys, queries, of_key, of_query, decays = _prepared(
+        token, bias, log_rate, scale, lower_bound, ring_k, ring_g, entries, valid, totals, K, BK, KDA, BOUNDED
+    )
+    head = n * HV + hv
+    for i in tl.static_range(len(found)):
+        tl.store(factors + head * _FACTORS + i, found[i])
+    tl.store(weights + head * (2 * BL) + js, of_key)
+    tl.store(weights + head * (2 * BL) + BL + js, of_query)
+    if KDA:
+        ks = tl.arange(0, BK)
+        for p in tl.static_range(len(keys)):
+            at = vectors + head * (2 * K) + p * BK + ks
+            tl.store(at, keys[p], mask=p * BK + ks < K)
+            tl.store(at + K, queries[p], mask=p * BK + ks < K)
+    # An entry behind the last one: a token that writes the state has none, so that nobody will count it.
+    room = live & (count < R)
+    _keep(ring_k, ring_g, (start + count) % R, token[1], _after(totals, decays), room, hv % GROUP == 0, K, BK, KDA)
+
+
+@triton.jit(do_not_specialize=["length"])
+def _decode_kernel(
+    state, indices, q, k, v, a, b, A_log, dt_bias, out, ring_u, ring_k, ring_g, starts, counts, flush,
+    factors, vectors, weights, scale, lower_bound, length, slot_stride,
+    q_token, q_head, k_token, k_head, v_token, v_head, a_token, b_token,
+    GROUP: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    V_FIRST: tl.constexpr, KDA: tl.constexpr, BOUNDED: tl.constexpr, POLICY: tl.constexpr,
+    R: tl.constexpr, BL: tl.constexpr, BC: tl.constexpr, FORCED: tl.constexpr, AHEAD: tl.constexpr,
+    MATRIX: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """One program: BV values of one value head of one sequence, all K channels."""
+    EVEN_V: tl.constexpr = V % BV == 0
+    n = tl.program_id(2).to(tl.int64)
+    hv = tl.program_id(1)
+    h = hv // GROUP
+    vs = tl.program_id(0) * BV + tl.arange(0, BV)
+    slot = tl.load(indices + n).to(tl.int64)
+    start = tl.load(starts + n)
+    count = tl.load(counts + n)
+    token = _load_token(q, k, a, b, n, h, hv, q_token, q_head, k_token, k_head, a_token, b_token, K, BK, KDA)
+    bias = _gate_inputs(dt_bias, hv, K, BK, KDA)
+    log_rate = tl.load(A_log + hv).to(tl.float32)
+    value = _load(v + n * v_token + hv * v_head + vs, vs < V, not EVEN_V).to(tl.float32)
+    live = slot >= 0  # else padding: neither pool nor ring is touched, the output is zero
+
+    base = state + slot * slot_stride + hv * (K * V)
+    S = _load_tile(base, vs, live, K, V, BK, V_FIRST, EVEN_V, POLICY)
+    ring_u += (slot * HV + hv) * (R * V)
+    ring_k += (slot * (HV // GROUP) + h) * (R * K)
+    ring_g += (slot * HV + hv) * (R * K if KDA else R)
+    js = tl.arange(0, BL)
+    valid = (js < count) & live
+    entries = (start + js) % R
+    U = tl.load(ring_u + entries[:, None] * V + vs[None, :], mask=valid[:, None] & (vs < V)[None, :], other=0.0)
+    writes = count + 1 >= length
+    if FORCED:
+        writes = writes | (tl.load(flush + n) != 0)
+    totals = _logs(ring_g, (start + count + R - 1) % R, live & (count > 0), K, BK, KDA)
+    if AHEAD:
+        if DEPENDENT:
+            cuda.gdc_wait()
+        head = n * HV + hv
+        of_v, of_Sk, of_Sq, of_u, kept = _factors(factors + head * _FACTORS)
+        of_key = tl.load(weights + head * (2 * BL) + js)
+        of_query = tl.load(weights + head * (2 * BL) + BL + js)
+        if KDA:
+            keys = _channels(vectors + head * (2 * K), K, BK)
+            queries = _channels(vectors + head * (2 * K) + K, K, BK)
+        else:
+            keys = _wide(token[1])
+            queries = _wide(token[0])
+    else:
+        found, keys, queries, of_key, of_query, decays = _prepared(
+            token, bias, log_rate, scale, lower_bound, ring_k, ring_g, entries, valid, totals, K, BK, KDA, BOUNDED
+        )
+        of_v, of_Sk, of_Sq, of_u, kept = found
+    if MATRIX:
+        with_key, with_query = _matrix_sums(S, U, keys, queries, of_Sk, of_Sq, of_key, of_query, KDA)
+    else:
+        Sk, Sq = _products(S, keys, queries, V_FIRST)
+        past = U.to(tl.float32)
+        with_key = of_Sk * Sk + tl.sum(past * of_key[:, None], 0)
+        with_query = of_Sq * Sq + tl.sum(past * of_query[:, None], 0)
+    u = of_v * value - with_key
+    o = tl.fma(of_u, u, with_query)
+    _store(out + (n * HV + hv) * V + vs, tl.where(live, o, 0.0), vs < V, not EVEN_V)
+
+    u = u * kept
+    if writes:
+        last = tl.where(live & (count > 0), (start + count + R - 1) % R, -1)
+        _rebuild(
+            base, u, vs, live, ring_u, ring_k, ring_g, entries, valid, last if KDA else totals[0],
+            k + n * k_token + h * k_head, a + n * a_token + hv * (K if KDA else 1), dt_bias + hv * (K if KDA else 1),
+            log_rate, lower_bound, K, V, BC, V_FIRST, KDA, BOUNDED,
+        )  # fmt: skip
+    else:
+        entry = (start + count) % R
+        tl.store(ring_u + entry * V + vs, u.to(ring_u.dtype.element_ty), mask=live & (vs < V))
+        if not AHEAD:
+            first = tl.program_id(0) == 0
+            logs = _after(totals, decays)
+            _keep(ring_k, ring_g, entry, token[1], logs, live & first, hv % GROUP == 0, K, BK, KDA)
+
+
+@triton.jit
+def _factors(pointers):
+    return (
+        tl.load(pointers), tl.load(pointers + 1), tl.load(pointers + 2), tl.load(pointers + 3), tl.load(pointers + 4)
+    )  # fmt: skip
+
+
+@triton.jit
+def _wide(values):
+    found = ()
+    for p in tl.static_range(len(values)):
+        found = found + (values[p].to(tl.float32),)
+    return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ring:
+    """What tokens since the last write of each state have added, and where each sequence stands in it.
+
+    u: [slots, HV, R, V], fp32, bf16 or fp16: corrections, over the norm of their key. k: [slots, H, R, K], q's and k's
+    dtype: keys as they came. g: [slots, HV, R], or [slots, HV, R, K] for KDA, fp32: logarithm of the decay since the
+    state was written. Contiguous; R at most MOST_ENTRIES.
+    starts, counts: [N] int32, of each sequence of a call: the entry of its first token, and how many there are; entry j
+    is (start + j) % R. The caller moves them (`moved`).
+    """
+
+    u: Tensor
+    k: Tensor
+    g: Tensor
+    starts: Tensor
+    counts: Tensor
+
+    @property
+    def entries(self) -> int:
+        """R."""
+        return self.u.shape[2]
+
+
+def empty_ring(x: Inputs, entries: int, dtype: torch.dtype | None = None) -> Ring:
+    """A ring without entries for every slot of the pool. dtype: of u; None: that of q."""
+    slots, HV, *_ = x.state.shape
+    H, K = x.q.shape[-2:]
+    V, N, kda = x.v.shape[-1], len(x.indices), x.a.ndim > x.b.ndim
+    new = x.state.new_zeros
+    return Ring(
+        u=new((slots, HV, entries, V), dtype=dtype or x.q.dtype),
+        k=new((slots, H, entries, K), dtype=x.k.dtype),
+        g=new((slots, HV, entries, K) if kda else (slots, HV, entries), dtype=torch.float32),
+        starts=new(N, dtype=torch.int32),
+        counts=new(N, dtype=torch.int32),
+    )
+
+
+def moved(ring: Ring, length: int, flush: Tensor | None = None) -> Tensor:
+    """Counts after a `decode` with this length: [N] int32, on the device."""
+    counts = ring.counts + 1
+    written = counts >= length
+    return torch.where(written if flush is None else written | (flush != 0), 0, counts)
+
+
+@dataclass(frozen=True)
+class BufferedChoice:
+    """How a step on the ring is run; the table at the top of the file says what each choice is for."""
+
+    step: StepChoice = field(default_factory=lambda: StepChoice(32, 2, 1))
+    ahead: bool = True
+    matrix: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.step}{', sums ahead' * self.ahead}{', matrix' * self.matrix}"
+
+
+@dataclass(frozen=True)
+class Decode:
+    """The launches of one token, in order; calling it makes them all."""
+
+    launches: tuple[Launch, ...]
+
+    def __call__(self) -> None:
+        for launch in self.launches:
+            launch()
+
+
+def decode(
+    x: StepInputs, ring: Ring, length: int, flush: Tensor | None = None, choice: BufferedChoice | None = None
+) -> Decode:
+    """One token a sequence, as launches that the caller makes by calling it; then counts are to be `moved`.
+
+    length: L, of 1 to R: a sequence whose ring has L - 1 entries has its state written. flush: [N] int32, not 0: write
+    it now, whatever the ring holds. Padding, and errors, as in `recurrent.decode`. Memory for what is computed ahead is
+    allocated here and kept by the result: not on two streams at once.
+    """
+    N, _, K, HV, V = recurrent.check_step(x)
+    kda = x.a.ndim == 3
+    check_ring(x, ring, N, kda)
+    if type(length) is not int or not 1 <= length <= ring.entries:
+        raise ValueError(f"length is {length!r}; allowed: an integer of 1 to the ring's {ring.entries} entries")
+    if flush is not None:
+        check_tensor("flush", flush, (N,), (torch.int32,), x.state.device, recurrent.OWNER)
+    choice = choice or BufferedChoice()
+    check_choice(choice, x, ring)
+    entries = max(LEAST_OF_A_PRODUCT, triton.next_power_of_2(ring.entries))
+    dependent = choice.ahead and has_dependent_launch(x.state.device)
+    space = _workspace(x, entries, kda) if choice.ahead else dict.fromkeys(("factors", "vectors", "weights"), ring.g)
+    shared = recurrent._arguments(x, choice.step, kda) | space | {
+        "ring_u": ring.u, "ring_k": ring.k, "ring_g": ring.g, "starts": ring.starts, "counts": ring.counts,
+        "flush": flush if flush is not None else ring.counts, "length": length,
+        "R": ring.entries, "BL": entries, "BC": REBUILT, "FORCED": flush is not None, "AHEAD": choice.ahead,
+        "MATRIX": choice.matrix, "DEPENDENT": dependent,
+    }  # fmt: skip
+    options = {"num_warps": choice.step.num_warps} | ({"launch_pdl": True} if dependent else {})
+    grid = (triton.cdiv(V, choice.step.tile), HV, N)
+    launches = (Launch(_decode_kernel, grid, shared, options),)
+    if choice.ahead:
+        ahead = {name: shared[name] for name in _ahead_kernel.arg_names if name != "BK"}
+        ahead["BK"] = triton.next_power_of_2(K)
+        launches = (Launch(_ahead_kernel, (HV, N), ahead, {"num_warps": 1}), *launches)
+    return Decode(launches)
+
+
+def _workspace(x: Inputs, entries: int, kda: bool) -> dict[str, Tensor]:
+    """What is computed ahead, of each value head: factors, weights of the entries, and KDA's k and q with decays."""
+    (N, HV, _), K = x.v.shape, x.q.shape[-1]
+    new = {"dtype": torch.float32}
+    factors = x.state.new_empty((N, HV, _FACTORS.value), **new)
+    vectors = x.state.new_empty((N, HV, 2, K), **new) if kda else factors
+    return {"factors": factors, "vectors": vectors, "weights": x.state.new_empty((N, HV, 2, entries), **new)}
+
+
+def check_choice(choice: BufferedChoice, x: Inputs, ring: Ring) -> None:
+    """Raise ValueError for a choice that the kernels cannot take."""
+    K = x.q.shape[-1]
+    recurrent.check_choice(choice.step, K)
+    if choice.step.tile < LEAST_OF_A_PRODUCT or triton.cdiv(K, choice.step.pieces) < LEAST_OF_A_PRODUCT // 2 + 1:
+        found = f"tile is {choice.step.tile} and pieces is {choice.step.pieces}, of {K} channels"
+        raise ValueError(f"{found}; allowed: tiles of {LEAST_OF_A_PRODUCT} and more, pieces of more than 8 channels")
+    if choice.matrix:
+        dtypes = {"state": x.state.dtype, "ring.u": ring.u.dtype, "q": x.q.dtype, "k": x.k.dtype}
+        if len(set(dtypes.values())) > 1 or x.state.dtype.itemsize != 2:
+            found = ", ".join(f"{name} is {dtype}" for name, dtype in dtypes.items())
+            raise ValueError(f"{found}; allowed with matrix instructions: one dtype of 16 bits")
+        if not x.v_first:
+            raise ValueError("v_first is False; allowed with matrix instructions: True")
+
+
+def check_ring(x: Inputs, ring: Ring, N: int, kda: bool) -> None:
+    """Raise ValueError for shapes, dtypes, strides or devices of a ring that the kernels cannot take."""
+    (slots, HV), (H, K), V = x.state.shape[:2], x.q.shape[-2:], x.v.shape[-1]
+    R, device, owner = ring.entries, x.state.device, recurrent.OWNER
+    if not 1 <= R <= MOST_ENTRIES:
+        raise ValueError(f"the ring has {R} entries; allowed: 1 to {MOST_ENTRIES}")
+    check_tensor("ring.u", ring.u, (slots, HV, R, V), RING_DTYPES, device, owner)
+    check_tensor("ring.k", ring.k, (slots, H, R, K), (x.k.dtype,), device, owner)
+    check_tensor("ring.g", ring.g, (slots, HV, R, K) if kda else (slots, HV, R), (torch.float32,), device, owner)
+    for name in ("starts", "counts"):
+        check_tensor(f"ring.{name}", getattr(ring, name), (N,), (torch.int32,), device, owner)

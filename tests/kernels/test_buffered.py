@@ -1,0 +1,201 @@
+"""Decode with a ring against the float64 recurrence: gates, layouts, positions, forced writes, paddings, errors."""
+
+from dataclasses import replace
+from itertools import product
+
+import pytest
+import torch
+from test_recurrent import DEVICE, GATES, error, gates, make, turned
+
+from labkit.kernels.gated_delta import recurrent, reference
+from labkit.kernels.gated_delta.buffered import BufferedChoice, Ring, decode, empty_ring, moved
+from labkit.kernels.gated_delta.recurrent import StepChoice
+
+N, H, GROUP, K, V = 3, 1, 2, 16, 24
+CHOICES = {
+    "ahead": BufferedChoice(StepChoice(16, 1, 1), ahead=True),
+    "in the step": BufferedChoice(StepChoice(16, 1, 1), ahead=False),
+}
+TOKENS = ("q", "k", "v", "a", "b")
+
+
+def some(x, seed):
+    """The same sequences with another token each."""
+    g = torch.Generator().manual_seed(seed)
+    new = {name: torch.randn(getattr(x, name).shape, generator=g).to(getattr(x, name)) for name in TOKENS}
+    return replace(x, **new, out=torch.full_like(x.out, float("nan")))
+
+
+def states(x):
+    """The states of the sequences, [N, HV, V, K], in float64; of padding, that of the last slot."""
+    return turned(x.state[x.indices.long()], x.v_first).double()
+
+
+def expected(x, before):
+    """o and the states after one token, float64."""
+    return reference.decode_step(before, x.q, x.k, x.v, *gates(x), x.scale)
+
+
+def run(x, ring, length, steps, choice, flush=None, seed=1):
+    """Steps, each against float64; flush: step -> sequences to write. Returns the ring and the expected states."""
+    after = states(x)
+    for step in range(steps):
+        y = some(x, 100 * seed + step)
+        forced = None if flush is None else torch.tensor([n in flush.get(step, ()) for n in range(N)]).int().to(DEVICE)
+        decode(y, ring, length, forced, choice)()
+        o, after = expected(y, after)
+        assert error(y.out, o) < 1e-5
+        ring = replace(ring, counts=moved(ring, length, forced))
+    return ring, after
+
+
+def test_the_reference_is_the_recurrence():
+    g = torch.Generator().manual_seed(3)
+
+    def draw(*shape):
+        return torch.randn(shape, generator=g, dtype=torch.float64)
+
+    for kda in (False, True):
+        before = state = draw(2, 4, 5, 6)
+        kept = []
+        for _ in range(4):
+            q, k, v, beta = draw(2, 4, 6), draw(2, 4, 6), draw(2, 4, 5), torch.sigmoid(draw(2, 4))
+            alpha = torch.sigmoid(draw(2, 4, 6) if kda else draw(2, 4))
+            _, after = reference.decode_step(state, q, k, v, alpha, beta, 1.0)
+            normal = k / torch.sqrt((k * k).sum(-1, keepdim=True) + reference.L2_EPS)
+            decayed = state * (alpha[..., None, :] if kda else alpha[..., None, None])
+            u = beta[..., None] * (v - torch.einsum("nhvk,nhk->nhv", decayed, normal))
+            kept.append((u, normal, alpha))
+            state = after
+        u, k, alpha = (torch.stack(part, 1) for part in zip(*kept, strict=True))
+        assert torch.allclose(reference.with_ring(before, u, k, alpha), state, rtol=1e-12, atol=1e-12)
+        assert torch.equal(reference.with_ring(before, u[:, :0], k[:, :0], alpha[:, :0]), before)
+
+
+@pytest.mark.parametrize(("gate", "v_first", "choice"), list(product(GATES, (True, False), CHOICES)))
+def test_tokens_and_states_are_those_of_the_recurrence(gate, v_first, choice):
+    x = make(N, H, GROUP, K, V, gate=gate, v_first=v_first)
+    ring, after = run(x, empty_ring(x, 4), 4, 6, CHOICES[choice])
+    assert ring.counts.tolist() == [2] * N
+    write = torch.ones(N, dtype=torch.int32, device=DEVICE)
+    y = some(x, 7)
+    decode(y, ring, 4, write, CHOICES[choice])()
+    _, after = expected(y, after)
+    assert error(states(x), after) < 1e-5
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+def test_a_state_is_written_when_the_ring_is_full_and_only_then(choice):
+    x = make(N, H, GROUP, K, V)
+    ring = empty_ring(x, 3)
+    for step in range(6):
+        before = x.state.clone()
+        decode(some(x, step), ring, 3, None, CHOICES[choice])()
+        assert torch.equal(x.state, before) == (step % 3 != 2)
+        ring = replace(ring, counts=moved(ring, 3))
+
+
+@pytest.mark.parametrize("step", range(4))
+def test_a_write_can_be_forced_at_every_position(step):
+    x = make(N, H, GROUP, K, V, gate="KDA")
+    ring, _ = run(x, empty_ring(x, 4), 4, 6, CHOICES["ahead"], flush={step: (0, 2)})
+    counts = [(6 - step - 1) % 4, 6 % 4, (6 - step - 1) % 4]
+    assert ring.counts.tolist() == counts
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+def test_sequences_may_stand_anywhere_and_rings_go_round(choice):
+    x = make(N, H, GROUP, K, V)
+    ring = replace(empty_ring(x, 5), starts=torch.tensor([4, 0, 3], dtype=torch.int32, device=DEVICE))
+    run(x, ring, 5, 9, CHOICES[choice], flush={1: (0,), 3: (2,)})
+
+
+def test_a_ring_read_one_entry_short_is_found():
+    x = make(N, H, GROUP, K, V)
+    ring, after = run(x, empty_ring(x, 4), 4, 3, CHOICES["ahead"])
+    y, z = some(x, 9), some(x, 9)
+    o, _ = expected(y, after)
+    decode(y, ring, 4, None, CHOICES["ahead"])()
+    decode(z, replace(ring, starts=ring.starts + 1, counts=ring.counts - 1), 4, None, CHOICES["ahead"])()
+    assert error(y.out, o) < 1e-5 < 1e-2 < error(z.out, o)
+
+
+def test_a_length_of_one_is_the_plain_step():
+    x = make(N, H, GROUP, K, V)
+    y = replace(x, state=x.state.clone(), out=x.out.clone())
+    decode(x, empty_ring(x, 2), 1, None, CHOICES["in the step"])()
+    recurrent.decode(y, StepChoice(16, 1, 1))()
+    assert error(x.out, y.out.double()) < 1e-6
+    assert error(x.state, y.state.double()) < 1e-6
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+def test_padding_leaves_pool_and_ring_alone(choice):
+    x = make(N, H, GROUP, K, V, padding=(1,))
+    ring = empty_ring(x, 2)
+    slots = torch.ones(len(x.state), dtype=torch.bool, device=DEVICE)
+    slots[x.indices[x.indices >= 0].long()] = False
+    pool = x.state.clone()
+    for _ in range(2):
+        y = some(x, 5)
+        decode(y, ring, 2, None, CHOICES[choice])()
+        ring = replace(ring, counts=moved(ring, 2))
+        assert torch.equal(y.out[1], torch.zeros_like(y.out[1]))
+    assert torch.equal(x.state[slots], pool[slots])
+    assert not any(part[slots].any() for part in (ring.u, ring.k, ring.g))
+
+
+def test_two_runs_give_the_same_bits_and_both_ways_nearly_so():
+    found = []
+    for choice in (*CHOICES.values(), CHOICES["ahead"]):
+        x = make(N, H, GROUP, K, V, gate="KDA")
+        ring, _ = run(x, empty_ring(x, 4), 4, 5, choice)
+        found.append((x.state, ring.u))
+    assert all(torch.equal(a, b) for a, b in zip(found[0], found[2], strict=True))
+    assert error(found[1][0], found[0][0].double()) < 1e-6
+
+
+def test_decay_to_nothing_leaves_no_nan():
+    x = make(N, H, GROUP, K, V)
+    x = replace(x, A_log=torch.full_like(x.A_log, 8.0))  # α underflows
+    ring, _ = run(x, empty_ring(x, 4), 4, 5, CHOICES["ahead"])
+    assert torch.isfinite(x.state).all()
+    assert torch.isfinite(ring.g).all()
+
+
+@pytest.mark.parametrize("gate", ["GDN", "KDA"])
+def test_matrix_instructions_give_the_sums_of_the_ordinary_ones(gate, monkeypatch):
+    # fp16, which the interpreter multiplies, in place of the bf16 that it does not
+    monkeypatch.setattr(recurrent, "STATE_DTYPES", (torch.float16,))
+    outs = []
+    for matrix in (False, True):
+        x = make(N, H, GROUP, K, 32, torch.float16, gate=gate)
+        x = replace(x, q=x.q.half(), k=x.k.half())
+        ring = empty_ring(x, 4, torch.float16)
+        for step in range(3):
+            y = some(x, step)
+            decode(y, ring, 4, None, BufferedChoice(StepChoice(16, 1, 1), matrix=matrix))()
+            ring = replace(ring, counts=moved(ring, 4))
+        outs.append(y.out)
+    assert error(outs[1], outs[0].double()) < 1e-3
+
+
+def test_what_cannot_be_run_is_refused_before_the_launch():
+    x = make(N, H, GROUP, K, V)
+    ring = empty_ring(x, 4)
+    counts = torch.zeros(N, device=DEVICE)
+    for bad, message in (
+        (lambda: decode(x, ring, 5), "length is 5; allowed: an integer of 1 to the ring's 4 entries"),
+        (lambda: decode(x, ring, 0), "length is 0"),
+        (lambda: decode(x, replace(ring, u=ring.u[:, :1]), 4), "ring.u is"),
+        (lambda: decode(x, replace(ring, k=ring.k.half()), 4), "ring.k is"),
+        (lambda: decode(x, replace(ring, g=ring.g.double()), 4), "ring.g is"),
+        (lambda: decode(x, replace(ring, counts=counts), 4), "ring.counts is torch.float32"),
+        (lambda: decode(x, ring, 4, counts), "flush is torch.float32"),
+        (lambda: decode(x, empty_ring(x, 65), 4), "the ring has 65 entries; allowed: 1 to 64"),
+        (lambda: decode(x, ring, 4, None, BufferedChoice(StepChoice(8, 1, 1))), "tile is 8"),
+        (lambda: decode(x, ring, 4, None, BufferedChoice(StepChoice(16, 1, 1), matrix=True)), "one dtype of 16 bits"),
+    ):
+        with pytest.raises(ValueError, match=message.replace("(", r"\(")):
+            bad()
+    assert isinstance(ring, Ring)
