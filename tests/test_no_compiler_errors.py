@@ -63,9 +63,9 @@ def segmented_launch(name, size, gate, v_first, **choices):
 
 
 def step_launch(op, size, gate, v_first, state):
-    """A decode of two sequences, the inputs of one (ring), or a verify of a tree of four draft tokens each."""
+    """A decode of two sequences or a verify of a tree of four drafts each; the inputs alone (ring, drafts)."""
     (K, V), N, H, HV = size, 2, 2, 4
-    tokens = (N, 4) if op == "tree" else (N,)
+    tokens = (N,) if op in ("decode", "ring") else (N, 4)
     inner, gates = (HV, V, K) if v_first else (HV, K, V), (HV, K) if gate == "KDA" else (HV,)
     dtype = {"fp32": "float32", "bf16": "bfloat16"}[state]
     qkv = {"q": empty(*tokens, H, K), "k": empty(*tokens, H, K), "v": empty(*tokens, HV, V)}
@@ -74,8 +74,8 @@ def step_launch(op, size, gate, v_first, state):
     x = {"state": empty(N, *inner, dtype=dtype), "indices": torch.arange(N)} | qkv | gate_inputs | out
     if op == "decode":
         return recurrent.decode(recurrent.StepInputs(**x))
-    if op == "ring":
-        return recurrent.StepInputs(**x)
+    if op in ("ring", "drafts"):
+        return (recurrent.StepInputs if op == "ring" else buffered.DraftInputs)(**x)
     x |= {"intermediate_states": empty(N, 4, *inner, dtype=dtype), "cache_indices": torch.arange(N)}
     x["parents"] = torch.zeros(tokens, dtype=torch.int64)
     return recurrent.verify(recurrent.VerifyInputs(**x))
@@ -202,11 +202,26 @@ def ring_launch(launch, size, gate, v_first, state, matrix=False):
     return buffered.decode(x, buffered.empty_ring(x, 16), 16, x.indices.int(), choice).launches[launch]
 
 
+def drafts_launch(launch, size, gate, v_first, state, tree):
+    """A verify on the ring (0 to 2: its launches), a write of states ("write"), the moving of a path ("accept")."""
+    x = step_launch("drafts", size, gate, v_first, state)
+    x = replace(x, parents=torch.zeros(x.a.shape[:2], dtype=torch.int32) if tree else None)
+    ring, some = buffered.empty_ring(x, 16), x.indices.int()
+    if launch == "write":
+        return buffered.write(x, ring, some)
+    if launch == "accept":
+        return buffered.accept(x, ring, torch.zeros((2, 4), dtype=torch.int32), some)
+    return buffered.verify(x, ring).launches[launch]
+
+
 def rings():
     both = {"size": SIZES[::4], "gate": GATES}
     found = every("ring_launch", launch=[1], **both, v_first=[True, False], state=["fp32", "bf16"])
     found |= every("ring_launch", launch=[0], **both, v_first=[True], state=["fp32"])
-    return found | every("ring_launch", launch=[1], **both, v_first=[True], state=["bf16"], matrix=[True])
+    found |= every("ring_launch", launch=[1], **both, v_first=[True], state=["bf16"], matrix=[True])
+    found |= every("drafts_launch", launch=[0, 1], **both, v_first=[True], state=["fp32"], tree=[True, False])
+    found |= every("drafts_launch", launch=[2, "write"], **both, v_first=[True, False], state=["bf16"], tree=[False])
+    return found | every("drafts_launch", launch=["accept"], **both, v_first=[True], state=["fp32"], tree=[True])
 
 
 def segments():

@@ -5,10 +5,20 @@ from itertools import product
 
 import pytest
 import torch
-from test_recurrent import DEVICE, GATES, error, gates, make, turned
+from test_recurrent import DEVICE, GATES, error, gates, make, make_verify, turned
 
 from labkit.kernels.gated_delta import recurrent, reference
-from labkit.kernels.gated_delta.buffered import BufferedChoice, Ring, decode, empty_ring, moved
+from labkit.kernels.gated_delta.buffered import (
+    BufferedChoice,
+    DraftInputs,
+    Ring,
+    accept,
+    decode,
+    empty_ring,
+    moved,
+    verify,
+    write,
+)
 from labkit.kernels.gated_delta.recurrent import StepChoice
 
 N, H, GROUP, K, V = 3, 1, 2, 16, 24
@@ -180,6 +190,100 @@ def test_matrix_instructions_give_the_sums_of_the_ordinary_ones(gate, monkeypatc
     assert error(outs[1], outs[0].double()) < 1e-3
 
 
+def drafts(x, T, seed, parents=None):
+    """T drafts of the sequences of a step."""
+    g = torch.Generator().manual_seed(seed)
+    new = {name: torch.randn((N, T, *getattr(x, name).shape[1:]), generator=g).to(getattr(x, name)) for name in TOKENS}
+    new["out"] = torch.full((N, T, *x.out.shape[1:]), float("nan"), device=DEVICE)
+    kept = {name: getattr(x, name) for name in ("state", "indices", "A_log", "dt_bias", "scale", "lower_bound")}
+    return DraftInputs(**kept, **new, v_first=x.v_first, parents=parents)
+
+
+def drafted(y, before):
+    """o and the states after every draft, float64."""
+    alpha, beta = gates(y)
+    return reference.verify(before, y.q, y.k, y.v, alpha, beta, y.scale, y.parents)
+
+
+STEP = StepChoice(16, 1, 1)
+
+
+@pytest.mark.parametrize(("gate", "v_first"), list(product(GATES, (True, False))))
+def test_drafts_of_a_chain_and_the_tokens_after_those_accepted(gate, v_first):
+    x = make(N, H, GROUP, K, V, gate=gate, v_first=v_first)
+    ring = replace(empty_ring(x, 8), starts=torch.tensor([6, 0, 2], dtype=torch.int32, device=DEVICE))
+    ring, after = run(x, ring, 8, 2, CHOICES["ahead"])
+    pool = x.state.clone()
+    y = drafts(x, 3, 11)
+    verify(y, ring, STEP)()
+    o, each = drafted(y, after)
+    assert error(y.out, o) < 1e-5
+    assert torch.equal(x.state, pool)
+    accepted = torch.tensor([0, 2, 3], dtype=torch.int32, device=DEVICE)
+    after = torch.stack([each[n, accepted[n] - 1] if accepted[n] else after[n] for n in range(N)])
+    ring = replace(ring, counts=ring.counts + accepted)
+    z = some(x, 21)
+    decode(z, ring, 8, None, CHOICES["ahead"])()
+    o, after = expected(z, after)
+    assert error(z.out, o) < 1e-5
+    ring = replace(ring, counts=moved(ring, 8))
+    write(x, ring, torch.tensor([1, 0, 1], dtype=torch.int32, device=DEVICE))()
+    assert error(states(x)[[0, 2]], after[[0, 2]]) < 1e-5
+    assert torch.equal(x.state[x.indices[1]], pool[x.indices[1]])
+
+
+@pytest.mark.parametrize("gate", ["GDN", "KDA"])
+def test_drafts_of_a_tree_and_its_accepted_path(gate):
+    x = make(N, H, GROUP, K, V, gate=gate)
+    ring = replace(empty_ring(x, 8), starts=torch.tensor([5, 0, 7], dtype=torch.int32, device=DEVICE))
+    ring, after = run(x, ring, 8, 2, CHOICES["ahead"])
+    parents = torch.tensor([[-1, -1, 1, 0, 2], [-1, 0, 0, 2, 3], [-1, -1, -1, 2, 2]], dtype=torch.int32, device=DEVICE)
+    y = drafts(x, 5, 12, parents)
+    verify(y, ring, STEP)()
+    o, each = drafted(y, after)
+    assert error(y.out, o) < 1e-5
+    path = torch.tensor([[1, 2, 4], [0, 2, 3], [2, 4, 0]], dtype=torch.int32, device=DEVICE)
+    accepted = torch.tensor([3, 3, 2], dtype=torch.int32, device=DEVICE)
+    accept(y, ring, path, accepted)()
+    ring = replace(ring, counts=ring.counts + accepted)
+    write(x, ring, torch.ones(N, dtype=torch.int32, device=DEVICE))()
+    after = torch.stack([each[n, path[n, accepted[n] - 1]] for n in range(N)])
+    assert error(states(x), after) < 1e-5
+
+
+def test_a_path_of_other_drafts_is_found():
+    x = make(N, H, GROUP, K, V)
+    ring, after = run(x, empty_ring(x, 8), 8, 2, CHOICES["ahead"])
+    y = drafts(x, 3, 12, torch.tensor([[-1, -1, 1]] * N, dtype=torch.int32, device=DEVICE))
+    verify(y, ring, STEP)()
+    _, each = drafted(y, after)
+    two = torch.full((N,), 2, dtype=torch.int32, device=DEVICE)
+    write(x, replace(ring, counts=ring.counts + two), two)()  # not moved: drafts 0 and 1 in place of 1 and 2
+    assert error(states(x), each[:, 2]) > 1e-2
+
+
+def test_drafts_on_the_ring_are_those_whose_states_are_stored():
+    z = make_verify(N, 3, H, GROUP, K, V)
+    names = ("state", "indices", "q", "k", "v", "a", "b", "A_log", "dt_bias", "scale")
+    y = DraftInputs(**{name: getattr(z, name) for name in names}, out=torch.empty_like(z.out))
+    recurrent.verify(z, StepChoice(16, 1, 1))()
+    verify(y, empty_ring(y, 4), STEP)()
+    assert error(y.out, z.out.double()) < 1e-6
+
+
+def test_padding_of_drafts_leaves_pool_and_ring_alone():
+    x = make(N, H, GROUP, K, V, padding=(1,))
+    ring, y, pool = empty_ring(x, 4), drafts(x, 2, 3), x.state.clone()
+    verify(y, ring, STEP)()
+    write(x, replace(ring, counts=ring.counts + 2), torch.ones(N, dtype=torch.int32, device=DEVICE))()
+    others = torch.ones(len(pool), dtype=torch.bool, device=DEVICE)
+    others[x.indices[x.indices >= 0].long()] = False
+    assert torch.equal(y.out[1], torch.zeros_like(y.out[1]))
+    assert torch.equal(x.state[others], pool[others])
+    assert not any(part[others].any() for part in (ring.u, ring.k, ring.g))
+    assert not torch.equal(x.state, pool)
+
+
 def test_what_cannot_be_run_is_refused_before_the_launch():
     x = make(N, H, GROUP, K, V)
     ring = empty_ring(x, 4)
@@ -194,6 +298,10 @@ def test_what_cannot_be_run_is_refused_before_the_launch():
         (lambda: decode(x, ring, 4, counts), "flush is torch.float32"),
         (lambda: decode(x, empty_ring(x, 65), 4), "the ring has 65 entries; allowed: 1 to 64"),
         (lambda: decode(x, ring, 4, None, BufferedChoice(StepChoice(8, 1, 1))), "tile is 8"),
+        (lambda: verify(drafts(x, 5, 1), ring), "q has 5 drafts a sequence; allowed: up to the ring's 4 entries"),
+        (lambda: verify(drafts(x, 2, 1, counts), ring), "parents is"),
+        (lambda: write(x, ring, counts), "which is torch.float32"),
+        (lambda: accept(drafts(x, 2, 1), ring, ring.g[0], ring.counts), "path is"),
         (lambda: decode(x, ring, 4, None, BufferedChoice(StepChoice(16, 1, 1), matrix=True)), "one dtype of 16 bits"),
     ):
         with pytest.raises(ValueError, match=message.replace("(", r"\(")):

@@ -19,11 +19,17 @@ keys, and a sum of m corrections. Only a token that writes the state rebuilds it
 |           | is what a step on bf16 states is bound by where memory is fast                                           |
 | pieces, num_warps, evict_first | as in `recurrent.py`                                                                |
 
+`verify` runs T drafts a sequence on the ring and stores no state: each draft is an entry behind those that are
+accepted, and accepting drafts is moving a position. In a tree a draft sees the entries of its ancestors alone, and
+`accept` moves those of the accepted path together. A ring without room for the next drafts is emptied by `write`.
+
 What is rounded: k is kept as it came, u in the ring's dtype, the decay since S0 as a logarithm in fp32. Sources:
 ReplaySSM in SGLang 0.5.23 and vLLM pull requests 48792 and 49887, which rebuild the state at every token.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import triton
@@ -220,9 +226,9 @@ def _matrix_sums(S, U, keys, queries, of_Sk, of_Sq, of_key, of_query, KDA: tl.co
 def _rebuild(
     base, u, vs, live, ring_u, ring_k, ring_g, entries, valid, totals, key, gates, bias, log_rate, lower_bound,
     K: tl.constexpr, V: tl.constexpr, BC: tl.constexpr,
-    V_FIRST: tl.constexpr, KDA: tl.constexpr, BOUNDED: tl.constexpr,
+    V_FIRST: tl.constexpr, KDA: tl.constexpr, BOUNDED: tl.constexpr, OWN: tl.constexpr,
 ):  # fmt: skip
-    """Write the state: S0 with its decay, all entries of the ring, and the token's own correction u.
+    """Write the state: S0 with its decay, all entries of the ring, and, if OWN, the token's own correction u.
 
     BC channels at a time, in a loop that is not unrolled, with what it needs loaded again: one token in L comes here,
     and the registers that it would take are those of every token. u: over its key's norm. key, gates, bias: pointers.
@@ -233,8 +239,10 @@ def _rebuild(
     U = tl.load(ring_u + entries[:, None] * V + vs[None, :], mask=valid[:, None] & inside[None, :], other=0.0)
     U = U.to(tl.float32)
     if not KDA:
-        gate = tl.load(gates).to(tl.float32) + tl.load(bias).to(tl.float32)
-        log = totals + tl.log(tl.maximum(decay(gate, log_rate, lower_bound, BOUNDED), _LEAST))
+        log = totals
+        if OWN:
+            gate = tl.load(gates).to(tl.float32) + tl.load(bias).to(tl.float32)
+            log += tl.log(tl.maximum(decay(gate, log_rate, lower_bound, BOUNDED), _LEAST))
         U = U * tl.where(valid, tl.exp(log - tl.load(ring_g + entries, mask=valid, other=0.0)), 0.0)[:, None]
         whole = tl.exp(log)
     for first in range(0, K, BC):
@@ -243,14 +251,14 @@ def _rebuild(
         past = tl.load(ring_k + entries[:, None] * K + ks[None, :], mask=valid[:, None] & mine[None, :], other=0.0)
         past = past.to(tl.float32)
         if KDA:
-            before = tl.load(ring_g + totals * K + ks, mask=mine & (totals >= 0), other=0.0)
-            gate = tl.load(gates + ks, mask=mine, other=0.0).to(tl.float32)
-            gate += tl.load(bias + ks, mask=mine, other=0.0).to(tl.float32)
-            log = before + tl.log(tl.maximum(decay(gate, log_rate, lower_bound, BOUNDED), _LEAST))
+            log = tl.load(ring_g + totals * K + ks, mask=mine & (totals >= 0), other=0.0)
+            if OWN:
+                gate = tl.load(gates + ks, mask=mine, other=0.0).to(tl.float32)
+                gate += tl.load(bias + ks, mask=mine, other=0.0).to(tl.float32)
+                log += tl.log(tl.maximum(decay(gate, log_rate, lower_bound, BOUNDED), _LEAST))
             logs = tl.load(ring_g + entries[:, None] * K + ks[None, :], mask=valid[:, None] & mine[None, :], other=0.0)
             past = past * tl.where(valid[:, None], tl.exp(log[None, :] - logs), 0.0)
             whole = tl.expand_dims(tl.exp(log), V_AXIS)
-        own = tl.load(key + ks, mask=mine, other=0.0).to(tl.float32)
         # Products of fp32 by three of TF32: those of one would cost the corrections half of their bits.
         if V_FIRST:
             at = base + vs[:, None] * K + ks[None, :]
@@ -261,19 +269,26 @@ def _rebuild(
             mask = mine[:, None] & inside[None, :]
             added = tl.dot(tl.trans(past), U, input_precision="tf32x3")
         tile = tl.fma(tl.load(at, mask=mask, other=0.0).to(tl.float32), whole, added)
-        tile = tl.fma(tl.expand_dims(u, K_AXIS), tl.expand_dims(own, V_AXIS), tile)
+        if OWN:
+            own = tl.load(key + ks, mask=mine, other=0.0).to(tl.float32)
+            tile = tl.fma(tl.expand_dims(u, K_AXIS), tl.expand_dims(own, V_AXIS), tile)
         tl.store(at, tile.to(base.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["length"])
 def _ahead_kernel(
-    indices, q, k, a, b, A_log, dt_bias, ring_k, ring_g, starts, counts, factors, vectors, weights,
-    scale, lower_bound, length, q_token, q_head, k_token, k_head, a_token, b_token,
+    indices, q, k, a, b, A_log, dt_bias, ring_k, ring_g, starts, counts, parents, factors, vectors, weights,
+    scale, lower_bound, length, T, q_token, q_head, k_token, k_head, a_token, b_token,
     GROUP: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BK: tl.constexpr,
     KDA: tl.constexpr, BOUNDED: tl.constexpr, R: tl.constexpr, BL: tl.constexpr, DEPENDENT: tl.constexpr,
+    DRAFTS: tl.constexpr, TREE: tl.constexpr,
 ):  # fmt: skip
-    """One program: `_prepared` of one value head of one sequence, and the token's key and decay into the ring."""
-    n = tl.program_id(1).to(tl.int64)
+    """One program: `_prepared` of one value head of one token, and, but for DRAFTS, its key and decay into the ring.
+
+    Drafts are in the ring already, behind its `counts` entries. They see those, and the drafts that they go on from.
+    """
+    at = tl.program_id(1).to(tl.int64)
+    n = at // T
     hv = tl.program_id(0)
     h = hv // GROUP
     if DEPENDENT:
@@ -282,19 +297,31 @@ def _ahead_kernel(
     start = tl.load(starts + n)
     count = tl.load(counts + n)
     live = slot >= 0
-    token = _load_token(q, k, a, b, n, h, hv, q_token, q_head, k_token, k_head, a_token, b_token, K, BK, KDA)
+    token = _load_token(q, k, a, b, at, h, hv, q_token, q_head, k_token, k_head, a_token, b_token, K, BK, KDA)
     bias = _gate_inputs(dt_bias, hv, K, BK, KDA)
     log_rate = tl.load(A_log + hv).to(tl.float32)
     ring_k += (slot * (HV // GROUP) + h) * (R * K)
     ring_g += (slot * HV + hv) * (R * K if KDA else R)
     js = tl.arange(0, BL)
-    valid = (js < count) & live
+    valid = js < count
+    before = count - 1  # the entry that this token goes on from
+    if DRAFTS:
+        if TREE:
+            draft = tl.load(parents + at).to(tl.int32)
+            before = tl.where(draft < 0, before, count + draft)
+            while draft >= 0:
+                valid = valid | (js == count + draft)
+                draft = tl.load(parents + n * T + draft).to(tl.int32)
+        else:
+            before += (at % T).to(tl.int32)
+            valid = js <= before
+    valid = valid & live
     entries = (start + js) % R
-    totals = _logs(ring_g, (start + count + R - 1) % R, live & (count > 0), K, BK, KDA)
+    totals = _logs(ring_g, (start + before + R) % R, live & (before >= 0), K, BK, KDA)
     found, keys, queries, of_key, of_query, decays = _prepared(
         token, bias, log_rate, scale, lower_bound, ring_k, ring_g, entries, valid, totals, K, BK, KDA, BOUNDED
     )
-    head = n * HV + hv
+    head = at * HV + hv
     for i in tl.static_range(len(found)):
         tl.store(factors + head * _FACTORS + i, found[i])
     tl.store(weights + head * (2 * BL) + js, of_key)
@@ -302,12 +329,12 @@ def _ahead_kernel(
     if KDA:
         ks = tl.arange(0, BK)
         for p in tl.static_range(len(keys)):
-            at = vectors + head * (2 * K) + p * BK + ks
-            tl.store(at, keys[p], mask=p * BK + ks < K)
-            tl.store(at + K, queries[p], mask=p * BK + ks < K)
-    # An entry behind the last one: a token that writes the state has none, so that nobody will count it.
-    room = live & (count < R)
-    _keep(ring_k, ring_g, (start + count) % R, token[1], _after(totals, decays), room, hv % GROUP == 0, K, BK, KDA)
+            vector = vectors + head * (2 * K) + p * BK + ks
+            tl.store(vector, keys[p], mask=p * BK + ks < K)
+            tl.store(vector + K, queries[p], mask=p * BK + ks < K)
+    if not DRAFTS:  # an entry behind the last one: a token that writes the state has none, and nobody will count it
+        room = live & (count < R)
+        _keep(ring_k, ring_g, (start + count) % R, token[1], _after(totals, decays), room, hv % GROUP == 0, K, BK, KDA)
 
 
 @triton.jit(do_not_specialize=["length"])
@@ -383,7 +410,7 @@ def _decode_kernel(
         _rebuild(
             base, u, vs, live, ring_u, ring_k, ring_g, entries, valid, last if KDA else totals[0],
             k + n * k_token + h * k_head, a + n * a_token + hv * (K if KDA else 1), dt_bias + hv * (K if KDA else 1),
-            log_rate, lower_bound, K, V, BC, V_FIRST, KDA, BOUNDED,
+            log_rate, lower_bound, K, V, BC, V_FIRST, KDA, BOUNDED, True,
         )  # fmt: skip
     else:
         entry = (start + count) % R
@@ -392,6 +419,147 @@ def _decode_kernel(
             first = tl.program_id(0) == 0
             logs = _after(totals, decays)
             _keep(ring_k, ring_g, entry, token[1], logs, live & first, hv % GROUP == 0, K, BK, KDA)
+
+
+@triton.jit
+def _place_kernel(
+    indices, k, a, A_log, dt_bias, ring_k, ring_g, starts, counts, parents, lower_bound, T,
+    k_token, k_head, a_token,
+    GROUP: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BK: tl.constexpr,
+    KDA: tl.constexpr, BOUNDED: tl.constexpr, R: tl.constexpr, TREE: tl.constexpr,
+):  # fmt: skip
+    """One program: keys and decays of the T drafts of one value head of one sequence into the ring."""
+    n = tl.program_id(1).to(tl.int64)
+    hv = tl.program_id(0)
+    slot = tl.load(indices + n).to(tl.int64)
+    start = tl.load(starts + n)
+    count = tl.load(counts + n)
+    live = slot >= 0
+    bias = _gate_inputs(dt_bias, hv, K, BK, KDA)
+    log_rate = tl.load(A_log + hv).to(tl.float32)
+    ring_k += (slot * (HV // GROUP) + hv // GROUP) * (R * K)
+    ring_g += (slot * HV + hv) * (R * K if KDA else R)
+    logs = _logs(ring_g, (start + count + R - 1) % R, live & (count > 0), K, BK, KDA)
+    for t in range(T):
+        if TREE:
+            parent = tl.load(parents + n * T + t).to(tl.int32)
+            tl.debug_barrier()  # what other threads of this program stored is visible after it
+            before = tl.where(parent < 0, count - 1, count + parent)
+            logs = _logs(ring_g, (start + before + R) % R, live & (before >= 0), K, BK, KDA)
+        keys = _channels(k + (n * T + t) * k_token + (hv // GROUP) * k_head, K, BK)
+        gates = _gate_inputs(a + (n * T + t) * a_token, hv, K, BK, KDA)
+        decays = ()
+        for p in tl.static_range(len(gates)):
+            x = gates[p].to(tl.float32) + bias[p].to(tl.float32)
+            decays = decays + (decay(x, log_rate, lower_bound, BOUNDED),)
+        logs = _after(logs, decays)
+        _keep(ring_k, ring_g, (start + count + t) % R, keys, logs, live, hv % GROUP == 0, K, BK, KDA)
+
+
+@triton.jit
+def _drafts_kernel(
+    state, indices, q, k, v, out, ring_u, starts, counts, factors, vectors, weights, slot_stride, T,
+    q_token, q_head, k_token, k_head, v_token, v_head,
+    GROUP: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    V_FIRST: tl.constexpr, KDA: tl.constexpr, POLICY: tl.constexpr, R: tl.constexpr, BL: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """One program: BV values of one value head through the T drafts of one sequence; the state is read once."""
+    EVEN_V: tl.constexpr = V % BV == 0
+    n = tl.program_id(2).to(tl.int64)
+    hv = tl.program_id(1)
+    h = hv // GROUP
+    vs = tl.program_id(0) * BV + tl.arange(0, BV)
+    slot = tl.load(indices + n).to(tl.int64)
+    start = tl.load(starts + n)
+    count = tl.load(counts + n)
+    live = slot >= 0
+    S = _load_tile(state + slot * slot_stride + hv * (K * V), vs, live, K, V, BK, V_FIRST, EVEN_V, POLICY)
+    ring_u += (slot * HV + hv) * (R * V)
+    js = tl.arange(0, BL)
+    inside = (js < count)[:, None] & (live & (vs < V))[None, :]
+    U = tl.load(ring_u + ((start + js) % R)[:, None] * V + vs[None, :], mask=inside, other=0.0).to(tl.float32)
+    if DEPENDENT:
+        cuda.gdc_wait()
+    for t in range(T):
+        at = n * T + t
+        head = at * HV + hv
+        value = _load(v + at * v_token + hv * v_head + vs, vs < V, not EVEN_V).to(tl.float32)
+        of_v, of_Sk, of_Sq, of_u, kept = _factors(factors + head * _FACTORS)
+        of_key = tl.load(weights + head * (2 * BL) + js)
+        of_query = tl.load(weights + head * (2 * BL) + BL + js)
+        if KDA:
+            keys = _channels(vectors + head * (2 * K), K, BK)
+            queries = _channels(vectors + head * (2 * K) + K, K, BK)
+        else:
+            keys = _wide(_channels(k + at * k_token + h * k_head, K, BK))
+            queries = _wide(_channels(q + at * q_token + h * q_head, K, BK))
+        Sk, Sq = _products(S, keys, queries, V_FIRST)
+        u = of_v * value - (of_Sk * Sk + tl.sum(U * of_key[:, None], 0))
+        o = tl.fma(of_u, u, of_Sq * Sq + tl.sum(U * of_query[:, None], 0))
+        _store(out + head * V + vs, tl.where(live, o, 0.0), vs < V, not EVEN_V)
+        # What later tokens will read from the ring: rounded as there.
+        u = (u * kept).to(ring_u.dtype.element_ty)
+        tl.store(ring_u + ((start + count + t) % R) * V + vs, u, mask=live & (vs < V))
+        U = tl.where((js == count + t)[:, None], u.to(tl.float32)[None, :], U)
+
+
+@triton.jit
+def _write_kernel(
+    state, indices, ring_u, ring_k, ring_g, starts, counts, which, slot_stride,
+    GROUP: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, BC: tl.constexpr,
+    V_FIRST: tl.constexpr, KDA: tl.constexpr, R: tl.constexpr, BL: tl.constexpr,
+):  # fmt: skip
+    """One program: BV values of one value head of one sequence, if it is to be written."""
+    n = tl.program_id(2).to(tl.int64)
+    hv = tl.program_id(1)
+    slot = tl.load(indices + n).to(tl.int64)
+    count = tl.load(counts + n)
+    if (slot >= 0) & (count > 0) & (tl.load(which + n) != 0):
+        start = tl.load(starts + n)
+        vs = tl.program_id(0) * BV + tl.arange(0, BV)
+        ring_u += (slot * HV + hv) * (R * V)
+        ring_k += (slot * (HV // GROUP) + hv // GROUP) * (R * K)
+        ring_g += (slot * HV + hv) * (R * K if KDA else R)
+        js = tl.arange(0, BL)
+        last = (start + count + R - 1) % R
+        totals = last if KDA else tl.load(ring_g + last)
+        _rebuild(
+            state + slot * slot_stride + hv * (K * V), 0.0, vs, slot >= 0, ring_u, ring_k, ring_g, (start + js) % R,
+            js < count, totals, ring_k, ring_g, ring_g, 0.0, 0.0, K, V, BC, V_FIRST, KDA, False, False,
+        )  # fmt: skip
+
+
+@triton.jit
+def _accept_kernel(
+    indices, ring_u, ring_k, ring_g, starts, counts, path, accepted, A,
+    GROUP: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    KDA: tl.constexpr, R: tl.constexpr,
+):  # fmt: skip
+    """One program: the entries of one value head of one sequence that are on its path, moved together."""
+    n = tl.program_id(1).to(tl.int64)
+    hv = tl.program_id(0)
+    slot = tl.load(indices + n).to(tl.int64)
+    if slot >= 0:
+        first = tl.load(starts + n) + tl.load(counts + n)
+        ring_u += (slot * HV + hv) * (R * V)
+        ring_k += (slot * (HV // GROUP) + hv // GROUP) * (R * K)
+        ring_g += (slot * HV + hv) * (R * K if KDA else R)
+        vs, ks = tl.arange(0, BV), tl.arange(0, BK)
+        for i in range(tl.load(accepted + n)):
+            source = (first + tl.load(path + n * A + i).to(tl.int32)) % R
+            target = (first + i) % R
+            u = tl.load(ring_u + source * V + vs, mask=vs < V)
+            key = tl.load(ring_k + source * K + ks, mask=ks < K)
+            log = tl.load(ring_g + source * K + ks, mask=ks < K) if KDA else tl.load(ring_g + source)
+            tl.debug_barrier()  # all has been read before anything is overwritten
+            tl.store(ring_u + target * V + vs, u, mask=vs < V)
+            tl.store(ring_k + target * K + ks, key, mask=(ks < K) & (hv % GROUP == 0))
+            if KDA:
+                tl.store(ring_g + target * K + ks, log, mask=ks < K)
+            else:
+                tl.store(ring_g + target, log)
+            tl.debug_barrier()
 
 
 @triton.jit
@@ -495,11 +663,10 @@ def decode(
         check_tensor("flush", flush, (N,), (torch.int32,), x.state.device, recurrent.OWNER)
     choice = choice or BufferedChoice()
     check_choice(choice, x, ring)
-    entries = max(LEAST_OF_A_PRODUCT, triton.next_power_of_2(ring.entries))
+    entries = _entries(ring)
     dependent = choice.ahead and has_dependent_launch(x.state.device)
     space = _workspace(x, entries, kda) if choice.ahead else dict.fromkeys(("factors", "vectors", "weights"), ring.g)
-    shared = recurrent._arguments(x, choice.step, kda) | space | {
-        "ring_u": ring.u, "ring_k": ring.k, "ring_g": ring.g, "starts": ring.starts, "counts": ring.counts,
+    shared = recurrent._arguments(x, choice.step, kda) | space | _ring_arguments(ring) | {
         "flush": flush if flush is not None else ring.counts, "length": length,
         "R": ring.entries, "BL": entries, "BC": REBUILT, "FORCED": flush is not None, "AHEAD": choice.ahead,
         "MATRIX": choice.matrix, "DEPENDENT": dependent,
@@ -508,19 +675,109 @@ def decode(
     grid = (triton.cdiv(V, choice.step.tile), HV, N)
     launches = (Launch(_decode_kernel, grid, shared, options),)
     if choice.ahead:
-        ahead = {name: shared[name] for name in _ahead_kernel.arg_names if name != "BK"}
-        ahead["BK"] = triton.next_power_of_2(K)
-        launches = (Launch(_ahead_kernel, (HV, N), ahead, {"num_warps": 1}), *launches)
+        whole = shared | {
+            "BK": triton.next_power_of_2(K),
+            "T": 1,
+            "parents": ring.counts,
+            "DRAFTS": False,
+            "TREE": False,
+        }
+        launches = (_launch(_ahead_kernel, (HV, N), whole, {"num_warps": 1}), *launches)
     return Decode(launches)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftInputs(Inputs):
+    """What a verify of T drafts a sequence on the ring reads and writes; q, k, v, a, b, out: [N, T, ..].
+
+    parents: [N, T] int32 or int64, contiguous: the draft that each one goes on from, an earlier one of its sequence;
+    -1: what the ring holds. None: a chain, each goes on from the one before.
+    """
+
+    parents: Tensor | None = None
+
+
+def verify(x: DraftInputs, ring: Ring, choice: StepChoice | None = None) -> Decode:
+    """T drafts a sequence, as launches that the caller makes by calling it; neither pool nor counts are changed.
+
+    Each sequence must have room for T entries: counts + T is at most R (`write` makes room). Of a chain the first n
+    drafts are accepted by adding n to `counts`; of a tree by `accept`. Errors as of `decode`.
+    """
+    N, T, _, K, HV, V = recurrent._check_common(x, "N, T")
+    kda = x.a.ndim == 4
+    check_ring(x, ring, N, kda)
+    if ring.entries < T:
+        raise ValueError(f"q has {T} drafts a sequence; allowed: up to the ring's {ring.entries} entries")
+    if x.parents is not None:
+        check_tensor("parents", x.parents, (N, T), recurrent.INDEX_DTYPES, x.state.device, recurrent.OWNER)
+    step = choice or StepChoice(32, 2, 1)
+    check_choice(BufferedChoice(step), x, ring)
+    entries, dependent = _entries(ring), has_dependent_launch(x.state.device)
+    shared = recurrent._arguments(x, step, kda) | _workspace(x, entries, kda) | _ring_arguments(ring) | {
+        "parents": x.parents if x.parents is not None else ring.counts, "length": 1, "T": T, "R": ring.entries,
+        "BL": entries, "DEPENDENT": dependent, "DRAFTS": True, "TREE": x.parents is not None,
+    }  # fmt: skip
+    whole = shared | {"BK": triton.next_power_of_2(K)}
+    options = {"num_warps": step.num_warps} | ({"launch_pdl": True} if dependent else {})
+    return Decode(
+        (
+            _launch(_place_kernel, (HV, N), whole, {"num_warps": 1}),
+            _launch(_ahead_kernel, (HV, N * T), whole, {"num_warps": 1}),
+            _launch(_drafts_kernel, (triton.cdiv(V, step.tile), HV, N), shared, options),
+        )
+    )
+
+
+def write(x: Inputs, ring: Ring, which: Tensor) -> Launch:
+    """Write the states of sequences whose `which` ([N] int32) is not 0, as a launch; their counts are then 0.
+
+    For a server that must see a state, and before a `verify` that would not have room. x: as of `decode` or `verify`.
+    """
+    N, (HV, V), kda = len(x.indices), x.v.shape[-2:], x.a.ndim > x.b.ndim
+    check_ring(x, ring, N, kda)
+    check_tensor("which", which, (N,), (torch.int32,), x.state.device, recurrent.OWNER)
+    tile = max(LEAST_OF_A_PRODUCT, min(64, triton.next_power_of_2(V)))
+    arguments = recurrent._arguments(x, StepChoice(tile, 1, 1), kda) | _ring_arguments(ring) | {"which": which}
+    arguments |= {"R": ring.entries, "BL": _entries(ring), "BC": REBUILT}
+    return _launch(_write_kernel, (triton.cdiv(V, tile), HV, N), arguments, {"num_warps": 4})
+
+
+def accept(x: DraftInputs, ring: Ring, path: Tensor, accepted: Tensor) -> Launch:
+    """Move the entries of a tree's accepted drafts together, as a launch; then `accepted` is to be added to counts.
+
+    path: [N, A] int32, of each sequence its accepted drafts, from the first on; accepted: [N] int32, how many.
+    """
+    (N, A), (HV, V), K, kda = path.shape, x.v.shape[-2:], x.q.shape[-1], x.a.ndim > x.b.ndim
+    check_ring(x, ring, len(x.indices), kda)
+    check_tensor("path", path, (len(x.indices), A), (torch.int32,), x.state.device, recurrent.OWNER)
+    check_tensor("accepted", accepted, (N,), (torch.int32,), x.state.device, recurrent.OWNER)
+    arguments = recurrent._arguments(x, StepChoice(), kda) | _ring_arguments(ring)
+    arguments |= {"path": path, "accepted": accepted, "A": A, "R": ring.entries}
+    arguments |= {"BK": triton.next_power_of_2(K), "BV": triton.next_power_of_2(V)}
+    return _launch(_accept_kernel, (HV, N), arguments, {"num_warps": 4})
+
+
+def _launch(kernel: Any, grid: tuple[int, ...], arguments: Mapping[str, Any], options: Mapping[str, int]) -> Launch:
+    """A launch that takes of the arguments those that the kernel has."""
+    return Launch(kernel, grid, {name: arguments[name] for name in kernel.arg_names}, options)
+
+
+def _entries(ring: Ring) -> int:
+    return max(LEAST_OF_A_PRODUCT, triton.next_power_of_2(ring.entries))
+
+
+def _ring_arguments(ring: Ring) -> dict[str, Tensor]:
+    named = {"ring_u": ring.u, "ring_k": ring.k, "ring_g": ring.g}
+    return named | {"starts": ring.starts, "counts": ring.counts}
 
 
 def _workspace(x: Inputs, entries: int, kda: bool) -> dict[str, Tensor]:
     """What is computed ahead, of each value head: factors, weights of the entries, and KDA's k and q with decays."""
-    (N, HV, _), K = x.v.shape, x.q.shape[-1]
+    (*tokens, HV, _), K = x.v.shape, x.q.shape[-1]
     new = {"dtype": torch.float32}
-    factors = x.state.new_empty((N, HV, _FACTORS.value), **new)
-    vectors = x.state.new_empty((N, HV, 2, K), **new) if kda else factors
-    return {"factors": factors, "vectors": vectors, "weights": x.state.new_empty((N, HV, 2, entries), **new)}
+    factors = x.state.new_empty((*tokens, HV, _FACTORS.value), **new)
+    vectors = x.state.new_empty((*tokens, HV, 2, K), **new) if kda else factors
+    return {"factors": factors, "vectors": vectors, "weights": x.state.new_empty((*tokens, HV, 2, entries), **new)}
 
 
 def check_choice(choice: BufferedChoice, x: Inputs, ring: Ring) -> None:
