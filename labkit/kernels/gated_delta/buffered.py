@@ -624,7 +624,10 @@ def moved(ring: Ring, length: int, flush: Tensor | None = None) -> Tensor:
 
 @dataclass(frozen=True)
 class BufferedChoice:
-    """How a step on the ring is run; the table at the top of the file says what each choice is for."""
+    """How a step on the ring is run; the table at the top of the file says what each choice is for.
+
+    What stands here runs, and no more: no choice has been made by measurement yet.
+    """
 
     step: StepChoice = field(default_factory=lambda: StepChoice(32, 2, 1))
     ahead: bool = True
