@@ -1,6 +1,7 @@
 """axe-core on a page: what would hinder a reader who does not see it, or sees it badly, or has no mouse?"""
 
 import json
+from collections.abc import Sequence
 from importlib.resources import files
 
 from browser import Browser, fold
@@ -10,18 +11,20 @@ GRAVE = ("serious", "critical")
 
 # A long table's further rows of plain cells look like its first ones, and would take minutes.
 RUN = """axe.run(
-  {exclude: [['tbody tr:nth-child(n+4):not(:has(:not(td, th, data)))']]}, {resultTypes: ['violations']}
+  {exclude: [['tbody tr:nth-child(n+4):not(:has(:not(td, th, data)))']]}, {resultTypes: ['violations'], %s}
 ).then(found => JSON.stringify(
   found.violations.flatMap(({ id, nodes }) => nodes.map(({ impact, target, failureSummary }) =>
     [impact, id, target.flat().join(' '), failureSummary]))))"""
 
 
-def findings(browser: Browser, folds_open: bool) -> list[str]:
+def findings(browser: Browser, folds_open: bool, rules: Sequence[str] = ()) -> list[str]:
     """What axe-core has against the page that is open, of impact serious or critical: "impact rule: element: why".
 
+    rules: those that are asked; none: all of them.
     It is evaluated through the debugging protocol, which the page's Content-Security-Policy says nothing of.
     """
     fold(browser, folds_open)
     browser.evaluate(f"typeof axe === 'object' || (() => {{{AXE}}})()")
-    found = json.loads(browser.evaluate(RUN))
+    only = f"runOnly: {json.dumps(rules)}" if rules else ""
+    found = json.loads(browser.evaluate(RUN % only))
     return [f"{impact} {rule}: {at}: {' '.join(why.split())}" for impact, rule, at, why in found if impact in GRAVE]
