@@ -21,7 +21,8 @@ RELEASED = {"test_released.py": (), "test_released_vllm.py": ("vllm",), "test_re
 def test_kernels_in_the_interpreter(file):
     if file in RELEASED and sources_missing(*RELEASED[file]):
         pytest.skip(NO_SOURCES)
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(FOLDER / file)]
+    without = ["-p", "no:cacheprovider", "-p", "no:nbmake"]  # the latter loads what reads notebooks: a second each time
+    command = [sys.executable, "-m", "pytest", "-q", *without, str(FOLDER / file)]
     done = subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(r"[1-9]\d* passed", done.stdout), done.stdout

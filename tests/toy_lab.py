@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from click.testing import CliRunner
-from nbformat import v4
 
 import labkit
 import labkit.studies
@@ -129,6 +128,8 @@ class Toy:
 
     def notebook(self, study: str, *code: str, parameters: str | None = None) -> None:
         """(Re)write a notebook; its parameters stay if none are given."""
+        from nbformat import v4  # here: all tests import this module, and few of them write notebooks
+
         path = self.root / "notebooks" / f"{NOTEBOOKS[study]}.ipynb"
         if parameters is None:
             parameters = "".join(json.loads(path.read_text())["cells"][1]["source"])
