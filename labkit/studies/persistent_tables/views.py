@@ -31,7 +31,7 @@ UNITS = {
 def measured(rows: pd.DataFrame) -> Mapping[str, str]:
     """What a token takes with tables rebuilt, with the fastest way that is right, and without the host."""
     walls = derived.walls(rows)
-    table = kit.where(walls, **variants.PUBLISHED, way=set(variants.WAYS) - {variants.ONE_POSITION})
+    table = kit.where(walls, **variants.PUBLISHED, way=[way for way in variants.WAYS if way != variants.ONE_POSITION])
     if table.empty:
         return {}
     us = table.set_index("way")["us"]
