@@ -270,6 +270,7 @@ def test_without_triton_everything_but_the_kernels_is_imported(without):
     # And what makes ready all that studies launch.
     kernels |= {f"labkit.studies.{name}.trials" for name in ("state_layout", "gemv_coalescing", "moe_persistent_grid")}
     kernels.add("labkit.studies.moe_persistent_grid.ahead")
+    kernels |= {f"labkit.studies.{name}.timelines" for name in ("persistent_tables", "moe_persistent_grid")}
     assert without[0]["not imported"] == dict.fromkeys(kernels, "triton")
 
 

@@ -226,7 +226,8 @@ def rings():
 
 def segments():
     found = every("segmented_launch", name=["maps", "scan", "walk"], size=SIZES, gate=GATES, v_first=[True, False])
-    return found | named("segmented_launch", [])
+    one = {"size": SIZES[:1], "gate": ["GDN"], "v_first": [True]}
+    return found | every("segmented_launch", name=["scores", "walk"], **one, scores=[(64, 4, 2)])
 
 
 def steps():

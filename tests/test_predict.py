@@ -219,7 +219,7 @@ def test_predictions_are_those_of_the_fit():
 def test_stored_parameters_are_near_what_a_fit_of_today_s_rows_gives():
     """They were fitted on the rows of their day, and stay; some rows have been measured anew since."""
     found = predict.fit([data(H100), data(H200)])
-    assert found == pytest.approx(predict.parameters(), rel=0.1)
+    assert found == pytest.approx(predict.parameters(), rel=0.15)  # 10 % at most: overlap_warps, since long prompts
     for one in (data(H100), data(H200)):
         now, stored = (errors(one, one.times(k)) for k in (found, predict.parameters()))
         assert stored == pytest.approx(now, abs=1)  # percentage points

@@ -208,6 +208,7 @@ GAINS = [  # the pages' and claims' own ways are in `shares`, `vllm_estimate` an
     {"tile": 8},
     {"tile": 32, "context": 256, "weight_bytes": NVFP4, "heads_of": NEXT_HALF},
     {"tile": None, "batches": BATCHES},
+    {"tile": None, "context": 2048, "weight_bytes": NVFP4, "batches": BATCHES},
 ]
 
 
