@@ -64,6 +64,18 @@ _LEAST = tl.constexpr(1e-37)  # of a decay whose logarithm is kept: below, nothi
 
 
 @triton.jit
+def _ring_of(
+    ring_u, ring_k, ring_g, slot, hv,
+    GROUP: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, R: tl.constexpr, KDA: tl.constexpr,
+):  # fmt: skip
+    """Where the entries of one value head of a slot begin."""
+    ring_u += (slot * HV + hv) * (R * V)
+    ring_k += (slot * (HV // GROUP) + hv // GROUP) * (R * K)
+    ring_g += (slot * HV + hv) * (R * K if KDA else R)
+    return ring_u, ring_k, ring_g
+
+
+@triton.jit
 def _rows(pointers, entries, valid, K: tl.constexpr, BK: tl.constexpr):
     """Pieces [BL, BK] of the entries' rows of K values: their keys, or KDA's logarithms of decay."""
     ks = tl.arange(0, BK)
@@ -364,9 +376,7 @@ def _decode_kernel(
 
     base = state + slot * slot_stride + hv * (K * V)
     S = _load_tile(base, vs, live, K, V, BK, V_FIRST, EVEN_V, POLICY)
-    ring_u += (slot * HV + hv) * (R * V)
-    ring_k += (slot * (HV // GROUP) + h) * (R * K)
-    ring_g += (slot * HV + hv) * (R * K if KDA else R)
+    ring_u, ring_k, ring_g = _ring_of(ring_u, ring_k, ring_g, slot, hv, GROUP, HV, K, V, R, KDA)
     js = tl.arange(0, BL)
     valid = (js < count) & live
     entries = (start + js) % R
@@ -518,9 +528,7 @@ def _write_kernel(
     if (slot >= 0) & (count > 0) & (tl.load(which + n) != 0):
         start = tl.load(starts + n)
         vs = tl.program_id(0) * BV + tl.arange(0, BV)
-        ring_u += (slot * HV + hv) * (R * V)
-        ring_k += (slot * (HV // GROUP) + hv // GROUP) * (R * K)
-        ring_g += (slot * HV + hv) * (R * K if KDA else R)
+        ring_u, ring_k, ring_g = _ring_of(ring_u, ring_k, ring_g, slot, hv, GROUP, HV, K, V, R, KDA)
         js = tl.arange(0, BL)
         last = (start + count + R - 1) % R
         totals = last if KDA else tl.load(ring_g + last)
@@ -542,9 +550,7 @@ def _accept_kernel(
     slot = tl.load(indices + n).to(tl.int64)
     if slot >= 0:
         first = tl.load(starts + n) + tl.load(counts + n)
-        ring_u += (slot * HV + hv) * (R * V)
-        ring_k += (slot * (HV // GROUP) + hv // GROUP) * (R * K)
-        ring_g += (slot * HV + hv) * (R * K if KDA else R)
+        ring_u, ring_k, ring_g = _ring_of(ring_u, ring_k, ring_g, slot, hv, GROUP, HV, K, V, R, KDA)
         vs, ks = tl.arange(0, BV), tl.arange(0, BK)
         for i in range(tl.load(accepted + n)):
             source = (first + tl.load(path + n * A + i).to(tl.int32)) % R
