@@ -201,10 +201,12 @@ def test_cuts(dtype):
 @pytest.mark.parametrize(
     ("lengths", "heads", "counts"),
     [
-        ([8192], 8, (16,)),  # 128 chunks of 8 heads on 132 multiprocessors: 8 chunks a program
+        ([8192], 8, (8,)),  # 132 multiprocessors, two programs of maps a head
+        ([65536], 12, (5,)),
+        ([8192], 32, (1,)),  # room for two: what is done twice costs more
         ([128] * 64, 8, (1,) * 64),
         ([1024] * 8, 32, (1,) * 8),
-        ([8192, 128, 0], 8, (16, 1, 1)),
+        ([8192, 128, 0], 8, (7, 1, 1)),
         ([128], 1, (1,)),  # short
         ([], 8, ()),
     ],

@@ -13,11 +13,17 @@ keys, and a sum of m corrections. Only a token that writes the state rebuilds it
 | length    | L: a longer ring writes the state more seldom and reads more entries: least bytes at √(state / entry)    |
 | tile      | BV, values of V a program: each program multiplies all keys of the ring, so that a narrow tile reads     |
 |           | them again and again; a wide one has fewer programs to hide its latency                                  |
-| ahead     | a kernel before it multiplies the ring's keys, once for all values of V: programs of the step have fewer |
-|           | instructions and registers, so that more bytes are under way; it starts while the other runs             |
+| ahead     | a kernel before it multiplies the ring's keys, once for all values of V and all value heads of a key:    |
+|           | programs of the step have fewer instructions and registers, so that more bytes are under way; it starts  |
+|           | while the other runs                                                                                     |
 | matrix    | S0 times k and q by matrix instructions: a state of 16 bits need not be converted value by value, which  |
-|           | is what a step on bf16 states is bound by where memory is fast                                           |
+|           | is what a step on bf16 states is bound by where memory is fast; the state is rebuilt by them, too        |
+| registers | a token that writes the state, one in L, needs most; it may spill some, so that all others leave room    |
+|           | for more programs                                                                                        |
 | pieces, num_warps, evict_first | as in `recurrent.py`                                                                |
+
+Tried on an H100 and slower: states written by a kernel of their own, whose programs are dealt the few sequences that
+need it; one program for all values of a head, its tiles loaded ahead; the state rebuilt from a second read.
 
 `verify` runs T drafts a sequence on the ring and stores no state: each draft is an entry behind those that are
 accepted, and accepting drafts is moving a position. In a tree a draft sees the entries of its ancestors alone, and
@@ -28,7 +34,7 @@ ReplaySSM in SGLang 0.5.23 and vLLM pull requests 48792 and 49887, which rebuild
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -51,13 +57,14 @@ from labkit.kernels.gated_delta.recurrent import (
     _load_token,
     _prepare,
     _store,
+    _store_tile,
 )
 from labkit.kernels.launch import Launch
-from labkit.kernels.target import has_dependent_launch
+from labkit.kernels.target import has_dependent_launch, multiprocessors
 
 RING_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MOST_ENTRIES = 64
-REBUILT = 32  # channels of a state that are rebuilt at once
+FEW_HEADS, SOME_HEADS = 4, 16  # value heads a multiprocessor has
 LEAST_OF_A_PRODUCT = 16  # rows, columns and summands of a matrix product in Triton
 _FACTORS = tl.constexpr(5)
 _LEAST = tl.constexpr(1e-37)  # of a decay whose logarithm is kept: below, nothing of the state is left
@@ -125,24 +132,38 @@ def _after(before, decays):
 
 
 @triton.jit
+def _key_sums(token, ring_k, entries, valid, K: tl.constexpr, BK: tl.constexpr):
+    """The ring's keys times a token's key and query, as they are in memory, [BL] each."""
+    ring_keys = _rows(ring_k, entries, valid, K, BK)
+    with_key = tl.zeros_like(ring_keys[0]).to(tl.float32)
+    with_query = with_key
+    for p in tl.static_range(len(ring_keys)):
+        past = ring_keys[p].to(tl.float32)
+        with_key += past * token[1][p].to(tl.float32)[None, :]
+        with_query += past * token[0][p].to(tl.float32)[None, :]
+    return tl.sum(with_key, 1), tl.sum(with_query, 1)
+
+
+@triton.jit
 def _prepared(
-    token, bias, log_rate, scale, lower_bound, ring_k, ring_g, entries, valid, totals,
+    token, sums, bias, log_rate, scale, lower_bound, ring_k, ring_g, entries, valid, totals,
     K: tl.constexpr, BK: tl.constexpr, KDA: tl.constexpr, BOUNDED: tl.constexpr,
 ):  # fmt: skip
     """What all values of V of one token share: (factors, keys, queries, of_key, of_query, decays).
 
     With S0 k = Σ keys ∘ S0 and U the corrections of the ring, u = factors[0] v - factors[1] S0 k - Σ_j of_key[j] U[j],
     o = factors[2] S0 q + Σ_j of_query[j] U[j] + factors[3] u; factors[4] u is what the ring keeps. of_key, of_query:
-    [BL]. keys, queries: pieces [BK]; for KDA the decay since S0 is in them, for GDN in the factors.
+    [BL]. keys, queries: pieces [BK]; for KDA the decay since S0 is in them, for GDN in the factors. sums: `_key_sums`
+    for GDN, whose value heads share them; KDA's decays are of one value head.
     """
     queries, keys, decays, q_factor, k_factor, kq, beta = _prepare(token, log_rate, bias, scale, lower_bound, BOUNDED)
-    ring_keys = _rows(ring_k, entries, valid, K, BK)
-    with_key = tl.zeros_like(ring_keys[0]).to(tl.float32)
-    with_query = with_key
     if KDA:
+        ring_keys = _rows(ring_k, entries, valid, K, BK)
         logs = _rows(ring_g, entries, valid, K, BK)
         own_keys = _times(keys, decays)
         own_queries = _times(queries, decays)
+        with_key = tl.zeros_like(ring_keys[0]).to(tl.float32)
+        with_query = with_key
         for p in tl.static_range(len(ring_keys)):
             past = ring_keys[p].to(tl.float32) * tl.exp(totals[p][None, :] - logs[p])
             with_key += past * own_keys[p][None, :]
@@ -152,19 +173,16 @@ def _prepared(
         queries = _times(own_queries, since)
         weight = tl.where(valid, 1.0, 0.0)
         whole = 1.0
+        of_key = tl.sum(with_key, 1)
+        of_query = tl.sum(with_query, 1)
     else:
         logs = tl.load(ring_g + entries, mask=valid, other=0.0)
-        for p in tl.static_range(len(ring_keys)):
-            past = ring_keys[p].to(tl.float32)
-            with_key += past * keys[p][None, :]
-            with_query += past * queries[p][None, :]
         weight = tl.where(valid, tl.exp(totals[0] - logs) * decays[0], 0.0)
         whole = tl.exp(totals[0]) * decays[0]
+        of_key, of_query = sums
     taken = beta * k_factor
     factors = (beta, taken * whole, q_factor * whole, kq, k_factor)
-    of_key = tl.sum(with_key, 1) * weight * taken
-    of_query = tl.sum(with_query, 1) * weight * q_factor
-    return factors, keys, queries, of_key, of_query, decays
+    return factors, keys, queries, of_key * weight * taken, of_query * weight * q_factor, decays
 
 
 @triton.jit
@@ -235,56 +253,107 @@ def _matrix_sums(S, U, keys, queries, of_Sk, of_Sq, of_key, of_query, KDA: tl.co
 
 
 @triton.jit
-def _rebuild(
-    base, u, vs, live, ring_u, ring_k, ring_g, entries, valid, totals, key, gates, bias, log_rate, lower_bound,
-    K: tl.constexpr, V: tl.constexpr, BC: tl.constexpr,
-    V_FIRST: tl.constexpr, KDA: tl.constexpr, BOUNDED: tl.constexpr, OWN: tl.constexpr,
-):  # fmt: skip
-    """Write the state: S0 with its decay, all entries of the ring, and, if OWN, the token's own correction u.
+def _plus_outer(S, u, keys, V_FIRST: tl.constexpr):
+    """S + u kᵀ. u: [BV], keys: pieces [BK]."""
+    V_AXIS: tl.constexpr = 0 if V_FIRST else 1
+    found = ()
+    for p in tl.static_range(len(S)):
+        found = found + (tl.fma(tl.expand_dims(u, 1 - V_AXIS), tl.expand_dims(keys[p].to(tl.float32), V_AXIS), S[p]),)
+    return found
 
-    BC channels at a time, in a loop that is not unrolled, with what it needs loaded again: one token in L comes here,
-    and the registers that it would take are those of every token. u: over its key's norm. key, gates, bias: pointers.
+
+@triton.jit
+def _parts(x, DTYPE: tl.constexpr):
+    """x in fp32 as the sum of two of DTYPE, of 16 bits, which keep at least 16 bits of it."""
+    high = x.to(DTYPE)
+    return high, (x - high.to(tl.float32)).to(DTYPE)
+
+
+@triton.jit
+def _outer(U, past, V_FIRST: tl.constexpr, PRECISION: tl.constexpr):
+    """Σ_j U[j] past[j]ᵀ of U [BL, BV] and past [BL, BK]: [BV, BK], or turned."""
+    if V_FIRST:
+        return tl.dot(tl.trans(U), past, input_precision=PRECISION)
+    else:
+        return tl.dot(tl.trans(past), U, input_precision=PRECISION)
+
+
+@triton.jit
+def _with_ring(
+    S, U, ring_k, ring_g, entries, valid, logs,
+    K: tl.constexpr, BK: tl.constexpr, V_FIRST: tl.constexpr, KDA: tl.constexpr,
+):  # fmt: skip
+    """The state with its decay and all entries of the ring, as pieces in fp32.
+
+    By matrix instructions, whose products of 16 bits are exact: what has a decay in it goes as two parts.
     """
     V_AXIS: tl.constexpr = 0 if V_FIRST else 1
-    K_AXIS: tl.constexpr = 1 - V_AXIS
-    inside = live & (vs < V)
-    U = tl.load(ring_u + entries[:, None] * V + vs[None, :], mask=valid[:, None] & inside[None, :], other=0.0)
-    U = U.to(tl.float32)
-    if not KDA:
-        log = totals
-        if OWN:
-            gate = tl.load(gates).to(tl.float32) + tl.load(bias).to(tl.float32)
-            log += tl.log(tl.maximum(decay(gate, log_rate, lower_bound, BOUNDED), _LEAST))
-        U = U * tl.where(valid, tl.exp(log - tl.load(ring_g + entries, mask=valid, other=0.0)), 0.0)[:, None]
-        whole = tl.exp(log)
-    for first in range(0, K, BC):
-        ks = first + tl.arange(0, BC)
-        mine = ks < K
-        past = tl.load(ring_k + entries[:, None] * K + ks[None, :], mask=valid[:, None] & mine[None, :], other=0.0)
-        past = past.to(tl.float32)
+    WIDE: tl.constexpr = U.dtype == tl.float32 or ring_k.dtype.element_ty == tl.float32
+    DTYPE: tl.constexpr = tl.float32 if WIDE else ring_k.dtype.element_ty
+    pasts = _rows(ring_k, entries, valid, K, BK)
+    found = ()
+    if KDA:
+        before = _rows(ring_g, entries, valid, K, BK)
+        corrections = U.to(DTYPE)
+        for p in tl.static_range(len(S)):
+            past = pasts[p].to(tl.float32) * tl.exp(tl.where(valid[:, None], logs[p][None, :] - before[p], 0.0))
+            if WIDE:
+                added = _outer(corrections, past, V_FIRST, "tf32x3")
+            else:
+                high, low = _parts(past, DTYPE)
+                added = _outer(corrections, high, V_FIRST, None) + _outer(corrections, low, V_FIRST, None)
+            found = found + (tl.fma(S[p].to(tl.float32), tl.expand_dims(tl.exp(logs[p]), V_AXIS), added),)
+    else:
+        before = tl.load(ring_g + entries, mask=valid, other=0.0)
+        corrections = U.to(tl.float32) * tl.exp(tl.where(valid, logs[0] - before, 0.0))[:, None]
+        high, low = _parts(corrections, DTYPE)
+        for p in tl.static_range(len(S)):
+            if WIDE:
+                added = _outer(corrections, pasts[p].to(tl.float32), V_FIRST, "tf32x3")
+            else:
+                added = _outer(high, pasts[p], V_FIRST, None) + _outer(low, pasts[p], V_FIRST, None)
+            found = found + (tl.fma(S[p].to(tl.float32), tl.exp(logs[0]), added),)
+    return found
+
+
+@triton.jit
+def _plus_entry(
+    S, entry, vs, live, ring_u, ring_k, ring_g, logs,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, V_FIRST: tl.constexpr, KDA: tl.constexpr,
+):  # fmt: skip
+    """S and what one entry of the ring adds to it. logs: of the decay since S0 that S is to have."""
+    ks = tl.arange(0, BK)
+    u = tl.load(ring_u + entry * V + vs, mask=live & (vs < V), other=0.0).to(tl.float32)
+    keys = ()
+    for p in tl.static_range(len(S)):
+        inside = p * BK + ks < K
+        key = tl.load(ring_k + entry * K + p * BK + ks, mask=inside, other=0.0).to(tl.float32)
         if KDA:
-            log = tl.load(ring_g + totals * K + ks, mask=mine & (totals >= 0), other=0.0)
-            if OWN:
-                gate = tl.load(gates + ks, mask=mine, other=0.0).to(tl.float32)
-                gate += tl.load(bias + ks, mask=mine, other=0.0).to(tl.float32)
-                log += tl.log(tl.maximum(decay(gate, log_rate, lower_bound, BOUNDED), _LEAST))
-            logs = tl.load(ring_g + entries[:, None] * K + ks[None, :], mask=valid[:, None] & mine[None, :], other=0.0)
-            past = past * tl.where(valid[:, None], tl.exp(log[None, :] - logs), 0.0)
-            whole = tl.expand_dims(tl.exp(log), V_AXIS)
-        # Products of fp32 by three of TF32: those of one would cost the corrections half of their bits.
-        if V_FIRST:
-            at = base + vs[:, None] * K + ks[None, :]
-            mask = inside[:, None] & mine[None, :]
-            added = tl.dot(tl.trans(U), past, input_precision="tf32x3")
+            log = tl.load(ring_g + entry * K + p * BK + ks, mask=inside, other=0.0)
+            key = key * tl.exp(logs[p] - tl.where(inside, log, logs[p]))
+        keys = keys + (key,)
+    if not KDA:
+        log = tl.load(ring_g + entry)
+        u = u * tl.exp(logs[0] - log)
+    return _plus_outer(S, u, keys, V_FIRST)
+
+
+@triton.jit
+def _with_entries(
+    S, start, count, vs, live, ring_u, ring_k, ring_g, logs,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, V_FIRST: tl.constexpr, KDA: tl.constexpr, R: tl.constexpr,
+):  # fmt: skip
+    """As `_with_ring`, one entry after the other, which takes hardly more registers than S itself."""
+    V_AXIS: tl.constexpr = 0 if V_FIRST else 1
+    found = ()
+    for p in tl.static_range(len(S)):
+        if KDA:
+            found = found + (S[p].to(tl.float32) * tl.expand_dims(tl.exp(logs[p]), V_AXIS),)
         else:
-            at = base + ks[:, None] * V + vs[None, :]
-            mask = mine[:, None] & inside[None, :]
-            added = tl.dot(tl.trans(past), U, input_precision="tf32x3")
-        tile = tl.fma(tl.load(at, mask=mask, other=0.0).to(tl.float32), whole, added)
-        if OWN:
-            own = tl.load(key + ks, mask=mine, other=0.0).to(tl.float32)
-            tile = tl.fma(tl.expand_dims(u, K_AXIS), tl.expand_dims(own, V_AXIS), tile)
-        tl.store(at, tile.to(base.dtype.element_ty), mask=mask)
+            found = found + (S[p].to(tl.float32) * tl.exp(logs[0]),)
+    for j in range(0, count):
+        found = _plus_entry(found, (start + j) % R, vs, live, ring_u, ring_k, ring_g, logs, K, V, BK, V_FIRST, KDA)
+    return found
 
 
 @triton.jit(do_not_specialize=["length"])
@@ -293,27 +362,25 @@ def _ahead_kernel(
     scale, lower_bound, length, T, q_token, q_head, k_token, k_head, a_token, b_token,
     GROUP: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BK: tl.constexpr,
     KDA: tl.constexpr, BOUNDED: tl.constexpr, R: tl.constexpr, BL: tl.constexpr, DEPENDENT: tl.constexpr,
-    DRAFTS: tl.constexpr, TREE: tl.constexpr,
+    DRAFTS: tl.constexpr, TREE: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
-    """One program: `_prepared` of one value head of one token, and, but for DRAFTS, its key and decay into the ring.
+    """One program: `_prepared` of TOGETHER value heads of one token, and, but for DRAFTS, its key and decays.
+
+    Those go into the ring. TOGETHER: 1, or all value heads of a head of q, whose products of keys are then made once.
 
     Drafts are in the ring already, behind its `counts` entries. They see those, and the drafts that they go on from.
     """
     at = tl.program_id(1).to(tl.int64)
     n = at // T
-    hv = tl.program_id(0)
-    h = hv // GROUP
+    first = tl.program_id(0) * TOGETHER
+    h = first // GROUP
     if DEPENDENT:
         cuda.gdc_launch_dependents()
     slot = tl.load(indices + n).to(tl.int64)
     start = tl.load(starts + n)
     count = tl.load(counts + n)
     live = slot >= 0
-    token = _load_token(q, k, a, b, at, h, hv, q_token, q_head, k_token, k_head, a_token, b_token, K, BK, KDA)
-    bias = _gate_inputs(dt_bias, hv, K, BK, KDA)
-    log_rate = tl.load(A_log + hv).to(tl.float32)
     ring_k += (slot * (HV // GROUP) + h) * (R * K)
-    ring_g += (slot * HV + hv) * (R * K if KDA else R)
     js = tl.arange(0, BL)
     valid = js < count
     before = count - 1  # the entry that this token goes on from
@@ -329,80 +396,72 @@ def _ahead_kernel(
             valid = js <= before
     valid = valid & live
     entries = (start + js) % R
-    totals = _logs(ring_g, (start + before + R) % R, live & (before >= 0), K, BK, KDA)
-    found, keys, queries, of_key, of_query, decays = _prepared(
-        token, bias, log_rate, scale, lower_bound, ring_k, ring_g, entries, valid, totals, K, BK, KDA, BOUNDED
-    )
-    head = at * HV + hv
-    for i in tl.static_range(len(found)):
-        tl.store(factors + head * _FACTORS + i, found[i])
-    tl.store(weights + head * (2 * BL) + js, of_key)
-    tl.store(weights + head * (2 * BL) + BL + js, of_query)
-    if KDA:
-        ks = tl.arange(0, BK)
-        for p in tl.static_range(len(keys)):
-            vector = vectors + head * (2 * K) + p * BK + ks
-            tl.store(vector, keys[p], mask=p * BK + ks < K)
-            tl.store(vector + K, queries[p], mask=p * BK + ks < K)
-    if not DRAFTS:  # an entry behind the last one: a token that writes the state has none, and nobody will count it
-        room = live & (count < R)
-        _keep(ring_k, ring_g, (start + count) % R, token[1], _after(totals, decays), room, hv % GROUP == 0, K, BK, KDA)
+    queries = _channels(q + at * q_token + h * q_head, K, BK)
+    raw_keys = _channels(k + at * k_token + h * k_head, K, BK)
+    sums = (0.0, 0.0)
+    if not KDA:
+        sums = _key_sums((queries, raw_keys), ring_k, entries, valid, K, BK)
+    for i in tl.static_range(TOGETHER):
+        hv = first + i
+        token = (queries, raw_keys, _gate_inputs(a + at * a_token, hv, K, BK, KDA), tl.load(b + at * b_token + hv))
+        bias = _gate_inputs(dt_bias, hv, K, BK, KDA)
+        log_rate = tl.load(A_log + hv).to(tl.float32)
+        logs_of = ring_g + (slot * HV + hv) * (R * K if KDA else R)
+        totals = _logs(logs_of, (start + before + R) % R, live & (before >= 0), K, BK, KDA)
+        shared, keys, asked, of_key, of_query, decays = _prepared(
+            token, sums, bias, log_rate, scale, lower_bound, ring_k, logs_of, entries, valid, totals,
+            K, BK, KDA, BOUNDED,
+        )  # fmt: skip
+        head = at * HV + hv
+        for f in tl.static_range(len(shared)):
+            tl.store(factors + head * _FACTORS + f, shared[f])
+        tl.store(weights + head * (2 * BL) + js, of_key)
+        tl.store(weights + head * (2 * BL) + BL + js, of_query)
+        if KDA:
+            ks = tl.arange(0, BK)
+            for p in tl.static_range(len(keys)):
+                vector = vectors + head * (2 * K) + p * BK + ks
+                tl.store(vector, keys[p], mask=p * BK + ks < K)
+                tl.store(vector + K, asked[p], mask=p * BK + ks < K)
+        if not DRAFTS:  # an entry behind the last: a token that writes the state has none, and nobody will count it
+            room = live & (count < R)
+            entry = (start + count) % R
+            _keep(ring_k, logs_of, entry, raw_keys, _after(totals, decays), room, hv % GROUP == 0, K, BK, KDA)
 
 
-@triton.jit(do_not_specialize=["length"])
-def _decode_kernel(
-    state, indices, q, k, v, a, b, A_log, dt_bias, out, ring_u, ring_k, ring_g, starts, counts, flush,
-    factors, vectors, weights, scale, lower_bound, length, slot_stride,
-    q_token, q_head, k_token, k_head, v_token, v_head, a_token, b_token,
-    GROUP: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    V_FIRST: tl.constexpr, KDA: tl.constexpr, BOUNDED: tl.constexpr, POLICY: tl.constexpr,
-    R: tl.constexpr, BL: tl.constexpr, BC: tl.constexpr, FORCED: tl.constexpr, AHEAD: tl.constexpr,
-    MATRIX: tl.constexpr, DEPENDENT: tl.constexpr,
-):  # fmt: skip
-    """One program: BV values of one value head of one sequence, all K channels."""
-    EVEN_V: tl.constexpr = V % BV == 0
-    n = tl.program_id(2).to(tl.int64)
-    hv = tl.program_id(1)
-    h = hv // GROUP
-    vs = tl.program_id(0) * BV + tl.arange(0, BV)
-    slot = tl.load(indices + n).to(tl.int64)
-    start = tl.load(starts + n)
-    count = tl.load(counts + n)
-    token = _load_token(q, k, a, b, n, h, hv, q_token, q_head, k_token, k_head, a_token, b_token, K, BK, KDA)
-    bias = _gate_inputs(dt_bias, hv, K, BK, KDA)
-    log_rate = tl.load(A_log + hv).to(tl.float32)
-    value = _load(v + n * v_token + hv * v_head + vs, vs < V, not EVEN_V).to(tl.float32)
-    live = slot >= 0  # else padding: neither pool nor ring is touched, the output is zero
-
-    base = state + slot * slot_stride + hv * (K * V)
-    S = _load_tile(base, vs, live, K, V, BK, V_FIRST, EVEN_V, POLICY)
-    ring_u, ring_k, ring_g = _ring_of(ring_u, ring_k, ring_g, slot, hv, GROUP, HV, K, V, R, KDA)
+@triton.jit
+def _ahead_of(
+    factors, vectors, weights, token, head, K: tl.constexpr, BK: tl.constexpr, BL: tl.constexpr, KDA: tl.constexpr
+):
+    """What `_ahead_kernel` has of a value head of a token: factors, keys, queries, of_key, of_query."""
     js = tl.arange(0, BL)
-    valid = (js < count) & live
-    entries = (start + js) % R
+    of_key = tl.load(weights + head * (2 * BL) + js)
+    of_query = tl.load(weights + head * (2 * BL) + BL + js)
+    if KDA:
+        keys = _channels(vectors + head * (2 * K), K, BK)
+        queries = _channels(vectors + head * (2 * K) + K, K, BK)
+    else:
+        keys = _wide(token[1])
+        queries = _wide(token[0])
+    return _factors(factors + head * _FACTORS), keys, queries, of_key, of_query
+
+
+@triton.jit
+def _corrected(
+    base, vs, live, values, out, ring_u, entries, valid, token, prepared, factors, vectors, weights, head,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BL: tl.constexpr, V_FIRST: tl.constexpr, KDA: tl.constexpr,
+    EVEN_V: tl.constexpr, POLICY: tl.constexpr, AHEAD: tl.constexpr, MATRIX: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """Stores a token's output at values vs; returns its correction over the key's norm, the state, the ring's u."""
+    S = _load_tile(base, vs, live, K, V, BK, V_FIRST, EVEN_V, POLICY)
     U = tl.load(ring_u + entries[:, None] * V + vs[None, :], mask=valid[:, None] & (vs < V)[None, :], other=0.0)
-    writes = count + 1 >= length
-    if FORCED:
-        writes = writes | (tl.load(flush + n) != 0)
-    totals = _logs(ring_g, (start + count + R - 1) % R, live & (count > 0), K, BK, KDA)
+    value = _load(values + vs, vs < V, not EVEN_V).to(tl.float32)
     if AHEAD:
         if DEPENDENT:
             cuda.gdc_wait()
-        head = n * HV + hv
-        of_v, of_Sk, of_Sq, of_u, kept = _factors(factors + head * _FACTORS)
-        of_key = tl.load(weights + head * (2 * BL) + js)
-        of_query = tl.load(weights + head * (2 * BL) + BL + js)
-        if KDA:
-            keys = _channels(vectors + head * (2 * K), K, BK)
-            queries = _channels(vectors + head * (2 * K) + K, K, BK)
-        else:
-            keys = _wide(token[1])
-            queries = _wide(token[0])
-    else:
-        found, keys, queries, of_key, of_query, decays = _prepared(
-            token, bias, log_rate, scale, lower_bound, ring_k, ring_g, entries, valid, totals, K, BK, KDA, BOUNDED
-        )
-        of_v, of_Sk, of_Sq, of_u, kept = found
+        prepared = _ahead_of(factors, vectors, weights, token, head, K, BK, BL, KDA)
+    shared, keys, queries, of_key, of_query = prepared
+    of_v, of_Sk, of_Sq, of_u, kept = shared
     if MATRIX:
         with_key, with_query = _matrix_sums(S, U, keys, queries, of_Sk, of_Sq, of_key, of_query, KDA)
     else:
@@ -412,22 +471,103 @@ def _decode_kernel(
         with_query = of_Sq * Sq + tl.sum(past * of_query[:, None], 0)
     u = of_v * value - with_key
     o = tl.fma(of_u, u, with_query)
-    _store(out + (n * HV + hv) * V + vs, tl.where(live, o, 0.0), vs < V, not EVEN_V)
+    _store(out + vs, tl.where(live, o, 0.0), vs < V, not EVEN_V)
+    return u * kept, S, U
 
-    u = u * kept
-    if writes:
-        last = tl.where(live & (count > 0), (start + count + R - 1) % R, -1)
-        _rebuild(
-            base, u, vs, live, ring_u, ring_k, ring_g, entries, valid, last if KDA else totals[0],
-            k + n * k_token + h * k_head, a + n * a_token + hv * (K if KDA else 1), dt_bias + hv * (K if KDA else 1),
-            log_rate, lower_bound, K, V, BC, V_FIRST, KDA, BOUNDED, True,
+
+@triton.jit(do_not_specialize=["length"])
+def _decode_kernel(
+    state, indices, q, k, v, a, b, A_log, dt_bias, out, ring_u, ring_k, ring_g, starts, counts, flush,
+    factors, vectors, weights, scale, lower_bound, length, slot_stride,
+    q_token, q_head, k_token, k_head, v_token, v_head, a_token, b_token,
+    GROUP: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    V_FIRST: tl.constexpr, KDA: tl.constexpr, BOUNDED: tl.constexpr, POLICY: tl.constexpr,
+    R: tl.constexpr, BL: tl.constexpr, FORCED: tl.constexpr, AHEAD: tl.constexpr, MATRIX: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """One program: BV values of one value head of one sequence, all K channels.
+
+    The state is loaded in both branches, so that the registers of a token that writes it, one in L, are not kept free
+    in all others.
+    """
+    EVEN_V: tl.constexpr = V % BV == 0
+    n = tl.program_id(2).to(tl.int64)
+    hv = tl.program_id(1)
+    h = hv // GROUP
+    head = n * HV + hv
+    vs = tl.program_id(0) * BV + tl.arange(0, BV)
+    slot = tl.load(indices + n).to(tl.int64)
+    start = tl.load(starts + n)
+    count = tl.load(counts + n)
+    live = slot >= 0  # else padding: neither pool nor ring is touched, the output is zero
+    token = _load_token(q, k, a, b, n, h, hv, q_token, q_head, k_token, k_head, a_token, b_token, K, BK, KDA)
+    log_rate = tl.load(A_log + hv).to(tl.float32)
+    base = state + slot * slot_stride + hv * (K * V)
+    ring_u, ring_k, ring_g = _ring_of(ring_u, ring_k, ring_g, slot, hv, GROUP, HV, K, V, R, KDA)
+    values = v + n * v_token + hv * v_head
+    out += head * V
+    js = tl.arange(0, BL)
+    valid = (js < count) & live
+    entries = (start + js) % R
+    entry = (start + count) % R
+    last = (start + count + R - 1) % R
+    writes = count + 1 >= length
+    if FORCED:
+        writes = writes | (tl.load(flush + n) != 0)
+    writes = writes & live
+    prepared = (0.0, 0.0)
+    logs = (0.0,)
+    if not AHEAD:
+        bias = _gate_inputs(dt_bias, hv, K, BK, KDA)
+        totals = _logs(ring_g, last, live & (count > 0), K, BK, KDA)
+        sums = (0.0, 0.0)
+        if not KDA:
+            sums = _key_sums(token, ring_k, entries, valid, K, BK)
+        shared, keys, queries, of_key, of_query, decays = _prepared(
+            token, sums, bias, log_rate, scale, lower_bound, ring_k, ring_g, entries, valid, totals, K, BK, KDA, BOUNDED
+        )
+        prepared = (shared, keys, queries, of_key, of_query)
+        logs = _after(totals, decays)
+    if MATRIX:
+        u, S, U = _corrected(
+            base, vs, live, values, out, ring_u, entries, valid, token, prepared, factors, vectors, weights, head,
+            K, V, BK, BL, V_FIRST, KDA, EVEN_V, POLICY, AHEAD, MATRIX, DEPENDENT,
         )  # fmt: skip
+        if writes:
+            if AHEAD:
+                biases = _gate_inputs(dt_bias, hv, K, BK, KDA)
+                decays = ()
+                for p in tl.static_range(len(biases)):
+                    x = token[2][p].to(tl.float32) + biases[p].to(tl.float32)
+                    decays = decays + (decay(x, log_rate, lower_bound, BOUNDED),)
+                logs = _after(_logs(ring_g, last, live & (count > 0), K, BK, KDA), decays)
+            whole = _with_ring(S, U, ring_k, ring_g, entries, valid, logs, K, BK, V_FIRST, KDA)
+            whole = _plus_outer(whole, u, token[1], V_FIRST)
+            _store_tile(base, vs, live, whole, K, V, BK, V_FIRST, EVEN_V, POLICY)
+    elif writes:
+        u, S, U = _corrected(
+            base, vs, live, values, out, ring_u, entries, valid, token, prepared, factors, vectors, weights, head,
+            K, V, BK, BL, V_FIRST, KDA, EVEN_V, POLICY, AHEAD, MATRIX, DEPENDENT,
+        )  # fmt: skip
+        if AHEAD:
+            biases = _gate_inputs(dt_bias, hv, K, BK, KDA)
+            decays = ()
+            for p in tl.static_range(len(biases)):
+                x = token[2][p].to(tl.float32) + biases[p].to(tl.float32)
+                decays = decays + (decay(x, log_rate, lower_bound, BOUNDED),)
+            logs = _after(_logs(ring_g, last, live & (count > 0), K, BK, KDA), decays)
+        whole = _with_entries(S, start, count, vs, live, ring_u, ring_k, ring_g, logs, K, V, BK, V_FIRST, KDA, R)
+        whole = _plus_outer(whole, u, token[1], V_FIRST)
+        _store_tile(base, vs, live, whole, K, V, BK, V_FIRST, EVEN_V, POLICY)
     else:
-        entry = (start + count) % R
+        u, S, U = _corrected(
+            base, vs, live, values, out, ring_u, entries, valid, token, prepared, factors, vectors, weights, head,
+            K, V, BK, BL, V_FIRST, KDA, EVEN_V, POLICY, AHEAD, MATRIX, DEPENDENT,
+        )  # fmt: skip
+    if not writes:
         tl.store(ring_u + entry * V + vs, u.to(ring_u.dtype.element_ty), mask=live & (vs < V))
         if not AHEAD:
             first = tl.program_id(0) == 0
-            logs = _after(totals, decays)
             _keep(ring_k, ring_g, entry, token[1], logs, live & first, hv % GROUP == 0, K, BK, KDA)
 
 
@@ -517,25 +657,25 @@ def _drafts_kernel(
 @triton.jit
 def _write_kernel(
     state, indices, ring_u, ring_k, ring_g, starts, counts, which, slot_stride,
-    GROUP: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, BC: tl.constexpr,
-    V_FIRST: tl.constexpr, KDA: tl.constexpr, R: tl.constexpr, BL: tl.constexpr,
+    GROUP: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    V_FIRST: tl.constexpr, KDA: tl.constexpr, POLICY: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
     """One program: BV values of one value head of one sequence, if it is to be written."""
+    EVEN_V: tl.constexpr = V % BV == 0
     n = tl.program_id(2).to(tl.int64)
     hv = tl.program_id(1)
     slot = tl.load(indices + n).to(tl.int64)
     count = tl.load(counts + n)
     if (slot >= 0) & (count > 0) & (tl.load(which + n) != 0):
+        live = slot >= 0
         start = tl.load(starts + n)
         vs = tl.program_id(0) * BV + tl.arange(0, BV)
         ring_u, ring_k, ring_g = _ring_of(ring_u, ring_k, ring_g, slot, hv, GROUP, HV, K, V, R, KDA)
-        js = tl.arange(0, BL)
-        last = (start + count + R - 1) % R
-        totals = last if KDA else tl.load(ring_g + last)
-        _rebuild(
-            state + slot * slot_stride + hv * (K * V), 0.0, vs, slot >= 0, ring_u, ring_k, ring_g, (start + js) % R,
-            js < count, totals, ring_k, ring_g, ring_g, 0.0, 0.0, K, V, BC, V_FIRST, KDA, False, False,
-        )  # fmt: skip
+        base = state + slot * slot_stride + hv * (K * V)
+        S = _load_tile(base, vs, live, K, V, BK, V_FIRST, EVEN_V, POLICY)
+        logs = _logs(ring_g, (start + count + R - 1) % R, live, K, BK, KDA)
+        whole = _with_entries(S, start, count, vs, live, ring_u, ring_k, ring_g, logs, K, V, BK, V_FIRST, KDA, R)
+        _store_tile(base, vs, live, whole, K, V, BK, V_FIRST, EVEN_V, POLICY)
 
 
 @triton.jit
@@ -632,15 +772,17 @@ def moved(ring: Ring, length: int, flush: Tensor | None = None) -> Tensor:
 class BufferedChoice:
     """How a step on the ring is run; the table at the top of the file says what each choice is for.
 
-    What stands here runs, and no more: no choice has been made by measurement yet.
+    registers: at most so many a thread, 0: as the compiler likes.
     """
 
-    step: StepChoice = field(default_factory=lambda: StepChoice(32, 2, 1))
-    ahead: bool = True
+    step: StepChoice
+    ahead: bool = False
     matrix: bool = False
+    registers: int = 0
 
     def __str__(self) -> str:
-        return f"{self.step}{', sums ahead' * self.ahead}{', matrix' * self.matrix}"
+        words = [str(self.step)] + ["sums ahead"] * self.ahead + ["matrix instructions"] * self.matrix
+        return ", ".join(words + [f"{self.registers} registers"] * (self.registers > 0))
 
 
 @dataclass(frozen=True)
@@ -670,28 +812,31 @@ def decode(
         raise ValueError(f"length is {length!r}; allowed: an integer of 1 to the ring's {ring.entries} entries")
     if flush is not None:
         check_tensor("flush", flush, (N,), (torch.int32,), x.state.device, recurrent.OWNER)
-    choice = choice or BufferedChoice()
+    choice = choice or choose(x, ring)
     check_choice(choice, x, ring)
     entries = _entries(ring)
     dependent = choice.ahead and has_dependent_launch(x.state.device)
     space = _workspace(x, entries, kda) if choice.ahead else dict.fromkeys(("factors", "vectors", "weights"), ring.g)
     shared = recurrent._arguments(x, choice.step, kda) | space | _ring_arguments(ring) | {
         "flush": flush if flush is not None else ring.counts, "length": length,
-        "R": ring.entries, "BL": entries, "BC": REBUILT, "FORCED": flush is not None, "AHEAD": choice.ahead,
+        "R": ring.entries, "BL": entries, "FORCED": flush is not None, "AHEAD": choice.ahead,
         "MATRIX": choice.matrix, "DEPENDENT": dependent,
     }  # fmt: skip
     options = {"num_warps": choice.step.num_warps} | ({"launch_pdl": True} if dependent else {})
+    options |= {"maxnreg": choice.registers} if choice.registers else {}
     grid = (triton.cdiv(V, choice.step.tile), HV, N)
     launches = (Launch(_decode_kernel, grid, shared, options),)
     if choice.ahead:
+        together = _together(x, kda)
         whole = shared | {
             "BK": triton.next_power_of_2(K),
             "T": 1,
             "parents": ring.counts,
             "DRAFTS": False,
             "TREE": False,
+            "TOGETHER": together,
         }
-        launches = (_launch(_ahead_kernel, (HV, N), whole, {"num_warps": 1}), *launches)
+        launches = (_launch(_ahead_kernel, (HV // together, N), whole, {"num_warps": 1}), *launches)
     return Decode(launches)
 
 
@@ -719,19 +864,20 @@ def verify(x: DraftInputs, ring: Ring, choice: StepChoice | None = None) -> Deco
         raise ValueError(f"q has {T} drafts a sequence; allowed: up to the ring's {ring.entries} entries")
     if x.parents is not None:
         check_tensor("parents", x.parents, (N, T), recurrent.INDEX_DTYPES, x.state.device, recurrent.OWNER)
-    step = choice or StepChoice(32, 2, 1)
+    step = choice or _fitting(StepChoice(32, 4, 1), x)
     check_choice(BufferedChoice(step), x, ring)
     entries, dependent = _entries(ring), has_dependent_launch(x.state.device)
     shared = recurrent._arguments(x, step, kda) | _workspace(x, entries, kda) | _ring_arguments(ring) | {
         "parents": x.parents if x.parents is not None else ring.counts, "length": 1, "T": T, "R": ring.entries,
         "BL": entries, "DEPENDENT": dependent, "DRAFTS": True, "TREE": x.parents is not None,
     }  # fmt: skip
-    whole = shared | {"BK": triton.next_power_of_2(K)}
+    together = _together(x, kda)
+    whole = shared | {"BK": triton.next_power_of_2(K), "TOGETHER": together}
     options = {"num_warps": step.num_warps} | ({"launch_pdl": True} if dependent else {})
     return Decode(
         (
             _launch(_place_kernel, (HV, N), whole, {"num_warps": 1}),
-            _launch(_ahead_kernel, (HV, N * T), whole, {"num_warps": 1}),
+            _launch(_ahead_kernel, (HV // together, N * T), whole, {"num_warps": 1}),
             _launch(_drafts_kernel, (triton.cdiv(V, step.tile), HV, N), shared, options),
         )
     )
@@ -745,10 +891,9 @@ def write(x: Inputs, ring: Ring, which: Tensor) -> Launch:
     N, (HV, V), kda = len(x.indices), x.v.shape[-2:], x.a.ndim > x.b.ndim
     check_ring(x, ring, N, kda)
     check_tensor("which", which, (N,), (torch.int32,), x.state.device, recurrent.OWNER)
-    tile = max(LEAST_OF_A_PRODUCT, min(64, triton.next_power_of_2(V)))
-    arguments = recurrent._arguments(x, StepChoice(tile, 1, 1), kda) | _ring_arguments(ring) | {"which": which}
-    arguments |= {"R": ring.entries, "BL": _entries(ring), "BC": REBUILT}
-    return _launch(_write_kernel, (triton.cdiv(V, tile), HV, N), arguments, {"num_warps": 4})
+    step = _fitting(StepChoice(32, 4, 2), x)
+    arguments = recurrent._arguments(x, step, kda) | _ring_arguments(ring) | {"which": which, "R": ring.entries}
+    return _launch(_write_kernel, (triton.cdiv(V, step.tile), HV, N), arguments, {"num_warps": step.num_warps})
 
 
 def accept(x: DraftInputs, ring: Ring, path: Tensor, accepted: Tensor) -> Launch:
@@ -771,6 +916,11 @@ def _launch(kernel: Any, grid: tuple[int, ...], arguments: Mapping[str, Any], op
     return Launch(kernel, grid, {name: arguments[name] for name in kernel.arg_names}, options)
 
 
+def _together(x: Inputs, kda: bool) -> int:
+    """How many value heads one program prepares: KDA's share no product of keys."""
+    return 1 if kda else x.v.shape[-2] // x.q.shape[-2]
+
+
 def _entries(ring: Ring) -> int:
     return max(LEAST_OF_A_PRODUCT, triton.next_power_of_2(ring.entries))
 
@@ -789,13 +939,46 @@ def _workspace(x: Inputs, entries: int, kda: bool) -> dict[str, Tensor]:
     return {"factors": factors, "vectors": vectors, "weights": x.state.new_empty((*tokens, HV, 2, entries), **new)}
 
 
+def choose(x: Inputs, ring: Ring) -> BufferedChoice:
+    """The choice from shapes, dtypes and the GPU alone: of some hundred, what was fastest on an H100.
+
+    By the value heads that a multiprocessor has:
+    - up to FEW_HEADS the time is that of one chain of loads and sums: one warp a program, and one kernel.
+    - up to SOME_HEADS states of 32 bits are still read fastest by one kernel; beyond, sums are made ahead, and fewer
+      registers let more programs be there at once.
+    States of 16 bits have twice the values a byte, so that instructions count: matrix instructions, but for few.
+    KDA's decays of each channel cost more registers than are free: no sums ahead, half as many pieces.
+    """
+    heads = len(x.indices) * x.v.shape[-2] / multiprocessors(x.state.device)
+    kda = x.a.ndim > x.b.ndim
+    if heads <= FEW_HEADS:
+        return BufferedChoice(_fitting(StepChoice(32, 4, 1), x))
+    if kda:
+        return BufferedChoice(_fitting(StepChoice(32, 2, 2), x), registers=128)
+    if _takes_matrix(x, ring):
+        step = _fitting(StepChoice(64, 1, 4), x)
+        return BufferedChoice(step, ahead=True, matrix=True, registers=128)
+    if heads <= SOME_HEADS:
+        return BufferedChoice(_fitting(StepChoice(32, 4, 2), x), registers=168)
+    return BufferedChoice(_fitting(StepChoice(32, 4, 2), x), ahead=True, registers=128)
+
+
+def _fitting(step: StepChoice, x: Inputs) -> StepChoice:
+    """A choice for K = V = 128, with no larger tile and no more pieces than there are values and channels for."""
+    K, V = x.q.shape[-1], x.v.shape[-1]
+    tile = max(LEAST_OF_A_PRODUCT, min(step.tile, triton.next_power_of_2(V)))
+    return replace(step, tile=tile, pieces=max(1, min(step.pieces, triton.next_power_of_2(K) // LEAST_OF_A_PRODUCT)))
+
+
+def _takes_matrix(x: Inputs, ring: Ring) -> bool:
+    dtypes = {x.state.dtype, ring.u.dtype, x.q.dtype, x.k.dtype}
+    return len(dtypes) == 1 and x.state.dtype.itemsize == 2 and x.v_first
+
+
 def check_choice(choice: BufferedChoice, x: Inputs, ring: Ring) -> None:
     """Raise ValueError for a choice that the kernels cannot take."""
     K = x.q.shape[-1]
     recurrent.check_choice(choice.step, K)
-    if choice.step.tile < LEAST_OF_A_PRODUCT or triton.cdiv(K, choice.step.pieces) < LEAST_OF_A_PRODUCT // 2 + 1:
-        found = f"tile is {choice.step.tile} and pieces is {choice.step.pieces}, of {K} channels"
-        raise ValueError(f"{found}; allowed: tiles of {LEAST_OF_A_PRODUCT} and more, pieces of more than 8 channels")
     if choice.matrix:
         dtypes = {"state": x.state.dtype, "ring.u": ring.u.dtype, "q": x.q.dtype, "k": x.k.dtype}
         if len(set(dtypes.values())) > 1 or x.state.dtype.itemsize != 2:
@@ -803,6 +986,10 @@ def check_choice(choice: BufferedChoice, x: Inputs, ring: Ring) -> None:
             raise ValueError(f"{found}; allowed with matrix instructions: one dtype of 16 bits")
         if not x.v_first:
             raise ValueError("v_first is False; allowed with matrix instructions: True")
+        if choice.step.tile < LEAST_OF_A_PRODUCT or K // choice.step.pieces < LEAST_OF_A_PRODUCT:
+            found = f"tile is {choice.step.tile} and pieces is {choice.step.pieces}, of {K} channels"
+            least = f"at least {LEAST_OF_A_PRODUCT} values and {LEAST_OF_A_PRODUCT} channels"
+            raise ValueError(f"{found}; allowed with matrix instructions: {least}")
 
 
 def check_ring(x: Inputs, ring: Ring, N: int, kda: bool) -> None:

@@ -9,7 +9,7 @@ K x K, whatever S is. So the launches are:
 | prepare | chunk, value head              | as in `chunked`                                                       |
 | maps    | segment, value head, tile of   | the chunks' steps from the state [0 | I]: B and A of every segment    |
 |         | V and of K                     | but the last; of the first from its true state, so that it needs no A |
-| scores  | chunk, head of q               | of GDN, if asked for: q·k of every pair of tokens, decayed            |
+| scores  | chunk, head of q               | of GDN: q·k of every pair of tokens, decayed, once for all heads of V |
 | scan    | sequence, value head, tile     | S' = S A + B from segment to segment: the state before each one       |
 | walk    | segment, value head, tile of V | the chunks' steps once more, from the true state, with their outputs  |
 
@@ -60,7 +60,8 @@ from labkit.kernels.gated_delta.chunked import (
 )
 from labkit.kernels.target import multiprocessors
 
-SHORTEST = 4  # chunks of a segment, at least: a shorter one does not pay for its part of the scan
+SHORTEST = 16  # chunks of a segment, at least: a shorter one does not pay for its part of the scan
+FEWEST = 4  # segments of one prompt: fewer do not pay for what is done twice
 LARGEST_K = 128  # of what is cut: the scan holds A in shared memory
 PRECISIONS = {torch.float32: "ieee", torch.float16: "tf32x3", torch.bfloat16: "ieee"}  # of the scan, by inputs
 
@@ -355,14 +356,17 @@ def cut(cu_seqlens: Tensor, segments: int, chunk: int = 64, device: torch.device
 
 
 def choose(cu_seqlens: Tensor, HV: int, chunk: int = 64, device: torch.device | str | None = None) -> Segments:
-    """The same with as many segments as leave no multiprocessor without work, of HV value heads.
+    """The same with as many segments as there is room for, of HV value heads: by measurement on an H100.
 
-    One of each sequence where that many are there without cutting, or where the segments would be short.
+    The maps of a segment take two programs a value head, of which a multiprocessor runs one; so half as many segments
+    as multiprocessors / HV, shared out by length. None where there is room for fewer than FEWEST, or where segments
+    would be short.
     """
     lengths = _chunks_of(cu_seqlens, chunk)
     where = torch.device(cu_seqlens.device if device is None else device)
-    most = max(SHORTEST, triton.cdiv(sum(lengths) * HV, multiprocessors(where)))
-    return _cut(cu_seqlens, [max(1, triton.cdiv(length, most)) for length in lengths], chunk, device)
+    room = multiprocessors(where) // (2 * HV)
+    shares = [min(length // SHORTEST, room * length // max(1, sum(lengths))) for length in lengths]
+    return _cut(cu_seqlens, [share if share >= FEWEST else 1 for share in shares], chunk, device)
 
 
 def _chunks_of(cu_seqlens: Tensor, chunk: int) -> list[int]:
@@ -400,9 +404,10 @@ def tiles(x: ExtendInputs) -> dict[str, Tile]:
     """The choice for each launch that has one."""
     if x.q.shape[-1] * x.v.element_size() > 256:  # shared memory has no room for more
         return dict.fromkeys(("maps", "scan", "walk"), Tile(16, 4, 2, False))
-    columns = min(128, max(16, triton.next_power_of_2(x.v.shape[-1])))
-    wide = Tile(columns, 8 if columns == 128 else 4, 3, columns >= 64)
-    return {"maps": wide, "scan": Tile(16, 4, 2, False), "walk": wide}
+    columns = min(64, max(16, triton.next_power_of_2(x.v.shape[-1])))
+    tile, narrow = Tile(columns, 4, 3, False), Tile(16, 4, 3, False)
+    scores = {} if x.g.ndim == 3 else {"scores": Tile(16, 4, 2)}
+    return {"maps": tile, "scan": narrow, "walk": tile} | scores
 
 
 def extend(
@@ -412,7 +417,7 @@ def extend(
 
     segments: where to cut, or how many of each sequence at most, or None: by the rule of `choose`, for K up to 128.
     Where nothing is cut it is `chunked.extend`, bit for bit. choices: of "maps", "scan" and "walk", those that are not
-    to be `tiles`'; with one of "scores" (GDN) that launch is made too, and the walk reads what it leaves.
+    to be `tiles`'; with one of "scores" (GDN) that launch is made, and the walk reads what it leaves.
     Beside what `chunked.extend` allocates, without its states: K (K + V) fp32 values a segment and value head.
     Raises ValueError naming the argument, its value and what is allowed.
     """
