@@ -195,10 +195,10 @@ def states():
     return found | named("extend_launch", [{"name": "chunk_state"} | one for one in more])
 
 
-def ring_launch(launch, size, gate, v_first, state, matrix=False):
-    """A decode of two sequences with a ring of 16 tokens: what is multiplied ahead (0), or the step (1)."""
+def ring_launch(launch, size, gate, v_first, state, ahead=True, matrix=False):
+    """A decode of two sequences with a ring of 16 tokens: what is multiplied ahead (0), or the step (the last)."""
     x = step_launch("ring", size, gate, v_first, state)
-    choice = buffered.BufferedChoice(recurrent.StepChoice(32, 2, 1), matrix=matrix)
+    choice = buffered.BufferedChoice(recurrent.StepChoice(32, 2, 1), ahead, matrix)
     return buffered.decode(x, buffered.empty_ring(x, 16), 16, x.indices.int(), choice).launches[launch]
 
 
@@ -216,9 +216,10 @@ def drafts_launch(launch, size, gate, v_first, state, tree):
 
 def rings():
     both = {"size": SIZES[::4], "gate": GATES}
-    found = every("ring_launch", launch=[1], **both, v_first=[True, False], state=["fp32", "bf16"])
+    forms = {"v_first": [True, False], "state": ["fp32", "bf16"], "ahead": [True, False]}
+    found = every("ring_launch", launch=[-1], **both, **forms)
     found |= every("ring_launch", launch=[0], **both, v_first=[True], state=["fp32"])
-    found |= every("ring_launch", launch=[1], **both, v_first=[True], state=["bf16"], matrix=[True])
+    found |= every("ring_launch", launch=[-1], **both, v_first=[True], state=["bf16"], matrix=[True])
     found |= every("drafts_launch", launch=[0, 1], **both, v_first=[True], state=["fp32"], tree=[True, False])
     found |= every("drafts_launch", launch=[2, "write"], **both, v_first=[True, False], state=["bf16"], tree=[False])
     return found | every("drafts_launch", launch=["accept"], **both, v_first=[True], state=["fp32"], tree=[True])

@@ -64,7 +64,7 @@ from labkit.kernels.target import has_dependent_launch, multiprocessors
 
 RING_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MOST_ENTRIES = 64
-FEW_HEADS, SOME_HEADS = 4, 16  # value heads a multiprocessor has
+HARDLY_ANY_HEADS, FEW_HEADS, SOME_HEADS = 0.5, 3, 16  # value heads a multiprocessor has
 LEAST_OF_A_PRODUCT = 16  # rows, columns and summands of a matrix product in Triton
 _FACTORS = tl.constexpr(5)
 _LEAST = tl.constexpr(1e-37)  # of a decay whose logarithm is kept: below, nothing of the state is left
@@ -516,7 +516,6 @@ def _decode_kernel(
         writes = writes | (tl.load(flush + n) != 0)
     writes = writes & live
     prepared = (0.0, 0.0)
-    logs = (0.0,)
     if not AHEAD:
         bias = _gate_inputs(dt_bias, hv, K, BK, KDA)
         totals = _logs(ring_g, last, live & (count > 0), K, BK, KDA)
@@ -946,21 +945,33 @@ def choose(x: Inputs, ring: Ring) -> BufferedChoice:
     - up to FEW_HEADS the time is that of one chain of loads and sums: one warp a program, and one kernel.
     - up to SOME_HEADS states of 32 bits are still read fastest by one kernel; beyond, sums are made ahead, and fewer
       registers let more programs be there at once.
-    States of 16 bits have twice the values a byte, so that instructions count: matrix instructions, but for few.
-    KDA's decays of each channel cost more registers than are free: no sums ahead, half as many pieces.
+    States of 16 bits have twice the values a byte, so that instructions count: matrix instructions, but for few. KDA's
+    decays of each channel take the registers that more warps would need. K-first, a row of a tile is BV values of one
+    channel, and wide ones are read faster.
     """
-    heads = len(x.indices) * x.v.shape[-2] / multiprocessors(x.state.device)
-    kda = x.a.ndim > x.b.ndim
-    if heads <= FEW_HEADS:
-        return BufferedChoice(_fitting(StepChoice(32, 4, 1), x))
-    if kda:
-        return BufferedChoice(_fitting(StepChoice(32, 2, 2), x), registers=128)
+    heads = _heads(x)
+    if heads <= FEW_HEADS or x.a.ndim > x.b.ndim:
+        return BufferedChoice(_fitting(StepChoice(16 if heads <= HARDLY_ANY_HEADS else 32, 4, 1), x))
     if _takes_matrix(x, ring):
-        step = _fitting(StepChoice(64, 1, 4), x)
-        return BufferedChoice(step, ahead=True, matrix=True, registers=128)
-    if heads <= SOME_HEADS:
-        return BufferedChoice(_fitting(StepChoice(32, 4, 2), x), registers=168)
-    return BufferedChoice(_fitting(StepChoice(32, 4, 2), x), ahead=True, registers=128)
+        return BufferedChoice(_fitting(StepChoice(64, 1, 4), x), ahead=True, matrix=True, registers=128)
+    if not x.v_first:
+        return BufferedChoice(_fitting(StepChoice(64, 4, 2), x))
+    step = _fitting(StepChoice(32, 4, 2), x)
+    few = heads <= SOME_HEADS
+    return BufferedChoice(step, ahead=not few, registers=168 if few else 128)
+
+
+def pays(x: Inputs) -> bool:
+    """Whether a step on a ring is faster than the plain one: from the second sequence of 32 value heads on (H100).
+
+    One that has few states to read is as long as its longest chain of loads and sums, and the ring's is longer.
+    """
+    return _heads(x) > HARDLY_ANY_HEADS / 2
+
+
+def _heads(x: Inputs) -> float:
+    """Value heads a multiprocessor."""
+    return len(x.indices) * x.v.shape[-2] / multiprocessors(x.state.device)
 
 
 def _fitting(step: StepChoice, x: Inputs) -> StepChoice:
