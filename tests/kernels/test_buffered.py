@@ -1,5 +1,6 @@
 """Decode with a ring against the float64 recurrence: gates, layouts, positions, forced writes, paddings, errors."""
 
+import functools
 from dataclasses import replace
 from itertools import product
 
@@ -7,7 +8,7 @@ import pytest
 import torch
 from test_recurrent import DEVICE, GATES, error, gates, make, make_verify, turned
 
-from labkit.kernels.gated_delta import recurrent, reference
+from labkit.kernels.gated_delta import buffered, recurrent, reference
 from labkit.kernels.gated_delta.buffered import (
     BufferedChoice,
     DraftInputs,
@@ -307,3 +308,35 @@ def test_what_cannot_be_run_is_refused_before_the_launch():
         with pytest.raises(ValueError, match=message.replace("(", r"\(")):
             bad()
     assert isinstance(ring, Ring)
+
+
+@pytest.mark.parametrize(
+    ("sequences", "dtype", "gate", "v_first", "chosen", "pays"),
+    [
+        (1, torch.float32, "GDN", True, BufferedChoice(StepChoice(16, 4, 1)), False),
+        (2, torch.float32, "GDN", True, BufferedChoice(StepChoice(16, 4, 1)), True),
+        (2, torch.bfloat16, "GDN", True, BufferedChoice(StepChoice(16, 4, 1)), False),
+        (4, torch.bfloat16, "GDN", True, BufferedChoice(StepChoice(32, 4, 1)), True),
+        (64, torch.float32, "GDN", True, BufferedChoice(StepChoice(32, 4, 2), registers=168), True),
+        (256, torch.float32, "GDN", True, BufferedChoice(StepChoice(32, 4, 2), ahead=True, registers=128), True),
+        (256, torch.bfloat16, "GDN", True, BufferedChoice(StepChoice(64, 1, 4), True, True, 128), True),
+        (256, torch.bfloat16, "KDA", True, BufferedChoice(StepChoice(32, 4, 1)), True),
+        (256, torch.float32, "GDN", False, BufferedChoice(StepChoice(64, 4, 2)), True),
+    ],
+)
+def test_the_rule(sequences, dtype, gate, v_first, chosen, pays):
+    # 32 value heads a sequence on as many multiprocessors as an H100 has
+    x = on_meta(sequences, dtype, gate, v_first)
+    assert buffered.choose(x, empty_ring(x, 16)) == chosen
+    assert buffered.pays(x) == pays
+
+
+def on_meta(N, dtype, gate, v_first):
+    """Inputs of N sequences of 16 / 32 heads and K = V = 128, in bf16 but for the states, without memory."""
+    new = functools.partial(torch.empty, device="meta", dtype=torch.bfloat16)
+    inner = (32, 128) if gate == "KDA" else (32,)
+    return recurrent.StepInputs(
+        state=new(1, 32, 128, 128, dtype=dtype), indices=new(N, dtype=torch.int32), q=new(N, 16, 128),
+        k=new(N, 16, 128), v=new(N, 32, 128), a=new(N, *inner), b=new(N, 32), A_log=new(32), dt_bias=new(*inner),
+        out=new(N, 32, 128), scale=1.0, v_first=v_first,
+    )  # fmt: skip

@@ -954,7 +954,7 @@ def choose(x: Inputs, ring: Ring) -> BufferedChoice:
         return BufferedChoice(_fitting(StepChoice(16 if heads <= HARDLY_ANY_HEADS else 32, 4, 1), x))
     if _takes_matrix(x, ring):
         return BufferedChoice(_fitting(StepChoice(64, 1, 4), x), ahead=True, matrix=True, registers=128)
-    if not x.v_first:
+    if not x.v_first and x.state.dtype.itemsize == 4:
         return BufferedChoice(_fitting(StepChoice(64, 4, 2), x))
     step = _fitting(StepChoice(32, 4, 2), x)
     few = heads <= SOME_HEADS
@@ -962,11 +962,11 @@ def choose(x: Inputs, ring: Ring) -> BufferedChoice:
 
 
 def pays(x: Inputs) -> bool:
-    """Whether a step on a ring is faster than the plain one: from the second sequence of 32 value heads on (H100).
+    """Whether a step on a ring is faster than the plain one: on an H100, from 2 sequences of 32 fp32 heads, 4 of bf16.
 
     One that has few states to read is as long as its longest chain of loads and sums, and the ring's is longer.
     """
-    return _heads(x) > HARDLY_ANY_HEADS / 2
+    return _heads(x) * x.state.dtype.itemsize > 2 * HARDLY_ANY_HEADS
 
 
 def _heads(x: Inputs) -> float:
