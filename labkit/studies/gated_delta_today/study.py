@@ -19,9 +19,8 @@ from labkit.studies.gated_delta_today.work import prefill_floor, ring_floor, ver
 
 GATES = {"GDN": QWEN35_4B, "KDA": KIMI_LINEAR}  # kind of gate -> the model whose heads it is timed with
 KDA_BATCHES = (1, 8, 64, 256)  # of those asked for
-FULL = 256  # sequences of the cases over L and over the layout
+FULL = 256  # sequences of the cases over L and over the layout, if it is one of those asked for
 DRAFTS = (("chain", 4), ("chain", 8), ("tree", 8))  # kind of draft, and its tokens
-VERIFY_BATCHES = (64, 128, 256, 512)
 HEADS = ((2, 8), (4, 12), (16, 32))  # H and HV of prefill: of one GPU of many, up to all heads of a model
 DRIFT_TOKENS = 8192
 COUNTED = 256  # sequences, or tokens, of the cases whose hardware counters are taken
@@ -50,9 +49,9 @@ def _decodes(gate: str, parameters: Mapping[str, Any]) -> list[Case]:
     shape, states = _shape(gate), parameters["states"]
     batches = [n for n in parameters["batches"] if gate == "GDN" or n in KDA_BATCHES]
     found = [Case("ring", shape | {"state": state, "batch": n}) for state in states for n in batches]
-    full = [shape | {"state": state, "batch": FULL} for state in states]
-    found += [Case("length", one | {"L": length}) for one in full for length in parameters["lengths"]]
-    if gate == "GDN" and parameters["lengths"]:
+    full = [shape | {"state": state, "batch": FULL} for state in states] if FULL in batches else []
+    found += [Case("length", one) for one in full]
+    if gate == "GDN":
         found += [Case("layout", one | {"writes": writes}) for one in full for writes in ("1 in L", "never")]
     return found + [Case("drift", shape | {"state": state, "batch": 1, "tokens": DRIFT_TOKENS}) for state in states]
 
@@ -72,7 +71,7 @@ def floor(x: Case) -> Floor:
 
 def counted(parameters: Mapping[str, Any]) -> list[tuple[Case, str]]:
     """The decode and the verify that write and those that do not, at one batch; a prompt in segments and in one."""
-    few = dict(parameters) | {"gates": ["GDN"], "lengths": [], "prefills": ["1 x 8192"]}
+    few = dict(parameters) | {"gates": ["GDN"], "prefills": ["1 x 8192"]}
     few |= {name: [COUNTED] for name in ("batches", "verify_batches")}
     wanted = {"ring": ("ours, ring", "ours, state written"), "ring_verify": ("ours, ring", "ours, states stored")}
     wanted |= {"prefill": ("ours, segments", "ours, one segment")}
@@ -84,7 +83,7 @@ def _tiny() -> list[Case]:
     found = []
     for gate in GATES:
         shape = {"model": "tiny", "activations": "fp32", "gate": gate, "H": 2, "HV": 4, "K": 32, "V": 24}
-        found += [Case("length", shape | {"state": state, "batch": 4, "L": 3}) for state in STATES]
+        found += [Case("ring", shape | {"state": state, "batch": 3}) for state in STATES]
         if gate == "GDN":
             found += [Case("layout", shape | {"state": "fp32", "batch": 2, "writes": "never"})]
             found += [
@@ -109,14 +108,12 @@ STUDY = Study(
         "gates": list_of(one_of(*GATES)),
         "states": list_of(one_of(*STATES)),
         "batches": list_of(integer(1, 4096), empty=True),
-        "lengths": list_of(integer(1, 64), empty=True),
         "verify_batches": list_of(integer(1, 4096), empty=True),
         "prefills": list_of(one_of(*PREFILLS), empty=True),
     },
     counted=counted,
     early=lambda case: case.op == "drift",  # the same in every process
-    # Of which others compile kernels: one batch serves all.
-    warmed=lambda case: case.op in ("prefill", "length") or case.params.get("batch") == 64,
+    warmed=lambda case: case.op in ("prefill", "length"),  # of which others compile many kernels
     kernels=lazy("labkit.studies.gated_delta_today.ahead:sources"),
     tiny=tuple(_tiny()),
 )

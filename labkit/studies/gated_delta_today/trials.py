@@ -50,26 +50,24 @@ def _plain_states(x: Case, device: Any, sets: int) -> Tensor:
 # decode
 
 
-def length_of(x: Case) -> int:
-    """L of a case, or the one that both sides begin with."""
-    return x.params.get("L", LENGTH)
-
-
-def ring(x: Case, device: Any, sets: int, seed: int, v_first: bool = True) -> Trial:
+def ring(x: Case, device: Any, sets: int, seed: int) -> Trial:
     """The decode on a ring, with the choice of its rule."""
-    held = _Held(x, device, sets, seed, v_first)
-    return held.trial(*held.ours(length_of(x), None))
+    held = _Held(x, device, sets, seed, True)
+    return held.trial(*held.ours(LENGTH, None))
 
 
-def ring_searched(x: Case, device: Any, sets: int, seed: int, v_first: bool = True) -> Trial:
-    """The same with the fastest choice, and, where the case leaves it open, the fastest L."""
-    held = _Held(x, device, sets, seed, v_first)
-    length, device = length_of(x), torch.device(device)
+def ring_searched(x: Case, device: Any, sets: int, seed: int, v_first: bool = True, length: int | None = None) -> Trial:
+    """The same with the fastest choice for this L; None: for the usual one, and then the fastest L, but see `layout`.
+
+    There L stays, so that both layouts have the same.
+    """
+    held, free = _Held(x, device, sets, seed, v_first), length is None and x.op == "ring"
+    length, device = length or LENGTH, torch.device(device)
     known = {str(one): one for one in search.choices(x["state"] == "fp32" and not _matrix(x), v_first)}
     choice, calls = search.fastest(
         {name: lambda one=one: held.ours(length, one)[1] for name, one in known.items()}, device
     )
-    if x.op == "ring":
+    if free:
         ways = {str(n): lambda n=n: held.ours(n, known[choice])[1] for n in (length, *search.LENGTHS)}
         found, others = search.fastest(ways, device)
         length, calls = int(found), ([*calls, *others] if device.type == "meta" else others)
@@ -91,15 +89,16 @@ def sglang_plain(x: Case, device: Any, sets: int, seed: int) -> Trial:
 def sglang_ring(x: Case, device: Any, sets: int, seed: int) -> Trial:
     """SGLang's decode on a ring, as it launches it."""
     held = _Held(x, device, sets, seed, True)
-    return held.trial(*held.theirs(length_of(x)))
+    return held.trial(*held.theirs(LENGTH))
 
 
-def sglang_searched(x: Case, device: Any, sets: int, seed: int) -> Trial:
-    """The same with the fastest launch, and, where the case leaves it open, the fastest L."""
-    held, length, device = _Held(x, device, sets, seed, True), length_of(x), torch.device(device)
+def sglang_searched(x: Case, device: Any, sets: int, seed: int, length: int | None = None) -> Trial:
+    """The same with the fastest launch for this L; None: for the usual one, and then the fastest L."""
+    held, free = _Held(x, device, sets, seed, True), length is None
+    length, device = length or LENGTH, torch.device(device)
     ways = {name: lambda how=how: held.theirs(length, **how)[1] for name, how in search.LAUNCHES.items()}
     launch, calls = search.fastest(ways, device)
-    if x.op == "ring":
+    if free:
         ways = {str(n): lambda n=n: held.theirs(n, **search.LAUNCHES[launch])[1] for n in (length, *search.LENGTHS)}
         found, calls = search.fastest(ways, device)
         length = int(found)

@@ -1,7 +1,7 @@
 """What is timed: the variants of every operation.
 
 Operations: `ring`, decode on a ring against decode that writes its state at every token, over the batch; `length`, the
-same over the ring's length L; `layout`, both in both layouts, where some tokens write the state and where none does;
+former with every L, beside each other; `layout`, both in both layouts, where some tokens write and where none does;
 `ring_verify`, drafts on the ring against drafts whose states are stored; `prefill`, long prompts in segments; and a
 decode on a ring whose error is followed (`drift`).
 """
@@ -9,7 +9,7 @@ decode on a ring whose error is followed (`drift`).
 from labkit.bench.spec import Case, Variant, variant
 
 STUDY = "labkit.studies.gated_delta_today"
-TRIALS, PEERS, SGLANG = (f"{STUDY}.{name}" for name in ("trials", "peers", "sglang"))
+TRIALS, PEERS, CALLS = (f"{STUDY}.{name}" for name in ("trials", "peers", "sglang"))
 LIBRARY = "labkit.kernels.gated_delta"
 DECODE, STORED = f"{LIBRARY}.recurrent:decode", f"{LIBRARY}.recurrent:verify"
 RING, RING_VERIFY, RING_WRITE = (f"{LIBRARY}.buffered:{name}" for name in ("decode", "verify", "write"))
@@ -27,13 +27,15 @@ PREFILLS = {  # name -> tokens of every sequence
 }
 TINY = "tiny"
 LENGTHS = PREFILLS | {TINY: (384,)}
+LENGTH = 16  # L: tokens between two writes of a state, as SGLang and vLLM have it by default
+RING_LENGTHS = (1, 2, 4, 8, 12, 16, 24, 32)
 DRIFT_LENGTHS = (1, 8, 16, 32)
-LENGTH = 16  # entries of a ring, as SGLang and vLLM have it by default
 VERIFY_LENGTH = 16  # entries of the ring that drafts are placed in
 
 READ, MULTIPLY = "read of the states", "in-place multiply"
 PLAIN, PLAIN_KV = "ours, state written", "ours KV, state written"
 OURS, SEARCHED, OURS_KV = "ours, ring", "ours, ring, searched", "ours KV, ring"
+SGLANG = "sglang 0.5.23"
 SGLANG_PLAIN, SGLANG_RING = "sglang 0.5.23, state written", "sglang 0.5.23, ring"
 SGLANG_SEARCHED = "sglang 0.5.23, ring, searched"
 OURS_STORED, SGLANG_STORED = "ours, states stored", "sglang 0.5.23, states stored"
@@ -42,9 +44,9 @@ SEGMENTS, ONE_SEGMENT, SEGMENTS_SEARCHED = "ours, segments", "ours, one segment"
 FLA, FLASHINFER = "fla", "flashinfer"
 
 
-def drift_name(length: int) -> str:
-    """The decode whose ring has so many entries."""
-    return f"L = {length}"
+def with_length(length: int, whose: str = "ours") -> str:
+    """The decode that writes a state once in so many tokens."""
+    return f"{whose}, L = {length}"
 
 
 def _line(name: str, role: str, trial: str, ran: str | tuple[str, ...], **options: object) -> Variant:
@@ -53,7 +55,7 @@ def _line(name: str, role: str, trial: str, ran: str | tuple[str, ...], **option
 
 def _released(name: str, trial: str, source: str, function: str, **options: object) -> Variant:
     """A variant whose source is the release itself, beside what calls it."""
-    return _line(name, "peer", trial, (f"source:{source}", f"{SGLANG}:{function}"), **options)
+    return _line(name, "peer", trial, (f"source:{source}", f"{CALLS}:{function}"), **options)
 
 
 CEILINGS = [
@@ -70,7 +72,14 @@ RINGS = [
 ]
 VARIANTS = {  # of every operation
     "ring": [*CEILINGS, *RINGS],
-    "length": [*CEILINGS, *RINGS],
+    "length": [
+        *CEILINGS,
+        *(
+            _line(with_length(n), "ours" if n == LENGTH else "step", "ring_searched", RING, length=n)
+            for n in RING_LENGTHS
+        ),
+        *(_released(with_length(n, SGLANG), "sglang_searched", RING_RELEASE, "ring", length=n) for n in RING_LENGTHS),
+    ],
     "layout": [
         *CEILINGS,
         _line(SEARCHED, "ours", "ring_searched", RING),
@@ -97,7 +106,7 @@ VARIANTS = {  # of every operation
     "drift": [
         CEILINGS[0],
         *(
-            _line(drift_name(length), "ours" if length == LENGTH else "step", "drift", RING, length=length)
+            _line(with_length(length), "ours" if length == LENGTH else "step", "drift", RING, length=length)
             for length in DRIFT_LENGTHS
         ),
     ],
@@ -109,7 +118,6 @@ def variants(x: Case) -> list[Variant]:
     left_out = {
         # SGLang's packed decode of KDA compiles CUDA of its own; its ring is timed.
         "ring": lambda one: x["gate"] == "KDA" and one.name == SGLANG_PLAIN,
-        "length": lambda one: x["gate"] == "KDA" and one.name == SGLANG_PLAIN,
         # SGLang's verify on the ring is for chains of GDN alone.
         "ring_verify": lambda one: x["draft"] == "tree" and one.name == SGLANG_RING,
         "prefill": lambda one: one.name == FLASHINFER and (x["activations"], x["K"], x["V"]) != ("bf16", 128, 128),

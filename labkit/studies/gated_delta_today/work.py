@@ -52,11 +52,9 @@ def ring_memory(x: Params, length: int) -> int:
 
 
 def ring_floor(x: Case) -> Floor:
-    """Of a decode step; of a case that fixes L with this one, of one in which no token writes without the writes."""
-    length = x.params.get("L") or best_length(x)
-    moved = ring_bytes(x, length)
-    if x.params.get("writes") == "never":
-        moved -= state_bytes(x) / length
+    """Of a decode step with the L of the least bytes; of a case in which no token writes, without the writes."""
+    length = best_length(x)
+    moved = ring_bytes(x, length) - (state_bytes(x) / length if x.params.get("writes") == "never" else 0)
     flops = 4 * x["batch"] * x["HV"] * x["K"] * x["V"]  # two products of the state with a vector
     return Floor(round(moved), flops, "read", set_bytes=state_bytes(x))
 
