@@ -290,6 +290,37 @@ def memory(states: Sequence[str], sizes: Sequence[int], model: GatedDeltaModel =
     return pd.DataFrame(found)
 
 
+def most_sequences(states: Sequence[str], sizes_gb: Sequence[int], model: GatedDeltaModel = QWEN35_4B) -> pd.DataFrame:
+    """By arithmetic: how many sequences' states a memory holds beside the model's bf16 weights, without KV cache.
+
+    Columns state, GB, then how many of each: states alone, with rings of L = 16, with the states of 4 drafts.
+    """
+    found = []
+    for state, size in product(states, sizes_gb):
+        one = memory([state], [1], model).set_index("what")["GB"]
+        free = size - model.total * BF16_BYTES / 1e9
+        found.append({"state": state, "GPU memory, GB": size} | {what: int(free / gb) for what, gb in one.items()})
+    return pd.DataFrame(found)
+
+
+def first_token(rows: pd.DataFrame, model: GatedDeltaModel = QWEN35_4B) -> pd.DataFrame:
+    """A prefill with fla's extends over one with ours, or FlashInfer's, if all else is products at the GPU's peak.
+
+    Of prompts with all heads of the model; columns prefill, who, share % of fla's extends, and the gain as ratio.
+    """
+    found = []
+    for params, group in ordered_cases(rows, "prefill", H=model.heads, HV=model.value_heads):
+        tokens = sum(LENGTHS[params["prefill"]])
+        rest = 2 * model.total * tokens / _peak(rows) * 1e6
+        for line in pairs(group, [(name, variants.FLA) for name in (variants.SEGMENTS, variants.FLASHINFER)]):
+            old = model.layers * line["against us"]
+            share = old / (rest + old)
+            gains = {name: 1 / (1 - share + share / line[name]) for name in ("ratio", "low", "high")}
+            said = {"prefill": params["prefill"], "variant": line["variant"], "share %": 100 * share}
+            found.append(said | {"kernel": line["ratio"]} | gains)
+    return frame(found, ["prefill", "variant", "share %", "kernel", "ratio", "low", "high"])
+
+
 def full(table: pd.DataFrame, least: int) -> pd.DataFrame:
     """The lines of batches from `least` on."""
     return where(table, batch=sorted({n for n in table["batch"] if n >= least})) if len(table) else table
