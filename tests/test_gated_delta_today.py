@@ -286,3 +286,18 @@ def test_memory_of_rings_is_a_part_of_the_states_and_stored_drafts_many_times_th
     most = tables.most_sequences(["fp32", "bf16"], [80])
     assert (most["states"] > most.iloc[:, 3]).all()
     assert (most.iloc[:, 3] > most.iloc[:, 4]).all()
+
+
+@pytest.mark.parametrize("name", [variants.OURS, variants.PLAIN])
+def test_what_is_predicted_of_a_step_are_its_bytes_once(measured, name):
+    """Of the launches of a call one moves the states; a step that writes moves them twice."""
+    from labkit.workflow import launches
+
+    some = measured[(measured["op"] == "ring") & (measured["variant"] == name)]
+    row = next(row for row in some.to_dict("records") if json.loads(row["case"])["batch"] == 64)
+    made_again = launches.launches_of(row)
+    found = launches.work_of(row, made_again, [""] * len(made_again), 50 << 20)
+    state = work.state_bytes(Case("ring", json.loads(row["case"])))
+    times = 2 if name == variants.PLAIN else 1 + 1 / variants.LENGTH
+    assert [one.bytes for one in found[:-1]] == [0.0] * (len(found) - 1)
+    assert state * times < found[-1].bytes < state * (times + 0.15)

@@ -51,9 +51,6 @@ OURS: Mapping[str, int] = {
     r"as many CTAs as fit": 2,
     r"\bW4A16\b": 4,
     r"\bW4A8\b": 5,
-    # decode that writes its state at every token or seldom, and prompts in segments
-    r"^this lab, (ring|segments|L = |fastest)|^this lab$": 0,
-    r"^this lab, (state written|states stored|one segment)": 2,
     # of launches
     r"^Triton, empty kernel": 0,
 }

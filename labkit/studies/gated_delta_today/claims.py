@@ -188,7 +188,7 @@ CLAIMS = (
     ),
     Claim(
         "vllm-49887-verify", *VLLM_VERIFY, "Drafts on the ring beat drafts whose states are stored",
-        "whole server; GPU, model and dtype of the state are not stated in the table",
+        "a whole server; its table names no GPU, model or type of the state",
         ", ".join(f"{ratio:.2f}× (batch {n}, T = {T})" for (n, T), ratio in VERIFY_TABLE.items()),
         ruled="2026-11-26", quantity="a whole verify of Qwen3.5-4B that stores states over one on the ring",
         observe=whole_verify, differs=PORT,
@@ -210,7 +210,7 @@ CLAIMS = (
     Claim(
         "flashinfer-3866", *FLASHINFER, "Prefill of one long prompt beats fla's at 2 / 8 heads",
         "H100; one prompt of 2048, 8192 and 65536 tokens",
-        ", ".join(f"{fla / own:.2f}×" for fla, own in PREFILL_TABLE.values()),
+        ", ".join(f"{fla} / {own} µs" for fla, own in PREFILL_TABLE.values()),
         ruled="2026-11-26", quantity="time of fla over that of FlashInfer", observe=few_heads, gpus=("H100",),
     ),
     Claim(

@@ -31,13 +31,13 @@ def cases(parameters: Mapping[str, Any]) -> list[Case]:
     found = [one for gate in parameters["gates"] for one in _decodes(gate, parameters)]
     if "GDN" in parameters["gates"]:
         found += [
-            Case("ring_verify", _shape("GDN") | {"state": state, "batch": n, "draft": draft, "T": tokens})
+            Case("ring_verify", shape("GDN") | {"state": state, "batch": n, "draft": draft, "T": tokens})
             for state in parameters["states"]
             for n in parameters["verify_batches"]
             for draft, tokens in DRAFTS
         ]
         found += [
-            Case("prefill", _shape("GDN") | {"H": H, "HV": HV, "prefill": name})
+            Case("prefill", shape("GDN") | {"H": H, "HV": HV, "prefill": name})
             for H, HV in HEADS
             for name in parameters["prefills"]
         ]
@@ -46,17 +46,18 @@ def cases(parameters: Mapping[str, Any]) -> list[Case]:
 
 def _decodes(gate: str, parameters: Mapping[str, Any]) -> list[Case]:
     """The cases of decode with one kind of gate."""
-    shape, states = _shape(gate), parameters["states"]
+    common, states = shape(gate), parameters["states"]
     batches = [n for n in parameters["batches"] if gate == "GDN" or n in KDA_BATCHES]
-    found = [Case("ring", shape | {"state": state, "batch": n}) for state in states for n in batches]
-    full = [shape | {"state": state, "batch": FULL} for state in states] if FULL in batches else []
+    found = [Case("ring", common | {"state": state, "batch": n}) for state in states for n in batches]
+    full = [common | {"state": state, "batch": FULL} for state in states] if FULL in batches else []
     found += [Case("length", one) for one in full]
     if gate == "GDN":
         found += [Case("layout", one | {"writes": writes}) for one in full for writes in ("1 in L", "never")]
-    return found + [Case("drift", shape | {"state": state, "batch": 1, "tokens": DRIFT_TOKENS}) for state in states]
+    return found + [Case("drift", common | {"state": state, "batch": 1, "tokens": DRIFT_TOKENS}) for state in states]
 
 
-def _shape(gate: str) -> dict[str, Any]:
+def shape(gate: str) -> dict[str, Any]:
+    """What all cases with a kind of gate have in common."""
     model = GATES[gate]
     heads = {"H": model.heads, "HV": model.value_heads, "K": model.k, "V": model.v}
     return {"activations": "bf16", "model": model.name, "gate": gate} | heads

@@ -1,7 +1,6 @@
 """Figures, tables and sentences of the page, each made from the rows of one GPU."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import pandas as pd
 
@@ -11,13 +10,14 @@ from labkit.bench.verdict import counted, geometric_mean
 from labkit.report import plots
 from labkit.report.figures import Drawing, drawing
 from labkit.report.words import faster, filled, span
-from labkit.studies.gated_delta_today import tables, variants
+from labkit.studies.gated_delta_today import study, tables, variants
 from labkit.studies.gated_delta_today.claims import CONTEXT, FULL
 
 INTERVAL = ["ratio", "low", "high"]
 JUDGED = [*INTERVAL, "noise", "verdict"]
 FLOOR = "least, by bytes"
 NAMES = {"sglang 0.5.23": "SGLang", "fla": "fla-core", "flashinfer": "FlashInfer", "ours": "this lab"}
+COUNTED = (variants.OURS, variants.PLAIN, variants.OURS_STORED, variants.SEGMENTS, variants.ONE_SEGMENT)
 SHOWN = (variants.PLAIN, variants.OURS, variants.SGLANG_PLAIN, variants.SGLANG_RING)
 
 
@@ -273,9 +273,10 @@ def searched(rows: pd.DataFrame) -> pd.DataFrame:
     return table.assign(variant=table["variant"].map(named))
 
 
-def predicted(parameters: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
-    """The best L by bytes alone, of the cases at batch 256."""
-    return tables.predicted_lengths(parameters)
+def predicted(gates: Sequence[str], states: Sequence[str]) -> pd.DataFrame:
+    """The best L by bytes alone, at the batch at which every L is timed."""
+    found = [study.shape(gate) | {"state": state, "batch": study.FULL} for gate in gates for state in states]
+    return tables.predicted_lengths(found)
 
 
 ledger.watch(__name__)
