@@ -4,7 +4,7 @@ Every way is captured with all sets of buffers, so that L2 is cold, and replayed
 nothing to time: the first way is taken, and of tensors without memory, with which kernels are compiled ahead, all.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import product
 from typing import Any
@@ -36,16 +36,25 @@ def choices(wide: bool, v_first: bool) -> list[BufferedChoice]:
 
 def fastest(ways: Ways, device: torch.device) -> tuple[str, Sequence[Call]]:
     """Name and calls of the fastest; those that cannot be launched are passed over, unless none can."""
+    if device.type == "meta":
+        made = list(_made(ways))
+        return next(iter(ways)), [lambda: [calls[0]() for calls in made]]
     if device.type != "cuda":
-        made = {name: make() for name, make in ways.items()} if device.type == "meta" else None
         first = next(iter(ways))
-        return (first, [lambda: [calls[0]() for calls in made.values()]]) if made else (first, ways[first]())
+        return first, ways[first]()
     found: dict[str, float] = {}
     for name, make in ways.items():
         with suppress(Exception):
             found[name] = _us(make()[:MOST_SETS])
     best = min(found, key=found.__getitem__, default=next(iter(ways)))
     return best, ways[best]()
+
+
+def _made(ways: Ways) -> Iterator[Sequence[Call]]:
+    """The calls of every way that a case can take."""
+    for make in ways.values():
+        with suppress(ValueError):
+            yield make()
 
 
 def _us(calls: Sequence[Call]) -> float:
