@@ -9,7 +9,7 @@ from labkit.bench.tables import where
 from labkit.bench.verdict import counted, geometric_mean
 from labkit.report import plots
 from labkit.report.figures import Drawing, drawing
-from labkit.report.words import faster, filled, span
+from labkit.report.words import faster, filled, span, spans
 from labkit.studies.gated_delta_today import study, tables, variants
 from labkit.studies.gated_delta_today.claims import CONTEXT, FULL
 
@@ -89,10 +89,12 @@ def batch_time(rows: pd.DataFrame) -> Drawing:
 
 def crossovers(rows: pd.DataFrame) -> list[str]:
     """From which batch on a ring pays: "this lab's, fp32: from batch 4 on"."""
-    table = tables.crossover(rows)
-    said = filled(table.dropna(subset=["batch"]), "{whose} ring is faster, {state}, from batch {batch:.0f} on")
+    table = tables.crossover(rows).replace({"whose": {"ours": "this lab's"}})
+    said = filled(
+        table.dropna(subset=["batch"]), "{whose} ring is faster with {state} states from batch {batch:.0f} on"
+    )
     return said + [
-        f"{line['whose']} ring is faster, {line['state']}, from no batch on"
+        f"{line['whose']} ring is faster with {line['state']} states from no batch on"
         for line in table[table["batch"].isna()].to_dict("records")
     ]
 
@@ -138,12 +140,12 @@ def verifies(rows: pd.DataFrame) -> Drawing:
     table = tables.verifies(rows).dropna(subset=["ratio"])
     if table.empty:
         return "no verify on the ring was timed."
-    drawn = table.assign(
+    shown = table.assign(
         row=table["draft"] + ", T = " + table["T"].astype(str) + ", batch " + table["batch"].astype(str),
         whose=table["whose"].str.replace("ours", "this lab").str.replace("SGLang's", "SGLang"),
         state=table["state"] + " state",
     )
-    parts = [f"{whose} {span(part['ratio'])}" for whose, part in drawn.groupby("whose", sort=False)]
+    drawn = shown[~shown["whose"].str.endswith("writes")]
     return drawing(
         plots.ratios, drawn, "row", *INTERVAL, group="whose", panel="state", verdict="verdict",
         hidden=("row", "runs"), xlabel="× faster than with stored states",
@@ -151,7 +153,8 @@ def verifies(rows: pd.DataFrame) -> Drawing:
         alt="Ratios of the time of a verify that stores states over one on the ring, by whose, drafts and batch.",
         caption="Sequences have 0, T, 2 T … entries in rings of 16. With its writes: the states of those whose ring is "
         "full are written first, as if all drafts were accepted.",
-        said=f"Times faster: {'; '.join(parts)}",
+        said=f"Times faster: {'; '.join(spans(shown, 'whose', 'ratio'))}",
+        table=shown[["whose", "state", "batch", "draft", "T", "us", "against us", *JUDGED]],
         units={"us": "ring µs", "against us": "stored µs"},
     )  # fmt: skip
 
@@ -249,18 +252,21 @@ def drift(rows: pd.DataFrame) -> Drawing:
 
 
 def whole(rows: pd.DataFrame) -> dict[str, str]:
-    """What a whole step, a whole verify and a first token of Qwen3.5-4B can gain at most."""
+    """What a whole step, a whole verify of a chain, and a first token of Qwen3.5-4B can gain at most."""
     pair = {
         "SGLang's ring": ("ring", variants.SGLANG_RING, variants.SGLANG_PLAIN),
         "this lab's ring": ("ring", variants.OURS, variants.PLAIN),
-        "SGLang's drafts on the ring": ("ring_verify", variants.SGLANG_RING, variants.SGLANG_STORED),
-        "this lab's drafts on the ring": ("ring_verify", variants.OURS, variants.OURS_STORED),
+        "SGLang's drafts": ("ring_verify", variants.SGLANG_RING, variants.SGLANG_STORED),
+        "this lab's drafts": ("ring_verify", variants.OURS, variants.OURS_STORED),
     }
     said = {}
     for name, (op, variant, against) in pair.items():
-        table = tables.whole_steps(rows, op, variant, against, CONTEXT)
-        for batch, part in tables.full(table, FULL).groupby("batch") if len(table) else ():
-            said[f"{name}, batch {batch}"] = f"×{span(part['ratio'])}"
+        table = tables.full(tables.whole_steps(rows, op, variant, against, CONTEXT), FULL)
+        table = where(table, draft="chain") if op == "ring_verify" else table
+        for line in table.to_dict("records"):
+            ledger.note("whole", line)
+            drafts = f", T = {line['T']}" if op == "ring_verify" else ""
+            said[f"{name}, batch {line['batch']}{drafts}"] = f"×{line['ratio']:.2f}"
     for line in tables.first_token(rows).to_dict("records"):
         ledger.note("first_token", line)
         said[f"first token, {line['prefill']}, {named(line['variant'])} for fla-core"] = f"×{line['ratio']:.2f}"
