@@ -58,7 +58,7 @@ def decay_logs(x: Case, a: Tensor, device: Any) -> Tensor:
 def positions(N: int, sets: int, length: int, device: Any) -> list[Tensor]:
     """Entries that each sequence has, [N] int32 for each set; the first one of all is about to write its state."""
     every = (torch.arange(sets * N, device=device) + length - 1) % length
-    return list(every.to(torch.int32).view(sets, N))
+    return [one.clone() for one in every.to(torch.int32).view(sets, N)]  # each aligned as an engine's are
 
 
 def steps(x: Case, device: Any, sets: int, seed: int, v_first: bool = True) -> list[StepInputs]:
@@ -84,7 +84,7 @@ def _tokens(x: Case, device: Any, sets: int, seed: int, v_first: bool, outer: tu
     for indices in slots:
         parts = {name: made(N, *outer, *shape) for name, shape in shapes.items()}
         parts["out"] = torch.empty_like(parts["v"])
-        found.append({"indices": indices} | parts | rest)
+        found.append({"indices": indices.clone()} | parts | rest)
     return found
 
 

@@ -59,7 +59,8 @@ def _made(ways: Ways) -> Iterator[Sequence[Call]]:
 
 def _us(calls: Sequence[Call]) -> float:
     """µs a call, cold: the median of a few replays of all of them."""
-    calls[0]()  # compiled and loaded before it is captured
+    for call in calls:  # compiled and loaded before they are captured
+        call()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

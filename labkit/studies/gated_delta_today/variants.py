@@ -74,6 +74,7 @@ VARIANTS = {  # of every operation
     "ring": [*CEILINGS, *RINGS],
     "length": [
         *CEILINGS,
+        _line(PLAIN, "baseline", "plain", DECODE),
         *(
             _line(with_length(n), "ours" if n == LENGTH else "step", "ring_searched", RING, length=n)
             for n in RING_LENGTHS
@@ -126,5 +127,7 @@ def variants(x: Case) -> list[Variant]:
 
 
 def control(x: Case) -> str:
-    """The variant that the A/A control repeats."""
+    """The variant that the A/A control repeats: none that is searched, since two searches may differ."""
+    if x.op in ("length", "layout"):
+        return PLAIN
     return next(one.name for one in VARIANTS[x.op] if one.role == "ours")
