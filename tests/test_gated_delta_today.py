@@ -18,7 +18,7 @@ GPU = "NVIDIA H100 80GB HBM3"
 SMALL = {"model": "test", "activations": "fp32", "H": 1, "HV": 2, "K": 8, "V": 6, "state": "fp32"}
 FIGURES = ("length_time", "batch_time", "rings", "verifies", "prompt_time", "prompts", "drift")
 TABLES = ("layouts", "libraries", "errors", "searched")
-ANSWERS = ("lengths_answered", "floors", "whole")
+ANSWERS = ("lengths_answered", "floors", "verified", "whole")
 
 
 @pytest.fixture(autouse=True)

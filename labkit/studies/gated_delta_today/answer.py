@@ -17,6 +17,7 @@ from labkit.studies.gated_delta_today.views import INTERVAL
 
 HEADLINE = ("sglang-28451-faster", "vllm-48792-step", "vllm-49887-verify", "flashinfer-3866")
 BATCH = 256
+DRAWN = (1, 8, 64, 512)  # batches of the figure
 PROMPT = "1 x 8192"
 WHOSE = {"SGLang": (variants.SGLANG_RING, variants.SGLANG_PLAIN), "this lab": (variants.OURS, variants.PLAIN)}
 
@@ -94,7 +95,9 @@ def hero(rows: pd.DataFrame) -> Drawing:
     parts = [part for part in parts if len(part)]
     if not parts:
         return "no decode was timed both ways."
-    table = pd.concat(parts, ignore_index=True)
+    table = where(pd.concat(parts, ignore_index=True), batch=DRAWN)
+    if table.empty:
+        return f"no decode was timed both ways at batch {', '.join(map(str, DRAWN))}."
     table = table.assign(row="batch " + table["batch"].astype(str), state=table["state"] + " state")
     return drawing(
         plots.ratios, table, "row", *INTERVAL, group="whose", panel="state", verdict="verdict",

@@ -15,6 +15,7 @@ from labkit.studies.gated_delta_today.claims import CONTEXT, FULL
 
 INTERVAL = ["ratio", "low", "high"]
 JUDGED = [*INTERVAL, "noise", "verdict"]
+WHOLE = (128, 512)  # sequences of the whole steps that are shown
 FLOOR = "least, by bytes"
 NAMES = {"sglang 0.5.23": "SGLang", "fla": "fla-core", "flashinfer": "FlashInfer", "ours": "this lab"}
 COUNTED = (variants.OURS, variants.PLAIN, variants.OURS_STORED, variants.SEGMENTS, variants.ONE_SEGMENT)
@@ -42,16 +43,18 @@ def length_time(rows: pd.DataFrame) -> Drawing:
     floors = table.drop_duplicates(["gate", "state", "L"]).assign(whose=FLOOR)
     floors = floors.assign(us=floors["floor us"]).dropna(subset=["us"])
     drawn = pd.concat([table, floors, marked.assign(whose=marked["whose"] + ", fastest")], ignore_index=True)
-    drawn = kept(drawn).assign(whose=drawn["whose"].map(named))
+    drawn = kept(drawn).assign(whose=drawn["whose"].map(named), state=drawn["state"] + " state")
     ends = filled(best.assign(whose=best["whose"].map(named)), "{whose} {gate} {state} {fastest L} ({predicted L:.0f})")
     return drawing(
-        plots.lines, drawn, "L", "us", "whose", panel="kept", logx=True, ylabel="µs",
+        plots.lines, where(drawn, gate="GDN") if "GDN" in set(drawn["gate"]) else drawn, "L", "us", "whose",
+        panel="state", logx=True, ylabel="µs",
         xlabel="L, tokens between two writes of a state", title="How seldom a state should be written",
         alt="Lines of time against L, by whose kernel, with the least time by bytes.",
-        caption="Batch 256, each L with its fastest launch. Least: the bytes of each L at the rate of a plain read of "
-        "the states in the same run.",
+        caption="Batch 256, GDN (KDA in the table), each L with its fastest launch. Least: the bytes of each L at the "
+        "rate of a plain read of the states in the same run.",
         said=f"Fastest L (in brackets that of the least bytes): {', '.join(ends)}" if ends else "",
-        table=["kept", "whose", "L", "us", "percent"], units={"kept": "case", "us": "µs", "percent": "% of the floor"},
+        table=drawn[["kept", "whose", "L", "us", "percent"]],
+        units={"kept": "case", "us": "µs", "percent": "% of the floor"},
     )  # fmt: skip
 
 
@@ -159,6 +162,15 @@ def verifies(rows: pd.DataFrame) -> Drawing:
     )  # fmt: skip
 
 
+def verified(rows: pd.DataFrame) -> dict[str, str]:
+    """How much faster a verify on the ring is than one that stores states, by whose and type of the state."""
+    table = tables.verifies(rows).dropna(subset=["ratio"])
+    return {
+        f"{whose.replace('ours', 'this lab')}, {state} state": f"×{span(part['ratio'])}; {counted(part['verdict'])}"
+        for (whose, state), part in (table.groupby(["whose", "state"], sort=False) if len(table) else ())
+    }
+
+
 def layouts(rows: pd.DataFrame) -> pd.DataFrame:
     """[K, V] over [V, K] where some tokens write the state and where none does."""
     table = tables.layouts(rows).dropna(subset=["ratio"])
@@ -261,13 +273,13 @@ def whole(rows: pd.DataFrame) -> dict[str, str]:
     }
     said = {}
     for name, (op, variant, against) in pair.items():
-        table = tables.full(tables.whole_steps(rows, op, variant, against, CONTEXT), FULL)
-        table = where(table, draft="chain") if op == "ring_verify" else table
+        table = where(tables.whole_steps(rows, op, variant, against, CONTEXT), batch=WHOLE)
+        table = where(table, draft="chain", T=4) if op == "ring_verify" else table
         for line in table.to_dict("records"):
             ledger.note("whole", line)
             drafts = f", T = {line['T']}" if op == "ring_verify" else ""
             said[f"{name}, batch {line['batch']}{drafts}"] = f"×{line['ratio']:.2f}"
-    for line in tables.first_token(rows).to_dict("records"):
+    for line in where(tables.first_token(rows), prefill="1 x 8192").to_dict("records"):
         ledger.note("first_token", line)
         said[f"first token, {line['prefill']}, {named(line['variant'])} for fla-core"] = f"×{line['ratio']:.2f}"
     return said
