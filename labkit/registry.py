@@ -15,6 +15,7 @@ NOTEBOOKS = {
     "persistent_tables": "03_persistent_tables",
     "moe_persistent_grid": "04_moe_persistent_grid",
     "batched_ffn": "05_batched_ffn",
+    "gated_delta_today": "06_gated_delta_today",
 }
 
 

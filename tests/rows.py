@@ -29,6 +29,8 @@ MOE = {"models": ["Qwen3-30B-A3B"], "tokens": [1, 128], "weights": ["bf16", "INT
 MOE |= {"gemms": ["Qwen3.5-35B-A3B"], "gemm_tokens": [128, 1642], "wave_tokens": [352]}
 BATCHED_FFN = {"models": ["Qwen3.5-27B"], "formats": ["Q4_K", "BF16"], "tokens": [1, 4, 8, 64], "capacities": [16]}
 BATCHED_FFN |= {"routed_formats": ["Q4_K"], "routed_tokens": [1, 8], "cache_tokens": [1], "traces": ["uniform"]}
+TODAY = {"gates": ["GDN", "KDA"], "states": ["fp32", "bf16"], "batches": [1, 8, 64, 128, 256, 512]}
+TODAY |= {"verify_batches": [64, 128, 256, 512], "prefills": ["1 x 2048", "1 x 8192", "1 x 65536"]}
 MACHINE_PAGE = {
     "kinds": ["launch", "h2d", "read", "in_place", "copy", "bf16", "fp8"],
     "sizes_mib": [1, 256],
@@ -201,6 +203,47 @@ def batched_ffn(parameters: Mapping[str, Any] = BATCHED_FFN, **changes: Mapping[
     for i, line in table.iterrows():
         found = known.get(line["variant"], {}) | (hits if line["op"] == "cache" else {})
         table.at[i, "evidence"] = json.dumps(found | changes.get(line["variant"], {}))
+    return table
+
+
+def today_us(over: Mapping[str, float] | Callable[[Case, str], float]) -> Us:
+    """Times of the study of buffered decode and segments: the states' bytes at 3 TB/s, or a prompt's, times a factor.
+
+    over: the factor, by variant (1.25 for those it does not name; 1 for the read) or as a function of case and variant.
+    """
+    from labkit.studies.gated_delta_today import variants, work
+
+    def us(case: Case, variant: Variant) -> float:
+        name = variant.options.get("repeats", variant.name)
+        if case.op == "prefill":
+            least = registry.load("gated_delta_today").floor(case).bytes / 1e6
+        else:
+            least = work.state_bytes(case) / 3e6
+        if name == variants.READ:
+            return least
+        factor = over(case, name) if callable(over) else over.get(name, 1.25)
+        return factor * least
+
+    return us
+
+
+def today(over: Any = (), parameters: Mapping[str, Any] = TODAY, **options: Any) -> pd.DataFrame:
+    """Rows of that study, with the facts that its variants record."""
+    from labkit.studies.gated_delta_today import variants
+
+    table = make("gated_delta_today", parameters, today_us(dict(over) if not callable(over) else over), **options)
+    for i, line in table.iterrows():
+        name, found = line["variant"], {}
+        if line["op"] == "drift" and name.startswith("ours"):
+            length = int(name.split()[-1])
+            found = {"drift": [[n, 1e-3, 1e-3 * (1 + n / length / 1e4)] for n in (1, 64, 8192)]}
+            found |= {"short": 0.3} if length > 1 else {}
+        elif line["op"] == "prefill" and line["role"] != "control":
+            found = {"error": 3e-3} | ({"segments": 1 if name == variants.ONE_SEGMENT else 4} if "ours" in name else {})
+            found |= {"left out": 0.2} if name == variants.SEGMENTS else {}
+        elif "searched" in name or (line["op"] == "length" and name.startswith(("ours", "sglang"))):
+            found = {"choice": "BV=32, 2 pieces, 1 warp", "L": int(name.split()[-1]) if "L = " in name else 12}
+        table.at[i, "evidence"] = json.dumps(found)
     return table
 
 

@@ -10,6 +10,7 @@ from toy_lab import CODE
 from labkit import paths, registry
 
 PAGES = [f"{notebook}.html" for notebook in registry.NOTEBOOKS.values()]
+RECORDED = [name for name in registry.NOTEBOOKS if paths.data_files(name, runs=False)]  # studies that have rows
 
 
 def labkit(*words, **env):

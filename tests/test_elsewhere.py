@@ -7,6 +7,7 @@ import shutil
 import pandas as pd
 import pytest
 import rows as made
+from running import RECORDED
 from toy_lab import KINDS, SLUG, Toy
 
 from labkit import lab, paths, registry
@@ -16,7 +17,7 @@ from labkit.workflow import elsewhere, gpus, predicted_words, recorded
 
 H100, H200 = "nvidia-h100-80gb-hbm3", "nvidia-h200"
 WAYS = ((H100, H200), (H200, H100))
-STUDIES = [name for name in registry.NOTEBOOKS if name != "machine"]
+STUDIES = [name for name in RECORDED if name != "machine"]
 TESTED = pd.DataFrame([{"ratios: 90 % are within %": 10.0, "distance": 0.36}])
 LAYOUT = {**made.LAYOUT, "batches": [64]}
 

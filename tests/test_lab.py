@@ -13,6 +13,7 @@ import pandas as pd
 import pytest
 import rows as made
 from IPython.display import Code
+from running import RECORDED
 from toy_lab import MACHINE
 
 from labkit import isolated, lab, paths, registry
@@ -365,7 +366,19 @@ def test_cells_of_machine_on_poor_rows(folders, without_triton, ceilings, poor):
     _shows(cells("machine", **made.MACHINE_PAGE), "machine")
 
 
-@pytest.mark.parametrize("study", registry.NOTEBOOKS)
+@pytest.mark.parametrize("rows", [True, False], ids=["made-up rows", "none"])
+def test_cells_of_gated_delta_today(folders, without_triton, rows):
+    """Also where nothing was ever recorded of a study: then it says so, and what it predicts."""
+    if rows:
+        made.store(paths.DATA / GPU, made.today())
+    shown = cells("gated_delta_today", **made.TODAY)
+    _shows(shown, "gated_delta_today")
+    assert any("Predicted by bytes alone" in text for text in shown)
+    silent = sum("No measurement of this study is recorded yet" in text for text in shown)
+    assert silent == 0 if rows else silent > 10
+
+
+@pytest.mark.parametrize("study", RECORDED)
 def test_cells_of_every_notebook_for_its_quick_values(tmp_path, monkeypatch, without_triton, study):
     """On what is recorded of one GPU in this tree; on a GPU these are measured, in test_end_to_end."""
     monkeypatch.setattr(paths, "REPORTS", tmp_path)

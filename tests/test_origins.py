@@ -8,6 +8,7 @@ import matplotlib.pyplot as plt
 import nbformat
 import pandas as pd
 import pytest
+from running import RECORDED
 
 from labkit import paths, registry
 from labkit.bench import ledger
@@ -189,7 +190,7 @@ def test_a_watched_module_notes_what_it_returns():
 SAYS = r"^(x\.(say|figure|claims|compare)|import|from|source:|x = )"  # cells that say something, and what they need
 
 
-@pytest.mark.parametrize("study", registry.NOTEBOOKS)
+@pytest.mark.parametrize("study", RECORDED)
 def test_no_number_of_a_page_is_without_an_origin(study, monkeypatch):
     """Every sentence of the notebook, of every recorded GPU: what is listed is not matched to any table."""
     said, real = [], origins.marked

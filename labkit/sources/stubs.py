@@ -181,6 +181,10 @@ STUBS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
         **_SGLANG_EXPERTS,
     },
     "sglang-gemv": {"sglang.kernels.jit.utils": _SGLANG_JIT},
+    "sglang-ring": {
+        "sglang.kernels.ops.attention.fla.utils": {"is_tf32_supported": True},
+        "sglang.srt.utils": {"is_gfx95_supported": lambda: False},
+    },
     "vllm": {
         "vllm.platforms": {"current_platform": _VLLM_PLATFORM},
         "vllm.utils.torch_utils": {"current_stream": torch.cuda.current_stream},

@@ -48,6 +48,8 @@ WANTED = {
     ("batched_ffn", "ffn"): ("ours",),
     ("batched_ffn", "routed"): ("ours",),
     ("persistent_tables", "token"): ("ours",),
+    ("gated_delta_today", "ring"): ("ours", "baseline"),
+    ("gated_delta_today", "ring_verify"): ("ours", "baseline"),
 }
 LINES = 4.0  # of a warp's load where its addresses cannot be evaluated: 16 bytes a lane, one after the other
 
@@ -188,6 +190,27 @@ def _straight(x: Case, row: Mapping[str, Any], launches: Sequence[Launch], *_: A
     return [Work(_programs(one), size, size, passes=x.params.get("T", 1)) for one in launches]
 
 
+def _rings(x: Case, row: Mapping[str, Any], launches: Sequence[Launch], *_: Any) -> list[Work]:
+    """The last launch moves the states; those before it the keys of the ring and the tokens, from the L2 or little.
+
+    Where the state is written at every token, or after every draft, there is one launch, of more bytes than the floor.
+    """
+    from labkit.studies.gated_delta_today import variants, work
+
+    drafts = x.params.get("T", 1)
+    size = float(row["floor_bytes"])
+    if row["variant"] in (variants.PLAIN, variants.OURS_STORED):
+        written = work.state_bytes(x) * (drafts if x.op == "ring_verify" else 1)
+        size = float(work.state_bytes(x) + written + x["batch"] * drafts * work.token_bytes(x))
+    elif x.op == "ring":
+        size = work.ring_bytes(x, variants.LENGTH)
+    least = [0.0] * (len(launches) - 1) + [size]
+    ring = float(work.ring_memory(x, variants.LENGTH))
+    return [
+        Work(_programs(one), share, share or ring, passes=drafts) for one, share in zip(launches, least, strict=True)
+    ]
+
+
 def _extend(x: Case, row: Mapping[str, Any], launches: Sequence[Launch], names: Sequence[str], l2: int) -> list[Work]:
     """Chunks of 64 tokens: in order within a sequence only in the kernel that carries the state on."""
     found = []
@@ -304,6 +327,7 @@ _TOKEN_CHOICE = {"block_k": 1024, "block_t": 16, "ahead": 1}
 
 _WORK: dict[str, Callable[..., list[Work] | None]] = {
     **dict.fromkeys(("step", "decode", "drift", "verify"), _straight),
+    **dict.fromkeys(("ring", "ring_verify"), _rings),
     **dict.fromkeys(("gemv", "chain"), _gemvs),
     **dict.fromkeys(("product", "ffn"), _products),
     **dict.fromkeys(("extend", "long"), _extend),
@@ -377,6 +401,8 @@ def table(known: pd.DataFrame | None = None) -> pd.DataFrame:
     for gpu in paths.recorded_gpus():
         machine = Machine.load(paths.DATA / gpu)
         for study in dict.fromkeys(study for study, _ in WANTED):
+            if not (paths.DATA / gpu / f"{study}.parquet").exists():
+                continue
             for row in rows_wanted(study, gpu).to_dict("records"):
                 key = tuple({**row, "gpu": gpu}[name] for name in KEY)
                 if key not in kept:

@@ -10,7 +10,7 @@ import over_time
 import pytest
 from common import GPUS, read
 from noted import NOTED
-from running import PAGES
+from running import PAGES, RECORDED
 from shown import Audit, described, is_end, looked_up, marks, misread, number, parted, recorded
 from test_audit_moe_persistent_grid import recorded as with_what_was_drawn
 
@@ -73,7 +73,9 @@ def function_of(study, name):
 
 @pytest.fixture(scope="module")
 def audits():
-    return {(notebook, gpu): audit_of(notebook, gpu) for notebook in registry.NOTEBOOKS.values() for gpu in GPUS}
+    return {
+        (notebook, gpu): audit_of(notebook, gpu) for notebook in map(registry.NOTEBOOKS.get, RECORDED) for gpu in GPUS
+    }
 
 
 @pytest.fixture(scope="module")

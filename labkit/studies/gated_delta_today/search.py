@@ -1,0 +1,77 @@
+"""The fastest of several ways to launch a kernel, on the GPU at hand, as an autotuner would find it.
+
+Every way is captured with all sets of buffers, so that L2 is cold, and replayed a few times. Without a GPU there is
+nothing to time: the first way is taken, and of tensors without memory, with which kernels are compiled ahead, all.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from itertools import product
+from typing import Any
+
+import torch
+
+from labkit.kernels.gated_delta.buffered import BufferedChoice
+from labkit.kernels.gated_delta.recurrent import StepChoice
+
+Call = Callable[[], Any]
+Ways = Mapping[str, Callable[[], Sequence[Call]]]  # name -> what makes its calls, one a set of buffers
+MOST_SETS = 32
+REPLAYS = 5
+
+LENGTHS = (8, 12, 24, 32)  # beside the one that choices are compared with
+STEPS = [StepChoice(*one) for one in ((32, 2, 1), (32, 4, 1), (64, 2, 2), (64, 4, 2), (16, 2, 1))]
+LAUNCHES = {  # of SGLang's decode; the first is its own choice
+    "its own choice": {},
+    **{f"BV={v}, {w} warps": {"block_v": v, "num_warps": w} for v, w in ((64, 2), (64, 4), (32, 1), (128, 4))},
+}
+SEGMENTS = (2, 4, 8, 16, 32, 64)
+
+
+def choices(wide: bool, v_first: bool) -> list[BufferedChoice]:
+    """Of a decode on a ring. wide: whether states are fp32; others can go through matrix instructions."""
+    found = [BufferedChoice(step, ahead=ahead) for ahead, step in product((True, False), STEPS)]
+    return found if wide or not v_first else found + [BufferedChoice(step, True, True) for step in STEPS[:4]]
+
+
+def fastest(ways: Ways, device: torch.device) -> tuple[str, Sequence[Call]]:
+    """Name and calls of the fastest; those that cannot be launched are passed over, unless none can."""
+    if device.type == "meta":
+        made = list(_made(ways))
+        return next(iter(ways)), [lambda: [calls[0]() for calls in made]]
+    if device.type != "cuda":
+        first = next(iter(ways))
+        return first, ways[first]()
+    found: dict[str, float] = {}
+    for name, make in ways.items():
+        with suppress(Exception):
+            found[name] = _us(make()[:MOST_SETS])
+    best = min(found, key=found.__getitem__, default=next(iter(ways)))
+    return best, ways[best]()
+
+
+def _made(ways: Ways) -> Iterator[Sequence[Call]]:
+    """The calls of every way that a case can take."""
+    for make in ways.values():
+        with suppress(ValueError):
+            yield make()
+
+
+def _us(calls: Sequence[Call]) -> float:
+    """µs a call, cold: the median of a few replays of all of them."""
+    for call in calls:  # compiled and loaded before they are captured
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    times = []
+    for _ in range(REPLAYS):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) * 1e3 / len(calls))
+    return sorted(times)[REPLAYS // 2]

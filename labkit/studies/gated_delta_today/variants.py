@@ -1,0 +1,133 @@
+"""What is timed: the variants of every operation.
+
+Operations: `ring`, decode on a ring against decode that writes its state at every token, over the batch; `length`, the
+former with every L, beside each other; `layout`, both in both layouts, where some tokens write and where none does;
+`ring_verify`, drafts on the ring against drafts whose states are stored; `prefill`, long prompts in segments; and a
+decode on a ring whose error is followed (`drift`).
+"""
+
+from labkit.bench.spec import Case, Variant, variant
+
+STUDY = "labkit.studies.gated_delta_today"
+TRIALS, PEERS, CALLS = (f"{STUDY}.{name}" for name in ("trials", "peers", "sglang"))
+LIBRARY = "labkit.kernels.gated_delta"
+DECODE, STORED = f"{LIBRARY}.recurrent:decode", f"{LIBRARY}.recurrent:verify"
+RING, RING_VERIFY, RING_WRITE = (f"{LIBRARY}.buffered:{name}" for name in ("decode", "verify", "write"))
+EXTEND = f"{LIBRARY}.segmented:extend"
+PLAIN_RELEASE, RING_RELEASE = "sglang-0.5.23", "sglang-ring-0.5.23"
+FLASHINFER_RELEASE = "flashinfer-python-0.7.2.post1"
+
+STATES = ("fp32", "bf16")  # in the order of the pages
+PREFILLS = {  # name -> tokens of every sequence
+    "1 x 2048": (2048,),
+    "1 x 8192": (8192,),
+    "1 x 65536": (65536,),
+    "8 x 1024": (1024,) * 8,
+    "64 x 128": (128,) * 64,
+}
+TINY = "tiny"
+LENGTHS = PREFILLS | {TINY: (384,)}
+LENGTH = 16  # L: tokens between two writes of a state, as SGLang and vLLM have it by default
+RING_LENGTHS = (1, 2, 4, 8, 12, 16, 24, 32)
+DRIFT_LENGTHS = (1, 8, 16, 32)
+VERIFY_LENGTH = 16  # entries of the ring that drafts are placed in
+
+READ, MULTIPLY = "read of the states", "in-place multiply"
+PLAIN, PLAIN_KV = "ours, state written", "ours KV, state written"
+OURS, SEARCHED, OURS_KV = "ours, ring", "ours, ring, searched", "ours KV, ring"
+SGLANG = "sglang 0.5.23"
+SGLANG_PLAIN, SGLANG_RING = "sglang 0.5.23, state written", "sglang 0.5.23, ring"
+SGLANG_SEARCHED = "sglang 0.5.23, ring, searched"
+OURS_STORED, SGLANG_STORED = "ours, states stored", "sglang 0.5.23, states stored"
+WITH_WRITES = "ours, ring, with its writes"
+SEGMENTS, ONE_SEGMENT, SEGMENTS_SEARCHED = "ours, segments", "ours, one segment", "ours, segments, searched"
+FLA, FLASHINFER = "fla", "flashinfer"
+
+
+def with_length(length: int, whose: str = "ours") -> str:
+    """The decode that writes a state once in so many tokens."""
+    return f"{whose}, L = {length}"
+
+
+def _line(name: str, role: str, trial: str, ran: str | tuple[str, ...], **options: object) -> Variant:
+    return variant(name, role, f"{TRIALS}:{trial}", options, source=ran)
+
+
+def _released(name: str, trial: str, source: str, function: str, **options: object) -> Variant:
+    """A variant whose source is the release itself, beside what calls it."""
+    return _line(name, "peer", trial, (f"source:{source}", f"{CALLS}:{function}"), **options)
+
+
+CEILINGS = [
+    _line(READ, "ceiling", "read", f"{PEERS}:read"),
+    _line(MULTIPLY, "ceiling", "in_place", f"{PEERS}:in_place"),
+]
+RINGS = [
+    _line(OURS, "ours", "ring", RING),
+    _line(SEARCHED, "step", "ring_searched", RING),
+    _line(PLAIN, "baseline", "plain", DECODE),
+    _released(SGLANG_RING, "sglang_ring", RING_RELEASE, "ring"),
+    _released(SGLANG_SEARCHED, "sglang_searched", RING_RELEASE, "ring"),
+    _released(SGLANG_PLAIN, "sglang_plain", PLAIN_RELEASE, "packed"),
+]
+VARIANTS = {  # of every operation
+    "ring": [*CEILINGS, *RINGS],
+    "length": [
+        *CEILINGS,
+        _line(PLAIN, "baseline", "plain", DECODE),
+        *(
+            _line(with_length(n), "ours" if n == LENGTH else "step", "ring_searched", RING, length=n)
+            for n in RING_LENGTHS
+        ),
+        *(_released(with_length(n, SGLANG), "sglang_searched", RING_RELEASE, "ring", length=n) for n in RING_LENGTHS),
+    ],
+    "layout": [
+        *CEILINGS,
+        _line(SEARCHED, "ours", "ring_searched", RING),
+        _line(OURS_KV, "step", "ring_searched", RING, v_first=False),
+        _line(PLAIN, "baseline", "plain", DECODE),
+        _line(PLAIN_KV, "step", "plain", DECODE, v_first=False),
+    ],
+    "ring_verify": [
+        CEILINGS[0],
+        _line(OURS, "ours", "verify", RING_VERIFY),
+        _line(SEARCHED, "step", "verify_searched", RING_VERIFY),
+        _line(WITH_WRITES, "step", "verify", (RING_VERIFY, RING_WRITE), writes=True),
+        _line(OURS_STORED, "baseline", "stored", STORED),
+        _released(SGLANG_RING, "sglang_verify", RING_RELEASE, "verify"),
+        _released(SGLANG_STORED, "sglang_stored", PLAIN_RELEASE, "stored"),
+    ],
+    "prefill": [
+        _line(SEGMENTS, "ours", "extend", EXTEND),
+        _line(ONE_SEGMENT, "baseline", "extend", EXTEND, segments=1),
+        _line(SEGMENTS_SEARCHED, "step", "extend_searched", EXTEND),
+        _line(FLA, "peer", "fla_extend", (f"{PEERS}:fla_extend", f"{PEERS}:tune_anew")),
+        _line(FLASHINFER, "peer", "flashinfer_extend", (f"source:{FLASHINFER_RELEASE}", f"{PEERS}:flashinfer_extend")),
+    ],
+    "drift": [
+        CEILINGS[0],
+        *(
+            _line(with_length(length), "ours" if length == LENGTH else "step", "drift", RING, length=length)
+            for length in DRIFT_LENGTHS
+        ),
+    ],
+}
+
+
+def variants(x: Case) -> list[Variant]:
+    """Those of its operation that a case has."""
+    left_out = {
+        # SGLang's packed decode of KDA compiles CUDA of its own; its ring is timed.
+        "ring": lambda one: x["gate"] == "KDA" and one.name == SGLANG_PLAIN,
+        # SGLang's verify on the ring is for chains of GDN alone.
+        "ring_verify": lambda one: x["draft"] == "tree" and one.name == SGLANG_RING,
+        "prefill": lambda one: one.name == FLASHINFER and (x["activations"], x["K"], x["V"]) != ("bf16", 128, 128),
+    }.get(x.op, lambda one: False)
+    return [one for one in VARIANTS[x.op] if not left_out(one)]
+
+
+def control(x: Case) -> str:
+    """The variant that the A/A control repeats: none that is searched, since two searches may differ."""
+    if x.op in ("length", "layout"):
+        return PLAIN
+    return next(one.name for one in VARIANTS[x.op] if one.role == "ours")
