@@ -6,7 +6,6 @@ nothing to time: the first way is taken, and of tensors without memory, with whi
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from itertools import product
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ MOST_SETS = 32
 REPLAYS = 5
 
 LENGTHS = (8, 12, 24, 32)  # beside the one that choices are compared with
-STEPS = [StepChoice(*one) for one in ((32, 2, 1), (32, 4, 1), (64, 2, 2), (64, 4, 2), (16, 2, 1))]
+STEPS = [StepChoice(*one) for one in ((32, 4, 1), (32, 2, 1), (64, 4, 2), (16, 4, 1))]  # of a verify
 LAUNCHES = {  # of SGLang's decode; the first is its own choice
     "its own choice": {},
     **{f"BV={v}, {w} warps": {"block_v": v, "num_warps": w} for v, w in ((64, 2), (64, 4), (32, 1), (128, 4))},
@@ -29,9 +28,16 @@ SEGMENTS = (2, 4, 8, 16, 32, 64)
 
 
 def choices(wide: bool, v_first: bool) -> list[BufferedChoice]:
-    """Of a decode on a ring. wide: whether states are fp32; others can go through matrix instructions."""
-    found = [BufferedChoice(step, ahead=ahead) for ahead, step in product((True, False), STEPS)]
-    return found if wide or not v_first else found + [BufferedChoice(step, True, True) for step in STEPS[:4]]
+    """Of a decode on a ring: all that its rule knows, and what was near them.
+
+    wide: whether states are fp32; others can go through matrix instructions.
+    """
+    few = [BufferedChoice(StepChoice(tile, 4, 1)) for tile in (16, 32)]
+    many = [(StepChoice(32, 4, 2), False, 168), (StepChoice(32, 4, 2), True, 128), (StepChoice(64, 4, 2), False, 0)]
+    found = few + [BufferedChoice(step, ahead, False, registers) for step, ahead, registers in many]
+    if wide or not v_first:
+        return found
+    return found + [BufferedChoice(StepChoice(tile, 1, warps), True, True, 128) for tile, warps in ((64, 4), (32, 2))]
 
 
 def fastest(ways: Ways, device: torch.device) -> tuple[str, Sequence[Call]]:
