@@ -15,7 +15,7 @@ from labkit.studies.gated_delta_today.claims import CONTEXT, FULL
 
 INTERVAL = ["ratio", "low", "high"]
 JUDGED = [*INTERVAL, "noise", "verdict"]
-WHOLE = (128, 512)  # sequences of the whole steps that are shown
+WHOLE = (512,)  # sequences of the whole steps that are shown
 FLOOR = "least, by bytes"
 NAMES = {"sglang 0.5.23": "SGLang", "fla": "fla-core", "flashinfer": "FlashInfer", "ours": "this lab"}
 COUNTED = (variants.OURS, variants.PLAIN, variants.OURS_STORED, variants.SEGMENTS, variants.ONE_SEGMENT)
