@@ -14,7 +14,7 @@ from labkit.studies.persistent_tables import tables, variants
 from labkit.studies.persistent_tables.shown import named
 from labkit.studies.persistent_tables.views import UNITS
 
-HEADLINE = ("persistent", "construction", "bandwidth")
+HEADLINE = ("persistent", "construction", "packed")
 DO = {
     variants.REBUILT: "rebuild the tables in Python",
     variants.VECTORISED: "rebuild the tables with array operations",
