@@ -1,13 +1,13 @@
-"""Words that sentences of several studies share: spans, means, intervals, numbers of tokens."""
+"""Words that sentences of several studies share: spans, how much faster something is, numbers of tokens."""
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 import pandas as pd
 
 from labkit.bench.ledger import note
-from labkit.bench.verdict import geometric_mean
+
+SAME = "as fast"  # of what reads as 1.00
 
 
 def span(values: pd.Series, form: str = "{:.2f}") -> str:
@@ -29,22 +29,32 @@ def filled(table: pd.DataFrame, form: str) -> list[str]:
     return [form.format(**line) for line in table.to_dict("records")]
 
 
-def mean(ratios: pd.Series) -> str:
-    """Mean of some cases' ratios, and the least and most of them."""
-    note("mean", ratios)
-    return f"×{geometric_mean(ratios):.2f} in the mean of {len(ratios)} cases, ×{span(ratios)}"
+def faster(ratio: float, than: str = "") -> str:
+    """How much faster something is than what takes `ratio` times its time: "1.29× faster", "1.10× slower than cuBLAS".
+
+    Of what reads as 1.00 no side is said, which would mean nothing: "as fast", "as fast as cuBLAS".
+    """
+    times = f"{max(ratio, 1 / ratio):.2f}"
+    said = SAME if times == "1.00" else f"{times}× {'faster' if ratio > 1 else 'slower'}"
+    return compared(said, than) if than else said
 
 
-def faster(ratio: float) -> str:
-    """How much faster something is than what takes `ratio` times its time: "1.29× faster"."""
-    return f"{ratio:.2f}× faster" if ratio >= 1 else f"{1 / ratio:.2f}× slower"
+def gains(ratios: pd.Series, than: str = "") -> str:
+    """The least and the most that something is faster: "1.06× to 1.22× slower", "1.02× slower to 1.06× faster"."""
+    note("gains", ratios)
+    ends = [faster(end) for end in (ratios.min(), ratios.max())]
+    sides = {end.partition("× ")[2] for end in ends}
+    if sides == {"slower"}:  # from the least, as the others
+        ends = ends[::-1]
+    if len(sides) == 1 and ends[0] != ends[1]:
+        ends[0] = ends[0].split()[0]
+    said = " to ".join(dict.fromkeys(ends))
+    return compared(said, than) if than else said
 
 
-def interval(line: Mapping[str, Any] | pd.Series, digits: int = 2) -> str:
-    """The ratio of a table's line with its interval: "×1.31 [1.29, 1.33]"."""
-    note("interval", dict(line))
-    mid, low, high = (f"{line[name]:.{digits}f}" for name in ("ratio", "low", "high"))
-    return f"×{mid} [{low}, {high}]"
+def compared(said: str, than: str) -> str:
+    """How much faster, as `faster` and `gains` say it, than what: "1.29× faster than cuBLAS", "as fast as cuBLAS"."""
+    return f"{said} {'as' if said.endswith(SAME) else 'than'} {than}"
 
 
 def sentences(said: Iterable[str], otherwise: str) -> str:

@@ -33,6 +33,7 @@ from common import (
     counted,
     either,
     facts,
+    faster,
     interval,
     median,
     noise,
@@ -710,8 +711,7 @@ def said_contexts(rows: pd.DataFrame) -> list[str]:
 
 def _faster(ratio: float, word: str) -> str:
     """ "1.29× faster", or the verdict; nothing where it is a draw."""
-    side = f"{max(ratio, 1 / ratio):.2f}× {'faster' if ratio >= 1 else 'slower'}"
-    return side if word in ("faster", "slower") else "" if "|" in word else word
+    return faster(ratio) if word in ("faster", "slower") else "" if "|" in word else word
 
 
 def said_questions(rows: pd.DataFrame) -> list[str]:
