@@ -1358,7 +1358,7 @@ def test_both_ends_are_said_in_their_direction():
 
 def test_a_layer_that_is_as_fast_in_some_case_is_not_slower_at_every_number_of_tokens():
     said = answer.conclusion({"H100": facts_of(**answer._ends(pd.Series([0.9, 0.999])))})
-    assert said.endswith("layer 1.11× slower to as fast as one CTA a tile on the H100, by number of tokens.")
+    assert said.endswith("layer as fast to 1.11× slower than one CTA a tile on the H100, by number of tokens.")
     said = answer.conclusion({"H100": facts_of(**answer._ends(pd.Series([0.999, 1.001])))})
     assert "whole layer as fast as one CTA a tile on the H100" in said
 

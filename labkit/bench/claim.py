@@ -189,6 +189,7 @@ class Claim:
 
     def number(self, value: float) -> str:
         """A value as it is shown: "1.08", "26.6", "84 %"."""
+        ledger.say(value)
         if self.percent:
             return f"{value:.0%}".replace("%", " %")
         return f"{value:.{2 if value < 10 else 1}f}"

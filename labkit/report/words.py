@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 
 import pandas as pd
 
-from labkit.bench.ledger import note
+from labkit.bench.ledger import note, say
 
 SAME = "as fast"  # of what reads as 1.00
 
@@ -13,7 +13,14 @@ SAME = "as fast"  # of what reads as 1.00
 def span(values: pd.Series, form: str = "{:.2f}") -> str:
     """The least and the largest: "0.98 to 1.31"; once where both read the same."""
     note("span", values)
-    return " to ".join(dict.fromkeys(form.format(end) for end in (values.min(), values.max())))
+    shown = {form.format(end): end for end in (values.max(), values.min())}
+    return " to ".join(number(end, form) for end in reversed(shown.values()))
+
+
+def number(value: float, form: str = "{:.2f}") -> str:
+    """A number in a sentence, noted as it was before it is rounded: by that its origin is found."""
+    say(value)
+    return form.format(value)
 
 
 def spans(table: pd.DataFrame, by: str | Sequence[str], column: str, form: str = "{:.2f}") -> list[str]:
@@ -34,27 +41,39 @@ def faster(ratio: float, than: str = "") -> str:
 
     Of what reads as 1.00 no side is said, which would mean nothing: "as fast", "as fast as cuBLAS".
     """
-    times = f"{max(ratio, 1 / ratio):.2f}"
-    said = SAME if times == "1.00" else f"{times}× {'faster' if ratio > 1 else 'slower'}"
+    side = _side(ratio)
+    said = f"{number(max(ratio, 1 / ratio))}× {side}" if side else SAME
     return compared(said, than) if than else said
+
+
+def _side(ratio: float) -> str:
+    """ "faster" or "slower"; empty of what reads as 1.00."""
+    return "" if f"{max(ratio, 1 / ratio):.2f}" == "1.00" else "faster" if ratio > 1 else "slower"
 
 
 def gains(ratios: pd.Series, than: str = "") -> str:
     """The least and the most that something is faster: "1.06× to 1.22× slower", "1.02× slower to 1.06× faster"."""
     note("gains", ratios)
-    ends = [faster(end) for end in (ratios.min(), ratios.max())]
-    sides = {end.partition("× ")[2] for end in ends}
-    if sides == {"slower"}:  # from the least, as the others
-        ends = ends[::-1]
-    if len(sides) == 1 and ends[0] != ends[1]:
-        ends[0] = ends[0].split()[0]
-    said = " to ".join(dict.fromkeys(ends))
+    low, high = ratios.min(), ratios.max()
+    ends = (high, low) if high < 1 else (low, high)  # of slower ones the least first too
+    side = _side(low)
+    if side != _side(high):
+        said = " to ".join(map(faster, ends))
+    elif not side:
+        said = SAME
+    else:
+        said = f"{span(pd.Series([max(end, 1 / end) for end in ends]), '{:.2f}×')} {side}"
     return compared(said, than) if than else said
 
 
 def compared(said: str, than: str) -> str:
     """How much faster, as `faster` and `gains` say it, than what: "1.29× faster than cuBLAS", "as fast as cuBLAS"."""
     return f"{said} {'as' if said.endswith(SAME) else 'than'} {than}"
+
+
+def interval(low: float, high: float) -> str:
+    """Both ends of an interval: "[1.29, 1.33]"."""
+    return f"[{number(low)}, {number(high)}]"
 
 
 def sentences(said: Iterable[str], otherwise: str) -> str:

@@ -72,11 +72,11 @@ def gains(ratios: Iterable[float]) -> str:
     least, most = faster(ordered[0]), faster(ordered[-1])
     if least == most:
         return least
+    if ordered[-1] < 1:
+        least, most = most, least
     sides = least.split()[1:], most.split()[1:]
-    if "×" in least and "×" in most and sides[0] == sides[1]:
-        first, last = (least, most) if sides[0] == ["faster"] else (most, least)
-        return f"{first.split()[0]} to {last}"
-    return f"{least} to {most}"
+    same = "×" in least and "×" in most and sides[0] == sides[1]
+    return f"{least.split()[0]} to {most}" if same else f"{least} to {most}"
 
 
 def _groups(rows: pd.DataFrame, op: str, cache: str) -> list[list[dict[str, Any]]]:

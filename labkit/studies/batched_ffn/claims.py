@@ -220,6 +220,7 @@ CLAIMS = (
         "GPU-SLRU cache; routing that stays with its experts (arXiv 2505.16056)", "recommended, no figure",
         ruled=RULED, quantity=f"hit rate with {SLOTS} × top_k slots a layer, one token at a time", observe=slots,
         neutral=MOST_HIT, percent=True, differs="synthetic traces, since no routing of a real model is recorded",
-        note="well: at least half; of traces in which the best possible policy with as many slots hits as often",
+        note="well: at least half; of traces in which the best possible policy with as many slots hits as often; this "
+        "is arithmetic, of a fixed policy on fixed traces: it is the same on every GPU",
     ),
 )  # fmt: skip
