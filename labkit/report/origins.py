@@ -16,7 +16,8 @@ reads them back, for REPORTS/<page>.numbers.json. That file is a list, in the or
                then `SCALES`, as in "median, 100·x"
     sentence   all that stands around it
 
-Of several matches the one is taken whose keys the clause names, then a line before an aggregate, then the plainest.
+Of several matches one is taken that has the very value that was said (`ledger.say`), not one that only reads alike; of
+these the one whose keys the clause names, then a line before an aggregate, then the plainest.
 """
 
 import json

@@ -99,7 +99,8 @@ CLAIMS = (
         "pattern", *AUTOMEGAKERNEL, "What makes it faster is that loads are coalesced",
         "the same; mapping, width, cache of x and threads all changed at once", "named so",
         ruled="2026-11-25", observe=pattern, neutral=PART, percent=True,
-        quantity="share of the gain, by its logarithm, that there is with W stored [K, N] and nothing else changed",
+        quantity="share of the gain, by its logarithm, that there is where loads are coalesced (W stored [K, N]) and "
+        "nothing else is changed",
         gpus=("RTX 5090 Laptop",), differs="single GEMVs, a kernel each",
         refutes="less of the gain with W stored [K, N] and nothing else changed, where loads are coalesced too",
         note=f"as claimed from {100 * PART:.0f} % on, where two sizes count as the same",

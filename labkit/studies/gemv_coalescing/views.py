@@ -400,7 +400,7 @@ def interleaving(rows: pd.DataFrame) -> Answers:
 def _spread(table: pd.DataFrame) -> str:
     """How much slower the second of two is than the first, which is the one that verdicts are about."""
     verdicts = table["verdict"].replace({"faster": "slower", "slower": "faster"})
-    least_and_most = ends((1 / table["ratio"]).rename("slower"))
+    least_and_most = ends((1 / table["ratio"]).rename("gain of the second"))
     return f"{slower(geometric_mean(table['ratio']))} ({least_and_most}); {counted(verdicts)}"
 
 
