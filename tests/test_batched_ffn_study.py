@@ -16,6 +16,7 @@ import torch
 from labkit import paths
 from labkit.bench import spec, verdict
 from labkit.bench.claim import OURS
+from labkit.bench.records import read
 from labkit.bench.sha import covered, kernel_sha
 from labkit.bench.spec import Case
 from labkit.evidence import compiled
@@ -607,6 +608,25 @@ def test_slots_are_judged_where_any_policy_can_hit():
         assert judged(none)["slots"].verdict == "not testable here"
     x = next(x for x in of("cache", ALL | {"cache_tokens": [1]}) if x["trace"] == "uniform" and x["capacity"] == 16)
     assert tables.oracle(dict(x.params)) < claims.MOST_HIT
+
+
+def test_what_slots_hit_is_arithmetic_as_the_page_says():
+    """No GPU has a part in it: a replay of the same traces hits as often as every recorded step did."""
+    (claim,) = (one for one in claims.CLAIMS if one.id == "slots")
+    files = sorted(paths.DATA.glob("*/batched_ffn.parquet"))
+    recorded_rows = [read(file) for file in files]
+    assert len({claim.judge(some).measured for some in recorded_rows}) == 1
+    assert "arithmetic" in claim.note
+    found = {}
+    for params, group in tables.cases(recorded_rows[0], "cache"):
+        if (params["N"], params["policy"], params["capacity"]) == (1, variants.POLICY, 16):
+            x = Case("cache", params)
+            trace = [[(n, e) for e in tables.distinct(ids)] for step in tables.routing(x) for n, ids in enumerate(step)]
+            once, twice = (policies.replay(x["policy"], 16 * x["layers"], some) for some in (trace, 2 * trace))
+            line = group[group["variant"] == variants.NEEDED].iloc[0]
+            found[params["trace"]] = (twice.since(once).hit_rate, json.loads(line["evidence"])["hit_rate"])
+    assert set(found) == {"uniform", "zipf", "local"}
+    assert all(replayed == seen for replayed, seen in found.values())
 
 
 def test_what_cannot_be_tested_says_why_and_every_claim_is_of_the_source(rows):

@@ -84,8 +84,37 @@ def test_size_of_a_case_of_its_own_and_of_cases_that_do_not_agree():
     two = [replace(one, size=(one.mid, one.mid)) for one in observed(1.2, 1.5)]
     assert judged(two).size == "as published"
     assert judged([*two, *observed(2, 3)]).size == "as published"  # the others have no published figure
-    assert judged(observed(1.2, 2.0), size=(1.2, 1.2)).size == "not comparable"
+    assert judged(observed(1.2, 2.0), size=(1.2, 1.2)).size == "unclear"
     assert judged(observed(1.2)).size == "not comparable"
+
+
+@pytest.mark.parametrize(
+    ("spread", "noise", "size"),
+    [
+        (0.03, 0.002, "as published"), (0.3, 0.002, "unclear"), (0.03, 0.2, "unclear"),
+        (0.03, float("nan"), "unclear"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("code", [OWN, OURS])
+def test_a_wide_interval_or_noise_makes_nothing_as_published(spread, noise, size, code):
+    found = judged(observed(2.7, spread=spread, noise=noise), code, size=(2.75, 2.76))
+    assert found.size == size
+    if size == "unclear" and code == OWN:  # the direction is clear, but not what was published
+        assert found.verdict == "unclear"
+
+
+def test_far_beyond_what_was_published_a_wide_interval_is_clear_too():
+    found = {r: judged(observed(r, spread=0.3), size=(2.75, 2.76)).size for r in (1.2, 2.7, 9.0)}
+    assert found == {1.2: "less", 2.7: "unclear", 9.0: "more"}
+
+
+@pytest.mark.parametrize(
+    ("ratio", "verdict", "size"),
+    [(1.2, "unclear", "unclear"), (2.0, "unclear", "unclear"), (1.03, "unclear", "less"), (0.8, "disagrees", "less")],
+)
+def test_a_bound_from_above_refutes_and_bears_nothing_out(ratio, verdict, size):
+    found = judged(observed(ratio), ESTIMATE, at_most=True, size=(1.2, 1.2))
+    assert (found.verdict, found.size) == (verdict, size)
 
 
 STATED = {"gpus": ("H100",), "size": (1.2, 1.2)}
@@ -108,6 +137,7 @@ STATED = {"gpus": ("H100",), "size": (1.2, 1.2)}
         (1.2, OWN, {"differs": "a part of the step"}, "consistent"),
         (1.006, OWN, STATED, "unclear"),
         (1.006, OURS, {}, "unclear"),
+        (1.275, OWN, STATED, "unclear"),  # as published or more
     ],
 )
 def test_verdict(ratio, code, rule, verdict):
@@ -157,6 +187,23 @@ def test_what_holds_for_one_direction_never_holds_for_the_other(ratios, spread):
     assert found != {"holds"}
 
 
+SIZED = {"size": (1.2, 1.3)}
+
+
+@given(st.floats(0.2, 5), st.floats(0, 0.1), st.floats(0, 0.1))
+def test_more_spread_takes_a_size_away_and_gives_none(ratio, less, more):
+    tight, wide = (judged(observed(ratio, spread=spread), **SIZED).size for spread in (less, less + more))
+    assert wide in (tight, "unclear")
+
+
+@given(st.lists(st.floats(0.2, 5), min_size=2, max_size=2), st.floats(0, 0.1))
+def test_sizes_come_in_the_order_of_the_ratios(ratios, spread):
+    order = ["less", "as published", "more"]
+    sizes = [judged(observed(one, spread=spread), **SIZED).size for one in sorted(ratios)]
+    places = [order.index(size) for size in sizes if size != "unclear"]
+    assert places == sorted(places)
+
+
 @given(RATIOS)
 def test_the_order_of_cases_does_not_count(ratios):
     several = {judged(observed(*some)).verdict for some in itertools.islice(itertools.permutations(ratios), 20)}
@@ -168,7 +215,7 @@ def test_every_verdict_direction_and_size_can_come_out():
     rules = [{}, STATED, {"gpus": ("A100",)}, {"direction": BELOW, **STATED}]
     found = [
         judged(observed(ratio, runs=runs), code, **rule)
-        for ratio in (0.5, 1.006, 1.2, 2)
+        for ratio in (0.5, 1.006, 1.2, 1.275, 2)
         for code in claims.CODES
         for rule in rules
         for runs in (1, 3)
@@ -190,7 +237,12 @@ def test_the_rule_has_a_hash_of_what_decides_alone(monkeypatch):
     decides = ({"direction": BELOW}, {"neutral": 0.5}, {"size": (1, 2)}, {"gpus": ("A100",)}, {"differs": "all"})
     for rule in (*decides, {"band": (0.9, 1.1)}, {"observe": None}, {"ruled": "2026-12-01"}):
         assert replace(made, **rule).sha() != made.sha()
-    before = made.sha()
+    before, sized, apart = made.sha(), replace(made, size=(1, 2)).sha(), replace(made, sized=True).sha()
+    assert len({before, sized, apart, replace(made, at_most=True).sha()}) == 4
+    monkeypatch.setattr(claims, "SIZED_BY", "the middle alone")
+    assert made.sha() == before  # which has none
+    assert sized != replace(made, size=(1, 2)).sha()
+    assert apart != replace(made, sized=True).sha()
     monkeypatch.setattr(claims, "TOLERANCE", 1.5)
     assert made.sha() != before
 

@@ -911,8 +911,8 @@ def caption(drawn):
 
 
 SAID = [  # view, times by case and variant, what it says
-    ("beside_cublas", None, "loads of 16 bytes: 1.04× slower (0.96), slower in 5"),
-    ("beside_cublas", None, "dependent launch: 1.40× faster (1.40), faster in 5"),
+    ("beside_cublas", None, "loads of 16 bytes: 1.04× slower (1.04× slower), slower in 5"),
+    ("beside_cublas", None, "dependent launch: 1.40× faster (1.40× faster), faster in 5"),
     ("ladder", None, "Best 87 %, at 32000 × 2048, dependent launch."),  # 43.7 µs of bytes in 1.1 × 45.7
     ("ladder_of", None, "Fastest 2.67 TB/s, at 32000 × 2048, fp32, dependent launch"),  # twice the bytes
     ("speeds", None, "coalescing alone [K, N] 17 %, warp a row 39 %."),  # 21 MB: 7.0 µs of bytes in 4.5 and 2 × 9.0
@@ -923,7 +923,7 @@ SAID = [  # view, times by case and variant, what it says
     ("why_not_32", walking, "of that with loads of 16 bytes: 2.0× of 5.6×"),
     ("why_not_32", lambda x, name: 20.0 if name == names.THREAD_A_ROW_TURNED else None, "pays from: no N measured"),
     ("cublas", lambda x, name: 1.21 if (name, x.key) == ("F.linear", TALL) else None,
-     "Dependent launch 1.10 to 1.40× faster; 1 of 6 within the limit"),
+     "Dependent launch 1.10× to 1.40× faster; 1 of 6 within the limit"),
     ("cublas", lambda x, name: 1.0 if name == names.OURS else None, "6 of 6 within the limit"),
     ("gains", None, "loads of 16 bytes → evict-first hint: 1.28× faster; never slower in 12"),
     ("gains", None, "tuned, ordinary launch → split K: 1.08× slower; slower in 12 of 12"),
@@ -935,10 +935,10 @@ SAID = [  # view, times by case and variant, what it says
     ("rows_map", None, "Four rows are within 2% of the best at 6 of 6 shapes"),
     ("choices", None, "1, 2 and 4 rows each come within 2% of the fastest at 6 of 6 shapes"),
     ("choices", lambda x, name: 1.5 if "2 rows" in name and x["N"] == 8192 else None, "at 5 of 6 shapes"),
-    ("unseen", None, "against the fastest tried: 1.00× "),
+    ("unseen", None, "against the fastest tried: as fast, at most 1.00×"),
     ("prediction", None, "dependent launch 0.95; tuned, ordinary launch 0.95; torch.mv 0.95"),
     ("warm", None, "another choice: in 0 of 5 cases whose W fits"),
-    ("interleaving", None, "adjacent ones: 1.05× slower (1.05); slower in 12"),
+    ("interleaving", None, "adjacent ones: 1.05× slower (1.05× slower); slower in 12"),
 ]  # fmt: skip
 
 
@@ -977,7 +977,7 @@ def test_what_views_say_of_the_evidence(rows):
     }
     assert views.warm(chosen(rows)) == {
         "tuned in a warm cache: another choice": "in 1 of 5 cases whose W fits",
-        "what that choice costs, cold": "1.10× slower (1.10); slower in 1",
+        "what that choice costs, cold": "1.10× slower (1.10× slower); slower in 1",
     }
 
 

@@ -19,7 +19,6 @@ from labkit import sources
 from labkit.bench.sha import covered, kernel_sha
 from labkit.bench.spec import Case
 from labkit.kernels.gguf import formats
-from labkit.report import words
 from labkit.sources import building
 from labkit.studies.batched_ffn import ahead, llama_cpp, llama_views, routed_trials, tables, trials, variants
 
@@ -222,11 +221,6 @@ def test_where_it_could_not_be_timed_the_page_says_why(rows, reason, said):
     assert llama_views.errors(some).empty
     for view, kind in {"times": "products", "routed": "routed products"}.items():
         assert getattr(llama_views, view)(some) == f"llama.cpp's own {kind}: {said}."
-
-
-@pytest.mark.parametrize(("ratio", "said"), [(1.286, "1.29× faster"), (1.0, "1.00× faster"), (0.8, "1.25× slower")])
-def test_ratios_are_said_in_words(ratio, said):
-    assert words.faster(ratio) == said
 
 
 # Building

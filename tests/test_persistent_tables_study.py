@@ -425,7 +425,7 @@ def test_sizes_and_changes_are_counted():
 
 # claims
 
-H100, H200 = "NVIDIA H100 80GB HBM3", "NVIDIA H200"
+H100, LAPTOP = "NVIDIA H100 80GB HBM3", "NVIDIA GeForce RTX 5090 Laptop GPU"
 OFF = variants.REBUILT
 BUILD, COPY = variants.part(OFF, "build"), variants.part(OFF, "copy")
 RECORDS = variants.part(variants.alone(OFF, "records"), "build")
@@ -437,11 +437,10 @@ def judged(rows):
     return {claim.id: claim.judge(rows) for claim in claims.CLAIMS}
 
 
-def rows_of(claim, over=(), uneven=(), by=(0.3, 1.0, 3.0), gpu=H100):
-    """Made-up rows of the cases that a claim is about. over: factors by variant; uneven: variants that take `by` times
-    as long in the three processes."""
-    model, parts = (variants.LLAMA, []) if claim == "bandwidth" else (variants.H1024, [20])
-    parameters = {"models": [model], "dtypes": ["bf16"], "parts": parts, "starts": []}
+def rows_of(over=(), uneven=(), by=(0.3, 1.0, 3.0), gpu=H100):
+    """Made-up rows of the cases that the claims are about. over: factors by variant; uneven: variants that take `by`
+    times as long in the three processes."""
+    parameters = {"models": [variants.H1024], "dtypes": ["bf16"], "parts": [20], "starts": []}
     found = made.make("persistent_tables", parameters, made.decode_us(dict(over))).assign(gpu=gpu)
     ns = zip(found["variant"], found["run"], found["samples_ns"], strict=True)
     factors = np.array(by)
@@ -455,7 +454,7 @@ def rows_of(claim, over=(), uneven=(), by=(0.3, 1.0, 3.0), gpu=H100):
         ("persistent", {}, (), "holds", "more"),
         ("persistent", {OFF: 0.07}, (), "holds", "less"),
         ("persistent", {OFF: 0.03}, (), "fails", "less"),
-        ("persistent", {OFF: 0.05}, [OFF], "unclear", "as published"),
+        ("persistent", {OFF: 0.05}, [OFF], "unclear", "unclear"),
         ("construction", {}, (), "holds", "not comparable"),
         ("construction", {BUILD: 0.01}, (), "fails", "not comparable"),
         ("construction", {BUILD: 0.015}, [BUILD], "unclear", "not comparable"),
@@ -463,15 +462,12 @@ def rows_of(claim, over=(), uneven=(), by=(0.3, 1.0, 3.0), gpu=H100):
         ("records", {RECORDS: 30.0}, (), "holds", "more"),
         ("records", {RECORDS: 2.6}, (), "holds", "less"),
         ("records", {}, (), "fails", "less"),
-        ("records", {RECORDS: 2.0}, [RECORDS], "unclear", "not comparable"),
+        ("records", {RECORDS: 2.0}, [RECORDS], "unclear", "unclear"),
         ("schedule", {variants.LONGEST: 1.2}, (), "holds", "as published"),
         ("schedule", {variants.LONGEST: 1.5}, (), "holds", "more"),
         ("schedule", {variants.LONGEST: 1.1}, (), "holds", "less"),
         ("schedule", {variants.LONGEST: 0.9}, (), "fails", "less"),
-        ("schedule", {}, [variants.LONGEST], "unclear", "as published"),
-        ("bandwidth", {}, (), "holds", "not comparable"),
-        ("bandwidth", {variants.OURS: 1.3}, (), "fails", "not comparable"),
-        ("bandwidth", {}, [variants.OURS], "unclear", "not comparable"),
+        ("schedule", {}, [variants.LONGEST], "unclear", "unclear"),
         ("waiting", {}, (), "holds", "not comparable"),
         ("waiting", dict.fromkeys(COPIES, 0.1), (), "fails", "not comparable"),
         ("waiting", {}, COPIES, "unclear", "not comparable"),
@@ -487,7 +483,7 @@ def rows_of(claim, over=(), uneven=(), by=(0.3, 1.0, 3.0), gpu=H100):
     ],
 )
 def test_each_claim_comes_out_as_its_own_rows_say(claim, over, uneven, direction, size):
-    found = judged(rows_of(claim, over, uneven))[claim]
+    found = judged(rows_of(over, uneven))[claim]
     assert (found.direction, found.size) == (direction, size)
     assert found.verdict == {"holds": "consistent", "fails": "disagrees"}.get(
         direction, direction
@@ -499,12 +495,12 @@ def test_each_claim_comes_out_as_its_own_rows_say(claim, over, uneven, direction
     ("claim", "missing"),
     [
         ("persistent", variants.ONE_POSITION), ("construction", COPY), ("records", RECORDS),
-        ("schedule", variants.LONGEST), ("bandwidth", variants.OURS), ("waiting", COPIES), ("packed", variants.PACKED),
+        ("schedule", variants.LONGEST), ("waiting", COPIES), ("packed", variants.PACKED),
         ("packed-bytes", variants.PINNED), ("pinned", variants.PREBUILT),
     ],
 )  # fmt: skip
 def test_a_claim_is_not_testable_without_what_it_is_about(claim, missing):
-    whole = rows_of(claim)
+    whole = rows_of()
     failed = whole["variant"].isin([missing] if isinstance(missing, str) else missing)
     for some in (whole[~failed], made.unusable(whole, failed), whole.iloc[:0], made.processes(whole, 2)):
         found = judged(some)[claim]
@@ -514,47 +510,55 @@ def test_a_claim_is_not_testable_without_what_it_is_about(claim, missing):
 
 def test_every_claim_that_is_stated_is_tried_above():
     tried = {claim for claim, *_ in test_each_claim_comes_out_as_its_own_rows_say.pytestmark[0].args[1]}
-    assert tried == {claim.id for claim in claims.CLAIMS}
+    assert tried == {claim.id for claim in claims.CLAIMS if claim.observe}
+
+
+def test_of_another_s_kernel_nothing_here_says_anything():
+    found = judged(rows_of())["bandwidth"]
+    assert (found.verdict, found.measured) == ("not testable here", "–")
+    assert "which was not run" in found.why
 
 
 @pytest.mark.parametrize(
-    ("claim", "over", "uneven"),
-    [("construction", {}, [BUILD]), ("records", FASTER, [RECORDS]), ("waiting", {}, COPIES)],
+    ("claim", "over", "uneven", "wide"),
+    [
+        ("construction", {}, [BUILD], ("holds", "not comparable")),
+        ("records", FASTER, [RECORDS], ("holds", "unclear")),
+        ("waiting", {}, COPIES, ("unclear", "not comparable")),
+    ],
 )
-def test_a_host_figure_with_a_wide_interval_is_unclear_however_far_it_is(claim, over, uneven):
-    """Two of a hundred between processes are still clear; ten are not."""
-    found = {spread: judged(rows_of(claim, over, uneven, (1 - spread, 1, 1 + spread)))[claim] for spread in (0.01, 0.1)}
-    assert found[0.01].direction == "holds"
-    assert (found[0.1].direction, found[0.1].size) == ("unclear", "not comparable")
-    assert "unclear where the interval is wider than 5 %" in found[0.1].why
+def test_a_wide_interval_of_the_host_leaves_open_what_lies_in_it_and_nothing_else(claim, over, uneven, wide):
+    """As of any other claim: a ratio far from 1 has its direction, but not the published size."""
+    found = [judged(rows_of(over, uneven, (1 - spread, 1, 1 + spread)))[claim] for spread in (0.01, 0.2)]
+    assert [one.direction for one in found] == ["holds", wide[0]]
+    assert found[1].size == wide[1]
 
 
 def test_noise_of_the_host_hides_what_a_copy_waits_for():
-    rows = rows_of("waiting", uneven=[CONTROL])
+    rows = rows_of(uneven=[CONTROL])
     assert judged(rows)["waiting"].direction == "unclear"
     assert judged(rows)["construction"].direction == "holds"
 
 
 def test_where_nobody_knows_the_noise_nothing_is_clear():
-    rows = rows_of("records", FASTER)
+    rows = rows_of(FASTER)
     found = judged(rows[rows["variant"] != CONTROL])
     for claim in ("persistent", "construction", "records", "waiting", "packed", "packed-bytes", "pinned"):
         assert found[claim].verdict == "unclear", claim
 
 
-def test_what_was_published_for_an_h100_is_said_of_another_gpu():
-    found = {gpu: judged(rows_of("bandwidth", gpu=gpu))["bandwidth"] for gpu in (H100, H200, "NVIDIA A100")}
-    assert "another GPU" not in found[H100].why
-    assert "another GPU than its H100" in found[H200].why
-    assert found["NVIDIA A100"].why.startswith("needs Llama-3.2-1B on an H100 or H200")
+def test_that_it_is_another_gpu_is_said():
+    found = {gpu: judged(rows_of({variants.LONGEST: 1.2}, gpu=gpu))["schedule"] for gpu in (H100, LAPTOP)}
+    assert "another GPU than its RTX 5090" in found[H100].why
+    assert "another GPU" not in found[LAPTOP].why
+    assert {one.verdict for one in found.values()} == {"consistent"}  # which another kernel never reproduces
 
 
 def test_published_sizes_by_hand():
     sizes = {claim.id: claim.size for claim in claims.CLAIMS if claim.size}
-    for name, ratio in {"persistent": 2.7548, "schedule": 1.1978}.items():
+    for name, ratio in {"persistent": 2.7548, "schedule": 1.1978, "records": 4.8304}.items():
         assert sizes[name] == pytest.approx((ratio, ratio), rel=0.01)
         assert sizes[name][0] < ratio < sizes[name][1]
-    assert pytest.approx((4.83, 4.83), rel=0.01) == claims.RECORDS_SIZE
 
 
 # views

@@ -3,7 +3,6 @@
 import json
 import math
 
-import pandas as pd
 import pytest
 import rows as made
 
@@ -133,11 +132,11 @@ def test_drift_is_read_from_the_evidence(rows):
 @pytest.mark.parametrize(("view", "said"), [
     ("tuned", "Batch 64 and more: fp32 state: 1.20× faster; bf16 state: 1.20× faster"),
     ("step_percent", "this lab [V, K], batch 64 and more: 95 %"),
-    ("step_in_order", "This lab's is faster in 12 of 12 cases, 1.11 to 1.30× faster"),
+    ("step_in_order", "This lab's is faster in 12 of 12 cases, 1.11× to 1.30× faster"),
     ("step_at_random", "This lab's is faster in 12 of 12 cases, 1.14× faster"),
     ("own_code", "[V, K] is faster in 23 of 23 cases, 1.25× faster"),
     ("own_code_vllm", "[V, K] is faster in 27 of 27 cases, 1.20× faster"),
-    ("long_prompts", "This lab's is 1.29 to 1.43× faster"),
+    ("long_prompts", "This lab's is 1.29× to 1.43× faster"),
     ("slots", "In order: 1.01× faster"),
     ("extend", "faster in 5 of 5 cases"),
     ("drift", "After 4 tokens: fp32 state 4.0e-07; bf16 state 4.0e-07"),
@@ -178,7 +177,7 @@ def test_the_plain_kernel_says_both_tiles_and_only_what_was_measured():
     )
     said = simple.equal_tiles(layout)
     assert said[narrow] == "fp32: 1.20× faster; bf16: 1.20× faster"
-    assert said[wide].startswith("fp32: 1.00×")
+    assert said[wide] == "fp32: as fast; bf16: as fast"
     spilled = simple.equal_tiles(made.spilling(layout, "KV BV=8, 1 warp"))
     assert narrow not in spilled
     assert wide in spilled
@@ -186,14 +185,6 @@ def test_the_plain_kernel_says_both_tiles_and_only_what_was_measured():
     assert [name.startswith(best) for name in neither] == [True]
     for nothing in (made.unusable(layout), layout[layout["variant"] == tables.CEILING], layout.iloc[:0]):
         assert simple.equal_tiles(nothing) == {}
-
-
-@pytest.mark.parametrize(("ratios", "said"), [
-    ([1.19, 1.46], "1.19 to 1.46× faster"), ([0.5, 0.8], "2.00 to 1.25× slower"), ([1.2, 1.2], "1.20× faster"),
-    ([0.98, 1.04], "1.02× slower to 1.04× faster"),
-])  # fmt: skip
-def test_a_span_of_ratios_has_a_direction(ratios, said):
-    assert simple.gain(pd.Series(ratios)) == said
 
 
 @pytest.mark.parametrize(("variant", "shown"), [

@@ -1,6 +1,9 @@
 """The small words of sentences."""
 
 import pandas as pd
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from labkit.report import words
 
@@ -11,11 +14,44 @@ def test_a_span_is_said_once_where_both_ends_read_the_same():
     assert words.span(pd.Series([80.4, 91.0]), "{:.0f}") == "80 to 91"
 
 
-def test_means_and_intervals():
-    assert words.mean(pd.Series([0.5, 2.0])) == "×1.00 in the mean of 2 cases, ×0.50 to 2.00"
-    line = {"ratio": 1.312, "low": 1.2949, "high": 1.33}
-    assert words.interval(line) == "×1.31 [1.29, 1.33]"
-    assert words.interval(pd.Series(line), 3) == "×1.312 [1.295, 1.330]"
+@pytest.mark.parametrize(
+    ("ratio", "said", "than"),
+    [
+        (1.29, "1.29× faster", "1.29× faster than cuBLAS"),
+        (1 / 1.1, "1.10× slower", "1.10× slower than cuBLAS"),
+        (1.0, "as fast", "as fast as cuBLAS"),
+        (1.004, "as fast", "as fast as cuBLAS"),
+        (1 / 1.004, "as fast", "as fast as cuBLAS"),
+        (1.006, "1.01× faster", "1.01× faster than cuBLAS"),
+        (1 / 1.006, "1.01× slower", "1.01× slower than cuBLAS"),
+    ],
+)
+def test_how_much_faster(ratio, said, than):
+    assert words.faster(ratio) == said
+    assert words.faster(ratio, "cuBLAS") == than
+
+
+@given(st.floats(0.01, 100))
+def test_what_reads_as_one_has_no_side_and_the_other_way_round_is_the_other_side(ratio):
+    there, back = words.faster(ratio), words.faster(1 / ratio)
+    assert not there.startswith("1.00")
+    for side in ("faster", "slower"):
+        assert not (there.endswith(side) and back.endswith(side))
+
+
+@pytest.mark.parametrize(
+    ("ends", "said"),
+    [
+        ([0.5, 0.8], "1.25× to 2.00× slower than X"), ([1.1, 1.3], "1.10× to 1.30× faster than X"),
+        ([0.5, 1.3], "2.00× slower to 1.30× faster than X"), ([2.0, 2.0], "2.00× faster than X"),
+        ([2.0, 2.001], "2.00× faster than X"), ([0.999, 1.06], "as fast to 1.06× faster than X"),
+        ([1.001, 1.06], "as fast to 1.06× faster than X"), ([0.9, 1.001], "1.11× slower to as fast as X"),
+        ([0.9, 0.999], "as fast to 1.11× slower than X"), ([0.999, 1.001], "as fast as X"),
+    ],
+)  # fmt: skip
+def test_the_least_and_the_most_that_something_is_faster(ends, said):
+    assert words.gains(pd.Series(ends), "X") == said
+    assert words.gains(pd.Series(ends)) == said.removesuffix(" than X").removesuffix(" as X")
 
 
 def test_sentences_numbers_and_tokens():

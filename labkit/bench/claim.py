@@ -6,12 +6,14 @@ a verdict. Every rule is here, and the same for all claims:
 - **An observation** is as claimed, otherwise, or unclear, by its 95 % interval and its A/A noise (`verdict.verdict`).
 - **Direction** *holds* or *fails* if at least `MOST` of the clear observations say so and at least half are clear; else
   it is *unclear*.
-- **Size** is *as published*, *more* or *less*: whether the logarithm of the measured value is within `TOLERANCE` times
-  that of the published one, with the intervals of both; of several cases, what most of them are. Without a published
+- **Size** of an observation is *as published*, *more* or *less* if all of its interval is, with the noise at both ends:
+  within `TOLERANCE` times the logarithm of the published value, or beyond; else *unclear*, so that a wide interval
+  makes nothing as published. Of several it is what direction is: what `MOST` of the clear ones are. Without a published
   figure of the same quantity it is *not comparable*.
 - **Verdict**: the lines of `VERDICTS`.
 
-A claim of a cause (`refutes`) is judged by the observation that would refute it, and by nothing else.
+A claim of a cause (`refutes`) is judged by the observation that would refute it, and by nothing else. A bound from
+above (`at_most`) can refute, and leaves everything else unclear.
 """
 
 import hashlib
@@ -34,11 +36,11 @@ VERDICTS = {
     "not reproduced": "the source's own code, under the conditions that it states: direction or size is not",
     "consistent": "our version of the code, an estimate, or other conditions: the direction is as published",
     "disagrees": "our version of the code, an estimate, or other conditions: the direction is not",
-    "unclear": "the cases do not agree, or the noise hides the difference",
+    "unclear": "the cases do not agree, or interval and noise leave it open",
     "not testable here": "what it needs was not, or cannot be, measured on this GPU",
 }
 DIRECTIONS = ("holds", "fails", "unclear")
-SIZES = ("as published", "more", "less", "not comparable")
+SIZES = ("as published", "more", "less", "unclear", "not comparable")
 
 OWN, OURS, ESTIMATE = "the source's own code", "our version of the code", "an estimate from parts that were measured"
 CODES = (OWN, OURS, ESTIMATE)
@@ -51,6 +53,7 @@ HALF = 0.5  # of all observations, which must be clear
 # logarithm: what two GPUs of one generation do not agree on, no figure of another GPU can be asked for.
 TOLERANCE = 4 / 3
 SAME = (0.99, 1.01)
+SIZED_BY = "the whole interval"  # with `TOLERANCE` the rule of sizes, in the hash of every claim that has one
 
 Range = tuple[float, float]
 
@@ -116,6 +119,8 @@ class Claim:
     untested:  why not, then.
     neutral:   of ratios 1, of shares what is claimed. band: with `WITHIN`.
     size:      the published value of the same quantity, with its uncertainty: its rounding, or noise that is stated.
+    sized:     whether cases have published values of their own, which `observe` gives.
+    at_most:   whether what is observed is a bound from above, which can refute a claim but not bear it out.
     percent:   whether the quantity is a share, shown in percent.
     gpus:      parts of names of the GPUs that it was published of; empty: not stated.
     differs:   what else differs here from the conditions of the source; empty: nothing.
@@ -137,6 +142,8 @@ class Claim:
     neutral: float = 1.0
     band: Range = SAME
     size: Range | None = None
+    sized: bool = False
+    at_most: bool = False
     percent: bool = False
     gpus: tuple[str, ...] = ()
     differs: str = ""
@@ -155,7 +162,7 @@ class Claim:
         words = [word(one, self) for one in enough]
         lines = [vars(one) | {"word": found} for one, found in zip(enough, words, strict=True)]
         ledger.note(f"claims.{self.id}", lines)
-        direction, size = direction_of(words), size_of(enough)
+        direction, size = self._bounded(direction_of(words), "fails"), self._bounded(size_of(enough), "less")
         elsewhere = self._elsewhere(rows)
         verdict = _verdict(direction, size, observed.code == OWN and not elsewhere)
         said = [_cases(words), f"size: {size}" if size != "not comparable" else "", observed.code, elsewhere, self.note]
@@ -182,6 +189,7 @@ class Claim:
 
     def number(self, value: float) -> str:
         """A value as it is shown: "1.08", "26.6", "84 %"."""
+        ledger.say(value)
         if self.percent:
             return f"{value:.0%}".replace("%", " %")
         return f"{value:.{2 if value < 10 else 1}f}"
@@ -194,12 +202,17 @@ class Claim:
         """
         rule = {one.name: getattr(self, one.name) for one in fields(self) if one.name in _RULE}
         rule["observe"] = sha_within(self.observe.__module__, self.observe.__qualname__) if self.observe else None
-        common = (TOLERANCE, MOST, HALF, PROCESSES)
+        common = (TOLERANCE, MOST, HALF, PROCESSES, *([SIZED_BY] if self.size or self.sized else []))
+        common += ("at most",) if self.at_most else ()
         return hashlib.sha256(repr((sorted(rule.items()), common)).encode()).hexdigest()[:12]
 
     def _of(self, one: Observation) -> Observation:
         """The observation with what is claimed of it."""
         return replace(one, direction=one.direction or self.direction, size=one.size or self.size)
+
+    def _bounded(self, found: str, refuted: str) -> str:
+        """Direction or size; of a bound from above, unclear unless it refutes."""
+        return "unclear" if self.at_most and found not in (refuted, "not comparable") else found
 
     def _elsewhere(self, rows: "pd.DataFrame") -> str:
         """What differs from the conditions of the source; empty: nothing."""
@@ -229,41 +242,51 @@ def word(one: Observation, claim: Claim) -> str:
 
 def direction_of(words: Sequence[str]) -> str:
     """The direction of several observations."""
+    return _agreed(words, ("holds", "fails"))
+
+
+def size_of(observations: Sequence[Observation]) -> str:
+    """The size of several observations, of those that have a published figure."""
+    words = [_size(one, one.size) for one in observations if one.size]
+    return _agreed(words, ("as published", "more", "less")) if words else "not comparable"
+
+
+def _agreed(words: Sequence[str], clear: Sequence[str]) -> str:
+    """What at least `MOST` of the clear words are, if at least half are clear."""
     counts = Counter(words)
-    clear = counts["holds"] + counts["fails"]
-    if clear and clear >= HALF * len(words):
-        for found in ("holds", "fails"):
-            if counts[found] >= MOST * clear:
+    known = sum(counts[one] for one in clear)
+    if known and known >= HALF * len(words):
+        for found in clear:
+            if counts[found] >= MOST * known:
                 return found
     return "unclear"
 
 
-def size_of(observations: Sequence[Observation]) -> str:
-    """The size of several observations: what at least `MOST` of those with a published figure are."""
-    words = Counter(_size(one) for one in observations if one.size)
-    if not words:
-        return "not comparable"
-    found, count = words.most_common(1)[0]
-    return found if count >= MOST * words.total() else "not comparable"
+def _size(one: Observation, size: Range) -> str:
+    """*as published*, *more*, *less* or *unclear*: how far from 1 all of it is, on the side that was published."""
+    from labkit.bench.verdict import beyond
 
-
-def _size(one: Observation) -> str:
-    """*as published*, *more* or *less*: how far from 1, on the side that was published."""
-    assert one.size is not None
-    sign = 1 if math.sqrt(one.size[0] * one.size[1]) >= 1 else -1
-    published = sorted(sign * math.log(value) for value in one.size)
-    measured = sorted(sign * math.log(value) for value in (one.low, one.high))
-    if measured[0] > published[1] * TOLERANCE:
+    if not math.isfinite(one.noise):
+        return "unclear"
+    noise = 1 + beyond(one.noise)
+    sign = 1 if math.sqrt(size[0] * size[1]) >= 1 else -1
+    least, most = sorted(sign * math.log(value) for value in size)
+    low, high = sorted(sign * math.log(value) for value in (one.low / noise, one.high * noise))
+    if low > most * TOLERANCE:
         return "more"
-    return "less" if measured[1] < published[0] / TOLERANCE else "as published"
+    if high < least / TOLERANCE:
+        return "less"
+    return "as published" if least / TOLERANCE <= low and high <= most * TOLERANCE else "unclear"
 
 
 def _verdict(direction: str, size: str, as_stated: bool) -> str:
     if direction == "unclear":
         return "unclear"
-    if as_stated:
-        return "reproduced" if direction == "holds" and size in ("as published", "not comparable") else "not reproduced"
-    return "consistent" if direction == "holds" else "disagrees"
+    if not as_stated:
+        return "consistent" if direction == "holds" else "disagrees"
+    if direction == "fails" or size in ("more", "less"):
+        return "not reproduced"
+    return "unclear" if size == "unclear" else "reproduced"
 
 
 def _cases(words: Sequence[str]) -> str:

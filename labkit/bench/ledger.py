@@ -31,7 +31,15 @@ class Noted:
     kept: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
 
-_book: ContextVar[list[Noted] | None] = ContextVar("book", default=None)
+@dataclass(frozen=True)
+class Said:
+    """A number that a sentence shows, before it was rounded: what else reads like it is not what it is from."""
+
+    value: float
+
+
+Entry = Noted | Said
+_book: ContextVar[list[Entry] | None] = ContextVar("book", default=None)
 
 
 @dataclass
@@ -39,19 +47,19 @@ class Kept:
     """What watched functions made of these rows, so that a page makes each table once. The rows must not change."""
 
     rows: "pd.DataFrame"
-    made: dict[Any, tuple[Any, list[Noted]]] = field(default_factory=dict)
+    made: dict[Any, tuple[Any, list[Entry]]] = field(default_factory=dict)
 
 
 _kept: ContextVar[Kept | None] = ContextVar("kept", default=None)
 
 
 @contextmanager
-def recording(kept: Kept | None = None) -> Iterator[list[Noted]]:
+def recording(kept: Kept | None = None) -> Iterator[list[Entry]]:
     """The tables that are noted inside, in the order in which they are made. Of two that nest, each has its own.
 
     kept: takes what is made of its rows from there, and keeps it there.
     """
-    book: list[Noted] = []
+    book: list[Entry] = []
     tokens = _book.set(book), _kept.set(kept)
     try:
         yield book
@@ -73,6 +81,13 @@ def note(name: str, value: Any, arguments: str = "") -> None:
     table = _table(value)
     if table is not None and len(table):
         book.append(Noted(name, arguments, table))
+
+
+def say(value: float) -> None:
+    """Note a number that a sentence shows, as exactly as it is known, inside `recording`."""
+    book = _book.get()
+    if book is not None:
+        book.append(Said(float(value)))
 
 
 def watch(module: str) -> None:

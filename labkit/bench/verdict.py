@@ -147,17 +147,21 @@ def verdict(interval: Interval, noise: Interval) -> str:
     *Faster* and *slower* lie wholly beyond the A/A noise; where that interval is not inside ±1 %, beyond `FAR` times as
     much. *Same* lies inside ±1 %, as the A/A interval must.
     """
-    quiet = noise.half_width <= BAND
     if not np.isfinite([noise.half_width, interval.mid]).all():
         return "unclear"
-    if quiet and interval.half_width <= BAND:
+    if noise.half_width <= BAND and interval.half_width <= BAND:
         return "same"
-    threshold = noise.half_width * (1 if quiet else FAR)
+    threshold = beyond(noise.half_width)
     if interval.low > 1 + threshold:
         return "faster"
     if interval.high < 1 - threshold:
         return "slower"
     return "unclear"
+
+
+def beyond(noise: float) -> float:
+    """How far a ratio must be from 1 to be no noise. noise: half width of the A/A interval."""
+    return noise * (1 if noise <= BAND else FAR)
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,10 @@ class Result:
     @property
     def words(self) -> str:
         """Direction and size; empty where nothing was observed."""
-        return " · ".join(filter(None, [self.judgement.direction, self.judgement.size])) if self.judgement else ""
+        if not self.judgement:
+            return ""
+        size = "size unclear" if self.judgement.size == "unclear" else self.judgement.size
+        return " · ".join(filter(None, [self.judgement.direction, size]))
 
     @property
     def remarks(self) -> list[str]:

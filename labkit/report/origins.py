@@ -16,10 +16,12 @@ reads them back, for REPORTS/<page>.numbers.json. That file is a list, in the or
                then `SCALES`, as in "median, 100·x"
     sentence   all that stands around it
 
-Of several matches the one is taken whose keys the clause names, then a line before an aggregate, then the plainest.
+Of several matches one is taken that has the very value that was said (`ledger.say`), not one that only reads alike; of
+these the one whose keys the clause names, then a line before an aggregate, then the plainest.
 """
 
 import json
+import math
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -34,7 +36,7 @@ import pandas as pd
 from markupsafe import Markup, escape
 
 from labkit.bench.claim import Claim
-from labkit.bench.ledger import Noted
+from labkit.bench.ledger import Entry, Noted, Said
 from labkit.report.figures import Html
 
 KINDS = ("measured", "case", "published", "rule", "none")
@@ -45,6 +47,7 @@ NUMBER = re.compile(
 _RANGE = re.compile(f" (?:to|→) {NUMBER.pattern}")
 # Constants of the lab's own, by the words that they stand in.
 RULES = re.compile(
+    r"(?<=\()0\.8(?=: 1\.25× slower\))|(?<=\(0\.8: )1\.25(?=× slower\))|"  # an example
     r"\b(?:95|5)(?=th percentile| % interval)|(?<=±)1(?= %)|\b\d+(?= bytes? (?:wide|long)\b)|(?<=lines of )128\b"
 )
 AGGREGATES: dict[str, Callable[[np.ndarray], float]] = {
@@ -167,11 +170,14 @@ def _unit(text: str, start: int, end: int) -> str:
 class Pool:
     """What a sentence was made from, ready to be searched. rows: of its GPU and study; book: the tables read."""
 
-    def __init__(self, rows: pd.DataFrame, book: Iterable[Noted], place: Place):
+    def __init__(self, rows: pd.DataFrame, book: Iterable[Entry], place: Place):
         self.rows, self.place = rows, place
+        book = list(book)
+        self.said = [one.value for one in book if isinstance(one, Said)]
+        self.next = 0  # place of the first that no number was found to be yet
         self.names = _names(rows)
         tables: dict[tuple, _Table] = {}
-        for one in {id(one): one for one in book}.values():  # what is kept is noted several times
+        for one in {id(one): one for one in book if isinstance(one, Noted)}.values():  # what is kept is noted again
             if _READ not in one.kept:
                 one.kept[_READ] = _Table(one, self.names)
             made = one.kept[_READ]
@@ -231,15 +237,16 @@ class Pool:
         if parameter and self._beside(text, number, parameter):
             return Origin("case", number.value, column=parameter), before
         clause = Clause.around(text, number)
-        if match := self._match(number, clause, before):
+        match = self._match(number, clause, before)
+        constant = next((name for name, value in _constants(self.place.study).items() if number.shows(value)), "")
+        if match and not (match.is_weak and constant and not number.unit):
             return match.origin, match.line
         if parameter:
             return Origin("case", number.value, column=parameter), before
         if number.value in self.published:
             return Origin("published", number.value), before
-        for name, value in _constants(self.place.study).items():
-            if number.shows(value):
-                return Origin("rule", value, column=name), before
+        if constant:
+            return Origin("rule", _constants(self.place.study)[constant], column=constant), before
         return Origin("none"), before
 
     def _parameter(self, text: str, number: Number) -> str:
@@ -261,10 +268,28 @@ class Pool:
             found += table.lines(number, clause, before)
             found += table.counts(number, clause)
             found += table.aggregates(number, clause)
-        return min(found or self._shares(number, clause), key=lambda match: match.cost, default=None)
+        exact = self._exact(number)
+
+        def cost(match: Match) -> tuple:
+            return exact is not None and not _is(match.origin.value, exact), match.cost
+
+        return min(found or self._shares(number, clause), key=cost, default=None)
+
+    def _exact(self, number: Number) -> float | None:
+        """What was rounded to a number, if that was noted: sentences say their numbers in the order of the text."""
+        for place in (*range(self.next, len(self.said)), *reversed(range(self.next))):
+            if number.shows(self.said[place]) or (number.unit == "%" and number.shows(100 * self.said[place])):
+                self.next = place + 1
+                return self.said[place]
+        return None
 
     def _shares(self, number: Number, clause: "Clause") -> "list[Match]":
         return [match for table in self.tables for match in table.shares(number, clause)]
+
+
+def _is(value: float | None, exact: float) -> bool:
+    """Whether a value is the one that was said, in percent or not, but for what arithmetic rounds."""
+    return value is not None and any(math.isclose(value, by * exact, rel_tol=1e-9) for by in (1, 100))
 
 
 def _names(rows: pd.DataFrame) -> dict[str, set[Any]]:
@@ -297,14 +322,14 @@ def _constants(notebook: str) -> dict[str, float]:
 class Clause:
     """What stands around a number. near: between the commas; text: between semicolons and full stops.
 
-    aggregate: of `AGGREGATES`, the one that the words just before the number name, or empty; bracket: whether it is the
-    end of an interval.
+    aggregate: of `AGGREGATES`, the one that the words just before the number name, or empty; end: "low" or "high" of an
+    interval, or empty.
     """
 
     near: str
     text: str
     aggregate: str
-    bracket: bool
+    end: str
 
     @classmethod
     def around(cls, text: str, number: Number) -> "Clause":
@@ -313,8 +338,9 @@ class Clause:
         wide = _SENTENCE.split(before)[-1], _SENTENCE.split(after)[0]
         near = _COMMA.split(wide[0])[-1], _COMMA.split(wide[1])[0]
         said = [name for name in AGGREGATES if re.search(rf"\b{name}\b", f"{before[-30:]}#{after[:30]}")]
-        bracket = before.rfind("[") > before.rfind("]") and "]" in after[:20]
-        return cls(" # ".join(near), " # ".join(wide), said[-1] if said else "", bracket)
+        inside = before.rpartition("[")[2] if "]" in after[:20] and before.rfind("[") > before.rfind("]") else None
+        end = "" if inside is None else "high" if NUMBER.search(inside) else "low"
+        return cls(" # ".join(near), " # ".join(wide), said[-1] if said else "", end)
 
 
 def _names_value(text: str, numbers: frozenset[float], value: Any) -> bool:
@@ -331,6 +357,11 @@ class Match:
     cost: tuple
     origin: Origin
     line: Any = None
+
+    @property
+    def is_weak(self) -> bool:
+        """Whether the clause names other keys than these, or none of these."""
+        return bool(self.cost[0])
 
 
 _READ = "table"  # what is kept with a table that was noted, so that it is read once
@@ -397,12 +428,20 @@ class _Table:
             fits = number.shows(self.scaled[scale]) & _right_unit(self.units, number.unit, scale)
             for line, column in np.argwhere(fits).tolist():
                 name = str(self.columns[column])
-                beside = clause.bracket and before is not None and before[0] is self and before[1] == line
-                end = (name in ("low", "high")) != clause.bracket
+                beside = clause.end and before is not None and before[0] is self and before[1] == line
+                end = self._end_of(name, scale) != clause.end
                 cost = (clash[line] > 0, bool(clause.aggregate), not beside, end, 2 * (rank > 0) - agree[line], rank)
                 value = float(self.scaled[scale][line, column])
                 keys = {key: values[line] for key, values in self.keys.items() if _says(key, values[line])}
                 yield Match((*cost, clash[line]), Origin("measured", value, self.name, keys, name, scale), (self, line))
+
+    @staticmethod
+    def _end_of(column: str, scale: str) -> str:
+        """Which end of an interval a column has, after what turns it round."""
+        if column not in ("low", "high"):
+            return ""
+        turned = scale in ("1/x", "−x", "100·(1−x)", "100·(1/x−1)", "100−x")
+        return {"low": "high", "high": "low"}[column] if turned else column
 
     def counts(self, number: Number, clause: Clause) -> Iterator[Match]:
         """How many lines there are, or have the same keys."""
@@ -437,6 +476,8 @@ class _Table:
                 fits = number.shows(made) & _right_unit(self.units, number.unit, scale)
                 for part, column in np.argwhere(fits).tolist():
                     keys, name = self.parts[part][0], str(self.columns[column])
+                    if "verdict" in keys:  # "1.71× faster" is no mean of what is faster
+                        continue
                     named, unnamed = self._part_named(clause, keys)
                     cost = (unnamed > 0, False, True, name in ("low", "high"), -named, 0, unnamed)
                     transform, value = ", ".join(filter(None, [how, scale])), float(made[part, column])

@@ -13,7 +13,7 @@ from labkit.evidence import sheets
 from labkit.report import figures
 from labkit.report.figures import Html
 from labkit.report.verdicts import Said
-from labkit.report.words import span
+from labkit.report.words import gains
 from labkit.workflow import elsewhere, gpus, predictions
 from labkit.workflow.elsewhere import VERDICT, Rows
 
@@ -142,7 +142,7 @@ def _sentence(gpu: str, table: pd.DataFrame) -> Html:
     for (op, variant, against), some in table.groupby(["op", "variant", "against"], sort=False):
         clear = int(((some["low"] > 1) | (some["high"] < 1)).sum())
         said = f"in {clear} of {len(some)} cases the bounds leave out one"
-        parts.append(f"{op}, “{variant}” against “{against}”: ×{span(some['ratio'])}, {said}")
+        parts.append(f"{op}, “{variant}” against “{against}”: {gains(some['ratio'])}, {said}")
     return figures.note(f"{VERDICT.capitalize()}: {_way(gpu, table)}. {'; '.join(parts)}.")
 
 

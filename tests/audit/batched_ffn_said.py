@@ -6,7 +6,7 @@ from typing import Any
 
 import batched_ffn as tables
 import pandas as pd
-from common import Sentences, counted, geometric_mean, span
+from common import Sentences, counted, faster, geometric_mean, span
 
 Line = dict[str, Any]
 AIMED = {"BF16": 80, "Q8_0": 80, "Q4_K": 80, "Q5_K": 70, "Q6_K": 70}  # percent of a plain read
@@ -26,10 +26,6 @@ def _by(lines: Iterable[Line], name: str) -> dict[Any, list[Line]]:
     for line in lines:
         found.setdefault(line[name], []).append(line)
     return found
-
-
-def _faster(ratio: float) -> str:
-    return f"{ratio:.2f}× faster" if ratio >= 1 else f"{1 / ratio:.2f}× slower"
 
 
 def _words(lines: Sequence[Line], name: str = "verdict") -> str:
@@ -68,8 +64,8 @@ def failures(rows: pd.DataFrame) -> list[str]:
     kinds = {"F32, BF16": [line for line in lines if line["format"] in PLAIN]}
     kinds |= {"quantised": [line for line in lines if line["format"] not in PLAIN]}
     found = [f"faster, {kind}: {_lost(some)};" for kind, some in kinds.items() if _sure(some)]
-    found.append(f"each case, mean: {_faster(1 / geometric_mean(line['price'] for line in price))}")
-    found.append(f"at worst: {_faster(1 / max(line['price'] for line in price))}")
+    found.append(f"each case, mean: {faster(1 / geometric_mean(line['price'] for line in price))}")
+    found.append(f"at worst: {faster(1 / max(line['price'] for line in price))}")
     return found + cache_costs(rows)
 
 
@@ -115,7 +111,7 @@ SHOWN = (tables.LOOP, tables.ONE_LAUNCH, tables.ONCE, tables.MATRIX, "tensor_cor
 def integers(rows: pd.DataFrame) -> list[str]:
     """What integers are worth at eight and at the most tokens."""
     groups = _by(_lines(tables.compared(rows), op="product", variant=tables.INTEGERS), "N")
-    return [f"{_faster(_geometric(groups[n]))} at {_tokens(n)}" for n in (8, max(groups))]
+    return [f"{faster(_geometric(groups[n]))} at {_tokens(n)}" for n in (8, max(groups))]
 
 
 def _geometric(lines: Iterable[Line], name: str = "ratio") -> float:
@@ -154,10 +150,10 @@ def price(rows: pd.DataFrame) -> list[str]:
     where = f"{worst['format']}, {worst['rows']} × {worst['K']}, N = {worst['N']}, against {worst['fastest']}"
     return [
         f"the fastest of all: {best} of {len(lines)}",
-        f"the fastest, geometric mean: {_faster(1 / _geometric(lines, 'price'))}",
-        f"at worst: {_faster(1 / worst['price'])} ({where})",
-        f"in each case, geometric mean: {_faster(1 / _geometric(lines, 'mixed price'))}",
-        f"its worst: {_faster(1 / mixed)}",
+        f"the fastest, geometric mean: {faster(1 / _geometric(lines, 'price'))}",
+        f"at worst: {faster(1 / worst['price'])} ({where})",
+        f"in each case, geometric mean: {faster(1 / _geometric(lines, 'mixed price'))}",
+        f"its worst: {faster(1 / mixed)}",
     ]
 
 
@@ -202,7 +198,7 @@ def routed_integers(rows: pd.DataFrame) -> list[str]:
         before, now = (
             read[line["format"], line["N"], name] for name in (tables.INDEXED_MATRIX, tables.INDEXED_INTEGERS)
         )
-        said = f"{_faster(line['ratio'])}, {before:.0f} → {now:.0f} % of a plain read"
+        said = f"{faster(line['ratio'])}, {before:.0f} → {now:.0f} % of a plain read"
         found.append(f"{line['format']}, {_tokens(line['N'])}: {said}")
     return found
 
@@ -237,8 +233,8 @@ def overlap(rows: pd.DataFrame) -> list[str]:
 def summary(rows: pd.DataFrame) -> list[str]:
     """Against cuBLAS, by tokens."""
     return [
-        f"{_tokens(n)}: {_faster(_geometric(some))}; the fastest kernel in each case "
-        f"{_faster(_geometric(some, 'mixed ratio'))}"
+        f"{_tokens(n)}: {faster(_geometric(some))}; the fastest kernel in each case "
+        f"{faster(_geometric(some, 'mixed ratio'))}"
         for n, some in _by(_cublas(rows), "N").items()
     ]
 
@@ -273,7 +269,7 @@ def hero(rows: pd.DataFrame) -> list[str]:
     for n, some in sorted(_by(_cublas(rows), "N").items()):
         mean = _geometric(line for line in some if line["format"] not in PLAIN)
         if n in (32, 64):
-            found.append(f"{_faster(mean)} at {n} tokens")
+            found.append(f"{faster(mean)} at {n} tokens")
     return found
 
 
@@ -311,11 +307,11 @@ def llama_bars(rows: pd.DataFrame) -> list[str]:
     worst = min(few, key=lambda line: line["ratio"])
     where = f"{worst['format']}, {worst['rows']:.0f} × {worst['K']:.0f}, N = {worst['N']}"
     return [
-        f"(aim: 1.4×): {_faster(_geometric(few))}: ",
-        f"{_faster(worst['ratio'])} ({where})",
-        f"all tokens, geometric mean: {_faster(_geometric(lines))}",
-        f"in each case, up to 32 tokens: {_faster(_geometric(few, 'mixed ratio'))}",
-        f"the same, all tokens: {_faster(_geometric(lines, 'mixed ratio'))}",
+        f"(aim: 1.4×): {faster(_geometric(few))}: ",
+        f"{faster(worst['ratio'])} ({where})",
+        f"all tokens, geometric mean: {faster(_geometric(lines))}",
+        f"in each case, up to 32 tokens: {faster(_geometric(few, 'mixed ratio'))}",
+        f"the same, all tokens: {faster(_geometric(lines, 'mixed ratio'))}",
     ]
 
 

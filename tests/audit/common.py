@@ -58,6 +58,27 @@ def cases(
 _KEPT: dict[tuple[int, str, str], tuple[pd.DataFrame, list[list[dict[str, Any]]]]] = {}
 
 
+def faster(ratio: float, than: str = "") -> str:
+    """A ratio of times as pages say it: of what reads as 1, no side."""
+    times = f"{max(ratio, 1 / ratio):.2f}"
+    if times == "1.00":
+        return f"as fast as {than}" if than else "as fast"
+    return f"{times}× {'faster' if ratio > 1 else 'slower'}{f' than {than}' if than else ''}"
+
+
+def gains(ratios: Iterable[float]) -> str:
+    """The least and the most of ratios of times, as pages say them: of one side, the smaller number first."""
+    ordered = sorted(ratios)
+    least, most = faster(ordered[0]), faster(ordered[-1])
+    if least == most:
+        return least
+    if ordered[-1] < 1:
+        least, most = most, least
+    sides = least.split()[1:], most.split()[1:]
+    same = "×" in least and "×" in most and sides[0] == sides[1]
+    return f"{least.split()[0]} to {most}" if same else f"{least} to {most}"
+
+
 def _groups(rows: pd.DataFrame, op: str, cache: str) -> list[list[dict[str, Any]]]:
     """The rows of each case of an operation. Kept, with the frame, since every table asks for them again."""
     key = id(rows), op, cache

@@ -20,6 +20,8 @@ from common import (
     compare,
     counted,
     facts,
+    faster,
+    gains,
     geometric_mean,
     half_width,
     interval,
@@ -32,7 +34,7 @@ from common import (
     table,
     times,
     usable,
-)
+)  # fmt: skip
 
 STUDY = "gemv_coalescing"
 SHAPE = ["dtype", "N", "K"]
@@ -619,10 +621,6 @@ def _mean(lines: Sequence[Mapping[str, Any]], form: str = ".2f") -> str:
     return format(geometric_mean(line["ratio"] for line in lines), form)
 
 
-def _faster(ratio: float) -> str:
-    return f"{ratio:.2f}× faster" if ratio >= 1 else f"{1 / ratio:.2f}× slower"
-
-
 SHOWN = {  # what the page calls variants
     THREAD: "thread a row", TURNED: "coalescing alone [K, N]", WARP: "warp a row", WIDE: "loads of 16 bytes",
     HINT: "evict-first hint", FOUR: "four rows a program", PIPELINED: "pipelined copies",
@@ -637,7 +635,7 @@ def said_beside_cublas(rows: pd.DataFrame) -> list[str]:
         lines = [line for line in _records(against_cublas(rows), dtype="bf16", of=name) if line["MB"] >= 16]
         ratios = [line["ratio"] for line in lines]
         words = counted(line["verdict"] for line in lines)
-        found.append(f"{SHOWN[name]}: {_faster(geometric_mean(ratios))} ({span(ratios)}), {words}")
+        found.append(f"{SHOWN[name]}: {faster(geometric_mean(ratios))} ({gains(ratios)}), {words}")
     return found
 
 
@@ -676,7 +674,7 @@ def said_best_peer(rows: pd.DataFrame) -> list[str]:
     best = [min(of[name] for name in (*CUBLAS, *OTHERS) if name in of) for of in us]
     means = {name: geometric_mean(x / of[name] for x, of in zip(best, us, strict=True)) for name in (OURS, TUNED)}
     return [
-        f"{SHOWN[name]}, against the fastest library: {_faster(mean)}; {len(us)} shapes" for name, mean in means.items()
+        f"{SHOWN[name]}, against the fastest library: {faster(mean)}; {len(us)} shapes" for name, mean in means.items()
     ]
 
 
@@ -688,7 +686,7 @@ def said_engines(rows: pd.DataFrame) -> list[str]:
         if us:
             mine = geometric_mean(of[OURS] / of[name] for of in us)
             library = geometric_mean(min(of[one] for one in CUBLAS) / of[name] for of in us)
-            than = f"{_faster(mine)} than dependent launch, {_faster(library)} than cuBLAS; {len(us)} shapes"
+            than = f"{faster(mine, 'dependent launch')}, {faster(library, 'cuBLAS')}; {len(us)} shapes"
             found.append(f"{name.rpartition(' ')[2]}: {than}")
     return found or ["vLLM skinny_gemm: not measured on this GPU"]
 
@@ -696,7 +694,7 @@ def said_engines(rows: pd.DataFrame) -> list[str]:
 def said_gains(rows: pd.DataFrame) -> list[str]:
     """Mean of each step, and how often it loses."""
     return [
-        f"{SHOWN[line['over']]} → {SHOWN[line['step']]}: {_faster(line['mean ratio'])}; "
+        f"{SHOWN[line['over']]} → {SHOWN[line['step']]}: {faster(line['mean ratio'])}; "
         + (f"slower in {line['slower']} of {line['cases']}" if line["slower"] else f"never slower in {line['cases']}")
         for line in _records(steps(rows))
         if line["slower from"] == line["slower to"]
@@ -706,12 +704,12 @@ def said_gains(rows: pd.DataFrame) -> list[str]:
 def said_unseen(rows: pd.DataFrame) -> list[str]:
     """Mean and most of the rule's time over the fastest candidate's."""
     some = list(unseen(rows)["rule / fastest"])
-    return [f"{_faster(1 / geometric_mean(some))}, at most {max(some):.2f}×"]
+    return [f"{faster(1 / geometric_mean(some))}, at most {max(some):.2f}×"]
 
 
 def said_splits(rows: pd.DataFrame) -> list[str]:
     """The fastest split over the fastest without, at each short shape."""
-    return [f"{x['N']} × {x['K']}: {_faster(1 / x['split / whole'])}" for x in _records(splits(rows))]
+    return [f"{x['N']} × {x['K']}: {faster(1 / x['split / whole'])}" for x in _records(splits(rows))]
 
 
 def said_tuning(rows: pd.DataFrame) -> list[str]:
@@ -758,7 +756,7 @@ def _spread(lines: Sequence[Mapping[str, Any]]) -> list[str]:
     turned = {"faster": "slower", "slower": "faster"}
     words = counted("|".join(turned.get(word, word) for word in line["verdict"].split("|")) for line in lines)
     ratios = [line["ratio"] for line in lines]
-    return [f"{_faster(1 / geometric_mean(ratios))} ({span(ratios)}); {words}"]
+    return [f"{faster(1 / geometric_mean(ratios))} ({gains(1 / ratio for ratio in ratios)}); {words}"]
 
 
 def said_questions(rows: pd.DataFrame) -> list[str]:
@@ -767,7 +765,7 @@ def said_questions(rows: pd.DataFrame) -> list[str]:
     pairs = (THREAD, WARP), (THREAD, TURNED), (WARP, WIDE), (WIDE, FOUR), ("rows=4, interleaved", "rows=4")
     means = [geometric_mean(of[old] / of[new] for of in us if {old, new} <= set(of)) for old, new in pairs]
     lines = [[line["ratio"] for line in _records(merging(rows), kernel=kernel)] for kernel in ("torch.mv", "ours")]
-    return [*map(_faster, means), *(f"{span(some)}× faster" for some in lines)]
+    return [*map(faster, means), *map(gains, lines)]
 
 
 def said_prediction(rows: pd.DataFrame) -> list[str]:
@@ -805,7 +803,7 @@ def said_limits(rows: pd.DataFrame) -> list[str]:
     """What dependent launch reaches over cuBLAS, and what reading would."""
     of = {"ours, separate": "separate", "ours, merged": "merged"}
     return [
-        f"{line['model']}, {of[line['variant']]}: {line['ratio']:.2f}× faster, at most {line['at most']:.2f}×"
+        f"{line['model']}, {of[line['variant']]}: {faster(line['ratio'])}, at most {line['at most']:.2f}×"
         for line in _records(chains(rows))
         if line["variant"] in of
     ]

@@ -677,11 +677,6 @@ def _quotient(part: Mapping[str, Any], whole: Mapping[str, Any], name: str, othe
     return {name + end: part[name + end] / whole[other + opposite] for end, opposite in ends.items()}
 
 
-def loop(rows: pd.DataFrame) -> pd.DataFrame:
-    """A loop over the experts over our layer."""
-    return _observed(line | {"case": _where(line)} for line in _layers(rows, OURS, LOOP))
-
-
 def _where(line: Mapping[str, Any]) -> str:
     return f"{line['model']}, {line['weights']}, {line['T']} tokens, {line['routing']}"
 
@@ -723,6 +718,5 @@ TABLES: Tables = {
     "claims.few_tokens": few_tokens,
     "claims.blocks": blocks,
     "claims.fewer_sms": fewer_sms,
-    "claims.loop": loop,
     "claims.own_grid": own_grid,
 }

@@ -10,7 +10,7 @@ from typing import Any
 
 import moe_persistent_grid as tables
 import pandas as pd
-from common import Sentences, cases, counted, geometric_mean, median, pick, span
+from common import Sentences, cases, counted, faster, gains, geometric_mean, median, pick, span
 
 Line = dict[str, Any]
 UNIFORM = {"routing": "uniform"}
@@ -63,22 +63,12 @@ def _most(lines: Iterable[Line], name: str = "ratio") -> Line:
 # Layers
 
 
-def _faster(ratio: float) -> str:
-    return f"{ratio:.2f}× faster" if ratio >= 1 else f"{1 / ratio:.2f}× slower"
-
-
 def _gains(lines: Iterable[Line]) -> str:
-    """Least and most of ratios, in the direction of what is said."""
-    ends = [end([line["ratio"] for line in lines]) for end in (min, max)]
-    if ends[0] < 1 <= ends[1]:
-        return f"{_faster(ends[0])} to {_faster(ends[1])}"
-    shown = ends if ends[0] >= 1 else [1 / ends[1], 1 / ends[0]]
-    texts = dict.fromkeys(f"{end:.2f}×" for end in shown)
-    return f"{' to '.join(texts)} {'faster' if ends[0] >= 1 else 'slower'}"
+    return gains(line["ratio"] for line in lines)
 
 
 def _average(lines: Sequence[Line]) -> str:
-    return f"{_faster(geometric_mean(line['ratio'] for line in lines))} on average"
+    return f"{faster(geometric_mean(line['ratio'] for line in lines))} on average"
 
 
 def _answer(question: str, said: str) -> str:
@@ -112,7 +102,7 @@ def in_short(rows: pd.DataFrame) -> list[str]:
     for words, table in asked.items():
         for line in _lines(table(rows), T=tables.SOURCE_T):
             question = f"ExecuTorch's layer, {line['activations']}, {tables.SOURCE_T} tokens: {words}"
-            found.append(_answer(question, _faster(line["ratio"])))
+            found.append(_answer(question, faster(line["ratio"])))
     return found + _int4(rows)
 
 
@@ -142,7 +132,7 @@ def rivals(rows: pd.DataFrame) -> list[str]:
     """The fastest other layer over ours."""
     lines = _usual(rows)
     least = _least(lines)
-    return [f"{_average(lines)}, least {_faster(least['ratio'])} ({_place(least)})"]
+    return [f"{_average(lines)}, least {faster(least['ratio'])} ({_place(least)})"]
 
 
 def rates(rows: pd.DataFrame) -> list[str]:
@@ -198,7 +188,7 @@ def routings(rows: pd.DataFrame) -> list[str]:
     """The case in which ours stands worst beside the fastest other."""
     lines = [line for line in tables.routings(rows).to_dict("records") if line["ratio"] == line["ratio"]]
     least = _least(lines)
-    return [f"Least: {_faster(least['ratio'])} ({_place(least)})"]
+    return [f"Least: {faster(least['ratio'])} ({_place(least)})"]
 
 
 def tuning(rows: pd.DataFrame) -> list[str]:
@@ -246,7 +236,7 @@ def grid(rows: pd.DataFrame) -> list[str]:
     full = [line for line in _lines(tables.persistence(rows), persistent=tables.OWN_FILLED)]
     few, many = ([x["ratio"] for x in full if 1 < x["waves"] <= 3], [x["ratio"] for x in full if x["waves"] >= 10])
     means = [geometric_mean(some) for some in (few, many)]
-    return [f"{_faster(means[0])} at 1 to 3 waves, {_faster(means[1])} at 10 or more"]
+    return [f"{faster(means[0])} at 1 to 3 waves, {faster(means[1])} at 10 or more"]
 
 
 def fewer_ctas(rows: pd.DataFrame) -> list[str]:
@@ -305,21 +295,20 @@ def causes(rows: pd.DataFrame) -> list[str]:
     table = {line["variant"]: line for line in tables.source_point(rows).to_dict("records")}
     for kind in ("W4A16", "W4A8"):
         full = next((x for name, x in table.items() if f" {kind}," in name and tables.FILLED in name), None)
-        found += [f"{kind} {_faster(full['tiles / this'])}"] if full else []
+        found += [f"{kind} {faster(full['tiles / this'])}"] if full else []
     return found
 
 
 def why(rows: pd.DataFrame) -> list[str]:
     """The source's own point: each product in both grids, and sums of both."""
     found = [
-        _answer(f"{line['activations']}, {line['GEMM'].upper()}: persistent grid", _faster(line["ratio"]))
+        _answer(f"{line['activations']}, {line['GEMM'].upper()}: persistent grid", faster(line["ratio"]))
         for line in _own(rows, "persistent")
         if line["T"] == tables.SOURCE_T
     ]
     for line in tables.point_ratios(rows).to_dict("records"):
         kind = f"{line['activations']}, both products: " if line["activations"] else ""
-        same = f"{line['ratio']:.2f}" == f"{1 / line['ratio']:.2f}"
-        found.append(_answer(f"{kind}{line['change']}", "1.00× as fast" if same else _faster(line["ratio"])))
+        found.append(_answer(f"{kind}{line['change']}", faster(line["ratio"])))
     return found or NOT_TIMED
 
 
@@ -353,7 +342,7 @@ def answer(rows: pd.DataFrame) -> list[str]:
     """Of one GPU: the persistent grid in the source's own layer, and what skipping empty blocks gains at least."""
     own = tables.released_grids(rows).to_dict("records")
     live = [line for line in _own(rows, LIVE[0]) if line["T"] == tables.SOURCE_T]
-    return [f"whole layer {_gains(own)} than", f"at least {_faster(_least(live)['ratio'])}"]
+    return [f"whole layer {_gains(own)} ", f"at least {faster(_least(live)['ratio'])}"]
 
 
 SENTENCES: Sentences = {

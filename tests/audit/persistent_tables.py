@@ -33,6 +33,7 @@ from common import (
     counted,
     either,
     facts,
+    faster,
     interval,
     median,
     noise,
@@ -81,7 +82,6 @@ SHOWN = SHORT | {
 SWEPT = (VECTORISED, PREBUILT, PINNED, PACKED, BY_KERNEL, IN_LAUNCH, GRAPH)
 PARTS = ("build", "copy", "launch")
 ONE_TABLE = ("buffers", "records", "queue")
-DATASHEET = {"NVIDIA H100 80GB HBM3": 3.35, "NVIDIA H200": 4.8}  # TB/s
 L2 = {"NVIDIA H100 80GB HBM3": 50 * 2**20, "NVIDIA H200": 60 * 2**20}  # bytes
 # Of a model: hidden, layers, heads, kv heads, values of a head, feed-forward width, vocabulary.
 SHAPES = {
@@ -255,18 +255,6 @@ def ablations(rows: pd.DataFrame) -> pd.DataFrame:
         for line in _alone(params, group, CHANGED)
     ]
     return table(found, ["model", "variant", "us", "ratio", "low", "high", "verdict"])
-
-
-def _streamed(rows: pd.DataFrame, model: str) -> Interval:
-    """TB/s of a model's step: the median of each process's blocks."""
-    ((params, group),) = cases(rows, "token", model=model, **MAIN)
-    size = _bytes(params, group)
-    return apart([{key: size / ns / 1000 for key, ns in blocks(usable(group)[OURS]).items()}], itself)
-
-
-def streamed(rows: pd.DataFrame) -> pd.DataFrame:
-    """TB/s of every model's step."""
-    return pd.DataFrame([{"model": model} | named(_streamed(rows, model), "mid", "low", "high") for model in SHAPES])
 
 
 def _projections(model: str) -> dict[str, int]:
@@ -550,7 +538,7 @@ def hidden(rows: pd.DataFrame) -> pd.DataFrame:
 # What the claims are judged by: case, mid, low, high, noise, runs
 
 
-OBSERVED = ["case", "mid", "low", "high", "noise", "runs", "least", "most"]
+OBSERVED = ["case", "mid", "low", "high", "noise", "runs"]
 
 
 def _of_ways(way: str, against: str) -> Callable[[pd.DataFrame], pd.DataFrame]:
@@ -570,21 +558,9 @@ def schedule(rows: pd.DataFrame) -> pd.DataFrame:
     return table([line | {"case": H1024, "mid": line["ratio"]}], OBSERVED)
 
 
-def bandwidth(rows: pd.DataFrame) -> pd.DataFrame:
-    """Llama's step over the data sheet's bandwidth."""
-    ((_, group),) = cases(rows, "token", model=LLAMA, **MAIN)
-    found = _streamed(rows, LLAMA).each(lambda tbs: tbs / DATASHEET[rows["gpu"].iloc[0]])
-    line = {"case": LLAMA, "runs": found.runs} | named(found, "mid", "low", "high") | noise(group).columns("noise")
-    return table([line], OBSERVED)
-
-
-def _of_host(rows: pd.DataFrame, found: Interval, size: tuple[float, float] | None = None) -> pd.DataFrame:
-    """A claim of the host's: with noise, and what was published, only if it is sure."""
-    assert sure(found) in ("True", "False"), "whether it is sure is a draw of the bootstrap"
-    known = sure(found) == "True"
-    aa = noise(_host_case(rows)) if known else NO_END
-    least, most = size if size and known else (None, None)
-    line = {"case": REBUILT, "runs": found.runs, "least": least, "most": most} | aa.columns("noise")
+def _of_host(rows: pd.DataFrame, found: Interval) -> pd.DataFrame:
+    """A claim of the host's, with the noise of its case."""
+    line = {"case": REBUILT, "runs": found.runs} | noise(_host_case(rows)).columns("noise")
     return table([line | named(found, "mid", "low", "high")], OBSERVED)
 
 
@@ -594,8 +570,8 @@ def claim_building(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def claim_records(rows: pd.DataFrame) -> pd.DataFrame:
-    """The records over the rest: 2222 over 444 and 16, each to half a µs."""
-    return _of_host(rows, _records_over_rest(rows), (2221.5 / 461, 2222.5 / 459))
+    """The records over the rest."""
+    return _of_host(rows, _records_over_rest(rows))
 
 
 def waiting(rows: pd.DataFrame) -> pd.DataFrame:
@@ -606,19 +582,13 @@ def waiting(rows: pd.DataFrame) -> pd.DataFrame:
             each = [QUEUED * 0.8 / line[name] for name in ("queued", "idle")]
             both = [sum(getattr(one, end) / by for one, by in zip(aa, each, strict=True)) for end in vars(NO_END)]
             shares = {name: value / QUEUED for name, value in line.items() if name.startswith(("low", "high"))}
-            widths = [(shares[f"high {one}"] - shares[f"low {other}"]) / 2 <= SURE for one, other in _WIDTHS]
-            assert len(set(widths)) == 1, "whether it is sure is a draw of the bootstrap"
             said = {"case": line["way"], "mid": line["waited"] / QUEUED, "runs": line["runs"]} | shares
-            found.append(said | (End(*both) if widths[0] else NO_END).columns("noise"))
+            found.append(said | End(*both).columns("noise"))
     return table(found, OBSERVED)
-
-
-_WIDTHS = [("from", "to"), ("to", "from")]
 
 
 TABLES: Tables = {
     "tables.graphs": graphs,
-    "tables.streamed": streamed,
     "tables.ablations": ablations,
     "tables.stages": stages,
     "tables.stops": stops,
@@ -642,7 +612,6 @@ TABLES: Tables = {
     "claims.fewer_bytes": _of_ways(PACKED, PINNED),
     "claims.pinned": _of_ways(PREBUILT, PINNED),
     "claims.schedule": schedule,
-    "claims.bandwidth": bandwidth,
     "claims.building": claim_building,
     "claims.records": claim_records,
     "claims.waiting": waiting,
@@ -678,7 +647,7 @@ def said_claims(rows: pd.DataFrame) -> dict[str, list[str]]:
 
 
 def _number(value: float, name: str) -> str:
-    if name in ("claims.bandwidth", "claims.waiting"):
+    if name == "claims.waiting":
         return f"{100 * value:.0f} %"
     return f"{value:.2f}" if value < 10 else f"{value:.1f}"
 
@@ -742,8 +711,7 @@ def said_contexts(rows: pd.DataFrame) -> list[str]:
 
 def _faster(ratio: float, word: str) -> str:
     """ "1.29× faster", or the verdict; nothing where it is a draw."""
-    side = f"{max(ratio, 1 / ratio):.2f}× {'faster' if ratio >= 1 else 'slower'}"
-    return side if word in ("faster", "slower") else "" if "|" in word else word
+    return faster(ratio) if word in ("faster", "slower") else "" if "|" in word else word
 
 
 def said_questions(rows: pd.DataFrame) -> list[str]:

@@ -5,7 +5,7 @@ Variants are told apart by what their options say where that is enough, not by t
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import product
 from typing import Any
 
@@ -19,6 +19,8 @@ from common import (
     compare,
     counted,
     facts,
+    faster,
+    gains,
     geometric_mean,
     least,
     pick,
@@ -566,25 +568,11 @@ def _ratios(lines: Sequence[Mapping[str, Any]]) -> list[float]:
     return [line["ratio"] for line in lines]
 
 
-def faster(ratio: float) -> str:
-    """A ratio of times as pages say it."""
-    return f"{ratio:.2f}× faster" if ratio >= 1 else f"{1 / ratio:.2f}× slower"
-
-
-def gain(values: Iterable[float]) -> str:
-    """The least and the most of them."""
-    ordered = sorted(values)
-    least, most = faster(ordered[0]), faster(ordered[-1])
-    if least == most:
-        return least
-    return f"{least.split('×')[0]} to {most}" if least[-6:] == most[-6:] else f"{least} to {most}"
-
-
 def said_folding(rows: pd.DataFrame) -> list[str]:
     """One pass against two in Qwen3-Next's shape: one sequence, and a full GPU."""
     lines = _records(folding(rows), cache="cold", model=NEXT)
     parts = [line for line in lines if line["batch"] == 1], [line for line in lines if line["batch"] >= FULL]
-    return [f"{gain(_ratios(some))}; {counted(line['verdict'] for line in some)} of {len(some)}" for some in parts]
+    return [f"{gains(_ratios(some))}; {counted(line['verdict'] for line in some)} of {len(some)}" for some in parts]
 
 
 def said_spilled(rows: pd.DataFrame) -> list[str]:
@@ -620,8 +608,8 @@ def said_libraries(rows: pd.DataFrame) -> list[str]:
     found = against_best(rows)
     groups = [_records(found, op="step", gate="GDN", slots=slots, state=state) for slots, state in _SLOTS]
     groups += [_records(found, op="extend", gate=gate) for gate in ("GDN", "KDA")]
-    parts = [(faster(geometric_mean(_ratios(some))), gain(_ratios(some))) for some in groups]
-    return [part for mean, ends in parts for part in (f"{mean} than", f"({ends})")]
+    parts = [(faster(geometric_mean(_ratios(some))), gains(_ratios(some))) for some in groups]
+    return [part for mean, ends in parts for part in (f"{mean} ", f"({ends})")]
 
 
 _SLOTS = list(product(("in order", "at random"), ("fp32", "bf16")))
@@ -635,13 +623,13 @@ def said_by_kernel(rows: pd.DataFrame) -> list[str]:
     own = [_pairs(rows, op, *OWN["SGLang"][::-1]) for op in ("verify", "step")]
     groups += [_full(lines) for lines in own if lines]
     said = [
-        f"{state}: {gain(_ratios(some))}"
+        f"{state}: {gains(_ratios(some))}"
         for lines in groups
         for state in ("fp32", "bf16")
         if (some := [line for line in lines if line["state"] == state])
     ]
-    extends, gains = _ratios(_records(gdn_layouts(rows), op="extend")), vllm_estimate(rows, 32)["gain %"]
-    return [*said, gain(extends), f"{span(gains, '+.1f')} % tokens/s"]
+    extends, percent = _ratios(_records(gdn_layouts(rows), op="extend")), vllm_estimate(rows, 32)["gain %"]
+    return [*said, gains(extends), f"{span(percent, '+.1f')} % tokens/s"]
 
 
 def _full(lines: Sequence[Mapping[str, Any]], **wanted: Any) -> list[Mapping[str, Any]]:
@@ -653,7 +641,7 @@ def said_tuned(rows: pd.DataFrame) -> list[str]:
     """Both layouts of the tuned decode with the GPU full."""
     lines = _full(_records(gdn_layouts(rows), op="step"))
     return [
-        f"{state} state: {gain(line['ratio'] for line in lines if line['state'] == state)}"
+        f"{state} state: {gains(line['ratio'] for line in lines if line['state'] == state)}"
         for state in ("fp32", "bf16")
     ]
 
@@ -684,7 +672,7 @@ def said_occupancy(rows: pd.DataFrame) -> list[str]:
         [line for line in lines if line["CTAs an SM, VK"] > line["CTAs an SM, KV"]],
         [line for line in lines if line["CTAs an SM, VK"] == line["CTAs an SM, KV"]],
     ):
-        found.append(f"{len(some)} of {len(lines)} pairs" + (f", {gain(_ratios(some))} with" if some else ""))
+        found.append(f"{len(some)} of {len(lines)} pairs" + (f", {gains(_ratios(some))} with" if some else ""))
     return found
 
 

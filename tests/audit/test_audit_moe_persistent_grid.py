@@ -199,7 +199,7 @@ def test_means_for_medians_of_a_process_are_beyond_the_tolerance(centre, passes)
 CHANGED = {  # table -> the row of which a sample is changed
     "tables.times": {"op": "layer", "variant": audit.OURS},
     "tables.against_best": {"op": "layer", "variant": audit.OURS},
-    "claims.loop": {"op": "layer", "variant": audit.LOOP},
+    "tables.compared": {"op": "layer", "variant": audit.LOOP},
     "tables.persistence": {"op": "gemm1", "variant": audit.OWN_TILES},
 }
 SIZE = {"model": "Qwen3-30B-A3B", "weights": "bf16", "T": 128, "routing": "uniform"}

@@ -29,10 +29,6 @@ def ends(found, **line):
     return line | {"mid": found.mid, "low": found.low, "high": found.high}
 
 
-def streamed(rows):
-    return pd.DataFrame([ends(tables.streamed(rows, model), model=model) for model in audit.SHAPES])
-
-
 def one_interval(function):
     """A table of one interval, of way 1."""
     return lambda rows: pd.DataFrame([ends(function(rows), of=audit.REBUILT)])
@@ -66,7 +62,6 @@ ANSWER = SimpleNamespace(conclusion=of_one(answer.conclusion), advice=of_one(ans
 VIEWS = {"views": views, "host_views": host_views, "answer": ANSWER}
 LAB = {  # table -> the lab's, and the columns that say which line it is
     "tables.graphs": (tables.graphs, ["model", "variant"]),
-    "tables.streamed": (streamed, ["model"]),
     "tables.ablations": (tables.ablations, ["model", "variant"]),
     "tables.stages": (tables.stages, ["model", "op"]),
     "tables.stops": (tables.stops, ["model"]),
@@ -88,7 +83,7 @@ LAB = {  # table -> the lab's, and the columns that say which line it is
     **{
         f"claims.{name}": (observed(getattr(claims, name)), ["case"])
         for name in (
-            "persistent", "packed", "fewer_bytes", "pinned", "schedule", "bandwidth", "building", "records", "waiting"
+            "persistent", "packed", "fewer_bytes", "pinned", "schedule", "building", "records", "waiting"
         )
     },
 }  # fmt: skip

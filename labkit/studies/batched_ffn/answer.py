@@ -69,8 +69,9 @@ def conclusion(facts: Mapping[str, Facts]) -> str:
     bits = "Outputs are bit-identical" if kept else "Outputs may differ"
     (gpu, first), *others = facts.items()
     said = f"{bits}; {_saves(facts.values())}: at {TOKENS} tokens, quantised, one launch is "
-    said += f"{words.faster(first['launch'])} than a loop, "
-    said += f"reading and unpacking once another {words.faster(first['reads'])} ({gpu})"
+    said += f"{words.faster(first['launch'], 'a loop')}, "
+    reads = words.faster(first["reads"])
+    said += f"reading and unpacking once {'another ' if reads != words.SAME else ''}{reads} ({gpu})"
     return said + "".join(f"; {_faster(one['launch'], one['reads'])} ({gpu})" for gpu, one in others) + "."
 
 
@@ -83,9 +84,10 @@ def _saves(facts: Iterable[Facts]) -> str:
 
 def _faster(first: float, second: float) -> str:
     """ "1.21×, then 2.19× faster"."""
-    if min(first, second) >= 1:
-        return f"{first:.2f}×, then {words.faster(second)}"
-    return f"{words.faster(first)}, then {words.faster(second)}"
+    both = [words.faster(one) for one in (first, second)]
+    if all(one.endswith(" faster") for one in both):
+        both[0] = both[0].removesuffix(" faster")
+    return ", then ".join(both)
 
 
 def advice(facts: Mapping[str, Facts]) -> str:

@@ -7,7 +7,7 @@ from labkit.bench.tables import RATIO, cases, compared, where
 from labkit.bench.verdict import geometric_mean
 from labkit.report import plots
 from labkit.report.figures import Drawing, drawing
-from labkit.report.words import filled, span, spans
+from labkit.report.words import faster, filled, span, spans
 from labkit.studies.gemv_coalescing import shown, tables, variants
 from labkit.studies.gemv_coalescing.claims import PULL_REQUEST
 
@@ -126,7 +126,9 @@ def limits(rows: pd.DataFrame) -> dict[str, str]:
     table = where(tables.chains(rows), variant=[*kinds]).dropna(subset=["at most"])
     table = table.assign(how=table["variant"].map(kinds))
     questions = filled(table, "{model}, {how}")
-    return dict(zip(questions, filled(table, "{ratio:.2f}× faster, at most {at most:.2f}×"), strict=True))
+    most = filled(table, "{at most:.2f}×")
+    said = [f"{faster(ratio)}, at most {least}" for ratio, least in zip(table["ratio"], most, strict=True)]
+    return dict(zip(questions, said, strict=True))
 
 
 def cross_check(rows: pd.DataFrame) -> pd.DataFrame:

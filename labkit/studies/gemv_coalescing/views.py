@@ -11,6 +11,7 @@ from labkit.bench.verdict import counted, geometric_mean
 from labkit.report import plots
 from labkit.report.figures import Drawing, drawing
 from labkit.report.words import faster, filled, rounded, span
+from labkit.report.words import gains as ends
 from labkit.studies.gemv_coalescing import chain_views, shown, tables, variants
 from labkit.studies.gemv_coalescing.claims import PULL_REQUEST
 
@@ -32,7 +33,7 @@ def beside_cublas(rows: pd.DataFrame) -> Answers:
     for variant in BESIDE:
         table = where(tables.against_cublas(rows, variant), dtype="bf16")
         if len(table := table[table["MB"] >= tables.LARGE_MB]):
-            said = f"{faster(geometric_mean(table['ratio']))} ({span(table['ratio'])}), {counted(table['verdict'])}"
+            said = f"{faster(geometric_mean(table['ratio']))} ({ends(table['ratio'])}), {counted(table['verdict'])}"
             found[shown.name(variant)] = said
     return found
 
@@ -168,7 +169,7 @@ def cublas(rows: pd.DataFrame) -> Drawing:
     small, large = (production[(production["MB"] < half) == yes]["ratio"] for yes in (True, False))
     more = len(small) > 0 and geometric_mean(small) > geometric_mean(large)
     known = production["allowed µs"].notna()
-    said = f"Dependent launch {span(production['ratio'])}× faster"
+    said = f"Dependent launch {ends(production['ratio'])}"
     said += f"; {production['within'].sum()} of {known.sum()} within the limit" * bool(known.any())
     columns = ["N", "K", "MB", "cuBLAS by", "cuBLAS µs", "ours µs", "read µs", "ours TB/s", "allowed µs", *RATIO]
     return drawing(
@@ -265,7 +266,7 @@ def _engine(us: pd.DataFrame, name: str) -> str:
     ratios = {words: (us.reindex(columns=some).min(axis=1) / us[name]).dropna() for words, some in beside.items()}
     for ratio in ratios.values():
         ledger.note("engine", ratio)
-    parts = [f"{faster(geometric_mean(ratio))} than {words}" for words, ratio in ratios.items() if len(ratio)]
+    parts = [faster(geometric_mean(ratio), words) for words, ratio in ratios.items() if len(ratio)]
     return f"{', '.join(parts) or 'nothing is beside it'}; {us[name].count()} shapes"
 
 
@@ -398,9 +399,9 @@ def interleaving(rows: pd.DataFrame) -> Answers:
 
 def _spread(table: pd.DataFrame) -> str:
     """How much slower the second of two is than the first, which is the one that verdicts are about."""
-    words = {"faster": "slower", "slower": "faster"}
-    verdicts = table["verdict"].replace(words)
-    return f"{slower(geometric_mean(table['ratio']))} ({span(table['ratio'])}); {counted(verdicts)}"
+    verdicts = table["verdict"].replace({"faster": "slower", "slower": "faster"})
+    least_and_most = ends((1 / table["ratio"]).rename("gain of the second"))
+    return f"{slower(geometric_mean(table['ratio']))} ({least_and_most}); {counted(verdicts)}"
 
 
 def slower(ratio: float) -> str:
@@ -422,7 +423,7 @@ def questions(rows: pd.DataFrame) -> pd.DataFrame:
 
     def merge(kernel: str) -> str:
         some = merged[merged["kernel"] == kernel]["ratio"]
-        return f"{span(some)}× faster" if len(some) else "not measured"
+        return ends(some) if len(some) else "not measured"
 
     thread, warp, wide = variants.THREAD_A_ROW, variants.WARP_A_ROW, variants.WIDE_LOADS
     found = [

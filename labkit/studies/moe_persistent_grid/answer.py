@@ -8,7 +8,7 @@ import pandas as pd
 from labkit.bench import ledger
 from labkit.bench.tables import where
 from labkit.report.figures import Drawing
-from labkit.report.words import faster
+from labkit.report.words import SAME, compared, faster, gains
 from labkit.report.words import tokens as in_tokens
 from labkit.studies.moe_persistent_grid import grid_views, tables, variants
 
@@ -19,7 +19,7 @@ TILES, PERSISTENT, EITHER = "one CTA a tile", "a persistent grid", "either grid"
 def facts(rows: pd.DataFrame) -> dict[str, Any]:
     """From what the sentences are made, of one GPU's rows; each only where it was measured.
 
-    own: how both ends of what the persistent grid gains in ExecuTorch's own layer are said, `own least` and `own most`.
+    own: what the persistent grid gains in ExecuTorch's own layer, in words; own least, own most: the numbers in them.
     grid: the one that wins more of those cases; without them, of the lab's products with as many CTAs as fit.
     empty, tokens: the least that its products gain without empty blocks, at the most tokens timed. fill: whether as
     many CTAs as fit pay where more than one does.
@@ -27,7 +27,7 @@ def facts(rows: pd.DataFrame) -> dict[str, Any]:
     own, changes = tables.released_grids(rows), tables.own_products(rows)
     found: dict[str, Any] = {}
     if len(own):
-        found |= dict(zip(("own least", "own most", "own"), _ends(own["ratio"]), strict=True))
+        found |= _ends(own["ratio"])
     judged = own if len(own) else where(tables.persistence(rows), persistent=variants.OURS_FILLED)
     if len(judged):
         found["grid"] = _winner(judged["verdict"])
@@ -47,14 +47,10 @@ def facts(rows: pd.DataFrame) -> dict[str, Any]:
     return found
 
 
-def _ends(ratios: pd.Series) -> tuple[float, float, str]:
-    """The least and most that something is faster or slower, as they are said, and a form for both."""
-    low, high = float(ratios.min()), float(ratios.max())
-    if low < 1 <= high:
-        return 1 / low, high, "{:.2f}× slower to {:.2f}× faster"
-    ends, way = ((low, high), "faster") if low >= 1 else ((1 / high, 1 / low), "slower")
-    same = f"{ends[0]:.2f}" == f"{ends[1]:.2f}"
-    return *ends, f"{{:.2f}}× {way}" if same else f"{{:.2f}}× to {{:.2f}}× {way}"
+def _ends(ratios: pd.Series) -> dict[str, Any]:
+    """Both ends of what the persistent grid gains as they are said, and the two numbers in it."""
+    ends = sorted(max(end, 1 / end) for end in (float(ratios.min()), float(ratios.max())))
+    return {"own": gains(ratios), "own least": ends[0], "own most": ends[1]}
 
 
 def _winner(said: pd.Series) -> str:
@@ -73,11 +69,10 @@ def conclusion(facts: Mapping[str, Mapping[str, Any]]) -> str:
     words = {TILES: "No", PERSISTENT: "Yes", EITHER: "No difference"}
     answers = {words[one["grid"]] for one in own.values()}
     answer = answers.pop() if len(answers) == 1 else "It differs"
-    ends = ((gpu, one["own"].format(one["own least"], one["own most"])) for gpu, one in own.items())
-    (gained, gpus), *others = _once(ends)
-    said = f"{answer}: a persistent grid makes ExecuTorch's whole layer {gained} than one CTA a tile on the {gpus}"
+    (gained, gpus), *others = _once((gpu, one["own"]) for gpu, one in own.items())
+    said = f"{answer}: a persistent grid makes ExecuTorch's whole layer {compared(gained, TILES)} on the {gpus}"
     said += "".join(f", {gained} on the {gpus}" for gained, gpus in others)
-    mixed = any(" slower to " in one["own"] for one in own.values())
+    mixed = any(" slower to " in one["own"] or SAME in one["own"] for one in own.values())
     return f"{said}, {'by number of tokens' if mixed else 'at every number of tokens timed'}."
 
 

@@ -13,12 +13,12 @@ from labkit.bench.verdict import geometric_mean
 from labkit.kernels.experts import blocks as experts_blocks
 from labkit.report import plots
 from labkit.report.figures import Drawing, drawing
-from labkit.report.words import faster, rounded, span
+from labkit.report.words import faster, gains, rounded, span
 from labkit.report.words import tokens as in_tokens
 from labkit.studies.moe_persistent_grid import tables, variants, waves, work
 from labkit.studies.moe_persistent_grid.models import MODELS, QWEN35_35B, MoeModel
 from labkit.studies.moe_persistent_grid.variants import FILLED, LIVE, PERSISTENT, SOURCE_T, UNIFORM, released
-from labkit.studies.moe_persistent_grid.views import DISPLAY, first_upper, gain, gains, labels, named
+from labkit.studies.moe_persistent_grid.views import DISPLAY, first_upper, gain, labels, named
 
 ONE_WAVE, FEW_WAVES, MANY_WAVES = 1, 3, 10
 BAND = 0.01  # a mean ratio nearer to 1 is none
@@ -205,17 +205,11 @@ def why(rows: pd.DataFrame) -> dict[str, str]:
         for _, line in _persistent_there(rows, kind).iterrows():
             found[f"{kind}, {line['GEMM'].upper()}: persistent grid"] = gain(line)
         for _, line in part.iterrows():
-            found[f"{kind}, both products: {line['change']}"] = _without_interval(line["ratio"])
+            found[f"{kind}, both products: {line['change']}"] = faster(line["ratio"])
     found = found or {"ExecuTorch's products": _not_timed(rows)}
     return found | {
         line["change"]: f"{faster(line['ratio'])} ({DISPLAY[line['against']]})" for _, line in lab.iterrows()
     }
-
-
-def _without_interval(ratio: float) -> str:
-    """As `faster`; of what reads as 1 no side is said, which would differ between GPUs and mean nothing."""
-    said = faster(ratio)
-    return "1.00× as fast" if said.startswith("1.00×") else said
 
 
 def _persistent_there(rows: pd.DataFrame, kind: str) -> pd.DataFrame:

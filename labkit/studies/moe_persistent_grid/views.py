@@ -12,7 +12,7 @@ from labkit.bench.tables import frame, tuning_seconds, where, why_not
 from labkit.bench.verdict import counted, geometric_mean
 from labkit.report import plots
 from labkit.report.figures import Drawing, drawing
-from labkit.report.words import faster, span
+from labkit.report.words import SAME, faster, gains, interval, span
 from labkit.report.words import tokens as in_tokens
 from labkit.studies.moe_persistent_grid import tables, variants, work
 from labkit.studies.moe_persistent_grid.variants import KINDS, SOURCE_T, UNIFORM
@@ -72,20 +72,11 @@ def labels(table: pd.DataFrame, *columns: str) -> list[str]:
     return [", ".join(line) for line in zip(*words, strict=True)]
 
 
-def gains(ratios: pd.Series) -> str:
-    """The least and the most that something is faster: "1.06× to 1.22× slower", "1.02× slower to 1.06× faster"."""
-    ledger.note("gains", ratios)
-    low, high = ratios.min(), ratios.max()
-    if low < 1 <= high:
-        return f"{faster(low)} to {faster(high)}"
-    ends = (low, high) if low >= 1 else (1 / high, 1 / low)
-    return f"{' to '.join(dict.fromkeys(f'{end:.2f}×' for end in ends))} {'faster' if low >= 1 else 'slower'}"
-
-
 def gain(line: pd.Series) -> str:
     """How much faster one line of a table is, with its interval: "1.38× faster [1.37, 1.39]"."""
-    ends = (line["low"], line["high"]) if line["ratio"] >= 1 else (1 / line["high"], 1 / line["low"])
-    return f"{faster(line['ratio'])} [{ends[0]:.2f}, {ends[1]:.2f}]"
+    said = faster(line["ratio"])
+    slower = line["ratio"] < 1 and said != SAME
+    return f"{said} {interval(*((1 / line['high'], 1 / line['low']) if slower else (line['low'], line['high'])))}"
 
 
 def on_average(ratios: pd.Series) -> str:
@@ -237,12 +228,14 @@ def rates(rows: pd.DataFrame) -> Drawing:
 
 def launching(rows: pd.DataFrame) -> dict[str, str]:
     """What dependent launch is worth to a layer of few kernels: tokens -> mean of the models, and in how many."""
-    table = uniform(tables.compared(rows, variants.OURS, variants.ORDINARY))
-    return {
-        in_tokens(t): f"{faster(geometric_mean(part['ratio']))} on average; faster in "
-        f"{(part['verdict'] == 'faster').sum()} of {len(part)} models"
-        for t, part in (table.groupby("T") if len(table) else ())
-    }
+    table, found = uniform(tables.compared(rows, variants.OURS, variants.ORDINARY)), {}
+    for t, part in table.groupby("T") if len(table) else ():
+        ledger.note(f"launching, {in_tokens(t)}", part)
+        wins = (part["verdict"] == "faster").sum()
+        found[in_tokens(t)] = (
+            f"{faster(geometric_mean(part['ratio']))} on average; faster in {wins} of {len(part)} models"
+        )
+    return found
 
 
 def one_token(rows: pd.DataFrame) -> pd.DataFrame:

@@ -14,7 +14,7 @@ from labkit.studies.persistent_tables import tables, variants
 from labkit.studies.persistent_tables.shown import named
 from labkit.studies.persistent_tables.views import UNITS
 
-HEADLINE = ("persistent", "construction", "bandwidth")
+HEADLINE = ("persistent", "construction", "packed")
 DO = {
     variants.REBUILT: "rebuild the tables in Python",
     variants.VECTORISED: "rebuild the tables with array operations",
@@ -91,10 +91,10 @@ def conclusion(facts: Mapping[str, Mapping[str, Any]]) -> str:
 def _gains(known: Mapping[str, Mapping[str, Any]]) -> str:
     """ "makes a token faster than rebuilding tables in Python: H100 3.43×, H200 3.50×"; or a word for each GPU."""
     each = ", ".join(f"{gpu} {faster(one['ratio'])}{_doubt(one)}" for gpu, one in known.items())
-    words = {"faster" if one["ratio"] >= 1 else "slower" for one in known.values()}
-    if len(words) > 1:
+    words = {faster(one["ratio"]).partition("× ")[2] for one in known.values()}
+    word = words.pop()
+    if words or not word:  # both sides, or none
         return f"against rebuilding tables in Python: {each}"
-    (word,) = words
     return f"makes a token {word} than rebuilding tables in Python: {each.replace(f' {word}', '')}"
 
 

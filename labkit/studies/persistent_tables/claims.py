@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from labkit.bench.claim import OURS, Claim, Observation, Observed, of_interval, of_table
@@ -20,8 +18,6 @@ PERSISTENT = (5352.1, 1942.8)  # µs a token, off and on
 SCHEDULE = (2389.4, 1994.8)  # µs a token, longest first and round-robin
 RECORDS, BUFFERS, QUEUES = 2222, 444, 16  # µs of building, of the source's Python
 RECORDS_SIZE = (RECORDS - 0.5) / (BUFFERS + QUEUES + 1), (RECORDS + 0.5) / (BUFFERS + QUEUES - 1)  # by their rounding
-STANFORD = 0.775  # of the data sheet's bandwidth: the least that is 78 % when it is rounded
-DATASHEET = {"H100 80GB HBM3": 3.35, "NVIDIA H200": 4.8}  # TB/s, by NVIDIA's data sheets of the SXM boards
 WAITS = 0.8  # of the queued work that a copy must wait for to count as waiting for it
 
 
@@ -68,51 +64,32 @@ def schedule(rows: pd.DataFrame) -> Observed:
     return Observed(OURS, of_table(table.assign(noise=noise), lambda line: line["model"]), "both schedules")
 
 
-def bandwidth(rows: pd.DataFrame) -> Observed:
-    """What a step of Llama streams in a second, over the bandwidth of the GPU's data sheet; noise: of its case."""
-    from labkit.studies.persistent_tables import tables
-
-    known = [tbs for name, tbs in DATASHEET.items() if len(rows) and name in rows["gpu"].iloc[0]]
-    found = tables.streamed(rows, variants.LLAMA)
-    noise = tables.noise(rows, "token", **variants.MAIN, model=variants.LLAMA)
-    several = [_share(found, tbs, noise) for tbs in known]
-    return Observed(OURS, several, f"{variants.LLAMA} on an H100 or H200 of the SXM kind")
-
-
-def _share(streamed: Interval, whole: float, noise: float) -> Observation:
-    ends = (value / whole for value in (streamed.mid, streamed.low, streamed.high))
-    return Observation(variants.LLAMA, *ends, noise, streamed.runs)
-
-
 def building(rows: pd.DataFrame) -> Observed:
     """Building all tables over copying them, of the same tokens; noise: of the case."""
     from labkit.studies.persistent_tables import tables
 
-    return Observed(OURS, _host(rows, tables.building(rows)), "way 1 at the published size, part by part")
+    return Observed(OURS, [_host(rows, tables.building(rows))], "way 1 at the published size, part by part")
 
 
 def records(rows: pd.DataFrame) -> Observed:
     """Building the records alone over building the other tables alone, each process by itself; noise: of the case."""
     from labkit.studies.persistent_tables import tables
 
-    found = _host(rows, tables.records_over_rest(rows), RECORDS_SIZE)
-    return Observed(OURS, found, "way 1 at the published size, table by table")
+    return Observed(OURS, [_host(rows, tables.records_over_rest(rows))], "way 1 at the published size, table by table")
 
 
-def _host(rows: pd.DataFrame, found: Interval, size: tuple[float, float] | None = None) -> list[Observation]:
-    """A ratio of the host's times of one case; its noise is not known, and so nothing clear, where it is not `sure`."""
+def _host(rows: pd.DataFrame, found: Interval) -> Observation:
+    """A ratio of the host's times of one case."""
     from labkit.studies.persistent_tables import tables
 
-    sure, noise = tables.sure(found), tables.noise(rows, "host", **variants.PUBLISHED, queued_us=0)
-    one = of_interval(variants.REBUILT, found, noise if sure else math.nan)
-    return [replace(one, size=size if sure else None)]
+    return of_interval(variants.REBUILT, found, tables.noise(rows, "host", **variants.PUBLISHED, queued_us=0))
 
 
 def waiting(rows: pd.DataFrame) -> Observed:
     """µs that pageable copies take beyond those with an idle GPU, over those of the work that is queued before them.
 
     Each process by itself; of way 3, whose building takes next to nothing: all tables, and each alone. noise: of both
-    cases, each of its own copies' µs; not known where the interval is wider than `tables.SURE` of the queued work.
+    cases, each of its own copies' µs.
     """
     from labkit.studies.persistent_tables import tables
 
@@ -122,7 +99,6 @@ def waiting(rows: pd.DataFrame) -> Observed:
     for line in table.to_dict("records"):
         mid, low, high = (line[name] / us for name in ("waited", "low", "high"))
         noise = (busy * line["queued"] + idle * line["idle"]) / us / WAITS
-        noise = noise if (high - low) / 2 <= tables.SURE else math.nan
         found.append(Observation(line["way"], mid, low, high, noise, line["runs"]))
     return Observed(OURS, found, f"way 3 with {us} µs of other work queued and without")
 
@@ -142,49 +118,48 @@ SGLANG = ("SGLang pull request 29415", "https://github.com/sgl-project/sglang/pu
 ASCEND = ("vllm-ascend pull request 17066", "https://github.com/vllm-project/vllm-ascend/pull/17066")
 LAPTOP = "RTX 5090 Laptop, h1024, 402 records"
 GPUS = ("RTX 5090",)
-HOST = "of the host's times: unclear where the interval is wider than 5 % either way, or their A/A noise hides it"
 OTHER = "another kernel, and another host and its Python"
 TOKEN = "time of a token"
+RULED = "2026-11-26"
 CLAIMS = (
     Claim(
         "persistent", *AUTOMEGAKERNEL, "Persistent device tables make a token faster than tables rebuilt for each",
-        f"{LAPTOP}; one position replayed", f"{PERSISTENT[0]} → {PERSISTENT[1]} µs (×2.75)",
-        ruled="2026-11-25", quantity=f"{TOKEN} with tables rebuilt in Python over one position replayed",
+        f"{LAPTOP}; one position replayed", f"{PERSISTENT[0]} → {PERSISTENT[1]} µs, 2.75× faster",
+        ruled=RULED, quantity=f"{TOKEN} with tables rebuilt in Python over one position replayed",
         observe=persistent, size=_between(*PERSISTENT, STEP), gpus=GPUS, differs=OTHER,
         note="the replay of one position is no decode",
     ),
     Claim(
         "construction", *AUTOMEGAKERNEL, "Loading the tables is the bottleneck: Python that builds them, not bytes",
         "its packing, run on a CPU", f"{RECORDS + BUFFERS + QUEUES} µs of building for about 104 KB",
-        ruled="2026-11-25", quantity="time to build all tables over time to copy them", observe=building,
-        differs=OTHER, refutes="copies that take as long as building, of the same tokens", note=HOST,
+        ruled=RULED, quantity="time to build all tables over time to copy them", observe=building,
+        differs=OTHER, refutes="copies that take as long as building, of the same tokens",
     ),
     Claim(
         "records", *AUTOMEGAKERNEL, "Most of building the tables is building the records",
         "its packing, run on a CPU", f"{RECORDS} µs records, {BUFFERS} µs buffers, {QUEUES} µs queues",
-        ruled="2026-11-25", quantity="time to build the records over time to build the other tables", observe=records,
-        differs=OTHER, note=HOST,
+        ruled=RULED, quantity="time to build the records over time to build the other tables", observe=records,
+        size=RECORDS_SIZE, differs=OTHER,
     ),
     Claim(
         "schedule", *AUTOMEGAKERNEL, "Assigning the longest record first is slower", LAPTOP,
         f"{SCHEDULE[1]} → {SCHEDULE[0]} µs",
-        ruled="2026-11-25", quantity=f"{TOKEN} with the longest record first over one with records in turn",
+        ruled=RULED, quantity=f"{TOKEN} with the longest record first over one with records in turn",
         observe=schedule, size=_between(*SCHEDULE, STEP), gpus=GPUS,
         differs="another kernel, with another number of records",
     ),
     Claim(
         "bandwidth", *MEGAKERNELS, "A whole decoder step in one kernel streams weights near the limit",
         "H100, Llama-3.2-1B, batch 1, CUDA by hand; positions 32 to 160", "78 % of the data sheet's bandwidth",
-        ruled="2026-11-25", quantity="of the data sheet's bandwidth is streamed", observe=bandwidth, neutral=STANFORD,
-        percent=True, gpus=("H100",), differs="another kernel, in Triton, from position 16 on",
-        note="how fast theirs is, which was not run, a slower kernel does not say",
+        ruled=RULED,
+        untested="it is of their kernel, which was not run; how fast another one is, in Triton, says nothing of it",
     ),
     Claim(
         "waiting", *SGLANG, "A pageable copy to the GPU waits for the work that is queued there",
         "GB200", "~8.5 ms a step",
-        ruled="2026-11-25", quantity="of the queued work is waited for", observe=waiting, neutral=WAITS, percent=True,
+        ruled=RULED, quantity="of the queued work is waited for", observe=waiting, neutral=WAITS, percent=True,
         gpus=("GB200",), differs="copies of tables behind a kernel that only waits, outside of an engine",
-        refutes=f"copies that return before {100 * WAITS:.0f} % of the queued work has ended", note=HOST,
+        refutes=f"copies that return before {100 * WAITS:.0f} % of the queued work has ended",
     ),
     Claim(
         "packed", *ASCEND, "It is faster to send the changed words, packed, and scatter them on the device than all",

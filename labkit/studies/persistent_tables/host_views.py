@@ -9,6 +9,7 @@ from labkit.bench import ledger
 from labkit.bench import tables as kit
 from labkit.report import plots
 from labkit.report.figures import Drawing, drawing
+from labkit.report.words import number
 from labkit.studies.persistent_tables import tables as derived
 from labkit.studies.persistent_tables import variants
 from labkit.studies.persistent_tables.shown import SHOWN, named
@@ -29,7 +30,7 @@ def figure(
     """
     values = [line[name], *(line[ends.format(name) + end] for end in ("low", "high"))]
     ledger.note("figure", dict(zip(("mid", "low", "high"), values, strict=True)))
-    mid, low, high = map(form.format, values)
+    mid, low, high = (number(value, form) for value in values)
     unclear = (values[2] - values[1]) / 2 > derived.SURE * abs(values[0])
     return f"{mid}{unit} [{low}, {high}]{' (unclear)' if unclear else ''}"
 

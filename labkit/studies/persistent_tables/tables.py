@@ -88,16 +88,6 @@ def graphs(rows: pd.DataFrame, names: Iterable[str] = WHOLE) -> pd.DataFrame:
     return _lines(found, GRAPH_COLUMNS)
 
 
-def streamed(rows: pd.DataFrame, model: str) -> Interval:
-    """TB/s that the step of a model streams without the host, with the interval of its processes."""
-    found = cases(rows, "token", **variants.MAIN, model=model)
-    known = samples(where(found[0][1], mode="graph")) if found else {}
-    if variants.OURS not in known:
-        return NAN
-    size, step = found[0][1]["floor_bytes"].iloc[0], known[variants.OURS]
-    return in_process([replace(step, ns=size / step.ns / 1e3)], _itself)  # bytes a ns are GB/s
-
-
 def ablations(rows: pd.DataFrame) -> pd.DataFrame:
     """The step with one choice changed, by model: µs, and time over that of the tables as they are."""
     table = graphs(rows, (variants.OURS, *variants.ABLATIONS)).dropna(subset="ratio")

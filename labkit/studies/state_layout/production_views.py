@@ -15,12 +15,12 @@ from labkit.bench.tables import where, why_not
 from labkit.bench.verdict import counted, geometric_mean
 from labkit.report import plots
 from labkit.report.figures import Drawing, drawing
-from labkit.report.words import faster, filled, span
+from labkit.report.words import faster, filled, gains, span
 from labkit.shapes import QWEN3_NEXT
 from labkit.studies.state_layout import tables, variants
 from labkit.studies.state_layout.claims import CONTEXT, FULL, NARROW, TTFT_PERCENT, VLLM_TABLE, WIDE, vllm_estimate
 from labkit.studies.state_layout.study import ITEMSIZE
-from labkit.studies.state_layout.views import FASTER, INTERVAL, by_state, equal_tiles, gain, named
+from labkit.studies.state_layout.views import FASTER, INTERVAL, by_state, equal_tiles, named
 
 SHOWN_STEPS = [variants.OURS_IN_ORDER, variants.OURS, variants.OURS_KV, variants.ATTENTION_GYM]
 FASTEST_FLA = "fastest of fla-core, in order"
@@ -58,7 +58,7 @@ def by_kernel(rows: pd.DataFrame) -> dict[str, str]:
     said = equal_tiles(rows) | {name: by_state(some) for name, some in parts.items() if len(some)}
     prefills = tables.gdn_layouts(rows, "extend")
     if len(prefills):
-        said["this lab's prefill, one launch for both layouts"] = gain(prefills["ratio"])
+        said["this lab's prefill, one launch for both layouts"] = gains(prefills["ratio"])
     percent = vllm_estimate(rows, WIDE)["gain %"]
     if len(percent):
         said[f"a whole decode step, all batches (estimate, tile {WIDE})"] = f"{span(percent, '{:+.1f}')} % tokens/s"
@@ -103,7 +103,7 @@ def _mean(table: pd.DataFrame) -> str:
     """ "1.02× faster than the fastest of fla-core and attn-gym (1.00 to 1.13)"."""
     mean = geometric_mean(table["ratio"])
     ledger.note("mean", {"ratio": max(mean, 1 / mean)})
-    return f"{faster(mean)} than {_fastest(table)} ({gain(table['ratio'])})"
+    return f"{faster(mean, _fastest(table))} ({gains(table['ratio'])})"
 
 
 def _fastest(table: pd.DataFrame) -> str:
@@ -145,7 +145,7 @@ def _step_libraries(rows: pd.DataFrame, slots: str) -> Drawing:
         title=f"Decode against the fastest library, slots {slots}",
         alt="Ratios of the fastest library's time over that of this lab's kernel, by gate, state and batch.",
         caption="The table beneath names the library at each batch.",
-        said=f"This lab's is {counted(table['verdict'])} of {len(table)} cases, {gain(table['ratio'])}",
+        said=f"This lab's is {counted(table['verdict'])} of {len(table)} cases, {gains(table['ratio'])}",
     )
 
 
@@ -184,7 +184,7 @@ def _own_code(rows: pd.DataFrame, owners: Sequence[str], title: str, caption: st
         hidden=("group", "kept", "row", "runs"), xlabel="× faster after the change, with [V, K]", title=title,
         alt="Ratios of time before the change over time after, by operation, case and type of the state.",
         caption=caption,
-        said=f"{judged}, {gain(table['ratio'])}",
+        said=f"{judged}, {gains(table['ratio'])}",
         units={"us": "after µs", "against us": "before µs"},
     )  # fmt: skip
 
@@ -244,7 +244,7 @@ def long_prompts(rows: pd.DataFrame) -> Drawing:
         xlabel="× faster than the library", title="Extend of one long prompt",
         alt="Ratios of FlashInfer's and fla-core's time over that of this lab's extend, by prompt and heads.",
         caption="bf16 inputs, fp32 states, [V, K]. With few heads FlashInfer splits a sequence among multiprocessors.",
-        said=f"This lab's is {gain(table['ratio'])}", units={"us": "this lab µs", "against us": "library µs"},
+        said=f"This lab's is {gains(table['ratio'])}", units={"us": "this lab µs", "against us": "library µs"},
     )  # fmt: skip
 
 
@@ -259,7 +259,7 @@ def slots(rows: pd.DataFrame) -> Drawing:
         title="The order of the slots changes the speed" if _all_faster(table) else "What the order of slots is worth",
         alt="Ratios of time with slots at random over time with slots in order, by gate, state and batch.",
         caption="Each state is a slot of its own, megabytes in one piece, in both.",
-        said=f"In order: {gain(table['ratio'])}",
+        said=f"In order: {gains(table['ratio'])}",
         units={"us": "in order µs", "against us": "at random µs"},
     )
 
@@ -316,7 +316,7 @@ def extend_errors(rows: pd.DataFrame) -> str:
 def first_token(rows: pd.DataFrame) -> dict[str, str]:
     """What the layout could do for the first token: its gain for a whole extend, by the share of the extends."""
     table, whole = tables.compared(rows, "extend", variants.OURS, variants.OURS_KV), tables.first_token(rows)
-    said = {f"a whole extend, {gate}": gain(some["ratio"]) for (gate,), some in _groups(table, ["gate"])}
+    said = {f"a whole extend, {gate}": gains(some["ratio"]) for (gate,), some in _groups(table, ["gate"])}
     if len(whole):
         said[f"share of the extends in a prefill of {QWEN3_NEXT.name}, at most"] = (
             f"{span(whole['share %'], '{:.0f}')} %"
@@ -334,7 +334,7 @@ def occupancy(rows: pd.DataFrame) -> dict[str, str]:
     more, equal = (table["CTAs an SM, VK"] - table["CTAs an SM, KV"]).pipe(lambda apart: (apart > 0, apart == 0))
     parts = {"[V, K] has more CTAs an SM": table[more], "both layouts have as many": table[equal]}
     return {
-        name: f"{len(some)} of {len(table)} pairs" + (f", {gain(some['ratio'])} with [V, K]" if len(some) else "")
+        name: f"{len(some)} of {len(table)} pairs" + (f", {gains(some['ratio'])} with [V, K]" if len(some) else "")
         for name, some in parts.items()
     }
 

@@ -12,7 +12,7 @@ from labkit.bench.tables import where
 from labkit.bench.verdict import counted
 from labkit.report import plots
 from labkit.report.figures import Drawing, drawing
-from labkit.report.words import faster, filled, span
+from labkit.report.words import faster, filled, gains, span
 from labkit.shapes import QWEN3_NEXT
 from labkit.studies.state_layout import tables
 from labkit.studies.state_layout.claims import CONTEXT, FULL, NARROW, VLLM_TABLE, WIDE, vllm_estimate, vllm_heads
@@ -37,17 +37,6 @@ def named(variant: str) -> str:
     for pattern, shown in DISPLAY.items():
         variant = re.sub(pattern, shown, variant)
     return variant
-
-
-def gain(ratios: pd.Series) -> str:
-    """The least and the most of some ratios: "1.19 to 1.46× faster", "1.02× slower to 1.04× faster"."""
-    ends = ratios.min(), ratios.max()
-    ledger.note("gain", [{"ratio": max(end, 1 / end)} for end in ends])
-    least, most = map(faster, ends)
-    if least == most:
-        return least
-    same = least.split()[1] == most.split()[1]
-    return f"{least.split('×')[0]} to {most}" if same else f"{least} to {most}"
 
 
 def _main_shape(table: pd.DataFrame) -> pd.DataFrame:
@@ -152,7 +141,7 @@ def ratio_by_shape(rows: pd.DataFrame) -> Drawing:
         title=f"Every model's shape, tile {NARROW}",
         alt="Ratios of the two layouts' times with the narrow tile, by shape and type of state.",
         caption="Heads: value heads of a layer. The largest batch that was measured of all shapes.",
-        said=f"Batch {batch}: {gain(table['ratio'])}", table=["shape", "state", *JUDGED],
+        said=f"Batch {batch}: {gains(table['ratio'])}", table=["shape", "state", *JUDGED],
     )  # fmt: skip
 
 
@@ -214,12 +203,12 @@ def folding(rows: pd.DataFrame) -> dict[str, str]:
 
 def _judged(table: pd.DataFrame) -> str:
     """What pairs come to: "1.02× slower to 1.04× faster; faster in 3 of 6 cases"."""
-    return f"{gain(table['ratio'])}; {counted(table['verdict'])} of {len(table)} cases"
+    return f"{gains(table['ratio'])}; {counted(table['verdict'])} of {len(table)} cases"
 
 
 def by_state(table: pd.DataFrame) -> str:
-    """ "fp32: 1.19 to 1.46× faster; bf16: 1.98 to 2.31× faster"."""
-    return "; ".join(f"{state}: {gain(some['ratio'])}" for state, some in table.groupby("state", sort=False))
+    """ "fp32: 1.19× to 1.46× faster; bf16: 1.98× to 2.31× faster"."""
+    return "; ".join(f"{state}: {gains(some['ratio'])}" for state, some in table.groupby("state", sort=False))
 
 
 def equal_tiles(rows: pd.DataFrame) -> dict[str, str]:
