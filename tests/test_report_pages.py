@@ -96,6 +96,21 @@ def test_links_to_headings_have_a_name_and_stand_in_no_control(reports: Path) ->
     assert f'<h3 id="Folded">Folded</h3></summary>{link("Folded")}' in "".join(text.split("\n"))
 
 
+def test_short_code_in_a_sentence_is_not_broken(reports: Path) -> None:
+    source = f"# Title\n\nThe layout `[V, K]`, and `{'long ' * 9}`.\n\n```\nblock\n```"
+    text = page(reports, v4.new_notebook(cells=[v4.new_markdown_cell(source)]))
+    assert '<code class="short">[V, K]</code>' in text
+    assert text.count('<code class="short">') == 1
+
+
+def test_the_setup_is_a_section_that_the_contents_leave_out(reports: Path) -> None:
+    parts = [v4.new_markdown_cell(f"## {name}") for name in ("One", "Two", "Three")]
+    setup = v4.new_code_cell("x = 1", metadata={"tags": ["setup"]})
+    text = page(reports, v4.new_notebook(cells=[v4.new_markdown_cell("# Title"), setup, *parts]))
+    assert '<h2 id="Where-the-figures-are-from">' in text
+    assert re.findall(r'<li><a href="#(.*?)">', text) == ["One", "Two", "Three"]
+
+
 def test_page_that_ran_has_no_banner(text: str) -> None:
     assert "stopped at an error" not in text
 

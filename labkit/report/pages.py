@@ -22,6 +22,7 @@ SCRIPT = (TEMPLATES / "lab.js").read_text("utf-8")
 # The browser enforces what we promise: no script but ours.
 _OURS = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
 POLICY = f"default-src 'none'; img-src 'self' data: file:; style-src 'unsafe-inline'; script-src 'sha256-{_OURS}'"
+SHORT = 28  # characters of code in a sentence that are kept on one line, on a phone too
 SHOWN = ("text/html", "text/markdown", "image/svg+xml", "image/png", "image/jpeg", "text/plain")  # best first
 EMPTY = ("application/vnd.jupyter.widget-view+json", "application/javascript")  # known, but nothing on a page
 
@@ -84,6 +85,7 @@ def write(out: Path, html: str) -> None:
     """
     if found := outside_requests(html):
         raise ValueError(f"{out.name}: would be requested from outside: {', '.join(found)}; a report stands alone")
+    html = re.sub(rf"(?<!<pre>)<code>(?=[^<]{{1,{SHORT}}}</code>)", '<code class="short">', html)
     html = re.sub(r'<pre(?=[ >])|<div class="lab-image"', r'\g<0> tabindex="0"', html)  # they scroll, by keyboard too
     write_atomic(out, glossary.explain(_unique_ids(html)).encode())
     numbers = json.dumps(origins.numbers(html), ensure_ascii=False, indent=1)
@@ -176,7 +178,7 @@ def _sets_up(cell: Any) -> bool:
     return bool({"setup", "parameters", "injected-parameters"} & set(_tags(cell)))
 
 
-SETUP = "### Where the figures are from"
+SETUP = "## Where the figures are from"  # it stands right after the title
 
 
 def _folded(cells: Sequence[Any]) -> list[Any]:
@@ -246,7 +248,7 @@ def _anchored(html: str) -> str:
 
 def _lead(html: str, status: str) -> tuple[str, str]:
     """What stands beneath the title, and links to the sections if there are several."""
-    heads = re.findall(r'<h2 id="([^"]*)">(.*?)<a class="anchor-link"', html, re.DOTALL)
+    heads = re.findall(r'(?<!<summary>)<h2 id="([^"]*)">(.*?)<a class="anchor-link"', html, re.DOTALL)
     item = Markup('<li><a href="#{}">{}</a></li>')
     items = [item.format(Markup(name), Markup(text).striptags()) for name, text in heads]
     lead = Markup('<p class="status">{}</p>').format(status) if status else Markup()
