@@ -182,14 +182,21 @@ SETUP = "## Where the figures are from"  # it stands right after the title
 
 
 def _folded(cells: Sequence[Any]) -> list[Any]:
-    """The cells, of which neighbours that fold are between two that open and close it. A cell that failed is open."""
+    """The cells, of which neighbours that fold are between two that open and close it. A cell that failed is open.
+
+    Folds that follow each other are between two cells more, so that they can stand side by side.
+    """
     found: list[Any] = []
     for kind, group in groupby(cells, _fold):
         inside = [cell for cell in group if "lab-only" not in _tags(cell)]
-        for part in _by_heading(inside) if kind else ():
+        if not kind:
+            found += inside
+            continue
+        found.append(_marker("lab_folds", ""))
+        for part in _by_heading(inside):
             head, rest = _heading(part, kind)
             found += [_marker("lab_opens", head), *rest, _marker("lab_closes", "")]
-        found += [] if kind else inside
+        found.append(_marker("lab_folds_end", ""))
     return found
 
 

@@ -218,7 +218,7 @@ data-markdown="…" on any element: a button copies this text. Permalinks: figur
     const place = item.matches("tr") ? item.lastElementChild : item;
     place.append(button("Copy as Markdown", from => copy(item.dataset.markdown, from)));
   }
-  const folds = all("main details"), [head] = [...all("main nav.contents"), ...all("main h1")];
+  const folds = all("main details"), [head] = [...all("main nav.contents, #claims"), ...all("main h1")];
   if (folds.length > 1) {
     head?.after(make("div", { class: "lab-controls" }, button("Expand all", from => {
       const open = from.textContent === "Expand all";
