@@ -420,7 +420,8 @@ class Lab:
         caption = caption.format(**self.study.timelines.case.params)
         rows = {gpu: timelines.of(self.study, entry.machine.slug, entry.here) for gpu, entry in self._entries.items()}
         taken = {gpu: one for gpu, one in rows.items() if len(one)}
-        none = f"No timeline was taken on {' and '.join(gpu for gpu in rows if gpu not in taken)}."
+        without = " and ".join(gpu for gpu in rows if gpu not in taken)
+        none = f"No timeline has been taken yet on {without}; a run that measures takes one."
         if not taken:
             return figures.note(none if rows else UNMEASURED)
         notes = [figures.note(none)] if len(taken) < len(rows) else []
