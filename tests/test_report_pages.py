@@ -45,6 +45,13 @@ def test_an_id_is_there_once(reports: Path) -> None:
     assert '<h2 id="Top">' in text
 
 
+def test_regions_have_names_of_their_own(reports: Path) -> None:
+    region = '<div role="region" tabindex="0" aria-label="{}">x</div>'
+    cells = [sample_report.code("x", sample_report.output(region.format(name))) for name in ("Table", "Times", "Table")]
+    text = page(reports, v4.new_notebook(cells=[v4.new_markdown_cell("# Title"), *cells]))
+    assert re.findall(r'aria-label="(T[^"]*)"', text) == ["Table", "Times", "Table (2)"]
+
+
 def test_terms_are_explained(text: str) -> None:
     assert '<dfn class="term"' not in text.split("<main")[0]
     assert "<summary>Glossary</summary>" in text

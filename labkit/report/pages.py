@@ -1,9 +1,11 @@
 """The report: one HTML page a notebook. One script, in the page; nothing is requested from anywhere."""
 
 import base64
+import functools
 import hashlib
 import json
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html.parser import HTMLParser
@@ -87,7 +89,7 @@ def write(out: Path, html: str) -> None:
         raise ValueError(f"{out.name}: would be requested from outside: {', '.join(found)}; a report stands alone")
     html = re.sub(rf"(?<!<pre>)<code>(?=[^<]{{1,{SHORT}}}</code>)", '<code class="short">', html)
     html = re.sub(r'<pre(?=[ >])|<div class="lab-image"', r'\g<0> tabindex="0"', html)  # they scroll, by keyboard too
-    write_atomic(out, glossary.explain(_unique_ids(html)).encode())
+    write_atomic(out, glossary.explain(_unique_labels(_unique_ids(html))).encode())
     numbers = json.dumps(origins.numbers(html), ensure_ascii=False, indent=1)
     write_atomic(out.with_suffix(".numbers.json"), numbers.encode())
 
@@ -142,6 +144,18 @@ def _unique_ids(html: str) -> str:
         return f'{found[1]}{name}"'
 
     return re.sub(r'(<figure [^>]*\bid=")([^"]*)"', renamed, html)
+
+
+def _unique_labels(html: str) -> str:
+    """The page with the name of each region once: the second "Table" is "Table (2)"."""
+    counts: Counter[str] = Counter()
+
+    def numbered(found: re.Match[str]) -> str:
+        counts[found[1]] += 1
+        return f'aria-label="{found[1]} ({counts[found[1]]})"' if counts[found[1]] > 1 else found[0]
+
+    named = functools.partial(re.sub, r'aria-label="([^"]*)"', numbered)
+    return re.sub(r'<div [^>]*\brole="region"[^>]*>', lambda tag: named(tag[0]), html)
 
 
 def _prepare(notebook: Any) -> list[str]:
