@@ -178,8 +178,7 @@ def run(
         raise click.UsageError(str(wrong)) from None
     from labkit.workflow import reports  # takes a second to load: after what can be wrong
 
-    how = {"can_measure": can_measure, "last": reports.judge_recorded}
-    results = _until_stopped(lambda: notebooks.run(names, values, jobs, **how))
+    results = _until_stopped(lambda: notebooks.run(names, values, jobs, can_measure=can_measure))
     failed = {result.study: result.error for result in results if not result.ok}
     problems = reports.write(failed, _say)
     for line in reports.outcomes(results):
@@ -344,7 +343,7 @@ def _list_claim(study: str, claim: Any) -> None:
     _fields(claim=claim.statement, source=claim.source, address=claim.url, condition=claim.condition)
     _fields(published=claim.published, rule=f"of {claim.ruled}")
     found = [
-        (summary.kept("claims", path, _judging(study, path, here)), here) for path, here in paths.data_files(study)
+        (summary.kept("claims", [path], _judging(study, path, here)), here) for path, here in paths.data_files(study)
     ]
     for kept, here in found:
         result = kept["results"].get(claim.id, {"judgement": None, "error": "no rows"})

@@ -17,7 +17,7 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
@@ -34,7 +34,7 @@ from labkit.evidence import roofline
 from labkit.report import figures, merged, origins, plots, programs, verdicts, words
 from labkit.sweep import added, run
 from labkit.sweep.correctness import COMPILER, INTERPRETER, check_here
-from labkit.workflow import elsewhere, lease, notebooks, predicted_words, recorded
+from labkit.workflow import elsewhere, judged, lease, notebooks, predicted_words, recorded
 
 OWN_CAPTION = "Added functions. Ratio: the time of what each is set against over its own; above one, yours is faster."
 OWN_FORMATS = {"error": "{:.1e}"} | dict.fromkeys(("ratio", "low", "high"), "{:.3f}")
@@ -46,12 +46,16 @@ Draw = Callable[[pd.DataFrame], figures.Drawing]
 
 @dataclass(frozen=True)
 class Shown:
-    """One GPU's rows. here: measured by this machine, else recorded in data/; own: of the reader's own functions."""
+    """One GPU's rows. here: measured by this machine, else recorded in data/; own: of the reader's own functions.
+
+    file: the data file, if these are all of its rows.
+    """
 
     machine: machine.Machine
     rows: pd.DataFrame
     here: bool
     own: pd.DataFrame = field(default_factory=pd.DataFrame)
+    file: Path | None = None
 
     @property
     def label(self) -> str:
@@ -416,7 +420,8 @@ class Lab:
         caption = caption.format(**self.study.timelines.case.params)
         rows = {gpu: timelines.of(self.study, entry.machine.slug, entry.here) for gpu, entry in self._entries.items()}
         taken = {gpu: one for gpu, one in rows.items() if len(one)}
-        none = f"No timeline was taken on {' and '.join(gpu for gpu in rows if gpu not in taken)}."
+        without = " and ".join(gpu for gpu in rows if gpu not in taken)
+        none = f"No timeline has been taken yet on {without}; a run that measures takes one."
         if not taken:
             return figures.note(none if rows else UNMEASURED)
         notes = [figures.note(none)] if len(taken) < len(rows) else []
@@ -478,7 +483,8 @@ class Lab:
             raise ValueError(f"{self.study.name} has no module `answer`, by which a first screen is made")
         if not self.shown:
             return figures.note(UNMEASURED)
-        said = verdicts.told(how, {gpu: (entry.kept, self._place(entry)) for gpu, entry in self._entries.items()})
+        entries = {gpu: (entry.kept, self._place(entry)) for gpu, entry in self._entries.items()}
+        said = judged.told(how, entries, [entry.file for entry in self.shown])
         chosen = [claim for claim in self.study.claims if claim.id in how.HEADLINE]
         table = verdicts.headline(chosen, {claim.id: self._said(claim) for claim in chosen})
         return verdicts.answer(said["conclusion"], table, self.figure("answer", how.hero), said["advice"])
@@ -503,9 +509,10 @@ class Lab:
             return self._judged[claim.id]
         found = []
         for gpu, entry in self._entries.items():
-            judged, pool = self._read(entry, claim.judge)
-            later = recorded.rule_changed(claim, entry.rows, judged)
-            found.append(verdicts.Said(gpu, judged, *verdicts.marked(claim, judged, pool), changed=later))
+            one = judged.claim(claim, entry.kept, replace(self._place(entry), claims=[claim]), entry.file)
+            if one.error:
+                claim.judge(entry.rows)  # raises it, with its trace
+            found.append(verdicts.Said(gpu, one.judgement, one.figure, one.why, one.changed))
         found += predicted_words.no_verdict(self.target) if self.target else []
         self._judged[claim.id] = found
         return found
@@ -586,11 +593,13 @@ def recorded_evidence(rows: pd.DataFrame, wanted: Sequence[tuple[Case, str]]) ->
 
 def _recorded(study: Study, parameters: Mapping[str, Any], slug: str) -> Shown:
     folder = paths.DATA / slug
-    rows = run.of_cases(records.read(folder / f"{study.name}.parquet"), study.cases(parameters))
+    file = folder / f"{study.name}.parquet"
+    recorded_rows = records.read(file)
+    rows = run.of_cases(recorded_rows, study.cases(parameters))
     here = machine.Machine.load(folder)
     if here is None:
         raise records.RecordError(f"{folder / 'machine.json'}: missing or not readable")
-    return Shown(here, rows, here=False)
+    return Shown(here, rows, here=False, file=file if len(rows) == len(recorded_rows) else None)
 
 
 def _measure(study: Study, parameters: Mapping[str, Any], processes: int) -> tuple[Shown | None, str]:

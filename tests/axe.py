@@ -7,7 +7,7 @@ from importlib.resources import files
 from browser import Browser, fold
 
 AXE = (files("axe_playwright_python") / "axe.min.js").read_text("utf-8")
-GRAVE = ("serious", "critical")
+GRAVE = ("moderate", "serious", "critical")
 
 # A long table's further rows of plain cells look like its first ones, and would take minutes.
 RUN = """axe.run(
@@ -18,7 +18,7 @@ RUN = """axe.run(
 
 
 def findings(browser: Browser, folds_open: bool, rules: Sequence[str] = ()) -> list[str]:
-    """What axe-core has against the page that is open, of impact serious or critical: "impact rule: element: why".
+    """What axe-core has against the page that is open, of impact moderate or graver: "impact rule: element: why".
 
     rules: those that are asked; none: all of them.
     It is evaluated through the debugging protocol, which the page's Content-Security-Policy says nothing of.

@@ -724,7 +724,7 @@ def test_the_answer_says_what_batching_saves_and_up_to_where(rows):
     conclusion, advice = told(H100=rows, H200=rows)
     assert conclusion == (
         "Outputs are bit-identical; batching saves launches more than bytes: at 8 tokens, quantised, one launch is "
-        "1.71× faster than a loop, reading and unpacking once another 1.14× slower (H100); 1.71× faster, then "
+        "1.71× faster than a loop, weights read once 1.14× slower than that (H100); 1.71× faster, then "
         "1.14× slower (H200)."
     )
     assert advice == (
@@ -736,10 +736,7 @@ def test_the_answer_says_what_batching_saves_and_up_to_where(rows):
 def test_the_answer_changes_with_the_rows(rows):
     bytes_save = scaled(rows, 3, variants.GEMM_N)
     assert "; batching saves bytes more than launches: " in told(H100=bytes_save)[0]
-    assert (
-        "is 1.75× slower than a loop, reading and unpacking once another 2.63× faster (H100)."
-        in told(H100=bytes_save)[0]
-    )
+    assert "is 1.75× slower than a loop, weights read once 2.63× faster than that (H100)." in told(H100=bytes_save)[0]
     assert "; what batching saves differs by GPU: " in told(H100=bytes_save, H200=rows)[0]
     assert "Outputs may differ; " in told(H100=rows, H200=recorded(**{variants.GEMM_N: {"alone": 1e-9}}))[0]
     many = at_tokens(rows, 0.5, variants.CUBLAS, 64)

@@ -1087,7 +1087,7 @@ def told(**gpus):
 def test_the_answer_says_what_the_rows_say(rows):
     conclusion, advice = told(H100=rows)
     assert conclusion == (
-        "Over a thread a row, coalescing alone (W stored [K, N]) makes GEMVs faster on average (slower in 0 of 12); "
+        "Against a thread a row, coalescing alone (W stored [K, N]) makes GEMVs faster on average (slower in 0 of 12); "
         "a warp a row makes all faster: 4.50×."
     )
     assert advice == "Keep cuBLAS: a warp a row with loads 16 bytes wide is no faster here."
@@ -1098,7 +1098,7 @@ def test_the_answer_changes_with_the_rows(toy):
     first, second = frame(slow), frame(slow | {names.WARP_A_ROW: 3.0, names.BETWEEN_TRIGGER: 1.0})
     conclusion, advice = told(H100=first, H200=second)
     assert conclusion == (
-        "Over a thread a row, coalescing alone (W stored [K, N]) slows 12 of 12 GEMVs on each GPU; "
+        "Against a thread a row, coalescing alone (W stored [K, N]) slows 12 of 12 GEMVs on each GPU; "
         "a warp a row makes all faster: H100 4.50×, H200 3.00×."
     )
     assert advice.startswith(
@@ -1108,7 +1108,7 @@ def test_the_answer_changes_with_the_rows(toy):
     )
     differs, _ = told(H100=first, H200=frame({names.WARP_A_ROW: 10.0}))
     assert differs == (
-        "Over a thread a row, coalescing alone (W stored [K, N]) pays on some GPUs only "
+        "Against a thread a row, coalescing alone (W stored [K, N]) pays on some GPUs only "
         "(slower in H100 12 of 12, H200 0 of 12); a warp a row makes them faster or slower: H100 4.50×, H200 0.90×."
     )
     split = frame(slow | {names.separate("ours"): 1.0})

@@ -45,6 +45,13 @@ def test_an_id_is_there_once(reports: Path) -> None:
     assert '<h2 id="Top">' in text
 
 
+def test_regions_have_names_of_their_own(reports: Path) -> None:
+    region = '<div role="region" tabindex="0" aria-label="{}">x</div>'
+    cells = [sample_report.code("x", sample_report.output(region.format(name))) for name in ("Table", "Times", "Table")]
+    text = page(reports, v4.new_notebook(cells=[v4.new_markdown_cell("# Title"), *cells]))
+    assert re.findall(r'aria-label="(T[^"]*)"', text) == ["Table", "Times", "Table (2)"]
+
+
 def test_terms_are_explained(text: str) -> None:
     assert '<dfn class="term"' not in text.split("<main")[0]
     assert "<summary>Glossary</summary>" in text
@@ -94,6 +101,21 @@ def test_links_to_headings_have_a_name_and_stand_in_no_control(reports: Path) ->
     link = '<a class="anchor-link" aria-label="Link to this section" href="#{0}">¶</a>'.format
     assert f'<h2 id="Top">Top{link("Top")}</h2>' in text
     assert f'<h3 id="Folded">Folded</h3></summary>{link("Folded")}' in "".join(text.split("\n"))
+
+
+def test_short_code_in_a_sentence_is_not_broken(reports: Path) -> None:
+    source = f"# Title\n\nThe layout `[V, K]`, and `{'long ' * 9}`.\n\n```\nblock\n```"
+    text = page(reports, v4.new_notebook(cells=[v4.new_markdown_cell(source)]))
+    assert '<code class="short">[V, K]</code>' in text
+    assert text.count('<code class="short">') == 1
+
+
+def test_the_setup_is_a_section_that_the_contents_leave_out(reports: Path) -> None:
+    parts = [v4.new_markdown_cell(f"## {name}") for name in ("One", "Two", "Three")]
+    setup = v4.new_code_cell("x = 1", metadata={"tags": ["setup"]})
+    text = page(reports, v4.new_notebook(cells=[v4.new_markdown_cell("# Title"), setup, *parts]))
+    assert '<h2 id="Where-the-figures-are-from">' in text
+    assert re.findall(r'<li><a href="#(.*?)">', text) == ["One", "Two", "Three"]
 
 
 def test_page_that_ran_has_no_banner(text: str) -> None:

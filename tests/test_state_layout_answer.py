@@ -42,8 +42,9 @@ def usual():
 def test_the_conclusion_names_the_gpu_that_gains_most(usual):
     conclusion, _ = said(H100=usual, H200=rows(narrow=1.5, fp32=1.02, bf16=1.04))
     assert conclusion == (
-        "Qwen3-Next, batch 64: with a tile of 8, [V, K] is at best 1.50× faster (fp32, H200) and 1.50× faster (bf16, "
-        "H200); tuned for each layout, at best 1.02× faster (fp32, H200) and 1.10× faster (bf16, H100)."
+        "Qwen3-Next, batch 64: with a tile of 8, [V, K] against [K, V] is at best 1.50× faster (fp32, H200) and "
+        "1.50× faster (bf16, H200); tuned for each layout, at best 1.02× faster (fp32, H200) and 1.10× faster "
+        "(bf16, H100)."
     )
 
 
@@ -61,7 +62,7 @@ def test_a_gain_that_the_noise_may_hide_is_called_unclear(usual):
 
 def test_where_it_is_slower_the_conclusion_says_so(usual):
     conclusion, _ = said(H100=rows(narrow=0.8), H200=rows(narrow=0.7, fp32=0.9))
-    assert "[V, K] is at best 1.25× slower (fp32, H100) and 1.25× slower (bf16, H100)" in conclusion
+    assert "[V, K] against [K, V] is at best 1.25× slower (fp32, H100) and 1.25× slower (bf16, H100)" in conclusion
     assert "tuned for each layout, at best 1.01× faster (fp32, H100)" in conclusion
 
 
@@ -89,7 +90,7 @@ def test_without_rows_there_is_no_answer(usual):
 
 def test_a_part_is_left_out_where_it_was_not_measured(usual):
     plain, tuned = usual[usual["op"] == "decode"], usual[usual["op"] != "decode"]
-    start = "Qwen3-Next, batch 64: with a tile of 8, [V, K] is at best"
+    start = "Qwen3-Next, batch 64: with a tile of 8, [V, K] against [K, V] is at best"
     assert said(H100=plain) == (f"{start} 1.30× faster (fp32, H100) and 1.30× faster (bf16, H100).", "")
     tuned = said(H100=tuned[tuned["op"] == "step"])[0]
     assert tuned.startswith("Qwen3-Next, batch 64: tuned for each layout, at best 1.01× faster (fp32, H100)")

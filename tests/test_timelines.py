@@ -302,6 +302,6 @@ def test_a_page_says_of_which_gpu_there_is_none(monkeypatch, reports):
     assert html.count("<img ") == 1
     assert "One layer with 128 tokens. " in html
     others = list(x._entries)[1:]
-    assert f"No timeline was taken on {' and '.join(others)}." in html
+    assert f"No timeline has been taken yet on {' and '.join(others)};" in html
     monkeypatch.setattr(timelines, "of", lambda study, gpu, here: pd.DataFrame())
     assert "<img " not in x.timelines("")._repr_html_()

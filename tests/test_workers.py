@@ -134,3 +134,20 @@ def test_what_only_shows_is_used_by_nothing_that_runs_but_for_a_studys_claims():
     for name, used in users.items():
         assert used == {name.removesuffix(".study") + ".claims"}
         assert re.findall(r"\bclaims\.\w+", sources[name]) == ["claims.CLAIMS", "claims.pairs"]
+
+
+@pytest.mark.parametrize(("share", "count"), [("1", 1), ("2", 2), ("", 4), ("0", 4), ("2,1", 4)])
+def test_there_are_at_most_as_many_workers_as_this_process_has_cores(monkeypatch, tmp_path, share, count):
+    started = []
+    monkeypatch.setattr(workers.paths, "CACHE", tmp_path)
+    monkeypatch.setattr(workers.os, "cpu_count", lambda: 4)
+    monkeypatch.setenv("OMP_NUM_THREADS", share)
+
+    def call_many(calls, most):
+        started.append((len(calls), most))
+        workers.answer(*calls[0].args)
+
+    monkeypatch.setattr(workers.isolated, "call_many", call_many)
+    requests = [{"text": str(number)} for number in range(30)]
+    assert workers.ask("labkit.report.figures:slug", requests) == list(map(str, range(30)))
+    assert started == [(count, count)]

@@ -11,6 +11,8 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import nbformat
+import papermill
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -289,17 +291,6 @@ def test_the_study_with_most_rows_begins_first(toy, calls):
     assert list(calls.span) == ["layers", "ground"]
 
 
-def test_what_is_to_be_done_last_is_done_beside_notebooks_that_do_not_measure(toy, calls, request):
-    done = []
-    assert all(result.ok for result in run(jobs=1, last=done.append))
-    assert [stop.is_set() for stop in done] == [False]
-    request.getfixturevalue("gpu")
-    assert all(result.ok for result in run(jobs=1, last=done.append, can_measure=True))
-    assert len(done) == 1
-    with pytest.raises(ZeroDivisionError):
-        run(jobs=1, last=lambda stop: 1 / 0)
-
-
 # Measuring
 
 
@@ -502,3 +493,15 @@ def test_kept_figures_are_those_that_were_drawn_last(tmp_path, monkeypatch):
     reports.forget_figures(["a"])
     assert {path.name for path in drawn.iterdir()} == {"a-one--batches-7.svg", "b-one.svg"}
     assert {path.name for path in kept.iterdir()} == left
+
+
+def test_what_no_page_shows_is_not_run(monkeypatch):
+    ran = []
+    monkeypatch.setenv("JUPYTER_PATH", "")
+    monkeypatch.setattr(papermill, "execute_notebook", lambda book, *_, **__: ran.append(nbformat.read(book, 4)))
+    source = notebooks.source_path("state_layout")
+    notebooks.execute(str(source), "out.ipynb", {})
+    tagged = {"lab-only" in cell.metadata.get("tags", []): cell for cell in nbformat.read(source, 4).cells}
+    assert tagged.keys() == {False, True}
+    assert all("lab-only" not in cell.metadata.get("tags", []) for cell in ran[0].cells)
+    assert "x.answer()" in [cell.source for cell in ran[0].cells]

@@ -41,18 +41,24 @@ def ask(
     """What "module:function" answers to each request (its keyword arguments), in their order.
 
     requests and answers are JSON. modules: modules outside the lab whose source the answers depend on. env: changes to
-    the environment, always the same for a function. As many processes as are worth starting, and at most as there are
-    cores; none of them should see a GPU.
+    the environment, always the same for a function. As many processes as are worth starting, and at most as this one
+    has cores; none of them should see a GPU.
     isolated.IsolatedError if a call fails; the answers that were there before stay on disk.
     """
     files = files_of(function, requests, modules)
     missing = [(str(f), dict(r)) for f, r in dict(zip(files, requests, strict=True)).items() if not f.exists()]
-    count = min(os.cpu_count() or 1, math.ceil(len(missing) / _AT_LEAST))
+    count = min(_cores(), math.ceil(len(missing) / _AT_LEAST))
     if count:
         with tempfile.TemporaryDirectory() as taken:
             call = isolated.Call(f"{__name__}:answer", [function, missing, taken], env=env)
             isolated.call_many([call] * count, count)
     return [json.loads(file.read_text()) for file in files]
+
+
+def _cores() -> int:
+    """How many cores there are for this process: of notebooks that run at once each has its share."""
+    share = os.environ.get("OMP_NUM_THREADS", "")
+    return int(share) if share.isdecimal() and int(share) else os.cpu_count() or 1
 
 
 def files_of(function: str, requests: Sequence[Mapping[str, Any]], modules: Sequence[str] = ()) -> list[Path]:

@@ -1,9 +1,11 @@
 """The report: one HTML page a notebook. One script, in the page; nothing is requested from anywhere."""
 
 import base64
+import functools
 import hashlib
 import json
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html.parser import HTMLParser
@@ -22,6 +24,7 @@ SCRIPT = (TEMPLATES / "lab.js").read_text("utf-8")
 # The browser enforces what we promise: no script but ours.
 _OURS = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
 POLICY = f"default-src 'none'; img-src 'self' data: file:; style-src 'unsafe-inline'; script-src 'sha256-{_OURS}'"
+SHORT = 28  # characters of code in a sentence that are kept on one line, on a phone too
 SHOWN = ("text/html", "text/markdown", "image/svg+xml", "image/png", "image/jpeg", "text/plain")  # best first
 EMPTY = ("application/vnd.jupyter.widget-view+json", "application/javascript")  # known, but nothing on a page
 
@@ -84,8 +87,9 @@ def write(out: Path, html: str) -> None:
     """
     if found := outside_requests(html):
         raise ValueError(f"{out.name}: would be requested from outside: {', '.join(found)}; a report stands alone")
+    html = re.sub(rf"(?<!<pre>)<code>(?=[^<]{{1,{SHORT}}}</code>)", '<code class="short">', html)
     html = re.sub(r'<pre(?=[ >])|<div class="lab-image"', r'\g<0> tabindex="0"', html)  # they scroll, by keyboard too
-    write_atomic(out, glossary.explain(_unique_ids(html)).encode())
+    write_atomic(out, glossary.explain(_unique_labels(_unique_ids(html))).encode())
     numbers = json.dumps(origins.numbers(html), ensure_ascii=False, indent=1)
     write_atomic(out.with_suffix(".numbers.json"), numbers.encode())
 
@@ -142,6 +146,18 @@ def _unique_ids(html: str) -> str:
     return re.sub(r'(<figure [^>]*\bid=")([^"]*)"', renamed, html)
 
 
+def _unique_labels(html: str) -> str:
+    """The page with the name of each region once: the second "Table" is "Table (2)"."""
+    counts: Counter[str] = Counter()
+
+    def numbered(found: re.Match[str]) -> str:
+        counts[found[1]] += 1
+        return f'aria-label="{found[1]} ({counts[found[1]]})"' if counts[found[1]] > 1 else found[0]
+
+    named = functools.partial(re.sub, r'aria-label="([^"]*)"', numbered)
+    return re.sub(r'<div [^>]*\brole="region"[^>]*>', lambda tag: named(tag[0]), html)
+
+
 def _prepare(notebook: Any) -> list[str]:
     """Order, fold and mark the cells, turn links to notebooks into links to pages; the errors found."""
     from nbconvert.filters import strip_ansi
@@ -176,18 +192,25 @@ def _sets_up(cell: Any) -> bool:
     return bool({"setup", "parameters", "injected-parameters"} & set(_tags(cell)))
 
 
-SETUP = "### Where the figures are from"
+SETUP = "## Where the figures are from"  # it stands right after the title
 
 
 def _folded(cells: Sequence[Any]) -> list[Any]:
-    """The cells, of which neighbours that fold are between two that open and close it. A cell that failed is open."""
+    """The cells, of which neighbours that fold are between two that open and close it. A cell that failed is open.
+
+    Folds that follow each other are between two cells more, so that they can stand side by side.
+    """
     found: list[Any] = []
     for kind, group in groupby(cells, _fold):
         inside = [cell for cell in group if "lab-only" not in _tags(cell)]
-        for part in _by_heading(inside) if kind else ():
+        if not kind:
+            found += inside
+            continue
+        found.append(_marker("lab_folds", ""))
+        for part in _by_heading(inside):
             head, rest = _heading(part, kind)
             found += [_marker("lab_opens", head), *rest, _marker("lab_closes", "")]
-        found += [] if kind else inside
+        found.append(_marker("lab_folds_end", ""))
     return found
 
 
@@ -246,7 +269,7 @@ def _anchored(html: str) -> str:
 
 def _lead(html: str, status: str) -> tuple[str, str]:
     """What stands beneath the title, and links to the sections if there are several."""
-    heads = re.findall(r'<h2 id="([^"]*)">(.*?)<a class="anchor-link"', html, re.DOTALL)
+    heads = re.findall(r'(?<!<summary>)<h2 id="([^"]*)">(.*?)<a class="anchor-link"', html, re.DOTALL)
     item = Markup('<li><a href="#{}">{}</a></li>')
     items = [item.format(Markup(name), Markup(text).striptags()) for name, text in heads]
     lead = Markup('<p class="status">{}</p>').format(status) if status else Markup()

@@ -65,12 +65,8 @@ def cards(claims: Sequence[Claim], said: Mapping[str, Sequence[Said]], caption: 
 
 def _card(claim: Claim, said: Sequence[Said]) -> Markup:
     judged = any(one.judgement and one.judgement.code for one in said)
-    head = Markup('<h3>{}</h3><p class="small">{}. Published: {}. {} {}</p>').format(
-        claim.statement,
-        link(claim.source, claim.url),
-        claim.published,
-        _sentence(claim.condition),
-        _figures(claim) if judged else "",
+    head = Markup('<h3>{}</h3><p class="small">{}. Published: {}. {}</p>').format(
+        claim.statement, link(claim.source, claim.url), claim.published, _figures(claim) if judged else ""
     )
     lines = [
         Markup('<tr><th scope="row">{}</th><td>{}<span class="small">{}</span></td><td>{}</td></tr>').format(
@@ -79,10 +75,13 @@ def _card(claim: Claim, said: Sequence[Said]) -> Markup:
         for one in said
     ]
     why = Markup("").join(Markup("<li><b>{}</b> {}</li>").format(one.gpu, one.why) for one in said if one.why)
-    folded = Markup('<details><summary>Why, and what was run</summary><ul class="by-gpu">{}</ul></details>')
+    folded = Markup(
+        '<details><summary>Why, and what was run</summary><p class="small">{}</p><ul class="by-gpu">{}</ul></details>'
+    )
     form = Markup('<article class="lab-claim" id="claim-{}" data-markdown="{}">{}<table>{}</table>{}</article>')
     text = markdown(claim, said)
-    return form.format(claim.id, text, head, Markup("").join(lines), folded.format(why) if why else "")
+    details = folded.format(_sentence(claim.condition and f"the source's conditions: {claim.condition}"), why)
+    return form.format(claim.id, text, head, Markup("").join(lines), details)
 
 
 def _sentence(text: str) -> str:

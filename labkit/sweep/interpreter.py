@@ -5,17 +5,23 @@ from typing import Any
 
 
 def hasten() -> None:
-    """For the rest of this process, a launch patches Triton's language once a module, and looks up each dtype once.
+    """For the rest of this process, a launch patches Triton's language once a module, looks up each dtype once, and
+    leaves out what only an assertion needs that is not made.
 
-    Triton patches it in every helper that a kernel calls, and makes a table of all dtypes for every value: together
-    that takes as long as the rest. A Triton without these functions stays as it is.
+    Triton patches it in every helper that a kernel calls, makes a table of all dtypes for every value, and computes of
+    every sum of integers whether it overflows: together that takes longer than the rest. A Triton without these
+    functions stays as it is.
     """
+    from triton.language import semantic
     from triton.runtime import interpreter
 
     if _is_plain(interpreter, "_patch_lang"):
         _patch_once(interpreter)
     if _is_plain(interpreter, "_get_np_dtype"):
         _look_up_once(interpreter)
+    own = semantic.TritonSemantic
+    if _is_plain(own, "binary_op_sanitize_overflow_impl"):
+        own.binary_op_sanitize_overflow_impl = _only_to_assert(own.binary_op_sanitize_overflow_impl)
 
 
 def _is_plain(interpreter: Any, name: str) -> bool:
@@ -54,3 +60,14 @@ def _look_up_once(interpreter: Any) -> None:
         return found[name]
 
     interpreter._get_np_dtype = look_up_once
+
+
+def _only_to_assert(check: Any) -> Any:
+    """Whether an operation overflows is computed for an assertion, which without `debug` is not made."""
+
+    @wraps(check)
+    def checked(self: Any, *operands: Any) -> None:
+        if self.builder.options.debug:
+            check(self, *operands)
+
+    return checked

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -117,7 +118,7 @@ def copy_into(folder: Path) -> None:
 def parameters(notebook: Path) -> dict[str, Parameter]:
     """The parameters of a notebook by name. UsageError if the file does not exist or is not a notebook."""
     try:
-        found = summary.kept("parameters", notebook, lambda: _inspected(notebook))
+        found = summary.kept("parameters", [notebook], lambda: _inspected(notebook))
     except FileNotFoundError:
         raise UsageError(f"{notebook}: no such notebook") from None
     return {name: Parameter(**fields) for name, fields in found.items()}
@@ -301,13 +302,11 @@ def run(
     *,
     can_measure: bool = False,
     progress: Progress | None = None,
-    last: Callable[[threading.Event], None] | None = None,
 ) -> list[Result]:
     """Run the notebooks of `chosen` studies and return how each ended, in the same order; one failure stops no other.
 
     values: parameters of each study. jobs: how many at once, at most (default: one per GPU if anything is measured,
-    else one per core). On an exception (Ctrl-C) every process is ended first. last: what is done beside the last
-    notebooks, where nothing is measured; takes an event that tells it to stop.
+    else one per core). On an exception (Ctrl-C) every process is ended first.
     """
     progress = progress or Progress()
     measuring = {name for name in chosen if can_measure and source_of(name, values.get(name, {})) in spec.MEASURING}
@@ -332,13 +331,10 @@ def run(
     try:
         for group in (alone, _longest_first([name for name in chosen if name not in alone])):
             futures = [pool.submit(one, name) for name in group]
-            beside = [pool.submit(last, stop)] if last and group and not measuring else []
             for future in as_completed(futures):
                 result = future.result()
                 results[result.study] = result
                 progress.end(result.study, result.error, result.seconds)
-            for future in beside:
-                future.result()
     except BaseException:
         stop.set()
         raise
@@ -394,7 +390,7 @@ def _execute_twice(
 ) -> str:
     """Execute; once more if the kernel did not start, as when two took one port. Returns the error, or nothing."""
     source = source_path(name)
-    cells = len(json.loads(source.read_text())["cells"]) + bool(values)  # papermill adds a cell for the values
+    cells = sum(map(_runs, json.loads(source.read_text())["cells"])) + bool(values)  # papermill adds one for the values
     for last in (False, True):
         try:
             arguments = ("labkit.workflow.notebooks:execute", str(source), str(partial), dict(values))
@@ -409,15 +405,28 @@ def _execute_twice(
 
 
 def execute(notebook: str, out: str, values: Mapping[str, Any]) -> None:
-    """Execute a notebook with papermill, in its own folder; called in a process of its own."""
+    """Execute a notebook with papermill, in its own folder, but for what no page shows; called in its own process."""
     import logging
 
+    import nbformat
     import papermill
 
     _use_this_python()
+    book = nbformat.read(notebook, as_version=4)
+    book.cells = [cell for cell in book.cells if _runs(cell)]
     logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(message)s")
     options = {"kernel_name": "python3", "cwd": str(Path(notebook).parent), "progress_bar": False, "log_output": True}
-    papermill.execute_notebook(notebook, out, parameters=dict(values), **options)
+    with tempfile.NamedTemporaryFile(
+        "w", suffix=".ipynb"
+    ) as file:  # given as an object, it is copied into the metadata
+        nbformat.write(book, file)
+        file.flush()
+        papermill.execute_notebook(file.name, out, parameters=dict(values), **options)
+
+
+def _runs(cell: Mapping[str, Any]) -> bool:
+    """Whether a cell is run where nobody sits before the notebook: a widget then computes for seconds, for no one."""
+    return "lab-only" not in cell["metadata"].get("tags", [])
 
 
 def _use_this_python() -> None:

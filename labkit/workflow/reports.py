@@ -4,7 +4,6 @@ import hashlib
 import json
 import math
 import platform
-import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -23,10 +22,10 @@ from labkit.bench import ledger, machine, records, spec
 from labkit.bench.claim import VERDICTS, Claim, Judgement
 from labkit.evidence import roofline
 from labkit.kernels.tuned import slug
-from labkit.report import index, markdown, origins, pages, verdicts, words
+from labkit.report import index, markdown, origins, pages, words
 from labkit.report.figures import Html
 from labkit.sweep import run
-from labkit.workflow import filters, notebooks, predicted_words, recorded, summary
+from labkit.workflow import filters, judged, notebooks, predicted_words, recorded, summary
 
 _UNITS = {"read": "TB/s", "in_place": "TB/s", "copy": "TB/s", "bf16": "TFLOP/s", "fp8": "TFLOP/s"}  # shown in the index
 
@@ -313,7 +312,7 @@ def _findings(
         if answer is None or not rows:
             continue
         try:
-            said = verdicts.told(answer, _entries(name, rows))
+            said = judged.told(answer, _entries(name, rows), [one.path for one in rows.values()])
         except Exception as problem:  # one study's mistake must not take the index away
             problems.append(f"{name}: no finding in the index: {type(problem).__name__}: {problem}")
         else:
@@ -348,20 +347,13 @@ def _claims(
 ) -> list[index.ClaimRow]:
     rows = []
     for name, entry in entries.items():
-        judged = {_key(one.gpu, one.here): kept_claims(one, say)["results"] for one in found[name]}
+        results_of = {_key(one.gpu, one.here): kept_claims(one, say)["results"] for one in found[name]}
         unusable = {_key(gpu, here): why for (study, gpu, here), why in broken.items() if study == name}
         for claim in registry.load(name).claims:
             results = {key: index.Result(None, error=why) for key, why in unusable.items()}
-            results |= {key: _as_result(kept[claim.id]) for key, kept in judged.items() if claim.id in kept}
+            results |= {key: _as_result(kept[claim.id]) for key, kept in results_of.items() if claim.id in kept}
             rows.append(index.ClaimRow(claim, name, entry.title, entry.page, results))
     return rows
-
-
-def judge_recorded(stop: threading.Event) -> None:
-    """Judge all claims on what is recorded, until `stop` is set: `write` finds that kept."""
-    for one in (one for rows in _readable()[0].values() for one in rows if not one.here):
-        if not stop.is_set():
-            kept_claims(one)
 
 
 def kept_claims(one: recorded.Rows, say: Callable[[str], None] = lambda text: None) -> dict[str, Any]:
@@ -371,7 +363,7 @@ def kept_claims(one: recorded.Rows, say: Callable[[str], None] = lambda text: No
         say(f"judging the claims of {registry.NOTEBOOKS[one.study]} on {one.gpu}")
         return claims_of(one)
 
-    return summary.kept("claims", one.path, make)
+    return summary.kept("claims", [one.path], make)
 
 
 def claims_of(one: recorded.Rows) -> dict[str, Any]:
@@ -389,15 +381,10 @@ def _as_result(fields: Mapping[str, Any]) -> index.Result:
 
 def _result(claim: Claim, one: recorded.Rows, earlier_kernel: bool) -> index.Result:
     """A claim on one GPU, with the origins of the numbers that its judgement says."""
-    with ledger.recording(one.kept) as book:
-        judgement, error = recorded.judge(claim, one.rows)
-    later = recorded.rule_changed(claim, one.rows, judgement)
-    if judgement is None:
-        return index.Result(None, earlier_kernel, later, error)
     place = origins.Place(registry.NOTEBOOKS[one.study], _key(one.gpu, one.here), _gpu_name(one), [claim])
-    pool = origins.Pool(one.rows, book, place)
-    figure, why = verdicts.marked(claim, judgement, pool)
-    return index.Result(judgement, earlier_kernel, later, error, figure if judgement.code else "", why)
+    found = judged.claim(claim, one.kept, place, one.path)
+    figure = found.figure if found.judgement and found.judgement.code else ""
+    return index.Result(found.judgement, earlier_kernel, found.changed, found.error, figure, found.why)
 
 
 def _machines(found: Mapping[str, list[recorded.Rows]]) -> list[index.Machine]:

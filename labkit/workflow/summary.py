@@ -5,7 +5,7 @@ Reading all rows and hashing all that they ran takes seconds; this module alone 
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
@@ -41,17 +41,17 @@ def _summary(study: str, path: Path, here: bool) -> Summary:
         first_and_last = tuple(dict.fromkeys(days[:1] + days[-1:]))
         return asdict(Summary(path.parent.name, here, len(rows), first_and_last, int(recorded.stale(rows).sum())))
 
-    found = kept("rows", path, read)
+    found = kept("rows", [path], read)
     return Summary(**{**found, "days": tuple(found["days"])})
 
 
-def kept(what: str, path: Path, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """What `make` says of a data file, as JSON has it: made once, until the file or a source of the lab changes.
+def kept(what: str, files: Sequence[Path], make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """What `make` says of data files, as JSON has it: made once, until a file or a source of the lab changes.
 
-    what: a word for it, which with the file is its name.
+    what: a word for it, which with the files is its name.
     """
     # Of where the files are, how large, and when they were written.
-    stats = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in (path, *_sources())]
+    stats = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in (*files, *_sources())]
     name = hashlib.sha256(repr((what, stats)).encode()).hexdigest()[:32]
     place = paths.CACHE / "summaries" / f"{name}.json"
     if not place.exists():

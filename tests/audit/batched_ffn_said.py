@@ -251,7 +251,7 @@ def answer(rows: pd.DataFrame) -> list[str]:
     kept = max(n for n in means if n < above)
     return [
         f"one launch is {launch:.2f}× faster than a loop",
-        f"reading and unpacking once another {reads:.2f}× faster (GPU)",
+        f"weights read once {reads:.2f}× faster than that (GPU)",
         f"up to {kept} tokens; from {above} tokens on",
     ]
 

@@ -1,5 +1,7 @@
 """The interpreter that these tests run in does each thing once, and says what Triton's own says."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import triton
@@ -38,6 +40,24 @@ def test_a_launch_patches_the_language_once_a_module_and_the_next_one_anew(monke
         three_more[(1,)](out, x, N=4)
         assert out.tolist() == [3.0, 4.0, 5.0, 6.0]
         assert patched == [__name__] * launches
+
+
+@triton.jit
+def product(out, a, b):
+    tl.store(out, tl.load(a) * tl.load(b))
+
+
+def test_an_overflow_is_computed_only_where_it_is_asserted(monkeypatch):
+    own = triton.language.semantic.TritonSemantic
+    compared, less_equal = [], own.less_equal
+    monkeypatch.setattr(own, "less_equal", lambda self, *given: (compared.append(given), less_equal(self, *given))[1])
+    big, out = torch.tensor([2**30], dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    product[(1,)](out, big, big + 1)
+    assert (out.item(), compared) == (2**30, [])
+    options = interpreter.interpreter_builder.options
+    monkeypatch.setattr(interpreter.interpreter_builder, "options", replace(options, debug=True))
+    with pytest.raises(Exception, match="overflow detected"):
+        product[(1,)](out, big, big + 1)
 
 
 def test_it_is_hastened_once():

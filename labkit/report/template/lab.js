@@ -59,7 +59,7 @@ data-markdown="…" on any element: a button copies this text. Permalinks: figur
       const numeric = texts.every((text, row) => numbers[row] !== null || missing(text));
       const values = [...new Set(texts)];
       if (numeric) values.sort((one, two) => numbers[texts.indexOf(one)] - numbers[texts.indexOf(two)]);
-      const few = values.length > 1 && values.length <= FEW && values.every(text => text.length <= LONG && !/^[\d.]+ /.test(text));
+      const few = values.length > 1 && rows[values.length] && values.length <= FEW && values.every(text => text.length <= LONG && !/^[\d.]+ /.test(text));
       return { name, texts, numbers, numeric, values, chosen: few && (!numeric || COUNTS.test(name)) };
     });
     let sorted = -1, down = false;
@@ -218,8 +218,8 @@ data-markdown="…" on any element: a button copies this text. Permalinks: figur
     const place = item.matches("tr") ? item.lastElementChild : item;
     place.append(button("Copy as Markdown", from => copy(item.dataset.markdown, from)));
   }
-  const folds = all("main details"), [head] = [...all("main nav.contents"), ...all("main h1")];
-  if (folds.length > 1) {
+  const folds = all("main details"), [head] = all("main :is(h1, .contents, #claims)").slice(-1);
+  if (folds[1]) {
     head?.after(make("div", { class: "lab-controls" }, button("Expand all", from => {
       const open = from.textContent === "Expand all";
       for (const fold of folds) fold.open = open;

@@ -70,8 +70,7 @@ def conclusion(facts: Mapping[str, Facts]) -> str:
     (gpu, first), *others = facts.items()
     said = f"{bits}; {_saves(facts.values())}: at {TOKENS} tokens, quantised, one launch is "
     said += f"{words.faster(first['launch'], 'a loop')}, "
-    reads = words.faster(first["reads"])
-    said += f"reading and unpacking once {'another ' if reads != words.SAME else ''}{reads} ({gpu})"
+    said += f"weights read once {words.faster(first['reads'], 'that')} ({gpu})"
     return said + "".join(f"; {_faster(one['launch'], one['reads'])} ({gpu})" for gpu, one in others) + "."
 
 

@@ -68,7 +68,7 @@ def conclusion(facts: Mapping[str, Facts]) -> str:
         alone = f"makes GEMVs faster on average (slower in {counts})"
     faster = "makes all faster" if all(one["least"] > 1 for one in facts.values()) else "makes them faster or slower"
     warp = _each(facts, lambda one: " to ".join(dict.fromkeys(f"{one[end]:.2f}" for end in ("least", "most"))) + "×")
-    return f"Over a thread a row, coalescing alone (W stored [K, N]) {alone}; a warp a row {faster}: {warp}."
+    return f"Against a thread a row, coalescing alone (W stored [K, N]) {alone}; a warp a row {faster}: {warp}."
 
 
 def advice(facts: Mapping[str, Facts]) -> str:

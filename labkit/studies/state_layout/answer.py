@@ -63,7 +63,7 @@ def _worth_from(table: pd.DataFrame) -> int | None:
 
 def conclusion(facts: Facts) -> str:
     """What the layout is worth at best in the figure, with the narrow tile and tuned, of each type of state."""
-    parts = {"narrow": f"with a tile of {NARROW}, [V, K] is at best", "tuned": f"{TUNED}, at best"}
+    parts = {"narrow": f"with a tile of {NARROW}, [V, K] against [K, V] is at best", "tuned": f"{TUNED}, at best"}
     said = "; ".join(f"{how} {best}" for name, how in parts.items() if (best := _at_best(facts, name)))
     return f"Qwen3-Next, batch {FULL}: {said}." if said else ""
 
