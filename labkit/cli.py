@@ -350,7 +350,7 @@ def _list_claim(study: str, claim: Any) -> None:
         result = kept["results"].get(claim.id, {"judgement": None, "error": "no rows"})
         judged = result["judgement"]
         where = f"{kept['gpu']}, {'measured here' if here else 'recorded'}"
-        click.echo(f"\n{where}: {judged['verdict'] if judged else 'could not be judged'}")
+        click.echo(f"\n{where}: {_verdict(judged)}")
         if not judged:
             _fields(why=result["error"])
             continue
@@ -359,6 +359,10 @@ def _list_claim(study: str, claim: Any) -> None:
         _fields(ran=judged["code"], note="; ".join(text for name, text in old.items() if result[name]))
     if not found:
         click.echo("\nnot measured on any GPU")
+
+
+def _verdict(judged: dict[str, Any] | None) -> str:
+    return judged["verdict"] + (" (a quick look)" if judged["quick"] else "") if judged else "could not be judged"
 
 
 def _judging(study: str, path: Path, here: bool) -> Callable[[], dict[str, Any]]:

@@ -182,7 +182,7 @@ def test_any_text_is_a_value_of_the_type_or_a_usage_error(text, kind):
 def test_the_real_notebooks_declare_the_parameters_of_their_study(study):
     declared = notebooks.parameters(notebooks.source_path(study))
     add = {"add"} if registry.load(study).added else set()
-    assert set(declared) == {"source", "gpu", "processes", *registry.load(study).parameters} | add
+    assert set(declared) == {"source", "gpu", "processes", "quick", *registry.load(study).parameters} | add
     for parameter in declared.values():
         assert parameter.help, f"{parameter.name} has no comment"
         assert parse(parameter, parameter.default.strip("\"'")) == parameter.value

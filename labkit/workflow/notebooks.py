@@ -199,6 +199,7 @@ def check(study: spec.Study, values: Mapping[str, Any]) -> None:
         "source": spec.one_of(*spec.SOURCES),
         "gpu": _gpu_rule(values.get("source", "")),
         "processes": spec.integer(1, MAX_PROCESSES),
+        filters.QUICK: spec.one_of(True, False),
     }
     asked = {"gpu": ""} | dict(values) if values.get("source") == "predicted" else values
     for name in rules:

@@ -10,7 +10,7 @@ import pandas as pd
 
 from labkit import paths, registry
 from labkit.bench import ledger, records, spec
-from labkit.bench.claim import Claim, Judgement
+from labkit.bench.claim import PROCESSES, Claim, Judgement
 from labkit.bench.sha import kernel_sha
 from labkit.sweep import added, run
 
@@ -94,10 +94,16 @@ def rehash(rows: pd.DataFrame) -> pd.DataFrame:
     return rows
 
 
+def judgement_of(claim: Claim, rows: pd.DataFrame) -> Judgement:
+    """A claim's judgement from one GPU's rows; a quick look where they are of fewer processes than a verdict wants."""
+    most = max((int(max(run)) + 1 for run in rows["run"] if len(run)), default=PROCESSES)
+    return claim.judge(rows, min(most, PROCESSES))
+
+
 def judge(claim: Claim, rows: pd.DataFrame) -> tuple[Judgement | None, str]:
     """A claim's judgement from one GPU's rows; None and the error if its function raises."""
     try:
-        return claim.judge(rows), ""
+        return judgement_of(claim, rows), ""
     except Exception as problem:  # one claim's mistake must not take the table away
         return None, f"{type(problem).__name__}: {problem}"
 
