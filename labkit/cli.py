@@ -125,6 +125,7 @@ def main() -> None:
     "--source", type=click.Choice(spec.SOURCES), help="Measure here, replay data/, or predict another GPU from it."
 )
 @click.option("--gpu", type=GpuName(), help="Recorded GPU to show; default: all. Or the one to predict.")
+@click.option("--quick", is_flag=True, help="Only the headline cases of the claims, in one process: a quick look.")
 @click.option("--jobs", type=click.IntRange(min=1), help="Notebooks at once; default: one per core, or per GPU.")
 @click.option(
     "--add",
@@ -138,6 +139,7 @@ def run(
     given: Sequence[str],
     source: str | None,
     gpu: str | None,
+    quick: bool,
     jobs: int | None,
     add: Sequence[str],
 ) -> None:
@@ -145,10 +147,12 @@ def run(
 
     STUDY is a study's name, notebook or number (state_layout, 01_state_layout, 01); all of them by default.
     -p sets a parameter in every chosen study that has it, or in one: -p STUDY.NAME=VALUE. Lists are written 1,8,64 or
-    as JSON. Everything is checked before anything runs. A measuring run that was stopped goes on where it was.
+    as JSON. Everything is checked before anything runs. A measuring run says first how long it will take; one that was
+    stopped goes on where it was. Verdicts of --quick are marked, and its pages stand beside the full ones.
 
     \b
     labkit run
+    labkit run --quick
     labkit run state_layout -p batches=1,64 -p processes=1
     labkit run 01 --source recorded --gpu nvidia-h100-80gb-hbm3
     labkit run 01 --source predicted --gpu rtx-4090
@@ -160,7 +164,7 @@ def run(
     names = [name for name in registry.NOTEBOOKS if name in chosen] or list(registry.NOTEBOOKS)
     can_measure = False
     try:
-        short = [*_shorthands(given, source, gpu), *_added(given, names, add)]
+        short = [*_shorthands(given, source, gpu, quick), *_added(given, names, add)]
         values = notebooks.assign([registry.load(name) for name in names], [*given, *short])
         wants = {name: notebooks.source_of(name, values[name]) for name in names}
         problem = ""
@@ -178,6 +182,8 @@ def run(
         raise click.UsageError(str(wrong)) from None
     from labkit.workflow import reports  # takes a second to load: after what can be wrong
 
+    if measured := {name: values[name] for name in names if can_measure and wants[name] in spec.MEASURING}:
+        _say(_how_long(measured))
     how = {"can_measure": can_measure, "last": reports.judge_recorded}
     results = _until_stopped(lambda: notebooks.run(names, values, jobs, **how))
     failed = {result.study: result.error for result in results if not result.ok}
@@ -188,6 +194,13 @@ def run(
         names = ", ".join(registry.NOTEBOOKS[name] for name in failed)
         click.echo(f"failed: {names}; their pages show where", err=True)
     _finish(problems, bool(failed))
+
+
+def _how_long(values: dict[str, dict[str, Any]]) -> str:
+    """What these studies will take to measure here."""
+    from labkit.workflow import estimate, lease
+
+    return str(estimate.of_run(values, [one.name for one in lease.visible()]))
 
 
 def _say(text: str) -> None:
@@ -203,9 +216,10 @@ def _finish(problems: Sequence[str], failed: bool = False) -> None:
     sys.exit(FAILED if problems or failed else OK)
 
 
-def _shorthands(given: Sequence[str], source: str | None, gpu: str | None) -> list[str]:
-    """--source and --gpu as parameters. UsageError if -p gives the same again."""
-    short = {name: value for name, value in (("source", source), ("gpu", gpu)) if value is not None}
+def _shorthands(given: Sequence[str], source: str | None, gpu: str | None, quick: bool) -> list[str]:
+    """--source, --gpu and --quick as parameters. UsageError if -p gives the same again."""
+    options = {"source": source, "gpu": gpu, "quick": "true" if quick else None}
+    short = {name: value for name, value in options.items() if value is not None}
     for text in given:
         if (name := text.partition("=")[0].strip()) in short:
             raise click.UsageError(f"both --{name} and -p {name}=… are given")
