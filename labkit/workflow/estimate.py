@@ -4,8 +4,8 @@ A row's `utc` is when its variant was begun in the first process. So rows tell, 
 process was at a case: inputs, compiling, checks, evidence and samples together. They do not tell how long a later
 process was, nor what was compiled ahead; of these there is a model:
 
-- A later process compiles nothing that the first one compiled. It takes what is usual of the operation: the mean of the
-  middle half of its cases, which are those that compile little.
+- A later process compiles nothing that the first one compiled. It takes what is usual of the operation: the mean of its
+  cases, where none counts for more than a second above the median, since half of them or more compile little.
 - Kernels that are compiled ahead take `KERNEL_S` of one core each, and all cores share them.
 - A process takes `START_S` to start, a notebook `PAGE_S` beside its measuring.
 
@@ -31,6 +31,7 @@ GAP_S = 90.0  # between two cases; more: another run
 START_S = 5.0
 PAGE_S = 8.0
 KERNEL_S = 0.7
+SECOND = 1.0  # in which rows tell the time
 UNKNOWN_S = 3.0  # a case of a study that nobody recorded
 
 
@@ -48,9 +49,8 @@ class Known:
 
     def of_later(self, case: Case) -> float:
         """Seconds of a later process for a case."""
-        values = np.sort(self._like(case.op))
-        middle = values[len(values) // 4 : len(values) - len(values) // 4]
-        return min(float(np.mean(middle)), self.of_first(case))
+        values = self._like(case.op)
+        return float(np.mean(np.minimum(values, np.median(values) + SECOND)))
 
     def _like(self, op: str) -> Sequence[float]:
         """Seconds of the cases of an operation; of all where it has none."""

@@ -54,28 +54,31 @@ def of_files(name: str, files: Sequence[Path]) -> list[Key]:
     for path in files:
         groups = dict(list(first_process(recorded.read(path)).groupby(["op", "case"])))
         known = {key: groups[key] for key in order if key in groups}
-        claims = [claim for claim in study.claims if claim.observe]
-        for claim in claims * ROUNDS:
-            kept = headline(claim, known, kept)
+        wholes = [(claim, said(claim, known, list(known))) for claim in study.claims if claim.observe]
+        for claim, whole in wholes * ROUNDS:
+            kept = headline(claim, known, whole, kept)
     return [key for key in order if key in kept]
 
 
-def headline(claim: Claim, groups: Mapping[Key, pd.DataFrame], kept: Sequence[Key] = ()) -> list[Key]:
+Told = tuple[str, bool]  # whose code ran, and whether the direction is clear; of nothing observed ("", False)
+
+
+def said(claim: Claim, groups: Mapping[Key, pd.DataFrame], keys: Sequence[Key]) -> Told:
+    """What the rule says of some cases. groups: the rows of each case."""
+    some = [groups[key] for key in keys if key in groups]
+    found = recorded.judge(claim, pd.concat(some, ignore_index=True))[0] if some else None
+    return (found.code, found.direction != "unclear") if found else ("", False)
+
+
+def headline(claim: Claim, groups: Mapping[Key, pd.DataFrame], whole: Told, kept: Sequence[Key] = ()) -> list[Key]:
     """`kept`, and the first few cases with which the rule says something of the same code as of all, and as clear.
 
-    groups: the rows of each case, in the study's order.
+    groups: the rows of each case, in the study's order; whole: what is said of all.
     """
-
-    def said(keys: Sequence[Key]) -> tuple[str, bool]:
-        some = [groups[key] for key in keys if key in groups]
-        found = recorded.judge(claim, pd.concat(some, ignore_index=True))[0] if some else None
-        return (found.code, found.direction != "unclear") if found else ("", False)
-
-    whole = said(list(groups))
-    if not whole[0] or said(kept) == whole:
+    if not whole[0] or said(claim, groups, kept) == whole:
         return list(kept)
     others = [key for key in groups if key not in kept]
-    return [*kept, *_without(others, lambda some: said([*kept, *some]) == whole)]
+    return [*kept, *_without(others, lambda some: said(claim, groups, [*kept, *some]) == whole)]
 
 
 def _without(keys: list[Key], enough: Callable[[list[Key]], bool]) -> list[Key]:
