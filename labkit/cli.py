@@ -101,7 +101,10 @@ def main() -> None:
 
     \b
     labkit run                          every notebook, then reports/index.html
+    labkit run --quick                  the headline cases alone, in minutes
     labkit run state_layout             one study
+    labkit check FILE.py:FUNCTION       a function of your own, in seconds
+    labkit compare FIRST SECOND         two sets of measurements
     labkit list CLAIM                   one claim with its verdicts
     labkit doctor                       what this machine can measure
     labkit COMMAND --help               more about a command
@@ -422,8 +425,22 @@ def _list_stale() -> bool:
 
 
 @main.command(epilog=EXIT_CODES)
-def doctor() -> None:
-    """Say what this machine has, what will be measured here and what replayed, and why."""
+@click.option(
+    "--completion", type=click.Choice(("bash", "zsh", "fish")), help="Print the completion script of a shell."
+)
+def doctor(completion: str | None) -> None:
+    """Say what this machine has, what will be measured here and what replayed, and why.
+
+    \b
+    bash: eval "$(labkit doctor --completion bash)"      in ~/.bashrc
+    zsh:  eval "$(labkit doctor --completion zsh)"       in ~/.zshrc
+    fish: labkit doctor --completion fish | source       in ~/.config/fish/config.fish
+    """
+    if completion:
+        found = get_completion_class(completion)
+        assert found is not None
+        click.echo(found(main, {}, "labkit", "_LABKIT_COMPLETE").source())
+        return
     from labkit.workflow import doctor as examination
 
     findings = examination.examine()
@@ -431,6 +448,87 @@ def doctor() -> None:
     for finding in findings:
         click.echo(f"{finding.what:<{width}}  {finding.text}")
     sys.exit(FAILED if any(finding.broken for finding in findings) else OK)
+
+
+# check and compare
+
+
+@main.command(epilog=EXIT_CODES)
+@click.argument("function", metavar="FILE.py:FUNCTION", shell_complete=_complete_file)
+@click.option("--study", type=StudyName(), help="Whose arguments it takes; default: the study that gives such ones.")
+@click.option("--case", "wanted", metavar="NAME=VALUE,…", help="Which case is timed; default: the study's first.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def check(function: str, study: str | None, wanted: str | None, as_json: bool) -> None:
+    """Check a function of your own in seconds: its errors, and on a GPU its speed.
+
+    Errors are relative, against float64, on tiny inputs of every dtype that the study gives. On a GPU the function is
+    also timed in one case and one process beside the lab's own kernel and every release that was fetched; the ratio is
+    the other's time over the function's, with its 95 % interval. Exit code 1 if it is wrong. `labkit run STUDY --add`
+    does the same with all of a study's cases, and writes its page.
+
+    \b
+    labkit check my_kernels.py:my_gemv
+    labkit check my_kernels.py:my_gemv --case N=4096,K=2560,dtype=bf16 --json
+    """
+    from labkit.workflow import checking
+
+    try:
+        found = checking.check(function, study, wanted or "", _say)
+    except ValueError as problem:
+        raise click.UsageError(str(problem)) from None
+    click.echo(json.dumps(found, indent=1) if as_json else checking.text(found))
+    sys.exit(OK if checking.fine(found) else FAILED)
+
+
+def _complete_side(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    from labkit import sources
+
+    releases = [f"{made.package}=={made.version}" for made in sources.manifest().values()]
+    names = dict.fromkeys(("data/", "runs/", *paths.recorded_gpus(), *releases))
+    return [CompletionItem(name) for name in names if name.startswith(incomplete)]
+
+
+@main.command(epilog=EXIT_CODES)
+@click.argument("first", shell_complete=_complete_side)
+@click.argument("second", shell_complete=_complete_side)
+@click.option(
+    "--fail-on",
+    metavar="slower[=N%]",
+    default="slower",
+    help="How much slower is a failure; default: any, beyond noise.",
+)
+@click.option("--format", "form", type=click.Choice(("text", "markdown", "html", "json")), default="text")
+@click.option("--all", "every", is_flag=True, help="Show also what is the same or unclear; JSON has it always.")
+def compare(first: str, second: str, fail_on: str, form: str, every: bool) -> None:
+    """Compare two sets of measurements: what is faster in the SECOND than in the FIRST, what slower, beyond its noise.
+
+    Each is data/, runs/, another folder or an archive of `labkit record --pack`; a recorded GPU; a commit, of which
+    data/ is taken; or NAME==VERSION of triton, torch, cuda, driver or of a release of somebody's package. Exit code 1
+    if something is slower, or wrong in the second alone.
+
+    \b
+    labkit compare data/ runs/
+    labkit compare h100 h200 --all --format markdown
+    labkit compare main runs/ --fail-on slower=3%
+    labkit compare sglang==0.5.9 sglang==0.5.23
+
+    \b
+    A job of a CI, on a runner with a GPU, that fails where a change made a kernel slower:
+      - run: labkit run --quick --source measure      # this commit; main has recorded its own in data/
+      - run: labkit compare data/ runs/ --fail-on slower=3% --format markdown >> "$GITHUB_STEP_SUMMARY"
+    """
+    from labkit.bench.records import RecordError
+    from labkit.workflow import compare as comparing
+
+    try:
+        limit = comparing.limit_of(fail_on)
+        found = comparing.compare(comparing.side(first), comparing.side(second))
+    except RecordError as problem:
+        raise click.ClickException(str(problem)) from None
+    except ValueError as problem:
+        raise click.UsageError(str(problem)) from None
+    click.echo(comparing.shown(found, form, every))
+    sys.exit(FAILED if found.failing(limit) else OK)
 
 
 # fetch
@@ -581,18 +679,3 @@ def _draw(chosen: list[str]) -> None:
     reports.keep_findings()
     if failed := [result.study for result in results if not result.ok]:
         raise click.ClickException(f"recorded, but these notebooks fail on it: {', '.join(failed)}")
-
-
-@main.command()
-@click.argument("shell", type=click.Choice(("bash", "zsh", "fish")))
-def completion(shell: str) -> None:
-    """Print the completion script of a shell.
-
-    \b
-    bash: eval "$(labkit completion bash)"      in ~/.bashrc
-    zsh:  eval "$(labkit completion zsh)"       in ~/.zshrc
-    fish: labkit completion fish | source       in ~/.config/fish/config.fish
-    """
-    found = get_completion_class(shell)
-    assert found is not None
-    click.echo(found(main, {}, "labkit", "_LABKIT_COMPLETE").source())

@@ -48,7 +48,7 @@ def test_an_edit_of_a_source_asks_anew(toy):
     text = study.read_text()
     study.write_text(text.replace("return 1", "return 2"))
     sha.forget()
-    recorded._variants.cache_clear()
+    recorded.variants_of.cache_clear()
     assert summary.summaries("layers")[0].stale == 6
 
 

@@ -211,11 +211,11 @@ def measure_process(
 ) -> int:
     """What one measuring process does: the cases named by [op, case] in `keys`; returns how many it measured."""
     study, journal = added.with_added(registry.load(study_name), add, refused), records.Journal(Path(journal_path))
-    device, ceilings = machine.CudaDevice(), _ceilings()
+    device, limits = machine.CudaDevice(), ceilings()
     cases = [case for case in study.cases(parameters) if [case.op, case.key] in [list(key) for key in keys]]
     for count, case in enumerate(cases, 1):
         journal.append({"case": [case.op, case.key], "run": index})
-        journal.append(_entry(case, index, case_runner.measure(study, case, index, device, ceilings)))
+        journal.append(_entry(case, index, case_runner.measure(study, case, index, device, limits)))
         print(f"{study_name}: process {index + 1}, case {count} of {len(cases)}: {case.op} {case.key}", flush=True)
     return len(cases)
 
@@ -258,7 +258,7 @@ def _join(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
     return old | lists | worst
 
 
-def _ceilings() -> Any:
+def ceilings() -> Any:
     """The measured ceilings of this GPU: its own, else the recorded ones of the same model; empty if there are none."""
     from labkit.evidence import roofline
 

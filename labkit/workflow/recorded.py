@@ -52,7 +52,7 @@ EARLIER: dict[str, Callable[[spec.Variant], str]] = {}
 
 
 @cache
-def _variants(study: str, op: str, case: str) -> dict[str, spec.Variant]:
+def variants_of(study: str, op: str, case: str) -> dict[str, spec.Variant]:
     """Every variant that the study now has for a case, by name; empty if it does not know such a case."""
     try:
         found = run.with_control(registry.load(study), spec.Case(op, json.loads(case)))
@@ -66,7 +66,7 @@ def present(study: str, op: str, case: str, variant: str, schema: str = "") -> s
 
     Empty if the study has no such variant, or the lab no longer has that rule.
     """
-    found = _variants(study, op, case).get(variant)
+    found = variants_of(study, op, case).get(variant)
     if found is None or (schema and schema not in EARLIER):
         return ""
     return f"{schema}:{EARLIER[schema](found)}" if schema else kernel_sha(found.source)

@@ -159,6 +159,7 @@ STUDY = Study(
         "are bf16 (fp32 in the tiny cases); value head i reads q and k of head i // (HV // H).",
         lazy(f"{TRIALS}:added"),
         lambda case: case.op == "decode",
+        dtypes=("activations", ("bf16", "fp32")),
     ),
     early=lambda case: case.op == "drift",  # the same in every process
     warmed=lambda case: case.op in ("verify", "extend"),  # of which others compile hundreds of kernels
