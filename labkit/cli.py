@@ -679,3 +679,28 @@ def _draw(chosen: list[str]) -> None:
     reports.keep_findings()
     if failed := [result.study for result in results if not result.ok]:
         raise click.ClickException(f"recorded, but these notebooks fail on it: {', '.join(failed)}")
+
+
+# new
+
+
+@main.command(epilog=EXIT_CODES)
+@click.argument("name")
+def new(name: str) -> None:
+    """Make a study that runs and passes from the start: its folder, notebook, claim, test and line in the registry.
+
+    NAME is what the folder is called, such as gemv_rows. The study times a small kernel; CONTRIBUTING.md says, file by
+    file, what to put in its place.
+
+    \b
+    labkit new gemv_rows
+    labkit run gemv_rows
+    """
+    from labkit.workflow import creating
+
+    try:
+        files = creating.create(name)
+    except ValueError as problem:
+        raise click.UsageError(str(problem)) from None
+    for path in files:
+        click.echo(path.relative_to(paths.ROOT))

@@ -128,8 +128,8 @@ def test_another_text_is_refused(text):
 def toy(tmp_path, monkeypatch):
     found = Toy(tmp_path)
     found.enter(monkeypatch)
-    found.measured(found.rows(ns=[1000] * 9), "data")
-    found.measured(found.rows(ns=[3000] * 9, triton="9.9"))
+    found.measured(found.rows(ns=[1000] * 9, options='{"repeats": "a"}'), "data")
+    found.measured(found.rows(ns=[3000] * 9, triton="9.9", options='{"repeats": "a"}'))
     return found
 
 

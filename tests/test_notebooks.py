@@ -145,7 +145,7 @@ def test_cells_only_show(study):
         "!nvidia-smi",
         "while True: launch()",
         "run = lambda: launch()",
-        "a = 1\n" * 13,
+        "a = 1\n" * 14,
     ],
 )
 def test_a_kernel_or_a_timing_loop_in_a_cell_would_be_found(code):

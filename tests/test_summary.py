@@ -53,7 +53,14 @@ def test_an_edit_of_a_source_asks_anew(toy):
 
 
 @pytest.mark.parametrize(
-    "words", [["--help"], ["list"], ["list", "gemv_coalescing.step"], ["run", "state_layuot"], ["completion", "bash"]]
+    "words",
+    [
+        ["--help"],
+        ["list"],
+        ["list", "gemv_coalescing.step"],
+        ["run", "state_layuot"],
+        ["doctor", "--completion", "bash"],
+    ],
 )
 def test_commands_that_only_say_something_load_neither_torch_nor_pandas(words):
     """They answer at once; what `list` says of the rows is kept."""
