@@ -183,11 +183,11 @@ def run(
         raise click.UsageError(f"{empty}{f'. Nothing can be measured here: {problem}' if problem else ''}") from None
     except notebooks.UsageError as wrong:
         raise click.UsageError(str(wrong)) from None
-    from labkit.workflow import reports  # takes a second to load: after what can be wrong
+    from labkit.workflow import ahead, reports  # take a second to load: after what can be wrong
 
     if measured := {name: values[name] for name in names if can_measure and wants[name] in spec.MEASURING}:
         _say(_how_long(measured))
-    how = {"can_measure": can_measure, "last": reports.judge_recorded}
+    how = {"can_measure": can_measure, "last": reports.judge_recorded, "beside": ahead.Ahead}
     results = _until_stopped(lambda: notebooks.run(names, values, jobs, **how))
     failed = {result.study: result.error for result in results if not result.ok}
     problems = reports.write(failed, _say)
