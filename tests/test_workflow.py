@@ -346,6 +346,7 @@ def test_a_measuring_command_waits_for_its_gpu_and_can_be_interrupted(toy, gpu):
     with lease.gpu_lease():
         waiting, interrupted = (toy.start("run", name, gpu=True) for name in ("layers", "ground"))
         for process in (waiting, interrupted):
+            assert "measuring takes about" in process.stderr.readline()
             assert f"waiting for a free GPU; leased: {GPU} (process {os.getpid()})" in process.stderr.readline()
         interrupted.send_signal(signal.SIGINT)
         assert interrupted.wait(timeout=30) == 130
