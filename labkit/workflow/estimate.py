@@ -93,7 +93,7 @@ class Estimate:
 
     def __str__(self) -> str:
         told = f"by the rows of {self.like}" if self.like else "by no rows: nothing is recorded"
-        parts = ", ".join(f"{registry.NOTEBOOKS[name]} {minutes(s)}" for name, s in self.seconds.items())
+        parts = ", ".join(f"{registry.NOTEBOOKS.get(name, name)} {minutes(s)}" for name, s in self.seconds.items())
         return f"measuring takes about {minutes(self.whole)}, {told} ({parts})"
 
 
