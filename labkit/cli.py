@@ -101,7 +101,10 @@ def main() -> None:
 
     \b
     labkit run                          every notebook, then reports/index.html
+    labkit run --quick                  the headline cases alone, in minutes
     labkit run state_layout             one study
+    labkit check FILE.py:FUNCTION       a function of your own, in seconds
+    labkit compare FIRST SECOND         two sets of measurements
     labkit list CLAIM                   one claim with its verdicts
     labkit doctor                       what this machine can measure
     labkit COMMAND --help               more about a command
@@ -125,6 +128,7 @@ def main() -> None:
     "--source", type=click.Choice(spec.SOURCES), help="Measure here, replay data/, or predict another GPU from it."
 )
 @click.option("--gpu", type=GpuName(), help="Recorded GPU to show; default: all. Or the one to predict.")
+@click.option("--quick", is_flag=True, help="Only the headline cases of the claims, in one process: a quick look.")
 @click.option("--jobs", type=click.IntRange(min=1), help="Notebooks at once; default: one per core, or per GPU.")
 @click.option(
     "--add",
@@ -138,6 +142,7 @@ def run(
     given: Sequence[str],
     source: str | None,
     gpu: str | None,
+    quick: bool,
     jobs: int | None,
     add: Sequence[str],
 ) -> None:
@@ -145,10 +150,12 @@ def run(
 
     STUDY is a study's name, notebook or number (state_layout, 01_state_layout, 01); all of them by default.
     -p sets a parameter in every chosen study that has it, or in one: -p STUDY.NAME=VALUE. Lists are written 1,8,64 or
-    as JSON. Everything is checked before anything runs. A measuring run that was stopped goes on where it was.
+    as JSON. Everything is checked before anything runs. A measuring run says first how long it will take; one that was
+    stopped goes on where it was. Verdicts of --quick are marked, and its pages stand beside the full ones.
 
     \b
     labkit run
+    labkit run --quick
     labkit run state_layout -p batches=1,64 -p processes=1
     labkit run 01 --source recorded --gpu nvidia-h100-80gb-hbm3
     labkit run 01 --source predicted --gpu rtx-4090
@@ -160,7 +167,7 @@ def run(
     names = [name for name in registry.NOTEBOOKS if name in chosen] or list(registry.NOTEBOOKS)
     can_measure = False
     try:
-        short = [*_shorthands(given, source, gpu), *_added(given, names, add)]
+        short = [*_shorthands(given, source, gpu, quick), *_added(given, names, add)]
         values = notebooks.assign([registry.load(name) for name in names], [*given, *short])
         wants = {name: notebooks.source_of(name, values[name]) for name in names}
         problem = ""
@@ -176,9 +183,12 @@ def run(
         raise click.UsageError(f"{empty}{f'. Nothing can be measured here: {problem}' if problem else ''}") from None
     except notebooks.UsageError as wrong:
         raise click.UsageError(str(wrong)) from None
-    from labkit.workflow import reports  # takes a second to load: after what can be wrong
+    from labkit.workflow import ahead, reports  # take a second to load: after what can be wrong
 
-    results = _until_stopped(lambda: notebooks.run(names, values, jobs, can_measure=can_measure))
+    if measured := {name: values[name] for name in names if can_measure and wants[name] in spec.MEASURING}:
+        _say(_how_long(measured))
+    how = {"can_measure": can_measure, "beside": ahead.Ahead}
+    results = _until_stopped(lambda: notebooks.run(names, values, jobs, **how))
     failed = {result.study: result.error for result in results if not result.ok}
     problems = reports.write(failed, _say)
     for line in reports.outcomes(results):
@@ -187,6 +197,13 @@ def run(
         names = ", ".join(registry.NOTEBOOKS[name] for name in failed)
         click.echo(f"failed: {names}; their pages show where", err=True)
     _finish(problems, bool(failed))
+
+
+def _how_long(values: dict[str, dict[str, Any]]) -> str:
+    """What these studies will take to measure here."""
+    from labkit.workflow import estimate, lease
+
+    return str(estimate.of_run(values, [one.name for one in lease.visible()]))
 
 
 def _say(text: str) -> None:
@@ -202,9 +219,10 @@ def _finish(problems: Sequence[str], failed: bool = False) -> None:
     sys.exit(FAILED if problems or failed else OK)
 
 
-def _shorthands(given: Sequence[str], source: str | None, gpu: str | None) -> list[str]:
-    """--source and --gpu as parameters. UsageError if -p gives the same again."""
-    short = {name: value for name, value in (("source", source), ("gpu", gpu)) if value is not None}
+def _shorthands(given: Sequence[str], source: str | None, gpu: str | None, quick: bool) -> list[str]:
+    """--source, --gpu and --quick as parameters. UsageError if -p gives the same again."""
+    options = {"source": source, "gpu": gpu, "quick": "true" if quick else None}
+    short = {name: value for name, value in options.items() if value is not None}
     for text in given:
         if (name := text.partition("=")[0].strip()) in short:
             raise click.UsageError(f"both --{name} and -p {name}=… are given")
@@ -349,7 +367,7 @@ def _list_claim(study: str, claim: Any) -> None:
         result = kept["results"].get(claim.id, {"judgement": None, "error": "no rows"})
         judged = result["judgement"]
         where = f"{kept['gpu']}, {'measured here' if here else 'recorded'}"
-        click.echo(f"\n{where}: {judged['verdict'] if judged else 'could not be judged'}")
+        click.echo(f"\n{where}: {_verdict(judged)}")
         if not judged:
             _fields(why=result["error"])
             continue
@@ -358,6 +376,10 @@ def _list_claim(study: str, claim: Any) -> None:
         _fields(ran=judged["code"], note="; ".join(text for name, text in old.items() if result[name]))
     if not found:
         click.echo("\nnot measured on any GPU")
+
+
+def _verdict(judged: dict[str, Any] | None) -> str:
+    return judged["verdict"] + (" (a quick look)" if judged["quick"] else "") if judged else "could not be judged"
 
 
 def _judging(study: str, path: Path, here: bool) -> Callable[[], dict[str, Any]]:
@@ -403,8 +425,22 @@ def _list_stale() -> bool:
 
 
 @main.command(epilog=EXIT_CODES)
-def doctor() -> None:
-    """Say what this machine has, what will be measured here and what replayed, and why."""
+@click.option(
+    "--completion", type=click.Choice(("bash", "zsh", "fish")), help="Print the completion script of a shell."
+)
+def doctor(completion: str | None) -> None:
+    """Say what this machine has, what will be measured here and what replayed, and why.
+
+    \b
+    bash: eval "$(labkit doctor --completion bash)"      in ~/.bashrc
+    zsh:  eval "$(labkit doctor --completion zsh)"       in ~/.zshrc
+    fish: labkit doctor --completion fish | source       in ~/.config/fish/config.fish
+    """
+    if completion:
+        found = get_completion_class(completion)
+        assert found is not None
+        click.echo(found(main, {}, "labkit", "_LABKIT_COMPLETE").source())
+        return
     from labkit.workflow import doctor as examination
 
     findings = examination.examine()
@@ -412,6 +448,87 @@ def doctor() -> None:
     for finding in findings:
         click.echo(f"{finding.what:<{width}}  {finding.text}")
     sys.exit(FAILED if any(finding.broken for finding in findings) else OK)
+
+
+# check and compare
+
+
+@main.command(epilog=EXIT_CODES)
+@click.argument("function", metavar="FILE.py:FUNCTION", shell_complete=_complete_file)
+@click.option("--study", type=StudyName(), help="Whose arguments it takes; default: the study that gives such ones.")
+@click.option("--case", "wanted", metavar="NAME=VALUE,…", help="Which case is timed; default: the study's first.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def check(function: str, study: str | None, wanted: str | None, as_json: bool) -> None:
+    """Check a function of your own in seconds: its errors, and on a GPU its speed.
+
+    Errors are relative, against float64, on tiny inputs of every dtype that the study gives. On a GPU the function is
+    also timed in one case and one process beside the lab's own kernel and every release that was fetched; the ratio is
+    the other's time over the function's, with its 95 % interval. Exit code 1 if it is wrong. `labkit run STUDY --add`
+    does the same with all of a study's cases, and writes its page.
+
+    \b
+    labkit check my_kernels.py:my_gemv
+    labkit check my_kernels.py:my_gemv --case N=4096,K=2560,dtype=bf16 --json
+    """
+    from labkit.workflow import checking
+
+    try:
+        found = checking.check(function, study, wanted or "", _say)
+    except ValueError as problem:
+        raise click.UsageError(str(problem)) from None
+    click.echo(json.dumps(found, indent=1) if as_json else checking.text(found))
+    sys.exit(OK if checking.fine(found) else FAILED)
+
+
+def _complete_side(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    from labkit import sources
+
+    releases = [f"{made.package}=={made.version}" for made in sources.manifest().values()]
+    names = dict.fromkeys(("data/", "runs/", *paths.recorded_gpus(), *releases))
+    return [CompletionItem(name) for name in names if name.startswith(incomplete)]
+
+
+@main.command(epilog=EXIT_CODES)
+@click.argument("first", shell_complete=_complete_side)
+@click.argument("second", shell_complete=_complete_side)
+@click.option(
+    "--fail-on",
+    metavar="slower[=N%]",
+    default="slower",
+    help="How much slower is a failure; default: any, beyond noise.",
+)
+@click.option("--format", "form", type=click.Choice(("text", "markdown", "html", "json")), default="text")
+@click.option("--all", "every", is_flag=True, help="Show also what is the same or unclear; JSON has it always.")
+def compare(first: str, second: str, fail_on: str, form: str, every: bool) -> None:
+    """Compare two sets of measurements: what is faster in the SECOND than in the FIRST, what slower, beyond its noise.
+
+    Each is data/, runs/, another folder or an archive of `labkit record --pack`; a recorded GPU; a commit, of which
+    data/ is taken; or NAME==VERSION of triton, torch, cuda, driver or of a release of somebody's package. Exit code 1
+    if something is slower, or wrong in the second alone.
+
+    \b
+    labkit compare data/ runs/
+    labkit compare h100 h200 --all --format markdown
+    labkit compare main runs/ --fail-on slower=3%
+    labkit compare sglang==0.5.9 sglang==0.5.23
+
+    \b
+    A job of a CI, on a runner with a GPU, that fails where a change made a kernel slower:
+      - run: labkit run --quick --source measure      # this commit; main has recorded its own in data/
+      - run: labkit compare data/ runs/ --fail-on slower=3% --format markdown >> "$GITHUB_STEP_SUMMARY"
+    """
+    from labkit.bench.records import RecordError
+    from labkit.workflow import compare as comparing
+
+    try:
+        limit = comparing.limit_of(fail_on)
+        found = comparing.compare(comparing.side(first), comparing.side(second))
+    except RecordError as problem:
+        raise click.ClickException(str(problem)) from None
+    except ValueError as problem:
+        raise click.UsageError(str(problem)) from None
+    click.echo(comparing.shown(found, form, every))
+    sys.exit(FAILED if found.failing(limit) else OK)
 
 
 # fetch
@@ -564,16 +681,26 @@ def _draw(chosen: list[str]) -> None:
         raise click.ClickException(f"recorded, but these notebooks fail on it: {', '.join(failed)}")
 
 
-@main.command()
-@click.argument("shell", type=click.Choice(("bash", "zsh", "fish")))
-def completion(shell: str) -> None:
-    """Print the completion script of a shell.
+# new
+
+
+@main.command(epilog=EXIT_CODES)
+@click.argument("name")
+def new(name: str) -> None:
+    """Make a study that runs and passes from the start: its folder, notebook, claim, test and line in the registry.
+
+    NAME is what the folder is called, such as gemv_rows. The study times a small kernel; CONTRIBUTING.md says, file by
+    file, what to put in its place.
 
     \b
-    bash: eval "$(labkit completion bash)"      in ~/.bashrc
-    zsh:  eval "$(labkit completion zsh)"       in ~/.zshrc
-    fish: labkit completion fish | source       in ~/.config/fish/config.fish
+    labkit new gemv_rows
+    labkit run gemv_rows
     """
-    found = get_completion_class(shell)
-    assert found is not None
-    click.echo(found(main, {}, "labkit", "_LABKIT_COMPLETE").source())
+    from labkit.workflow import creating
+
+    try:
+        files = creating.create(name)
+    except ValueError as problem:
+        raise click.UsageError(str(problem)) from None
+    for path in files:
+        click.echo(path.relative_to(paths.ROOT))

@@ -34,7 +34,8 @@ from labkit.evidence import roofline
 from labkit.report import figures, merged, origins, plots, programs, verdicts, words
 from labkit.sweep import added, run
 from labkit.sweep.correctness import COMPILER, INTERPRETER, check_here
-from labkit.workflow import elsewhere, judged, lease, notebooks, predicted_words, recorded
+from labkit.workflow import elsewhere, estimate, judged, lease, notebooks, predicted_words, recorded
+from labkit.workflow import quick as quick_look
 
 OWN_CAPTION = "Added functions. Ratio: the time of what each is set against over its own; above one, yours is faster."
 OWN_FORMATS = {"error": "{:.1e}"} | dict.fromkeys(("ratio", "low", "high"), "{:.3f}")
@@ -94,14 +95,21 @@ def versions_of(rows: pd.DataFrame) -> dict[str, str]:
 
 
 def open(
-    name: str, source: str = "auto", gpu: str = "", processes: int = 3, add: Sequence[str] = (), **parameters: Any
+    name: str,
+    source: str = "auto",
+    gpu: str = "",
+    processes: int = 3,
+    quick: bool = False,
+    add: Sequence[str] = (),
+    **parameters: Any,
 ) -> "Lab":
     """Open a study: measure it here if asked to and possible, and load what is recorded.
 
     source: auto (measure if there is a GPU, else replay), measure, recorded, predicted. gpu: slug of the one recorded
     GPU to show; empty: all of them; with source "predicted" that of the GPU to predict (`gpus.predictable`). processes:
-    independent measuring processes. add: functions of the reader's own to check and time beside the study's,
-    "FILE.py:FUNCTION". parameters: the study's own.
+    independent measuring processes. quick: only the cases that each claim cannot do without (`workflow.quick`), in one
+    process; of recorded rows the first process. add: functions of the reader's own to check and time beside the
+    study's, "FILE.py:FUNCTION". parameters: the study's own.
     Raises KeyError for an unknown study, ValueError for a wrong parameter, RuntimeError if source is "measure" and
     there is no GPU, or if no GPU that is recorded has these cases. A study that was never recorded opens without rows.
     """
@@ -118,12 +126,19 @@ def open(
         raise ValueError(f"gpu is {gpu!r}; recorded: {', '.join(known) or 'none'}")
     if type(processes) is not int or processes < 1:
         raise ValueError(f"processes is {processes!r}; allowed: an integer from 1")
+    if type(quick) is not bool:
+        raise ValueError(f"quick is {quick!r}; allowed: True, False")
+    if quick:
+        study, processes = quick_look.of(study), 1
     own = added.with_added(study, add)
     measures = source in spec.MEASURING
     here, problem = _measure(own, parameters, processes) if measures else (None, f"source is {source!r}")
     if source == "measure" and problem:
         raise RuntimeError(f"cannot measure here: {problem}")
     there = [_recorded(study, parameters, slug) for slug in known if source == "predicted" or gpu in ("", slug)]
+    there = (
+        [replace(entry, rows=quick_look.first_process(entry.rows), file=None) for entry in there] if quick else there
+    )
     shown = [*([here] if here else []), *(entry for entry in there if len(entry.rows))]
     if known and not shown:
         raise RuntimeError(
@@ -511,7 +526,7 @@ class Lab:
         for gpu, entry in self._entries.items():
             one = judged.claim(claim, entry.kept, replace(self._place(entry), claims=[claim]), entry.file)
             if one.error:
-                claim.judge(entry.rows)  # raises it, with its trace
+                recorded.judgement_of(claim, entry.rows)  # raises it, with its trace
             found.append(verdicts.Said(gpu, one.judgement, one.figure, one.why, one.changed))
         found += predicted_words.no_verdict(self.target) if self.target else []
         self._judged[claim.id] = found
@@ -609,6 +624,7 @@ def _measure(study: Study, parameters: Mapping[str, Any], processes: int) -> tup
     with _leased() as env:
         if problem := machine.why_no_gpu():
             return None, problem
+        _progress()(str(estimate.of_study(study, parameters, processes, machine.this_machine().slug)))
         rows = run.run(study, parameters, processes, env, _progress())
     asked = {one.variant for one in added.functions(study, study.add)}
     own = rows[rows["variant"].isin(asked)].reset_index(drop=True)

@@ -182,7 +182,7 @@ def right(found, name):
     """Whether a function's result was checked in every case that takes one, and no error found."""
     study = registry.load(name)
     assert found["ok"].all(), found["reason"].tolist()
-    assert found["case"].tolist() == [case.key for case in study.tiny if study.added.takes(case)]
+    assert found["case"].tolist() == [case.key for case in added.tiny(study)]
     assert found["error"].between(0, 4e-3).all()
     return True
 
@@ -206,7 +206,7 @@ def test_what_ends_its_process_is_said_and_the_others_go_on(write):
     assert list(dict.fromkeys(found["function"])) == [*ENDS, good]
     for name, (_, reason) in ENDS.items():
         rows = found[found["function"] == name]
-        assert len(rows) == 4  # the tiny cases of the grid; the others take none
+        assert len(rows) == 8  # in two dtypes the tiny cases of the grid; the others take none
         assert not rows["ok"].any()
         assert rows["reason"].iloc[0].startswith(reason)
     assert right(found[found["function"] == good], "state_layout")
@@ -281,14 +281,14 @@ def test_the_page_shows_that_it_was_checked_and_not_timed(folders, layout, write
     assert "this machine, tiny inputs, Triton&#39;s interpreter. None was timed: " in page
     assert test_lab.NO_GPU in page
     rows = table_of(x.added().parts[0])
-    assert [row["ok"] for row in rows] == ["yes"] * 4 + ["no"] * 4
+    assert [row["ok"] for row in rows] == ["yes"] * 8 + ["no"] * 8
     assert {row["reason"] for row in rows if row["function"] == "mine"} == {
         f"TypeError: another signature: it takes (W, x, y), the study gives ({NAMES})"
     }
     by_name = {row["where"]: row for row in table_of(x.correctness())}
     where = f"{name} (added), this machine, tiny inputs, Triton's interpreter"
-    assert (by_name[where]["cases"], by_name[where]["wrong"]) == ("4", "0")
-    assert by_name[where.replace(name, "mine")]["wrong"] == "4"
+    assert (by_name[where]["cases"], by_name[where]["wrong"]) == ("8", "0")
+    assert by_name[where.replace(name, "mine")]["wrong"] == "8"
     assert by_name[where.replace(name, "mine")]["largest error"] == "—"
     assert by_name["this machine, tiny inputs, Triton's interpreter"]["wrong"] == "0"
 
@@ -537,7 +537,7 @@ def test_the_page_of_a_measuring_machine(toy, write, monkeypatch):
     monkeypatch.setattr(lab, "_leased", lambda: contextlib.nullcontext({}))
     monkeypatch.setattr(machine, "why_no_gpu", lambda: "")
     monkeypatch.setattr(sweep, "run", lambda *_: rows)
-    shown, problem = lab._measure(added.with_added(toy.plain(), toy.add[:1]), {}, 2)
+    shown, problem = lab._measure(added.with_added(toy.plain(), toy.add[:1]), {"sizes": [1, 2]}, 2)
     assert problem == ""
     assert set(shown.rows["variant"]) == {*test_sweep.NAMES, "eager"}  # what views and claims see
     assert set(shown.own["variant"]) == {"added: mine"}  # what was asked for now

@@ -487,7 +487,7 @@ def test_other_streams_on_a_gpu(write, name):  # noqa: F811
     study = added.with_added(registry.load("gemv_coalescing"), mine, refusals)
     own = [one for one in study.variants(case) if one.name in (study.control(case), "added: mine")]
     only = dataclasses.replace(study, variants=lambda _: own)
-    rows = case_runner.measure(only, case, 0, machine.CudaDevice(), sweep._ceilings())
+    rows = case_runner.measure(only, case, 0, machine.CudaDevice(), sweep.ceilings())
     (found,) = (row for row in rows if row["variant"] == "added: mine")
     assert found["ok"] == (not reason), found["reason"]
     assert reason in found["reason"]

@@ -509,8 +509,8 @@ def test_a_gpu_is_checked_with_kernels_that_were_compiled_on_all_cores(monkeypat
     ]
     assert done[0][0]
     done.clear()
-    correctness.check_here("state_layout", interpreted=False)  # which has no list of kernels
-    assert done == [("labkit.sweep.correctness:check_tiny", "state_layout", "cuda")]
+    correctness.check_here("machine", interpreted=False)  # which has no list of kernels
+    assert done == [("labkit.sweep.correctness:check_tiny", "machine", "cuda")]
 
 
 def test_a_wrong_or_unwritten_result_is_counted_as_wrong(monkeypatch):

@@ -13,8 +13,9 @@ from click.testing import CliRunner
 from labkit import paths, registry
 from labkit.workflow import notebooks
 
-COMMON = ["source", "gpu", "processes"]
-MAX_LINES = 12
+COMMON = ["source", "gpu", "processes", "quick"]
+COMMON_VALUES = {"source": "auto", "gpu": "", "processes": 3, "quick": False}
+MAX_LINES = 13
 each = pytest.mark.parametrize("study", registry.NOTEBOOKS)
 
 
@@ -144,7 +145,7 @@ def test_cells_only_show(study):
         "!nvidia-smi",
         "while True: launch()",
         "run = lambda: launch()",
-        "a = 1\n" * 13,
+        "a = 1\n" * 14,
     ],
 )
 def test_a_kernel_or_a_timing_loop_in_a_cell_would_be_found(code):
@@ -228,12 +229,12 @@ def test_the_first_code_cell_declares_typed_parameters_with_a_comment_each(study
 def test_the_parameters_are_those_of_the_study_and_their_defaults_allowed(study):
     declared = notebooks.parameters(notebooks.source_path(study))
     known = registry.load(study)
-    assert list(declared)[:3] == COMMON
+    assert list(declared)[:4] == COMMON
     add = ["add"] if known.added else []
     assert set(declared) == {*COMMON, *known.parameters, *add}
     assert [declared[name].value for name in add] == [[] for _ in add]
     assert ("x.added()" in texts(study, "code")) == bool(add)
-    assert {name: declared[name].value for name in COMMON} == {"source": "auto", "gpu": "", "processes": 3}
+    assert {name: declared[name].value for name in COMMON} == COMMON_VALUES
     values = {name: one.value for name, one in declared.items()}
     notebooks.check(known, values)
     known.check({name: value for name, value in values.items() if name not in (*COMMON, *add)})

@@ -20,7 +20,8 @@ CLAIM = Claim("fast", "s", "u", "st", "co", "p", "2025-11-20", "rows", observe=o
 
 
 def rows(*rules):
-    return pd.DataFrame({"rules": [json.dumps(rule) for rule in rules], "gpu": "NVIDIA H100"})
+    of_three = [[0, 1, 2] for _ in rules]
+    return pd.DataFrame({"rules": [json.dumps(rule) for rule in rules], "gpu": "NVIDIA H100", "run": of_three})
 
 
 @pytest.mark.parametrize(
@@ -54,3 +55,10 @@ def of_steps(rows):
 
 def test_what_could_not_be_judged_has_no_rule_to_change():
     assert not recorded.rule_changed(CLAIM, rows({}), None)
+
+
+@pytest.mark.parametrize(("processes", "quick"), [(1, True), (2, True), (3, False), (4, False)])
+def test_rows_of_fewer_processes_than_a_verdict_wants_give_a_quick_look(processes, quick):
+    some = rows({}, {}).assign(run=[list(range(processes)), [0]])
+    found = recorded.judgement_of(CLAIM, some)
+    assert (found.verdict, found.quick) == ("reproduced", quick)

@@ -693,3 +693,16 @@ def test_chunk_state_fits_as_often_in_either_layout():
         assert [one["ctas_per_sm"] for one in found] == [ctas, ctas]
         assert [one["spill_bytes"] for one in found] == [0, 0]
     assert compiled.evidence(chunk_state(False), 90)["shared_bytes"] == pytest.approx(82_180, rel=0.001)
+
+
+def test_what_decode_and_step_run_is_compiled_ahead():
+    """Of one batch: every tile, layout and dtype is there, and one of them compiles."""
+    from labkit import registry
+    from labkit.workflow import notebooks
+
+    study = registry.load("state_layout")
+    cases = study.cases(notebooks.defaults("state_layout") | {"batches": [64], "step_batches": [64]})
+    sources = study.kernels(cases, 90)
+    ops = {arguments["op"] for _, arguments in sources}
+    assert ops == {"decode", "step", "drift"}
+    compiled.prebuild(sources[:1], 90)

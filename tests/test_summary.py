@@ -48,12 +48,19 @@ def test_an_edit_of_a_source_asks_anew(toy):
     text = study.read_text()
     study.write_text(text.replace("return 1", "return 2"))
     sha.forget()
-    recorded._variants.cache_clear()
+    recorded.variants_of.cache_clear()
     assert summary.summaries("layers")[0].stale == 6
 
 
 @pytest.mark.parametrize(
-    "words", [["--help"], ["list"], ["list", "gemv_coalescing.step"], ["run", "state_layuot"], ["completion", "bash"]]
+    "words",
+    [
+        ["--help"],
+        ["list"],
+        ["list", "gemv_coalescing.step"],
+        ["run", "state_layuot"],
+        ["doctor", "--completion", "bash"],
+    ],
 )
 def test_commands_that_only_say_something_load_neither_torch_nor_pandas(words):
     """They answer at once; what `list` says of the rows is kept."""

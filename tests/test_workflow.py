@@ -184,7 +184,7 @@ def test_any_text_is_a_value_of_the_type_or_a_usage_error(text, kind):
 def test_the_real_notebooks_declare_the_parameters_of_their_study(study):
     declared = notebooks.parameters(notebooks.source_path(study))
     add = {"add"} if registry.load(study).added else set()
-    assert set(declared) == {"source", "gpu", "processes", *registry.load(study).parameters} | add
+    assert set(declared) == {"source", "gpu", "processes", "quick", *registry.load(study).parameters} | add
     for parameter in declared.values():
         assert parameter.help, f"{parameter.name} has no comment"
         assert parse(parameter, parameter.default.strip("\"'")) == parameter.value
@@ -337,6 +337,7 @@ def test_a_measuring_command_waits_for_its_gpu_and_can_be_interrupted(toy, gpu):
     with lease.gpu_lease():
         waiting, interrupted = (toy.start("run", name, gpu=True) for name in ("layers", "ground"))
         for process in (waiting, interrupted):
+            assert "measuring takes about" in process.stderr.readline()
             assert f"waiting for a free GPU; leased: {GPU} (process {os.getpid()})" in process.stderr.readline()
         interrupted.send_signal(signal.SIGINT)
         assert interrupted.wait(timeout=30) == 130

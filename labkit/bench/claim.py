@@ -92,6 +92,7 @@ class Judgement:
     """What the data of one GPU say of a claim. verdict: of `VERDICTS`; measured, why: one line each, from the data.
 
     direction, size, code: of `DIRECTIONS`, `SIZES` and `CODES`; empty where nothing was observed.
+    quick: whether it rests on fewer processes than a verdict wants.
     """
 
     verdict: str
@@ -100,6 +101,7 @@ class Judgement:
     direction: str = ""
     size: str = ""
     code: str = ""
+    quick: bool = False
 
 
 def untestable(why: str) -> Judgement:
@@ -150,15 +152,15 @@ class Claim:
     refutes: str = ""
     note: str = ""
 
-    def judge(self, rows: "pd.DataFrame") -> Judgement:
-        """The verdict from the rows of one GPU."""
+    def judge(self, rows: "pd.DataFrame", processes: int = PROCESSES) -> Judgement:
+        """The verdict from the rows of one GPU. processes: that an observation must rest on; of fewer, a quick look."""
         if self.observe is None:
             return untestable(self.untested)
         observed = self.observe(rows)
         claimed = map(self._of, observed.observations)
-        enough = [one for one in claimed if one.runs >= PROCESSES and math.isfinite(one.mid)]
+        enough = [one for one in claimed if one.runs >= processes and math.isfinite(one.mid)]
         if not enough:
-            return untestable(f"needs {observed.needs} in {PROCESSES} processes")
+            return untestable(f"needs {observed.needs} in {processes} processes")
         words = [word(one, self) for one in enough]
         lines = [vars(one) | {"word": found} for one, found in zip(enough, words, strict=True)]
         ledger.note(f"claims.{self.id}", lines)
@@ -167,7 +169,7 @@ class Claim:
         verdict = _verdict(direction, size, observed.code == OWN and not elsewhere)
         said = [_cases(words), f"size: {size}" if size != "not comparable" else "", observed.code, elsewhere, self.note]
         why = "; ".join(filter(None, said))
-        return Judgement(verdict, self.shown(enough), why, direction, size, observed.code)
+        return Judgement(verdict, self.shown(enough), why, direction, size, observed.code, processes < PROCESSES)
 
     def shown(self, observations: Sequence[Observation]) -> str:
         """The observed quantity in one line: of up to three cases each with its interval, else the least and most."""

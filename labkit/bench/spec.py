@@ -179,6 +179,7 @@ class Added:
     prepare:   (function, case, device, sets, seed) -> Trial with `arguments`, as a `Variant` does; may raise.
     takes:     whether a case takes such functions.
     caches:    what is timed.
+    dtypes:    a parameter of its cases and the dtypes that it may name: functions are checked in all of them.
     """
 
     signature: tuple[str, ...]
@@ -186,6 +187,7 @@ class Added:
     prepare: Callable[[Callable[..., Any], Case, Any, int, int], Trial]
     takes: Callable[[Case], bool] = lambda case: True
     caches: tuple[str, ...] = ("cold", "hot")
+    dtypes: tuple[str, tuple[str, ...]] = ("dtype", ())
 
 
 @dataclass(frozen=True)

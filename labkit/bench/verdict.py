@@ -82,7 +82,7 @@ def _of_processes(centres: np.ndarray, medians: np.ndarray, rng: np.random.Gener
     draws = np.stack([medians[chosen[i], rng.permutation(resamples)] for i in range(count)]).mean(axis=0)
     low, high = np.percentile(draws, [2.5, 97.5])
     # A bootstrap of two or three processes is too narrow where they differ: never less than Student's interval of them.
-    spread = _student(centres)
+    spread = student(centres)
     return mid, min(low, mid - spread), max(high, mid + spread)
 
 
@@ -113,7 +113,7 @@ def _in_process(kept: tuple[tuple[bytes, ...], ...], quantity: Callable[..., Any
     return Interval(mid, low, high, len(kept), sum(min(len(v) // 8 for v in process) for process in kept))
 
 
-def _student(centres: np.ndarray) -> float:
+def student(centres: np.ndarray) -> float:
     """Half width of the 95 % t-interval of the processes' centres; 0 for one process, which says nothing of others."""
     if len(centres) < 2:
         return 0.0

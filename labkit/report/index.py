@@ -56,9 +56,15 @@ class Result:
         return " · ".join(filter(None, [self.judgement.direction, size]))
 
     @property
+    def quick(self) -> bool:
+        """Whether it rests on fewer processes than a verdict wants."""
+        return self.judgement is not None and self.judgement.quick
+
+    @property
     def remarks(self) -> list[str]:
         """What must be known of its rows."""
-        earlier = ["recorded with an earlier kernel"] if self.earlier_kernel else []
+        earlier = ["a quick look"] if self.quick else []
+        earlier += ["recorded with an earlier kernel"] if self.earlier_kernel else []
         return earlier + (["rule changed after the data"] if self.rule_changed else [])
 
 
@@ -188,8 +194,12 @@ def short_names(machines: Sequence[Machine]) -> dict[str, str]:
 
 
 def tally(claims: Iterable[ClaimRow], machines: Sequence[Machine]) -> dict[str, int]:
-    """Verdict -> how many of the claims have it, each once on every GPU; in the order of `claim.VERDICTS`."""
-    counts = Counter(row.results.get(one.slug, Result(None)).verdict for row in claims for one in machines)
+    """Verdict -> how many of the claims have it, each once on every GPU; in the order of `claim.VERDICTS`.
+
+    Quick looks do not count.
+    """
+    found = [row.results.get(one.slug, Result(None)) for row in claims for one in machines]
+    counts = Counter(result.verdict for result in found if not result.quick)
     return {verdict: counts[verdict] for verdict in (*VERDICTS, NOT_JUDGED, NOT_MEASURED) if counts[verdict]}
 
 

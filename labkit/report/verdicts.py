@@ -11,7 +11,7 @@ from labkit.bench.claim import Claim, Judgement
 from labkit.report import origins
 from labkit.report.figures import Html, badge
 
-CHANGED = "rule changed after the data"
+CHANGED, QUICK = "rule changed after the data", "a quick look"
 JUDGED = Markup('<p class="small"><a href="index.html#judged">How a claim is judged</a></p>')
 
 
@@ -70,7 +70,7 @@ def _card(claim: Claim, said: Sequence[Said]) -> Markup:
     )
     lines = [
         Markup('<tr><th scope="row">{}</th><td>{}<span class="small">{}</span></td><td>{}</td></tr>').format(
-            one.gpu, badge(_word(one)), one.words, _measured(one)
+            one.gpu, _badge(one), one.words, _measured(one)
         )
         for one in said
     ]
@@ -98,8 +98,20 @@ def _word(one: Said) -> str:
 
 
 def _measured(one: Said) -> Markup:
-    later = Markup(' <span class="lab-badge lab-earlier">{}</span>').format(CHANGED) if one.changed else ""
-    return Markup("{}{}").format(one.figure, later)
+    return Markup("{}{}").format(one.figure, _mark(CHANGED) if one.changed else "")
+
+
+def _mark(text: str) -> Markup:
+    return Markup(' <span class="lab-badge lab-earlier">{}</span>').format(text)
+
+
+def _badge(one: Said) -> Markup:
+    """The verdict, and that it is a quick look's."""
+    return Markup("{}{}").format(badge(_word(one)), _mark(QUICK) if _is_quick(one) else "")
+
+
+def _is_quick(one: Said) -> bool:
+    return one.judgement is not None and one.judgement.quick
 
 
 def markdown(claim: Claim, said: Sequence[Said]) -> str:
@@ -108,7 +120,10 @@ def markdown(claim: Claim, said: Sequence[Said]) -> str:
     lines = [f"**{claim.statement}** ({source}; published: {claim.published})"]
     for one in said:
         code = f" ({one.judgement.code})" if one.judgement and one.judgement.code else ""
-        lines.append(f"- {one.gpu}: **{_word(one)}**{code}, {one.judgement.measured if one.judgement else one.why}")
+        quick = f", {QUICK}" if _is_quick(one) else ""
+        lines.append(
+            f"- {one.gpu}: **{_word(one)}**{quick}{code}, {one.judgement.measured if one.judgement else one.why}"
+        )
     return "\n".join(lines)
 
 
@@ -129,7 +144,7 @@ def _headline(claim: Claim, said: Sequence[Said]) -> Markup:
     )
     first = Markup('<th scope="row"><a href="#claim-{}">{}</a>{}</th>').format(claim.id, claim.statement, about)
     cell = Markup('<td data-label="{}">{} <span class="small">{}</span></td>')
-    cells = [cell.format(one.gpu, badge(_word(one)), one.figure) for one in said]
+    cells = [cell.format(one.gpu, _badge(one), one.figure) for one in said]
     return Markup("<tr>{}{}</tr>").format(first, Markup("").join(cells))
 
 

@@ -28,6 +28,7 @@ from labkit import isolated, registry
 from labkit.bench import machine, records, verdict
 from labkit.bench.spec import ADDED, Case, Study, Trial, Variant
 from labkit.sweep import case as case_runner
+from labkit.sweep import interpreter
 
 PARAMETER = "add"  # of the notebooks whose studies take functions
 PATIENCE_S = 300  # for one case: compiling and tuning included
@@ -138,7 +139,7 @@ def with_added(study: Study, add: Sequence[str], refused: Refused = NONE_REFUSED
 
 def _variant(study: Study, function: Function, refused: Refused) -> Variant:
     def prepare(case: Case, device: Any, sets: int, seed: int) -> Trial:
-        if reason := refused.get(function.variant, {}).get(_key(case)):
+        if reason := refused.get(function.variant, {}).get(key(case)):
             raise Crashed(reason)
         from labkit.sweep import guard  # here: it needs torch
 
@@ -153,7 +154,7 @@ def _variant(study: Study, function: Function, refused: Refused) -> Variant:
     return Variant(function.variant, "peer", f"file:{function.text}", prepare, options, study.added.caches)
 
 
-def _key(case: Case) -> str:
+def key(case: Case) -> str:
     return f"{case.op} {case.key}"
 
 
@@ -202,16 +203,24 @@ def _misfit(function: Any, names: tuple[str, ...]) -> str:
 
 
 def check_tiny(study: Study, device: str, env: Mapping[str, str | None]) -> pd.DataFrame:
-    """Every added function on the study's tiny cases: columns function, case, error, ok, reason. Nothing is timed.
+    """Every added function on the study's tiny cases (`tiny`): columns function, case, error, ok, reason. Not timed.
 
     study: as `with_added` returns it. device: "cpu" or "cuda"; env: of the processes that call the functions.
     """
     rows = [
         {"function": _short(one.variant)} | row
         for one in functions(study, study.add)
-        for row in _tried(study, one, [case for case in study.tiny if study.added.takes(case)], device, False, env)
+        for row in _tried(study, one, tiny(study), device, False, env)
     ]
     return pd.DataFrame(rows, columns=["function", "case", "error", "ok", "reason"])
+
+
+def tiny(study: Study) -> list[Case]:
+    """The study's tiny cases that take functions, in every dtype that these may be given."""
+    name, dtypes = study.added.dtypes
+    found = [case for case in study.tiny if study.added.takes(case)]
+    other = [Case(x.op, {**x.params, name: dtype}) for x in found for dtype in dtypes]
+    return list({(case.op, case.key): case for case in found + other}.values())
 
 
 def refusals(
@@ -224,16 +233,16 @@ def refusals(
         say(f"{study.name}: trying {_short(one.variant)} alone")
         for case, row in zip(taken, _tried(study, one, taken, "cuda", True, env), strict=True):
             if row["crashed"]:
-                found.setdefault(one.variant, {})[_key(case)] = row["reason"]
+                found.setdefault(one.variant, {})[key(case)] = row["reason"]
     return found
 
 
 def refuse(refused: Refused, study: Study, case: Case, reason: str) -> bool:
     """Refuse the added functions of a case in which a process died; whether any was not refused before."""
     mine = functions(study, study.add) if study.add and study.added.takes(case) else []
-    new = [one.variant for one in mine if _key(case) not in refused.get(one.variant, {})]
+    new = [one.variant for one in mine if key(case) not in refused.get(one.variant, {})]
     for name in new:
-        refused.setdefault(name, {})[_key(case)] = reason
+        refused.setdefault(name, {})[key(case)] = reason
     return bool(new)
 
 
@@ -277,6 +286,8 @@ def try_here(
     """In the process that may end: call one function in each case, and journal a row; timed: as the timing calls it."""
     study, journal = with_added(registry.load(study_name), add), records.Journal(Path(journal_path))
     gpu = machine.CudaDevice() if device == "cuda" else None
+    if gpu is None:
+        interpreter.with_bf16()
     for op, key in keys:
         case = Case(op, json.loads(key))
         mine = next(one for one in study.variants(case) if one.name == variant)
@@ -331,26 +342,28 @@ def wanted(rows: Sequence[Mapping[str, Any]], study: Study) -> list[Mapping[str,
     return [row for row in rows if not row["variant"].startswith(ADDED) or row["variant"] in mine]
 
 
-def compared(study: Study, rows: pd.DataFrame) -> pd.DataFrame:
-    """Each added function against the study's own choice, one row a function, case, cache and mode.
+def compared(study: Study, rows: pd.DataFrame, against: Sequence[str] = ()) -> pd.DataFrame:
+    """Each added function against other variants, one row a function, case, cache, mode and other variant.
 
-    Against the variant of role "ours", else the one that the A/A control repeats. ratio: its time over the function's,
-    with the 95 % interval; a row that is not ok has neither time nor ratio, and its reason in `remark`.
+    against: names of these; default: the variant of role "ours", else the one that the A/A control repeats. ratio: its
+    time over the function's, with the 95 % interval; a row that is not ok has neither time nor ratio, and its reason in
+    `remark`.
     """
     found = []
-    for (op, key, heat, mode), part in rows.groupby(["op", "case", "cache", "mode"], sort=False):
-        case = Case(op, json.loads(key))
+    for (op, text, heat, mode), part in rows.groupby(["op", "case", "cache", "mode"], sort=False):
+        case = Case(op, json.loads(text))
         ours = part["variant"][part["role"] == "ours"]
-        against = study.control(case) if ours.empty else ours.iloc[0]
-        us = records.expanded(part).set_index("variant")["us"]
-        mine = part[is_added(part)]
-        results = verdict.compare_many(part, [(name, against) for name in mine["variant"]])
-        for row, result in zip(mine.to_dict("records"), results, strict=True):
-            if heat == "hot" and not row["ok"] and against not in us:
+        us, mine = records.expanded(part).set_index("variant")["us"], part[is_added(part)]
+        choice = study.control(case) if ours.empty else ours.iloc[0]
+        others = [name for name in against if name in us] or [choice]
+        pairs = [(row, other) for row in mine.to_dict("records") for other in others]
+        results = verdict.compare_many(part, [(row["variant"], other) for row, other in pairs])
+        for (row, other), result in zip(pairs, results, strict=True):
+            if heat == "hot" and not row["ok"] and other not in us:
                 continue  # failed before it was known that this case is not timed hot
             ok = row["ok"]
             line = {"function": _short(row["variant"])} | dict(case.params) | {"cache": heat, "mode": mode}
-            line |= {"µs": us[row["variant"]] if ok else math.nan, "against": against, "its µs": us.get(against)}
+            line |= {"µs": us[row["variant"]] if ok else math.nan, "against": other, "its µs": us.get(other)}
             line |= {"ratio": result.ratio.mid, "low": result.ratio.low, "high": result.ratio.high}
             line |= {"verdict": result.verdict if ok else "failed", "error": row["error"], "remark": row["reason"]}
             found.append(line)

@@ -1,7 +1,9 @@
-"""Triton's interpreter without what it repeats to no effect; what it computes stays the same."""
+"""Triton's interpreter without what it repeats to no effect; and with numbers in bf16."""
 
 from functools import wraps
 from typing import Any
+
+import numpy as np
 
 
 def hasten() -> None:
@@ -71,3 +73,42 @@ def _only_to_assert(check: Any) -> Any:
             check(self, *operands)
 
     return checked
+
+
+def with_bf16() -> None:
+    """For the rest of this process, bf16 is rounded to the nearest and calculated with.
+
+    Triton's interpreter keeps it as bits: it cuts them off, and adds and multiplies them as whole numbers.
+    """
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    builder, handle = interpreter.InterpreterBuilder, interpreter.TensorHandle
+    cast, dot, binary = builder.cast_impl, builder.create_dot, builder.binary_op
+
+    def number(x: Any) -> Any:
+        return handle(_from_bf16(x.data), tl.float32) if x.dtype.scalar == tl.bfloat16 else x
+
+    def rounded(self: Any, src: Any, dst_type: Any) -> Any:
+        if (src.dtype.scalar, dst_type.scalar) == (tl.float32, tl.bfloat16):
+            return handle(_to_bf16(src.data), tl.bfloat16)
+        return cast(self, src, dst_type)
+
+    def of_numbers(self: Any, lhs: Any, rhs: Any, op: Any) -> Any:
+        found = binary(self, number(lhs), number(rhs), op)
+        bf16 = lhs.dtype.scalar == tl.bfloat16 and found.data.dtype == np.float32
+        return handle(_to_bf16(found.data), tl.bfloat16) if bf16 else found
+
+    builder.cast_impl, builder.binary_op = rounded, of_numbers
+    builder.create_dot = lambda self, a, b, *rest: dot(self, number(a), number(b), *rest)
+
+
+def _from_bf16(bits: np.ndarray) -> np.ndarray:
+    return (bits.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+
+
+def _to_bf16(values: np.ndarray) -> np.ndarray:
+    """To the nearest, ties to even; NaN stays NaN."""
+    bits = np.ascontiguousarray(values).view(np.uint32).astype(np.uint64)
+    found = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+    return np.where(np.isnan(values), np.uint16(0x7FC0), found)

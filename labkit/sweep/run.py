@@ -19,7 +19,7 @@ from labkit import isolated, paths, registry
 from labkit.bench import machine, records
 from labkit.bench.sha import kernel_sha
 from labkit.bench.spec import Case, Study
-from labkit.sweep import added
+from labkit.sweep import added, tuning
 from labkit.sweep import case as case_runner
 from labkit.sweep.case import with_control
 
@@ -165,6 +165,18 @@ def compile_ahead(study: Study, cases: Sequence[Case], say: Progress) -> None:
     compiled.prebuild(sources, capability)
 
 
+def compile_apart(study_name: str, keys: Sequence[Sequence[str]], capability: int, spared: int) -> int:
+    """In a process without a GPU: compile what these cases need, on all cores but so many; returns how many kernels."""
+    from labkit.evidence import compiled
+
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[spared:])
+    os.nice(10)
+    study = registry.load(study_name)
+    sources = study.kernels([Case(op, json.loads(key)) for op, key in keys], capability) if study.kernels else []
+    compiled.prebuild(sources, capability)
+    return len(sources)
+
+
 def warm_up(study: Study, cases: Sequence[Case], env: Mapping[str, str | None], say: Progress) -> None:
     """Call once what libraries and releases offer in the study's `warmed` cases, in processes side by side.
 
@@ -211,11 +223,12 @@ def measure_process(
 ) -> int:
     """What one measuring process does: the cases named by [op, case] in `keys`; returns how many it measured."""
     study, journal = added.with_added(registry.load(study_name), add, refused), records.Journal(Path(journal_path))
-    device, ceilings = machine.CudaDevice(), _ceilings()
+    device, limits = machine.CudaDevice(), ceilings()
+    tuning.keep_in(Path(journal_path).with_name(f"{study_name}.tuning.json"))
     cases = [case for case in study.cases(parameters) if [case.op, case.key] in [list(key) for key in keys]]
     for count, case in enumerate(cases, 1):
         journal.append({"case": [case.op, case.key], "run": index})
-        journal.append(_entry(case, index, case_runner.measure(study, case, index, device, ceilings)))
+        journal.append(_entry(case, index, case_runner.measure(study, case, index, device, limits)))
         print(f"{study_name}: process {index + 1}, case {count} of {len(cases)}: {case.op} {case.key}", flush=True)
     return len(cases)
 
@@ -258,7 +271,7 @@ def _join(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
     return old | lists | worst
 
 
-def _ceilings() -> Any:
+def ceilings() -> Any:
     """The measured ceilings of this GPU: its own, else the recorded ones of the same model; empty if there are none."""
     from labkit.evidence import roofline
 

@@ -124,6 +124,19 @@ def rehash() -> dict[Path, tuple[int, int]]:
 # Where the measurements are
 
 
+def rows_of(source: Path) -> pd.DataFrame:
+    """All rows of a folder or an archive, as `promote` takes it; nothing of them is checked but the schema.
+
+    RecordError for what is neither, or holds no rows.
+    """
+    with _folders(source) as found:
+        folders = sorted(source.glob("*/")) if source in found and not (source / "machine.json").exists() else found
+        parts = [records.read(path) for folder in folders for path in sorted(folder.glob("*.parquet"))]
+    if not parts:
+        raise RecordError(f"{source}: holds no measurements (<gpu>/<study>.parquet)")
+    return pd.concat(parts, ignore_index=True)
+
+
 @contextmanager
 def _folders(source: Path | None) -> Iterator[list[Path]]:
     """The folders, one a GPU, of a source; those of an archive only for as long as the context lasts."""

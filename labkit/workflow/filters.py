@@ -15,6 +15,7 @@ from labkit.bench.spec import Case, Study
 from labkit.sweep.added import PARAMETER as ADD
 
 SIGN = "--"  # begins the part of a file's name that says which part is shown
+QUICK = "quick"  # the notebooks' parameter of a quick look
 LONGEST = 60  # characters of that part; a longer one is cut, and told apart by a hash
 Key = tuple[str, str]  # op and case, as the columns of recorded rows have them
 
@@ -40,12 +41,14 @@ def suffix(changed: Mapping[str, Any]) -> str:
 
 def said(changed: Mapping[str, Any]) -> str:
     """The parameters in words: "batches=1,7, gpu=nvidia-h200"."""
-    return ", ".join(f"{name}={_text(value)}" for name, value in changed.items())
+    return ", ".join("a quick look" if name == QUICK else f"{name}={_text(value)}" for name, value in changed.items())
 
 
 def _words(name: str, value: Any) -> str:
     if name == "source":
         return str(value)
+    if name == QUICK:
+        return name
     if name == ADD:  # without the folders; that the text is altered tells two files of one name apart
         value = [f"{Path(file).name}:{function}" for file, _, function in (text.rpartition(":") for text in value)]
     return f"{name}-{_text(value) or 'none'}"

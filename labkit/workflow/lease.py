@@ -72,6 +72,16 @@ def driver() -> str:
         return nvml.nvmlSystemGetDriverVersion() if nvml else ""
 
 
+def capability(gpu: Gpu) -> int:
+    """Compute capability of a GPU, as 90 for 9.0; 0 if the driver cannot be asked. Starts no CUDA context."""
+    with _nvml() as nvml:
+        try:
+            major, minor = nvml.nvmlDeviceGetCudaComputeCapability(nvml.nvmlDeviceGetHandleByUUID(gpu.id))
+        except Exception:  # NVML's own errors, and a part of a GPU, which it does not list
+            return 0
+    return 10 * major + minor
+
+
 def visible(every: Sequence[Gpu] | None = None) -> list[Gpu]:
     """The GPUs that this process may use: those that CUDA_VISIBLE_DEVICES names, or all.
 

@@ -200,6 +200,7 @@ def check(study: spec.Study, values: Mapping[str, Any]) -> None:
         "source": spec.one_of(*spec.SOURCES),
         "gpu": _gpu_rule(values.get("source", "")),
         "processes": spec.integer(1, MAX_PROCESSES),
+        filters.QUICK: spec.one_of(True, False),
     }
     asked = {"gpu": ""} | dict(values) if values.get("source") == "predicted" else values
     for name in rules:
@@ -302,11 +303,13 @@ def run(
     *,
     can_measure: bool = False,
     progress: Progress | None = None,
+    beside: Callable[..., Any] | None = None,
 ) -> list[Result]:
     """Run the notebooks of `chosen` studies and return how each ended, in the same order; one failure stops no other.
 
     values: parameters of each study. jobs: how many at once, at most (default: one per GPU if anything is measured,
-    else one per core). On an exception (Ctrl-C) every process is ended first.
+    else one per core). On an exception (Ctrl-C) every process is ended first. beside: makes what is told of each study
+    that begins to be measured (`ahead.Ahead`).
     """
     progress = progress or Progress()
     measuring = {name for name in chosen if can_measure and source_of(name, values.get(name, {})) in spec.MEASURING}
@@ -318,18 +321,22 @@ def run(
     threads = {name: share for name, share in shares.items() if name not in os.environ}
     stop = threading.Event()
     results: dict[str, Result] = {}
+    alone = [name for name in chosen if name == FIRST and name in measuring]
+    groups = (alone, _longest_first([name for name in chosen if name not in alone]))
+    order = [name for group in groups for name in group if name in measuring]
+    company = beside(order, values, stop) if beside and order else None
 
     def one(name: str) -> Result:
         held: AbstractContextManager[lease.Gpu | None] = nullcontext()
         if name in measuring:
             held = lease.gpu_lease(leased, stop=stop, say=functools.partial(progress.note, name))
+            held = _accompanied(name, held, company) if company else held
         return _run_one(name, values.get(name, {}), held, threads, stop, progress)
 
-    alone = [name for name in chosen if name == FIRST and name in measuring]
     progress.start([(name, registry.NOTEBOOKS[name]) for name in chosen])
     pool = ThreadPoolExecutor(limit)
     try:
-        for group in (alone, _longest_first([name for name in chosen if name not in alone])):
+        for group in groups:
             futures = [pool.submit(one, name) for name in group]
             for future in as_completed(futures):
                 result = future.result()
@@ -342,6 +349,14 @@ def run(
         pool.shutdown(cancel_futures=True)
         progress.close()
     return [results[name] for name in chosen]
+
+
+@contextmanager
+def _accompanied(name: str, held: AbstractContextManager[lease.Gpu], company: Any) -> Iterator[lease.Gpu]:
+    """The lease of a study, whose beginning is told to what goes on beside it."""
+    with held as gpu:
+        company.begin(name, gpu)
+        yield gpu
 
 
 def _longest_first(names: Sequence[str]) -> list[str]:

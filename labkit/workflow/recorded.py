@@ -10,7 +10,7 @@ import pandas as pd
 
 from labkit import paths, registry
 from labkit.bench import ledger, records, spec
-from labkit.bench.claim import Claim, Judgement
+from labkit.bench.claim import PROCESSES, Claim, Judgement
 from labkit.bench.sha import kernel_sha
 from labkit.sweep import added, run
 
@@ -52,7 +52,7 @@ EARLIER: dict[str, Callable[[spec.Variant], str]] = {}
 
 
 @cache
-def _variants(study: str, op: str, case: str) -> dict[str, spec.Variant]:
+def variants_of(study: str, op: str, case: str) -> dict[str, spec.Variant]:
     """Every variant that the study now has for a case, by name; empty if it does not know such a case."""
     try:
         found = run.with_control(registry.load(study), spec.Case(op, json.loads(case)))
@@ -66,7 +66,7 @@ def present(study: str, op: str, case: str, variant: str, schema: str = "") -> s
 
     Empty if the study has no such variant, or the lab no longer has that rule.
     """
-    found = _variants(study, op, case).get(variant)
+    found = variants_of(study, op, case).get(variant)
     if found is None or (schema and schema not in EARLIER):
         return ""
     return f"{schema}:{EARLIER[schema](found)}" if schema else kernel_sha(found.source)
@@ -94,10 +94,16 @@ def rehash(rows: pd.DataFrame) -> pd.DataFrame:
     return rows
 
 
+def judgement_of(claim: Claim, rows: pd.DataFrame) -> Judgement:
+    """A claim's judgement from one GPU's rows; a quick look where they are of fewer processes than a verdict wants."""
+    most = max((int(max(run)) + 1 for run in rows["run"] if len(run)), default=PROCESSES)
+    return claim.judge(rows, min(most, PROCESSES))
+
+
 def judge(claim: Claim, rows: pd.DataFrame) -> tuple[Judgement | None, str]:
     """A claim's judgement from one GPU's rows; None and the error if its function raises."""
     try:
-        return claim.judge(rows), ""
+        return judgement_of(claim, rows), ""
     except Exception as problem:  # one claim's mistake must not take the table away
         return None, f"{type(problem).__name__}: {problem}"
 

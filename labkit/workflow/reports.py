@@ -25,7 +25,7 @@ from labkit.kernels.tuned import slug
 from labkit.report import index, markdown, origins, pages, words
 from labkit.report.figures import Html
 from labkit.sweep import run
-from labkit.workflow import filters, judged, notebooks, predicted_words, recorded, summary
+from labkit.workflow import filters, judged, notebooks, predicted_words, quick, recorded, summary
 
 _UNITS = {"read": "TB/s", "in_place": "TB/s", "copy": "TB/s", "bf16": "TFLOP/s", "fp8": "TFLOP/s"}  # shown in the index
 
@@ -172,14 +172,23 @@ def _outcome(result: notebooks.Result) -> str:
 def _tally(one: recorded.Rows, used: Mapping[str, Any], part: bool) -> str:
     """ "3 reproduced, 1 unclear": of all rows as they are kept, of a part judged anew."""
     if part:
-        cases = registry.load(one.study).cases(notebooks.defaults(one.study) | dict(used))
-        judged = [recorded.judge(claim, run.of_cases(one.rows, cases))[0] for claim in registry.load(one.study).claims]
+        rows = _shown_rows(one, used)
+        judged = [recorded.judge(claim, rows)[0] for claim in registry.load(one.study).claims]
         verdicts = [judgement.verdict if judgement else "" for judgement in judged]
     else:
         results = kept_claims(one)["results"].values()
         verdicts = [result["judgement"]["verdict"] if result["judgement"] else "" for result in results]
     counts = Counter(verdict or "not judged" for verdict in verdicts)
     return ", ".join(f"{counts[word]} {word}" for word in (*VERDICTS, "not judged") if counts[word])
+
+
+def _shown_rows(one: recorded.Rows, used: Mapping[str, Any]) -> pd.DataFrame:
+    """Those of the rows that a notebook with these parameters shows."""
+    study, values = registry.load(one.study), notebooks.defaults(one.study) | dict(used)
+    if not values.get(filters.QUICK):
+        return run.of_cases(one.rows, study.cases(values))
+    rows = run.of_cases(one.rows, quick.of(study).cases(values))
+    return rows if one.here else quick.first_process(rows)
 
 
 def forget_figures(chosen: Collection[str]) -> None:

@@ -90,6 +90,7 @@ STUDY = Study(
         lazy(f"{names.TRIALS}:added"),
         lambda case: case.op == "product",
         ("cold",),
+        ("activations", ("bf16", "fp32")),
     ),
     kernels=lazy(f"{names.STUDY}.ahead:sources"),
     parameters={

@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import cache as once
 from functools import partial
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from labkit.bench.spec import Arguments, Case, Trial, lazy
 from labkit.kernels.gguf import formats, layers, reference
 from labkit.kernels.gguf.formats import Packed
 from labkit.kernels.target import multiprocessors
+from labkit.kernels.tuned import slug
 from labkit.studies.batched_ffn import peers, variants
 from labkit.studies.batched_ffn.work import weight_bytes
 from labkit.sweep.trial import (
@@ -312,7 +314,7 @@ def gemlite(x: Case, device: Any, sets: int, seed: int) -> Trial:
     values = tokens(x, x["K"], device, seed)
     calls = [lambda layer=layer: layer(values) for layer, _ in made]  # it returns y: a copy would be held against it
     calls[0]()
-    peers.keep_gemlite(paths.RUNS / TUNED)
+    peers.keep_gemlite(_tuned())
     picks = _picks(len(values))
     expected = values[picks].double() @ made[0][1]().T
 
@@ -338,6 +340,11 @@ def _gemlite_layer(x: Case, device: Any, generator: torch.Generator) -> tuple[An
     return layer, lambda: (q.double() - 2 ** (bits - 1)) * scale.double()
 
 
+def _tuned() -> Path:
+    """Where gemlite's tuning is kept: with the rows of this GPU."""
+    return paths.RUNS / (slug(torch.cuda.get_device_name()) if torch.cuda.is_available() else "") / TUNED
+
+
 @once
 def _tune() -> None:
     """Its longest tuning, which the first process makes and the others take over.
@@ -345,9 +352,9 @@ def _tune() -> None:
     What it tries takes a minute to compile for a number of tokens: first, all of them at once in other processes.
     """
     peers.tune_gemlite()
-    paths.RUNS.mkdir(parents=True, exist_ok=True)
-    if (paths.RUNS / TUNED).exists():
-        peers.take_gemlite(paths.RUNS / TUNED)
+    _tuned().parent.mkdir(parents=True, exist_ok=True)
+    if _tuned().exists():
+        peers.take_gemlite(_tuned())
         return
     wanted = product(variants.GEMLITE_BITS, variants.GEMLITE_TOKENS)
     calls = [isolated.Call(f"{__name__}:tune_apart", list(one)) for one in wanted]

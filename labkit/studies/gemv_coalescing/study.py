@@ -128,6 +128,7 @@ STUDY = Study(
         lazy("labkit.studies.gemv_coalescing.trials:added"),
         lambda case: case.op == "gemv",
         ("cold",),
+        ("dtype", tuple(names.SIZES)),
     ),
     kernels=kernels,
 )

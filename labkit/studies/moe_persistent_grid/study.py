@@ -105,5 +105,6 @@ STUDY = Study(
         lazy(f"{names.STUDY}.trials:added"),
         lambda case: case.op == "layer" and case["weights"] != "INT4",
         ("cold",),
+        ("activations", ("bf16", "fp32")),
     ),
 )

@@ -1,6 +1,6 @@
 """Study 01: does the state layout [V, K] make decode of the gated delta rule faster than [K, V]?"""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from labkit.bench.spec import Added, Case, Floor, Study, integer, lazy, list_of, one_of
@@ -30,6 +30,7 @@ DRIFT_TOKENS = 8192
 LONG_HEADS = {"Qwen3.5-122B-A10B, one of 8 GPUs": (2, 8), QWEN3_NEXT.name: (16, 32)}  # whose -> H and HV
 STATE_KERNEL_AT = ("1 x 8192", "8 x 1024", "64 x 128")  # where the chunk-state kernel is timed alone
 CHUNK = 64  # tokens, of extend
+AHEAD = ("decode", "step", "drift")  # whose kernels are compiled before they are timed
 COUNTED = 16  # smallest batch whose hardware counters are taken, if a larger one is asked for at all
 
 
@@ -119,6 +120,14 @@ def counted(parameters: Mapping[str, Any]) -> list[tuple[Case, str]]:
     return [(x, variant_name(layout, tile)) for x in some for layout in LAYOUTS for tile in TILES]
 
 
+def kernels(some: Sequence[Case], capability: int) -> list[tuple[str, Mapping[str, Any]]]:
+    """The lab's own kernels, where their launch can be known without values: an extend reads the prompts' lengths."""
+    from labkit.sweep.variants import ahead
+
+    wanted = [(x, one) for x in some if x.op in AHEAD for one in variants(x) if one.role != "peer"]
+    return ahead("state_layout", wanted, capability)
+
+
 def _tiny() -> list[Case]:
     """Cases for the interpreter; fp32 activations, since it cannot round to bf16."""
     shape = {"model": "tiny", "activations": "fp32", "H": 2, "HV": 4}
@@ -150,6 +159,7 @@ STUDY = Study(
         "step_batches": list_of(integer(1, 4096), empty=True),
         "prefills": list_of(one_of(*PREFILLS), empty=True),
     },
+    kernels=kernels,
     counted=counted,
     added=Added(
         SIGNATURE,
@@ -159,6 +169,7 @@ STUDY = Study(
         "are bf16 (fp32 in the tiny cases); value head i reads q and k of head i // (HV // H).",
         lazy(f"{TRIALS}:added"),
         lambda case: case.op == "decode",
+        dtypes=("activations", ("bf16", "fp32")),
     ),
     early=lambda case: case.op == "drift",  # the same in every process
     warmed=lambda case: case.op in ("verify", "extend"),  # of which others compile hundreds of kernels

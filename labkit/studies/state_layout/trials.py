@@ -18,6 +18,7 @@ from labkit.kernels.gated_delta.chunked import ExtendInputs
 from labkit.kernels.gated_delta.recurrent import StepInputs, VerifyInputs
 from labkit.studies.state_layout import flashinfer, layouts, peers, sglang, vllm, ways
 from labkit.studies.state_layout.variants import LENGTHS, SIGNATURE
+from labkit.sweep import tuning
 from labkit.sweep.trial import DTYPES, Call, Random, chosen, given, kept, relative_rmse, trial, tune_anew
 
 CHECKED = 8  # sequences, or tokens at each end, that are compared with the float64 reference
@@ -387,7 +388,7 @@ def fla_extend(x: Case, device: Any, sets: int, seed: int, v_first: bool) -> Tri
         o, S = calls[0]()
         return errors(o[0], S)
 
-    calls[0]()  # which chooses the launches
+    tuning.choose(tuners, f"fla-core {v_first} {x.key}", calls[0])
     return trial(calls, check=check, tolerance=_extend_tolerance(x), facts=lambda: {"launches": chosen(tuners)})
 
 
@@ -406,7 +407,7 @@ def sglang_extend(x: Case, device: Any, sets: int, seed: int, source: str) -> Tr
         out = calls[0]()
         return errors(out[0], inputs[0].initial)
 
-    calls[0]()  # which chooses the launches
+    tuning.choose(tuners, f"{source} {x.key}", calls[0])
     return trial(calls, check=check, tolerance=_extend_tolerance(x), facts=lambda: {"launches": chosen(tuners)})
 
 
@@ -422,7 +423,7 @@ def vllm_extend(x: Case, device: Any, sets: int, seed: int, source: str) -> Tria
         out, final = calls[0]()
         return errors(out[0], final)
 
-    calls[0]()  # which chooses the launches
+    tuning.choose(tuners, f"{source} {x.key}", calls[0])
     return trial(calls, check=check, tolerance=_extend_tolerance(x), facts=lambda: {"launches": chosen(tuners)})
 
 

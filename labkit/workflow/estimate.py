@@ -1,0 +1,152 @@
+"""How long a measuring run will take, from the times at which the recorded cases were begun.
+
+A row's `utc` is when its variant was begun in the first process. So rows tell, in whole seconds, how long the first
+process was at a case: inputs, compiling, checks, evidence and samples together. They do not tell how long a later
+process was, nor what was compiled ahead; of these there is a model:
+
+- A later process compiles nothing that the first one compiled. It takes what is usual of the operation: the mean of its
+  cases, where none counts for more than a second above the median, since half of them or more compile little.
+- Kernels that are compiled ahead take `KERNEL_S` of one core each, and all cores share them.
+- A process takes `START_S` to start, a notebook `PAGE_S` beside its measuring.
+
+A case that no GPU has recorded takes the mean of its operation, and one of an operation that none has the mean of all.
+"""
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from labkit import paths, registry
+from labkit.bench.spec import Case, Study
+from labkit.kernels.tuned import slug
+from labkit.workflow import filters, notebooks, quick, recorded
+from labkit.workflow.filters import Key
+
+GAP_S = 90.0  # between two cases; more: another run
+# Three starts and a page are what the recorded runs of `machine` took beside its cases until the next study began.
+START_S = 5.0
+PAGE_S = 8.0
+KERNEL_S = 0.7
+SECOND = 1.0  # in which rows tell the time
+UNKNOWN_S = 3.0  # a case of a study that nobody recorded
+
+
+@dataclass(frozen=True)
+class Known:
+    """What rows tell. first: seconds of the first process, by case; kernels: evidence of those that it compiles."""
+
+    first: Mapping[Key, float] = field(default_factory=dict)
+    kernels: Mapping[Key, frozenset[str]] = field(default_factory=dict)
+
+    def of_first(self, case: Case) -> float:
+        """Seconds of the first process for a case."""
+        key = (case.op, case.key)
+        return self.first[key] if key in self.first else float(np.mean(self._like(case.op)))
+
+    def of_later(self, case: Case) -> float:
+        """Seconds of a later process for a case."""
+        values = self._like(case.op)
+        return float(np.mean(np.minimum(values, np.median(values) + SECOND)))
+
+    def _like(self, op: str) -> Sequence[float]:
+        """Seconds of the cases of an operation; of all where it has none."""
+        return [s for (one, _), s in self.first.items() if one == op] or list(self.first.values()) or [UNKNOWN_S]
+
+
+def known(rows: pd.DataFrame) -> Known:
+    """What the rows of one study on one GPU tell."""
+    begun = pd.to_datetime(rows["utc"]).groupby([rows["op"], rows["case"]]).min().sort_values(kind="stable")
+    seconds = begun.diff().dt.total_seconds().shift(-1)
+    first = {key: s for key, s in seconds.items() if s <= GAP_S}  # not NaN, the last one
+    some = rows[rows["evidence"].str.len() > 2]
+    return Known(first, {key: frozenset(group) for key, group in some.groupby(["op", "case"])["evidence"]})
+
+
+def of_cases(study: Study, cases: Sequence[Case], processes: int, told: Known, cores: int) -> float:
+    """Seconds of measuring these cases in so many processes; 0 without any."""
+    if not cases:
+        return 0.0
+    ahead = set().union(*(told.kernels.get((x.op, x.key), ()) for x in cases)) if study.kernels else ()
+    again = [case for case in cases if not study.early(case)]
+    parts = START_S * (processes + (len(again) < len(cases))) + KERNEL_S * len(ahead) / cores
+    return parts + sum(map(told.of_first, cases)) + (processes - 1) * sum(map(told.of_later, again))
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """seconds: of each study; gpus: how many measure side by side; like: the recorded GPU whose rows told it."""
+
+    seconds: Mapping[str, float]
+    gpus: int = 1
+    like: str = ""
+
+    @property
+    def whole(self) -> float:
+        """Seconds of the run: what is measured first runs alone, the others share the GPUs."""
+        alone = self.seconds.get(notebooks.FIRST, 0.0)
+        others = [s for name, s in self.seconds.items() if name != notebooks.FIRST]
+        return alone + max([sum(others) / self.gpus, *others])
+
+    def __str__(self) -> str:
+        told = f"by the rows of {self.like}" if self.like else "by no rows: nothing is recorded"
+        parts = ", ".join(f"{registry.NOTEBOOKS.get(name, name)} {minutes(s)}" for name, s in self.seconds.items())
+        return f"measuring takes about {minutes(self.whole)}, {told} ({parts})"
+
+
+def minutes(seconds: float) -> str:
+    """ "12 min", or "40 s" for less than two minutes."""
+    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
+
+
+def of_run(values: Mapping[str, Mapping[str, Any]], gpus: Sequence[str], cores: int = 0) -> Estimate:
+    """What a run will take. values: parameters of each study that is to be measured; gpus: names of the GPUs.
+
+    By the rows of the same GPU, else of the one on which it would take longest. What runs/ holds is not counted again.
+    """
+    wanted = {name: _asked(name, given) for name, given in values.items()}
+    return _told(wanted, slug(gpus[0]) if gpus else "", len(gpus), cores)
+
+
+def of_study(study: Study, parameters: Mapping[str, Any], processes: int, here: str) -> Estimate:
+    """What measuring a study takes on the GPU of this name of a folder."""
+    return _told({study.name: (study, study.cases(parameters), processes)}, here, 1, 0)
+
+
+Wanted = tuple[Study, Sequence[Case], int]  # study, cases, processes
+
+
+def _asked(name: str, given: Mapping[str, Any]) -> Wanted:
+    """What a notebook with these parameters measures."""
+    values, study = notebooks.defaults(name) | dict(given), registry.load(name)
+    if values.get(filters.QUICK):
+        return study, quick.of(study).cases(values), 1
+    return study, study.cases(values), values.get("processes", 1)
+
+
+def _told(wanted: Mapping[str, Wanted], here: str, gpus: int, cores: int) -> Estimate:
+    """By the rows of one recorded GPU: `here`, or the slowest."""
+    cores = cores or os.cpu_count() or 1
+    found = {
+        gpu: {name: PAGE_S + _seconds(*one, gpu, here, cores) for name, one in wanted.items()}
+        for gpu in ([here] if here in paths.recorded_gpus() else paths.recorded_gpus() or [""])
+    }
+    like = max(found, key=lambda gpu: sum(found[gpu].values()))
+    return Estimate(found[like], max(1, gpus), like)
+
+
+def _seconds(study: Study, cases: Sequence[Case], processes: int, like: str, here: str, cores: int) -> float:
+    path, mine = (base / gpu / f"{study.name}.parquet" for base, gpu in ((paths.DATA, like), (paths.RUNS, here)))
+    told = known(recorded.read(path)) if path.exists() else Known()
+    done = _done(recorded.read(mine)) if here and mine.exists() else {}
+    left = [x for x in cases if done.get((x.op, x.key), 0) < (1 if study.early(x) else processes)]
+    return of_cases(study, left, processes, told, cores)
+
+
+def _done(rows: pd.DataFrame) -> dict[Key, int]:
+    """In how many processes each case was measured."""
+    most = rows["run"].map(lambda run: max(run, default=-1) + 1)
+    return most.groupby([rows["op"], rows["case"]]).max().to_dict()

@@ -1,0 +1,105 @@
+"""A quick look: the headline cases of the claims, those that they cannot do without, in one process.
+
+Which these are is asked of each claim's own rule. Of the recorded rows, cases are left out for as long as what remains
+still gives the rule something to observe, and leaves it as clear as it was.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from labkit import paths, registry
+from labkit.bench.claim import Claim
+from labkit.bench.spec import Case, Study
+from labkit.workflow import notebooks, recorded, summary
+from labkit.workflow.filters import Key
+
+ROUNDS = 2  # cases that one claim adds can change what another one reads
+LISTS = ("run", "block", "samples_ns", "throttled", "sm_mhz")  # columns that hold one value a sample
+
+
+def of(study: Study) -> Study:
+    """The study with its headline cases alone; all of them if it has no claim, or was never recorded."""
+    wanted = set(headlines(study.name))
+    if not wanted:
+        return study
+
+    def cases(parameters: Mapping[str, Any]) -> list[Case]:
+        return [case for case in study.cases(parameters) if (case.op, case.key) in wanted]
+
+    return replace(study, cases=cases, counted=lambda parameters: [])
+
+
+def headlines(name: str) -> list[Key]:
+    """The headline cases (op, case) of a study, by the rows of all recorded GPUs; none if nothing is recorded.
+
+    Kept until a data file or a source of the lab changes.
+    """
+    files = [path for path, _ in paths.data_files(name, runs=False)]
+    if not files or not registry.load(name).claims:
+        return []
+    stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    kept = summary.kept(f"headlines {stats}", files[0], lambda: {"keys": of_files(name, files)})
+    return list(map(tuple, kept["keys"]))
+
+
+def of_files(name: str, files: Sequence[Path]) -> list[Key]:
+    """The same, made anew. Claims share cases where they can."""
+    study = registry.load(name)
+    order = [(case.op, case.key) for case in study.cases(notebooks.defaults(name))]
+    kept: list[Key] = []
+    for path in files:
+        groups = dict(list(first_process(recorded.read(path)).groupby(["op", "case"])))
+        known = {key: groups[key] for key in order if key in groups}
+        wholes = [(claim, said(claim, known, list(known))) for claim in study.claims if claim.observe]
+        for claim, whole in wholes * ROUNDS:
+            kept = headline(claim, known, whole, kept)
+    return [key for key in order if key in kept]
+
+
+Told = tuple[str, bool]  # whose code ran, and whether the direction is clear; of nothing observed ("", False)
+
+
+def said(claim: Claim, groups: Mapping[Key, pd.DataFrame], keys: Sequence[Key]) -> Told:
+    """What the rule says of some cases. groups: the rows of each case."""
+    some = [groups[key] for key in keys if key in groups]
+    found = recorded.judge(claim, pd.concat(some, ignore_index=True))[0] if some else None
+    return (found.code, found.direction != "unclear") if found else ("", False)
+
+
+def headline(claim: Claim, groups: Mapping[Key, pd.DataFrame], whole: Told, kept: Sequence[Key] = ()) -> list[Key]:
+    """`kept`, and the first few cases with which the rule says something of the same code as of all, and as clear.
+
+    groups: the rows of each case, in the study's order; whole: what is said of all.
+    """
+    if not whole[0] or said(claim, groups, kept) == whole:
+        return list(kept)
+    others = [key for key in groups if key not in kept]
+    return [*kept, *_without(others, lambda some: said(claim, groups, [*kept, *some]) == whole)]
+
+
+def _without(keys: list[Key], enough: Callable[[list[Key]], bool]) -> list[Key]:
+    """The keys without those that can go, tried in halves, quarters … down to single ones, the last first."""
+    size = len(keys)
+    while size:
+        size //= 2
+        for start in reversed(range(0, len(keys), size)) if size else ():
+            less = keys[:start] + keys[start + size :]
+            if less and enough(less):
+                keys = less
+    return keys
+
+
+def first_process(rows: pd.DataFrame) -> pd.DataFrame:
+    """The rows as they were after one process: what a quick look on that GPU had to go by."""
+    rows = rows.copy()
+    first = [[run == 0 for run in runs] for runs in rows["run"]]
+    for name in LISTS:
+        rows[name] = [
+            [v for v, keep in zip(values, some, strict=True) if keep]
+            for values, some in zip(rows[name], first, strict=True)
+        ]
+    return rows

@@ -1,0 +1,106 @@
+"""While one study is measured, the next one's kernels are compiled: which, beside which, and away from the GPU."""
+
+import threading
+
+import pytest
+
+from labkit import isolated, registry
+from labkit.sweep import run as sweep
+from labkit.workflow import ahead, lease, notebooks
+
+GPU = lease.Gpu(0, "GPU-7", "NVIDIA H100 80GB HBM3")
+ORDER = ["machine", "state_layout", "gemv_coalescing", "moe_persistent_grid", "persistent_tables"]
+FEW = {"gemv_coalescing": {"models": ["Llama-3.2-1B"], "dtypes": ["bf16"]}}
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    found = []
+    monkeypatch.setattr(isolated, "call", lambda *words, **options: found.append((words, options)))
+    monkeypatch.setattr(lease, "capability", lambda gpu: 90)
+    monkeypatch.setattr(ahead, "cores", lambda: list(range(16)))
+    return found
+
+
+def begun(*names, values=None, order=ORDER):
+    company = ahead.Ahead(order, values or {}, threading.Event())
+    for name in names:
+        if thread := company.begin(name, GPU):
+            thread.join()
+
+
+def test_the_next_study_is_compiled_without_a_gpu(calls):
+    begun("machine", "state_layout", values=FEW)
+    [(words, options)] = calls  # beside `machine`, which times launches from Python, nothing is
+    assert words[:2] == ("labkit.sweep.run:compile_apart", "gemv_coalescing")
+    study = registry.load("gemv_coalescing")
+    cases = study.cases(notebooks.defaults("gemv_coalescing") | FEW["gemv_coalescing"])
+    assert words[2:] == ([(case.op, case.key) for case in cases], 90, ahead.SPARED)
+    assert options["env"]["CUDA_VISIBLE_DEVICES"] == ""
+
+
+def test_a_quick_look_compiles_its_own_cases_alone(calls):
+    begun("state_layout", order=ORDER[1:], values={"gemv_coalescing": {"quick": True}})
+    [(words, _)] = calls
+    assert 0 < len(words[2]) < 20
+
+
+@pytest.mark.parametrize("name", registry.NOTEBOOKS)
+def test_nothing_runs_beside_a_study_that_times_the_host(name):
+    assert ahead.times_host(name, {}) == (name not in ("state_layout", "gemv_coalescing"))
+
+
+def test_after_the_last_study_nothing_is_compiled(calls):
+    begun("state_layout", order=["state_layout"])
+    assert calls == []
+
+
+def test_on_two_cores_or_without_an_answer_of_the_driver_nothing_is_compiled(calls, monkeypatch):
+    monkeypatch.setattr(lease, "capability", lambda gpu: 0)
+    begun("state_layout", order=ORDER[1:])
+    monkeypatch.setattr(lease, "capability", lambda gpu: 90)
+    monkeypatch.setattr(ahead, "cores", lambda: [0, 1])
+    begun("state_layout", order=ORDER[1:])
+    assert calls == []
+
+
+def test_a_kernel_that_does_not_compile_ends_no_run(calls, monkeypatch):
+    def fails(*words, **options):
+        raise isolated.IsolatedError("t", "CompilationError", "no")
+
+    monkeypatch.setattr(isolated, "call", fails)
+    begun("state_layout", order=ORDER[1:], values=FEW)
+
+
+def test_what_is_compiled_apart_leaves_cores_free(monkeypatch):
+    study, taken = registry.load("state_layout"), []
+    case = next(case for case in study.cases(notebooks.defaults("state_layout")) if case.op == "decode")
+    monkeypatch.setattr(sweep.os, "sched_getaffinity", lambda process: set(range(8)))
+    monkeypatch.setattr(sweep.os, "sched_setaffinity", lambda process, cores: taken.append(cores))
+    monkeypatch.setattr(sweep.os, "nice", lambda by: 0)
+    monkeypatch.setattr("labkit.evidence.compiled.prebuild", lambda sources, capability: taken.append(len(sources)))
+    count = sweep.compile_apart("state_layout", [[case.op, case.key]], 90, 2)
+    assert taken == [[2, 3, 4, 5, 6, 7], count]
+    assert count > 1
+
+
+def test_it_is_told_when_a_study_begins(monkeypatch, tmp_path):
+    """Inside the lease, in the order of the run."""
+    told = []
+
+    class Company:
+        def __init__(self, order, values, stop):
+            told.append(order)
+
+        def begin(self, name, gpu):
+            told.append((name, gpu.id))
+
+    monkeypatch.setattr(lease, "visible", lambda: [GPU])
+    monkeypatch.setattr(notebooks, "_run_one", lambda name, values, held, *rest: _held(name, held))
+    notebooks.run(["machine", "state_layout"], {}, can_measure=True, beside=Company)
+    assert told == [["machine", "state_layout"], ("machine", "GPU-7"), ("state_layout", "GPU-7")]
+
+
+def _held(name, held):
+    with held:
+        return notebooks.Result(name, name, 0.0)

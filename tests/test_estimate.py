@@ -1,0 +1,160 @@
+"""How long a run will take: by made-up rows, and by the recorded ones as far as they tell."""
+
+import math
+from datetime import UTC, datetime, timedelta
+
+import pandas as pd
+import pytest
+from toy_lab import SLUG, Toy
+
+from labkit import paths, registry
+from labkit.bench import records
+from labkit.bench.spec import Case, Floor, Study
+from labkit.workflow import estimate, notebooks, recorded
+
+START = datetime(2026, 11, 26, tzinfo=UTC)
+RIGHT = 0.30  # how far an estimate may be off
+
+
+def made(seconds, op="op", evidence="{}"):
+    """Rows of cases, two variants each, which take so long one after the other; and a last one."""
+    lines, at = [], START
+    for n, length in enumerate([*seconds, 1]):
+        for variant in ("a", "b"):
+            utc = at + timedelta(seconds=length // 2 if variant == "b" else 0)
+            row = {"op": op, "case": Case(op, {"n": n}).key, "variant": variant, "utc": utc.isoformat()}
+            lines.append(row | {"evidence": evidence, "run": [0, 1, 2]})
+        at += timedelta(seconds=length)
+    return pd.DataFrame(lines)
+
+
+def study(count, early=lambda case: False, kernels=None):
+    def cases(parameters):
+        return [Case("op", {"n": n}) for n in range(count)]
+
+    options = {"early": early, "kernels": kernels}
+    return Study("made", "t", "s", cases, lambda x: [], lambda x: "", lambda x: Floor(1), **options)
+
+
+def seconds(of, rows, processes=1, cores=16):
+    return estimate.of_cases(of, of.cases({}), processes, estimate.known(rows), cores)
+
+
+def test_a_case_takes_the_first_process_as_long_as_until_the_next_one_began():
+    assert estimate.known(made([4, 8, 2])).first == {
+        ("op", '{"n": 0}'): 4.0,
+        ("op", '{"n": 1}'): 8.0,
+        ("op", '{"n": 2}'): 2.0,
+    }
+    assert seconds(study(3), made([4, 8, 2])) == estimate.START_S + 14
+
+
+def test_a_pause_between_two_runs_is_no_case():
+    assert list(estimate.known(made([4, 10_000, 2])).first.values()) == [4.0, 2.0]
+
+
+def test_what_was_never_recorded_takes_what_is_usual():
+    assert seconds(study(4), made([4, 4])) == estimate.START_S + 16
+    assert seconds(study(2), pd.DataFrame(columns=records.SCHEMA.names)) == estimate.START_S + 2 * estimate.UNKNOWN_S
+    assert seconds(study(0), made([4])) == 0
+
+
+def test_later_processes_do_not_compile_what_the_first_one_did():
+    """Of eight cases one compiles for a minute."""
+    rows = made([60, *[2] * 7])
+    one, three = seconds(study(8), rows), seconds(study(8), rows, 3)
+    assert three - one == 2 * (estimate.START_S + 7 * 2 + 3)
+
+
+def test_cases_that_are_measured_early_are_measured_once():
+    once = seconds(study(3, early=lambda case: case["n"] == 0), made([9, 2, 2]), 3)
+    usual = (3 + 2 + 2) / 3  # of nine seconds those that count
+    assert once == pytest.approx(4 * estimate.START_S + 9 + 2 + 2 + 2 * (2 * usual))
+
+
+def test_what_is_compiled_ahead_is_shared_by_the_cores():
+    rows = made([2, 2], evidence='{"registers": 1}')
+    with_list = study(2, kernels=lambda cases, capability: [])
+    one, four = (seconds(with_list, rows, cores=cores) for cores in (1, 4))
+    assert one - seconds(study(2), rows) == pytest.approx(estimate.KERNEL_S)
+    assert four - seconds(study(2), rows) == pytest.approx(estimate.KERNEL_S / 4)
+
+
+def test_several_gpus_share_all_but_what_runs_first():
+    times = {notebooks.FIRST: 10.0, "state_layout": 30.0, "gemv_coalescing": 20.0, "batched_ffn": 10.0}
+    assert estimate.Estimate(times).whole == 70
+    assert estimate.Estimate(times, 2).whole == 40
+    assert estimate.Estimate(times, 9).whole == 40
+
+
+def test_what_this_machine_has_measured_is_not_counted_again(tmp_path, monkeypatch):
+    toy = Toy(tmp_path)
+    toy.enter(monkeypatch)
+    toy.measured(toy.rows(), "data")
+    whole = estimate.of_run({"layers": {}}, ["NVIDIA Made-Up 9"]).seconds["layers"]
+    assert whole > estimate.PAGE_S
+    toy.measured(
+        [
+            one
+            | {"run": [0, 1, 2], "block": [0] * 3, "samples_ns": [5] * 3, "throttled": [""] * 3}
+            | {"sm_mhz": [1] * 3}
+            for one in toy.rows()
+        ]
+    )
+    assert estimate.of_run({"layers": {}}, ["NVIDIA Made-Up 9"]).seconds["layers"] == estimate.PAGE_S
+    assert estimate.of_run({"layers": {}}, ["Another"]).seconds["layers"] == whole
+    assert estimate.of_run({"layers": {}}, ["Another"]).like == SLUG
+
+
+def test_it_is_said_in_minutes():
+    found = estimate.Estimate({"machine": 50.0, "state_layout": 600.0}, 1, "nvidia-h200")
+    assert str(found) == (
+        "measuring takes about 11 min, by the rows of nvidia-h200 (00_machine 50 s, 01_state_layout 10 min)"
+    )
+
+
+# The recorded rows
+
+
+def _firsts(name):
+    """What the first process was at the cases that both recorded GPUs have, each by its own rows."""
+    one, other = (estimate.known(recorded.read(path)).first for path, _ in paths.data_files(name, runs=False)[:2])
+    both = one.keys() & other.keys()
+    return sum(one[key] for key in both), sum(other[key] for key in both)
+
+
+def test_what_one_gpu_took_tells_what_the_other_took():
+    """All first processes together; a study alone may be off by more, since seconds are whole and caches differ."""
+    pairs = [_firsts(name) for name in registry.NOTEBOOKS]
+    one, other = (sum(values) for values in zip(*pairs, strict=True))
+    assert abs(math.log(one / other)) < math.log(1 + RIGHT)
+    assert all(abs(math.log(a / b)) < math.log(1.5) for a, b in pairs)
+
+
+@pytest.mark.parametrize("gpu", paths.recorded_gpus())
+def test_operations_tell_what_cases_took_that_are_left_out(gpu):
+    """Every other case from its operation alone, over all studies."""
+    told = took = 0.0
+    for name in registry.NOTEBOOKS:
+        whole = estimate.known(recorded.read(paths.DATA / gpu / f"{name}.parquet"))
+        for half in (0, 1):
+            left = dict(list(whole.first.items())[half::2])
+            rest = estimate.Known({key: s for key, s in whole.first.items() if key not in left})
+            told += sum(rest.of_first(Case(op, {"case": case})) for op, case in left)
+            took += sum(left.values())
+    assert abs(math.log(told / took)) < math.log(1 + RIGHT)
+
+
+@pytest.mark.parametrize("gpu", paths.recorded_gpus())
+def test_the_one_whole_run_that_rows_tell_of(gpu):
+    """From the first case of `machine`, in three processes, to the first of `state_layout`, which followed at once."""
+    began = [recorded.read(paths.DATA / gpu / f"{name}.parquet")["utc"].min() for name in ("machine", "state_layout")]
+    took = (datetime.fromisoformat(began[1]) - datetime.fromisoformat(began[0])).total_seconds()
+    told = estimate.of_run({"machine": {}}, [gpu], 16).seconds["machine"]
+    assert abs(math.log(told / took)) < math.log(1 + RIGHT)
+
+
+def test_a_quick_look_at_everything_takes_eight_minutes_at_most():
+    values = {name: {"quick": True} for name in registry.NOTEBOOKS}
+    for gpu in ("NVIDIA H100 80GB HBM3", "NVIDIA H200"):
+        assert estimate.of_run(values, [gpu], 16).whole <= 8 * 60
