@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -308,7 +307,7 @@ def gpu(toy, monkeypatch):
     """A made-up GPU, leased in the folder where the toy lab's own processes lease it."""
     found = lease.Gpu(0, "GPU-toy-0", GPU)
     monkeypatch.setattr(lease, "installed", lambda: [found])
-    monkeypatch.setattr(tempfile, "tempdir", str(toy.tmp()))
+    monkeypatch.setenv(lease.LOCKS, str(toy.tmp() / "gpus"))
     monkeypatch.setattr(notebooks, "FIRST", "ground")
     monkeypatch.delenv(lease.VISIBLE, raising=False)
     return found

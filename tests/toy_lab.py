@@ -15,6 +15,7 @@ from click.testing import CliRunner
 import labkit
 import labkit.studies
 from labkit import cli, paths, registry
+from labkit.workflow import lease
 
 CODE = Path(labkit.__file__).resolve().parents[1]
 NOTEBOOKS = {"ground": "00_ground", "layers": "01_layers"}
@@ -156,6 +157,7 @@ class Toy:
         """Start `labkit WORDS` in this lab, as its own process group."""
         folders = [str(CODE), *([str(self.root / "nvml")] if gpu else [])]
         env |= {"LABKIT_ROOT": str(self.root), "PYTHONPATH": os.pathsep.join(folders), "TMPDIR": str(self.tmp())}
+        env |= {lease.LOCKS: str(self.tmp() / "gpus")}
         env |= {"TOY_MEASURES": "1"} if gpu else {}
         return subprocess.Popen(
             [sys.executable, str(self.root / "driver.py"), *words],
