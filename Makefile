@@ -46,6 +46,6 @@ clean: ## Remove .venv, caches and reports; measurements stay
 lock: ## Choose the newest versions and write requirements.lock (needs uv)
 	@mkdir -p .cache
 	@uv pip compile --quiet --upgrade --universal --python-version 3.11 --fork-strategy fewest \
-	    --extra test --no-header --no-annotate --output-file .cache/lock pyproject.toml
+	    --extra test --extra cluster --no-header --no-annotate --output-file .cache/lock pyproject.toml
 	@{ grep '^#' requirements.lock; awk '!/^(cuda|nvidia)-/ || /^nvidia-ml-py/' .cache/lock; } > .cache/lock.new
 	@mv .cache/lock.new requirements.lock

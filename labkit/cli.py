@@ -28,22 +28,13 @@ Exit codes:
   130  interrupted (Ctrl-C); 143 terminated. What was measured is kept."""
 
 
-def _study(text: str) -> str | None:
-    """A study's name from its name or a beginning of it, its notebook ("01_state_layout") or its number ("01", "1")."""
-    for name, notebook in registry.NOTEBOOKS.items():
-        number = notebook.partition("_")[0]
-        if text in (name, notebook, f"{notebook}.ipynb", number) or (text.isdecimal() and int(text) == int(number)):
-            return name
-    return nearest.begun(text, registry.NOTEBOOKS)
-
-
 class StudyName(click.ParamType):
     """A study, by name, notebook or number."""
 
     name = "study"
 
     def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        if (found := _study(value)) is None:
+        if (found := nearest.study(value)) is None:
             known = ", ".join(f"{name} ({notebook})" for name, notebook in registry.NOTEBOOKS.items())
             self.fail(
                 f"unknown study {value!r}; the studies: {known}{nearest.meant(value, registry.NOTEBOOKS)}", param, ctx
@@ -82,7 +73,7 @@ def _complete_parameter(ctx: click.Context, param: click.Parameter, incomplete: 
 
     # After an unfinished `-p`, click has not parsed the studies yet; every shell passes the words in COMP_WORDS.
     words = os.environ.get("COMP_WORDS", "").split()
-    chosen = [study for word in words if (study := _study(word))] or registry.NOTEBOOKS
+    chosen = [study for word in words if (study := nearest.study(word))] or registry.NOTEBOOKS
     found = {}
     for path in map(notebooks.source_path, chosen):
         known = notebooks.parameters(path).values() if path.exists() else ()
@@ -106,6 +97,7 @@ def main() -> None:
     labkit doctor                       what this machine can measure
     labkit COMMAND --help               more about a command
     """
+    os.umask(os.umask(0o077) | 0o022)  # no other account can write what is written here
 
 
 # run
@@ -133,6 +125,14 @@ def main() -> None:
     shell_complete=_complete_file,
     help="Check and time a function of your own beside those of the one STUDY.",
 )
+@click.option(
+    "--sweep", metavar="FILE", type=click.Path(dir_okay=False, path_type=Path), help="Run the jobs of a file."
+)
+@click.option("--dry-run", is_flag=True, help="With --sweep or --on: only check, and say what would be run.")
+@click.option("--on", metavar="PROFILE", help="On a cluster, by Snakemake: slurm, kubernetes, or a profile's folder.")
+@click.option(
+    "--job", hidden=True, type=click.Path(dir_okay=False, path_type=Path)
+)  # one job, as Snakemake's rule calls it
 def run(
     chosen: Sequence[str],
     given: Sequence[str],
@@ -140,6 +140,10 @@ def run(
     gpu: str | None,
     jobs: int | None,
     add: Sequence[str],
+    sweep: Path | None,
+    dry_run: bool,
+    on: str | None,
+    job: Path | None,
 ) -> None:
     """Run notebooks and write their pages and reports/index.html.
 
@@ -154,9 +158,19 @@ def run(
     labkit run 01 --source predicted --gpu rtx-4090
     labkit run --source measure --jobs 1
     labkit run state_layout --add my_kernels.py:decode
+    labkit run --sweep sweep.yaml
+    labkit run --sweep sweep.yaml --on slurm
     """
     from labkit.workflow import filters, notebooks
 
+    if job:
+        _run_job(job)
+        return
+    if sweep or on:
+        _run_jobs(sweep, on, dry_run, jobs, chosen, [*given, *_shorthands(given, source, gpu)], add)
+        return
+    if dry_run:
+        raise click.UsageError("--dry-run goes with --sweep or --on")
     names = [name for name in registry.NOTEBOOKS if name in chosen] or list(registry.NOTEBOOKS)
     can_measure = False
     try:
@@ -188,6 +202,72 @@ def run(
         names = ", ".join(registry.NOTEBOOKS[name] for name in failed)
         click.echo(f"failed: {names}; their pages show where", err=True)
     _finish(problems, bool(failed))
+
+
+def _run_jobs(
+    sweep: Path | None,
+    on: str | None,
+    dry_run: bool,
+    at_once: int | None,
+    chosen: Sequence[str],
+    given: Sequence[str],
+    add: Sequence[str],
+) -> None:
+    """Run the jobs of a sweep file, or the chosen studies as jobs: on this machine's GPUs, or by a cluster's engine."""
+    from labkit.workflow import batch, engine, jobs, notebooks, sweeps
+
+    if sweep and (chosen or given or add):
+        raise click.UsageError(
+            "--sweep names notebooks and parameters itself; STUDY, -p, --source, --gpu, --add exclude it"
+        )
+    try:
+        if sweep:
+            wanted = sweeps.read(sweep)
+        else:
+            names = [name for name in registry.NOTEBOOKS if name in chosen] or list(registry.NOTEBOOKS)
+            values = notebooks.assign([registry.load(name) for name in names], [*given, *_added(given, names, add)])
+            wanted = [jobs.Job(name, values[name]) for name in names]
+        profile = engine.profile(on) if on else None
+        can_measure = False if on else jobs.measurable(wanted)
+    except notebooks.UsageError as wrong:
+        raise click.UsageError(str(wrong)) from None
+    if dry_run:
+        for line in jobs.plan(wanted, can_measure or bool(on)):
+            click.echo(line)
+        return
+    try:
+        if profile:
+            results = _until_stopped(lambda: engine.run(wanted, profile, at_once))
+        else:
+            results = _until_stopped(lambda: batch.run(wanted, at_once, can_measure=can_measure))
+    except OSError as problem:
+        raise click.ClickException(str(problem)) from None
+    from labkit.workflow import reports
+
+    full = {result.study: result.error for result in results if result.notebook == registry.NOTEBOOKS[result.study]}
+    problems = reports.write({study: error for study, error in full.items() if error}, _say)
+    for line in reports.outcomes(results):
+        click.echo(line)
+    _finish([*problems, *jobs.failures(results)])
+
+
+def _run_job(definition: Path) -> None:
+    """One job, and nothing else: no page is written. Exit code 1 if it fails, or measures nothing."""
+    from labkit.workflow import jobs, lease, notebooks
+
+    try:
+        job = jobs.load(definition)
+        if problem := notebooks.why_not_measure() if jobs.measures(job) else "":
+            raise click.ClickException(f"{job.name}: nothing can be measured here: {problem}")
+        held = lease.gpu_lease(say=_say) if jobs.measures(job) else None
+        result = _until_stopped(lambda: jobs.perform_when_free(job, held, _say))
+    except notebooks.UsageError as wrong:
+        raise click.UsageError(str(wrong)) from None
+    except OSError as problem:
+        raise click.ClickException(str(problem)) from None
+    for line in jobs.failures([result]):
+        click.echo(line, err=True)
+    sys.exit(OK if result.ok else FAILED)
 
 
 def _say(text: str) -> None:

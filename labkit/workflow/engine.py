@@ -1,0 +1,1 @@
+"""Jobs beyond one machine."""
