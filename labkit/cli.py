@@ -6,6 +6,7 @@ import signal
 import sys
 import textwrap
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -548,7 +549,63 @@ def fetch(names: Sequence[str], into: Path | None) -> None:
     sys.exit(FAILED if failed else OK)
 
 
-# record
+# bundle and record
+
+
+class Size(click.ParamType):
+    """A number of bytes: 700M, 2G."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        units = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9}
+        number, unit = (value[:-1], value[-1].upper()) if value[-1:].isalpha() else (value, "")
+        if unit not in units or not number.isdecimal() or not int(number):
+            self.fail(f"{value!r} is no size; allowed: a number with K, M or G, for example 700M", param, ctx)
+        return int(number) * units[unit]
+
+
+LIMIT = click.option("--limit", metavar="SIZE", type=Size(), help="Split the archive into parts of at most 700M, 2G …")
+
+
+@main.command(epilog=EXIT_CODES)
+@click.argument("out", metavar="OUT.tar", type=click.Path(dir_okay=False, path_type=Path))
+@click.option("--python", default="3.12", type=click.Choice(("3.11", "3.12", "3.13")), help="Of the machine to run on.")
+@click.option(
+    "--platform", default="linux_x86_64", type=click.Choice(("linux_x86_64", "linux_aarch64")), help="Its kind."
+)
+@click.option(
+    "--extra", "extras", multiple=True, metavar="NAME", help="Install this extra too, such as peers or cutlass."
+)
+@click.option(
+    "--sweep", metavar="FILE", type=click.Path(dir_okay=False, path_type=Path), help="What is to be run there."
+)
+@LIMIT
+def bundle(out: Path, python: str, platform: str, extras: Sequence[str], sweep: Path | None, limit: int | None) -> None:
+    """Write the lab with all that it needs into one archive, for a machine without network.
+
+    It holds the lab as it is here, wheels for that machine's Python, the fetched sources, and a script. There:
+
+    \b
+    tar xf OUT.tar && labkit-bundle/run       measures, and writes labkit-bundle/results.tar.gz
+    cat OUT.tar.part* > OUT.tar               first, if it came in parts; sha256sum -c OUT.tar.sha256 checks it
+
+    \b
+    labkit bundle lab.tar --python 3.11 --limit 2G
+    labkit record results.tar.gz              back here
+    """
+    from labkit.workflow import bundle as bundles
+    from labkit.workflow import parts
+
+    try:
+        bundles.write(out, python, platform, extras, sweep, _say)
+        made = parts.split(out, limit) if limit else [out]
+    except (bundles.BundleError, OSError) as problem:
+        raise click.ClickException(str(problem)) from None
+    except ValueError as problem:
+        raise click.UsageError(str(problem)) from None
+    for path in made:
+        click.echo(f"{path}: {path.stat().st_size / 1e6:.1f} MB")
 
 
 @main.command(epilog=EXIT_CODES)
@@ -561,11 +618,15 @@ def fetch(names: Sequence[str], into: Path | None) -> None:
 @click.option(
     "--predict", is_flag=True, help="Only predict recorded rows of which the model's last version has nothing."
 )
-def record(archive: Path | None, pack: Path | None, figures: bool, rehash: bool, predict: bool) -> None:
+@LIMIT
+def record(
+    archive: Path | None, pack: Path | None, figures: bool, rehash: bool, predict: bool, limit: int | None
+) -> None:
     """Check measurements and promote them into data/<gpu>/.
 
     Takes what was measured here (runs/), or an archive or folder that came from another machine, which holds
-    runs/<gpu>/… or <gpu>/…. A case is replaced whole. If anything is wrong, nothing is promoted.
+    runs/<gpu>/… or <gpu>/…; of an archive in parts, any part. A case is replaced whole. If anything is wrong,
+    nothing is promoted.
     Then the notebooks are run on what is recorded, and their figures are kept in figures/.
 
     \b
@@ -578,7 +639,10 @@ def record(archive: Path | None, pack: Path | None, figures: bool, rehash: bool,
     """
     from labkit.bench.records import RecordError
     from labkit.workflow import archive as archives
+    from labkit.workflow import parts
 
+    if limit and not pack:
+        raise click.UsageError("--limit goes with --pack")
     if sum(map(bool, (archive, pack, figures, rehash, predict))) > 1:
         raise click.UsageError("ARCHIVE, --pack, --figures, --rehash and --predict exclude each other")
     if predict:
@@ -595,9 +659,12 @@ def record(archive: Path | None, pack: Path | None, figures: bool, rehash: bool,
             return
         if pack:
             click.echo(f"{pack}: {archives.pack(pack)} files")
+            for path in parts.split(pack, limit) if limit else ():
+                click.echo(f"{path}: {path.stat().st_size / 1e6:.1f} MB")
             return
-        done = archives.promote(archive)
-    except RecordError as problem:
+        with parts.whole(archive) if archive else nullcontext() as source:
+            done = archives.promote(source)
+    except (RecordError, OSError) as problem:
         raise click.ClickException(str(problem)) from None
     except ValueError as problem:
         raise click.UsageError(str(problem)) from None
