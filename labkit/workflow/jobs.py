@@ -24,6 +24,7 @@ from labkit.workflow import archive, filters, lease, notebooks, recorded
 from labkit.workflow.progress import Progress
 
 FOLDER = "jobs"  # in runs/
+FAILED = "failed: "  # begins the line that says what a job failed of
 _POLL_S = 1.0
 MINUTES = 240.0  # that a job may take where nothing else is said
 
@@ -148,7 +149,7 @@ def plan(jobs: Sequence[Job], can_measure: bool) -> list[str]:
 def failures(results: Sequence[notebooks.Result]) -> list[str]:
     """A line for each job that failed: which, why, and where to look."""
     return [
-        f"failed: {result.notebook}: {result.error}; {result.executed or 'no notebook was executed'}"
+        f"{FAILED}{result.notebook}: {result.error}; {result.executed or 'no notebook was executed'}"
         for result in results
         if not result.ok
     ]
