@@ -48,11 +48,11 @@ class Report:
     left: list[str] = field(default_factory=list)
 
 
-def pack(out: Path, runs: Path | None = None, study: str = "") -> int:
+def pack(out: Path, runs: Path | None = None, study: str = "", beside: Sequence[Path] = ()) -> int:
     """Write what runs/ holds of every GPU as one archive (.tar, .tar.gz, .tgz or .zip); returns the number of files.
 
-    runs: a folder that takes its place. study: of this one alone. RecordError if there is nothing to pack; ValueError
-    for another ending.
+    runs: a folder that takes its place. study: of this one alone. beside: other files, put in under their names.
+    RecordError if there is nothing to pack; ValueError for another ending.
     """
     runs = runs or paths.RUNS
     mode = next((mode for ending, mode in _FORMATS.items() if out.name.endswith(ending)), None)
@@ -63,6 +63,7 @@ def pack(out: Path, runs: Path | None = None, study: str = "") -> int:
     names = {name: path for name, path in names.items() if _member(name) and _is_of(study, path)}
     if not any(path.suffix in (".parquet", ".jsonl") for path in names.values()):
         raise RecordError(f"{runs}: nothing has been measured here")
+    names |= {path.name: path for path in beside}
     content = BytesIO()
     if mode == "zip":
         with zipfile.ZipFile(content, "w", zipfile.ZIP_DEFLATED) as archive:

@@ -27,7 +27,7 @@ from labkit.workflow.nearest import meant
 PROFILES = Path(__file__).with_name("profiles")
 _RULES = PROFILES / "jobs.smk"
 _CANCEL_S = 60.0  # that Snakemake has to cancel what it submitted, on Ctrl-C
-_WITHOUT = "Snakemake 9 runs jobs on a cluster, and {} is not installed: pip install 'labkit[cluster]'"
+_WITHOUT = "on a cluster jobs are run by Snakemake 9, and {} is not installed: pip install 'labkit[cluster]'"
 
 
 def profile(name: str) -> Path:
@@ -82,7 +82,7 @@ def run(wanted: Sequence[jobs.Job], profile: Path, at_once: int | None = None) -
             _submit(place, profile, at_once, lock)
             for job in missing if storage else ():
                 if (brought := place / f"{job.name}.tar").exists():
-                    os.replace(brought, job.rows)
+                    jobs.receive(job, brought)
     return [_result(job) for job in wanted]
 
 
@@ -143,7 +143,7 @@ def _result(job: jobs.Job) -> notebooks.Result:
     """How a job ended, by what is in its folder."""
     log = job.folder / "job.log"
     if jobs.is_done(job):
-        return notebooks.Result(job.study, job.name, 0.0, job.notebook, jobs.collect(job))
+        return notebooks.Result(job.study, job.name, 0.0, job.executed, jobs.collect(job))
     jobs.collect(job)
     lines = log.read_text(errors="replace").splitlines() if log.exists() else []
     said = next((line for line in reversed(lines) if line.startswith(jobs.FAILED)), "")
@@ -151,7 +151,7 @@ def _result(job: jobs.Job) -> notebooks.Result:
     if not error:
         last = f"; its last line: {lines[-1]}" if lines else ""
         error = f"it did not end by itself (killed, cancelled, or never started){last}"
-    return notebooks.Result(job.study, job.name, 0.0, job.notebook if said and job.notebook.exists() else log, error)
+    return notebooks.Result(job.study, job.name, 0.0, (job.executed if said else None) or log, error)
 
 
 def _main() -> None:

@@ -8,7 +8,7 @@ import fcntl
 import hashlib
 import json
 import os
-import shutil
+import tarfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -66,8 +66,13 @@ class Job:
         return self.folder / "notebook.ipynb"
 
     @property
+    def executed(self) -> Path | None:
+        """The notebook, if there is one; an engine may make an empty file of what a job calls its log."""
+        return self.notebook if self.notebook.exists() and self.notebook.stat().st_size else None
+
+    @property
     def rows(self) -> Path:
-        """What was measured, as `labkit record` takes it; there once the job has ended well."""
+        """What was measured, as `labkit record` takes it, with the notebook; there once the job has ended well."""
         return self.folder / "rows.tar"
 
     def text(self) -> bytes:
@@ -100,7 +105,7 @@ def prepare(job: Job) -> None:
 
 def is_done(job: Job) -> bool:
     """Whether the job, as it is defined now, has ended well, with rows of the present kernels."""
-    if not all(path.exists() for path in (job.rows, job.notebook, job.definition)):
+    if not (job.executed and job.rows.exists() and job.definition.exists()):
         return False
     if job.definition.read_bytes() != job.text():
         return False
@@ -196,11 +201,10 @@ def perform(
                 with held or nullcontext() as gpu:
                     error = _execute(job, gpu, dict(env or {}), stop, progress)
                     if not error and _measured(job):
-                        archive.pack(job.rows, job.folder, job.study)
+                        archive.pack(job.rows, job.folder, job.study, [job.notebook])
             except (OSError, ValueError, RuntimeError) as problem:
                 error = f"{type(problem).__name__}: {problem}"
-    executed = job.notebook if job.notebook.exists() else None
-    return notebooks.Result(job.study, job.name, time.monotonic() - start, executed, error)
+    return notebooks.Result(job.study, job.name, time.monotonic() - start, job.executed, error)
 
 
 def _execute(job: Job, gpu: lease.Gpu | None, env: dict[str, str], stop: threading.Event, progress: Progress) -> str:
@@ -248,6 +252,13 @@ def _alone(folder: Path) -> Iterator[None]:
 # Bringing results together
 
 
+def receive(job: Job, rows: Path) -> None:
+    """Take a file of rows that a job wrote where no files are shared with this machine, and the notebook in it."""
+    with tarfile.open(rows) as file:
+        records.write_atomic(job.notebook, file.extractfile(job.notebook.name).read())
+    os.replace(rows, job.rows)
+
+
 def collect(job: Job) -> str:
     """Merge a job's rows into runs/, and put its notebook where pages are made; returns what went wrong, or nothing.
 
@@ -259,11 +270,10 @@ def collect(job: Job) -> str:
             if not merged.exists() or merged.read_text() != digest:
                 archive.gather(job.rows)
                 records.write_atomic(merged, digest.encode())
-        if job.notebook.exists():
+        if job.executed:
             page = notebooks.executed_path(job.study, job.values)
-            if not page.exists() or page.read_bytes() != job.notebook.read_bytes():
-                page.parent.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(job.notebook, page)
+            if not page.exists() or page.read_bytes() != job.executed.read_bytes():
+                records.write_atomic(page, job.executed.read_bytes())
     except (OSError, ValueError) as problem:  # a RecordError among them
         return f"{type(problem).__name__}: {problem}"
     return ""

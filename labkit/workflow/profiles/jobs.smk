@@ -12,7 +12,7 @@ wildcard_constraints:
 rule all:
     localrule: True
     input:
-        expand("{job}.tar" if config["storage"] else "{job}/rows.tar", job=config["minutes"]),
+        [local(f"{job}.tar") if config["storage"] else f"{job}/rows.tar" for job in config["minutes"]],
 
 
 rule job:
@@ -34,12 +34,23 @@ rule job:
         "{params.labkit} run --job {input.definition:q} >{log.text:q} 2>&1"
 
 
-# Where jobs and this machine share no file system, rows come back through the profile's storage.
-rule bring:
-    localrule: True
-    input:
-        "{job}/rows.tar",
-    output:
-        local("{job}.tar"),
-    shell:
-        "cp {input:q} {output:q}"
+# Where jobs and this machine share no files, definitions go out and rows come back through the profile's storage.
+if config["storage"]:
+
+    rule send:
+        localrule: True
+        input:
+            local("{job}/job.json"),
+        output:
+            "{job}/job.json",
+        shell:
+            "cp {input:q} {output:q}"
+
+    rule bring:
+        localrule: True
+        input:
+            "{job}/rows.tar",
+        output:
+            local("{job}.tar"),
+        shell:
+            "cp {input:q} {output:q}"
