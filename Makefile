@@ -27,6 +27,7 @@ test: setup ## Check everything: style, notebooks, tests
 	$(BIN)/nbstripout --keep-id --verify notebooks/*.ipynb
 	-$(BIN)/labkit fetch
 	$(if $(CI),-$(BIN)/labkit fetch vllm)
+	$(if $(CI),$(BIN)/python -m pip install --quiet -c requirements.lock -e '.[cluster]')
 	@made=$$(mktemp -d) && trap 'rm -rf "$$made"' EXIT && \
 	    LABKIT_REPORTS="$$made" $(BIN)/pytest -n auto --maxprocesses=4 --nbmake --nbmake-timeout=300 \
 	    $$(ls -r notebooks/*.ipynb)

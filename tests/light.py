@@ -7,9 +7,11 @@ import itertools
 import json
 import os
 import shutil
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import labkit.studies
@@ -24,7 +26,10 @@ LOG = "TOY_LOG"  # a file that gets a line for each case: GPU, when it began, wh
 
 
 def enter() -> None:
-    """Have this process execute notebooks without papermill; TOY_LIGHT=inline: not at all, GPUs are only held."""
+    """Have this process execute notebooks without papermill, and write no pages.
+
+    TOY_LIGHT=pages: with pages; TOY_LIGHT=inline: notebooks are not executed, GPUs are only held.
+    """
     real = isolated.call
 
     def call(target: str, *args: Any, **options: Any) -> Any:
@@ -37,12 +42,11 @@ def enter() -> None:
         log(env["LABKIT_LEASED_GPU"], begin)
         shutil.copy(notebook, out)
 
-    inline = os.environ["TOY_LIGHT"] == "inline"
-    notebooks.isolated = type("Calls", (), {**vars(isolated), "call": staticmethod(hold if inline else call)})
-    if inline:
-        from labkit.workflow import reports
-
-        reports.write, reports.outcomes = lambda *args: [], lambda results: []
+    how = os.environ["TOY_LIGHT"]
+    notebooks.isolated = type("Calls", (), {**vars(isolated), "call": staticmethod(hold if how == "inline" else call)})
+    if how != "pages":  # which take longer than all else
+        nothing = {"write": lambda *args: [], "outcomes": lambda results: [], "judge_recorded": lambda stop: None}
+        sys.modules["labkit.workflow.reports"] = SimpleNamespace(**nothing, shown_path=str)
 
 
 def log(gpu: str, begin: int) -> None:

@@ -1,9 +1,10 @@
-"""A real SLURM on this machine, for the tests: its daemons as root on the loopback address, one node with two devices.
+"""A real SLURM on this machine, for the tests: its daemons run as this user, with one node that has two devices.
 
 Only the GPUs are pretended: SLURM hands out two character devices under that name, and sets CUDA_VISIBLE_DEVICES.
 """
 
 import contextlib
+import getpass
 import os
 import shutil
 import signal
@@ -18,7 +19,8 @@ PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch")
 CONF = """
 ClusterName=lab
 SlurmctldHost={host}(127.0.0.1)
-SlurmUser=root
+SlurmUser={user}
+SlurmdUser={user}
 AuthType=auth/munge
 CredType=cred/munge
 AuthInfo=socket={folder}/munge.socket,cred_expire=5
@@ -49,7 +51,8 @@ NodeName={host} NodeAddr=127.0.0.1 CPUs=4 RealMemory=1000 Gres=gpu:2 State=UNKNO
 PartitionName=lab Nodes=ALL Default=YES MaxTime=INFINITE State=UP OverSubscribe=YES
 """
 # Where SLURM's commands look: a job's steps do not see SLURM_CONF, which the engine takes out of their environment.
-PLACE = Path("/etc/slurm/slurm.conf")
+# It is a link to the second, which leads to the SLURM that runs; root makes it, here or in .ci/run.
+PLACE, LINK = Path("/etc/slurm/slurm.conf"), Path("/tmp/labkit-slurm.conf")
 GRES = """
 NodeName={host} Name=gpu File=/dev/zero
 NodeName={host} Name=gpu File=/dev/full
@@ -58,10 +61,11 @@ NodeName={host} Name=gpu File=/dev/full
 
 def missing() -> str:
     """What this machine lacks to run it; empty if nothing."""
-    if os.geteuid() != 0:
-        return "not root"
-    if PLACE.exists() and not PLACE.is_symlink():
-        return f"another SLURM is configured in {PLACE}"
+    if os.geteuid() == 0 and not os.path.lexists(PLACE):
+        PLACE.parent.mkdir(exist_ok=True)
+        PLACE.symlink_to(LINK)
+    if not (PLACE.is_symlink() and PLACE.readlink() == LINK):
+        return f"{PLACE} is no link to {LINK}"
     lacking = [name for name in PROGRAMS if not shutil.which(name, path=_path())]
     return f"no {', '.join(lacking)}" if lacking else ""
 
@@ -81,12 +85,11 @@ class Slurm:
 
     def start(self) -> None:
         """Start everything and wait until the node can take jobs."""
-        host = socket.gethostname().partition(".")[0]
+        host, user, ports = socket.gethostname().partition(".")[0], getpass.getuser(), _free_ports(2)
         for name, text in (("slurm.conf", CONF), ("gres.conf", GRES)):
-            (self.folder / name).write_text(text.format(host=host, folder=self.folder, ports=_free_ports(2)))
-        PLACE.parent.mkdir(exist_ok=True)
-        PLACE.unlink(missing_ok=True)  # of tests that were killed
-        PLACE.symlink_to(self.folder / "slurm.conf")
+            (self.folder / name).write_text(text.format(user=user, host=host, folder=self.folder, ports=ports))
+        LINK.unlink(missing_ok=True)  # of tests that were killed
+        LINK.symlink_to(self.folder / "slurm.conf")
         for name in ("state", "spool"):
             (self.folder / name).mkdir()
         key = self.folder / "munge.key"
@@ -128,13 +131,13 @@ class Slurm:
 
     def stop(self) -> None:
         """End the daemons and the jobs, and remove the folder."""
-        self("scancel", "--user=root", "--full")
+        self("scancel", f"--user={getpass.getuser()}", "--full")
         for pid in _jobs_processes(self.folder):
             _kill(pid)
         for process in reversed(self.running.values()):
             process.kill()
             process.wait()
-        PLACE.unlink(missing_ok=True)
+        LINK.unlink(missing_ok=True)
         shutil.rmtree(self.folder)
 
 

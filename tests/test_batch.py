@@ -18,7 +18,7 @@ from labkit.bench import records
 from labkit.workflow import jobs, sweeps
 from labkit.workflow.notebooks import UsageError
 
-STUDY_CASES = 'return [Case("op", {"n": n}) for n in parameters["batches"]]'
+STUDY_CASES = 'return [Case("op", {"n": n}) for n in parameters.get("batches", (1, 2))]'
 
 
 def fleet(root):
@@ -147,7 +147,7 @@ def test_a_sweep_that_must_measure_says_why_it_cannot(toy, monkeypatch):
 
 def test_a_sweep_measures_each_job_and_brings_the_rows_together(toy):
     sweep = sweep_of(toy, *batches([1], [2, 3], [4]))
-    done = toy.labkit("run", "--sweep", str(sweep), **options(toy))
+    done = toy.labkit("run", "--sweep", str(sweep), **options(toy) | {"TOY_LIGHT": "pages"})
     assert done.returncode == 0, done.stderr
     assert len(light.spans(toy.root / "log")) == 2  # GPUs
     rows = measured(toy)

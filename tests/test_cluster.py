@@ -8,6 +8,7 @@ import shlex
 import signal
 import sys
 import time
+from importlib import import_module
 from importlib.util import find_spec
 
 import light
@@ -135,11 +136,10 @@ def test_a_job_measures_or_fails_on_its_node(toy, monkeypatch):
 @pytest.mark.parametrize("name", ["slurm", "kubernetes"])
 def test_shipped_profiles_hold_options_that_snakemake_knows(name, snakemake):
     from snakemake.cli import get_argument_parser
-    from snakemake_interface_executor_plugins.registry import ExecutorPluginRegistry
 
     known = {option for action in get_argument_parser()._actions for option in action.option_strings}
-    plugin = ExecutorPluginRegistry().get_plugin(name)
-    known |= {f"--{name}-{field.replace('_', '-')}" for field in plugin.settings_cls.__dataclass_fields__}
+    fields = import_module(f"snakemake_executor_plugin_{name}").ExecutorSettings.__dataclass_fields__
+    known |= {f"--{name}-{field.replace('_', '-')}" for field in fields}
     settings = yaml.safe_load((engine.PROFILES / name / "config.yaml").read_text())
     assert settings["executor"] == name
     assert not {f"--{option}" for option in settings} - known

@@ -159,13 +159,19 @@ class Toy:
 
     def start(self, *words: str, gpu: bool = False, cwd: Path | None = None, **env: str) -> subprocess.Popen:
         """Start `labkit WORDS` in this lab, as its own process group."""
+        return self.started([sys.executable, str(self.root / "driver.py"), *words], gpu=gpu, cwd=cwd, **env)
+
+    def started(
+        self, command: Sequence[str], gpu: bool = False, cwd: Path | None = None, **env: str
+    ) -> subprocess.Popen:
+        """Start a command with the environment of this lab, as its own process group."""
         folders = [str(CODE), *([str(self.root / "nvml")] if gpu else [])]
         folders += [str(CODE / "tests")] if "TOY_LIGHT" in env else []
         env |= {"LABKIT_ROOT": str(self.root), "PYTHONPATH": os.pathsep.join(folders), "TMPDIR": str(self.tmp())}
         env |= {lease.LOCKS: str(self.tmp() / "gpus")}
         env |= {"TOY_MEASURES": "1"} if gpu else {}
         return subprocess.Popen(
-            [sys.executable, str(self.root / "driver.py"), *words],
+            command,
             env={**os.environ, **env},
             cwd=cwd or self.root,
             stdout=subprocess.PIPE,
