@@ -157,7 +157,7 @@ def test_rows_come_back_through_a_storage_where_no_files_are_shared(toy, snakema
     done = Run(toy, None, batches([1], [2, 3]), profile).end()
     assert done.returncode == 0, done.stderr
     assert len(measured(toy)["case"].unique()) == 3
-    assert {path.name for path in (toy.root / "bucket").iterdir()} == {"01_layers--batches-1", "01_layers--batches-2,3"}
+    assert {path.name for path in (toy.root / "bucket").iterdir()} == {"01_layers--batches-1", "01_layers--batches-2+3"}
 
 
 # SLURM

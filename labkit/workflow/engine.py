@@ -74,14 +74,14 @@ def run(wanted: Sequence[jobs.Job], profile: Path, at_once: int | None = None) -
             jobs.prepare(job)
         missing = [job for job in wanted if not jobs.is_done(job)]
         for job in missing:
-            for path in (job.rows, job.folder / "job.log", place / f"{job.name}.tar"):
+            for path in (job.rows, job.folder / "job.log", place / f"{job.folder.name}.tar"):
                 path.unlink(missing_ok=True)
         if missing:
             storage = "default-storage-provider" in _settings(profile)
             _write_configuration(place, missing, storage)
             _submit(place, profile, at_once, lock)
             for job in missing if storage else ():
-                if (brought := place / f"{job.name}.tar").exists():
+                if (brought := place / f"{job.folder.name}.tar").exists():
                     jobs.receive(job, brought)
     return [_result(job) for job in wanted]
 
@@ -89,8 +89,8 @@ def run(wanted: Sequence[jobs.Job], profile: Path, at_once: int | None = None) -
 def _write_configuration(place: Path, wanted: Sequence[jobs.Job], storage: bool) -> None:
     content = {
         "here": shlex.join([sys.executable, "-m", "labkit"]),
-        "minutes": {job.name: job.minutes for job in wanted},
-        "first": [job.name for job in wanted if job.study == notebooks.FIRST],
+        "minutes": {job.folder.name: job.minutes for job in wanted},
+        "first": [job.folder.name for job in wanted if job.study == notebooks.FIRST],
         "storage": storage,
     }
     records.write_atomic(place / "engine.json", json.dumps(content, indent=1).encode())

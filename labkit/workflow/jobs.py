@@ -53,7 +53,8 @@ class Job:
     @property
     def folder(self) -> Path:
         """What the job measures, one folder a GPU; its definition, notebook and file of rows."""
-        return (self.place or paths.RUNS / FOLDER) / self.name
+        # An engine takes a comma for the end of a name.
+        return (self.place or paths.RUNS / FOLDER) / self.name.replace(",", "+")
 
     @property
     def definition(self) -> Path:
