@@ -131,6 +131,10 @@ def test_a_job_measures_or_fails_on_its_node(toy, monkeypatch):
     assert done.returncode == 2
     assert "is of the job 01_layers--batches-1; allowed: " in done.stderr
     assert toy.command("run", "--job", str(toy.write("job.json", "{}"))).returncode == 2
+    toy.notebook("layers", "print('another')")
+    done = toy.command("run", "--job", str(job.definition))
+    assert done.returncode == 2
+    assert "of another version of layers's notebook than this lab has" in done.stderr
 
 
 @pytest.mark.parametrize("name", ["slurm", "kubernetes"])

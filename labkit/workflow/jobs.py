@@ -84,7 +84,10 @@ class Job:
 
 
 def load(definition: Path) -> Job:
-    """The job of a definition. UsageError if it is none, or of parameters that the notebook does not allow."""
+    """The job of a definition.
+
+    UsageError if it is none, of parameters that the notebook does not allow, or of another version of the notebook.
+    """
     try:
         fields = json.loads(definition.read_text())
         job = Job(fields["study"], fields["values"], fields["minutes"], definition.resolve().parents[1])
@@ -94,6 +97,8 @@ def load(definition: Path) -> Job:
     notebooks.check(study, job.values)
     if definition.resolve() != job.definition:
         raise notebooks.UsageError(f"{definition}: is of the job {job.name}; allowed: {job.definition}")
+    if definition.read_bytes() != job.text():
+        raise notebooks.UsageError(f"{definition}: of another version of {job.study}'s notebook than this lab has")
     return job
 
 
