@@ -228,6 +228,8 @@ def _run_jobs(
             names = [name for name in registry.NOTEBOOKS if name in chosen] or list(registry.NOTEBOOKS)
             values = notebooks.assign([registry.load(name) for name in names], [*given, *_added(given, names, add)])
             wanted = [jobs.Job(name, values[name]) for name in names]
+        if on:
+            engine.check(wanted)
         profile = engine.profile(on) if on else None
         can_measure = False if on else jobs.measurable(wanted)
     except notebooks.UsageError as wrong:

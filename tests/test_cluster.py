@@ -118,6 +118,12 @@ def test_without_snakemake_it_says_what_to_install_before_anything_runs(toy, mon
     assert not (toy.root / "runs").exists()
 
 
+def test_what_measures_nothing_is_not_sent_to_a_cluster(toy):
+    done = toy.command("run", "layers", "--source", "recorded", "--on", "slurm")
+    assert done.returncode == 2
+    assert "01_layers: source is 'recorded'; allowed on a cluster: auto, measure" in done.stderr
+
+
 def test_a_job_measures_or_fails_on_its_node(toy, monkeypatch):
     from labkit.workflow import jobs
 

@@ -15,7 +15,6 @@ from labkit.bench import machine
 from labkit.workflow import sweeps
 from labkit.workflow.nearest import meant
 
-PYTHONS = ("3.11", "3.12", "3.13")
 PLATFORMS = {"linux_x86_64": "x86_64", "linux_aarch64": "aarch64"}
 _GLIBC = ("2_39", "2_35", "2_34", "2_31", "2_28", "2_27", "2_26", "2_24", "2_17")  # of manylinux wheels
 _NAME = "labkit-bundle"

@@ -51,6 +51,14 @@ def profile(name: str) -> Path:
     return folder.resolve()
 
 
+def check(wanted: Sequence[jobs.Job]) -> None:
+    """UsageError naming a job that would measure nothing: the engine waits for rows."""
+    for job in wanted:
+        if not jobs.measures(job):
+            source = notebooks.source_of(job.study, job.values)
+            raise notebooks.UsageError(f"{job.name}: source is {source!r}; allowed on a cluster: auto, measure")
+
+
 def _settings(folder: Path) -> dict:
     try:
         found = yaml.safe_load((folder / "config.yaml").read_text())
