@@ -43,10 +43,10 @@ def toy(tmp_path, monkeypatch):
     return found
 
 
-def sweep_of(toy, *sets, more=""):
+def sweep_of(toy, *sets):
     """A sweep file of `layers`, and its path."""
     lines = "".join(f"  - {json.dumps(one)}\n" for one in sets)
-    return toy.write("sweep.yaml", f"{more}jobs:\n- notebooks: [layers]\n  sets:\n{lines}")
+    return toy.write("sweep.yaml", f"jobs:\n- notebooks: [layers]\n  sets:\n{lines}")
 
 
 def batches(*groups):
@@ -186,7 +186,9 @@ def test_a_notebook_that_never_ends_is_stopped_and_named(toy):
         "batches != [2] or time.sleep(600)",
         'light.measure("layers", {"batches": batches})',
     )
-    sweep = sweep_of(toy, *batches([2], [3]), more="minutes: 0.05\n")
+    groups = [{"notebooks": ["layers"], "sets": batches([2]), "minutes": 0.05}]
+    groups += [{"notebooks": ["layers"], "sets": batches([3])}]
+    sweep = toy.write("sweep.yaml", json.dumps({"jobs": groups}))
     done = toy.labkit("run", "--sweep", str(sweep), **options(toy, gpus=1))
     assert done.returncode == 1
     assert "failed: 01_layers--batches-2: timeout: no answer within 3 s; " in done.stderr

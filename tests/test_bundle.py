@@ -11,7 +11,7 @@ import pytest
 from toy_lab import GPU, SLUG, Toy
 
 from labkit import paths, sources
-from labkit.bench import records
+from labkit.bench import machine, records
 from labkit.workflow import archive, bundle, parts
 
 PYTHON = "{}.{}".format(*sys.version_info[:2])
@@ -45,7 +45,7 @@ def toy(tmp_path, monkeypatch):
         wheel.writestr("needed-1.0.dist-info/RECORD", "")
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(found.root))
-    monkeypatch.setenv("LABKIT_REVISION", "0123456789ab")
+    monkeypatch.setattr(machine, "revision", lambda: "0123456789ab")
     made = sources.Source("other", "1.0", "MIT", "https://example.org", {"a/b.py": "0" * 64})
     monkeypatch.setattr(sources, "manifest", lambda: {made.name: made})
     monkeypatch.setenv("LABKIT_SOURCES", str(found.root / "fetched"))
