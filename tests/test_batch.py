@@ -159,6 +159,10 @@ def test_a_sweep_measures_each_job_and_brings_the_rows_together(toy):
     assert again.returncode == 0, again.stderr
     assert (toy.root / "log").read_text() == before
     assert_frame_equal(measured(toy), rows)
+    (toy.root / "runs" / SLUG / "layers.parquet").unlink()
+    assert toy.labkit("run", "--sweep", str(sweep), **options(toy)).returncode == 0
+    assert (toy.root / "log").read_text() == before
+    assert_frame_equal(measured(toy), rows)
 
 
 def test_one_failing_job_leaves_the_others_finishing_and_says_where_to_look(toy):

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 
 from labkit.workflow import jobs, lease, notebooks
 from labkit.workflow.progress import Progress
@@ -41,8 +42,9 @@ def run(
         if leased and jobs.measures(job):
             held = lease.gpu_lease(leased, stop=stop, say=functools.partial(progress.note, job.name))
         result = jobs.perform(job, held, env, stop, progress)
-        if not stop.is_set() and (problem := jobs.collect(job)):
-            result = notebooks.Result(result.study, result.notebook, result.seconds, result.executed, problem)
+        if not stop.is_set():
+            problem = jobs.collect(job)
+            result = replace(result, error=result.error or problem)
         results[job.name] = result
         progress.end(job.name, result.error, result.seconds)
 

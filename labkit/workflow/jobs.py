@@ -20,6 +20,7 @@ from typing import Any
 from labkit import paths, registry
 from labkit.bench import records, spec
 from labkit.kernels.tuned import slug
+from labkit.sweep import added
 from labkit.workflow import archive, filters, lease, notebooks, recorded
 from labkit.workflow.progress import Progress
 
@@ -110,8 +111,11 @@ def prepare(job: Job) -> None:
 
 
 def is_done(job: Job) -> bool:
-    """Whether the job, as it is defined now, has ended well, with rows of the present kernels."""
-    if not (job.executed and job.rows.exists() and job.definition.exists()):
+    """Whether the job, as it is defined now, has ended well, with rows of the present kernels.
+
+    One with functions of the reader's own never is: they may have changed.
+    """
+    if not (job.executed and job.rows.exists() and job.definition.exists()) or job.values.get(added.PARAMETER):
         return False
     if job.definition.read_bytes() != job.text():
         return False
@@ -268,12 +272,16 @@ def receive(job: Job, rows: Path) -> None:
 def collect(job: Job) -> str:
     """Merge a job's rows into runs/, and put its notebook where pages are made; returns what went wrong, or nothing.
 
-    Rows that were merged before are not merged again: other jobs may have measured the same cases since.
+    Rows that were merged before are not merged again, unless they are gone: others may have measured the cases since.
     """
     try:
         if job.rows.exists():
             merged, digest = job.folder / ".merged", hashlib.sha256(job.rows.read_bytes()).hexdigest()
-            if not merged.exists() or merged.read_text() != digest:
+            there = all(
+                filters.keys_of(path) <= filters.keys_of(paths.RUNS / path.parent.name / path.name)
+                for path in _measured(job)
+            )
+            if not (there and merged.exists() and merged.read_text() == digest):
                 archive.gather(job.rows)
                 records.write_atomic(merged, digest.encode())
         if job.executed:
