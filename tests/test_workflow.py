@@ -241,7 +241,7 @@ class Calls:
         self.seconds, self.failures = seconds, failures
         self.env, self.span, self.count = {}, {}, 0
 
-    def __call__(self, target, source, partial, values, *, env, stop, on_line):
+    def __call__(self, target, source, partial, values, *, env, stop, on_line, timeout):
         assert target == "labkit.workflow.notebooks:execute"
         self.count += 1
         if self.count <= self.failures:
