@@ -27,6 +27,7 @@ test: setup ## Check everything: style, notebooks, tests
 	$(BIN)/nbstripout --keep-id --verify notebooks/*.ipynb
 	-$(BIN)/labkit fetch
 	$(if $(CI),-$(BIN)/labkit fetch vllm)
+	$(if $(CI),$(BIN)/python -m pip install --quiet -c requirements.lock -e '.[cluster]')
 	@made=$$(mktemp -d) && trap 'rm -rf "$$made"' EXIT && \
 	    LABKIT_REPORTS="$$made" $(BIN)/pytest -n auto --maxprocesses=4 --nbmake --nbmake-timeout=300 \
 	    $$(ls -r notebooks/*.ipynb)
@@ -46,6 +47,6 @@ clean: ## Remove .venv, caches and reports; measurements stay
 lock: ## Choose the newest versions and write requirements.lock (needs uv)
 	@mkdir -p .cache
 	@uv pip compile --quiet --upgrade --universal --python-version 3.11 --fork-strategy fewest \
-	    --extra test --no-header --no-annotate --output-file .cache/lock pyproject.toml
+	    --extra test --extra cluster --no-header --no-annotate --output-file .cache/lock pyproject.toml
 	@{ grep '^#' requirements.lock; awk '!/^(cuda|nvidia)-/ || /^nvidia-ml-py/' .cache/lock; } > .cache/lock.new
 	@mv .cache/lock.new requirements.lock

@@ -6,6 +6,7 @@ import signal
 import sys
 import textwrap
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -28,22 +29,13 @@ Exit codes:
   130  interrupted (Ctrl-C); 143 terminated. What was measured is kept."""
 
 
-def _study(text: str) -> str | None:
-    """A study's name from its name or a beginning of it, its notebook ("01_state_layout") or its number ("01", "1")."""
-    for name, notebook in registry.NOTEBOOKS.items():
-        number = notebook.partition("_")[0]
-        if text in (name, notebook, f"{notebook}.ipynb", number) or (text.isdecimal() and int(text) == int(number)):
-            return name
-    return nearest.begun(text, registry.NOTEBOOKS)
-
-
 class StudyName(click.ParamType):
     """A study, by name, notebook or number."""
 
     name = "study"
 
     def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        if (found := _study(value)) is None:
+        if (found := nearest.study(value)) is None:
             known = ", ".join(f"{name} ({notebook})" for name, notebook in registry.NOTEBOOKS.items())
             self.fail(
                 f"unknown study {value!r}; the studies: {known}{nearest.meant(value, registry.NOTEBOOKS)}", param, ctx
@@ -82,7 +74,7 @@ def _complete_parameter(ctx: click.Context, param: click.Parameter, incomplete: 
 
     # After an unfinished `-p`, click has not parsed the studies yet; every shell passes the words in COMP_WORDS.
     words = os.environ.get("COMP_WORDS", "").split()
-    chosen = [study for word in words if (study := _study(word))] or registry.NOTEBOOKS
+    chosen = [study for word in words if (study := nearest.study(word))] or registry.NOTEBOOKS
     found = {}
     for path in map(notebooks.source_path, chosen):
         known = notebooks.parameters(path).values() if path.exists() else ()
@@ -109,6 +101,7 @@ def main() -> None:
     labkit doctor                       what this machine can measure
     labkit COMMAND --help               more about a command
     """
+    os.umask(os.umask(0o077) | 0o022)  # no other account can write what is written here
 
 
 # run
@@ -137,6 +130,14 @@ def main() -> None:
     shell_complete=_complete_file,
     help="Check and time a function of your own beside those of the one STUDY.",
 )
+@click.option(
+    "--sweep", metavar="FILE", type=click.Path(dir_okay=False, path_type=Path), help="Run the jobs of a file."
+)
+@click.option("--dry-run", is_flag=True, help="With --sweep or --on: only check, and say what would be run.")
+@click.option("--on", metavar="PROFILE", help="On a cluster, by Snakemake: slurm, kubernetes, or a profile's folder.")
+@click.option(
+    "--job", hidden=True, type=click.Path(dir_okay=False, path_type=Path)
+)  # one job, as Snakemake's rule calls it
 def run(
     chosen: Sequence[str],
     given: Sequence[str],
@@ -145,6 +146,10 @@ def run(
     quick: bool,
     jobs: int | None,
     add: Sequence[str],
+    sweep: Path | None,
+    dry_run: bool,
+    on: str | None,
+    job: Path | None,
 ) -> None:
     """Run notebooks and write their pages and reports/index.html.
 
@@ -161,9 +166,19 @@ def run(
     labkit run 01 --source predicted --gpu rtx-4090
     labkit run --source measure --jobs 1
     labkit run state_layout --add my_kernels.py:decode
+    labkit run --sweep sweep.yaml
+    labkit run --sweep sweep.yaml --on slurm
     """
     from labkit.workflow import filters, notebooks
 
+    if job:
+        _run_job(job)
+        return
+    if sweep or on:
+        _run_jobs(sweep, on, dry_run, jobs, chosen, [*given, *_shorthands(given, source, gpu)], add)
+        return
+    if dry_run:
+        raise click.UsageError("--dry-run goes with --sweep or --on")
     names = [name for name in registry.NOTEBOOKS if name in chosen] or list(registry.NOTEBOOKS)
     can_measure = False
     try:
@@ -204,6 +219,74 @@ def _how_long(values: dict[str, dict[str, Any]]) -> str:
     from labkit.workflow import estimate, lease
 
     return str(estimate.of_run(values, [one.name for one in lease.visible()]))
+
+
+def _run_jobs(
+    sweep: Path | None,
+    on: str | None,
+    dry_run: bool,
+    at_once: int | None,
+    chosen: Sequence[str],
+    given: Sequence[str],
+    add: Sequence[str],
+) -> None:
+    """Run the jobs of a sweep file, or the chosen studies as jobs: on this machine's GPUs, or by a cluster's engine."""
+    from labkit.workflow import batch, engine, jobs, notebooks, sweeps
+
+    if sweep and (chosen or given or add):
+        raise click.UsageError(
+            "--sweep names notebooks and parameters itself; STUDY, -p, --source, --gpu, --add exclude it"
+        )
+    try:
+        if sweep:
+            wanted = sweeps.read(sweep)
+        else:
+            names = [name for name in registry.NOTEBOOKS if name in chosen] or list(registry.NOTEBOOKS)
+            values = notebooks.assign([registry.load(name) for name in names], [*given, *_added(given, names, add)])
+            wanted = [jobs.Job(name, values[name]) for name in names]
+        if on:
+            engine.check(wanted)
+        profile = engine.profile(on) if on else None
+        can_measure = False if on else jobs.measurable(wanted)
+    except notebooks.UsageError as wrong:
+        raise click.UsageError(str(wrong)) from None
+    if dry_run:
+        for line in jobs.plan(wanted, can_measure or bool(on)):
+            click.echo(line)
+        return
+    try:
+        if profile:
+            results = _until_stopped(lambda: engine.run(wanted, profile, at_once))
+        else:
+            results = _until_stopped(lambda: batch.run(wanted, at_once, can_measure=can_measure))
+    except OSError as problem:
+        raise click.ClickException(str(problem)) from None
+    from labkit.workflow import reports
+
+    full = {result.study: result.error for result in results if result.notebook == registry.NOTEBOOKS[result.study]}
+    problems = reports.write({study: error for study, error in full.items() if error}, _say)
+    for line in reports.outcomes(results):
+        click.echo(line)
+    _finish([*problems, *jobs.failures(results)])
+
+
+def _run_job(definition: Path) -> None:
+    """One job, and nothing else: no page is written. Exit code 1 if it fails, or measures nothing."""
+    from labkit.workflow import jobs, lease, notebooks
+
+    try:
+        job = jobs.load(definition)
+        if problem := notebooks.why_not_measure() if jobs.measures(job) else "":
+            raise click.ClickException(f"{job.name}: nothing can be measured here: {problem}")
+        held = lease.gpu_lease(say=_say) if jobs.measures(job) else None
+        result = _until_stopped(lambda: jobs.perform_when_free(job, held, _say))
+    except notebooks.UsageError as wrong:
+        raise click.UsageError(str(wrong)) from None
+    except OSError as problem:
+        raise click.ClickException(str(problem)) from None
+    for line in jobs.failures([result]):
+        click.echo(line, err=True)
+    sys.exit(OK if result.ok else FAILED)
 
 
 def _say(text: str) -> None:
@@ -584,7 +667,63 @@ def fetch(names: Sequence[str], into: Path | None) -> None:
     sys.exit(FAILED if failed else OK)
 
 
-# record
+# bundle and record
+
+
+class Size(click.ParamType):
+    """A number of bytes: 700M, 2G."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        units = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9}
+        number, unit = (value[:-1], value[-1].upper()) if value[-1:].isalpha() else (value, "")
+        if unit not in units or not number.isdecimal() or not int(number):
+            self.fail(f"{value!r} is no size; allowed: a number with K, M or G, for example 700M", param, ctx)
+        return int(number) * units[unit]
+
+
+LIMIT = click.option("--limit", metavar="SIZE", type=Size(), help="Split the archive into parts of at most 700M, 2G …")
+
+
+@main.command(epilog=EXIT_CODES)
+@click.argument("out", metavar="OUT.tar", type=click.Path(dir_okay=False, path_type=Path))
+@click.option("--python", default="3.12", type=click.Choice(("3.11", "3.12", "3.13")), help="Of the machine to run on.")
+@click.option(
+    "--platform", default="linux_x86_64", type=click.Choice(("linux_x86_64", "linux_aarch64")), help="Its kind."
+)
+@click.option(
+    "--extra", "extras", multiple=True, metavar="NAME", help="Install this extra too, such as peers or cutlass."
+)
+@click.option(
+    "--sweep", metavar="FILE", type=click.Path(dir_okay=False, path_type=Path), help="What is to be run there."
+)
+@LIMIT
+def bundle(out: Path, python: str, platform: str, extras: Sequence[str], sweep: Path | None, limit: int | None) -> None:
+    """Write the lab with all that it needs into one archive, for a machine without network.
+
+    It holds the lab as it is here, wheels for that machine's Python, the fetched sources, and a script. There:
+
+    \b
+    tar xf OUT.tar && labkit-bundle/run       measures, and writes labkit-bundle/results.tar.gz
+    cat OUT.tar.part* > OUT.tar               first, if it came in parts; sha256sum -c OUT.tar.sha256 checks it
+
+    \b
+    labkit bundle lab.tar --python 3.11 --limit 2G
+    labkit record results.tar.gz              back here
+    """
+    from labkit.workflow import bundle as bundles
+    from labkit.workflow import parts
+
+    try:
+        bundles.write(out, python, platform, extras, sweep, _say)
+        made = parts.split(out, limit) if limit else [out]
+    except (bundles.BundleError, OSError) as problem:
+        raise click.ClickException(str(problem)) from None
+    except ValueError as problem:
+        raise click.UsageError(str(problem)) from None
+    for path in made:
+        click.echo(f"{path}: {path.stat().st_size / 1e6:.1f} MB")
 
 
 @main.command(epilog=EXIT_CODES)
@@ -597,11 +736,15 @@ def fetch(names: Sequence[str], into: Path | None) -> None:
 @click.option(
     "--predict", is_flag=True, help="Only predict recorded rows of which the model's last version has nothing."
 )
-def record(archive: Path | None, pack: Path | None, figures: bool, rehash: bool, predict: bool) -> None:
+@LIMIT
+def record(
+    archive: Path | None, pack: Path | None, figures: bool, rehash: bool, predict: bool, limit: int | None
+) -> None:
     """Check measurements and promote them into data/<gpu>/.
 
     Takes what was measured here (runs/), or an archive or folder that came from another machine, which holds
-    runs/<gpu>/… or <gpu>/…. A case is replaced whole. If anything is wrong, nothing is promoted.
+    runs/<gpu>/… or <gpu>/…; of an archive in parts, any part. A case is replaced whole. If anything is wrong,
+    nothing is promoted.
     Then the notebooks are run on what is recorded, and their figures are kept in figures/.
 
     \b
@@ -614,7 +757,10 @@ def record(archive: Path | None, pack: Path | None, figures: bool, rehash: bool,
     """
     from labkit.bench.records import RecordError
     from labkit.workflow import archive as archives
+    from labkit.workflow import parts
 
+    if limit and not pack:
+        raise click.UsageError("--limit goes with --pack")
     if sum(map(bool, (archive, pack, figures, rehash, predict))) > 1:
         raise click.UsageError("ARCHIVE, --pack, --figures, --rehash and --predict exclude each other")
     if predict:
@@ -631,9 +777,12 @@ def record(archive: Path | None, pack: Path | None, figures: bool, rehash: bool,
             return
         if pack:
             click.echo(f"{pack}: {archives.pack(pack)} files")
+            for path in parts.split(pack, limit) if limit else ():
+                click.echo(f"{path}: {path.stat().st_size / 1e6:.1f} MB")
             return
-        done = archives.promote(archive)
-    except RecordError as problem:
+        with parts.whole(archive) if archive else nullcontext() as source:
+            done = archives.promote(source)
+    except (RecordError, OSError) as problem:
         raise click.ClickException(str(problem)) from None
     except ValueError as problem:
         raise click.UsageError(str(problem)) from None

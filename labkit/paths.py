@@ -1,6 +1,7 @@
 """Where the lab keeps its files; independent of the current folder.
 
-`LABKIT_ROOT` in the environment moves all of them, `LABKIT_REPORTS` the reports alone (the tests do that).
+`LABKIT_ROOT` in the environment moves all of them, `LABKIT_REPORTS` the reports alone (the tests do that),
+`LABKIT_RUNS` what is measured here (a job measures into a folder of its own: workflow/jobs.py).
 """
 
 import os
@@ -11,7 +12,7 @@ ROOT = Path(os.environ.get("LABKIT_ROOT") or Path(__file__).resolve().parents[1]
 NOTEBOOKS = ROOT / "notebooks"
 DATA = ROOT / "data"  # recorded measurements, committed
 FIGURES = ROOT / "figures"  # drawn from data/, committed
-RUNS = ROOT / "runs"  # what this machine measured, not committed
+RUNS = Path(os.environ.get("LABKIT_RUNS") or ROOT / "runs")  # what this machine measured, not committed
 REPORTS = Path(os.environ.get("LABKIT_REPORTS") or ROOT / "reports")  # executed notebooks and HTML, not committed
 TABLES = ROOT / "labkit" / "kernels" / "tables"  # choices tuned on recorded GPUs, committed and shipped
 SUFFIX = os.environ.get("LABKIT_SUFFIX", "")  # of the figures' names, where a run shows a part (workflow/filters.py)

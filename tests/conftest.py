@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from missing import NO_BROWSER, NO_DSL, NO_GPU, NO_NVCC, NO_SOURCES
+from missing import NO_BROWSER, NO_CLUSTER, NO_DSL, NO_GPU, NO_NVCC, NO_SOURCES
 from running import labkit, linked
 
 from labkit import paths
@@ -59,7 +59,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     skipped = [str(report.longrepr) for report in terminalreporter.stats.get("skipped", [])]
-    for reason in (NO_BROWSER, NO_DSL, NO_GPU, NO_NVCC, NO_SOURCES):
+    for reason in (NO_BROWSER, NO_CLUSTER, NO_DSL, NO_GPU, NO_NVCC, NO_SOURCES):
         if count := sum(reason in text for text in skipped):
             terminalreporter.write_line(f"NOT RUN ({count}): {reason}", red=True, bold=True)
     told = [dict(report.user_properties) for report in terminalreporter.stats.get("passed", [])]

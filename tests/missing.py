@@ -3,6 +3,7 @@
 from labkit import sources
 
 NO_BROWSER = "no Chromium on this machine: the pages were not opened in a browser"
+NO_CLUSTER = "no SLURM, or no Snakemake, on this machine: jobs were not run on a cluster: pip install labkit[cluster]"
 NO_DSL = "no CuTe DSL on this machine: kernels in it were not compiled: pip install labkit[cutlass]"
 NO_GPU = "no CUDA device: the GPU tests did not run"
 NO_NVCC = "no nvcc, or no headers of cuBLAS, on this machine: others' CUDA kernels were not compiled"

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from toy_lab import CODE, SLUG, Toy
 
 from labkit import cli
-from labkit.workflow import launches, lease
+from labkit.workflow import launches, lease, nearest
 
 
 @pytest.fixture
@@ -103,8 +103,8 @@ def test_measuring_without_a_gpu_says_why(toy, monkeypatch):
 
 @pytest.mark.parametrize("name", ["layers", "01_layers", "01_layers.ipynb", "01", "1"])
 def test_a_study_by_name_notebook_or_number(toy, name):
-    assert cli._study(name) == cli._study("lay") == "layers"
-    assert cli._study("00" if name == "01" else "no " + name) in ("ground", None)
+    assert nearest.study(name) == nearest.study("lay") == "layers"
+    assert nearest.study("00" if name == "01" else "no " + name) in ("ground", None)
 
 
 @pytest.mark.parametrize("text", [SLUG, "nvidia-made", "made-up", "MADE-UP-9"])

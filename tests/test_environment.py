@@ -22,7 +22,8 @@ LOCK_LINES = [line for line in (ROOT / "requirements.lock").read_text().splitlin
 LOCK = {canonicalize_name(Requirement(line).name): Requirement(line) for line in LOCK_LINES}
 CORE = [Requirement(line) for line in PROJECT["project"]["dependencies"]]
 EXTRA = [Requirement(line) for line in PROJECT["project"]["optional-dependencies"]["test"]]
-DIRECT = {canonicalize_name(requirement.name): requirement for requirement in CORE + EXTRA}
+CLUSTER = [Requirement(line) for line in PROJECT["project"]["optional-dependencies"]["cluster"]]
+DIRECT = {canonicalize_name(requirement.name): requirement for requirement in CORE + EXTRA + CLUSTER}
 
 # What a CUDA build of torch needs beside Triton: it names the versions itself, so the lock leaves them out.
 LEFT_OUT = re.compile(r"(nvidia|cuda)-(?!ml-py$)")
@@ -133,6 +134,24 @@ def test_ci_calls_the_same_checks():
     assert (ROOT / ".ci/run").read_text().rstrip().endswith("\nmake test")
 
 
+def test_ci_installs_what_runs_on_a_cluster():
+    assert "-m pip install --quiet -c requirements.lock -e '.[cluster]'" in (ROOT / "Makefile").read_text()
+
+
+def test_the_container_is_built_of_what_is_here_and_its_report_is_run():
+    """No container can be built by these tests; the workflow does."""
+    lines = (ROOT / "Containerfile").read_text().splitlines()
+    copied = [name for line in lines if line.startswith("COPY ") for name in line.split()[1:-1]]
+    assert copied
+    assert all((ROOT / name).exists() for name in copied)
+    assert lines[-1] == 'CMD ["make", "report"]'
+    assert (ROOT / ".containerignore").read_bytes() == (ROOT / ".dockerignore").read_bytes()
+    workflow = yaml.safe_load((ROOT / ".github/workflows/container.yml").read_text())
+    steps = [step.get("run", "") for step in workflow["jobs"]["build"]["steps"]]
+    assert "docker build -f Containerfile -t labkit ." in steps
+    assert "docker run --rm labkit" in steps
+
+
 @pytest.mark.parametrize(("repository", "name"), [("ruff-pre-commit", "ruff"), ("nbstripout", "nbstripout")])
 def test_pre_commit_has_the_locked_version(repository, name):
     config = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())
@@ -156,7 +175,9 @@ def imported(folder: str) -> dict[str, Path]:
     return {name: path for name, path in found.items() if name not in sys.stdlib_module_names | {"labkit", "tests"}}
 
 
-@pytest.mark.parametrize(("folder", "allowed"), [("labkit", CORE), ("tests", CORE + EXTRA)], ids=["labkit", "tests"])
+@pytest.mark.parametrize(
+    ("folder", "allowed"), [("labkit", CORE + CLUSTER), ("tests", CORE + EXTRA + CLUSTER)], ids=["labkit", "tests"]
+)
 def test_every_import_is_a_direct_dependency(folder, allowed):
     allowed = {canonicalize_name(requirement.name) for requirement in allowed}
     distributions = packages_distributions()

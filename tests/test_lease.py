@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import threading
 import time
@@ -182,9 +183,90 @@ def test_no_gpu_says_why(tmp_path, monkeypatch):
 def test_lock_files_are_not_put_where_a_link_leads(tmp_path):
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "link").symlink_to("elsewhere")
-    with pytest.raises(PermissionError, match="not a folder of this user"):
+    with pytest.raises(PermissionError, match="a link, or others can remove its files"):
         gpu_lease(GPUS, folder=tmp_path / "link").__enter__()
     assert not list((tmp_path / "elsewhere").iterdir())
+
+
+def test_a_folder_in_which_others_could_remove_the_files_is_refused(tmp_path):
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o777)
+    with pytest.raises(
+        PermissionError, match=r"others can remove its files; remove it, or name another .* LABKIT_LOCKS"
+    ):
+        gpu_lease(GPUS, folder=tmp_path / "open").__enter__()
+
+
+def test_leases_are_the_hosts_whatever_folder_temporary_files_go_to(tmp_path, monkeypatch):
+    monkeypatch.delenv(lease.LOCKS, raising=False)
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    assert {folder.parent for folder in lease.folders()} <= {
+        Path("/dev/shm"),
+        Path("/tmp"),
+        Path(tempfile.gettempdir()),
+    }
+    monkeypatch.setenv(lease.LOCKS, str(tmp_path / "locks"))
+    assert lease.folders() == [tmp_path / "locks"]
+
+
+def test_two_that_share_one_folder_of_locks_exclude_each_other(tmp_path, monkeypatch):
+    """As two containers do that have /dev/shm in common and each its own /tmp."""
+    shared, own, others = (tmp_path / name for name in ("shared", "own", "others"))
+    monkeypatch.setattr(lease, "folders", lambda: [own, shared])
+    with gpu_lease(GPUS[:1], say=silent):
+        monkeypatch.setattr(lease, "folders", lambda: [others, shared])
+        with pytest.raises(Busy):
+            gpu_lease(GPUS[:1], timeout=0, say=silent).__enter__()
+    with gpu_lease(GPUS[:1], timeout=0, say=silent):
+        pass
+
+
+@pytest.mark.skipif(sys.platform != "linux" or os.geteuid() != 0, reason="only root can act for two accounts")
+def test_two_accounts_share_leases_and_can_write_nothing_of_each_other(tmp_path):
+    """Each with a careless umask; the first one makes the folder and the files."""
+    tmp_path.chmod(0o755)
+    for parent in tmp_path.parents[:2]:
+        parent.chmod(0o755)
+    place = tmp_path / "host"
+    place.mkdir()
+    place.chmod(0o1777)
+    code = """
+        import os, sys, time
+        from pathlib import Path
+        from labkit.workflow.lease import Busy, Gpu, gpu_lease
+        os.umask(0), os.setgroups([]), os.setgid(ACCOUNT), os.setuid(ACCOUNT)
+        try:
+            with gpu_lease([Gpu(0, "GPU-a", "first")], timeout=0, say=lambda text: None, folder=Path(PLACE)):
+                print("held", flush=True)
+                sys.stdin.readline()
+        except Busy as problem:
+            print("busy", problem)
+        for file in Path(PLACE).iterdir():
+            if file.stat().st_uid != ACCOUNT and (os.access(file, os.W_OK) or removed(file)):
+                print("WRITABLE", file)
+    """
+    code = (
+        "def removed(file):\n    try: file.unlink()\n    except OSError: return False\n    return True\n"
+        + textwrap.dedent(code)
+    )
+
+    def of_account(number):
+        text = code.replace("ACCOUNT", str(number)).replace("PLACE", repr(str(place / "gpus")))
+        return subprocess.Popen(
+            [sys.executable, "-u", "-c", text],
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    first = of_account(40001)
+    assert first.stdout.readline() == "held\n"
+    second, _ = of_account(40002).communicate(timeout=60)
+    assert second == f"busy no free GPU; leased: first (process {first.pid})\n"
+    first.communicate("\n", timeout=60)
+    assert of_account(40002).communicate("\n", timeout=60)[0] == "held\n"
+    assert of_account(40001).communicate("\n", timeout=60)[0] == "held\n"
 
 
 def test_devices_come_from_the_driver_library(tmp_path):

@@ -236,7 +236,12 @@ def system_with(folder: Path, apt_get: str) -> dict[str, str]:
     for name in ("bash", "sh", "dirname", "id", "env", "touch", "chmod", "cat"):
         (folder / name).symlink_to(shutil.which(name))
     (folder / "python3").symlink_to(sys.executable)
-    for name, body in {"apt-get": apt_get, "sudo": 'exec "$@"', "apt-installed": 'echo "$0 $* CI=$CI"'}.items():
+    for name, body in {
+        "apt-get": apt_get,
+        "ln": "",
+        "sudo": 'exec "$@"',
+        "apt-installed": 'echo "$0 $* CI=$CI"',
+    }.items():
         (folder / name).write_text(f"#!/bin/sh\n{body}\n")
         (folder / name).chmod(0o755)
     return {"PATH": str(folder)}
@@ -257,7 +262,7 @@ chmod +x "{tmp_path}/bin/$name"; done ;; esac"""
     update, install = (tmp_path / "apt.calls").read_text().splitlines()
     assert update == "update"
     assert install.startswith("install --yes")
-    assert install.endswith(" make chromium")
+    assert install.endswith(" make chromium slurm-wlm munge rsync")
     assert result.stdout.endswith("make test CI=true\n")
 
 

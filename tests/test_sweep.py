@@ -196,7 +196,8 @@ def test_a_whole_run(lab: Lab):
     assert lab.measured == every()
     assert machine.Machine.load(lab.path.parent) == lab.machine
     assert not lab.journal.path.exists()
-    assert sorted(path.name for path in lab.path.parent.iterdir()) == ["machine.json", "toy.parquet"]
+    files = {path.name for path in lab.path.parent.iterdir()}
+    assert files == {".toy.lock", "machine.json", "toy.parquet"}
     control = lab.row(1, CONTROL)
     assert json.loads(control["options"]) == {"name": "double", "repeats": "double"}
     assert (control["role"], lab.row(1, "double")["role"]) == ("control", "ours")

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -244,7 +243,7 @@ class Calls:
         self.seconds, self.failures = seconds, failures
         self.env, self.span, self.count = {}, {}, 0
 
-    def __call__(self, target, source, partial, values, *, env, stop, on_line):
+    def __call__(self, target, source, partial, values, *, env, stop, on_line, timeout):
         assert target == "labkit.workflow.notebooks:execute"
         self.count += 1
         if self.count <= self.failures:
@@ -299,7 +298,7 @@ def gpu(toy, monkeypatch):
     """A made-up GPU, leased in the folder where the toy lab's own processes lease it."""
     found = lease.Gpu(0, "GPU-toy-0", GPU)
     monkeypatch.setattr(lease, "installed", lambda: [found])
-    monkeypatch.setattr(tempfile, "tempdir", str(toy.tmp()))
+    monkeypatch.setenv(lease.LOCKS, str(toy.tmp() / "gpus"))
     monkeypatch.setattr(notebooks, "FIRST", "ground")
     monkeypatch.delenv(lease.VISIBLE, raising=False)
     return found

@@ -15,6 +15,7 @@ from click.testing import CliRunner
 import labkit
 import labkit.studies
 from labkit import cli, paths, registry
+from labkit.workflow import lease
 
 CODE = Path(labkit.__file__).resolve().parents[1]
 NOTEBOOKS = {"ground": "00_ground", "layers": "01_layers"}
@@ -91,14 +92,18 @@ registry.NOTEBOOKS.update(NOTEBOOKS)
 if os.environ.get("TOY_MEASURES"):
     from labkit.workflow import notebooks
     notebooks.why_not_measure, notebooks.FIRST = lambda: "", "ground"
+if os.environ.get("TOY_LIGHT"):
+    import light
+    light.enter()
 from labkit.cli import main
 main(prog_name="labkit")
 """
 
 NVML = """
+import os
 def nvmlInit(): pass
 def nvmlShutdown(): pass
-def nvmlDeviceGetCount(): return 1
+def nvmlDeviceGetCount(): return int(os.environ.get("TOY_GPUS", "1"))
 def nvmlDeviceGetHandleByIndex(i): return i
 def nvmlDeviceGetUUID(handle): return f"GPU-toy-{handle}"
 def nvmlDeviceGetName(handle): return "NVIDIA Made-Up 9"
@@ -154,11 +159,19 @@ class Toy:
 
     def start(self, *words: str, gpu: bool = False, cwd: Path | None = None, **env: str) -> subprocess.Popen:
         """Start `labkit WORDS` in this lab, as its own process group."""
+        return self.started([sys.executable, str(self.root / "driver.py"), *words], gpu=gpu, cwd=cwd, **env)
+
+    def started(
+        self, command: Sequence[str], gpu: bool = False, cwd: Path | None = None, **env: str
+    ) -> subprocess.Popen:
+        """Start a command with the environment of this lab, as its own process group."""
         folders = [str(CODE), *([str(self.root / "nvml")] if gpu else [])]
+        folders += [str(CODE / "tests")] if "TOY_LIGHT" in env else []
         env |= {"LABKIT_ROOT": str(self.root), "PYTHONPATH": os.pathsep.join(folders), "TMPDIR": str(self.tmp())}
+        env |= {lease.LOCKS: str(self.tmp() / "gpus")}
         env |= {"TOY_MEASURES": "1"} if gpu else {}
         return subprocess.Popen(
-            [sys.executable, str(self.root / "driver.py"), *words],
+            command,
             env={**os.environ, **env},
             cwd=cwd or self.root,
             stdout=subprocess.PIPE,

@@ -1,10 +1,12 @@
 """Measurements on disk: one Parquet file a study and GPU, with a fixed schema, checked on read."""
 
+import fcntl
 import json
 import math
 import os
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +99,15 @@ def write_atomic(path: Path, data: bytes) -> None:
     except BaseException:
         Path(name).unlink(missing_ok=True)
         raise
+
+
+@contextmanager
+def changing(path: Path) -> Iterator[None]:
+    """Hold a data file while it is read, changed and written: two at once would each lose what the other wrote."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path.with_name(f".{path.stem}.lock"), "a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def write(path: Path, rows: pd.DataFrame | list[Mapping[str, Any]]) -> None:

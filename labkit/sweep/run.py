@@ -141,8 +141,9 @@ class _Sweep:
         for case in wanted:
             rows += _joined([done[case.op, case.key, index] for index in range(processes)])
         if rows:
-            old = records.read(self.path) if self.path.exists() else None
-            records.write(self.path, records.merge(old, pd.DataFrame(rows)))
+            with records.changing(self.path):
+                old = records.read(self.path) if self.path.exists() else None
+                records.write(self.path, records.merge(old, pd.DataFrame(rows)))
         moved = {(case.op, case.key) for case in cases}
         if left := [entry for entry in self.journal.entries() if tuple(entry["case"]) not in moved]:
             self.journal.rewrite(left)

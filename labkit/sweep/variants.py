@@ -124,6 +124,11 @@ def complete(
     for key, one in zip(missing, found, strict=True):
         if "problem" in one:
             say(f"{study.name}: counters: not taken of {key[2]}, {key[1]}: {one['problem']}")
-        else:
-            rows.loc[missing[key], "counters"] = json.dumps(one, sort_keys=True)
-    records.write(path, rows)
+    with records.changing(path):
+        rows = records.read(path)  # others may have written meanwhile
+        for (op, case, variant), one in zip(missing, found, strict=True):
+            of_this = (rows["op"] == op) & (rows["case"] == case) & (rows["variant"] == variant)
+            if "problem" not in one:
+                cold = (rows["cache"] == "cold") & (rows["mode"] == "graph")
+                rows.loc[of_this & cold, "counters"] = json.dumps(one, sort_keys=True)
+        records.write(path, rows)

@@ -7,7 +7,7 @@ import tarfile
 import tempfile
 import zipfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -48,20 +48,23 @@ class Report:
     left: list[str] = field(default_factory=list)
 
 
-def pack(out: Path) -> int:
+def pack(out: Path, runs: Path | None = None, study: str = "", beside: Sequence[Path] = ()) -> int:
     """Write what runs/ holds of every GPU as one archive (.tar, .tar.gz, .tgz or .zip); returns the number of files.
 
+    runs: a folder that takes its place. study: of this one alone. beside: other files, put in under their names.
     RecordError if there is nothing to pack; ValueError for another ending.
     """
+    runs = runs or paths.RUNS
     mode = next((mode for ending, mode in _FORMATS.items() if out.name.endswith(ending)), None)
     if mode is None:
         raise ValueError(f"{out}: the archive's name must end in {', '.join(_FORMATS)}")
-    every = sorted([*paths.RUNS.glob("*/*"), *paths.RUNS.glob(f"*/{timelines.FOLDER}/*")])
-    files = [path for path in every if _member(path.relative_to(paths.RUNS.parent).as_posix())]
-    if not any(path.suffix in (".parquet", ".jsonl") for path in files):
-        raise RecordError(f"{paths.RUNS}: nothing has been measured here")
+    every = sorted([*runs.glob("*/*"), *runs.glob(f"*/{timelines.FOLDER}/*")])
+    names = {f"runs/{path.relative_to(runs).as_posix()}": path for path in every}
+    names = {name: path for name, path in names.items() if _member(name) and _is_of(study, path)}
+    if not any(path.suffix in (".parquet", ".jsonl") for path in names.values()):
+        raise RecordError(f"{runs}: nothing has been measured here")
+    names |= {path.name: path for path in beside}
     content = BytesIO()
-    names = {f"runs/{path.relative_to(paths.RUNS).as_posix()}": path for path in files}
     if mode == "zip":
         with zipfile.ZipFile(content, "w", zipfile.ZIP_DEFLATED) as archive:
             for name, path in names.items():
@@ -72,7 +75,11 @@ def pack(out: Path) -> int:
             for name, path in names.items():
                 archive.add(path, name, filter=lambda member: member.replace(**nobody, deep=False))
     records.write_atomic(out, content.getvalue())
-    return len(files)
+    return len(names)
+
+
+def _is_of(study: str, path: Path) -> bool:
+    return not study or path.name == "machine.json" or path.name.partition(".")[0] == study
 
 
 def promote(source: Path | None = None) -> Report:
@@ -92,6 +99,40 @@ def promote(source: Path | None = None) -> Report:
             except RecordError as problem:
                 name = f"{source or paths.RUNS}: {folder.name}"
                 raise RecordError(str(problem).replace(str(folder), name)) from None
+    _write(ready)
+    for gpu, study in report.promoted:
+        if settle := registry.load(study).settle:
+            settle(paths.DATA / gpu / f"{study}.parquet", paths.TABLES / gpu)
+    write_readme()
+    library.write()
+    return report
+
+
+def gather(source: Path) -> None:
+    """Merge measurements of this lab's own jobs into runs/, case by case; see `promote` for what `source` may be.
+
+    RecordError if a file, there or in runs/, cannot be used.
+    """
+    with _folders(source) as found:
+        for folder in found:
+            here, runs = _check_machine(folder), paths.RUNS / folder.name
+            for path in sorted(folder.glob("*.parquet")):
+                if path.stem not in registry.NOTEBOOKS:
+                    raise RecordError(f"{path}: no study {path.stem!r} in this tree")
+                _merge_into(runs / path.name, records.read(path))
+            for path in sorted(folder.glob(f"{timelines.FOLDER}/*.parquet")):
+                timelines.write(timelines.path_of(paths.RUNS, folder.name, path.stem), timelines.read(path))
+            records.write_atomic(runs / "machine.json", here.to_json())
+
+
+def _merge_into(target: Path, new: pd.DataFrame) -> None:
+    with records.changing(target):
+        records.write(target, records.merge(records.read(target) if target.exists() else None, new))
+        if settle := registry.load(target.stem).settle:
+            settle(target, target.parent)
+
+
+def _write(ready: Sequence[tuple[Path, Any]]) -> None:
     for target, content in ready:
         if isinstance(content, bytes):
             records.write_atomic(target, content)
@@ -99,12 +140,6 @@ def promote(source: Path | None = None) -> Report:
             timelines.write(target, content)
         else:
             records.write(target, content)
-    for gpu, study in report.promoted:
-        if settle := registry.load(study).settle:
-            settle(paths.DATA / gpu / f"{study}.parquet", paths.TABLES / gpu)
-    write_readme()
-    library.write()
-    return report
 
 
 def rehash() -> dict[Path, tuple[int, int]]:

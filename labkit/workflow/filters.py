@@ -72,7 +72,7 @@ def check(study: Study, values: Mapping[str, Any], defaults: Mapping[str, Any]) 
         return
     if gpu and gpu not in files:
         raise Unrecorded(f"{study.name}: gpu is {gpu!r}, of which nothing is recorded; recorded: {', '.join(files)}")
-    have = {key for name, path in files.items() if gpu in ("", name) for key in _keys_of(path)}
+    have = {key for name, path in files.items() if gpu in ("", name) for key in keys_of(path)}
     asked = {name: values.get(name, default) for name, default in defaults.items() if name in study.parameters}
     for name in asked:
         if asked[name] != defaults[name] and (instead := _instead(study, asked, name, defaults[name], have)):
@@ -128,7 +128,7 @@ def _keys(cases: list[Case]) -> set[Key]:
     return {(case.op, case.key) for case in cases}
 
 
-def _keys_of(path: Path) -> set[Key]:
+def keys_of(path: Path) -> set[Key]:
     """The cases of a data file, of which only two columns are read; none if it is no such file, which others say."""
     import pyarrow
     import pyarrow.parquet

@@ -2,6 +2,10 @@
 
 The lock goes with the process that holds it, however that ends. A notebook that was started under a lease finds it in
 its environment and does not wait for itself; a kernel opened by hand in JupyterLab takes the same lease.
+
+The files are the host's, of all its accounts: nobody can write or remove another's, and a lock needs no more than
+reading. A lease takes the lock in every folder of `folders()`: two containers exclude each other if they share one of
+them (`--ipc=host` shares /dev/shm). Where they share none, LABKIT_LOCKS names a folder that is mounted into both.
 """
 
 import fcntl
@@ -15,10 +19,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 LEASED = "LABKIT_LEASED_GPU"  # in the environment of a process that was started under a lease
 VISIBLE = "CUDA_VISIBLE_DEVICES"
+LOCKS = "LABKIT_LOCKS"  # a folder that takes the place of those of the host
 _POLL_S = 0.2
 
 
@@ -127,15 +132,19 @@ def gpu_lease(
 
     devices: the GPUs to choose from (default: `visible()`). timeout: seconds to wait for a free one; None waits on.
     stop: an event that ends the waiting. say: gets one message if there is none free.
-    folder: of the lock files (default: one per user, for temporary files).
+    folder: of the lock files (default: `folders()`).
     In a process that was started under a lease, that GPU is yielded at once.
-    NoGpu if there is none; Busy if none becomes free in time, or before the waiting is stopped.
+    NoGpu if there is none; Busy if none becomes free in time, or before the waiting is stopped; PermissionError for a
+    folder in which others could remove the files.
     """
-    folder = _own_folder(folder)
+    places = [folder] if folder else folders()
+    for place in places:
+        _prepare(place)
     if leased := os.environ.get(LEASED):
         # Held by the process that started this one, but marked as in use here: if that one is killed, the next holder
         # waits until this one has ended too.
-        with _lock(folder, leased, "use", fcntl.LOCK_SH):
+        with ExitStack() as stack:
+            _lock(stack, places, leased, "use", fcntl.LOCK_SH)
             yield Gpu(-1, leased, leased)
         return
     devices = visible() if devices is None else list(devices)
@@ -146,10 +155,10 @@ def gpu_lease(
     while True:
         for gpu in devices:
             with ExitStack() as stack:
-                if _take(stack, folder, gpu):
+                if _take(stack, places, gpu):
                     yield gpu
                     return
-        busy = ", ".join(f"{gpu.name} (process {_holder(folder, gpu)})" for gpu in devices)
+        busy = ", ".join(f"{gpu.name} (process {_holder(places, gpu)})" for gpu in devices)
         if time.monotonic() > deadline or (stop is not None and stop.is_set()):
             raise Busy(f"no free GPU; leased: {busy}")
         if not told:
@@ -158,44 +167,82 @@ def gpu_lease(
         time.sleep(_POLL_S)
 
 
-def _take(stack: ExitStack, folder: Path, gpu: Gpu) -> bool:
+def folders() -> list[Path]:
+    """Where the lock files are: LABKIT_LOCKS, or folders that all accounts of the host have."""
+    if named := os.environ.get(LOCKS):
+        return [Path(named)]
+    hosts = [Path(name) for name in ("/dev/shm", "/tmp") if os.access(name, os.W_OK)]
+    return [base / "labkit-gpus" for base in hosts or [Path(tempfile.gettempdir())]]
+
+
+def _prepare(folder: Path) -> None:
+    """Make a folder in which every account can put files and none can remove another's. PermissionError otherwise."""
+    if not folder.exists():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        made = tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}-")
+        os.chmod(made, 0o1777)
+        try:
+            os.rename(made, folder)  # nobody sees it with other permissions
+        except OSError:  # another process was first
+            os.rmdir(made)
+    state = folder.lstat()
+    others_write = stat.S_IMODE(state.st_mode) & 0o022
+    if not stat.S_ISDIR(state.st_mode) or (others_write and not state.st_mode & stat.S_ISVTX):
+        raise PermissionError(
+            f"{folder}: a link, or others can remove its files; remove it, or name another folder in {LOCKS}"
+        )
+
+
+def _take(stack: ExitStack, places: Sequence[Path], gpu: Gpu) -> bool:
     try:
-        file = stack.enter_context(_lock(folder, gpu.id, "lease", fcntl.LOCK_EX | fcntl.LOCK_NB))
-        with _lock(folder, gpu.id, "use", fcntl.LOCK_EX | fcntl.LOCK_NB):
-            pass  # nobody that a former holder started is left
+        _lock(stack, places, gpu.id, "lease", fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with ExitStack() as left:
+            _lock(left, places, gpu.id, "use", fcntl.LOCK_EX | fcntl.LOCK_NB)  # nobody whom a former holder started
     except BlockingIOError:
         return False
-    file.truncate(0)
-    file.write(str(os.getpid()))
-    file.flush()
     return True
 
 
-@contextmanager
-def _lock(folder: Path, device: str, kind: str, operation: int) -> Iterator[IO[str]]:
-    with open(_file(folder, device, kind), "a") as file:
+def _lock(stack: ExitStack, places: Sequence[Path], device: str, kind: str, operation: int) -> None:
+    """Lock a device's file in every folder, until the stack is closed."""
+    for folder in places:
+        file = _opened(_file(folder, device, kind))
+        stack.callback(os.close, file)
         fcntl.flock(file, operation)
-        yield file
+
+
+def _opened(path: Path) -> int:
+    """A lock file, opened to read it, which all accounts may; made where it is missing."""
+    while True:
+        try:
+            return os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except FileNotFoundError:
+            handle, name = tempfile.mkstemp(dir=path.parent, prefix=".")
+            try:
+                os.fchmod(handle, 0o444)
+                os.link(name, path)  # nobody sees it with other permissions
+            except FileExistsError:
+                pass
+            finally:
+                os.close(handle)
+                os.unlink(name)
 
 
 def _file(folder: Path, device: str, kind: str) -> Path:
     return folder / f"{re.sub(r'[^A-Za-z0-9._-]', '_', device)}.{kind}"
 
 
-def _holder(folder: Path, gpu: Gpu) -> str:
+def _holder(places: Sequence[Path], gpu: Gpu) -> str:
+    """The process that holds a lease, as the kernel lists it (Linux); one of another container has no number here."""
     try:
-        return _file(folder, gpu.id, "lease").read_text() or "?"
+        held = Path("/proc/locks").read_text().splitlines()
+        inodes = {str(_file(folder, gpu.id, "lease").stat().st_ino) for folder in places}
     except OSError:
         return "?"
-
-
-def _own_folder(folder: Path | None) -> Path:
-    folder = folder or Path(tempfile.gettempdir()) / f"labkit-{os.getuid()}"
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    state = folder.lstat()
-    if not stat.S_ISDIR(state.st_mode) or state.st_uid != os.getuid():
-        raise PermissionError(f"{folder}: not a folder of this user's; remove it, or set TMPDIR to another place")
-    return folder
+    for fields in map(str.split, held):  # 1: FLOCK ADVISORY WRITE PID MAJOR:MINOR:INODE 0 EOF
+        if len(fields) == 8 and fields[1] == "FLOCK" and fields[5].rpartition(":")[2] in inodes:
+            return fields[4]
+    return "?"
 
 
 def why_none() -> str:

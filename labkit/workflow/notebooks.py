@@ -247,10 +247,13 @@ def parse(parameter: Parameter, text: str) -> Any:
             return _parse_list(parameter.type.removeprefix("list").strip("[]") or "str", text)
         return _parse_scalar(parameter.type, text)
     except ValueError:
-        example = _EXAMPLES.get(parameter.type, "JSON")
-        raise UsageError(
-            f"parameter {parameter.name} is {text!r}; allowed: {parameter.type}, for example {example}"
-        ) from None
+        raise wrong_type(parameter, text) from None
+
+
+def wrong_type(parameter: Parameter, value: Any) -> UsageError:
+    """The error that names a parameter, its value and its type, with an example."""
+    example = _EXAMPLES.get(parameter.type, "JSON")
+    return UsageError(f"parameter {parameter.name} is {value!r}; allowed: {parameter.type}, for example {example}")
 
 
 _SCALARS: dict[str, tuple[str, Callable[[str], Any]]] = {  # type -> what its text looks like, and its value
@@ -385,7 +388,7 @@ def _run_one(
             leased = lease.environment(gpu) if gpu else {}
             suffix = out.stem.removeprefix(registry.NOTEBOOKS[name])
             drawn = {"LABKIT_SUFFIX": suffix} if suffix else {}
-            error = _execute_twice(name, values, partial, {**env, **leased, **drawn}, stop, progress)
+            error = attempt(name, values, partial, {**env, **leased, **drawn}, stop, progress)
             if stop.is_set():
                 partial.unlink(missing_ok=True)
             elif partial.exists():
@@ -395,27 +398,35 @@ def _run_one(
     return Result(name, out.stem, time.monotonic() - start, out if out.exists() else None, error)
 
 
-def _execute_twice(
+def attempt(
     name: str,
     values: Mapping[str, Any],
     partial: Path,
     env: Mapping[str, str],
     stop: threading.Event,
     progress: Progress,
+    *,
+    label: str = "",
+    timeout: float | None = None,
 ) -> str:
-    """Execute; once more if the kernel did not start, as when two took one port. Returns the error, or nothing."""
+    """Execute; once more if the kernel did not start, as when two took one port. Returns the error, or nothing.
+
+    label: its name in `progress`, if that is not the study's. timeout: seconds.
+    """
+    label = label or name
     source = source_path(name)
     cells = sum(map(_runs, json.loads(source.read_text())["cells"])) + bool(values)  # papermill adds one for the values
     for last in (False, True):
         try:
             arguments = ("labkit.workflow.notebooks:execute", str(source), str(partial), dict(values))
-            isolated.call(*arguments, env=env, stop=stop, on_line=lambda line: _show(progress, name, cells, line))
+            show = functools.partial(_show, progress, label, cells)
+            isolated.call(*arguments, env=env, timeout=timeout, stop=stop, on_line=show)
             return ""
         except isolated.IsolatedError as problem:
             if last or stop.is_set() or not _RETRY.search(f"{problem.message}\n{problem.trace}"):
                 last_line = problem.message.strip().rpartition("\n")[2]
                 return cell_error(partial) or f"{problem.kind}: {last_line}"
-            progress.note(name, "the kernel did not start; once more")
+            progress.note(label, "the kernel did not start; once more")
     raise AssertionError("unreachable")
 
 
