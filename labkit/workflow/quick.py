@@ -42,7 +42,7 @@ def headlines(name: str) -> list[Key]:
     if not files or not registry.load(name).claims:
         return []
     stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-    kept = summary.kept(f"headlines {stats}", files[0], lambda: {"keys": of_files(name, files)})
+    kept = summary.kept(f"headlines {stats}", files[:1], lambda: {"keys": of_files(name, files)})
     return list(map(tuple, kept["keys"]))
 
 
