@@ -183,7 +183,8 @@ def _after(row: dict[str, Any], trial: Trial, remark: str, datasheet_tbs: float)
         row["ok"] = row["ok"] and not reasons[-1]
     if trial.guard and trial.guard.faults:
         row["ok"], reasons = False, [*reasons, *trial.guard.faults]
-    tbs = (trial.moves or row["floor_bytes"]) / np.median(row["samples_ns"]) / 1e3
+    with np.errstate(divide="ignore"):  # a graph in which nothing runs takes no time
+        tbs = (trial.moves or row["floor_bytes"]) / np.median(row["samples_ns"]) / 1e3
     if row["cache"] == "cold" and tbs > datasheet_tbs and not trial.idle:
         row["ok"] = False
         reasons.append(f"refused: {tbs:.2f} TB/s is above the datasheet's {datasheet_tbs:.2f} TB/s")

@@ -59,16 +59,20 @@ def test_searches_try_every_way_where_nothing_has_memory():
     ) if case.op == "ring")  # fmt: skip
     found = ahead.launches(case.op, case.params, variants.SEARCHED)
     shapes = {(launch.args["BV"], launch.options["num_warps"]) for launch in found if "BV" in launch.args}
-    assert shapes >= {(step.tile, step.num_warps) for step in search.STEPS}
+    steps = [one.step for one in search.choices(wide=True, v_first=True)]
+    assert shapes >= {(step.tile, step.num_warps) for step in steps}
     assert ahead.launches(case.op, case.params, variants.SEARCHED, [0])[0].kernel is found[0].kernel
 
 
-def test_a_way_that_a_case_cannot_take_is_passed_over():
-    """Of the tiny cases' 32 channels there are no four pieces."""
+def test_a_way_that_a_case_cannot_take_is_passed_over(monkeypatch):
+    """States of 32 bits do not go through matrix instructions."""
+    from labkit.kernels.gated_delta.buffered import BufferedChoice
+    from labkit.kernels.gated_delta.recurrent import StepChoice
     from labkit.studies.gated_delta_today import ahead, search
 
+    ways = [BufferedChoice(StepChoice(16, 1, 1)), BufferedChoice(StepChoice(16, 1, 1), True, True)]
+    monkeypatch.setattr(search, "choices", lambda wide, v_first: ways)
     case = next(case for case in STUDY.tiny if case.op == "ring" and case["gate"] == "GDN")
     found = ahead.launches(case.op, case.params, variants.SEARCHED)
-    widths = {launch.args["BK"] for launch in found if launch.kernel.fn.__name__ == "_decode_kernel"}
-    assert widths == {16}
-    assert {step.pieces for step in search.STEPS} == {2, 4}
+    steps = [launch for launch in found if launch.kernel.fn.__name__ == "_decode_kernel"]
+    assert {launch.args["MATRIX"] for launch in steps} == {False}

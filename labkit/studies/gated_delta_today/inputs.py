@@ -35,9 +35,22 @@ class Entries:
     u: Tensor
     log: Tensor
 
-    def ring(self, starts: Tensor, counts: Tensor) -> Ring:
-        """As the library keeps it, one for a call. starts, counts: [N]."""
-        return Ring(u=self.u, k=self.k, g=self.log.cumsum(2), starts=starts, counts=counts)
+    def ring(self, starts: Tensor, counts: Tensor, first: Tensor | None = None) -> Ring:
+        """As the library keeps it, one for a call. starts, counts: [N].
+
+        first: [slots], the entry at which each slot's ring begins; None: the first one.
+        """
+        return Ring(u=self.u, k=self.k, g=_summed(self.log, first), starts=starts, counts=counts)
+
+
+def _summed(log: Tensor, first: Tensor | None) -> Tensor:
+    """Logarithms [slots, HV, R, ..] summed over the entries, in the order in which they came."""
+    if first is None:
+        return log.cumsum(2)
+    R = log.shape[2]
+    order = (first.long()[:, None] + torch.arange(R, device=log.device)) % R
+    order = order.view(len(log), 1, R, *[1] * (log.ndim - 3)).expand_as(log)
+    return torch.empty_like(log).scatter_(2, order, log.gather(2, order).cumsum(2))
 
 
 def entries(x: Case, slots: int, length: int, device: Any, seed: int) -> Entries:

@@ -292,7 +292,7 @@ def sglang_verify(x: Case, device: Any, sets: int, seed: int) -> Trial:
     caches = sglang.caches(held.entries)
     calls = [sglang.verify(item, caches, one.starts, one.counts) for item, one in pairs]
     like = inputs.Entries(caches.k, caches.d, caches.g)
-    held.rings = [like.ring(one.starts, one.counts) for one in held.rings]
+    held.rings = held.of(like, [one.counts for one in held.rings])
     return held.trial(calls, tolerance={"out": REBUILT["out"]})
 
 
@@ -302,11 +302,18 @@ class _Drafts:
     def __init__(self, x: Case, device: Any, sets: int, seed: int):
         self.x, self.items = x, inputs.drafts(x, device, sets, seed)
         self.entries = inputs.entries(x, len(self.items[0].state), VERIFY_LENGTH, device, seed)
-        places = VERIFY_LENGTH // x["T"]
-        counts = [one * x["T"] for one in inputs.positions(x["batch"], sets, places, device)]
-        start = torch.arange(x["batch"], dtype=torch.int32, device=device) % VERIFY_LENGTH
-        whole = self.entries.ring(start, counts[0])
-        self.rings = [replace(whole, counts=one) for one in counts]
+        T = x["T"]
+        places = VERIFY_LENGTH // T
+        counts = [one * T for one in inputs.positions(x["batch"], sets, places, device)]
+        slots = torch.arange(len(self.items[0].state), dtype=torch.int32, device=device)
+        self.first = (7 * slots + VERIFY_LENGTH - T) % VERIFY_LENGTH  # most rings go over their end
+        self.rings = self.of(self.entries, counts)
+
+    def of(self, held: inputs.Entries, counts: Sequence[Tensor]) -> list[Ring]:
+        """Rings of these entries, one for each set."""
+        starts = [self.first[item.indices.long()] for item in self.items]
+        whole = held.ring(starts[0], counts[0], self.first)
+        return [replace(whole, starts=start, counts=one) for start, one in zip(starts, counts, strict=True)]
 
     def ours(self, step: Any) -> list[Decode]:
         """The calls of a set each."""
