@@ -25,6 +25,9 @@ OURS: Mapping[str, int] = {
     # the state's layout; tiles, and the order of slots, by marker and dash
     r"\[V, K\]": 0,
     r"\[K, V\]": 2,
+    # a state that is seldom written, a prompt in segments
+    r"^this lab, (ring|segments|L = |fastest)|^this lab$": 0,
+    r"^this lab, (state written|one segment)": 2,
     # one GEMV, and a chain of them
     r"^separate kernels": 2,
     r"^dependent launch": 0,
