@@ -314,9 +314,10 @@ def test_what_cannot_be_run_is_refused_before_the_launch():
     ("sequences", "dtype", "gate", "v_first", "chosen", "pays"),
     [
         (1, torch.float32, "GDN", True, BufferedChoice(StepChoice(16, 4, 1)), False),
-        (2, torch.float32, "GDN", True, BufferedChoice(StepChoice(16, 4, 1)), True),
+        (2, torch.float32, "GDN", True, BufferedChoice(StepChoice(16, 4, 1)), False),
         (2, torch.bfloat16, "GDN", True, BufferedChoice(StepChoice(16, 4, 1)), False),
-        (4, torch.bfloat16, "GDN", True, BufferedChoice(StepChoice(32, 4, 1)), True),
+        (8, torch.float32, "GDN", True, BufferedChoice(StepChoice(32, 4, 1)), True),
+        (8, torch.bfloat16, "GDN", True, BufferedChoice(StepChoice(32, 4, 1)), False),
         (64, torch.float32, "GDN", True, BufferedChoice(StepChoice(32, 4, 2), registers=168), True),
         (256, torch.float32, "GDN", True, BufferedChoice(StepChoice(32, 4, 2), ahead=True, registers=128), True),
         (256, torch.bfloat16, "GDN", True, BufferedChoice(StepChoice(64, 1, 4), True, True, 128), True),

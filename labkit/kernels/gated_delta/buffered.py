@@ -962,11 +962,12 @@ def choose(x: Inputs, ring: Ring) -> BufferedChoice:
 
 
 def pays(x: Inputs) -> bool:
-    """Whether a step on a ring is faster than the plain one: on an H100, from 2 sequences of 32 fp32 heads, 4 of bf16.
+    """Whether a step on a ring is faster than the plain one, or as fast: from 2 value heads a multiprocessor (H100).
 
-    One that has few states to read is as long as its longest chain of loads and sums, and the ring's is longer.
+    Of states of 16 bits, from 4. With fewer states to read a step is as long as its longest chain of loads and sums,
+    and the ring's is longer.
     """
-    return _heads(x) * x.state.dtype.itemsize > 2 * HARDLY_ANY_HEADS
+    return _heads(x) > (1.5 if x.state.dtype.itemsize == 4 else 4)
 
 
 def _heads(x: Inputs) -> float:
