@@ -261,7 +261,7 @@ def test_the_answer_says_what_was_found(measured):
     assert (found["from fp32"], found["from bf16"]) == (8, 8)
     said = answer.conclusion({"H100": found})
     assert "1.67× faster with fp32 states, 1.67× faster with bf16 states (H100)" in said
-    assert "1.54× faster, 1.54× faster with all heads (H100)" in said
+    assert "1.54× faster than fla's at 2 / 8 heads, 1.54× faster with all heads (H100)" in said
     assert answer.advice({"H100": found}) == (
         "Keep a ring of 16 entries for fp32 states from batch 8 on and bf16 states from batch 8 on."
     )
