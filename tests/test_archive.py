@@ -72,6 +72,19 @@ def test_a_case_is_replaced_whole_and_others_stay(toy):
     assert drivers == {'{"n": 1}': ["1.2"], '{"n": 2}': ["2.0"]}
 
 
+def test_a_quick_look_replaces_no_full_run(toy):
+    toy.measured(toy.rows())
+    archive.promote()
+    before = data(toy)
+    once = [row | {"run": [0] * len(row["run"])} for row in toy.rows()]
+    toy.measured(once)
+    report = archive.promote()
+    assert report.left == [f"{SLUG}/layers.parquet: 2 cases that data/ has of more processes"]
+    pd.testing.assert_frame_equal(data(toy), before)
+    other = pd.DataFrame([row | {"kernel_sha": "of others"} for row in once])
+    assert archive._of_fewer_processes(before, other) == set()
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

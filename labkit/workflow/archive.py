@@ -260,6 +260,11 @@ def _check_folder(folder: Path, report: Report) -> list[tuple[Path, Any]]:
         new["revision"] = new["revision"].where(new["revision"] != "", revision())
         target = paths.DATA / folder.name / path.name
         old = records.read(target) if target.exists() else None
+        if old is not None and (fewer := _of_fewer_processes(old, new)):
+            report.left.append(f"{folder.name}/{path.name}: {len(fewer)} cases that data/ has of more processes")
+            new = new[[key not in fewer for key in zip(new["op"], new["case"], strict=True)]].reset_index(drop=True)
+            if new.empty:
+                continue
         ready.append((target, records.merge(old, new)))
         report.promoted[folder.name, path.stem] = (len(new.groupby(["op", "case"])), len(new))
     for path in sorted(folder.glob(f"{timelines.FOLDER}/*.parquet")):
@@ -274,6 +279,18 @@ def _check_folder(folder: Path, report: Report) -> list[tuple[Path, Any]]:
     if ready:
         ready.append((paths.DATA / folder.name / "machine.json", here.to_json()))
     return ready
+
+
+def _of_fewer_processes(old: pd.DataFrame, new: pd.DataFrame) -> set[tuple[str, str]]:
+    """Cases of `new` that `old` has of the same sources in more processes: a quick look replaces no full run."""
+    known = {key: _sources_and_processes(rows) for key, rows in old.groupby(["op", "case"])}
+    found = {key: _sources_and_processes(rows) for key, rows in new.groupby(["op", "case"])}
+    both = found.keys() & known.keys()
+    return {key for key in both if found[key][0] == known[key][0] and found[key][1] < known[key][1]}
+
+
+def _sources_and_processes(rows: pd.DataFrame) -> tuple[set[str], int]:
+    return set(rows["kernel_sha"]), max((int(max(run)) + 1 for run in rows["run"] if len(run)), default=0)
 
 
 def _check_timelines(path: Path, here: Machine) -> pd.DataFrame:
