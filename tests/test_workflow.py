@@ -477,7 +477,10 @@ def gone(pid, seconds=30):
 def test_kept_figures_are_those_that_were_drawn_last(tmp_path, monkeypatch):
     monkeypatch.setattr(paths, "REPORTS", tmp_path / "reports")
     monkeypatch.setattr(paths, "FIGURES", tmp_path / "figures")
-    monkeypatch.setattr(paths, "recorded_gpus", lambda: ["gpu"])
+    monkeypatch.setattr(paths, "DATA", tmp_path / "data")
+    (tmp_path / "data" / "gpu").mkdir(parents=True)
+    for study in "ab":  # recorded of one GPU alone, after which the folder of its figures is named
+        (tmp_path / "data" / "gpu" / f"{study}.parquet").touch()
     drawn, kept = tmp_path / "reports" / "figures" / "gpu", tmp_path / "figures"
     for folder, names in (
         (drawn, ("a-one", "a-one--batches-7", "b-one")),

@@ -193,7 +193,7 @@ def _shown_rows(one: recorded.Rows, used: Mapping[str, Any]) -> pd.DataFrame:
 
 def forget_figures(chosen: Collection[str]) -> None:
     """Delete what these studies' notebooks drew of recorded GPUs before, so that no figure outlives its name."""
-    for path in _figures(_drawn(), chosen):
+    for path in _drawn_of(chosen):
         path.unlink()
 
 
@@ -202,7 +202,7 @@ def keep_figures(chosen: Collection[str]) -> list[Path]:
 
     Of a study of which nothing was drawn, as where its notebook failed, the old ones stay.
     """
-    drawn = {paths.FIGURES / path.name: path for path in _figures(_drawn(), chosen)}
+    drawn = {paths.FIGURES / path.name: path for path in _drawn_of(chosen)}
     for copy, path in drawn.items():
         records.write_atomic(copy, path.read_bytes())
     fresh = {_study(copy) for copy in drawn}
@@ -236,10 +236,13 @@ def keep_findings() -> None:
         records.write_atomic(file, with_findings(file.read_text("utf-8")).encode())
 
 
-def _drawn() -> Path:
-    """Where figures of recorded GPUs are, drawn from all of them, or from the only one."""
-    known = paths.recorded_gpus()
-    return paths.REPORTS / "figures" / ("recorded" if len(known) != 1 else known[0])
+def _drawn_of(chosen: Collection[str]) -> list[Path]:
+    """The figures of these studies that show the recorded GPUs: drawn from all of a study's, or from its only one."""
+    found: list[Path] = []
+    for study in chosen:
+        known = [path.parent.name for path in sorted(paths.DATA.glob(f"*/{study}.parquet"))]
+        found += _figures(paths.REPORTS / "figures" / ("recorded" if len(known) != 1 else known[0]), [study])
+    return found
 
 
 def _figures(folder: Path, chosen: Collection[str]) -> list[Path]:
