@@ -160,6 +160,7 @@ class Claim:
         claimed = map(self._of, observed.observations)
         enough = [one for one in claimed if one.runs >= processes and math.isfinite(one.mid)]
         if not enough:
+            ledger.note(f"claims.{self.id}", [{"processes": processes}])
             return untestable(f"needs {observed.needs} in {processes} processes")
         words = [word(one, self) for one in enough]
         lines = [vars(one) | {"word": found} for one, found in zip(enough, words, strict=True)]

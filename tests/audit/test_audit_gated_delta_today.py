@@ -14,6 +14,7 @@ from common import DATA, GPUS, check_changes_are_found, compared, observed, over
 from labkit.studies.gated_delta_today import answer, claims, tables, views
 
 MADE_UP = "made up"
+OF_DRAFTS = {"tables.verifies", "claims.whole_verify"}
 RECORDED = [gpu for gpu in GPUS if (DATA / gpu / f"{audit.STUDY}.parquet").exists()]
 
 
@@ -86,7 +87,9 @@ def rows_of():
 @pytest.mark.parametrize("gpu", [MADE_UP, *RECORDED])
 def test_tables_and_sentences_are_those_of_the_audit(gpu, rows_of, record_property):
     rows = rows_of(gpu)
-    cells, wrong = compared(audit.TABLES, rows, LAB)
+    unmeasured = set() if "ring_verify" in set(rows["op"]) else OF_DRAFTS
+    audited, lab = ({name: one for name, one in both.items() if name not in unmeasured} for both in (audit.TABLES, LAB))
+    cells, wrong = compared(audited, rows, lab)
     assert all(cells.values()), cells
     wrong += unsaid(audit.SENTENCES, VIEWS, rows)
     assert not wrong, "\n".join(wrong[:20])
