@@ -8,7 +8,7 @@ from html import escape
 
 import over_time
 import pytest
-from common import GPUS, read
+from common import DATA, GPUS, read
 from noted import NOTED
 from running import PAGES, RECORDED
 from shown import Audit, described, is_end, looked_up, marks, misread, number, parted, recorded
@@ -74,7 +74,10 @@ def function_of(study, name):
 @pytest.fixture(scope="module")
 def audits():
     return {
-        (notebook, gpu): audit_of(notebook, gpu) for notebook in map(registry.NOTEBOOKS.get, RECORDED) for gpu in GPUS
+        (registry.NOTEBOOKS[study], gpu): audit_of(registry.NOTEBOOKS[study], gpu)
+        for study in RECORDED
+        for gpu in GPUS
+        if (DATA / gpu / f"{study}.parquet").exists()
     }
 
 
