@@ -175,7 +175,7 @@ def run(
         _run_job(job)
         return
     if sweep or on:
-        _run_jobs(sweep, on, dry_run, jobs, chosen, [*given, *_shorthands(given, source, gpu)], add)
+        _run_jobs(sweep, on, dry_run, jobs, chosen, [*given, *_shorthands(given, source, gpu, quick)], add)
         return
     if dry_run:
         raise click.UsageError("--dry-run goes with --sweep or --on")

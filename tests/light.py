@@ -45,7 +45,7 @@ def enter() -> None:
     how = os.environ["TOY_LIGHT"]
     notebooks.isolated = type("Calls", (), {**vars(isolated), "call": staticmethod(hold if how == "inline" else call)})
     if how != "pages":  # which take longer than all else
-        nothing = {"write": lambda *args: [], "outcomes": lambda results: [], "judge_recorded": lambda stop: None}
+        nothing = {"write": lambda *args: [], "outcomes": lambda results: []}
         sys.modules["labkit.workflow.reports"] = SimpleNamespace(**nothing, shown_path=str)
 
 
