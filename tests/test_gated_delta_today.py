@@ -13,6 +13,7 @@ from labkit.bench import verdict
 from labkit.bench.spec import ROLES, Case
 from labkit.kernels.gated_delta import reference
 from labkit.studies.gated_delta_today import answer, exact, inputs, study, tables, trials, variants, views, work
+from labkit.sweep import gated_delta
 
 GPU = "NVIDIA H100 80GB HBM3"
 SMALL = {"model": "test", "activations": "fp32", "H": 1, "HV": 2, "K": 8, "V": 6, "state": "fp32"}
@@ -175,7 +176,7 @@ def test_pieces_of_a_prompt_are_those_of_the_recurrence(gate, monkeypatch):
     monkeypatch.setitem(variants.LENGTHS, "two", (24, 24))
     monkeypatch.setattr(exact, "PIECE", 8)
     x = Case("prefill", SMALL | {"gate": gate, "prefill": "two"})
-    (item,) = inputs.prompts(x, "cpu", 1, 0)
+    (item,) = gated_delta.prompts(x, variants.LENGTHS["two"], "cpu", 1, 0)
     found = exact.Prompts(item)
     assert found.pieces == 3
     decay = item.g.double().exp()
@@ -188,7 +189,9 @@ def test_pieces_of_a_prompt_are_those_of_the_recurrence(gate, monkeypatch):
 def test_a_prompt_that_cannot_be_cut_evenly_is_followed_token_by_token(monkeypatch):
     monkeypatch.setitem(variants.LENGTHS, "odd", (13,))
     monkeypatch.setattr(exact, "PIECE", 8)
-    (item,) = inputs.prompts(Case("prefill", SMALL | {"gate": "GDN", "prefill": "odd"}), "cpu", 1, 0)
+    (item,) = gated_delta.prompts(
+        Case("prefill", SMALL | {"gate": "GDN", "prefill": "odd"}), variants.LENGTHS["odd"], "cpu", 1, 0
+    )
     found = exact.Prompts(item)
     assert found.pieces == 1
     assert "without" not in found.expected

@@ -14,8 +14,8 @@ import triton
 from labkit.bench.spec import ROLES, Case
 from labkit.kernels.gated_delta import chunked, reference
 from labkit.kernels.gated_delta.recurrent import packed
-from labkit.studies.state_layout import peers as library_calls
 from labkit.studies.state_layout import study, trials, variants
+from labkit.sweep import gated_delta
 
 ALL = made.LAYOUT | {"gates": ["GDN", "KDA"], "step_batches": [1, 8, 64, 256], "prefills": list(variants.PREFILLS)}
 SHAPE = {"model": "test", "activations": "fp32", "H": 2, "HV": 4, "K": 8, "V": 6}
@@ -447,7 +447,7 @@ def test_a_library_that_tunes_itself_does_so_anew_for_every_case(libraries):
     def kernel(K, BLOCK):
         pass
 
-    library_calls.tune_anew.cache_clear()
+    gated_delta.tune_fla_anew.cache_clear()
     first, second = (triton.autotune([triton.Config({"BLOCK": n}) for n in (1, 2)], ["K"])(kernel) for _ in range(2))
     inner = triton.heuristics({})(first)  # decorators lie around each other
     vars(sys.modules["fla.ops.kda"]).update(kernel=inner, again=first, other=second)

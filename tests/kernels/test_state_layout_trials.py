@@ -10,6 +10,7 @@ import torch
 from labkit.bench.spec import Case
 from labkit.kernels.gated_delta import chunked, recurrent
 from labkit.studies.state_layout import study, trials, variants
+from labkit.sweep import gated_delta
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 GATES = ("GDN", "KDA")
@@ -212,7 +213,7 @@ def test_layouts_of_one_seed_have_the_same_tokens_and_on_equal_states_the_same_r
 
 
 def test_tree_by_hand():
-    found = trials.tree(2, 8, DEVICE)
+    found = gated_delta.tree(2, 8, DEVICE)
     assert found.tolist() == [[-1, 0, 0, 1, 1, 2, 2, 3]] * 2
     assert found.dtype == torch.int32
     assert found.is_contiguous()

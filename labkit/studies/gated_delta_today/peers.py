@@ -1,8 +1,7 @@
 """Calls of libraries beside the study's kernels, and the ceilings; libraries are imported where they are called."""
 
-import sys
 from collections.abc import Callable
-from functools import lru_cache, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,7 +11,6 @@ from torch import Tensor
 from labkit import sources
 from labkit.kernels import ceilings
 from labkit.kernels.launch import Launch
-from labkit.sweep import trial
 
 if TYPE_CHECKING:
     from labkit.kernels.gated_delta.chunked import ExtendInputs
@@ -45,15 +43,6 @@ def fla_extend(x: "ExtendInputs", bounds: Tensor) -> Call:
         "use_qk_l2norm_in_kernel": True, "state_v_first": True, "cu_seqlens": bounds,
     }  # fmt: skip
     return lambda: chunk_gated_delta_rule(q, k, v, g, beta, **options)
-
-
-@lru_cache(maxsize=1)
-def tune_anew(case: str) -> list[Any]:
-    """fla-core's autotuners, which forget what they have chosen when another case comes; to be called before its calls.
-
-    Their keys are heads and dimensions: what is chosen for the first prompt would be kept for all others.
-    """
-    return trial.tune_anew([module for name, module in sys.modules.items() if name.startswith("fla.") and module])
 
 
 def flashinfer_extend(x: "ExtendInputs", longest: int) -> Call:

@@ -18,6 +18,7 @@ from labkit.kernels.gated_delta.recurrent import StepInputs, VerifyInputs
 from labkit.studies.gated_delta_today import exact, inputs, peers, search, sglang
 from labkit.studies.gated_delta_today.variants import DRIFT_LENGTHS, LENGTH, LENGTHS, VERIFY_LENGTH
 from labkit.studies.gated_delta_today.work import state_bytes
+from labkit.sweep import gated_delta
 from labkit.sweep.trial import DTYPES, Call, Random, chosen, kept, relative_rmse, trial
 
 CHECKED = 32  # sequences that are compared with the float64 reference: at every place of a ring
@@ -388,7 +389,7 @@ def _of_drafts(x: Case) -> dict[str, float]:
 
 def extend(x: Case, device: Any, sets: int, seed: int, segments: int | None = None) -> Trial:
     """A prefill with so many segments a sequence; None: the rule's."""
-    items = inputs.prompts(x, device, sets, seed)
+    items = gated_delta.prompts(x, LENGTHS[x["prefill"]], device, sets, seed)
     cut = _cut(x, items[0], segments)
     calls = [segmented.extend(item, True, cut) for item in items]
     return _extended(x, items, calls, lambda: {"segments": max(cut.counts)} | _control(x, items[0]))
@@ -396,7 +397,7 @@ def extend(x: Case, device: Any, sets: int, seed: int, segments: int | None = No
 
 def extend_searched(x: Case, device: Any, sets: int, seed: int) -> Trial:
     """The same with the fastest number of segments, one among them."""
-    items, device = inputs.prompts(x, device, sets, seed), torch.device(device)
+    items, device = gated_delta.prompts(x, LENGTHS[x["prefill"]], device, sets, seed), torch.device(device)
     most = math.ceil(max(LENGTHS[x["prefill"]]) / 64)
     counts = [count for count in (1, *search.SEGMENTS) if count <= most]
     cuts = {str(count): _cut(x, items[0], count) for count in counts}
@@ -407,10 +408,10 @@ def extend_searched(x: Case, device: Any, sets: int, seed: int) -> Trial:
 
 def fla_extend(x: Case, device: Any, sets: int, seed: int) -> Trial:
     """fla-core's chunked call on the same inputs."""
-    items = inputs.prompts(x, device, sets, seed)
+    items = gated_delta.prompts(x, LENGTHS[x["prefill"]], device, sets, seed)
     bounds = items[0].cu_seqlens.long()
     calls = kept([peers.fla_extend(item, bounds) for item in items])
-    tuners = peers.tune_anew(x.key)  # of the library, which is imported by now
+    tuners = gated_delta.tune_fla_anew(x.key)  # of the library, which is imported by now
     calls[0]()  # which chooses the launches
 
     def result() -> tuple[Tensor, Tensor]:
@@ -422,7 +423,7 @@ def fla_extend(x: Case, device: Any, sets: int, seed: int) -> Trial:
 
 def flashinfer_extend(x: Case, device: Any, sets: int, seed: int) -> Trial:
     """FlashInfer's chunked call on the same inputs."""
-    items = inputs.prompts(x, device, sets, seed)
+    items = gated_delta.prompts(x, LENGTHS[x["prefill"]], device, sets, seed)
     calls = [peers.flashinfer_extend(item, max(LENGTHS[x["prefill"]])) for item in items]
     made = _extended(x, items, calls)
     made.tolerance = NORMALISED_FIRST

@@ -10,7 +10,7 @@ from labkit.bench.spec import Case, Variant, variant
 
 STUDY = "labkit.studies.gated_delta_today"
 TRIALS, PEERS, CALLS = (f"{STUDY}.{name}" for name in ("trials", "peers", "sglang"))
-LIBRARY = "labkit.kernels.gated_delta"
+LIBRARY, SHARED = "labkit.kernels.gated_delta", "labkit.sweep.gated_delta"
 DECODE, STORED = f"{LIBRARY}.recurrent:decode", f"{LIBRARY}.recurrent:verify"
 RING, RING_VERIFY, RING_WRITE = (f"{LIBRARY}.buffered:{name}" for name in ("decode", "verify", "write"))
 EXTEND = f"{LIBRARY}.segmented:extend"
@@ -101,7 +101,7 @@ VARIANTS = {  # of every operation
         _line(SEGMENTS, "ours", "extend", EXTEND),
         _line(ONE_SEGMENT, "baseline", "extend", EXTEND, segments=1),
         _line(SEGMENTS_SEARCHED, "step", "extend_searched", EXTEND),
-        _line(FLA, "peer", "fla_extend", (f"{PEERS}:fla_extend", f"{PEERS}:tune_anew")),
+        _line(FLA, "peer", "fla_extend", (f"{PEERS}:fla_extend", f"{SHARED}:tune_fla_anew")),
         _line(FLASHINFER, "peer", "flashinfer_extend", (f"source:{FLASHINFER_RELEASE}", f"{PEERS}:flashinfer_extend")),
     ],
     "drift": [

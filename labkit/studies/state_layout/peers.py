@@ -3,15 +3,12 @@
 Libraries are imported only in the function that calls them.
 """
 
-import sys
 from collections.abc import Callable
-from functools import lru_cache, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-
-from labkit.sweep import trial
 
 if TYPE_CHECKING:
     from labkit.kernels.gated_delta.chunked import ExtendInputs
@@ -79,16 +76,6 @@ def fla_extend(x: "ExtendInputs", v_first: bool, bounds: Tensor) -> Call:
         "use_qk_l2norm_in_kernel": True, "state_v_first": v_first, "cu_seqlens": bounds,
     }  # fmt: skip
     return _kept(lambda: function(q, k, v, g, beta, **options))
-
-
-@lru_cache(maxsize=1)
-def tune_anew(case: str) -> list[Any]:
-    """fla-core's autotuners, which forget what they have chosen when another case comes; to be called before its calls.
-
-    Their keys are heads and dimensions: what is chosen for the first prompt would be kept for prompts of other lengths
-    and numbers. What an earlier process wrote to disk is not taken either.
-    """
-    return trial.tune_anew([module for name, module in sys.modules.items() if name.startswith("fla.") and module])
 
 
 def attn_gym_step(x: "StepInputs") -> Call:

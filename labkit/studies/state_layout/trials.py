@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from labkit.kernels.gated_delta.chunked import ExtendInputs
 from labkit.kernels.gated_delta.recurrent import StepInputs, VerifyInputs
 from labkit.studies.state_layout import flashinfer, layouts, peers, sglang, vllm, ways
 from labkit.studies.state_layout.variants import LENGTHS, SIGNATURE
-from labkit.sweep import tuning
+from labkit.sweep import gated_delta, tuning
 from labkit.sweep.trial import DTYPES, Call, Random, chosen, given, kept, relative_rmse, trial, tune_anew
 
 CHECKED = 8  # sequences, or tokens at each end, that are compared with the float64 reference
@@ -214,38 +214,18 @@ def _step_inputs(
     """`sets` parts of one pool; slots in random order, or one after the other; `spare` unused first."""
     N, H, HV, K, V = (x[name] for name in ("batch", "H", "HV", "K", "V"))
     made = Random(device, seed, DTYPES[x["activations"]])
-    pool = _pool(made, spare + sets * N, x, v_first, DTYPES[x["state"]])
+    pool = gated_delta.states(x, made, spare + sets * N, v_first, DTYPES[x["state"]])
     order = torch.arange(sets * N, device=device) if in_order else made.order(sets * N)
     slots = (order + spare).to(torch.int32).view(sets, N)
     q, k, v = made(sets, N, H, K), made(sets, N, H, K), made(sets, N, HV, V)
-    a, b = made(sets, N, *_gate_shape(x)), made(sets, N, HV)
+    a, b = made(sets, N, *gated_delta.gate_shape(x)), made(sets, N, HV)
     out = torch.empty((sets, N, HV, V), dtype=made.dtype, device=device)
-    rest = {"state": pool, "scale": K**-0.5, "v_first": v_first} | _rates(x, device)
+    rest = {"state": pool, "scale": K**-0.5, "v_first": v_first} | gated_delta.rates(x, device)
     names = ("indices", "q", "k", "v", "a", "b", "out")
     return [
         StepInputs(**dict(zip(names, part, strict=True)), **rest)
         for part in zip(slots, q, k, v, a, b, out, strict=True)
     ]
-
-
-def _pool(made: Random, count: int, x: Case, v_first: bool, dtype: torch.dtype) -> Tensor:
-    """Random states."""
-    HV, K, V = (x[name] for name in ("HV", "K", "V"))
-    pool = torch.empty((count, HV, *((V, K) if v_first else (K, V))), dtype=dtype, device=made.device)
-    for part in pool.split(64):  # in parts: a copy of the whole pool in fp32 need not fit beside it
-        made.fill(part)
-    return pool
-
-
-def _gate_shape(x: Case) -> tuple[int, ...]:
-    return (x["HV"], x["K"]) if x.params.get("gate") == "KDA" else (x["HV"],)
-
-
-def _rates(x: Case, device: Any) -> dict[str, Tensor]:
-    """A_log and dt_bias as models initialise them: decay rates of 1 to 16, softplus(dt_bias) of 1e-3 to 1e-1."""
-    shape = _gate_shape(x)
-    bias = torch.logspace(-3, -1, math.prod(shape), device=device).expm1().log().view(shape)
-    return {"A_log": torch.linspace(1, 16, x["HV"], device=device).log(), "dt_bias": bias}
 
 
 def verify(x: Case, device: Any, sets: int, seed: int, v_first: bool) -> Trial:
@@ -295,28 +275,14 @@ def _verify_errors(item: VerifyInputs, run: Callable[[], Tensor]) -> dict[str, f
 
 
 def _verify_inputs(x: Case, device: Any, sets: int, seed: int, v_first: bool) -> list[VerifyInputs]:
-    N, T, H, HV, K, V = (x[name] for name in ("batch", "T", "H", "HV", "K", "V"))
-    made = Random(device, seed, DTYPES[x["activations"]])
-    pool = _pool(made, sets * N, x, v_first, DTYPES[x["state"]])
-    slots = made.order(sets * N).to(torch.int32).view(sets, N)
-    rest = {"state": pool, "scale": K**-0.5, "v_first": v_first} | _rates(x, device)
+    N, T = x["batch"], x["T"]
     found = []
-    for indices in slots:
-        parts = {"q": made(N, T, H, K), "k": made(N, T, H, K), "v": made(N, T, HV, V)}
-        parts |= {"a": made(N, T, *_gate_shape(x)), "b": made(N, T, HV)}
-        parts["out"] = torch.empty((N, T, HV, V), dtype=made.dtype, device=device)
-        parts["intermediate_states"] = torch.empty((N, T, *pool.shape[1:]), dtype=pool.dtype, device=device)
+    for parts in gated_delta.tokens(x, device, sets, seed, v_first, (T,)):
+        parts["intermediate_states"] = parts["state"].new_empty((N, T, *parts["state"].shape[1:]))
         parts["cache_indices"] = torch.arange(N, dtype=torch.int32, device=device)
-        parts["parents"] = tree(N, T, device) if x["draft"] == "tree" else None
-        found.append(VerifyInputs(indices=indices, **parts, **rest))
+        parts["parents"] = gated_delta.tree(N, T, device) if x["draft"] == "tree" else None
+        found.append(VerifyInputs(**parts))
     return found
-
-
-def tree(N: int, T: int, device: Any) -> Tensor:
-    """[N, T] parents of a binary draft tree in breadth-first order: the children of token i are 2 i + 1 and 2 i + 2."""
-    parents = (torch.arange(T, device=device, dtype=torch.int32) - 1) // 2
-    parents[0] = -1
-    return parents.expand(N, T).contiguous()
 
 
 def drift(x: Case, device: Any, sets: int, seed: int, v_first: bool) -> Trial:
@@ -381,7 +347,7 @@ def fla_extend(x: Case, device: Any, sets: int, seed: int, v_first: bool) -> Tri
     inputs = _extend_inputs(x, device, sets, seed, v_first)
     bounds = inputs[0].cu_seqlens.long()  # one for all sets: see `peers.fla_extend`
     calls = [peers.fla_extend(item, v_first, bounds) for item in inputs]
-    tuners = peers.tune_anew(x.key)  # of the library, which is imported by now
+    tuners = gated_delta.tune_fla_anew(x.key)  # of the library, which is imported by now
     errors = _extend_errors(inputs[0], v_first)
 
     def check() -> dict[str, float]:
@@ -474,23 +440,4 @@ def _extend_errors(item: ExtendInputs, v_first: bool) -> Callable[[Tensor, Tenso
 
 
 def _extend_inputs(x: Case, device: Any, sets: int, seed: int, v_first: bool) -> list[ExtendInputs]:
-    H, HV, K, V = (x[name] for name in ("H", "HV", "K", "V"))
-    lengths = LENGTHS[x["prefill"]]
-    T = sum(lengths)
-    made = Random(device, seed, DTYPES[x["activations"]])
-    bounds = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
-    rates = _rates(x, device)
-    rate = rates["A_log"].exp().view(HV, *[1] * len(_gate_shape(x)[1:]))
-    found = []
-    for _ in range(sets):
-        a, b = made(T, *_gate_shape(x)), made(T, HV)
-        initial = _pool(made, len(lengths), x, v_first, torch.float32)
-        # The decay's logarithm, fp32: a kernel of the layer before makes it in an engine.
-        g = -rate * torch.nn.functional.softplus(a.float() + rates["dt_bias"])
-        item = ExtendInputs(
-            q=made(T, H, K), k=made(T, H, K), v=made(T, HV, V), g=g, beta=torch.sigmoid(b.float()),
-            cu_seqlens=bounds, initial=initial, final=torch.empty_like(initial),
-            out=torch.empty((T, HV, V), dtype=made.dtype, device=device), scale=K**-0.5,
-        )  # fmt: skip
-        found.append(item)
-    return found
+    return gated_delta.prompts(x, LENGTHS[x["prefill"]], device, sets, seed, v_first)

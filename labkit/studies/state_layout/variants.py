@@ -134,7 +134,7 @@ def _chunk_state(form: str, tile: int) -> Variant:
     return _line(chunk_state(form, tile), "step", "chunk_state", (EXTEND, f"{WAYS}:chunk_state"), **options)
 
 
-FLA_EXTEND = (f"{PEERS}:fla_extend", f"{PEERS}:tune_anew")
+FLA_EXTEND = (f"{PEERS}:fla_extend", "labkit.sweep.gated_delta:tune_fla_anew")
 VARIANTS = {  # of every operation
     "decode": [
         _ceiling(CACHES),
