@@ -169,7 +169,7 @@ def run(
     labkit run --sweep sweep.yaml
     labkit run --sweep sweep.yaml --on slurm
     """
-    from labkit.workflow import filters, notebooks
+    from labkit.workflow import notebooks
 
     if job:
         _run_job(job)
@@ -179,28 +179,16 @@ def run(
         return
     if dry_run:
         raise click.UsageError("--dry-run goes with --sweep or --on")
-    names = [name for name in registry.NOTEBOOKS if name in chosen] or list(registry.NOTEBOOKS)
-    can_measure = False
+    names = _named(chosen)
     try:
         short = [*_shorthands(given, source, gpu, quick), *_added(given, names, add)]
         values = notebooks.assign([registry.load(name) for name in names], [*given, *short])
-        wants = {name: notebooks.source_of(name, values[name]) for name in names}
-        problem = ""
-        if set(wants.values()) & set(spec.MEASURING):
-            problem = notebooks.why_not_measure()
-            can_measure = not problem
-            if problem and "measure" in wants.values():
-                raise notebooks.UsageError(f"source=measure, but nothing can be measured here: {problem}")
-        for name in names:
-            if not (can_measure and wants[name] in spec.MEASURING):
-                filters.check(registry.load(name), values[name], notebooks.defaults(name))
-    except filters.Unrecorded as empty:
-        raise click.UsageError(f"{empty}{f'. Nothing can be measured here: {problem}' if problem else ''}") from None
+        can_measure = notebooks.can_measure([(name, values[name]) for name in names])
     except notebooks.UsageError as wrong:
         raise click.UsageError(str(wrong)) from None
     from labkit.workflow import ahead, reports  # take a second to load: after what can be wrong
 
-    if measured := {name: values[name] for name in names if can_measure and wants[name] in spec.MEASURING}:
+    if measured := {name: values[name] for name in names if can_measure and notebooks.measures(name, values[name])}:
         _say(_how_long(measured))
     how = {"can_measure": can_measure, "beside": ahead.Ahead}
     results = _until_stopped(lambda: notebooks.run(names, values, jobs, **how))
@@ -212,6 +200,11 @@ def run(
         names = ", ".join(registry.NOTEBOOKS[name] for name in failed)
         click.echo(f"failed: {names}; their pages show where", err=True)
     _finish(problems, bool(failed))
+
+
+def _named(chosen: Sequence[str]) -> list[str]:
+    """The chosen studies in the lab's order; all of them if none is."""
+    return [name for name in registry.NOTEBOOKS if name in chosen] or list(registry.NOTEBOOKS)
 
 
 def _how_long(values: dict[str, dict[str, Any]]) -> str:
@@ -241,13 +234,13 @@ def _run_jobs(
         if sweep:
             wanted = sweeps.read(sweep)
         else:
-            names = [name for name in registry.NOTEBOOKS if name in chosen] or list(registry.NOTEBOOKS)
+            names = _named(chosen)
             values = notebooks.assign([registry.load(name) for name in names], [*given, *_added(given, names, add)])
             wanted = [jobs.Job(name, values[name]) for name in names]
         if on:
             engine.check(wanted)
         profile = engine.profile(on) if on else None
-        can_measure = False if on else jobs.measurable(wanted)
+        can_measure = False if on else notebooks.can_measure([(one.study, one.values) for one in wanted])
     except notebooks.UsageError as wrong:
         raise click.UsageError(str(wrong)) from None
     if dry_run:

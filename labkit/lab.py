@@ -136,9 +136,8 @@ def open(
     if source == "measure" and problem:
         raise RuntimeError(f"cannot measure here: {problem}")
     there = [_recorded(study, parameters, slug) for slug in known if source == "predicted" or gpu in ("", slug)]
-    there = (
-        [replace(entry, rows=quick_look.first_process(entry.rows), file=None) for entry in there] if quick else there
-    )
+    if quick:
+        there = [replace(entry, rows=quick_look.first_process(entry.rows), file=None) for entry in there]
     shown = [*([here] if here else []), *(entry for entry in there if len(entry.rows))]
     if known and not shown:
         raise RuntimeError(

@@ -85,7 +85,7 @@ def measure(name: str, parameters: Mapping[str, Any], processes: int = 2, sample
     versions = {key: row("", "", "", "", "", "", [1])[key] for key in ("gpu", "driver", "torch", "triton")}
     machine.provenance = lambda seed: versions
     isolated.call = lambda target, *args, env, on_line: sweep.measure_process(*args)
-    machine.CudaDevice = sweep._ceilings = lambda: None
+    machine.CudaDevice = sweep.ceilings = lambda: None
 
     def timed(study: Any, case: Any, index: int, *rest: Any) -> list[dict[str, Any]]:
         from labkit.bench.sha import kernel_sha

@@ -26,6 +26,15 @@ def no_lease_of_our_own(monkeypatch):
     monkeypatch.delenv(lease.VISIBLE, raising=False)
 
 
+@pytest.fixture
+def shared():
+    """A folder that every account reaches and can put files into, as /tmp is; what pytest makes is its account's."""
+    with tempfile.TemporaryDirectory() as made:
+        place = Path(made)
+        place.chmod(0o1777)
+        yield place
+
+
 def silent(text):
     pass
 
@@ -222,14 +231,8 @@ def test_two_that_share_one_folder_of_locks_exclude_each_other(tmp_path, monkeyp
 
 
 @pytest.mark.skipif(sys.platform != "linux" or os.geteuid() != 0, reason="only root can act for two accounts")
-def test_two_accounts_share_leases_and_can_write_nothing_of_each_other(tmp_path):
+def test_two_accounts_share_leases_and_can_write_nothing_of_each_other(shared):
     """Each with a careless umask; the first one makes the folder and the files."""
-    tmp_path.chmod(0o755)
-    for parent in tmp_path.parents[:2]:
-        parent.chmod(0o755)
-    place = tmp_path / "host"
-    place.mkdir()
-    place.chmod(0o1777)
     code = """
         import os, sys, time
         from pathlib import Path
@@ -251,7 +254,7 @@ def test_two_accounts_share_leases_and_can_write_nothing_of_each_other(tmp_path)
     )
 
     def of_account(number):
-        text = code.replace("ACCOUNT", str(number)).replace("PLACE", repr(str(place / "gpus")))
+        text = code.replace("ACCOUNT", str(number)).replace("PLACE", repr(str(shared / "gpus")))
         return subprocess.Popen(
             [sys.executable, "-u", "-c", text],
             env={**os.environ, "PYTHONPATH": str(ROOT)},

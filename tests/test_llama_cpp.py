@@ -106,6 +106,8 @@ def test_without_its_library_the_reason_is_all_that_is_said(monkeypatch, recwarn
         raise building.NotBuilt("not built: needs nvcc")
 
     monkeypatch.setattr(llama_cpp, "opened", opened)
+    gc.collect()  # what other tests left behind
+    recwarn.clear()
     with pytest.raises(building.NotBuilt, match=r"^not built: needs nvcc$"):
         trials.llama_cpp(product_case(), "cpu", 1, 0)
     gc.collect()

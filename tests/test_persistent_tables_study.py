@@ -712,7 +712,7 @@ def test_the_figure_shows_what_conclusion_and_advice_rest_on(rows):
     found = answer.hero(rows)
     assert "95 % intervals. One position replayed is wrong from the second token on." in found.caption
     best = shown.SHOWN[answer.facts(rows)["best"]]
-    assert re.fullmatch(rf"Fastest with right tokens at \d+ records: {best}, \d+ µs", found.said)
+    assert re.fullmatch(rf"Right, and no way is clearly faster, at \d+ records: {best}, \d+ µs", found.said)
 
 
 def test_the_replay_is_called_wrong_only_where_it_is():

@@ -100,7 +100,10 @@ JUDGED = [name for name in registry.NOTEBOOKS if registry.load(name).claims and 
 
 @pytest.mark.parametrize("name", JUDGED)
 def test_a_quick_look_says_of_each_recorded_gpu_what_all_rows_say(name):
-    """One process of the headline cases suffices for *unclear or not*, and comes to the same verdicts."""
+    """One process of the headline cases comes to the same direction, and to the verdict but where a size is unclear.
+
+    How far processes differ is not known of one of them: intervals of three can be wider, and leave a size open.
+    """
     study, values = registry.load(name), notebooks.defaults(name)
     few = quick.of(study).cases(values)
     assert 0 < len(few) < len(study.cases(values)) / 3
@@ -109,7 +112,9 @@ def test_a_quick_look_says_of_each_recorded_gpu_what_all_rows_say(name):
         part = quick.first_process(run.of_cases(rows, few))
         for one in study.claims:
             whole, look = recorded.judge(one, rows)[0], recorded.judge(one, part)[0]
-            assert (look.verdict, look.code) == (whole.verdict, whole.code), f"{path.parent.name}: {one.id}"
+            assert (look.direction, look.code) == (whole.direction, whole.code), f"{path.parent.name}: {one.id}"
+            open_size = "unclear" in (look.size, whole.size)
+            assert look.verdict == whole.verdict or open_size, f"{path.parent.name}: {one.id}"
             assert look.quick or not look.code
 
 

@@ -181,6 +181,11 @@ def merge(old: pd.DataFrame | None, new: pd.DataFrame) -> pd.DataFrame:
     return new.sort_values(["op", "case", "cache", "mode", "variant"], kind="stable", ignore_index=True)
 
 
+def processes(rows: pd.DataFrame) -> int:
+    """In how many processes rows were measured, the most of all; 0 if none has a sample."""
+    return max((int(max(run)) + 1 for run in rows["run"] if len(run)), default=0)
+
+
 def expanded(rows: pd.DataFrame) -> pd.DataFrame:
     """The rows with a column for each key of `case` and of `options`, and the median time `us` (µs per call)."""
     parts = [pd.DataFrame([json.loads(text) for text in rows[name]], index=rows.index) for name in ("case", "options")]

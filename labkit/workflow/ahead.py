@@ -10,7 +10,7 @@ from contextlib import suppress
 from typing import Any
 
 from labkit import isolated, registry
-from labkit.workflow import filters, lease, notebooks, quick
+from labkit.workflow import lease, notebooks, quick
 from labkit.workflow.filters import Key
 
 SPARED = 2  # cores that are left to the process that measures and to its notebook
@@ -52,8 +52,7 @@ def cores() -> list[int]:
 
 def cases(name: str, values: Mapping[str, Any]) -> list[Key]:
     """What a notebook with these parameters measures."""
-    asked, study = notebooks.defaults(name) | dict(values), registry.load(name)
-    study = quick.of(study) if asked.get(filters.QUICK) else study
+    study, asked = quick.asked(name, values)
     return [(case.op, case.key) for case in study.cases(asked)]
 
 

@@ -290,7 +290,7 @@ def _of_fewer_processes(old: pd.DataFrame, new: pd.DataFrame) -> set[tuple[str, 
 
 
 def _sources_and_processes(rows: pd.DataFrame) -> tuple[set[str], int]:
-    return set(rows["kernel_sha"]), max((int(max(run)) + 1 for run in rows["run"] if len(run)), default=0)
+    return set(rows["kernel_sha"]), records.processes(rows)
 
 
 def _check_timelines(path: Path, here: Machine) -> pd.DataFrame:

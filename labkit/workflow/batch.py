@@ -1,7 +1,6 @@
 """Jobs on this machine: one GPU a job, each GPU with one job at a time, whoever else runs jobs here."""
 
 import functools
-import os
 import threading
 import time
 from collections import deque
@@ -38,7 +37,7 @@ def run(
 
     def one(job: jobs.Job) -> None:
         held: AbstractContextManager[lease.Gpu | None] = nullcontext()
-        env = {} if leased else _share(limit)
+        env = {} if leased else notebooks.share(limit)
         if leased and jobs.measures(job):
             held = lease.gpu_lease(leased, stop=stop, say=functools.partial(progress.note, job.name))
         result = jobs.perform(job, held, env, stop, progress)
@@ -86,9 +85,3 @@ def _in_order(wanted: Sequence[jobs.Job]) -> list[list[jobs.Job]]:
     """What the GPUs can reach comes first: predictions of the others are made of it."""
     first = [job for job in wanted if job.study == notebooks.FIRST]
     return [group for group in (first, [job for job in wanted if job not in first]) if group]
-
-
-def _share(limit: int) -> dict[str, str]:
-    """Notebooks that run at once share the cores, unless the reader has said otherwise."""
-    share = str(max(1, notebooks.cores() // limit))
-    return {name: share for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS") if name not in os.environ}

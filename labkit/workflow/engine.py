@@ -108,13 +108,8 @@ def _submit(place: Path, profile: Path, at_once: int | None, lock: IO[str]) -> N
     """Run Snakemake until every job has ended, or was given up."""
     words = ["--snakefile", str(_RULES), "--directory", str(place), "--configfile", str(place / "engine.json")]
     words += ["--profile", str(profile), "--workflow-profile", "none", "--keep-going", "--rerun-incomplete"]
-    words += [
-        "--nolock",
-        "--rerun-triggers",
-        "mtime",
-        "--",
-        "all",
-    ]  # of locks there is ours, which a dead process leaves
+    # Of locks there is ours, which a dead process leaves.
+    words += ["--nolock", "--rerun-triggers", "mtime", "--", "all"]
     if at_once:
         words = ["--jobs", str(at_once), *words]
     child = subprocess.Popen(

@@ -21,6 +21,7 @@ import numpy as np
 import pandas as pd
 
 from labkit import paths, registry
+from labkit.bench import records
 from labkit.bench.spec import Case, Study
 from labkit.kernels.tuned import slug
 from labkit.workflow import filters, notebooks, quick, recorded
@@ -121,10 +122,8 @@ Wanted = tuple[Study, Sequence[Case], int]  # study, cases, processes
 
 def _asked(name: str, given: Mapping[str, Any]) -> Wanted:
     """What a notebook with these parameters measures."""
-    values, study = notebooks.defaults(name) | dict(given), registry.load(name)
-    if values.get(filters.QUICK):
-        return study, quick.of(study).cases(values), 1
-    return study, study.cases(values), values.get("processes", 1)
+    study, values = quick.asked(name, given)
+    return study, study.cases(values), 1 if values.get(filters.QUICK) else values.get("processes", 1)
 
 
 def _told(wanted: Mapping[str, Wanted], here: str, gpus: int, cores: int) -> Estimate:
@@ -148,5 +147,4 @@ def _seconds(study: Study, cases: Sequence[Case], processes: int, like: str, her
 
 def _done(rows: pd.DataFrame) -> dict[Key, int]:
     """In how many processes each case was measured."""
-    most = rows["run"].map(lambda run: max(run, default=-1) + 1)
-    return most.groupby([rows["op"], rows["case"]]).max().to_dict()
+    return {key: records.processes(part) for key, part in rows.groupby(["op", "case"])}

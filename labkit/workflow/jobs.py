@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from labkit import paths, registry
-from labkit.bench import records, spec
+from labkit.bench import records
 from labkit.kernels.tuned import slug
 from labkit.sweep import added
 from labkit.workflow import archive, filters, lease, notebooks, recorded
@@ -125,29 +125,9 @@ def is_done(job: Job) -> bool:
         return False
 
 
-def measurable(jobs: Sequence[Job]) -> bool:
-    """Whether the jobs can measure here.
-
-    UsageError if one must measure and cannot, or would replay what is not recorded.
-    """
-    wants = {notebooks.source_of(job.study, job.values) for job in jobs}
-    problem = notebooks.why_not_measure() if wants & set(spec.MEASURING) else ""
-    if problem and "measure" in wants:
-        raise notebooks.UsageError(f"source=measure, but nothing can be measured here: {problem}")
-    can_measure = bool(wants & set(spec.MEASURING)) and not problem
-    for job in jobs:
-        if not (can_measure and measures(job)):
-            try:
-                filters.check(registry.load(job.study), job.values, notebooks.defaults(job.study))
-            except filters.Unrecorded as empty:
-                why = f". Nothing can be measured here: {problem}" if problem else ""
-                raise notebooks.UsageError(f"{empty}{why}") from None
-    return can_measure
-
-
 def measures(job: Job) -> bool:
     """Whether the job asks for a GPU, if there is one."""
-    return notebooks.source_of(job.study, job.values) in spec.MEASURING
+    return notebooks.measures(job.study, job.values)
 
 
 def plan(jobs: Sequence[Job], can_measure: bool) -> list[str]:

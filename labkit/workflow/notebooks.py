@@ -283,6 +283,32 @@ def _parse_list(kind: str, text: str) -> list[Any]:
 # Running
 
 
+def measures(study: str, values: Mapping[str, Any]) -> bool:
+    """Whether a notebook with these parameters asks for a GPU, if there is one."""
+    return source_of(study, values) in spec.MEASURING
+
+
+def can_measure(asked: Sequence[tuple[str, Mapping[str, Any]]]) -> bool:
+    """Whether what notebooks, each with its parameters, ask to measure can be measured here.
+
+    UsageError if one must measure and cannot, or would replay what is not recorded.
+    """
+    wanted = [one for one in asked if measures(*one)]
+    problem = why_not_measure() if wanted else ""
+    if problem and any(source_of(*one) == "measure" for one in wanted):
+        raise UsageError(f"source=measure, but nothing can be measured here: {problem}")
+    can = bool(wanted) and not problem
+    for study, values in asked:
+        if can and measures(study, values):
+            continue
+        try:
+            filters.check(registry.load(study), values, defaults(study))
+        except filters.Unrecorded as empty:
+            why = f". Nothing can be measured here: {problem}" if problem else ""
+            raise UsageError(f"{empty}{why}") from None
+    return can
+
+
 def why_not_measure() -> str:
     """Why the notebooks cannot measure on this machine; empty if they can. Starts no CUDA context here."""
     if not lease.visible():
@@ -319,9 +345,7 @@ def run(
     leased = lease.visible() if measuring else []
     limit = max(1, len(leased)) if measuring else cores()
     limit = max(1, min(limit, jobs or limit, len(chosen)))
-    # Notebooks that run at once share the cores, unless the reader has said otherwise.
-    shares = {} if measuring else dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(max(1, cores() // limit)))
-    threads = {name: share for name, share in shares.items() if name not in os.environ}
+    threads = {} if measuring else share(limit)
     stop = threading.Event()
     results: dict[str, Result] = {}
     alone = [name for name in chosen if name == FIRST and name in measuring]
@@ -352,6 +376,12 @@ def run(
         pool.shutdown(cancel_futures=True)
         progress.close()
     return [results[name] for name in chosen]
+
+
+def share(limit: int) -> dict[str, str]:
+    """Environment by which so many notebooks at once share the cores, unless the reader has said otherwise."""
+    threads = str(max(1, cores() // limit))
+    return {name: threads for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS") if name not in os.environ}
 
 
 @contextmanager
@@ -442,9 +472,8 @@ def execute(notebook: str, out: str, values: Mapping[str, Any]) -> None:
     book.cells = [cell for cell in book.cells if _runs(cell)]
     logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(message)s")
     options = {"kernel_name": "python3", "cwd": str(Path(notebook).parent), "progress_bar": False, "log_output": True}
-    with tempfile.NamedTemporaryFile(
-        "w", suffix=".ipynb"
-    ) as file:  # given as an object, it is copied into the metadata
+    # In a file: given as an object, a notebook is copied into its own metadata.
+    with tempfile.NamedTemporaryFile("w", suffix=".ipynb") as file:
         nbformat.write(book, file)
         file.flush()
         papermill.execute_notebook(file.name, out, parameters=dict(values), **options)

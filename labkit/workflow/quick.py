@@ -1,7 +1,7 @@
 """A quick look: the headline cases of the claims, those that they cannot do without, in one process.
 
 Which these are is asked of each claim's own rule. Of the recorded rows, cases are left out for as long as what remains
-still gives the rule something to observe, and leaves it as clear as it was.
+still gives the rule something to observe, and leaves its verdict what it was.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +14,7 @@ import pandas as pd
 from labkit import paths, registry
 from labkit.bench.claim import Claim
 from labkit.bench.spec import Case, Study
-from labkit.workflow import notebooks, recorded, summary
+from labkit.workflow import filters, notebooks, recorded, summary
 from labkit.workflow.filters import Key
 
 ROUNDS = 2  # cases that one claim adds can change what another one reads
@@ -33,6 +33,12 @@ def of(study: Study) -> Study:
     return replace(study, cases=cases, counted=lambda parameters: [])
 
 
+def asked(name: str, given: Mapping[str, Any]) -> tuple[Study, dict[str, Any]]:
+    """A study with the cases that a notebook with these parameters measures, and all of its parameters."""
+    values, study = notebooks.defaults(name) | dict(given), registry.load(name)
+    return (of(study) if values.get(filters.QUICK) else study), values
+
+
 def headlines(name: str) -> list[Key]:
     """The headline cases (op, case) of a study, by the rows of all recorded GPUs; none if nothing is recorded.
 
@@ -41,8 +47,7 @@ def headlines(name: str) -> list[Key]:
     files = [path for path, _ in paths.data_files(name, runs=False)]
     if not files or not registry.load(name).claims:
         return []
-    stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-    kept = summary.kept(f"headlines {stats}", files[:1], lambda: {"keys": of_files(name, files)})
+    kept = summary.kept("headlines", files, lambda: {"keys": of_files(name, files)})
     return list(map(tuple, kept["keys"]))
 
 
@@ -60,18 +65,18 @@ def of_files(name: str, files: Sequence[Path]) -> list[Key]:
     return [key for key in order if key in kept]
 
 
-Told = tuple[str, bool]  # whose code ran, and whether the direction is clear; of nothing observed ("", False)
+Told = tuple[str, str]  # whose code ran, and the verdict; of nothing observed ("", "")
 
 
 def said(claim: Claim, groups: Mapping[Key, pd.DataFrame], keys: Sequence[Key]) -> Told:
     """What the rule says of some cases. groups: the rows of each case."""
     some = [groups[key] for key in keys if key in groups]
     found = recorded.judge(claim, pd.concat(some, ignore_index=True))[0] if some else None
-    return (found.code, found.direction != "unclear") if found else ("", False)
+    return (found.code, found.verdict) if found else ("", "")
 
 
 def headline(claim: Claim, groups: Mapping[Key, pd.DataFrame], whole: Told, kept: Sequence[Key] = ()) -> list[Key]:
-    """`kept`, and the first few cases with which the rule says something of the same code as of all, and as clear.
+    """`kept`, and the first few cases with which the rule says something of the same code as of all, with its verdict.
 
     groups: the rows of each case, in the study's order; whole: what is said of all.
     """

@@ -184,11 +184,9 @@ def _tally(one: recorded.Rows, used: Mapping[str, Any], part: bool) -> str:
 
 def _shown_rows(one: recorded.Rows, used: Mapping[str, Any]) -> pd.DataFrame:
     """Those of the rows that a notebook with these parameters shows."""
-    study, values = registry.load(one.study), notebooks.defaults(one.study) | dict(used)
-    if not values.get(filters.QUICK):
-        return run.of_cases(one.rows, study.cases(values))
-    rows = run.of_cases(one.rows, quick.of(study).cases(values))
-    return rows if one.here else quick.first_process(rows)
+    study, values = quick.asked(one.study, used)
+    rows = run.of_cases(one.rows, study.cases(values))
+    return quick.first_process(rows) if values.get(filters.QUICK) and not one.here else rows
 
 
 def forget_figures(chosen: Collection[str]) -> None:

@@ -50,7 +50,7 @@ WAYS = [  # of `tables.whole_steps`: op, variant, against, context
     (op, *pair, context)
     for op, pair in (("ring", (THEIRS, THEIRS_PLAIN)), ("ring_verify", (THEIRS, THEIRS_STORED)))
     for context in (256, 2048, 8192)
-]
+] + [("ring", OURS, PLAIN, 2048), ("ring_verify", OURS, STORED, 2048)]
 PAIRS = [("ring", OURS, PLAIN), ("ring", THEIRS, THEIRS_PLAIN), ("ring", OURS, SEARCHED)]
 
 

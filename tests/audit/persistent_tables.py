@@ -888,8 +888,14 @@ def said_hero(rows: pd.DataFrame) -> list[str]:
 
 
 def _best(rows: pd.DataFrame) -> dict[str, Any]:
-    found = [line for line in _lines(walls(rows), model=H1024, **MAIN) if line["way"] in SHORT]
-    return min((line for line in found if line["way"] != ONE_POSITION), key=lambda line: line["us"])
+    """The first of these that is right and that the fastest right way does not beat."""
+    lines = {line["way"]: line for line in _lines(walls(rows), model=H1024, **MAIN) if line["way"] in SHORT}
+    fastest = min(set(lines) - {ONE_POSITION}, key=lambda way: lines[way]["us"])
+    ((_, group),) = cases(rows, "token", model=H1024, **MAIN)
+    for way in (GRAPH, IN_LAUNCH, BY_KERNEL):
+        if compare(_of_mode(group, "eager"), fastest, way)["low"] <= 1.01:
+            return lines[way]
+    raise AssertionError(f"{fastest} is faster than all ways that leave the position to the GPU")
 
 
 SENTENCES: Sentences = {
