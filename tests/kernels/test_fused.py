@@ -1,0 +1,135 @@
+"""Prefill with factors alone stored between its launches, against the token-by-token float64 reference."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from pairwise import pairwise
+from test_extend import DEVICE, FP32, NARROW, TOLERANCE, error, expected, make
+
+from labkit.kernels.gated_delta.fused import Ways, extend
+from labkit.kernels.gated_delta.segmented import cut
+
+SMALL = Ways(16, 4, 2)
+WAYS = [SMALL, replace(SMALL, transposed=False)]
+
+
+def run(x, segments=1, v_first=True, chunk=16, ways=SMALL):
+    """Output and final state [N, HV, V, K] of V-first inputs; every value of both must be written."""
+    initial = x.initial if v_first else x.initial.transpose(-1, -2).contiguous()
+    y = replace(x, initial=initial, final=torch.full_like(initial, float("nan")), out=x.out.clone())
+    extend(y, v_first, cut(y.cu_seqlens, segments, chunk, DEVICE), ways)()
+    assert not y.out.isnan().any()
+    assert not y.final.isnan().any()
+    return y.out, y.final if v_first else y.final.transpose(-1, -2)
+
+
+def compare(x, tolerance=FP32, **choices):
+    for name, one, other in zip(("out", "final"), run(x, **choices), expected(x), strict=True):
+        assert error(one, other) < tolerance, name
+
+
+BATCHES = [[100], [16, 100, 0, 33], [81, 5, 64, 1]]  # in chunks of 16
+
+
+@pytest.mark.parametrize(("lengths", "segments", "v_first", "ways"), pairwise(BATCHES, (1, 2, 5), (True, False), WAYS))
+def test_any_length(lengths, segments, v_first, ways):
+    compare(make(lengths), segments=segments, v_first=v_first, ways=ways)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "segments", "ways"),
+    pairwise([(2, 1, 16, 24), (1, 3, 40, 16), (2, 2, 7, 3), (1, 1, 72, 80)], (1, 3), WAYS),
+)
+def test_heads_and_dimensions(sizes, segments, ways):
+    """K differs from V, since equal ones would hide a transposition."""
+    compare(make([70], *sizes), segments=segments, ways=ways)
+
+
+@pytest.mark.parametrize("dtype", NARROW)
+@pytest.mark.parametrize("segments", [1, 5])
+def test_dtypes(dtype, segments):
+    """The choices by default, and chunks of 64 tokens."""
+    compare(make([330, 70], K=128, V=128, dtype=dtype), TOLERANCE[dtype], segments=segments, chunk=64, ways=None)
+
+
+@pytest.mark.parametrize(("lengths", "segments", "ways"), pairwise(BATCHES, (1, 2, 5), WAYS))
+def test_by_the_copy_engine(lengths, segments, ways):
+    compare(make(lengths, V=32), segments=segments, ways=replace(ways, boxed=True))
+
+
+@pytest.mark.parametrize("boxed", [True, False])
+def test_other_sequences_do_no_harm(boxed):
+    """What lies behind a sequence's last token is another's, and may be anything."""
+    x = make([40, 50], V=32)
+    for values in (x.q, x.k, x.v, x.g, x.beta):
+        values[40:] = float("nan")
+    initial = torch.full_like(x.initial, float("nan"))
+    initial[0] = x.initial[0]
+    extend(replace(x, initial=initial), True, cut(x.cu_seqlens, 2, 16, DEVICE), replace(SMALL, boxed=boxed))()
+    out, final = expected(x)
+    assert error(x.out[:40], out[:40]) < FP32
+    assert error(x.final[:1], final[:1]) < FP32
+
+
+@pytest.mark.parametrize(("log_decay", "ways"), pairwise([0.0, -1e-4, -5.0, -40.0], WAYS))
+def test_weak_and_strong_decay(log_decay, ways):
+    compare(make([90], log_decay=log_decay), segments=2, ways=ways)
+
+
+def test_equal_keys():
+    """Every token rewrites what the last one wrote: the series of the inverse would cancel."""
+    x = make([64], K=16, log_decay=0.0)
+    x.k[:] = x.k[0].clone()
+    x.beta[:] = 1.0
+    compare(x)
+
+
+def test_state_in_place():
+    for segments in (1, 3):
+        x = make([100, 0, 3])
+        _, wanted = expected(x)
+        extend(replace(x, final=x.initial), True, cut(x.cu_seqlens, segments, 16, DEVICE), SMALL)()
+        assert error(x.initial, wanted) < FP32
+
+
+def test_two_runs_are_bit_equal():
+    x = make([70])
+    for one, other in zip(run(x, 3), run(x, 3), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_map_left_out_is_noticed():
+    """The control: with the scan left out the third segment begins from a state that knows of the second alone."""
+    x = make([100])
+    calls = extend(x, True, cut(x.cu_seqlens, 3, 16, DEVICE), SMALL)
+    for name, launch in calls.launches.items():
+        if name != "scan":
+            launch()
+    out, _ = expected(x)
+    third = 16 * (7 * 2 // 3)
+    assert error(x.out[:third], out[:third]) < FP32
+    assert error(x.out[third:], out[third:]) > 1e-2
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"ways": Ways(columns=8)}, "tile is 8; allowed: a power of two from 16"),
+        ({"ways": Ways(num_warps=3)}, "num_warps is 3"),
+        ({"ways": Ways(num_stages=1)}, "num_stages is 1"),
+        ({"ways": Ways(64, boxed=True)}, "V is 24; allowed with boxed: .* a multiple of the columns, 64"),
+        ({"segments": 0}, "segments is 0"),
+        ({"segments": cut(torch.tensor([0, 70]), 2, 16)}, r"segments .* is of 70 tokens of 1 sequences"),
+    ],
+)
+def test_refuses(change, message):
+    with pytest.raises(ValueError, match=message):
+        extend(make([40]), True, **change)
+
+
+def test_refuses_what_it_is_not_for():
+    with pytest.raises(ValueError, match="one decay a value head"):
+        extend(make([40], rule="KDA"), True)
+    with pytest.raises(ValueError, match="K is 130; allowed in segments: up to 128"):
+        extend(make([2000], K=130, V=16), True, 2)
