@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 import torch
-from test_recurrent import DEVICE, GATES, error, gates, make, make_verify, turned
+from test_recurrent import DEVICE, GATES, INTERPRETED, error, gates, make, make_verify, turned
 
 from labkit.kernels.gated_delta import buffered, recurrent, reference
 from labkit.kernels.gated_delta.buffered import (
@@ -94,6 +94,35 @@ def test_tokens_and_states_are_those_of_the_recurrence(gate, v_first, choice):
     decode(y, ring, 4, write, CHOICES[choice])()
     _, after = expected(y, after)
     assert error(states(x), after) < 1e-5
+
+
+# How far one rounding of normally distributed values is off: of a mantissa of m bits, some 2^-m / 3. The interpreter
+# rounds fp8 three times as far.
+ROUNDED = {torch.float16: 2.5e-4, torch.float8_e4m3fn: 9e-2 if INTERPRETED else 4e-2}
+    torch.float16: 2.5e-4,
+    torch.float8_e4m3fn: 9e-2 if INTERPRETED else 4e-2,
+}  # the interpreter rounds fp8 three times as far
+
+
+@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize("dtype", ROUNDED)
+def test_narrow_states_are_rounded_once_in_a_ring(dtype, gate):
+    """Until it is written a state is what it was; then it is off by one rounding, and no more."""
+    x = make(N, H, GROUP, K, V, gate=gate)
+    x = replace(x, state=x.state.to(dtype))
+    ring, after = run(x, empty_ring(x, 4), 4, 3, CHOICES["ahead"])
+    y = some(x, 7)
+    o, after = expected(y, after)
+    decode(y, ring, 4, None, CHOICES["ahead"])()
+    assert error(y.out, o) < 1e-5
+    assert ROUNDED[dtype] / 8 < error(states(x), after) < ROUNDED[dtype]
+
+
+def test_fp8_needs_a_gpu_that_has_it(monkeypatch):
+    monkeypatch.setattr(recurrent, "capability_of", lambda device: (8, 0))
+    recurrent.check_state(torch.empty(1, dtype=torch.float16))
+    with pytest.raises(ValueError, match=r"state is torch.float8_e4m3fn on compute capability 8.0; allowed: from 8.9"):
+        recurrent.check_state(torch.empty(1, dtype=torch.float8_e4m3fn))
 
 
 @pytest.mark.parametrize("choice", CHOICES)

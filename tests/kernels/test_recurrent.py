@@ -477,7 +477,7 @@ def test_bad_dtypes_strides_devices_and_bounds_are_named_with_what_is_allowed():
     apart = zeros(N, H, K, 2)[..., 0]
     turned_state = zeros(5, HV, K, V).transpose(-1, -2)
     for changes, message in (
-        ({"state": x.state.half()}, "state is torch.float16; allowed: torch.float32, torch.bfloat16"),
+        ({"state": x.state.double()}, "state is torch.float64; allowed: torch.float32, torch.bfloat16, torch.float16"),
         ({"state": turned_state}, "state has strides (512, 128, 1, 8); allowed: contiguous inside a slot"),
         ({"indices": integers}, "indices is torch.int16; allowed: torch.int32, torch.int64"),
         ({"indices": zeros(N + 1)}, "indices is (4,); allowed: (3,)"),

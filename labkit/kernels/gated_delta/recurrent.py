@@ -34,9 +34,10 @@ from torch import Tensor
 from labkit.kernels.checks import check_contiguous, check_device, check_one_of, check_shape, check_tensor
 from labkit.kernels.gated_delta.gates import decay, inverse_norm
 from labkit.kernels.launch import Launch
-from labkit.kernels.target import multiprocessors
+from labkit.kernels.target import capability_of, multiprocessors
 
-STATE_DTYPES = (torch.float32, torch.bfloat16)
+STATE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn)
+WITH_FP8 = (8, 9)  # compute capability that has it
 INDEX_DTYPES = (torch.int32, torch.int64)
 OWNER = "the state's"  # whose device all tensors must be on
 MOST_SEQUENCES = 65535  # of CUDA's grid along its third axis
@@ -314,7 +315,8 @@ class StepChoice:
 class Inputs:
     """What a step and a verify both read and write; [..] is [N] in a step and [N, T] in a verify.
 
-    state: pool of fp32 or bf16, [slots, HV, V, K] if v_first, else [slots, HV, K, V]; contiguous inside a slot.
+    state: pool of fp32, bf16, fp16 or, from compute capability 8.9 on, fp8 (e4m3fn, without scales: up to 448);
+           [slots, HV, V, K] if v_first, else [slots, HV, K, V]; contiguous inside a slot.
     indices: [N] int32 or int64, the slot of each sequence; negative: padding (state untouched, output zero). Every
              index must be below `slots`; see `check_indices`.
     q, k: [.., H, K]; v: [.., HV, V]; HV a multiple of H; values of a head adjacent, heads and tokens at any distance
@@ -567,7 +569,7 @@ def _check_common(x: Inputs, names: str) -> tuple[int, ...]:
     if tokens[0] > MOST_SEQUENCES:
         raise ValueError(f"q has {tokens[0]} sequences; allowed: at most {MOST_SEQUENCES}")
     device = x.state.device
-    check_one_of("state", x.state.dtype, STATE_DTYPES)
+    check_state(x.state)
     _check_pool("state", x.state, (HV, V, K) if x.v_first else (HV, K, V), device)
     check_tensor("indices", x.indices, tokens[:1], INDEX_DTYPES, device, OWNER)
     kda = x.a.ndim == len(tokens) + 2
@@ -583,6 +585,15 @@ def _check_common(x: Inputs, names: str) -> tuple[int, ...]:
         found = f"lower_bound is {x.lower_bound} and a is {tuple(x.a.shape)}"
         raise ValueError(f"{found}; allowed: a negative one, with KDA's a")
     return *tokens, H, K, HV, V
+
+
+def check_state(state: Tensor) -> None:
+    """Raise ValueError for a dtype that a pool of states cannot have on its GPU."""
+    check_one_of("state", state.dtype, STATE_DTYPES)
+    found = capability_of(state.device)
+    if state.dtype == torch.float8_e4m3fn and found is not None and found < WITH_FP8:
+        name, least = f"compute capability {found[0]}.{found[1]}", f"{WITH_FP8[0]}.{WITH_FP8[1]}"
+        raise ValueError(f"state is {state.dtype} on {name}; allowed: from {least}")
 
 
 def _check_pool(name: str, pool: Tensor, inner: tuple[int, ...], device: torch.device) -> None:
