@@ -99,9 +99,6 @@ def test_tokens_and_states_are_those_of_the_recurrence(gate, v_first, choice):
 # How far one rounding of normally distributed values is off: of a mantissa of m bits, some 2^-m / 3. The interpreter
 # rounds fp8 three times as far.
 ROUNDED = {torch.float16: 2.5e-4, torch.float8_e4m3fn: 9e-2 if INTERPRETED else 4e-2}
-    torch.float16: 2.5e-4,
-    torch.float8_e4m3fn: 9e-2 if INTERPRETED else 4e-2,
-}  # the interpreter rounds fp8 three times as far
 
 
 @pytest.mark.parametrize("gate", GATES)
