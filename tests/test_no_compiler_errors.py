@@ -21,7 +21,7 @@ from labkit.evidence import compiled, workers
 from labkit.kernels.experts import choose, expert_layer, routing
 from labkit.kernels.experts.inputs import LayerInputs
 from labkit.kernels.experts.tiles import GROUP, Int4
-from labkit.kernels.gated_delta import buffered, chunked, recurrent, segmented
+from labkit.kernels.gated_delta import buffered, chunked, fused, recurrent, segmented
 from labkit.kernels.gguf import formats, integers, routed, routed_integers, wide
 from labkit.kernels.gguf import products as ffn_kernels
 from labkit.kernels.gguf.experts import pack as pack_experts
@@ -50,6 +50,15 @@ def extend_launch(name, size, gate, form, **choices):
     g, beta = torch.empty((T, HV, K) if gate == "KDA" else (T, HV)), torch.empty(T, HV)
     x = chunked.ExtendInputs(q, q, v, g, beta, torch.tensor([0, 70, T]), state, state, torch.empty_like(v), 1.0)
     return chunked.extend(x, v_first, transposed=form == "transposed", **choices).launches[name]
+
+
+def fused_launch(name, size, ways):
+    """Of an extend of one sequence in three segments."""
+    (K, V), T, H, HV = size, 512, 2, 4
+    q, v, state = empty(T, H, K), empty(T, HV, V), torch.empty((1, HV, V, K))
+    g, beta = torch.empty((T, HV)), torch.empty(T, HV)
+    x = chunked.ExtendInputs(q, q, v, g, beta, torch.tensor([0, T]), state, state, torch.empty_like(v), 1.0)
+    return fused.extend(x, True, 3, fused.Ways(**ways)).launches[name]
 
 
 def segmented_launch(name, size, gate, v_first, **choices):
@@ -228,7 +237,12 @@ def rings():
 def segments():
     found = every("segmented_launch", name=["maps", "scan", "walk"], size=SIZES, gate=GATES, v_first=[True, False])
     one = {"size": SIZES[:1], "gate": ["GDN"], "v_first": [True]}
-    return found | every("segmented_launch", name=["scores", "walk"], **one, scores=[(64, 4, 2)])
+    found |= every("segmented_launch", name=["scores", "walk"], **one, scores=[(64, 4, 2)])
+    found |= every("fused_launch", name=["solve"], size=SIZES, ways=[{}])
+    ways = [{"columns": columns, "transposed": turned} for columns in (16, 64) for turned in (True, False)]
+    found |= every("fused_launch", name=["maps", "walk"], size=SIZES, ways=ways)
+    wide = [{"columns": 128, "num_warps": 8, "boxed": True}, {"columns": 64, "boxed": True, "transposed": False}]
+    return found | every("fused_launch", name=["maps", "walk"], size=SIZES[:1], ways=wide)
 
 
 def steps():
