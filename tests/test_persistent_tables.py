@@ -21,7 +21,7 @@ from labkit.kernels.decoder.model import MODELS, Decoder, load_weights, random_w
 from labkit.kernels.decoder.tables import Lowering, buffer_shapes, lower, lower_slowly
 from labkit.kernels.decoder.validate import TableError, validate
 from labkit.shapes import LINEAR
-from labkit.studies.persistent_tables import stages
+from labkit.studies.persistent_tables import bound, stages
 
 TINY = Decoder("tiny", hidden=32, layers=2, heads=4, kv_heads=2, head_dim=8, ffn=48, vocab=61)
 
@@ -657,6 +657,57 @@ def test_a_record_that_waits_for_nobody_does_not_count_as_released():
     records = recorded([tables.EMBED, tables.ATTENTION, tables.ATTENTION, tables.ATTENTION], [0, 1, 1, 1])
     marks = np.array([[10, 20, 100], [15, 0, 16], [15, 0, 17], [15, 130, 150]])  # two spans without a position
     assert stages.stages(records, marks) == [{"op": "attention", "wake": 30, "work": 20, "tail": 0}]
+
+
+def moments_of(programs):
+    """Tables of a small step, and moments at which records that wait for all before them could have worked."""
+    found = lower(Lowering(TINY, programs, "round-robin", 80, None, itemsize=4))
+    records, marks = found.records, np.zeros((len(found.records), 3), np.int64)
+    program, done = np.repeat(np.arange(programs), np.diff(found.queue)), {-1: 0}
+    free = np.zeros(programs, np.int64)
+    for wait in np.unique(records[:, tables.WAIT]):
+        mine = np.flatnonzero(records[:, tables.WAIT] == wait)
+        for i in mine:
+            begun = free[program[i]] + 1
+            released = max(begun, done[wait]) + 10 * (wait >= 0)
+            free[program[i]] = released + 100 + 7 * (i % 5)
+            marks[i] = begun, released, free[program[i]]
+        for signal in np.unique(records[mine, tables.SIGNAL]):
+            done[signal] = max(done.get(signal, 0), free[program[mine]].max())
+    return found, marks
+
+
+@pytest.mark.parametrize("programs", [1, 3, 16])
+def test_waiting_as_it_does_gives_what_was_measured(programs):
+    found = bound.finer(*moments_of(programs))
+    assert found["all"] == pytest.approx(found["measured"])
+    assert found["measured"] >= found["what it reads"] >= found["its parts"] >= found["nothing"] > 0
+
+
+def test_of_one_slow_part_the_others_are_multiplied_meanwhile():
+    """Its first half is there at 0, the last at 100: of work of 40, half is left when the last part comes."""
+    assert bound._by_parts(np.array([100.0, 0.0]), np.array([1.0, 1.0]), 40.0) == 120.0
+    assert bound._by_parts(np.array([0.0, 1.0]), np.array([3.0, 1.0]), 40.0) == 40.0  # that is, without any wait
+
+
+def test_attention_waits_for_its_own_head_alone():
+    """The rows of a head's query, and of the key and value that it shares, are all that it reads."""
+    found, _ = moments_of(16)
+    qkv = found.records[found.records[:, tables.OP] == tables.QKV]
+    qkv = qkv[qkv[:, tables.WAIT] == qkv[0, tables.WAIT]]  # of one layer
+    size, group = TINY.head_dim, TINY.heads // TINY.kv_heads
+    for head in range(TINY.heads):
+        firsts = [head, TINY.heads + head // group, TINY.heads + TINY.kv_heads + head // group]
+        wanted = {row for first in firsts for row in range(first * size, (first + 1) * size)}
+        rows = [set(range(start, stop)) for start, stop in qkv[:, [tables.START, tables.STOP]]]
+        assert bound._reads(found, qkv, head).tolist() == [bool(mine & wanted) for mine in rows]
+    assert not bound._reads(found, qkv, 0).all()
+
+
+def test_bounds_need_a_mark_a_record():
+    found, marks = moments_of(3)
+    with pytest.raises(ValueError, match=rf"marks has 4 entries; allowed: {len(marks)}, one a record"):
+        bound.finer(found, marks[:4])
 
 
 # what the kernel compiles to, and the kernel with many programs

@@ -258,6 +258,15 @@ def test_ablations_and_stages_by_hand(rows):
     assert shown.loc[(variants.LLAMA, "attention"), "floor"] == 0
 
 
+def test_what_finer_waits_save_by_hand(rows):
+    table = derived.finer(rows).set_index(["model", "waits for"])
+    assert table.loc[(variants.LLAMA, "its parts"), "saved %"] == pytest.approx(12.5)
+    assert math.isnan(table.loc[(variants.LLAMA, "measured"), "saved %"])
+    said = views.finer(rows).said
+    assert f"{variants.LLAMA} 84 µs (12 % less)" in said
+    assert "not simulated" in views.finer(rows[rows["variant"] != variants.MARKED])
+
+
 def test_contexts_need_more_than_one_start(rows):
     table = derived.contexts(rows)
     assert set(zip(table["model"], table["start"], strict=True)) == {
@@ -564,8 +573,8 @@ def test_published_sizes_by_hand():
 # views
 
 DRAWINGS = (
-    answer.hero, views.step, views.against, views.stages, views.contexts, host_views.host, host_views.walls,
-    host_views.idle, host_views.over_records, host_views.host_over_records, host_views.hiding,
+    answer.hero, views.step, views.against, views.stages, views.finer, views.contexts, host_views.host,
+    host_views.walls, host_views.idle, host_views.over_records, host_views.host_over_records, host_views.hiding,
 )  # fmt: skip
 SENTENCES = (views.one_position,)
 ANSWERS = (views.measured, views.cold, host_views.bar_host, host_views.where, host_views.waits)

@@ -23,7 +23,7 @@ from labkit.bench.verdict import ratio as paired
 from labkit.kernels.decoder import tables
 from labkit.kernels.decoder.model import MODELS
 from labkit.kernels.decoder.tables import Lowering
-from labkit.studies.persistent_tables import plans, variants
+from labkit.studies.persistent_tables import bound, plans, variants
 
 SURE = 0.05  # half width of an interval, at most, of a figure of the host's that is said without "unclear"
 STARTS = 2  # times the host's work of one token, that the start of a sample may add: its copies and events come on top
@@ -108,6 +108,20 @@ def stages(rows: pd.DataFrame) -> pd.DataFrame:
             found.append({"model": params["model"]} | line | {"floor": values * 2 / ceiling / 1e6})  # bf16
     table = _lines(found, ("model", "op", "stages", "wake", "work", "tail", "floor"))
     return table.assign(all=table["wake"] + table["work"] + table["tail"])
+
+
+def finer(rows: pd.DataFrame) -> pd.DataFrame:
+    """µs a token if records waited otherwise, by model: `bound.finer` of the moments of a timed token.
+
+    saved %: of what waiting for all takes in the same simulation, so that what it leaves out does not count.
+    """
+    found = []
+    for params, group in cases(rows, "token", **variants.MAIN):
+        us = facts(where(group, mode="graph"), usable=False).get(variants.MARKED, {}).get("finer", {})
+        for way in us:
+            saved = math.nan if way == "measured" else 100 * (1 - us[way] / us[bound.WAYS[0]])
+            found.append({"model": params["model"], "waits for": way, "us": us[way], "saved %": saved})
+    return _lines(found, ("model", "waits for", "us", "saved %"))
 
 
 def stops(rows: pd.DataFrame) -> pd.DataFrame:

@@ -26,7 +26,7 @@ from labkit.kernels.decoder.tables import Lowering
 from labkit.kernels.gemv import choose
 from labkit.kernels.launch import Launch
 from labkit.kernels.target import has_dependent_launch
-from labkit.studies.persistent_tables import decodes, peers, plans, stages, variants
+from labkit.studies.persistent_tables import bound, decodes, peers, plans, stages, variants
 from labkit.studies.persistent_tables.study import SHORT, sequence
 from labkit.sweep.trial import DTYPES, Random, Shared, relative_rmse, trial
 
@@ -233,7 +233,10 @@ def ablated(x: Case, device: Any, sets: int, seed: int, name: str) -> Trial:
 
     def more() -> dict[str, Any]:
         marks = run.memory.marks
-        return {} if marks is None else {"stages": stages.by_op(run.tables.records, marks.cpu().numpy())}
+        if marks is None:
+            return {}
+        moments = marks.cpu().numpy()
+        return {"stages": stages.by_op(run.tables.records, moments), "finer": bound.finer(run.tables, moments)}
 
     return _trial(x, device, seed, _captured(x, run, run.launched), run, more)
 

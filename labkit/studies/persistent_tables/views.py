@@ -14,8 +14,8 @@ from labkit.kernels.decoder import tables as decoder_tables
 from labkit.report import plots
 from labkit.report.figures import Drawing, drawing
 from labkit.report.words import faster
+from labkit.studies.persistent_tables import bound, variants
 from labkit.studies.persistent_tables import tables as derived
-from labkit.studies.persistent_tables import variants
 from labkit.studies.persistent_tables.shown import EACH_TOKEN, SHOWN, named
 
 BAR_PERCENT = 85  # of the read ceiling, on streamed bytes, that Llama-3.2-1B was to reach
@@ -244,6 +244,23 @@ def stages(rows: pd.DataFrame) -> Drawing:
         caption="One token, by the GPU's clock, which ticks about once a µs; its first and last record are left out.",
         said=f"Wake and tail together {both:.0f} µs, work {sums['work']:.0f} µs",
         table=table.round(1), units={name: f"{name} µs" for name in (*words, "all")},
+    )  # fmt: skip
+
+
+def finer(rows: pd.DataFrame) -> Drawing:
+    """What a token would take if its records waited for less, by model."""
+    table = derived.finer(rows)
+    if table.empty:
+        return "what finer waits would save was not simulated: no moments of records are known."
+    least = kit.where(table, **{"waits for": "its parts"})
+    ends = [f"{line['model']} {line['us']:.0f} µs ({line['saved %']:.0f} % less)" for line in least.to_dict("records")]
+    return drawing(
+        plots.bars, kit.where(table, **{"waits for": tuple(bound.WAYS)}), "waits for", "us", "model",
+        xlabel="what a record waits for", ylabel="µs of a token", title="How much finer waits could save",
+        alt="Bars of µs a token by what records wait for, and by model.",
+        caption="Simulated from the moments of a measured token, its work as measured: bounds, which no tables reach.",
+        said=f"Waiting for parts alone, at best: {', '.join(ends)}",
+        table=table, units={"us": "µs"},
     )  # fmt: skip
 
 
