@@ -27,7 +27,7 @@ def no_lease_of_our_own(monkeypatch):
 
 
 @pytest.fixture
-def shared():
+def open_folder():
     """A folder that every account reaches and can put files into, as /tmp is; what pytest makes is its account's."""
     with tempfile.TemporaryDirectory() as made:
         place = Path(made)
@@ -231,7 +231,7 @@ def test_two_that_share_one_folder_of_locks_exclude_each_other(tmp_path, monkeyp
 
 
 @pytest.mark.skipif(sys.platform != "linux" or os.geteuid() != 0, reason="only root can act for two accounts")
-def test_two_accounts_share_leases_and_can_write_nothing_of_each_other(shared):
+def test_two_accounts_share_leases_and_can_write_nothing_of_each_other(open_folder):
     """Each with a careless umask; the first one makes the folder and the files."""
     code = """
         import os, sys, time
@@ -254,7 +254,7 @@ def test_two_accounts_share_leases_and_can_write_nothing_of_each_other(shared):
     )
 
     def of_account(number):
-        text = code.replace("ACCOUNT", str(number)).replace("PLACE", repr(str(shared / "gpus")))
+        text = code.replace("ACCOUNT", str(number)).replace("PLACE", repr(str(open_folder / "gpus")))
         return subprocess.Popen(
             [sys.executable, "-u", "-c", text],
             env={**os.environ, "PYTHONPATH": str(ROOT)},

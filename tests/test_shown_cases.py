@@ -84,6 +84,7 @@ def unshown(name, rows):
     return found
 
 
+@pytest.mark.usefixtures("reports")
 @pytest.mark.parametrize("name", JUDGED)
 def test_every_case_is_shown(name):
     path, _ = paths.data_files(name, runs=False)[0]
