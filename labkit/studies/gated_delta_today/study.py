@@ -84,7 +84,7 @@ def _tiny() -> list[Case]:
     found = []
     for gate in GATES:
         shape = {"model": "tiny", "activations": "fp32", "gate": gate, "H": 2, "HV": 4, "K": 32, "V": 24}
-        found += [Case("ring", shape | {"state": state, "batch": 3}) for state in STATES]
+        found += [Case("ring", shape | {"state": state, "batch": 2}) for state in STATES]
         if gate == "GDN":
             found += [Case("layout", shape | {"state": "fp32", "batch": 2, "writes": "never"})]
             found += [

@@ -26,7 +26,7 @@ PREFILLS = {  # name -> tokens of every sequence
     "64 x 128": (128,) * 64,
 }
 TINY = "tiny"
-LENGTHS = PREFILLS | {TINY: (384,)}
+LENGTHS = PREFILLS | {TINY: (192,)}
 LENGTH = 16  # L: tokens between two writes of a state, as SGLang and vLLM have it by default
 RING_LENGTHS = (1, 2, 4, 8, 12, 16, 24, 32)
 DRIFT_LENGTHS = (1, 8, 16, 32)
