@@ -519,8 +519,8 @@ def test_claims_are_judged_by_the_rows(rows):
         "packed": "not testable here", "packed-bits": "not testable here", "operations": "not testable here",
         "copies": "consistent", "fused-sum": "not testable here", "slots": "not testable here",
     }  # fmt: skip
-    assert found["launches"].measured.startswith("1.71 to 1.71 in 4 cases")
-    assert found["reuse"].measured.startswith("1.50 to 1.50 in 4 cases")
+    assert found["launches"].measured.startswith("1.71 to 1.71× in 4 cases")
+    assert found["reuse"].measured.startswith("1.50 to 1.50× in 4 cases")
     for one in found.values():  # none of the source's own code ran, and its figures are of whole decodes and prefills
         assert one.code in ("", OURS)
         assert one.size in ("", "not comparable")

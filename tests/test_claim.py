@@ -160,13 +160,13 @@ def test_a_claim_that_nothing_here_can_test_says_why():
 
 def test_what_is_said():
     found = judged(observed(1.2), OURS, gpus=("A100",), size=(1.3, 1.3), note="Read this")
-    assert found.measured == "1.20 [1.19, 1.21]: time before over after"
+    assert found.measured == "1.20× [1.19, 1.21]: time before over after"
     assert found.why == "as claimed; size: less; our version of the code; another GPU than its A100; Read this"
     found = judged(observed(1.2, 1.3))
-    assert found.measured == "case 0 1.20 [1.19, 1.21]; case 1 1.30 [1.29, 1.31]: time before over after"
-    assert judged(observed(1.2, spread=0)).measured == "1.20: time before over after"  # counted, and not timed
+    assert found.measured == "case 0 1.20× [1.19, 1.21]; case 1 1.30× [1.29, 1.31]: time before over after"
+    assert judged(observed(1.2, spread=0)).measured == "1.20×: time before over after"  # counted, and not timed
     found = judged(observed(1.2, 1.3, 1.4, 1.006))
-    assert found.measured == "1.01 to 1.40 in 4 cases: time before over after"
+    assert found.measured == "1.01 to 1.40× in 4 cases: time before over after"
     assert found.why.startswith("as claimed in 3 of 4 cases, unclear in 1; ")
 
 

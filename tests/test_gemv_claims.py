@@ -71,7 +71,7 @@ def test_step(ratio, spread, found):
 
 def test_step_is_one_ratio_with_its_noise_and_says_what_differs():
     found = judged("step", frame({STEP_1: 2.5}))
-    assert found.measured.startswith("2.00 [2.00, 2.00]: ")
+    assert found.measured.startswith("2.00× [2.00, 2.00]: ")
     assert "another GPU than its RTX 5090 Laptop" in found.why
     rows = frame({STEP_1: 1.4})
     assert judged("step", rows).direction == "holds"

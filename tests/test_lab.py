@@ -562,7 +562,7 @@ def test_a_claim_can_be_copied_as_markdown(folders, layout):
     text = unescape(re.search(r'id="claim-sglang-20283-tile" data-markdown="(.*?)"', shown, re.DOTALL)[1])
     head, verdict = text.split("\n")
     assert head.startswith("**The kernel is faster with a tile of [8, 256] instead of [256, 8]** ([SGLang pull request")
-    assert verdict.startswith("- Made-Up 9: **consistent** (our version of the code), 1.20 [1.20, 1.20]")
+    assert verdict.startswith("- Made-Up 9: **consistent** (our version of the code), 1.20× [1.20, 1.20]")
     assert "numbers" not in text
 
 

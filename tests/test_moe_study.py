@@ -1056,7 +1056,7 @@ def test_the_pull_request_is_judged_by_the_sources_own_code(persistent, prefill,
     some = frame(times, SOURCE, own=True)
     found = judged(some)
     assert (found["prefill"].verdict, found["few-tokens"].verdict) == (prefill, few)
-    assert found["prefill"].measured.startswith(f"{0.5 / persistent:.2f} [")
+    assert found["prefill"].measured.startswith(f"{0.5 / persistent:.2f}× [")
     assert {found[name].code for name in ("prefill", "few-tokens")} == {OWN}
     on_its_gpu = judged(some.assign(gpu="NVIDIA A100-SXM4-80GB"))
     assert on_its_gpu["prefill"].verdict == prefill  # which was of a whole prefill
@@ -1155,7 +1155,7 @@ def test_blocks_are_judged_by_the_sources_whole_layer_of_bf16_activations(narrow
     times = dict(zip(variants.NARROW, (1.32 * narrow, 9.0), strict=True))
     found = judged(frame(times, SOURCE, own=True))["blocks"]
     assert (found.verdict, found.size, found.code) == (verdict, size, OWN)
-    assert found.measured.startswith(f"{narrow:.2f} [")
+    assert found.measured.startswith(f"{narrow:.2f}× [")
 
 
 def test_the_loop_is_timed_eagerly_and_no_pair_of_a_graph():

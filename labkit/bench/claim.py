@@ -176,7 +176,7 @@ class Claim:
         """The observed quantity in one line: of up to three cases each with its interval, else the least and most."""
         if len(observations) > 3:
             least, most = (pick(observations, key=lambda one: one.mid) for pick in (min, max))
-            text = f"{self.number(least.mid)} to {self.number(most.mid)} in {len(observations)} cases"
+            text = f"{self.number(least.mid)} to {self.number(most.mid)}{self._times} in {len(observations)} cases"
         else:
             text = "; ".join(
                 " ".join(filter(None, [one.case if len(observations) > 1 else "", self.interval(one)]))
@@ -187,8 +187,13 @@ class Claim:
     def interval(self, one: Observation) -> str:
         """The quantity of one case with its interval, if it has one."""
         if one.low == one.high:  # counted
-            return self.number(one.mid)
-        return f"{self.number(one.mid)} [{self.number(one.low)}, {self.number(one.high)}]"
+            return f"{self.number(one.mid)}{self._times}"
+        return f"{self.number(one.mid)}{self._times} [{self.number(one.low)}, {self.number(one.high)}]"
+
+    @property
+    def _times(self) -> str:
+        """What follows a ratio of two times, so that nobody takes it for one of them."""
+        return "×" if " over " in self.quantity and not self.percent else ""
 
     def number(self, value: float) -> str:
         """A value as it is shown: "1.08", "26.6", "84 %"."""
