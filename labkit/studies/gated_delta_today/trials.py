@@ -18,7 +18,7 @@ from labkit.kernels.gated_delta.recurrent import StepInputs, VerifyInputs
 from labkit.studies.gated_delta_today import exact, inputs, peers, search, sglang
 from labkit.studies.gated_delta_today.variants import DRIFT_LENGTHS, LENGTH, LENGTHS, VERIFY_LENGTH
 from labkit.studies.gated_delta_today.work import state_bytes
-from labkit.sweep import gated_delta
+from labkit.sweep import gated_delta, tuning
 from labkit.sweep.trial import DTYPES, Call, Random, chosen, kept, relative_rmse, trial
 
 CHECKED = 32  # sequences that are compared with the float64 reference: at every place of a ring
@@ -412,7 +412,7 @@ def fla_extend(x: Case, device: Any, sets: int, seed: int) -> Trial:
     bounds = items[0].cu_seqlens.long()
     calls = kept([peers.fla_extend(item, bounds) for item in items])
     tuners = gated_delta.tune_fla_anew(x.key)  # of the library, which is imported by now
-    calls[0]()  # which chooses the launches
+    tuning.choose(tuners, f"fla-core {x.key}", calls[0])
 
     def result() -> tuple[Tensor, Tensor]:
         o, state = calls[0]()

@@ -38,6 +38,7 @@ from labkit.studies.moe_persistent_grid import (
     work,
 )
 from labkit.studies.moe_persistent_grid.routings import synthetic
+from labkit.sweep import tuning
 from labkit.sweep.trial import (
     DTYPES,
     Call,
@@ -354,6 +355,8 @@ def _released(
     def check() -> dict[str, float]:
         return _errors(calls[0]()[_some(x)], _expected(x, items[0], stored=not int8))
 
+    if torch.device(device).type == "cuda":  # the interpreter would only make the call twice
+        tuning.choose(tuners, f"{module.__name__} {x.key}", calls[0])
     return trial(calls, (), check, INT8 if int8 else ROUNDED, facts=lambda: {"launches": chosen(tuners)})
 
 
