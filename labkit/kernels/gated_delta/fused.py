@@ -154,6 +154,18 @@ def _square(of, box, place, i, BT: tl.constexpr, WHOLE: tl.constexpr, BOXED: tl.
 
 
 @triton.jit
+def _segment_of(segments, first_segments, segment, hv, HV: tl.constexpr):
+    """A segment's first token, the one after its last, its first chunk's place, its sequence; is it first, or last."""
+    start = tl.load(segments + 4 * segment)
+    end = tl.load(segments + 4 * segment + 1)
+    place = tl.load(segments + 4 * segment + 2).to(tl.int64) * HV + hv
+    n = tl.load(segments + 4 * segment + 3).to(tl.int64)
+    is_first = segment == tl.load(first_segments + n)
+    is_last = segment == tl.load(first_segments + n + 1) - 1
+    return start, end, place, n, is_first, is_last
+
+
+@triton.jit
 def _map_step(
     h, k, v, factors, scales, total, k_box, factors_box, first, end, place, hv, columns, ks, i, is_map,
     HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, WHOLE: tl.constexpr,
@@ -188,12 +200,7 @@ def _maps_kernel(
     tile = pid % TILES
     hv = pid // TILES % HV
     segment = (pid // TILES // HV).to(tl.int64)
-    start = tl.load(segments + 4 * segment)
-    end = tl.load(segments + 4 * segment + 1)
-    place = tl.load(segments + 4 * segment + 2).to(tl.int64) * HV + hv
-    n = tl.load(segments + 4 * segment + 3).to(tl.int64)
-    is_first = segment == tl.load(first_segments + n)
-    is_last = segment == tl.load(first_segments + n + 1) - 1
+    start, end, place, n, is_first, is_last = _segment_of(segments, first_segments, segment, hv, HV)
     is_map = tile >= TILES_V
     stop = tl.where(is_last | (is_map & is_first), start, end)  # of those programs nothing is needed
     ks = tl.arange(0, BK)
@@ -248,18 +255,21 @@ def _walk_step(
     value = _load(v + rows * V, v_box, first, hv * V + column, i, inside, HV * V, vs, V, WHOLE, BOXED)
     scores = _square(query_scores, query_scores_box, place, i, BT, WHOLE, BOXED)
     narrow = h.to(dtype)
-    new = _values_after(narrow, key, factor, value, early, TRANSPOSED, DOT)
     if TRANSPOSED:
         o = tl.dot(narrow, tl.trans(query), input_precision=DOT) * queries[None, :]
-        o = tl.trans(tl.dot(new.to(dtype), tl.trans(scores), o, input_precision=DOT))
     else:
         o = tl.dot(query, narrow, input_precision=DOT) * queries[:, None]
+    new = _values_after(narrow, key, factor, value, early, TRANSPOSED, DOT)
+    h = _after(h, new, key, decay, late, TRANSPOSED, False, DOT)  # before the outputs, for which no chunk waits
+    if TRANSPOSED:
+        o = tl.trans(tl.dot(new.to(dtype), tl.trans(scores), o, input_precision=DOT))
+    else:
         o = tl.dot(scores, new.to(dtype), o, input_precision=DOT)
     if WHOLE:
         tl.store(out + rows * V + i[:, None] * (HV * V) + vs[None, :], o.to(out.dtype.element_ty))
     else:
         _store_rows(out + rows * V, i, inside, HV * V, vs, o, V, False)
-    return _after(h, new, key, decay, late, TRANSPOSED, False, DOT)
+    return h
 
 
 @triton.jit
@@ -277,11 +287,7 @@ def _walk_kernel(
     pid = tl.program_id(0)
     hv = pid // TILES % HV
     segment = (pid // TILES // HV).to(tl.int64)
-    start = tl.load(segments + 4 * segment)
-    end = tl.load(segments + 4 * segment + 1)
-    place = tl.load(segments + 4 * segment + 2).to(tl.int64) * HV + hv
-    n = tl.load(segments + 4 * segment + 3).to(tl.int64)
-    is_last = segment == tl.load(first_segments + n + 1) - 1
+    start, end, place, n, _is_first, is_last = _segment_of(segments, first_segments, segment, hv, HV)
     column = pid % TILES * BV
     ks = tl.arange(0, BK)
     vs = column + tl.arange(0, BV)
@@ -313,8 +319,8 @@ class Ways:
     """The choices of one extend.
 
     columns: values a program of maps and walk, a power of two from 16. num_warps: 1, 2, 4 or 8. num_stages: 2 to 4.
-    transposed, boxed: see the tables at the top of this file. scan: columns, warps and stages of that launch.
-    boxed from Hopper on, for K a power of two from 16 and V a multiple of columns.
+    transposed, boxed: see the top of this file; boxed from Hopper on, for K a power of two from 16 and V a multiple of
+    columns. scan: columns, warps and stages of that launch.
     """
 
     columns: int = 64
@@ -329,8 +335,8 @@ def extend(x: ExtendInputs, v_first: bool, segments: Segments | int = 1, ways: W
     """An extend as `chunked.extend` makes it, of GDN.
 
     segments: where to cut, or how many segments of each sequence at most (with K up to 128). ways: None: `Ways()`.
-    Memory for factors, scores (in v's dtype, [T, HV, chunk] each), and of what is cut for K (K + V) fp32 values a
-    segment and value head, is allocated here and kept by the result.
+    Memory for factors and scores, [chunks, HV, chunk, chunk] each in v's dtype, and of what is cut K (K + V) fp32
+    values a segment and value head, is allocated here and kept by the result.
     Raises ValueError naming the argument, its value and what is allowed.
     """
     ways = ways or Ways()
@@ -356,11 +362,11 @@ def extend(x: ExtendInputs, v_first: bool, segments: Segments | int = 1, ways: W
     tiles, heads, count = triton.cdiv(V, ways.columns), len(segments.batch.spans) * HV, sum(segments.counts) * HV
     programs = {"solve": (_solve_kernel, heads, {"BK": chunked.SLICE}, 4, 3)}
     if is_cut:
-        maps = tiles + triton.cdiv(K, ways.columns)
         columns, *scan = ways.scan
-        heads = len(segments.counts) * HV if max(segments.counts) > 2 else 0  # two segments have one map, and need none
-        programs["maps"] = (_maps_kernel, count * maps, {}, ways.num_warps, ways.num_stages)
-        programs["scan"] = (_scan_kernel, heads * triton.cdiv(V, columns), {"BV": columns}, *scan)
+        scanned = len(segments.counts) * HV if max(segments.counts) > 2 else 0  # of two segments the second needs none
+        maps = count * (tiles + triton.cdiv(K, ways.columns))
+        programs["maps"] = (_maps_kernel, maps, {}, ways.num_warps, ways.num_stages)
+        programs["scan"] = (_scan_kernel, scanned * triton.cdiv(V, columns), {"BV": columns}, *scan)
     programs["walk"] = (_walk_kernel, count * tiles, {}, ways.num_warps, ways.num_stages)
     return Extend({
         name: chunked._launch(kernel, size, args | own, num_warps, num_stages)
