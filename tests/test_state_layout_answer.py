@@ -116,8 +116,7 @@ def test_every_number_of_the_conclusion_is_in_the_figure(usual):
 
 def test_the_figure_says_from_which_batch_on_it_is_worth_it(usual):
     assert (
-        answer.hero(usual).said
-        == "Tuned, three percent or more is gained from no batch on (fp32), from batch 1 on (bf16)"
+        answer.hero(usual).said == "Tuned, three percent or more is gained at no batch (fp32), from batch 1 on (bf16)"
     )
     assert "from batch 64 on (bf16)" in answer.hero(rows(small=0.9)).said
     assert answer.hero(usual[usual["op"] == "decode"]).said == ""

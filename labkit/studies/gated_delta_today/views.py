@@ -97,7 +97,7 @@ def crossovers(rows: pd.DataFrame) -> list[str]:
         table.dropna(subset=["batch"]), "{whose} ring is faster with {state} states from batch {batch:.0f} on"
     )
     return said + [
-        f"{line['whose']} ring is faster with {line['state']} states from no batch on"
+        f"{line['whose']} ring is faster with {line['state']} states at no batch"
         for line in table[table["batch"].isna()].to_dict("records")
     ]
 

@@ -127,8 +127,10 @@ LINES = (
 
 
 def _said_starts(starts: Mapping[str, int | None]) -> str:
-    """ "Tuned, three percent or more is gained from no batch on (fp32), from 128 sequences on (bf16)"."""
-    said = [f"from {'no batch' if start is None else f'batch {start}'} on ({state})" for state, start in starts.items()]
+    """ "Tuned, three percent or more is gained at no batch (fp32), from batch 128 on (bf16)"."""
+    said = [
+        f"{'at no batch' if start is None else f'from batch {start} on'} ({state})" for state, start in starts.items()
+    ]
     return f"Tuned, {WORTH_SAID} or more is gained {', '.join(said)}" if said else ""
 
 
