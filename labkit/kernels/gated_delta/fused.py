@@ -334,12 +334,13 @@ class Ways:
 def extend(x: ExtendInputs, v_first: bool, segments: Segments | int = 1, ways: Ways | None = None) -> Extend:
     """An extend as `chunked.extend` makes it, of GDN.
 
-    segments: where to cut, or how many segments of each sequence at most (with K up to 128). ways: None: `Ways()`.
+    segments: where to cut, or how many segments of each sequence at most (with K up to 128). ways: None: `Ways()`,
+    and narrower tiles of fp32.
     Memory for factors and scores, [chunks, HV, chunk, chunk] each in v's dtype, and of what is cut K (K + V) fp32
     values a segment and value head, is allocated here and kept by the result.
     Raises ValueError naming the argument, its value and what is allowed.
     """
-    ways = ways or Ways()
+    ways = ways or (Ways() if x.v.element_size() == 2 else Ways(columns=16))
     chunked.check_extend(x, v_first, ways.columns, ways.num_warps, ways.num_stages, False)
     if x.g.ndim != 2:
         raise ValueError(f"g is {tuple(x.g.shape)}; allowed: [T, HV], one decay a value head")
