@@ -19,7 +19,8 @@ report: setup ## Run every notebook and write reports/index.html
 	@$(BIN)/labkit run
 
 # Without a network what was fetched before serves; what is missing is not tested, and the last lines say so.
-# The last notebooks take longest, so they are run first: no core is left alone with one.
+# The last notebooks take longest, so they are run first: no core is left alone with one. Tests wait at times, for a
+# cluster or for what is killed, so there is one process more than cores.
 test: setup ## Check everything: style, notebooks, tests
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -31,7 +32,7 @@ test: setup ## Check everything: style, notebooks, tests
 	@made=$$(mktemp -d) && trap 'rm -rf "$$made"' EXIT && \
 	    LABKIT_REPORTS="$$made" $(BIN)/pytest -n auto --maxprocesses=4 --nbmake --nbmake-timeout=300 \
 	    $$(ls -r notebooks/*.ipynb)
-	$(BIN)/pytest -n auto --maxprocesses=4 --dist=loadfile --no-loadscope-reorder
+	$(BIN)/pytest -n $$(($$(nproc) < 4 ? $$(nproc) + 1 : 4)) --dist=loadfile --no-loadscope-reorder
 
 fetch: setup ## Get other people's kernels, to be measured beside the lab's
 	@$(BIN)/labkit fetch
