@@ -690,6 +690,22 @@ def test_of_one_slow_part_the_others_are_multiplied_meanwhile():
     assert bound._by_parts(np.array([0.0, 1.0]), np.array([3.0, 1.0]), 40.0) == 40.0  # that is, without any wait
 
 
+def test_a_clock_of_today_loses_nothing():
+    """Its moments are some 2^60 ns, of which a float has one in 256."""
+    found, marks = moments_of(3)
+    assert bound.finer(found, marks + 1_790_000_000_000_000_001) == bound.finer(found, marks)
+    assert stages.by_op(found.records, marks + 1_790_000_000_000_000_001) == stages.by_op(found.records, marks + 1)
+
+
+def test_a_part_of_attention_is_a_head_whose_last_span_is_done():
+    """Two heads of two spans, of which one has no position and is done at once: it makes nothing."""
+    records = recorded([tables.ATTENTION] * 4, [1] * 4)
+    records[:, tables.START] = 0, 0, 1, 1
+    ready, sizes = bound._parts(records, np.array([5.0, 50.0, 70.0, 6.0]))
+    assert ready.tolist() == [50, 70]
+    assert sizes.tolist() == [1, 1]
+
+
 def test_attention_waits_for_its_own_head_alone():
     """The rows of a head's query, and of the key and value that it shares, are all that it reads."""
     found, _ = moments_of(16)

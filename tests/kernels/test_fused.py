@@ -29,7 +29,7 @@ def compare(x, tolerance=FP32, **choices):
         assert error(one, other) < tolerance, name
 
 
-BATCHES = [[100], [16, 100, 0, 33], [81, 5, 64, 1]]  # in chunks of 16
+BATCHES = [[100], [16, 100, 0, 33], [81, 5, 64, 1], [0]]  # in chunks of 16
 
 
 @pytest.mark.parametrize(("lengths", "segments", "v_first", "ways"), pairwise(BATCHES, (1, 2, 5), (True, False), WAYS))
@@ -115,8 +115,9 @@ def test_a_map_left_out_is_noticed():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"ways": Ways(columns=8)}, "tile is 8; allowed: a power of two from 16"),
+        ({"ways": Ways(columns=8)}, "columns is 8; allowed: a power of two from 16"),
         ({"ways": Ways(num_warps=3)}, "num_warps is 3"),
+        ({"ways": Ways(scan=(16, 3, 2))}, "scan's num_warps is 3; allowed: 1, 2, 4, 8"),
         ({"ways": Ways(num_stages=1)}, "num_stages is 1"),
         ({"ways": Ways(64, boxed=True)}, "V is 24; allowed with boxed: .* a multiple of the columns, 64"),
         ({"segments": 0}, "segments is 0"),

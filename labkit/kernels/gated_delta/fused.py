@@ -1,17 +1,18 @@
 """Extend (chunked prefill) of the gated delta rule with less through memory: what a chunk needs is made in its walk.
 
 `chunked.extend` stores, of every chunk and value head, w and u for its walk, and v_new and the state for its output.
-For 64 tokens with K = V = 128, in tensors of a chunk (16 KB in bf16; q and k are shared by HV / H heads):
+For 64 tokens with K = V = 128, in tensors of a chunk (16 KB in bf16; q and k are shared by HV / H heads), and products
+in 2^20 multiply-adds, of which the inverse's 1.5 are in all:
 
-| design            | stored and read again                    | tensors | products, in 2^20 multiply-adds             |
-|-------------------|------------------------------------------|---------|---------------------------------------------|
-| `chunked`         | w, u, v_new, the state (twice the size)  | 10      | 2.5 prepare + 2 states + 2.5 output = 7     |
-| `segmented`'s walk| w, u (q·k again in every tile of V)      | 4       | 2.5 prepare + 4.5 = 7                       |
-| here              | T and the scores of q and k, half each   | 2       | 1 solve + 4 walk = 5                        |
+| design             | stored and read again                       | tensors | products                               |
+|--------------------|---------------------------------------------|---------|----------------------------------------|
+| `chunked`          | w, u, v_new, the state (twice the size)     | 10      | 3 prepare + 2 states + 2 output = 7    |
+| `segmented`'s walk | w, u                                        | 4       | 3 prepare + 4.5 = 7.5                  |
+| here               | T and the scores of q and k, half each      | 2       | 2.5 solve + 4 walk = 6.5; turned 7     |
 
 since w h = T (β k exp(g) h) and u = T (β v), so that v_new = T β (v - k exp(g) h): one product of 64 x 64 x BV follows
-on k h in the walk, instead of two of 64 x 64 x 128 before it. The price is a chain of three products from chunk to
-chunk where there were two.
+on k h in the walk, instead of two of 64 x 64 x 128 before it. What is gained are bytes; the price is a chain of three
+products from chunk to chunk where there were two.
 
 | launch | programs                       | what it does                                                               |
 |--------|--------------------------------|----------------------------------------------------------------------------|
@@ -29,12 +30,12 @@ Variants of maps and walk, and what each one tests:
 |            |              | times on the chain from chunk to chunk                                                   |
 | yes        | [values, K]  | all three are left operands, which wgmma takes from registers, and k, q, T and the       |
 |            |              | scores are right ones as they were loaded: nothing on the chain goes through shared      |
-|            |              | memory; v comes in by a product of its own (T β v): turning it in registers costs more   |
+|            |              | memory; v comes in by a product of its own (T β v), half a one more, instead of turned   |
 
 Boxed or not: tiles of whole chunks come by the copy engine, which takes no registers for addresses.
 
-One decay a value head (GDN) alone. Precision is that of `chunked`, but that the residual v - k h is rounded to the
-inputs' dtype where there w and u are.
+One decay a value head (GDN) alone. Precision is that of `chunked`, but that there w and u are rounded to the inputs'
+dtype, here the residual v - k h, or, transposed, k h alone.
 """
 
 from collections.abc import Mapping
@@ -58,7 +59,16 @@ from labkit.kernels.gated_delta.chunked import (
     _squares,
     _store_rows,
 )
-from labkit.kernels.gated_delta.segmented import LARGEST_K, Segments, _after, _scan_kernel, _tile, cut
+from labkit.kernels.gated_delta.segmented import (
+    LARGEST_K,
+    Segments,
+    Tile,
+    _after,
+    _scan_kernel,
+    _tile,
+    check_choices,
+    cut,
+)
 from labkit.kernels.gated_delta.segmented import PRECISIONS as SCANS
 from labkit.kernels.target import COPY_ENGINE, capability_of
 
@@ -103,12 +113,12 @@ def _solve_kernel(
         squares += _squares(_rows(q + key_rows, i, inside, H * K, first + tl.arange(0, BK), K, EVEN_K))
     query_scale = tl.where(inside, scale * _inverse_norm(squares), 0.0)
     since = tl.cumsum(step, 0)
-    last = tl.sum(step, 0)
+    until = tl.cumsum(step, 0, reverse=True) - step
     scales += pid * (3 * BT) + i
     tl.store(scales, -key_scale * tl.exp(since))
     tl.store(scales + BT, query_scale * tl.exp(since))
-    tl.store(scales + 2 * BT, key_scale * tl.exp(last - since))
-    tl.store(total + pid, tl.exp(last))
+    tl.store(scales + 2 * BT, key_scale * tl.exp(until))
+    tl.store(total + pid, tl.exp(tl.sum(step, 0)))
     pairs = _pair_decay(since, i[:, None] >= i[None, :]) * key_scale[None, :]
     dtype: tl.constexpr = factors.dtype.element_ty
     tl.store(query_scores + square, (scores * query_scale[:, None] * pairs).to(dtype))
@@ -117,18 +127,18 @@ def _solve_kernel(
 
 
 @triton.jit
-def _values_after(narrow, key, factor, value, decay, TRANSPOSED: tl.constexpr, DOT: tl.constexpr):
+def _values_after(narrow, key, factor, value, early, TRANSPOSED: tl.constexpr, DOT: tl.constexpr):
     """v_new of a chunk, fp32, from the state before it in the inputs' dtype: [BT, values], turned if TRANSPOSED.
 
-    decay: of the keys, below zero.
+    early: of each key, -exp(g) / |k|.
     """
     if TRANSPOSED:
-        known = tl.dot(narrow, tl.trans(key), input_precision=DOT) * decay[None, :]
+        known = tl.dot(narrow, tl.trans(key), input_precision=DOT) * early[None, :]
         factor = tl.trans(factor)
         new = tl.dot(tl.trans(value), factor, input_precision=DOT)
         return tl.dot(known.to(key.dtype), factor, new, input_precision=DOT)
     else:
-        rest = value.to(tl.float32) + tl.dot(key, narrow, input_precision=DOT) * decay[:, None]
+        rest = value.to(tl.float32) + tl.dot(key, narrow, input_precision=DOT) * early[:, None]
         return tl.dot(factor, rest.to(key.dtype), input_precision=DOT)
 
 
@@ -260,7 +270,7 @@ def _walk_step(
     else:
         o = tl.dot(query, narrow, input_precision=DOT) * queries[:, None]
     new = _values_after(narrow, key, factor, value, early, TRANSPOSED, DOT)
-    h = _after(h, new, key, decay, late, TRANSPOSED, False, DOT)  # before the outputs, for which no chunk waits
+    h = _after(h, new, key, decay, late, TRANSPOSED, False, DOT)
     if TRANSPOSED:
         o = tl.trans(tl.dot(new.to(dtype), tl.trans(scores), o, input_precision=DOT))
     else:
@@ -341,14 +351,13 @@ def extend(x: ExtendInputs, v_first: bool, segments: Segments | int = 1, ways: W
     Raises ValueError naming the argument, its value and what is allowed.
     """
     ways = ways or (Ways() if x.v.element_size() == 2 else Ways(columns=16))
-    chunked.check_extend(x, v_first, ways.columns, ways.num_warps, ways.num_stages, False)
+    chunked.check_extend(x, v_first, 16, ways.num_warps, ways.num_stages, False)
+    check_ways(x, ways)
     if x.g.ndim != 2:
         raise ValueError(f"g is {tuple(x.g.shape)}; allowed: [T, HV], one decay a value head")
     if not isinstance(segments, Segments):
         segments = cut(x.cu_seqlens, segments, device=x.v.device)
-    _check_batch(x, segments.batch)
-    if ways.boxed:
-        _check_boxed(x, ways)
+    check_plan(x, segments.batch)
     (HV, V), (H, K) = x.v.shape[1:], x.q.shape[1:]
     is_cut = max(segments.counts, default=1) > 1
     if is_cut and K > LARGEST_K:
@@ -393,31 +402,39 @@ def _workspace(x: ExtendInputs, segments: Segments, is_cut: bool) -> dict[str, T
 
 
 def _boxes(x: ExtendInputs, workspace: Mapping[str, Tensor], ways: Ways) -> dict[str, TensorDescriptor | None]:
-    """Descriptors of what maps and walk read in tiles, if wanted."""
-    chunk, rows = workspace["factors"].shape[-1], (x.q.shape[0], -1)
-    tiled = {"q": (x.q.view(rows), x.q.shape[2]), "k": (x.k.view(rows), x.q.shape[2])}
-    tiled |= {"v": (x.v.view(rows), ways.columns)}
-    tiled |= {name: (workspace[name].view(-1, chunk), chunk) for name in ("factors", "query_scores")}
-    return {
-        f"{name}_box": TensorDescriptor.from_tensor(of, [chunk, columns]) if ways.boxed else None
-        for name, (of, columns) in tiled.items()
-    }
+    """Descriptors of what maps and walk read in tiles, if wanted, and if there are tokens."""
+    chunk, squares = workspace["factors"].shape[-1], ("factors", "query_scores")
+    if not ways.boxed or not len(x.v):
+        return dict.fromkeys(f"{name}_box" for name in ("q", "k", "v", *squares))
+    tiled = {"q": (x.q.flatten(1), x.q.shape[2]), "k": (x.k.flatten(1), x.q.shape[2])}
+    tiled |= {"v": (x.v.flatten(1), ways.columns)}
+    tiled |= {name: (workspace[name].view(-1, chunk), chunk) for name in squares}
+    return {f"{name}_box": TensorDescriptor.from_tensor(of, [chunk, columns]) for name, (of, columns) in tiled.items()}
 
 
-def _check_boxed(x: ExtendInputs, ways: Ways) -> None:
-    """Raise ValueError for a GPU or sizes that descriptors cannot take."""
-    found = capability_of(x.v.device)
-    if found is not None and found < COPY_ENGINE:
-        raise ValueError(f"boxed is True on compute capability {found[0]}.{found[1]}; allowed: from 9.0 (Hopper)")
-    K, V = x.q.shape[2], x.v.shape[2]
-    if K < 16 or K & (K - 1) or V % ways.columns:
-        allowed = f"K a power of two from 16, V a multiple of the columns, {ways.columns}"
-        raise ValueError(f"K is {K} and V is {V}; allowed with boxed: {allowed}")
-
-
-def _check_batch(x: ExtendInputs, batch: Plan) -> None:
+def check_plan(x: ExtendInputs, batch: Plan) -> None:
     """Raise ValueError for a plan that is not of these tokens."""
     if batch.tokens != len(x.v) or len(batch.cu_seqlens) != len(x.cu_seqlens) or batch.spans.device != x.v.device:
         found = f"{batch.tokens} tokens of {len(batch.cu_seqlens) - 1} sequences on {batch.spans.device}"
         allowed = f"{len(x.v)} tokens of {len(x.cu_seqlens) - 1} sequences on {x.v.device}"
         raise ValueError(f"segments (or cu_seqlens) is of {found}; allowed: {allowed}")
+
+
+def check_ways(x: ExtendInputs, ways: Ways) -> None:
+    """Raise ValueError for choices that the kernels cannot take, or a GPU, sizes or tensors without descriptors."""
+    if ways.columns < 16 or ways.columns & (ways.columns - 1):
+        raise ValueError(f"columns is {ways.columns}; allowed: a power of two from 16")
+    check_choices({"scan": Tile(*ways.scan)})
+    if not ways.boxed:
+        return
+    found, K, V = capability_of(x.v.device), x.q.shape[2], x.v.shape[2]
+    if found is not None and found < COPY_ENGINE:
+        raise ValueError(f"boxed is True on compute capability {found[0]}.{found[1]}; allowed: from 9.0 (Hopper)")
+    if K < 16 or K & (K - 1) or V % ways.columns:
+        allowed = f"K a power of two from 16, V a multiple of the columns, {ways.columns}"
+        raise ValueError(f"K is {K} and V is {V}; allowed with boxed: {allowed}")
+    for name in "qkv":
+        if getattr(x, name).data_ptr() % 16:
+            raise ValueError(
+                f"{name} is at an address that is no multiple of 16 bytes; allowed with boxed: one that is"
+            )

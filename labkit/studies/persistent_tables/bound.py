@@ -8,9 +8,9 @@
 |               | share of x. Attention as above, since it needs a whole query                                        |
 | nothing       | the record before it in its program is done                                                         |
 
-The work of a record, from its release until it is done, stays what was measured, and so does what a program takes from
-one record to the next; a signal is seen as late as it is in the median. Weights that came during a wait count as there,
-also where the wait is shorter: so that these are bounds, which no tables reach.
+The work of a record, from its release until it is done, stays what was measured, and so do the order of the records,
+what a program takes from one to the next, and how late a signal is seen, in the mean. So these are estimates for these
+tables, and hopeful ones: weights that came during a wait count as there, also where the wait is shorter.
 """
 
 import numpy as np
@@ -31,7 +31,7 @@ def finer(tables: Tables, marks: np.ndarray) -> dict[str, float]:
     if len(marks) != len(tables.records):
         raise ValueError(f"marks has {len(marks)} entries; allowed: {len(tables.records)}, one a record")
     known = _Moments(tables, marks)
-    found = {"measured": float(marks[:, _DONE].max() - known.start)}
+    found = {"measured": float(marks[:, _DONE].max() - marks[:, _BEGUN].min())}
     found |= {way: _simulated(tables, known, way) for way in WAYS}
     return {way: ns / 1e3 for way, ns in found.items()}
 
@@ -40,17 +40,17 @@ class _Moments:
     """In ns: work of each record; gap, from the end of the one before to its begin; seen, from signal to release."""
 
     def __init__(self, tables: Tables, marks: np.ndarray):
-        begun, released, done = (marks[:, moment].astype(float) for moment in (_BEGUN, _RELEASED, _DONE))
-        worked = released >= begun
-        self.start = begun.min()
-        self.work = np.where(worked, done - released, 0.0)
+        # From the first moment on: a float of ns since 1970 would have steps of 256.
+        begun, released, done = (marks - marks[:, _BEGUN].min()).T.astype(float)
+        self.waits = released >= begun  # others have no position, and wait for nobody
+        self.work = np.where(self.waits, done - released, done - begun)
         program = np.repeat(np.arange(len(tables.queue) - 1), np.diff(tables.queue))
         self.first = np.r_[True, program[1:] != program[:-1]]
-        self.gap = begun - np.where(self.first, self.start, np.roll(done, 1))
+        self.gap = begun - np.where(self.first, 0.0, np.roll(done, 1))
         signal, wait = tables.records[:, SIGNAL], tables.records[:, WAIT]
         ready = {one: done[signal == one].max() for one in np.unique(wait) if one >= 0}
-        late = (released - np.maximum(begun, [ready.get(one, 0.0) for one in wait]))[worked & (wait >= 0)]
-        self.seen = float(np.median(late)) if len(late) else 0.0
+        late = (released - np.maximum(begun, [ready.get(one, 0.0) for one in wait]))[self.waits & (wait >= 0)]
+        self.seen = float(np.mean(late)) if len(late) else 0.0
 
 
 def _simulated(tables: Tables, known: _Moments, way: str) -> float:
@@ -58,11 +58,11 @@ def _simulated(tables: Tables, known: _Moments, way: str) -> float:
     records, done = tables.records, np.zeros(len(tables.records))
     for wait in np.unique(records[:, WAIT]):  # stages are numbered in their order
         before = np.flatnonzero(records[:, SIGNAL] == wait) if wait >= 0 else np.empty(0, int)
-        parts = (done[before], (records[before, STOP] - records[before, START]).astype(float))
+        parts = _parts(records[before], done[before])
         heads: dict[int, float] = {}
         for i in np.flatnonzero(records[:, WAIT] == wait):
             begin = known.gap[i] + (0.0 if known.first[i] else done[i - 1])
-            if not len(before) or way == "nothing":
+            if not len(before) or way == "nothing" or not known.waits[i]:
                 done[i] = begin + known.work[i]
             elif records[i, OP] == ATTENTION and way != "all":
                 head = int(records[i, START])
@@ -74,6 +74,14 @@ def _simulated(tables: Tables, known: _Moments, way: str) -> float:
             else:
                 done[i] = max(begin, parts[0].max()) + known.seen + known.work[i]
     return float(done.max())
+
+
+def _parts(before: np.ndarray, done: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """When each part of what a stage makes is there, and its rows; of attention a head's, which the last span makes."""
+    if not len(before) or before[0, OP] != ATTENTION:
+        return done, (before[:, STOP] - before[:, START]).astype(float)
+    ready = np.array([done[before[:, START] == head].max() for head in np.unique(before[:, START])])
+    return ready, np.ones(len(ready))
 
 
 def _by_parts(ready: np.ndarray, sizes: np.ndarray, work: float) -> float:

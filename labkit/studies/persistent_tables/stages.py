@@ -29,6 +29,8 @@ def stages(records: np.ndarray, marks: np.ndarray) -> list[dict[str, Any]]:
     """
     if len(records) != len(marks):
         raise ValueError(f"marks has {len(marks)} entries; allowed: {len(records)}, one a record")
+    # From the first moment on: a float of ns since 1970 would have steps of 256. Zeros, of what never came, stay first.
+    marks = np.where(marks > 0, marks - marks[marks > 0].min() + 1, 0)
     signalling = {s: records[:, SIGNAL] == s for s in np.unique(records[:, SIGNAL]) if s >= 0}
     ends = {s: int(marks[mine, _DONE].max()) for s, mine in signalling.items()}
     found, before = [], 0

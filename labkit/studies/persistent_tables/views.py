@@ -258,7 +258,7 @@ def finer(rows: pd.DataFrame) -> Drawing:
         plots.bars, kit.where(table, **{"waits for": tuple(bound.WAYS)}), "waits for", "us", "model",
         xlabel="what a record waits for", ylabel="µs of a token", title="How much finer waits could save",
         alt="Bars of µs a token by what records wait for, and by model.",
-        caption="Simulated from the moments of a measured token, its work as measured: bounds, which no tables reach.",
+        caption="Simulated from a measured token. Weights that came in a wait count as there: the best case.",
         said=f"Waiting for parts alone, at best: {', '.join(ends)}",
         table=table, units={"us": "µs"},
     )  # fmt: skip
