@@ -200,7 +200,7 @@ def _maps_kernel(
     initial, k, v, factors, scales, total, segments, first_segments, starts, maps, k_box, factors_box,
     HK: tl.constexpr, HV: tl.constexpr,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BT: tl.constexpr,
-    V_FIRST: tl.constexpr, TRANSPOSED: tl.constexpr, BOXED: tl.constexpr, DOT: tl.constexpr,
+    V_FIRST: tl.constexpr, TRANSPOSED: tl.constexpr, BOXED: tl.constexpr, DOT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One program: BV rows of B or of A of one segment and value head; where they go is `segmented`'s."""
     TILES_V: tl.constexpr = (V + BV - 1) // BV
@@ -227,7 +227,7 @@ def _maps_kernel(
     starts += (segment * HV + hv) * (K * V)
     tl.store(starts + stored, h, mask=values & is_first)
     # Segments end between chunks, but for the last one of a sequence, of which there is no map.
-    for first in range(start, stop, BT):
+    for first in tl.range(start, stop, BT, num_stages=STAGES):
         h = _map_step(
             h, k, v, factors, scales, total, k_box, factors_box, first, end, place, hv, columns, ks, i, is_map,
             HK, HV, K, V, BT, WHOLE, BOXED, TRANSPOSED, DOT,
@@ -289,7 +289,7 @@ def _walk_kernel(
     HK: tl.constexpr, HV: tl.constexpr,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BT: tl.constexpr,
     V_FIRST: tl.constexpr, TRANSPOSED: tl.constexpr, CUT: tl.constexpr, BOXED: tl.constexpr,
-    DOT: tl.constexpr,
+    DOT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One program: BV values of one value head of one segment. With CUT its first state is in starts, else initial."""
     TILES: tl.constexpr = (V + BV - 1) // BV
@@ -310,7 +310,8 @@ def _walk_kernel(
     else:
         h = tl.load(initial + (n * HV + hv) * (K * V) + left, mask=mask, other=0.0)
     whole = start + (end - start) // BT * BT
-    for first in range(start, whole, BT):
+    # Stages are named, so that what feeds no product (the decays) comes ahead as well.
+    for first in tl.range(start, whole, BT, num_stages=STAGES):
         h = _walk_step(
             h, q, k, v, factors, query_scores, scales, total, out, q_box, k_box, v_box, factors_box, query_scores_box,
             first, end, place, hv, vs, ks, i, column, HK, HV, K, V, BT, WHOLE, BOXED, TRANSPOSED, DOT,
@@ -368,6 +369,7 @@ def extend(x: ExtendInputs, v_first: bool, segments: Segments | int = 1, ways: W
     args |= {"H": H, "HK": H, "HV": HV, "K": K, "V": V, "BT": segments.batch.chunk, "V_FIRST": v_first, "CUT": is_cut}
     args |= {"SUB": chunked.SUB, "SOLVE": chunked.PRECISIONS[x.v.dtype], "SCAN": SCANS[x.v.dtype], "DOT": "ieee"}
     args |= {"TRANSPOSED": ways.transposed, "BOXED": ways.boxed, "BV": ways.columns}
+    args |= {"STAGES": ways.num_stages}
     args |= {"BK": max(16, triton.next_power_of_2(K))}  # all channels at once, but for the solve
     tiles, heads, count = triton.cdiv(V, ways.columns), len(segments.batch.spans) * HV, sum(segments.counts) * HV
     programs = {"solve": (_solve_kernel, heads, {"BK": chunked.SLICE}, 4, 3)}
