@@ -211,10 +211,10 @@ def ring_launch(launch, size, gate, v_first, state, ahead=True, matrix=False):
     return buffered.decode(x, buffered.empty_ring(x, 16), 16, x.indices.int(), choice).launches[launch]
 
 
-def streamed_launch(size, gate, v_first, state, matrix=False):
+def streamed_launch(size, gate, v_first, state, matrix=False, tile=32, stages=3):
     """The same with several sequences a program."""
     x = step_launch("ring", size, gate, v_first, state)
-    choice = streamed.StreamedChoice(recurrent.StepChoice(32, 1, 4), matrix=matrix)
+    choice = streamed.StreamedChoice(recurrent.StepChoice(tile, 1, 4), stages=stages, matrix=matrix)
     return streamed.decode(x, buffered.empty_ring(x, 16), 16, x.indices.int(), choice).launches[1]
 
 
@@ -237,7 +237,8 @@ def rings():
     found |= every("ring_launch", launch=[0], **both, v_first=[True], state=["fp32"])
     found |= every("ring_launch", launch=[-1], **both, v_first=[True], state=["bf16"], matrix=[True])
     found |= every("streamed_launch", **both, v_first=[True, False], state=["fp32", "bf16"])
-    found |= every("streamed_launch", **both, v_first=[True], state=["bf16"], matrix=[True])
+    wide = {"matrix": [True], "tile": [32, 64], "stages": [3, 5]}
+    found |= every("streamed_launch", size=SIZES[:1], gate=GATES, v_first=[True], state=["bf16"], **wide)
     found |= every("drafts_launch", launch=[0, 1], **both, v_first=[True], state=["fp32"], tree=[True, False])
     found |= every("drafts_launch", launch=[2, "write"], **both, v_first=[True, False], state=["bf16"], tree=[False])
     return found | every("drafts_launch", launch=["accept"], **both, v_first=[True], state=["fp32"], tree=[True])

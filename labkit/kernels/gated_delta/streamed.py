@@ -1,17 +1,19 @@
-"""Decode on a ring, several sequences a program: the states of the next ones come while this one's is multiplied.
+"""Decode on a ring, several sequences a program: states of the next ones come while this one's is multiplied.
 
 The step of `buffered.py`, whose programs end with their sequence: each waits for its slot, then for its state, and only
-then has something to do. With some 16 KB of state a program and four programs a multiprocessor, too little is under way
-for the memory wherever states are small.
+then has something to do. Where states are small that may be why so few bytes are under way in the mean.
 
 | choice      | hypothesis                                                                                             |
 |-------------|--------------------------------------------------------------------------------------------------------|
 | each        | sequences that a program does one after the other: more of them wait less often, fewer leave the last  |
 |             | round of programs fuller                                                                               |
-| stages      | states under way, asked for ahead into shared memory, where they take no registers                     |
+| stages      | states come ahead into shared memory, where they take no registers: stages - 1 of them; with matrix,   |
+|             | where the slot must come before its state, (stages - 1) / 2                                            |
 | tile, warps | as in `buffered.py`                                                                                    |
-| matrix      | as there; states then go from shared memory to the matrix instructions without passing registers       |
+| registers   | as there                                                                                               |
+| matrix      | as there; of tiles from 64 on the products read the state from shared memory                           |
 
+A state that is written is loaded once more: kept for that it would take registers in all tokens that do not write.
 What all values of a token share is always made by a kernel ahead, `buffered`'s own.
 """
 
@@ -36,7 +38,14 @@ from labkit.kernels.gated_delta.buffered import (
     _with_ring,
 )
 from labkit.kernels.gated_delta.gates import decay
-from labkit.kernels.gated_delta.recurrent import StepChoice, StepInputs, _gate_inputs, _load_token, _store_tile
+from labkit.kernels.gated_delta.recurrent import (
+    StepChoice,
+    StepInputs,
+    _gate_inputs,
+    _load_tile,
+    _load_token,
+    _store_tile,
+)
 from labkit.kernels.launch import Launch
 
 
@@ -73,7 +82,7 @@ def _streamed_kernel(
         of_u, of_k, of_g = _ring_of(ring_u, ring_k, ring_g, slot, hv, GROUP, HV, K, V, R, KDA)
         valid = (js < count) & live
         entries = (start + js) % R
-        u, S, U = _corrected(
+        u, _S, U = _corrected(
             base, vs, live, v + n * v_token + hv * v_head, out + head * V, of_u, entries, valid, token, (0.0, 0.0),
             factors, vectors, weights, head, K, V, BK, BL, V_FIRST, KDA, EVEN_V, POLICY, True, MATRIX, False,
         )  # fmt: skip
@@ -86,6 +95,7 @@ def _streamed_kernel(
                 x = token[2][p].to(tl.float32) + biases[p].to(tl.float32)
                 decays = decays + (decay(x, log_rate, lower_bound, BOUNDED),)
             logs = _after(_logs(of_g, (start + count + R - 1) % R, live & (count > 0), K, BK, KDA), decays)
+            S = _load_tile(base, vs, live, K, V, BK, V_FIRST, EVEN_V, POLICY)
             whole = _with_ring(S, U, of_k, of_g, entries, valid, logs, K, BK, V_FIRST, KDA)
             whole = _plus_outer(whole, u, token[1], V_FIRST)
             _store_tile(base, vs, live, whole, K, V, BK, V_FIRST, EVEN_V, POLICY)
@@ -96,7 +106,7 @@ def _streamed_kernel(
 
 @dataclass(frozen=True)
 class StreamedChoice:
-    """How it is run; the table at the top of the file says what each choice is for. stages: 1 to 6."""
+    """How it is run; the table at the top of the file says what each choice is for. stages: 1 to 7."""
 
     step: StepChoice
     each: int = 8
@@ -119,7 +129,7 @@ def decode(
     """One token a sequence; arguments and errors as of `buffered.decode`."""
     if type(choice.each) is not int or choice.each < 1:
         raise ValueError(f"each is {choice.each!r}; allowed: an integer from 1")
-    check_one_of("stages", choice.stages, (1, 2, 3, 4, 5, 6))
+    check_one_of("stages", choice.stages, (1, 2, 3, 4, 5, 6, 7))
     plain = BufferedChoice(choice.step, ahead=True, matrix=choice.matrix, registers=choice.registers)
     ahead, step = buffered.decode(x, ring, length, flush, plain).launches
     N, HV, V = x.v.shape
