@@ -127,12 +127,12 @@ def hero(rows: pd.DataFrame) -> Drawing:
     shape = f"{first['rows']} × {first['K']}"
     return drawing(
         plots.ratios, table.assign(change=table["step"].map(STEPS)), "format", "ratio", "low", "high", panel="change",
-        verdict="verdict", xlabel="time before over time after",
+        verdict="verdict", xlabel="× faster after the change",
         title=f"{'Bytes' if more else 'Launches'} are what batching saves: a product of {shape}",
         caption=f"One product, {shape}, N = {TOKENS} tokens, cold weights. The right gain is on top of the left: they "
         "multiply. 95 % intervals are smaller than most marks. A format without a mark was not timed on that GPU.",
         said=". ".join(said + _limit_said(rows)),
-        alt="Ratios of times before and after each of two changes, by weight format.",
+        alt="How many times faster a product is after each of two changes, by weight format.",
         table=["change", "format", "ratio", "low", "high", "noise", "verdict"],
     )  # fmt: skip
 

@@ -79,10 +79,10 @@ def point(rows: pd.DataFrame) -> Drawing:
     said = [f"Skipping empty blocks: {gains(empty['ratio'])}"] if len(empty) else []
     return drawing(
         plots.ratios, table, "row", "ratio", "low", "high", panel="case", verdict="verdict",
-        xlabel="time before over time after",
+        xlabel="× faster after the change",
         title="Skipping empty blocks pays; the persistent grid does not always" if clear
         else "What each change of the launch is worth",
-        alt="Ratios of time before over time after each change of the launch, by product and activations.",
+        alt="How many times faster products are after each change of the launch, by product and activations.",
         caption=f"ExecuTorch's own two products (GEMMs), each alone, at {SOURCE_T} tokens; INT4 weights, activations "
         "in bf16 (W4A16) or INT8 (W4A8). Each row is one change, after “not” what was before; below 1 it is slower "
         "(0.8: 1.25× slower). Bars, mostly smaller than the marks, are 95 % intervals; hollow marks show no difference "
@@ -225,7 +225,7 @@ def _bars(rows: pd.DataFrame, change: str, xlabel: str, title: str, cause: dict[
         return _not_timed(rows)
     return drawing(
         plots.ratios, table, "row", "ratio", "low", "high", group="group", verdict="verdict", xlabel=xlabel,
-        title=title, alt=f"Ratios of time before over time after the change, by case: {xlabel}.",
+        title=title, alt=f"How many times faster the products are after the change, by case: {xlabel}.",
         caption=OWN_PRODUCTS, said=first_upper(next(iter(cause.values()))),
         table=named(table, "row", "group", "change"),
     )  # fmt: skip
