@@ -5,7 +5,9 @@ import json
 import os
 import random
 import signal
+import threading
 import time
+from types import SimpleNamespace
 
 import light
 import pytest
@@ -15,7 +17,7 @@ from toy_lab import SLUG, Toy
 
 from labkit import paths
 from labkit.bench import records
-from labkit.workflow import jobs, sweeps
+from labkit.workflow import engine, jobs, sweeps
 from labkit.workflow.notebooks import UsageError
 
 STUDY_CASES = 'return [Case("op", {"n": n}) for n in parameters.get("batches", (1, 2))]'
@@ -268,3 +270,25 @@ def test_killed_at_ten_moments_it_ends_with_the_same_rows(toy, undisturbed):
     assert done.returncode == 0, done.stderr
     assert_frame_equal(measured(toy), undisturbed)
     assert not any(light.overlaps(times) for times in light.spans(toy.root / "log").values())
+
+
+def test_a_job_that_another_engine_left_behind_is_waited_for(tmp_path, monkeypatch):
+    """As long as something changes in its folder; a job without a change is given up."""
+    job = SimpleNamespace(folder=tmp_path, name="left")
+    monkeypatch.setattr(engine, "_QUIET_S", 1.5)
+    monkeypatch.setattr(engine.jobs, "is_done", lambda job: (tmp_path / "rows.tar").exists())
+
+    def work():
+        for name in ("job.log", "notebook.ipynb", "rows.tar"):
+            time.sleep(0.8)
+            (tmp_path / name).touch()
+
+    worker = threading.Thread(target=work)
+    worker.start()
+    engine._settle([job])
+    assert (tmp_path / "rows.tar").exists()
+    worker.join()
+    (tmp_path / "rows.tar").unlink()
+    start = time.monotonic()
+    engine._settle([job])
+    assert 1 < time.monotonic() - start < 10

@@ -11,6 +11,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -27,6 +28,7 @@ from labkit.workflow.nearest import meant
 PROFILES = Path(__file__).with_name("profiles")
 _RULES = PROFILES / "jobs.smk"
 _CANCEL_S = 60.0  # that Snakemake has to cancel what it submitted, on Ctrl-C
+_QUIET_S = 20.0  # without a change, after which nobody is at work on a job
 _WITHOUT = "on a cluster jobs are run by Snakemake 9, and {} is not installed: pip install 'labkit[cluster]'"
 
 
@@ -88,7 +90,9 @@ def run(wanted: Sequence[jobs.Job], profile: Path, at_once: int | None = None) -
             storage = "default-storage-provider" in _settings(profile)
             _write_configuration(place, missing, storage)
             _submit(place, profile, at_once, lock)
-            for job in missing if storage else ():
+            if not storage:
+                _settle(missing)
+            for job in missing if storage else []:
                 if (brought := place / f"{job.folder.name}.tar").exists():
                     jobs.receive(job, brought)
     return [_result(job) for job in wanted]
@@ -142,14 +146,41 @@ def _only_engine(place: Path) -> Iterator[IO[str]]:
         yield file
 
 
+def _settle(some: Sequence[jobs.Job]) -> None:
+    """Wait for jobs that have not said how they ended, as long as something changes in the folder of one.
+
+    An engine that was killed leaves what it submitted, perhaps a job twice. The second, when it begins, takes away the
+    rows of the first, on which Snakemake here has relied, and makes them anew.
+    """
+    seen, since = None, time.monotonic()
+    while time.monotonic() - since < _QUIET_S:
+        some = [job for job in some if not _said(job) and not jobs.is_done(job)]
+        if not some:
+            return
+        files = sorted((str(path), path.stat().st_mtime_ns) for job in some for path in job.folder.glob("*"))
+        if files != seen:
+            seen, since = files, time.monotonic()
+        time.sleep(0.5)
+
+
+def _said(job: jobs.Job) -> str:
+    """The line in which a job says how it failed, if it did."""
+    return next((line for line in reversed(_last_words(job)) if line.startswith(jobs.FAILED)), "")
+
+
+def _last_words(job: jobs.Job) -> list[str]:
+    """What a job has printed; nothing of one that has only begun."""
+    log = job.folder / "job.log"
+    return log.read_text(errors="replace").splitlines() if log.exists() else []
+
+
 def _result(job: jobs.Job) -> notebooks.Result:
     """How a job ended, by what is in its folder."""
     log = job.folder / "job.log"
     if jobs.is_done(job):
         return notebooks.Result(job.study, job.name, 0.0, job.executed, jobs.collect(job))
     jobs.collect(job)
-    lines = log.read_text(errors="replace").splitlines() if log.exists() else []
-    said = next((line for line in reversed(lines) if line.startswith(jobs.FAILED)), "")
+    lines, said = _last_words(job), _said(job)
     error = said.removeprefix(f"{jobs.FAILED}{job.name}: ").rpartition("; ")[0]
     if not error:
         last = f"; its last line: {lines[-1]}" if lines else ""
