@@ -199,7 +199,7 @@ class Lab:
         rows = entry.rows
         absent = len(self.cases) - rows.groupby(["op", "case"]).ngroups
         row = {"GPU": entry.machine.name, "figures": "measured here" if entry.here else "recorded"} | versions_of(rows)
-        row |= {"processes": int(max(map(max, filter(len, rows["run"])), default=-1)) + 1, "rows": len(rows)}
+        row |= {"processes": records.processes(rows["run"]), "rows": len(rows)}
         row |= {"unusable": int((~rows["ok"]).sum()), "missing": absent}
         return row | {"stale": int(recorded.stale(rows).sum())}
 

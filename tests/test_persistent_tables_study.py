@@ -721,6 +721,7 @@ def test_the_figure_shows_what_conclusion_and_advice_rest_on(rows):
     found = answer.hero(rows)
     assert "95 % intervals. One position replayed is wrong from the second token on." in found.caption
     best = shown.SHOWN[answer.facts(rows)["best"]]
+    assert answer.hero(rows[~rows["case"].str.contains('"parts": 0')]).said == ""  # where only the published size was
     assert re.fullmatch(rf"Right, and no way is clearly faster, at \d+ records: {best}, \d+ µs", found.said)
 
 

@@ -5,7 +5,7 @@ import json
 import math
 import os
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -181,9 +181,9 @@ def merge(old: pd.DataFrame | None, new: pd.DataFrame) -> pd.DataFrame:
     return new.sort_values(["op", "case", "cache", "mode", "variant"], kind="stable", ignore_index=True)
 
 
-def processes(rows: pd.DataFrame) -> int:
-    """In how many processes rows were measured, the most of all; 0 if none has a sample."""
-    return max((int(max(run)) + 1 for run in rows["run"] if len(run)), default=0)
+def processes(runs: Iterable[Sequence[int]]) -> int:
+    """In how many processes rows with these `run`s were measured, the most of all; 0 if none has a sample."""
+    return max((int(max(run)) + 1 for run in runs if len(run)), default=0)
 
 
 def expanded(rows: pd.DataFrame) -> pd.DataFrame:

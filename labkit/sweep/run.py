@@ -126,7 +126,7 @@ class _Sweep:
         groups = {key: rows.to_dict("records") for key, rows in records.read(self.path).groupby(["op", "case"])}
         for case in cases:
             rows = groups.get((case.op, case.key), [])
-            measured = max((max(row["run"]) + 1 for row in rows if len(row["run"])), default=0)  # 0: nothing could run
+            measured = records.processes(row["run"] for row in rows)  # 0: nothing could run
             if _is_current(self.study, case, added.wanted(rows, self.study)) and not 0 < measured < processes:
                 found.add((case.op, case.key))
         return found

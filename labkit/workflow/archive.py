@@ -290,7 +290,7 @@ def _of_fewer_processes(old: pd.DataFrame, new: pd.DataFrame) -> set[tuple[str, 
 
 
 def _sources_and_processes(rows: pd.DataFrame) -> tuple[set[str], int]:
-    return set(rows["kernel_sha"]), records.processes(rows)
+    return set(rows["kernel_sha"]), records.processes(rows["run"])
 
 
 def _check_timelines(path: Path, here: Machine) -> pd.DataFrame:

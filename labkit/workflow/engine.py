@@ -90,11 +90,10 @@ def run(wanted: Sequence[jobs.Job], profile: Path, at_once: int | None = None) -
             storage = "default-storage-provider" in _settings(profile)
             _write_configuration(place, missing, storage)
             _submit(place, profile, at_once, lock)
-            if not storage:
+            if storage:
+                _receive(missing, place)
+            else:
                 _settle(missing)
-            for job in missing if storage else []:
-                if (brought := place / f"{job.folder.name}.tar").exists():
-                    jobs.receive(job, brought)
     return [_result(job) for job in wanted]
 
 
@@ -144,6 +143,13 @@ def _only_engine(place: Path) -> Iterator[IO[str]]:
         except BlockingIOError:
             raise OSError(f"{place}: another labkit has jobs of this folder on a cluster just now") from None
         yield file
+
+
+def _receive(some: Sequence[jobs.Job], place: Path) -> None:
+    """Take the rows that a storage brought."""
+    for job in some:
+        if (brought := place / f"{job.folder.name}.tar").exists():
+            jobs.receive(job, brought)
 
 
 def _settle(some: Sequence[jobs.Job]) -> None:

@@ -147,4 +147,4 @@ def _seconds(study: Study, cases: Sequence[Case], processes: int, like: str, her
 
 def _done(rows: pd.DataFrame) -> dict[Key, int]:
     """In how many processes each case was measured."""
-    return {key: records.processes(part) for key, part in rows.groupby(["op", "case"])}
+    return {key: records.processes(part["run"]) for key, part in rows.groupby(["op", "case"])}

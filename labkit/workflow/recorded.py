@@ -96,7 +96,7 @@ def rehash(rows: pd.DataFrame) -> pd.DataFrame:
 
 def judgement_of(claim: Claim, rows: pd.DataFrame) -> Judgement:
     """A claim's judgement from one GPU's rows; a quick look where they are of fewer processes than a verdict wants."""
-    return claim.judge(rows, min(records.processes(rows) or PROCESSES, PROCESSES))
+    return claim.judge(rows, min(records.processes(rows["run"]) or PROCESSES, PROCESSES))
 
 
 def judge(claim: Claim, rows: pd.DataFrame) -> tuple[Judgement | None, str]:

@@ -71,6 +71,34 @@ def compare(x, tolerance=FP32, **choices):
     return found
 
 
+# What holds of every way to cut a prompt; cut_in(x, segments) -> its launches, in chunks of 16
+
+
+def check_state_in_place(cut_in, segments):
+    x = make([100, 0, 3])
+    _, wanted = expected(x)
+    cut_in(replace(x, final=x.initial), segments)()
+    assert error(x.initial, wanted) < FP32
+
+
+def check_two_runs_are_bit_equal(run):
+    x = make([70])
+    for one, other in zip(run(x, 3), run(x, 3), strict=True):
+        assert torch.equal(one, other)
+
+
+def check_a_map_left_out_is_noticed(cut_in):
+    """The control: with the scan left out the third segment begins from a state that knows of the second alone."""
+    x = make([100])
+    for name, launch in cut_in(x, 3).launches.items():
+        if name != "scan":
+            launch()
+    out, _ = expected(x)
+    third = 16 * (7 * 2 // 3)
+    assert error(x.out[:third], out[:third]) < FP32
+    assert error(x.out[third:], out[third:]) > 1e-2
+
+
 BATCHES = [  # chunk and lengths; larger chunks merge the inverses of their sub-chunks, once or twice
     (16, [0]), (16, [1]), (16, [0, 15, 33, 0, 16]), (32, [5, 0, 33]), (64, [63, 0, 65]),
 ]  # fmt: skip

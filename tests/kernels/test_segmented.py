@@ -6,7 +6,19 @@ from dataclasses import replace
 import pytest
 import torch
 from pairwise import pairwise
-from test_extend import DEVICE, FP32, NARROW, RULES, TOLERANCE, error, expected, make
+from test_extend import (
+    DEVICE,
+    FP32,
+    NARROW,
+    RULES,
+    TOLERANCE,
+    check_a_map_left_out_is_noticed,
+    check_state_in_place,
+    check_two_runs_are_bit_equal,
+    error,
+    expected,
+    make,
+)
 
 from labkit.kernels.gated_delta import chunked, reference, segmented
 from labkit.kernels.gated_delta.segmented import Tile, choose, cut, extend
@@ -162,30 +174,20 @@ def test_two_segments_need_no_scan():
     assert extend(x, True, cut(x.cu_seqlens, 3, 16, DEVICE), SMALL).launches["scan"].grid > (0,)
 
 
+def cut_in(x, segments):
+    return extend(x, True, cut(x.cu_seqlens, segments, 16, DEVICE), SMALL)
+
+
 def test_state_in_place():
-    x = make([100, 0, 3])
-    _, wanted = expected(x)
-    extend(replace(x, final=x.initial), True, cut(x.cu_seqlens, 3, 16, DEVICE), SMALL)()
-    assert error(x.initial, wanted) < FP32
+    check_state_in_place(cut_in, 3)
 
 
 def test_two_runs_are_bit_equal():
-    x = make([70])
-    for one, other in zip(run(x, 3), run(x, 3), strict=True):
-        assert torch.equal(one, other)
+    check_two_runs_are_bit_equal(run)
 
 
 def test_a_map_left_out_is_noticed():
-    """The control: with the scan left out the third segment begins from a state that knows of the second alone."""
-    x = make([100])
-    calls = extend(x, True, cut(x.cu_seqlens, 3, 16, DEVICE), SMALL)
-    for name, launch in calls.launches.items():
-        if name != "scan":
-            launch()
-    out, _ = expected(x)
-    third = 16 * (7 * 2 // 3)
-    assert error(x.out[:third], out[:third]) < FP32
-    assert error(x.out[third:], out[third:]) > 1e-2
+    check_a_map_left_out_is_noticed(cut_in)
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])

@@ -176,6 +176,27 @@ def _segment_of(segments, first_segments, segment, hv, HV: tl.constexpr):
 
 
 @triton.jit
+def _head_rows(x, box, first, hv, ks, i, inside, HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr,
+               WHOLE: tl.constexpr, BOXED: tl.constexpr):  # fmt: skip
+    """Keys or queries of a chunk, of the head that a value head has them of."""
+    head = hv // (HV // HK)
+    rows = x + (tl.cast(first, tl.int64) * HK + head) * K
+    return _load(rows, box, first, head * K, i, inside, HK * K, ks, K, WHOLE, BOXED)
+
+
+@triton.jit
+def _keys_of(
+    k, factors, scales, total, k_box, factors_box, first, place, hv, ks, i, inside,
+    HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, WHOLE: tl.constexpr, BOXED: tl.constexpr,
+):  # fmt: skip
+    """Of a chunk: keys, factors, what keys are scaled by on both ways (`scales`), the decay over all of it."""
+    scales += place * (3 * BT) + i
+    early, late, decay = tl.load(scales), tl.load(scales + 2 * BT), tl.load(total + place)
+    key = _head_rows(k, k_box, first, hv, ks, i, inside, HK, HV, K, WHOLE, BOXED)
+    return key, _square(factors, factors_box, place, i, BT, WHOLE, BOXED), early, late, decay
+
+
+@triton.jit
 def _map_step(
     h, k, v, factors, scales, total, k_box, factors_box, first, end, place, hv, columns, ks, i, is_map,
     HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, WHOLE: tl.constexpr,
@@ -184,12 +205,10 @@ def _map_step(
     """The state after one chunk; place: of the chunk and value head. Of a tile of A, v counts as zero."""
     dtype: tl.constexpr = k.dtype.element_ty
     inside = i < end - first
-    head = hv // (HV // HK)
-    rows, key_rows = tl.cast(first, tl.int64) * HV + hv, tl.cast(first, tl.int64) * HK + head
-    scales += place * (3 * BT) + i
-    early, late, decay = tl.load(scales), tl.load(scales + 2 * BT), tl.load(total + place)
-    key = _load(k + key_rows * K, k_box, first, head * K, i, inside, HK * K, ks, K, WHOLE, BOXED)
-    factor = _square(factors, factors_box, place, i, BT, WHOLE, BOXED)
+    rows = tl.cast(first, tl.int64) * HV + hv  # to this chunk's first token: offsets of its others take 32 bits
+    key, factor, early, late, decay = _keys_of(
+        k, factors, scales, total, k_box, factors_box, first, place, hv, ks, i, inside, HK, HV, K, BT, WHOLE, BOXED
+    )
     value = _rows(v + rows * V, i, inside & (is_map == 0), HV * V, columns, V, WHOLE)
     new = _values_after(h.to(dtype), key, factor, value, early, TRANSPOSED, DOT)
     return _after(h, new, key, decay, late, TRANSPOSED, False, DOT)
@@ -254,14 +273,12 @@ def _walk_step(
     """The state after one chunk, whose outputs are stored; place: of the chunk and value head; column: first of vs."""
     dtype: tl.constexpr = k.dtype.element_ty
     inside = i < end - first
-    head = hv // (HV // HK)
-    rows, key_rows = tl.cast(first, tl.int64) * HV + hv, tl.cast(first, tl.int64) * HK + head
-    scales += place * (3 * BT) + i
-    early, queries, late = tl.load(scales), tl.load(scales + BT), tl.load(scales + 2 * BT)
-    decay = tl.load(total + place)
-    key = _load(k + key_rows * K, k_box, first, head * K, i, inside, HK * K, ks, K, WHOLE, BOXED)
-    factor = _square(factors, factors_box, place, i, BT, WHOLE, BOXED)
-    query = _load(q + key_rows * K, q_box, first, head * K, i, inside, HK * K, ks, K, WHOLE, BOXED)
+    rows = tl.cast(first, tl.int64) * HV + hv  # to this chunk's first token: offsets of its others take 32 bits
+    key, factor, early, late, decay = _keys_of(
+        k, factors, scales, total, k_box, factors_box, first, place, hv, ks, i, inside, HK, HV, K, BT, WHOLE, BOXED
+    )
+    queries = tl.load(scales + place * (3 * BT) + BT + i)
+    query = _head_rows(q, q_box, first, hv, ks, i, inside, HK, HV, K, WHOLE, BOXED)
     value = _load(v + rows * V, v_box, first, hv * V + column, i, inside, HV * V, vs, V, WHOLE, BOXED)
     scores = _square(query_scores, query_scores_box, place, i, BT, WHOLE, BOXED)
     narrow = h.to(dtype)

@@ -12,7 +12,7 @@ from labkit.report import plots
 from labkit.report.figures import Drawing, drawing
 from labkit.report.words import faster
 from labkit.studies.persistent_tables import tables, variants
-from labkit.studies.persistent_tables.shown import named
+from labkit.studies.persistent_tables.shown import SHOWN, named
 from labkit.studies.persistent_tables.views import UNITS
 
 HEADLINE = ("persistent", "construction", "packed")
@@ -191,8 +191,10 @@ def _title(table: pd.DataFrame) -> str:
 
 def _why_best(rows: pd.DataFrame) -> str:
     """What the advice rests on."""
-    form = "Right, and no way is clearly faster, at {records:.0f} records: {way}, {us:.0f} µs"
-    return "".join(form.format(**line) for line in named(pd.DataFrame([_best(rows)])).to_dict("records") if line)
+    if not (best := _best(rows)):
+        return ""
+    way = f"{SHOWN[best['way']]}, {best['us']:.0f} µs"
+    return f"Right, and no way is clearly faster, at {best['records']:.0f} records: {way}"
 
 
 ledger.watch(__name__)
