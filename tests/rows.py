@@ -241,7 +241,7 @@ def today(over: Any = (), parameters: Mapping[str, Any] = TODAY, **options: Any)
             found |= {"short": 0.3} if length > 1 else {}
         elif line["op"] == "prefill" and line["role"] != "control":
             found = {"error": 3e-3} | ({"segments": 1 if name == variants.ONE_SEGMENT else 4} if "ours" in name else {})
-            found |= {"left out": 0.2} if name == variants.SEGMENTS else {}
+            found |= {"left out": 0.2} if name in (variants.FUSED, variants.SEGMENTS) else {}
         elif "searched" in name or (line["op"] == "length" and name.startswith(("ours", "sglang"))):
             found = {"choice": "BV=32, 2 pieces, 1 warp", "L": int(name.split()[-1]) if "L = " in name else 12}
         table.at[i, "evidence"] = json.dumps(found)

@@ -204,7 +204,13 @@ def test_a_prompt_that_cannot_be_cut_evenly_is_followed_token_by_token(monkeypat
 def measured():
     over = {variants.PLAIN: 2.4, variants.SGLANG_PLAIN: 2.5, variants.SGLANG_RING: 1.5, variants.OURS: 1.3}
     over |= {variants.SEARCHED: 1.28, variants.SGLANG_SEARCHED: 1.45, variants.FLA: 2.0, variants.FLASHINFER: 1.3}
-    over |= {variants.SEGMENTS: 1.2, variants.ONE_SEGMENT: 1.8, variants.OURS_STORED: 4.0, variants.SGLANG_STORED: 4.5}
+    over |= {
+        variants.FUSED: 1.1,
+        variants.SEGMENTS: 1.2,
+        variants.ONE_SEGMENT: 1.8,
+        variants.OURS_STORED: 4.0,
+        variants.SGLANG_STORED: 4.5,
+    }
 
     def factor(case, name):
         if case.op == "length" and "L = " in name:

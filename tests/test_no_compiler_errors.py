@@ -21,7 +21,7 @@ from labkit.evidence import compiled, workers
 from labkit.kernels.experts import choose, expert_layer, routing
 from labkit.kernels.experts.inputs import LayerInputs
 from labkit.kernels.experts.tiles import GROUP, Int4
-from labkit.kernels.gated_delta import buffered, chunked, fused, recurrent, segmented, streamed
+from labkit.kernels.gated_delta import buffered, chunked, fused, recurrent, segmented
 from labkit.kernels.gguf import formats, integers, routed, routed_integers, wide
 from labkit.kernels.gguf import products as ffn_kernels
 from labkit.kernels.gguf.experts import pack as pack_experts
@@ -211,13 +211,6 @@ def ring_launch(launch, size, gate, v_first, state, ahead=True, matrix=False):
     return buffered.decode(x, buffered.empty_ring(x, 16), 16, x.indices.int(), choice).launches[launch]
 
 
-def streamed_launch(size, gate, v_first, state, matrix=False, tile=32, stages=3):
-    """The same with several sequences a program."""
-    x = step_launch("ring", size, gate, v_first, state)
-    choice = streamed.StreamedChoice(recurrent.StepChoice(tile, 1, 4), stages=stages, matrix=matrix)
-    return streamed.decode(x, buffered.empty_ring(x, 16), 16, x.indices.int(), choice).launches[1]
-
-
 def drafts_launch(launch, size, gate, v_first, state, tree):
     """A verify on the ring (0 to 2: its launches), a write of states ("write"), the moving of a path ("accept")."""
     x = step_launch("drafts", size, gate, v_first, state)
@@ -236,9 +229,6 @@ def rings():
     found = every("ring_launch", launch=[-1], **both, **forms)
     found |= every("ring_launch", launch=[0], **both, v_first=[True], state=["fp32"])
     found |= every("ring_launch", launch=[-1], **both, v_first=[True], state=["bf16"], matrix=[True])
-    found |= every("streamed_launch", **both, v_first=[True, False], state=["fp32", "bf16"])
-    wide = {"matrix": [True], "tile": [32, 64], "stages": [3, 5]}
-    found |= every("streamed_launch", size=SIZES[:1], gate=GATES, v_first=[True], state=["bf16"], **wide)
     found |= every("drafts_launch", launch=[0, 1], **both, v_first=[True], state=["fp32"], tree=[True, False])
     found |= every("drafts_launch", launch=[2, "write"], **both, v_first=[True, False], state=["bf16"], tree=[False])
     return found | every("drafts_launch", launch=["accept"], **both, v_first=[True], state=["fp32"], tree=[True])
@@ -248,11 +238,11 @@ def segments():
     found = every("segmented_launch", name=["maps", "scan", "walk"], size=SIZES, gate=GATES, v_first=[True, False])
     one = {"size": SIZES[:1], "gate": ["GDN"], "v_first": [True]}
     found |= every("segmented_launch", name=["scores", "walk"], **one, scores=[(64, 4, 2)])
-    found |= every("fused_launch", name=["solve"], size=SIZES, ways=[{}])
-    ways = [{"columns": columns, "transposed": turned} for columns in (16, 64) for turned in (True, False)]
-    found |= every("fused_launch", name=["maps", "walk"], size=SIZES, ways=ways)
-    wide = [{"columns": 128, "num_warps": 8, "boxed": True}, {"columns": 64, "boxed": True, "transposed": False}]
-    return found | every("fused_launch", name=["maps", "walk"], size=SIZES[:1], ways=wide)
+    solves = [{"solve": solve} for solve in ((1, 2, 3), (2, 1, 2))]
+    found |= every("fused_launch", name=["solve"], size=SIZES, ways=solves)
+    walks = [{"columns": 16, "num_stages": 2}, {"columns": 64, "num_stages": 4}]
+    found |= every("fused_launch", name=["maps", "walk"], size=SIZES, ways=walks)
+    return found | every("fused_launch", name=["maps", "walk"], size=SIZES[:1], ways=[{"columns": 128, "num_warps": 8}])
 
 
 def steps():

@@ -34,7 +34,8 @@ STORED, THEIRS_STORED, WITH_WRITES = (
     "sglang 0.5.23, states stored",
     "ours, ring, with its writes",
 )
-SEGMENTS, ONE, FLA, FLASHINFER = "ours, segments", "ours, one segment", "fla", "flashinfer"
+FUSED, SEGMENTS, ONE = "ours, fused", "ours, segments", "ours, one segment"
+FLA, FLASHINFER = "fla", "flashinfer"
 LENGTHS, DRIFTS = (1, 2, 4, 8, 12, 16, 24, 32), (1, 8, 16, 32)
 WHOSE = ("ours", "sglang 0.5.23")
 TOKENS = {"1 x 2048": 2048, "1 x 8192": 8192, "1 x 65536": 65536, "8 x 1024": 8192, "64 x 128": 8192}
@@ -236,12 +237,12 @@ def whole_steps(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def prefills(rows: pd.DataFrame) -> pd.DataFrame:
-    """Segments against one, FlashInfer against fla, and ours against the faster library."""
+    """Fused against segments, segments against one, FlashInfer against fla, and ours against the faster library."""
     found = []
     for x, group in cases(rows, "prefill"):
-        lines = [compare(group, SEGMENTS, ONE), compare(group, FLASHINFER, FLA)]
+        lines = [compare(group, *pair) for pair in ((FUSED, SEGMENTS), (SEGMENTS, ONE), (FLASHINFER, FLA))]
         lines += [
-            line | {"beside": "the faster library"} for line in [_best(group, [SEGMENTS], [FLA, FLASHINFER])] if line
+            line | {"beside": "the faster library"} for line in [_best(group, [FUSED], [FLA, FLASHINFER])] if line
         ]
         found += [pick(x, CASE) | {"tokens": TOKENS[x["prefill"]]} | line for line in lines if line]
     columns = ["H", "HV", "prefill", "tokens", "variant", "against", "beside", "us", "against us", *RATIO, "runs"]
@@ -277,7 +278,7 @@ def first_token(rows: pd.DataFrame) -> pd.DataFrame:
     found = []
     for x, group in cases(rows, "prefill", H=16, HV=32):
         rest = 2 * WEIGHTS * TOKENS[x["prefill"]] / PEAK.get(rows["gpu"].iloc[0], math.inf) * 1e6
-        for name in (SEGMENTS, FLASHINFER):
+        for name in (FUSED, FLASHINFER):
             if line := compare(group, name, FLA):
                 old = LAYERS * line["against us"]
                 gains = {end: (rest + old) / (rest + old / line[end]) for end in ("ratio", *_ends(line))}

@@ -1,6 +1,7 @@
 """Prefill with factors alone stored between its launches, against the token-by-token float64 reference."""
 
 from dataclasses import replace
+from itertools import accumulate
 
 import pytest
 import torch
@@ -18,11 +19,10 @@ from test_extend import (
     make,
 )
 
-from labkit.kernels.gated_delta.fused import Ways, extend
-from labkit.kernels.gated_delta.segmented import cut
+from labkit.kernels.gated_delta.fused import CHUNK, Ways, choose, cut, extend
 
 SMALL = Ways(16, 4, 2)
-WAYS = [SMALL, replace(SMALL, transposed=False)]
+WAYS = [SMALL, Ways(32, 2, 3, solve=(1, 2, 3), scan=(32, 4, 2))]
 
 
 def run(x, segments=1, v_first=True, chunk=16, ways=SMALL):
@@ -60,24 +60,18 @@ def test_heads_and_dimensions(sizes, segments, ways):
 @pytest.mark.parametrize("dtype", NARROW)
 @pytest.mark.parametrize("segments", [1, 5])
 def test_dtypes(dtype, segments):
-    """The choices by default, and chunks of 64 tokens."""
-    compare(make([330, 70], K=128, V=128, dtype=dtype), TOLERANCE[dtype], segments=segments, chunk=64, ways=None)
+    """The choices by default."""
+    compare(make([330, 70], K=128, V=128, dtype=dtype), TOLERANCE[dtype], segments=segments, chunk=CHUNK, ways=None)
 
 
-@pytest.mark.parametrize(("lengths", "segments", "ways"), pairwise(BATCHES, (1, 2, 5), WAYS))
-def test_by_the_copy_engine(lengths, segments, ways):
-    compare(make(lengths, V=32), segments=segments, ways=replace(ways, boxed=True))
-
-
-@pytest.mark.parametrize("boxed", [True, False])
-def test_other_sequences_do_no_harm(boxed):
+def test_other_sequences_do_no_harm():
     """What lies behind a sequence's last token is another's, and may be anything."""
     x = make([40, 50], V=32)
     for values in (x.q, x.k, x.v, x.g, x.beta):
         values[40:] = float("nan")
     initial = torch.full_like(x.initial, float("nan"))
     initial[0] = x.initial[0]
-    extend(replace(x, initial=initial), True, cut(x.cu_seqlens, 2, 16, DEVICE), replace(SMALL, boxed=boxed))()
+    extend(replace(x, initial=initial), True, cut(x.cu_seqlens, 2, 16, DEVICE), SMALL)()
     out, final = expected(x)
     assert error(x.out[:40], out[:40]) < FP32
     assert error(x.final[:1], final[:1]) < FP32
@@ -94,6 +88,25 @@ def test_equal_keys():
     x.k[:] = x.k[0].clone()
     x.beta[:] = 1.0
     compare(x)
+
+
+@pytest.mark.parametrize(("heads", "most"), [(1, 4), (3, 4), (4, 2), (4, 3), (6, 4)])
+def test_value_heads_of_one_program(heads, most):
+    """Those of one key, some at a time: 4 at most of 6 are 3."""
+    compare(make([50], H=2, group=heads, K=16, V=16), ways=replace(SMALL, solve=(most, 1, 2)))
+
+
+@pytest.mark.parametrize(
+    ("lengths", "HV", "counts"),
+    [
+        ([2048], 8, (8,)), ([8192], 8, (8,)), ([65536], 8, (16,)), ([65536], 12, (11,)), ([8192], 32, (2,)),
+        ([65536], 32, (4,)), ([200, 100], 8, (1, 1)), ([600, 40], 8, (2, 1)), ([1024] * 8, 8, (1,) * 8), ([0], 8, (1,)),
+        ([4096, 0, 8192], 8, (2, 1, 5)),
+    ],
+)  # fmt: skip
+def test_segments_by_rule(lengths, HV, counts):
+    """One walk's program a multiprocessor (132, of two a value head), two where segments are long."""
+    assert choose(torch.tensor([0, *accumulate(lengths)]), HV, "cpu").counts == counts
 
 
 def cut_in(x, segments):
@@ -120,7 +133,8 @@ def test_a_map_left_out_is_noticed():
         ({"ways": Ways(num_warps=3)}, "num_warps is 3"),
         ({"ways": Ways(scan=(16, 3, 2))}, "scan's num_warps is 3; allowed: 1, 2, 4, 8"),
         ({"ways": Ways(num_stages=1)}, "num_stages is 1"),
-        ({"ways": Ways(64, boxed=True)}, "V is 24; allowed with boxed: .* a multiple of the columns, 64"),
+        ({"ways": Ways(solve=(0, 1, 2))}, "solve's value heads are 0; allowed: from 1"),
+        ({"ways": Ways(solve=(1, 3, 2))}, "solve's num_warps is 3"),
         ({"segments": 0}, "segments is 0"),
         ({"segments": cut(torch.tensor([0, 70]), 2, 16)}, r"segments .* is of 70 tokens of 1 sequences"),
     ],

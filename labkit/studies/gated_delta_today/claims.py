@@ -156,7 +156,7 @@ def pairs(x: Case) -> list[tuple[str, str]]:
         return [(variants.OURS, variants.PLAIN)]
     if x.op == "ring_verify":
         return [(variants.OURS, variants.OURS_STORED)]
-    return [(variants.SEGMENTS, variants.ONE_SEGMENT)] if x.op == "prefill" else []
+    return [(variants.FUSED, variants.ONE_SEGMENT)] if x.op == "prefill" else []
 
 
 SGLANG = ("SGLang pull request 28451", "https://github.com/sgl-project/sglang/pull/28451")

@@ -24,7 +24,7 @@ LAUNCHES = {  # of SGLang's decode; the first is its own choice
     "its own choice": {},
     **{f"BV={v}, {w} warps": {"block_v": v, "num_warps": w} for v, w in ((64, 2), (64, 4), (32, 1), (128, 4))},
 }
-SEGMENTS = (2, 4, 8, 16, 32, 64)
+SEGMENTS = (2, 3, 4, 5, 6, 8, 11, 16, 32)
 
 
 def choices(wide: bool, v_first: bool) -> list[BufferedChoice]:

@@ -71,11 +71,11 @@ def floor(x: Case) -> Floor:
 
 
 def counted(parameters: Mapping[str, Any]) -> list[tuple[Case, str]]:
-    """The decode and the verify that write and those that do not, at one batch; a prompt in segments and in one."""
+    """The decode and the verify that write and those that do not, at one batch; the lab's prefills of one prompt."""
     few = dict(parameters) | {"gates": ["GDN"], "prefills": ["1 x 8192"]}
     few |= {name: [COUNTED] for name in ("batches", "verify_batches")}
     wanted = {"ring": ("ours, ring", "ours, state written"), "ring_verify": ("ours, ring", "ours, states stored")}
-    wanted |= {"prefill": ("ours, segments", "ours, one segment")}
+    wanted |= {"prefill": ("ours, fused", "ours, segments", "ours, one segment")}
     return [(x, name) for x in cases(few) for name in wanted.get(x.op, ()) if x.params.get("T", 4) == 4]
 
 

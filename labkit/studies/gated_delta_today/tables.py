@@ -194,12 +194,14 @@ def _peak(rows: pd.DataFrame) -> float:
 def prefills(rows: pd.DataFrame) -> pd.DataFrame:
     """Every prompt: who against whom, as ratio: the time of `against` over that of `variant`.
 
-    Pairs: ours by the rule against the faster of fla and FlashInfer, and against one segment; FlashInfer against fla.
+    Pairs: ours, fused, against the faster of fla and FlashInfer, and against segments alone; those against
+    one segment; FlashInfer against fla.
     """
     found = []
     for params, group in ordered_cases(rows, "prefill"):
-        lines = pairs(group, [(variants.SEGMENTS, variants.ONE_SEGMENT), (variants.FLASHINFER, variants.FLA)])
-        if best := best_pair(group, [variants.SEGMENTS], [variants.FLA, variants.FLASHINFER]):
+        own = [(variants.FUSED, variants.SEGMENTS), (variants.SEGMENTS, variants.ONE_SEGMENT)]
+        lines = pairs(group, [*own, (variants.FLASHINFER, variants.FLA)])
+        if best := best_pair(group, [variants.FUSED], [variants.FLA, variants.FLASHINFER]):
             lines.append(best | {"beside": "the faster library"})
         for line in lines:
             found.append(picked(params, ["H", "HV", "prefill"]) | {"tokens": sum(LENGTHS[params["prefill"]])} | line)
@@ -312,7 +314,7 @@ def first_token(rows: pd.DataFrame, model: GatedDeltaModel = QWEN35_4B) -> pd.Da
     for params, group in ordered_cases(rows, "prefill", H=model.heads, HV=model.value_heads):
         tokens = sum(LENGTHS[params["prefill"]])
         rest = 2 * model.total * tokens / _peak(rows) * 1e6
-        for line in pairs(group, [(name, variants.FLA) for name in (variants.SEGMENTS, variants.FLASHINFER)]):
+        for line in pairs(group, [(name, variants.FLA) for name in (variants.FUSED, variants.FLASHINFER)]):
             old = model.layers * line["against us"]
             share = old / (rest + old)
             gains = {name: 1 / (1 - share + share / line[name]) for name in ("ratio", "low", "high")}

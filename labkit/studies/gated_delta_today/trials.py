@@ -12,7 +12,7 @@ import triton
 from torch import Tensor
 
 from labkit.bench.spec import Case, Trial
-from labkit.kernels.gated_delta import buffered, chunked, recurrent, segmented
+from labkit.kernels.gated_delta import buffered, chunked, fused, recurrent, segmented
 from labkit.kernels.gated_delta.buffered import Decode, Ring
 from labkit.kernels.gated_delta.recurrent import StepInputs, VerifyInputs
 from labkit.studies.gated_delta_today import exact, inputs, peers, search, sglang
@@ -395,13 +395,21 @@ def extend(x: Case, device: Any, sets: int, seed: int, segments: int | None = No
     return _extended(x, items, calls, lambda: {"segments": max(cut.counts)} | _control(x, items[0]))
 
 
-def extend_searched(x: Case, device: Any, sets: int, seed: int) -> Trial:
+def fused_extend(x: Case, device: Any, sets: int, seed: int) -> Trial:
+    """A prefill that stores less between its launches, with the rule's segments."""
+    items = gated_delta.prompts(x, LENGTHS[x["prefill"]], device, sets, seed)
+    cut = fused.choose(items[0].cu_seqlens, x["HV"], items[0].v.device)
+    calls = [fused.extend(item, True, cut) for item in items]
+    return _extended(x, items, calls, lambda: {"segments": max(cut.counts)} | _control(x, items[0]))
+
+
+def fused_searched(x: Case, device: Any, sets: int, seed: int) -> Trial:
     """The same with the fastest number of segments, one among them."""
     items, device = gated_delta.prompts(x, LENGTHS[x["prefill"]], device, sets, seed), torch.device(device)
-    most = math.ceil(max(LENGTHS[x["prefill"]]) / 64)
-    counts = [count for count in (1, *search.SEGMENTS) if count <= most]
-    cuts = {str(count): _cut(x, items[0], count) for count in counts}
-    ways = {name: lambda cut=cut: [segmented.extend(item, True, cut) for item in items] for name, cut in cuts.items()}
+    most = math.ceil(max(LENGTHS[x["prefill"]]) / (fused.SHORTEST * fused.CHUNK))
+    counts = [count for count in (1, *search.SEGMENTS) if count <= most or count == 1]
+    cuts = {str(count): fused.cut(items[0].cu_seqlens, count, device=device) for count in counts}
+    ways = {name: lambda cut=cut: [fused.extend(item, True, cut) for item in items] for name, cut in cuts.items()}
     found, calls = search.fastest(ways, device)
     return _extended(x, items, _joined(calls, device), lambda: {"segments": int(found)})
 

@@ -13,7 +13,7 @@ TRIALS, PEERS, CALLS = (f"{STUDY}.{name}" for name in ("trials", "peers", "sglan
 LIBRARY, SHARED = "labkit.kernels.gated_delta", "labkit.sweep.gated_delta"
 DECODE, STORED = f"{LIBRARY}.recurrent:decode", f"{LIBRARY}.recurrent:verify"
 RING, RING_VERIFY, RING_WRITE = (f"{LIBRARY}.buffered:{name}" for name in ("decode", "verify", "write"))
-EXTEND = f"{LIBRARY}.segmented:extend"
+EXTEND, FUSED_EXTEND = f"{LIBRARY}.segmented:extend", f"{LIBRARY}.fused:extend"
 PLAIN_RELEASE, RING_RELEASE = "sglang-0.5.23", "sglang-ring-0.5.23"
 FLASHINFER_RELEASE = "flashinfer-python-0.7.2.post1"
 
@@ -40,7 +40,8 @@ SGLANG_PLAIN, SGLANG_RING = "sglang 0.5.23, state written", "sglang 0.5.23, ring
 SGLANG_SEARCHED = "sglang 0.5.23, ring, searched"
 OURS_STORED, SGLANG_STORED = "ours, states stored", "sglang 0.5.23, states stored"
 WITH_WRITES = "ours, ring, with its writes"
-SEGMENTS, ONE_SEGMENT, SEGMENTS_SEARCHED = "ours, segments", "ours, one segment", "ours, segments, searched"
+FUSED, FUSED_SEARCHED = "ours, fused", "ours, fused, searched"
+SEGMENTS, ONE_SEGMENT = "ours, segments", "ours, one segment"
 FLA, FLASHINFER = "fla", "flashinfer"
 
 
@@ -98,9 +99,10 @@ VARIANTS = {  # of every operation
         _released(SGLANG_STORED, "sglang_stored", PLAIN_RELEASE, "stored"),
     ],
     "prefill": [
-        _line(SEGMENTS, "ours", "extend", EXTEND),
+        _line(FUSED, "ours", "fused_extend", FUSED_EXTEND),
+        _line(FUSED_SEARCHED, "step", "fused_searched", FUSED_EXTEND),
+        _line(SEGMENTS, "step", "extend", EXTEND),
         _line(ONE_SEGMENT, "baseline", "extend", EXTEND, segments=1),
-        _line(SEGMENTS_SEARCHED, "step", "extend_searched", EXTEND),
         _line(FLA, "peer", "fla_extend", (f"{PEERS}:fla_extend", f"{SHARED}:tune_fla_anew")),
         _line(FLASHINFER, "peer", "flashinfer_extend", (f"source:{FLASHINFER_RELEASE}", f"{PEERS}:flashinfer_extend")),
     ],

@@ -18,7 +18,7 @@ JUDGED = [*INTERVAL, "noise", "verdict"]
 WHOLE = (512,)  # sequences of the whole steps that are shown
 FLOOR = "least, by bytes"
 NAMES = {"sglang 0.5.23": "SGLang", "fla": "fla-core", "flashinfer": "FlashInfer", "ours": "this lab"}
-COUNTED = (variants.OURS, variants.PLAIN, variants.OURS_STORED, variants.SEGMENTS, variants.ONE_SEGMENT)
+COUNTED = (variants.OURS, variants.PLAIN, variants.OURS_STORED, variants.FUSED, variants.SEGMENTS, variants.ONE_SEGMENT)
 SHOWN = (variants.PLAIN, variants.OURS, variants.SGLANG_PLAIN, variants.SGLANG_RING)
 
 
@@ -183,7 +183,7 @@ def prompt_time(rows: pd.DataFrame) -> Drawing:
     table = table[table["prefill"].str.startswith("1 x ")] if len(table) else table
     if table.empty:
         return "no long prompt was timed."
-    shown = (variants.FLA, variants.FLASHINFER, variants.SEGMENTS, variants.ONE_SEGMENT)
+    shown = (variants.FLA, variants.FLASHINFER, variants.FUSED, variants.SEGMENTS, variants.ONE_SEGMENT)
     drawn = where(table, variant=shown)
     drawn = drawn.assign(heads=_heads(drawn), variant=drawn["variant"].map(named))
     return drawing(
@@ -202,12 +202,12 @@ def _heads(table: pd.DataFrame) -> pd.Series:
 
 def _segments(table: pd.DataFrame) -> str:
     """How many segments the rule chooses: "Segments: 1 to 32"."""
-    some = where(table, variant=variants.SEGMENTS)["segments"].dropna()
+    some = where(table, variant=variants.FUSED)["segments"].dropna()
     return f"Segments: {span(some, '{:.0f}')}" if len(some) else ""
 
 
 def prompts(rows: pd.DataFrame) -> Drawing:
-    """The faster of fla-core and FlashInfer over ours in segments, every prompt."""
+    """The faster of fla-core and FlashInfer over ours, fused, every prompt."""
     table = tables.prefills(rows)
     table = table[table["beside"].notna()]
     if table.empty:
@@ -218,7 +218,7 @@ def prompts(rows: pd.DataFrame) -> Drawing:
     return drawing(
         plots.ratios, drawn, "prefill", *INTERVAL, group="heads", verdict="verdict",
         hidden=("H", "HV", "tokens", "beside", "runs"), xlabel="× faster than the faster library",
-        title="Prompts in segments against the faster of fla-core and FlashInfer",
+        title="The fused prefill against the faster of fla-core and FlashInfer",
         alt="Ratios of the faster library's time over that of this lab's extend, by heads and prompts.",
         caption="The table beneath names the library.",
         said=f"This lab's is {counted(table['verdict'])} of {len(table)} cases, {faster(mean)} in their mean",
@@ -227,7 +227,7 @@ def prompts(rows: pd.DataFrame) -> Drawing:
 
 
 def libraries(rows: pd.DataFrame) -> pd.DataFrame:
-    """fla's time over FlashInfer's, and that of one segment over ours in segments: where each gain ends."""
+    """fla's time over FlashInfer's, and what segments and fusing gain ours: where each gain ends."""
     table = tables.prefills(rows)
     table = table[table["beside"].isna()]
     table = table.assign(heads=_heads(table), faster=table["variant"].map(named), than=table["against"].map(named))
