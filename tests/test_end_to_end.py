@@ -25,7 +25,6 @@ from labkit.workflow import notebooks
 pytestmark = pytest.mark.timeout(1500)  # a whole report, beside other tests, on two slow cores
 GPU = "nvidia-made-up-9"
 CHECKED = "Relative error against the float64 reference, by the study"
-UNMEASURED = ["needs SGLang's verify both ways"]  # claims whose cases no file of data/ holds yet, by what they say
 
 
 def text_of(page):
@@ -91,15 +90,13 @@ def test_the_report_is_made_from_what_is_recorded(report, recorded):
         assert (lab.UNMEASURED in text) == (not recorded[page])
     index = text_of(reports / "index.html")
     assert all(name in index for names in recorded.values() for name in names)
-    # The recorded cases are enough for every claim that can be tested at all, but for those that nobody measured yet.
+    # The recorded cases are enough for every claim that can be tested at all.
     rows = (reports / "index.html").read_text().split('<li class="claim"')[1:]
     untestable = [row for row in rows if "lab-not-testable-here" in row]
     assert 0 < len(untestable) < len(rows)
     claims = [claim for name in registry.NOTEBOOKS for claim in registry.load(name).claims]
     texts = [unescape(re.sub("<[^>]*>", "", row)) for row in untestable]
-    unmeasured = [text for text in texts if not any(c.untested in text for c in claims if c.observe is None)]
-    assert len(unmeasured) == len(UNMEASURED)
-    assert all(why in text for why, text in zip(UNMEASURED, unmeasured, strict=True))
+    assert [text for text in texts if not any(c.untested in text for c in claims if c.observe is None)] == []
 
 
 def test_every_figure_has_words_and_a_table(report, recorded):

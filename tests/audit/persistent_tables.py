@@ -277,6 +277,18 @@ def stages(rows: pd.DataFrame) -> pd.DataFrame:
     return table(found, ["model", "op", "stages", "wake", "work", "tail", "floor", "all"])
 
 
+def finer(rows: pd.DataFrame) -> pd.DataFrame:
+    """What was simulated of a step's waits, and what it saves of the simulation in which they stay as they are."""
+    found = []
+    for params, group in cases(rows, "token", **MAIN):
+        (marked,) = [row for row in group if row["variant"] == MARKED]
+        us = facts(marked["evidence"]).get("finer", {})
+        for way, one in us.items():
+            saved = math.nan if way == "measured" else 100 * (us["all"] - one) / us["all"]
+            found.append({"model": params["model"], "waits for": way, "us": one, "saved %": saved})
+    return table(found, ["model", "waits for", "us", "saved %"])
+
+
 def stops(rows: pd.DataFrame) -> pd.DataFrame:
     """What a step waits; a barrier after each stage, of which the first was not written down."""
     found = []
@@ -591,6 +603,7 @@ TABLES: Tables = {
     "tables.graphs": graphs,
     "tables.ablations": ablations,
     "tables.stages": stages,
+    "tables.finer": finer,
     "tables.stops": stops,
     "tables.walls": walls,
     "tables.hosts": hosts,
@@ -700,6 +713,13 @@ def said_stages(rows: pd.DataFrame) -> list[str]:
     found = _lines(stages(rows), model=LLAMA)
     wake, work, tail = (sum(line[name] for line in found) for name in ("wake", "work", "tail"))
     return [f"Wake and tail together {wake + tail:.0f} µs, work {work:.0f} µs"]
+
+
+def said_finer(rows: pd.DataFrame) -> list[str]:
+    """What waiting for parts saves, if it was simulated."""
+    found = [line for line in _lines(finer(rows)) if line["waits for"] == "its parts"]
+    said = [f"{line['model']} {line['us']:.0f} µs ({line['saved %']:.0f} % less)" for line in found]
+    return said or ["was not simulated"]
 
 
 def said_contexts(rows: pd.DataFrame) -> list[str]:
@@ -908,6 +928,7 @@ SENTENCES: Sentences = {
     "views.step": said_step,
     "views.against": said_against,
     "views.stages": said_stages,
+    "views.finer": said_finer,
     "views.contexts": said_contexts,
     "views.questions": said_questions,
     "host_views.host": said_host,

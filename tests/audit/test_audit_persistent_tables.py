@@ -64,6 +64,7 @@ LAB = {  # table -> the lab's, and the columns that say which line it is
     "tables.graphs": (tables.graphs, ["model", "variant"]),
     "tables.ablations": (tables.ablations, ["model", "variant"]),
     "tables.stages": (tables.stages, ["model", "op"]),
+    "tables.finer": (tables.finer, ["model", "waits for"]),
     "tables.stops": (tables.stops, ["model"]),
     "tables.walls": (tables.walls, [*CASE, "way"]),
     "tables.hosts": (tables.hosts, ["model", "parts", "queued_us", "way"]),
@@ -87,9 +88,8 @@ LAB = {  # table -> the lab's, and the columns that say which line it is
         )
     },
 }  # fmt: skip
+UNRECORDED = {("tables.finer", "nvidia-h200")}  # of no recorded row yet
 NOT_AUDITED = {
-    "tables.finer": "no recorded row has it yet; its simulation is checked by hand",
-    "views.finer": "a figure of it",
     "claims.pairs": "names",
     "tables.clocks": "samples; in hosts",
     "tables.host_case": "rows; in rebuilding and queued",
@@ -123,7 +123,7 @@ NOT_AUDITED = {
 def test_tables_and_sentences_are_those_of_the_audit(gpu, record_property):
     rows = read(gpu, audit.STUDY)
     cells, wrong = compared(audit.TABLES, rows, LAB)
-    assert all(cells.values()), cells
+    assert {(name, gpu) for name, count in cells.items() if not count} <= UNRECORDED, cells
     wrong += unsaid(audit.SENTENCES, VIEWS, rows)
     wrong += claims_that_differ(rows)
     assert not wrong, "\n".join(wrong[:20])
