@@ -194,15 +194,17 @@ def table(
         df = df.reset_index()
     if unknown := sorted(set(formats or {}) - set(df.columns)):
         raise ValueError(f"table: formats names no column {unknown[0]!r}; there are: {', '.join(map(str, df.columns))}")
-    beside = df[[name for name in df.attrs.get("hidden", ()) if name in df]]
-    df = df.drop(columns=beside.columns)
+    hidden = [name for name in df.attrs.get("hidden", ()) if name in df]
+    # Without columns pandas 2 gives no records at all.
+    beside = df[hidden].to_dict("records") if hidden else [{}] * len(df)
+    df = df.drop(columns=hidden)
     numeric = [pd.api.types.is_numeric_dtype(kind) and not pd.api.types.is_bool_dtype(kind) for kind in df.dtypes]
     heads = [" · ".join(map(str, name)) if isinstance(name, tuple) else str(name) for name in df.columns]
     kinds = [Markup(' class="n"') if number else Markup("") for number in numeric]
     head = Markup("").join(map(Markup('<th scope="col"{}>{}</th>').format, kinds, heads))
     body = Markup("\n").join(
         Markup("<tr{}>{}</tr>").format(_said(more), Markup("").join(_cells(row, df.columns, formats or {})))
-        for row, more in zip(df.itertuples(index=False, name=None), beside.to_dict("records"), strict=True)
+        for row, more in zip(df.itertuples(index=False, name=None), beside, strict=True)
     )
     box = Markup('<div class="lab-scroll" style="overflow-x:auto" role="region" tabindex="0" aria-label="{}">').format(
         str(caption or "Table")
