@@ -263,7 +263,8 @@ class Lab:
     def show_table(table: pd.DataFrame, caption: str, formats: Mapping | None = None) -> figures.Html:
         """A table that belongs to no GPU."""
         if table.empty:
-            return figures.note(f"{caption} Not available: Triton is not installed here.")
+            why = "no case here has it" if find_spec("triton") else "Triton is not installed here"
+            return figures.note(f"{caption} Not available: {why}.")
         return figures.table(table, caption, formats, folded=True)
 
     def correctness(self) -> figures.Html:

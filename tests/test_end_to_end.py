@@ -99,6 +99,13 @@ def test_the_report_is_made_from_what_is_recorded(report, recorded):
     assert [text for text in texts if not any(c.untested in text for c in claims if c.observe is None)] == []
 
 
+def test_a_quick_look_at_every_study_is_made_from_what_is_recorded(tmp_path):
+    done = labkit("run", "--source", "recorded", "--quick", **linked(tmp_path), CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == 0, done.stderr
+    made_of = [f"{notebook}--quick.html" for notebook in registry.NOTEBOOKS.values()]
+    assert sorted(path.name for path in (tmp_path / "reports").glob("*.html")) == sorted(["index.html", *made_of])
+
+
 def test_every_figure_has_words_and_a_table(report, recorded):
     _, reports = report
     for page in filter(recorded.get, PAGES):  # each with the figures of all GPUs together

@@ -33,6 +33,8 @@ def with_cases(
     study_name: str, wanted: Sequence[tuple[Case, str]], ask: Callable[[Mapping[str, Source]], pd.DataFrame]
 ) -> pd.DataFrame:
     """What `ask` answers for the sources of (case, variant name), its column `source` replaced by op, case, variant."""
+    if not wanted:
+        return pd.DataFrame(columns=["op", "case", "variant"])
     known = registry.load(study_name)
     for case, name in wanted:
         if name not in (names := [variant.name for variant in known.variants(case)]):
