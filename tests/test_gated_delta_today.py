@@ -270,11 +270,15 @@ def test_the_answer_says_what_was_found(measured):
     assert (found["from fp32"], found["from bf16"]) == (8, 8)
     said = answer.conclusion({"H100": found})
     assert "1.67× faster with fp32 states, 1.67× faster with bf16 states (H100)" in said
-    assert "1.54× faster than fla's at 2 / 8 heads, 1.54× faster with all heads (H100)" in said
+    assert "1.54× faster than fla's at 2 / 8 heads (H100)" in said
     assert answer.advice({"H100": found}) == (
-        "Keep a ring of 16 entries for fp32 states from batch 8 on and bf16 states from batch 8 on."
+        "Keep a ring of 16 entries for fp32 states from batch 8 on and bf16 states from batch 8 on; "
+        "take this lab's fused prefill."
     )
+    assert found["prefill"] == pytest.approx(1.3 / 1.1, rel=1e-2)
+    assert "in the mean of all prompts this lab's is 1.18× faster than the faster of both (H100)" in said
     assert "Write fp32 states at every token" in answer.advice({"H100": {"from fp32": None}})
+    assert answer.advice({"H100": {"prefill": 1.2}, "H200": {"prefill": 0.9}}) == "Take FlashInfer's prefill."
     assert (answer.conclusion({}), answer.advice({})) == ("", "")
 
 

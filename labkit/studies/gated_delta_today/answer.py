@@ -7,6 +7,7 @@ import pandas as pd
 
 from labkit.bench import ledger
 from labkit.bench.tables import where
+from labkit.bench.verdict import geometric_mean
 from labkit.report import plots
 from labkit.report.figures import Drawing, drawing
 from labkit.report.words import faster
@@ -19,7 +20,7 @@ HEADLINE = ("sglang-28451-faster", "vllm-48792-step", "vllm-49887-verify", "flas
 BATCH = 256
 DRAWN = (1, 64, 512)  # batches of the figure
 PROMPT = "1 x 8192"
-FLA = "fla's"  # what prefill is compared with, in words
+FLA, BOTH = "fla's", "the faster of both"  # what prefill is compared with, in words
 WHOSE = {"SGLang": (variants.SGLANG_RING, variants.SGLANG_PLAIN), "this lab": (variants.OURS, variants.PLAIN)}
 
 Facts = Mapping[str, Mapping[str, Any]]  # by GPU
@@ -29,7 +30,8 @@ def facts(rows: pd.DataFrame) -> dict[str, Any]:
     """From what the sentences are made, of one GPU's rows; what was not measured is missing.
 
     ring STATE: how much faster SGLang's ring makes its decode at BATCH; prompt: how much faster FlashInfer is than fla
-    with PROMPT and few heads, and "prompt, all heads". from STATE: the batch from which on this lab's ring is faster
+    with PROMPT and few heads; prefill: how much faster this lab's fused prefill is than the
+    faster of both, in the mean of all prompts. from STATE: the batch from which on this lab's ring is faster
     than writing always; None: from none.
     """
     found: dict[str, Any] = {}
@@ -38,9 +40,9 @@ def facts(rows: pd.DataFrame) -> dict[str, Any]:
         found[f"ring {line['state']}"] = line["ratio"]
     prompts = where(tables.prefills(rows), variant=variants.FLASHINFER, prefill=PROMPT)
     for line in prompts.to_dict("records"):
-        few = (line["H"], line["HV"]) == FEW_HEADS
-        found |= {"prompt": line["ratio"]} if few else {}
-        found |= {"prompt, all heads": line["ratio"]} if line["HV"] == prompts["HV"].max() and not few else {}
+        found |= {"prompt": line["ratio"]} if (line["H"], line["HV"]) == FEW_HEADS else {}
+    best = tables.prefills(rows).dropna(subset=["beside"])
+    found |= {"prefill": geometric_mean(best["ratio"])} if len(best) else {}
     starts = where(tables.crossover(rows), whose="ours")
     for line in starts.to_dict("records"):
         found[f"from {line['state']}"] = None if line["batch"] != line["batch"] else int(line["batch"])
@@ -50,7 +52,7 @@ def facts(rows: pd.DataFrame) -> dict[str, Any]:
 
 def conclusion(facts: Facts) -> str:
     """What the ring and the segments are worth, on each GPU."""
-    said = [_rings(facts), _prompts(facts)]
+    said = [_rings(facts), _prompts(facts), _fused(facts)]
     return f"{'; '.join(part for part in said if part)}." if any(said) else ""
 
 
@@ -69,25 +71,28 @@ def _by_state(one: Mapping[str, Any]) -> str:
 def _prompts(facts: Facts) -> str:
     heads = " / ".join(map(str, FEW_HEADS))
     known = {gpu: one for gpu, one in facts.items() if "prompt" in one}
-    theirs = [f"{faster(one['prompt'], FLA)} at {heads} heads{_all_heads(one)} ({gpu})" for gpu, one in known.items()]
+    theirs = [f"{faster(one['prompt'], FLA)} at {heads} heads ({gpu})" for gpu, one in known.items()]
     return f"FlashInfer's prefill of one prompt of 8192 tokens is {'; '.join(theirs)}" if theirs else ""
 
 
-def _all_heads(one: Mapping[str, Any]) -> str:
-    return f", {faster(one['prompt, all heads'])} with all heads" if "prompt, all heads" in one else ""
+def _fused(facts: Facts) -> str:
+    found = [f"{faster(one['prefill'], BOTH)} ({gpu})" for gpu, one in facts.items() if "prefill" in one]
+    return f"in the mean of all prompts this lab's is {'; '.join(found)}" if found else ""
 
 
 def advice(facts: Facts) -> str:
-    """From which batch on a state should wait in a ring."""
+    """From which batch on a state should wait in a ring; whose prefill to take."""
     starts = {state: [one[f"from {state}"] for one in facts.values() if f"from {state}" in one] for state in STATES}
     worth = {state: max(found) for state, found in starts.items() if found and None not in found}
     never = [state for state, found in starts.items() if None in found]
     said = [f"{state} states from batch {batch} on" for state, batch in worth.items()]
-    if not said and not never:
+    prefills = [one["prefill"] for one in facts.values() if "prefill" in one]
+    if not said and not never and not prefills:
         return ""
     keep = f"write {' and '.join(never)} states at every token" if never else ""
     use = f"keep a ring of {variants.LENGTH} entries for {' and '.join(said)}" if said else ""
-    text = "; ".join(part for part in (use, keep) if part)
+    whose = "this lab's fused" if prefills and min(prefills) > 1 else "FlashInfer's" if prefills else ""
+    text = "; ".join(part for part in (use, keep, f"take {whose} prefill" if whose else "") if part)
     return f"{text[0].upper()}{text[1:]}."
 
 
