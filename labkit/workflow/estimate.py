@@ -6,8 +6,10 @@ process was, nor what was compiled ahead; of these there is a model:
 
 - A later process compiles nothing that the first one compiled. It takes what is usual of the operation: the mean of its
   cases, where none counts for more than a second above the median, since half of them or more compile little.
-- Kernels that are compiled ahead take `KERNEL_S` of one core each, and all cores share them.
-- A process takes `START_S` to start, a notebook `PAGE_S` beside its measuring.
+- Kernels that are compiled ahead take `KERNEL_S` of one core each, and all cores share them; so do what others' calls
+  compile before (`run.warm_up`), `CALL_S` each.
+- A process takes `START_S` to start, a notebook `PAGE_S` beside its measuring, a kernel whose hardware counters are
+  read `COUNTED_S`, timelines `TIMELINES_S`.
 
 A case that no GPU has recorded takes the mean of its operation, and one of an operation that none has the mean of all.
 """
@@ -32,6 +34,10 @@ GAP_S = 90.0  # between two cases; more: another run
 START_S = 5.0
 PAGE_S = 8.0
 KERNEL_S = 0.7
+# As runs of persistent_tables and gated_delta_today took on an H100 host of 16 cores.
+CALL_S = 45.0
+COUNTED_S = 10.0
+TIMELINES_S = 14.0
 SECOND = 1.0  # in which rows tell the time
 UNKNOWN_S = 3.0  # a case of a study that nobody recorded
 
@@ -73,7 +79,9 @@ def of_cases(study: Study, cases: Sequence[Case], processes: int, told: Known, c
         return 0.0
     ahead = set().union(*(told.kernels.get((x.op, x.key), ()) for x in cases)) if study.kernels else ()
     again = [case for case in cases if not study.early(case)]
-    parts = START_S * (processes + (len(again) < len(cases))) + KERNEL_S * len(ahead) / cores
+    calls = sum(one.role == "peer" for x in cases if study.warmed(x) for one in study.variants(x))
+    parts = START_S * (processes + (len(again) < len(cases)))
+    parts += (KERNEL_S * len(ahead) + CALL_S * calls) / cores
     return parts + sum(map(told.of_first, cases)) + (processes - 1) * sum(map(told.of_later, again))
 
 
@@ -114,16 +122,23 @@ def of_run(values: Mapping[str, Mapping[str, Any]], gpus: Sequence[str], cores: 
 
 def of_study(study: Study, parameters: Mapping[str, Any], processes: int, here: str) -> Estimate:
     """What measuring a study takes on the GPU of this name of a folder."""
-    return _told({study.name: (study, study.cases(parameters), processes)}, here, 1, 0)
+    wanted = (study, study.cases(parameters), processes, _counted(study, parameters))
+    return _told({study.name: wanted}, here, 1, 0)
 
 
-Wanted = tuple[Study, Sequence[Case], int]  # study, cases, processes
+Wanted = tuple[Study, Sequence[Case], int, Sequence[Key]]  # study, cases, processes, which cases are counted
 
 
 def _asked(name: str, given: Mapping[str, Any]) -> Wanted:
     """What a notebook with these parameters measures."""
     study, values = quick.asked(name, given)
-    return study, study.cases(values), 1 if values.get(filters.QUICK) else values.get("processes", 1)
+    processes = 1 if values.get(filters.QUICK) else values.get("processes", 1)
+    return study, study.cases(values), processes, _counted(study, values)
+
+
+def _counted(study: Study, parameters: Mapping[str, Any]) -> list[Key]:
+    """The case of every kernel whose counters are read, as often as there are such kernels."""
+    return [(case.op, case.key) for case, _ in study.counted(parameters)]
 
 
 def _told(wanted: Mapping[str, Wanted], here: str, gpus: int, cores: int) -> Estimate:
@@ -137,12 +152,18 @@ def _told(wanted: Mapping[str, Wanted], here: str, gpus: int, cores: int) -> Est
     return Estimate(found[like], max(1, gpus), like)
 
 
-def _seconds(study: Study, cases: Sequence[Case], processes: int, like: str, here: str, cores: int) -> float:
+def _seconds(
+    study: Study, cases: Sequence[Case], processes: int, counted: Sequence[Key], like: str, here: str, cores: int
+) -> float:
     path, mine = (base / gpu / f"{study.name}.parquet" for base, gpu in ((paths.DATA, like), (paths.RUNS, here)))
     told = known(recorded.read(path)) if path.exists() else Known()
     done = _done(recorded.read(mine)) if here and mine.exists() else {}
     left = [x for x in cases if done.get((x.op, x.key), 0) < (1 if study.early(x) else processes)]
-    return of_cases(study, left, processes, told, cores)
+    keys = {(x.op, x.key) for x in left}
+    beside = COUNTED_S * sum(key in keys for key in counted)
+    if study.timelines and (study.timelines.case.op, study.timelines.case.key) in keys:
+        beside += TIMELINES_S
+    return of_cases(study, left, processes, told, cores) + beside
 
 
 def _done(rows: pd.DataFrame) -> dict[Key, int]:
