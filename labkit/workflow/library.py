@@ -30,7 +30,7 @@ _QWEN = {"model": "Qwen3-30B-A3B", "routing": "uniform"}
 SHOWN = (
     Shown("gemv.linear, bf16", "gemv_coalescing", "gemv", ("N", "K"), {"dtype": "bf16"}),
     Shown("gated_delta.decode, Qwen3-Next, GDN, fp32 state", "state_layout", "step", ("batch",), _GDN, ("peer",)),
-    Shown("gated_delta.extend, Qwen3-Next, GDN", "state_layout", "extend", ("prefill",), {"gate": "GDN"}, ("peer",)),
+    Shown("gated_delta.extend, GDN", "gated_delta_today", "prefill", ("H", "HV", "prefill"), {}, ("peer",)),
     Shown("experts.layer, Qwen3-30B-A3B, bf16", "moe_persistent_grid", "layer", ("T",), _QWEN | {"weights": "bf16"}),
     Shown("experts.layer, Qwen3-30B-A3B, INT4", "moe_persistent_grid", "layer", ("T",), _QWEN | {"weights": "INT4"}),
     Shown(

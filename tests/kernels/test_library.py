@@ -2,15 +2,18 @@
 
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from test_extend import make
 
 import labkit.kernels
 from labkit.kernels import decoder, experts, gated_delta, gemv, gguf
 from labkit.kernels.decoder import reference as decoder_reference
 from labkit.kernels.experts import reference as experts_reference
+from labkit.kernels.gated_delta import fused, segmented
 from labkit.kernels.gated_delta import reference as gated_delta_reference
 
 README = Path(labkit.kernels.__file__).with_name("README.md")
@@ -50,6 +53,20 @@ def test_the_snippet_of_a_decode(device):
     out, states = gated_delta_reference.decode_step(before[some], step.q, step.k, step.v, alpha, beta, step.scale)
     assert error(step.out, out) < 1e-5
     assert error(step.state[some], states) < 1e-5
+
+
+@pytest.mark.parametrize(("rule", "kernels"), [("GDN", fused), ("KDA", segmented)])
+def test_an_extend_is_that_of_its_decay(rule, kernels):
+    """Bit for bit; the segments of the batch are the rule's."""
+    x = make([600, 40], K=16, V=16, rule=rule)
+    found = gated_delta.extend(x, True, gated_delta.segments(x.cu_seqlens, 1, rule == "KDA", x.v.device))
+    y = replace(x, out=torch.empty_like(x.out), final=torch.empty_like(x.final))
+    expected = kernels.extend(y, True)
+    assert found.launches.keys() == expected.launches.keys()
+    found()
+    expected()
+    assert torch.equal(x.out, y.out)
+    assert torch.equal(x.final, y.final)
 
 
 def test_the_snippet_of_an_extend(device):

@@ -1,4 +1,4 @@
-"""The gated delta rule, with a decay for each head (GDN) or each channel (KDA): decode, verify and chunked extend.
+"""The gated delta rule, with a decay for each head (GDN) or each channel (KDA): decode, verify and extend of prompts.
 
     decode(StepInputs(state=pool, indices=slots, q=q, k=k, v=v, a=a, b=b, A_log=A_log, dt_bias=bias, out=out))()
 
@@ -11,6 +11,7 @@ __getattr__, __all__ = exported(
     __name__,
     {
         "recurrent": "decode verify packed StepInputs VerifyInputs StepChoice",
-        "chunked": "extend plan ExtendInputs Extend",
+        "prefill": "extend segments",
+        "chunked": "ExtendInputs Extend",
     },
 )
