@@ -131,7 +131,7 @@ def floors(rows: pd.DataFrame) -> dict[str, str]:
             )
     ruled = tables.compared(rows, "ring", variants.OURS, variants.SEARCHED)
     if len(ruled):
-        said["time with the fastest choice over the rule's"] = f"×{span(ruled['ratio'])}"
+        said["time with the fastest choice over the rule's"] = span(ruled["ratio"])
     plain = tables.compared(rows, "ring", variants.OURS, variants.PLAIN)
     if len(plain):
         said["ring by the rule against writing always"] = f"{counted(plain['verdict'])} of {len(plain)} cases"
@@ -166,7 +166,7 @@ def verified(rows: pd.DataFrame) -> dict[str, str]:
     """How much faster a verify on the ring is than one that stores states, by whose and type of the state."""
     table = tables.verifies(rows).dropna(subset=["ratio"])
     return {
-        f"{whose.replace('ours', 'this lab')}, {state} state": f"×{span(part['ratio'])}; {counted(part['verdict'])}"
+        f"{whose.replace('ours', 'this lab')}, {state} state": f"{span(part['ratio'])}×; {counted(part['verdict'])}"
         for (whose, state), part in (table.groupby(["whose", "state"], sort=False) if len(table) else ())
     }
 
@@ -278,10 +278,10 @@ def whole(rows: pd.DataFrame) -> dict[str, str]:
         for line in table.to_dict("records"):
             ledger.note("whole", line)
             drafts = f", T = {line['T']}" if op == "ring_verify" else ""
-            said[f"{name}, batch {line['batch']}{drafts}"] = f"×{line['ratio']:.2f}"
+            said[f"{name}, batch {line['batch']}{drafts}"] = faster(line["ratio"])
     for line in where(tables.first_token(rows), prefill="1 x 8192").to_dict("records"):
         ledger.note("first_token", line)
-        said[f"first token, {line['prefill']}, {named(line['variant'])} for fla-core"] = f"×{line['ratio']:.2f}"
+        said[f"first token, {line['prefill']}, {named(line['variant'])} for fla-core"] = faster(line["ratio"])
     return said
 
 
