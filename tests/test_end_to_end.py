@@ -273,7 +273,10 @@ def test_without_triton_everything_but_the_kernels_is_imported(without):
         if re.search(r"^(import|from) triton\b", text, re.MULTILINE)
     }
     assert len(kernels) >= 4
-    kernels |= {f"labkit.kernels.{name}" for name in ("experts.expert_layer", "experts.inputs", "decoder.decode")}
+    kernels |= {
+        f"labkit.kernels.{name}"
+        for name in ("experts.expert_layer", "experts.inputs", "decoder.decode", "gated_delta.prefill")
+    }
     # And what makes ready all that studies launch.
     kernels.add("labkit.sweep.gated_delta")
     kernels |= {f"labkit.studies.{name}.trials" for name in ("state_layout", "gemv_coalescing", "moe_persistent_grid")}
