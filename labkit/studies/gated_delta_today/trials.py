@@ -390,24 +390,24 @@ def _of_drafts(x: Case) -> dict[str, float]:
 def extend(x: Case, device: Any, sets: int, seed: int, segments: int | None = None) -> Trial:
     """A prefill with so many segments a sequence; None: the rule's."""
     items = gated_delta.prompts(x, LENGTHS[x["prefill"]], device, sets, seed)
-    cut = _cut(x, items[0], segments)
-    calls = [segmented.extend(item, True, cut) for item in items]
-    return _extended(x, items, calls, lambda: {"segments": max(cut.counts)} | _control(x, items[0]))
+    bounds, device = items[0].cu_seqlens, items[0].v.device
+    rule = segments is None
+    cut = segmented.choose(bounds, x["HV"], device=device) if rule else segmented.cut(bounds, segments, device=device)
+    return _in_segments(x, items, segmented.extend, cut)
 
 
 def fused_extend(x: Case, device: Any, sets: int, seed: int) -> Trial:
     """A prefill that stores less between its launches, with the rule's segments."""
     items = gated_delta.prompts(x, LENGTHS[x["prefill"]], device, sets, seed)
     cut = fused.choose(items[0].cu_seqlens, x["HV"], items[0].v.device)
-    calls = [fused.extend(item, True, cut) for item in items]
-    return _extended(x, items, calls, lambda: {"segments": max(cut.counts)} | _control(x, items[0]))
+    return _in_segments(x, items, fused.extend, cut)
 
 
 def fused_searched(x: Case, device: Any, sets: int, seed: int) -> Trial:
     """The same with the fastest number of segments, one among them."""
     items, device = gated_delta.prompts(x, LENGTHS[x["prefill"]], device, sets, seed), torch.device(device)
     most = math.ceil(max(LENGTHS[x["prefill"]]) / (fused.SHORTEST * fused.CHUNK))
-    counts = [count for count in (1, *search.SEGMENTS) if count <= most or count == 1]
+    counts = [count for count in (1, *search.SEGMENTS) if count <= most]
     cuts = {str(count): fused.cut(items[0].cu_seqlens, count, device=device) for count in counts}
     ways = {name: lambda cut=cut: [fused.extend(item, True, cut) for item in items] for name, cut in cuts.items()}
     found, calls = search.fastest(ways, device)
@@ -438,10 +438,12 @@ def flashinfer_extend(x: Case, device: Any, sets: int, seed: int) -> Trial:
     return made
 
 
-def _cut(x: Case, item: chunked.ExtendInputs, segments: int | None) -> segmented.Segments:
-    if segments is None:
-        return segmented.choose(item.cu_seqlens, x["HV"], device=item.v.device)
-    return segmented.cut(item.cu_seqlens, segments, device=item.v.device)
+def _in_segments(
+    x: Case, items: Sequence[chunked.ExtendInputs], extend: Callable[..., chunked.Extend], cut: segmented.Segments
+) -> Trial:
+    """One of the lab's extends with these segments, whose facts have the control."""
+    calls = [extend(item, True, cut) for item in items]
+    return _extended(x, items, calls, lambda: {"segments": max(cut.counts)} | _control(x, items[0]))
 
 
 def _extended(
