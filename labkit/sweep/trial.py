@@ -14,7 +14,12 @@ from torch import Tensor
 from labkit.bench.spec import Arguments, Trial
 from labkit.kernels.launch import Launch
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+DTYPES = {
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp32": torch.float32,
+    "fp8": torch.float8_e4m3fn,
+}
 SAME_BITS = 0.0  # the tolerance of `differing`
 
 Call = Callable[[], Any]

@@ -749,7 +749,7 @@ def empty_ring(x: Inputs, entries: int, dtype: torch.dtype | None = None) -> Rin
     """A ring without entries for every slot of the pool. dtype: of u; None: that of q."""
     slots, HV, *_ = x.state.shape
     H, K = x.q.shape[-2:]
-    V, N, kda = x.v.shape[-1], len(x.indices), x.a.ndim > x.b.ndim
+    V, N, kda = x.v.shape[-1], len(x.indices), _is_kda(x)
     new = x.state.new_zeros
     return Ring(
         u=new((slots, HV, entries, V), dtype=dtype or x.q.dtype),
@@ -887,7 +887,7 @@ def write(x: Inputs, ring: Ring, which: Tensor) -> Launch:
 
     For a server that must see a state, and before a `verify` that would not have room. x: as of `decode` or `verify`.
     """
-    N, (HV, V), kda = len(x.indices), x.v.shape[-2:], x.a.ndim > x.b.ndim
+    N, (HV, V), kda = len(x.indices), x.v.shape[-2:], _is_kda(x)
     check_ring(x, ring, N, kda)
     check_tensor("which", which, (N,), (torch.int32,), x.state.device, recurrent.OWNER)
     step = _fitting(StepChoice(32, 4, 2), x)
@@ -900,7 +900,7 @@ def accept(x: DraftInputs, ring: Ring, path: Tensor, accepted: Tensor) -> Launch
 
     path: [N, A] int32, of each sequence its accepted drafts, from the first on; accepted: [N] int32, how many.
     """
-    (N, A), (HV, V), K, kda = path.shape, x.v.shape[-2:], x.q.shape[-1], x.a.ndim > x.b.ndim
+    (N, A), (HV, V), K, kda = path.shape, x.v.shape[-2:], x.q.shape[-1], _is_kda(x)
     check_ring(x, ring, len(x.indices), kda)
     check_tensor("path", path, (len(x.indices), A), (torch.int32,), x.state.device, recurrent.OWNER)
     check_tensor("accepted", accepted, (N,), (torch.int32,), x.state.device, recurrent.OWNER)
@@ -942,19 +942,21 @@ def choose(x: Inputs, ring: Ring) -> BufferedChoice:
     """The choice from shapes, dtypes and the GPU alone: of some hundred, what was fastest on an H100.
 
     By the value heads that a multiprocessor has:
-    - up to FEW_HEADS the time is that of one chain of loads and sums: one warp a program, and one kernel.
-    - up to SOME_HEADS states of 32 bits are still read fastest by one kernel; beyond, sums are made ahead, and fewer
-      registers let more programs be there at once.
-    States of 16 bits have twice the values a byte, so that instructions count: matrix instructions, but for few. KDA's
-    decays of each channel take the registers that more warps would need. K-first, a row of a tile is BV values of one
-    channel, and wide ones are read faster.
+    - with HARDLY_ANY_HEADS the time is that of one chain of loads and sums: narrow tiles of one warp, and one kernel.
+    - up to SOME_HEADS states are still read fastest by one kernel; beyond, sums are made ahead, and fewer registers
+      let more programs be there at once.
+    States of 16 bits have twice the values a byte, so that instructions count: matrix instructions from FEW_HEADS on.
+    KDA's decays of each channel take the registers that more warps would need. K-first, a row of a tile is BV values
+    of one channel, and wide ones are read faster.
     """
     heads = _heads(x)
-    if heads <= FEW_HEADS or x.a.ndim > x.b.ndim:
-        return BufferedChoice(_fitting(StepChoice(16 if heads <= HARDLY_ANY_HEADS else 32, 4, 1), x))
-    if _takes_matrix(x, ring):
+    if heads <= HARDLY_ANY_HEADS:
+        return BufferedChoice(_fitting(StepChoice(16, 4, 1), x))
+    if heads > FEW_HEADS and _takes_matrix(x, ring):
         return BufferedChoice(_fitting(StepChoice(64, 1, 4), x), ahead=True, matrix=True, registers=128)
-    if not x.v_first and x.state.dtype.itemsize == 4:
+    if _is_kda(x):
+        return BufferedChoice(_fitting(StepChoice(32, 4, 1), x))
+    if heads > FEW_HEADS and not x.v_first and x.state.dtype.itemsize == 4:
         return BufferedChoice(_fitting(StepChoice(64, 4, 2), x))
     step = _fitting(StepChoice(32, 4, 2), x)
     few = heads <= SOME_HEADS
@@ -964,10 +966,15 @@ def choose(x: Inputs, ring: Ring) -> BufferedChoice:
 def pays(x: Inputs) -> bool:
     """Whether a step on a ring is faster than the plain one, or as fast: from 2 value heads a multiprocessor (H100).
 
-    Of states of 16 bits, from 4. With fewer states to read a step is as long as its longest chain of loads and sums,
-    and the ring's is longer.
+    Of states of 16 bits or fewer, and of KDA, from 4. With fewer states to read a step is as long as its longest chain
+    of loads and sums, and the ring's is longer.
     """
-    return _heads(x) > (1.5 if x.state.dtype.itemsize == 4 else 4)
+    return _heads(x) > (1.5 if x.state.dtype.itemsize == 4 and not _is_kda(x) else 4)
+
+
+def _is_kda(x: Inputs) -> bool:
+    """Whether each channel has a decay of its own."""
+    return x.a.ndim > x.b.ndim
 
 
 def _heads(x: Inputs) -> float:

@@ -102,7 +102,7 @@ def hero(rows: pd.DataFrame) -> Drawing:
     parts = [part for part in parts if len(part)]
     if not parts:
         return "no decode was timed both ways."
-    table = where(pd.concat(parts, ignore_index=True), batch=DRAWN)
+    table = where(pd.concat(parts, ignore_index=True), batch=DRAWN, state=STATES)
     if table.empty:
         return f"no decode was timed both ways at batch {', '.join(map(str, DRAWN))}."
     table = table.assign(row="batch " + table["batch"].astype(str), state=table["state"] + " state")

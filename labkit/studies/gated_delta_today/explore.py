@@ -6,7 +6,7 @@ import pandas as pd
 
 from labkit.report import figures, widgets
 from labkit.studies.gated_delta_today import work
-from labkit.studies.gated_delta_today.variants import RING_LENGTHS, STATES
+from labkit.studies.gated_delta_today.variants import NARROW, RING_LENGTHS, STATES
 
 
 def bytes_by_length(params: dict[str, Any]) -> pd.DataFrame:
@@ -34,7 +34,7 @@ def widget(x: Any) -> Any:
         show,
         lambda w: {
             "gate": w.Dropdown(options=["GDN", "KDA"], description="gate"),
-            "state": w.Dropdown(options=list(STATES), description="state"),
+            "state": w.Dropdown(options=[*STATES, *NARROW], description="state"),
             "batch": w.BoundedIntText(256, 1, 4096, description="batch"),
             "heads": w.BoundedIntText(16, 1, 128, description="heads of q"),
             "group": w.Dropdown(options=[2, 1, 3, 4], description="value heads each"),

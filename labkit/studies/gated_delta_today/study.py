@@ -8,6 +8,7 @@ from labkit.shapes import KIMI_LINEAR, QWEN35_4B
 from labkit.studies.gated_delta_today import claims
 from labkit.studies.gated_delta_today.variants import (
     LENGTHS,
+    NARROW,
     PREFILLS,
     STATES,
     TINY,
@@ -32,7 +33,7 @@ def cases(parameters: Mapping[str, Any]) -> list[Case]:
     if "GDN" in parameters["gates"]:
         found += [
             Case("ring_verify", shape("GDN") | {"state": state, "batch": n, "draft": draft, "T": tokens})
-            for state in parameters["states"]
+            for state in _wide(parameters)
             for n in parameters["verify_batches"]
             for draft, tokens in DRAFTS
         ]
@@ -46,14 +47,22 @@ def cases(parameters: Mapping[str, Any]) -> list[Case]:
 
 def _decodes(gate: str, parameters: Mapping[str, Any]) -> list[Case]:
     """The cases of decode with one kind of gate."""
-    common, states = shape(gate), parameters["states"]
+    common, states = shape(gate), _wide(parameters)
     batches = [n for n in parameters["batches"] if gate == "GDN" or n in KDA_BATCHES]
     found = [Case("ring", common | {"state": state, "batch": n}) for state in states for n in batches]
     full = [common | {"state": state, "batch": FULL} for state in states] if FULL in batches else []
     found += [Case("length", one) for one in full]
     if gate == "GDN":
+        narrow = [state for state in parameters["states"] if state in NARROW]
+        found += [Case("ring", common | {"state": state, "batch": FULL}) for state in narrow if FULL in batches]
         found += [Case("layout", one | {"writes": writes}) for one in full for writes in ("1 in L", "never")]
+        states = [*states, *narrow]
     return found + [Case("drift", common | {"state": state, "batch": 1, "tokens": DRIFT_TOKENS}) for state in states]
+
+
+def _wide(parameters: Mapping[str, Any]) -> list[str]:
+    """The types of the state of those asked for that all operations have."""
+    return [state for state in parameters["states"] if state in STATES]
 
 
 def shape(gate: str) -> dict[str, Any]:
@@ -107,7 +116,7 @@ STUDY = Study(
     pairs=claims.pairs,
     parameters={
         "gates": list_of(one_of(*GATES)),
-        "states": list_of(one_of(*STATES)),
+        "states": list_of(one_of(*STATES, *NARROW)),
         "batches": list_of(integer(1, 4096), empty=True),
         "verify_batches": list_of(integer(1, 4096), empty=True),
         "prefills": list_of(one_of(*PREFILLS), empty=True),

@@ -13,7 +13,7 @@ from labkit.bench.tables import compared as compared_in
 from labkit.bench.verdict import median_us
 from labkit.shapes import QWEN35_4B, GatedDeltaModel
 from labkit.studies.gated_delta_today import variants, work
-from labkit.studies.gated_delta_today.variants import LENGTHS, RING_LENGTHS, STATES, with_length
+from labkit.studies.gated_delta_today.variants import LENGTHS, NARROW, RING_LENGTHS, STATES, with_length
 
 CASE = ["gate", "state", "batch", "writes", "draft", "T", "H", "HV", "prefill"]
 BF16_BYTES = 2.0
@@ -25,7 +25,8 @@ def ordered_cases(rows: pd.DataFrame, op: str, **wanted: Any) -> Cases:
     """The cases of an operation, GDN first, fp32 before bf16, few heads before many, small before large."""
 
     def place(params: Mapping[str, Any], group: pd.DataFrame) -> tuple:
-        return params["gate"], STATES.index(params.get("state", "fp32")), params["HV"], group["floor_bytes"].iloc[0]
+        state = (*STATES, *NARROW).index(params.get("state", "fp32"))
+        return params["gate"], state, params["HV"], group["floor_bytes"].iloc[0]
 
     return cases(rows, op, place, **wanted)
 

@@ -18,6 +18,7 @@ PLAIN_RELEASE, RING_RELEASE = "sglang-0.5.23", "sglang-ring-0.5.23"
 FLASHINFER_RELEASE = "flashinfer-python-0.7.2.post1"
 
 STATES = ("fp32", "bf16")  # in the order of the pages
+NARROW = ("fp16", "fp8")  # timed at one batch, ours alone, and followed along many tokens
 PREFILLS = {  # name -> tokens of every sequence
     "1 x 2048": (2048,),
     "1 x 8192": (8192,),
@@ -119,13 +120,20 @@ VARIANTS = {  # of every operation
 def variants(x: Case) -> list[Variant]:
     """Those of its operation that a case has."""
     left_out = {
-        # SGLang's packed decode of KDA compiles CUDA of its own; its ring is timed.
-        "ring": lambda one: x["gate"] == "KDA" and one.name == SGLANG_PLAIN,
+        "ring": lambda one: one.name in _no_ring(x),
         # SGLang's verify on the ring is for chains of GDN alone.
         "ring_verify": lambda one: x["draft"] == "tree" and one.name == SGLANG_RING,
         "prefill": lambda one: one.name == FLASHINFER and (x["activations"], x["K"], x["V"]) != ("bf16", 128, 128),
     }.get(x.op, lambda one: False)
     return [one for one in VARIANTS[x.op] if not left_out(one)]
+
+
+def _no_ring(x: Case) -> set[str]:
+    """The variants of `ring` that a case does not have."""
+    # SGLang's packed decode of KDA compiles CUDA of its own; its ring is timed. It has no narrow states.
+    left_out = {SGLANG_PLAIN} if x["gate"] == "KDA" else set()
+    left_out |= {SGLANG_PLAIN, SGLANG_RING, SGLANG_SEARCHED} if x["state"] in NARROW else set()
+    return left_out | ({MULTIPLY} if x["state"] == "fp8" else set())  # torch multiplies no fp8
 
 
 def control(x: Case) -> str:

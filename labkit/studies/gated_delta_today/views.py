@@ -74,8 +74,9 @@ def batch_time(rows: pd.DataFrame) -> Drawing:
     table = tables.times(rows, "ring")
     if table.empty:
         return "no decode on a ring was timed."
-    lines = where(table, gate="GDN", variant=SHOWN)
-    floors = where(table, gate="GDN", variant=variants.OURS).assign(variant=FLOOR)
+    shown = where(table, gate="GDN", state=variants.STATES)
+    lines = where(shown, variant=SHOWN)
+    floors = where(shown, variant=variants.OURS).assign(variant=FLOOR)
     floors = floors.assign(us=floors["floor us"]).dropna(subset=["us"])
     drawn = pd.concat([lines, floors], ignore_index=True)
     drawn = drawn.assign(variant=drawn["variant"].map(named), state=drawn["state"] + " state")
@@ -293,7 +294,8 @@ def searched(rows: pd.DataFrame) -> pd.DataFrame:
 
 def predicted(gates: Sequence[str], states: Sequence[str]) -> pd.DataFrame:
     """The best L by bytes alone, at the batch at which every L is timed."""
-    found = [study.shape(gate) | {"state": state, "batch": study.FULL} for gate in gates for state in states]
+    wide = [state for state in states if state in variants.STATES]
+    found = [study.shape(gate) | {"state": state, "batch": study.FULL} for gate in gates for state in wide]
     return tables.predicted_lengths(found)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from labkit.bench.spec import Case, Floor
 
-ITEMSIZE = {"fp32": 4, "bf16": 2, "fp16": 2}
+ITEMSIZE = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 LONGEST = 64  # entries of a ring
 CHUNK = 64  # tokens, of a prefill
 Params = Case | dict[str, Any]
