@@ -25,7 +25,7 @@ def judged(observations, code=OWN, **rule):
         return Observed(code, observations, "rows of something")
 
     known = {"id": "c", "source": "s", "url": "u", "statement": "st", "condition": "co", "published": "p"}
-    made = Claim(**known, ruled="2026-11-25", quantity="time before over after", observe=observe, **rule)
+    made = Claim(**known, ruled="2026-11-25", quantity="time before ÷ after", observe=observe, **rule)
     return made.judge(ROWS)
 
 
@@ -160,14 +160,25 @@ def test_a_claim_that_nothing_here_can_test_says_why():
 
 def test_what_is_said():
     found = judged(observed(1.2), OURS, gpus=("A100",), size=(1.3, 1.3), note="Read this")
-    assert found.measured == "1.20× [1.19, 1.21]: time before over after"
+    assert found.measured == "1.20× [1.19, 1.21]: time before ÷ after"
     assert found.why == "as claimed; size: less; our version of the code; another GPU than its A100; Read this"
     found = judged(observed(1.2, 1.3))
-    assert found.measured == "case 0 1.20× [1.19, 1.21]; case 1 1.30× [1.29, 1.31]: time before over after"
-    assert judged(observed(1.2, spread=0)).measured == "1.20×: time before over after"  # counted, and not timed
+    assert found.measured == "case 0 1.20× [1.19, 1.21]; case 1 1.30× [1.29, 1.31]: time before ÷ after"
+    assert judged(observed(1.2, spread=0)).measured == "1.20×: time before ÷ after"  # counted, and not timed
     found = judged(observed(1.2, 1.3, 1.4, 1.006))
-    assert found.measured == "1.01 to 1.40× in 4 cases: time before over after"
+    assert found.measured == "1.01 to 1.40× in 4 cases: time before ÷ after"
     assert found.why.startswith("as claimed in 3 of 4 cases, unclear in 1; ")
+
+
+def test_a_ratio_of_times_says_which_is_faster():
+    def shown(*mids, **rest):
+        return judged(observed(*mids, **rest), faster=True).measured
+
+    assert shown(1.2) == "1.20× faster [1.19, 1.21]: time before ÷ after"
+    assert shown(0.8, spread=0.05) == "1.25× slower [1.19, 1.32]: time before ÷ after"
+    assert shown(1.002) == "as fast [1.00, 1.01]: time before ÷ after"
+    assert shown(0.5, 0.6, 0.7, 0.8) == "1.25× to 2.00× slower in 4 cases: time before ÷ after"
+    assert shown(0.8, 1.1, 1.2, 1.3) == "1.25× slower to 1.30× faster in 4 cases: time before ÷ after"
 
 
 RATIOS = st.lists(st.floats(0.2, 5), min_size=1, max_size=9)

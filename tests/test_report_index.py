@@ -64,8 +64,8 @@ def test_row_has_source_figures_verdict_words_and_what_was_run(tmp_path: Path) -
         "H100: <span>1.09 [1.08, 1.10]</span>",
         "✓ reproduced",
         "✗ not reproduced",
-        "holds · as published",
-        "fails · less",
+        "as claimed, as much as published",
+        "not as claimed",
         "run: the source&#39;s own code",
     ):
         assert part in first
@@ -149,7 +149,7 @@ def test_gpus_of_one_verdict_by_the_same_code_are_shown_together() -> None:
     weak = row.results["nvidia-h100-80gb-hbm3"]
     (both,) = index.outcomes(row, machines)
     assert (both.verdict, both.run, both.words, list(both.results)) == (
-        "consistent", "an estimate", "holds · more", [machine.slug for machine in machines]
+        "consistent", "an estimate", "as claimed, more than published", [machine.slug for machine in machines]
     )  # fmt: skip
     less = replace(weak, judgement=replace(weak.judgement, size="less"), rule_changed=True)
     (both,) = index.outcomes(replace(row, results=row.results | {"nvidia-h200-here": less}), machines)
@@ -168,9 +168,9 @@ def test_words_and_remarks_that_differ_stand_beside_their_gpu(tmp_path: Path) ->
     claims = [*others, replace(row, results=row.results | {"nvidia-h200-here": less})]
     shown = claim_rows(write_index(tmp_path, claims=claims))[-1]
     h100, h200 = re.findall(r'<p class="gpu".*?</p>', shown, re.DOTALL)
-    assert "holds · more" in h100
+    assert "as claimed, more than published" in h100
     assert "rule changed" not in h100
-    assert "holds · less" in h200
+    assert "as claimed, less than published" in h200
     assert "rule changed" in h200
 
 

@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
-from labkit.bench import ledger
+from labkit.bench import ledger, ratios
 from labkit.bench.sha import sha_within
 
 if TYPE_CHECKING:
@@ -124,6 +124,7 @@ class Claim:
     sized:     whether cases have published values of their own, which `observe` gives.
     at_most:   whether what is observed is a bound from above, which can refute a claim but not bear it out.
     percent:   whether the quantity is a share, shown in percent.
+    faster:    whether it is a time without what is claimed of ÷ a time with it, shown as "1.10× slower".
     gpus:      parts of names of the GPUs that it was published of; empty: not stated.
     differs:   what else differs here from the conditions of the source; empty: nothing.
     refutes:   of a cause, the observation that would refute it, in words.
@@ -147,6 +148,7 @@ class Claim:
     sized: bool = False
     at_most: bool = False
     percent: bool = False
+    faster: bool = False
     gpus: tuple[str, ...] = ()
     differs: str = ""
     refutes: str = ""
@@ -176,7 +178,7 @@ class Claim:
         """The observed quantity in one line: of up to three cases each with its interval, else the least and most."""
         if len(observations) > 3:
             least, most = (pick(observations, key=lambda one: one.mid) for pick in (min, max))
-            text = f"{self.number(least.mid)} to {self.number(most.mid)}{self._times} in {len(observations)} cases"
+            text = f"{self.between(least.mid, most.mid)} in {len(observations)} cases"
         else:
             text = "; ".join(
                 " ".join(filter(None, [one.case if len(observations) > 1 else "", self.interval(one)]))
@@ -185,22 +187,31 @@ class Claim:
         return f"{text}: {self.quantity}"
 
     def interval(self, one: Observation) -> str:
-        """The quantity of one case with its interval, if it has one."""
+        """The quantity of one case with its interval, if it has one; of something slower, of how much."""
+        said = ratios.faster(one.mid) if self.faster else f"{self.number(one.mid)}{self._times}"
         if one.low == one.high:  # counted
-            return f"{self.number(one.mid)}{self._times}"
-        return f"{self.number(one.mid)}{self._times} [{self.number(one.low)}, {self.number(one.high)}]"
+            return said
+        turned = self.faster and said.endswith("slower")
+        low, high = (1 / one.high, 1 / one.low) if turned else (one.low, one.high)
+        return f"{said} [{self.number(low)}, {self.number(high)}]"
+
+    def between(self, least: float, most: float) -> str:
+        """The least and the most of several cases."""
+        if self.faster:
+            return ratios.between(least, most)
+        return f"{self.number(least)} to {self.number(most)}{self._times}"
 
     @property
     def _times(self) -> str:
         """What follows a ratio of two times, so that nobody takes it for one of them."""
-        return "×" if " over " in self.quantity and not self.percent else ""
+        return "×" if " ÷ " in self.quantity and not self.percent else ""
 
     def number(self, value: float) -> str:
         """A value as it is shown: "1.08", "26.6", "84 %"."""
         ledger.say(value)
         if self.percent:
             return f"{value:.0%}".replace("%", " %")
-        return f"{value:.{2 if value < 10 else 1}f}"
+        return f"{value:.{2 if value < 10 or self.faster else 1}f}"
 
     def sha(self) -> str:
         """Hash of the rule: of all that decides a verdict, not of what is only shown, 12 hexadecimal digits.

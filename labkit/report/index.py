@@ -12,7 +12,7 @@ import jinja2
 from markupsafe import Markup
 
 from labkit.bench.claim import CODES, ESTIMATE, OURS, OWN, VERDICTS, Claim, Judgement
-from labkit.report import pages, words
+from labkit.report import pages, verdicts, words
 from labkit.report.figures import Html, badge
 from labkit.report.pages import StudyEntry
 
@@ -50,10 +50,7 @@ class Result:
     @property
     def words(self) -> str:
         """Direction and size; empty where nothing was observed."""
-        if not self.judgement:
-            return ""
-        size = "size unclear" if self.judgement.size == "unclear" else self.judgement.size
-        return " · ".join(filter(None, [self.judgement.direction, size]))
+        return verdicts.in_words(self.judgement)
 
     @property
     def quick(self) -> bool:

@@ -11,8 +11,14 @@ from labkit.bench.claim import Claim, Judgement
 from labkit.report import origins
 from labkit.report.figures import Html, badge
 
+DIRECTIONS = {"holds": "as claimed", "fails": "not as claimed"}  # in words; of what is unclear the verdict says so
+SIZES = {"as published": "as much as published", "more": "more than published", "less": "less than published"}
 CHANGED, QUICK = "rule changed after the data", "a quick look"
-JUDGED = Markup('<p class="small"><a href="index.html#judged">How a claim is judged</a></p>')
+JUDGED = Markup(
+    '<p class="small"><b>Reproduced</b> or <b>not reproduced</b>: the code of the source, under its conditions. '
+    "<b>Consistent</b> or <b>disagrees</b>, in direction: our version of the code, an estimate, or other conditions. "
+    '<a href="index.html#judged">How a claim is judged</a></p>'
+)
 
 
 @dataclass(frozen=True)
@@ -32,11 +38,16 @@ class Said:
 
     @property
     def words(self) -> str:
-        """The verdict with its two parts: "consistent: holds, as published"."""
-        judged = self.judgement
-        if judged is None or not judged.direction:
-            return ""
-        return f"{judged.direction}, size {judged.size}" if judged.size != "not comparable" else judged.direction
+        """Direction and size, in words: "as claimed, more than published"."""
+        return in_words(self.judgement)
+
+
+def in_words(judged: Judgement | None) -> str:
+    """Direction and size; of what is unclear, or not as claimed at all, no size. Empty where nothing was observed."""
+    if judged is None or judged.direction not in DIRECTIONS:
+        return ""
+    size = SIZES.get(judged.size) if judged.direction == "holds" else None
+    return ", ".join(filter(None, [DIRECTIONS[judged.direction], size]))
 
 
 def marked(claim: Claim, judged: Judgement, pool: origins.Pool) -> tuple[Html, Html]:
@@ -90,7 +101,7 @@ def _sentence(text: str) -> str:
 
 def _figures(claim: Claim) -> str:
     """What the figures of a claim are."""
-    return f"Figures: {claim.quantity}."
+    return f"Measured: {claim.quantity}."
 
 
 def _word(one: Said) -> str:
@@ -143,17 +154,17 @@ def _headline(claim: Claim, said: Sequence[Said]) -> Markup:
         link(claim.source, claim.url), claim.published, f"{_figures(claim)} Run: {', '.join(ran)}." if ran else ""
     )
     first = Markup('<th scope="row"><a href="#claim-{}">{}</a>{}</th>').format(claim.id, claim.statement, about)
-    cell = Markup('<td data-label="{}">{} <span class="small">{}</span></td>')
-    cells = [cell.format(one.gpu, _badge(one), one.figure) for one in said]
+    cell = Markup('<td data-label="{}">{} <span class="small">{}</span> <span class="small">{}</span></td>')
+    cells = [cell.format(one.gpu, _badge(one), one.figure, one.words) for one in said]
     return Markup("<tr>{}{}</tr>").format(first, Markup("").join(cells))
 
 
 def answer(said: Html, table: Html, hero: Html, advice: Html) -> Html:
-    """The first screen: the conclusion, the claims, what to do, and one figure."""
+    """The first screen: the conclusion, what to do, the claims, and one figure."""
     to_do = Markup('<p class="lab-advice"><b>What to do.</b> {}</p>').format(advice) if advice.plain else ""
-    text = Markup('<div><p class="lab-conclusion">{}</p>{}{}{}</div>').format(said, table, JUDGED, to_do)
+    text = Markup('<div><p class="lab-conclusion">{}</p>{}{}{}</div>').format(said, to_do, table, JUDGED)
     html = Markup('<section class="lab-answer" aria-label="The answer">{}{}</section>').format(text, hero)
-    return Html(str(html), "\n\n".join(one.plain for one in (said, table, advice, hero)))
+    return Html(str(html), "\n\n".join(one.plain for one in (said, advice, table, hero)))
 
 
 def told(how: Any, entries: Mapping[str, tuple[ledger.Kept, origins.Place]]) -> dict[str, Html]:

@@ -5,9 +5,12 @@ from collections.abc import Iterable, Sequence
 
 import pandas as pd
 
-from labkit.bench.ledger import note, say
-
-SAME = "as fast"  # of what reads as 1.00
+from labkit.bench.ledger import note
+from labkit.bench.ratios import SAME as SAME
+from labkit.bench.ratios import between
+from labkit.bench.ratios import compared as compared
+from labkit.bench.ratios import faster as faster
+from labkit.bench.ratios import number as number
 
 
 def span(values: pd.Series, form: str = "{:.2f}") -> str:
@@ -15,12 +18,6 @@ def span(values: pd.Series, form: str = "{:.2f}") -> str:
     note("span", values)
     shown = {form.format(end): end for end in (values.max(), values.min())}
     return " to ".join(number(end, form) for end in reversed(shown.values()))
-
-
-def number(value: float, form: str = "{:.2f}") -> str:
-    """A number in a sentence, noted as it was before it is rounded: by that its origin is found."""
-    say(value)
-    return form.format(value)
 
 
 def spans(table: pd.DataFrame, by: str | Sequence[str], column: str, form: str = "{:.2f}") -> list[str]:
@@ -36,39 +33,10 @@ def filled(table: pd.DataFrame, form: str) -> list[str]:
     return [form.format(**line) for line in table.to_dict("records")]
 
 
-def faster(ratio: float, than: str = "") -> str:
-    """How much faster something is than what takes `ratio` times its time: "1.29× faster", "1.10× slower than cuBLAS".
-
-    Of what reads as 1.00 no side is said, which would mean nothing: "as fast", "as fast as cuBLAS".
-    """
-    side = _side(ratio)
-    said = f"{number(max(ratio, 1 / ratio))}× {side}" if side else SAME
-    return compared(said, than) if than else said
-
-
-def _side(ratio: float) -> str:
-    """ "faster" or "slower"; empty of what reads as 1.00."""
-    return "" if f"{max(ratio, 1 / ratio):.2f}" == "1.00" else "faster" if ratio > 1 else "slower"
-
-
 def gains(ratios: pd.Series, than: str = "") -> str:
     """The least and the most that something is faster: "1.06× to 1.22× slower", "1.02× slower to 1.06× faster"."""
     note("gains", ratios)
-    low, high = ratios.min(), ratios.max()
-    ends = (high, low) if high < 1 else (low, high)  # of slower ones the least first too
-    side = _side(low)
-    if side != _side(high):
-        said = " to ".join(map(faster, ends))
-    elif not side:
-        said = SAME
-    else:
-        said = f"{span(pd.Series([max(end, 1 / end) for end in ends]), '{:.2f}×')} {side}"
-    return compared(said, than) if than else said
-
-
-def compared(said: str, than: str) -> str:
-    """How much faster, as `faster` and `gains` say it, than what: "1.29× faster than cuBLAS", "as fast as cuBLAS"."""
-    return f"{said} {'as' if said.endswith(SAME) else 'than'} {than}"
+    return between(ratios.min(), ratios.max(), than)
 
 
 def interval(low: float, high: float) -> str:
