@@ -114,7 +114,8 @@ class Random:
 
     def fill(self, tensor: Tensor, std: float = 1.0) -> Tensor:
         """The tensor, filled with values that are drawn in its own dtype."""
-        return tensor.normal_(0, std, generator=self.generator)
+        # Of tensors without memory torch would first import its compiler, which takes seconds in each process.
+        return tensor if self.generator is None else tensor.normal_(0, std, generator=self.generator)
 
     def below(self, count: int) -> int:
         """One of the numbers below `count`."""

@@ -29,7 +29,6 @@ from labkit.kernels.tuned import slug
 from labkit.workflow import filters, notebooks, quick, recorded
 from labkit.workflow.filters import Key
 
-GAP_S = 90.0  # between two cases; more: another run
 # Three starts and a page are what the recorded runs of `machine` took beside its cases until the next study began.
 START_S = 5.0
 PAGE_S = 8.0
@@ -66,11 +65,10 @@ class Known:
 
 def known(rows: pd.DataFrame) -> Known:
     """What the rows of one study on one GPU tell."""
-    begun = pd.to_datetime(rows["utc"]).groupby([rows["op"], rows["case"]]).min().sort_values(kind="stable")
-    seconds = begun.diff().dt.total_seconds().shift(-1)
-    first = {key: s for key, s in seconds.items() if s <= GAP_S}  # not NaN, the last one
     some = rows[rows["evidence"].str.len() > 2]
-    return Known(first, {key: frozenset(group) for key, group in some.groupby(["op", "case"])["evidence"]})
+    return Known(
+        quick.first_seconds(rows), {key: frozenset(group) for key, group in some.groupby(["op", "case"])["evidence"]}
+    )
 
 
 def of_cases(study: Study, cases: Sequence[Case], processes: int, told: Known, cores: int) -> float:

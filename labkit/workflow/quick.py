@@ -1,7 +1,7 @@
 """A quick look: the headline cases of the claims, those that they cannot do without, in one process.
 
-Which these are is asked of each claim's own rule. Of the recorded rows, cases are left out for as long as what remains
-still gives the rule something to observe, and leaves its verdict what it was.
+Which these are is asked of each claim's own rule. Of the recorded rows, cases are left out, those first that took
+longest, for as long as what remains still gives the rule something to observe, and leaves its verdict what it was.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -17,6 +17,7 @@ from labkit.bench.spec import Case, Study
 from labkit.workflow import filters, notebooks, recorded, summary
 from labkit.workflow.filters import Key
 
+GAP_S = 90.0  # between two cases; more: another run
 ROUNDS = 2  # cases that one claim adds can change what another one reads
 LISTS = ("run", "block", "samples_ns", "throttled", "sm_mhz")  # columns that hold one value a sample
 
@@ -57,12 +58,20 @@ def of_files(name: str, files: Sequence[Path]) -> list[Key]:
     order = [(case.op, case.key) for case in study.cases(notebooks.defaults(name))]
     kept: list[Key] = []
     for path in files:
-        groups = dict(list(first_process(recorded.read(path)).groupby(["op", "case"])))
-        known = {key: groups[key] for key in order if key in groups}
+        rows = recorded.read(path)
+        groups, seconds = dict(list(first_process(rows).groupby(["op", "case"]))), first_seconds(rows)
+        known = {key: groups[key] for key in sorted(order, key=lambda key: seconds.get(key, 0.0)) if key in groups}
         wholes = [(claim, said(claim, known, list(known))) for claim in study.claims if claim.observe]
         for claim, whole in wholes * ROUNDS:
             kept = headline(claim, known, whole, kept)
     return [key for key in order if key in kept]
+
+
+def first_seconds(rows: pd.DataFrame) -> dict[Key, float]:
+    """How long the first process was at a case, by the times at which recorded ones were begun; not of a run's last."""
+    begun = pd.to_datetime(rows["utc"]).groupby([rows["op"], rows["case"]]).min().sort_values(kind="stable")
+    seconds = begun.diff().dt.total_seconds().shift(-1)
+    return {key: s for key, s in seconds.items() if s <= GAP_S}  # not NaN, the last one
 
 
 Told = tuple[str, str]  # whose code ran, and the verdict; of nothing observed ("", "")
@@ -78,7 +87,7 @@ def said(claim: Claim, groups: Mapping[Key, pd.DataFrame], keys: Sequence[Key]) 
 def headline(claim: Claim, groups: Mapping[Key, pd.DataFrame], whole: Told, kept: Sequence[Key] = ()) -> list[Key]:
     """`kept`, and the first few cases with which the rule says something of the same code as of all, with its verdict.
 
-    groups: the rows of each case, in the study's order; whole: what is said of all.
+    groups: the rows of each case, those first that take least time; whole: what is said of all.
     """
     if not whole[0] or said(claim, groups, kept) == whole:
         return list(kept)
