@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from click.shell_completion import CompletionItem, get_completion_class
@@ -17,6 +17,9 @@ from click.shell_completion import CompletionItem, get_completion_class
 from labkit import __version__, paths, registry
 from labkit.bench import spec
 from labkit.workflow import nearest
+
+if TYPE_CHECKING:
+    from labkit.workflow.estimate import Estimate
 
 OK, FAILED = 0, 1  # click itself exits with 2 on a UsageError
 INTERRUPTED, TERMINATED = 128 + signal.SIGINT, 128 + signal.SIGTERM
@@ -189,8 +192,9 @@ def run(
     from labkit.workflow import ahead, reports  # take a second to load: after what can be wrong
 
     if measured := {name: values[name] for name in names if can_measure and notebooks.measures(name, values[name])}:
-        _say(_how_long(measured))
-    how = {"can_measure": can_measure, "beside": ahead.Ahead}
+        told = _how_long(measured)
+        _say(str(told))
+    how = {"can_measure": can_measure, "beside": ahead.Ahead, "seconds": told.seconds if measured else {}}
     results = _until_stopped(lambda: notebooks.run(names, values, jobs, **how))
     failed = {result.study: result.error for result in results if not result.ok}
     problems = reports.write(failed, _say)
@@ -207,11 +211,11 @@ def _named(chosen: Sequence[str]) -> list[str]:
     return [name for name in registry.NOTEBOOKS if name in chosen] or list(registry.NOTEBOOKS)
 
 
-def _how_long(values: dict[str, dict[str, Any]]) -> str:
+def _how_long(values: dict[str, dict[str, Any]]) -> "Estimate":
     """What these studies will take to measure here."""
     from labkit.workflow import estimate, lease
 
-    return str(estimate.of_run(values, [one.name for one in lease.visible()]))
+    return estimate.of_run(values, [one.name for one in lease.visible()])
 
 
 def _run_jobs(

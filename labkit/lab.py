@@ -143,7 +143,7 @@ def open(
         raise RuntimeError(
             f"{name}: nothing to show: not measured here ({problem}), and no recorded GPU has these cases"
         )
-    return Lab(study, parameters, shown, problem, own.add, gpu if source == "predicted" else "")
+    return Lab(study, parameters, shown, problem, own.add, gpu if source == "predicted" else "", quick)
 
 
 def defaults(name: str) -> dict[str, Any]:
@@ -169,7 +169,7 @@ class Lab:
     """A study with the rows of every GPU shown.
 
     shown: measured here first; problem: why nothing is measured here; add: the reader's own functions; target: the GPU
-    to predict, if one was asked for.
+    to predict, if one was asked for. quick: a quick look, whose page compiles and checks nothing beside what is timed.
     """
 
     def __init__(
@@ -180,9 +180,10 @@ class Lab:
         problem: str,
         add: Sequence[str] = (),
         target: str = "",
+        quick: bool = False,
     ):
         self.study, self.parameters, self.shown, self.problem, self.add = study, parameters, shown, problem, add
-        self.target = target
+        self.target, self.quick = target, quick
         self.cases = study.cases(parameters)
         self._judged: dict[str, list[verdicts.Said]] = {}
 
@@ -263,14 +264,14 @@ class Lab:
     def show_table(table: pd.DataFrame, caption: str, formats: Mapping | None = None) -> figures.Html:
         """A table that belongs to no GPU."""
         if table.empty:
-            why = "no case here has it" if find_spec("triton") else "Triton is not installed here"
+            why = "no case shown has it" if find_spec("triton") else "Triton is not installed here"
             return figures.note(f"{caption} Not available: {why}.")
         return figures.table(table, caption, formats, folded=True)
 
     def correctness(self) -> figures.Html:
         """Every variant on the study's tiny cases, here; and the largest error of the timed cases on each GPU."""
         checked = [(entry.label, entry.rows[entry.rows["error"].notna()]) for entry in self.shown]
-        if find_spec("triton"):
+        if find_spec("triton") and not self.quick:  # of a quick look what is timed is checked, and nothing else
             checked.insert(0, (self._tiny, check_here(self.study.name, bool(machine.why_no_gpu()))))
         for name, own in self._own.groupby("function", sort=False) if self.add else ():
             checked.append((f"{name} (added), {self._tiny}", own.assign(variant=name)))
@@ -281,7 +282,7 @@ class Lab:
             if len(part)
         ]
         if not rows:
-            return figures.note("Nothing was checked: Triton is not installed here, and no row shown has an error.")
+            return figures.note("Nothing was checked: no row shown has an error, and no kernel was run here.")
         return figures.table(
             pd.DataFrame(rows),
             "Relative error against the float64 reference, by the study's own metric",
@@ -546,16 +547,24 @@ class Lab:
         return Gallery(show(self.study, self.cases, rows, *([self.target] if self.target else [])))
 
     def accesses(self, wanted: Sequence[tuple[Case, str]], capability: int = 90) -> pd.DataFrame:
-        """Sectors and lines a request of every global access, derived without a GPU; empty where Triton is missing."""
+        """Sectors and lines a request of every global access, derived without a GPU.
+
+        Empty where Triton is missing, and in a quick look.
+        """
         from labkit.sweep import variants
 
-        return variants.accesses_for(self.study.name, wanted, capability) if find_spec("triton") else pd.DataFrame()
+        if self.quick or not find_spec("triton"):
+            return pd.DataFrame()
+        return variants.accesses_for(self.study.name, wanted, capability)
 
     def compiled(self, wanted: Sequence[tuple[Case, str]], capabilities: Sequence[int]) -> pd.DataFrame:
-        """Compiled evidence for several GPUs' generations, made here; where Triton is missing, of the recorded rows."""
+        """Compiled evidence for several GPUs' generations, made here.
+
+        Where Triton is missing, and in a quick look, that of the rows shown.
+        """
         from labkit.sweep import variants
 
-        if find_spec("triton"):
+        if find_spec("triton") and not self.quick:
             return variants.compiled_for(self.study.name, wanted, capabilities)
         parts = [recorded_evidence(entry.rows, wanted) for entry in self.shown]
         return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame()

@@ -27,6 +27,7 @@ from labkit.studies.state_layout import explore, production_views, tables, views
 from labkit.studies.state_layout.claims import CLAIMS
 from labkit.sweep import correctness, run
 from labkit.workflow import lease, notebooks
+from labkit.workflow import quick as quick_look
 
 GPU, OTHER = "nvidia-made-up-9", "nvidia-other-1"
 NO_GPU = "torch sees no NVIDIA GPU here"
@@ -480,6 +481,15 @@ def test_correctness_is_of_what_was_checked_here_and_of_the_rows(folders, layout
     }
     assert int(recorded["wrong"]) == wrong.sum()
     assert float(recorded["largest error"]) == 0.5
+
+
+def test_a_quick_look_checks_and_compiles_nothing_beside_what_is_timed(folders, layout, monkeypatch):
+    monkeypatch.setattr(lab, "check_here", lambda *_: pytest.fail("checked"))
+    monkeypatch.setattr(quick_look, "of", lambda study: study)
+    x = replayed("state_layout", made.LAYOUT | {"quick": True}, layout)
+    [recorded] = table_of(x.correctness())
+    assert int(recorded["wrong"]) == 0
+    assert x.accesses([]).empty
 
 
 def table_of(piece):

@@ -1056,7 +1056,7 @@ def test_the_pull_request_is_judged_by_the_sources_own_code(persistent, prefill,
     some = frame(times, SOURCE, own=True)
     found = judged(some)
     assert (found["prefill"].verdict, found["few-tokens"].verdict) == (prefill, few)
-    assert found["prefill"].measured.startswith(f"{0.5 / persistent:.2f}× [")
+    assert found["prefill"].measured.startswith(f"{faster(0.5 / persistent)} [")
     assert {found[name].code for name in ("prefill", "few-tokens")} == {OWN}
     on_its_gpu = judged(some.assign(gpu="NVIDIA A100-SXM4-80GB"))
     assert on_its_gpu["prefill"].verdict == prefill  # which was of a whole prefill
@@ -1088,7 +1088,7 @@ def test_the_causes_are_asked_of_the_sources_own_products(rows):
         "occupancy": "Confirmed: with as many as fit 2.00× faster",
         "order": "Refuted, it pays with experts of 1.6 MB: 1.10× faster",
         "dead": "20 % of the time saved",
-        "point": "Skipping empty blocks: 1.25× faster; the lab's bf16 products: a persistent grid is faster in 0 of ",
+        "point": "Persistent grid: as fast. Empty blocks skipped: 1.25× faster. Our own bf16 GEMMs: a ",
     }.items():
         assert said in made.caption(getattr(grid_views, view)(some)), view
     causes = grid_views.causes(some)
@@ -1155,7 +1155,7 @@ def test_blocks_are_judged_by_the_sources_whole_layer_of_bf16_activations(narrow
     times = dict(zip(variants.NARROW, (1.32 * narrow, 9.0), strict=True))
     found = judged(frame(times, SOURCE, own=True))["blocks"]
     assert (found.verdict, found.size, found.code) == (verdict, size, OWN)
-    assert found.measured.startswith(f"{narrow:.2f}× [")
+    assert found.measured.startswith(f"{faster(narrow)} [")
 
 
 def test_the_loop_is_timed_eagerly_and_no_pair_of_a_graph():
@@ -1245,7 +1245,7 @@ def test_that_our_layer_has_no_persistent_grid_is_so():
     files = list(paths.DATA.glob("*/moe_persistent_grid.parquet"))
     tuned = [one for file in files for by_tokens in tables.fastest(file).values() for one in by_tokens.values()]
     assert tuned
-    assert all(one.gemm1.programs == one.gemm2.programs == 0 for one in tuned) == ("one CTA a tile" in why)
+    assert all(one.gemm1.programs == one.gemm2.programs == 0 for one in tuned) == ("one CTA per tile" in why)
 
 
 def test_ratios_of_both_products_at_the_sources_own_point(rows, own_rows):
@@ -1326,24 +1326,26 @@ def test_every_view_of_partial_rows_is_a_sentence_or_a_drawing(few, which):
 
 def facts_of(**changes):
     """Facts of a GPU as `answer.facts` gives them."""
-    own = {"own": "1.10× to 1.25× slower", "own least": 1.1, "own most": 1.25, "grid": "one CTA a tile"}
-    return own | {"empty": 1.6, "tokens": "1642 tokens", "empty pays": True, "fill": True} | changes
+    own = {"own": "1.10× to 1.25× slower", "own least": 1.1, "own most": 1.25, "grid": "one CTA per tile"}
+    own |= {"fewest": 1, "many": 4096, "kinds": "W4A16 and W4A8"}
+    gained = {"empty": "1.60× to 1.89× faster", "tokens": "1642 tokens", "empty pays": True, "fill": True}
+    return own | gained | changes
 
 
 def test_the_answer_follows_from_the_rows(own_rows):
     slow = {"H100": answer.facts(own_rows)}
     assert answer.conclusion(slow).startswith(
-        "No: a persistent grid makes ExecuTorch's whole layer 1.25× slower than one CTA a tile on the H100"
+        "No: a persistent grid makes ExecuTorch's whole layer 1.25× slower than one CTA per tile on the H100"
     )
     assert answer.advice(slow) == (
-        "Launch one CTA a tile and skip blocks without a token: each product at least 1.10× faster on the H100 at 1642 "
-        "tokens; if the grid must be persistent, as many CTAs as fit on the SMs."
+        "Launch one CTA per tile. Skip empty blocks (CTAs that find no rows): at 1642 tokens single products become "
+        "1.10× faster on the H100. If the grid must be persistent, launch as many CTAs as fit."
     )
     times = {variants.released(variants.PERSISTENT, int8): 1.1 for int8 in (False, True)}
     times |= {name: 1.32 for name in variants.RELEASED_GEMMS if variants.TILES in name}
     fast = {"H100": answer.facts(frame(times, FEW | {"models": [QWEN35_35B.name]}, own=True))}
     assert answer.conclusion(fast).startswith(
-        "Yes: a persistent grid makes ExecuTorch's whole layer 1.20× faster than one CTA a tile on the H100"
+        "Yes: a persistent grid makes ExecuTorch's whole layer 1.20× faster than one CTA per tile on the H100"
     )
     assert answer.advice(fast) == "Launch a persistent grid."
 
@@ -1351,40 +1353,42 @@ def test_the_answer_follows_from_the_rows(own_rows):
 def test_both_ends_are_said_in_their_direction():
     said = {(0.5, 0.8): "1.25× to 2.00× slower", (0.8, 1.1): "1.25× slower to 1.10× faster", (1.1, 1.1): "1.10× faster"}
     for ratios, text in said.items():
-        found = answer._ends(pd.Series(ratios))
+        found = answer._ends("own", pd.Series(ratios))
         assert found["own"] == text
         assert all(f"{found[end]:.2f}×" in text for end in ("own least", "own most"))
 
 
 def test_a_layer_that_is_as_fast_in_some_case_is_not_slower_at_every_number_of_tokens():
-    said = answer.conclusion({"H100": facts_of(**answer._ends(pd.Series([0.9, 0.999])))})
-    assert said.endswith("layer as fast to 1.11× slower than one CTA a tile on the H100, by number of tokens.")
-    said = answer.conclusion({"H100": facts_of(**answer._ends(pd.Series([0.999, 1.001])))})
-    assert "whole layer as fast as one CTA a tile on the H100" in said
+    said = answer.conclusion({"H100": facts_of(**answer._ends("own", pd.Series([0.9, 0.999])))})
+    assert said.endswith(
+        "layer as fast to 1.11× slower than one CTA per tile on the H100, by number of tokens timed (1 to 4096; W4A16 "
+        "and W4A8)."
+    )
+    said = answer.conclusion({"H100": facts_of(**answer._ends("own", pd.Series([0.999, 1.001])))})
+    assert "whole layer as fast as one CTA per tile on the H100" in said
 
 
 def test_gpus_that_disagree_are_not_made_to_agree():
     both = {"H100": facts_of(), "H200": facts_of(own="1.10× faster", grid="a persistent grid")}
     assert answer.conclusion(both) == (
-        "It differs: a persistent grid makes ExecuTorch's whole layer 1.10× to 1.25× slower than one CTA a tile on the "
-        "H100, 1.10× faster on the H200, at every number of tokens timed."
+        "It differs: a persistent grid makes ExecuTorch's whole layer 1.10× to 1.25× slower than one CTA per tile on "
+        "the H100, 1.10× faster on the H200, at every number of tokens timed (1 to 4096; W4A16 and W4A8)."
     )
-    assert answer.advice(both).startswith("Launch either grid and skip ")
+    assert answer.advice(both).startswith("Launch either grid. Skip ")
     same = {"H100": facts_of(grid="either grid")}
     assert answer.conclusion(same).startswith("No difference: ")
     mixed = {"H100": facts_of(own="1.10× slower to 1.25× faster")}
-    assert answer.conclusion(mixed).endswith(" on the H100, by number of tokens.")
-    assert "skip" not in answer.advice({"H100": facts_of() | {"empty pays": False}})
+    assert answer.conclusion(mixed).endswith(" on the H100, by number of tokens timed (1 to 4096; W4A16 and W4A8).")
+    assert "Skip" not in answer.advice({"H100": facts_of() | {"empty pays": False}})
     assert "as fit" not in answer.advice({"H100": facts_of(fill=False)})
 
 
 def test_what_gpus_share_is_said_once():
-    both = {"H100": facts_of(), "H200": facts_of(empty=1.601)}
-    assert "1.25× slower than one CTA a tile on the H100 and H200, at every" in answer.conclusion(both)
-    assert "each product at least 1.60× faster on the H100 and H200 at 1642 tokens" in answer.advice(both)
-    assert "1.60× faster on the H100, 1.70× faster on the H200 at" in answer.advice(
-        both | {"H200": facts_of(empty=1.7)}
-    )
+    both = {"H100": facts_of(), "H200": facts_of()}
+    assert "1.25× slower than one CTA per tile on the H100 and H200, at every" in answer.conclusion(both)
+    assert "at 1642 tokens single products become 1.60× to 1.89× faster on the H100 and H200." in answer.advice(both)
+    other = both | {"H200": facts_of(empty="1.70× faster")}
+    assert "1.60× to 1.89× faster on the H100, 1.70× faster on the H200." in answer.advice(other)
 
 
 def test_without_executorch_the_lab_s_products_answer(rows):

@@ -290,6 +290,13 @@ def test_the_study_with_most_rows_begins_first(toy, calls):
     assert list(calls.span) == ["layers", "ground"]
 
 
+def test_the_study_that_will_take_longest_begins_first(toy, calls):
+    toy.write(f"data/{SLUG}/ground.parquet", "few")
+    toy.write(f"data/{SLUG}/layers.parquet", "many more")
+    run(jobs=1, seconds={"ground": 90.0, "layers": 20.0})
+    assert list(calls.span) == ["ground", "layers"]
+
+
 # Measuring
 
 

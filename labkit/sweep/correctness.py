@@ -1,10 +1,12 @@
 """Every variant of a study's tiny cases against its float64 reference, in a process of its own."""
 
+import math
 from typing import Any
 
 import pandas as pd
 
 from labkit import isolated, registry
+from labkit.bench.spec import Case, Variant
 from labkit.evidence import workers
 from labkit.sweep import interpreter, run
 from labkit.sweep.case import first_look
@@ -38,10 +40,19 @@ def check_tiny(name: str, device: str) -> list[dict[str, Any]]:
     study, rows = registry.load(name), []
     for case in study.tiny:
         for variant in study.variants(case):
-            if variant.role == "peer" or (trial := variant.prepare(case, device, 2, 0)).check is None:
-                continue
-            if trial.poison:
-                trial.poison()
-            found = first_look(trial, evidence=False)
-            rows.append({"case": case.key, "variant": variant.name, "error": found["error"], "ok": found["ok"]})
+            if variant.role != "peer" and (found := _looked_at(case, variant, device)):
+                rows.append({"case": case.key, "variant": variant.name} | found)
     return rows
+
+
+def _looked_at(case: Case, variant: Variant, device: str) -> dict[str, Any] | None:
+    """Error, ok and reason; None of a variant that has nothing to check. One that cannot be launched is not ok."""
+    try:
+        if (trial := variant.prepare(case, device, 2, 0)).check is None:
+            return None
+        if trial.poison:
+            trial.poison()
+        found = first_look(trial, evidence=False)
+    except Exception as problem:
+        return {"error": math.nan, "ok": False, "reason": f"{type(problem).__name__}: {problem}"}
+    return {name: found[name] for name in ("error", "ok", "reason")}

@@ -333,12 +333,13 @@ def run(
     can_measure: bool = False,
     progress: Progress | None = None,
     beside: Callable[..., Any] | None = None,
+    seconds: Mapping[str, float] = MappingProxyType({}),
 ) -> list[Result]:
     """Run the notebooks of `chosen` studies and return how each ended, in the same order; one failure stops no other.
 
     values: parameters of each study. jobs: how many at once, at most (default: one per GPU if anything is measured,
     else one per core). On an exception (Ctrl-C) every process is ended first. beside: makes what is told of each study
-    that begins to be measured (`ahead.Ahead`).
+    that begins to be measured (`ahead.Ahead`). seconds: what each study will take, where that is known.
     """
     progress = progress or Progress()
     measuring = {name for name in chosen if can_measure and source_of(name, values.get(name, {})) in spec.MEASURING}
@@ -349,7 +350,7 @@ def run(
     stop = threading.Event()
     results: dict[str, Result] = {}
     alone = [name for name in chosen if name == FIRST and name in measuring]
-    groups = (alone, _longest_first([name for name in chosen if name not in alone]))
+    groups = (alone, _longest_first([name for name in chosen if name not in alone], seconds))
     order = [name for group in groups for name in group if name in measuring]
     company = beside(order, values, stop) if beside and order else None
 
@@ -392,9 +393,10 @@ def _accompanied(name: str, held: AbstractContextManager[lease.Gpu], company: An
         yield gpu
 
 
-def _longest_first(names: Sequence[str]) -> list[str]:
-    """Those with most rows take longest: so that none of them is left alone at the end."""
-    return sorted(names, key=lambda name: -sum(path.stat().st_size for path, _ in paths.data_files(name)))
+def _longest_first(names: Sequence[str], seconds: Mapping[str, float]) -> list[str]:
+    """So that none of them is left alone at the end; where nothing is known, those with most rows take longest."""
+    sizes = {name: sum(path.stat().st_size for path, _ in paths.data_files(name)) for name in names}
+    return sorted(names, key=lambda name: (-seconds.get(name, 0.0), -sizes[name]))
 
 
 def cores() -> int:

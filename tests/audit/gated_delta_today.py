@@ -24,7 +24,8 @@ from common import (
 
 STUDY = "gated_delta_today"
 CASE = ["gate", "state", "batch", "writes", "draft", "T", "H", "HV", "prefill"]
-SIZE = {"fp32": 4, "bf16": 2}
+STATES = ("fp32", "bf16")  # that everything is timed with
+SIZE = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 READ = "read of the states"
 PLAIN, PLAIN_KV = "ours, state written", "ours KV, state written"
 OURS, SEARCHED, OURS_KV = "ours, ring", "ours, ring, searched", "ours KV, ring"
@@ -128,7 +129,7 @@ def crossover(rows: pd.DataFrame) -> pd.DataFrame:
     """From which batch on every verdict is "faster"; none where one is a draw of the bootstrap."""
     found = []
     for whose, (ring, plain) in {"ours": (OURS, PLAIN), "SGLang's": (THEIRS, THEIRS_PLAIN)}.items():
-        for state in SIZE:
+        for state in STATES:
             lines = {
                 x["batch"]: compare(group, ring, plain)["verdict"]
                 for x, group in cases(rows, "ring", gate="GDN", state=state)
@@ -365,7 +366,9 @@ def right_length(rows: pd.DataFrame) -> pd.DataFrame:
         if 16 in names:
             fastest = min(names, key=lambda n: us[names[n]])
             runs = min(len(set(row["run"])) for _, some in cases(rows, "length") for row in usable(some).values())
-            one = {"ratio": 1.0, "low": 1.0, "high": 1.0, "noise": 0.0, "runs": runs}
+            one = {"ratio": 1.0, "runs": runs}
+            for end, value in (("low", 1.0), ("high", 1.0), ("noise", 0.0)):
+                one |= dict.fromkeys((end, f"{end} from", f"{end} to"), value)
             line = one if fastest == 16 else compare(group, names[fastest], names[16])
             lines.append((f"{x['gate']}, {x['state']}, L = {fastest}", line, None))
     return _observed(lines)
@@ -408,7 +411,7 @@ TABLES: Tables = {
     "tables.first_token": first_token,
     "tables.drift": drift,
     "tables.read_short": read_short,
-    "claims.faster": lambda rows: _own(rows, ("fp32", "bf16")),
+    "claims.faster": lambda rows: _own(rows, STATES),
     "claims.traffic": lambda rows: _own(rows, ("fp32",)),
     "claims.whole_step": lambda rows: _whole_claim(rows, "ring", THEIRS_PLAIN, STEPS),
     "claims.whole_verify": lambda rows: _whole_claim(rows, "ring_verify", THEIRS_STORED, VERIFIES),

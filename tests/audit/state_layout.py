@@ -106,6 +106,17 @@ def folding(rows: pd.DataFrame) -> pd.DataFrame:
     return table(found, ["cache", *SHAPE, "BV", *RATIO])
 
 
+def tile_or_layout(rows: pd.DataFrame) -> pd.DataFrame:
+    """K-first with a tile of 32 over V-first with one of 8, one warp; spilling or not."""
+    found = []
+    for cache, params, group in _grid(rows):
+        us = times(group)
+        if line := compare(group, "VK BV=8, 1 warp", "KV BV=32, 1 warp"):
+            line |= {"us": us["VK BV=8, 1 warp"], "against us": us["KV BV=32, 1 warp"]}
+            found.append(pick(params, SHAPE) | {"cache": cache} | line)
+    return table(found, ["cache", *SHAPE, "us", "against us", *RATIO])
+
+
 def best(rows: pd.DataFrame) -> pd.DataFrame:
     """The fastest of each layout against each other, spilling and folded ones apart."""
     found = []
@@ -291,7 +302,7 @@ def released(rows: pd.DataFrame) -> pd.DataFrame:
     ]
     for line in found:  # the form of a draft is named with the gate
         if draft := line.pop("draft", ""):
-            line["gate"] = f"{line['gate']}, {draft}"
+            line["gate"] = f"{line['gate']}, {draft} of drafts"
     return table(found, ["source", "op", *CASE[:3], "prefill", "us", "against us", *RATIO, "runs"])
 
 
@@ -458,8 +469,9 @@ def _layout_claim(rows: pd.DataFrame, op: str, tile: int) -> pd.DataFrame:
 
 
 def _case(line: Mapping[str, Any]) -> str:
-    said = pick(line, ["model", "gate", "draft"]).values()
-    return ", ".join([*said, f"batch {line['batch']}"])
+    said = pick(line, ["model", "gate"]).values()
+    drafts = [f"{line['draft']} of drafts"] if line.get("draft") else []
+    return ", ".join([*said, *drafts, f"batch {line['batch']}"])
 
 
 def narrow_tile(rows: pd.DataFrame) -> pd.DataFrame:
@@ -530,6 +542,7 @@ TABLES: Tables = {
     "tables.times": times_of,
     "tables.ratios": ratios,
     "tables.folding": folding,
+    "tables.tile_or_layout": tile_or_layout,
     "tables.best": best,
     "tables.state_access": state_access,
     "tables.end_to_end_estimate": end_to_end_estimate,
@@ -677,19 +690,22 @@ def said_occupancy(rows: pd.DataFrame) -> list[str]:
 
 
 def said_facts(rows: pd.DataFrame) -> list[str]:
-    """What the first screen is made from: the largest gains of 64 sequences of Qwen3-Next, to eight digits."""
+    """What the first screen is made from, of 64 sequences of Qwen3-Next, to eight digits."""
     simple = [one for one in _records(ratios(rows), cache="cold", warps=1) if one["model"] == NEXT and one["BV"] == 8]
     own = [
         one
-        for one in _records(released(rows))
-        if (one["source"], one["op"], one["gate"]) == ("SGLang", "verify", "GDN, tree")
+        for one in _records(released(rows), source="SGLang", op="verify")
+        if one["gate"] in ("GDN, chain of drafts", "GDN, tree of drafts")
     ]
-    kinds = {"narrow": [*simple, *own], "tuned": _records(gdn_layouts(rows), op="step")}
+    kinds = {"SGLang's verify": own, "this lab's plain kernel": simple}
     found = []
     for name, lines in kinds.items():
-        for state in ("fp32", "bf16"):
-            most = max(one["ratio"] for one in lines if (one["state"], one["batch"]) == (state, FULL))
-            found.append(f"{name} {state}; {most:.8f}"[:-2])
+        some = [one["ratio"] for one in lines if (one["state"], one["batch"]) == ("fp32", FULL)]
+        found += [f"{name} {end}; {most:.8f}"[:-2] for end, most in (("from", min(some)), ("to", max(some)))]
+    for line in _records(gdn_layouts(rows), op="step", batch=FULL):
+        found.append(f"tuned {line['state']}; {line['ratio']:.8f}"[:-2])
+    for line in _records(tile_or_layout(rows), cache="cold", model=NEXT, state="fp32", batch=FULL):
+        found.append(f"wide; {line['ratio']:.8f}"[:-2])
     return found
 
 

@@ -108,7 +108,13 @@ def said(rows):
     return f"{answer.conclusion(facts)} {answer.advice(facts)}"
 
 
-VIEWS = {"views": views, "llama_views": llama_views, "answer": SimpleNamespace(said=said, hero=answer.hero)}
+def drawn(rows):
+    """The table beneath the first figure, four digits of each number."""
+    table = answer.hero(rows).table
+    return table.assign(**{name: table[name].map("{:.4f}".format) for name in ("ratio", "least", "most")})
+
+
+VIEWS = {"views": views, "llama_views": llama_views, "answer": SimpleNamespace(said=said, hero=drawn)}
 
 
 ASKED_AGAIN = ("cases", "times", "compared", "beside", "cached", "bits", "gains")

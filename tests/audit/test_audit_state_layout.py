@@ -37,6 +37,10 @@ LAB = {  # table -> the lab's, and the columns that say which line it is
     "tables.times": (lambda rows: over(tables.times, rows, cache=["cold", "hot"]), ["cache", *SHAPE, "variant"]),
     "tables.ratios": (lambda rows: over(tables.ratios, rows, cache=["cold", "hot"]), [*GRID, "warps"]),
     "tables.folding": (lambda rows: over(tables.folding, rows, cache=["cold", "hot"]), GRID),
+    "tables.tile_or_layout": (
+        lambda rows: over(tables.tile_or_layout, rows, cache=["cold", "hot"]),
+        ["cache", *SHAPE],
+    ),
     "tables.best": (lambda rows: over(tables.best, rows, cache=["cold", "hot"]), ["cache", *SHAPE]),
     "tables.state_access": (tables.state_access, ["K", "state", "layout", "BV", "warps", "folded"]),
     "tables.end_to_end_estimate": (estimates, ["way", "batch"]),

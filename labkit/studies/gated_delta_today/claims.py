@@ -165,58 +165,85 @@ VLLM_VERIFY = ("vLLM pull request 49887", "https://github.com/vllm-project/vllm/
 LAYOUT = ("SGLang pull request 20283", "https://github.com/sgl-project/sglang/pull/20283")
 FLASHINFER = ("FlashInfer pull request 3866", "https://github.com/flashinfer-ai/flashinfer/pull/3866")
 PORT = "SGLang's port of it: vLLM's own is in no released wheel"
-KERNEL = "time of the decode that writes the state over that of the ring, SGLang's"
+KERNEL = f"time when every token writes the state ÷ time with a ring, SGLang's kernels, batch {FULL} and more"
+NONE_GIVEN = "no number given"
+
+
+def _steps() -> str:
+    """The published whole steps: "1.03× faster at batch 8, 1.08× at 32, …"."""
+    parts = [f"{ratio:.2f}× at {batch}" for batch, ratio in STEP_TABLE.items()]
+    return ", ".join(parts).replace("× at", "× faster at batch", 1)
+
+
+def _verifies() -> str:
+    """The published verifies: "1.43× faster at batch 128, … (4 drafts); 1.84× at batch 128, … (8 drafts)"."""
+    found = []
+    for drafts in dict.fromkeys(T for _, T in VERIFY_TABLE):
+        parts = [f"{ratio:.2f}× at {n}" for (n, T), ratio in VERIFY_TABLE.items() if drafts == T]
+        found.append(f"{', '.join(parts).replace('at', 'at batch', 1)} ({drafts} drafts)")
+    return "; ".join(found).replace("× at", "× faster at", 1)
+
+
+def _prompts() -> str:
+    """The published prefills: "86 → 61 µs (2048 tokens), …"."""
+    parts = {name.removeprefix("1 x "): times for name, times in PREFILL_TABLE.items()}
+    said = [f"{fla} → {own} µs ({tokens} tokens)" for tokens, (fla, own) in parts.items()]
+    return ", ".join(said)
+
+
 CLAIMS = (
     Claim(
-        "sglang-28451-faster", *SGLANG, "Decode that writes its state once in 16 tokens is faster",
-        f"memory-bound, batch {FULL} and more; an H20 is named", "no figure of the kernel",
-        ruled="2026-11-26", quantity=KERNEL, observe=faster,
+        "sglang-28451-faster", *SGLANG, "Memory-bound decode is faster if it writes its state once in 16 tokens",
+        f"memory-bound, batch {FULL} and more; an H20 is named", "no number for the kernel",
+        ruled="2026-11-26", quantity=KERNEL, observe=faster, faster=True,
     ),
     Claim(
-        "sglang-28451-traffic", *SGLANG, "The state's traffic is roughly halved",
-        f"fp32 states, batch {FULL} and more; an H20 is named", "8 d n to 4 d n bytes a token",
-        ruled="2026-11-26", quantity=KERNEL, observe=traffic, size=TRAFFIC,
+        "sglang-28451-traffic", *SGLANG, "Writing the state once in 16 tokens roughly halves its traffic",
+        f"fp32 states, batch {FULL} and more; an H20 is named", "8 d n → 4 d n bytes per token",
+        ruled="2026-11-26", quantity=KERNEL, observe=traffic, size=TRAFFIC, faster=True,
         note="judged by time: what traffic gives if nothing else costs; the ring's own bytes come on top",
     ),
     Claim(
-        "vllm-48792-step", *VLLM, "A whole step is faster at batch " + ", ".join(map(str, STEP_TABLE)),
-        "Qwen3.5-4B in bf16 on one H100, fp32 states, L = 16, CUDA graphs",
-        ", ".join(f"{ratio:.2f}× faster" for ratio in STEP_TABLE.values()),
-        ruled="2026-11-26", quantity="a whole step that writes over one with a ring", observe=whole_step,
-        gpus=("H100",), differs=PORT,
-        note="all else at the memory's rate, so that it is the most that the kernel can give",
+        "flashinfer-3866", *FLASHINFER,
+        "FlashInfer's prefill of one long prompt is faster than fla's (flash-linear-attention)",
+        "H100; 2 key and 8 value heads; one prompt of 2048, 8192 and 65536 tokens", _prompts(),
+        ruled="2026-11-26", quantity="time of fla ÷ time of FlashInfer, 2 key and 8 value heads", observe=few_heads,
+        gpus=("H100",), faster=True,
     ),
     Claim(
-        "vllm-49887-verify", *VLLM_VERIFY, "Drafts on the ring beat drafts whose states are stored",
-        "a whole server; its table names no GPU, model or type of the state",
-        ", ".join(f"{ratio:.2f}× faster (batch {n}, T = {T})" for (n, T), ratio in VERIFY_TABLE.items()),
-        ruled="2026-11-26", quantity="a whole verify of Qwen3.5-4B that stores states over one on the ring",
-        observe=whole_verify, differs=PORT,
-        note="all else at the memory's rate or the peak of products; the draft model is left out",
-    ),
-    Claim(
-        "length-16", *SGLANG, "L = 16 is the right length", "the default of both engines", "L = 16, no figure",
-        ruled="2026-11-26", quantity=f"time with L = {variants.LENGTH} over time with the fastest L, SGLang's",
+        "length-16", *SGLANG, "L = 16 is the right length", "the default of both engines", f"L = 16, {NONE_GIVEN}",
+        ruled="2026-11-26",
+        quantity=f"time with L = {variants.LENGTH} ÷ time with the fastest L, SGLang's kernels",
         direction=WITHIN, band=(1 / MATTERS, MATTERS), observe=right_length,
         note="at batch 256; each L with its fastest launch",
     ),
     Claim(
-        "layout-unwritten", *LAYOUT, "[V, K] is faster than [K, V]; here where a state is only read",
-        "stated of kernels that write the state", "no figure",
-        ruled="2026-11-26", quantity="time of [K, V] over that of [V, K], the state only read",
-        observe=layout_unwritten, differs="a decode that does not write the state",
+        "vllm-48792-step", *VLLM, f"A whole decode step is faster with a ring, at batch {min(STEP_TABLE)} and more",
+        "Qwen3.5-4B in bf16 on one H100, fp32 states, L = 16, CUDA graphs", _steps(),
+        ruled="2026-11-26", quantity="time of a whole step when every token writes the state ÷ time with a ring",
+        observe=whole_step, gpus=("H100",), differs=PORT, faster=True,
+        note="all else at the memory's rate, so that it is the most that the kernel can give",
+    ),
+    Claim(
+        "layout-unwritten", *LAYOUT, "[V, K] is faster than [K, V]: here where the state is only read",
+        "stated of kernels that write the state", NONE_GIVEN,
+        ruled="2026-11-26", quantity="time with [K, V] ÷ time with [V, K], the state only read",
+        observe=layout_unwritten, differs="a decode that does not write the state", faster=True,
         note="if only stores made the layout matter, there would be no difference",
     ),
     Claim(
-        "flashinfer-3866", *FLASHINFER, "Prefill of one long prompt beats fla's at 2 / 8 heads",
-        "H100; one prompt of 2048, 8192 and 65536 tokens",
-        ", ".join(f"{fla} / {own} µs" for fla, own in PREFILL_TABLE.values()),
-        ruled="2026-11-26", quantity="time of fla over that of FlashInfer", observe=few_heads, gpus=("H100",),
+        "vllm-49887-verify", *VLLM_VERIFY,
+        "Speculative decoding is faster with drafts in the ring than with a stored state per draft",
+        "a whole server; its table names no GPU, model or type of the state", _verifies(),
+        ruled="2026-11-26",
+        quantity="time of a whole verify with a stored state per draft ÷ time with drafts in the ring, Qwen3.5-4B",
+        observe=whole_verify, differs=PORT, faster=True,
+        note="all else at the memory's rate or the peak of products; the draft model is left out",
     ),
     Claim(
-        "flashinfer-3866-heads", *FLASHINFER, "The same with more heads, 4 / 12 and 16 / 32",
-        "published for few heads", "no figure",
-        ruled="2026-11-26", quantity="time of fla over that of FlashInfer", observe=more_heads,
-        differs="more heads than published",
+        "flashinfer-3866-heads", *FLASHINFER, "FlashInfer's prefill of one long prompt is faster with more heads too",
+        "published for 2 key and 8 value heads", NONE_GIVEN,
+        ruled="2026-11-26", quantity="time of fla ÷ time of FlashInfer, 4 and 12, 16 and 32 heads", observe=more_heads,
+        differs="more heads than published", faster=True,
     ),
 )  # fmt: skip

@@ -106,7 +106,7 @@ def _tiny() -> list[Case]:
 
 STUDY = Study(
     name="gated_delta_today",
-    title="Where engines are ahead: a state that is seldom written, prompts in segments",
+    title="Gated delta rule today: write the state seldom, cut long prompts",
     summary="Does decode gain from writing its state once in L tokens, and prefill from cutting long prompts?",
     cases=cases,
     variants=variants,

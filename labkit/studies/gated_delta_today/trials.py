@@ -339,11 +339,11 @@ class _Drafts:
         item, held, some = self.items[0], self.rings[0], min(CHECKED, self.x["batch"])
         counts = self._full(held).counts if writes else held.counts
         slots = item.indices[:some].long()
-        states = item.state[slots].clone() if writes else None
+        before = item.state[slots].clone() if writes else None
 
         def check() -> dict[str, float]:
-            if states is not None:  # a ring that is written again and again leaves no state that anybody has
-                item.state[slots] = states
+            if before is not None:  # a ring that is written again and again leaves no state that anybody has
+                item.state[slots] = before
             o, after = exact.drafts(item, exact.states_with(item, held, counts, some))
             calls[0]()
             errors = {"out": relative_rmse(item.out[:some], o)}

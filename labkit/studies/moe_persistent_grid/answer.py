@@ -8,38 +8,36 @@ import pandas as pd
 from labkit.bench import ledger
 from labkit.bench.tables import where
 from labkit.report.figures import Drawing
-from labkit.report.words import SAME, compared, faster, gains
+from labkit.report.words import SAME, compared, gains
 from labkit.report.words import tokens as in_tokens
 from labkit.studies.moe_persistent_grid import grid_views, tables, variants
 
 HEADLINE = ("prefill", "few-tokens", "loop-grid")
-TILES, PERSISTENT, EITHER = "one CTA a tile", "a persistent grid", "either grid"
+TILES, PERSISTENT, EITHER = "one CTA per tile", "a persistent grid", "either grid"
 
 
 def facts(rows: pd.DataFrame) -> dict[str, Any]:
     """From what the sentences are made, of one GPU's rows; each only where it was measured.
 
     own: what the persistent grid gains in ExecuTorch's own layer, in words; own least, own most: the numbers in them.
-    grid: the one that wins more of those cases; without them, of the lab's products with as many CTAs as fit.
-    empty, tokens: the least that its products gain without empty blocks, at the most tokens timed. fill: whether as
-    many CTAs as fit pay where more than one does.
+    fewest, many: its tokens. kinds: of its activations. grid: the one that wins more of those cases; without them, of
+    the lab's products with as many CTAs as fit. empty, tokens: what its products gain without empty blocks, at the most
+    tokens timed. fill: whether as many CTAs as fit pay where more than one does.
     """
     own, changes = tables.released_grids(rows), tables.own_products(rows)
     found: dict[str, Any] = {}
     if len(own):
-        found |= _ends(own["ratio"])
+        found |= _ends("own", own["ratio"])
+        found |= {"fewest": int(own["T"].min()), "many": int(own["T"].max())}
+        found["kinds"] = " and ".join(own["activations"].unique())
     judged = own if len(own) else where(tables.persistence(rows), persistent=variants.OURS_FILLED)
     if len(judged):
         found["grid"] = _winner(judged["verdict"])
     live = where(changes, change=grid_views.LIVE_CHANGES[0])
     if len(live):
         most = live["T"].max()
-        least = where(live, T=most)["ratio"].min()
-        found |= {
-            "empty": float(least),
-            "tokens": in_tokens(most),
-            "empty pays": bool((live["verdict"] == "faster").all()),
-        }
+        found |= _ends("empty", where(live, T=most)["ratio"])
+        found |= {"tokens": in_tokens(most), "empty pays": bool((live["verdict"] == "faster").all())}
     filled = where(changes, change=variants.FILLED)
     filled = filled[filled["CTAs an SM"] > 1]
     if len(filled):
@@ -47,10 +45,10 @@ def facts(rows: pd.DataFrame) -> dict[str, Any]:
     return found
 
 
-def _ends(ratios: pd.Series) -> dict[str, Any]:
-    """Both ends of what the persistent grid gains as they are said, and the two numbers in it."""
+def _ends(name: str, ratios: pd.Series) -> dict[str, Any]:
+    """Both ends of what is gained as they are said, and the two numbers in it."""
     ends = sorted(max(end, 1 / end) for end in (float(ratios.min()), float(ratios.max())))
-    return {"own": gains(ratios), "own least": ends[0], "own most": ends[1]}
+    return {name: gains(ratios), f"{name} least": ends[0], f"{name} most": ends[1]}
 
 
 def _winner(said: pd.Series) -> str:
@@ -73,7 +71,9 @@ def conclusion(facts: Mapping[str, Mapping[str, Any]]) -> str:
     said = f"{answer}: a persistent grid makes ExecuTorch's whole layer {compared(gained, TILES)} on the {gpus}"
     said += "".join(f", {gained} on the {gpus}" for gained, gpus in others)
     mixed = any(" slower to " in one["own"] or SAME in one["own"] for one in own.values())
-    return f"{said}, {'by number of tokens' if mixed else 'at every number of tokens timed'}."
+    fewest, many = min(one["fewest"] for one in own.values()), max(one["many"] for one in own.values())
+    tokens = f"{fewest} to {many}; {next(iter(own.values()))['kinds']}"
+    return f"{said}, {'by' if mixed else 'at every'} number of tokens timed ({tokens})."
 
 
 def _once(said: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
@@ -89,17 +89,16 @@ def advice(facts: Mapping[str, Mapping[str, Any]]) -> str:
     grids = {one["grid"] for one in facts.values() if "grid" in one}
     if not grids:
         return ""
-    said = f"Launch {next(iter(grids)) if len(grids) == 1 else EITHER}"
+    said = f"Launch {next(iter(grids)) if len(grids) == 1 else EITHER}."
     empty = {gpu: one for gpu, one in facts.items() if one.get("empty pays")}
     if empty:
-        parts = _once((gpu, faster(one["empty"])) for gpu, one in empty.items())
-        least = ", ".join(f"{gained} on the {gpus}" for gained, gpus in parts)
-        said += (
-            f" and skip blocks without a token: each product at least {least} at {next(iter(empty.values()))['tokens']}"
-        )
+        tokens = next(iter(empty.values()))["tokens"]
+        parts = _once((gpu, one["empty"]) for gpu, one in empty.items())
+        gained = ", ".join(f"{words} on the {gpus}" for words, gpus in parts)
+        said += f" Skip empty blocks (CTAs that find no rows): at {tokens} single products become {gained}."
     if grids != {PERSISTENT} and any(one.get("fill") for one in facts.values()):
-        said += "; if the grid must be persistent, as many CTAs as fit on the SMs"
-    return f"{said}."
+        said += " If the grid must be persistent, launch as many CTAs as fit."
+    return said
 
 
 def hero(rows: pd.DataFrame) -> Drawing:

@@ -191,6 +191,8 @@ def config_of(
     elif grid:
         changes |= {"programs": sms}
     found = found if dependent else replace(found, dependent=False)
+    if tokens and x["activations"] == "fp32":  # of which the tiles for many tokens of 16 bits would not fit
+        changes |= {"num_stages": 2}
     if x.op != "layer" or x["T"] > 1 or grid or changes or not rows:  # what is about tiles
         found = replace(found, rows=None)
     return replace(found, gemm1=replace(found.gemm1, **changes), gemm2=replace(found.gemm2, **changes))

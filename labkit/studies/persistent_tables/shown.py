@@ -32,6 +32,18 @@ SHOWN |= {
     for way in (variants.REBUILT, variants.PREBUILT)
     for table in variants.TABLES
 }
+MEANT = {
+    variants.REBUILT: "word by word",
+    variants.VECTORISED: "by array operations",
+    variants.PREBUILT: "all copied, the host waits",
+    variants.PINNED: "all copied, the host does not wait",
+    variants.ONE_POSITION: "nothing is sent, the position stays",
+    variants.ONE_BY_ONE: "one copy for each word that changes",
+    variants.PACKED: "one copy of all words that change",
+    variants.BY_KERNEL: "a small kernel writes the words that change",
+    variants.IN_LAUNCH: "an argument of the kernel",
+    variants.GRAPH: "the kernel advances it, in a CUDA graph",
+}  # way -> what is done for each token, in as few words as a figure has room for
 EACH_TOKEN = {
     variants.REBUILT: "built in Python, word by word (published: off)",
     variants.VECTORISED: "built by array operations",
@@ -49,3 +61,8 @@ EACH_TOKEN = {
 def named(table: pd.DataFrame, column: str = "way") -> pd.DataFrame:
     """The table with the page's names in a column of variants."""
     return table.assign(**{column: table[column].map(lambda name: SHOWN.get(name, name))})
+
+
+def explained(table: pd.DataFrame) -> pd.DataFrame:
+    """The table with its ways named and explained: "tables kept, pinned: all copied, the host does not wait"."""
+    return table.assign(way=[f"{SHOWN[way]}: {MEANT[way]}" for way in table["way"]])
