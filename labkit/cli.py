@@ -814,10 +814,11 @@ def _predict(compiling: bool = False) -> None:
 
 def _draw(chosen: list[str]) -> None:
     """Run the notebooks on the recorded measurements, and keep their figures beside the data."""
-    from labkit.workflow import notebooks, reports
+    from labkit.workflow import notebooks, quick, reports
 
     values = {name: {"source": "recorded"} for name in chosen}
     reports.forget_figures(chosen)
+    quick.keep(chosen)
     results = notebooks.run(chosen, values, can_measure=False)
     reports.write({result.study: result.error for result in results if not result.ok})
     for path in reports.keep_figures(chosen):

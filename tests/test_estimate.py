@@ -79,15 +79,16 @@ def test_what_is_compiled_ahead_is_shared_by_the_cores():
     rows = made([2, 2], evidence='{"registers": 1}')
     with_list = study(2, kernels=lambda cases, capability: [])
     one, four = (seconds(with_list, rows, cores=cores) for cores in (1, 4))
-    assert one - seconds(study(2), rows) == pytest.approx(estimate.KERNEL_S)
-    assert four - seconds(study(2), rows) == pytest.approx(estimate.KERNEL_S / 4)
+    assert one - seconds(study(2), rows) == pytest.approx(estimate.AHEAD_S + estimate.KERNEL_S)
+    assert four - seconds(study(2), rows) == pytest.approx(estimate.AHEAD_S + estimate.KERNEL_S / 4)
 
 
 def test_calls_of_others_that_compile_before_are_shared_by_the_cores():
-    rows, options = made([2, 2]), {"roles": ("ours", "peer", "peer"), "warmed": lambda case: case["n"] == 0}
-    for cores in (1, 16):
+    rows, roles = made([2, 2]), ("ours", *["peer"] * 6)
+    options = {"roles": roles, "warmed": lambda case: case["n"] == 0}
+    for cores, calls in ((1, 6 * estimate.CALL_S), (16, estimate.LONGEST_CALL_S)):
         more = seconds(study(2, **options), rows, cores=cores) - seconds(study(2), rows, cores=cores)
-        assert more == pytest.approx(2 * estimate.CALL_S / cores)
+        assert more == pytest.approx(calls)
 
 
 def test_several_gpus_share_all_but_what_runs_first():
@@ -164,8 +165,8 @@ def test_the_one_whole_run_that_rows_tell_of(gpu):
     assert abs(math.log(told / took)) < math.log(1 + RIGHT)
 
 
-@pytest.mark.parametrize(("gpu", "minutes"), [("NVIDIA H100 80GB HBM3", 9), ("NVIDIA H200", 8)])
+@pytest.mark.parametrize(("gpu", "minutes"), [("NVIDIA H100 80GB HBM3", 13), ("NVIDIA H200", 11)])
 def test_a_quick_look_at_everything_takes_some_minutes_at_most(gpu, minutes):
-    """Eight are aimed at. On the H100 more kernels of others were there, which the first case that has one compiles."""
+    """Eight are aimed at: most of the time is compiling, others' kernels above all, where nothing was compiled yet."""
     values = {name: {"quick": True} for name in registry.NOTEBOOKS}
     assert estimate.of_run(values, [gpu], 16).whole <= minutes * 60

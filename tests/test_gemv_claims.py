@@ -71,7 +71,7 @@ def test_step(ratio, spread, found):
 
 def test_step_is_one_ratio_with_its_noise_and_says_what_differs():
     found = judged("step", frame({STEP_1: 2.5}))
-    assert found.measured.startswith("2.00× [2.00, 2.00]: ")
+    assert found.measured.startswith("2.00× faster [2.00, 2.00]: ")
     assert "another GPU than its RTX 5090 Laptop" in found.why
     rows = frame({STEP_1: 1.4})
     assert judged("step", rows).direction == "holds"
@@ -249,7 +249,7 @@ def test_the_share_of_the_ceiling_by_hand():
     assert (table["ratio"] < table["high"]).all()
     said = judged("ceiling", rows)
     shares = [round(100 * share) for share in table["ratio"]]
-    assert [int(text) for text in re.findall(r"merged (\d+) %", said.measured)] == shares
+    assert [int(text) for text in re.findall(r"(?:alone|between) (\d+) %", said.measured)] == shares
     one = judged("ceiling", made.without(rows, variant=names.BETWEEN_OURS))
     assert (one.verdict, one.why.startswith("not as claimed; ")) == ("disagrees", True)
 

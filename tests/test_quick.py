@@ -118,6 +118,27 @@ def test_a_quick_look_says_of_each_recorded_gpu_what_all_rows_say(name):
             assert look.quick or not look.code
 
 
+@pytest.mark.parametrize("name", JUDGED)
+def test_headlines_are_recorded_beside_the_rows(name):
+    """To find them anew takes a minute; `labkit record --figures` writes them."""
+    files = [path for path, _ in paths.data_files(name, runs=False)]
+    known = json.loads((paths.DATA / quick.FILE).read_text("utf-8"))[name]
+    assert known["of"] == quick._stamp(name, files)
+    assert list(map(tuple, known["keys"])) == quick.of_files(name, files)
+
+
+def test_headlines_of_other_rows_are_not_taken(tmp_path, monkeypatch):
+    monkeypatch.setattr(paths, "DATA", tmp_path)
+    monkeypatch.setattr(quick, "of_files", lambda name, files: [("op", "{}")])
+    (tmp_path / "gpu").mkdir()
+    (tmp_path / "gpu" / "state_layout.parquet").write_bytes(b"rows")
+    quick.keep(["state_layout"])
+    monkeypatch.setattr(quick, "of_files", lambda name, files: [("op", "{}"), ("op", "[]")])
+    assert quick.headlines("state_layout") == [("op", "{}")]
+    (tmp_path / "gpu" / "state_layout.parquet").write_bytes(b"other rows")
+    assert len(quick.headlines("state_layout")) == 2
+
+
 def test_a_study_without_claims_has_all_its_cases():
     assert quick.of(registry.load("machine")) is registry.load("machine")
 

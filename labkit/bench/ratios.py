@@ -30,7 +30,8 @@ def between(low: float, high: float, than: str = "") -> str:
     elif not side:
         said = SAME
     else:
-        said = f"{' to '.join(dict.fromkeys(f'{_size(end)}×' for end in ends))} {side}"
+        alike = f"{max(low, 1 / low):.2f}" == f"{max(high, 1 / high):.2f}"
+        said = f"{' to '.join(f'{_size(end)}×' for end in (ends[:1] if alike else ends))} {side}"
     return compared(said, than) if than else said
 
 

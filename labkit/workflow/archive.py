@@ -376,6 +376,8 @@ def readme() -> str:
         "|---|---|---|",
         *(f"| `{name}` | {kind} | {text} |" for name, kind, text in timelines.COLUMNS),
         "",
+        "`headlines.json`: the cases of a quick look, by study, and of which rows and rules they were found.",
+        "",
         "`launches.parquet`: what the launches of these rows do. `predictions.parquet`: what each version of the model",
         "makes of that; no measurement, and never changed. Its columns:",
         "",

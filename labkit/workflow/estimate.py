@@ -6,8 +6,8 @@ process was, nor what was compiled ahead; of these there is a model:
 
 - A later process compiles nothing that the first one compiled. It takes what is usual of the operation: the mean of its
   cases, where none counts for more than a second above the median, since half of them or more compile little.
-- Kernels that are compiled ahead take `KERNEL_S` of one core each, and all cores share them; so do what others' calls
-  compile before (`run.warm_up`), `CALL_S` each.
+- Kernels that are compiled ahead take `AHEAD_S` until the first begins, then `KERNEL_S` of one core each, and all cores
+  share them; so do what others' calls compile before (`run.warm_up`), `CALL_S` each, but not less than `LONGEST_CALL_S`.
 - A process takes `START_S` to start, a notebook `PAGE_S` beside its measuring, a kernel whose hardware counters are
   read `COUNTED_S`, timelines `TIMELINES_S`.
 
@@ -29,12 +29,13 @@ from labkit.kernels.tuned import slug
 from labkit.workflow import filters, notebooks, quick, recorded
 from labkit.workflow.filters import Key
 
-# Three starts and a page are what the recorded runs of `machine` took beside its cases until the next study began.
+# As quick looks took on H100 hosts of 16 and 32 cores where nothing was compiled yet: machine, 01, 02 and 03.
 START_S = 5.0
-PAGE_S = 8.0
+PAGE_S = 16.0
+AHEAD_S = 15.0
 KERNEL_S = 0.7
-# As runs of persistent_tables and gated_delta_today took on an H100 host of 16 cores.
 CALL_S = 45.0
+LONGEST_CALL_S = 100.0
 COUNTED_S = 10.0
 TIMELINES_S = 14.0
 SECOND = 1.0  # in which rows tell the time
@@ -79,7 +80,8 @@ def of_cases(study: Study, cases: Sequence[Case], processes: int, told: Known, c
     again = [case for case in cases if not study.early(case)]
     calls = sum(one.role == "peer" for x in cases if study.warmed(x) for one in study.variants(x))
     parts = START_S * (processes + (len(again) < len(cases)))
-    parts += (KERNEL_S * len(ahead) + CALL_S * calls) / cores
+    parts += AHEAD_S + KERNEL_S * len(ahead) / cores if ahead else 0.0
+    parts += max(LONGEST_CALL_S, CALL_S * calls / cores) if calls else 0.0
     return parts + sum(map(told.of_first, cases)) + (processes - 1) * sum(map(told.of_later, again))
 
 

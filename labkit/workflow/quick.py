@@ -4,7 +4,9 @@ Which these are is asked of each claim's own rule. Of the recorded rows, cases a
 longest, for as long as what remains still gives the rule something to observe, and leaves its verdict what it was.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,10 +15,12 @@ import pandas as pd
 
 from labkit import paths, registry
 from labkit.bench.claim import Claim
+from labkit.bench.records import write_atomic
 from labkit.bench.spec import Case, Study
 from labkit.workflow import filters, notebooks, recorded, summary
 from labkit.workflow.filters import Key
 
+FILE = "headlines.json"
 GAP_S = 90.0  # between two cases; more: another run
 ROUNDS = 2  # cases that one claim adds can change what another one reads
 LISTS = ("run", "block", "samples_ns", "throttled", "sm_mhz")  # columns that hold one value a sample
@@ -43,13 +47,41 @@ def asked(name: str, given: Mapping[str, Any]) -> tuple[Study, dict[str, Any]]:
 def headlines(name: str) -> list[Key]:
     """The headline cases (op, case) of a study, by the rows of all recorded GPUs; none if nothing is recorded.
 
-    Kept until a data file or a source of the lab changes.
+    To find them takes a minute for all studies, so that they are recorded beside the rows (`keep`). Where those are of
+    other rows or rules, what is found is kept until a data file or a source of the lab changes.
     """
     files = [path for path, _ in paths.data_files(name, runs=False)]
     if not files or not registry.load(name).claims:
         return []
-    kept = summary.kept("headlines", files, lambda: {"keys": of_files(name, files)})
-    return list(map(tuple, kept["keys"]))
+    known = _recorded().get(name)
+    if known is None or known["of"] != _stamp(name, files):
+        known = summary.kept("headlines", files, lambda: {"keys": of_files(name, files)})
+    return list(map(tuple, known["keys"]))
+
+
+def keep(names: Iterable[str]) -> None:
+    """Record the headline cases of studies beside their rows, in data/headlines.json."""
+    found = _recorded()
+    for name in names:
+        files = [path for path, _ in paths.data_files(name, runs=False)]
+        if files and registry.load(name).claims:
+            found[name] = {"of": _stamp(name, files), "keys": headlines(name)}
+    write_atomic(paths.DATA / FILE, json.dumps(found, indent=1, sort_keys=True).encode() + b"\n")
+
+
+def _recorded() -> dict[str, Any]:
+    """What was recorded of each study; nothing if there is no such file, or it cannot be read."""
+    try:
+        return json.loads((paths.DATA / FILE).read_text("utf-8"))
+    except (OSError, ValueError):
+        return {}
+
+
+def _stamp(name: str, files: Sequence[Path]) -> str:
+    """Of the rows and the rules by which headline cases are found, 12 hexadecimal digits."""
+    parts = [hashlib.sha256(path.read_bytes()).hexdigest() for path in files]
+    rules = [claim.sha() for claim in registry.load(name).claims]
+    return hashlib.sha256(repr((parts, rules)).encode()).hexdigest()[:12]
 
 
 def of_files(name: str, files: Sequence[Path]) -> list[Key]:

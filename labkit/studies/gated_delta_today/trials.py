@@ -339,11 +339,12 @@ class _Drafts:
         item, held, some = self.items[0], self.rings[0], min(CHECKED, self.x["batch"])
         counts = self._full(held).counts if writes else held.counts
         slots = item.indices[:some].long()
-        before = item.state[slots].clone() if writes else None
+        parts = (item.state, held.u, held.k, held.g) if writes else ()
+        before = [part[slots].clone() for part in parts]
 
         def check() -> dict[str, float]:
-            if before is not None:  # a ring that is written again and again leaves no state that anybody has
-                item.state[slots] = before
+            for part, values in zip(parts, before, strict=True):  # drafts lie where a ring that was written began
+                part[slots] = values
             o, after = exact.drafts(item, exact.states_with(item, held, counts, some))
             calls[0]()
             errors = {"out": relative_rmse(item.out[:some], o)}

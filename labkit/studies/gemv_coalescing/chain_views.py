@@ -102,8 +102,8 @@ def overhead(rows: pd.DataFrame) -> Drawing:
     )
     return drawing(
         plots.bars, shown.named(table, "variant"), "model", "beyond reading", "variant",
-        xlabel="", ylabel="µs a GEMV", title=title,
-        alt="Bars of µs a GEMV beyond reading, by model and kernel.",
+        xlabel="", ylabel="µs per GEMV", title=title,
+        alt="Bars of µs per GEMV beyond reading, by model and kernel.",
         caption="Time of the chain beyond that of reading its weights, divided by the number of its GEMVs.",
         said=f"Dependent launch, merged: {span(production, '{:.1f}')} µs" if len(production) else "",
         table=shown.named(table, "variant")[["model", "variant", "us", "GEMVs", "beyond reading"]], units=tables.UNITS,

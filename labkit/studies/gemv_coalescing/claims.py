@@ -89,27 +89,26 @@ NOTED = "figures from this lab's notes on the pull request, of which it has no a
 CLAIMS = (
     Claim(
         "step", *AUTOMEGAKERNEL, "Coalescing the GEMV makes the decode step faster", "RTX 5090 Laptop, bf16, h1024",
-        f"{STEP_US[0]} → {STEP_US[1]} µs a step, {STEP_US[0] / STEP_US[1]:.2f}× faster "
-        "(its kernel 2.48× faster)",
-        ruled="2026-11-26", quantity="time before over after (step 1 over step 4)", observe=step,
+        f"whole step {STEP_US[0]} → {STEP_US[1]} µs, {STEP_US[0] / STEP_US[1]:.2f}× faster",
+        ruled="2026-11-26", observe=step, faster=True,
+        quantity="time of h1024's layer GEMVs, one thread per row ÷ one warp per row, 16-byte loads",
         size=((STEP_US[0] - 0.05) / (STEP_US[1] + 0.05), (STEP_US[0] + 0.05) / (STEP_US[1] - 0.05)),
         gpus=("RTX 5090 Laptop",), differs="its layers' GEMVs alone, a kernel each, without the rest of a step",
     ),
     Claim(
         "pattern", *AUTOMEGAKERNEL, "What makes it faster is that loads are coalesced",
-        "the same; mapping, width, cache of x and threads all changed at once", "named so",
+        "the same; mapping, width, cache of x and threads all changed at once", "stated as the cause, no number",
         ruled="2026-11-25", observe=pattern, neutral=PART, percent=True,
-        quantity="share of the gain, by its logarithm, that there is where loads are coalesced (W stored [K, N]) and "
-        "nothing else is changed",
+        quantity="part of that gain (log scale) from coalescing alone, by matrix of h1024; negative: slower",
         gpus=("RTX 5090 Laptop",), differs="single GEMVs, a kernel each",
         refutes="less of the gain with W stored [K, N] and nothing else changed, where loads are coalesced too",
         note=f"as claimed from {100 * PART:.0f} % on, where two sizes count as the same",
     ),
     Claim(
-        "rule", *SLEEPY, "One row a group up to N = 4096, else four: no change of a token's time",
+        "rule", *SLEEPY, "One row per group up to N = 4096, else four: no change of a token's time",
         f"M4 Max, Qwen3.5-4B bf16; {NOTED}",
         f"40 → 41 ms, as printed between {TOKEN_MS[0]} and {TOKEN_MS[1]} ms",
-        ruled="2026-11-25", quantity="a token's time with the rule over that without", observe=rule,
+        ruled="2026-11-25", quantity="a token's time with the rule ÷ that without", observe=rule,
         direction=WITHIN, band=(TOKEN_MS[0] / TOKEN_MS[1], TOKEN_MS[1] / TOKEN_MS[0]),
         gpus=("M4 Max",), differs="the sum of single GEMVs, without the rest of a token",
         note=f"no change: {TOKEN_MS[0] / TOKEN_MS[1]:.3f} to {TOKEN_MS[1] / TOKEN_MS[0]:.3f} times as long, as far as "
@@ -117,9 +116,10 @@ CLAIMS = (
         "4, with and without dependent launch, matrices merged and separate",
     ),
     Claim(
-        "ceiling", *SLEEPY, "Decode stands at a bandwidth ceiling",
+        "ceiling", *SLEEPY, "Decode cannot go beyond 45 % of the bandwidth",
         f"M4 Max (410 GB/s), the same model; {NOTED}", "45 %",
-        ruled="2026-11-25", quantity="share of the read ceiling", observe=ceiling,
+        ruled="2026-11-25", observe=ceiling,
+        quantity="share of the GPU's read speed that this lab's GEMVs reach in that model's layers",
         direction=BELOW, neutral=CEILING, percent=True,
         gpus=("M4 Max",), differs="layers without the rest of a token; a share of the measured read speed, not of the "
         "data sheet's",

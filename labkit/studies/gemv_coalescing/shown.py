@@ -7,12 +7,12 @@ from labkit.studies.gemv_coalescing import tables, variants
 LAB = "the lab's GEMV"
 ORDINARY, TRIGGER = "ordinary kernels between", "kernels with the trigger between"
 NAMES = {
-    variants.THREAD_A_ROW: "thread a row",
+    variants.THREAD_A_ROW: "one thread per row",
     variants.THREAD_A_ROW_TURNED: "coalescing alone [K, N]",
-    variants.WARP_A_ROW: "warp a row",
+    variants.WARP_A_ROW: "one warp per row",
     variants.WIDE_LOADS: "loads of 16 bytes",
     variants.HINT: "evict-first hint",
-    variants.FOUR_ROWS: "four rows a program",
+    variants.FOUR_ROWS: "four rows per program",
     variants.PIPELINED: "pipelined copies",
     variants.TUNED: "tuned, ordinary launch",
     variants.SPLIT_K: "split K",

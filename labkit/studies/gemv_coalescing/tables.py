@@ -31,6 +31,7 @@ PATTERN_COLUMNS = ("dtype", "N", "K", "MB", "CTAs an SM", *STEPS, "look-ups, ns"
 RESIDENT = "CTAs an SM, at most"
 UNITS = {"us": "µs", "tbs": "TB/s", "percent": "% of ceiling"}  # headings of columns
 CEILING = "all bytes at the read ceiling"
+STREAMS = {names.CHAIN_OURS: "GEMVs alone", names.BETWEEN_OURS: "with small kernels between"}  # in `of_ceiling`
 RULE_ROWS = 4096  # the pull request's rule: one row a group up to so many rows of W, else four
 
 
@@ -136,14 +137,18 @@ def _chains(model: str, group: pd.DataFrame) -> list[dict]:
 
 
 def of_ceiling(rows: pd.DataFrame, model: str, variants: Sequence[str]) -> pd.DataFrame:
-    """A model's chain at the read ceiling over its time as measured, by variant: `ratio`, with its interval."""
+    """A model's chain at the read ceiling over its time as measured, by variant: `ratio`, with its interval.
+
+    `variant` is named by what stands between the GEMVs (`STREAMS`).
+    """
     found = []
     for _, group in cases(rows, "chain", model=model):
         least = group["floor_bytes"].iloc[0] / group["ceiling"].max() / 1e3
         for variant in variants if least == least else ():
             own = group[group["variant"] == variant]
             at_ceiling = own.assign(variant=CEILING, samples_ns=[[least] * len(run) for run in own["run"]])
-            found += pairs(pd.concat([group, at_ceiling]), [(variant, CEILING)])
+            lines = pairs(pd.concat([group, at_ceiling]), [(variant, CEILING)])
+            found += [line | {"variant": STREAMS.get(variant, variant)} for line in lines]
     return frame(found, ["variant", *COMPARED])
 
 

@@ -173,44 +173,49 @@ def pairs(x: Case) -> list[tuple[str, str]]:
 SGLANG = ("SGLang pull request 20283", "https://github.com/sgl-project/sglang/pull/20283")
 VLLM = ("vLLM pull request 33291", "https://github.com/vllm-project/vllm/pull/33291")
 RULED = "2026-11-26"
-KERNEL = "time with [K, V] over time with [V, K]"
+KERNEL = "time with [K, V] ÷ time with [V, K]"
 CLAIMS = (
     Claim(
         "sglang-20283-tile", *SGLANG,
-        "The kernel is faster with a tile of [8, 256] instead of [256, 8]",
-        "GPU and shapes not stated; the example has K = 256, which none of the served models has", "no figure",
-        ruled="2026-11-25", quantity=f"{KERNEL}, {NARROW} values a tile", observe=narrow_tile,
+        "[V, K] makes the kernel faster: a tile of [8, 256] instead of [256, 8]",
+        "GPU and shapes not stated; the example has K = 256, which none of the served models has", "no number given",
+        ruled="2026-11-25", quantity=f"{KERNEL}, {NARROW} values per tile, fp32", observe=narrow_tile, faster=True,
         note=f"of SGLang's kernels only verify has this tile; decode has {WIDE} values before and after",
     ),
     Claim(
         "sglang-20283-mechanism", *SGLANG,
-        "What makes it faster are contiguous runs of 256 elements instead of 8",
-        "the same", "run of 8 → 256 elements",
-        ruled="2026-11-25", quantity=f"{KERNEL}, {WIDE} values a tile", direction=WITHIN, observe=equal_lines,
-        refutes=f"a difference at {WIDE} fp32 values a tile, where a request touches as many lines in both layouts",
+        "Longer contiguous runs alone make it faster: 256 elements instead of 8",
+        "the same", "stated as the cause, no number",
+        ruled="2026-11-25", direction=WITHIN, observe=equal_lines, faster=True,
+        quantity=f"{KERNEL}, {WIDE} fp32 values per tile: as fast if runs alone mattered, since these save no cache "
+        "line there",
+        refutes=f"a difference at {WIDE} fp32 values per tile, where one memory request touches as many lines in both "
+        "layouts",
         note="if it were the runs alone, the layout would not matter with this tile",
     ),
     Claim(
         "sglang-20283-end-to-end", *SGLANG, "State layout [V, K] shortens end-to-end latency by 8 %",
         "GPU, model, batch and bench command not stated; judged here for decode alone",
-        f"{E2E_MS[0]} → {E2E_MS[1]} ms, {E2E_MS[0] / E2E_MS[1]:.2f}× faster; of them {TTFT_MS[0]} → {TTFT_MS[1]} ms to "
-        "the first token",
-        ruled=RULED, quantity=f"time of a decode step of {QWEN3_NEXT.name} before over after", observe=decode,
-        size=DECODE_SIZE, note=f"without the first token, decode is {DECODE_GAIN:.2f}× faster by its times",
+        f"total {E2E_MS[0]} → {E2E_MS[1]} ms; to the first token {TTFT_MS[0]} → {TTFT_MS[1]} ms; the rest, decode, "
+        f"{DECODE_GAIN:.2f}× faster",
+        ruled=RULED, quantity="Qwen3-Next's decode step, time with [K, V] ÷ with [V, K]", observe=decode,
+        size=DECODE_SIZE, faster=True,
+        note=f"without the first token, decode is {DECODE_GAIN:.2f}× faster by its times",
     ),
     Claim(
         "vllm-33291-table", *VLLM,
-        "The same change in vLLM, tokens a second at batch " + ", ".join(map(str, VLLM_TABLE)),
+        "The same change in vLLM, tokens per second at batch " + ", ".join(map(str, VLLM_TABLE)),
         "Qwen3-Next-80B-A3B NVFP4 on two GPUs; GPU not stated",
-        ", ".join(f"{gain:+.1f}" for gain in VLLM_TABLE.values()) + " % tokens a second (+: faster)",
-        ruled=RULED, quantity="time of a decode step before over after", observe=vllm_table, sized=True,
+        ", ".join(f"{gain:+.1f}" for gain in VLLM_TABLE.values()) + " % tokens per second (+: faster)",
+        ruled=RULED, quantity="time of a decode step with [K, V] ÷ with [V, K]", observe=vllm_table, sized=True,
+        faster=True,
     ),
     Claim(
         "sglang-20283-first-token", *SGLANG, "State layout [V, K] shortens the time to the first token by 7 %",
         "GPU, model, lengths and bench command not stated",
         f"{TTFT_MS[0]} → {TTFT_MS[1]} ms, {TTFT_MS[0] / TTFT_MS[1]:.2f}× faster",
-        ruled=RULED, quantity="time to the first token before over after, at most", observe=first_token,
-        size=FIRST_TOKEN_SIZE, at_most=True,
+        ruled=RULED, quantity="time to the first token with [K, V] ÷ with [V, K], at most", observe=first_token,
+        size=FIRST_TOKEN_SIZE, at_most=True, faster=True,
         note="attention and launches are left out of the prefill, so that it is an upper bound: it can only refute",
     ),
 )  # fmt: skip

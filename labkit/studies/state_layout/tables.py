@@ -73,6 +73,16 @@ def folding(rows: pd.DataFrame, cache: str = "cold") -> pd.DataFrame:
     return ordered(_pairs(rows, cache, wanted)[columns], columns[:6])
 
 
+def tile_or_layout(rows: pd.DataFrame, cache: str = "cold") -> pd.DataFrame:
+    """K-first with the widest tile / V-first with the narrowest, one warp: what the layout adds to widening the tile.
+
+    With both times; above 1, the layout [V, K] with the narrow tile is faster.
+    """
+    pair = variant_name("VK", min(TILES)), variant_name("KV", max(TILES))
+    columns = [*SHAPE, "us", "against us", *RATIO]
+    return ordered(_pairs(rows, cache, {pair: {}})[columns], columns[:5])
+
+
 def _pairs(rows: pd.DataFrame, cache: str, wanted: Mapping[tuple[str, str], Params]) -> pd.DataFrame:
     """A line for each pair of each case, and whether one of it `spills`. wanted: (variant, against) -> what is said."""
     found = []
@@ -81,7 +91,7 @@ def _pairs(rows: pd.DataFrame, cache: str, wanted: Mapping[tuple[str, str], Para
         for line in pairs(group, wanted):
             pair = line["variant"], line["against"]
             found.append(picked(params, SHAPE) | wanted[pair] | line | {"spills": not spilled.isdisjoint(pair)})
-    return pd.DataFrame(found, columns=[*SHAPE, "BV", "warps", *RATIO, "runs", "spills"])
+    return pd.DataFrame(found, columns=[*SHAPE, "BV", "warps", "us", "against us", *RATIO, "runs", "spills"])
 
 
 def spilling(rows: pd.DataFrame) -> set[str]:
@@ -230,7 +240,7 @@ def released(rows: pd.DataFrame, source: str = "SGLang") -> pd.DataFrame:
     """Own kernels: time of the release before the change over that of the first with it, in every case.
 
     Above 1, the one with [V, K] is the faster. source: one of `variants.OWN`. Where drafts are verified, the gate is
-    named with their form: "GDN, tree".
+    named with their form: "GDN, tree of drafts".
     """
     before, after = variants.OWN[source]
     parts = [compared(rows, op, after, before).assign(op=op) for op in ("step", "verify", "extend")]
@@ -238,7 +248,7 @@ def released(rows: pd.DataFrame, source: str = "SGLang") -> pd.DataFrame:
     table = table.reindex(
         columns=["op", "gate", "draft", "state", "batch", "prefill", "us", "against us", *RATIO, "runs"]
     )
-    table["gate"] += (", " + table["draft"].astype("object")).fillna("")
+    table["gate"] += (", " + table["draft"].astype("object") + " of drafts").fillna("")
     return table.drop(columns="draft").astype({"batch": "Int64"})
 
 
