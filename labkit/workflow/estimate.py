@@ -7,7 +7,7 @@ process was, nor what was compiled ahead; of these there is a model:
 - A later process compiles nothing that the first one compiled. It takes what is usual of the operation: the mean of its
   cases, where none counts for more than a second above the median, since half of them or more compile little.
 - Kernels that are compiled ahead take `AHEAD_S` until the first begins, then `KERNEL_S` of one core each, and all cores
-  share them; so do what others' calls compile before (`run.warm_up`), `CALL_S` each, but not less than `LONGEST_CALL_S`.
+  share them; so do what others' calls compile before (`run.warm_up`), `CALL_S` each, and `LONGEST_CALL_S` at least.
 - A process takes `START_S` to start, a notebook `PAGE_S` beside its measuring, a kernel whose hardware counters are
   read `COUNTED_S`, timelines `TIMELINES_S`.
 
