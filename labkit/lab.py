@@ -349,7 +349,7 @@ class Lab:
         there = [day for gpu, day in days.items() if not self._entries[gpu].here]
         old = [f"{gpu}, {entry.stale}" for gpu, entry in self._entries.items() if entry.stale]
         said = [f"Measured on this machine: {here[0]}."] if here else []
-        said += [f"Recorded on another machine: {'; '.join(there)}."] if there else []
+        said += [f"Recorded measurements: {'; '.join(there)}."] if there else []
         return " ".join([*said, *([f"{EARLIER} ({'; '.join(old)})."] if old else [])])
 
     @property

@@ -753,11 +753,11 @@ def test_the_answer_changes_with_the_rows(rows):
     many = at_tokens(rows, 0.5, variants.CUBLAS, 64)
     assert told(H100=many)[1].startswith("Up to 8 tokens, ")
     assert told(H100=many)[1].endswith(
-        " At 64 tokens it is 1.30× slower (H100): from there on dequantise and use cuBLAS, if they fit; "
+        " At 64 tokens it is 1.30× slower (H100): from there on dequantise and use cuBLAS, if bf16 weights fit; "
         "bits may change."
     )
     kept = at_tokens(recorded(**{variants.CUBLAS: {"alone": 0.0}}), 0.5, variants.CUBLAS, 64)
-    assert told(H100=kept)[1].endswith("use cuBLAS, if they fit.")
+    assert told(H100=kept)[1].endswith("use cuBLAS, if bf16 weights fit.")
     assert (
         "tensor-core kernel (tensor_core). At 64 tokens it is on average"
         in told(H100=recorded(**{variants.MATRIX: {"alone": 1e-9}}))[1]

@@ -244,9 +244,9 @@ def test_a_cancelled_job_is_named_and_goes_on_the_next_time(toy, cluster):
 def test_a_killed_engine_leaves_its_jobs_which_the_next_one_waits_for(toy, cluster, tmp_path_factory):
     chance = random.Random(11)
     run = Run(toy, cluster, batches(LONG, [61], [62]), site(toy))
-    for _ in range(3):
+    for _ in range(10):
         process = run.start()
-        time.sleep(chance.uniform(2, 8))
+        time.sleep(chance.uniform(1, 6))
         with contextlib.suppress(ProcessLookupError):
             os.kill(process.pid, signal.SIGKILL)
         process.communicate()

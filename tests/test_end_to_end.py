@@ -86,7 +86,7 @@ def test_the_report_is_made_from_what_is_recorded(report, recorded):
         assert "Traceback" not in text
         for name in recorded[page]:
             assert name in text
-        assert not recorded[page] or "Recorded on another machine: H100, " in text
+        assert not recorded[page] or "Recorded measurements: H100, " in text
         assert (lab.UNMEASURED in text) == (not recorded[page])
     index = text_of(reports / "index.html")
     assert all(name in index for names in recorded.values() for name in names)
@@ -292,7 +292,7 @@ def test_without_triton_every_cell_shows_what_is_recorded(without):
     texts = {study: unescape(re.sub(r"<[^>]*>", "", " ".join(shown))) for study, shown in found["shown"].items()}
     assert list(texts) == list(registry.NOTEBOOKS)
     for study, text in texts.items():
-        assert "Recorded on another machine: Made-Up 9" in text, study
+        assert "Recorded measurements: Made-Up 9" in text, study
         assert not re.search(r"\bnan\b|\bNone\b|<NA>", text), study
     assert "Triton is not installed here" in texts["state_layout"]
     assert "registers, sm_90" in texts["state_layout"]  # from the rows, of the kernels that were timed
@@ -304,7 +304,7 @@ def test_without_triton_a_page_is_made(bare):
     done = labkit("run", "machine", "--source", "recorded", **bare)
     assert done.returncode == 0, done.stderr
     reports = Path(bare["LABKIT_ROOT"]) / "reports"
-    assert "Recorded on another machine: Made-Up 9" in text_of(reports / PAGES[0])
+    assert "Recorded measurements: Made-Up 9" in text_of(reports / PAGES[0])
     assert "not installed" in text_of(reports / "index.html")
 
 

@@ -284,8 +284,8 @@ def test_the_answer_says_what_was_found(measured):
     assert answer.advice({"H100": found}) == (
         "Keep a ring of 16 tokens from batch 8 (fp32 states) or 8 (bf16 states) on; "
         f"other lengths are at most {found['length']:.2f}× faster. "
-        "At batch 1 a ring is 1.25× slower (fp32), 1.25× slower (bf16). "
-        "Take this lab's fused prefill, at worst 1.18× faster."
+        "At batch 1 this lab's ring is 1.25× slower (fp32), 1.25× slower (bf16). "
+        "Take this lab's fused prefill, at worst 1.18× faster than the faster of the two."
     )
     assert found["length"] > 1
     assert "Write fp32 states at every token" in answer.advice({"H100": {"from fp32": None}})

@@ -186,7 +186,7 @@ def test_recorded_rows_are_never_said_to_be_measured_here(folders, without_trito
         figures = [text for text in shown if "<img" in text]
         assert figures
         for text in figures:
-            assert "Recorded on another machine: Made-Up 9, 2025-11-21." in text
+            assert "Recorded measurements: Made-Up 9, 2025-11-21." in text
             assert f'alt="{MACHINE["name"]}: ' in text
 
 
@@ -215,7 +215,7 @@ def test_rows_of_this_machine_are_said_to_be_measured_here_and_not_measured_agai
     assert "Nothing was measured" not in page
     shown = html(x.table(tables.best, "Best."))
     assert "Measured on this machine: Made-Up 9, 2025-12-01." in shown
-    assert "Recorded on another machine: Made-Up 9, 2025-11-21." in shown
+    assert "Recorded measurements: Made-Up 9, 2025-11-21." in shown
     x.figure("times", lambda rows: _drawing())
     monkeypatch.setattr(x, "shown", x.shown[1:])
     del x._origin

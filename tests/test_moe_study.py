@@ -1338,8 +1338,9 @@ def test_the_answer_follows_from_the_rows(own_rows):
         "No: a persistent grid makes ExecuTorch's whole layer 1.25× slower than one CTA per tile on the H100"
     )
     assert answer.advice(slow) == (
-        "Launch one CTA per tile. Skip empty blocks (CTAs that find no rows): at 1642 tokens single products become "
-        "1.10× faster on the H100. If the grid must be persistent, launch as many CTAs as fit."
+        "Launch one CTA per tile. Skip empty blocks (CTAs that find no rows): at 1642 tokens, if the host knows how "
+        "many, single products become 1.10× faster on the H100. If the grid must be persistent, launch as many CTAs as "
+        "fit."
     )
     times = {variants.released(variants.PERSISTENT, int8): 1.1 for int8 in (False, True)}
     times |= {name: 1.32 for name in variants.RELEASED_GEMMS if variants.TILES in name}
@@ -1386,7 +1387,10 @@ def test_gpus_that_disagree_are_not_made_to_agree():
 def test_what_gpus_share_is_said_once():
     both = {"H100": facts_of(), "H200": facts_of()}
     assert "1.25× slower than one CTA per tile on the H100 and H200, at every" in answer.conclusion(both)
-    assert "at 1642 tokens single products become 1.60× to 1.89× faster on the H100 and H200." in answer.advice(both)
+    assert (
+        "at 1642 tokens, if the host knows how many, single products become 1.60× to 1.89× faster on the H100 and H200."
+        in answer.advice(both)
+    )
     other = both | {"H200": facts_of(empty="1.70× faster")}
     assert "1.60× to 1.89× faster on the H100, 1.70× faster on the H200." in answer.advice(other)
 
@@ -1408,7 +1412,7 @@ def test_no_rows_give_no_answer(own_rows):
 def test_the_answer_is_short_and_its_claims_are_the_study_s(own_rows):
     for known in ({"H100": answer.facts(own_rows)}, dict.fromkeys(("H100", "H200"), facts_of())):
         assert 0 < len(answer.conclusion(known).split()) <= 35
-        assert 0 < len(answer.advice(known).split()) <= 40
+        assert 0 < len(answer.advice(known).split()) <= 46
     assert set(answer.HEADLINE) <= {claim.id for claim in claims.CLAIMS}
 
 

@@ -78,8 +78,8 @@ def test_where_it_is_slower_the_conclusion_says_so(usual):
 def test_the_advice_changes_with_the_data(gains, advised):
     start, tuned = said(H100=rows(**gains))[1].split(" With tuned kernels, ")
     assert start == (
-        "With 8 values per tile, store the state as [V, K]: [K, V] with 32 values per tile stays as fast (H100); plain "
-        "kernel, fp32."
+        "With 8 values per tile, store the state as [V, K]. To widen the tile instead ([K, V] with 32 "
+        "values) is as fast (H100); plain kernel, fp32."
     )
     assert tuned.startswith(advised)
 

@@ -157,7 +157,8 @@ def bars(
                 texts = [fmt.format(value) for value in bar[y]]
                 ax.bar_label(drawn, texts, padding=2.5, fontsize=9, color=INK, bbox=box)
             if low and high:
-                ax.errorbar(at, bar[y], _bars(bar, y, low, high), fmt="none", ecolor=INK, elinewidth=1.1, capsize=2.5)
+                thin = {"fmt": "none", "ecolor": INK, "elinewidth": 1.1, "capsize": 2.5, "clip_on": False}
+                ax.errorbar(at, bar[y], _bars(bar, y, low, high), **thin)
         ax.grid(axis="x", visible=False)
         _ticks(ax, range(len(groups)), groups, 52 if reference else 66)
         ax.set_xlim(-0.6, len(groups) - 0.4)

@@ -98,7 +98,7 @@ def _changes(one: Facts) -> str:
 def advice(facts: Mapping[str, Facts]) -> str:
     """Which kernel to take, and up to how many tokens, by means of the cases; what each does to bits."""
     kept, lost = _tokens(facts, "up to"), _tokens(facts, "above")
-    library = "dequantise and use cuBLAS, if they fit"
+    library = "dequantise and use cuBLAS, if bf16 weights fit"
     library += "; bits may change" if any(one["library"] for one in facts.values()) else ""
     whose, than = ("it", "") if kept else (KERNEL, LIBRARY)
     end = f"At {lost} {whose} is {_ratios(facts, 'above', than)}: from there on {library}." if lost else ""

@@ -121,7 +121,7 @@ def _whose(facts: Facts) -> str:
         return ""
     if min(one["prefill"] for one in known) <= 1:
         return "take FlashInfer's prefill"
-    return f"take this lab's fused prefill, at worst {faster(min(one['worst prefill'] for one in known))}"
+    return f"take this lab's fused prefill, at worst {faster(min(one['worst prefill'] for one in known), FASTER)}"
 
 
 def _lengths(facts: Facts) -> str:
@@ -140,7 +140,7 @@ def _alone(facts: Facts) -> str:
         for state in STATES
     }
     slow = [f"{said} ({state})" for state, ratio in least.items() if (said := faster(ratio)).endswith("slower")]
-    return f"at batch 1 a ring is {', '.join(slow)}" if slow else ""
+    return f"at batch 1 this lab's ring is {', '.join(slow)}" if slow else ""
 
 
 def hero(rows: pd.DataFrame) -> Drawing:

@@ -71,14 +71,15 @@ def conclusion(facts: Mapping[str, Facts]) -> str:
     loses = {one["alone"] < 1 for one in facts.values()}
     short = {frozenset({True}): "Not by itself", frozenset({False}): "On average, yes"}
     counts = _each(facts, lambda one: f"{one['slower']} of {one['cases']}")
-    alone = f"coalescing alone (W stored [K, N]) makes {counts} GEMVs slower than one thread per row"
+    each = " on each GPU" if len(facts) > 1 and "(" not in counts else ""
+    alone = f"coalescing alone (W stored [K, N], one thread per row) slows {counts} GEMVs{each}"
     paying = {gpu: one for gpu, one in facts.items() if "paying" in one}
     if paying:
         rows = max(one["rows"] for one in paying.values())
-        alone += f"; from {rows} rows on all gain, up to {_gains(paying, 'paying')}"
+        alone += f"; from {rows} rows on all gain, at best {_gains(paying, 'paying')}"
     warp = ", ".join(f"on the {gpu} {between(one['least'], one['most'])}" for gpu, one in facts.items())
     start = short.get(frozenset(loses), "On some GPUs alone")
-    return f"{start}: {alone}. One warp per row, coalesced too and with more threads, makes all {warp}."
+    return f"{start}: {alone}. One warp per row is coalesced too, and has more threads: it makes all {warp}."
 
 
 def advice(facts: Mapping[str, Facts]) -> str:
@@ -87,7 +88,7 @@ def advice(facts: Mapping[str, Facts]) -> str:
         return "Keep cuBLAS: one warp per row with loads of 16 bytes is no faster here." if facts else ""
     parts = ["Give each row of W [N, K] one warp, with 16-byte loads"]
     if all(one.get("stored") for one in facts.values()):
-        parts[0] += "; one thread per row over W [K, N] is slower at every shape"
+        parts[0] += "; one thread per row over W [K, N] is slower than that at every shape"
     if all(one.get("merging", 0.0) > 1 for one in facts.values()):
         parts.append("Merge matrices with the same x")
     known = {gpu: one for gpu, one in facts.items() if "trigger" in one}
@@ -95,7 +96,7 @@ def advice(facts: Mapping[str, Facts]) -> str:
         of = " and ".join(dict.fromkeys(one["model"] for one in known.values()))
         parts.append(
             f"Add dependent launch, triggered early by the kernel in front: {of}'s layers are then "
-            f"{_gains(known, 'trigger')} than with cuBLAS"
+            f"{_gains(known, 'trigger')} than with cuBLAS, launched as usual"
         )
     return f"{'. '.join(parts)}."
 

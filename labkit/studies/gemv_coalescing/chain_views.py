@@ -64,7 +64,7 @@ def merging(rows: pd.DataFrame) -> pd.DataFrame:
         compared(chains, variants.merged(name), variants.separate(name), ["model"]).assign(kernel=kernel)
         for name, kernel in (("torch.mv", CUBLAS), ("ours", shown.LAB))
     ]
-    return pd.concat(parts, ignore_index=True)[["model", "kernel", *RATIO]]
+    return pd.concat([part for part in parts if len(part)] or parts[:1], ignore_index=True)[["model", "kernel", *RATIO]]
 
 
 def between(rows: pd.DataFrame) -> Drawing:

@@ -95,7 +95,8 @@ def advice(facts: Mapping[str, Mapping[str, Any]]) -> str:
         tokens = next(iter(empty.values()))["tokens"]
         parts = _once((gpu, one["empty"]) for gpu, one in empty.items())
         gained = ", ".join(f"{words} on the {gpus}" for words, gpus in parts)
-        said += f" Skip empty blocks (CTAs that find no rows): at {tokens} single products become {gained}."
+        said += f" Skip empty blocks (CTAs that find no rows): at {tokens}, if the host knows how many, "
+        said += f"single products become {gained}."
     if grids != {PERSISTENT} and any(one.get("fill") for one in facts.values()):
         said += " If the grid must be persistent, launch as many CTAs as fit."
     return said

@@ -150,7 +150,7 @@ def advice(facts: Mapping[str, Mapping[str, Any]]) -> str:
     later = [said for model in MODELS if (said := _later(facts, model))]
     if not later:
         return f"{do}."
-    return f"{do}. At later positions take separate kernels with dependent launch: {', '.join(later)}."
+    return f"{do}. Not at later positions: there separate kernels with dependent launch are faster, {', '.join(later)}."
 
 
 def _later(facts: Mapping[str, Mapping[str, Any]], model: str) -> str:

@@ -155,8 +155,8 @@ def advice(facts: Facts) -> str:
         wide = {}
     said = ", ".join(f"{faster(1 / ratio)} ({gpu})" for gpu, ratio in wide.items())
     narrow = (
-        f"With {NARROW} values per tile, store the state as [V, K]: [K, V] with {WIDE} values per tile stays {said}; "
-        "plain kernel, fp32."
+        f"With {NARROW} values per tile, store the state as [V, K]. To widen the tile instead ([K, V] with {WIDE} "
+        f"values) is {said}; plain kernel, fp32."
     )
     return " ".join(filter(None, [narrow if wide else "", _when_tuned(facts)]))
 
@@ -195,8 +195,8 @@ def hero(rows: pd.DataFrame) -> Drawing:
 
 
 HOLLOW = (
-    "Hollow: within ±1 %, or no clearer than the noise, which is what two timings of one kernel differ by in that "
-    "case; a noise beyond ±1 % counts three times."
+    "Hollow: less than 1 %, or not beyond the noise, which is what two timings of the same kernel differ by in that "
+    "case (above 1 % it counts three times)."
 )
 
 
