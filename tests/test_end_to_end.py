@@ -151,7 +151,7 @@ def test_the_pages_are_used_by_keyboard_alone(report, browser, page, folds_open)
 
 
 @pytest.mark.browser
-@pytest.mark.parametrize(("width", "studies", "all_of_it"), [(1280, 2500, 7200), (400, 4000, 14_500)])
+@pytest.mark.parametrize(("width", "studies", "all_of_it"), [(1280, 2500, 7600), (400, 4000, 15_500)])
 def test_the_index_is_no_wall(report, browser, width, studies, all_of_it):  # noqa: F811
     """In pixels, with everything folded."""
     browser.open(report[1] / "index.html", width, "light")  # which opens the folds

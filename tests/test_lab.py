@@ -571,8 +571,10 @@ def test_a_claim_can_be_copied_as_markdown(folders, layout):
     shown = html(replayed("state_layout", made.LAYOUT, layout).claims())
     text = unescape(re.search(r'id="claim-sglang-20283-tile" data-markdown="(.*?)"', shown, re.DOTALL)[1])
     head, verdict = text.split("\n")
-    assert head.startswith("**The kernel is faster with a tile of [8, 256] instead of [256, 8]** ([SGLang pull request")
-    assert verdict.startswith("- Made-Up 9: **consistent** (our version of the code), 1.20× [1.20, 1.20]")
+    assert head.startswith(
+        "**[V, K] makes the kernel faster: a tile of [8, 256] instead of [256, 8]** ([SGLang pull request"
+    )
+    assert verdict.startswith("- Made-Up 9: **consistent** (our version of the code), 1.20× faster [1.20, 1.20]")
     assert "numbers" not in text
 
 
@@ -600,4 +602,4 @@ def test_a_claims_figure_ends_before_its_quantity(folders, layout, monkeypatch):
     shown = html(x.claims())
     for keys in re.findall(r'data-keys="([^"]*)"', shown):
         assert isinstance(json.loads(unescape(keys)), dict)
-    assert shown.count("8 values a tile") == 2  # what the figures are, and what can be copied
+    assert shown.count("8 values per tile") == 2  # what the figures are, and what can be copied

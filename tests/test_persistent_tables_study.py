@@ -734,7 +734,7 @@ def test_the_figure_shows_what_conclusion_and_advice_rest_on(rows):
     assert found.data["way"].tolist()[0] == "rebuilt vectorised: by array operations"
     best = shown.SHOWN[answer.facts(rows)["best"]]
     shares = r"Vectorised rebuilding removes \d+ % of the time, the position on the GPU \d+ % more\. "
-    shares += r"\d of 8 correct ways are within 2 % of the fastest(, one pinned copy of all tables among them)?"
+    shares += r"\d of 8 correct ways are within two percent of the fastest(, one pinned copy of all tables among them)?"
     published = answer.hero(rows[~rows["case"].str.contains('"parts": 0')])  # where only the published size was
     assert re.fullmatch(shares, published.said)
     took = rf"\. Cut into \d+ records, a token takes \d+ µs with {best}: no correct way is clearly faster"

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 
 import pandas as pd
+from batched_ffn import LOOP
 from common import geometric_mean
 from moe_persistent_grid import OWN_FILLED
 from persistent_tables import GRAPH, ONE_POSITION, OURS, READ, SHAPES, UNORDERED, VECTORISED
@@ -67,7 +68,15 @@ def by_waves(tables: Frames) -> pd.DataFrame:
     return pd.DataFrame({"of": range(len(some)), "ratio": [geometric_mean(full[one]["ratio"]) for one in some]})
 
 
+def kept_bits(tables: Frames) -> pd.DataFrame:
+    """In how many cases of batched variants of ours a token has the bits that it has alone; a loop is no question."""
+    bits = tables["tables.bits"]
+    own = bits[(bits["who"] == "ours") & (bits["variant"] != LOOP)]
+    return pd.DataFrame([{"same": own["same"].sum(), "cases": own["cases"].sum()}])
+
+
 NOTED: dict[str, dict[str, Callable[[Frames], pd.DataFrame]]] = {
     "persistent_tables": {"figure": figure, "stops": stops, "saved": saved, "near": near},
     "moe_persistent_grid": {"by waves": by_waves},
+    "batched_ffn": {"kept bits": kept_bits},
 }

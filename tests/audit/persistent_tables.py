@@ -919,7 +919,8 @@ def said_hero(rows: pd.DataFrame) -> list[str]:
     best = _best(rows)
     return [
         f"removes {arrays:.0f} % of the time, the position on the GPU {graph - arrays:.0f} % more",
-        f"{len(near)} of {len(us)} correct ways are within 2 % of the fastest, one pinned copy of all tables among",
+        f"{len(near)} of {len(us)} correct ways are within two percent of the fastest, one pinned copy of all tables "
+        "among",
         f"Cut into {best['records']:.0f} records, a token takes {best['us']:.0f} µs with {SHORT[best['way']]}: no",
     ]
 

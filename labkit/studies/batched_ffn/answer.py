@@ -41,7 +41,9 @@ def facts(rows: pd.DataFrame) -> dict[str, Any]:
     bits = tables.bits(rows)
     own = bits[(bits["who"] == tables.OWN) & (bits["variant"] != variants.PER_TOKEN)]  # of a loop it is no question
     found = {"launch": launch, "reads": reads, "both": geometric_mean(whole["ratio"])}
-    found |= {"same": int(own["same"].sum()), "cases": int(own["cases"].sum())}
+    kept = {"same": int(own["same"].sum()), "cases": int(own["cases"].sum())}
+    ledger.note("kept bits", kept)
+    found |= kept
     kernel, library = (where(bits, op="product", variant=variant) for variant in (KERNEL, variants.CUBLAS))
     found["kernel"] = len(kernel) > 0 and bool((kernel["same"] == kernel["cases"]).all())
     found["library"] = bool((library["same"] < library["cases"]).any())

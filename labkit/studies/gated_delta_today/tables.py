@@ -128,7 +128,8 @@ def best_lengths(rows: pd.DataFrame) -> pd.DataFrame:
         said = {"gate": gate, "state": state, "batch": batch, "whose": whose}
         said |= {"predicted L": floors, "fastest L": int(best["L"])}
         found.append(said | picked(line, [*RATIO, "runs"]))
-    return frame(found, ["gate", "state", "batch", "whose", "predicted L", "fastest L", *RATIO, "runs"])
+    columns = ["gate", "state", "batch", "whose", "predicted L", "fastest L", *RATIO, "runs"]
+    return frame(found, columns).reindex(columns=columns)  # without a ratio where 16 is the fastest of all
 
 
 def predicted_lengths(parameters: Sequence[Mapping[str, Any]]) -> pd.DataFrame:

@@ -231,7 +231,7 @@ def _near(table: pd.DataFrame) -> str:
         return ""
     ledger.note("near", {"near": len(near), "correct ways": len(us)})
     among = ", one pinned copy of all tables among them" if variants.PINNED in near else ""
-    return f"{len(near)} of {len(us)} correct ways are within {100 * (NEAR - 1):.0f} % of the fastest{among}."
+    return f"{len(near)} of {len(us)} correct ways are within two percent of the fastest{among}."
 
 
 def _why_best(rows: pd.DataFrame) -> str:

@@ -202,6 +202,9 @@ HOLLOW = (
 
 def _said_noise(table: pd.DataFrame) -> str:
     """ "Most noise: ±2.4 % (this lab's decode, tuned for each layout, bf16)", of what is unclear if there is any."""
+    table = table.dropna(subset=["noise"])
+    if table.empty:
+        return ""
     doubt = table[table["verdict"] == "unclear"]
     some = doubt if len(doubt) else table
     line = some.loc[some["noise"].idxmax()]
