@@ -1,5 +1,7 @@
 """A ratio of times in words: how much faster, or slower. Every number is noted, so that its origin can be found."""
 
+from collections.abc import Iterable
+
 from labkit.bench.ledger import say
 
 SAME = "as fast"  # of what reads as 1.00
@@ -30,8 +32,8 @@ def between(low: float, high: float, than: str = "") -> str:
     elif not side:
         said = SAME
     else:
-        alike = f"{max(low, 1 / low):.2f}" == f"{max(high, 1 / high):.2f}"
-        said = f"{' to '.join(f'{_size(end)}×' for end in (ends[:1] if alike else ends))} {side}"
+        ends = ends[:1] if _reads(low) == _reads(high) else ends
+        said = f"{' to '.join(f'{_size(end)}×' for end in ends)} {side}"
     return compared(said, than) if than else said
 
 
@@ -40,11 +42,26 @@ def compared(said: str, than: str) -> str:
     return f"{said} {'as' if said.endswith(SAME) else 'than'} {than}"
 
 
+def note_sizes(ratios: Iterable[float]) -> None:
+    """Note ratios as sentences will say them, for sentences that are made where nothing is noted."""
+    for ratio in ratios:
+        say(_large(ratio))
+
+
 def _side(ratio: float) -> str:
     """ "faster" or "slower"; empty of what reads as 1.00."""
-    return "" if f"{max(ratio, 1 / ratio):.2f}" == "1.00" else "faster" if ratio > 1 else "slower"
+    return "" if _reads(ratio) == "1.00" else "faster" if ratio > 1 else "slower"
 
 
 def _size(ratio: float) -> str:
-    """How often the smaller time goes into the larger: "1.29"."""
-    return number(max(ratio, 1 / ratio))
+    """How often the smaller time goes into the larger, noted: "1.29"."""
+    return number(_large(ratio))
+
+
+def _reads(ratio: float) -> str:
+    """The same, not noted."""
+    return f"{_large(ratio):.2f}"
+
+
+def _large(ratio: float) -> float:
+    return max(ratio, 1 / ratio)

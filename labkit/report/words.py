@@ -7,9 +7,10 @@ import pandas as pd
 
 from labkit.bench.ledger import note
 from labkit.bench.ratios import SAME as SAME
-from labkit.bench.ratios import between
+from labkit.bench.ratios import between as between
 from labkit.bench.ratios import compared as compared
 from labkit.bench.ratios import faster as faster
+from labkit.bench.ratios import note_sizes as note_sizes
 from labkit.bench.ratios import number as number
 
 

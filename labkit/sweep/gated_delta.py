@@ -40,10 +40,7 @@ def states(x: Case, made: Random, count: int, v_first: bool, dtype: torch.dtype)
     HV, K, V = (x[name] for name in ("HV", "K", "V"))
     pool = torch.empty((count, HV, *((V, K) if v_first else (K, V))), dtype=dtype, device=made.device)
     for part in pool.split(64):  # in parts: a copy of the whole pool in fp32 need not fit beside it
-        if dtype.itemsize > 1:
-            made.fill(part)
-        else:  # of which torch draws none
-            part.copy_(made(*part.shape))
+        made.fill(part)
     return pool
 
 

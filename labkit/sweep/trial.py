@@ -113,9 +113,12 @@ class Random:
         return self.fill(torch.empty(shape, device=self.device), std).to(self.dtype)
 
     def fill(self, tensor: Tensor, std: float = 1.0) -> Tensor:
-        """The tensor, filled with values that are drawn in its own dtype."""
-        # Of tensors without memory torch would first import its compiler, which takes seconds in each process.
-        return tensor if self.generator is None else tensor.normal_(0, std, generator=self.generator)
+        """The tensor, filled with values that are drawn in its own dtype; fp8, of which torch draws none, is rounded."""
+        if self.generator is None:  # without memory: torch would first import its compiler, seconds in each process
+            return tensor
+        if tensor.dtype.itemsize == 1:
+            return tensor.copy_(self(*tensor.shape, std=std))
+        return tensor.normal_(0, std, generator=self.generator)
 
     def below(self, count: int) -> int:
         """One of the numbers below `count`."""

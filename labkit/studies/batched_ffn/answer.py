@@ -48,9 +48,7 @@ def facts(rows: pd.DataFrame) -> dict[str, Any]:
     found["kernel"] = len(kernel) > 0 and bool((kernel["same"] == kernel["cases"]).all())
     found["library"] = bool((library["same"] < library["cases"]).any())
     found |= _limit(_beside(rows))
-    for value in found.values():
-        if isinstance(value, float):
-            ledger.say(max(value, 1 / value))  # as sentences say it
+    words.note_sizes(value for value in found.values() if isinstance(value, float))
     return found
 
 

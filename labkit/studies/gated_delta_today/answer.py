@@ -10,7 +10,7 @@ from labkit.bench.tables import where
 from labkit.bench.verdict import geometric_mean
 from labkit.report import plots
 from labkit.report.figures import Drawing, drawing
-from labkit.report.words import SAME, faster
+from labkit.report.words import SAME, faster, note_sizes
 from labkit.studies.gated_delta_today import tables, variants
 from labkit.studies.gated_delta_today.claims import FEW_HEADS
 from labkit.studies.gated_delta_today.variants import STATES
@@ -53,9 +53,7 @@ def facts(rows: pd.DataFrame) -> dict[str, Any]:
         found[f"alone {line['state']}"] = line["ratio"]
     gains = tables.best_lengths(rows)
     found |= {"length": float(gains["ratio"].fillna(1.0).max())} if len(gains) else {}
-    for value in found.values():
-        if isinstance(value, float):
-            ledger.say(max(value, 1 / value))  # as sentences say it
+    note_sizes(value for value in found.values() if isinstance(value, float))
     ledger.note("facts", {name: value for name, value in found.items() if value is not None})
     return found
 

@@ -7,11 +7,10 @@ from typing import Any
 import pandas as pd
 
 from labkit.bench import ledger
-from labkit.bench.ratios import between
 from labkit.bench.tables import where
 from labkit.bench.verdict import geometric_mean
 from labkit.report.figures import Drawing
-from labkit.report.words import faster
+from labkit.report.words import between, faster, note_sizes
 from labkit.studies.gemv_coalescing import chain_views, shown, tables, variants, views
 from labkit.studies.gemv_coalescing.claims import PULL_REQUEST
 
@@ -46,9 +45,7 @@ def facts(rows: pd.DataFrame) -> dict[str, Any]:
     merging = where(chain_views.merging(rows), kernel=shown.LAB)["ratio"]
     found |= {"plain": geometric_mean(plain)} if len(plain) else {}
     found |= ({"merging": float(merging.min())} if len(merging) else {}) | _between(tables.chains(rows))
-    for name in ("paying", "least", "most", "trigger"):  # in the order of the sentences
-        if name in found:
-            ledger.say(max(found[name], 1 / found[name]))
+    note_sizes(found[name] for name in ("paying", "least", "most", "trigger") if name in found)  # in their order
     return found
 
 

@@ -119,6 +119,10 @@ ASCEND = ("vllm-ascend pull request 17066", "https://github.com/vllm-project/vll
 LAPTOP = "RTX 5090 Laptop, h1024, 402 records"
 GPUS = ("RTX 5090",)
 OTHER = "another kernel, and another host and its Python"
+UPLOAD = (  # of its claims, the conditions and what was published
+    "Ascend, block tables; of the upload alone, of an earlier version", "2.72 → 0.14 ms per step, of the upload alone",
+)  # fmt: skip
+HERE = {"gpus": ("Ascend",), "differs": "tables of a decode; the whole token is timed, not the upload"}
 TOKEN = "time per token"
 RULED = "2026-11-26"
 CLAIMS = (
@@ -164,23 +168,18 @@ CLAIMS = (
         refutes=f"copies that return before {100 * WAITS:.0f} % of the queued work has ended",
     ),
     Claim(
-        "packed", *ASCEND, "Sending only the changed words, packed, is faster than sending all tables",
-        "Ascend, block tables; of the upload alone, of an earlier version",
-        "2.72 → 0.14 ms per step, of the upload alone",
+        "packed", *ASCEND, "Sending only the changed words, packed, is faster than sending all tables", *UPLOAD,
         ruled="2026-11-25", observe=packed, faster=True,
         quantity="time per whole token with all tables copied, each copy blocking (pageable) ÷ with the changed words "
         "packed",
-        note="the gain is over copies that block; the next claim is of a copy that does not",
-        gpus=("Ascend",), differs="tables of a decode; the whole token is timed, not the upload",
+        note="the gain is over copies that block; the next claim is of a copy that does not", **HERE,
     ),
     Claim(
-        "packed-bytes", *ASCEND, "Sending only the changed words is faster because fewer bytes are sent",
-        "Ascend, block tables; of the upload alone, of an earlier version",
-        "2.72 → 0.14 ms per step, of the upload alone",
+        "packed-bytes", *ASCEND, "Sending only the changed words is faster because fewer bytes are sent", *UPLOAD,
         ruled="2026-11-25", observe=fewer_bytes, faster=True,
         quantity="time per whole token with one pinned copy of all tables, which does not block ÷ with the changed "
         "words packed",
-        gpus=("Ascend",), differs="tables of a decode; the whole token is timed, not the upload",
+        **HERE,
         refutes="a token with all bytes in one copy that does not block, and that takes no longer",
     ),
     Claim(

@@ -6,11 +6,10 @@ from typing import Any
 import pandas as pd
 
 from labkit.bench import ledger
-from labkit.bench.ratios import between
 from labkit.bench.tables import where
 from labkit.report import plots
 from labkit.report.figures import Drawing, drawing
-from labkit.report.words import faster, number
+from labkit.report.words import between, faster, note_sizes, number
 from labkit.studies.state_layout import tables
 from labkit.studies.state_layout.claims import FULL, NARROW, WIDE
 from labkit.studies.state_layout.variants import STATES
@@ -62,8 +61,7 @@ def _say(found: Mapping[str, Any]) -> None:
     if len({f"{one:.2f}" for one in ends}) == 1:  # is said once
         ends = ends[:1]
     rest = [found[name] for name in (*(f"tuned {state}" for state in STATES), "wide") if name in found]
-    for one in (*ends, *rest):
-        ledger.say(max(one, 1 / one))
+    note_sizes((*ends, *rest))
 
 
 def _wide_tile(rows: pd.DataFrame) -> pd.DataFrame:
