@@ -113,7 +113,7 @@ class Random:
         return self.fill(torch.empty(shape, device=self.device), std).to(self.dtype)
 
     def fill(self, tensor: Tensor, std: float = 1.0) -> Tensor:
-        """The tensor, filled with values that are drawn in its own dtype; fp8, of which torch draws none, is rounded."""
+        """The tensor, filled with values that are drawn in its own dtype; of fp8, which torch cannot, rounded."""
         if self.generator is None:  # without memory: torch would first import its compiler, seconds in each process
             return tensor
         if tensor.dtype.itemsize == 1:
