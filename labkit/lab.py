@@ -26,7 +26,7 @@ from typing import Any
 import pandas as pd
 from markupsafe import escape
 
-from labkit import paths, registry
+from labkit import isolated, paths, registry
 from labkit.bench import ledger, machine, records, spec, timelines
 from labkit.bench.claim import Claim
 from labkit.bench.spec import Case, Floor, Study
@@ -113,6 +113,7 @@ def open(
     Raises KeyError for an unknown study, ValueError for a wrong parameter, RuntimeError if source is "measure" and
     there is no GPU, or if no GPU that is recorded has these cases. A study that was never recorded opens without rows.
     """
+    isolated.collect_seldom()
     study = registry.load(name)
     study.check(parameters)
     if missing := [rule for rule in study.parameters if rule not in parameters]:

@@ -8,7 +8,6 @@ import pytest
 import toy_lab
 
 from labkit import paths
-from labkit.bench import sha
 from labkit.workflow import recorded, summary
 
 
@@ -47,8 +46,7 @@ def test_an_edit_of_a_source_asks_anew(toy):
     study = next(path for path in toy.root.rglob("layers/study.py"))
     text = study.read_text()
     study.write_text(text.replace("return 1", "return 2"))
-    sha.forget()
-    recorded.variants_of.cache_clear()
+    recorded.forget()
     assert summary.summaries("layers")[0].stale == 6
 
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from copy import copy
 from dataclasses import dataclass, field
-from functools import wraps
+from functools import lru_cache, wraps
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -78,9 +78,10 @@ def note(name: str, value: Any, arguments: str = "") -> None:
         return
     if parent := getattr(value, "attrs", {}).get("table"):  # pandas hands it on to what is selected
         name = f"{parent}, {name}"
-    table = _table(value)
-    if table is not None and len(table):
-        book.append(Noted(name, arguments, table))
+    numbers = value if isinstance(value, tuple) else (value,)
+    noted = (_noted_again if all(type(one) in (int, float) for one in numbers) else _noted)(name, arguments, value)
+    if noted:
+        book.append(noted)
 
 
 def say(value: float) -> None:
@@ -143,6 +144,14 @@ def _short(value: Any) -> bool:
     return isinstance(value, str | int | float | bool | None) or (
         isinstance(value, list | tuple) and len(value) < 9 and all(map(_short, value))
     )
+
+
+def _noted(name: str, arguments: str, value: Any) -> Noted | None:
+    table = _table(value)
+    return None if table is None or table.empty else Noted(name, arguments, table)
+
+
+_noted_again = lru_cache(50_000, typed=True)(_noted)  # of ten numbers that a page notes, nine were noted before
 
 
 def _table(value: Any) -> "pd.DataFrame | None":

@@ -80,6 +80,7 @@ def answer(function: str, wanted: Sequence[tuple[str, Mapping[str, Any]]], taken
 
     taken: as `free` takes it.
     """
+    isolated.collect_seldom()
     for file, request in free(wanted, taken):
         write_atomic(Path(file), json.dumps(resolve(function)(**request)).encode())
 

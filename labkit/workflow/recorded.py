@@ -9,10 +9,10 @@ from pathlib import Path
 import pandas as pd
 
 from labkit import paths, registry
-from labkit.bench import ledger, records, spec
+from labkit.bench import ledger, records, sha, spec
 from labkit.bench.claim import PROCESSES, Claim, Judgement
-from labkit.bench.sha import kernel_sha
 from labkit.sweep import added, run
+from labkit.workflow import summary
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,20 @@ def present(study: str, op: str, case: str, variant: str, schema: str = "") -> s
     found = variants_of(study, op, case).get(variant)
     if found is None or (schema and schema not in EARLIER):
         return ""
-    return f"{schema}:{EARLIER[schema](found)}" if schema else kernel_sha(found.source)
+    return f"{schema}:{EARLIER[schema](found)}" if schema else _sha(found.source)
+
+
+@cache
+def _sha(source: sha.Source) -> str:
+    """`kernel_sha` of one of the lab's, which several processes of a run ask for: kept until a source changes."""
+    return summary.kept(f"hash of {source}", [], lambda: {"sha": sha.kernel_sha(source)})["sha"]
+
+
+def forget() -> None:
+    """Have changed sources read anew in this process."""
+    sha.forget()
+    variants_of.cache_clear()
+    _sha.cache_clear()
 
 
 def stale(rows: pd.DataFrame) -> pd.Series:
@@ -78,7 +91,7 @@ def stale(rows: pd.DataFrame) -> pd.Series:
     Of functions of the reader's own the sources are not known here; they are not called stale.
     """
     keys = zip(rows["study"], rows["op"], rows["case"], rows["variant"], rows["kernel_sha"], strict=True)
-    old = [present(*key, schema=sha.rpartition(":")[0]) != sha for *key, sha in keys]
+    old = [present(*key, schema=told.rpartition(":")[0]) != told for *key, told in keys]
     return pd.Series(old, rows.index, bool) & ~added.is_added(rows)
 
 

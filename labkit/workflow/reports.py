@@ -17,7 +17,7 @@ from typing import Any
 import pandas as pd
 from markupsafe import Markup
 
-from labkit import __version__, paths, registry
+from labkit import __version__, isolated, paths, registry
 from labkit.bench import ledger, machine, records, spec
 from labkit.bench.claim import VERDICTS, Claim, Judgement
 from labkit.evidence import roofline
@@ -38,6 +38,7 @@ def write(
     A page stays as it is where nothing has changed that it is made of. failed: study -> error, of notebooks that did
     not run to their end just now. say: takes a line of progress a page.
     """
+    isolated.collect_seldom()
     found, broken = _readable()
     problems = list(broken.values())
     executed = {name: notebooks.executed_path(name) for name in registry.NOTEBOOKS}
