@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import sys
+import tempfile
 import textwrap
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -435,13 +436,13 @@ def _claim(text: str) -> tuple[str, Any]:
 
 def _list_claim(study: str, claim: Any) -> None:
     """A claim, and what the rows of each GPU say of it: judged once, and kept."""
-    from labkit.workflow import summary
+    from labkit.workflow import store
 
     click.echo(f"{study}.{claim.id}")
     _fields(claim=claim.statement, source=claim.source, address=claim.url, condition=claim.condition)
     _fields(published=claim.published, rule=f"of {claim.ruled}")
     found = [
-        (summary.kept("claims", [path], _judging(study, path, here)), here) for path, here in paths.data_files(study)
+        (store.kept("claims", [path], _judging(study, path, here)), here) for path, here in paths.data_files(study)
     ]
     for kept, here in found:
         result = kept["results"].get(claim.id, {"judgement": None, "error": "no rows"})
@@ -813,13 +814,17 @@ def _predict(compiling: bool = False) -> None:
 
 
 def _draw(chosen: list[str]) -> None:
-    """Run the notebooks on the recorded measurements, and keep their figures beside the data."""
+    """Run the notebooks on the recorded measurements; keep their figures and what they compiled beside the data."""
+    from labkit.evidence import workers
     from labkit.workflow import notebooks, quick, reports
 
     values = {name: {"source": "recorded"} for name in chosen}
     reports.forget_figures(chosen)
     quick.keep(chosen)
-    results = notebooks.run(chosen, values, can_measure=False)
+    with tempfile.TemporaryDirectory() as asked:
+        os.environ["LABKIT_ANSWERS"] = asked
+        results = notebooks.run(chosen, values, can_measure=False)
+        workers.record(Path(asked), more=len(chosen) < len(registry.NOTEBOOKS) or not all(one.ok for one in results))
     reports.write({result.study: result.error for result in results if not result.ok})
     for path in reports.keep_figures(chosen):
         click.echo(path)

@@ -270,7 +270,7 @@ class Lab:
         return figures.table(table, caption, formats, folded=True)
 
     def correctness(self) -> figures.Html:
-        """Every variant on the study's tiny cases, here; and the largest error of the timed cases on each GPU."""
+        """Every variant on the study's tiny cases; and the largest error of the timed cases on each GPU."""
         checked = [(entry.label, entry.rows[entry.rows["error"].notna()]) for entry in self.shown]
         if find_spec("triton") and not self.quick:  # of a quick look what is timed is checked, and nothing else
             checked.insert(0, (self._tiny, check_here(self.study.name, bool(machine.why_no_gpu()))))
@@ -292,7 +292,7 @@ class Lab:
 
     @property
     def _tiny(self) -> str:
-        return "this machine, tiny inputs" + (", Triton's interpreter" if machine.why_no_gpu() else "")
+        return "tiny inputs, " + ("Triton's interpreter" if machine.why_no_gpu() else "this machine")
 
     @cached_property
     def _own(self) -> pd.DataFrame:
@@ -559,7 +559,7 @@ class Lab:
         return variants.accesses_for(self.study.name, wanted, capability)
 
     def compiled(self, wanted: Sequence[tuple[Case, str]], capabilities: Sequence[int]) -> pd.DataFrame:
-        """Compiled evidence for several GPUs' generations, made here.
+        """Compiled evidence for several GPUs' generations, of the present sources.
 
         Where Triton is missing, and in a quick look, that of the rows shown.
         """

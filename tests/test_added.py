@@ -278,7 +278,7 @@ def test_the_page_shows_that_it_was_checked_and_not_timed(folders, layout, write
     x = lab.open("state_layout", add=[write(code, name, "my_kernels.py"), bad], **made.LAYOUT)
     assert x.study.add == ()  # the views see the lab's own variants
     page = html(x.added())
-    assert "this machine, tiny inputs, Triton&#39;s interpreter. None was timed: " in page
+    assert "tiny inputs, Triton&#39;s interpreter. None was timed: " in page
     assert test_lab.NO_GPU in page
     rows = table_of(x.added().parts[0])
     assert [row["ok"] for row in rows] == ["yes"] * 8 + ["no"] * 8
@@ -286,11 +286,11 @@ def test_the_page_shows_that_it_was_checked_and_not_timed(folders, layout, write
         f"TypeError: another signature: it takes (W, x, y), the study gives ({NAMES})"
     }
     by_name = {row["where"]: row for row in table_of(x.correctness())}
-    where = f"{name} (added), this machine, tiny inputs, Triton's interpreter"
+    where = f"{name} (added), tiny inputs, Triton's interpreter"
     assert (by_name[where]["cases"], by_name[where]["wrong"]) == ("8", "0")
     assert by_name[where.replace(name, "mine")]["wrong"] == "8"
     assert by_name[where.replace(name, "mine")]["largest error"] == "—"
-    assert by_name["this machine, tiny inputs, Triton's interpreter"]["wrong"] == "0"
+    assert by_name["tiny inputs, Triton's interpreter"]["wrong"] == "0"
 
 
 def test_without_any_the_page_says_how(folders, layout):  # noqa: F811

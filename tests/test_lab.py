@@ -473,7 +473,7 @@ def test_correctness_is_of_what_was_checked_here_and_of_the_rows(folders, layout
     x = replayed("state_layout", made.LAYOUT, layout.assign(ok=~wrong, error=np.where(wrong, 0.5, 1e-4)))
     here, recorded = table_of(x.correctness())
     assert here == {
-        "where": "this machine, tiny inputs, Triton's interpreter",
+        "where": "tiny inputs, Triton's interpreter",
         "variants": "2",
         "cases": "2",
         "largest error": "2.0e-01",

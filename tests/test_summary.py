@@ -8,16 +8,16 @@ import pytest
 import toy_lab
 
 from labkit import paths
-from labkit.workflow import recorded, summary
+from labkit.workflow import recorded, store, summary
 
 
 @pytest.fixture
 def toy(tmp_path, monkeypatch):
     lab = toy_lab.Toy(tmp_path)
     lab.enter(monkeypatch)
-    summary._sources.cache_clear()
+    store._sources.cache_clear()
     yield lab
-    summary._sources.cache_clear()
+    store._sources.cache_clear()
 
 
 def test_it_is_what_the_rows_say(toy):

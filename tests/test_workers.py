@@ -3,9 +3,12 @@
 import ast
 import re
 
+import pandas as pd
 import pytest
 
+from labkit import paths, registry
 from labkit.evidence import workers
+from labkit.sweep import correctness
 
 COMPILED = "labkit.evidence.compiled:evidence_of"
 
@@ -87,6 +90,62 @@ def test_versions_and_shipped_tables_count(tmp_path, monkeypatch):
     (tmp_path / "tuned.json").write_text("{}")
     monkeypatch.setattr(workers, "PACKAGE", tmp_path)
     assert workers.stamp([]) != before
+
+
+# what is recorded of them
+
+CHECKS = {"name": "persistent_tables", "device": "cpu"}
+
+
+def fresh(monkeypatch, tmp_path, known):
+    """No answer is there but those that are recorded, which are `known`."""
+    monkeypatch.setenv("LABKIT_ANSWERS", str(tmp_path / "answers"))
+    monkeypatch.setattr(workers, "recorded", lambda: known)
+
+
+def test_what_is_recorded_is_what_is_made_anew(monkeypatch, tmp_path):
+    function = "labkit.sweep.correctness:check_tiny"
+    [file] = workers.files_of(function, [CHECKS])
+    assert file.stem in workers.recorded(), "sources or versions have changed: labkit record --figures"
+    known = workers.recorded()[file.stem]
+    fresh(monkeypatch, tmp_path, {})
+    [made] = workers.ask(function, [CHECKS], env=workers.COMPILING | correctness.INTERPRETER)
+    rows, recorded = pd.DataFrame(made), pd.DataFrame(known)
+    # Another processor adds in another order.
+    pd.testing.assert_frame_equal(rows, recorded, rtol=0.1)
+
+
+def test_of_every_study_the_checks_are_recorded():
+    requests = [{"name": name, "device": "cpu"} for name in registry.NOTEBOOKS if registry.load(name).tiny]
+    files = workers.files_of("labkit.sweep.correctness:check_tiny", requests)
+    assert len(files) == 7
+    missing = [one["name"] for one, file in zip(requests, files, strict=True) if file.stem not in workers.recorded()]
+    assert not missing, "sources or versions have changed: labkit record --figures"
+
+
+def test_what_is_recorded_is_taken_and_the_rest_made(monkeypatch, tmp_path):
+    [file, other] = workers.files_of("json:dumps", [{"obj": 1}, {"obj": 2}], ["kernels_for_tests"])
+    fresh(monkeypatch, tmp_path, {file.stem: "recorded"})
+    asked = workers.ask("json:dumps", [{"obj": 1}, {"obj": 2}], ["kernels_for_tests"])
+    assert asked == ["recorded", "2"]
+    assert {path.stem for path in (tmp_path / "answers").iterdir()} == {file.stem, other.stem}
+
+
+@pytest.mark.parametrize(("more", "kept"), [(True, {"a": 1, "b": 2}), (False, {"b": 2})])
+def test_a_run_of_all_notebooks_drops_what_none_asks_for(monkeypatch, tmp_path, more, kept):
+    monkeypatch.setattr(paths, "DATA", tmp_path / "data")
+    workers.recorded.cache_clear()
+    (tmp_path / "a.json").write_text("1")
+    workers.record(tmp_path, more=False)
+    (tmp_path / "a.json").rename(tmp_path / "b.json")
+    (tmp_path / "b.json").write_text("2")
+    workers.record(tmp_path, more)
+    assert workers.recorded() == kept
+    (tmp_path / "data" / workers.RECORDED).write_text("{")
+    workers.recorded.cache_clear()
+    assert workers.recorded() == {}  # what cannot be read is made anew
+    monkeypatch.undo()
+    workers.recorded.cache_clear()
 
 
 # what that rests on

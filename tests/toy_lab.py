@@ -15,7 +15,7 @@ from click.testing import CliRunner
 import labkit
 import labkit.studies
 from labkit import cli, paths, registry
-from labkit.workflow import lease
+from labkit.workflow import lease, recorded
 
 CODE = Path(labkit.__file__).resolve().parents[1]
 NOTEBOOKS = {"ground": "00_ground", "layers": "01_layers"}
@@ -245,7 +245,8 @@ class Toy:
         keys.assign(gpu=SLUG, place=0, **FACT).to_parquet(path)
 
     def enter(self, monkeypatch: Any) -> None:
-        """Make this process use the lab."""
+        """Make this process use the lab, as it is now: another test may have had a toy whose kernels were changed."""
+        recorded.forget()
         monkeypatch.setattr(labkit.studies, "__path__", [*labkit.studies.__path__, str(self.root / "toys")])
         for module in (f"labkit.studies.{name}{rest}" for name in NOTEBOOKS for rest in ("", ".study", ".answer")):
             monkeypatch.delitem(sys.modules, module, raising=False)  # of another toy lab

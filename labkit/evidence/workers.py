@@ -3,7 +3,8 @@
 A process is either in Triton's interpreter or compiling, and a notebook may be in either. An answer is kept under
 `paths.CACHE` and asked for anew when the version of torch or Triton changes, or a source that it can depend on: of the
 function, of the functions and studies that the request names, and of all that they import from the lab, but for what
-only shows or judges.
+only shows or judges. Those that the notebooks ask for are recorded beside the data, by the same hash, so that only who
+has other sources or versions waits for a compiler.
 """
 
 import ast
@@ -28,6 +29,7 @@ T = TypeVar("T")
 PACKAGE = Path(__file__).resolve().parents[1]
 SHOWS = re.compile(r"labkit\.(cli|lab|report|workflow)(\..+)?|labkit\..+[._](views|claims|answer|shown|explore)")
 _NAME = re.compile(r"([A-Za-z_][\w.]*)(:\w+)?")
+RECORDED = "offline.json"  # in data/
 _AT_LEAST = 3  # requests for a process of their own: to compile that many takes about as long as to start it
 COMPILING = {"TRITON_INTERPRET": None, "CUDA_VISIBLE_DEVICES": ""}  # away from a GPU that may be timed meanwhile
 
@@ -46,6 +48,9 @@ def ask(
     isolated.IsolatedError if a call fails; the answers that were there before stay on disk.
     """
     files = files_of(function, requests, modules)
+    for file in files:
+        if not file.exists() and file.stem in recorded():
+            write_atomic(file, json.dumps(recorded()[file.stem]).encode())
     missing = [(str(f), dict(r)) for f, r in dict(zip(files, requests, strict=True)).items() if not f.exists()]
     count = min(_cores(), math.ceil(len(missing) / _AT_LEAST))
     if count:
@@ -53,6 +58,28 @@ def ask(
             call = isolated.Call(f"{__name__}:answer", [function, missing, taken], env=env)
             isolated.call_many([call] * count, count)
     return [json.loads(file.read_text()) for file in files]
+
+
+@functools.cache
+def recorded() -> Mapping[str, Any]:
+    """Hash -> answer, of data/; nothing if there is no such file, or it cannot be read."""
+    try:
+        return json.loads((paths.DATA / RECORDED).read_text("utf-8"))
+    except (OSError, ValueError):
+        return {}
+
+
+def record(folder: Path, more: bool) -> None:
+    """Make data/ hold the answers in a folder. more: beside those that it holds."""
+    answers = {file.stem: json.loads(file.read_text()) for file in folder.glob("*.json")} | (recorded() if more else {})
+    lines = [f"{json.dumps(name)}: {json.dumps(answers[name])}" for name in sorted(answers)]
+    write_atomic(paths.DATA / RECORDED, ("{\n" + ",\n".join(lines) + "\n}\n").encode())
+    recorded.cache_clear()
+
+
+def kept_in() -> Path:
+    """The folder of the answers, which LABKIT_ANSWERS in the environment names."""
+    return Path(os.environ.get("LABKIT_ANSWERS") or paths.CACHE / "answers")
 
 
 def _cores() -> int:
@@ -67,7 +94,7 @@ def files_of(function: str, requests: Sequence[Mapping[str, Any]], modules: Sequ
     always = {_module(function), *modules}
     stamps = [stamped(frozenset(always | named(request))) for request in requests]
     hashes = [_hash([one, function, request]) for one, request in zip(stamps, requests, strict=True)]
-    return [paths.CACHE / "answers" / f"{code}.json" for code in hashes]
+    return [kept_in() / f"{code}.json" for code in hashes]
 
 
 def resolve(function: str) -> Any:
@@ -170,6 +197,6 @@ def _hash(value: Any) -> str:
 
 def _version(name: str) -> str:
     try:
-        return metadata.version(name)
+        return metadata.version(name).partition("+")[0]  # whatever it was built for
     except metadata.PackageNotFoundError:
         return ""

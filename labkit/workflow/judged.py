@@ -1,6 +1,6 @@
 """What a study comes to on the rows of a GPU: its claims and its findings, made once for the page and the index.
 
-Both are kept on disk until the rows or a source of the lab change (`summary.kept`): to make them takes a minute.
+Both are kept on disk until the rows or a source of the lab change (`store.kept`): to make them takes a minute.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,7 +12,7 @@ from labkit.bench import ledger
 from labkit.bench.claim import Claim, Judgement
 from labkit.report import origins, verdicts
 from labkit.report.figures import Html
-from labkit.workflow import recorded, summary
+from labkit.workflow import recorded, store
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ def claim(claim: Claim, kept: ledger.Kept, place: origins.Place, file: Path | No
     """A claim's judgement. file: the data file whose rows these all are, by which it is kept; None: it is not."""
     if file is None:
         return _judge(claim, kept, place)
-    fields = summary.kept(f"claim {claim.id}", [file], lambda: asdict(_judge(claim, kept, place)))
+    fields = store.kept(f"claim {claim.id}", [file], lambda: asdict(_judge(claim, kept, place)))
     judgement = fields["judgement"] and Judgement(**fields["judgement"])
     texts = {name: Html(**fields[name]) for name in ("figure", "why") if isinstance(fields[name], dict)}
     return Judged(**{**fields, **texts, "judgement": judgement})
@@ -61,5 +61,5 @@ def told(
     def make() -> dict[str, Any]:
         return {name: asdict(text) for name, text in verdicts.told(how, entries).items()}
 
-    found = summary.kept(f"told {how.__name__} {list(entries)}", known, make)
+    found = store.kept(f"told {how.__name__} {list(entries)}", known, make)
     return {name: Html(**fields) for name, fields in found.items()}

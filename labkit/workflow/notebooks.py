@@ -21,7 +21,7 @@ from typing import Any
 from labkit import isolated, paths, registry
 from labkit.bench import records, spec
 from labkit.sweep import added
-from labkit.workflow import filters, gpus, lease, summary
+from labkit.workflow import filters, gpus, lease, store
 from labkit.workflow.nearest import meant
 from labkit.workflow.progress import Progress
 
@@ -118,7 +118,7 @@ def copy_into(folder: Path) -> None:
 def parameters(notebook: Path) -> dict[str, Parameter]:
     """The parameters of a notebook by name. UsageError if the file does not exist or is not a notebook."""
     try:
-        found = summary.kept("parameters", [notebook], lambda: _inspected(notebook))
+        found = store.kept("parameters", [notebook], lambda: _inspected(notebook))
     except FileNotFoundError:
         raise UsageError(f"{notebook}: no such notebook") from None
     return {name: Parameter(**fields) for name, fields in found.items()}

@@ -17,7 +17,7 @@ from labkit import paths, registry
 from labkit.bench.claim import Claim
 from labkit.bench.records import write_atomic
 from labkit.bench.spec import Case, Study
-from labkit.workflow import filters, notebooks, recorded, summary
+from labkit.workflow import filters, notebooks, recorded, store
 from labkit.workflow.filters import Key
 
 FILE = "headlines.json"
@@ -55,7 +55,7 @@ def headlines(name: str) -> list[Key]:
         return []
     known = _recorded().get(name)
     if known is None or known["of"] != _stamp(name, files):
-        known = summary.kept("headlines", files, lambda: {"keys": of_files(name, files)})
+        known = store.kept("headlines", files, lambda: {"keys": of_files(name, files)})
     return list(map(tuple, known["keys"]))
 
 

@@ -12,7 +12,7 @@ from labkit import paths, registry
 from labkit.bench import ledger, records, sha, spec
 from labkit.bench.claim import PROCESSES, Claim, Judgement
 from labkit.sweep import added, run
-from labkit.workflow import summary
+from labkit.workflow import store
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def present(study: str, op: str, case: str, variant: str, schema: str = "") -> s
 @cache
 def _sha(source: sha.Source) -> str:
     """`kernel_sha` of one of the lab's, which several processes of a run ask for: kept until a source changes."""
-    return summary.kept(f"hash of {source}", [], lambda: {"sha": sha.kernel_sha(source)})["sha"]
+    return store.kept(f"hash of {source}", [], lambda: {"sha": sha.kernel_sha(source)})["sha"]
 
 
 def forget() -> None:

@@ -25,7 +25,7 @@ from labkit.kernels.tuned import slug
 from labkit.report import index, markdown, origins, pages, words
 from labkit.report.figures import Html
 from labkit.sweep import run
-from labkit.workflow import filters, judged, notebooks, predicted_words, quick, recorded, summary
+from labkit.workflow import filters, judged, notebooks, predicted_words, quick, recorded, store
 
 _UNITS = {"read": "TB/s", "in_place": "TB/s", "copy": "TB/s", "bf16": "TFLOP/s", "fp8": "TFLOP/s"}  # shown in the index
 
@@ -374,7 +374,7 @@ def kept_claims(one: recorded.Rows, say: Callable[[str], None] = lambda text: No
         say(f"judging the claims of {registry.NOTEBOOKS[one.study]} on {one.gpu}")
         return claims_of(one)
 
-    return summary.kept("claims", [one.path], make)
+    return store.kept("claims", [one.path], make)
 
 
 def claims_of(one: recorded.Rows) -> dict[str, Any]:
