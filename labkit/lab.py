@@ -138,7 +138,7 @@ def open(
         raise RuntimeError(f"cannot measure here: {problem}")
     there = [_recorded(study, parameters, slug) for slug in known if source == "predicted" or gpu in ("", slug)]
     if quick:
-        there = [replace(entry, rows=quick_look.first_process(entry.rows), file=None) for entry in there]
+        there = [replace(entry, rows=quick_look.rows_of(study, entry.rows), file=None) for entry in there]
     shown = [*([here] if here else []), *(entry for entry in there if len(entry.rows))]
     if known and not shown:
         raise RuntimeError(
@@ -194,6 +194,7 @@ class Lab:
             return figures.note(f"{UNMEASURED} Here nothing is measured: {self.problem}.")
         why = f" Nothing was measured on this machine: {self.problem}." if self.problem else ""
         why += f" {predicted_words.page(self.target)}" if self.target else ""
+        why += " A quick look: others' kernels that no claim rests on are left out." if self.quick else ""
         rows = [self._provenance(entry) for entry in self.shown]
         return figures.table(pd.DataFrame(rows), f"Where the figures on this page are from.{why}")
 

@@ -1,6 +1,7 @@
 """A quick look: which cases it takes, and that it says of the recorded GPUs what all rows say."""
 
 import json
+from dataclasses import replace
 
 import pandas as pd
 import pytest
@@ -105,11 +106,12 @@ def test_a_quick_look_says_of_each_recorded_gpu_what_all_rows_say(name):
     How far processes differ is not known of one of them: intervals of three can be wider, and leave a size open.
     """
     study, values = registry.load(name), notebooks.defaults(name)
-    few = quick.of(study).cases(values)
+    look_of = quick.of(study)
+    few = look_of.cases(values)
     assert 0 < len(few) < len(study.cases(values)) / 3
     for path, _ in paths.data_files(name, runs=False):
         rows = recorded.read(path)
-        part = quick.first_process(run.of_cases(rows, few))
+        part = quick.rows_of(look_of, run.of_cases(rows, few))
         for one in study.claims:
             whole, look = recorded.judge(one, rows)[0], recorded.judge(one, part)[0]
             assert (look.direction, look.code) == (whole.direction, whole.code), f"{path.parent.name}: {one.id}"
@@ -124,19 +126,54 @@ def test_headlines_are_recorded_beside_the_rows(name):
     files = [path for path, _ in paths.data_files(name, runs=False)]
     known = json.loads((paths.DATA / quick.FILE).read_text("utf-8"))[name]
     assert known["of"] == quick._stamp(name, files)
-    assert list(map(tuple, known["keys"])) == quick.of_files(name, files)
+    assert {key: known[key] for key in ("keys", "without")} == json.loads(json.dumps(quick.of_files(name, files)))
 
 
 def test_headlines_of_other_rows_are_not_taken(tmp_path, monkeypatch):
     monkeypatch.setattr(paths, "DATA", tmp_path)
-    monkeypatch.setattr(quick, "of_files", lambda name, files: [("op", "{}")])
+    monkeypatch.setattr(quick, "of_files", lambda name, files: {"keys": [("op", "{}")], "without": []})
     (tmp_path / "gpu").mkdir()
     (tmp_path / "gpu" / "state_layout.parquet").write_bytes(b"rows")
     quick.keep(["state_layout"])
-    monkeypatch.setattr(quick, "of_files", lambda name, files: [("op", "{}"), ("op", "[]")])
+    keys = [("op", "{}"), ("op", "[]")]
+    monkeypatch.setattr(quick, "of_files", lambda name, files: {"keys": keys, "without": []})
     assert quick.headlines("state_layout") == [("op", "{}")]
     (tmp_path / "gpu" / "state_layout.parquet").write_bytes(b"other rows")
     assert len(quick.headlines("state_layout")) == 2
+
+
+def test_it_leaves_out_what_others_offer_and_no_claim_needs():
+    study = registry.load("gated_delta_today")
+    look_of = quick.of(study)
+    assert "sglang 0.5.23, L = 32" in look_of.left_out
+    for case in look_of.cases(notebooks.defaults("gated_delta_today")):
+        whole, some = study.variants(case), look_of.variants(case)
+        left = [one for one in whole if one.name not in {one.name for one in some}]
+        assert {one.name for one in left} <= set(look_of.left_out)
+        assert {one.role for one in left} <= {"peer"}
+        assert any(one.role == "peer" for one in some) or not any("sglang" in one.name for one in whole)
+
+
+def peers_decide(rows):
+    """Of one peer's row; without it of nothing."""
+    some = rows[rows["variant"] == "needed"]
+    seen = [Observation("case", mid, mid - 0.1, mid + 0.1, 0.0, 1) for mid in some["mid"]]
+    return Observed(OWN if len(seen) else OURS, seen, "rows")
+
+
+@pytest.mark.parametrize(("observe", "without"), [(peers_decide, ["a", "b"]), (None, ["a", "needed", "b"])])
+def test_of_others_only_what_a_claim_needs_is_kept(monkeypatch, observe, without):
+    def observed(rows):
+        return Observed(OURS, [Observation("case", 2.0, 1.9, 2.1, 0.0, 1)], "rows")
+
+    study = registry.load("gemv_coalescing")
+    claims = (claim(observe or observed),)
+    monkeypatch.setattr(registry, "load", lambda name: replace(study, claims=claims))
+    roles = {"ours": "ours", "a": "peer", "needed": "peer", "b": "peer"}
+    rows = pd.DataFrame([{"op": "op", "case": "a", "variant": v, "role": r, "mid": 2.0} for v, r in roles.items()])
+    lists = {name: [[0]] * len(rows) for name in quick.LISTS}
+    monkeypatch.setattr(recorded, "read", lambda path: rows.assign(gpu="G", **lists))
+    assert quick.unneeded("made", ["file"], [("op", "a")]) == without
 
 
 def test_a_study_without_claims_has_all_its_cases():

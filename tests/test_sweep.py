@@ -17,7 +17,7 @@ import torch
 
 from labkit import isolated, paths, registry
 from labkit.bench import machine, records, timing
-from labkit.bench.spec import CONTROL, Case, Floor, Study, Trial, Variant
+from labkit.bench.spec import CONTROL, Case, Floor, Study, Trial, Variant, leaving_out
 from labkit.sweep import case as case_runner
 from labkit.sweep import run as sweep
 
@@ -147,6 +147,11 @@ class Lab:
         env = {"CUDA_VISIBLE_DEVICES": "GPU-7"}
         return sweep.run(self.toy.study(), {"sizes": sizes}, processes, env, self.lines.append)
 
+    def run_without(self, *names: str) -> pd.DataFrame:
+        """Run one process of the sweep without some variants."""
+        study = leaving_out(self.toy.study(), names)
+        return sweep.run(study, {"sizes": SIZES}, 1, {"CUDA_VISIBLE_DEVICES": "GPU-7"}, self.lines.append)
+
     def row(self, n: int, variant: str, cache: str = "cold") -> pd.Series:
         rows = records.expanded(records.read(self.path))
         return rows[(rows["n"] == n) & (rows["variant"] == variant) & (rows["cache"] == cache)].iloc[0]
@@ -188,6 +193,17 @@ def complete(rows: pd.DataFrame, sizes: list[int] = SIZES, processes: int = PROC
             assert max(row["run"]) == processes - 1
             assert (row["error"] < 1e-6) & (row["reason"] == "")
     assert len(rows) == len(sizes) * len(ROWS)
+
+
+def test_what_is_left_out_is_not_measured_until_it_is_asked_for(lab: Lab):
+    rows = lab.run_without("add", "eager")
+    assert set(rows["variant"]) == {"copy", "double", CONTROL}
+    assert rows["ok"].all()
+    lab.measured.clear()
+    lab.run_without("add", "eager")
+    assert lab.measured == []
+    complete(lab.run())
+    assert lab.measured == every()
 
 
 def test_a_whole_run(lab: Lab):

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -256,6 +256,7 @@ class Study:
     timelines:  what of it is shown over time, program by program; None: nothing.
     added:      how it takes functions of the reader's own; None: it takes none.
     add:        the functions that it was given, "FILE.py:FUNCTION" with absolute paths (`added.with_added`).
+    left_out:   names of variants that are not timed (`leaving_out`).
     """
 
     name: str
@@ -277,6 +278,7 @@ class Study:
     timelines: Timelines | None = None
     added: Added | None = None
     add: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
 
     def check(self, parameters: Mapping[str, Any]) -> None:
         """Raise ValueError for a parameter that this study does not have or a value that it does not allow."""
@@ -286,3 +288,14 @@ class Study:
                 raise ValueError(f"{self.name}: unknown parameter {name!r}; allowed: {known}")
             if problem := self.parameters[name](value):
                 raise ValueError(f"{self.name}: parameter {name} is {value!r}; allowed: {problem}")
+
+
+def leaving_out(study: Study, names: Sequence[str]) -> Study:
+    """The study without the variants of these names."""
+    if not names:
+        return study
+    return replace(
+        study,
+        variants=lambda case: [one for one in study.variants(case) if one.name not in names],
+        left_out=tuple(names),
+    )

@@ -16,7 +16,7 @@ import numpy as np
 import pandas as pd
 
 from labkit import isolated, paths, registry
-from labkit.bench import machine, records
+from labkit.bench import machine, records, spec
 from labkit.bench.sha import kernel_sha
 from labkit.bench.spec import Case, Study
 from labkit.sweep import added, tuning
@@ -88,7 +88,8 @@ class _Sweep:
         while missing := self._missing(wanted, index):
             self.say(f"{study.name}: process {index + 1}, {len(missing)} of {len(wanted)} cases to measure")
             keys = [[case.op, case.key] for case in missing]
-            arguments = (study.name, keys, dict(self.parameters), index, str(self.journal.path), study.add, refused)
+            arguments = (study.name, keys, dict(self.parameters), index, str(self.journal.path))
+            arguments = (*arguments, study.add, refused, study.left_out)
             before = len(self.journal.entries())
             try:
                 isolated.call("labkit.sweep.run:measure_process", *arguments, env=env, on_line=self.say)
@@ -221,9 +222,11 @@ def measure_process(
     journal_path: str,
     add: Sequence[str] = (),
     refused: added.Refused = added.NONE_REFUSED,
+    left_out: Sequence[str] = (),
 ) -> int:
     """What one measuring process does: the cases named by [op, case] in `keys`; returns how many it measured."""
-    study, journal = added.with_added(registry.load(study_name), add, refused), records.Journal(Path(journal_path))
+    study = added.with_added(spec.leaving_out(registry.load(study_name), left_out), add, refused)
+    journal = records.Journal(Path(journal_path))
     device, limits = machine.CudaDevice(), ceilings()
     tuning.keep_in(Path(journal_path).with_name(f"{study_name}.tuning.json"))
     cases = [case for case in study.cases(parameters) if [case.op, case.key] in [list(key) for key in keys]]

@@ -1,7 +1,8 @@
 """A quick look: the headline cases of the claims, those that they cannot do without, in one process.
 
 Which these are is asked of each claim's own rule. Of the recorded rows, cases are left out, those first that took
-longest, for as long as what remains still gives the rule something to observe, and leaves its verdict what it was.
+longest, for as long as what remains still gives the rule something to observe, and leaves its verdict what it was. So
+are other people's kernels that no claim of the study rests on: what compiles and tunes those takes most of the time.
 """
 
 import hashlib
@@ -14,6 +15,7 @@ from typing import Any
 import pandas as pd
 
 from labkit import paths, registry
+from labkit.bench import spec
 from labkit.bench.claim import Claim
 from labkit.bench.records import write_atomic
 from labkit.bench.spec import Case, Study
@@ -27,15 +29,19 @@ LISTS = ("run", "block", "samples_ns", "throttled", "sm_mhz")  # columns that ho
 
 
 def of(study: Study) -> Study:
-    """The study with its headline cases alone; all of them if it has no claim, or was never recorded."""
-    wanted = set(headlines(study.name))
+    """The study with its headline cases alone; all of them if it has no claim, or was never recorded.
+
+    Without what others offer and no claim needs.
+    """
+    found = _found(study.name)
+    wanted = set(map(tuple, found["keys"]))
     if not wanted:
         return study
 
     def cases(parameters: Mapping[str, Any]) -> list[Case]:
         return [case for case in study.cases(parameters) if (case.op, case.key) in wanted]
 
-    return replace(study, cases=cases, counted=lambda parameters: [])
+    return replace(spec.leaving_out(study, found["without"]), cases=cases, counted=lambda parameters: [])
 
 
 def asked(name: str, given: Mapping[str, Any]) -> tuple[Study, dict[str, Any]]:
@@ -45,18 +51,23 @@ def asked(name: str, given: Mapping[str, Any]) -> tuple[Study, dict[str, Any]]:
 
 
 def headlines(name: str) -> list[Key]:
-    """The headline cases (op, case) of a study, by the rows of all recorded GPUs; none if nothing is recorded.
+    """The headline cases (op, case) of a study, by the rows of all recorded GPUs; none if nothing is recorded."""
+    return list(map(tuple, _found(name)["keys"]))
+
+
+def _found(name: str) -> Mapping[str, Any]:
+    """keys: the headline cases of a study; without: the names of others' variants that no claim needs in them.
 
     To find them takes a minute for all studies, so that they are recorded beside the rows (`keep`). Where those are of
     other rows or rules, what is found is kept until a data file or a source of the lab changes.
     """
     files = [path for path, _ in paths.data_files(name, runs=False)]
     if not files or not registry.load(name).claims:
-        return []
+        return {"keys": [], "without": []}
     known = _recorded().get(name)
-    if known is None or known["of"] != _stamp(name, files):
-        known = store.kept("headlines", files, lambda: {"keys": of_files(name, files)})
-    return list(map(tuple, known["keys"]))
+    if known is None or known["of"] != _stamp(name, files) or "without" not in known:
+        known = store.kept("quick", files, lambda: of_files(name, files))
+    return known
 
 
 def keep(names: Iterable[str]) -> None:
@@ -65,7 +76,7 @@ def keep(names: Iterable[str]) -> None:
     for name in names:
         files = [path for path, _ in paths.data_files(name, runs=False)]
         if files and registry.load(name).claims:
-            found[name] = {"of": _stamp(name, files), "keys": headlines(name)}
+            found[name] = {"of": _stamp(name, files), **_found(name)}
     write_atomic(paths.DATA / FILE, json.dumps(found, indent=1, sort_keys=True).encode() + b"\n")
 
 
@@ -84,8 +95,14 @@ def _stamp(name: str, files: Sequence[Path]) -> str:
     return hashlib.sha256(repr((parts, rules)).encode()).hexdigest()[:12]
 
 
-def of_files(name: str, files: Sequence[Path]) -> list[Key]:
-    """The same, made anew. Claims share cases where they can."""
+def of_files(name: str, files: Sequence[Path]) -> dict[str, Any]:
+    """The same as recorded, made anew."""
+    keys = cases_of(name, files)
+    return {"keys": keys, "without": unneeded(name, files, keys)}
+
+
+def cases_of(name: str, files: Sequence[Path]) -> list[Key]:
+    """The headline cases. Claims share them where they can."""
     study = registry.load(name)
     order = [(case.op, case.key) for case in study.cases(notebooks.defaults(name))]
     kept: list[Key] = []
@@ -97,6 +114,28 @@ def of_files(name: str, files: Sequence[Path]) -> list[Key]:
         for claim, whole in wholes * ROUNDS:
             kept = headline(claim, known, whole, kept)
     return [key for key in order if key in kept]
+
+
+def unneeded(name: str, files: Sequence[Path], keys: Sequence[Key]) -> list[str]:
+    """Others' variants of these cases without which each claim says the same, on each GPU and on all of them."""
+    claims = [claim for claim in registry.load(name).claims if claim.observe]
+    peers: list[str] = []
+    needed: set[str] = set()
+    for path in files:
+        rows = first_process(recorded.read(path))
+        rows = rows[[key in keys for key in zip(rows["op"], rows["case"], strict=True)]]
+        groups = dict(list(rows.groupby(["op", "case"])))
+        here = list(dict.fromkeys(rows["variant"][rows["role"] == "peer"]))
+        peers += here
+        wholes = [said(claim, groups, keys) for claim in claims]
+
+        def same(names: Sequence[str], rows: pd.DataFrame = rows, wholes: Sequence[Told] = wholes) -> bool:
+            kept = rows[(rows["role"] != "peer") | rows["variant"].isin(names)]
+            groups = dict(list(kept.groupby(["op", "case"])))
+            return all(said(claim, groups, keys) == whole for claim, whole in zip(claims, wholes, strict=True))
+
+        needed |= set() if same([]) else set(_without(here, same))
+    return [name for name in dict.fromkeys(peers) if name not in needed]
 
 
 def first_seconds(rows: pd.DataFrame) -> dict[Key, float]:
@@ -137,6 +176,11 @@ def _without(keys: list[Key], enough: Callable[[list[Key]], bool]) -> list[Key]:
             if less and enough(less):
                 keys = less
     return keys
+
+
+def rows_of(study: Study, rows: pd.DataFrame) -> pd.DataFrame:
+    """Recorded rows as a quick look on that GPU would have made them. study: as `of` makes it."""
+    return first_process(rows[~rows["variant"].isin(study.left_out)].reset_index(drop=True))
 
 
 def first_process(rows: pd.DataFrame) -> pd.DataFrame:
