@@ -253,7 +253,8 @@ def test_a_function_that_does_not_come_back_is_ended(write, tmp_path):
     mine = write(f"import time\ndef mine({NAMES}):\n    time.sleep(60)\n")
     case = registry.load("state_layout").tiny[0]
     arguments = ("state_layout", [mine], "added: mine", [[case.op, case.key]], "cpu", False, f"{tmp_path}/journal")
-    code = f"from labkit.sweep import added; added.PATIENCE_S = 1; added.try_here(*{arguments!r})"
+    # Long enough that it sleeps by then: a trace that is taken while Python imports can end in a crash.
+    code = f"from labkit.sweep import added; added.PATIENCE_S = 8; added.try_here(*{arguments!r})"
     env = {**os.environ, **INTERPRETED, "PYTHONPATH": str(CODE)}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=50)
     assert done.returncode == 1
