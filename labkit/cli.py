@@ -822,8 +822,11 @@ def _draw(chosen: list[str]) -> None:
     reports.forget_figures(chosen)
     quick.keep(chosen)
     with tempfile.TemporaryDirectory() as asked:
-        os.environ["LABKIT_ANSWERS"] = asked
-        results = notebooks.run(chosen, values, can_measure=False)
+        os.environ["LABKIT_ANSWERS"] = asked  # to the notebooks' processes: all that they ask for, and nothing else
+        try:
+            results = notebooks.run(chosen, values, can_measure=False)
+        finally:
+            del os.environ["LABKIT_ANSWERS"]
         workers.record(Path(asked), more=len(chosen) < len(registry.NOTEBOOKS) or not all(one.ok for one in results))
     reports.write({result.study: result.error for result in results if not result.ok})
     for path in reports.keep_figures(chosen):

@@ -13,9 +13,9 @@ import pytest
 from toy_lab import GPU, MACHINE, SLUG, Toy
 
 from labkit import paths, registry
-from labkit.bench import records
+from labkit.bench import records, spec
 from labkit.bench.records import RecordError
-from labkit.workflow import archive, recorded
+from labkit.workflow import archive, quick, recorded
 
 
 @pytest.fixture
@@ -70,6 +70,21 @@ def test_a_case_is_replaced_whole_and_others_stay(toy):
     assert archive.promote().promoted == {(SLUG, "layers"): (1, 3)}
     drivers = data(toy).groupby("case")["driver"].unique().map(list).to_dict()
     assert drivers == {'{"n": 1}': ["1.2"], '{"n": 2}': ["2.0"]}
+
+
+def test_what_a_quick_look_leaves_out_keeps_its_cases_from_data(toy, monkeypatch):
+    """Whether data/ has them or not; a case that lacks anything else is an error."""
+    monkeypatch.setattr(quick, "of", lambda study: spec.leaving_out(study, ["b"]))
+    looked = [row for row in toy.rows() if row["variant"] != "b" or row["case"] != '{"n": 1}']
+    toy.measured(looked)
+    report = archive.promote()
+    assert report.left == [f"{SLUG}/layers.parquet: 1 cases that a quick look measured in part"]
+    assert report.promoted == {(SLUG, "layers"): (1, 3)}
+    toy.measured([row for row in looked if row["case"] == '{"n": 1}'])
+    assert archive.promote().promoted == {}
+    toy.measured([row for row in toy.rows() if row["variant"] != "a"])
+    with pytest.raises(RecordError, match="not complete, 'a' is missing"):
+        archive.promote()
 
 
 def test_a_quick_look_replaces_no_full_run(toy):

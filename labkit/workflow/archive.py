@@ -7,7 +7,7 @@ import tarfile
 import tempfile
 import zipfile
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,7 +24,7 @@ from labkit.bench.machine import Machine, revision
 from labkit.bench.records import RecordError
 from labkit.kernels.tuned import slug
 from labkit.sweep import added, run
-from labkit.workflow import library, predictions, recorded
+from labkit.workflow import library, predictions, quick, recorded
 
 MAX_MEMBERS = 10_000
 MAX_BYTES = 1 << 30  # unpacked, all members together
@@ -255,6 +255,11 @@ def _check_folder(folder: Path, report: Report) -> list[tuple[Path, Any]]:
             names = ", ".join(sorted(set(new["variant"][own])))
             report.left.append(f"{folder.name}/{path.name}: {own.sum()} rows of functions not of the lab ({names})")
             new = new[~own].reset_index(drop=True)
+        if looked := _of_quick_looks(path.stem, new):
+            report.left.append(f"{folder.name}/{path.name}: {len(looked)} cases that a quick look measured in part")
+            new = _without(new, looked)
+            if new.empty:
+                continue
         _check_rows(path, new, folder.name, here)
         # Measured where there was no checkout: the sources are those of this commit, as their hashes have just shown.
         new["revision"] = new["revision"].where(new["revision"] != "", revision())
@@ -262,7 +267,7 @@ def _check_folder(folder: Path, report: Report) -> list[tuple[Path, Any]]:
         old = records.read(target) if target.exists() else None
         if old is not None and (fewer := _of_fewer_processes(old, new)):
             report.left.append(f"{folder.name}/{path.name}: {len(fewer)} cases that data/ has of more processes")
-            new = new[[key not in fewer for key in zip(new["op"], new["case"], strict=True)]].reset_index(drop=True)
+            new = _without(new, fewer)
             if new.empty:
                 continue
         ready.append((target, records.merge(old, new)))
@@ -279,6 +284,20 @@ def _check_folder(folder: Path, report: Report) -> list[tuple[Path, Any]]:
     if ready:
         ready.append((paths.DATA / folder.name / "machine.json", here.to_json()))
     return ready
+
+
+def _without(rows: pd.DataFrame, cases: Collection[tuple[str, str]]) -> pd.DataFrame:
+    return rows[[key not in cases for key in zip(rows["op"], rows["case"], strict=True)]].reset_index(drop=True)
+
+
+def _of_quick_looks(study: str, rows: pd.DataFrame) -> set[tuple[str, str]]:
+    """Cases that lack variants, all of which a quick look leaves out."""
+    left_out = set(quick.of(registry.load(study)).left_out) if study in registry.NOTEBOOKS else set()
+    lacking = {
+        (op, case): recorded.variants_of(study, op, case).keys() - set(group["variant"])
+        for (op, case), group in (rows.groupby(["op", "case"]) if left_out else ())
+    }
+    return {key for key, names in lacking.items() if names and names <= left_out}
 
 
 def _of_fewer_processes(old: pd.DataFrame, new: pd.DataFrame) -> set[tuple[str, str]]:
