@@ -161,7 +161,7 @@ def peers_decide(rows):
     return Observed(OWN if len(seen) else OURS, seen, "rows")
 
 
-@pytest.mark.parametrize(("observe", "without"), [(peers_decide, ["a", "b"]), (None, ["a", "needed", "b"])])
+@pytest.mark.parametrize(("observe", "without"), [(peers_decide, ["a", "b"]), (None, ["a", "b", "needed"])])
 def test_of_others_only_what_a_claim_needs_is_kept(monkeypatch, observe, without):
     def observed(rows):
         return Observed(OURS, [Observation("case", 2.0, 1.9, 2.1, 0.0, 1)], "rows")

@@ -97,13 +97,21 @@ def test_versions_and_shipped_tables_count(tmp_path, monkeypatch):
 CHECKS = {"name": "persistent_tables", "device": "cpu"}
 
 
+@pytest.fixture
+def locked(monkeypatch):
+    """Answers are looked for by the versions that are locked, which recorded ones are of, whatever is installed."""
+    lock = (paths.ROOT / "requirements.lock").read_text()
+    versions = {name: re.search(rf"^{name}==([\d.]+)", lock, re.M)[1] for name in ("torch", "triton")}
+    monkeypatch.setattr(workers, "_version", versions.get)
+
+
 def fresh(monkeypatch, tmp_path, known):
     """No answer is there but those that are recorded, which are `known`."""
     monkeypatch.setenv("LABKIT_ANSWERS", str(tmp_path / "answers"))
     monkeypatch.setattr(workers, "recorded", lambda: known)
 
 
-def test_what_is_recorded_is_what_is_made_anew(monkeypatch, tmp_path):
+def test_what_is_recorded_is_what_is_made_anew(locked, monkeypatch, tmp_path):
     function = "labkit.sweep.correctness:check_tiny"
     [file] = workers.files_of(function, [CHECKS])
     assert file.stem in workers.recorded(), "sources or versions have changed: labkit record --figures"
@@ -115,7 +123,7 @@ def test_what_is_recorded_is_what_is_made_anew(monkeypatch, tmp_path):
     pd.testing.assert_frame_equal(rows, recorded, rtol=0.1)
 
 
-def test_of_every_study_the_checks_are_recorded():
+def test_of_every_study_the_checks_are_recorded(locked):
     requests = [{"name": name, "device": "cpu"} for name in registry.NOTEBOOKS if registry.load(name).claims]
     files = workers.files_of("labkit.sweep.correctness:check_tiny", requests)
     assert len(files) == 6

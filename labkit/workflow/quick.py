@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pandas as pd
 
@@ -22,6 +22,7 @@ from labkit.bench.spec import Case, Study
 from labkit.workflow import filters, notebooks, recorded, store
 from labkit.workflow.filters import Key
 
+T = TypeVar("T")
 FILE = "headlines.json"
 GAP_S = 90.0  # between two cases; more: another run
 ROUNDS = 2  # cases that one claim adds can change what another one reads
@@ -117,25 +118,30 @@ def cases_of(name: str, files: Sequence[Path]) -> list[Key]:
 
 
 def unneeded(name: str, files: Sequence[Path], keys: Sequence[Key]) -> list[str]:
-    """Others' variants of these cases without which each claim says the same, on each GPU and on all of them."""
+    """Others' variants of these cases without which each claim says the same on each GPU."""
     claims = [claim for claim in registry.load(name).claims if claim.observe]
-    peers: list[str] = []
+    peers: set[str] = set()
     needed: set[str] = set()
     for path in files:
-        rows = first_process(recorded.read(path))
-        rows = rows[[key in keys for key in zip(rows["op"], rows["case"], strict=True)]]
-        groups = dict(list(rows.groupby(["op", "case"])))
-        here = list(dict.fromkeys(rows["variant"][rows["role"] == "peer"]))
-        peers += here
-        wholes = [said(claim, groups, keys) for claim in claims]
+        groups = dict(list(first_process(recorded.read(path)).groupby(["op", "case"])))
+        if some := [groups[key] for key in keys if key in groups]:
+            rows = pd.concat(some, ignore_index=True)
+            peers |= set(rows["variant"][rows["role"] == "peer"])
+            needed |= _needed(claims, rows)
+    return sorted(peers - needed)
 
-        def same(names: Sequence[str], rows: pd.DataFrame = rows, wholes: Sequence[Told] = wholes) -> bool:
-            kept = rows[(rows["role"] != "peer") | rows["variant"].isin(names)]
-            groups = dict(list(kept.groupby(["op", "case"])))
-            return all(said(claim, groups, keys) == whole for claim, whole in zip(claims, wholes, strict=True))
 
-        needed |= set() if same([]) else set(_without(here, same))
-    return [name for name in dict.fromkeys(peers) if name not in needed]
+def _needed(claims: Sequence[Claim], rows: pd.DataFrame) -> set[str]:
+    """Others' variants without which some claim would say something else of these rows."""
+    is_peer = rows["role"] == "peer"
+
+    def told_with(names: Sequence[str]) -> list[Told]:
+        some = rows[~is_peer | rows["variant"].isin(names)]
+        return [told(claim, some) for claim in claims]
+
+    peers = list(dict.fromkeys(rows["variant"][is_peer]))
+    whole = told_with(peers)
+    return set() if told_with([]) == whole else set(_without(peers, lambda names: told_with(names) == whole))
 
 
 def first_seconds(rows: pd.DataFrame) -> dict[Key, float]:
@@ -151,7 +157,12 @@ Told = tuple[str, str]  # whose code ran, and the verdict; of nothing observed (
 def said(claim: Claim, groups: Mapping[Key, pd.DataFrame], keys: Sequence[Key]) -> Told:
     """What the rule says of some cases. groups: the rows of each case."""
     some = [groups[key] for key in keys if key in groups]
-    found = recorded.judge(claim, pd.concat(some, ignore_index=True))[0] if some else None
+    return told(claim, pd.concat(some, ignore_index=True)) if some else ("", "")
+
+
+def told(claim: Claim, rows: pd.DataFrame) -> Told:
+    """What the rule says of rows of one GPU."""
+    found = recorded.judge(claim, rows)[0]
     return (found.code, found.verdict) if found else ("", "")
 
 
@@ -166,7 +177,7 @@ def headline(claim: Claim, groups: Mapping[Key, pd.DataFrame], whole: Told, kept
     return [*kept, *_without(others, lambda some: said(claim, groups, [*kept, *some]) == whole)]
 
 
-def _without(keys: list[Key], enough: Callable[[list[Key]], bool]) -> list[Key]:
+def _without(keys: list[T], enough: Callable[[list[T]], bool]) -> list[T]:
     """The keys without those that can go, tried in halves, quarters … down to single ones, the last first."""
     size = len(keys)
     while size:
