@@ -637,6 +637,7 @@ def _measure(study: Study, parameters: Mapping[str, Any], processes: int) -> tup
             return None, problem
         _progress()(str(estimate.of_study(study, parameters, processes, machine.this_machine().slug)))
         rows = run.run(study, parameters, processes, env, _progress())
+    _progress()(lease.FREED)
     asked = {one.variant for one in added.functions(study, study.add)}
     own = rows[rows["variant"].isin(asked)].reset_index(drop=True)
     rows = rows[~added.is_added(rows)].reset_index(drop=True)

@@ -14,11 +14,14 @@ FEW = {"gemv_coalescing": {"models": ["Llama-3.2-1B"], "dtypes": ["bf16"]}}
 
 
 @pytest.fixture
-def calls(monkeypatch):
+def calls(monkeypatch, tmp_path):
     found = []
     monkeypatch.setattr(isolated, "call", lambda *words, **options: found.append((words, options)))
+    monkeypatch.setattr(isolated, "call_many", lambda calls, at_once: found.append((calls, at_once)))
     monkeypatch.setattr(lease, "capability", lambda gpu: 90)
     monkeypatch.setattr(ahead, "cores", lambda: list(range(16)))
+    monkeypatch.setenv(sweep.WARMED, "")
+    monkeypatch.setattr(ahead.paths, "RUNS", tmp_path)
     return found
 
 
@@ -30,8 +33,8 @@ def begun(*names, values=None, order=ORDER):
 
 
 def test_the_next_study_is_compiled_without_a_gpu(calls):
-    begun("machine", "state_layout", values=FEW)
-    [(words, options)] = calls  # beside `machine`, which times launches from Python, nothing is
+    begun("state_layout", values=FEW, order=ORDER[1:3])
+    [(words, options)] = calls
     assert words[:2] == ("labkit.sweep.run:compile_apart", "gemv_coalescing")
     study = registry.load("gemv_coalescing")
     cases = study.cases(notebooks.defaults("gemv_coalescing") | FEW["gemv_coalescing"])
@@ -40,9 +43,54 @@ def test_the_next_study_is_compiled_without_a_gpu(calls):
 
 
 def test_a_quick_look_compiles_its_own_cases_alone(calls):
-    begun("state_layout", order=ORDER[1:], values={"gemv_coalescing": {"quick": True}})
+    begun("state_layout", order=ORDER[1:3], values={"gemv_coalescing": {"quick": True}})
     [(words, _)] = calls
     assert 0 < len(words[2]) < 20
+
+
+def test_all_that_follow_are_compiled_once_in_their_order(calls):
+    begun("state_layout", "gemv_coalescing", order=ORDER[1:])
+    assert [words[1] for words, _ in calls] == ["gemv_coalescing", "moe_persistent_grid", "persistent_tables"]
+
+
+def test_calls_of_others_are_made_before_anything_is_timed(calls, monkeypatch):
+    begun("machine", values={"state_layout": {"quick": True}}, order=ORDER[:2])
+    [made] = [one for one in calls if isinstance(one[1], int)]
+    names = {call.args[3] for call in made[0]}
+    assert {call.args[0] for call in made[0]} == {"state_layout"}
+    assert any("sglang" in name for name in names)
+    assert all(call.env["CUDA_VISIBLE_DEVICES"] == "GPU-7" for call in made[0])
+    study, said = registry.load("state_layout"), []
+    sweep.warm_up(study, study.cases(notebooks.defaults("state_layout")), {}, said.append)
+    assert said == []  # not again
+
+
+def test_calls_are_not_made_for_rows_that_are_there(calls, monkeypatch):
+    keys = set(ahead.cases("state_layout", {"quick": True}))
+    monkeypatch.setattr(ahead.filters, "keys_of", lambda file: keys)
+    (ahead.paths.RUNS / "nvidia-h100-80gb-hbm3").mkdir()
+    (ahead.paths.RUNS / "nvidia-h100-80gb-hbm3" / "state_layout.parquet").touch()
+    begun("machine", values={"state_layout": {"quick": True}}, order=ORDER[:2])
+    assert calls == []
+
+
+def test_a_study_that_times_the_host_ends_what_compiles(calls, monkeypatch):
+    started, ended = threading.Event(), []
+
+    def waits(*words, stop, **options):
+        started.set()
+        while not stop.is_set():
+            stop.wait(0.01)
+        ended.append(words[1])
+        raise isolated.IsolatedError("t", "stopped", "the call was stopped")
+
+    monkeypatch.setattr(isolated, "call", waits)
+    company = ahead.Ahead(ORDER[1:], {}, threading.Event())
+    thread = company.begin("state_layout", GPU)
+    assert started.wait(30)
+    assert company.begin("persistent_tables", GPU) is None
+    thread.join(30)
+    assert ended == ["gemv_coalescing"]
 
 
 @pytest.mark.parametrize("name", registry.NOTEBOOKS)
@@ -99,6 +147,29 @@ def test_it_is_told_when_a_study_begins(monkeypatch, tmp_path):
     monkeypatch.setattr(notebooks, "_run_one", lambda name, values, held, *rest: _held(name, held))
     notebooks.run(["machine", "state_layout"], {}, can_measure=True, beside=Company)
     assert told == [["machine", "state_layout"], ("machine", "GPU-7"), ("state_layout", "GPU-7")]
+
+
+@pytest.mark.parametrize(("values", "free"), [({}, False), ({"quick": True}, True)])
+@pytest.mark.parametrize("line", [lease.FREED, "state_layout: process 1, 2 of 3 cases to measure"])
+def test_a_quick_look_gives_its_gpu_back_once_all_is_measured(monkeypatch, tmp_path, values, free, line):
+    """Its page needs none; a full one checks kernels on it."""
+    monkeypatch.setenv(lease.LOCKS, str(tmp_path))
+    monkeypatch.setattr(notebooks.paths, "RUNS", tmp_path / "runs")
+    monkeypatch.setattr(notebooks.paths, "REPORTS", tmp_path / "reports")
+    found = []
+
+    def measures(*words, on_line, **options):
+        on_line(line)
+        try:
+            with lease.gpu_lease([GPU], timeout=0, say=lambda text: None):
+                found.append(True)
+        except lease.Busy:
+            found.append(False)
+
+    monkeypatch.setattr(isolated, "call", measures)
+    monkeypatch.setattr(lease, "visible", lambda: [GPU])
+    notebooks.run(["state_layout"], {"state_layout": values}, can_measure=True)
+    assert found == [free and line == lease.FREED]
 
 
 def _held(name, held):

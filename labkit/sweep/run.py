@@ -24,6 +24,7 @@ from labkit.sweep import case as case_runner
 from labkit.sweep.case import with_control
 
 Progress = Callable[[str], None]
+WARMED = "LABKIT_WARMED"  # in the environment: studies whose `warm_up` was done, with commas between
 
 
 def run(
@@ -183,7 +184,20 @@ def warm_up(study: Study, cases: Sequence[Case], env: Mapping[str, str | None], 
     """Call once what libraries and releases offer in the study's `warmed` cases, in processes side by side.
 
     What cannot be called is passed over: its row will say why. say: gets one line of progress, or two.
+    Nothing where that was done for the whole run (`WARMED` in the environment names the studies).
     """
+    calls = [] if study.name in os.environ.get(WARMED, "").split(",") else calls_of(study, cases, env)
+    if not calls:
+        return
+    say(f"{study.name}: {len(calls)} calls of others compile what they need")
+    try:
+        isolated.call_many(calls, min(len(calls), os.cpu_count() or 1))
+    except isolated.IsolatedError as problem:  # compiled later then, one after the other
+        say(f"{study.name}: {problem.kind}: {problem.message}")
+
+
+def calls_of(study: Study, cases: Iterable[Case], env: Mapping[str, str | None]) -> list[isolated.Call]:
+    """The calls, in processes of their own, of what others offer in the study's `warmed` cases."""
     jobs = [
         (study.name, case.op, case.key, variant.name)
         for case in cases
@@ -191,16 +205,8 @@ def warm_up(study: Study, cases: Sequence[Case], env: Mapping[str, str | None], 
         for variant in study.variants(case)
         if variant.role == "peer"
     ]
-    if not jobs:
-        return
-    say(f"{study.name}: {len(jobs)} calls of others compile what they need")
-    calls = [
-        isolated.Call("labkit.sweep.run:call_once", job, env=dict(env) | {"TRITON_INTERPRET": None}) for job in jobs
-    ]
-    try:
-        isolated.call_many(calls, min(len(calls), os.cpu_count() or 1))
-    except isolated.IsolatedError as problem:  # compiled later then, one after the other
-        say(f"{study.name}: {problem.kind}: {problem.message}")
+    env = dict(env) | {"TRITON_INTERPRET": None}
+    return [isolated.Call("labkit.sweep.run:call_once", job, env=env) for job in jobs]
 
 
 def call_once(study_name: str, op: str, key: str, name: str, device: str = "cuda") -> bool:

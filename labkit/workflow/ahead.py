@@ -1,6 +1,8 @@
-"""While one study is measured, the kernels of the next one are compiled, away from the GPU and from two of the cores.
+"""While one study is measured, the kernels of the next ones are compiled, away from the GPU and from two of the cores.
 
 Not beside a study that times what the host does: there the cores are part of what is timed.
+
+Before anything is timed, what others' calls compile is compiled for all studies at once: those need the GPU.
 """
 
 import os
@@ -9,11 +11,24 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from labkit import isolated, registry
-from labkit.workflow import lease, notebooks, quick
+from labkit import isolated, paths, registry
+from labkit.kernels.tuned import slug
+from labkit.sweep import run
+from labkit.workflow import filters, lease, notebooks, quick
 from labkit.workflow.filters import Key
 
 SPARED = 2  # cores that are left to the process that measures and to its notebook
+
+
+class _Halt(threading.Event):
+    """An event that ends what compiles. stop: another that ends it too, that of the run."""
+
+    def __init__(self, stop: threading.Event):
+        super().__init__()
+        self._stop = stop
+
+    def is_set(self) -> bool:
+        return super().is_set() or self._stop.is_set()
 
 
 class Ahead:
@@ -22,27 +37,77 @@ class Ahead:
     def __init__(self, order: Sequence[str], values: Mapping[str, Mapping[str, Any]], stop: threading.Event):
         self._left, self._values, self._stop = list(order), values, stop
         self._lock = threading.Lock()
+        self._busy, self._compiled, self._halt = False, set[str](), _Halt(stop)
 
     def begin(self, name: str, gpu: lease.Gpu) -> threading.Thread | None:
-        """A study begins to be measured: the first of those that have not begun is compiled beside it."""
+        """A study begins to be measured: those that have not begun are compiled beside it, one after the other.
+
+        What still compiles then is stopped if the study times the host. Returns at once but for the study that is
+        measured first, and alone.
+        """
+        if name == notebooks.FIRST:
+            self._warm_up(gpu)
+        host = times_host(name, self._values.get(name, {}))
         with self._lock:
             self._left = [one for one in self._left if one != name]
-            following = self._left[:1]
-        if not following or len(cores()) <= SPARED or times_host(name, self._values.get(name, {})):
-            return None
-        thread = threading.Thread(target=self._compile, args=(following[0], gpu), daemon=True)
+            if host:
+                self._halt.set()
+        return None if host else self._go_on(gpu)
+
+    def _warm_up(self, gpu: lease.Gpu) -> None:
+        """Make once the calls of others that any study of the run will time, and compile kernels beside them."""
+        names = [name for name in self._left if name != notebooks.FIRST]
+        calls = [call for name in names for call in self._calls(name, gpu)]
+        if not calls:
+            return
+        self._go_on(gpu)
+        with suppress(isolated.IsolatedError):
+            isolated.call_many(calls, min(len(calls), len(cores()) or 1))
+        os.environ[run.WARMED] = ",".join(names)  # the processes that measure inherit it
+
+    def _calls(self, name: str, gpu: lease.Gpu) -> list[isolated.Call]:
+        """Of the cases of which no row is there."""
+        study, asked = quick.asked(name, self._values.get(name, {}))
+        file = paths.RUNS / slug(gpu.name) / f"{name}.parquet"
+        have = filters.keys_of(file) if file.exists() else set()
+        wanted = [case for case in study.cases(asked) if (case.op, case.key) not in have]
+        return run.calls_of(study, wanted, lease.environment(gpu))
+
+    def _go_on(self, gpu: lease.Gpu) -> threading.Thread | None:
+        """Compile what is left, unless that is being done, or there are too few cores."""
+        with self._lock:
+            if self._busy or len(cores()) <= SPARED:
+                return None
+            self._busy, self._halt = True, _Halt(self._stop)
+        thread = threading.Thread(target=self._compile_all, args=(gpu, self._halt), daemon=True)
         thread.start()
         return thread
 
-    def _compile(self, name: str, gpu: lease.Gpu) -> None:
+    def _compile_all(self, gpu: lease.Gpu, halt: "_Halt") -> None:
+        while name := self._next(halt):
+            self._compile(name, gpu, halt)
+            if halt.is_set():
+                self._compiled.discard(name)
+
+    def _next(self, halt: "_Halt") -> str:
+        """The first that has neither begun nor been compiled; none once that is to end."""
+        with self._lock:
+            names = (
+                [] if halt.is_set() else [one for one in self._left if one not in {*self._compiled, notebooks.FIRST}]
+            )
+            self._busy = bool(names)
+            self._compiled.update(names[:1])
+            return names[0] if names else ""
+
+    def _compile(self, name: str, gpu: lease.Gpu, halt: "_Halt") -> None:
         capability = lease.capability(gpu)
         if not capability or registry.load(name).kernels is None:
             return
         keys = cases(name, self._values.get(name, {}))
-        env = {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": None}
+        env = {lease.VISIBLE: "", "TRITON_INTERPRET": None}
         arguments = ("labkit.sweep.run:compile_apart", name, keys, capability, SPARED)
         with suppress(isolated.IsolatedError):  # what is wrong is said when the study is measured, and compiles it
-            isolated.call(*arguments, env=env, stop=self._stop, on_line=lambda line: None)
+            isolated.call(*arguments, env=env, stop=halt, on_line=lambda line: None)
 
 
 def cores() -> list[int]:

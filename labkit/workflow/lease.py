@@ -24,6 +24,7 @@ from typing import Any
 LEASED = "LABKIT_LEASED_GPU"  # in the environment of a process that was started under a lease
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 LOCKS = "LABKIT_LOCKS"  # a folder that takes the place of those of the host
+FREED = "all is measured"  # what a process that was started under a lease says when it needs the GPU no longer
 _POLL_S = 0.2
 
 

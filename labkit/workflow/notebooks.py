@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -26,6 +26,7 @@ from labkit.workflow.nearest import meant
 from labkit.workflow.progress import Progress
 
 FIRST = "machine"  # the study whose ceilings the others use: it measures first, and alone
+BESIDE = 2  # notebooks a GPU: one is measured while another starts, or, of a quick look, makes its page
 MAX_PROCESSES = 100
 _RETRY = re.compile("Address already in use|Kernel died before replying|Kernel didn't respond")
 _CELL = re.compile(r"Executing Cell (\d+)-")
@@ -337,14 +338,15 @@ def run(
 ) -> list[Result]:
     """Run the notebooks of `chosen` studies and return how each ended, in the same order; one failure stops no other.
 
-    values: parameters of each study. jobs: how many at once, at most (default: one per GPU if anything is measured,
-    else one per core). On an exception (Ctrl-C) every process is ended first. beside: makes what is told of each study
-    that begins to be measured (`ahead.Ahead`). seconds: what each study will take, where that is known.
+    values: parameters of each study. jobs: how many at once, at most (default: two per GPU if anything is measured, one
+    of which waits for it or needs it no longer; else one per core). On an exception (Ctrl-C) every process is ended
+    first. beside: makes what is told of each study that begins to be measured (`ahead.Ahead`). seconds: what each study
+    will take, where that is known.
     """
     progress = progress or Progress()
     measuring = {name for name in chosen if can_measure and source_of(name, values.get(name, {})) in spec.MEASURING}
     leased = lease.visible() if measuring else []
-    limit = max(1, len(leased)) if measuring else cores()
+    limit = max(1, len(leased) * BESIDE) if measuring else cores()
     limit = max(1, min(limit, jobs or limit, len(chosen)))
     threads = {} if measuring else share(limit)
     stop = threading.Event()
@@ -357,7 +359,7 @@ def run(
     def one(name: str) -> Result:
         held: AbstractContextManager[lease.Gpu | None] = nullcontext()
         if name in measuring:
-            held = lease.gpu_lease(leased, stop=stop, say=functools.partial(progress.note, name))
+            held = lease.gpu_lease(leased, stop=stop, say=functools.partial(_note_of_others, progress, name))
             held = _accompanied(name, held, company) if company else held
         return _run_one(name, values.get(name, {}), held, threads, stop, progress)
 
@@ -383,6 +385,12 @@ def share(limit: int) -> dict[str, str]:
     """Environment by which so many notebooks at once share the cores, unless the reader has said otherwise."""
     threads = str(max(1, cores() // limit))
     return {name: threads for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS") if name not in os.environ}
+
+
+def _note_of_others(progress: Progress, name: str, line: str) -> None:
+    """Say that a study waits for a GPU, unless it waits for another one of this run."""
+    if f"(process {os.getpid()})" not in line:
+        progress.note(name, line)
 
 
 @contextmanager
@@ -416,11 +424,15 @@ def _run_one(
     partial = out.with_name(f".{out.stem}.partial.ipynb")  # an earlier result stays until this one is complete
     start = time.monotonic()
     try:
-        with _only_run(executed_path(name)), held as gpu:
+        with _only_run(executed_path(name)), ExitStack() as until_measured:
+            gpu = until_measured.enter_context(held)
+            # A quick look's page needs no GPU. A full one checks kernels on it, and functions of the reader's own.
+            frees = values.get(filters.QUICK) and not values.get(added.PARAMETER)
+            freed = until_measured.close if frees else None
             leased = lease.environment(gpu) if gpu else {}
             suffix = out.stem.removeprefix(registry.NOTEBOOKS[name])
             drawn = {"LABKIT_SUFFIX": suffix} if suffix else {}
-            error = attempt(name, values, partial, {**env, **leased, **drawn}, stop, progress)
+            error = attempt(name, values, partial, {**env, **leased, **drawn}, stop, progress, freed=freed)
             if stop.is_set():
                 partial.unlink(missing_ok=True)
             elif partial.exists():
@@ -440,10 +452,11 @@ def attempt(
     *,
     label: str = "",
     timeout: float | None = None,
+    freed: Callable[[], None] | None = None,
 ) -> str:
     """Execute; once more if the kernel did not start, as when two took one port. Returns the error, or nothing.
 
-    label: its name in `progress`, if that is not the study's. timeout: seconds.
+    label: its name in `progress`, if that is not the study's. timeout: seconds. freed: called when all is measured.
     """
     label = label or name
     source = source_path(name)
@@ -451,7 +464,7 @@ def attempt(
     for last in (False, True):
         try:
             arguments = ("labkit.workflow.notebooks:execute", str(source), str(partial), dict(values))
-            show = functools.partial(_show, progress, label, cells)
+            show = functools.partial(_show, progress, label, cells, freed)
             isolated.call(*arguments, env=env, timeout=timeout, stop=stop, on_line=show)
             return ""
         except isolated.IsolatedError as problem:
@@ -510,11 +523,13 @@ def _only_run(out: Path) -> Iterator[None]:
         yield
 
 
-def _show(progress: Progress, name: str, cells: int, line: str) -> None:
+def _show(progress: Progress, name: str, cells: int, freed: Callable[[], None] | None, line: str) -> None:
     if found := _CELL.match(line):
         progress.cell(name, int(found[1]), cells)
     elif _MEASURING.match(text := _CONTROL.sub("", line).strip()):
         progress.output(name, text)
+    elif text == lease.FREED and freed:
+        freed()
 
 
 def cell_error(executed: Path) -> str:

@@ -5,8 +5,6 @@ from contextlib import suppress
 from itertools import product
 from typing import Any
 
-import torch
-
 from labkit.bench.spec import Case
 from labkit.evidence.compiled import Source
 from labkit.kernels.launch import Launch, launched
@@ -31,11 +29,8 @@ def sources(some: Sequence[Case], capability: int) -> list[Source]:
 
 
 def _build(some: Sequence[Case], capability: int) -> None:
-    """llama.cpp's library, where cases need it and a GPU is there to run it: it takes minutes.
-
-    If it cannot be had, its rows say why.
-    """
-    if torch.cuda.is_available() and any(one.name == variants.LLAMA for x in some for one in variants.of(x)):
+    """llama.cpp's library, where cases need it: it takes minutes, once. If it cannot be had, its rows say why."""
+    if any(one.name == variants.LLAMA for x in some for one in variants.of(x)):
         with suppress(NotFetched, NotBuilt):
             llama_cpp.library(capability)
 
