@@ -126,7 +126,11 @@ def main() -> None:
 )
 @click.option("--gpu", type=GpuName(), help="Recorded GPU to show; default: all. Or the one to predict.")
 @click.option("--quick", is_flag=True, help="Only the headline cases of the claims, in one process: a quick look.")
-@click.option("--jobs", type=click.IntRange(min=1), help="Notebooks at once; default: one per core, or per GPU.")
+@click.option(
+    "--jobs",
+    type=click.IntRange(min=1),
+    help="Notebooks at once; default: one per core, or two per GPU, of which one measures.",
+)
 @click.option(
     "--add",
     metavar="FILE.py:FUNCTION",
