@@ -356,10 +356,16 @@ def run(
     order = [name for group in groups for name in group if name in measuring]
     company = beside(order, values, stop) if beside and order else None
 
+    own: set[lease.Gpu] = set()  # leased by this run
+
+    def waits(name: str, line: str) -> None:
+        if len(own) < len(leased):  # else it waits for another study of this run
+            progress.note(name, line)
+
     def one(name: str) -> Result:
         held: AbstractContextManager[lease.Gpu | None] = nullcontext()
         if name in measuring:
-            held = lease.gpu_lease(leased, stop=stop, say=functools.partial(_note_of_others, progress, name))
+            held = _counted(lease.gpu_lease(leased, stop=stop, say=functools.partial(waits, name)), own)
             held = _accompanied(name, held, company) if company else held
         return _run_one(name, values.get(name, {}), held, threads, stop, progress)
 
@@ -387,10 +393,15 @@ def share(limit: int) -> dict[str, str]:
     return {name: threads for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS") if name not in os.environ}
 
 
-def _note_of_others(progress: Progress, name: str, line: str) -> None:
-    """Say that a study waits for a GPU, unless it waits for another one of this run."""
-    if f"(process {os.getpid()})" not in line:
-        progress.note(name, line)
+@contextmanager
+def _counted(held: AbstractContextManager[lease.Gpu], own: set[lease.Gpu]) -> Iterator[lease.Gpu]:
+    """A lease, and its GPU in `own` as long as it is held."""
+    with held as gpu:
+        own.add(gpu)
+        try:
+            yield gpu
+        finally:
+            own.remove(gpu)
 
 
 @contextmanager
