@@ -72,6 +72,7 @@ def test_calls_are_not_made_for_rows_that_are_there(calls, monkeypatch):
     (ahead.paths.RUNS / "nvidia-h100-80gb-hbm3" / "state_layout.parquet").touch()
     begun("machine", values={"state_layout": {"quick": True}}, order=ORDER[:2])
     assert calls == []
+    assert sweep.os.environ[sweep.WARMED] == ""  # rows of earlier sources are measured again, and compile first
 
 
 def test_a_study_that_times_the_host_ends_what_compiles(calls, monkeypatch):

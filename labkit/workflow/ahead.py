@@ -56,8 +56,9 @@ class Ahead:
 
     def _warm_up(self, gpu: lease.Gpu) -> None:
         """Make once the calls of others that any study of the run will time, and compile kernels beside them."""
-        names = [name for name in self._left if name != notebooks.FIRST]
-        calls = [call for name in names for call in self._calls(name, gpu)]
+        made = {name: self._calls(name, gpu) for name in self._left if name != notebooks.FIRST}
+        names = [name for name, calls in made.items() if calls]  # the others make theirs, should they need any
+        calls = [call for name in names for call in made[name]]
         if not calls:
             return
         self._go_on(gpu)
