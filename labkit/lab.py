@@ -632,6 +632,7 @@ def _measure(study: Study, parameters: Mapping[str, Any], processes: int) -> tup
     """The study measured here and "", or None and why not."""
     if not lease.visible():
         return None, lease.why_none()
+    machine.load_libraries()
     with _leased() as env:
         if problem := machine.why_no_gpu():
             return None, problem
@@ -646,8 +647,9 @@ def _measure(study: Study, parameters: Mapping[str, Any], processes: int) -> tup
 
 @contextmanager
 def _leased() -> Iterator[Mapping[str, str]]:
-    """Hold this process's GPU while it measures; a process under `labkit run` has it already."""
+    """Hold this process's GPU while it measures; under `labkit run` it may have it already."""
     with lease.gpu_lease(say=_progress()) as gpu:
+        _progress()(f"{lease.TAKEN}{gpu.id}")
         env = lease.environment(gpu)
         os.environ.update({lease.VISIBLE: gpu.id})  # before this process first touches CUDA
         yield env

@@ -5,6 +5,8 @@ import threading
 import pytest
 
 from labkit import isolated, registry
+from labkit.bench import records
+from labkit.sweep import prepared
 from labkit.sweep import run as sweep
 from labkit.workflow import ahead, lease, notebooks
 
@@ -20,7 +22,7 @@ def calls(monkeypatch, tmp_path):
     monkeypatch.setattr(isolated, "call_many", lambda calls, at_once: found.append((calls, at_once)))
     monkeypatch.setattr(lease, "capability", lambda gpu: 90)
     monkeypatch.setattr(ahead, "cores", lambda: list(range(16)))
-    monkeypatch.setenv(sweep.WARMED, "")
+    monkeypatch.setenv(prepared.FOLDER, "")
     monkeypatch.setattr(ahead.paths, "RUNS", tmp_path)
     return found
 
@@ -30,6 +32,7 @@ def begun(*names, values=None, order=ORDER):
     for name in names:
         if thread := company.begin(name, GPU):
             thread.join()
+    return company  # its marks are there as long as it is
 
 
 def test_the_next_study_is_compiled_without_a_gpu(calls):
@@ -54,7 +57,7 @@ def test_all_that_follow_are_compiled_once_in_their_order(calls):
 
 
 def test_calls_of_others_are_made_before_anything_is_timed(calls, monkeypatch):
-    begun("machine", values={"state_layout": {"quick": True}}, order=ORDER[:2])
+    company = begun("machine", values={"state_layout": {"quick": True}}, order=ORDER[:2])
     [made] = [one for one in calls if isinstance(one[1], int)]
     names = {call.args[3] for call in made[0]}
     assert {call.args[0] for call in made[0]} == {"state_layout"}
@@ -63,6 +66,11 @@ def test_calls_of_others_are_made_before_anything_is_timed(calls, monkeypatch):
     study, said = registry.load("state_layout"), []
     sweep.warm_up(study, study.cases(notebooks.defaults("state_layout")), {}, said.append)
     assert said == []  # not again
+    company = begun(order=[])  # another run makes its own
+    monkeypatch.setattr(isolated, "call_many", lambda calls, at_once: None)
+    sweep.warm_up(study, study.cases(notebooks.defaults("state_layout")), {}, said.append)
+    assert len(said) == 1
+    del company
 
 
 def test_calls_are_not_made_for_rows_that_are_there(calls, monkeypatch):
@@ -70,9 +78,10 @@ def test_calls_are_not_made_for_rows_that_are_there(calls, monkeypatch):
     monkeypatch.setattr(ahead.filters, "keys_of", lambda file: keys)
     (ahead.paths.RUNS / "nvidia-h100-80gb-hbm3").mkdir()
     (ahead.paths.RUNS / "nvidia-h100-80gb-hbm3" / "state_layout.parquet").touch()
-    begun("machine", values={"state_layout": {"quick": True}}, order=ORDER[:2])
+    company = begun("machine", values={"state_layout": {"quick": True}}, order=ORDER[:2])
     assert calls == []
-    assert sweep.os.environ[sweep.WARMED] == ""  # rows of earlier sources are measured again, and compile first
+    assert not prepared.is_prepared("state_layout", prepared.CALLS)  # rows of earlier sources are measured again
+    del company
 
 
 def test_a_study_that_times_the_host_ends_what_compiles(calls, monkeypatch):
@@ -150,27 +159,33 @@ def test_it_is_told_when_a_study_begins(monkeypatch, tmp_path):
     assert told == [["machine", "state_layout"], ("machine", "GPU-7"), ("state_layout", "GPU-7")]
 
 
-@pytest.mark.parametrize(("values", "free"), [({}, False), ({"quick": True}, True)])
-@pytest.mark.parametrize("line", [lease.FREED, "state_layout: process 1, 2 of 3 cases to measure"])
-def test_a_quick_look_gives_its_gpu_back_once_all_is_measured(monkeypatch, tmp_path, values, free, line):
-    """Its page needs none; a full one checks kernels on it."""
-    monkeypatch.setenv(lease.LOCKS, str(tmp_path))
-    monkeypatch.setattr(notebooks.paths, "RUNS", tmp_path / "runs")
-    monkeypatch.setattr(notebooks.paths, "REPORTS", tmp_path / "reports")
-    found = []
+def test_what_is_compiled_ahead_is_not_looked_up_again(calls, monkeypatch):
+    """But of a study whose first rows say which kernels it needs."""
+    company = begun("state_layout", "persistent_tables", order=ORDER[1:])
+    compiled = [name for name in ORDER if prepared.is_prepared(name, prepared.KERNELS)]
+    assert compiled == ["persistent_tables"]
+    asked, file = [], ahead.paths.RUNS / "none.parquet"
+    monkeypatch.setattr(sweep, "compile_ahead", lambda study, cases, say: asked.append(study.name))
+    for name in ("persistent_tables", "state_layout"):
+        study = registry.load(name)
+        sweep._Sweep(study, {}, {}, print, file, records.Journal(file)).measure([], 0)
+    assert asked == ["state_layout"]
+    del company
 
-    def measures(*words, on_line, **options):
-        on_line(line)
-        try:
-            with lease.gpu_lease([GPU], timeout=0, say=lambda text: None):
-                found.append(True)
-        except lease.Busy:
-            found.append(False)
 
-    monkeypatch.setattr(isolated, "call", measures)
-    monkeypatch.setattr(lease, "visible", lambda: [GPU])
-    notebooks.run(["state_layout"], {"state_layout": values}, can_measure=True)
-    assert found == [free and line == lease.FREED]
+def test_what_did_not_compile_or_was_stopped_is_looked_up_again(calls, monkeypatch):
+    def stopped(*words, **options):
+        raise isolated.IsolatedError("t", "stopped", "the call was stopped")
+
+    monkeypatch.setattr(isolated, "call", stopped)
+    company = begun("state_layout", order=["state_layout", "persistent_tables"])
+    assert not prepared.is_prepared("persistent_tables", prepared.KERNELS)
+    del company
+
+
+def test_outside_a_run_nothing_is_prepared(monkeypatch):
+    monkeypatch.delenv(prepared.FOLDER, raising=False)
+    assert not prepared.is_prepared("state_layout", prepared.KERNELS)
 
 
 def _held(name, held):

@@ -83,12 +83,40 @@ def test_what_is_compiled_ahead_is_shared_by_the_cores():
     assert four - seconds(study(2), rows) == pytest.approx(estimate.AHEAD_S + estimate.KERNEL_S / 4)
 
 
-def test_calls_of_others_that_compile_before_are_shared_by_the_cores():
-    rows, roles = made([2, 2]), ("ours", *["peer"] * 6)
-    options = {"roles": roles, "warmed": lambda case: case["n"] == 0}
-    for cores, calls in ((1, 6 * estimate.CALL_S), (16, estimate.LONGEST_CALL_S)):
-        more = seconds(study(2, **options), rows, cores=cores) - seconds(study(2), rows, cores=cores)
-        assert more == pytest.approx(calls)
+@pytest.mark.parametrize(("cores", "expected"), [(1, 6 * estimate.CALL_S), (16, estimate.LONGEST_CALL_S)])
+def test_calls_of_others_that_compile_before_are_shared_by_the_cores(cores, expected):
+    assert estimate.of_calls(6, cores) == pytest.approx(expected)
+    assert estimate.of_calls(0, cores) == 0
+
+
+def told(monkeypatch, *, first, calls=(6, 5), quick=False):
+    """Of two studies with so many calls of others, and of the machine, on 16 cores; nothing is recorded."""
+    monkeypatch.setattr(paths, "recorded_gpus", list)
+    names = ["state_layout", "gemv_coalescing"]
+    wanted = {
+        name: estimate.Wanted(
+            study(1, roles=["peer"] * count, warmed=lambda case: True), study(1).cases({}), 1, [], quick
+        )
+        for name, count in zip(names, calls, strict=True)
+    }
+    machine = {notebooks.FIRST: estimate.Wanted(study(1), study(1).cases({}), 1, [], quick)} if first else {}
+    return estimate._told(machine | wanted, "", 1, 16)
+
+
+def test_a_run_that_begins_with_the_machine_makes_the_calls_of_all_once(monkeypatch):
+    one = estimate.START_S + estimate.UNKNOWN_S + estimate.PAGE_S
+    assert told(monkeypatch, first=True).seconds == {
+        notebooks.FIRST: one + estimate.LONGEST_CALL_S,
+        "state_layout": one,
+        "gemv_coalescing": one,
+    }
+    assert set(told(monkeypatch, first=False).seconds.values()) == {one + estimate.LONGEST_CALL_S}
+    assert set(told(monkeypatch, first=True, calls=(0, 0)).seconds.values()) == {one}
+
+
+def test_pages_of_a_quick_look_are_made_beside_the_next_study_but_the_last(monkeypatch):
+    full, quick = (told(monkeypatch, first=True, quick=quick).whole for quick in (False, True))
+    assert full - quick == pytest.approx(2 * estimate.PAGE_S)
 
 
 def test_several_gpus_share_all_but_what_runs_first():

@@ -5,8 +5,10 @@ import math
 import os
 import subprocess
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +76,13 @@ def why_no_gpu() -> str:
     if triton.knobs.runtime.interpret:
         return "Triton is in its interpreter (TRITON_INTERPRET), which is never timed"
     return ""
+
+
+def load_libraries() -> None:
+    """Import what measuring needs and takes seconds to import, as far as it is here. Starts no CUDA context."""
+    for name in ("torch", "triton"):
+        with suppress(ImportError):  # `why_no_gpu` says what is missing
+            import_module(name)
 
 
 @cache

@@ -19,12 +19,11 @@ from labkit import isolated, paths, registry
 from labkit.bench import machine, records, spec
 from labkit.bench.sha import kernel_sha
 from labkit.bench.spec import Case, Study
-from labkit.sweep import added, tuning
+from labkit.sweep import added, prepared, tuning
 from labkit.sweep import case as case_runner
 from labkit.sweep.case import with_control
 
 Progress = Callable[[str], None]
-WARMED = "LABKIT_WARMED"  # in the environment: studies whose `warm_up` was done, with commas between
 
 
 def run(
@@ -74,7 +73,8 @@ class _Sweep:
         have = self._recorded(cases, processes)
         wanted = [case for case in cases if (case.op, case.key) not in have]
         refused = added.refusals(self.study, wanted, self.env, self.say)
-        compile_ahead(self.study, wanted, self.say)
+        if not prepared.is_prepared(self.study.name, prepared.KERNELS):
+            compile_ahead(self.study, wanted, self.say)
         warm_up(self.study, wanted, self.env, self.say)
         for index in range(processes):
             self._one_process(wanted, index, refused)
@@ -184,9 +184,9 @@ def warm_up(study: Study, cases: Sequence[Case], env: Mapping[str, str | None], 
     """Call once what libraries and releases offer in the study's `warmed` cases, in processes side by side.
 
     What cannot be called is passed over: its row will say why. say: gets one line of progress, or two.
-    Nothing where that was done for the whole run (`WARMED` in the environment names the studies).
+    Nothing where that was done for the whole run.
     """
-    calls = [] if study.name in os.environ.get(WARMED, "").split(",") else calls_of(study, cases, env)
+    calls = [] if prepared.is_prepared(study.name, prepared.CALLS) else calls_of(study, cases, env)
     if not calls:
         return
     say(f"{study.name}: {len(calls)} calls of others compile what they need")

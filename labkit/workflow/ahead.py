@@ -6,6 +6,7 @@ Before anything is timed, what others' calls compile is compiled for all studies
 """
 
 import os
+import tempfile
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -13,7 +14,7 @@ from typing import Any
 
 from labkit import isolated, paths, registry
 from labkit.kernels.tuned import slug
-from labkit.sweep import run
+from labkit.sweep import prepared, run
 from labkit.workflow import filters, lease, notebooks, quick
 from labkit.workflow.filters import Key
 
@@ -38,6 +39,8 @@ class Ahead:
         self._left, self._values, self._stop = list(order), values, stop
         self._lock = threading.Lock()
         self._busy, self._compiled, self._halt = False, set[str](), _Halt(stop)
+        self._marks = tempfile.TemporaryDirectory(prefix="labkit-")  # removed with this
+        os.environ[prepared.FOLDER] = self._marks.name  # the processes of the run inherit it
 
     def begin(self, name: str, gpu: lease.Gpu) -> threading.Thread | None:
         """A study begins to be measured: those that have not begun are compiled beside it, one after the other.
@@ -64,7 +67,8 @@ class Ahead:
         self._go_on(gpu)
         with suppress(isolated.IsolatedError):
             isolated.call_many(calls, min(len(calls), len(cores()) or 1))
-        os.environ[run.WARMED] = ",".join(names)  # the processes that measure inherit it
+        for name in names:
+            prepared.mark(name, prepared.CALLS)
 
     def _calls(self, name: str, gpu: lease.Gpu) -> list[isolated.Call]:
         """Of the cases of which no row is there."""
@@ -101,14 +105,16 @@ class Ahead:
             return names[0] if names else ""
 
     def _compile(self, name: str, gpu: lease.Gpu, halt: "_Halt") -> None:
-        capability = lease.capability(gpu)
-        if not capability or registry.load(name).kernels is None:
+        capability, study = lease.capability(gpu), registry.load(name)
+        if not capability or study.kernels is None:
             return
         keys = cases(name, self._values.get(name, {}))
         env = {lease.VISIBLE: "", "TRITON_INTERPRET": None}
         arguments = ("labkit.sweep.run:compile_apart", name, keys, capability, SPARED)
         with suppress(isolated.IsolatedError):  # what is wrong is said when the study is measured, and compiles it
             isolated.call(*arguments, env=env, stop=halt, on_line=lambda line: None)
+            if not study.settle:  # else what it measures first says which kernels it needs
+                prepared.mark(name, prepared.KERNELS)
 
 
 def cores() -> list[int]:

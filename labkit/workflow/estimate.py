@@ -7,9 +7,11 @@ process was, nor what was compiled ahead; of these there is a model:
 - A later process compiles nothing that the first one compiled. It takes what is usual of the operation: the mean of its
   cases, where none counts for more than a second above the median, since half of them or more compile little.
 - Kernels that are compiled ahead take `AHEAD_S` until the first begins, then `KERNEL_S` of one core each, and all cores
-  share them; so do what others' calls compile before (`run.warm_up`), `CALL_S` each, and `LONGEST_CALL_S` at least.
-- A process takes `START_S` to start, a notebook `PAGE_S` beside its measuring, a kernel whose hardware counters are
-  read `COUNTED_S`, timelines `TIMELINES_S`.
+  share them; so do what others' calls compile before, `CALL_S` each, and `LONGEST_CALL_S` at least: once for all
+  studies of a run that begins with the machine, as part of that (`ahead.Ahead`), else for each of them.
+- A process takes `START_S` to start, a notebook `PAGE_S` beside its measuring; of a quick look only the last one does,
+  since the others are made beside the next measurement. A kernel whose hardware counters are read takes `COUNTED_S`,
+  timelines `TIMELINES_S`.
 
 A case that no GPU has recorded takes the mean of its operation, and one of an operation that none has the mean of all.
 """
@@ -26,6 +28,7 @@ from labkit import paths, registry
 from labkit.bench import records
 from labkit.bench.spec import Case, Study
 from labkit.kernels.tuned import slug
+from labkit.sweep import prepared
 from labkit.workflow import filters, notebooks, quick, recorded
 from labkit.workflow.filters import Key
 
@@ -73,32 +76,39 @@ def known(rows: pd.DataFrame) -> Known:
 
 
 def of_cases(study: Study, cases: Sequence[Case], processes: int, told: Known, cores: int) -> float:
-    """Seconds of measuring these cases in so many processes; 0 without any."""
+    """Seconds of measuring these cases in so many processes, without others' calls; 0 without any."""
     if not cases:
         return 0.0
     ahead = set().union(*(told.kernels.get((x.op, x.key), ()) for x in cases)) if study.kernels else ()
     again = [case for case in cases if not study.early(case)]
-    calls = sum(one.role == "peer" for x in cases if study.warmed(x) for one in study.variants(x))
     parts = START_S * (processes + (len(again) < len(cases)))
     parts += AHEAD_S + KERNEL_S * len(ahead) / cores if ahead else 0.0
-    parts += max(LONGEST_CALL_S, CALL_S * calls / cores) if calls else 0.0
     return parts + sum(map(told.of_first, cases)) + (processes - 1) * sum(map(told.of_later, again))
+
+
+def of_calls(count: int, cores: int) -> float:
+    """Seconds of so many calls of others, side by side; 0 without any."""
+    return max(LONGEST_CALL_S, CALL_S * count / cores) if count else 0.0
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """seconds: of each study; gpus: how many measure side by side; like: the recorded GPU whose rows told it."""
+    """seconds: of each study; gpus: how many measure side by side; like: the recorded GPU whose rows told it.
+
+    last: seconds of the last page, where the others are made beside what is measured.
+    """
 
     seconds: Mapping[str, float]
     gpus: int = 1
     like: str = ""
+    last: float = 0.0
 
     @property
     def whole(self) -> float:
         """Seconds of the run: what is measured first runs alone, the others share the GPUs."""
         alone = self.seconds.get(notebooks.FIRST, 0.0)
         others = [s for name, s in self.seconds.items() if name != notebooks.FIRST]
-        return alone + max([sum(others) / self.gpus, *others])
+        return alone + max([sum(others) / self.gpus, *others]) + self.last
 
     def __str__(self) -> str:
         told = f"by the rows of {self.like}" if self.like else "by no rows: nothing is recorded"
@@ -109,6 +119,17 @@ class Estimate:
 def minutes(seconds: float) -> str:
     """ "12 min", or "40 s" for less than two minutes."""
     return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What of a study is to be measured. counted: which cases are, as often as such a kernel; quick: a quick look."""
+
+    study: Study
+    cases: Sequence[Case]
+    processes: int
+    counted: Sequence[Key]
+    quick: bool = False
 
 
 def of_run(values: Mapping[str, Mapping[str, Any]], gpus: Sequence[str], cores: int = 0) -> Estimate:
@@ -122,18 +143,16 @@ def of_run(values: Mapping[str, Mapping[str, Any]], gpus: Sequence[str], cores: 
 
 def of_study(study: Study, parameters: Mapping[str, Any], processes: int, here: str) -> Estimate:
     """What measuring a study takes on the GPU of this name of a folder."""
-    wanted = (study, study.cases(parameters), processes, _counted(study, parameters))
+    wanted = Wanted(study, study.cases(parameters), processes, _counted(study, parameters))
     return _told({study.name: wanted}, here, 1, 0)
-
-
-Wanted = tuple[Study, Sequence[Case], int, Sequence[Key]]  # study, cases, processes, which cases are counted
 
 
 def _asked(name: str, given: Mapping[str, Any]) -> Wanted:
     """What a notebook with these parameters measures."""
     study, values = quick.asked(name, given)
-    processes = 1 if values.get(filters.QUICK) else values.get("processes", 1)
-    return study, study.cases(values), processes, _counted(study, values)
+    is_quick = bool(values.get(filters.QUICK))
+    processes = 1 if is_quick else values.get("processes", 1)
+    return Wanted(study, study.cases(values), processes, _counted(study, values), is_quick)
 
 
 def _counted(study: Study, parameters: Mapping[str, Any]) -> list[Key]:
@@ -145,25 +164,47 @@ def _told(wanted: Mapping[str, Wanted], here: str, gpus: int, cores: int) -> Est
     """By the rows of one recorded GPU: `here`, or the slowest."""
     cores = cores or os.cpu_count() or 1
     found = {
-        gpu: {name: PAGE_S + _seconds(*one, gpu, here, cores) for name, one in wanted.items()}
+        gpu: _seconds(wanted, gpu, here, cores)
         for gpu in ([here] if here in paths.recorded_gpus() else paths.recorded_gpus() or [""])
     }
     like = max(found, key=lambda gpu: sum(found[gpu].values()))
-    return Estimate(found[like], max(1, gpus), like)
+    return Estimate(found[like], max(1, gpus), like, PAGE_S if any(one.quick for one in wanted.values()) else 0.0)
 
 
-def _seconds(
-    study: Study, cases: Sequence[Case], processes: int, counted: Sequence[Key], like: str, here: str, cores: int
-) -> float:
-    path, mine = (base / gpu / f"{study.name}.parquet" for base, gpu in ((paths.DATA, like), (paths.RUNS, here)))
+def _seconds(wanted: Mapping[str, Wanted], like: str, here: str, cores: int) -> dict[str, float]:
+    """Seconds of each study by the rows of a GPU."""
+    left = {name: _left(one, here) for name, one in wanted.items()}
+    found = {name: _of_study(one, left[name], like, cores) for name, one in wanted.items()}
+    calls = {
+        name: 0 if prepared.is_prepared(name, prepared.CALLS) else _calls(one.study, left[name])
+        for name, one in wanted.items()
+    }
+    if notebooks.FIRST in wanted:
+        calls = {notebooks.FIRST: sum(calls.values())}
+    return {name: seconds + of_calls(calls.get(name, 0), cores) for name, seconds in found.items()}
+
+
+def _of_study(one: Wanted, left: Sequence[Case], like: str, cores: int) -> float:
+    """Seconds of the cases of a study that are left, and of its page where that is not made beside another study."""
+    path, keys = paths.DATA / like / f"{one.study.name}.parquet", {(x.op, x.key) for x in left}
     told = known(recorded.read(path)) if path.exists() else Known()
-    done = _done(recorded.read(mine)) if here and mine.exists() else {}
-    left = [x for x in cases if done.get((x.op, x.key), 0) < (1 if study.early(x) else processes)]
-    keys = {(x.op, x.key) for x in left}
-    beside = COUNTED_S * sum(key in keys for key in counted)
-    if study.timelines and (study.timelines.case.op, study.timelines.case.key) in keys:
+    beside = (0.0 if one.quick else PAGE_S) + COUNTED_S * sum(key in keys for key in one.counted)
+    lines = one.study.timelines
+    if lines and (lines.case.op, lines.case.key) in keys:
         beside += TIMELINES_S
-    return of_cases(study, left, processes, told, cores) + beside
+    return beside + of_cases(one.study, left, one.processes, told, cores)
+
+
+def _left(one: Wanted, here: str) -> list[Case]:
+    """The cases that the rows in runs/ have not in as many processes."""
+    mine = paths.RUNS / here / f"{one.study.name}.parquet"
+    done = _done(recorded.read(mine)) if here and mine.exists() else {}
+    return [x for x in one.cases if done.get((x.op, x.key), 0) < (1 if one.study.early(x) else one.processes)]
+
+
+def _calls(study: Study, cases: Sequence[Case]) -> int:
+    """How many calls of others are made before these cases are measured."""
+    return sum(one.role == "peer" for x in cases if study.warmed(x) for one in study.variants(x))
 
 
 def _done(rows: pd.DataFrame) -> dict[Key, int]:

@@ -24,7 +24,8 @@ from typing import Any
 LEASED = "LABKIT_LEASED_GPU"  # in the environment of a process that was started under a lease
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 LOCKS = "LABKIT_LOCKS"  # a folder that takes the place of those of the host
-FREED = "all is measured"  # what a process that was started under a lease says when it needs the GPU no longer
+# What a process that leases its GPU itself prints: while none is free, before a GPU's id, and when it needs it no more.
+WAITING, TAKEN, FREED = "waiting for a free GPU; ", "a GPU to measure on: ", "all is measured"
 _POLL_S = 0.2
 
 
@@ -163,7 +164,7 @@ def gpu_lease(
         if time.monotonic() > deadline or (stop is not None and stop.is_set()):
             raise Busy(f"no free GPU; leased: {busy}")
         if not told:
-            say(f"waiting for a free GPU; leased: {busy}")
+            say(f"{WAITING}leased: {busy}")
             told = True
         time.sleep(_POLL_S)
 

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -24,6 +24,7 @@ from labkit.sweep import added
 from labkit.workflow import filters, gpus, lease, store
 from labkit.workflow.nearest import meant
 from labkit.workflow.progress import Progress
+from labkit.workflow.turns import Turns
 
 FIRST = "machine"  # the study whose ceilings the others use: it measures first, and alone
 BESIDE = 2  # notebooks a GPU: one is measured while another starts, or, of a quick look, makes its page
@@ -354,20 +355,15 @@ def run(
     alone = [name for name in chosen if name == FIRST and name in measuring]
     groups = (alone, _longest_first([name for name in chosen if name not in alone], seconds))
     order = [name for group in groups for name in group if name in measuring]
-    company = beside(order, values, stop) if beside and order else None
-
-    own: set[lease.Gpu] = set()  # leased by this run
-
-    def waits(name: str, line: str) -> None:
-        if len(own) < len(leased):  # else it waits for another study of this run
-            progress.note(name, line)
+    turns = Turns(leased, stop, progress, beside(order, values, stop) if beside and order else None)
 
     def one(name: str) -> Result:
-        held: AbstractContextManager[lease.Gpu | None] = nullcontext()
-        if name in measuring:
-            held = _counted(lease.gpu_lease(leased, stop=stop, say=functools.partial(waits, name)), own)
-            held = _accompanied(name, held, company) if company else held
-        return _run_one(name, values.get(name, {}), held, threads, stop, progress)
+        given, held, heard = values.get(name, {}), nullcontext(), None
+        if name in measuring and name != FIRST and _frees(given):
+            held, heard = turns.awaited(name), functools.partial(turns.hear, name)
+        elif name in measuring:
+            held = turns.leased(name)
+        return _run_one(name, given, held, threads, stop, progress, heard)
 
     progress.start([(name, registry.NOTEBOOKS[name]) for name in chosen])
     pool = ThreadPoolExecutor(limit)
@@ -393,23 +389,12 @@ def share(limit: int) -> dict[str, str]:
     return {name: threads for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS") if name not in os.environ}
 
 
-@contextmanager
-def _counted(held: AbstractContextManager[lease.Gpu], own: set[lease.Gpu]) -> Iterator[lease.Gpu]:
-    """A lease, and its GPU in `own` as long as it is held."""
-    with held as gpu:
-        own.add(gpu)
-        try:
-            yield gpu
-        finally:
-            own.remove(gpu)
+def _frees(values: Mapping[str, Any]) -> bool:
+    """Whether a notebook needs its GPU only while it measures: it then leases it itself, and starts before its turn.
 
-
-@contextmanager
-def _accompanied(name: str, held: AbstractContextManager[lease.Gpu], company: Any) -> Iterator[lease.Gpu]:
-    """The lease of a study, whose beginning is told to what goes on beside it."""
-    with held as gpu:
-        company.begin(name, gpu)
-        yield gpu
+    A quick look's page needs none. A full one checks kernels on it, and functions of the reader's own.
+    """
+    return bool(values.get(filters.QUICK)) and not values.get(added.PARAMETER)
 
 
 def _longest_first(names: Sequence[str], seconds: Mapping[str, float]) -> list[str]:
@@ -430,20 +415,17 @@ def _run_one(
     env: Mapping[str, str],
     stop: threading.Event,
     progress: Progress,
+    heard: Callable[[str], None] | None = None,
 ) -> Result:
     out = executed_path(name, values)
     partial = out.with_name(f".{out.stem}.partial.ipynb")  # an earlier result stays until this one is complete
     start = time.monotonic()
     try:
-        with _only_run(executed_path(name)), ExitStack() as until_measured:
-            gpu = until_measured.enter_context(held)
-            # A quick look's page needs no GPU. A full one checks kernels on it, and functions of the reader's own.
-            frees = values.get(filters.QUICK) and not values.get(added.PARAMETER)
-            freed = until_measured.close if frees else None
+        with _only_run(executed_path(name)), held as gpu:
             leased = lease.environment(gpu) if gpu else {}
             suffix = out.stem.removeprefix(registry.NOTEBOOKS[name])
             drawn = {"LABKIT_SUFFIX": suffix} if suffix else {}
-            error = attempt(name, values, partial, {**env, **leased, **drawn}, stop, progress, freed=freed)
+            error = attempt(name, values, partial, {**env, **leased, **drawn}, stop, progress, heard=heard)
             if stop.is_set():
                 partial.unlink(missing_ok=True)
             elif partial.exists():
@@ -463,11 +445,11 @@ def attempt(
     *,
     label: str = "",
     timeout: float | None = None,
-    freed: Callable[[], None] | None = None,
+    heard: Callable[[str], None] | None = None,
 ) -> str:
     """Execute; once more if the kernel did not start, as when two took one port. Returns the error, or nothing.
 
-    label: its name in `progress`, if that is not the study's. timeout: seconds. freed: called when all is measured.
+    label: its name in `progress`, if that is not the study's. timeout: seconds. heard: gets what its cells print.
     """
     label = label or name
     source = source_path(name)
@@ -475,7 +457,7 @@ def attempt(
     for last in (False, True):
         try:
             arguments = ("labkit.workflow.notebooks:execute", str(source), str(partial), dict(values))
-            show = functools.partial(_show, progress, label, cells, freed)
+            show = functools.partial(_show, progress, label, cells, heard)
             isolated.call(*arguments, env=env, timeout=timeout, stop=stop, on_line=show)
             return ""
         except isolated.IsolatedError as problem:
@@ -534,13 +516,13 @@ def _only_run(out: Path) -> Iterator[None]:
         yield
 
 
-def _show(progress: Progress, name: str, cells: int, freed: Callable[[], None] | None, line: str) -> None:
+def _show(progress: Progress, name: str, cells: int, heard: Callable[[str], None] | None, line: str) -> None:
     if found := _CELL.match(line):
         progress.cell(name, int(found[1]), cells)
     elif _MEASURING.match(text := _CONTROL.sub("", line).strip()):
         progress.output(name, text)
-    elif text == lease.FREED and freed:
-        freed()
+    elif heard:
+        heard(text)
 
 
 def cell_error(executed: Path) -> str:

@@ -1,0 +1,59 @@
+"""Which studies of a run have a GPU: leased for them, or by their own notebook once it needs one."""
+
+import functools
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from labkit.workflow import lease
+from labkit.workflow.progress import Progress
+
+
+class Turns:
+    """The GPUs of a run. company: what is told of each study that begins to be measured, as `ahead.Ahead`."""
+
+    def __init__(self, gpus: Sequence[lease.Gpu], stop: threading.Event, progress: Progress, company: Any = None):
+        self._gpus, self._stop, self._progress, self._company = gpus, stop, progress, company
+        self._held: dict[str, lease.Gpu] = {}
+
+    @contextmanager
+    def leased(self, study: str) -> Iterator[lease.Gpu]:
+        """Hold a GPU for a study, whose notebook is started then."""
+        with lease.gpu_lease(self._gpus, stop=self._stop, say=functools.partial(self._waits, study)) as gpu:
+            self._begin(study, gpu)
+            try:
+                yield gpu
+            finally:
+                self.end(study)
+
+    @contextmanager
+    def awaited(self, study: str) -> Iterator[None]:
+        """For a study whose notebook leases its GPU itself, and so can start before its turn."""
+        try:
+            yield
+        finally:
+            self.end(study)
+
+    def hear(self, study: str, line: str) -> None:
+        """What a notebook that leases its GPU itself prints."""
+        if line.startswith(lease.WAITING):
+            self._waits(study, line)
+        elif line.startswith(lease.TAKEN):
+            name = line.removeprefix(lease.TAKEN)
+            self._begin(study, next((gpu for gpu in self._gpus if gpu.id == name), lease.Gpu(-1, name, name)))
+        elif line == lease.FREED:
+            self.end(study)
+
+    def end(self, study: str) -> None:
+        """A study has no GPU any longer."""
+        self._held.pop(study, None)
+
+    def _begin(self, study: str, gpu: lease.Gpu) -> None:
+        self._held[study] = gpu
+        if self._company:
+            self._company.begin(study, gpu)
+
+    def _waits(self, study: str, line: str) -> None:
+        if len(self._held) < len(self._gpus):  # else it waits for another study of this run
+            self._progress.note(study, line)

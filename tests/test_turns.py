@@ -1,0 +1,118 @@
+"""Which studies of a run have a GPU, and that a notebook which leases its own can start before its turn."""
+
+import io
+import json
+import threading
+
+import pytest
+from toy_lab import Toy
+
+from labkit import isolated, paths
+from labkit.workflow import lease, notebooks
+from labkit.workflow.progress import Progress
+from labkit.workflow.turns import Turns
+
+GPUS = [lease.Gpu(0, "GPU-7", "NVIDIA H100 80GB HBM3"), lease.Gpu(1, "GPU-8", "NVIDIA H100 80GB HBM3")]
+WAITS = f"{lease.WAITING}leased: NVIDIA H100 80GB HBM3 (process 7)"
+
+
+class Company:
+    def __init__(self):
+        self.told = []
+
+    def begin(self, name, gpu):
+        self.told.append((name, gpu.id))
+
+
+def turns(gpus=GPUS[:1], company=None):
+    said = io.StringIO()
+    progress = Progress(said)
+    progress.start([(name, name) for name in ("a", "b", "c")])
+    return Turns(gpus, threading.Event(), progress, company), said
+
+
+def test_a_study_begins_when_its_notebook_says_that_it_has_a_gpu():
+    company = Company()
+    held, _ = turns(GPUS, company)
+    held.hear("a", "b: process 1, 2 of 3 cases to measure")
+    assert company.told == []
+    held.hear("a", f"{lease.TAKEN}GPU-8")
+    held.hear("b", f"{lease.TAKEN}MIG-1")  # which the driver's list does not show
+    assert company.told == [("a", "GPU-8"), ("b", "MIG-1")]
+
+
+@pytest.mark.parametrize("end", [lambda held: held.hear("a", lease.FREED), lambda held: held.end("a")])
+def test_waiting_is_said_only_where_another_run_holds_the_gpu(end):
+    held, said = turns()
+    held.hear("a", f"{lease.TAKEN}GPU-7")
+    held.hear("b", WAITS)  # for a study of this run
+    assert WAITS not in said.getvalue()
+    end(held)
+    held.hear("b", WAITS)
+    assert WAITS in said.getvalue()
+
+
+def test_a_notebook_that_has_ended_has_no_gpu_any_longer():
+    held, said = turns()
+    with held.awaited("a"):  # which is left however its notebook ends
+        held.hear("a", f"{lease.TAKEN}GPU-7")
+    held.hear("b", WAITS)
+    assert WAITS in said.getvalue()
+
+
+@pytest.mark.parametrize(("values", "itself"), [({}, False), ({"quick": True}, True)])
+def test_who_leases(monkeypatch, tmp_path, values, itself):
+    """A quick look's page needs no GPU, so its notebook has one only while it measures; a full one checks kernels."""
+    monkeypatch.setenv(lease.LOCKS, str(tmp_path))
+    monkeypatch.setattr(paths, "RUNS", tmp_path / "runs")
+    monkeypatch.setattr(paths, "REPORTS", tmp_path / "reports")
+    monkeypatch.setattr(lease, "visible", lambda: GPUS[:1])
+    monkeypatch.delenv(lease.LEASED, raising=False)
+    found = []
+
+    def runs(*words, env, **options):
+        try:
+            with lease.gpu_lease(GPUS[:1], timeout=0, say=lambda text: None):
+                found.append((lease.LEASED in env, True))
+        except lease.Busy:
+            found.append((lease.LEASED in env, False))
+
+    monkeypatch.setattr(isolated, "call", runs)
+    notebooks.run(["machine", "state_layout"], {"machine": values, "state_layout": values}, can_measure=True)
+    # The machine is measured before all others, and what is called ahead is called while its GPU is held.
+    assert found == [(True, False), (not itself, itself)]
+
+
+MEASURES = """
+import json, pathlib, time
+started = time.monotonic()
+from labkit.workflow import lease
+with lease.gpu_lease([lease.Gpu(0, "GPU-toy-0", "toy")], say=print) as gpu:
+    print(f"{lease.TAKEN}{gpu.id}")
+    leased = time.monotonic()
+    time.sleep(6)
+    freed = time.monotonic()
+print(lease.FREED)
+pathlib.Path("NAME.json").write_text(json.dumps([started, leased, freed]))
+"""
+
+
+def test_a_notebook_starts_before_its_turn_and_measures_in_it(tmp_path, monkeypatch):
+    toy = Toy(tmp_path)
+    toy.enter(monkeypatch)
+    monkeypatch.setattr(lease, "visible", lambda: [lease.Gpu(0, "GPU-toy-0", "toy")])
+    monkeypatch.setenv(lease.LOCKS, str(toy.tmp() / "gpus"))
+    monkeypatch.delenv(lease.LEASED, raising=False)
+    monkeypatch.setattr(notebooks, "_frees", lambda values: True)
+    names, company, said = ["ground", "layers"], Company(), io.StringIO()
+    for name in names:
+        toy.notebook(name, MEASURES.replace("NAME", name))
+    results = notebooks.run(
+        names, {}, can_measure=True, progress=Progress(said), beside=lambda order, values, stop: company
+    )
+    assert [result.error for result in results] == ["", ""]
+    spans = sorted((json.loads((toy.root / "notebooks" / f"{name}.json").read_text()) for name in names), key=max)
+    (_, _, freed), (started, leased, _) = spans
+    assert started < freed <= leased
+    assert sorted(company.told) == [(name, "GPU-toy-0") for name in names]
+    assert lease.WAITING not in said.getvalue()  # it waits for the other
