@@ -4,15 +4,12 @@ import json
 from collections.abc import Sequence
 from importlib.resources import files
 
-from browser import Browser, fold
+from browser import Browser, fold, shorten_tables
 
 AXE = (files("axe_playwright_python") / "axe.min.js").read_text("utf-8")
 GRAVE = ("moderate", "serious", "critical")
 
-# A long table's further rows of plain cells look like its first ones, and would take minutes.
-RUN = """axe.run(
-  {exclude: [['tbody tr:nth-child(n+4):not(:has(:not(td, th, data)))']]}, {resultTypes: ['violations'], %s}
-).then(found => JSON.stringify(
+RUN = """axe.run(document, {resultTypes: ['violations'], %s}).then(found => JSON.stringify(
   found.violations.flatMap(({ id, nodes }) => nodes.map(({ impact, target, failureSummary }) =>
     [impact, id, target.flat().join(' '), failureSummary]))))"""
 
@@ -20,10 +17,11 @@ RUN = """axe.run(
 def findings(browser: Browser, folds_open: bool, rules: Sequence[str] = ()) -> list[str]:
     """What axe-core has against the page that is open, of impact moderate or graver: "impact rule: element: why".
 
-    rules: those that are asked; none: all of them.
+    rules: those that are asked; none: all of them. Further rows of long tables are taken out.
     It is evaluated through the debugging protocol, which the page's Content-Security-Policy says nothing of.
     """
     fold(browser, folds_open)
+    shorten_tables(browser)
     browser.evaluate(f"typeof axe === 'object' || (() => {{{AXE}}})()")
     only = f"runOnly: {json.dumps(rules)}" if rules else ""
     found = json.loads(browser.evaluate(RUN % only))

@@ -1,5 +1,6 @@
 """Headless Chromium through its DevTools protocol, and a checker: what would a reader's browser complain of?"""
 
+import functools
 import json
 import os
 import shutil
@@ -139,6 +140,12 @@ def fold(browser: Browser, folds_open: bool) -> None:
     browser.evaluate(f"for (const fold of document.querySelectorAll('details')) fold.open = {state}")
 
 
+def shorten_tables(browser: Browser) -> None:
+    """Take the further rows of plain cells out of long tables: they look like the first ones, and take minutes."""
+    rows = "tbody tr:nth-child(n+4):not(:has(:not(td, th, data)))"
+    browser.evaluate(f"for (const row of document.querySelectorAll('{rows}')) row.remove()")
+
+
 def check(browser: Browser, page: Path) -> list[str]:
     """Everything wrong with a page, at two widths, in light and dark; empty if nothing is."""
     problems: list[str] = []
@@ -170,6 +177,7 @@ def _dead(link: str) -> list[str]:
     return []
 
 
+@functools.cache  # a page has hundreds of links to places on it
 def _ids(page: Path) -> set[str]:
     finder = HTMLParser()
     found: set[str] = set()

@@ -17,18 +17,24 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import compiled_once
+
 from labkit.evidence import compiled
 from labkit.kernels.launch import Launch
 
 
 def errors_of(source: compiled.Source, capability: int) -> dict[str, str]:
-    """In a worker: what is found in the Launch that the source returns, or in any of several, of either kind."""
+    """What is found in the Launch that the source returns, or in any of several, of either kind."""
     launches = compiled.launch_of(source, capability)
     found: dict[str, str] = {}
     for launch in launches if isinstance(launches, list) else [launches]:
-        asm = compiled.build(launch, capability).asm
-        found |= unwritten(compiled.listing_of(asm["cubin"])) | overwritten(asm["ttgir"])
+        found |= compiled_once.known(launch, capability, _errors_of)
     return found
+
+
+def _errors_of(launch: Launch, capability: int) -> dict[str, str]:
+    asm = compiled.build(launch, capability).asm
+    return unwritten(compiled.listing_of(asm["cubin"])) | overwritten(asm["ttgir"])
 
 
 def unwritten_registers(launch: Launch, capability: int | None = None) -> dict[str, str]:

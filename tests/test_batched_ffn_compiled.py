@@ -4,11 +4,11 @@ import math
 import re
 from dataclasses import replace
 
+import compiled_once
 import pytest
 import torch
 from compiled_products import activations, blank, in_the_loop, listing, order_of_sums, product
 
-from labkit.evidence import compiled
 from labkit.kernels import offline
 from labkit.kernels.gguf import choose, products, wide
 from labkit.kernels.gguf.choose import Choice, TileChoice, WideChoice
@@ -25,7 +25,7 @@ BESIDE = {
 @pytest.mark.parametrize("name", FORMATS)
 def test_weights_are_loaded_16_bytes_a_thread_and_once_for_eight_tokens(name):
     W = blank(name)
-    found = compiled.evidence(product(W, 17, choose.rule_of_rows(17, W.columns)), 90)
+    found = compiled_once.evidence(product(W, 17, choose.rule_of_rows(17, W.columns)), 90)
     assert (found["spill_bytes"], found["matrix"], found["atomics"]) == (0, {}, 0)
     assert found["ctas_per_sm"] * found["num_warps"] >= 12
     parts = 8 + {"Q4_K": 1, "Q5_K": 1, "Q6_K": 2}.get(name, 0)  # of a group, and for sums that lanes share
@@ -42,7 +42,7 @@ def test_weights_are_loaded_16_bytes_a_thread_and_once_for_eight_tokens(name):
 def test_matrix_products_take_their_operands_from_registers(name, gated):
     W = blank(name)
     launch = products.tensor_core(W, *activations(W, 17), TileChoice(2, 8, 4), W if gated else None)
-    found = compiled.evidence(launch, 90)
+    found = compiled_once.evidence(launch, 90)
     assert found["spill_bytes"] == 0
     assert found["ctas_per_sm"] >= 3
     assert {one.split(".")[0] for one in found["matrix"]} == {"HMMA"}
@@ -58,7 +58,7 @@ def test_matrix_products_take_their_operands_from_registers(name, gated):
 def test_the_largest_choices_of_the_matrix_rule_hardly_spill(name, rows, columns, tokens):
     """At most an address: all 128 or 255 registers are taken."""
     W, tile = blank(name), choose.matrix_rule(tokens, rows, columns, name)
-    assert compiled.evidence(products.tensor_core(W, *activations(W, tokens), tile), 90)["spill_bytes"] <= 8
+    assert compiled_once.evidence(products.tensor_core(W, *activations(W, tokens), tile), 90)["spill_bytes"] <= 8
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -66,7 +66,7 @@ def test_wide_products_use_wgmma_and_do_not_spill(name):
     """Of many tokens, whose sums take the most registers; of one in the formats with the most and the fewest words."""
     W = blank(name)
     for number in (1, 65) if name in ("F32", "Q4_K", "Q6_K") else (65,):
-        found = compiled.evidence(wide.wide(W, *activations(W, number)), 90)
+        found = compiled_once.evidence(wide.wide(W, *activations(W, number)), 90)
         assert found["spill_bytes"] == 0
         assert found["ctas_per_sm"] >= (3 if number == 1 else 2)
         assert_wgmma(found)
@@ -95,7 +95,7 @@ def loop(launch):
 @pytest.mark.parametrize("tokens", [64, 128, 512])
 def test_matrices_as_stored_pass_no_registers_on_their_way_to_wgmma(rows, columns, tokens):
     launch = matrix_product(rows, columns, tokens)
-    found = compiled.evidence(launch, 90)
+    found = compiled_once.evidence(launch, 90)
     loops = 2 if launch.args["SPLIT"] == "some" else 1
     assert (found["spill_bytes"], found["loads"]["tma"]) == (0, 2 * loops * launch.options["num_stages"])
     assert_wgmma(found)
@@ -113,7 +113,7 @@ def test_matrices_without_the_copy_engine_compile():
     with offline.offline(80):
         launch = wide.wide(W, x, y)
     assert not launch.args["BOXES"]
-    found = compiled.evidence(launch, 80)
+    found = compiled_once.evidence(launch, 80)
     assert (found["spill_bytes"], set(found["loads"])) == (0, {"128"})
 
 
@@ -121,12 +121,12 @@ def test_products_of_fp32_are_not_rounded_for_tensor_cores():
     W = blank("Q4_K")
     for make in (products.tensor_core, wide.wide):
         small = WideChoice(groups=8, blocks=2, tokens=16) if make is wide.wide else None
-        assert compiled.evidence(make(W, *activations(W, 1, torch.float32), small), 90)["matrix"] == {}
+        assert compiled_once.evidence(make(W, *activations(W, 1, torch.float32), small), 90)["matrix"] == {}
 
 
 def test_one_row_and_one_token_compile():
     """Triton makes arguments that are 1 into constants."""
-    found = compiled.evidence(product(blank("Q4_K", 1, 256), 1, None, gated=True), 90)
+    found = compiled_once.evidence(product(blank("Q4_K", 1, 256), 1, None, gated=True), 90)
     assert found["spill_bytes"] == 0
 
 

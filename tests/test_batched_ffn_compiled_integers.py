@@ -1,9 +1,9 @@
 """What the compiler makes of products of a K format's integers."""
 
+import compiled_once
 import pytest
 from compiled_products import activations, blank, in_the_loop
 
-from labkit.evidence import compiled
 from labkit.kernels.gguf import integers
 
 COLUMNS = 256  # two tiles: the compiler's time grows with their number
@@ -14,7 +14,7 @@ def test_products_of_integers_need_two_instructions_a_group_beside_those_of_weig
     """And nothing through shared memory."""
     W = integers.tiled(blank(name, columns=COLUMNS))
     launch = integers.integers(W, *activations(W, tokens), up=W if gated else None)
-    found = compiled.evidence(launch, 90)
+    found = compiled_once.evidence(launch, 90)
     assert found["spill_bytes"] <= (16 if gated else 0)  # of gate and up, a few: all 128 registers are taken
     assert in_the_loop(launch) == []
     pairs, eights = launch.args["BLOCKS"] * (1 + gated) // 2, tokens // 8

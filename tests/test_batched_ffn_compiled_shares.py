@@ -5,10 +5,11 @@ import itertools
 import math
 from dataclasses import replace
 
+import compiled_once
 import pytest
 from compiled_products import activations, blank, order_of_sums, product
 
-from labkit.evidence import compiled, roofline
+from labkit.evidence import roofline
 from labkit.kernels import offline
 from labkit.kernels.gguf import choose, formats, integers, products
 from labkit.kernels.gguf.choose import Choice
@@ -65,7 +66,7 @@ def test_multiply_add_of_shares_is_on_all_multiprocessors_at_once_and_has_one_or
     """Which the tokens and rows of a program do not change, nor how many shares there are."""
     launches = [launched(variants.STATIONARY, rows, COLUMNS, name, n, gated) for rows, n, gated in CASES[name]]
     for launch in launches:
-        found = compiled.evidence(launch, 90)
+        found = compiled_once.evidence(launch, 90)
         assert (found["spill_bytes"], found["matrix"]) == (0, {})
         assert found["ctas_per_sm"] >= programs(launch) >= 8
     if name != "Q5_K":

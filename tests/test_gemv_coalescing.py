@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from dataclasses import replace
 
+import compiled_once
 import pandas as pd
 import pytest
 import rows as made
@@ -521,7 +522,7 @@ def launches():
 def code(launches):
     columns = ("dtype", "case", "variant")
     return pd.DataFrame(
-        [dict(zip(columns, of, strict=True)) | compiled.evidence(one, 90) for of, one in launches.items()]
+        [dict(zip(columns, of, strict=True)) | compiled_once.evidence(one, 90) for of, one in launches.items()]
     )
 
 
@@ -617,7 +618,7 @@ def test_the_rule_gives_wide_loads_and_no_spills_at_every_published_shape():
     every = _longest()
     assert len(every) > 10
     for source in every:
-        found = compiled.evidence(compiled.launch_of(source, 90), 90)
+        found = compiled_once.evidence(compiled.launch_of(source, 90), 90)
         assert found["spill_bytes"] == found["spill_loads"] == 0
         assert found["ctas_per_sm"] > 0
         N, K, dtype = (source[1]["params"][key] for key in ("N", "K", "dtype"))

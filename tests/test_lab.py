@@ -380,12 +380,11 @@ def test_cells_of_gated_delta_today(folders, without_triton, rows):
 
 
 @pytest.mark.parametrize("study", RECORDED)
-def test_cells_of_every_notebook_for_its_quick_values(tmp_path, monkeypatch, without_triton, study):
-    """On what is recorded of one GPU in this tree; on a GPU these are measured, in test_end_to_end."""
+def test_cells_of_every_notebook_in_a_quick_look(tmp_path, monkeypatch, without_triton, study):
+    """On what is recorded in this tree; on a GPU this is measured, in test_end_to_end. nbmake runs few parameters."""
     monkeypatch.setattr(paths, "REPORTS", tmp_path)
     monkeypatch.setattr(verdict, "RESAMPLES", 100)
-    gpu = paths.recorded_gpus()[0]
-    _shows(cells(study, gpu=gpu, **quick(study)), study, never=r"\bnan\b|\bNaN\b|<NA>|Timestamp")
+    _shows(cells(study, quick=True), study, never=r"\bnan\b|\bNaN\b|<NA>|Timestamp")
 
 
 def test_cells_are_really_run(folders, without_triton, layout, monkeypatch):

@@ -2,6 +2,7 @@
 
 import re
 
+import compiled_once
 import pytest
 import torch
 
@@ -49,7 +50,7 @@ def loop(code):
 @pytest.mark.parametrize("model", BY_WORDS, ids=lambda model: model.name)
 def test_weights_take_few_instructions_and_nothing_goes_through_shared_memory(model):
     for launch in launches(model).values():
-        found = compiled.evidence(launch, 90)
+        found = compiled_once.evidence(launch, 90)
         assert not found["matrix"]
         assert found["spill_bytes"] == 0
         rows = launch.args["ROWS"] * (2 if "out" not in launch.args else 1)  # gate and up, or down

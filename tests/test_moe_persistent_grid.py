@@ -3,6 +3,7 @@
 import math
 from dataclasses import replace
 
+import compiled_once
 import pytest
 import torch
 
@@ -263,7 +264,7 @@ def test_the_rules_kernels_use_wgmma_and_do_not_spill(tokens, block_m, int4):
     assert config.block_m == block_m
     made = launches(config, int4)
     for name in ("gemm1", "gemm2"):
-        found = compiled.evidence(made[name], 90)
+        found = compiled_once.evidence(made[name], 90)
         assert found["spill_bytes"] == 0
         assert found["ctas_per_sm"] >= (1 if config.gemm1.block_n == 256 or tokens == 1 else 2)
         assert all(instruction.startswith("HGMMA") for instruction in found["matrix"]), found["matrix"]
@@ -273,7 +274,7 @@ def test_the_rules_kernels_use_wgmma_and_do_not_spill(tokens, block_m, int4):
 def test_one_token_needs_no_matrix_instructions_and_loads_16_bytes(int4):
     config = choose.rule(1, 128, 8, 2048, 768, int4)
     for launch in launches(config, int4, tokens=1).values():
-        found = compiled.evidence(launch, 90)
+        found = compiled_once.evidence(launch, 90)
         assert not found["matrix"]
         assert found["spill_bytes"] == 0
         assert found["loads"]["128"] >= 4  # of them those of weights
@@ -282,21 +283,21 @@ def test_one_token_needs_no_matrix_instructions_and_loads_16_bytes(int4):
 
 def test_the_sources_kernel_uses_mma_at_16_rows_and_wgmma_at_64():
     for block_m, wgmma in ((16, False), (64, True)):
-        found = compiled.evidence(launches(choose.source(block_m), True)["gemm1"], 90)
+        found = compiled_once.evidence(launches(choose.source(block_m), True)["gemm1"], 90)
         assert all(instruction.startswith("HGMMA") == wgmma for instruction in found["matrix"])
         assert set(found["loads"]) >= {"8"}  # a byte a load, as k // 2 is addressed for every k
-    assert compiled.evidence(launches(choose.source(16), True)["gemm1"], 90)["ctas_per_sm"] > 1  # it launches one
+    assert compiled_once.evidence(launches(choose.source(16), True)["gemm1"], 90)["ctas_per_sm"] > 1  # it launches one
 
 
 def test_four_bits_are_copied_in_wide_loads_and_unpacked_in_few_instructions():
     """Reading is the limit of such a kernel only if a weight takes few instructions: some three of them."""
     config = choose.rule(128, 128, 8, 2048, 768, int4=True)
-    found = compiled.evidence(launches(config, True)["gemm1"], 90)
+    found = compiled_once.evidence(launches(config, True)["gemm1"], 90)
     a_thread = config.gemm1.block_n * config.gemm1.block_k / (32 * config.gemm1.num_warps)
     assert found["instructions"] < 10 * a_thread  # what comes before and after the loop included
     assert not {"8", "64"} & set(found["loads"])
     wasteful = Choice(16, replace(config.gemm1, unpack="twice", swap=False), config.gemm2)
-    assert compiled.evidence(launches(wasteful, True)["gemm1"], 90)["instructions"] > 10 * a_thread
+    assert compiled_once.evidence(launches(wasteful, True)["gemm1"], 90)["instructions"] > 10 * a_thread
 
 
 def test_launches_may_start_early_from_hopper_on():
@@ -322,7 +323,7 @@ def test_every_routing_kernel_compiles_without_spills():
     for tokens, experts, top_k in ((1, 1, 1), (16, 512, 10), (16384, 512, 10)):
         found = routing.route(torch.zeros(tokens, top_k, dtype=torch.int32), experts, 64)
         for launch in found.launches.values():
-            assert compiled.evidence(launch, 90)["spill_bytes"] == 0
+            assert compiled_once.evidence(launch, 90)["spill_bytes"] == 0
 
 
 def test_the_rule_by_shape():

@@ -6,6 +6,7 @@ import math
 from contextlib import nullcontext
 from types import SimpleNamespace
 
+import compiled_once
 import numpy as np
 import pandas as pd
 import pytest
@@ -561,7 +562,7 @@ def compiled_of(x, name, gemm="gemm1"):
     source = (f"{ahead.__name__}:layer", {
         "op": x.op, "params": params, "wanted": [gemm], "choice": config.as_dict(), "int8": bool(options.get("int8")),
     })  # fmt: skip
-    return compiled.evidence(compiled.launch_of(source, 90)[0], 90)
+    return compiled_once.evidence(compiled.launch_of(source, 90)[0], 90)
 
 
 def test_eight_bit_activations_use_integer_products_and_do_not_spill():
@@ -592,7 +593,7 @@ def test_a_gpu_without_the_copy_engine_is_told_so():
 
 
 def test_the_kernel_that_counts_multiprocessors_compiles():
-    assert compiled.evidence(green_context.where(torch.zeros(132, dtype=torch.int32), 64), 90)["spill_bytes"] == 0
+    assert compiled_once.evidence(green_context.where(torch.zeros(132, dtype=torch.int32), 64), 90)["spill_bytes"] == 0
 
 
 # rows with made-up times

@@ -9,15 +9,15 @@ import re
 from dataclasses import replace
 from functools import cache
 
+import compiler_errors
 import pytest
 import torch
-from answering import answered_here
 from pairwise import pairwise
 from test_workers import modules as lab_modules
 
 from labkit import registry
 from labkit.bench.spec import Case
-from labkit.evidence import compiled, workers
+from labkit.evidence import compiled
 from labkit.kernels.experts import choose, expert_layer, routing
 from labkit.kernels.experts.inputs import LayerInputs
 from labkit.kernels.experts.tiles import GROUP, Int4
@@ -352,13 +352,10 @@ def kernels_in(group):
 
 @pytest.mark.parametrize("group", GROUPS)
 def test_no_known_error_of_a_compiler(group):
-    """Compiled in this process; the answers are kept on disk."""
     sources = sources_of(group)
     assert sources
-    requests = [{"source": list(source), "capability": 90} for source in sources.values()]
-    with answered_here():
-        answers = workers.ask("compiler_errors:errors_of", requests, compiled.modules_of(sources))
-    assert {name: found for name, found in zip(sources, answers, strict=True) if found} == {}
+    found = {name: compiler_errors.errors_of(source, 90) for name, source in sources.items()}
+    assert {name: errors for name, errors in found.items() if errors} == {}
 
 
 # They read, or do nothing: there is no product in them, and nothing is loaded ahead.

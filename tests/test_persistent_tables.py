@@ -7,6 +7,7 @@ import math
 import re
 import struct
 
+import compiled_once
 import numpy as np
 import pytest
 import torch
@@ -745,7 +746,7 @@ FOUR_ROWS = {"rows": 4, "registers": 128}
 )
 def test_compiled_for_hopper(choice):
     """Four programs fit on a multiprocessor, nothing is spilled, weights are loaded 16 bytes a thread."""
-    found = compiled.evidence(step_of(**choice), 90)
+    found = compiled_once.evidence(step_of(**choice), 90)
     assert found["spill_bytes"] == 0
     assert found["ctas_per_sm"] >= 4, found["registers"]
     if choice["rows"] == 4:
@@ -765,7 +766,7 @@ def test_a_lost_alignment_shows_in_the_loads():
     """The control: rows of which nobody says that they are aligned are loaded in narrow pieces."""
     launch = step_of(**FOUR_ROWS)
     narrow = dataclasses.replace(launch, args={**launch.args, "DIVISOR": 1})
-    loads = [compiled.evidence(each, 90)["loads"]["128"] for each in (launch, narrow)]
+    loads = [compiled_once.evidence(each, 90)["loads"]["128"] for each in (launch, narrow)]
     assert loads[1] <= loads[0] - 3 * 4
 
 

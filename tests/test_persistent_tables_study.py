@@ -7,6 +7,7 @@ import re
 from itertools import pairwise
 from types import SimpleNamespace
 
+import compiled_once
 import numpy as np
 import pandas as pd
 import pytest
@@ -16,7 +17,6 @@ import torch
 from labkit.bench import verdict
 from labkit.bench.sha import covered, kernel_sha
 from labkit.bench.spec import CONTROL, Case
-from labkit.evidence import compiled
 from labkit.kernels.decoder import model, reference, step, tables
 from labkit.kernels.gemv import choose
 from labkit.studies.persistent_tables import (
@@ -809,7 +809,7 @@ def test_the_chain_is_compiled_with_the_choices_that_it_is_given():
     + [(name, "device") for name in variants.MODELS if name != variants.H1024],
 )
 def test_the_step_of_every_model_fits_four_times_and_spills_next_to_nothing(name, position_from):
-    found = compiled.evidence(trials.compilable(name, "bf16", position_from), 90)
+    found = compiled_once.evidence(trials.compilable(name, "bf16", position_from), 90)
     assert found["spill_bytes"] <= 16  # four registers, for more positions of the cache at once
     assert found["ctas_per_sm"] == 4  # how many run is found on the GPU
     assert found["loads"]["128"] >= 12  # weights, before the wait and after it

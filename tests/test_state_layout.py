@@ -5,6 +5,7 @@ import json
 import math
 from dataclasses import asdict, replace
 
+import compiled_once
 import pandas as pd
 import pytest
 import rows as made
@@ -554,7 +555,7 @@ def built():
 
 @pytest.fixture(scope="module")
 def code(built):
-    return _chosen(pd.DataFrame([one | compiled.evidence(launch, 90) for one, launch in built]))
+    return _chosen(pd.DataFrame([one | compiled_once.evidence(launch, 90) for one, launch in built]))
 
 
 @pytest.fixture(scope="module")
@@ -653,7 +654,7 @@ def test_the_rules_choices_move_sixteen_bytes_a_thread_and_spill_nothing(state, 
     assert len(choices) > 2
     for choice, kda in ((choices[0], False), *((choice, True) for choice in choices)):
         launch = step(state, kda, v_first, choice)
-        found = compiled.evidence(launch, 90)
+        found = compiled_once.evidence(launch, 90)
         assert found["spill_bytes"] == found["spill_loads"] == 0
         moved = [one for one in coalescing.requests(launch, 90) if one.tensor == "state"]
         assert {one.bits for one in moved} == {128}
@@ -662,7 +663,7 @@ def test_the_rules_choices_move_sixteen_bytes_a_thread_and_spill_nothing(state, 
 
 def test_pieces_leave_fewer_shuffles_than_whole_rows():
     choices = [recurrent.StepChoice(tile=8, pieces=pieces) for pieces in (1, 4)]
-    whole, split = (compiled.evidence(step("fp32", False, True, choice), 90)["shuffles"] for choice in choices)
+    whole, split = (compiled_once.evidence(step("fp32", False, True, choice), 90)["shuffles"] for choice in choices)
     assert split < whole / 2
 
 
@@ -689,10 +690,10 @@ def chunk_state(v_first, tile=32):
 def test_chunk_state_fits_as_often_in_either_layout():
     """The change's 82 to 74 KB would make three CTAs an SM of two; here the tile does, not the layout."""
     for tile, ctas in ((32, 2), (16, 3)):
-        found = [compiled.evidence(chunk_state(v_first, tile), 90) for v_first in (False, True)]
+        found = [compiled_once.evidence(chunk_state(v_first, tile), 90) for v_first in (False, True)]
         assert [one["ctas_per_sm"] for one in found] == [ctas, ctas]
         assert [one["spill_bytes"] for one in found] == [0, 0]
-    assert compiled.evidence(chunk_state(False), 90)["shared_bytes"] == pytest.approx(82_180, rel=0.001)
+    assert compiled_once.evidence(chunk_state(False), 90)["shared_bytes"] == pytest.approx(82_180, rel=0.001)
 
 
 def test_what_decode_and_step_run_is_compiled_ahead():

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 
+import compiled_once
 import numpy as np
 import pytest
 import torch
@@ -245,7 +246,7 @@ def launch_of(kernel, dependent):
 def test_compiled_for_hopper(kernel, dependent):
     """Nothing is spilled; caches are read 16 bytes a thread; a dependent kernel starts the next and waits."""
     launch = launch_of(kernel, dependent)
-    found = compiled.evidence(launch, 90)
+    found = compiled_once.evidence(launch, 90)
     assert found["spill_bytes"] == 0
     assert found["ctas_per_sm"] >= 1
     if kernel == "attention":
@@ -255,7 +256,7 @@ def test_compiled_for_hopper(kernel, dependent):
 
 
 def test_the_patching_kernel_spills_nothing():
-    assert compiled.evidence(ways.compilable(), 90)["spill_bytes"] == 0
+    assert compiled_once.evidence(ways.compilable(), 90)["spill_bytes"] == 0
 
 
 @pytest.mark.gpu
