@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cache
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -80,9 +79,9 @@ def why_no_gpu() -> str:
 
 def load_libraries() -> None:
     """Import what measuring needs and takes seconds to import, as far as it is here. Starts no CUDA context."""
-    for name in ("torch", "triton"):
-        with suppress(ImportError):  # `why_no_gpu` says what is missing
-            import_module(name)
+    with suppress(ImportError):  # `why_no_gpu` says what is missing
+        import torch  # noqa: F401
+        import triton  # noqa: F401
 
 
 @cache
