@@ -638,7 +638,6 @@ def _measure(study: Study, parameters: Mapping[str, Any], processes: int) -> tup
             return None, problem
         _progress()(str(estimate.of_study(study, parameters, processes, machine.this_machine().slug)))
         rows = run.run(study, parameters, processes, env, _progress())
-    _progress()(lease.FREED)
     asked = {one.variant for one in added.functions(study, study.add)}
     own = rows[rows["variant"].isin(asked)].reset_index(drop=True)
     rows = rows[~added.is_added(rows)].reset_index(drop=True)
@@ -648,11 +647,14 @@ def _measure(study: Study, parameters: Mapping[str, Any], processes: int) -> tup
 @contextmanager
 def _leased() -> Iterator[Mapping[str, str]]:
     """Hold this process's GPU while it measures; under `labkit run` it may have it already."""
-    with lease.gpu_lease(say=_progress()) as gpu:
-        _progress()(f"{lease.TAKEN}{gpu.id}")
-        env = lease.environment(gpu)
-        os.environ.update({lease.VISIBLE: gpu.id})  # before this process first touches CUDA
-        yield env
+    try:
+        with lease.gpu_lease(stop=lease.Orphaned(), say=_progress()) as gpu:
+            _progress()(f"{lease.TAKEN}{gpu.id}")
+            env = lease.environment(gpu)
+            os.environ.update({lease.VISIBLE: gpu.id})  # before this process first touches CUDA
+            yield env
+    finally:
+        _progress()(lease.FREED)
 
 
 def _progress() -> Callable[[str], None]:

@@ -21,11 +21,12 @@ from typing import Any
 
 import triton
 from triton import knobs
+from triton._C.libtriton import get_cache_invalidating_env_vars
 from triton.compiler import ASTSource
 from triton.runtime import driver
 
 from labkit.bench.records import write_atomic
-from labkit.evidence import compiled
+from labkit.evidence import compiled, roofline
 from labkit.kernels import offline
 from labkit.kernels.launch import Launch
 
@@ -42,8 +43,10 @@ class _Asked(offline._Offline):
 
 
 def evidence(launch: Launch, capability: int) -> dict[str, Any]:
-    """`compiled.evidence`."""
-    return known(launch, capability, compiled.evidence)
+    """`compiled.evidence`; what fits on a multiprocessor is not of the kernel's code, and found anew."""
+    found = known(launch, capability, compiled.evidence)
+    fits = roofline.occupancy(found["registers"], found["shared_bytes"], found["num_warps"], found["arch"])
+    return found | {"ctas_per_sm": fits}
 
 
 def known(launch: Launch, capability: int, make: Callable[[Launch, int], Any]) -> Any:
@@ -82,6 +85,7 @@ def key_of(launch: Launch, capability: int) -> str:
     source = ASTSource(given["fn"].jit_function, told["signature"], told["constants"], attrs).hash()
     options = [told[name] for name in ("num_warps", "num_ctas", "num_stages", "launch_cooperative_grid")]
     parts = [triton.__version__, capability, source, options, given["key"].rpartition("]")[2]]
+    parts += [value for value in (get_cache_invalidating_env_vars(), knobs.nvidia.ptxas_options) if value]
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
 
 

@@ -160,13 +160,13 @@ def test_it_is_told_when_a_study_begins(monkeypatch, tmp_path):
 
 
 def test_what_is_compiled_ahead_is_not_looked_up_again(calls, monkeypatch):
-    """But of a study whose first rows say which kernels it needs."""
-    company = begun("state_layout", "persistent_tables", order=ORDER[1:])
-    compiled = [name for name in ORDER if prepared.is_prepared(name, prepared.KERNELS)]
-    assert compiled == ["persistent_tables"]
+    """But of a study whose first rows, or whose GPU, say which kernels it needs."""
+    order = [*ORDER[1:], "gated_delta_today"]
+    company = begun("state_layout", order=order)
+    assert [name for name in order if prepared.is_prepared(name, prepared.KERNELS)] == ["gated_delta_today"]
     asked, file = [], ahead.paths.RUNS / "none.parquet"
     monkeypatch.setattr(sweep, "compile_ahead", lambda study, cases, say: asked.append(study.name))
-    for name in ("persistent_tables", "state_layout"):
+    for name in ("gated_delta_today", "state_layout"):
         study = registry.load(name)
         sweep._Sweep(study, {}, {}, print, file, records.Journal(file)).measure([], 0)
     assert asked == ["state_layout"]

@@ -89,17 +89,17 @@ def test_calls_of_others_that_compile_before_are_shared_by_the_cores(cores, expe
     assert estimate.of_calls(0, cores) == 0
 
 
-def told(monkeypatch, *, first, calls=(6, 5), quick=False):
+def told(monkeypatch, *, first, calls=(6, 5), beside=False):
     """Of two studies with so many calls of others, and of the machine, on 16 cores; nothing is recorded."""
     monkeypatch.setattr(paths, "recorded_gpus", list)
     names = ["state_layout", "gemv_coalescing"]
     wanted = {
         name: estimate.Wanted(
-            study(1, roles=["peer"] * count, warmed=lambda case: True), study(1).cases({}), 1, [], quick
+            study(1, roles=["peer"] * count, warmed=lambda case: True), study(1).cases({}), 1, [], beside
         )
         for name, count in zip(names, calls, strict=True)
     }
-    machine = {notebooks.FIRST: estimate.Wanted(study(1), study(1).cases({}), 1, [], quick)} if first else {}
+    machine = {notebooks.FIRST: estimate.Wanted(study(1), study(1).cases({}), 1, [])} if first else {}
     return estimate._told(machine | wanted, "", 1, 16)
 
 
@@ -115,8 +115,21 @@ def test_a_run_that_begins_with_the_machine_makes_the_calls_of_all_once(monkeypa
 
 
 def test_pages_of_a_quick_look_are_made_beside_the_next_study_but_the_last(monkeypatch):
-    full, quick = (told(monkeypatch, first=True, quick=quick).whole for quick in (False, True))
-    assert full - quick == pytest.approx(2 * estimate.PAGE_S)
+    full, quick = (told(monkeypatch, first=True, beside=beside).whole for beside in (False, True))
+    assert full - quick == pytest.approx(estimate.PAGE_S)  # of two
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "beside"),
+    [
+        ("state_layout", {"quick": True}, True),
+        ("state_layout", {"quick": True, "add": ["f.py:f"]}, False),  # checks these on the GPU
+        ("state_layout", {}, False),
+        ("machine", {"quick": True}, False),  # the others wait for it
+    ],
+)
+def test_whose_page_is_made_beside_another_study(name, values, beside):
+    assert estimate._asked(name, values).beside == beside
 
 
 def test_several_gpus_share_all_but_what_runs_first():

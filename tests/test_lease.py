@@ -101,6 +101,41 @@ def test_waiting_can_be_stopped(tmp_path, holder):
         gpu_lease(GPUS[:1], stop=stop, say=silent, folder=tmp_path).__enter__()
 
 
+def test_who_is_stopped_takes_no_gpu_that_is_free(tmp_path):
+    stop = threading.Event()
+    stop.set()
+    with pytest.raises(Busy):
+        gpu_lease(GPUS[:1], stop=stop, say=silent, folder=tmp_path).__enter__()
+
+
+ORPHAN = """
+import subprocess, sys
+code = sys.argv[1]
+subprocess.Popen([sys.executable, "-c", code], start_new_session=True, stdout=subprocess.PIPE).stdout.readline()
+"""
+WAITS = """
+from pathlib import Path
+from labkit.workflow.lease import Busy, Gpu, Orphaned, gpu_lease
+folder, gpus = Path({folder!r}), [Gpu(0, {gpu!r}, "first")]
+try:
+    with gpu_lease(gpus, stop=Orphaned(), say=lambda line: print(line, flush=True), folder=folder):
+        (folder / "ended").write_text("leased")
+except Busy:
+    (folder / "ended").write_text("not waited for")
+"""
+
+
+def test_a_notebook_whose_run_has_ended_takes_no_gpu(tmp_path):
+    """Its kernel may live on, waiting."""
+    with gpu_lease(GPUS[:1], folder=tmp_path):
+        waits = WAITS.format(folder=str(tmp_path), gpu=GPUS[0].id)
+        subprocess.run([sys.executable, "-c", ORPHAN, waits], check=True, timeout=60)  # until it says that it waits
+        deadline = time.monotonic() + 30
+        while not (tmp_path / "ended").exists() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert (tmp_path / "ended").read_text() == "not waited for"
+
+
 def test_no_two_timings_on_one_gpu(tmp_path):
     """Eight processes and two devices: each writes when it begins and ends, and intervals on a device never overlap."""
     code = f"""

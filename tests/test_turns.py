@@ -103,7 +103,7 @@ def test_a_notebook_starts_before_its_turn_and_measures_in_it(tmp_path, monkeypa
     monkeypatch.setattr(lease, "visible", lambda: [lease.Gpu(0, "GPU-toy-0", "toy")])
     monkeypatch.setenv(lease.LOCKS, str(toy.tmp() / "gpus"))
     monkeypatch.delenv(lease.LEASED, raising=False)
-    monkeypatch.setattr(notebooks, "_frees", lambda values: True)
+    monkeypatch.setattr(notebooks, "frees", lambda values: True)
     names, company, said = ["ground", "layers"], Company(), io.StringIO()
     for name in names:
         toy.notebook(name, MEASURES.replace("NAME", name))

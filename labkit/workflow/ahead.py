@@ -18,6 +18,7 @@ from labkit.sweep import prepared, run
 from labkit.workflow import filters, lease, notebooks, quick
 from labkit.workflow.filters import Key
 
+BY_GPU = ("persistent_tables",)  # what their kernels are is asked of the GPU, which those that compile do not see
 SPARED = 2  # cores that are left to the process that measures and to its notebook
 
 
@@ -113,7 +114,7 @@ class Ahead:
         arguments = ("labkit.sweep.run:compile_apart", name, keys, capability, SPARED)
         with suppress(isolated.IsolatedError):  # what is wrong is said when the study is measured, and compiles it
             isolated.call(*arguments, env=env, stop=halt, on_line=lambda line: None)
-            if not study.settle:  # else what it measures first says which kernels it needs
+            if not study.settle and name not in BY_GPU:  # else its processes may need others, and look them up
                 prepared.mark(name, prepared.KERNELS)
 
 

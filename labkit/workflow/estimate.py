@@ -9,9 +9,9 @@ process was, nor what was compiled ahead; of these there is a model:
 - Kernels that are compiled ahead take `AHEAD_S` until the first begins, then `KERNEL_S` of one core each, and all cores
   share them; so do what others' calls compile before, `CALL_S` each, and `LONGEST_CALL_S` at least: once for all
   studies of a run that begins with the machine, as part of that (`ahead.Ahead`), else for each of them.
-- A process takes `START_S` to start, a notebook `PAGE_S` beside its measuring; of a quick look only the last one does,
-  since the others are made beside the next measurement. A kernel whose hardware counters are read takes `COUNTED_S`,
-  timelines `TIMELINES_S`.
+- A process takes `START_S` to start, a notebook `PAGE_S` beside its measuring; of a quick look only the machine's does
+  and the last one, since the others are made beside the next measurement. A kernel whose hardware counters are read
+  takes `COUNTED_S`, timelines `TIMELINES_S`.
 
 A case that no GPU has recorded takes the mean of its operation, and one of an operation that none has the mean of all.
 """
@@ -123,13 +123,16 @@ def minutes(seconds: float) -> str:
 
 @dataclass(frozen=True)
 class Wanted:
-    """What of a study is to be measured. counted: which cases are, as often as such a kernel; quick: a quick look."""
+    """What of a study is to be measured.
+
+    counted: which cases are, as often as such a kernel; beside: whether its page is made while another is measured.
+    """
 
     study: Study
     cases: Sequence[Case]
     processes: int
     counted: Sequence[Key]
-    quick: bool = False
+    beside: bool = False
 
 
 def of_run(values: Mapping[str, Mapping[str, Any]], gpus: Sequence[str], cores: int = 0) -> Estimate:
@@ -150,9 +153,9 @@ def of_study(study: Study, parameters: Mapping[str, Any], processes: int, here: 
 def _asked(name: str, given: Mapping[str, Any]) -> Wanted:
     """What a notebook with these parameters measures."""
     study, values = quick.asked(name, given)
-    is_quick = bool(values.get(filters.QUICK))
-    processes = 1 if is_quick else values.get("processes", 1)
-    return Wanted(study, study.cases(values), processes, _counted(study, values), is_quick)
+    processes = 1 if values.get(filters.QUICK) else values.get("processes", 1)
+    beside = name != notebooks.FIRST and notebooks.frees(values)
+    return Wanted(study, study.cases(values), processes, _counted(study, values), beside)
 
 
 def _counted(study: Study, parameters: Mapping[str, Any]) -> list[Key]:
@@ -168,7 +171,7 @@ def _told(wanted: Mapping[str, Wanted], here: str, gpus: int, cores: int) -> Est
         for gpu in ([here] if here in paths.recorded_gpus() else paths.recorded_gpus() or [""])
     }
     like = max(found, key=lambda gpu: sum(found[gpu].values()))
-    return Estimate(found[like], max(1, gpus), like, PAGE_S if any(one.quick for one in wanted.values()) else 0.0)
+    return Estimate(found[like], max(1, gpus), like, PAGE_S if any(one.beside for one in wanted.values()) else 0.0)
 
 
 def _seconds(wanted: Mapping[str, Wanted], like: str, here: str, cores: int) -> dict[str, float]:
@@ -188,7 +191,7 @@ def _of_study(one: Wanted, left: Sequence[Case], like: str, cores: int) -> float
     """Seconds of the cases of a study that are left, and of its page where that is not made beside another study."""
     path, keys = paths.DATA / like / f"{one.study.name}.parquet", {(x.op, x.key) for x in left}
     told = known(recorded.read(path)) if path.exists() else Known()
-    beside = (0.0 if one.quick else PAGE_S) + COUNTED_S * sum(key in keys for key in one.counted)
+    beside = (0.0 if one.beside else PAGE_S) + COUNTED_S * sum(key in keys for key in one.counted)
     lines = one.study.timelines
     if lines and (lines.case.op, lines.case.key) in keys:
         beside += TIMELINES_S

@@ -33,6 +33,17 @@ class NoGpu(RuntimeError):
     """There is no GPU to lease; the message says why."""
 
 
+class Orphaned(threading.Event):
+    """An event that is set once the process which started this one has ended: nobody waits for what it would do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._parent = os.getppid()
+
+    def is_set(self) -> bool:
+        return super().is_set() or os.getppid() != self._parent
+
+
 class Busy(RuntimeError):
     """Every GPU is leased, and the caller did not want to wait (any longer)."""
 
@@ -155,13 +166,14 @@ def gpu_lease(
     deadline = time.monotonic() + (timeout if timeout is not None else float("inf"))
     told = False
     while True:
-        for gpu in devices:
+        stopped = stop is not None and stop.is_set()
+        for gpu in () if stopped else devices:
             with ExitStack() as stack:
                 if _take(stack, places, gpu):
                     yield gpu
                     return
         busy = ", ".join(f"{gpu.name} (process {_holder(places, gpu)})" for gpu in devices)
-        if time.monotonic() > deadline or (stop is not None and stop.is_set()):
+        if stopped or time.monotonic() > deadline:
             raise Busy(f"no free GPU; leased: {busy}")
         if not told:
             say(f"{WAITING}leased: {busy}")

@@ -359,7 +359,7 @@ def run(
 
     def one(name: str) -> Result:
         given, held, heard = values.get(name, {}), nullcontext(), None
-        if name in measuring and name != FIRST and _frees(given):
+        if name in measuring and name != FIRST and frees(given):
             held, heard = turns.awaited(name), functools.partial(turns.hear, name)
         elif name in measuring:
             held = turns.leased(name)
@@ -389,7 +389,7 @@ def share(limit: int) -> dict[str, str]:
     return {name: threads for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS") if name not in os.environ}
 
 
-def _frees(values: Mapping[str, Any]) -> bool:
+def frees(values: Mapping[str, Any]) -> bool:
     """Whether a notebook needs its GPU only while it measures: it then leases it itself, and starts before its turn.
 
     A quick look's page needs none. A full one checks kernels on it, and functions of the reader's own.
