@@ -28,7 +28,7 @@ from labkit import paths, registry
 from labkit.bench import records
 from labkit.bench.spec import Case, Study
 from labkit.kernels.tuned import slug
-from labkit.sweep import prepared
+from labkit.sweep import prepared, run
 from labkit.workflow import filters, notebooks, quick, recorded
 from labkit.workflow.filters import Key
 
@@ -179,7 +179,7 @@ def _seconds(wanted: Mapping[str, Wanted], like: str, here: str, cores: int) -> 
     left = {name: _left(one, here) for name, one in wanted.items()}
     found = {name: _of_study(one, left[name], like, cores) for name, one in wanted.items()}
     calls = {
-        name: 0 if prepared.is_prepared(name, prepared.CALLS) else _calls(one.study, left[name])
+        name: 0 if prepared.is_prepared(name, prepared.CALLS) else len(run.calls_of(one.study, left[name], {}))
         for name, one in wanted.items()
     }
     if notebooks.FIRST in wanted:
@@ -203,11 +203,6 @@ def _left(one: Wanted, here: str) -> list[Case]:
     mine = paths.RUNS / here / f"{one.study.name}.parquet"
     done = _done(recorded.read(mine)) if here and mine.exists() else {}
     return [x for x in one.cases if done.get((x.op, x.key), 0) < (1 if one.study.early(x) else one.processes)]
-
-
-def _calls(study: Study, cases: Sequence[Case]) -> int:
-    """How many calls of others are made before these cases are measured."""
-    return sum(one.role == "peer" for x in cases if study.warmed(x) for one in study.variants(x))
 
 
 def _done(rows: pd.DataFrame) -> dict[Key, int]:

@@ -15,7 +15,7 @@ class Turns:
 
     def __init__(self, gpus: Sequence[lease.Gpu], stop: threading.Event, progress: Progress, company: Any = None):
         self._gpus, self._stop, self._progress, self._company = gpus, stop, progress, company
-        self._held: dict[str, lease.Gpu] = {}
+        self._held: set[str] = set()  # studies that have one
 
     @contextmanager
     def leased(self, study: str) -> Iterator[lease.Gpu]:
@@ -47,10 +47,10 @@ class Turns:
 
     def end(self, study: str) -> None:
         """A study has no GPU any longer."""
-        self._held.pop(study, None)
+        self._held.discard(study)
 
     def _begin(self, study: str, gpu: lease.Gpu) -> None:
-        self._held[study] = gpu
+        self._held.add(study)
         if self._company:
             self._company.begin(study, gpu)
 
