@@ -96,12 +96,13 @@ def call(
         return _unpack(target, child.returncode, answer.read(), "".join(log))
 
 
-def call_many(calls: Sequence[Call], workers: int) -> list[Any]:
+def call_many(calls: Sequence[Call], workers: int, stop: threading.Event | None = None) -> list[Any]:
     """Results of several calls, in their order, at most `workers` processes at once.
 
-    The first IsolatedError is raised; the calls that have not ended then are stopped.
+    The first IsolatedError is raised; the calls that have not ended then are stopped, by setting `stop`. Set by others
+    it stops them too.
     """
-    stop = threading.Event()
+    stop = stop or threading.Event()
     with ThreadPoolExecutor(workers) as pool:
         futures = [
             pool.submit(call, one.target, *one.args, env=one.env, timeout=one.timeout, stop=stop, **one.kwargs)

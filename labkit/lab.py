@@ -32,7 +32,7 @@ from labkit.bench.claim import Claim
 from labkit.bench.spec import Case, Floor, Study
 from labkit.evidence import roofline
 from labkit.report import figures, merged, origins, plots, programs, verdicts, words
-from labkit.sweep import added, run
+from labkit.sweep import added, prepared, run
 from labkit.sweep.correctness import COMPILER, INTERPRETER, check_here
 from labkit.workflow import elsewhere, estimate, judged, lease, notebooks, predicted_words, recorded
 from labkit.workflow import quick as quick_look
@@ -636,7 +636,8 @@ def _measure(study: Study, parameters: Mapping[str, Any], processes: int) -> tup
     with _leased() as env:
         if problem := machine.why_no_gpu():
             return None, problem
-        _progress()(str(estimate.of_study(study, parameters, processes, machine.this_machine().slug)))
+        if not prepared.in_run():  # which has said it
+            _progress()(str(estimate.of_study(study, parameters, processes, machine.this_machine().slug)))
         rows = run.run(study, parameters, processes, env, _progress())
     asked = {one.variant for one in added.functions(study, study.add)}
     own = rows[rows["variant"].isin(asked)].reset_index(drop=True)

@@ -8,7 +8,7 @@ from labkit import isolated, registry
 from labkit.bench import records
 from labkit.sweep import prepared
 from labkit.sweep import run as sweep
-from labkit.workflow import ahead, lease, notebooks
+from labkit.workflow import ahead, lease, notebooks, quick
 
 GPU = lease.Gpu(0, "GPU-7", "NVIDIA H100 80GB HBM3")
 ORDER = ["machine", "state_layout", "gemv_coalescing", "moe_persistent_grid", "persistent_tables"]
@@ -19,7 +19,7 @@ FEW = {"gemv_coalescing": {"models": ["Llama-3.2-1B"], "dtypes": ["bf16"]}}
 def calls(monkeypatch, tmp_path):
     found = []
     monkeypatch.setattr(isolated, "call", lambda *words, **options: found.append((words, options)))
-    monkeypatch.setattr(isolated, "call_many", lambda calls, at_once: found.append((calls, at_once)))
+    monkeypatch.setattr(isolated, "call_many", lambda calls, at_once, stop: found.append((calls, at_once)))
     monkeypatch.setattr(lease, "capability", lambda gpu: 90)
     monkeypatch.setattr(ahead, "cores", lambda: list(range(16)))
     monkeypatch.setenv(prepared.FOLDER, "")
@@ -41,7 +41,7 @@ def test_the_next_study_is_compiled_without_a_gpu(calls):
     assert words[:2] == ("labkit.sweep.run:compile_apart", "gemv_coalescing")
     study = registry.load("gemv_coalescing")
     cases = study.cases(notebooks.defaults("gemv_coalescing") | FEW["gemv_coalescing"])
-    assert words[2:] == ([(case.op, case.key) for case in cases], 90, ahead.SPARED)
+    assert words[2:] == ([(case.op, case.key) for case in cases], 90, GPU.name, ahead.SPARED)
     assert options["env"]["CUDA_VISIBLE_DEVICES"] == ""
 
 
@@ -67,14 +67,15 @@ def test_calls_of_others_are_made_before_anything_is_timed(calls, monkeypatch):
     sweep.warm_up(study, study.cases(notebooks.defaults("state_layout")), {}, said.append)
     assert said == []  # not again
     company = begun(order=[])  # another run makes its own
-    monkeypatch.setattr(isolated, "call_many", lambda calls, at_once: None)
+    monkeypatch.setattr(isolated, "call_many", lambda calls, at_once, stop=None: None)
     sweep.warm_up(study, study.cases(notebooks.defaults("state_layout")), {}, said.append)
     assert len(said) == 1
     del company
 
 
 def test_calls_are_not_made_for_rows_that_are_there(calls, monkeypatch):
-    keys = set(ahead.cases("state_layout", {"quick": True}))
+    study, asked = quick.asked("state_layout", {"quick": True})
+    keys = {(case.op, case.key) for case in study.cases(asked)}
     monkeypatch.setattr(ahead.filters, "keys_of", lambda file: keys)
     (ahead.paths.RUNS / "nvidia-h100-80gb-hbm3").mkdir()
     (ahead.paths.RUNS / "nvidia-h100-80gb-hbm3" / "state_layout.parquet").touch()
@@ -101,6 +102,41 @@ def test_a_study_that_times_the_host_ends_what_compiles(calls, monkeypatch):
     assert company.begin("persistent_tables", GPU) is None
     thread.join(30)
     assert ended == ["gemv_coalescing"]
+
+
+def test_nothing_is_timed_while_calls_of_others_are_made(calls, monkeypatch):
+    """What measures can start meanwhile; compiling goes on until it measures."""
+    made, go, waited = [], threading.Event(), threading.Event()
+    monkeypatch.setattr(isolated, "call_many", lambda calls, at_once, stop: made.append(calls) or go.wait(60))
+    company = ahead.Ahead(ORDER[:2], {"state_layout": {"quick": True}}, threading.Event())
+    thread = company.begin("machine", GPU)  # returns although no call has ended
+    waiting = threading.Thread(target=lambda: prepared.await_others("machine") or waited.set(), daemon=True)
+    waiting.start()
+    assert not waited.wait(0.5)
+    assert not prepared.is_prepared("state_layout", prepared.CALLS)
+    go.set()
+    assert waited.wait(30)
+    assert prepared.is_prepared("state_layout", prepared.CALLS)
+    thread.join(30)
+    assert len(made) == 1
+
+
+def test_a_run_that_is_stopped_stops_the_calls_of_others(calls, monkeypatch):
+    stopped, stop = threading.Event(), threading.Event()
+
+    def waits(calls, at_once, stop):
+        while not stop.is_set():
+            stop.wait(0.01)
+        stopped.set()
+        raise isolated.IsolatedError("t", "stopped", "the call was stopped")
+
+    monkeypatch.setattr(isolated, "call_many", waits)
+    company = ahead.Ahead(ORDER[:2], {"state_layout": {"quick": True}}, stop)
+    thread = company.begin("machine", GPU)
+    stop.set()
+    assert stopped.wait(30)
+    thread.join(30)
+    prepared.await_others("machine")
 
 
 @pytest.mark.parametrize("name", registry.NOTEBOOKS)
@@ -137,7 +173,7 @@ def test_what_is_compiled_apart_leaves_cores_free(monkeypatch):
     monkeypatch.setattr(sweep.os, "sched_setaffinity", lambda process, cores: taken.append(cores))
     monkeypatch.setattr(sweep.os, "nice", lambda by: 0)
     monkeypatch.setattr("labkit.evidence.compiled.prebuild", lambda sources, capability: taken.append(len(sources)))
-    count = sweep.compile_apart("state_layout", [[case.op, case.key]], 90, 2)
+    count = sweep.compile_apart("state_layout", [[case.op, case.key]], 90, GPU.name, 2)
     assert taken == [[2, 3, 4, 5, 6, 7], count]
     assert count > 1
 
@@ -160,10 +196,14 @@ def test_it_is_told_when_a_study_begins(monkeypatch, tmp_path):
 
 
 def test_what_is_compiled_ahead_is_not_looked_up_again(calls, monkeypatch):
-    """But of a study whose first rows, or whose GPU, say which kernels it needs."""
+    """But of a study whose first rows say which kernels it needs: a quick look measures none of these."""
     order = [*ORDER[1:], "gated_delta_today"]
-    company = begun("state_layout", order=order)
-    assert [name for name in order if prepared.is_prepared(name, prepared.KERNELS)] == ["gated_delta_today"]
+    company = begun("state_layout", order=order, values={"gemv_coalescing": {"quick": True}})
+    assert [name for name in order if prepared.is_prepared(name, prepared.KERNELS)] == [
+        "gemv_coalescing",
+        "persistent_tables",
+        "gated_delta_today",
+    ]
     asked, file = [], ahead.paths.RUNS / "none.parquet"
     monkeypatch.setattr(sweep, "compile_ahead", lambda study, cases, say: asked.append(study.name))
     for name in ("gated_delta_today", "state_layout"):

@@ -893,7 +893,7 @@ def code(launch):
 def test_what_is_compiled_ahead_is_what_is_launched():
     """Of every operation and variant, at the real sizes: the same kernel with the same constants and options."""
     few = FEW | {"formats": ["Q4_K"], "tokens": [1, 8, 64]}
-    found = ahead.sources(study.cases(few), 90)
+    found = ahead.sources(study.cases(few), 90, "")
     made_ = [one for source in found for one in compiled.launch_of(source, 90)]
     assert len({launch.kernel.fn.__name__ for launch in made_}) == 13
     assert len(found) == len(made_) == len({json.dumps(source) for source in found})

@@ -77,7 +77,7 @@ def test_cases_that_are_measured_early_are_measured_once():
 
 def test_what_is_compiled_ahead_is_shared_by_the_cores():
     rows = made([2, 2], evidence='{"registers": 1}')
-    with_list = study(2, kernels=lambda cases, capability: [])
+    with_list = study(2, kernels=lambda cases, capability, gpu: [])
     one, four = (seconds(with_list, rows, cores=cores) for cores in (1, 4))
     assert one - seconds(study(2), rows) == pytest.approx(estimate.AHEAD_S + estimate.KERNEL_S)
     assert four - seconds(study(2), rows) == pytest.approx(estimate.AHEAD_S + estimate.KERNEL_S / 4)

@@ -234,7 +234,7 @@ def test_what_is_compiled_ahead_is_every_kernel_once(capability):
     cases = [gemv_case(*shape, op=op) for shape in shapes for op in ("tune", "gemv")]
     cases += [gemv_case(512, 2048, "fp32", op="tune"), gemv_case(1024, 2048, op="tune"), gemv_case(1024, 2048, "fp32")]
     chain = Case("chain", {"model": "small", "dtype": "bf16"})
-    found = [compiled.launch_of(source, capability) for source in study.kernels([*cases, chain], capability)]
+    found = [compiled.launch_of(source, capability) for source in study.kernels([*cases, chain], capability, "")]
     with offline.offline(capability):
         wanted = {_code(launch) for case in cases for launch in compiled_for(case)}
     assert {launch.args["W"].device.type for launch in found} == {"meta"}

@@ -513,7 +513,7 @@ def test_a_gpu_is_checked_with_kernels_that_were_compiled_on_all_cores(monkeypat
     monkeypatch.setattr(isolated, "call", lambda target, *arguments, env: done.append((target, *arguments)) or [])
     correctness.check_here(study.name, interpreted=False)
     assert done == [
-        (study.kernels(study.tiny, here.capability), here.capability),
+        (study.kernels(study.tiny, here.capability, here.name), here.capability),
         ("labkit.sweep.correctness:check_tiny", study.name, "cuda"),
     ]
     assert done[0][0]

@@ -77,9 +77,9 @@ def test_it_is_built_ahead_where_cases_need_it_and_what_it_lacks_does_not_keep_t
     monkeypatch.setattr(llama_cpp, "library", library)
     # What compiles ahead is kept from the GPU, which another study may be timed on: it has none to ask about.
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert ahead.sources([product_case(N=1)], 90)
+    assert ahead.sources([product_case(N=1)], 90, "")
     assert asked == [90]
-    assert ahead.sources([product_case(N=1, activations="fp32")], 90)
+    assert ahead.sources([product_case(N=1, activations="fp32")], 90, "")
     assert asked == [90]
 
 

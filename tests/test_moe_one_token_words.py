@@ -69,7 +69,7 @@ def test_both_launches_are_compiled_ahead():
     cases = [Case("layer", shape | {"weights": weights}) for weights in ("INT4", "bf16")]
     assert variants.WORDS in [line.name for line in variants.lines(cases[0])]
     sources = [
-        made for made in study.STUDY.kernels(cases, 90) if "down_k" in (made[1].get("choice", {}).get("rows") or {})
+        made for made in study.STUDY.kernels(cases, 90, "") if "down_k" in (made[1].get("choice", {}).get("rows") or {})
     ]
     found = [launch for made in sources for launch in compiled.launch_of(made, 90)]
     assert [launch.grid for launch in found] == [(192, 8), (256,)]

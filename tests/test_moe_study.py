@@ -332,7 +332,7 @@ def test_vllm_s_layer_says_how_it_is_fetched_where_it_is_not(tmp_path, monkeypat
     [line] = [line for line in variants.lines(case()) if line.name == variants.VLLM]
     with pytest.raises(sources.NotFetched, match="not fetched: labkit fetch vllm"):
         getattr(trials, line.make)(study.STUDY.tiny[0], "cpu", 1, 0)
-    assert not [one for one in study.STUDY.kernels([case()], 90) if one[0].endswith(":vllm_layer")]
+    assert not [one for one in study.STUDY.kernels([case()], 90, "") if one[0].endswith(":vllm_layer")]
 
 
 # configurations
@@ -429,11 +429,11 @@ def test_configurations_survive_json():
 
 def test_each_kernel_is_compiled_ahead_once():
     some = [x for x in study.cases(ALL) if x["model"] == QWEN3_30B.name]
-    found = study.STUDY.kernels(some, 90)
+    found = study.STUDY.kernels(some, 90, "")
     assert len({json.dumps(one, sort_keys=True) for one in found}) == len(found)
     every = sum(len(study.STUDY.variants(x)) for x in some)
     assert 50 < len(found) < every
-    older = study.STUDY.kernels(some, 80)
+    older = study.STUDY.kernels(some, 80, "")
     assert len(older) < len(found)
     gemms = [
         (one["wanted"][0], ahead.config_from(one["choice"])) for _, one in older if one.get("wanted", "")[:1] in GEMMS
@@ -453,7 +453,7 @@ def test_everything_that_a_case_launches_is_compiled_ahead(op, weights, tokens, 
     some = [x, Case("layer", dict(x.params) | {"weights": "bf16"})] + [Case("gemm1", x.params)] * (op == "gemm2")
     monkeypatch.setattr(compiled, "evidence", lambda launch, capability=None: {})  # taken apart elsewhere
     ahead = {
-        code_of(one) for source in study.STUDY.kernels(some, 90) for one in several(compiled.launch_of(source, 90))
+        code_of(one) for source in study.STUDY.kernels(some, 90, "") for one in several(compiled.launch_of(source, 90))
     }
     made = []
     monkeypatch.setattr(trials, "resident", lambda launch: 4)
@@ -494,7 +494,7 @@ def code_of(launch):
 def test_what_others_try_while_they_tune_is_compiled_ahead_in_parts(monkeypatch):
     """Each configuration once for all numbers of tokens of a kind; no source that compiles nothing."""
     some = [case(model=QWEN35_35B, T=tokens, weights="INT4") for tokens in (1, 16, 32, 1642)]
-    found = [one for one in study.STUDY.kernels(some, 90) if one[0].endswith(":executorchs")]
+    found = [one for one in study.STUDY.kernels(some, 90, "") if one[0].endswith(":executorchs")]
     forms = {json.dumps(arguments["how"]) for _, arguments in found}
     assert len(forms) == 7
     assert {arguments["part"] for _, arguments in found} == set(range(ahead.PARTS))
@@ -507,7 +507,7 @@ def test_what_others_try_while_they_tune_is_compiled_ahead_in_parts(monkeypatch)
 
 @pytest.mark.skipif(sources_missing(), reason=NO_SOURCES)
 def test_sglang_s_layer_is_compiled_ahead_as_this_gpu_will_run_it(monkeypatch):
-    [source] = [one for one in study.STUDY.kernels([case(T=4096)], 90) if one[0].endswith(":sglang_layer")]
+    [source] = [one for one in study.STUDY.kernels([case(T=4096)], 90, "") if one[0].endswith(":sglang_layer")]
     monkeypatch.setattr(ahead, "suppress", lambda kind: nullcontext())
     tried = {}
     for gpu in ("", "NVIDIA H200"):
@@ -522,7 +522,7 @@ def test_sglang_s_layer_is_compiled_ahead_as_this_gpu_will_run_it(monkeypatch):
 @pytest.mark.parametrize("weights", study.WEIGHTS)
 def test_vllm_s_layer_is_compiled_ahead_as_this_gpu_will_run_it(weights, monkeypatch):
     x = case(model=QWEN35_35B, T=4096, weights=weights)
-    [source] = [one for one in study.STUDY.kernels([x], 90) if one[0].endswith(":vllm_layer")]
+    [source] = [one for one in study.STUDY.kernels([x], 90, "") if one[0].endswith(":vllm_layer")]
     monkeypatch.setattr(ahead, "suppress", lambda kind: nullcontext())
     tried = {}
     for gpu in ("", "NVIDIA H100 80GB HBM3"):
@@ -547,7 +547,7 @@ def built(source, monkeypatch):
 
 def test_the_product_before_a_candidate_is_compiled_ahead_too():
     x = Case("tune", case("layer", weights="INT4", T=1642).params)
-    found = [(one["wanted"], ahead.config_from(one["choice"])) for _, one in study.STUDY.kernels([x], 90)]
+    found = [(one["wanted"], ahead.config_from(one["choice"])) for _, one in study.STUDY.kernels([x], 90, "")]
     built = {(config.block_m, config.gemm1) for wanted, config in found if wanted == ["gemm1"]}
     for one in variants.candidates(x):
         config = trials.config_of(x, "cpu", choice=one)

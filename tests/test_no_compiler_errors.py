@@ -308,7 +308,7 @@ def others():
     seen = set().union(*(kernels_in(group) for group in GROUPS if group != OTHERS))
     found = {}
     for loaded in map(registry.load, registry.NOTEBOOKS):
-        for source in loaded.kernels(loaded.tiny, 90) if loaded.kernels else ():
+        for source in loaded.kernels(loaded.tiny, 90, "") if loaded.kernels else ():
             if not (kernels := kernels_of(source)) <= seen:
                 found[str(source)] = source
                 seen |= kernels

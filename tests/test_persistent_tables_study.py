@@ -781,7 +781,7 @@ def test_the_first_screen_is_empty_without_rows(rows):
 
 def test_kernels_are_compiled_for_each_model_and_target():
     for capability, kinds in ((90, [False, True]), (80, [False])):
-        found = study.STUDY.kernels(study.cases(ALL), capability)
+        found = study.STUDY.kernels(study.cases(ALL), capability, "")
         assert len({str(one) for one in found}) == len(found)
         steps = [arguments for source, arguments in found if source.endswith(":compilable")]
         assert len(steps) == 3 * (len(variants.MODELS) + 1) + 3 * len(variants.MODELS)  # and fp32; ablations

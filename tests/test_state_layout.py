@@ -703,7 +703,7 @@ def test_what_decode_and_step_run_is_compiled_ahead():
 
     study = registry.load("state_layout")
     cases = study.cases(notebooks.defaults("state_layout") | {"batches": [64], "step_batches": [64]})
-    sources = study.kernels(cases, 90)
+    sources = study.kernels(cases, 90, "")
     ops = {arguments["op"] for _, arguments in sources}
     assert ops == {"decode", "step", "drift"}
     compiled.prebuild(sources[:1], 90)

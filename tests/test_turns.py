@@ -8,6 +8,7 @@ import pytest
 from toy_lab import Toy
 
 from labkit import isolated, paths
+from labkit.sweep import prepared
 from labkit.workflow import lease, notebooks
 from labkit.workflow.progress import Progress
 from labkit.workflow.turns import Turns
@@ -52,6 +53,27 @@ def test_waiting_is_said_only_where_another_run_holds_the_gpu(end):
     assert WAITS in said.getvalue()
 
 
+@pytest.mark.parametrize("end", [lambda held: held._begin("a", GPUS[0]), lambda held: held.end("a")])
+def test_a_notebook_is_not_started_before_the_first_study_has_a_gpu_or_has_failed(end):
+    held, started = Turns(GPUS[:1], threading.Event(), Progress(io.StringIO()), first="a"), threading.Event()
+
+    def starts():
+        with held.awaited("b"):
+            started.set()
+
+    threading.Thread(target=starts, daemon=True).start()
+    assert not started.wait(0.5)
+    end(held)
+    assert started.wait(30)
+
+
+def test_waiting_for_the_first_study_ends_with_the_run():
+    stop = threading.Event()
+    stop.set()
+    with Turns(GPUS[:1], stop, Progress(io.StringIO()), first="a").awaited("b"):
+        pass
+
+
 def test_a_notebook_that_has_ended_has_no_gpu_any_longer():
     held, said = turns()
     with held.awaited("a"):  # which is left however its notebook ends
@@ -72,7 +94,7 @@ def test_who_leases(monkeypatch, tmp_path, values, itself):
 
     def runs(*words, env, **options):
         try:
-            with lease.gpu_lease(GPUS[:1], timeout=0, say=lambda text: None):
+            with lease.gpu_lease(GPUS[:1], timeout=0 if lease.LEASED in env else 10, say=lambda text: None):
                 found.append((lease.LEASED in env, True))
         except lease.Busy:
             found.append((lease.LEASED in env, False))
@@ -83,12 +105,22 @@ def test_who_leases(monkeypatch, tmp_path, values, itself):
     assert found == [(True, False), (not itself, itself)]
 
 
+FIRST = """
+import json, pathlib, time
+from labkit.sweep import prepared
+leased = time.monotonic()
+prepared.await_others("ground")  # not for what it holds itself
+time.sleep(8)
+pathlib.Path("ground.json").write_text(json.dumps([leased, leased, time.monotonic()]))
+"""
 MEASURES = """
 import json, pathlib, time
 started = time.monotonic()
+from labkit.sweep import prepared
 from labkit.workflow import lease
 with lease.gpu_lease([lease.Gpu(0, "GPU-toy-0", "toy")], say=print) as gpu:
     print(f"{lease.TAKEN}{gpu.id}")
+    prepared.await_others("NAME")
     leased = time.monotonic()
     time.sleep(6)
     freed = time.monotonic()
@@ -116,3 +148,24 @@ def test_a_notebook_starts_before_its_turn_and_measures_in_it(tmp_path, monkeypa
     assert started < freed <= leased
     assert sorted(company.told) == [(name, "GPU-toy-0") for name in names]
     assert lease.WAITING not in said.getvalue()  # it waits for the other
+
+
+@pytest.mark.parametrize("gpus", [1, 2])
+def test_notebooks_start_beside_what_is_measured_first_and_are_timed_after_it(gpus, tmp_path, monkeypatch):
+    toy = Toy(tmp_path)
+    toy.enter(monkeypatch)
+    listed = [lease.Gpu(index, f"GPU-toy-{index}", "toy") for index in range(gpus)]
+    monkeypatch.setattr(lease, "visible", lambda: listed)
+    monkeypatch.setattr(notebooks, "FIRST", "ground")
+    monkeypatch.setenv(lease.LOCKS, str(toy.tmp() / "gpus"))
+    monkeypatch.setenv(prepared.FOLDER, str(toy.tmp()))
+    monkeypatch.delenv(lease.LEASED, raising=False)
+    monkeypatch.setattr(notebooks, "frees", lambda values: True)
+    other = MEASURES.replace("NAME", "layers").replace("GPU-toy-0", listed[-1].id)
+    toy.notebook("ground", FIRST)
+    toy.notebook("layers", other)
+    results = notebooks.run(["ground", "layers"], {}, can_measure=True, progress=Progress(io.StringIO()))
+    assert [result.error for result in results] == ["", ""]
+    spans = [json.loads((toy.root / "notebooks" / f"{name}.json").read_text()) for name in ("ground", "layers")]
+    (_, _, freed), (started, leased, _) = spans
+    assert started < freed <= leased

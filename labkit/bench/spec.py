@@ -245,8 +245,9 @@ class Study:
     tiny:       cases small enough for Triton's interpreter; every variant is checked on each.
     early:      whether a case is measured before the others, by one process only: its rows decide what those run, or
                 no process can differ from another.
-    kernels:    (cases, compute capability) -> sources of Launches, as in evidence/compiled.py, which are compiled on
-                all cores before the cases are measured; None: each kernel is compiled when it is first run.
+    kernels:    (cases, compute capability, name of the GPU) -> sources of Launches, as in evidence/compiled.py, which
+                are compiled on all cores before the cases are measured, in processes that may see no GPU; None: each
+                kernel is compiled when it is first run.
     warmed:     whether the libraries' and releases' calls of a case are made once in processes side by side, before any
                 is timed: their own compilers then run on all cores, and leave what they make in Triton's cache.
     settle:     called with the study's Parquet file of a GPU and a folder, once the early cases are in the file and
@@ -273,7 +274,7 @@ class Study:
     early: Callable[[Case], bool] = lambda case: False
     warmed: Callable[[Case], bool] = lambda case: False
     settle: Callable[[Path, Path], None] | None = None
-    kernels: Callable[[Sequence["Case"], int], list[tuple[str, Mapping[str, Any]]]] | None = None
+    kernels: Callable[[Sequence["Case"], int, str], list[tuple[str, Mapping[str, Any]]]] | None = None
     counted: Callable[[Mapping[str, Any]], list[tuple[Case, str]]] = lambda parameters: []
     timelines: Timelines | None = None
     added: Added | None = None

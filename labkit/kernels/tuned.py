@@ -8,7 +8,8 @@ import json
 import os
 import re
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,6 +27,17 @@ def folders(gpu: str) -> list[Path]:
     """Where there may be tables of the GPU of this name; later folders count more."""
     more = filter(None, os.environ.get(VARIABLE, "").split(os.pathsep))
     return [Path(base) / slug(gpu) for base in (SHIPPED, *more)]
+
+
+@contextmanager
+def chosen_for(gpu: str, chooser: Any) -> Iterator[None]:
+    """While this lasts, a module `choose` chooses for tensors on any device what it would on the GPU of this name."""
+    own = chooser._table
+    chooser._table = lambda device: chooser.choices_of(gpu)
+    try:
+        yield
+    finally:
+        chooser._table = own
 
 
 def read(path: Path, parse: Callable[[Any], Table]) -> Table | dict[Any, Any]:

@@ -163,19 +163,23 @@ def compile_ahead(study: Study, cases: Sequence[Case], say: Progress) -> None:
     if not cases or not study.kernels:
         return
     capability = machine.this_machine().capability
-    sources = study.kernels(cases, capability)
+    sources = study.kernels(cases, capability, machine.this_machine().name)
     say(f"{study.name}: compiling {len(sources)} kernels")
     compiled.prebuild(sources, capability)
 
 
-def compile_apart(study_name: str, keys: Sequence[Sequence[str]], capability: int, spared: int) -> int:
-    """In a process without a GPU: compile what these cases need, on all cores but so many; returns how many kernels."""
+def compile_apart(study_name: str, keys: Sequence[Sequence[str]], capability: int, gpu: str, spared: int) -> int:
+    """In a process without a GPU: compile what these cases need, on all cores but so many; returns how many kernels.
+
+    capability, gpu: of the GPU that they are for, and its name.
+    """
     from labkit.evidence import compiled
 
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[spared:])
     os.nice(10)
     study = registry.load(study_name)
-    sources = study.kernels([Case(op, json.loads(key)) for op, key in keys], capability) if study.kernels else []
+    cases = [Case(op, json.loads(key)) for op, key in keys]
+    sources = study.kernels(cases, capability, gpu) if study.kernels else []
     compiled.prebuild(sources, capability)
     return len(sources)
 
@@ -186,8 +190,10 @@ def warm_up(study: Study, cases: Sequence[Case], env: Mapping[str, str | None], 
     What cannot be called is passed over: its row will say why. say: gets one line of progress, or two.
     Nothing where that was done for the whole run.
     """
-    calls = [] if prepared.is_prepared(study.name, prepared.CALLS) else calls_of(study, cases, env)
-    if not calls:
+    if not (calls := calls_of(study, cases, env)):
+        return
+    prepared.await_others(study.name)  # the run may just be making them
+    if prepared.is_prepared(study.name, prepared.CALLS):
         return
     say(f"{study.name}: {len(calls)} calls of others compile what they need")
     try:
@@ -233,7 +239,9 @@ def measure_process(
     """What one measuring process does: the cases named by [op, case] in `keys`; returns how many it measured."""
     study = added.with_added(spec.leaving_out(registry.load(study_name), left_out), add, refused)
     journal = records.Journal(Path(journal_path))
-    device, limits = machine.CudaDevice(), ceilings()
+    device = machine.CudaDevice()
+    prepared.await_others(study_name)  # among them what measures the ceilings
+    limits = ceilings()
     tuning.keep_in(Path(journal_path).with_name(f"{study_name}.tuning.json"))
     cases = [case for case in study.cases(parameters) if [case.op, case.key] in [list(key) for key in keys]]
     for count, case in enumerate(cases, 1):

@@ -12,13 +12,11 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from labkit import isolated, paths, registry
+from labkit import isolated, paths
 from labkit.kernels.tuned import slug
 from labkit.sweep import prepared, run
 from labkit.workflow import filters, lease, notebooks, quick
-from labkit.workflow.filters import Key
 
-BY_GPU = ("persistent_tables",)  # what their kernels are is asked of the GPU, which those that compile do not see
 SPARED = 2  # cores that are left to the process that measures and to its notebook
 
 
@@ -46,30 +44,41 @@ class Ahead:
     def begin(self, name: str, gpu: lease.Gpu) -> threading.Thread | None:
         """A study begins to be measured: those that have not begun are compiled beside it, one after the other.
 
-        What still compiles then is stopped if the study times the host. Returns at once but for the study that is
-        measured first, and alone.
+        What still compiles then is stopped if the study times the host. Returns at once. Beside the one that is
+        measured first, and alone, others' calls are made; what measures waits for their end (`prepared.alone`).
         """
-        if name == notebooks.FIRST:
-            self._warm_up(gpu)
         host = times_host(name, self._values.get(name, {}))
         with self._lock:
             self._left = [one for one in self._left if one != name]
-            if host:
-                self._halt.set()
-        return None if host else self._go_on(gpu)
+        calls = {one: self._calls(one, gpu) for one in self._left} if name == notebooks.FIRST else {}
+        if any(calls.values()):
+            return self._warm_up(calls, gpu, host)
+        return self._stop_compiling() if host else self._go_on(gpu)
 
-    def _warm_up(self, gpu: lease.Gpu) -> None:
+    def _warm_up(self, calls: Mapping[str, Sequence[isolated.Call]], gpu: lease.Gpu, host: bool) -> threading.Thread:
         """Make once the calls of others that any study of the run will time, and compile kernels beside them."""
-        made = {name: self._calls(name, gpu) for name in self._left if name != notebooks.FIRST}
-        names = [name for name, calls in made.items() if calls]  # the others make theirs, should they need any
-        calls = [call for name in names for call in made[name]]
-        if not calls:
-            return
         self._go_on(gpu)
-        with suppress(isolated.IsolatedError):
-            isolated.call_many(calls, min(len(calls), len(cores()) or 1))
-        for name in names:
-            prepared.mark(name, prepared.CALLS)
+        held = threading.Event()
+        thread = threading.Thread(target=self._make, args=(calls, host, held), daemon=True)
+        thread.start()
+        held.wait()
+        return thread
+
+    def _make(self, calls: Mapping[str, Sequence[isolated.Call]], host: bool, held: threading.Event) -> None:
+        """Make the calls of each study. held: is set once nothing is timed beside them; host: nor beside compiling."""
+        every = [call for some in calls.values() for call in some]
+        with prepared.alone(prepared.CALLS):
+            held.set()
+            with suppress(isolated.IsolatedError):
+                isolated.call_many(every, min(len(every), len(cores()) or 1), _Halt(self._stop))
+            for name in filter(calls.get, calls):  # the others make theirs, should they need any
+                prepared.mark(name, prepared.CALLS)
+            if host:
+                self._stop_compiling()
+
+    def _stop_compiling(self) -> None:
+        with self._lock:
+            self._halt.set()
 
     def _calls(self, name: str, gpu: lease.Gpu) -> list[isolated.Call]:
         """Of the cases of which no row is there."""
@@ -106,15 +115,16 @@ class Ahead:
             return names[0] if names else ""
 
     def _compile(self, name: str, gpu: lease.Gpu, halt: "_Halt") -> None:
-        capability, study = lease.capability(gpu), registry.load(name)
+        capability, (study, asked) = lease.capability(gpu), quick.asked(name, self._values.get(name, {}))
         if not capability or study.kernels is None:
             return
-        keys = cases(name, self._values.get(name, {}))
+        some = study.cases(asked)
+        keys = [(case.op, case.key) for case in some]
         env = {lease.VISIBLE: "", "TRITON_INTERPRET": None}
-        arguments = ("labkit.sweep.run:compile_apart", name, keys, capability, SPARED)
+        arguments = ("labkit.sweep.run:compile_apart", name, keys, capability, gpu.name, SPARED)
         with suppress(isolated.IsolatedError):  # what is wrong is said when the study is measured, and compiles it
             isolated.call(*arguments, env=env, stop=halt, on_line=lambda line: None)
-            if not study.settle and name not in BY_GPU:  # else its processes may need others, and look them up
+            if not (study.settle and any(map(study.early, some))):  # else their rows say which others are needed
                 prepared.mark(name, prepared.KERNELS)
 
 
@@ -123,14 +133,7 @@ def cores() -> list[int]:
     return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
 
 
-def cases(name: str, values: Mapping[str, Any]) -> list[Key]:
-    """What a notebook with these parameters measures."""
-    study, asked = quick.asked(name, values)
-    return [(case.op, case.key) for case in study.cases(asked)]
-
-
 def times_host(name: str, values: Mapping[str, Any]) -> bool:
     """Whether the host's pace is part of what a study times."""
-    study = registry.load(name)
-    asked = study.cases(notebooks.defaults(name) | dict(values))
-    return any(one.mode == "eager" for case in asked for one in study.variants(case))
+    study, asked = quick.asked(name, values)
+    return any(one.mode == "eager" for case in study.cases(asked) for one in study.variants(case))

@@ -27,7 +27,8 @@ from labkit.workflow.progress import Progress
 from labkit.workflow.turns import Turns
 
 FIRST = "machine"  # the study whose ceilings the others use: it measures first, and alone
-BESIDE = 2  # notebooks a GPU: one is measured while another starts, or, of a quick look, makes its page
+BESIDE = 2  # notebooks a GPU: one is measured while another starts
+BESIDE_QUICK = 3  # of a quick look one more makes its page
 MAX_PROCESSES = 100
 _RETRY = re.compile("Address already in use|Kernel died before replying|Kernel didn't respond")
 _CELL = re.compile(r"Executing Cell (\d+)-")
@@ -340,35 +341,39 @@ def run(
     """Run the notebooks of `chosen` studies and return how each ended, in the same order; one failure stops no other.
 
     values: parameters of each study. jobs: how many at once, at most (default: two per GPU if anything is measured, one
-    of which waits for it or needs it no longer; else one per core). On an exception (Ctrl-C) every process is ended
-    first. beside: makes what is told of each study that begins to be measured (`ahead.Ahead`). seconds: what each study
-    will take, where that is known.
+    of which waits for it, and a third in a quick look, which needs it no longer; else one per core). On an exception
+    (Ctrl-C) every process is ended first. beside: makes what is told of each study that begins to be measured
+    (`ahead.Ahead`). seconds: what each study will take, where that is known.
     """
     progress = progress or Progress()
     measuring = {name for name in chosen if can_measure and source_of(name, values.get(name, {})) in spec.MEASURING}
     leased = lease.visible() if measuring else []
-    limit = max(1, len(leased) * BESIDE) if measuring else cores()
+    itself = {name for name in measuring if name != FIRST and frees(values.get(name, {}))}
+    quick = measuring <= {FIRST, *itself}
+    limit = max(1, len(leased) * (BESIDE_QUICK if quick else BESIDE)) if measuring else cores()
     limit = max(1, min(limit, jobs or limit, len(chosen)))
     threads = {} if measuring else share(limit)
     stop = threading.Event()
     results: dict[str, Result] = {}
     alone = [name for name in chosen if name == FIRST and name in measuring]
-    groups = (alone, _longest_first([name for name in chosen if name not in alone], seconds))
+    groups = [alone, _longest_first([name for name in chosen if name not in alone], seconds)]
+    early = bool(alone) and itself == set(groups[1])  # they can start beside the first, and wait for its end
     order = [name for group in groups for name in group if name in measuring]
-    turns = Turns(leased, stop, progress, beside(order, values, stop) if beside and order else None)
+    company = beside(order, values, stop) if beside and order else None
+    turns = Turns(leased, stop, progress, company, FIRST if early else "")
 
     def one(name: str) -> Result:
         given, held, heard = values.get(name, {}), nullcontext(), None
-        if name in measuring and name != FIRST and frees(given):
+        if name in itself:
             held, heard = turns.awaited(name), functools.partial(turns.hear, name)
         elif name in measuring:
-            held = turns.leased(name)
+            held = turns.alone(name) if name == FIRST else turns.leased(name)
         return _run_one(name, given, held, threads, stop, progress, heard)
 
     progress.start([(name, registry.NOTEBOOKS[name]) for name in chosen])
     pool = ThreadPoolExecutor(limit)
     try:
-        for group in groups:
+        for group in [[*groups[0], *groups[1]]] if early else groups:
             futures = [pool.submit(one, name) for name in group]
             for future in as_completed(futures):
                 result = future.result()

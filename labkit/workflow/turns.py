@@ -6,30 +6,54 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from labkit.sweep import prepared
 from labkit.workflow import lease
 from labkit.workflow.progress import Progress
 
+_POLL_S = 0.2
+
 
 class Turns:
-    """The GPUs of a run. company: what is told of each study that begins to be measured, as `ahead.Ahead`."""
+    """The GPUs of a run. company: what is told of each study that begins to be measured, as `ahead.Ahead`.
 
-    def __init__(self, gpus: Sequence[lease.Gpu], stop: threading.Event, progress: Progress, company: Any = None):
+    first: the study before which no notebook that leases its GPU itself is started; none if empty.
+    """
+
+    def __init__(
+        self,
+        gpus: Sequence[lease.Gpu],
+        stop: threading.Event,
+        progress: Progress,
+        company: Any = None,
+        first: str = "",
+    ):
         self._gpus, self._stop, self._progress, self._company = gpus, stop, progress, company
         self._held: set[str] = set()  # studies that have one
+        self._first, self._started = first, threading.Event()
+        if not first:
+            self._started.set()
 
     @contextmanager
     def leased(self, study: str) -> Iterator[lease.Gpu]:
         """Hold a GPU for a study, whose notebook is started then."""
-        with lease.gpu_lease(self._gpus, stop=self._stop, say=functools.partial(self._waits, study)) as gpu:
-            self._begin(study, gpu)
-            try:
+        try:
+            with lease.gpu_lease(self._gpus, stop=self._stop, say=functools.partial(self._waits, study)) as gpu:
+                self._begin(study, gpu)
                 yield gpu
-            finally:
-                self.end(study)
+        finally:
+            self.end(study)
+
+    @contextmanager
+    def alone(self, study: str) -> Iterator[lease.Gpu]:
+        """The same for one beside which no other is timed."""
+        with prepared.alone(study), self.leased(study) as gpu:
+            yield gpu
 
     @contextmanager
     def awaited(self, study: str) -> Iterator[None]:
         """For a study whose notebook leases its GPU itself, and so can start before its turn."""
+        while not self._started.wait(_POLL_S) and not self._stop.is_set():
+            pass
         try:
             yield
         finally:
@@ -48,11 +72,17 @@ class Turns:
     def end(self, study: str) -> None:
         """A study has no GPU any longer."""
         self._held.discard(study)
+        self._go_after(study)
 
     def _begin(self, study: str, gpu: lease.Gpu) -> None:
         self._held.add(study)
         if self._company:
             self._company.begin(study, gpu)
+        self._go_after(study)
+
+    def _go_after(self, study: str) -> None:
+        if study == self._first:
+            self._started.set()
 
     def _waits(self, study: str, line: str) -> None:
         if len(self._held) < len(self._gpus):  # else it waits for another study of this run

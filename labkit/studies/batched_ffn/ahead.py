@@ -17,7 +17,7 @@ from labkit.sweep.variants import code_of
 LIBRARIES = (variants.CUBLAS, variants.GEMLITE, variants.GROUPED_MM, variants.LLAMA)  # have no kernel of the lab's
 
 
-def sources(some: Sequence[Case], capability: int) -> list[Source]:
+def sources(some: Sequence[Case], capability: int, gpu: str) -> list[Source]:
     """What `compiled.prebuild` takes; of launches with the same code the first."""
     _build(some, capability)
     found: dict[str, Source] = {}

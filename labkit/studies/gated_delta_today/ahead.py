@@ -11,7 +11,7 @@ from labkit.studies.gated_delta_today import variants
 from labkit.sweep.variants import code_of
 
 
-def sources(some: Sequence[Case], capability: int) -> list[Source]:
+def sources(some: Sequence[Case], capability: int, gpu: str) -> list[Source]:
     """What `compiled.prebuild` takes; of launches with the same code the first."""
     found: dict[str, Source] = {}
     with offline(capability):

@@ -64,7 +64,7 @@ def _candidates(x: Case) -> list[Any]:
     return choose.candidates(x["N"], x["K"], names.SIZES[x["dtype"]])
 
 
-def kernels(some: Sequence[Case], capability: int) -> list[tuple[str, Mapping[str, Any]]]:
+def kernels(some: Sequence[Case], capability: int, gpu: str) -> list[tuple[str, Mapping[str, Any]]]:
     """What differs from shape to shape and so is compiled for each: candidates, and numbers of rows.
 
     On a machine with a GPU SGLang's GEMV of each shape is built at once, which takes seconds a shape.

@@ -15,8 +15,8 @@ from labkit import sources
 from labkit.bench.spec import Case
 from labkit.evidence import compiled
 from labkit.evidence.compiled import Source
-from labkit.kernels import offline
-from labkit.kernels.experts import blocks, expert_layer, inputs
+from labkit.kernels import offline, tuned
+from labkit.kernels.experts import blocks, choose, expert_layer, inputs
 from labkit.kernels.experts.choose import Choice, WordChoice
 from labkit.kernels.launch import Launch
 from labkit.studies.moe_persistent_grid import executorch, humming, peers, sglang, trials, variants, vllm, w4a8
@@ -27,16 +27,17 @@ PARTS = 12  # sources that the configurations of a layer which tunes itself are 
 BEFORE = {"gemm1": "quantise", "gemm2": "activate"}  # what an 8-bit product needs, beside itself
 
 
-def launches(some: Sequence[Case], capability: int) -> list[Source]:
+def launches(some: Sequence[Case], capability: int, gpu: str) -> list[Source]:
     """What `compiled.prebuild` takes; launches of the same code once."""
     found: dict[str, Source] = {}
-    for x in some:
-        for key, source in _of(x, capability):
-            found.setdefault(json.dumps(key), source)
+    with tuned.chosen_for(gpu, choose):
+        for x in some:
+            for key, source in _of(x, capability, gpu):
+                found.setdefault(json.dumps(key), source)
     return list(found.values())
 
 
-def _of(x: Case, capability: int) -> Iterator[tuple[Any, Source]]:
+def _of(x: Case, capability: int, gpu: str) -> Iterator[tuple[Any, Source]]:
     """What the code depends on, and a source, of everything that a case launches and that is not a library's."""
     lines = variants.lines(x)
     shape = [x[name] for name in ("E", "H", "I", "top_k", "weights", "activations")]
@@ -46,26 +47,24 @@ def _of(x: Case, capability: int) -> Iterator[tuple[Any, Source]]:
             how = {"base": "rule", "grid": how["grid"], "dependent": False}
         elif line.make not in ("layer", "gemm") or how.get("plain"):
             continue
-        # The device whose tuned table counts is this machine's GPU, where there is one.
-        config = trials.config_of(x, "cuda" if torch.cuda.is_available() else "cpu", **how)
+        config = trials.config_of(x, "cpu", **how)
         int8 = bool(how.get("int8"))
         shared = {"op": x.op, "params": dict(x.params), "choice": config.as_dict(), "int8": int8}
         for key, wanted in _parts(x, shape, _gemms(x, how), config, int8, capability):
             # A layer's own evidence is of its products; what is tuned is not looked at.
             dissect = wanted[0] in variants.GEMMS and x.op != "tune" and not config.rows
             yield [*key, dissect], (f"{__name__}:layer", shared | {"wanted": wanted, "dissect": dissect})
-    yield from _foreign(x, lines, shape)
+    yield from _foreign(x, lines, shape, gpu)
 
 
-def _foreign(x: Case, lines: Sequence[variants.Line], shape: list[Any]) -> Iterator[tuple[Any, Source]]:
+def _foreign(x: Case, lines: Sequence[variants.Line], shape: list[Any], gpu: str) -> Iterator[tuple[Any, Source]]:
     """The same of what is not the lab's."""
     params = dict(x.params)
     for line in lines:
         if line.make in ("grouped_mm", "liger"):
             yield [line.make, x["T"], *shape], (f"{__name__}:library", {"make": line.make, "params": params})
         if line.make in ENGINES and sources.is_fetched(sources.source(ENGINES[line.make])):
-            arguments = {"params": params, "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else ""}
-            yield [line.make, x["T"], *shape], (f"{__name__}:{line.make}", arguments)
+            yield [line.make, x["T"], *shape], (f"{__name__}:{line.make}", {"params": params, "gpu": gpu})
         if line.make == "humming_layer" and torch.cuda.is_available():
             yield from _hummings(x)
         if line.make in EXECUTORCHS and sources.is_fetched(sources.source(variants.RELEASE)):

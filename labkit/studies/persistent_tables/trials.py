@@ -20,6 +20,7 @@ from torch import Tensor
 from labkit.bench.machine import this_machine
 from labkit.bench.spec import Case, Trial, lazy
 from labkit.evidence.roofline import occupancy
+from labkit.kernels import tuned
 from labkit.kernels.decoder import reference, tables
 from labkit.kernels.decoder.model import TINY, Weights, decoder, random_weights
 from labkit.kernels.decoder.tables import Lowering
@@ -48,14 +49,15 @@ Baseline, linear = lazy(f"{variants.PACKAGE}.baseline:Baseline"), lazy("labkit.k
 # What is compiled before the cases are timed
 
 
-def compiled_ahead(some: Sequence[Case], capability: int) -> list[tuple[str, Mapping[str, Any]]]:
+def compiled_ahead(some: Sequence[Case], capability: int, gpu: str) -> list[tuple[str, Mapping[str, Any]]]:
     """Sources of the step of every model and dtype, and of the separate kernels of every model."""
     found: list[tuple[str, Mapping[str, Any]]] = []
     for model, dtype in dict.fromkeys((x["model"], x["dtype"]) for x in some):
         found += [(f"{__name__}:compilable", one) for one in steps(model, dtype)]
         if dtype == "bf16":
-            chain, kinds = {"model": model, "choices": _choices(model)}, (False, True) if capability >= 90 else (False,)
-            found += [(f"{variants.PACKAGE}.baseline:launches", chain | {"dependent": kind}) for kind in kinds]
+            chain = {"model": model, "choices": _choices(model, gpu)}
+            for kind in (False, True) if capability >= 90 else (False,):
+                found.append((f"{variants.PACKAGE}.baseline:launches", chain | {"dependent": kind}))
     return found
 
 
@@ -73,11 +75,11 @@ def compilable(model: str, dtype: str, position_from: str, changed: Mapping[str,
     return compilable_step(model, 1, plan.rows, variants.CACHE, position_from, full, span, **plan.choice)
 
 
-def _choices(model: str) -> dict[str, dict[str, int]]:
-    """The GEMV's choice on this GPU for every projection of a model, by "N x K"."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+def _choices(model: str, gpu: str) -> dict[str, dict[str, int]]:
+    """The GEMV's choice on the GPU of this name for every projection of a model, by "N x K"."""
     shapes = Lowering(decoder(model), 1).projections().values()
-    return {f"{N} x {K}": choose.choose(N, K, 2, device).as_dict() for N, K in shapes}
+    with tuned.chosen_for(gpu, choose):
+        return {f"{N} x {K}": choose.choose(N, K, 2, torch.device("cpu")).as_dict() for N, K in shapes}
 
 
 # Memory

@@ -120,7 +120,7 @@ def counted(parameters: Mapping[str, Any]) -> list[tuple[Case, str]]:
     return [(x, variant_name(layout, tile)) for x in some for layout in LAYOUTS for tile in TILES]
 
 
-def kernels(some: Sequence[Case], capability: int) -> list[tuple[str, Mapping[str, Any]]]:
+def kernels(some: Sequence[Case], capability: int, gpu: str) -> list[tuple[str, Mapping[str, Any]]]:
     """The lab's own kernels, where their launch can be known without values: an extend reads the prompts' lengths."""
     from labkit.sweep.variants import ahead
 
