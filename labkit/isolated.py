@@ -119,6 +119,11 @@ def call_many(calls: Sequence[Call], workers: int, stop: threading.Event | None 
         return [future.result() for future in futures]
 
 
+def cores() -> int:
+    """How many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def spare_imports() -> None:
     """Have this process, which is to read notebooks, not import what only holds it up."""
     for name in _NOT_IMPORTED:

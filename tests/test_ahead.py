@@ -21,7 +21,7 @@ def calls(monkeypatch, tmp_path):
     monkeypatch.setattr(isolated, "call", lambda *words, **options: found.append((words, options)))
     monkeypatch.setattr(isolated, "call_many", lambda calls, at_once, stop: found.append((calls, at_once)))
     monkeypatch.setattr(lease, "capability", lambda gpu: 90)
-    monkeypatch.setattr(ahead, "cores", lambda: list(range(16)))
+    monkeypatch.setattr(isolated, "cores", lambda: 16)
     monkeypatch.setenv(prepared.FOLDER, "")
     monkeypatch.setattr(ahead.paths, "RUNS", tmp_path)
     return found
@@ -38,22 +38,45 @@ def begun(*names, values=None, order=ORDER):
 def test_the_next_study_is_compiled_without_a_gpu(calls):
     begun("state_layout", values=FEW, order=ORDER[1:3])
     [(words, options)] = calls
-    assert words[:2] == ("labkit.sweep.run:compile_apart", "gemv_coalescing")
+    assert words[0] == "labkit.sweep.run:compile_apart"
     study = registry.load("gemv_coalescing")
     cases = study.cases(notebooks.defaults("gemv_coalescing") | FEW["gemv_coalescing"])
-    assert words[2:] == ([(case.op, case.key) for case in cases], 90, GPU.name, ahead.SPARED)
+    assert words[1:] == ([("gemv_coalescing", [(case.op, case.key) for case in cases])], 90, GPU.name, ahead.SPARED)
     assert options["env"]["CUDA_VISIBLE_DEVICES"] == ""
 
 
 def test_a_quick_look_compiles_its_own_cases_alone(calls):
     begun("state_layout", order=ORDER[1:3], values={"gemv_coalescing": {"quick": True}})
     [(words, _)] = calls
-    assert 0 < len(words[2]) < 20
+    [(_, keys)] = words[1]
+    assert 0 < len(keys) < 20
 
 
 def test_all_that_follow_are_compiled_once_in_their_order(calls):
     begun("state_layout", "gemv_coalescing", order=ORDER[1:])
-    assert [words[1] for words, _ in calls] == ["gemv_coalescing", "moe_persistent_grid", "persistent_tables"]
+    named = [[name for name, _ in words[1]] for words, _ in calls]
+    assert named == [["gemv_coalescing"], ["moe_persistent_grid"], ["persistent_tables"]]
+
+
+def test_a_quick_look_is_compiled_at_once_before_anything_is_timed(calls, monkeypatch):
+    """Also where nothing of others is called; what is to be measured waits until all is compiled."""
+    go, waited, named = threading.Event(), threading.Event(), []
+
+    def compiles(target, wanted, *words, **options):
+        named.append([name for name, _ in wanted])
+        go.wait(60)
+
+    monkeypatch.setattr(isolated, "call", compiles)
+    order = ["machine", "persistent_tables", "gemv_coalescing"]
+    company = ahead.Ahead(order, {name: {"quick": True} for name in order}, threading.Event())
+    thread = company.begin("machine", GPU)
+    threading.Thread(target=lambda: prepared.await_others("machine") or waited.set(), daemon=True).start()
+    assert not waited.wait(0.5)
+    go.set()
+    assert waited.wait(30)
+    thread.join(30)
+    assert named == [order[1:]]
+    assert all(prepared.is_prepared(name, prepared.KERNELS) for name in order[1:])
 
 
 def test_calls_of_others_are_made_before_anything_is_timed(calls, monkeypatch):
@@ -92,7 +115,7 @@ def test_a_study_that_times_the_host_ends_what_compiles(calls, monkeypatch):
         started.set()
         while not stop.is_set():
             stop.wait(0.01)
-        ended.append(words[1])
+        ended.extend(name for name, _ in words[1])
         raise isolated.IsolatedError("t", "stopped", "the call was stopped")
 
     monkeypatch.setattr(isolated, "call", waits)
@@ -153,7 +176,7 @@ def test_on_two_cores_or_without_an_answer_of_the_driver_nothing_is_compiled(cal
     monkeypatch.setattr(lease, "capability", lambda gpu: 0)
     begun("state_layout", order=ORDER[1:])
     monkeypatch.setattr(lease, "capability", lambda gpu: 90)
-    monkeypatch.setattr(ahead, "cores", lambda: [0, 1])
+    monkeypatch.setattr(isolated, "cores", lambda: 2)
     begun("state_layout", order=ORDER[1:])
     assert calls == []
 
@@ -173,7 +196,8 @@ def test_what_is_compiled_apart_leaves_cores_free(monkeypatch):
     monkeypatch.setattr(sweep.os, "sched_setaffinity", lambda process, cores: taken.append(cores))
     monkeypatch.setattr(sweep.os, "nice", lambda by: 0)
     monkeypatch.setattr("labkit.evidence.compiled.prebuild", lambda sources, capability: taken.append(len(sources)))
-    count = sweep.compile_apart("state_layout", [[case.op, case.key]], 90, GPU.name, 2)
+    monkeypatch.setattr(isolated, "call_many", lambda calls, count: [sweep.kernels_of(*call.args) for call in calls])
+    count = sweep.compile_apart([("state_layout", [[case.op, case.key]]), ("machine", [])], 90, GPU.name, 2)
     assert taken == [[2, 3, 4, 5, 6, 7], count]
     assert count > 1
 

@@ -6,7 +6,6 @@ the one that ran. It depends on Triton's version: evidence made here explains no
 
 import hashlib
 import json
-import os
 import re
 import subprocess
 import tempfile
@@ -53,7 +52,7 @@ def prebuild(sources: Sequence[Source], capability: int) -> None:
     """
     if not sources:
         return
-    count = min(os.cpu_count() or 1, len(sources))
+    count = min(isolated.cores(), len(sources))
     with tempfile.TemporaryDirectory() as taken:
         arguments = [[list(source) for source in sources], capability, taken]
         call = isolated.Call("labkit.evidence.compiled:build_free", arguments, env=workers.COMPILING)

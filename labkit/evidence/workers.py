@@ -85,7 +85,7 @@ def kept_in() -> Path:
 def _cores() -> int:
     """How many cores there are for this process: of notebooks that run at once each has its share."""
     share = os.environ.get("OMP_NUM_THREADS", "")
-    return int(share) if share.isdecimal() and int(share) else os.cpu_count() or 1
+    return int(share) if share.isdecimal() and int(share) else isolated.cores()
 
 
 def files_of(function: str, requests: Sequence[Mapping[str, Any]], modules: Sequence[str] = ()) -> list[Path]:

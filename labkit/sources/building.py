@@ -126,7 +126,7 @@ def _build(recipe: Recipe, capability: int, nvcc: str, scratch: Path) -> Path:
     prepare(recipe, scratch)
     units = [folder(recipe.made) / unit for unit in recipe.units]
     objects = [compile_unit(recipe, capability, nvcc, recipe.own, scratch)]  # alone, since it soon says what is missing
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         objects += pool.map(lambda unit: compile_unit(recipe, capability, nvcc, unit, scratch), units)
     out = scratch / "library.so"
     stubs = write_stubs(objects, recipe.stubs, scratch)

@@ -168,20 +168,28 @@ def compile_ahead(study: Study, cases: Sequence[Case], say: Progress) -> None:
     compiled.prebuild(sources, capability)
 
 
-def compile_apart(study_name: str, keys: Sequence[Sequence[str]], capability: int, gpu: str, spared: int) -> int:
-    """In a process without a GPU: compile what these cases need, on all cores but so many; returns how many kernels.
+def compile_apart(wanted: Sequence[tuple[str, Sequence[Sequence[str]]]], capability: int, gpu: str, spared: int) -> int:
+    """In a process without a GPU: compile what cases need, on all cores but so many; returns how many kernels.
 
-    capability, gpu: of the GPU that they are for, and its name.
+    wanted: names of studies, each with the [op, case] of its cases. capability, gpu: of the GPU that they are for, and
+    its name.
     """
     from labkit.evidence import compiled
 
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[spared:])
     os.nice(10)
-    study = registry.load(study_name)
-    cases = [Case(op, json.loads(key)) for op, key in keys]
-    sources = study.kernels(cases, capability, gpu) if study.kernels else []
+    calls = [isolated.Call("labkit.sweep.run:kernels_of", (name, keys, capability, gpu)) for name, keys in wanted]
+    sources = [source for named in isolated.call_many(calls, len(calls)) for source in named]
     compiled.prebuild(sources, capability)
     return len(sources)
+
+
+def kernels_of(
+    study_name: str, keys: Sequence[Sequence[str]], capability: int, gpu: str
+) -> list[tuple[str, Mapping[str, Any]]]:
+    """The sources of what the cases of a study need, given by [op, case]."""
+    study = registry.load(study_name)
+    return study.kernels([Case(op, json.loads(key)) for op, key in keys], capability, gpu) if study.kernels else []
 
 
 def warm_up(study: Study, cases: Sequence[Case], env: Mapping[str, str | None], say: Progress) -> None:
@@ -197,7 +205,7 @@ def warm_up(study: Study, cases: Sequence[Case], env: Mapping[str, str | None], 
         return
     say(f"{study.name}: {len(calls)} calls of others compile what they need")
     try:
-        isolated.call_many(calls, min(len(calls), os.cpu_count() or 1))
+        isolated.call_many(calls, min(len(calls), isolated.cores()))
     except isolated.IsolatedError as problem:  # compiled later then, one after the other
         say(f"{study.name}: {problem.kind}: {problem.message}")
 

@@ -2,7 +2,8 @@
 
 Not beside a study that times what the host does: there the cores are part of what is timed.
 
-Before anything is timed, what others' calls compile is compiled for all studies at once: those need the GPU.
+Before anything is timed, what others' calls compile is compiled for all studies at once: those need the GPU. So is all
+that a quick look needs.
 """
 
 import os
@@ -13,6 +14,7 @@ from contextlib import suppress
 from typing import Any
 
 from labkit import isolated, paths
+from labkit.bench.spec import Case, Study
 from labkit.kernels.tuned import slug
 from labkit.sweep import prepared, run
 from labkit.workflow import filters, lease, notebooks, quick
@@ -38,6 +40,7 @@ class Ahead:
         self._left, self._values, self._stop = list(order), values, stop
         self._lock = threading.Lock()
         self._busy, self._compiled, self._halt = False, set[str](), _Halt(stop)
+        self._quick = all(notebooks.frees(values.get(name, {})) for name in order if name != notebooks.FIRST)
         self._marks = tempfile.TemporaryDirectory(prefix="labkit-")  # removed with this
         os.environ[prepared.FOLDER] = self._marks.name  # the processes of the run inherit it
 
@@ -51,28 +54,39 @@ class Ahead:
         with self._lock:
             self._left = [one for one in self._left if one != name]
         calls = {one: self._calls(one, gpu) for one in self._left} if name == notebooks.FIRST else {}
-        if any(calls.values()):
+        if any(calls.values()) or (calls and self._quick):
             return self._warm_up(calls, gpu, host)
         return self._stop_compiling() if host else self._go_on(gpu)
 
     def _warm_up(self, calls: Mapping[str, Sequence[isolated.Call]], gpu: lease.Gpu, host: bool) -> threading.Thread:
         """Make once the calls of others that any study of the run will time, and compile kernels beside them."""
-        self._go_on(gpu)
-        held = threading.Event()
-        thread = threading.Thread(target=self._make, args=(calls, host, held), daemon=True)
+        compiling, held = self._go_on(gpu), threading.Event()
+        thread = threading.Thread(target=self._make, args=(calls, compiling, host, held), daemon=True)
         thread.start()
         held.wait()
         return thread
 
-    def _make(self, calls: Mapping[str, Sequence[isolated.Call]], host: bool, held: threading.Event) -> None:
-        """Make the calls of each study. held: is set once nothing is timed beside them; host: nor beside compiling."""
+    def _make(
+        self,
+        calls: Mapping[str, Sequence[isolated.Call]],
+        compiling: threading.Thread | None,
+        host: bool,
+        held: threading.Event,
+    ) -> None:
+        """Make the calls of each study; of a quick look, wait for what compiles too, which is little.
+
+        held: is set once nothing is timed beside them. host: whether nothing is to be compiled beside what comes then.
+        """
         every = [call for some in calls.values() for call in some]
         with prepared.alone(prepared.CALLS):
             held.set()
             with suppress(isolated.IsolatedError):
-                isolated.call_many(every, min(len(every), len(cores()) or 1), _Halt(self._stop))
+                if every:
+                    isolated.call_many(every, min(len(every), isolated.cores()), _Halt(self._stop))
             for name in filter(calls.get, calls):  # the others make theirs, should they need any
                 prepared.mark(name, prepared.CALLS)
+            if compiling and self._quick:
+                compiling.join()
             if host:
                 self._stop_compiling()
 
@@ -81,17 +95,21 @@ class Ahead:
             self._halt.set()
 
     def _calls(self, name: str, gpu: lease.Gpu) -> list[isolated.Call]:
-        """Of the cases of which no row is there."""
+        study, cases, _ = self._left_of(name, gpu)
+        return run.calls_of(study, cases, lease.environment(gpu))
+
+    def _left_of(self, name: str, gpu: lease.Gpu) -> tuple[Study, list[Case], bool]:
+        """A study, those of its cases of which no row is there, and whether these are all."""
         study, asked = quick.asked(name, self._values.get(name, {}))
         file = paths.RUNS / slug(gpu.name) / f"{name}.parquet"
-        have = filters.keys_of(file) if file.exists() else set()
-        wanted = [case for case in study.cases(asked) if (case.op, case.key) not in have]
-        return run.calls_of(study, wanted, lease.environment(gpu))
+        have, cases = filters.keys_of(file) if file.exists() else set(), study.cases(asked)
+        left = [case for case in cases if (case.op, case.key) not in have]
+        return study, left, len(left) == len(cases)
 
     def _go_on(self, gpu: lease.Gpu) -> threading.Thread | None:
         """Compile what is left, unless that is being done, or there are too few cores."""
         with self._lock:
-            if self._busy or len(cores()) <= SPARED:
+            if self._busy or isolated.cores() <= SPARED:
                 return None
             self._busy, self._halt = True, _Halt(self._stop)
         thread = threading.Thread(target=self._compile_all, args=(gpu, self._halt), daemon=True)
@@ -99,38 +117,36 @@ class Ahead:
         return thread
 
     def _compile_all(self, gpu: lease.Gpu, halt: "_Halt") -> None:
-        while name := self._next(halt):
-            self._compile(name, gpu, halt)
+        while names := self._next(halt):
+            self._compile(names, gpu, halt)
             if halt.is_set():
-                self._compiled.discard(name)
+                self._compiled.difference_update(names)
 
-    def _next(self, halt: "_Halt") -> str:
-        """The first that has neither begun nor been compiled; none once that is to end."""
+    def _next(self, halt: "_Halt") -> list[str]:
+        """The first that has neither begun nor been compiled, of a quick look all; none once that is to end."""
         with self._lock:
-            names = (
-                [] if halt.is_set() else [one for one in self._left if one not in {*self._compiled, notebooks.FIRST}]
-            )
+            left = [] if halt.is_set() else [one for one in self._left if one not in {*self._compiled, notebooks.FIRST}]
+            names = left if self._quick else left[:1]
             self._busy = bool(names)
-            self._compiled.update(names[:1])
-            return names[0] if names else ""
+            self._compiled.update(names)
+            return names
 
-    def _compile(self, name: str, gpu: lease.Gpu, halt: "_Halt") -> None:
-        capability, (study, asked) = lease.capability(gpu), quick.asked(name, self._values.get(name, {}))
-        if not capability or study.kernels is None:
+    def _compile(self, names: Sequence[str], gpu: lease.Gpu, halt: "_Halt") -> None:
+        if not (capability := lease.capability(gpu)):
             return
-        some = study.cases(asked)
-        keys = [(case.op, case.key) for case in some]
+        left = {name: self._left_of(name, gpu) for name in names}
+        some = {name: cases for name, (study, cases, _) in left.items() if study.kernels and cases}
+        if not some:
+            return
+        wanted = [(name, [(one.op, one.key) for one in cases]) for name, cases in some.items()]
         env = {lease.VISIBLE: "", "TRITON_INTERPRET": None}
-        arguments = ("labkit.sweep.run:compile_apart", name, keys, capability, gpu.name, SPARED)
+        arguments = ("labkit.sweep.run:compile_apart", wanted, capability, gpu.name, SPARED)
         with suppress(isolated.IsolatedError):  # what is wrong is said when the study is measured, and compiles it
             isolated.call(*arguments, env=env, stop=halt, on_line=lambda line: None)
-            if not (study.settle and any(map(study.early, some))):  # else their rows say which others are needed
-                prepared.mark(name, prepared.KERNELS)
-
-
-def cores() -> list[int]:
-    """The cores that this process may use."""
-    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+            for name, (study, cases, whole) in left.items():
+                # Rows of earlier sources are measured again; and early cases say which kernels the others need.
+                if whole and not (study.settle and any(map(study.early, cases))):
+                    prepared.mark(name, prepared.KERNELS)
 
 
 def times_host(name: str, values: Mapping[str, Any]) -> bool:

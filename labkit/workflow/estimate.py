@@ -16,7 +16,6 @@ process was, nor what was compiled ahead; of these there is a model:
 A case that no GPU has recorded takes the mean of its operation, and one of an operation that none has the mean of all.
 """
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,7 +23,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from labkit import paths, registry
+from labkit import isolated, paths, registry
 from labkit.bench import records
 from labkit.bench.spec import Case, Study
 from labkit.kernels.tuned import slug
@@ -165,7 +164,7 @@ def _counted(study: Study, parameters: Mapping[str, Any]) -> list[Key]:
 
 def _told(wanted: Mapping[str, Wanted], here: str, gpus: int, cores: int) -> Estimate:
     """By the rows of one recorded GPU: `here`, or the slowest."""
-    cores = cores or os.cpu_count() or 1
+    cores = cores or isolated.cores()
     found = {
         gpu: _seconds(wanted, gpu, here, cores)
         for gpu in ([here] if here in paths.recorded_gpus() else paths.recorded_gpus() or [""])

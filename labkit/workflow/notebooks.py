@@ -350,7 +350,7 @@ def run(
     leased = lease.visible() if measuring else []
     itself = {name for name in measuring if name != FIRST and frees(values.get(name, {}))}
     quick = measuring <= {FIRST, *itself}
-    limit = max(1, len(leased) * (BESIDE_QUICK if quick else BESIDE)) if measuring else cores()
+    limit = max(1, len(leased) * (BESIDE_QUICK if quick else BESIDE)) if measuring else isolated.cores()
     limit = max(1, min(limit, jobs or limit, len(chosen)))
     threads = {} if measuring else share(limit)
     stop = threading.Event()
@@ -390,7 +390,7 @@ def run(
 
 def share(limit: int) -> dict[str, str]:
     """Environment by which so many notebooks at once share the cores, unless the reader has said otherwise."""
-    threads = str(max(1, cores() // limit))
+    threads = str(max(1, isolated.cores() // limit))
     return {name: threads for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS") if name not in os.environ}
 
 
@@ -406,11 +406,6 @@ def _longest_first(names: Sequence[str], seconds: Mapping[str, float]) -> list[s
     """So that none of them is left alone at the end; where nothing is known, those with most rows take longest."""
     sizes = {name: sum(path.stat().st_size for path, _ in paths.data_files(name)) for name in names}
     return sorted(names, key=lambda name: (-seconds.get(name, 0.0), -sizes[name]))
-
-
-def cores() -> int:
-    """How many cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _run_one(
