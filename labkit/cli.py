@@ -129,7 +129,7 @@ def main() -> None:
 @click.option(
     "--jobs",
     type=click.IntRange(min=1),
-    help="Notebooks at once; default: one per core, or two per GPU, of which one measures.",
+    help="Notebooks at once; default: one per core, or two per GPU (three of a quick look), of which one measures.",
 )
 @click.option(
     "--add",

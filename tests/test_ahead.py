@@ -8,7 +8,7 @@ from labkit import isolated, registry
 from labkit.bench import records
 from labkit.sweep import prepared
 from labkit.sweep import run as sweep
-from labkit.workflow import ahead, lease, notebooks, quick
+from labkit.workflow import ahead, lease, notebooks, quick, reports
 
 GPU = lease.Gpu(0, "GPU-7", "NVIDIA H100 80GB HBM3")
 ORDER = ["machine", "state_layout", "gemv_coalescing", "moe_persistent_grid", "persistent_tables"]
@@ -22,6 +22,7 @@ def calls(monkeypatch, tmp_path):
     monkeypatch.setattr(isolated, "call_many", lambda calls, at_once, stop: found.append((calls, at_once)))
     monkeypatch.setattr(lease, "capability", lambda gpu: 90)
     monkeypatch.setattr(isolated, "cores", lambda: 16)
+    monkeypatch.setattr(ahead.Ahead, "_judge", lambda self, halt: None)
     monkeypatch.setenv(prepared.FOLDER, "")
     monkeypatch.setattr(ahead.paths, "RUNS", tmp_path)
     return found
@@ -142,6 +143,28 @@ def test_nothing_is_timed_while_calls_of_others_are_made(calls, monkeypatch):
     assert prepared.is_prepared("state_layout", prepared.CALLS)
     thread.join(30)
     assert len(made) == 1
+
+
+def test_the_index_is_prepared_while_calls_of_others_are_made(calls, monkeypatch):
+    """And what is not ready when something that times the host begins is made at the end."""
+    begun_at, halts = threading.Event(), []
+
+    def judge(self, halt):
+        halts.append(halt)
+        begun_at.set()
+
+    monkeypatch.setattr(isolated, "call_many", lambda calls, at_once, stop: begun_at.wait(30))
+    monkeypatch.setattr(ahead.Ahead, "_judge", judge)
+    company = begun("machine", values={"state_layout": {"quick": True}}, order=ORDER[:2])
+    assert [halt.is_set() for halt in halts] == [True]
+    monkeypatch.undo()
+    asked = []
+    monkeypatch.setattr(isolated, "call", lambda *words, **options: asked.append((words, options["env"])))
+    company._judge(ahead._Halt(threading.Event()))
+    [((target,), env)] = asked
+    assert target == "labkit.workflow.reports:judge_recorded"
+    assert callable(reports.judge_recorded)
+    assert env == {lease.VISIBLE: ""}
 
 
 def test_a_run_that_is_stopped_stops_the_calls_of_others(calls, monkeypatch):

@@ -41,6 +41,17 @@ def test_the_index_has_what_the_page_judged(judgings, layout):  # noqa: F811
     assert findings[0].conclusion.html in answer
 
 
+def test_the_index_is_made_ahead_of_the_recorded_rows(judgings, layout, folders):  # noqa: F811
+    replayed("state_layout", made.LAYOUT, layout)  # puts the rows into data/
+    assert reports.judge_recorded() == len(list((folders / "data").glob("*/*.parquet"))) == 1
+    assert set(judgings) > {"told"}
+    judgings.clear()
+    claims, (findings, problems) = index_of("state_layout")
+    assert judgings == problems == []
+    assert claims
+    assert findings
+
+
 def test_a_page_of_a_part_is_judged_by_that_part(judgings, layout):  # noqa: F811
     replayed("state_layout", made.LAYOUT, layout).claims()
     judgings.clear()

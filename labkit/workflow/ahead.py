@@ -3,7 +3,7 @@
 Not beside a study that times what the host does: there the cores are part of what is timed.
 
 Before anything is timed, what others' calls compile is compiled for all studies at once: those need the GPU. So is all
-that a quick look needs.
+that a quick look needs; and what the index says of the recorded rows is made.
 """
 
 import os
@@ -77,9 +77,10 @@ class Ahead:
 
         held: is set once nothing is timed beside them. host: whether nothing is to be compiled beside what comes then.
         """
-        every = [call for some in calls.values() for call in some]
+        every, judging = [call for some in calls.values() for call in some], _Halt(self._stop)
         with prepared.alone(prepared.CALLS):
             held.set()
+            threading.Thread(target=self._judge, args=(judging,), daemon=True).start()
             with suppress(isolated.IsolatedError):
                 if every:
                     isolated.call_many(every, min(len(every), isolated.cores()), _Halt(self._stop))
@@ -88,7 +89,18 @@ class Ahead:
             if compiling and self._quick:
                 compiling.join()
             if host:
+                judging.set()
                 self._stop_compiling()
+
+    def _judge(self, halt: "_Halt") -> None:
+        """Make what the index will say of the recorded rows, so that it need not be waited for at the end."""
+        with suppress(isolated.IsolatedError):
+            isolated.call(
+                "labkit.workflow.reports:judge_recorded",
+                env={lease.VISIBLE: ""},
+                stop=halt,
+                on_line=lambda line: None,
+            )
 
     def _stop_compiling(self) -> None:
         with self._lock:

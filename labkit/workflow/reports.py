@@ -377,6 +377,17 @@ def kept_claims(one: recorded.Rows, say: Callable[[str], None] = lambda text: No
     return store.kept("claims", [one.path], make)
 
 
+def judge_recorded() -> int:
+    """Make what the index says of all recorded rows, and keep it; returns of how many files."""
+    found = {name: [one for one in rows if not one.here] for name, rows in _readable()[0].items()}
+    for rows in found.values():
+        for one in rows:
+            kept_claims(one)
+    entries = {name: _entry(name, notebooks.executed_path(name), rows, "") for name, rows in found.items()}
+    _findings(found, entries)
+    return sum(map(len, found.values()))
+
+
 def claims_of(one: recorded.Rows) -> dict[str, Any]:
     """The GPU's name, and claim -> the fields of its `index.Result` on these rows, as JSON has them."""
     old, claims = bool(recorded.stale(one.rows).any()), registry.load(one.study).claims
