@@ -58,7 +58,7 @@ def test_a_notebook_is_not_started_before_the_first_study_has_a_gpu_or_has_faile
     held, started = Turns(GPUS[:1], threading.Event(), Progress(io.StringIO()), first="a"), threading.Event()
 
     def starts():
-        with held.awaited("b"):
+        with held.awaited():
             started.set()
 
     threading.Thread(target=starts, daemon=True).start()
@@ -70,16 +70,8 @@ def test_a_notebook_is_not_started_before_the_first_study_has_a_gpu_or_has_faile
 def test_waiting_for_the_first_study_ends_with_the_run():
     stop = threading.Event()
     stop.set()
-    with Turns(GPUS[:1], stop, Progress(io.StringIO()), first="a").awaited("b"):
+    with Turns(GPUS[:1], stop, Progress(io.StringIO()), first="a").awaited():
         pass
-
-
-def test_a_notebook_that_has_ended_has_no_gpu_any_longer():
-    held, said = turns()
-    with held.awaited("a"):  # which is left however its notebook ends
-        held.hear("a", f"{lease.TAKEN}GPU-7")
-    held.hear("b", WAITS)
-    assert WAITS in said.getvalue()
 
 
 @pytest.mark.parametrize(("values", "itself"), [({}, False), ({"quick": True}, True)])
@@ -148,6 +140,21 @@ def test_a_notebook_starts_before_its_turn_and_measures_in_it(tmp_path, monkeypa
     assert started < freed <= leased
     assert sorted(company.told) == [(name, "GPU-toy-0") for name in names]
     assert lease.WAITING not in said.getvalue()  # it waits for the other
+
+
+def test_where_the_first_study_cannot_run_the_others_do(tmp_path, monkeypatch):
+    toy = Toy(tmp_path)
+    toy.enter(monkeypatch)
+    monkeypatch.setattr(lease, "visible", lambda: [lease.Gpu(0, "GPU-toy-0", "toy")])
+    monkeypatch.setattr(notebooks, "FIRST", "ground")
+    monkeypatch.setenv(lease.LOCKS, str(toy.tmp() / "gpus"))
+    monkeypatch.setattr(notebooks, "frees", lambda values: True)
+    for name in ("ground", "layers"):
+        toy.notebook(name, "print(1)")
+    with notebooks._only_run(notebooks.executed_path("ground")):
+        results = notebooks.run(["ground", "layers"], {}, can_measure=True, progress=Progress(io.StringIO()))
+    assert ["being run by another" in result.error for result in results] == [True, False]
+    assert results[1].ok
 
 
 @pytest.mark.parametrize("gpus", [1, 2])

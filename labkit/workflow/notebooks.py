@@ -365,10 +365,13 @@ def run(
     def one(name: str) -> Result:
         given, held, heard = values.get(name, {}), nullcontext(), None
         if name in itself:
-            held, heard = turns.awaited(name), functools.partial(turns.hear, name)
+            held, heard = turns.awaited(), functools.partial(turns.hear, name)
         elif name in measuring:
             held = turns.alone(name) if name == FIRST else turns.leased(name)
-        return _run_one(name, given, held, threads, stop, progress, heard)
+        try:
+            return _run_one(name, given, held, threads, stop, progress, heard)
+        finally:
+            turns.end(name)
 
     progress.start([(name, registry.NOTEBOOKS[name]) for name in chosen])
     pool = ThreadPoolExecutor(limit)

@@ -36,12 +36,9 @@ class Turns:
     @contextmanager
     def leased(self, study: str) -> Iterator[lease.Gpu]:
         """Hold a GPU for a study, whose notebook is started then."""
-        try:
-            with lease.gpu_lease(self._gpus, stop=self._stop, say=functools.partial(self._waits, study)) as gpu:
-                self._begin(study, gpu)
-                yield gpu
-        finally:
-            self.end(study)
+        with lease.gpu_lease(self._gpus, stop=self._stop, say=functools.partial(self._waits, study)) as gpu:
+            self._begin(study, gpu)
+            yield gpu
 
     @contextmanager
     def alone(self, study: str) -> Iterator[lease.Gpu]:
@@ -50,14 +47,11 @@ class Turns:
             yield gpu
 
     @contextmanager
-    def awaited(self, study: str) -> Iterator[None]:
+    def awaited(self) -> Iterator[None]:
         """For a study whose notebook leases its GPU itself, and so can start before its turn."""
         while not self._started.wait(_POLL_S) and not self._stop.is_set():
             pass
-        try:
-            yield
-        finally:
-            self.end(study)
+        yield
 
     def hear(self, study: str, line: str) -> None:
         """What a notebook that leases its GPU itself prints."""
@@ -70,7 +64,7 @@ class Turns:
             self.end(study)
 
     def end(self, study: str) -> None:
-        """A study has no GPU any longer."""
+        """A study has no GPU any longer, or will have none: its notebook has ended, however far it came."""
         self._held.discard(study)
         self._go_after(study)
 
