@@ -121,13 +121,19 @@ pathlib.Path("NAME.json").write_text(json.dumps([started, leased, freed]))
 """
 
 
-def test_a_notebook_starts_before_its_turn_and_measures_in_it(tmp_path, monkeypatch):
-    toy = Toy(tmp_path)
+def with_gpus(count, tmp_path, monkeypatch):
+    """A toy lab on a machine with so many GPUs, whose notebooks lease their GPU themselves."""
+    toy, listed = Toy(tmp_path), [lease.Gpu(index, f"GPU-toy-{index}", "toy") for index in range(count)]
     toy.enter(monkeypatch)
-    monkeypatch.setattr(lease, "visible", lambda: [lease.Gpu(0, "GPU-toy-0", "toy")])
+    monkeypatch.setattr(lease, "visible", lambda: listed)
     monkeypatch.setenv(lease.LOCKS, str(toy.tmp() / "gpus"))
     monkeypatch.delenv(lease.LEASED, raising=False)
     monkeypatch.setattr(notebooks, "frees", lambda values: True)
+    return toy
+
+
+def test_a_notebook_starts_before_its_turn_and_measures_in_it(tmp_path, monkeypatch):
+    toy = with_gpus(1, tmp_path, monkeypatch)
     names, company, said = ["ground", "layers"], Company(), io.StringIO()
     for name in names:
         toy.notebook(name, MEASURES.replace("NAME", name))
@@ -143,12 +149,8 @@ def test_a_notebook_starts_before_its_turn_and_measures_in_it(tmp_path, monkeypa
 
 
 def test_where_the_first_study_cannot_run_the_others_do(tmp_path, monkeypatch):
-    toy = Toy(tmp_path)
-    toy.enter(monkeypatch)
-    monkeypatch.setattr(lease, "visible", lambda: [lease.Gpu(0, "GPU-toy-0", "toy")])
+    toy = with_gpus(1, tmp_path, monkeypatch)
     monkeypatch.setattr(notebooks, "FIRST", "ground")
-    monkeypatch.setenv(lease.LOCKS, str(toy.tmp() / "gpus"))
-    monkeypatch.setattr(notebooks, "frees", lambda values: True)
     for name in ("ground", "layers"):
         toy.notebook(name, "print(1)")
     with notebooks._only_run(notebooks.executed_path("ground")):
@@ -159,16 +161,10 @@ def test_where_the_first_study_cannot_run_the_others_do(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("gpus", [1, 2])
 def test_notebooks_start_beside_what_is_measured_first_and_are_timed_after_it(gpus, tmp_path, monkeypatch):
-    toy = Toy(tmp_path)
-    toy.enter(monkeypatch)
-    listed = [lease.Gpu(index, f"GPU-toy-{index}", "toy") for index in range(gpus)]
-    monkeypatch.setattr(lease, "visible", lambda: listed)
+    toy = with_gpus(gpus, tmp_path, monkeypatch)
     monkeypatch.setattr(notebooks, "FIRST", "ground")
-    monkeypatch.setenv(lease.LOCKS, str(toy.tmp() / "gpus"))
     monkeypatch.setenv(prepared.FOLDER, str(toy.tmp()))
-    monkeypatch.delenv(lease.LEASED, raising=False)
-    monkeypatch.setattr(notebooks, "frees", lambda values: True)
-    other = MEASURES.replace("NAME", "layers").replace("GPU-toy-0", listed[-1].id)
+    other = MEASURES.replace("NAME", "layers").replace("GPU-toy-0", f"GPU-toy-{gpus - 1}")
     toy.notebook("ground", FIRST)
     toy.notebook("layers", other)
     results = notebooks.run(["ground", "layers"], {}, can_measure=True, progress=Progress(io.StringIO()))

@@ -27,7 +27,7 @@ from labkit import isolated, paths, registry
 from labkit.bench import records
 from labkit.bench.spec import Case, Study
 from labkit.kernels.tuned import slug
-from labkit.sweep import prepared, run
+from labkit.sweep import run
 from labkit.workflow import filters, notebooks, quick, recorded
 from labkit.workflow.filters import Key
 
@@ -177,10 +177,7 @@ def _seconds(wanted: Mapping[str, Wanted], like: str, here: str, cores: int) -> 
     """Seconds of each study by the rows of a GPU."""
     left = {name: _left(one, here) for name, one in wanted.items()}
     found = {name: _of_study(one, left[name], like, cores) for name, one in wanted.items()}
-    calls = {
-        name: 0 if prepared.is_prepared(name, prepared.CALLS) else len(run.calls_of(one.study, left[name], {}))
-        for name, one in wanted.items()
-    }
+    calls = {name: len(run.calls_of(one.study, left[name], {})) for name, one in wanted.items()}
     if notebooks.FIRST in wanted:
         calls = {notebooks.FIRST: sum(calls.values())}
     return {name: seconds + of_calls(calls.get(name, 0), cores) for name, seconds in found.items()}

@@ -356,8 +356,9 @@ def run(
     stop = threading.Event()
     results: dict[str, Result] = {}
     alone = [name for name in chosen if name == FIRST and name in measuring]
-    groups = [alone, _longest_first([name for name in chosen if name not in alone], seconds)]
-    early = bool(alone) and itself == set(groups[1])  # they can start beside the first, and wait for its end
+    others = _longest_first([name for name in chosen if name not in alone], seconds)
+    early = bool(alone) and itself == set(others)  # they can start beside the first, and wait for its end
+    groups = [[*alone, *others]] if early else [alone, others]
     order = [name for group in groups for name in group if name in measuring]
     company = beside(order, values, stop) if beside and order else None
     turns = Turns(leased, stop, progress, company, FIRST if early else "")
@@ -376,7 +377,7 @@ def run(
     progress.start([(name, registry.NOTEBOOKS[name]) for name in chosen])
     pool = ThreadPoolExecutor(limit)
     try:
-        for group in [[*groups[0], *groups[1]]] if early else groups:
+        for group in groups:
             futures = [pool.submit(one, name) for name in group]
             for future in as_completed(futures):
                 result = future.result()

@@ -380,11 +380,9 @@ def kept_claims(one: recorded.Rows, say: Callable[[str], None] = lambda text: No
 def judge_recorded() -> int:
     """Make what the index says of all recorded rows, and keep it; returns of how many files."""
     found = {name: [one for one in rows if not one.here] for name, rows in _readable()[0].items()}
-    for rows in found.values():
-        for one in rows:
-            kept_claims(one)
     entries = {name: _entry(name, notebooks.executed_path(name), rows, "") for name, rows in found.items()}
     _findings(found, entries)
+    _claims(found, {}, entries, lambda text: None)
     return sum(map(len, found.values()))
 
 
