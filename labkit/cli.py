@@ -21,6 +21,7 @@ from labkit.workflow import nearest
 
 if TYPE_CHECKING:
     from labkit.workflow.estimate import Estimate
+    from labkit.workflow.jobs import Job
 
 OK, FAILED = 0, 1  # click itself exits with 2 on a UsageError
 INTERRUPTED, TERMINATED = 128 + signal.SIGINT, 128 + signal.SIGTERM
@@ -223,6 +224,14 @@ def _how_long(values: dict[str, dict[str, Any]]) -> "Estimate":
     return estimate.of_run(values, [one.name for one in lease.visible()])
 
 
+def _how_long_jobs(wanted: Sequence["Job"], at_once: int | None) -> str:
+    """What these jobs will take to measure here; empty if none of them is left to."""
+    from labkit.workflow import estimate, lease
+
+    told = estimate.of_jobs(wanted, [one.name for one in lease.visible()], at_once)
+    return str(told) if told.seconds else ""
+
+
 def _run_jobs(
     sweep: Path | None,
     on: str | None,
@@ -255,6 +264,9 @@ def _run_jobs(
     if dry_run:
         for line in jobs.plan(wanted, can_measure or bool(on)):
             click.echo(line)
+    if can_measure and (told := _how_long_jobs(wanted, at_once)):
+        (click.echo if dry_run else _say)(told)
+    if dry_run:
         return
     try:
         if profile:

@@ -151,6 +151,7 @@ def test_a_sweep_measures_each_job_and_brings_the_rows_together(toy):
     sweep = sweep_of(toy, *batches([1], [2, 3], [4]))
     done = toy.labkit("run", "--sweep", str(sweep), **options(toy) | {"TOY_LIGHT": "pages"})
     assert done.returncode == 0, done.stderr
+    assert "measuring takes about" in done.stderr
     assert len(light.spans(toy.root / "log")) == 2  # GPUs
     rows = measured(toy)
     assert [json.loads(case)["n"] for case in rows["case"].unique()] == [1, 2, 3, 4]
@@ -159,6 +160,7 @@ def test_a_sweep_measures_each_job_and_brings_the_rows_together(toy):
     before = (toy.root / "log").read_text()
     again = toy.labkit("run", "--sweep", str(sweep), **options(toy))
     assert again.returncode == 0, again.stderr
+    assert "measuring takes" not in again.stderr
     assert (toy.root / "log").read_text() == before
     assert_frame_equal(measured(toy), rows)
     (toy.root / "runs" / SLUG / "layers.parquet").unlink()

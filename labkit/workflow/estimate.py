@@ -1,11 +1,13 @@
 """How long a measuring run will take, from the times at which the recorded cases were begun.
 
 A row's `utc` is when its variant was begun in the first process. So rows tell, in whole seconds, how long the first
-process was at a case: inputs, compiling, checks, evidence and samples together. They do not tell how long a later
-process was, nor what was compiled ahead; of these there is a model:
+process was at a case: inputs, compiling, checks, evidence and samples together. Of the recorded GPUs the quickest at a
+case counts: what one of them compiled at it, another had compiled before, and what is compiled ahead is counted apart.
+Rows do not tell how long a later process was, nor what was compiled ahead; of these there is a model:
 
 - A later process compiles nothing that the first one compiled. It takes what is usual of the operation: the mean of its
   cases, where none counts for more than a second above the median, since half of them or more compile little.
+- What others' code does when a process calls it first (it is loaded, and tunes itself) takes `OTHERS_S`.
 - Kernels that are compiled ahead take `AHEAD_S` until the first begins, then `KERNEL_S` of one core each, and all cores
   share them; so do what others' calls compile before, `CALL_S` each, and `LONGEST_CALL_S` at least: once for all
   studies of a run that begins with the machine, as part of that (`ahead.Ahead`), else for each of them.
@@ -17,7 +19,7 @@ A case that no GPU has recorded takes the mean of its operation, and one of an o
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -28,11 +30,12 @@ from labkit.bench import records
 from labkit.bench.spec import Case, Study
 from labkit.kernels.tuned import slug
 from labkit.sweep import run
-from labkit.workflow import filters, notebooks, quick, recorded
+from labkit.workflow import filters, jobs, notebooks, quick, recorded
 from labkit.workflow.filters import Key
 
 # As quick looks took on H100 hosts of 16 and 32 cores where nothing was compiled yet: machine, 01, 02 and 03.
 START_S = 5.0
+OTHERS_S = 7.0
 PAGE_S = 16.0
 AHEAD_S = 15.0
 KERNEL_S = 0.7
@@ -66,12 +69,12 @@ class Known:
         return [s for (one, _), s in self.first.items() if one == op] or list(self.first.values()) or [UNKNOWN_S]
 
 
-def known(rows: pd.DataFrame) -> Known:
-    """What the rows of one study on one GPU tell."""
-    some = rows[rows["evidence"].str.len() > 2]
-    return Known(
-        quick.first_seconds(rows), {key: frozenset(group) for key, group in some.groupby(["op", "case"])["evidence"]}
-    )
+def known(rows: pd.DataFrame, *others: pd.DataFrame) -> Known:
+    """What the rows of one study on one GPU tell. others: those on other GPUs, that may have been quicker at a case."""
+    some, first = rows[rows["evidence"].str.len() > 2], quick.first_seconds(rows)
+    for quicker in map(quick.first_seconds, others):
+        first = {key: min(s, quicker.get(key, s)) for key, s in first.items()}
+    return Known(first, {key: frozenset(group) for key, group in some.groupby(["op", "case"])["evidence"]})
 
 
 def of_cases(study: Study, cases: Sequence[Case], processes: int, told: Known, cores: int) -> float:
@@ -80,7 +83,8 @@ def of_cases(study: Study, cases: Sequence[Case], processes: int, told: Known, c
         return 0.0
     ahead = set().union(*(told.kernels.get((x.op, x.key), ()) for x in cases)) if study.kernels else ()
     again = [case for case in cases if not study.early(case)]
-    parts = START_S * (processes + (len(again) < len(cases)))
+    each = START_S + (OTHERS_S if any(one.role == "peer" for case in cases for one in study.variants(case)) else 0.0)
+    parts = each * (processes + (len(again) < len(cases)))
     parts += AHEAD_S + KERNEL_S * len(ahead) / cores if ahead else 0.0
     return parts + sum(map(told.of_first, cases)) + (processes - 1) * sum(map(told.of_later, again))
 
@@ -112,7 +116,9 @@ class Estimate:
     def __str__(self) -> str:
         told = f"by the rows of {self.like}" if self.like else "by no rows: nothing is recorded"
         parts = ", ".join(f"{registry.NOTEBOOKS.get(name, name)} {minutes(s)}" for name, s in self.seconds.items())
-        return f"measuring takes about {minutes(self.whole)}, {told} ({parts})"
+        several = f" on {self.gpus} GPUs" if self.gpus > 1 else ""
+        of = parts if len(self.seconds) <= len(registry.NOTEBOOKS) else f"{len(self.seconds)} jobs"
+        return f"measuring takes about {minutes(self.whole)}{several}, {told} ({of})"
 
 
 def minutes(seconds: float) -> str:
@@ -141,6 +147,16 @@ def of_run(values: Mapping[str, Mapping[str, Any]], gpus: Sequence[str], cores: 
     """
     wanted = {name: _asked(name, given) for name, given in values.items()}
     return _told(wanted, slug(gpus[0]) if gpus else "", len(gpus), cores)
+
+
+def of_jobs(wanted: Sequence[jobs.Job], gpus: Sequence[str], at_once: int | None = None, cores: int = 0) -> Estimate:
+    """What those of some jobs that are left to measure will take on this machine. at_once: how many, at most.
+
+    Each holds its GPU until its page is made. A case that two of them measure is counted twice.
+    """
+    left = [one for one in wanted if jobs.measures(one) and not jobs.is_done(one)]
+    each = {one.name: replace(_asked(one.study, one.values), beside=False) for one in left}
+    return _told(each, slug(gpus[0]) if gpus else "", min(len(gpus), at_once or len(gpus)), cores)
 
 
 def of_study(study: Study, parameters: Mapping[str, Any], processes: int, here: str) -> Estimate:
@@ -185,13 +201,18 @@ def _seconds(wanted: Mapping[str, Wanted], like: str, here: str, cores: int) -> 
 
 def _of_study(one: Wanted, left: Sequence[Case], like: str, cores: int) -> float:
     """Seconds of the cases of a study that are left, and of its page where that is not made beside another study."""
-    path, keys = paths.DATA / like / f"{one.study.name}.parquet", {(x.op, x.key) for x in left}
-    told = known(recorded.read(path)) if path.exists() else Known()
+    told, keys = _known(one.study.name, like), {(x.op, x.key) for x in left}
     beside = (0.0 if one.beside else PAGE_S) + COUNTED_S * sum(key in keys for key in one.counted)
     lines = one.study.timelines
     if lines and (lines.case.op, lines.case.key) in keys:
         beside += TIMELINES_S
     return beside + of_cases(one.study, left, one.processes, told, cores)
+
+
+def _known(name: str, like: str) -> Known:
+    """What is known of a study by the rows of a GPU, and by those of the others."""
+    files = [paths.DATA / gpu / f"{name}.parquet" for gpu in (like, *paths.recorded_gpus())]
+    return known(*(recorded.read(path) for path in files if path.exists())) if files[0].exists() else Known()
 
 
 def _left(one: Wanted, here: str) -> list[Case]:
