@@ -25,6 +25,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from labkit import host
+
 GRACE_S = 5.0  # between asking a process to end and killing it
 _POLL_S = 0.1
 _TRACE_LINES = 12
@@ -96,14 +98,14 @@ def call(
         return _unpack(target, child.returncode, answer.read(), "".join(log))
 
 
-def call_many(calls: Sequence[Call], workers: int, stop: threading.Event | None = None) -> list[Any]:
-    """Results of several calls, in their order, at most `workers` processes at once.
+def call_many(calls: Sequence[Call], workers: int = 0, stop: threading.Event | None = None) -> list[Any]:
+    """Results of several calls, in their order, at most `workers` processes at once; 0: as many as there are cores.
 
     The first IsolatedError is raised; the calls that have not ended then are stopped, by setting `stop`. Set by others
     it stops them too.
     """
     stop = stop or threading.Event()
-    with ThreadPoolExecutor(workers) as pool:
+    with ThreadPoolExecutor(workers or max(1, min(len(calls), host.cores()))) as pool:
         futures = [
             pool.submit(call, one.target, *one.args, env=one.env, timeout=one.timeout, stop=stop, **one.kwargs)
             for one in calls
@@ -117,11 +119,6 @@ def call_many(calls: Sequence[Call], workers: int, stop: threading.Event | None 
             pool.shutdown(wait=False, cancel_futures=True)
             raise
         return [future.result() for future in futures]
-
-
-def cores() -> int:
-    """How many cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def spare_imports() -> None:

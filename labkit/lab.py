@@ -621,7 +621,7 @@ def _recorded(study: Study, parameters: Mapping[str, Any], slug: str) -> Shown:
     folder = paths.DATA / slug
     file = folder / f"{study.name}.parquet"
     recorded_rows = records.read(file)
-    rows = run.of_cases(recorded_rows, study.cases(parameters))
+    rows = records.of_cases(recorded_rows, {case.id for case in study.cases(parameters)})
     here = machine.Machine.load(folder)
     if here is None:
         raise records.RecordError(f"{folder / 'machine.json'}: missing or not readable")

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from labkit import isolated, registry
+from labkit import host, isolated, registry
 from labkit.bench import records
 from labkit.sweep import prepared
 from labkit.sweep import run as sweep
@@ -19,9 +19,9 @@ FEW = {"gemv_coalescing": {"models": ["Llama-3.2-1B"], "dtypes": ["bf16"]}}
 def calls(monkeypatch, tmp_path):
     found = []
     monkeypatch.setattr(isolated, "call", lambda *words, **options: found.append((words, options)))
-    monkeypatch.setattr(isolated, "call_many", lambda calls, at_once, stop: found.append((calls, at_once)))
+    monkeypatch.setattr(isolated, "call_many", lambda calls, stop: found.append(calls))
     monkeypatch.setattr(lease, "capability", lambda gpu: 90)
-    monkeypatch.setattr(isolated, "cores", lambda: 16)
+    monkeypatch.setattr(host, "cores", lambda: 16)
     monkeypatch.setattr(ahead.Ahead, "_judge", lambda self, halt: None)
     monkeypatch.setenv(prepared.FOLDER, "")
     monkeypatch.setattr(ahead.paths, "RUNS", tmp_path)
@@ -82,16 +82,16 @@ def test_a_quick_look_is_compiled_at_once_before_anything_is_timed(calls, monkey
 
 def test_calls_of_others_are_made_before_anything_is_timed(calls, monkeypatch):
     company = begun("machine", values={"state_layout": {"quick": True}}, order=ORDER[:2])
-    [made] = [one for one in calls if isinstance(one[1], int)]
-    names = {call.args[3] for call in made[0]}
-    assert {call.args[0] for call in made[0]} == {"state_layout"}
+    [made] = [one for one in calls if isinstance(one, list)]
+    names = {call.args[3] for call in made}
+    assert {call.args[0] for call in made} == {"state_layout"}
     assert any("sglang" in name for name in names)
-    assert all(call.env["CUDA_VISIBLE_DEVICES"] == "GPU-7" for call in made[0])
+    assert all(call.env["CUDA_VISIBLE_DEVICES"] == "GPU-7" for call in made)
     study, said = registry.load("state_layout"), []
     sweep.warm_up(study, study.cases(notebooks.defaults("state_layout")), {}, said.append)
     assert said == []  # not again
     company = begun(order=[])  # another run makes its own
-    monkeypatch.setattr(isolated, "call_many", lambda calls, at_once, stop=None: None)
+    monkeypatch.setattr(isolated, "call_many", lambda calls, stop=None: None)
     sweep.warm_up(study, study.cases(notebooks.defaults("state_layout")), {}, said.append)
     assert len(said) == 1
     del company
@@ -131,7 +131,7 @@ def test_a_study_that_times_the_host_ends_what_compiles(calls, monkeypatch):
 def test_nothing_is_timed_while_calls_of_others_are_made(calls, monkeypatch):
     """What measures can start meanwhile; compiling goes on until it measures."""
     made, go, waited = [], threading.Event(), threading.Event()
-    monkeypatch.setattr(isolated, "call_many", lambda calls, at_once, stop: made.append(calls) or go.wait(60))
+    monkeypatch.setattr(isolated, "call_many", lambda calls, stop: made.append(calls) or go.wait(60))
     company = ahead.Ahead(ORDER[:2], {"state_layout": {"quick": True}}, threading.Event())
     thread = company.begin("machine", GPU)  # returns although no call has ended
     waiting = threading.Thread(target=lambda: prepared.await_others("machine") or waited.set(), daemon=True)
@@ -153,7 +153,7 @@ def test_the_index_is_prepared_while_calls_of_others_are_made(calls, monkeypatch
         halts.append(halt)
         begun_at.set()
 
-    monkeypatch.setattr(isolated, "call_many", lambda calls, at_once, stop: begun_at.wait(30))
+    monkeypatch.setattr(isolated, "call_many", lambda calls, stop: begun_at.wait(30))
     monkeypatch.setattr(ahead.Ahead, "_judge", judge)
     company = begun("machine", values={"state_layout": {"quick": True}}, order=ORDER[:2])
     assert [halt.is_set() for halt in halts] == [True]
@@ -170,7 +170,7 @@ def test_the_index_is_prepared_while_calls_of_others_are_made(calls, monkeypatch
 def test_a_run_that_is_stopped_stops_the_calls_of_others(calls, monkeypatch):
     stopped, stop = threading.Event(), threading.Event()
 
-    def waits(calls, at_once, stop):
+    def waits(calls, stop):
         while not stop.is_set():
             stop.wait(0.01)
         stopped.set()
@@ -199,7 +199,7 @@ def test_on_two_cores_or_without_an_answer_of_the_driver_nothing_is_compiled(cal
     monkeypatch.setattr(lease, "capability", lambda gpu: 0)
     begun("state_layout", order=ORDER[1:])
     monkeypatch.setattr(lease, "capability", lambda gpu: 90)
-    monkeypatch.setattr(isolated, "cores", lambda: 2)
+    monkeypatch.setattr(host, "cores", lambda: 2)
     begun("state_layout", order=ORDER[1:])
     assert calls == []
 

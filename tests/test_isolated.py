@@ -7,11 +7,12 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from labkit import isolated
+from labkit import host, isolated
 from labkit.isolated import Call, IsolatedError, call, call_many
 
 HERE = "test_isolated"
@@ -122,6 +123,22 @@ def test_the_process_dies_with_its_parent(tmp_path):
 def test_many_calls_keep_their_order():
     calls = [Call(f"{HERE}:echo", (i,), {"k": i}, {"X": str(i)}) for i in range(5)]
     assert call_many(calls, workers=2) == [[[i], {"k": i}] for i in range(5)]
+
+
+@pytest.mark.parametrize(("cores", "workers"), [(1, 1), (2, 2), (9, 3)])
+def test_many_calls_take_the_cores_that_there_are_and_no_more(monkeypatch, cores, workers):
+    taken = []
+
+    def pool(count):
+        taken.append(count)
+        return ThreadPoolExecutor(count)
+
+    monkeypatch.setattr(isolated, "ThreadPoolExecutor", pool)
+    monkeypatch.setattr(isolated, "call", lambda target, *args, **options: args[0])
+    monkeypatch.setattr(host, "cores", lambda: cores)
+    assert call_many([Call(f"{HERE}:echo", (i,)) for i in range(3)]) == [0, 1, 2]
+    assert call_many([]) == []
+    assert taken == [workers, 1]
 
 
 def test_the_first_failure_of_many_stops_the_others():

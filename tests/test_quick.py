@@ -7,8 +7,8 @@ import pandas as pd
 import pytest
 
 from labkit import paths, registry
+from labkit.bench import records
 from labkit.bench.claim import OURS, OWN, Claim, Observation, Observed
-from labkit.sweep import run
 from labkit.workflow import filters, notebooks, quick, recorded
 
 
@@ -111,7 +111,7 @@ def test_a_quick_look_says_of_each_recorded_gpu_what_all_rows_say(name):
     assert 0 < len(few) < len(study.cases(values)) / 3
     for path, _ in paths.data_files(name, runs=False):
         rows = recorded.read(path)
-        part = quick.rows_of(look_of, run.of_cases(rows, few))
+        part = quick.rows_of(look_of, records.of_cases(rows, {case.id for case in few}))
         for one in study.claims:
             whole, look = recorded.judge(one, rows)[0], recorded.judge(one, part)[0]
             assert (look.direction, look.code) == (whole.direction, whole.code), f"{path.parent.name}: {one.id}"

@@ -727,7 +727,7 @@ def warmed(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     """The calls that are made side by side; cases of size 2 have them."""
     made: list[tuple[Any, ...]] = []
 
-    def call_many(calls: list[isolated.Call], workers: int) -> list[bool]:
+    def call_many(calls: list[isolated.Call]) -> list[bool]:
         assert not lab.measured
         assert {call.env["CUDA_VISIBLE_DEVICES"] for call in calls} == {"GPU-7"}
         made.extend(json.loads(json.dumps(call.args)) for call in calls)
@@ -761,7 +761,7 @@ def test_what_cannot_be_called_before_is_a_row_as_ever(lab, warmed):
 
 
 def test_a_process_that_dies_before_anything_is_timed_stops_nothing(lab, warmed, monkeypatch):
-    def dies(calls: list[isolated.Call], workers: int) -> list[bool]:
+    def dies(calls: list[isolated.Call]) -> list[bool]:
         raise isolated.IsolatedError("labkit.sweep.run:call_once", "crash", "signal 11")
 
     monkeypatch.setattr(isolated, "call_many", dies)

@@ -6,7 +6,7 @@ import re
 import pandas as pd
 import pytest
 
-from labkit import paths, registry
+from labkit import host, paths, registry
 from labkit.evidence import workers
 from labkit.sweep import correctness
 
@@ -207,7 +207,7 @@ def test_what_only_shows_is_used_by_nothing_that_runs_but_for_a_studys_claims():
 def test_there_are_at_most_as_many_workers_as_this_process_has_cores(monkeypatch, tmp_path, share, count):
     started = []
     monkeypatch.setattr(workers.paths, "CACHE", tmp_path)
-    monkeypatch.setattr(workers.isolated, "cores", lambda: 4)
+    monkeypatch.setattr(host, "cores", lambda: 4)
     monkeypatch.setenv("OMP_NUM_THREADS", share)
 
     def call_many(calls, most):

@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from toy_lab import GPU, NOTEBOOKS, SLUG, Toy
 
-from labkit import isolated, paths, registry
+from labkit import host, isolated, paths, registry
 from labkit.workflow import lease, notebooks, reports
 from labkit.workflow.notebooks import Parameter, UsageError, parse
 from labkit.workflow.progress import Progress
@@ -204,7 +204,7 @@ def test_notebooks_run_with_their_parameters_in_this_python(toy, monkeypatch):
     monkeypatch.setenv("JUPYTER_PATH", str(toy.root / "jupyter"))
     monkeypatch.setenv("JUPYTER_DATA_DIR", str(toy.root / "jupyter"))
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr(notebooks.isolated, "cores", lambda: 8)
+    monkeypatch.setattr(host, "cores", lambda: 8)
     seen = "sys.executable, os.getcwd(), labkit.__file__, os.environ['OMP_NUM_THREADS']"
     toy.notebook("layers", f"import os, sys, labkit\nprint(batches, {seen})")
     ground, layers = run(values={"layers": {"batches": [4, 5]}})
@@ -275,7 +275,7 @@ def test_a_kernel_that_does_not_start_is_tried_once_more(toy, calls):
 
 
 def test_as_many_at_once_as_jobs_allow_and_they_share_the_cores(toy, calls, monkeypatch):
-    monkeypatch.setattr(notebooks.isolated, "cores", lambda: 8)
+    monkeypatch.setattr(host, "cores", lambda: 8)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     for jobs, threads, overlap in ((1, "8", False), (2, "4", True)):
         assert all(result.ok for result in run(jobs=jobs))

@@ -5,7 +5,7 @@ import json
 import math
 import os
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -175,10 +175,22 @@ def _check_lists(path: Path, frame: pd.DataFrame) -> None:
 def merge(old: pd.DataFrame | None, new: pd.DataFrame) -> pd.DataFrame:
     """`old` with every case that `new` has replaced whole (all its variants), in a stable order."""
     if old is not None and len(old):
-        replaced = set(zip(new["op"], new["case"], strict=True))
-        keep = [key not in replaced for key in zip(old["op"], old["case"], strict=True)]
-        new = pd.concat([old[keep], new], ignore_index=True)
+        new = pd.concat([without_cases(old, set(zip(new["op"], new["case"], strict=True))), new], ignore_index=True)
     return new.sort_values(["op", "case", "cache", "mode", "variant"], kind="stable", ignore_index=True)
+
+
+def of_cases(rows: pd.DataFrame, ids: Collection[tuple[str, str]]) -> pd.DataFrame:
+    """The rows of these cases (`Case.id`)."""
+    return rows[_are_of(rows, ids)].reset_index(drop=True)
+
+
+def without_cases(rows: pd.DataFrame, ids: Collection[tuple[str, str]]) -> pd.DataFrame:
+    """The rows of all other cases (`Case.id`)."""
+    return rows[~_are_of(rows, ids)].reset_index(drop=True)
+
+
+def _are_of(rows: pd.DataFrame, ids: Collection[tuple[str, str]]) -> np.ndarray:
+    return np.array([one in ids for one in zip(rows["op"], rows["case"], strict=True)], bool)
 
 
 def processes(runs: Iterable[Sequence[int]]) -> int:

@@ -36,6 +36,11 @@ class Case:
         """The `case` column: the parameters as a JSON object with sorted keys."""
         return json.dumps(dict(self.params), sort_keys=True)
 
+    @property
+    def id(self) -> tuple[str, str]:
+        """The columns `op` and `case`, by which rows are of this case."""
+        return self.op, self.key
+
     def __getitem__(self, name: str) -> Any:
         return self.params[name]
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import pandas as pd
 
-from labkit import isolated, paths
+from labkit import host, isolated, paths
 from labkit.bench.records import write_atomic
 from labkit.evidence import roofline, workers
 from labkit.kernels.launch import Launch
@@ -52,7 +52,7 @@ def prebuild(sources: Sequence[Source], capability: int) -> None:
     """
     if not sources:
         return
-    count = min(isolated.cores(), len(sources))
+    count = min(host.cores(), len(sources))
     with tempfile.TemporaryDirectory() as taken:
         arguments = [[list(source) for source in sources], capability, taken]
         call = isolated.Call("labkit.evidence.compiled:build_free", arguments, env=workers.COMPILING)

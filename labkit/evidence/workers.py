@@ -22,7 +22,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
 
-from labkit import isolated, paths, registry
+from labkit import host, isolated, paths, registry
 from labkit.bench.records import write_atomic
 
 T = TypeVar("T")
@@ -85,7 +85,7 @@ def kept_in() -> Path:
 def _cores() -> int:
     """How many cores there are for this process: of notebooks that run at once each has its share."""
     share = os.environ.get("OMP_NUM_THREADS", "")
-    return int(share) if share.isdecimal() and int(share) else isolated.cores()
+    return int(share) if share.isdecimal() and int(share) else host.cores()
 
 
 def files_of(function: str, requests: Sequence[Mapping[str, Any]], modules: Sequence[str] = ()) -> list[Path]:

@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from labkit import host
 from labkit.sources.catalogue import Source, cached, folder, is_fetched
 from labkit.sources.fetching import problems
 from labkit.sources.loading import NotFetched
@@ -126,7 +127,7 @@ def _build(recipe: Recipe, capability: int, nvcc: str, scratch: Path) -> Path:
     prepare(recipe, scratch)
     units = [folder(recipe.made) / unit for unit in recipe.units]
     objects = [compile_unit(recipe, capability, nvcc, recipe.own, scratch)]  # alone, since it soon says what is missing
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+    with ThreadPoolExecutor(host.cores()) as pool:
         objects += pool.map(lambda unit: compile_unit(recipe, capability, nvcc, unit, scratch), units)
     out = scratch / "library.so"
     stubs = write_stubs(objects, recipe.stubs, scratch)

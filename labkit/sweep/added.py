@@ -220,7 +220,7 @@ def tiny(study: Study) -> list[Case]:
     name, dtypes = study.added.dtypes
     found = [case for case in study.tiny if study.added.takes(case)]
     other = [Case(x.op, {**x.params, name: dtype}) for x in found for dtype in dtypes]
-    return list({(case.op, case.key): case for case in found + other}.values())
+    return list({case.id: case for case in found + other}.values())
 
 
 def refusals(
@@ -253,7 +253,7 @@ def _tried(
     ended = ""
     with tempfile.TemporaryDirectory() as folder:
         journal = records.Journal(Path(folder) / "tried.jsonl")
-        keys = [[case.op, case.key] for case in cases]
+        keys = [list(case.id) for case in cases]
         arguments = (study.name, list(study.add), function.variant, keys, device, timed, str(journal.path))
         env = {"TRITON_INTERPRET": None, **env}
         try:

@@ -48,13 +48,7 @@ def run(
     sweep.measure([case for case in cases if not study.early(case)], processes)
     variants.complete(study, parameters, path, env, say)
     timelines.complete(study, cases, paths.RUNS, env, say)
-    return of_cases(records.read(path), cases)
-
-
-def of_cases(rows: pd.DataFrame, cases: Iterable[Case]) -> pd.DataFrame:
-    """The rows of these cases."""
-    keys = {(case.op, case.key) for case in cases}
-    return rows[[key in keys for key in zip(rows["op"], rows["case"], strict=True)]].reset_index(drop=True)
+    return records.of_cases(records.read(path), {case.id for case in cases})
 
 
 @dataclass(frozen=True)
@@ -71,7 +65,7 @@ class _Sweep:
     def measure(self, cases: Sequence[Case], processes: int) -> None:
         """Bring the Parquet file up to date for these cases."""
         have = self._recorded(cases, processes)
-        wanted = [case for case in cases if (case.op, case.key) not in have]
+        wanted = [case for case in cases if case.id not in have]
         refused = added.refusals(self.study, wanted, self.env, self.say)
         if not prepared.is_prepared(self.study.name, prepared.KERNELS):
             compile_ahead(self.study, wanted, self.say)
@@ -88,7 +82,7 @@ class _Sweep:
         study, env = self.study, dict(self.env) | {"TRITON_INTERPRET": None}
         while missing := self._missing(wanted, index):
             self.say(f"{study.name}: process {index + 1}, {len(missing)} of {len(wanted)} cases to measure")
-            keys = [[case.op, case.key] for case in missing]
+            keys = [list(case.id) for case in missing]
             arguments = (study.name, keys, dict(self.parameters), index, str(self.journal.path))
             arguments = (*arguments, study.add, refused, study.left_out)
             before = len(self.journal.entries())
@@ -98,7 +92,7 @@ class _Sweep:
                 last = self.journal.entries()[before:][-1:]  # an older one may be of a case at which a run was stopped
                 if not last or "rows" in last[0]:
                     raise  # it died outside any case: that would repeat for ever
-                case = next(case for case in wanted if [case.op, case.key] == last[0]["case"])
+                case = next(case for case in wanted if list(case.id) == last[0]["case"])
                 reason = f"the process died: {failure.kind}: {failure.message}"
                 if not added.refuse(refused, study, case, reason):
                     self.journal.append(_entry(case, index, case_runner.failed_case(study, case, index, reason)))
@@ -108,12 +102,12 @@ class _Sweep:
 
     def _missing(self, wanted: Sequence[Case], index: int) -> list[Case]:
         done = self._finished(wanted)
-        return [case for case in wanted if (case.op, case.key, index) not in done]
+        return [case for case in wanted if (*case.id, index) not in done]
 
     def _finished(self, wanted: Sequence[Case]) -> dict[tuple[str, str, int], list[dict[str, Any]]]:
         """(op, case, process) -> the rows in the journal that may still be used."""
         found = {(*e["case"], e["run"]): e["rows"] for e in self.journal.entries() if "rows" in e}
-        cases = {(case.op, case.key): case for case in wanted}
+        cases = {case.id: case for case in wanted}
         known = {key: cases[key[:2]] for key in found if key[:2] in cases}
         return {key: found[key] for key, case in known.items() if _is_current(self.study, case, found[key])}
 
@@ -127,10 +121,10 @@ class _Sweep:
         found = set()
         groups = {key: rows.to_dict("records") for key, rows in records.read(self.path).groupby(["op", "case"])}
         for case in cases:
-            rows = groups.get((case.op, case.key), [])
+            rows = groups.get(case.id, [])
             measured = records.processes(row["run"] for row in rows)  # 0: nothing could run
             if _is_current(self.study, case, added.wanted(rows, self.study)) and not 0 < measured < processes:
-                found.add((case.op, case.key))
+                found.add(case.id)
         return found
 
     def _compact(self, cases: Sequence[Case], wanted: Sequence[Case], processes: int) -> None:
@@ -141,12 +135,12 @@ class _Sweep:
         done = self._finished(wanted)
         rows: list[dict[str, Any]] = []
         for case in wanted:
-            rows += _joined([done[case.op, case.key, index] for index in range(processes)])
+            rows += _joined([done[*case.id, index] for index in range(processes)])
         if rows:
             with records.changing(self.path):
                 old = records.read(self.path) if self.path.exists() else None
                 records.write(self.path, records.merge(old, pd.DataFrame(rows)))
-        moved = {(case.op, case.key) for case in cases}
+        moved = {case.id for case in cases}
         if left := [entry for entry in self.journal.entries() if tuple(entry["case"]) not in moved]:
             self.journal.rewrite(left)
         else:
@@ -162,10 +156,10 @@ def compile_ahead(study: Study, cases: Sequence[Case], say: Progress) -> None:
 
     if not cases or not study.kernels:
         return
-    capability = machine.this_machine().capability
-    sources = study.kernels(cases, capability, machine.this_machine().name)
+    here = machine.this_machine()
+    sources = study.kernels(cases, here.capability, here.name)
     say(f"{study.name}: compiling {len(sources)} kernels")
-    compiled.prebuild(sources, capability)
+    compiled.prebuild(sources, here.capability)
 
 
 def compile_apart(wanted: Sequence[tuple[str, Sequence[Sequence[str]]]], capability: int, gpu: str, spared: int) -> int:
@@ -205,7 +199,7 @@ def warm_up(study: Study, cases: Sequence[Case], env: Mapping[str, str | None], 
         return
     say(f"{study.name}: {len(calls)} calls of others compile what they need")
     try:
-        isolated.call_many(calls, min(len(calls), isolated.cores()))
+        isolated.call_many(calls)
     except isolated.IsolatedError as problem:  # compiled later then, one after the other
         say(f"{study.name}: {problem.kind}: {problem.message}")
 
@@ -251,16 +245,16 @@ def measure_process(
     prepared.await_others(study_name)  # among them what measures the ceilings
     limits = ceilings()
     tuning.keep_in(Path(journal_path).with_name(f"{study_name}.tuning.json"))
-    cases = [case for case in study.cases(parameters) if [case.op, case.key] in [list(key) for key in keys]]
+    cases = [case for case in study.cases(parameters) if list(case.id) in [list(key) for key in keys]]
     for count, case in enumerate(cases, 1):
-        journal.append({"case": [case.op, case.key], "run": index})
+        journal.append({"case": list(case.id), "run": index})
         journal.append(_entry(case, index, case_runner.measure(study, case, index, device, limits)))
         print(f"{study_name}: process {index + 1}, case {count} of {len(cases)}: {case.op} {case.key}", flush=True)
     return len(cases)
 
 
 def _entry(case: Case, index: int, rows: list[dict[str, Any]]) -> dict[str, Any]:
-    return {"case": [case.op, case.key], "run": index, "rows": rows}
+    return {"case": list(case.id), "run": index, "rows": rows}
 
 
 def _identity(row: Mapping[str, Any]) -> tuple[Any, ...]:

@@ -43,7 +43,7 @@ def complete(
     base: runs/. Where it cannot be taken one line says why, and the page that there is none.
     """
     shown = study.timelines
-    if shown is None or (shown.case.op, shown.case.key) not in {(case.op, case.key) for case in cases}:
+    if shown is None or shown.case.id not in {case.id for case in cases}:
         return
     if _is_current(study, timelines.path_of(base, machine.this_machine().slug, study.name)):
         return

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from labkit import isolated, paths
+from labkit import host, isolated, paths
 from labkit.bench.spec import Case, Study
 from labkit.kernels.tuned import slug
 from labkit.sweep import prepared, run
@@ -83,7 +83,7 @@ class Ahead:
             threading.Thread(target=self._judge, args=(judging,), daemon=True).start()
             with suppress(isolated.IsolatedError):
                 if every:
-                    isolated.call_many(every, min(len(every), isolated.cores()), _Halt(self._stop))
+                    isolated.call_many(every, stop=_Halt(self._stop))
             for name in filter(calls.get, calls):  # the others make theirs, should they need any
                 prepared.mark(name, prepared.CALLS)
             if compiling and self._quick:
@@ -115,13 +115,13 @@ class Ahead:
         study, asked = quick.asked(name, self._values.get(name, {}))
         file = paths.RUNS / slug(gpu.name) / f"{name}.parquet"
         have, cases = filters.keys_of(file) if file.exists() else set(), study.cases(asked)
-        left = [case for case in cases if (case.op, case.key) not in have]
+        left = [case for case in cases if case.id not in have]
         return study, left, len(left) == len(cases)
 
     def _go_on(self, gpu: lease.Gpu) -> threading.Thread | None:
         """Compile what is left, unless that is being done, or there are too few cores."""
         with self._lock:
-            if self._busy or isolated.cores() <= SPARED:
+            if self._busy or host.cores() <= SPARED:
                 return None
             self._busy, self._halt = True, _Halt(self._stop)
         thread = threading.Thread(target=self._compile_all, args=(gpu, self._halt), daemon=True)
@@ -150,7 +150,7 @@ class Ahead:
         some = {name: cases for name, (study, cases, _) in left.items() if study.kernels and cases}
         if not some:
             return
-        wanted = [(name, [(one.op, one.key) for one in cases]) for name, cases in some.items()]
+        wanted = [(name, [one.id for one in cases]) for name, cases in some.items()]
         env = {lease.VISIBLE: "", "TRITON_INTERPRET": None}
         arguments = ("labkit.sweep.run:compile_apart", wanted, capability, gpu.name, SPARED)
         with suppress(isolated.IsolatedError):  # what is wrong is said when the study is measured, and compiles it

@@ -7,7 +7,7 @@ import tarfile
 import tempfile
 import zipfile
 import zlib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -257,7 +257,7 @@ def _check_folder(folder: Path, report: Report) -> list[tuple[Path, Any]]:
             new = new[~own].reset_index(drop=True)
         if looked := _of_quick_looks(path.stem, new):
             report.left.append(f"{folder.name}/{path.name}: {len(looked)} cases that a quick look measured in part")
-            new = _without(new, looked)
+            new = records.without_cases(new, looked)
             if new.empty:
                 continue
         _check_rows(path, new, folder.name, here)
@@ -267,7 +267,7 @@ def _check_folder(folder: Path, report: Report) -> list[tuple[Path, Any]]:
         old = records.read(target) if target.exists() else None
         if old is not None and (fewer := _of_fewer_processes(old, new)):
             report.left.append(f"{folder.name}/{path.name}: {len(fewer)} cases that data/ has of more processes")
-            new = _without(new, fewer)
+            new = records.without_cases(new, fewer)
             if new.empty:
                 continue
         ready.append((target, records.merge(old, new)))
@@ -284,10 +284,6 @@ def _check_folder(folder: Path, report: Report) -> list[tuple[Path, Any]]:
     if ready:
         ready.append((paths.DATA / folder.name / "machine.json", here.to_json()))
     return ready
-
-
-def _without(rows: pd.DataFrame, cases: Collection[tuple[str, str]]) -> pd.DataFrame:
-    return rows[[key not in cases for key in zip(rows["op"], rows["case"], strict=True)]].reset_index(drop=True)
 
 
 def _of_quick_looks(study: str, rows: pd.DataFrame) -> set[tuple[str, str]]:

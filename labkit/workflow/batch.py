@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
-from labkit import isolated
+from labkit import host
 from labkit.workflow import jobs, lease, notebooks
 from labkit.workflow.progress import Progress
 
@@ -31,7 +31,7 @@ def run(
     progress = progress or Progress()
     progress.start([(job.name, job.name) for job in wanted])
     leased = lease.visible() if can_measure else []
-    limit = max(1, len(leased)) if leased else isolated.cores()
+    limit = max(1, len(leased)) if leased else host.cores()
     limit = max(1, min(limit, at_once or limit, len(wanted)))
     stop = threading.Event()
     results: dict[str, notebooks.Result] = {}

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from labkit import isolated, paths, registry
+from labkit import host, paths, registry
 from labkit.bench import records
 from labkit.bench.spec import Case, Study
 from labkit.kernels.tuned import slug
@@ -56,7 +56,7 @@ class Known:
 
     def of_first(self, case: Case) -> float:
         """Seconds of the first process for a case."""
-        key = (case.op, case.key)
+        key = case.id
         return self.first[key] if key in self.first else float(np.mean(self._like(case.op)))
 
     def of_later(self, case: Case) -> float:
@@ -81,7 +81,7 @@ def of_cases(study: Study, cases: Sequence[Case], processes: int, told: Known, c
     """Seconds of measuring these cases in so many processes, without others' calls; 0 without any."""
     if not cases:
         return 0.0
-    ahead = set().union(*(told.kernels.get((x.op, x.key), ()) for x in cases)) if study.kernels else ()
+    ahead = set().union(*(told.kernels.get(x.id, ()) for x in cases)) if study.kernels else ()
     again = [case for case in cases if not study.early(case)]
     each = START_S + (OTHERS_S if any(one.role == "peer" for case in cases for one in study.variants(case)) else 0.0)
     parts = each * (processes + (len(again) < len(cases)))
@@ -175,12 +175,12 @@ def _asked(name: str, given: Mapping[str, Any]) -> Wanted:
 
 def _counted(study: Study, parameters: Mapping[str, Any]) -> list[Key]:
     """The case of every kernel whose counters are read, as often as there are such kernels."""
-    return [(case.op, case.key) for case, _ in study.counted(parameters)]
+    return [case.id for case, _ in study.counted(parameters)]
 
 
 def _told(wanted: Mapping[str, Wanted], here: str, gpus: int, cores: int) -> Estimate:
     """By the rows of one recorded GPU: `here`, or the slowest."""
-    cores = cores or isolated.cores()
+    cores = cores or host.cores()
     found = {
         gpu: _seconds(wanted, gpu, here, cores)
         for gpu in ([here] if here in paths.recorded_gpus() else paths.recorded_gpus() or [""])
@@ -201,10 +201,10 @@ def _seconds(wanted: Mapping[str, Wanted], like: str, here: str, cores: int) -> 
 
 def _of_study(one: Wanted, left: Sequence[Case], like: str, cores: int) -> float:
     """Seconds of the cases of a study that are left, and of its page where that is not made beside another study."""
-    told, keys = _known(one.study.name, like), {(x.op, x.key) for x in left}
+    told, keys = _known(one.study.name, like), {x.id for x in left}
     beside = (0.0 if one.beside else PAGE_S) + COUNTED_S * sum(key in keys for key in one.counted)
     lines = one.study.timelines
-    if lines and (lines.case.op, lines.case.key) in keys:
+    if lines and lines.case.id in keys:
         beside += TIMELINES_S
     return beside + of_cases(one.study, left, one.processes, told, cores)
 
@@ -219,7 +219,7 @@ def _left(one: Wanted, here: str) -> list[Case]:
     """The cases that the rows in runs/ have not in as many processes."""
     mine = paths.RUNS / here / f"{one.study.name}.parquet"
     done = _done(recorded.read(mine)) if here and mine.exists() else {}
-    return [x for x in one.cases if done.get((x.op, x.key), 0) < (1 if one.study.early(x) else one.processes)]
+    return [x for x in one.cases if done.get(x.id, 0) < (1 if one.study.early(x) else one.processes)]
 
 
 def _done(rows: pd.DataFrame) -> dict[Key, int]:

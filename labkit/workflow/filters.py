@@ -106,7 +106,7 @@ def _chosen(study: Study, asked: Mapping[str, Any], name: str, item: Any, defaul
         return []
     rest = [other for other in default if other != item] if many else default
     with_rest = _keys(study.cases({**asked, name: rest})) if rest != [] else set()
-    return [case for case in study.cases({**asked, name: value}) if (case.op, case.key) not in with_rest]
+    return [case for case in study.cases({**asked, name: value}) if case.id not in with_rest]
 
 
 def _seen(chosen: list[list[Case]], items: list[Any], have: Set[Key]) -> Iterator[Any]:
@@ -125,7 +125,7 @@ def _items(value: Any) -> list[Any]:
 
 
 def _keys(cases: list[Case]) -> set[Key]:
-    return {(case.op, case.key) for case in cases}
+    return {case.id for case in cases}
 
 
 def keys_of(path: Path) -> set[Key]:

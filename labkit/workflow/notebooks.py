@@ -18,7 +18,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from labkit import isolated, paths, registry
+from labkit import host, isolated, paths, registry
 from labkit.bench import records, spec
 from labkit.sweep import added
 from labkit.workflow import filters, gpus, lease, store
@@ -350,7 +350,7 @@ def run(
     leased = lease.visible() if measuring else []
     itself = {name for name in measuring if name != FIRST and frees(values.get(name, {}))}
     quick = measuring <= {FIRST, *itself}
-    limit = max(1, len(leased) * (BESIDE_QUICK if quick else BESIDE)) if measuring else isolated.cores()
+    limit = max(1, len(leased) * (BESIDE_QUICK if quick else BESIDE)) if measuring else host.cores()
     limit = max(1, min(limit, jobs or limit, len(chosen)))
     threads = {} if measuring else share(limit)
     stop = threading.Event()
@@ -394,7 +394,7 @@ def run(
 
 def share(limit: int) -> dict[str, str]:
     """Environment by which so many notebooks at once share the cores, unless the reader has said otherwise."""
-    threads = str(max(1, isolated.cores() // limit))
+    threads = str(max(1, host.cores() // limit))
     return {name: threads for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS") if name not in os.environ}
 
 

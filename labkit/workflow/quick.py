@@ -40,7 +40,7 @@ def of(study: Study) -> Study:
         return study
 
     def cases(parameters: Mapping[str, Any]) -> list[Case]:
-        return [case for case in study.cases(parameters) if (case.op, case.key) in wanted]
+        return [case for case in study.cases(parameters) if case.id in wanted]
 
     return replace(spec.leaving_out(study, found["without"]), cases=cases, counted=lambda parameters: [])
 
@@ -105,7 +105,7 @@ def of_files(name: str, files: Sequence[Path]) -> dict[str, Any]:
 def cases_of(name: str, files: Sequence[Path]) -> list[Key]:
     """The headline cases. Claims share them where they can."""
     study = registry.load(name)
-    order = [(case.op, case.key) for case in study.cases(notebooks.defaults(name))]
+    order = [case.id for case in study.cases(notebooks.defaults(name))]
     kept: list[Key] = []
     for path in files:
         rows = recorded.read(path)

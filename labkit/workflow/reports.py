@@ -24,7 +24,6 @@ from labkit.evidence import roofline
 from labkit.kernels.tuned import slug
 from labkit.report import index, markdown, origins, pages, words
 from labkit.report.figures import Html
-from labkit.sweep import run
 from labkit.workflow import filters, judged, notebooks, predicted_words, quick, recorded, store
 
 _UNITS = {"read": "TB/s", "in_place": "TB/s", "copy": "TB/s", "bf16": "TFLOP/s", "fp8": "TFLOP/s"}  # shown in the index
@@ -186,7 +185,7 @@ def _tally(one: recorded.Rows, used: Mapping[str, Any], part: bool) -> str:
 def _shown_rows(one: recorded.Rows, used: Mapping[str, Any]) -> pd.DataFrame:
     """Those of the rows that a notebook with these parameters shows."""
     study, values = quick.asked(one.study, used)
-    rows = run.of_cases(one.rows, study.cases(values))
+    rows = records.of_cases(one.rows, {case.id for case in study.cases(values)})
     return quick.first_process(rows) if values.get(filters.QUICK) and not one.here else rows
 
 
