@@ -11,6 +11,7 @@ from labkit.sweep import run as sweep
 from labkit.workflow import ahead, lease, notebooks, quick, reports
 
 GPU = lease.Gpu(0, "GPU-7", "NVIDIA H100 80GB HBM3")
+KERNELS = prepared.kernels("nvidia-h100-80gb-hbm3")
 ORDER = ["machine", "state_layout", "gemv_coalescing", "moe_persistent_grid", "persistent_tables"]
 FEW = {"gemv_coalescing": {"models": ["Llama-3.2-1B"], "dtypes": ["bf16"]}}
 
@@ -77,7 +78,7 @@ def test_a_quick_look_is_compiled_at_once_before_anything_is_timed(calls, monkey
     assert waited.wait(30)
     thread.join(30)
     assert named == [order[1:]]
-    assert all(prepared.is_prepared(name, prepared.KERNELS) for name in order[1:])
+    assert all(prepared.is_prepared(name, KERNELS) for name in order[1:])
 
 
 def test_calls_of_others_are_made_before_anything_is_timed(calls, monkeypatch):
@@ -246,12 +247,12 @@ def test_what_is_compiled_ahead_is_not_looked_up_again(calls, monkeypatch):
     """But of a study whose first rows say which kernels it needs: a quick look measures none of these."""
     order = [*ORDER[1:], "gated_delta_today"]
     company = begun("state_layout", order=order, values={"gemv_coalescing": {"quick": True}})
-    assert [name for name in order if prepared.is_prepared(name, prepared.KERNELS)] == [
+    assert [name for name in order if prepared.is_prepared(name, KERNELS)] == [
         "gemv_coalescing",
         "persistent_tables",
         "gated_delta_today",
     ]
-    asked, file = [], ahead.paths.RUNS / "none.parquet"
+    asked, file = [], ahead.paths.RUNS / "nvidia-h100-80gb-hbm3" / "none.parquet"
     monkeypatch.setattr(sweep, "compile_ahead", lambda study, cases, say: asked.append(study.name))
     for name in ("gated_delta_today", "state_layout"):
         study = registry.load(name)
@@ -266,15 +267,24 @@ def test_what_did_not_compile_or_was_stopped_is_looked_up_again(calls, monkeypat
 
     monkeypatch.setattr(isolated, "call", stopped)
     company = begun("state_layout", order=["state_layout", "persistent_tables"])
-    assert not prepared.is_prepared("persistent_tables", prepared.KERNELS)
+    assert not prepared.is_prepared("persistent_tables", KERNELS)
     del company
 
 
 def test_outside_a_run_nothing_is_prepared(monkeypatch):
     monkeypatch.delenv(prepared.FOLDER, raising=False)
-    assert not prepared.is_prepared("state_layout", prepared.KERNELS)
+    assert not prepared.is_prepared("state_layout", KERNELS)
 
 
 def _held(name, held):
     with held:
         return notebooks.Result(name, name, 0.0)
+
+
+def test_what_is_compiled_for_one_gpu_is_not_for_another(calls, monkeypatch):
+    """A host may have GPUs of two generations, whose kernels are not the same."""
+    company = begun("machine", order=ORDER[:2])
+    prepared.mark("state_layout", KERNELS)
+    assert prepared.is_prepared("state_layout", KERNELS)
+    assert not prepared.is_prepared("state_layout", prepared.kernels("nvidia-a100-sxm4-80gb"))
+    del company

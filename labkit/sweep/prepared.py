@@ -14,9 +14,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 FOLDER = "LABKIT_PREPARED"  # in the environment: the folder of the marks
-KERNELS = "kernels"  # all that the study's cases need are compiled
 CALLS = "calls"  # what libraries and releases offer was called once
 _ALONE = ".alone"
+
+
+def kernels(gpu: str) -> str:
+    """What is marked once all kernels are compiled that a study's cases need on the GPU with this name of a folder."""
+    return f"kernels.{gpu}"
 
 
 def mark(study: str, what: str) -> None:

@@ -67,7 +67,7 @@ class _Sweep:
         have = self._recorded(cases, processes)
         wanted = [case for case in cases if case.id not in have]
         refused = added.refusals(self.study, wanted, self.env, self.say)
-        if not prepared.is_prepared(self.study.name, prepared.KERNELS):
+        if not prepared.is_prepared(self.study.name, prepared.kernels(self.path.parent.name)):
             compile_ahead(self.study, wanted, self.say)
         warm_up(self.study, wanted, self.env, self.say)
         for index in range(processes):

@@ -158,7 +158,7 @@ class Ahead:
             for name, (study, cases, whole) in left.items():
                 # Rows of earlier sources are measured again; and early cases say which kernels the others need.
                 if whole and not (study.settle and any(map(study.early, cases))):
-                    prepared.mark(name, prepared.KERNELS)
+                    prepared.mark(name, prepared.kernels(slug(gpu.name)))
 
 
 def times_host(name: str, values: Mapping[str, Any]) -> bool:
