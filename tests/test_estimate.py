@@ -173,6 +173,18 @@ def test_what_this_machine_has_measured_is_not_counted_again(tmp_path, monkeypat
     assert estimate.of_run({"layers": {}}, ["Another"]).like == SLUG
 
 
+@pytest.mark.parametrize("base", ["runs", "data"])
+def test_a_damaged_file_does_not_stop_an_estimate(tmp_path, monkeypatch, base):
+    """What measures, or shows it, names the file."""
+    toy = Toy(tmp_path)
+    toy.enter(monkeypatch)
+    toy.measured(toy.rows(), "data")
+    whole = estimate.of_run({"layers": {}}, ["NVIDIA Made-Up 9"]).seconds["layers"]
+    toy.write(f"{base}/{SLUG}/layers.parquet", "no rows")
+    found = estimate.of_run({"layers": {}}, ["NVIDIA Made-Up 9"]).seconds["layers"]
+    assert found == whole if base == "runs" else found > estimate.PAGE_S
+
+
 def test_it_is_said_in_minutes():
     found = estimate.Estimate({"machine": 50.0, "state_layout": 600.0}, 1, "nvidia-h200")
     assert str(found) == (

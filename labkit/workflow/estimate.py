@@ -20,6 +20,7 @@ A case that no GPU has recorded takes the mean of its operation, and one of an o
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -211,14 +212,22 @@ def _of_study(one: Wanted, left: Sequence[Case], like: str, cores: int) -> float
 
 def _known(name: str, like: str) -> Known:
     """What is known of a study by the rows of a GPU, and by those of the others."""
-    files = [paths.DATA / gpu / f"{name}.parquet" for gpu in (like, *paths.recorded_gpus())]
-    return known(*(recorded.read(path) for path in files if path.exists())) if files[0].exists() else Known()
+    mine, *others = (_rows(paths.DATA / gpu / f"{name}.parquet") for gpu in (like, *paths.recorded_gpus()))
+    return Known() if mine is None else known(mine, *(rows for rows in others if rows is not None))
+
+
+def _rows(path: Path) -> pd.DataFrame | None:
+    """The rows of a data file; None if there is none, or it is damaged, which what measures will say."""
+    try:
+        return recorded.read(path) if path.exists() else None
+    except records.RecordError:
+        return None
 
 
 def _left(one: Wanted, here: str) -> list[Case]:
     """The cases that the rows in runs/ have not in as many processes."""
-    mine = paths.RUNS / here / f"{one.study.name}.parquet"
-    done = _done(recorded.read(mine)) if here and mine.exists() else {}
+    mine = _rows(paths.RUNS / here / f"{one.study.name}.parquet") if here else None
+    done = {} if mine is None else _done(mine)
     return [x for x in one.cases if done.get(x.id, 0) < (1 if one.study.early(x) else one.processes)]
 
 
