@@ -224,12 +224,12 @@ def _how_long(values: dict[str, dict[str, Any]]) -> "Estimate":
     return estimate.of_run(values, [one.name for one in lease.visible()])
 
 
-def _how_long_jobs(wanted: Sequence["Job"], at_once: int | None) -> str:
-    """What these jobs will take to measure here; empty if none of them is left to."""
+def _how_long_jobs(wanted: Sequence["Job"], at_once: int | None) -> list[str]:
+    """A line that says what these jobs will take to measure here; none if none of them is left to."""
     from labkit.workflow import estimate, lease
 
     told = estimate.of_jobs(wanted, [one.name for one in lease.visible()], at_once)
-    return str(told) if told.seconds else ""
+    return [str(told)] if told.seconds else []
 
 
 def _run_jobs(
@@ -261,13 +261,13 @@ def _run_jobs(
         can_measure = False if on else notebooks.can_measure([(one.study, one.values) for one in wanted])
     except notebooks.UsageError as wrong:
         raise click.UsageError(str(wrong)) from None
+    told = _how_long_jobs(wanted, at_once) if can_measure else []
     if dry_run:
-        for line in jobs.plan(wanted, can_measure or bool(on)):
+        for line in [*jobs.plan(wanted, can_measure or bool(on)), *told]:
             click.echo(line)
-    if can_measure and (told := _how_long_jobs(wanted, at_once)):
-        (click.echo if dry_run else _say)(told)
-    if dry_run:
         return
+    for line in told:
+        _say(line)
     try:
         if profile:
             results = _until_stopped(lambda: engine.run(wanted, profile, at_once))

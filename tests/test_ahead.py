@@ -281,10 +281,12 @@ def _held(name, held):
         return notebooks.Result(name, name, 0.0)
 
 
-def test_what_is_compiled_for_one_gpu_is_not_for_another(calls, monkeypatch):
+@pytest.mark.parametrize(("gpu", "asked"), [("nvidia-h100-80gb-hbm3", 0), ("nvidia-a100-sxm4-80gb", 1)])
+def test_what_is_compiled_for_one_gpu_is_not_for_another(calls, monkeypatch, gpu, asked):
     """A host may have GPUs of two generations, whose kernels are not the same."""
-    company = begun("machine", order=ORDER[:2])
-    prepared.mark("state_layout", KERNELS)
-    assert prepared.is_prepared("state_layout", KERNELS)
-    assert not prepared.is_prepared("state_layout", prepared.kernels("nvidia-a100-sxm4-80gb"))
+    company, found = begun("state_layout", order=["state_layout", "persistent_tables"]), []
+    monkeypatch.setattr(sweep, "compile_ahead", lambda study, cases, say: found.append(study.name))
+    study, file = registry.load("persistent_tables"), ahead.paths.RUNS / gpu / "none.parquet"
+    sweep._Sweep(study, {}, {}, print, file, records.Journal(file)).measure([], 0)
+    assert len(found) == asked
     del company

@@ -233,12 +233,18 @@ def test_the_one_whole_run_that_rows_tell_of(gpu):
     assert abs(math.log(told / took)) < math.log(1 + RIGHT)
 
 
+@pytest.mark.parametrize(("gpu", "minutes"), [("NVIDIA H100 80GB HBM3", 13), ("NVIDIA H200", 11)])
+def test_a_quick_look_at_everything_takes_some_minutes_at_most(gpu, minutes):
+    """Eight are aimed at: most of the time is compiling, others' kernels above all, where nothing was compiled yet."""
+    values = {name: {"quick": True} for name in registry.NOTEBOOKS}
+    assert estimate.of_run(values, [gpu], 16).whole <= minutes * 60
+
+
 def test_a_quick_look_at_everything_takes_as_long_as_the_one_that_was_timed():
-    """On an H100, with 16 cores and nothing compiled before: from the estimate to the index. Eight minutes at most."""
+    """On an H100, with 16 cores and nothing compiled before: from the estimate to the index."""
     values, took = {name: {"quick": True} for name in registry.NOTEBOOKS}, 446
     told = estimate.of_run(values, ["NVIDIA H100 80GB HBM3"], 16).whole
     assert abs(math.log(told / took)) < math.log(1 + RIGHT)
-    assert took <= 8 * 60
 
 
 def test_jobs_that_measure_share_the_gpus(monkeypatch):

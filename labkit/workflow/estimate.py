@@ -193,16 +193,17 @@ def _told(wanted: Mapping[str, Wanted], here: str, gpus: int, cores: int) -> Est
 def _seconds(wanted: Mapping[str, Wanted], like: str, here: str, cores: int) -> dict[str, float]:
     """Seconds of each study by the rows of a GPU."""
     left = {name: _left(one, here) for name, one in wanted.items()}
-    found = {name: _of_study(one, left[name], like, cores) for name, one in wanted.items()}
+    told = {study: _known(study, like) for study in {one.study.name for one in wanted.values()}}
+    found = {name: _of_study(one, left[name], told[one.study.name], cores) for name, one in wanted.items()}
     calls = {name: len(run.calls_of(one.study, left[name], {})) for name, one in wanted.items()}
     if notebooks.FIRST in wanted:
         calls = {notebooks.FIRST: sum(calls.values())}
     return {name: seconds + of_calls(calls.get(name, 0), cores) for name, seconds in found.items()}
 
 
-def _of_study(one: Wanted, left: Sequence[Case], like: str, cores: int) -> float:
+def _of_study(one: Wanted, left: Sequence[Case], told: Known, cores: int) -> float:
     """Seconds of the cases of a study that are left, and of its page where that is not made beside another study."""
-    told, keys = _known(one.study.name, like), {x.id for x in left}
+    keys = {x.id for x in left}
     beside = (0.0 if one.beside else PAGE_S) + COUNTED_S * sum(key in keys for key in one.counted)
     lines = one.study.timelines
     if lines and lines.case.id in keys:
@@ -212,7 +213,8 @@ def _of_study(one: Wanted, left: Sequence[Case], like: str, cores: int) -> float
 
 def _known(name: str, like: str) -> Known:
     """What is known of a study by the rows of a GPU, and by those of the others."""
-    mine, *others = (_rows(paths.DATA / gpu / f"{name}.parquet") for gpu in (like, *paths.recorded_gpus()))
+    gpus = [like, *(gpu for gpu in paths.recorded_gpus() if gpu != like)]
+    mine, *others = (_rows(paths.DATA / gpu / f"{name}.parquet") for gpu in gpus)
     return Known() if mine is None else known(mine, *(rows for rows in others if rows is not None))
 
 
