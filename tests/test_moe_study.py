@@ -81,7 +81,7 @@ def case(op="layer", model=QWEN3_30B, T=128, weights="bf16", routing="uniform"):
 def test_cases_are_distinct_and_survive_json():
     found = study.cases(ALL)
     study.STUDY.check(ALL)
-    assert {x.op for x in found} == {"tune", "layer", "gemm1", "gemm2", "waves"}
+    assert {x.op for x in found} == {"tune", "layer", "gemm1", "gemm2", "designs", "waves"}
     assert len({(x.op, x.key) for x in found}) == len(found)
     for x in found:
         again = Case(x.op, json.loads(x.key))

@@ -43,6 +43,9 @@ def _of(x: Case, capability: int, gpu: str) -> Iterator[tuple[Any, Source]]:
     shape = [x[name] for name in ("E", "H", "I", "top_k", "weights", "activations")]
     for line in lines:
         how = line.options
+        if line.make == "design":
+            yield from _designed(x, shape, how.get("by", ""), capability)
+            continue
         if line.make == "limited":
             how = {"base": "rule", "grid": how["grid"], "dependent": False}
         elif line.make not in ("layer", "gemm") or how.get("plain"):
@@ -55,6 +58,15 @@ def _of(x: Case, capability: int, gpu: str) -> Iterator[tuple[Any, Source]]:
             dissect = wanted[0] in variants.GEMMS and x.op != "tune" and not config.rows
             yield [*key, dissect], (f"{__name__}:layer", shared | {"wanted": wanted, "dissect": dissect})
     yield from _foreign(x, lines, shape, gpu)
+
+
+def _designed(x: Case, shape: list[Any], by: str, capability: int) -> Iterator[tuple[Any, Source]]:
+    """The same of a layer by another design, or by tiles."""
+    config = trials.designed_for(x, "cpu", by)
+    shared = {"op": x.op, "params": dict(x.params), "choice": config.as_dict(), "by": by}
+    for key, wanted in _parts(x, shape, variants.GEMMS, config, False, capability):
+        dissect = wanted[0] in variants.GEMMS
+        yield [by] * dissect + [*key, dissect], (f"{__name__}:layer", shared | {"wanted": wanted, "dissect": dissect})
 
 
 def _foreign(x: Case, lines: Sequence[variants.Line], shape: list[Any], gpu: str) -> Iterator[tuple[Any, Source]]:
@@ -127,8 +139,9 @@ def layer(
     choice: Mapping[str, Any],
     int8: bool = False,
     dissect: bool = False,
+    by: str = "",
 ) -> list[Launch]:
-    """Those of the wanted launches that the layer of a case and a configuration has.
+    """Those of the wanted launches that the layer of a case and a configuration has, by a design if one is named.
 
     dissect: also take their code apart now, for the evidence of the rows; what is found is kept on disk.
     """
@@ -137,7 +150,9 @@ def layer(
     rows, parts, integers = inputs.sizes(item)
     shared = (torch.empty(size, dtype=item.x.dtype) for size in (rows, parts))
     scratch = inputs.Workspace(x["T"], *shared, torch.empty(integers, dtype=torch.int32))
-    launches = (w4a8.layer if int8 else expert_layer.layer)(item, config_from(choice), scratch).launches
+    config = config_from(choice)
+    make = w4a8.layer if int8 else partial(trials.designed, by=by) if by else expert_layer.layer
+    launches = make(item, config, scratch).launches
     found = [launches[name] for name in wanted if name in launches]
     if dissect:
         compiled.evidence(found[0], offline.offline_capability())

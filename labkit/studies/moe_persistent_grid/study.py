@@ -18,7 +18,7 @@ INT4_UP_TO = 512  # tokens, up to which INT4 GEMMs of models that are not `ablat
 
 
 def cases(parameters: Mapping[str, Any]) -> list[Case]:
-    """What is tuned, then model by model its layers and its single GEMMs, then the GEMM of few waves.
+    """What is tuned, then model by model its layers and its single GEMMs, other designs, and the GEMM of few waves.
 
     That one has all slots at one expert: few tiles, whose number goes up in small steps with the tokens.
     """
@@ -33,6 +33,7 @@ def cases(parameters: Mapping[str, Any]) -> list[Case]:
         for weights in parameters["weights"]:
             found += _layers(model, weights, parameters) if model in parameters["models"] else []
             found += _gemms(model, weights, parameters) if model in parameters["gemms"] else []
+    found += _designs(parameters)
     return found + [_case("waves", QWEN3_30B.name, t, "bf16", "one expert") for t in parameters["wave_tokens"]]
 
 
@@ -50,6 +51,20 @@ def _gemms(model: str, weights: str, parameters: Mapping[str, Any]) -> list[Case
         for tokens in parameters["gemm_tokens"]
         if weights != "INT4" or tokens <= INT4_UP_TO or names.ablated(model, weights, tokens)
     ]
+
+
+def _designs(parameters: Mapping[str, Any]) -> list[Case]:
+    """Blocks of one expert as one tile, by routing; INT4 as fragments, by model, at the tokens of the single GEMMs."""
+    tokens = {kind: [t for t in parameters["gemm_tokens"] if t in some] for kind, some in names.DESIGNED_AT.items()}
+    skewed = [model for model in SKEWED if model in parameters["gemms"] and "bf16" in parameters["weights"]]
+    found = [
+        _case("designs", model, t, "bf16", kind)
+        for model in skewed
+        for t in tokens["bf16"]
+        for kind in parameters["routings"]
+    ]
+    models = parameters["gemms"] if "INT4" in parameters["weights"] else []
+    return found + [_case("designs", model, t, "INT4") for model in models for t in tokens["INT4"]]
 
 
 def _case(op: str, model: str, tokens: int, weights: str, routing: str = UNIFORM) -> Case:
@@ -90,7 +105,7 @@ STUDY = Study(
         "gemm_tokens": list_of(integer(1, 65536), empty=True),
         "wave_tokens": list_of(integer(1, 65536), empty=True),
     },
-    tiny=(_tiny("layer", "fp32"), _tiny("layer", "INT4"), _tiny("gemm1", "INT4")),
+    tiny=(_tiny("layer", "fp32"), _tiny("layer", "INT4"), _tiny("gemm1", "INT4"), _tiny("designs", "fp32")),
     early=lambda case: case.op == "tune",
     settle=settle,
     kernels=lazy(f"{names.STUDY}.ahead:launches"),

@@ -19,7 +19,7 @@ from labkit import sources
 from labkit.bench.spec import Arguments, Case, Trial
 from labkit.evidence import compiled, roofline
 from labkit.kernels import offline
-from labkit.kernels.experts import choose, expert_layer, reference
+from labkit.kernels.experts import choose, expert_layer, few_rows, reference, wide
 from labkit.kernels.experts import int4 as experts_int4
 from labkit.kernels.experts.choose import Candidate, Choice
 from labkit.kernels.experts.inputs import Layer, LayerInputs, Workspace, workspace
@@ -33,6 +33,7 @@ from labkit.studies.moe_persistent_grid import (
     humming,
     peers,
     sglang,
+    variants,
     vllm,
     w4a8,
     work,
@@ -239,6 +240,41 @@ def layer(x: Case, device: Any, sets: int, seed: int, **how: Any) -> Trial:
 
     stored = not config.fused and not int8
     return _layer(x, items, made, INT8 if int8 else EXACT, kind, stored, facts=facts)
+
+
+def design(x: Case, device: Any, sets: int, seed: int, by: str = "") -> Trial:
+    """The lab's layer by another design, or by tiles; by: the variant whose design it is."""
+    items = _with_outputs(inputs(x, device, sets, seed))
+    scratch = _shared(x, device, "scratch", lambda: workspace(items[0]))
+    config = designed_for(x, device, by)
+    made = [designed(item, config, _own_tables(scratch), by) for item in items]
+
+    def facts() -> dict[str, Any]:  # looked at after a check, which has called the first of them
+        code = {name: _code(made[0].launches[name]) for name in variants.GEMMS}
+        return {"config": config.as_dict(), "bits": hash_of(items[0].out)} | code
+
+    return _layer(x, items, made, facts=facts)
+
+
+def designed_for(x: Case, device: Any, by: str) -> Choice:
+    """The configuration of a case by a design."""
+    return few_rows.BLOCKS if by == variants.FRAGMENTS else config_of(x, device, base="ours")
+
+
+def designed(item: LayerInputs, config: Choice, scratch: Workspace, by: str) -> Layer:
+    """The launches of a design on one set of inputs."""
+    if by == variants.FRAGMENTS:
+        return few_rows.by_few_rows(item, scratch)
+    make = wide.by_wide_tiles if by == variants.SIDE else expert_layer.by_tiles
+    return make(item, config, scratch)
+
+
+def _code(launch: Launch) -> dict[str, Any]:
+    """What is kept of a kernel's evidence; nothing where it is not compiled."""
+    if launch.args["slots"].device.type != "cuda":
+        return {}
+    found = compiled.evidence(launch)
+    return {name: found[name] for name in KEPT}
 
 
 def _layer(
@@ -549,11 +585,8 @@ def evidence(made: Layer, op: str) -> dict[str, Any]:
     live = int(made.sorted.padded) // made.config.block_m
     found = {"block_m": made.config.block_m, "tile": str(tile), "live": live, "blocks": made.sorted.blocks}
     found |= {"tiles": (live if tile.counted else made.sorted.blocks) * columns, "programs": launch.grid[0]}
-    device = launch.args["slots"].device
-    if device.type != "cuda":
-        return found
-    kernel = compiled.evidence(launch)
-    return found | {"sms": multiprocessors(device)} | {name: kernel[name] for name in KEPT}
+    code = _code(launch)
+    return found | ({"sms": multiprocessors(launch.args["slots"].device)} | code if code else {})
 
 
 def released_gemm(

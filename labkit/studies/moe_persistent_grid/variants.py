@@ -1,7 +1,7 @@
 """What is timed: the names of the variants, one table of them for each operation, and which of them a case has.
 
 Operations: `layer`, a whole layer; `gemm1` and `gemm2`, one of its products; `waves`, GEMM1 on parts of the GPU;
-`tune`, candidates for the tuned table, of either product.
+`tune`, candidates for the tuned table, of either product; `designs`, a whole layer by another design of its products.
 """
 
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -43,6 +43,9 @@ RIVALS = (GROUPED, LIGER, LOOP, SGLANG, VLLM)
 ENGINES = {SGLANG: "SGLang", VLLM: "vLLM", HUMMING: "Humming"}  # layers, or what they are made of, of engines
 ENGINES_OF = {"bf16": (SGLANG, VLLM), "INT4": (VLLM, HUMMING)}  # kind of weights -> those that have it
 TUNED_FOR = SOURCE_T  # tokens that OTHER_TOKENS was tuned for
+SIDE = "ours, blocks of one expert as one tile"
+FRAGMENTS = "ours, INT4 as fragments"
+DESIGNED_AT = {"bf16": (128,), "INT4": (16, 128)}  # tokens
 
 # Others' own code. ExecuTorch's: as released, and with the pull request's grid applied to it
 RELEASE = "executorch-1.5.1"
@@ -189,6 +192,17 @@ LINES = {  # operation, of layers with the kind of weights -> its variants; the 
         *(_of_source(16, PERSISTENT, f"groups of {size}") for size in GROUPS if size != 8),
         Line(READ, "ceiling", "read", {}),
     ],
+    "designs": [
+        Line(OURS, "baseline", "design", {}),
+        Line(SIDE, "step", "design", {"by": SIDE}),
+        Line(GROUPED, "peer", "grouped_mm", {}),
+        Line(READ, "ceiling", "read", {}),
+    ],
+    "designs, INT4": [
+        Line(OURS, "baseline", "design", {}),
+        Line(FRAGMENTS, "step", "design", {"by": FRAGMENTS}),
+        Line(READ, "ceiling", "read", {}),
+    ],
     "waves": [
         Line(limited(sms, grid), "step", "limited", {"sms": sms, "grid": how})
         for sms in SMS
@@ -208,7 +222,8 @@ def lines(x: Case) -> list[Line]:
     """The variants of a case."""
     if x.op == "tune":
         return [Line(str(one), "step", "gemm", {"choice": one}) for one in candidates(x)]
-    key = "gemm" if x.op in GEMMS else f"{x.op}, INT4" if (x.op, x["weights"]) == ("layer", "INT4") else x.op
+    key = "gemm" if x.op in GEMMS else x.op
+    key = f"{key}, INT4" if x["weights"] == "INT4" and f"{key}, INT4" in LINES else key
     return [line for line in LINES[key] if _takes(x, line.name)]
 
 
@@ -271,6 +286,7 @@ def _variant(x: Case, line: Line) -> Variant:
 _RULE, _BY_WORDS = f"{EXPERTS}.choose:rule", f"{EXPERTS}.choose:by_words"
 _PRODUCTS, _TILES = f"{EXPERTS}.expert_layer:products", f"{EXPERTS}.expert_layer:by_tiles"
 BY_TILES_SOURCE = _RULE, _TILES  # of our layer of more than one token
+_BY_DESIGN = {SIDE: (_RULE, f"{EXPERTS}.wide:by_wide_tiles"), FRAGMENTS: (f"{EXPERTS}.few_rows:by_few_rows",)}
 _IN_BYTES, _IN_WORDS = f"{EXPERTS}.one_token:launches", f"{EXPERTS}.one_token_words:launches"
 _RUNS = {  # by the name of the function in `trials`, where that is enough
     "limited": (_RULE, _PRODUCTS, f"{STUDY}.green_context:stream_on", f"{STUDY}.green_context:timed"),
@@ -295,6 +311,8 @@ def _runs(x: Case, line: Line) -> str | tuple[str, ...]:
         return _PRODUCTS
     if line.make in _RUNS:
         return _RUNS[line.make]
+    if line.make == "design":
+        return _BY_DESIGN.get(options.get("by", ""), BY_TILES_SOURCE)
     if x.op == "layer" and x["T"] == 1 and not options.keys() & {"grid", "tokens", "rows"}:  # these are about tiles
         if x["weights"] != "INT4" or "plain" in options:
             return _RULE, _IN_BYTES

@@ -1,0 +1,170 @@
+"""An expert layer whose blocks are small and whose router may send many tokens to few experts: `by_wide_tiles`.
+
+| what             | hypothesis                                                                                        |
+|------------------|---------------------------------------------------------------------------------------------------|
+| wide tiles       | blocks of 16 rows are right where each expert has few; where one has many, each of its weights is |
+|                  | loaded and multiplied once for every block. Blocks side by side that belong to one expert become  |
+|                  | one tile, in the same launch: a program sees it by the experts of the blocks around its own       |
+| the others leave | programs of the blocks that such a tile has taken over end at once                                |
+| not where few    | if even all tokens at one choice of experts leave most multiprocessors without a wide tile, a     |
+|                  | product is faster in many small ones                                                              |
+
+So the host knows nothing of the routing, and a captured graph is right for every one.
+
+Sources: tiles.py. bf16, fp16 or fp32 weights, SiLU · up fused.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from labkit.kernels.checks import check_one_of
+from labkit.kernels.dependent import wait_for_inputs
+from labkit.kernels.experts import blocks as experts_blocks
+from labkit.kernels.experts.choose import Choice, TileChoice, choose
+from labkit.kernels.experts.expert_layer import by_tiles
+from labkit.kernels.experts.inputs import Layer, LayerInputs, Workspace, check_layer, workspace
+from labkit.kernels.experts.tiles import _load, _place_of, _product, _silu_up, _tile, options_of
+from labkit.kernels.launch import Launch
+from labkit.kernels.target import multiprocessors
+
+WIDE = (2, 4, 8)
+ROWS = 128  # of a wide tile
+
+
+@dataclass(frozen=True)
+class WideChoice:
+    """wide: blocks of a wide tile; least: so many of one expert are one; block_k: its values along K at once."""
+
+    wide: int = 8
+    least: int = 2
+    block_k: int = 64
+
+
+@triton.jit
+def _wide_tile(
+    first, count, column, expert, a, w, c, slots, slot_count,
+    N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr, GATHER: tl.constexpr, SWAP: tl.constexpr,
+    BLOCK_M: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """One tile: `count` blocks of one expert from `first` on, of ROWS rows together at most, BLOCK_N rows of its w."""
+    EVEN_K: tl.constexpr = K % BLOCK_K == 0
+    OUT: tl.constexpr = N // 2 if GATHER else N
+    WIDTH: tl.constexpr = BLOCK_N // 2 if GATHER else BLOCK_N
+    dtype: tl.constexpr = a.dtype.element_ty
+    m = first * BLOCK_M + tl.arange(0, ROWS)
+    slot = tl.load(slots + m, mask=m < (first + count) * BLOCK_M, other=slot_count)
+    valid = slot < slot_count
+    n = column * BLOCK_N + tl.arange(0, BLOCK_N)
+    if GATHER:
+        n = n // 2 + n % 2 * OUT  # gate and up of an output side by side
+    if N % BLOCK_N != 0:
+        n = tl.minimum(n, N - 1)
+    w += expert.to(tl.int64) * (N * K)
+    ks = tl.arange(0, BLOCK_K)
+    rows = a + (slot // TOP_K if GATHER else m).to(tl.int64) * K
+    sums = tl.zeros([BLOCK_N, ROWS] if SWAP else [ROWS, BLOCK_N], tl.float32)
+    for k in range(0, K, BLOCK_K):
+        inside = k + ks < K
+        x = _load(rows[:, None] + (k + ks)[None, :], valid[:, None] & inside[None, :], True)
+        b = _load(w + k + ((n * K)[:, None] + ks[None, :]), inside[None, :], not EVEN_K)
+        sums = _product(x, b, sums, SWAP)
+    if SWAP:
+        sums = tl.trans(sums)
+    if GATHER:
+        gate, up = tl.split(tl.reshape(sums, [ROWS, WIDTH, 2]))
+        sums = _silu_up(gate, up)
+    out = column * WIDTH + tl.arange(0, WIDTH)
+    to = (m if GATHER else slot).to(tl.int64)
+    tl.store(c + to[:, None] * OUT + out[None, :], sums.to(dtype), mask=(out < OUT)[None, :] & valid[:, None])
+
+
+@triton.jit(do_not_specialize=["slot_count"])
+def _wide_kernel(
+    a, w, c, slots, experts, padded, slot_count,
+    N: tl.constexpr, K: tl.constexpr, E: tl.constexpr, TOP_K: tl.constexpr, GATHER: tl.constexpr, ACT: tl.constexpr,
+    SWAP: tl.constexpr, GROUP_M: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    WIDE: tl.constexpr, LEAST: tl.constexpr, WIDE_K: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """One program: one tile of one block, or of up to WIDE blocks of one expert; or nothing.
+
+    GATHER: a is x [T, K], c is sorted, SiLU(gate) · up; if not, a is sorted, and c is [T · TOP_K, N], by slots.
+    """
+    wait_for_inputs(DEPENDENT)
+    COLUMNS: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    blocks = tl.load(padded) // BLOCK_M
+    if tl.program_id(0) >= blocks * COLUMNS:
+        return
+    block, column = _place_of(tl.program_id(0), blocks, COLUMNS, GROUP_M)
+    around = block // WIDE * WIDE + tl.arange(0, WIDE)
+    owners = tl.load(experts + around, mask=around < blocks, other=-1)
+    expert = tl.load(experts + block)
+    count = tl.sum((owners == expert).to(tl.int32), 0)
+    if count < LEAST:
+        _tile(
+            tl.program_id(0), blocks, a, w, w, c, slots, experts, slot_count, N, K, E, TOP_K, GATHER, ACT, False, "",
+            False, SWAP, True, GROUP_M, BLOCK_M, BLOCK_N, BLOCK_K, 128,
+        )  # fmt: skip
+    else:
+        first = tl.min(tl.where(owners == expert, around, blocks), 0)
+        if block == first:
+            _wide_tile(
+                first, count, column, expert, a, w, c, slots, slot_count, N, K, TOP_K, GATHER, SWAP, BLOCK_M,
+                WIDE * BLOCK_M, BLOCK_N, WIDE_K,
+            )  # fmt: skip
+
+
+def by_wide_tiles(
+    x: LayerInputs,
+    config: Choice | None = None,
+    scratch: Workspace | None = None,
+    up: WideChoice | None = None,
+    down: WideChoice | None = None,
+) -> Layer:
+    """`expert_layer.layer` by tiles, in which blocks of one expert that lie side by side are one tile.
+
+    config: None: `choose.choose`. scratch: as there. up, down: of the first and second product; None: `of_shape`. With
+    blocks of 128 rows there is nothing to join: the layer is then the one by tiles.
+    ValueError for INT4 weights, and for a configuration that is not fused and counted, one CTA a tile, without
+    descriptors.
+    """
+    check_layer(x)
+    if x.int4:
+        raise ValueError("the weights are INT4; allowed: bf16, fp16 or fp32")
+    config = replace(choose(*x.shape, False, x.x.device) if config is None else config, rows=None)
+    check_one_of("fused", config.fused, (True,))
+    made = by_tiles(x, config, workspace(x) if scratch is None else scratch)
+    sms = multiprocessors(x.x.device)
+    parts = {"gemm1": (x.w1, config.gemm1, up), "gemm2": (x.w2, config.gemm2, down)}
+    launches = dict(made.launches)
+    for name, (w, tile, choice) in parts.items():
+        if found := choice or of_shape(x.shape[2], w.shape[1], config.block_m, tile, sms):
+            launches[name] = gemm(launches[name].args, w, tile, found)
+    return Layer(made.config, made.sorted, launches)
+
+
+def of_shape(top_k: int, N: int, block_m: int, tile: TileChoice, sms: int) -> WideChoice | None:
+    """A product's wide tiles; None where there are none: blocks as large as they are, or fewer of them than sms / 2.
+
+    Fewest are they where all tokens take the same top_k experts. N: rows of an expert's weights.
+    """
+    few = 2 * top_k * triton.cdiv(N, tile.block_n) < sms
+    return None if few or block_m >= ROWS else WideChoice(ROWS // block_m)
+
+
+def gemm(args: Mapping[str, Any], w: Tensor, tile: TileChoice, choice: WideChoice) -> Launch:
+    """One of the two products, with the arguments of that of tiles.py. ValueError for what the kernel cannot take."""
+    for name, allowed in (("programs", 0), ("counted", True), ("descriptor", False)):
+        check_one_of(name, getattr(tile, name), (allowed,))
+    check_one_of("wide", choice.wide, WIDE)
+    kept = ("a", "c", "slots", "experts", "padded", "slot_count", "N", "K", "E", "TOP_K", "GATHER", "ACT", "BLOCK_M")
+    given = {name: args[name] for name in (*kept, "DEPENDENT")}
+    given |= {"w": w, "SWAP": tile.swap, "GROUP_M": tile.group_m, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k}
+    given |= {"WIDE": choice.wide, "LEAST": choice.least, "WIDE_K": choice.block_k}
+    tiles = experts_blocks.tiles(args["blocks"], args["N"], tile.block_n)
+    options = options_of(args, tile.num_warps) | {"num_stages": tile.num_stages}
+    return Launch(_wide_kernel, (tiles,), given, options)

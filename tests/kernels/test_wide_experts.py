@@ -1,0 +1,94 @@
+"""Blocks of one expert as one tile, against float64 and against the tiles that they replace."""
+
+from dataclasses import replace
+
+import pytest
+from expert_layers import inputs, small
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from labkit.kernels.experts import reference, wide
+from labkit.kernels.experts.choose import TileChoice
+from labkit.kernels.experts.expert_layer import by_tiles
+from labkit.kernels.experts.inputs import workspace
+from labkit.kernels.experts.wide import WideChoice
+
+KINDS = ["uniform", "zipf 1", "hot set", "one expert"]
+
+
+TWO = WideChoice(2)
+
+
+def run(x, up=TWO, down=TWO, **changes):
+    x.out.fill_(float("nan"))
+    wide.by_wide_tiles(x, small(16, **changes), None, up, down)()
+    return x.out.clone()
+
+
+@settings(max_examples=8, deadline=None)
+@given(
+    st.integers(1, 50), st.sampled_from([(3, 2), (4, 1), (9, 4)]), st.sampled_from([64, 96]),
+    st.sampled_from([32, 80]), st.sampled_from(KINDS), st.sampled_from([(2, 2, 32), (4, 3, 64), (8, 2, 32)]),
+    st.booleans(), st.integers(0, 99),
+)  # fmt: skip
+def test_the_layer_is_right_at_every_routing(T, experts, H, width, kind, choice, swap, seed):
+    x = inputs(T, *experts, H, width, "cpu", kind=kind, seed=seed)
+    found = run(x, WideChoice(*choice), WideChoice(*choice), swap=swap)
+    assert reference.errors(found, reference.layer(x.x, x.ids, x.weights, x.w1, x.w2, None)).ok
+
+
+def test_slots_without_an_expert_add_nothing():
+    x = inputs(40, 3, 2, 64, 32, "cpu", kind="one expert")
+    x.ids[5:11], x.ids[20, 1] = -1, 99
+    found = run(x)
+    assert reference.errors(found, reference.layer(x.x, x.ids, x.weights, x.w1, x.w2, None)).ok
+    assert not found[5:11].any()
+
+
+def test_one_launch_serves_every_routing():
+    """As a captured graph does: what is in the tensors changes, the launches do not."""
+    x = inputs(64, 4, 2, 64, 32, "cpu", kind="one expert")
+    made = wide.by_wide_tiles(x, small(16), None, WideChoice(4), WideChoice(4))
+    for kind in KINDS:
+        x.ids.copy_(inputs(64, 4, 2, 64, 32, "cpu", kind=kind, seed=7).ids)
+        x.out.fill_(float("nan"))
+        made()
+        assert reference.errors(x.out, reference.layer(x.x, x.ids, x.weights, x.w1, x.w2, None)).ok
+
+
+@pytest.mark.parametrize(("kind", "joined"), [("one expert", True), ("uniform", False)])
+def test_only_blocks_of_one_expert_are_joined(kind, joined, monkeypatch):
+    """Twenty tokens: two blocks of the one expert that all take, or at most one of each of many."""
+    called = []
+    monkeypatch.setattr(wide, "_wide_tile", lambda *arguments: called.append(arguments))
+    run(inputs(20, 16, 1, 32, 16, "cpu", kind=kind))
+    assert bool(called) == joined
+
+
+def test_a_wide_tile_has_128_rows_and_is_not_made_for_few():
+    tile = TileChoice(block_n=128)
+    assert wide.of_shape(8, 4096, 128, tile, 132) is None
+    assert wide.of_shape(8, 4096, 16, tile, 132) == WideChoice(8)
+    assert wide.of_shape(8, 4096, 64, tile, 132) == WideChoice(2)
+    assert wide.of_shape(2, 4096, 64, tile, 132) is None  # 64 programs, where all tokens go to two experts
+    assert wide.of_shape(2, 4096, 64, tile, 128) == WideChoice(2)
+
+
+def test_only_products_with_enough_tiles_are_replaced():
+    x = inputs(20, 8, 2, 128, 8192, "cpu", kind="zipf 1")
+    launches = wide.by_wide_tiles(x, small(16, block_n=64)).launches
+    assert launches["gemm1"].kernel is wide._wide_kernel
+    assert launches["gemm2"].kernel is by_tiles(x, small(16), workspace(x)).launches["gemm2"].kernel
+
+
+def test_what_cannot_run_is_named():
+    x = inputs(3, 3, 2, 128, 128, "cpu")
+    with pytest.raises(ValueError, match="the weights are INT4; allowed: bf16, fp16 or fp32"):
+        wide.by_wide_tiles(inputs(3, 3, 2, 128, 128, "cpu", True))
+    with pytest.raises(ValueError, match="fused is False; allowed: True"):
+        wide.by_wide_tiles(x, small(16, fused=False))
+    with pytest.raises(ValueError, match="wide is 3; allowed: 2, 4, 8"):
+        run(x, WideChoice(3))
+    one = small(16)
+    with pytest.raises(ValueError, match="programs is 4; allowed: 0"):
+        wide.by_wide_tiles(x, replace(one, gemm1=replace(one.gemm1, programs=4)), None, WideChoice(2))
