@@ -49,6 +49,7 @@ SOURCE, SOURCE_T = "Qwen3.5-35B-A3B", 1642  # the pull request's own model and t
 OURS, RULE, OTHER = "ours", "ours, by the rule", "ours, tuned for other tokens"
 BF16, WAITING, BY_TILES = "ours, bf16 weights", "ours, launches that wait", "ours, by tiles"
 AS_BYTES, AS_WORDS = "ours, INT4 as bytes", "ours, INT4 as words"
+DESIGNS = ("ours, blocks of one expert as one tile", "ours, INT4 as fragments")
 GROUPED, LIGER = "F.grouped_mm with Triton around", "liger-kernel, its host sync left out"
 LOOP = "loop of torch.mm, eager"
 ENGINES = {
@@ -581,6 +582,20 @@ def routings(rows: pd.DataFrame) -> pd.DataFrame:
     return table(found, [*CASE, *of_ours, "by", *RATIO])
 
 
+def designs(rows: pd.DataFrame) -> pd.DataFrame:
+    """Our layer by tiles over that by each other design; reading, and torch's product, over the design; their bits."""
+    found = []
+    for params, group in cases(rows, "designs"):
+        known = usable(group)
+        for design in DESIGNS:
+            if line := compare(group, design, OURS):
+                outputs = [facts(known[name]["evidence"])["bits"] for name in (design, OURS)]
+                line |= {"same bits": outputs[0] == outputs[1], "reading %": 100 * us(known[READ]) / us(known[design])}
+                line |= {"beside": us(known[GROUPED]) / us(known[design])} if GROUPED in known else {}
+                found.append(pick(params, CASE) | line)
+    return table(found, [*CASE, "us", "against us", "beside", "reading %", "same bits", *RATIO])
+
+
 def predictions(rows: pd.DataFrame) -> pd.DataFrame:
     """Our layers over what was predicted, and over reading and the products of whole blocks together."""
     found, (read_tbs, tflops) = [], _limits(rows)
@@ -708,6 +723,7 @@ TABLES: Tables = {
     "tables.persistent_on_parts": persistent_on_parts,
     "tables.on_other_gpus": on_other_gpus,
     "tables.routings": routings,
+    "tables.designs": designs,
     "tables.predictions": predictions,
     "tables.fastest": fastest,
     "tables.tuned_up_to": tuned_up_to,

@@ -24,7 +24,7 @@ from common import (
 from once import made_once
 
 from labkit.bench.spec import Case
-from labkit.studies.moe_persistent_grid import answer, claims, grid_views, tables, views, waves, work
+from labkit.studies.moe_persistent_grid import answer, claims, grid_views, tables, variants, views, waves, work
 from labkit.studies.moe_persistent_grid.models import MODELS
 
 CASE = audit.CASE
@@ -70,6 +70,10 @@ def active_experts(rows):
     return views.active_experts([Case("layer", params) for params, _ in tables.cases(rows, "layer")])
 
 
+def designs(rows):
+    return pd.concat([tables.designs(rows, by) for by in (variants.SIDE, variants.FRAGMENTS)])
+
+
 def waves_by_gpu(rows):
     model, *shape = audit.SHOWN
     return grid_views.waves_by_gpu(MODELS[model], *shape)
@@ -107,6 +111,7 @@ LAB = {  # table -> the lab's, and the columns that say which line it is
     "tables.persistent_on_parts": (tables.persistent_on_parts, ["T", "SMs"]),
     "tables.on_other_gpus": (tables.on_other_gpus, [*CASE, "GEMM", "kernel", "GPU"]),
     "tables.routings": (tables.routings, CASE),
+    "tables.designs": (designs, CASE),
     "tables.predictions": (tables.predictions, CASE),
     "tables.fastest": (fastest, ["E", "top_k", "H", "I", "int4", "T"]),
     "tables.tuned_up_to": (one_line(tables.tuned_up_to, "tokens"), ["of"]),
@@ -158,7 +163,10 @@ ASKED_AGAIN = (
 def test_tables_and_sentences_are_those_of_the_audit(gpu, monkeypatch, record_property):
     rows = recorded(gpu)
     made_once(monkeypatch, tables, ASKED_AGAIN)
-    cells, wrong = compared(audit.TABLES, rows, LAB)
+    unrecorded = set() if "h100" in gpu else {"tables.designs"}
+    assert unrecorded == set() if (rows["op"] == "designs").any() else {"tables.designs"}
+    audited = {name: one for name, one in audit.TABLES.items() if name not in unrecorded}
+    cells, wrong = compared(audited, rows, LAB)
     wrong += unsaid(moe_persistent_grid_said.SENTENCES, VIEWS, rows)
     assert not wrong, "\n".join(wrong[:20])
     assert all(cells.values()), cells

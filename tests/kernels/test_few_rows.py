@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from labkit.kernels.experts import few_rows, reference
 
-
 SMALL = few_rows.FewChoice(1, 1, 1)
 
 

@@ -65,15 +65,14 @@ def _candidates(x: Case) -> list[Any]:
 
 
 def kernels(some: Sequence[Case], capability: int, gpu: str) -> list[tuple[str, Mapping[str, Any]]]:
-    """What differs from shape to shape and so is compiled for each: candidates, and numbers of rows.
+    """The lab's own kernels, which are compiled for each shape; not those of a chain.
 
     On a machine with a GPU SGLang's GEMV of each shape is built at once, which takes seconds a shape.
     """
     from labkit.sweep.variants import ahead
 
     _build(some)
-    rows = (*names.ROWS_VARIANTS, *names.PLAIN_ROWS, *names.TWO_D)
-    wanted = [(x, one) for x in some if x.op != "chain" for one in variants(x) if x.op == "tune" or one.name in rows]
+    wanted = [(x, one) for x in some if x.op != "chain" for one in variants(x) if one.role != "peer"]
     return ahead("gemv_coalescing", wanted, capability)
 
 

@@ -443,6 +443,26 @@ def routings(rows: pd.DataFrame) -> pd.DataFrame:
     return table.merge(against_best(rows), how="left", on=CASE)[[*CASE, *ROUTED]]
 
 
+DESIGNED = [*CASE, "us", "against us", *RATIO, "runs", "beside", "reading %", "same bits"]
+
+
+def designs(rows: pd.DataFrame, by: str) -> pd.DataFrame:
+    """Time of our layer by tiles over that by another design, in every case that has both. by: a variant.
+
+    beside: time of torch's grouped product, with Triton around, over the design's; reading %: what reading the weights
+    takes of its time; same bits: whether both leave the same output.
+    """
+    found = []
+    for params, group in cases(rows, "designs"):
+        us, known = median_us(group), facts(group)
+        for line in pairs(group, [(by, names.OURS)]):
+            times = {name: us.get(name, math.nan) / us[by] for name in (names.GROUPED, names.READ)}
+            line |= {"beside": times[names.GROUPED], "reading %": 100 * times[names.READ]}
+            bits = [known[name].get("bits") for name in (by, names.OURS)]
+            found.append(picked(params, CASE) | line | {"same bits": None not in bits and len(set(bits)) == 1})
+    return frame(found, DESIGNED).reindex(columns=DESIGNED)
+
+
 def _block_m(group: pd.DataFrame) -> float:
     """Rows of a block of our layer in a case; 1 where it has no tiles, NaN where its evidence has no configuration."""
     config = facts(group).get(names.OURS, {}).get("config")

@@ -260,6 +260,31 @@ def words_said(rows: pd.DataFrame) -> str:
     return f"{said}; bytes are faster for {worse}." if worse else f"{said}."
 
 
+def side_by_side(rows: pd.DataFrame) -> pd.DataFrame:
+    """Blocks of one expert as one tile, by routing."""
+    shown = {"routing": "synthetic routing", "beside": "× faster than F.grouped_mm"}
+    return named(tables.designs(rows, variants.SIDE).rename(columns=shown), "T", "weights", "reading %")
+
+
+def fragments(rows: pd.DataFrame) -> pd.DataFrame:
+    """INT4 weights as fragments, by model."""
+    table = tables.designs(rows, variants.FRAGMENTS).rename(columns={"reading %": "of reading, %"})
+    return named(table, "weights", "beside", "same bits")
+
+
+def designs_said(rows: pd.DataFrame) -> str:
+    """How much faster each of the other designs is, at most, and in how many cases."""
+    said = []
+    for by, words in ((variants.SIDE, "Blocks of one expert as one tile"), (variants.FRAGMENTS, "INT4 as fragments")):
+        table = tables.designs(rows, by)
+        if len(table):
+            best = table.loc[table["ratio"].idxmax()]
+            place = f"{best['model']}, {in_tokens(best['T'])}, routing {best['routing']}"
+            of = f"{counted(table['verdict'])} of {len(table)} cases"
+            said.append(f"{words}: {of}, at best {faster(best['ratio'])} ({place}).")
+    return " ".join(said) or "Other designs of the layer were not timed on this GPU."
+
+
 def _engines_missing(rows: pd.DataFrame) -> list[str]:
     """The engines whose bf16 layer was timed in no case."""
     timed = set(where(tables.beside_engines(rows), weights="bf16")["engine"])
