@@ -443,7 +443,7 @@ def routings(rows: pd.DataFrame) -> pd.DataFrame:
     return table.merge(against_best(rows), how="left", on=CASE)[[*CASE, *ROUTED]]
 
 
-DESIGNED = [*CASE, "us", "against us", *RATIO, "runs", "beside", "reading %", "same bits"]
+DESIGNED = [*CASE, "us", "against us", *RATIO, "beside", "reading %", "same bits"]
 
 
 def designs(rows: pd.DataFrame, by: str) -> pd.DataFrame:
