@@ -81,6 +81,7 @@ def test_the_snippet_of_an_expert_layer(device):
     w1, w2 = (experts.dequantise(experts.quantise(made[name])) for name in ("w1", "w2"))
     expected = experts_reference.layer(made["x"], made["ids"], made["weights"], w1, w2)
     assert error(made["out"], expected) < 1e-2
+    assert error(made["wide"], experts_reference.layer(*map(made.get, ("x", "ids", "weights", "w1", "w2")))) < 1e-2
 
 
 def test_the_snippet_of_a_gguf_product(device):

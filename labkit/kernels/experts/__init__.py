@@ -2,7 +2,8 @@
 
     layer(LayerInputs(x, ids, weights, w1, w2, out))()
 
-One token takes kernels of its own. `quantise` makes INT4 weights.
+One token takes kernels of its own. `quantise` makes INT4 weights. Two other designs are called by name: `by_wide_tiles`
+where a router may send many tokens to few experts, `by_few_rows` for large experts with INT4 weights and few tokens.
 """
 
 from labkit.kernels.lazy import exported
@@ -14,5 +15,7 @@ __getattr__, __all__ = exported(
         "inputs": "LayerInputs Workspace Layer workspace",
         "int4": "Int4 quantise dequantise",
         "choose": "Choice TileChoice choose",
+        "wide": "by_wide_tiles WideChoice",
+        "few_rows": "by_few_rows FewChoice",
     },
 )
