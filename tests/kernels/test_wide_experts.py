@@ -1,4 +1,4 @@
-"""Blocks of one expert as one tile, against float64 and against the tiles that they replace."""
+"""Blocks of one expert as one tile, against float64, and where they are made."""
 
 from dataclasses import replace
 
@@ -27,7 +27,7 @@ def run(x, up=TWO, down=TWO, **changes):
 
 @settings(max_examples=8, deadline=None)
 @given(
-    st.integers(1, 50), st.sampled_from([(3, 2), (4, 1), (9, 4)]), st.sampled_from([64, 96]),
+    st.integers(2, 50), st.sampled_from([(3, 2), (4, 1), (9, 4)]), st.sampled_from([64, 96]),
     st.sampled_from([32, 80]), st.sampled_from(KINDS), st.sampled_from([(2, 2, 32), (4, 3, 64), (8, 2, 32)]),
     st.booleans(), st.integers(0, 99),
 )  # fmt: skip
@@ -87,8 +87,17 @@ def test_what_cannot_run_is_named():
         wide.by_wide_tiles(inputs(3, 3, 2, 128, 128, "cpu", True))
     with pytest.raises(ValueError, match="fused is False; allowed: True"):
         wide.by_wide_tiles(x, small(16, fused=False))
-    with pytest.raises(ValueError, match="wide is 3; allowed: 2, 4, 8"):
-        run(x, WideChoice(3))
+    for choice, said in (
+        (WideChoice(3), "wide is 3; allowed: 2, 4, 8"),
+        (WideChoice(2, block_k=48), "block_k is 48; allowed: 16, 32"),
+        (WideChoice(2, least=0), "least is 0; allowed: at least 1"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            run(x, choice)
+    with pytest.raises(ValueError, match=r"wide is 4; allowed: 2$"):
+        wide.by_wide_tiles(x, small(64), None, WideChoice(4))
+    with pytest.raises(ValueError, match="x has 1 token; allowed: at least 2"):
+        wide.by_wide_tiles(inputs(1, 3, 2, 128, 128, "cpu"))
     one = small(16)
     with pytest.raises(ValueError, match="programs is 4; allowed: 0"):
         wide.by_wide_tiles(x, replace(one, gemm1=replace(one.gemm1, programs=4)), None, WideChoice(2))

@@ -6,12 +6,12 @@
 | one    | bf16, INT4         | one_token.py: two matrix-vector products                      |
 | one    | INT4, many of them | one_token_words.py: the same with fewer instructions a weight |
 
-`choose.choose_any` chooses; page 04 shows what each choice is worth. It does not choose these, which are called by name:
+`choose.choose_any` chooses; page 04 shows what each choice is worth. Not chosen, but called by name:
 
-| tokens | weights | kernels                                                                                    |
-|--------|---------|--------------------------------------------------------------------------------------------|
-| many   | bf16    | wide.py: blocks of one expert as one tile, where a router sends many tokens to few experts |
-| 2–128  | INT4    | few_rows.py: words as fragments of matrix instructions, where an expert is large           |
+| tokens | weights          | kernels                                                                           |
+|--------|------------------|-----------------------------------------------------------------------------------|
+| many   | bf16, fp16, fp32 | wide.py: blocks of one expert as one tile, where a router sends many tokens there |
+| few    | INT4 (bf16 x)    | few_rows.py: words as fragments of matrix instructions, where an expert is large  |
 """
 
 from collections.abc import Mapping

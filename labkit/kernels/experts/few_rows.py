@@ -9,7 +9,7 @@
 |                          | where there are none                                                                      |
 | sums scaled, not weights | a nibble beside 128 in bf16 is 128 + u4, exactly, by one mask; what is too much, 136      |
 |                          | times the sum of x, is a product of x with constants, in which each sum of a group begins |
-| gate and up in one block | rows r and r + 8 of a fragment are a lane's: SiLU(gate) · up needs no other lane          |
+| gate and up side by side | rows r and r + 8 of a fragment are a lane's: SiLU(gate) · up needs no other lane          |
 | depth                    | groups of 128 weights of a row asked for ahead: more hide the memory, and take registers  |
 
 Which eight values of x meet a word is the same for all rows: columns of a matrix instruction may have any order, if
@@ -17,7 +17,7 @@ both sides have it. Lane 4 r + t of a warp has columns 32 t to 32 t + 31 of each
 fragment and of token r; parts i of word j are columns 8 j + i and 8 j + i + 4.
 
 The products are exact and the sums in fp32, but tensor cores cut off what is below 2^-23 or so of the largest term,
-which may be 136 times the sum of x: of a group's sum, less than 2^-15.
+which may be 136 times the sum of a group's x: of the sum of its |x|, times the scale, less than 2^-15.
 
 Sources: tiles.py, `gguf.integers` (the fragments).
 """
@@ -294,11 +294,14 @@ def by_few_rows(
     """`expert_layer.layer` by these products: blocks of 16 tokens, SiLU · up fused.
 
     scratch: as there. up, down: of the first and second product.
-    ValueError for weights that are not INT4, and for an x that is not bf16 or does not begin at a multiple of 16 bytes.
+    ValueError for weights that are not INT4, for one token, and for an x that is not bf16 or does not begin at a
+    multiple of 16 bytes.
     """
     check_layer(x)
     if not x.int4:
         raise ValueError("the weights are not INT4; allowed: INT4")
+    if len(x.x) == 1:
+        raise ValueError("x has 1 token; allowed: at least 2 (`expert_layer.layer` takes one)")
     made = by_tiles(x, BLOCKS, workspace(x) if scratch is None else scratch)
     gemms = {"gemm1": (x.w1, up), "gemm2": (x.w2, down)}
     launches = {n: gemm(one.args, *gemms[n]) if n in gemms else one for n, one in made.launches.items()}

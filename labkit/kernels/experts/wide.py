@@ -25,7 +25,7 @@ from torch import Tensor
 from labkit.kernels.checks import check_one_of
 from labkit.kernels.dependent import wait_for_inputs
 from labkit.kernels.experts import blocks as experts_blocks
-from labkit.kernels.experts.choose import Choice, TileChoice, choose
+from labkit.kernels.experts.choose import BLOCKS, Choice, TileChoice, check_choice, choose
 from labkit.kernels.experts.expert_layer import by_tiles
 from labkit.kernels.experts.inputs import Layer, LayerInputs, Workspace, check_layer, workspace
 from labkit.kernels.experts.tiles import _load, _place_of, _product, _silu_up, _tile, options_of
@@ -129,13 +129,16 @@ def by_wide_tiles(
 
     config: None: `choose.choose`. scratch: as there. up, down: of the first and second product; None: `of_shape`. With
     blocks of 128 rows there is nothing to join: the layer is then the one by tiles.
-    ValueError for INT4 weights, and for a configuration that is not fused and counted, one CTA a tile, without
-    descriptors.
+    ValueError for INT4 weights, for one token, whose slots are not sorted, for a configuration that is not fused, and
+    for a product with wide tiles that is persistent, has descriptors or works on every block.
     """
     check_layer(x)
     if x.int4:
         raise ValueError("the weights are INT4; allowed: bf16, fp16 or fp32")
+    if len(x.x) == 1:
+        raise ValueError("x has 1 token; allowed: at least 2 (`expert_layer.layer` takes one)")
     config = replace(choose(*x.shape, False, x.x.device) if config is None else config, rows=None)
+    check_choice(config, x.int4)
     check_one_of("fused", config.fused, (True,))
     made = by_tiles(x, config, workspace(x) if scratch is None else scratch)
     sms = multiprocessors(x.x.device)
@@ -156,11 +159,19 @@ def of_shape(top_k: int, N: int, block_m: int, tile: TileChoice, sms: int) -> Wi
     return None if few or block_m >= ROWS else WideChoice(ROWS // block_m)
 
 
+def check_wide(choice: WideChoice, block_m: int) -> None:
+    """Raise ValueError for wide tiles that the kernel cannot make of blocks with so many rows."""
+    check_one_of("wide", choice.wide, [wide for wide in WIDE if wide * block_m <= ROWS])
+    check_one_of("block_k", choice.block_k, BLOCKS)
+    if choice.least < 1:
+        raise ValueError(f"least is {choice.least}; allowed: at least 1")
+
+
 def gemm(args: Mapping[str, Any], w: Tensor, tile: TileChoice, choice: WideChoice) -> Launch:
     """One of the two products, with the arguments of that of tiles.py. ValueError for what the kernel cannot take."""
     for name, allowed in (("programs", 0), ("counted", True), ("descriptor", False)):
         check_one_of(name, getattr(tile, name), (allowed,))
-    check_one_of("wide", choice.wide, WIDE)
+    check_wide(choice, args["BLOCK_M"])
     kept = ("a", "c", "slots", "experts", "padded", "slot_count", "N", "K", "E", "TOP_K", "GATHER", "ACT", "BLOCK_M")
     given = {name: args[name] for name in (*kept, "DEPENDENT")}
     given |= {"w": w, "SWAP": tile.swap, "GROUP_M": tile.group_m, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k}
