@@ -17,7 +17,7 @@ def run(x, up=SMALL, down=SMALL):
     return x.out.clone()
 
 
-@example(18, (3, 2), 128, 128, "one expert", 1)  # more than eight tokens of a block
+@example(18, (3, 2), 384, 128, "one expert", 1)  # more than eight tokens of a block
 @settings(max_examples=2, deadline=None)
 @given(
     st.integers(2, 18), st.sampled_from([(3, 2), (4, 1)]), st.just(128), st.just(128),
