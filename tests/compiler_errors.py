@@ -169,6 +169,7 @@ def overwritten_operands(launch: Launch, capability: int | None = None) -> dict[
 
 
 _ROOM = re.compile(r"(%[\w$]+) = ttg\.local_alloc : \(\) -> !ttg\.memdesc<(\d+)x")
+_DEFINED = re.compile(r"(%[\w$]+)(?::\d+)? = ")
 _VIEW = re.compile(r"(%[\w$]+) = ttg\.memdesc_\w+ (%[\w$]+)")
 _PRODUCT = re.compile(r"ttng\.warp_group_dot (%[\w$]+), (%[\w$]+), .*isAsync = true")
 _WAIT = re.compile(r"ttng\.warp_group_dot_wait .*pendings = (\d+)")
@@ -188,6 +189,10 @@ def overwritten(ir: str) -> dict[str, str]:
         if line.endswith("{"):
             blocks.append("scf.for " in line)
             pending = [] if blocks[-1] else pending
+        if (match := _DEFINED.match(line)) and match[1] in room | views:  # the other branch has names of its own
+            room.pop(match[1], None)
+            ahead.pop(match[1], None)
+            views = {view: memory for view, memory in views.items() if match[1] not in (view, memory)}
         if match := _ROOM.search(line):
             room[match[1]] = int(match[2])
         elif match := _VIEW.search(line):

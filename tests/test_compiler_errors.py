@@ -211,3 +211,11 @@ def test_room_and_waiting_are_counted(room, pending, wrong):
     """Room for one tile more, or a product that has been waited for, is enough."""
     found = compiler_errors.overwritten(IR.replace("ROOM", str(room)).replace("PENDING", str(pending)))
     assert found == ({"%a": f"room for {room}, 1 ahead"} if wrong else {})
+
+
+@pytest.mark.parametrize(("rooms", "wrong"), [((2, 2), False), ((2, 1), True), ((1, 2), True)])
+def test_branches_that_use_the_same_names_are_looked_at_apart(rooms, wrong):
+    """Each has its own loop and loads its own tiles before it: together they would be more than there is room for."""
+    first, second = (IR.replace("ROOM", str(room)).replace("PENDING", "1") for room in rooms)
+    found = compiler_errors.overwritten(f"scf.if %6 {{{first}}} else {{\n%x = arith.constant 1 : i32{second}}}\n")
+    assert found == ({"%a": "room for 1, 1 ahead"} if wrong else {})

@@ -18,7 +18,8 @@ from test_workers import modules as lab_modules
 from labkit import registry
 from labkit.bench.spec import Case
 from labkit.evidence import compiled
-from labkit.kernels.experts import choose, expert_layer, routing
+from labkit.kernels.experts import choose, expert_layer, few_rows, routing
+from labkit.kernels.experts import wide as experts_wide
 from labkit.kernels.experts.inputs import LayerInputs
 from labkit.kernels.experts.tiles import GROUP, Int4
 from labkit.kernels.gated_delta import buffered, chunked, fused, recurrent, segmented
@@ -93,7 +94,8 @@ def step_launch(op, size, gate, v_first, state):
 def expert_launch(name, choice, number, int4):
     """Of an expert layer as wide as Qwen3-30B-A3B's.
 
-    choice: the rule's tiles for `number` tokens, the source's blocks, or what it has for one token alone (rows, words).
+    choice: the rule's tiles for `number` tokens, the source's blocks, what it has for one token alone (rows, words), or
+    another design (wide, few).
     """
     experts, hidden, width, tokens = 8, 2048, 768, 1 if choice in ("rows", "words") else 8
     shapes = ((experts, 2 * width, hidden), (experts, hidden, width))
@@ -104,10 +106,13 @@ def expert_launch(name, choice, number, int4):
     x, ids = empty(tokens, hidden), torch.zeros(tokens, 8, dtype=torch.int32)
     config = choose.source(number) if choice == "source" else choose.rule(number, 128, 8, hidden, width, int4)
     rows = {"rows": config.rows, "words": choose.by_words(8, width)}.get(choice)
-    config = replace(config, rows=rows)
-    return expert_layer.layer(LayerInputs(x, ids, torch.ones(tokens, 8), w1, w2, torch.empty_like(x)), config).launches[
-        name
-    ]
+    config, given = replace(config, rows=rows), LayerInputs(x, ids, torch.ones(tokens, 8), w1, w2, torch.empty_like(x))
+    if choice == "few":
+        return few_rows.by_few_rows(given).launches[name]
+    if choice == "wide":
+        tiles = experts_wide.WideChoice(experts_wide.ROWS // config.block_m)
+        return experts_wide.by_wide_tiles(given, config, None, tiles, tiles).launches[name]
+    return expert_layer.layer(given, config).launches[name]
 
 
 def routing_launch(name, tokens):
@@ -264,6 +269,8 @@ def experts():
     found |= every("expert_launch", **gemms, choice=["rows"], number=[1])
     found |= every("expert_launch", name=["gemm1", "gemm2"], int4=[True], choice=["words"], number=[1])
     found |= every("expert_launch", **gemms, choice=["source"], number=[16, 64])
+    found |= every("expert_launch", name=["gemm1", "gemm2"], int4=[False], choice=["wide"], number=[128, 512])
+    found |= every("expert_launch", name=["gemm1", "gemm2"], int4=[True], choice=["few"], number=[1])
     found |= every("expert_launch", name=["sum"], int4=[False], choice=["rule"], number=[1])
     return found | every("routing_launch", name=["count", "place"], tokens=[512, 4096])
 
