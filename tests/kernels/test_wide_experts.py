@@ -14,8 +14,6 @@ from labkit.kernels.experts.inputs import workspace
 from labkit.kernels.experts.wide import WideChoice
 
 KINDS = ["uniform", "zipf 1", "hot set", "one expert"]
-
-
 TWO = WideChoice(2)
 
 
