@@ -49,13 +49,14 @@ Draw = Callable[[pd.DataFrame], figures.Drawing]
 class Shown:
     """One GPU's rows. here: measured by this machine, else recorded in data/; own: of the reader's own functions.
 
-    file: the data file, if these are all of its rows.
+    tiny: what the study's tiny cases gave on it, if they were run. file: the data file, if these are all of its rows.
     """
 
     machine: machine.Machine
     rows: pd.DataFrame
     here: bool
     own: pd.DataFrame = field(default_factory=pd.DataFrame)
+    tiny: pd.DataFrame | None = None
     file: Path | None = None
 
     @property
@@ -133,7 +134,9 @@ def open(
         study, processes = quick_look.of(study), 1
     own = added.with_added(study, add)
     measures = source in spec.MEASURING
-    here, problem = _measure(own, parameters, processes) if measures else (None, f"source is {source!r}")
+    here, problem = (None, f"source is {source!r}")
+    if measures:
+        here, problem = _measure(own, parameters, processes, checks=not quick)
     if source == "measure" and problem:
         raise RuntimeError(f"cannot measure here: {problem}")
     there = [_recorded(study, parameters, slug) for slug in known if source == "predicted" or gpu in ("", slug)]
@@ -274,9 +277,11 @@ class Lab:
         """Every variant on the study's tiny cases; and the largest error of the timed cases on each GPU."""
         checked = [(entry.label, entry.rows[entry.rows["error"].notna()]) for entry in self.shown]
         if find_spec("triton") and not self.quick:  # of a quick look what is timed is checked, and nothing else
-            checked.insert(0, (self._tiny, check_here(self.study.name, bool(machine.why_no_gpu()))))
+            tiny = next((entry.tiny for entry in self.shown if entry.tiny is not None), None)
+            where, found = _tiny(tiny is None), check_here(self.study.name, True) if tiny is None else tiny
+            checked.insert(0, (where, found))
         for name, own in self._own.groupby("function", sort=False) if self.add else ():
-            checked.append((f"{name} (added), {self._tiny}", own.assign(variant=name)))
+            checked.append((f"{name} (added), {self._own_inputs}", own.assign(variant=name)))
         rows = [
             {"where": where, "variants": part["variant"].nunique(), "cases": part["case"].nunique()}
             | {"largest error": part["error"].max(), "wrong": int((~part["ok"]).sum())}
@@ -292,8 +297,8 @@ class Lab:
         )
 
     @property
-    def _tiny(self) -> str:
-        return "tiny inputs, " + ("Triton's interpreter" if machine.why_no_gpu() else "this machine")
+    def _own_inputs(self) -> str:
+        return _tiny(bool(machine.why_no_gpu()))
 
     @cached_property
     def _own(self) -> pd.DataFrame:
@@ -314,7 +319,7 @@ class Lab:
             return Gallery(measured)
         if self._own.empty:
             return Gallery([figures.note("Added functions were neither checked nor timed: no tiny case takes them.")])
-        said = f"Added functions against the float64 reference: {self._tiny}. None was timed: {self.problem}."
+        said = f"Added functions against the float64 reference: {self._own_inputs}. None was timed: {self.problem}."
         cases = [", ".join(f"{name} {value}" for name, value in json.loads(key).items()) for key in self._own["case"]]
         return Gallery([figures.table(self._own.assign(case=cases), said, {"error": "{:.1e}"})])
 
@@ -628,8 +633,14 @@ def _recorded(study: Study, parameters: Mapping[str, Any], slug: str) -> Shown:
     return Shown(here, rows, here=False, file=file if len(rows) == len(recorded_rows) else None)
 
 
-def _measure(study: Study, parameters: Mapping[str, Any], processes: int) -> tuple[Shown | None, str]:
-    """The study measured here and "", or None and why not."""
+def _tiny(interpreted: bool) -> str:
+    return "tiny inputs, " + ("Triton's interpreter" if interpreted else "this machine")
+
+
+def _measure(
+    study: Study, parameters: Mapping[str, Any], processes: int, checks: bool = False
+) -> tuple[Shown | None, str]:
+    """The study measured here and "", or None and why not. checks: run its tiny cases too, while it has the GPU."""
     if not lease.visible():
         return None, lease.why_none()
     machine.load_libraries()
@@ -639,10 +650,11 @@ def _measure(study: Study, parameters: Mapping[str, Any], processes: int) -> tup
         if not prepared.in_run():  # which has said it
             _progress()(str(estimate.of_study(study, parameters, processes, machine.this_machine().slug)))
         rows = run.run(study, parameters, processes, env, _progress())
+        tiny = check_here(study.name, False) if checks else None
     asked = {one.variant for one in added.functions(study, study.add)}
     own = rows[rows["variant"].isin(asked)].reset_index(drop=True)
     rows = rows[~added.is_added(rows)].reset_index(drop=True)
-    return Shown(machine.this_machine(), rows, here=True, own=own), ""
+    return Shown(machine.this_machine(), rows, here=True, own=own, tiny=tiny), ""
 
 
 @contextmanager

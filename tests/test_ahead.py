@@ -42,7 +42,7 @@ def test_the_next_study_is_compiled_without_a_gpu(calls):
     [(words, options)] = calls
     assert words[0] == "labkit.sweep.run:compile_apart"
     study = registry.load("gemv_coalescing")
-    cases = study.cases(notebooks.defaults("gemv_coalescing") | FEW["gemv_coalescing"])
+    cases = [*study.cases(notebooks.defaults("gemv_coalescing") | FEW["gemv_coalescing"]), *study.tiny]
     assert words[1:] == ([("gemv_coalescing", [(case.op, case.key) for case in cases])], 90, GPU.name, ahead.SPARED)
     assert options["env"]["CUDA_VISIBLE_DEVICES"] == ""
 
@@ -84,15 +84,18 @@ def test_a_quick_look_is_compiled_at_once_before_anything_is_timed(calls, monkey
 def test_calls_of_others_are_made_before_anything_is_timed(calls, monkeypatch):
     company = begun("machine", values={"state_layout": {"quick": True}}, order=ORDER[:2])
     [made] = [one for one in calls if isinstance(one, list)]
-    names = {call.args[3] for call in made}
-    assert {call.args[0] for call in made} == {"state_layout"}
+    wanted = made[0].args[0]
+    assert len(made) == len(wanted) == 6  # a process for each: there are more cores
+    assert len(made) == len(wanted) == 6  # fewer than there are cores: a process for each
+    names = {name for *_, name in wanted}
+    assert {study for study, *_ in wanted} == {"state_layout"}
     assert any("sglang" in name for name in names)
     assert all(call.env["CUDA_VISIBLE_DEVICES"] == "GPU-7" for call in made)
     study, said = registry.load("state_layout"), []
     sweep.warm_up(study, study.cases(notebooks.defaults("state_layout")), {}, said.append)
     assert said == []  # not again
     company = begun(order=[])  # another run makes its own
-    monkeypatch.setattr(isolated, "call_many", lambda calls, stop=None: None)
+    monkeypatch.setattr(isolated, "call_many", lambda calls, stop: None)
     sweep.warm_up(study, study.cases(notebooks.defaults("state_layout")), {}, said.append)
     assert len(said) == 1
     del company
@@ -239,7 +242,8 @@ def test_it_is_told_when_a_study_begins(monkeypatch, tmp_path):
 
     monkeypatch.setattr(lease, "visible", lambda: [GPU])
     monkeypatch.setattr(notebooks, "_run_one", lambda name, values, held, *rest: _held(name, held))
-    notebooks.run(["machine", "state_layout"], {}, can_measure=True, beside=Company)
+    values = {"state_layout": {"add": ["kernels.py:mine"]}}  # which does not lease its GPU itself
+    notebooks.run(["machine", "state_layout"], values, can_measure=True, beside=Company)
     assert told == [["machine", "state_layout"], ("machine", "GPU-7"), ("state_layout", "GPU-7")]
 
 
@@ -268,6 +272,14 @@ def test_what_did_not_compile_or_was_stopped_is_looked_up_again(calls, monkeypat
     monkeypatch.setattr(isolated, "call", stopped)
     company = begun("state_layout", order=["state_layout", "persistent_tables"])
     assert not prepared.is_prepared("persistent_tables", KERNELS)
+    del company
+
+
+def test_so_are_the_tiny_cases_that_a_full_page_runs(calls):
+    """Also of a study whose first rows say which kernels the others need: they say nothing of these."""
+    values, tiny = {"persistent_tables": {"quick": True}}, prepared.tiny("nvidia-h100-80gb-hbm3")
+    company = begun("state_layout", values=values)
+    assert [name for name in ORDER if prepared.is_prepared(name, tiny)] == ["gemv_coalescing", "moe_persistent_grid"]
     del company
 
 

@@ -205,6 +205,24 @@ def test_what_is_built_ahead_is_disassembled_already(monkeypatch, tmp_path):
         compiled.evidence(other, 90)
 
 
+@pytest.mark.parametrize("compiles", [True, False])
+def test_what_launches_a_kernel_is_built_ahead_where_triton_compiles_it(compiles, monkeypatch, tmp_path):
+    from triton.backends.nvidia import driver
+
+    made = []
+
+    def launcher(src, metadata):
+        made.append((src.fn.__name__, metadata.num_warps))
+        raise AssertionError("the driver's library is missing")  # which is no matter
+
+    monkeypatch.setattr(driver, "CudaLauncher", launcher)
+    monkeypatch.delattr(driver, "make_launcher", raising=False)
+    if compiles:
+        monkeypatch.setattr(driver, "make_launcher", None, raising=False)
+    compiled.build_free([SOURCES["copy"]], 90, str(tmp_path))
+    assert made == [("_copy_kernel", 1)] * compiles
+
+
 def test_a_source_that_another_worker_took_is_left_to_it(monkeypatch, tmp_path):
     built = []
     monkeypatch.setattr(compiled, "launch_of", lambda source, capability: source)

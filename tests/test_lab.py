@@ -208,11 +208,16 @@ def test_rows_of_this_machine_are_said_to_be_measured_here_and_not_measured_agai
     monkeypatch.setattr(machine, "this_machine", lambda: machine.Machine(**MACHINE))
     monkeypatch.setattr(machine, "provenance", lambda seed: here)
     monkeypatch.setattr(run.isolated, "call", lambda *a, **k: pytest.fail("measured again"))
+    tiny, checked = pd.DataFrame([("case 1", "a", 0.25, False)], columns=["case", "variant", "error", "ok"]), []
+    monkeypatch.setattr(lab, "check_here", lambda *words: checked.append(words) or tiny)
     x = lab.open("state_layout", source="measure", **made.LAYOUT)
     assert [entry.here for entry in x.shown] == [True, False]
     page = html(x.provenance())
     assert page.index("measured here") < page.index("recorded")
     assert "Nothing was measured" not in page
+    here, *_ = table_of(x.correctness())
+    assert (here["where"], here["largest error"]) == ("tiny inputs, this machine", "2.5e-01")
+    assert checked == [("state_layout", False)]  # while the GPU was leased
     shown = html(x.table(tables.best, "Best."))
     assert "Measured on this machine: Made-Up 9, 2025-12-01." in shown
     assert "Recorded measurements: Made-Up 9, 2025-11-21." in shown

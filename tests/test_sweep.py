@@ -727,11 +727,13 @@ def warmed(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     """The calls that are made side by side; cases of size 2 have them."""
     made: list[tuple[Any, ...]] = []
 
-    def call_many(calls: list[isolated.Call]) -> list[bool]:
+    def call_many(calls: list[isolated.Call], stop: Any) -> None:
         assert not lab.measured
         assert {call.env["CUDA_VISIBLE_DEVICES"] for call in calls} == {"GPU-7"}
-        made.extend(json.loads(json.dumps(call.args)) for call in calls)
-        return [sweep.call_once(*call.args, device="cpu") for call in calls]
+        for call in calls:
+            wanted, taken = json.loads(json.dumps(call.args))
+            sweep.call_free(wanted, taken, device="cpu")
+        made.extend(wanted)  # of each process the same
 
     study = lab.toy.study
     monkeypatch.setattr(lab.toy, "study", lambda: dataclasses.replace(study(), warmed=lambda case: case["n"] == 2))
@@ -761,9 +763,29 @@ def test_what_cannot_be_called_before_is_a_row_as_ever(lab, warmed):
 
 
 def test_a_process_that_dies_before_anything_is_timed_stops_nothing(lab, warmed, monkeypatch):
-    def dies(calls: list[isolated.Call]) -> list[bool]:
+    def dies(calls: list[isolated.Call], stop: Any) -> None:
         raise isolated.IsolatedError("labkit.sweep.run:call_once", "crash", "signal 11")
 
     monkeypatch.setattr(isolated, "call_many", dies)
     assert lab.run()["ok"].all()
     assert any("signal 11" in line for line in lab.lines)
+
+
+def test_calls_of_one_kind_are_made_far_apart():
+    """Side by side they would compile the same."""
+    wanted = [("study", "op", str(case), variant) for case in range(3) for variant in ("a", "a", "b")]
+    assert [(case, variant) for _, _, case, variant in sweep.apart(wanted)] == [
+        *(("0", "a"), ("0", "b"), ("0", "a"), ("1", "b")),
+        *(("1", "a"), ("2", "b"), ("1", "a"), ("2", "a"), ("2", "a")),
+    ]
+
+
+def test_a_process_whose_gpu_a_call_has_broken_makes_no_more_of_them(monkeypatch, tmp_path):
+    made = []
+    monkeypatch.setattr(sweep, "call_once", lambda *words: made.append(words[3]))
+    monkeypatch.setattr(sweep, "_is_usable", lambda: made[-1] != "breaks")
+    wanted = [("study", "op", "{}", name) for name in ("works", "breaks", "left")]
+    sweep.call_free(wanted, str(tmp_path))
+    assert made == ["works", "breaks"]
+    sweep.call_free(wanted, str(tmp_path))  # another process
+    assert made == ["works", "breaks", "left"]

@@ -74,9 +74,11 @@ def test_waiting_for_the_first_study_ends_with_the_run():
         pass
 
 
-@pytest.mark.parametrize(("values", "itself"), [({}, False), ({"quick": True}, True)])
+@pytest.mark.parametrize(
+    ("values", "itself"), [({}, True), ({"quick": True}, True), ({"add": ["kernels.py:mine"]}, False)]
+)
 def test_who_leases(monkeypatch, tmp_path, values, itself):
-    """A quick look's page needs no GPU, so its notebook has one only while it measures; a full one checks kernels."""
+    """A page needs no GPU, so its notebook has one only while it measures; one with added functions checks them."""
     monkeypatch.setenv(lease.LOCKS, str(tmp_path))
     monkeypatch.setattr(paths, "RUNS", tmp_path / "runs")
     monkeypatch.setattr(paths, "REPORTS", tmp_path / "reports")

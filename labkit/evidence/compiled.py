@@ -11,7 +11,7 @@ import subprocess
 import tempfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +69,19 @@ def build_free(sources: Sequence[Source], capability: int, taken: str) -> None:
         for launch in found if isinstance(found, list) else [found]:
             if kernel := build(launch, capability):  # a library's own launch gives none
                 describe(kernel)
+                _build_launcher(kernel)
+
+
+def _build_launcher(kernel: Any) -> None:
+    """Have Triton compile the C function that launches a kernel, as it did until 3.6 at the first launch of each kind.
+
+    It is kept on disk like the kernel. Nothing where the GPU's driver is not installed.
+    """
+    from triton.backends.nvidia import driver
+
+    if hasattr(driver, "make_launcher"):
+        with suppress(Exception):
+            driver.CudaLauncher(kernel.src, kernel.metadata)
 
 
 def evidence(launch: Launch, capability: int | None = None) -> dict[str, Any]:

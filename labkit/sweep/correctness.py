@@ -6,9 +6,10 @@ from typing import Any
 import pandas as pd
 
 from labkit import isolated, registry
+from labkit.bench import machine
 from labkit.bench.spec import Case, Variant
 from labkit.evidence import workers
-from labkit.sweep import interpreter, run
+from labkit.sweep import interpreter, prepared, run
 from labkit.sweep.case import first_look
 
 INTERPRETER = {"TRITON_INTERPRET": "1"}
@@ -21,8 +22,9 @@ def check_here(study: str, interpreted: bool) -> pd.DataFrame:
     What the interpreter finds is kept until a source of the lab changes; a GPU is asked anew each time.
     """
     if not interpreted:
-        loaded = registry.load(study)
-        run.compile_ahead(loaded, loaded.tiny, say=lambda line: None)
+        loaded, here = registry.load(study), machine.this_machine()
+        if not prepared.is_prepared(study, prepared.tiny(here.slug)):
+            run.compile_ahead(loaded, loaded.tiny, say=lambda line: None)
         return pd.DataFrame(isolated.call("labkit.sweep.correctness:check_tiny", study, "cuda", env=COMPILER))
     [rows] = workers.ask(
         "labkit.sweep.correctness:check_tiny", [{"name": study, "device": "cpu"}], env=workers.COMPILING | INTERPRETER

@@ -23,6 +23,11 @@ def kernels(gpu: str) -> str:
     return f"kernels.{gpu}"
 
 
+def tiny(gpu: str) -> str:
+    """The same of its tiny cases."""
+    return f"tiny.{gpu}"
+
+
 def mark(study: str, what: str) -> None:
     """Mark that something is prepared for a study. KeyError outside a run, which has no folder."""
     (Path(os.environ[FOLDER]) / f"{study}.{what}").touch()

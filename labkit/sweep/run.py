@@ -5,8 +5,12 @@ that is stopped goes on where it was, a crash of the GPU's context costs one cas
 headline claim needs are independent.
 """
 
+import gc
 import json
 import os
+import tempfile
+import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,15 +19,17 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from labkit import isolated, paths, registry
+from labkit import host, isolated, paths, registry
 from labkit.bench import machine, records, spec
 from labkit.bench.sha import kernel_sha
 from labkit.bench.spec import Case, Study
+from labkit.evidence import workers
 from labkit.sweep import added, prepared, tuning
 from labkit.sweep import case as case_runner
 from labkit.sweep.case import with_control
 
 Progress = Callable[[str], None]
+Call = tuple[str, str, str, str]  # of others: study, op and key of the case, variant
 
 
 def run(
@@ -187,34 +193,77 @@ def kernels_of(
 
 
 def warm_up(study: Study, cases: Sequence[Case], env: Mapping[str, str | None], say: Progress) -> None:
-    """Call once what libraries and releases offer in the study's `warmed` cases, in processes side by side.
+    """Call once what libraries and releases offer in the study's `warmed` cases.
 
     What cannot be called is passed over: its row will say why. say: gets one line of progress, or two.
     Nothing where that was done for the whole run.
     """
-    if not (calls := calls_of(study, cases, env)):
+    if not (wanted := calls_of(study, cases)):
         return
     prepared.await_others(study.name)  # the run may just be making them
     if prepared.is_prepared(study.name, prepared.CALLS):
         return
-    say(f"{study.name}: {len(calls)} calls of others compile what they need")
+    say(f"{study.name}: {len(wanted)} calls of others compile what they need")
     try:
-        isolated.call_many(calls)
+        call_all(wanted, env)
     except isolated.IsolatedError as problem:  # compiled later then, one after the other
         say(f"{study.name}: {problem.kind}: {problem.message}")
 
 
-def calls_of(study: Study, cases: Iterable[Case], env: Mapping[str, str | None]) -> list[isolated.Call]:
-    """The calls, in processes of their own, of what others offer in the study's `warmed` cases."""
-    jobs = [
+def calls_of(study: Study, cases: Iterable[Case]) -> list[Call]:
+    """What others offer in the study's `warmed` cases: (study, op, case, variant)."""
+    return [
         (study.name, case.op, case.key, variant.name)
         for case in cases
         if study.warmed(case)
         for variant in study.variants(case)
         if variant.role == "peer"
     ]
-    env = dict(env) | {"TRITON_INTERPRET": None}
-    return [isolated.Call("labkit.sweep.run:call_once", job, env=env) for job in jobs]
+
+
+def call_all(wanted: Sequence[Call], env: Mapping[str, str | None], stop: threading.Event | None = None) -> None:
+    """Make calls of others, in as many processes side by side as there are cores. env, stop: of these processes.
+
+    IsolatedError if one of them dies or is stopped; the others end then.
+    """
+    with tempfile.TemporaryDirectory() as taken:
+        arguments = ([list(one) for one in apart(wanted)], taken)
+        call = isolated.Call("labkit.sweep.run:call_free", arguments, env={**env, "TRITON_INTERPRET": None})
+        isolated.call_many([call] * min(host.cores(), len(wanted)), stop=stop)
+
+
+def apart(wanted: Sequence[Call]) -> list[Call]:
+    """In such an order that those of one kind are far apart: a later one finds on disk what the first has compiled."""
+    seen = Counter[tuple[str, str, str]]()
+    rounds = []
+    for name, op, _, variant in wanted:
+        rounds.append(seen[name, op, variant])
+        seen[name, op, variant] += 1
+    return [wanted[place] for place in sorted(range(len(wanted)), key=rounds.__getitem__)]
+
+
+def call_free(wanted: Sequence[Call], taken: str, device: str = "cuda") -> None:
+    """In a process: make those calls that no other has taken, until one leaves the GPU of no use to this process.
+
+    taken: as `workers.free` takes it.
+    """
+    for study, op, key, variant in workers.free(wanted, taken):
+        call_once(study, op, key, variant, device)
+        if device == "cuda" and not _is_usable():
+            return
+
+
+def _is_usable() -> bool:
+    """Free what a call held; whether this process can still use the GPU."""
+    import torch
+
+    gc.collect()
+    try:
+        torch.cuda.empty_cache()
+        torch.cuda.synchronize()
+    except RuntimeError:
+        return False
+    return True
 
 
 def call_once(study_name: str, op: str, key: str, name: str, device: str = "cuda") -> bool:

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from labkit import host, isolated, paths
+from labkit import host, isolated, paths, registry
 from labkit.bench.spec import Case, Study
 from labkit.kernels.tuned import slug
 from labkit.sweep import prepared, run
@@ -40,7 +40,7 @@ class Ahead:
         self._left, self._values, self._stop = list(order), values, stop
         self._lock = threading.Lock()
         self._busy, self._compiled, self._halt = False, set[str](), _Halt(stop)
-        self._quick = all(notebooks.frees(values.get(name, {})) for name in order if name != notebooks.FIRST)
+        self._quick = all(map(notebooks.is_quick, (values.get(name, {}) for name in order if name != notebooks.FIRST)))
         self._marks = tempfile.TemporaryDirectory(prefix="labkit-")  # removed with this
         os.environ[prepared.FOLDER] = self._marks.name  # the processes of the run inherit it
 
@@ -58,17 +58,18 @@ class Ahead:
             return self._warm_up(calls, gpu, host)
         return self._stop_compiling() if host else self._go_on(gpu)
 
-    def _warm_up(self, calls: Mapping[str, Sequence[isolated.Call]], gpu: lease.Gpu, host: bool) -> threading.Thread:
+    def _warm_up(self, calls: Mapping[str, Sequence[run.Call]], gpu: lease.Gpu, host: bool) -> threading.Thread:
         """Make once the calls of others that any study of the run will time, and compile kernels beside them."""
         compiling, held = self._go_on(gpu), threading.Event()
-        thread = threading.Thread(target=self._make, args=(calls, compiling, host, held), daemon=True)
+        thread = threading.Thread(target=self._make, args=(calls, gpu, compiling, host, held), daemon=True)
         thread.start()
         held.wait()
         return thread
 
     def _make(
         self,
-        calls: Mapping[str, Sequence[isolated.Call]],
+        calls: Mapping[str, Sequence[run.Call]],
+        gpu: lease.Gpu,
         compiling: threading.Thread | None,
         host: bool,
         held: threading.Event,
@@ -83,7 +84,7 @@ class Ahead:
             threading.Thread(target=self._judge, args=(judging,), daemon=True).start()
             with suppress(isolated.IsolatedError):
                 if every:
-                    isolated.call_many(every, stop=_Halt(self._stop))
+                    run.call_all(every, lease.environment(gpu), _Halt(self._stop))
             for name in filter(calls.get, calls):  # the others make theirs, should they need any
                 prepared.mark(name, prepared.CALLS)
             if compiling and self._quick:
@@ -106,9 +107,9 @@ class Ahead:
         with self._lock:
             self._halt.set()
 
-    def _calls(self, name: str, gpu: lease.Gpu) -> list[isolated.Call]:
+    def _calls(self, name: str, gpu: lease.Gpu) -> list[run.Call]:
         study, cases, _ = self._left_of(name, gpu)
-        return run.calls_of(study, cases, lease.environment(gpu))
+        return run.calls_of(study, cases)
 
     def _left_of(self, name: str, gpu: lease.Gpu) -> tuple[Study, list[Case], bool]:
         """A study, those of its cases of which no row is there, and whether these are all."""
@@ -150,15 +151,22 @@ class Ahead:
         some = {name: cases for name, (study, cases, _) in left.items() if study.kernels and cases}
         if not some:
             return
-        wanted = [(name, [one.id for one in cases]) for name, cases in some.items()]
+        tiny = {name: self._tiny(name) for name in some}
+        wanted = [(name, [one.id for one in (*cases, *tiny[name])]) for name, cases in some.items()]
         env = {lease.VISIBLE: "", "TRITON_INTERPRET": None}
         arguments = ("labkit.sweep.run:compile_apart", wanted, capability, gpu.name, SPARED)
         with suppress(isolated.IsolatedError):  # what is wrong is said when the study is measured, and compiles it
             isolated.call(*arguments, env=env, stop=halt, on_line=lambda line: None)
             for name, (study, cases, whole) in left.items():
+                if tiny.get(name):
+                    prepared.mark(name, prepared.tiny(slug(gpu.name)))
                 # Rows of earlier sources are measured again; and early cases say which kernels the others need.
                 if whole and not (study.settle and any(map(study.early, cases))):
                     prepared.mark(name, prepared.kernels(slug(gpu.name)))
+
+    def _tiny(self, name: str) -> Sequence[Case]:
+        """The tiny cases that are run once a study is measured; a quick look runs none."""
+        return () if notebooks.is_quick(self._values.get(name, {})) else registry.load(name).tiny
 
 
 def times_host(name: str, values: Mapping[str, Any]) -> bool:

@@ -195,7 +195,7 @@ def _seconds(wanted: Mapping[str, Wanted], like: str, here: str, cores: int) -> 
     left = {name: _left(one, here) for name, one in wanted.items()}
     told = {study: _known(study, like) for study in {one.study.name for one in wanted.values()}}
     found = {name: _of_study(one, left[name], told[one.study.name], cores) for name, one in wanted.items()}
-    calls = {name: len(run.calls_of(one.study, left[name], {})) for name, one in wanted.items()}
+    calls = {name: len(run.calls_of(one.study, left[name])) for name, one in wanted.items()}
     if notebooks.FIRST in wanted:
         calls = {notebooks.FIRST: sum(calls.values())}
     return {name: seconds + of_calls(calls.get(name, 0), cores) for name, seconds in found.items()}

@@ -341,7 +341,7 @@ def run(
     """Run the notebooks of `chosen` studies and return how each ended, in the same order; one failure stops no other.
 
     values: parameters of each study. jobs: how many at once, at most (default: two per GPU if anything is measured, one
-    of which waits for it, and a third in a quick look, which needs it no longer; else one per core). On an exception
+    of which waits for it, or makes its page, and a third in a quick look; else one per core). On an exception
     (Ctrl-C) every process is ended first. beside: makes what is told of each study that begins to be measured
     (`ahead.Ahead`). seconds: what each study will take, where that is known.
     """
@@ -349,7 +349,7 @@ def run(
     measuring = {name for name in chosen if can_measure and source_of(name, values.get(name, {})) in spec.MEASURING}
     leased = lease.visible() if measuring else []
     itself = {name for name in measuring if name != FIRST and frees(values.get(name, {}))}
-    quick = measuring <= {FIRST, *itself}
+    quick = all(is_quick(values.get(name, {})) for name in measuring - {FIRST})
     limit = max(1, len(leased) * (BESIDE_QUICK if quick else BESIDE)) if measuring else host.cores()
     limit = max(1, min(limit, jobs or limit, len(chosen)))
     threads = {} if measuring else share(limit)
@@ -401,9 +401,14 @@ def share(limit: int) -> dict[str, str]:
 def frees(values: Mapping[str, Any]) -> bool:
     """Whether a notebook needs its GPU only while it measures: it then leases it itself, and starts before its turn.
 
-    A quick look's page needs none. A full one checks kernels on it, and functions of the reader's own.
+    A page with functions of the reader's own checks them on it afterwards.
     """
-    return bool(values.get(filters.QUICK)) and not values.get(added.PARAMETER)
+    return not values.get(added.PARAMETER)
+
+
+def is_quick(values: Mapping[str, Any]) -> bool:
+    """Whether a notebook with these parameters takes a quick look."""
+    return bool(values.get(filters.QUICK))
 
 
 def _longest_first(names: Sequence[str], seconds: Mapping[str, float]) -> list[str]:
