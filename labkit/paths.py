@@ -21,6 +21,11 @@ CACHE = ROOT / ".cache"  # may be deleted at any time
 # What was tuned on this machine counts more than what is shipped: here, and in the processes that this one starts.
 os.environ.setdefault("LABKIT_TABLES", str(RUNS))
 
+# Where Triton keeps what it compiles, as it is by default. Said, because torch.compile otherwise changes it for the
+# rest of a process that uses it, which then compiles anew what had been compiled ahead.
+_HOME = os.environ.get("TRITON_HOME") or Path.home()
+os.environ.setdefault("TRITON_CACHE_DIR", str(Path(_HOME, ".triton", "cache")))
+
 
 def recorded_gpus() -> list[str]:
     """The GPUs, as folder names, that data/ holds measurements of."""

@@ -87,8 +87,8 @@ def test_calls_of_others_are_made_before_anything_is_timed(calls, monkeypatch):
     wanted = made[0].args[0]
     assert len(made) == len(wanted) == 6  # a process for each: there are more cores
     assert len(made) == len(wanted) == 6  # fewer than there are cores: a process for each
-    names = {name for *_, name in wanted}
-    assert {study for study, *_ in wanted} == {"state_layout"}
+    names = {one.variant for one in wanted}
+    assert {one.study for one in wanted} == {"state_layout"}
     assert any("sglang" in name for name in names)
     assert all(call.env["CUDA_VISIBLE_DEVICES"] == "GPU-7" for call in made)
     study, said = registry.load("state_layout"), []

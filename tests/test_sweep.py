@@ -736,7 +736,9 @@ def warmed(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
         made.extend(wanted)  # of each process the same
 
     study = lab.toy.study
-    monkeypatch.setattr(lab.toy, "study", lambda: dataclasses.replace(study(), warmed=lambda case: case["n"] == 2))
+    monkeypatch.setattr(
+        lab.toy, "study", lambda: dataclasses.replace(study(), warmed=lambda case: "two" * (case["n"] == 2))
+    )
     monkeypatch.setattr(isolated, "call_many", call_many)
     return made
 
@@ -773,10 +775,11 @@ def test_a_process_that_dies_before_anything_is_timed_stops_nothing(lab, warmed,
 
 def test_calls_of_one_kind_are_made_far_apart():
     """Side by side they would compile the same."""
-    wanted = [("study", "op", str(case), variant) for case in range(3) for variant in ("a", "a", "b")]
-    assert [(case, variant) for _, _, case, variant in sweep.apart(wanted)] == [
-        *(("0", "a"), ("0", "b"), ("0", "a"), ("1", "b")),
-        *(("1", "a"), ("2", "b"), ("1", "a"), ("2", "a"), ("2", "a")),
+    cases = [("0", "small"), ("1", "small"), ("2", "large")]
+    wanted = [sweep.Call("study", "op", case, variant, alike) for case, alike in cases for variant in ("a", "b")]
+    assert [(one.case, one.variant) for one in sweep.apart(wanted)] == [
+        *(("0", "a"), ("0", "b"), ("2", "a"), ("2", "b")),
+        *(("1", "a"), ("1", "b")),
     ]
 
 
@@ -784,7 +787,7 @@ def test_a_process_whose_gpu_a_call_has_broken_makes_no_more_of_them(monkeypatch
     made = []
     monkeypatch.setattr(sweep, "call_once", lambda *words: made.append(words[3]))
     monkeypatch.setattr(sweep, "_is_usable", lambda: made[-1] != "breaks")
-    wanted = [("study", "op", "{}", name) for name in ("works", "breaks", "left")]
+    wanted = [("study", "op", "{}", name, "alike") for name in ("works", "breaks", "left")]
     sweep.call_free(wanted, str(tmp_path))
     assert made == ["works", "breaks"]
     sweep.call_free(wanted, str(tmp_path))  # another process

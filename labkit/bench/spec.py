@@ -254,7 +254,8 @@ class Study:
                 are compiled on all cores before the cases are measured, in processes that may see no GPU; None: each
                 kernel is compiled when it is first run.
     warmed:     whether the libraries' and releases' calls of a case are made once in processes side by side, before any
-                is timed: their own compilers then run on all cores, and leave what they make in Triton's cache.
+                is timed: their own compilers then run on all cores, and leave what they make in Triton's cache. Empty
+                if not; else what their code depends on: of the cases with the same, one is called well before others.
     settle:     called with the study's Parquet file of a GPU and a folder, once the early cases are in the file and
                 whenever they change there: writes into the folder what the other cases read (a tuned table).
     counted:    the notebook's parameters -> cases and names of variants, kernels of the lab, whose hardware counters
@@ -277,7 +278,7 @@ class Study:
     parameters: Mapping[str, Rule] = field(default_factory=dict)
     tiny: tuple[Case, ...] = ()
     early: Callable[[Case], bool] = lambda case: False
-    warmed: Callable[[Case], bool] = lambda case: False
+    warmed: Callable[[Case], str] = lambda case: ""
     settle: Callable[[Path, Path], None] | None = None
     kernels: Callable[[Sequence["Case"], int, str], list[tuple[str, Mapping[str, Any]]]] | None = None
     counted: Callable[[Mapping[str, Any]], list[tuple[Case, str]]] = lambda parameters: []

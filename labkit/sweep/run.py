@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -29,7 +29,16 @@ from labkit.sweep import case as case_runner
 from labkit.sweep.case import with_control
 
 Progress = Callable[[str], None]
-Call = tuple[str, str, str, str]  # of others: study, op and key of the case, variant
+
+
+class Call(NamedTuple):
+    """A call of others. alike: calls of a variant that have the same compile the same (`Study.warmed`)."""
+
+    study: str
+    op: str
+    case: str
+    variant: str
+    alike: str
 
 
 def run(
@@ -211,11 +220,11 @@ def warm_up(study: Study, cases: Sequence[Case], env: Mapping[str, str | None], 
 
 
 def calls_of(study: Study, cases: Iterable[Case]) -> list[Call]:
-    """What others offer in the study's `warmed` cases: (study, op, case, variant)."""
+    """What others offer in the study's `warmed` cases."""
     return [
-        (study.name, case.op, case.key, variant.name)
+        Call(study.name, case.op, case.key, variant.name, alike)
         for case in cases
-        if study.warmed(case)
+        if (alike := study.warmed(case))
         for variant in study.variants(case)
         if variant.role == "peer"
     ]
@@ -227,27 +236,28 @@ def call_all(wanted: Sequence[Call], env: Mapping[str, str | None], stop: thread
     IsolatedError if one of them dies or is stopped; the others end then.
     """
     with tempfile.TemporaryDirectory() as taken:
-        arguments = ([list(one) for one in apart(wanted)], taken)
+        arguments = (apart(wanted), taken)
         call = isolated.Call("labkit.sweep.run:call_free", arguments, env={**env, "TRITON_INTERPRET": None})
         isolated.call_many([call] * min(host.cores(), len(wanted)), stop=stop)
 
 
 def apart(wanted: Sequence[Call]) -> list[Call]:
-    """In such an order that those of one kind are far apart: a later one finds on disk what the first has compiled."""
-    seen = Counter[tuple[str, str, str]]()
+    """In such an order that those which compile the same are far apart: later ones then find it on disk."""
+    seen = Counter[tuple[str, ...]]()
     rounds = []
-    for name, op, _, variant in wanted:
-        rounds.append(seen[name, op, variant])
-        seen[name, op, variant] += 1
+    for one in wanted:
+        kind = (one.study, one.op, one.variant, one.alike)
+        rounds.append(seen[kind])
+        seen[kind] += 1
     return [wanted[place] for place in sorted(range(len(wanted)), key=rounds.__getitem__)]
 
 
-def call_free(wanted: Sequence[Call], taken: str, device: str = "cuda") -> None:
+def call_free(wanted: Sequence[Sequence[str]], taken: str, device: str = "cuda") -> None:
     """In a process: make those calls that no other has taken, until one leaves the GPU of no use to this process.
 
     taken: as `workers.free` takes it.
     """
-    for study, op, key, variant in workers.free(wanted, taken):
+    for study, op, key, variant, _ in workers.free(wanted, taken):
         call_once(study, op, key, variant, device)
         if device == "cuda" and not _is_usable():
             return

@@ -27,6 +27,11 @@ DRIFT_TOKENS = 8192
 COUNTED = 256  # sequences, or tokens, of the cases whose hardware counters are taken
 
 
+def _compiled_by(case: Case) -> str:
+    """What of a case others' kernels depend on."""
+    return ", ".join(f"{name} {case.params[name]}" for name in ("gate", "HV", "state") if name in case.params)
+
+
 def cases(parameters: Mapping[str, Any]) -> list[Case]:
     """Decode over batch, over L and over the layout; verify; prefill; drift."""
     found = [one for gate in parameters["gates"] for one in _decodes(gate, parameters)]
@@ -123,7 +128,7 @@ STUDY = Study(
     },
     counted=counted,
     early=lambda case: case.op == "drift",  # the same in every process
-    warmed=lambda case: case.op in ("prefill", "length"),  # of which others compile many kernels
+    warmed=lambda case: _compiled_by(case) if case.op in ("prefill", "length") else "",  # others compile many kernels
     kernels=lazy("labkit.studies.gated_delta_today.ahead:sources"),
     tiny=tuple(_tiny()),
 )
