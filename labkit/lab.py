@@ -393,7 +393,22 @@ class Lab:
         self, make: Callable[[pd.DataFrame], pd.DataFrame], caption: str, formats: Mapping | None = None
     ) -> figures.Html:
         """One table for all GPUs, made from the rows of each; a long one is folded."""
-        made = {gpu: make(entry.rows) for gpu, entry in self._entries.items()}
+        return self._tabled({gpu: make(entry.rows) for gpu, entry in self._entries.items()}, caption, formats)
+
+    def launched(
+        self,
+        make: Callable[[pd.DataFrame, pd.DataFrame], pd.DataFrame],
+        caption: str,
+        formats: Mapping | None = None,
+    ) -> figures.Html:
+        """The same of the recorded GPUs, made from the rows of each and from what its launches do."""
+        facts = recorded.launches()
+        there = {gpu: entry for gpu, entry in self._entries.items() if len(facts) and not entry.here}
+        made = {gpu: make(entry.rows, facts[facts["gpu"] == entry.machine.slug]) for gpu, entry in there.items()}
+        return self._tabled(made, caption, formats)
+
+    def _tabled(self, made: Mapping[str, pd.DataFrame], caption: str, formats: Mapping | None = None) -> figures.Html:
+        """One table of those of all GPUs; what it is of, where there is none."""
         tables = {gpu: one for gpu, one in made.items() if len(one)}
         if not tables:
             return figures.note(f"{caption} There is no such measurement." if self.shown else UNMEASURED)

@@ -9,6 +9,7 @@ import re
 import sys
 from types import ModuleType, SimpleNamespace
 
+import pandas as pd
 import pytest
 import rows as made
 import torch
@@ -417,6 +418,22 @@ def test_arithmetic_bounds_by_hand(rows):
     assert line["at most %"] == pytest.approx(100 * read / line["least µs"], rel=0.01)
     few = tables.arithmetic(quiet)
     assert few[(few["format"] == "BF16") & (few["N"] == 1)]["at most %"].unique().tolist() == [100.0]
+
+
+def test_issue_slots_by_hand(rows):
+    """Of the code that was timed, at the clock of the run; by hand for one case."""
+    quiet = rows.assign(sm_mhz=[[1000] * len(one) for one in rows["samples_ns"]])
+    cold = quiet[(quiet["op"] == "product") & (quiet["cache"] == "cold") & (quiet["variant"] == variants.MATRIX)]
+    launches = cold[["op", "case", "variant", "kernel_sha"]].assign(instructions=1e6)
+    launches = pd.concat([launches, launches])  # two launches a call
+    table = tables.issued(quiet, launches)
+    assert len(table) == len(cold)
+    line = table[(table["format"] == "Q4_K") & (table["N"] == 8) & (table["rows"] == 17408)].iloc[0]
+    assert line["instructions a weight"] == pytest.approx(32 * 2e6 / (17408 * 5120))
+    assert line["issue µs"] == pytest.approx(2e6 / (132 * 4 * 1000))
+    assert line["% of issue"] == pytest.approx(100 * line["issue µs"] / line["us"])
+    assert tables.issued(quiet, launches.assign(kernel_sha="another")).empty
+    assert set(views.issued(quiet, launches)["N"]) == {1, 8}
 
 
 def test_gemlite_is_held_against_its_own_bytes(rows):

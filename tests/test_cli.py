@@ -491,7 +491,6 @@ def test_a_gpu_to_predict_reaches_the_notebook(toy, words):
 
 def test_what_is_recorded_is_predicted_once(toy, monkeypatch):
     facts = toy.measured(toy.rows(), base="data").parent / "launches.parquet"
-    monkeypatch.setattr(launches, "FILE", facts)
     monkeypatch.setattr(launches, "update", lambda: None)
     toy.ceilings()
     toy.facts(facts)
@@ -502,7 +501,6 @@ def test_what_is_recorded_is_predicted_once(toy, monkeypatch):
 
 def test_promoted_rows_are_predicted_and_the_others_named(toy, monkeypatch):
     facts = toy.ceilings().parent.parent / "launches.parquet"
-    monkeypatch.setattr(launches, "FILE", facts)
     toy.measured(toy.rows())
     toy.facts(facts, toy.rows()[:3])
     done = toy.command("record")

@@ -5,6 +5,7 @@ import json
 import math
 import re
 from contextlib import nullcontext
+from dataclasses import replace
 from html import escape, unescape
 from importlib.util import find_spec
 
@@ -26,7 +27,7 @@ from labkit.studies.persistent_tables import views as table_views
 from labkit.studies.state_layout import explore, production_views, tables, views
 from labkit.studies.state_layout.claims import CLAIMS
 from labkit.sweep import correctness, run
-from labkit.workflow import lease, notebooks
+from labkit.workflow import lease, notebooks, recorded
 from labkit.workflow import quick as quick_look
 
 GPU, OTHER = "nvidia-made-up-9", "nvidia-other-1"
@@ -607,3 +608,15 @@ def test_a_claims_figure_ends_before_its_quantity(folders, layout, monkeypatch):
     for keys in re.findall(r'data-keys="([^"]*)"', shown):
         assert isinstance(json.loads(unescape(keys)), dict)
     assert shown.count("8 values per tile") == 2  # what the figures are, and what can be copied
+
+
+def test_what_launches_do_is_told_of_recorded_gpus_alone(folders, layout, monkeypatch):
+    caption, x = "Launches.", replayed("state_layout", made.LAYOUT, layout)
+    assert "There is no such measurement" in html(x.launched(lambda rows, facts: facts, caption))  # none is recorded
+    facts = pd.DataFrame({"gpu": [GPU, GPU, "another"], "instructions": [1.0, 2.0, 3.0]})
+    facts.to_parquet(paths.DATA / recorded.LAUNCHES)
+    found = table_of(x.launched(lambda rows, facts: facts[["instructions"]].assign(rows=len(rows)), caption))
+    assert [row["instructions"] for row in found] == ["1", "2"]
+    assert {int(row["rows"].replace(",", "")) for row in found} == {len(layout)}
+    monkeypatch.setattr(x, "shown", [replace(entry, here=True) for entry in x.shown])
+    assert "There is no such measurement" in html(x.launched(lambda rows, facts: facts, caption))

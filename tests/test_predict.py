@@ -177,7 +177,7 @@ def ours(name: str) -> pd.DataFrame:
 
 @cache
 def data(name: str) -> Measured:
-    return predict.measured(ours(name), launches.read(), gpu(name))
+    return predict.measured(ours(name), recorded.launches(), gpu(name))
 
 
 @cache
@@ -193,7 +193,7 @@ def errors(one: Measured, predicted: np.ndarray) -> tuple[float, float]:
 
 def test_nearly_every_row_of_ours_is_predicted():
     for name in (H100, H200):
-        found = predict.predictions(ours(name), launches.read(), gpu(name))
+        found = predict.predictions(ours(name), recorded.launches(), gpu(name))
         missing = ours(name)[found.isna()]
         assert set(missing["op"]) == {"cache"}  # its experts come from the host: neither copies nor waits are modelled
         assert (found.dropna() > 0).all()
@@ -201,18 +201,18 @@ def test_nearly_every_row_of_ours_is_predicted():
 
 def test_hot_rows_are_not_predicted():
     rows = ours(H100).assign(cache="hot")
-    assert predict.predictions(rows, launches.read(), gpu(H100)).isna().all()
+    assert predict.predictions(rows, recorded.launches(), gpu(H100)).isna().all()
 
 
 def test_a_library_is_not_predicted():
     rows = recorded.read(paths.DATA / H100 / "gemv_coalescing.parquet")
     peers = rows[(rows["role"] == "peer") & (rows["cache"] == "cold")]
-    assert predict.predictions(peers, launches.read(), gpu(H100)).isna().all()
+    assert predict.predictions(peers, recorded.launches(), gpu(H100)).isna().all()
 
 
 def test_predictions_are_those_of_the_fit():
     one = data(H100)
-    found = predict.predictions(one.rows, launches.read(), gpu(H100))
+    found = predict.predictions(one.rows, recorded.launches(), gpu(H100))
     np.testing.assert_allclose(found, one.times(predict.parameters()), rtol=1e-12)
 
 
@@ -355,7 +355,7 @@ def test_a_slower_gpu_takes_longer():
 
 
 def test_facts_hold_what_launches_do():
-    table = launches.read()
+    table = recorded.launches()
     assert not table[list(AMOUNTS)].isna().any().any()
     assert set(FACTS) <= set(table)
     assert (table["wgmma_flops"] >= 0).all()
@@ -370,7 +370,7 @@ def test_stored_facts_are_what_is_found_now(op, variant):
     rows = ours(H100)
     row = rows[(rows["op"] == op) & (rows["variant"] == variant)].sort_values("floor_bytes").iloc[0].to_dict()
     found = pd.DataFrame(launches.facts(row, 90, gpu(H100).l2_bytes))
-    table = launches.read()
+    table = recorded.launches()
     same = (table["gpu"] == H100) & (table["op"] == op) & (table["case"] == row["case"])
     stored = table[same & (table["variant"] == variant)].sort_values("place")
     assert found["kernel"].tolist() == stored["kernel"].tolist()

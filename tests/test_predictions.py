@@ -8,7 +8,7 @@ import toy_lab
 
 from labkit import paths
 from labkit.evidence import predict
-from labkit.workflow import launches, predictions, recorded
+from labkit.workflow import predictions, recorded
 
 
 @pytest.fixture
@@ -16,10 +16,9 @@ def toy(tmp_path, monkeypatch):
     """Rows of study `layers` on a recorded GPU with ceilings; facts of the launches of its first case."""
     lab = toy_lab.Toy(tmp_path)
     lab.enter(monkeypatch)
-    monkeypatch.setattr(launches, "FILE", tmp_path / "data" / "launches.parquet")
     lab.measured(lab.rows(), base="data")
     lab.ceilings()
-    lab.facts(launches.FILE, [row for row in lab.rows() if row["case"] == lab.rows()[0]["case"]])
+    lab.facts(paths.DATA / recorded.LAUNCHES, [row for row in lab.rows() if row["case"] == lab.rows()[0]["case"]])
     return lab
 
 
@@ -63,7 +62,7 @@ def test_what_a_version_said_stays_whatever_changes_under_it(toy, monkeypatch, w
         changed = {"1": predict.models()["1"] | {"parameters": predict.parameters() | {"start": 99.0}}}
         monkeypatch.setattr(predict, "models", lambda: changed)
     elif what == "launches":
-        launches.read().assign(bytes=1e9).to_parquet(launches.FILE)
+        recorded.launches().assign(bytes=1e9).to_parquet(paths.DATA / recorded.LAUNCHES)
     else:
         toy.ceilings(us=9.0)
     assert predictions.append()[toy_lab.SLUG][0] == 0
@@ -72,7 +71,7 @@ def test_what_a_version_said_stays_whatever_changes_under_it(toy, monkeypatch, w
 
 def test_a_row_of_another_kernel_is_another_row(toy):
     predictions.append()
-    launches.read().assign(kernel_sha="0" * 12).to_parquet(launches.FILE)
+    recorded.launches().assign(kernel_sha="0" * 12).to_parquet(paths.DATA / recorded.LAUNCHES)
     toy.measured(toy.rows(kernel_sha="0" * 12), base="data")
     assert predictions.append()[toy_lab.SLUG][0] == len(predictions.read()) // 2
 
@@ -80,7 +79,7 @@ def test_a_row_of_another_kernel_is_another_row(toy):
 def test_it_says_what_it_was_made_from(toy, monkeypatch):
     predictions.append()
     newer(monkeypatch)
-    launches.read().assign(bytes=1e9).to_parquet(launches.FILE)
+    recorded.launches().assign(bytes=1e9).to_parquet(paths.DATA / recorded.LAUNCHES)
     toy.ceilings(us=9.0)
     predictions.append("2")
     table = predictions.read().set_index("version")
@@ -130,7 +129,7 @@ def test_of_rows_without_predictions_nothing_is_said(toy):
 
 def test_every_recorded_row_that_can_be_predicted_is():
     kept, latest = predictions.read(), predict.LATEST
-    facts = launches.read()
+    facts = recorded.launches()
     for gpu in paths.recorded_gpus():
         known = facts[facts["gpu"] == gpu].drop_duplicates(list(predict.KEY))
         assert len(kept[(kept["gpu"] == gpu) & (kept["version"] == latest)]) >= len(known)

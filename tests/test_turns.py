@@ -99,6 +99,31 @@ def test_who_leases(monkeypatch, tmp_path, values, itself):
     assert found == [(True, False), (not itself, itself)]
 
 
+def test_what_is_measured_alone_leaves_its_gpu_once_all_is_measured(monkeypatch, tmp_path):
+    """Its page is made while the next one measures; others wait until then."""
+    monkeypatch.setenv(lease.LOCKS, str(tmp_path))
+    monkeypatch.setenv(prepared.FOLDER, str(tmp_path))
+    monkeypatch.delenv(lease.LEASED, raising=False)
+    company = Company()
+    held, _ = turns(company=company)
+
+    def waits():
+        thread = threading.Thread(target=prepared.await_others, args=("b",), daemon=True)
+        thread.start()
+        thread.join(0.5)
+        return thread.is_alive()
+
+    with held.alone("a") as gpu:
+        held.hear("a", f"{lease.TAKEN}{gpu.id}")  # which is the run's
+        with pytest.raises(lease.Busy), lease.gpu_lease(GPUS[:1], timeout=0, say=lambda text: None):
+            pass
+        assert waits()
+        held.hear("a", lease.FREED)
+        with lease.gpu_lease(GPUS[:1], timeout=0):
+            assert not waits()
+    assert company.told == [("a", "GPU-7")]
+
+
 FIRST = """
 import json, pathlib, time
 from labkit.sweep import prepared

@@ -11,9 +11,9 @@ Rows do not tell how long a later process was, nor what was compiled ahead; of t
 - Kernels that are compiled ahead take `AHEAD_S` until the first begins, then `KERNEL_S` of one core each, and all cores
   share them; so do what others' calls compile before, `CALL_S` each, and `LONGEST_CALL_S` at least: once for all
   studies of a run that begins with the machine, as part of that (`ahead.Ahead`), else for each of them.
-- A process takes `START_S` to start, a notebook `PAGE_S` beside its measuring; of a quick look only the machine's does
-  and the last one, since the others are made beside the next measurement. A kernel whose hardware counters are read
-  takes `COUNTED_S`, timelines `TIMELINES_S`.
+- A process takes `START_S` to start, a notebook `PAGE_S` beside its measuring; only the last one does, since the others
+  are made beside the next measurement. A kernel whose hardware counters are read takes `COUNTED_S`, timelines
+  `TIMELINES_S`.
 
 A case that no GPU has recorded takes the mean of its operation, and one of an operation that none has the mean of all.
 """
@@ -170,8 +170,7 @@ def _asked(name: str, given: Mapping[str, Any]) -> Wanted:
     """What a notebook with these parameters measures."""
     study, values = quick.asked(name, given)
     processes = 1 if values.get(filters.QUICK) else values.get("processes", 1)
-    beside = name != notebooks.FIRST and notebooks.frees(values)
-    return Wanted(study, study.cases(values), processes, _counted(study, values), beside)
+    return Wanted(study, study.cases(values), processes, _counted(study, values), notebooks.frees(values))
 
 
 def _counted(study: Study, parameters: Mapping[str, Any]) -> list[Key]:

@@ -31,7 +31,6 @@ from labkit.kernels.offline import offline
 from labkit.sweep.variants import code_of
 from labkit.workflow import recorded
 
-FILE = paths.DATA / "launches.parquet"
 KEY = ("gpu", "study", "op", "case", "variant", "kernel_sha")
 # (study, operation) -> roles; of the others the launches take too long to compile, or are not the lab's
 WANTED = {
@@ -415,13 +414,8 @@ def table(known: pd.DataFrame | None = None) -> pd.DataFrame:
     return pd.concat([some for some in found if len(some)], ignore_index=True).drop_duplicates([*KEY, "place"])
 
 
-def read() -> pd.DataFrame:
-    """The table that is kept."""
-    return pd.read_parquet(FILE)
-
-
 def update() -> None:
     """Add the rows that the kept table does not have: compiled here, which takes minutes where there are many."""
-    content = io.BytesIO()
-    table(read() if FILE.exists() else None).to_parquet(content, index=False, compression="zstd")
-    write_atomic(FILE, content.getvalue())
+    known, content = recorded.launches(), io.BytesIO()
+    table(known if len(known) else None).to_parquet(content, index=False, compression="zstd")
+    write_atomic(paths.DATA / recorded.LAUNCHES, content.getvalue())

@@ -365,10 +365,11 @@ def run(
 
     def one(name: str) -> Result:
         given, held, heard = values.get(name, {}), nullcontext(), None
-        if name in itself:
-            held, heard = turns.awaited(), functools.partial(turns.hear, name)
+        if name in itself or name in alone:
+            held = turns.alone(name) if name in alone else turns.awaited()
+            heard = functools.partial(turns.hear, name)
         elif name in measuring:
-            held = turns.alone(name) if name == FIRST else turns.leased(name)
+            held = turns.leased(name)
         try:
             return _run_one(name, given, held, threads, stop, progress, heard)
         finally:

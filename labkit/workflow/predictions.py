@@ -87,10 +87,8 @@ def append(version: str = predict.LATEST) -> dict[str, tuple[int, int]]:
 
 def _recorded() -> Iterator[tuple[pd.DataFrame, pd.DataFrame, Gpu]]:
     """Of each recorded GPU all rows, the facts of their launches, and the GPU."""
-    from labkit.workflow import launches  # here: it imports torch, which pages that show predictions do not need
-
-    facts = launches.read() if launches.FILE.exists() else None
-    for name in paths.recorded_gpus() if facts is not None else ():
+    facts = recorded.launches()
+    for name in paths.recorded_gpus() if len(facts) else ():
         files = [paths.DATA / name / f"{study}.parquet" for study in registry.NOTEBOOKS]
         if gpu := gpu_in(paths.DATA / name):
             rows = [recorded.read(path) for path in files if path.exists()]

@@ -14,6 +14,8 @@ from labkit.bench.claim import PROCESSES, Claim, Judgement
 from labkit.sweep import added, run
 from labkit.workflow import store
 
+LAUNCHES = "launches.parquet"  # in data/
+
 
 @dataclass(frozen=True)
 class Rows:
@@ -44,6 +46,15 @@ def read(path: Path) -> pd.DataFrame:
     """The rows of a data file without functions of the reader's own. RecordError if it cannot be used."""
     rows = records.read(path)
     return rows[~added.is_added(rows)].reset_index(drop=True)
+
+
+def launches() -> pd.DataFrame:
+    """What the launches of recorded rows do (`evidence.predict.FACTS`), by the columns that name a row, and its GPU.
+
+    Empty where nothing is recorded of any.
+    """
+    path = paths.DATA / LAUNCHES
+    return pd.read_parquet(path) if path.exists() else pd.DataFrame()
 
 
 # The rules of earlier schemas, by which hashes that begin with their number were made, for as long as the lab has them:

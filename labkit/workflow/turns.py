@@ -3,7 +3,7 @@
 import functools
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from labkit.sweep import prepared
@@ -29,22 +29,24 @@ class Turns:
     ):
         self._gpus, self._stop, self._progress, self._company = gpus, stop, progress, company
         self._held: set[str] = set()  # studies that have one
+        self._alone: dict[str, ExitStack] = {}  # what such a study holds
         self._first, self._started = first, threading.Event()
         if not first:
             self._started.set()
 
     @contextmanager
     def leased(self, study: str) -> Iterator[lease.Gpu]:
-        """Hold a GPU for a study, whose notebook is started then."""
+        """Hold a GPU for a study, whose notebook is started then, until that has ended."""
         with lease.gpu_lease(self._gpus, stop=self._stop, say=functools.partial(self._waits, study)) as gpu:
             self._begin(study, gpu)
             yield gpu
 
     @contextmanager
     def alone(self, study: str) -> Iterator[lease.Gpu]:
-        """The same for one beside which no other is timed."""
-        with prepared.alone(study), self.leased(study) as gpu:
-            yield gpu
+        """The same for one beside which no other is timed, until its notebook says that all is measured."""
+        with ExitStack() as self._alone[study]:
+            self._alone[study].enter_context(prepared.alone(study))
+            yield self._alone[study].enter_context(self.leased(study))
 
     @contextmanager
     def awaited(self) -> Iterator[None]:
@@ -54,13 +56,15 @@ class Turns:
         yield
 
     def hear(self, study: str, line: str) -> None:
-        """What a notebook that leases its GPU itself prints."""
+        """What a notebook prints that leases its GPU itself, or is measured alone."""
         if line.startswith(lease.WAITING):
             self._waits(study, line)
-        elif line.startswith(lease.TAKEN):
+        elif line.startswith(lease.TAKEN) and study not in self._alone:
             name = line.removeprefix(lease.TAKEN)
             self._begin(study, next((gpu for gpu in self._gpus if gpu.id == name), lease.Gpu(-1, name, name)))
         elif line == lease.FREED:
+            if study in self._alone:
+                self._alone[study].close()
             self.end(study)
 
     def end(self, study: str) -> None:

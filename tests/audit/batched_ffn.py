@@ -16,6 +16,7 @@ import pandas as pd
 from common import (
     AA,
     COMPARED,
+    DATA,
     RATIO,
     Params,
     Tables,
@@ -130,6 +131,33 @@ def arithmetic(rows: pd.DataFrame) -> pd.DataFrame:
             line["% of reading"] = us[READ] / us[ONCE] * 100
             found.append(pick(params, SHAPE) | line)
     columns = ["instructions a weight", "least µs", "reading µs", "at most %", "us", "% of reading"]
+    return table(found, [*SHAPE, *columns])
+
+
+def launches_of(rows: pd.DataFrame) -> pd.DataFrame:
+    """What the launches of the recorded rows of this GPU do."""
+    every = pd.read_parquet(DATA / "launches.parquet")
+    folder = rows["gpu"].iloc[0].lower().replace(" ", "-")
+    return every[(every["gpu"] == folder) & (every["study"] == STUDY)]
+
+
+def issued(rows: pd.DataFrame) -> pd.DataFrame:
+    """Instructions a weight of the family by matrix units, and the part of its time in which they can be issued."""
+    executed: dict[tuple[str, str], float] = defaultdict(float)
+    for line in launches_of(rows).to_dict("records"):
+        if line["variant"] == MATRIX and line["op"] == "product":
+            executed[line["case"], line["kernel_sha"]] += line["instructions"]
+    found = []
+    for params, group in cases(rows, "product"):
+        us, known = times(group), usable(group)
+        count = executed.get((known[MATRIX]["case"], known[MATRIX]["kernel_sha"])) if MATRIX in known else None
+        if count and READ in us and ONCE in known:
+            cycles = median([one for row in group for one in row["sm_mhz"]]) * us[MATRIX]
+            slots = cycles * facts(known[ONCE]["evidence"])["sms"] * LANES
+            line = {"instructions a weight": 32 * count / params["rows"] / params["K"], "us": us[MATRIX]}
+            line |= {"% of issue": 100 * 32 * count / slots, "issue µs": 32 * count / slots * us[MATRIX]}
+            found.append(pick(params, SHAPE) | line | {"% of reading": us[READ] / us[MATRIX] * 100})
+    columns = ["instructions a weight", "issue µs", "us", "% of issue", "% of reading"]
     return table(found, [*SHAPE, *columns])
 
 
@@ -542,6 +570,7 @@ TABLES: Tables = {
     "tables.times": times_of,
     "tables.passes": passes,
     "tables.arithmetic": arithmetic,
+    "tables.issued": issued,
     "tables.compared": compared,
     "tables.gains": gains,
     "tables.beside": beside,

@@ -70,6 +70,7 @@ LAB = {  # table -> the lab's, and the columns that say which line it is
     "tables.times": (lambda rows: over(tables.times, rows, op=audit.OPS), ["op", *SHAPE, "variant"]),
     "tables.passes": (passes, [*SHAPE, "variant"]),
     "tables.arithmetic": (tables.arithmetic, SHAPE),
+    "tables.issued": (lambda rows: tables.issued(rows, audit.launches_of(rows)), SHAPE),
     "tables.compared": (pairs, ["op", *SHAPE, "variant", "against"]),
     "tables.gains": (tables.gains, [*SHAPE, "step"]),
     "tables.beside": (beside, ["op", "library", *SHAPE]),

@@ -42,6 +42,7 @@ TIMES_COLUMNS = (*SHAPE, "variant", "role", "us", "us a token", "launches", "MB"
 # rotated there (of Q6_K, from two words); scale, minimum and what takes 128 away are once for 16 or 32.
 TO_FLOAT = {"F32": 0, "BF16": 1, "Q8_0": 3, "Q4_K": 1 + 3 / 8, "Q5_K": 1 + 5 / 8, "Q6_K": 1 + 7 / 8}
 LANES = 128  # of a multiprocessor, an instruction each a clock; since compute capability 8.6, and 9.0
+WARP = 32  # lanes, of which a scheduler issues an instruction together
 
 
 def cases(rows: pd.DataFrame, op: str) -> Cases:
@@ -100,6 +101,29 @@ def arithmetic(rows: pd.DataFrame) -> pd.DataFrame:
         line |= {"at most %": min(100.0, 100 * us[variants.READ] / bound), "us": us[variants.STATIONARY]}
         found.append(picked(params, SHAPE) | line | {"% of reading": 100 * us[variants.READ] / us[variants.STATIONARY]})
     return frame(found, [*SHAPE, "instructions a weight", "at most %"])
+
+
+def issued(rows: pd.DataFrame, launches: pd.DataFrame) -> pd.DataFrame:
+    """Instructions that `tensor_core` executes a weight, and of its time the percentage that issuing them takes.
+
+    launches: facts of the launches of these rows (`evidence.predict.FACTS`). issue µs: every scheduler issues one
+    instruction of a warp in every cycle, at the clock of the run. Only where the launches are of the timed code.
+    """
+    executed = launches.groupby(["op", "case", "variant", "kernel_sha"])["instructions"].sum()
+    found = []
+    for params, group in cases(rows, "product"):
+        us, known = median_us(group), facts(group).get(variants.STATIONARY, {})
+        clock = [mhz for samples in group["sm_mhz"] for mhz in samples]
+        code = next(iter(group.loc[group["variant"] == variants.MATRIX, "kernel_sha"]), "")
+        key = ("product", group["case"].iloc[0], variants.MATRIX, code)
+        if not {variants.MATRIX, variants.READ} <= set(us) or not known.get("sms") or not clock or key not in executed:
+            continue
+        count, weights = executed[key], params["rows"] * params["K"]
+        issue = count / (known["sms"] * LANES / WARP * float(np.median(clock)))
+        line = {"instructions a weight": WARP * count / weights, "issue µs": issue, "us": us[variants.MATRIX]}
+        line |= {"% of issue": 100 * issue / us[variants.MATRIX]}
+        found.append(picked(params, SHAPE) | line | {"% of reading": 100 * us[variants.READ] / us[variants.MATRIX]})
+    return frame(found, [*SHAPE, "instructions a weight", "% of issue", "% of reading"])
 
 
 def gains(rows: pd.DataFrame) -> pd.DataFrame:

@@ -19,6 +19,10 @@ from labkit.studies.batched_ffn import claims, tables, variants
 SHOWN = (variants.PER_TOKEN, variants.GEMM_N, variants.STATIONARY, variants.MATRIX, variants.WIDE, variants.CUBLAS)
 ROUTED = (variants.PER_TOKEN, variants.ROWCOPY, variants.INDEXED, variants.INDEXED_MATRIX, variants.INDEXED_INTEGERS)
 ROUTED += (variants.GROUPED_MM,)
+ISSUED = {  # formats of `issued`
+    "instructions a weight": "{:.1f}", "µs to issue them": "{:.1f}", "µs": "{:.1f}", "issuing, % of its time": "{:.0f}",
+    "% of reading": "{:.0f}",
+}  # fmt: skip
 UNITS = {"us": "µs", "us a token": "µs a token", "against us": "library µs"}
 BARS = {  # format -> percent of the plain read, for the multiply-add family up to 2 tokens, and for the other up to 8
     "BF16": 80, "Q8_0": 80, "Q4_K": 80, "Q5_K": 70, "Q6_K": 70,
@@ -231,6 +235,14 @@ def arithmetic(rows: pd.DataFrame) -> pd.DataFrame:
     table = tables.arithmetic(rows)
     first = table[table["rows"].isin(table["rows"].head(1)) & (table["N"] <= 8)]
     return first.drop(columns=["rows", "K"]).rename(columns=UNITS)
+
+
+def issued(rows: pd.DataFrame, launches: pd.DataFrame) -> pd.DataFrame:
+    """The same of tensor_core, counted in its code, of few tokens."""
+    table = tables.issued(rows, launches)
+    first = table[table["rows"].isin(table["rows"].head(1)) & table["N"].isin([1, 8])]
+    names = {"issue µs": "µs to issue them", "% of issue": "issuing, % of its time"}
+    return first.drop(columns=["rows", "K"]).rename(columns=UNITS | names)
 
 
 def bars(rows: pd.DataFrame) -> dict[str, str]:
