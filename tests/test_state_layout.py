@@ -696,8 +696,8 @@ def test_chunk_state_fits_as_often_in_either_layout():
     assert compiled_once.evidence(chunk_state(False), 90)["shared_bytes"] == pytest.approx(82_180, rel=0.001)
 
 
-def test_what_decode_and_step_run_is_compiled_ahead():
-    """Of one batch: every tile, layout and dtype is there, and one of them compiles."""
+def test_what_is_run_is_compiled_ahead():
+    """Of one batch: every tile, layout and dtype is there, all launches of a prefill, and one of them compiles."""
     from labkit import registry
     from labkit.workflow import notebooks
 
@@ -705,5 +705,7 @@ def test_what_decode_and_step_run_is_compiled_ahead():
     cases = study.cases(notebooks.defaults("state_layout") | {"batches": [64], "step_batches": [64]})
     sources = study.kernels(cases, 90, "")
     ops = {arguments["op"] for _, arguments in sources}
-    assert ops == {"decode", "step", "drift"}
+    assert ops == {"decode", "step", "drift", "verify", "extend", "long"}
+    kernels = {compiled.launch_of(source, 90).kernel.fn.__name__ for source in sources}
+    assert {"_decode_kernel", "_verify_kernel", "_chunk_state_kernel"} < kernels
     compiled.prebuild(sources[:1], 90)

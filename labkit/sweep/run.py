@@ -304,7 +304,8 @@ def measure_process(
     prepared.await_others(study_name)  # among them what measures the ceilings
     limits = ceilings()
     tuning.keep_in(Path(journal_path).with_name(f"{study_name}.tuning.json"))
-    cases = [case for case in study.cases(parameters) if list(case.id) in [list(key) for key in keys]]
+    wanted = set(map(tuple, keys))
+    cases = [case for case in study.cases(parameters) if case.id in wanted]
     for count, case in enumerate(cases, 1):
         journal.append({"case": list(case.id), "run": index})
         journal.append(_entry(case, index, case_runner.measure(study, case, index, device, limits)))

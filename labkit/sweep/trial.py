@@ -231,6 +231,15 @@ def captured(calls: Sequence[Call], device: torch.device) -> Call:
     return partial(_replay, graph, run)
 
 
+def repeated(step: Call, changed: Iterable[Tensor], device: torch.device) -> Call:
+    """`captured` of a step that is repeated. changed: tensors that it changes; they are as before when this returns."""
+    kept_aside = [(tensor, tensor.clone()) for tensor in changed]
+    call = captured([step], device)
+    for tensor, before in kept_aside:
+        tensor.copy_(before)
+    return call
+
+
 def _replay(graph: Any, run: Call) -> None:
     """run: what was captured; the graph does not itself keep its tensors."""
     graph.replay()

@@ -10,11 +10,11 @@ import torch
 
 from labkit import registry
 from labkit.bench import records
-from labkit.bench.spec import Case, Study, Variant
+from labkit.bench.spec import Case, Study, Trial, Variant
 from labkit.evidence import coalescing, compiled
 from labkit.evidence.compiled import Source
 from labkit.evidence.counters import NotTaken, count
-from labkit.kernels.launch import Launch
+from labkit.kernels.launch import Launch, launched
 from labkit.kernels.offline import CAPABILITIES, offline
 
 
@@ -54,27 +54,36 @@ def variant_source(study_name: str, case: Case, variant: str) -> Source:
 
 def variant_launch(study: str, op: str, params: Mapping[str, Any], variant: str, device: str = "cpu") -> Launch:
     """The launch of a variant, prepared with one buffer set. ValueError if it is a library call, which has none."""
-    case = Case(op, params)
-    found = next(one for one in registry.load(study).variants(case) if one.name == variant)
-    launch = found.prepare(case, device, 1, 0).launch
+    launch = _prepared(study, op, params, variant, device).launch
     if launch is None:
         raise ValueError(f"{study}: {variant} is a library call and has no kernel of its own")
     return launch
 
 
-def ahead(study_name: str, wanted: Iterable[tuple[Case, Variant]], capability: int) -> list[Source]:
-    """Sources of the launches of (case, variant) for `compiled.prebuild`, of those with the same code the first.
+def _prepared(study: str, op: str, params: Mapping[str, Any], variant: str, device: str) -> Trial:
+    case = Case(op, params)
+    found = next(one for one in registry.load(study).variants(case) if one.name == variant)
+    return found.prepare(case, device, 1, 0)
 
-    They are prepared on the device `meta`, whose tensors have no memory, here and where they are compiled.
+
+def ahead(study_name: str, wanted: Iterable[tuple[Case, Variant]], capability: int) -> list[Source]:
+    """Sources, for `compiled.prebuild`, of all that calls of (case, variant) launch; of the same code the first.
+
+    They are prepared on the device `meta`, whose tensors have no memory, here and where they are compiled. Of a variant
+    that searches it is all that it tries.
     """
     found: dict[str, Source] = {}
     with offline(capability):
         for case, variant in wanted:
-            launch = variant.prepare(case, "meta", 1, 0).launch
-            if launch is not None and (code := code_of(launch)) not in found:
-                function, arguments = variant_source(study_name, case, variant.name)
-                found[code] = function, {**arguments, "device": "meta"}
+            _, arguments = variant_source(study_name, case, variant.name)
+            for place, launch in enumerate(launched(variant.prepare(case, "meta", 1, 0).calls[0])):
+                found.setdefault(code_of(launch), (f"{__name__}:launch_of_call", {**arguments, "place": place}))
     return list(found.values())
+
+
+def launch_of_call(study: str, op: str, params: Mapping[str, Any], variant: str, place: int) -> Launch:
+    """The launch at a place in the order of a variant's call, on `meta`."""
+    return launched(_prepared(study, op, params, variant, "meta").calls[0])[place]
 
 
 def code_of(launch: Launch) -> str:

@@ -5,7 +5,10 @@ from missing import NO_SOURCES, sources_missing
 
 from labkit import registry
 from labkit.bench.spec import Case
+from labkit.evidence import compiled
+from labkit.kernels.launch import launched
 from labkit.studies.gated_delta_today import exact, trials, variants
+from labkit.sweep import variants as sweep_variants
 
 STUDY = registry.load("gated_delta_today")
 RELEASED = [
@@ -51,28 +54,32 @@ def test_errors_along_tokens_stay_small_and_a_ring_read_short_does_not(gate, dev
     trials.errors_along.cache_clear()
 
 
+def searched(case):
+    return next(one for one in variants.variants(case) if one.name == variants.SEARCHED)
+
+
 def test_searches_try_every_way_where_nothing_has_memory():
-    from labkit.studies.gated_delta_today import ahead, search
+    from labkit.studies.gated_delta_today import search
 
     case = next(case for case in STUDY.cases(
         {"gates": ["GDN"], "states": ["fp32"], "batches": [64], "verify_batches": [64], "prefills": []}
     ) if case.op == "ring")  # fmt: skip
-    found = ahead.launches(case.op, case.params, variants.SEARCHED)
+    sources = sweep_variants.ahead(STUDY.name, [(case, searched(case))], 90)
+    found = [compiled.launch_of(source, 90) for source in sources]
     shapes = {(launch.args["BV"], launch.options["num_warps"]) for launch in found if "BV" in launch.args}
     steps = [one.step for one in search.choices(wide=True, v_first=True)]
     assert shapes >= {(step.tile, step.num_warps) for step in steps}
-    assert ahead.launches(case.op, case.params, variants.SEARCHED, [0])[0].kernel is found[0].kernel
 
 
 def test_a_way_that_a_case_cannot_take_is_passed_over(monkeypatch):
     """States of 32 bits do not go through matrix instructions."""
     from labkit.kernels.gated_delta.buffered import BufferedChoice
     from labkit.kernels.gated_delta.recurrent import StepChoice
-    from labkit.studies.gated_delta_today import ahead, search
+    from labkit.studies.gated_delta_today import search
 
     ways = [BufferedChoice(StepChoice(16, 1, 1)), BufferedChoice(StepChoice(16, 1, 1), True, True)]
     monkeypatch.setattr(search, "choices", lambda wide, v_first: ways)
     case = next(case for case in STUDY.tiny if case.op == "ring" and case["gate"] == "GDN")
-    found = ahead.launches(case.op, case.params, variants.SEARCHED)
+    found = launched(searched(case).prepare(case, "meta", 1, 0).calls[0])
     steps = [launch for launch in found if launch.kernel.fn.__name__ == "_decode_kernel"]
     assert {launch.args["MATRIX"] for launch in steps} == {False}

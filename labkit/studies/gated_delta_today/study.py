@@ -1,9 +1,9 @@
 """Study 06: decode of the gated delta rule that seldom writes its state, and prefill in segments."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from labkit.bench.spec import Case, Floor, Study, integer, lazy, list_of, one_of
+from labkit.bench.spec import Case, Floor, Study, integer, list_of, one_of
 from labkit.shapes import KIMI_LINEAR, QWEN35_4B
 from labkit.studies.gated_delta_today import claims
 from labkit.studies.gated_delta_today.variants import (
@@ -25,6 +25,14 @@ DRAFTS = (("chain", 4), ("chain", 8), ("tree", 8))  # kind of draft, and its tok
 HEADS = ((2, 8), (4, 12), (16, 32))  # H and HV of prefill: of one GPU of many, up to all heads of a model
 DRIFT_TOKENS = 8192
 COUNTED = 256  # sequences, or tokens, of the cases whose hardware counters are taken
+
+
+def kernels(some: Sequence[Case], capability: int, gpu: str) -> list[tuple[str, Mapping[str, Any]]]:
+    """All kernels of the lab."""
+    from labkit.sweep.variants import ahead
+
+    wanted = [(x, one) for x in some for one in variants(x) if one.role != "peer"]
+    return ahead("gated_delta_today", wanted, capability)
 
 
 def _compiled_by(case: Case) -> str:
@@ -129,6 +137,6 @@ STUDY = Study(
     counted=counted,
     early=lambda case: case.op == "drift",  # the same in every process
     warmed=lambda case: _compiled_by(case) if case.op in ("prefill", "length") else "",  # others compile many kernels
-    kernels=lazy("labkit.studies.gated_delta_today.ahead:sources"),
+    kernels=kernels,
     tiny=tuple(_tiny()),
 )

@@ -19,7 +19,7 @@ from labkit.studies.gated_delta_today import exact, inputs, peers, search, sglan
 from labkit.studies.gated_delta_today.variants import DRIFT_LENGTHS, LENGTH, LENGTHS, VERIFY_LENGTH
 from labkit.studies.gated_delta_today.work import state_bytes
 from labkit.sweep import gated_delta, tuning
-from labkit.sweep.trial import DTYPES, Call, Random, chosen, kept, relative_rmse, trial
+from labkit.sweep.trial import DTYPES, Call, Random, chosen, kept, relative_rmse, repeated, trial
 
 CHECKED = 32  # sequences that are compared with the float64 reference: at every place of a ring
 # Relative RMSE: a bf16 output rounds to 2^-9, and so does what a ring keeps.
@@ -225,16 +225,29 @@ def errors_along(key: str, device: str, seed: int) -> dict[int, dict[str, Any]]:
     items = dict(zip(DRIFT_LENGTHS, [inputs.like([item])[0] for _ in DRIFT_LENGTHS], strict=True))
     rings = {length: buffered.empty_ring(item, length) for length in DRIFT_LENGTHS}
     launches = {length: buffered.decode(one, rings[length], length) for length, one in items.items()}
-    expected = exact.in_place_states(item, x["batch"]).double()
+    expected = exact.in_place_states(item, x["batch"]).double().clone()
+    o, place = torch.empty_like(item.out, dtype=torch.float64), torch.zeros(1, dtype=torch.int64, device=device)
+    parts = {name: getattr(item, name) for name in ("q", "k", "v", "a", "b")}  # which all have in common
+    drawn = {name: part.new_empty(min(DRAWN_TOGETHER, tokens), *part.shape) for name, part in parts.items()}
+
+    def step() -> None:
+        for name, part in parts.items():
+            part.copy_(drawn[name].index_select(0, place)[0])
+        new_o, new_expected = exact.step(item, expected)
+        o.copy_(new_o)
+        expected.copy_(new_expected)
+        place.add_(1)
+
+    # As a graph: its dozens of small launches take the host longer than the GPU
+    step_on = repeated(step, (expected, place), expected.device)
     found: dict[int, dict[str, Any]] = {length: {"drift": []} for length in DRIFT_LENGTHS}
     for first in range(1, tokens + 1, DRAWN_TOGETHER):
         count = min(DRAWN_TOGETHER, tokens + 1 - first)
-        drawn = {name: made(count, *getattr(item, name).shape) for name in ("q", "k", "v", "a", "b")}
-        for i in range(count):
-            for name, values in drawn.items():
-                getattr(item, name).copy_(values[i])  # which all have in common
-            o, expected = exact.step(item, expected)
-            token = first + i
+        for name, part in parts.items():
+            drawn[name][:count] = made(count, *part.shape)
+        place.zero_()
+        for token in range(first, first + count):
+            step_on()
             for length, one in items.items():
                 if token == tokens and length > 1:
                     found[length]["short"] = _read_short(one, rings[length], length, o)

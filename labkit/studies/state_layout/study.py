@@ -15,6 +15,7 @@ from labkit.studies.state_layout.variants import (
     STATES,
     TILES,
     TINY,
+    TOKENS,
     TRIALS,
     control,
     variant_name,
@@ -30,7 +31,7 @@ DRIFT_TOKENS = 8192
 LONG_HEADS = {"Qwen3.5-122B-A10B, one of 8 GPUs": (2, 8), QWEN3_NEXT.name: (16, 32)}  # whose -> H and HV
 STATE_KERNEL_AT = ("1 x 8192", "8 x 1024", "64 x 128")  # where the chunk-state kernel is timed alone
 CHUNK = 64  # tokens, of extend
-AHEAD = ("decode", "step", "drift")  # whose kernels are compiled before they are timed
+AHEAD = ("decode", "step", "drift", "verify", "extend", "long")  # whose kernels are compiled before they are timed
 COUNTED = 16  # smallest batch whose hardware counters are taken, if a larger one is asked for at all
 
 
@@ -121,10 +122,11 @@ def counted(parameters: Mapping[str, Any]) -> list[tuple[Case, str]]:
 
 
 def kernels(some: Sequence[Case], capability: int, gpu: str) -> list[tuple[str, Mapping[str, Any]]]:
-    """The lab's own kernels, where their launch can be known without values: an extend reads the prompts' lengths."""
+    """The lab's own kernels, where their launches can be known without values."""
     from labkit.sweep.variants import ahead
 
-    wanted = [(x, one) for x in some if x.op in AHEAD for one in variants(x) if one.role != "peer"]
+    known = [(x, one) for x in some if x.op in AHEAD for one in variants(x)]
+    wanted = [(x, one) for x, one in known if one.role != "peer" and one.name != TOKENS]
     return ahead("state_layout", wanted, capability)
 
 

@@ -19,7 +19,7 @@ from labkit.kernels.gated_delta.recurrent import StepInputs, VerifyInputs
 from labkit.studies.state_layout import flashinfer, layouts, peers, sglang, vllm, ways
 from labkit.studies.state_layout.variants import LENGTHS, SIGNATURE
 from labkit.sweep import gated_delta, tuning
-from labkit.sweep.trial import DTYPES, Call, Random, chosen, given, kept, relative_rmse, trial, tune_anew
+from labkit.sweep.trial import DTYPES, Call, Random, chosen, given, kept, relative_rmse, repeated, trial, tune_anew
 
 CHECKED = 8  # sequences, or tokens at each end, that are compared with the float64 reference
 CHECKED_AGAIN = 2  # sequences, after every block of a reader's function
@@ -216,7 +216,8 @@ def _step_inputs(
     made = Random(device, seed, DTYPES[x["activations"]])
     pool = gated_delta.states(x, made, spare + sets * N, v_first, DTYPES[x["state"]])
     order = torch.arange(sets * N, device=device) if in_order else made.order(sets * N)
-    slots = (order + spare).to(torch.int32).view(sets, N)
+    # Each with an address that 16 divides: for another one Triton compiles the kernel once more
+    slots = [some.clone() for some in (order + spare).to(torch.int32).view(sets, N)]
     q, k, v = made(sets, N, H, K), made(sets, N, H, K), made(sets, N, HV, V)
     a, b = made(sets, N, *gated_delta.gate_shape(x)), made(sets, N, HV)
     out = torch.empty((sets, N, HV, V), dtype=made.dtype, device=device)
@@ -296,19 +297,32 @@ def _errors_along(x: Case, device: Any, seed: int, v_first: bool) -> list[list[f
     """At every power of two: tokens so far, relative RMSE of the last output and of the state, against float64."""
     tokens, made = x["tokens"], Random(device, seed, DTYPES[x["activations"]])
     [item] = _step_inputs(x, device, 1, seed, v_first)
-    exact = _v_first(item.state[item.indices.long()], v_first).double()
+    exact = _v_first(item.state[item.indices.long()], v_first).double().clone()
+    o, place = torch.empty_like(item.out, dtype=torch.float64), torch.zeros(1, dtype=torch.int64, device=device)
+    parts = {name: getattr(item, name) for name in ("q", "k", "v", "a", "b")}
+    drawn = {name: part.new_empty(min(DRAWN_TOGETHER, tokens), *part.shape) for name, part in parts.items()}
     launch = recurrent.decode(item)
+
+    def step() -> None:
+        for name, part in parts.items():
+            part.copy_(drawn[name].index_select(0, place)[0])
+        alpha, beta = _gates(item, item.a, item.b)
+        new_o, new_exact = reference.decode_step(exact, item.q, item.k, item.v, alpha, beta, item.scale)
+        o.copy_(new_o)
+        exact.copy_(new_exact)
+        launch()
+        place.add_(1)
+
+    # As a graph: its dozens of small launches take the host longer than the GPU
+    step_on = repeated(step, (exact, item.state, place), exact.device)
     found = []
     for first in range(1, tokens + 1, DRAWN_TOGETHER):
         count = min(DRAWN_TOGETHER, tokens + 1 - first)
-        drawn = {name: made(count, *getattr(item, name).shape) for name in ("q", "k", "v", "a", "b")}
-        alpha, beta = _gates(item, drawn["a"], drawn["b"])
-        for i in range(count):
-            for name, values in drawn.items():
-                getattr(item, name).copy_(values[i])
-            o, exact = reference.decode_step(exact, item.q, item.k, item.v, alpha[i], beta[i], item.scale)
-            launch()
-            token = first + i
+        for name, part in parts.items():
+            drawn[name][:count] = made(count, *part.shape)
+        place.zero_()
+        for token in range(first, first + count):
+            step_on()
             if token & (token - 1) == 0:
                 states = _v_first(item.state[item.indices.long()], v_first)
                 found.append([token, relative_rmse(item.out, o), relative_rmse(states, exact)])
