@@ -136,7 +136,8 @@ def open(
     measures = source in spec.MEASURING
     here, problem = (None, f"source is {source!r}")
     if measures:
-        here, problem = _measure(own, parameters, processes, checks=not quick)
+        # A run's page is made beside the next study, so that what it checks on the GPU is checked now
+        here, problem = _measure(own, parameters, processes, checks=prepared.in_run() and not quick)
     if source == "measure" and problem:
         raise RuntimeError(f"cannot measure here: {problem}")
     there = [_recorded(study, parameters, slug) for slug in known if source == "predicted" or gpu in ("", slug)]
@@ -277,9 +278,9 @@ class Lab:
         """Every variant on the study's tiny cases; and the largest error of the timed cases on each GPU."""
         checked = [(entry.label, entry.rows[entry.rows["error"].notna()]) for entry in self.shown]
         if find_spec("triton") and not self.quick:  # of a quick look what is timed is checked, and nothing else
-            tiny = next((entry.tiny for entry in self.shown if entry.tiny is not None), None)
-            where, found = _tiny(tiny is None), check_here(self.study.name, True) if tiny is None else tiny
-            checked.insert(0, (where, found))
+            here = [entry for entry in self.shown if entry.here]
+            found = _tiny_here(self.study.name, here[0].tiny) if here else check_here(self.study.name, True)
+            checked.insert(0, (_tiny(not here), found))
         for name, own in self._own.groupby("function", sort=False) if self.add else ():
             checked.append((f"{name} (added), {self._own_inputs}", own.assign(variant=name)))
         rows = [
@@ -650,6 +651,14 @@ def _recorded(study: Study, parameters: Mapping[str, Any], slug: str) -> Shown:
 
 def _tiny(interpreted: bool) -> str:
     return "tiny inputs, " + ("Triton's interpreter" if interpreted else "this machine")
+
+
+def _tiny_here(name: str, known: pd.DataFrame | None) -> pd.DataFrame:
+    """What a study's tiny cases give on this GPU, beside which nothing is timed; known: if they were run."""
+    if known is not None:
+        return known
+    with _leased():
+        return check_here(name, False)
 
 
 def _measure(

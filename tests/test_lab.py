@@ -198,27 +198,31 @@ def test_auto_replays_and_says_why_nothing_was_measured(folders, layout):
     assert "measured here" not in page
 
 
-def test_rows_of_this_machine_are_said_to_be_measured_here_and_not_measured_again(folders, monkeypatch, layout):
+@pytest.mark.parametrize("in_run", [True, False])
+def test_rows_of_this_machine_are_said_to_be_measured_here_and_not_measured_again(folders, monkeypatch, layout, in_run):
     made.store(paths.RUNS / GPU, layout.assign(utc="2025-12-01T00:00:00+00:00"))
     made.store(paths.DATA / GPU, layout)
     row = layout.iloc[0]
     here = {name: row[name] for name in ("gpu", "driver", "torch", "triton")}
     monkeypatch.setattr(lease, "visible", lambda: ["a GPU"])
-    monkeypatch.setattr(lab, "_leased", lambda: nullcontext({}))
     monkeypatch.setattr(machine, "why_no_gpu", lambda: "")
     monkeypatch.setattr(machine, "this_machine", lambda: machine.Machine(**MACHINE))
     monkeypatch.setattr(machine, "provenance", lambda seed: here)
     monkeypatch.setattr(run.isolated, "call", lambda *a, **k: pytest.fail("measured again"))
-    tiny, checked = pd.DataFrame([("case 1", "a", 0.25, False)], columns=["case", "variant", "error", "ok"]), []
+    tiny, checked, leases = pd.DataFrame([("a", "a", 0.25, False)], columns=["case", "variant", "error", "ok"]), [], []
+    monkeypatch.setattr(lab, "_leased", lambda: nullcontext(leases.append("one") or {}))
     monkeypatch.setattr(lab, "check_here", lambda *words: checked.append(words) or tiny)
+    monkeypatch.setenv(lab.prepared.FOLDER, str(paths.RUNS) if in_run else "")
     x = lab.open("state_layout", source="measure", **made.LAYOUT)
+    assert checked == [("state_layout", False)] * in_run
     assert [entry.here for entry in x.shown] == [True, False]
     page = html(x.provenance())
     assert page.index("measured here") < page.index("recorded")
     assert "Nothing was measured" not in page
     here, *_ = table_of(x.correctness())
     assert (here["where"], here["largest error"]) == ("tiny inputs, this machine", "2.5e-01")
-    assert checked == [("state_layout", False)]  # while the GPU was leased
+    assert checked == [("state_layout", False)]
+    assert len(leases) == 2 - in_run  # in a run with what was measured, else when it is asked for
     shown = html(x.table(tables.best, "Best."))
     assert "Measured on this machine: Made-Up 9, 2025-12-01." in shown
     assert "Recorded measurements: Made-Up 9, 2025-11-21." in shown
