@@ -16,7 +16,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib.util import find_spec
@@ -137,7 +137,8 @@ def open(
     here, problem = (None, f"source is {source!r}")
     if measures:
         # A run's page is made beside the next study, so that what it checks on the GPU is checked now
-        here, problem = _measure(own, parameters, processes, checks=prepared.in_run() and not quick)
+        checks = prepared.in_run() and not quick and name != notebooks.FIRST  # whose page shows none
+        here, problem = _measure(own, parameters, processes, checks)
     if source == "measure" and problem:
         raise RuntimeError(f"cannot measure here: {problem}")
     there = [_recorded(study, parameters, slug) for slug in known if source == "predicted" or gpu in ("", slug)]
@@ -352,10 +353,14 @@ class Lab:
     @cached_property
     def _origin(self) -> str:
         """One sentence for captions: which GPUs were measured where, and when."""
-        days = {gpu: f"{gpu}, {versions_of(entry.rows)['date']}" for gpu, entry in self._entries.items()}
-        here = [day.replace(" (measured here)", "") for gpu, day in days.items() if self._entries[gpu].here]
-        there = [day for gpu, day in days.items() if not self._entries[gpu].here]
-        old = [f"{gpu}, {entry.stale}" for gpu, entry in self._entries.items() if entry.stale]
+        return self._origin_of(self._entries)
+
+    @staticmethod
+    def _origin_of(entries: Mapping[str, Shown]) -> str:
+        days = {gpu: f"{gpu}, {versions_of(entry.rows)['date']}" for gpu, entry in entries.items()}
+        here = [day.replace(" (measured here)", "") for gpu, day in days.items() if entries[gpu].here]
+        there = [day for gpu, day in days.items() if not entries[gpu].here]
+        old = [f"{gpu}, {entry.stale}" for gpu, entry in entries.items() if entry.stale]
         said = [f"Measured on this machine: {here[0]}."] if here else []
         said += [f"Recorded measurements: {'; '.join(there)}."] if there else []
         return " ".join([*said, *([f"{EARLIER} ({'; '.join(old)})."] if old else [])])
@@ -394,7 +399,9 @@ class Lab:
         self, make: Callable[[pd.DataFrame], pd.DataFrame], caption: str, formats: Mapping | None = None
     ) -> figures.Html:
         """One table for all GPUs, made from the rows of each; a long one is folded."""
-        return self._tabled({gpu: make(entry.rows) for gpu, entry in self._entries.items()}, caption, formats)
+        made = {gpu: make(entry.rows) for gpu, entry in self._entries.items()}
+        none = "There is no such measurement." if self.shown else ""
+        return self._tabled(made, caption, self._origin, formats, none)
 
     def launched(
         self,
@@ -406,15 +413,19 @@ class Lab:
         facts = recorded.launches()
         there = {gpu: entry for gpu, entry in self._entries.items() if len(facts) and not entry.here}
         made = {gpu: make(entry.rows, facts[facts["gpu"] == entry.machine.slug]) for gpu, entry in there.items()}
-        return self._tabled(made, caption, formats)
+        none = "What launches do is known of recorded rows alone, and of none that is shown."
+        return self._tabled(made, caption, self._origin_of(there), formats, none)
 
-    def _tabled(self, made: Mapping[str, pd.DataFrame], caption: str, formats: Mapping | None = None) -> figures.Html:
-        """One table of those of all GPUs; what it is of, where there is none."""
+    @staticmethod
+    def _tabled(
+        made: Mapping[str, pd.DataFrame], caption: str, origin: str, formats: Mapping | None, none: str
+    ) -> figures.Html:
+        """One table of those of several GPUs. none: what is said where there is none; empty: nothing was measured."""
         tables = {gpu: one for gpu, one in made.items() if len(one)}
         if not tables:
-            return figures.note(f"{caption} There is no such measurement." if self.shown else UNMEASURED)
+            return figures.note(f"{caption} {none}" if none else UNMEASURED)
         table = merged.table(tables)
-        return figures.table(table, f"{caption} {self._origin}", merged.formats(table, formats), folded=True)
+        return figures.table(table, f"{caption} {origin}", merged.formats(table, formats), folded=True)
 
     def counters(
         self,
@@ -657,7 +668,7 @@ def _tiny_here(name: str, known: pd.DataFrame | None) -> pd.DataFrame:
     """What a study's tiny cases give on this GPU, beside which nothing is timed; known: if they were run."""
     if known is not None:
         return known
-    with _leased():
+    with lease.gpu_lease(stop=lease.Orphaned(), say=_progress()):
         return check_here(name, False)
 
 
@@ -674,7 +685,11 @@ def _measure(
         if not prepared.in_run():  # which has said it
             _progress()(str(estimate.of_study(study, parameters, processes, machine.this_machine().slug)))
         rows = run.run(study, parameters, processes, env, _progress())
-        tiny = check_here(study.name, False) if checks else None
+        tiny = None
+        with suppress(isolated.IsolatedError):  # the page asks again, and says it
+            tiny = check_here(study.name, False) if checks else None
+    if prepared.in_run():  # what the page compiles leaves the next study, which it is made beside, the other cores
+        os.environ.setdefault("OMP_NUM_THREADS", "2")
     asked = {one.variant for one in added.functions(study, study.add)}
     own = rows[rows["variant"].isin(asked)].reset_index(drop=True)
     rows = rows[~added.is_added(rows)].reset_index(drop=True)

@@ -210,7 +210,9 @@ def test_rows_of_this_machine_are_said_to_be_measured_here_and_not_measured_agai
     monkeypatch.setattr(machine, "provenance", lambda seed: here)
     monkeypatch.setattr(run.isolated, "call", lambda *a, **k: pytest.fail("measured again"))
     tiny, checked, leases = pd.DataFrame([("a", "a", 0.25, False)], columns=["case", "variant", "error", "ok"]), [], []
-    monkeypatch.setattr(lab, "_leased", lambda: nullcontext(leases.append("one") or {}))
+    monkeypatch.setattr(lab, "_leased", lambda: nullcontext({}))
+    monkeypatch.setattr(lease, "gpu_lease", lambda stop, say: nullcontext(leases.append("one")))
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
     monkeypatch.setattr(lab, "check_here", lambda *words: checked.append(words) or tiny)
     monkeypatch.setenv(lab.prepared.FOLDER, str(paths.RUNS) if in_run else "")
     x = lab.open("state_layout", source="measure", **made.LAYOUT)
@@ -222,7 +224,7 @@ def test_rows_of_this_machine_are_said_to_be_measured_here_and_not_measured_agai
     here, *_ = table_of(x.correctness())
     assert (here["where"], here["largest error"]) == ("tiny inputs, this machine", "2.5e-01")
     assert checked == [("state_layout", False)]
-    assert len(leases) == 2 - in_run  # in a run with what was measured, else when it is asked for
+    assert len(leases) == 1 - in_run  # of its own where it is asked for later
     shown = html(x.table(tables.best, "Best."))
     assert "Measured on this machine: Made-Up 9, 2025-12-01." in shown
     assert "Recorded measurements: Made-Up 9, 2025-11-21." in shown
@@ -616,11 +618,32 @@ def test_a_claims_figure_ends_before_its_quantity(folders, layout, monkeypatch):
 
 def test_what_launches_do_is_told_of_recorded_gpus_alone(folders, layout, monkeypatch):
     caption, x = "Launches.", replayed("state_layout", made.LAYOUT, layout)
-    assert "There is no such measurement" in html(x.launched(lambda rows, facts: facts, caption))  # none is recorded
+    assert "known of recorded rows alone" in html(x.launched(lambda rows, facts: facts, caption))
     facts = pd.DataFrame({"gpu": [GPU, GPU, "another"], "instructions": [1.0, 2.0, 3.0]})
     facts.to_parquet(paths.DATA / recorded.LAUNCHES)
     found = table_of(x.launched(lambda rows, facts: facts[["instructions"]].assign(rows=len(rows)), caption))
     assert [row["instructions"] for row in found] == ["1", "2"]
     assert {int(row["rows"].replace(",", "")) for row in found} == {len(layout)}
     monkeypatch.setattr(x, "shown", [replace(entry, here=True) for entry in x.shown])
-    assert "There is no such measurement" in html(x.launched(lambda rows, facts: facts, caption))
+    assert "known of recorded rows alone" in html(x.launched(lambda rows, facts: facts, caption))
+
+
+def test_tiny_cases_that_end_their_process_leave_the_page(folders, layout, monkeypatch):
+    """What is wrong is said where they are shown, by the same check."""
+
+    def dies(study, interpreted):
+        raise isolated.IsolatedError("check_tiny", "crash", "signal 11")
+
+    monkeypatch.setattr(lab, "check_here", dies)
+    monkeypatch.setattr(lease, "visible", lambda: ["a GPU"])
+    monkeypatch.setattr(lab, "_leased", lambda: nullcontext({}))
+    monkeypatch.setattr(lease, "gpu_lease", lambda stop, say: nullcontext())
+    monkeypatch.setattr(machine, "why_no_gpu", lambda: "")
+    monkeypatch.setattr(machine, "this_machine", lambda: machine.Machine(**MACHINE))
+    monkeypatch.setattr(lab.run, "run", lambda *words: layout)
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    monkeypatch.setenv(lab.prepared.FOLDER, str(paths.RUNS))
+    x = lab.open("state_layout", source="measure", **made.LAYOUT)
+    assert len(x.shown[0].rows) == len(layout)
+    with pytest.raises(isolated.IsolatedError, match="signal 11"):
+        x.correctness()

@@ -124,6 +124,39 @@ def test_what_is_measured_alone_leaves_its_gpu_once_all_is_measured(monkeypatch,
     assert company.told == [("a", "GPU-7")]
 
 
+def test_it_keeps_its_gpu_until_others_calls_are_made(monkeypatch, tmp_path):
+    """Where its own rows are there already, it is done before they are."""
+    monkeypatch.setenv(lease.LOCKS, str(tmp_path))
+    monkeypatch.setenv(prepared.FOLDER, str(tmp_path))
+    monkeypatch.delenv(lease.LEASED, raising=False)
+    held, _ = turns()
+    with held.alone("a"):
+        with prepared.alone(prepared.CALLS):
+            thread = threading.Thread(target=held.hear, args=("a", lease.FREED), daemon=True)
+            thread.start()
+            thread.join(0.5)
+            assert thread.is_alive()
+        thread.join(30)
+        assert not thread.is_alive()
+
+
+@pytest.mark.parametrize(("count", "values", "beside"), [(1, {}, True), (2, {}, False), (2, {"quick": True}, True)])
+def test_whether_others_start_beside_the_first(monkeypatch, count, values, beside):
+    """Of a full run on several GPUs one would get a GPU, and compile, beside what times the host."""
+    started, found = threading.Event(), []
+
+    def runs(name, *rest):
+        if name == "machine":
+            found.append(started.wait(10 if beside else 0.5))
+        started.set()
+        return notebooks.Result(name, name, 0.0)
+
+    monkeypatch.setattr(lease, "visible", lambda: GPUS[:count])
+    monkeypatch.setattr(notebooks, "_run_one", runs)
+    notebooks.run(["machine", "state_layout"], {"machine": values, "state_layout": values}, can_measure=True)
+    assert found == [beside]
+
+
 FIRST = """
 import json, pathlib, time
 from labkit.sweep import prepared
@@ -156,6 +189,7 @@ def with_gpus(count, tmp_path, monkeypatch):
     monkeypatch.setenv(lease.LOCKS, str(toy.tmp() / "gpus"))
     monkeypatch.delenv(lease.LEASED, raising=False)
     monkeypatch.setattr(notebooks, "frees", lambda values: True)
+    monkeypatch.setattr(notebooks, "is_quick", lambda values: True)
     return toy
 
 

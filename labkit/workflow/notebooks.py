@@ -357,7 +357,8 @@ def run(
     results: dict[str, Result] = {}
     alone = [name for name in chosen if name == FIRST and name in measuring]
     others = _longest_first([name for name in chosen if name not in alone], seconds)
-    early = bool(alone) and itself == set(others)  # they can start beside the first, and wait for its end
+    # They can start beside the first, and wait for its end; with a GPU of their own they would compile beside it
+    early = bool(alone) and itself == set(others) and (quick or len(leased) == 1)
     groups = [[*alone, *others]] if early else [alone, others]
     order = [name for group in groups for name in group if name in measuring]
     company = beside(order, values, stop) if beside and order else None

@@ -44,9 +44,12 @@ class Turns:
     @contextmanager
     def alone(self, study: str) -> Iterator[lease.Gpu]:
         """The same for one beside which no other is timed, until its notebook says that all is measured."""
-        with ExitStack() as self._alone[study]:
-            self._alone[study].enter_context(prepared.alone(study))
-            yield self._alone[study].enter_context(self.leased(study))
+        with ExitStack() as held:
+            self._alone[study] = held
+            held.enter_context(prepared.alone(study))
+            gpu = held.enter_context(self.leased(study))
+            held.callback(prepared.await_others, study)  # others' calls need the GPU too
+            yield gpu
 
     @contextmanager
     def awaited(self) -> Iterator[None]:
