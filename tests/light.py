@@ -19,7 +19,7 @@ from labkit import isolated, paths, registry
 from labkit.bench import machine, records
 from labkit.sweep import case as case_runner
 from labkit.sweep import run as sweep
-from labkit.workflow import notebooks
+from labkit.workflow import lease, notebooks
 
 CASE_S = 0.01
 LOG = "TOY_LOG"  # a file that gets a line for each case: GPU, when it began, when it ended
@@ -92,7 +92,7 @@ def measure(name: str, parameters: Mapping[str, Any], processes: int = 2, sample
 
         begin = time.monotonic_ns()
         time.sleep(CASE_S)
-        log(os.environ["LABKIT_LEASED_GPU"], begin)
+        log(gpu.id, begin)
         ns = [1000 * case["n"] + 10 * index + sample for sample in range(samples)]
         variants = sweep.with_control(study, case)
         return [row(name, case.op, case.key, v.name, v.role, kernel_sha(v.source), ns) for v in variants]
@@ -101,7 +101,10 @@ def measure(name: str, parameters: Mapping[str, Any], processes: int = 2, sample
     path = paths.RUNS / made.slug / f"{name}.parquet"
     records.write_atomic(path.with_name("machine.json"), made.to_json())
     journal = records.Journal(path.with_suffix(".journal.jsonl"))
-    sweep._Sweep(study, parameters, {}, print, path, journal).measure(study.cases(parameters), processes)
+    with lease.gpu_lease(stop=lease.Orphaned()) as gpu:  # as a page does whose run has not leased it
+        print(f"{lease.TAKEN}{gpu.id}")
+        sweep._Sweep(study, parameters, {}, print, path, journal).measure(study.cases(parameters), processes)
+    print(lease.FREED)
 
 
 def spans(file: Path) -> dict[str, list[tuple[int, int]]]:
