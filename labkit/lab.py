@@ -400,8 +400,8 @@ class Lab:
     ) -> figures.Html:
         """One table for all GPUs, made from the rows of each; a long one is folded."""
         made = {gpu: make(entry.rows) for gpu, entry in self._entries.items()}
-        none = "There is no such measurement." if self.shown else ""
-        return self._tabled(made, caption, self._origin, formats, none)
+        none = f"{caption} There is no such measurement." if self.shown else UNMEASURED
+        return self._tabled(made, f"{caption} {self._origin}", formats, none)
 
     def launched(
         self,
@@ -413,19 +413,17 @@ class Lab:
         facts = recorded.launches()
         there = {gpu: entry for gpu, entry in self._entries.items() if len(facts) and not entry.here}
         made = {gpu: make(entry.rows, facts[facts["gpu"] == entry.machine.slug]) for gpu, entry in there.items()}
-        none = "What launches do is known of recorded rows alone, and of none that is shown."
-        return self._tabled(made, caption, self._origin_of(there), formats, none)
+        none = f"{caption} What launches do is known of recorded rows alone, and of none that is shown."
+        return self._tabled(made, f"{caption} {self._origin_of(there)}", formats, none)
 
     @staticmethod
-    def _tabled(
-        made: Mapping[str, pd.DataFrame], caption: str, origin: str, formats: Mapping | None, none: str
-    ) -> figures.Html:
-        """One table of those of several GPUs. none: what is said where there is none; empty: nothing was measured."""
+    def _tabled(made: Mapping[str, pd.DataFrame], caption: str, formats: Mapping | None, none: str) -> figures.Html:
+        """One table of those of several GPUs. none: what is said where there is none."""
         tables = {gpu: one for gpu, one in made.items() if len(one)}
         if not tables:
-            return figures.note(f"{caption} {none}" if none else UNMEASURED)
+            return figures.note(none)
         table = merged.table(tables)
-        return figures.table(table, f"{caption} {origin}", merged.formats(table, formats), folded=True)
+        return figures.table(table, caption, merged.formats(table, formats), folded=True)
 
     def counters(
         self,
