@@ -11,9 +11,13 @@ import torch
 
 from labkit.bench import verdict
 from labkit.bench.spec import ROLES, Case
+from labkit.evidence import compiled
 from labkit.kernels.gated_delta import reference
+from labkit.kernels.launch import launched
+from labkit.kernels.offline import offline
 from labkit.studies.gated_delta_today import answer, exact, inputs, study, tables, trials, variants, views, work
 from labkit.sweep import gated_delta
+from labkit.sweep.variants import code_of
 
 GPU = "NVIDIA H100 80GB HBM3"
 SMALL = {"model": "test", "activations": "fp32", "H": 1, "HV": 2, "K": 8, "V": 6, "state": "fp32"}
@@ -74,6 +78,17 @@ def test_counted_are_kernels_of_the_lab_in_cases_that_are_measured():
     assert {(x.op, x.key) for x, _ in found} <= cases
     assert all(name in [one.name for one in study.variants(x) if one.role != "peer"] for x, name in found)
     assert {x.op for x, _ in found} == {"ring", "ring_verify", "prefill"}
+
+
+def test_what_follows_errors_along_tokens_is_compiled_ahead():
+    """Its rings have as many entries as each L needs, those that are timed have one size."""
+    x = Case("drift", study.shape("KDA") | {"state": "bf16", "batch": 1, "tokens": 2})
+    found = [code_of(compiled.launch_of(source, 90)) for source in study.kernels([x], 90, GPU)]
+    with offline(90):
+        along = [code_of(one) for call in trials._Along(x, "cpu", 0).launches.values() for one in launched(call)]
+        timed = [code_of(one) for one in launched(trials.drift(x, "cpu", 1, 0, variants.LENGTH).calls[0])]
+    assert set(along) | set(timed) <= set(found)
+    assert not set(along) <= set(timed)
 
 
 # floors

@@ -69,12 +69,12 @@ def _prepared(study: str, op: str, params: Mapping[str, Any], variant: str, devi
 def ahead(study_name: str, wanted: Iterable[tuple[Case, Variant]], capability: int) -> list[Source]:
     """Sources, for `compiled.prebuild`, of all that calls of (case, variant) launch; of the same code the first.
 
-    They are prepared on the device `meta`, whose tensors have no memory, here and where they are compiled. Of a variant
-    that searches it is all that it tries.
+    Calls of others are left out. All are prepared on the device `meta`, whose tensors have no memory, here and where
+    they are compiled. Of a variant that searches it is all that it tries.
     """
     found: dict[str, Source] = {}
     with offline(capability):
-        for case, variant in wanted:
+        for case, variant in (pair for pair in wanted if pair[1].role != "peer"):
             _, arguments = variant_source(study_name, case, variant.name)
             for place, launch in enumerate(launched(variant.prepare(case, "meta", 1, 0).calls[0])):
                 found.setdefault(code_of(launch), (f"{__name__}:launch_of_call", {**arguments, "place": place}))

@@ -90,13 +90,12 @@ def arithmetic(rows: pd.DataFrame) -> pd.DataFrame:
     """
     found = []
     for params, group in cases(rows, "product"):
-        us, known = median_us(group), facts(group).get(variants.STATIONARY, {})
-        clock = [mhz for samples in group["sm_mhz"] for mhz in samples]
-        if not {variants.STATIONARY, variants.READ} <= set(us) or not known.get("sms") or not clock:
+        us, lanes = median_us(group), _lanes(group)
+        if not {variants.STATIONARY, variants.READ} <= set(us) or not lanes:
             continue
         least = TO_FLOAT[params["format"]] + params["N"]
         weights = params["rows"] * params["K"]
-        bound = least * weights / (known["sms"] * LANES * float(np.median(clock)))
+        bound = least * weights / lanes
         line = {"instructions a weight": least, "least µs": bound, "reading µs": us[variants.READ]}
         line |= {"at most %": min(100.0, 100 * us[variants.READ] / bound), "us": us[variants.STATIONARY]}
         found.append(picked(params, SHAPE) | line | {"% of reading": 100 * us[variants.READ] / us[variants.STATIONARY]})
@@ -112,18 +111,24 @@ def issued(rows: pd.DataFrame, launches: pd.DataFrame) -> pd.DataFrame:
     executed = launches.groupby(["op", "case", "variant", "kernel_sha"])["instructions"].sum()
     found = []
     for params, group in cases(rows, "product"):
-        us, known = median_us(group), facts(group).get(variants.STATIONARY, {})
-        clock = [mhz for samples in group["sm_mhz"] for mhz in samples]
+        us, lanes = median_us(group), _lanes(group)
         code = next(iter(group.loc[group["variant"] == variants.MATRIX, "kernel_sha"]), "")
         key = ("product", group["case"].iloc[0], variants.MATRIX, code)
-        if not {variants.MATRIX, variants.READ} <= set(us) or not known.get("sms") or not clock or key not in executed:
+        if not {variants.MATRIX, variants.READ} <= set(us) or not lanes or key not in executed:
             continue
-        count, weights = executed[key], params["rows"] * params["K"]
-        issue = count / (known["sms"] * LANES / WARP * float(np.median(clock)))
-        line = {"instructions a weight": WARP * count / weights, "issue µs": issue, "us": us[variants.MATRIX]}
+        count, weights = WARP * executed[key], params["rows"] * params["K"]
+        issue = count / lanes
+        line = {"instructions a weight": count / weights, "issue µs": issue, "us": us[variants.MATRIX]}
         line |= {"% of issue": 100 * issue / us[variants.MATRIX]}
         found.append(picked(params, SHAPE) | line | {"% of reading": 100 * us[variants.READ] / us[variants.MATRIX]})
     return frame(found, [*SHAPE, "instructions a weight", "% of issue", "% of reading"])
+
+
+def _lanes(group: pd.DataFrame) -> float:
+    """Instructions that all lanes of the GPU can execute in a µs, at the clock of a case's run; 0.0: not known."""
+    known = facts(group).get(variants.STATIONARY, {})
+    clock = [mhz for samples in group["sm_mhz"] for mhz in samples]
+    return known["sms"] * LANES * float(np.median(clock)) if known.get("sms") and clock else 0.0
 
 
 def gains(rows: pd.DataFrame) -> pd.DataFrame:

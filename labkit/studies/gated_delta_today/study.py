@@ -24,6 +24,7 @@ FULL = 256  # sequences of the cases over L and over the layout, if it is one of
 DRAFTS = (("chain", 4), ("chain", 8), ("tree", 8))  # kind of draft, and its tokens
 HEADS = ((2, 8), (4, 12), (16, 32))  # H and HV of prefill: of one GPU of many, up to all heads of a model
 DRIFT_TOKENS = 8192
+WARMED = ("length", "ring_verify", "prefill")  # in which others compile many kernels
 COUNTED = 256  # sequences, or tokens, of the cases whose hardware counters are taken
 
 
@@ -31,13 +32,12 @@ def kernels(some: Sequence[Case], capability: int, gpu: str) -> list[tuple[str, 
     """All kernels of the lab."""
     from labkit.sweep.variants import ahead
 
-    wanted = [(x, one) for x in some for one in variants(x) if one.role != "peer"]
-    return ahead("gated_delta_today", wanted, capability)
+    return ahead("gated_delta_today", [(x, one) for x in some for one in variants(x)], capability)
 
 
 def _compiled_by(case: Case) -> str:
     """What of a case others' kernels depend on."""
-    return ", ".join(f"{name} {case.params[name]}" for name in ("gate", "HV", "state") if name in case.params)
+    return ", ".join([case.op, *(str(case.params.get(name)) for name in ("gate", "HV", "state", "draft", "T"))])
 
 
 def cases(parameters: Mapping[str, Any]) -> list[Case]:
@@ -136,7 +136,7 @@ STUDY = Study(
     },
     counted=counted,
     early=lambda case: case.op == "drift",  # the same in every process
-    warmed=lambda case: _compiled_by(case) if case.op in ("prefill", "length") else "",  # others compile many kernels
+    warmed=lambda case: _compiled_by(case) if case.op in WARMED else "",
     kernels=kernels,
     tiny=tuple(_tiny()),
 )

@@ -207,9 +207,33 @@ def _tolerance(x: Case) -> dict[str, float]:
 def drift(x: Case, device: Any, sets: int, seed: int, length: int) -> Trial:
     """A decode on a ring of L entries whose facts are its errors along many tokens, and that of a ring read short."""
     held = _Held(x, device, sets, seed, True)
-    made = held.trial(*held.ours(length, None))
+    _, calls = held.ours(length, None)
+    if torch.device(device).type == "meta":  # what a call launches is asked for: that of the facts, too
+        calls = _joined([*calls, _Along(x, device, seed).launches[length]], torch.device(device))
+    made = held.trial(length, calls)
     made.facts = lambda: errors_along(x.key, str(device), seed)[length]
     return made
+
+
+class _Along:
+    """Decodes of the same tokens with each L, from empty rings. The tokens are to be written into `item`."""
+
+    def __init__(self, x: Case, device: Any, seed: int):
+        [self.item] = inputs.steps(x, device, 1, seed)
+        self.items = dict(zip(DRIFT_LENGTHS, [inputs.like([self.item])[0] for _ in DRIFT_LENGTHS], strict=True))
+        self.rings = {length: buffered.empty_ring(self.item, length) for length in DRIFT_LENGTHS}
+        self.launches = {length: buffered.decode(one, self.rings[length], length) for length, one in self.items.items()}
+
+    def decode(self) -> None:
+        """One token with each."""
+        for length, launch in self.launches.items():
+            launch()
+            self.rings[length].counts.copy_(buffered.moved(self.rings[length], length))
+
+    def changed(self) -> list[Tensor]:
+        """What a decode changes, but for its output."""
+        rings = [part for one in self.rings.values() for part in (one.u, one.k, one.g, one.starts, one.counts)]
+        return [*rings, *(one.state for one in self.items.values())]
 
 
 @lru_cache(maxsize=1)
@@ -221,10 +245,8 @@ def errors_along(key: str, device: str, seed: int) -> dict[int, dict[str, Any]]:
     """
     x = Case("drift", json.loads(key))
     tokens, made = x["tokens"], Random(device, seed, DTYPES[x["activations"]])
-    [item] = inputs.steps(x, device, 1, seed)
-    items = dict(zip(DRIFT_LENGTHS, [inputs.like([item])[0] for _ in DRIFT_LENGTHS], strict=True))
-    rings = {length: buffered.empty_ring(item, length) for length in DRIFT_LENGTHS}
-    launches = {length: buffered.decode(one, rings[length], length) for length, one in items.items()}
+    along = _Along(x, device, seed)
+    item, rings = along.item, along.rings
     expected = exact.in_place_states(item, x["batch"]).double().clone()
     o, place = torch.empty_like(item.out, dtype=torch.float64), torch.zeros(1, dtype=torch.int64, device=device)
     parts = {name: getattr(item, name) for name in ("q", "k", "v", "a", "b")}  # which all have in common
@@ -238,8 +260,9 @@ def errors_along(key: str, device: str, seed: int) -> dict[int, dict[str, Any]]:
         expected.copy_(new_expected)
         place.add_(1)
 
-    # As a graph: its dozens of small launches take the host longer than the GPU
+    # As graphs: dozens of small launches take the host longer than the GPU
     step_on = repeated(step, (expected, place), expected.device)
+    decode_on = repeated(along.decode, along.changed(), expected.device)
     found: dict[int, dict[str, Any]] = {length: {"drift": []} for length in DRIFT_LENGTHS}
     for first in range(1, tokens + 1, DRAWN_TOGETHER):
         count = min(DRAWN_TOGETHER, tokens + 1 - first)
@@ -248,12 +271,12 @@ def errors_along(key: str, device: str, seed: int) -> dict[int, dict[str, Any]]:
         place.zero_()
         for token in range(first, first + count):
             step_on()
-            for length, one in items.items():
-                if token == tokens and length > 1:
-                    found[length]["short"] = _read_short(one, rings[length], length, o)
-                launches[length]()
-                rings[length].counts.copy_(buffered.moved(rings[length], length))
-                if token & (token - 1) == 0:
+            if token == tokens:
+                for length in (n for n in DRIFT_LENGTHS if n > 1):
+                    found[length]["short"] = _read_short(along.items[length], rings[length], length, o)
+            decode_on()
+            if token & (token - 1) == 0:
+                for length, one in along.items.items():
                     states = exact.states_with(one, rings[length], rings[length].counts, x["batch"])
                     errors = [relative_rmse(one.out, o), relative_rmse(states, expected)]
                     found[length]["drift"].append([token, *errors])

@@ -72,7 +72,7 @@ def kernels(some: Sequence[Case], capability: int, gpu: str) -> list[tuple[str, 
     from labkit.sweep.variants import ahead
 
     _build(some)
-    wanted = [(x, one) for x in some if x.op != "chain" for one in variants(x) if one.role != "peer"]
+    wanted = [(x, one) for x in some if x.op != "chain" for one in variants(x)]
     return ahead("gemv_coalescing", wanted, capability)
 
 

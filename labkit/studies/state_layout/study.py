@@ -32,6 +32,7 @@ LONG_HEADS = {"Qwen3.5-122B-A10B, one of 8 GPUs": (2, 8), QWEN3_NEXT.name: (16, 
 STATE_KERNEL_AT = ("1 x 8192", "8 x 1024", "64 x 128")  # where the chunk-state kernel is timed alone
 CHUNK = 64  # tokens, of extend
 AHEAD = ("decode", "step", "drift", "verify", "extend", "long")  # whose kernels are compiled before they are timed
+WARMED = ("step", "verify", "extend", "long")  # in which others compile many kernels
 COUNTED = 16  # smallest batch whose hardware counters are taken, if a larger one is asked for at all
 
 
@@ -125,9 +126,13 @@ def kernels(some: Sequence[Case], capability: int, gpu: str) -> list[tuple[str, 
     """The lab's own kernels, where their launches can be known without values."""
     from labkit.sweep.variants import ahead
 
-    known = [(x, one) for x in some if x.op in AHEAD for one in variants(x)]
-    wanted = [(x, one) for x, one in known if one.role != "peer" and one.name != TOKENS]
+    wanted = [(x, one) for x in some if x.op in AHEAD for one in variants(x) if one.name != TOKENS]
     return ahead("state_layout", wanted, capability)
+
+
+def _compiled_by(case: Case) -> str:
+    """What of a case others' kernels depend on."""
+    return ", ".join([case.op, *(str(case.params.get(name)) for name in ("gate", "HV", "state"))])
 
 
 def _tiny() -> list[Case]:
@@ -174,6 +179,6 @@ STUDY = Study(
         dtypes=("activations", ("bf16", "fp32")),
     ),
     early=lambda case: case.op == "drift",  # the same in every process
-    warmed=lambda case: case["gate"] if case.op in ("verify", "extend") else "",  # others compile hundreds of kernels
+    warmed=lambda case: _compiled_by(case) if case.op in WARMED else "",
     tiny=tuple(_tiny()),
 )

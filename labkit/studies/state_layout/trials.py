@@ -439,9 +439,8 @@ def _extend_errors(item: ExtendInputs, v_first: bool) -> Callable[[Tensor, Tenso
 
     @cache
     def expected() -> tuple[Tensor, Tensor]:
-        parts = [part[tokens] for part in (item.q, item.k, item.v)]
-        decay, ends = item.g[tokens].double().exp(), torch.tensor([0, tokens.stop - tokens.start])
-        return reference.extend(initial, *parts, decay, item.beta[tokens], item.scale, ends)
+        parts = [part[tokens] for part in (item.q, item.k, item.v, item.g.double().exp(), item.beta)]
+        return _followed(initial, parts, item.scale)
 
     def errors(out: Tensor, final: Tensor) -> dict[str, float]:
         o, S = expected()
@@ -451,6 +450,27 @@ def _extend_errors(item: ExtendInputs, v_first: bool) -> Callable[[Tensor, Tenso
         return found
 
     return errors
+
+
+def _followed(state: Tensor, parts: Sequence[Tensor], scale: float) -> tuple[Tensor, Tensor]:
+    """`reference.extend` of one sequence: o [T, HV, V] and the state after it, float64.
+
+    state: [1, HV, V, K], before it; parts: q, k, v, alpha and beta of its tokens, [T, ..].
+    """
+    out, after = torch.zeros_like(parts[2], dtype=torch.float64), state.double().clone()
+    place = torch.zeros(1, dtype=torch.int64, device=state.device)
+
+    def step() -> None:
+        o, S = reference.decode_step(after, *(part.index_select(0, place) for part in parts), scale)
+        out.index_copy_(0, place, o)
+        after.copy_(S)
+        place.add_(1)
+
+    # As a graph: its dozens of small launches take the host longer than the GPU
+    step_on = repeated(step, (after, place), state.device)
+    for _ in range(len(out)):
+        step_on()
+    return out, after
 
 
 def _extend_inputs(x: Case, device: Any, sets: int, seed: int, v_first: bool) -> list[ExtendInputs]:
