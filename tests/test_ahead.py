@@ -85,7 +85,7 @@ def test_calls_of_others_are_made_before_anything_is_timed(calls, monkeypatch):
     company = begun("machine", values={"state_layout": {"quick": True}}, order=ORDER[:2])
     [made] = [one for one in calls if isinstance(one, list)]
     wanted = made[0].args[0]
-    assert len(made) == len(wanted) == 6  # a process for each: there are more cores
+    assert len(made) == len(wanted) == 10  # a process for each: there are more cores
     names = {one.variant for one in wanted}
     assert {one.study for one in wanted} == {"state_layout"}
     assert any("sglang" in name for name in names)
