@@ -97,9 +97,9 @@ def test_what_is_compiled_ahead_is_shared_by_the_cores():
     assert four - seconds(study(2), rows) == pytest.approx(estimate.AHEAD_S + estimate.KERNEL_S / 4)
 
 
-@pytest.mark.parametrize(("cores", "expected"), [(1, 6 * estimate.CALL_S), (16, estimate.LONGEST_CALL_S)])
+@pytest.mark.parametrize(("cores", "expected"), [(1, 60 * estimate.CALL_S), (64, estimate.LONGEST_CALL_S)])
 def test_calls_of_others_that_compile_before_are_shared_by_the_cores(cores, expected):
-    assert estimate.of_calls(6, cores) == pytest.approx(expected)
+    assert estimate.of_calls(60, cores) == pytest.approx(expected)
     assert estimate.of_calls(0, cores) == 0
 
 
@@ -224,13 +224,23 @@ def test_operations_tell_what_cases_took_that_are_left_out(gpu):
     assert abs(math.log(told / took)) < math.log(1 + RIGHT)
 
 
-@pytest.mark.parametrize("gpu", paths.recorded_gpus())
-def test_the_one_whole_run_that_rows_tell_of(gpu):
+def test_the_whole_runs_that_rows_tell_of():
     """From the first case of `machine`, in three processes, to the first of `state_layout`, which followed its page."""
-    began = [recorded.read(paths.DATA / gpu / f"{name}.parquet")["utc"].min() for name in ("machine", "state_layout")]
-    took = (datetime.fromisoformat(began[1]) - datetime.fromisoformat(began[0])).total_seconds()
-    told = estimate.of_run({"machine": {}}, [gpu], 16).whole
-    assert abs(math.log(told / took)) < math.log(1 + RIGHT)
+    for gpu, took in (whole := one_after_the_other()).items():
+        told = estimate.of_run({"machine": {}}, [gpu], 16).whole
+        assert abs(math.log(told / took)) < math.log(1 + RIGHT)
+    assert whole
+
+
+def one_after_the_other():
+    """Seconds between the two on each GPU; not where one of them was measured anew on another day."""
+    found = {}
+    for gpu in paths.recorded_gpus():
+        rows = [recorded.read(paths.DATA / gpu / f"{name}.parquet") for name in ("machine", "state_layout")]
+        first, then = (datetime.fromisoformat(one["utc"].min()) for one in rows)
+        if timedelta() < then - first < timedelta(hours=1):
+            found[gpu] = (then - first).total_seconds()
+    return found
 
 
 @pytest.mark.parametrize(("gpu", "minutes"), [("NVIDIA H100 80GB HBM3", 13), ("NVIDIA H200", 11)])

@@ -35,8 +35,10 @@ def kernels(some: Sequence[Case], capability: int, gpu: str) -> list[tuple[str, 
     return ahead("gated_delta_today", [(x, one) for x in some for one in variants(x)], capability)
 
 
-def _compiled_by(case: Case) -> str:
-    """What of a case others' kernels depend on."""
+def _warmed(case: Case) -> str:
+    """What others' kernels of a case depend on, where they compile many; else empty."""
+    if case.op not in WARMED:
+        return ""
     return ", ".join([case.op, *(str(case.params.get(name)) for name in ("gate", "HV", "state", "draft", "T"))])
 
 
@@ -136,7 +138,7 @@ STUDY = Study(
     },
     counted=counted,
     early=lambda case: case.op == "drift",  # the same in every process
-    warmed=lambda case: _compiled_by(case) if case.op in WARMED else "",
+    warmed=_warmed,
     kernels=kernels,
     tiny=tuple(_tiny()),
 )

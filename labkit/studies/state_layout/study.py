@@ -33,6 +33,7 @@ STATE_KERNEL_AT = ("1 x 8192", "8 x 1024", "64 x 128")  # where the chunk-state 
 CHUNK = 64  # tokens, of extend
 AHEAD = ("decode", "step", "drift", "verify", "extend", "long")  # whose kernels are compiled before they are timed
 WARMED = ("step", "verify", "extend", "long")  # in which others compile many kernels
+WARMED_BATCHES = (1, 64)  # of a step: larger ones compile what 64 does
 COUNTED = 16  # smallest batch whose hardware counters are taken, if a larger one is asked for at all
 
 
@@ -130,8 +131,10 @@ def kernels(some: Sequence[Case], capability: int, gpu: str) -> list[tuple[str, 
     return ahead("state_layout", wanted, capability)
 
 
-def _compiled_by(case: Case) -> str:
-    """What of a case others' kernels depend on."""
+def _warmed(case: Case) -> str:
+    """What others' kernels of a case depend on, where they compile many; else empty."""
+    if case.op not in WARMED or (case.op == "step" and case["batch"] not in WARMED_BATCHES):
+        return ""
     return ", ".join([case.op, *(str(case.params.get(name)) for name in ("gate", "HV", "state"))])
 
 
@@ -179,6 +182,6 @@ STUDY = Study(
         dtypes=("activations", ("bf16", "fp32")),
     ),
     early=lambda case: case.op == "drift",  # the same in every process
-    warmed=lambda case: _compiled_by(case) if case.op in WARMED else "",
+    warmed=_warmed,
     tiny=tuple(_tiny()),
 )
