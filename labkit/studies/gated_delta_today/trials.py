@@ -206,10 +206,10 @@ def _tolerance(x: Case) -> dict[str, float]:
 
 def drift(x: Case, device: Any, sets: int, seed: int, length: int) -> Trial:
     """A decode on a ring of L entries whose facts are its errors along many tokens, and that of a ring read short."""
-    held = _Held(x, device, sets, seed, True)
+    held, device = _Held(x, device, sets, seed, True), torch.device(device)
     _, calls = held.ours(length, None)
-    if torch.device(device).type == "meta":  # what a call launches is asked for: that of the facts, too
-        calls = _joined([*calls, _Along(x, device, seed).launches[length]], torch.device(device))
+    if device.type == "meta":  # what a call launches is asked for: that of the facts, too
+        calls = _joined([*calls, _Along(x, device, seed).launches[length]], device)
     made = held.trial(length, calls)
     made.facts = lambda: errors_along(x.key, str(device), seed)[length]
     return made

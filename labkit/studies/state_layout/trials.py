@@ -439,8 +439,8 @@ def _extend_errors(item: ExtendInputs, v_first: bool) -> Callable[[Tensor, Tenso
 
     @cache
     def expected() -> tuple[Tensor, Tensor]:
-        parts = [part[tokens] for part in (item.q, item.k, item.v, item.g.double().exp(), item.beta)]
-        return _followed(initial, parts, item.scale)
+        q, k, v, g, beta = (part[tokens] for part in (item.q, item.k, item.v, item.g, item.beta))
+        return _followed(initial, [q, k, v, g.double().exp(), beta], item.scale)
 
     def errors(out: Tensor, final: Tensor) -> dict[str, float]:
         o, S = expected()
