@@ -33,7 +33,7 @@ STATE_KERNEL_AT = ("1 x 8192", "8 x 1024", "64 x 128")  # where the chunk-state 
 CHUNK = 64  # tokens, of extend
 AHEAD = ("decode", "step", "drift", "verify", "extend", "long")  # whose kernels are compiled before they are timed
 WARMED = ("step", "verify", "extend", "long")  # in which others compile many kernels
-WARMED_BATCHES = (1, 64)  # of a step; the code for 64 is that for every batch that 16 divides
+WARMED_BATCHES = (1, 256)  # of a step: the others compile what these do; a quick look has both
 COUNTED = 16  # smallest batch whose hardware counters are taken, if a larger one is asked for at all
 
 
