@@ -20,7 +20,8 @@ report: setup ## Run every notebook and write reports/index.html
 
 # Without a network what was fetched before serves; what is missing is not tested, and the last lines say so.
 # The last notebooks take longest, so they are run first: no core is left alone with one. Tests wait at times, for a
-# cluster or for what is killed, so there is one process more than cores.
+# cluster or for what is killed, so there is one process more than cores; and each calculates on one core.
+test: export OMP_NUM_THREADS = 1
 test: setup ## Check everything: style, notebooks, tests
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .

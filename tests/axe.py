@@ -1,7 +1,6 @@
 """axe-core on a page: what would hinder a reader who does not see it, or sees it badly, or has no mouse?"""
 
 import json
-from collections.abc import Sequence
 from importlib.resources import files
 
 from browser import Browser, fold, shorten_tables
@@ -9,20 +8,44 @@ from browser import Browser, fold, shorten_tables
 AXE = (files("axe_playwright_python") / "axe.min.js").read_text("utf-8")
 GRAVE = ("moderate", "serious", "critical")
 
-RUN = """axe.run(document, {resultTypes: ['violations'], %s}).then(found => JSON.stringify(
+# To judge a colour takes milliseconds. Of elements that look alike, and stand in what looks alike, two are asked.
+MARK = """(() => {
+  const LOOK = ['color', 'backgroundColor', 'backgroundImage', 'opacity', 'fontSize', 'fontWeight', 'textShadow'];
+  const seen = {}, kinds = new Map();
+  const kind = one => {
+    if (!one) return '';
+    if (!kinds.has(one)) {
+      const style = getComputedStyle(one);
+      kinds.set(one, [kind(one.parentElement), ...LOOK.map(name => style[name])].join('|'));
+    }
+    return kinds.get(one);
+  };
+  for (const one of document.querySelectorAll('body *')) {
+    const says = [...one.childNodes].some(node => node.nodeType === Node.TEXT_NODE && node.data.trim());
+    if (!says || !one.checkVisibility()) continue;
+    const found = kind(one);
+    seen[found] = 1 + (seen[found] ?? 0);
+    one.toggleAttribute('data-asked', seen[found] <= 2);
+  }
+})()"""
+COLOURS = ["color-contrast"]
+RUN = """axe.run(%s, {resultTypes: ['violations'], %s}).then(found => JSON.stringify(
   found.violations.flatMap(({ id, nodes }) => nodes.map(({ impact, target, failureSummary }) =>
     [impact, id, target.flat().join(' '), failureSummary]))))"""
 
 
-def findings(browser: Browser, folds_open: bool, rules: Sequence[str] = ()) -> list[str]:
+def findings(browser: Browser, folds_open: bool, colours_alone: bool = False) -> list[str]:
     """What axe-core has against the page that is open, of impact moderate or graver: "impact rule: element: why".
 
-    rules: those that are asked; none: all of them. Further rows of long tables are taken out.
+    colours_alone: nothing else is asked. Further rows of long tables are taken out.
     It is evaluated through the debugging protocol, which the page's Content-Security-Policy says nothing of.
     """
     fold(browser, folds_open)
     shorten_tables(browser)
     browser.evaluate(f"typeof axe === 'object' || (() => {{{AXE}}})()")
-    only = f"runOnly: {json.dumps(rules)}" if rules else ""
-    found = json.loads(browser.evaluate(RUN % only))
+    browser.evaluate(MARK)
+    runs = [("{include: [['[data-asked]']]}", f"runOnly: {json.dumps(COLOURS)}")]
+    if not colours_alone:
+        runs.append(("document", f"rules: {json.dumps({name: {'enabled': False} for name in COLOURS})}"))
+    found = [one for run in runs for one in json.loads(browser.evaluate(RUN % run))]
     return [f"{impact} {rule}: {at}: {' '.join(why.split())}" for impact, rule, at, why in found if impact in GRAVE]

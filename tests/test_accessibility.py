@@ -42,6 +42,8 @@ def test_axe_passes_a_good_page(opened):
         ),
         ("<h4>out of order</h4>", "moderate heading-order"),
         (f"<table><tbody>{'<tr><td>1' * 9}<tr><td>{PALE}</table>", "serious color-contrast"),
+        ("<p>dark</p>" * 9 + PALE, "serious color-contrast"),
+        (f"<div hidden>{PALE * 9}</div>{PALE}", "serious color-contrast"),  # those that are not seen look alike
     ],
 )
 def test_axe_finds_the_fault(opened, more, rule):

@@ -1,13 +1,12 @@
 """What the compiler makes of GGUF products for sm_90: loads, matrix instructions, registers, the order of sums."""
 
 import math
-import re
 from dataclasses import replace
 
 import compiled_once
 import pytest
 import torch
-from compiled_products import activations, blank, in_the_loop, listing, order_of_sums, product
+from compiled_products import activations, beside_wgmma, blank, in_the_loop, order_of_sums, product
 
 from labkit.kernels import offline
 from labkit.kernels.gguf import choose, products, wide
@@ -85,12 +84,6 @@ def matrix_product(rows, columns, tokens, choice=None):
         return wide.wide(W, x, y, choice)
 
 
-def loop(launch):
-    """What stands between the first matrix instruction and the last one's wait, in the machine's code."""
-    code = listing(launch)
-    return code[code.index("HGMMA") : code.rindex("WARPGROUP.DEPBAR")]
-
-
 @pytest.mark.parametrize(("rows", "columns"), [(17408, 5120), (5120, 17408)])
 @pytest.mark.parametrize("tokens", [64, 128, 512])
 def test_matrices_as_stored_pass_no_registers_on_their_way_to_wgmma(rows, columns, tokens):
@@ -101,8 +94,7 @@ def test_matrices_as_stored_pass_no_registers_on_their_way_to_wgmma(rows, column
     assert_wgmma(found)
     choice = choose.wide_rule(tokens, rows, columns, "BF16", True)
     for one in (replace(choice, parts=1), replace(choice, whole=0)):  # the loop of whole rows, and of split ones
-        code = loop(matrix_product(rows, columns, tokens, one))
-        assert re.findall(r"\b(?:LDG|STG|LDS|STS|LDSM|STSM|SHFL)\b", code) == []
+        assert beside_wgmma(matrix_product(rows, columns, tokens, one)) == []
     if tokens <= 128:  # all programs run at once
         assert found["ctas_per_sm"] >= math.ceil(math.prod(launch.grid) / 132)
 

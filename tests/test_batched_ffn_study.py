@@ -9,6 +9,7 @@ import re
 import sys
 from types import ModuleType, SimpleNamespace
 
+import compiled_once
 import pandas as pd
 import pytest
 import rows as made
@@ -881,12 +882,11 @@ def launches_of(matrix):
 @pytest.mark.parametrize("matrix", [False, True])
 def test_routed_kernels_spill_nothing_and_load_16_bytes(matrix):
     for launch in launches_of(matrix):
-        kernel = compiled.build(launch, 90)
-        listing = compiled.listing_of(kernel.asm["cubin"])
-        assert set(re.findall(r"STACK:(\d+)", listing)) == {"0"}
+        found = compiled_once.evidence(launch, 90)
+        assert found["spill_bytes"] == 0
         if "grouped" in launch.kernel.fn.__name__:
-            assert re.search(r"LDG\S*\.128\b", listing)
-            assert ("HMMA" in listing) == matrix
+            assert "128" in found["loads"]
+            assert bool(found["matrix"]) == matrix
 
 
 @pytest.mark.parametrize("N", [64, 512])
@@ -896,10 +896,11 @@ def test_routed_kernels_of_integers_spill_nothing(N):
         _, *found, _ = ahead.launches(x.op, x.params, variants.INDEXED_INTEGERS)  # between the sort and the sum
     assert len(found) == 2
     for launch in found:
-        listing = compiled.listing_of(compiled.build(launch, 90).asm["cubin"])
-        assert set(re.findall(r"STACK:(\d+)", listing)) == {"0"}
-        assert re.search(r"LDG\S*\.128\b", listing)
-        assert "HMMA" in listing
+        found = compiled_once.evidence(launch, 90)
+        assert found["spill_bytes"] == 0
+        assert "128" in found["loads"]
+        assert all("HMMA" in instruction for instruction in found["matrix"])
+        assert found["matrix"]
 
 
 def code(launch):

@@ -6,6 +6,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from triton.language import core
 
 from labkit.sweep.interpreter import hasten
 
@@ -60,10 +61,74 @@ def test_an_overflow_is_computed_only_where_it_is_asserted(monkeypatch):
         product[(1,)](out, big, big + 1)
 
 
+def functions():
+    own = triton.language.semantic.TritonSemantic
+    of_values = core.block_type.__init__, core.tensor.__init__, core._unwrap_if_constexpr, own.broadcast_impl_value
+    return (interpreter._patch_lang, interpreter._get_np_dtype, interpreter.GridExecutor.__call__, *of_values)
+
+
 def test_it_is_hastened_once():
-    before = interpreter._patch_lang, interpreter._get_np_dtype, interpreter.GridExecutor.__call__
+    before = functions()
     hasten()
-    assert before == (interpreter._patch_lang, interpreter._get_np_dtype, interpreter.GridExecutor.__call__)
+    assert before == functions()
+
+
+ELEMENTS = [
+    tl.int8, tl.bfloat16, tl.float32, tl.pointer_type(tl.float32), tl.pointer_type(tl.float32, const=True),
+    tl.pointer_type(tl.float32, 3), tl.pointer_type(tl.pointer_type(tl.float32)),
+]  # fmt: skip
+
+
+def own_type(element, shape):
+    """As Triton itself makes it."""
+    found = core.block_type.__new__(core.block_type)
+    core.block_type.__init__.__wrapped__(found, element, shape)
+    return found
+
+
+@pytest.mark.parametrize("shape", [[1], [4], [4, 1], [tl.constexpr(2), 8], tl.tuple([16, 2])], ids=repr)
+def test_types_and_values_are_what_triton_makes_of_their_shape(shape):
+    for element in ELEMENTS * 2:  # also those that were made before
+        found, expected = core.block_type(element, shape), own_type(element, shape)
+        assert found == expected
+        assert (found.name, found.numel, found.element_ty) == (expected.name, expected.numel, element)
+        value, own = core.tensor(None, found), core.tensor.__new__(core.tensor)
+        core.tensor.__init__.__wrapped__(own, None, expected)
+        assert vars(value).keys() == vars(own).keys()
+        assert (str(value.shape), value.numel, value.dtype) == (str(own.shape), own.numel, own.dtype)
+        assert value.type is found
+    scalar = core.tensor(None, tl.float32)
+    assert (len(scalar.shape), scalar.numel.value, scalar.dtype) == (0, 1, tl.float32)
+
+
+@pytest.mark.parametrize(("shape", "problem"), [([], "0d"), ([3], "power of 2"), ([2.0], "must have type")])
+def test_a_wrong_shape_is_refused_every_time(shape, problem):
+    core.block_type(tl.int8, [2])  # of which a size is as large
+    for _ in range(2):
+        with pytest.raises(Exception, match=problem):
+            core.block_type(tl.int8, shape)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [tl.constexpr(3), 3, True, "a", None, tl.int8, [tl.constexpr(1), 2], (tl.constexpr(1),), tl.tuple([1])],
+    ids=repr,
+)
+def test_a_constant_is_unwrapped_and_nothing_else(value):
+    assert repr(core._unwrap_if_constexpr(value)) == repr(core._unwrap_if_constexpr.__wrapped__(value))
+
+
+@triton.jit
+def outer_sum(out, a, b, N: tl.constexpr):
+    i = tl.arange(0, N)
+    x, y = tl.load(a + i), tl.load(b + i)
+    tl.store(out + i[:, None] * N + i[None, :], x[:, None] + y[None, :] + (x * y)[None, :] + 1)
+
+
+def test_values_of_one_shape_and_of_several_are_broadcast():
+    a, b, out = torch.arange(4.0), torch.arange(4.0) * 10, torch.zeros(4, 4)
+    outer_sum[(1,)](out, a, b, N=4)
+    assert torch.equal(out, a[:, None] + b + a * b + 1)
 
 
 @pytest.mark.parametrize("name", ["int1", "int8", "uint16", "int64", "float16", "bfloat16", "float32", "float8e4nv"])

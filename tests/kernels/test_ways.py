@@ -160,13 +160,18 @@ def test_scores_whose_exponential_is_no_number(device):
     torch.testing.assert_close(found.logits.double().cpu(), expected.logits[-1], rtol=1e-3, atol=1e-3)
 
 
+def in_order_of_k(W, x, y):
+    """The product, of equal rows the same value: a library's order may depend on a row's place."""
+    return lambda: y.copy_(sum(W[:, k] * x[k] for k in range(len(x))))
+
+
 def test_of_equal_logits_the_baseline_takes_the_first(device, monkeypatch):
     monkeypatch.setattr(baseline, "ARGMAX_BLOCK", 16)  # parts of the vocabulary that must be compared
     memory, token, expected = memory_of(SMALL, 0, device)
     best = expected.tokens[0]
     for other in (best - 1, 60):
         memory.buffers["head"][other] = memory.buffers["head"][best]
-    assert generate(Baseline(memory, cublas), token, 1) == [best - 1]
+    assert generate(Baseline(memory, in_order_of_k), token, 1) == [best - 1]
 
 
 def test_a_launch_by_launch_baseline_is_the_graphs(device):
