@@ -198,7 +198,7 @@ def run(
     from labkit.workflow import ahead, reports  # take a second to load: after what can be wrong
 
     if measured := {name: values[name] for name in names if can_measure and notebooks.measures(name, values[name])}:
-        told = _how_long(measured)
+        told = _how_long(measured, jobs)
         _say(str(told))
     how = {"can_measure": can_measure, "beside": ahead.Ahead, "seconds": told.seconds if measured else {}}
     results = _until_stopped(lambda: notebooks.run(names, values, jobs, **how))
@@ -217,11 +217,11 @@ def _named(chosen: Sequence[str]) -> list[str]:
     return [name for name in registry.NOTEBOOKS if name in chosen] or list(registry.NOTEBOOKS)
 
 
-def _how_long(values: dict[str, dict[str, Any]]) -> "Estimate":
+def _how_long(values: dict[str, dict[str, Any]], at_once: int | None) -> "Estimate":
     """What these studies will take to measure here."""
     from labkit.workflow import estimate, lease
 
-    return estimate.of_run(values, [one.name for one in lease.visible()])
+    return estimate.of_run(values, [one.name for one in lease.visible()], at_once=at_once)
 
 
 def _how_long_jobs(wanted: Sequence["Job"], at_once: int | None) -> list[str]:

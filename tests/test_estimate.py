@@ -257,6 +257,16 @@ def test_a_quick_look_at_everything_takes_as_long_as_the_one_that_was_timed():
     assert abs(math.log(told / took)) < math.log(1 + RIGHT)
 
 
+def test_of_one_notebook_at_a_time_each_page_is_made_before_the_next_study():
+    """Two at once: all pages but the last are made beside what is measured."""
+    studies, gpus = ["state_layout", "persistent_tables", "gemv_coalescing"], ["NVIDIA H100 80GB HBM3"] * 2
+    values = {name: {} for name in studies}
+    alone, beside = (estimate.of_run(values, gpus[:1], 16, at_once) for at_once in (1, 2))
+    assert alone.whole == pytest.approx(beside.whole + (len(studies) - 1) * estimate.PAGE_S)
+    assert alone.whole == pytest.approx(estimate.of_run(values, gpus, 16, 1).whole)
+    assert estimate.of_run(values, gpus, 16, 2).whole < beside.whole
+
+
 def test_jobs_that_measure_share_the_gpus(monkeypatch):
     values = [{"quick": True}, {"quick": True, "source": "recorded"}, {}]
     wanted = [jobs.Job("state_layout", one) for one in values] + [jobs.Job("machine", {})]

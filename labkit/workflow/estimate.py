@@ -141,13 +141,18 @@ class Wanted:
     beside: bool = False
 
 
-def of_run(values: Mapping[str, Mapping[str, Any]], gpus: Sequence[str], cores: int = 0) -> Estimate:
+def of_run(
+    values: Mapping[str, Mapping[str, Any]], gpus: Sequence[str], cores: int = 0, at_once: int | None = None
+) -> Estimate:
     """What a run will take. values: parameters of each study that is to be measured; gpus: names of the GPUs.
 
     By the rows of the same GPU, else of the one on which it would take longest. What runs/ holds is not counted again.
+    at_once: how many notebooks run, at most: of one at a time, each page is made before the next study begins.
     """
     wanted = {name: _asked(name, given) for name, given in values.items()}
-    return _told(wanted, slug(gpus[0]) if gpus else "", len(gpus), cores)
+    if at_once == 1:
+        wanted = {name: replace(one, beside=False) for name, one in wanted.items()}
+    return _told(wanted, slug(gpus[0]) if gpus else "", min(len(gpus), at_once or len(gpus)), cores)
 
 
 def of_jobs(wanted: Sequence[jobs.Job], gpus: Sequence[str], at_once: int | None = None, cores: int = 0) -> Estimate:
