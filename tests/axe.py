@@ -8,10 +8,12 @@ from browser import Browser, fold, shorten_tables
 AXE = (files("axe_playwright_python") / "axe.min.js").read_text("utf-8")
 GRAVE = ("moderate", "serious", "critical")
 
-# To judge a colour takes milliseconds. Of elements that look alike, and stand in what looks alike, two are asked.
+# To judge a colour takes milliseconds. Of elements that look alike, and stand in what looks alike, two are asked: the
+# first, and the one that says most. Axe does not judge a single letter.
 MARK = """(() => {
-  const LOOK = ['color', 'backgroundColor', 'backgroundImage', 'opacity', 'fontSize', 'fontWeight', 'textShadow'];
-  const seen = {}, kinds = new Map();
+  const LOOK = ['color', 'webkitTextFillColor', 'backgroundColor', 'backgroundImage', 'opacity', 'fontSize',
+    'fontWeight', 'textShadow'];
+  const kinds = new Map(), groups = {};
   const kind = one => {
     if (!one) return '';
     if (!kinds.has(one)) {
@@ -20,12 +22,16 @@ MARK = """(() => {
     }
     return kinds.get(one);
   };
+  const isText = node => node.nodeType === Node.TEXT_NODE;
+  const own = one => [...one.childNodes].filter(isText).map(node => node.data).join('').trim();
   for (const one of document.querySelectorAll('body *')) {
-    const says = [...one.childNodes].some(node => node.nodeType === Node.TEXT_NODE && node.data.trim());
-    if (!says || !one.checkVisibility()) continue;
-    const found = kind(one);
-    seen[found] = 1 + (seen[found] ?? 0);
-    one.toggleAttribute('data-asked', seen[found] <= 2);
+    const says = one.matches('input, select, textarea') ? 'what is written there' : own(one);
+    if (says.length < 2 || !one.checkVisibility({visibilityProperty: true, opacityProperty: true})) continue;
+    (groups[kind(one)] ??= []).push([says.length, one]);
+  }
+  for (const alike of Object.values(groups)) {
+    const most = alike.reduce((one, other) => other[0] > one[0] ? other : one);
+    for (const [, one] of [alike[0], most]) one.setAttribute('data-asked', '');
   }
 })()"""
 COLOURS = ["color-contrast"]

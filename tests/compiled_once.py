@@ -33,6 +33,7 @@ from labkit.kernels.launch import Launch
 FILE = Path(__file__).with_suffix(".json")
 FOLDER = "LABKIT_COMPILED"  # in the environment: where to write what was asked for
 EVERY = 16
+TOOLS = ("TRITON_PTXAS_PATH", "TRITON_LIBDEVICE_PATH")  # instead of Triton's own
 
 
 class _Asked(offline._Offline):
@@ -50,9 +51,15 @@ def evidence(launch: Launch, capability: int) -> dict[str, Any]:
 
 
 def known(launch: Launch, capability: int, make: Callable[[Launch, int], Any]) -> Any:
-    """What `make` says of a launch's compiled kernel, JSON. It is asked again where its own file has changed."""
+    """What `make` says of a launch's compiled kernel, JSON.
+
+    It is asked again where its file has changed, or the one by which all of them read what the compiler made.
+    """
     file = Path(inspect.getfile(make))
-    key = f"{file.stem} {hashlib.sha256(file.read_bytes()).hexdigest()[:8]} {key_of(launch, capability)}"
+    files = dict.fromkeys([Path(compiled.__file__), file])
+    read = hashlib.sha256(b"".join(one.read_bytes() for one in files)).hexdigest()[:8]
+    name = f"{file.stem}.{make.__name__.lstrip('_')}"
+    key = f"{name} {read} {key_of(launch, capability)}"
     if key not in _kept():
         found = json.loads(json.dumps(make(launch, capability)))
     else:
@@ -85,7 +92,8 @@ def key_of(launch: Launch, capability: int) -> str:
     source = ASTSource(given["fn"].jit_function, told["signature"], told["constants"], attrs).hash()
     options = [told[name] for name in ("num_warps", "num_ctas", "num_stages", "launch_cooperative_grid")]
     parts = [triton.__version__, capability, source, options, given["key"].rpartition("]")[2]]
-    parts += [value for value in (get_cache_invalidating_env_vars(), knobs.nvidia.ptxas_options) if value]
+    others = [get_cache_invalidating_env_vars(), knobs.nvidia.ptxas_options, *map(os.environ.get, TOOLS)]
+    parts += [value for value in others if value]
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
 
 

@@ -22,7 +22,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 KERNEL_DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
 collect_ignore_glob = [] if INTERPRETED or KERNEL_DEVICE == "cuda" else ["kernels/*.py"]
 
-LONGEST = ("test_kernels.py", "test_end_to_end.py")
+LONGEST = ("test_kernels.py", "test_end_to_end.py", "test_cluster.py")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -9,7 +9,8 @@ from test_browser import GOOD, browser  # noqa: F401 (a fixture)
 pytestmark = pytest.mark.browser
 
 END = "</body>"
-PALE = '<p style="color: #aaa; background: #fff">pale</p>'
+COLOURS = 'style="color: #aaa; background: #fff"'
+PALE = f"<p {COLOURS}>pale</p>"
 
 
 @pytest.fixture
@@ -44,6 +45,9 @@ def test_axe_passes_a_good_page(opened):
         (f"<table><tbody>{'<tr><td>1' * 9}<tr><td>{PALE}</table>", "serious color-contrast"),
         ("<p>dark</p>" * 9 + PALE, "serious color-contrast"),
         (f"<div hidden>{PALE * 9}</div>{PALE}", "serious color-contrast"),  # those that are not seen look alike
+        (PALE.replace("pale", "1") * 9 + PALE, "serious color-contrast"),
+        (PALE.replace("color", "visibility: hidden; color", 1) * 9 + PALE, "serious color-contrast"),
+        (f'<input aria-label="a" value="pale" {COLOURS}>', "serious color-contrast"),
     ],
 )
 def test_axe_finds_the_fault(opened, more, rule):

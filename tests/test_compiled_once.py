@@ -59,6 +59,10 @@ def test_for_another_target_or_compiler_it_is_another(monkeypatch):
     launch = kernels_for_tests.copy()
     before = compiled_once.key_of(launch, 90)
     assert compiled_once.key_of(launch, 80) != before
+    monkeypatch.setenv("TRITON_PTXAS_PATH", "another")
+    with_another = compiled_once.key_of(launch, 90)
+    monkeypatch.delenv("TRITON_PTXAS_PATH")
+    assert with_another != compiled_once.key_of(launch, 90) == before
     monkeypatch.setattr(triton, "__version__", "99")
     assert compiled_once.key_of(launch, 90) != before
 
@@ -93,6 +97,17 @@ def test_what_is_kept_is_not_asked_again_but_for_some(kept, monkeypatch):
         keep(kept)
     compiled_once.known(kernels_for_tests.copy(block=64), 90, asked_of)
     assert asked_of.times == 2
+
+
+def also_asked_of(launch, capability):
+    return {"warps": launch.options["num_warps"]}
+
+
+def test_what_is_kept_answers_its_own_question_alone(kept):
+    launch = kernels_for_tests.copy(num_warps=2)
+    compiled_once.known(launch, 90, asked_of)
+    keep(kept)
+    assert compiled_once.known(launch, 90, also_asked_of) == {"warps": 2}
 
 
 def test_what_is_kept_and_wrong_fails(kept, monkeypatch):

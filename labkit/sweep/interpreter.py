@@ -50,8 +50,11 @@ def _patch_once(interpreter: Any) -> None:
 
     @wraps(launch)
     def launch_anew(self: Any, *args: Any, **kwargs: Any) -> Any:
-        patched.clear()  # what a launch has patched, it restores
-        return launch(self, *args, **kwargs)
+        patched.clear()
+        try:
+            return launch(self, *args, **kwargs)
+        finally:
+            patched.clear()  # what a launch has patched, it restores
 
     interpreter._patch_lang, interpreter.GridExecutor.__call__ = patch_once, launch_anew
 
@@ -75,20 +78,18 @@ def _take_apart_once(core: Any) -> None:
     types: dict[Any, dict[str, Any]] = {}
     tensors: dict[Any, dict[str, Any]] = {}
 
-    def whole(size: Any) -> Any:  # 2.0 is refused, and has the hash of 2
-        value = getattr(size, "value", size)
-        return value if type(value) is int else (type(value), value)
-
-    def key_of(element: Any, shape: Any) -> Any:
-        sizes = shape.values if isinstance(shape, core.tuple) else shape
-        space = getattr(element, "address_space", None)
-        return element.name, space, tuple([size if type(size) is int else whole(size) for size in sizes])
+    def sizes_of(shape: Any) -> tuple[int, ...]:
+        """Of a shape that is one; else empty: Triton says what is wrong."""
+        given = shape.values if isinstance(shape, core.tuple) else shape if isinstance(shape, list) else ()
+        sizes = tuple([size if type(size) is int else getattr(size, "value", None) for size in given])
+        return sizes if all([type(size) is int for size in sizes]) else ()
 
     @wraps(type_of)
     def type_once(self: Any, element_ty: Any, shape: Any) -> None:
-        if not isinstance(element_ty, core.dtype):
+        sizes = sizes_of(shape) if isinstance(element_ty, core.dtype) else ()
+        if not sizes:
             return type_of(self, element_ty, shape)
-        key = key_of(element_ty, shape)
+        key = element_ty.name, getattr(element_ty, "address_space", None), sizes
         if key not in types:
             type_of(self, element_ty, shape)
             types[key] = dict(vars(self))
