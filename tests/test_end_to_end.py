@@ -130,11 +130,11 @@ def test_the_pages_have_no_fault_in_a_browser(report, recorded, browser, page): 
     assert not recorded.get(page) or seen["images"] >= 5
 
 
-FOLDED_OR_OPEN = [*((page, True) for page in ["index.html", *PAGES]), ("index.html", False), (PAGES[-1], False)]
-
-
 @pytest.mark.browser
-@pytest.mark.parametrize(("page", "folds_open"), FOLDED_OR_OPEN)
+@pytest.mark.parametrize(
+    ("page", "folds_open"),
+    [*((page, True) for page in ["index.html", *PAGES]), ("index.html", False), (PAGES[-1], False)],  # what folds hide
+)
 def test_axe_has_nothing_against_the_pages(report, browser, page, folds_open):  # noqa: F811
     browser.open(report[1] / page, 1280, "light")
     assert axe.findings(browser, folds_open) == []
@@ -144,7 +144,8 @@ def test_axe_has_nothing_against_the_pages(report, browser, page, folds_open):  
 
 
 @pytest.mark.browser
-@pytest.mark.parametrize(("page", "folds_open"), FOLDED_OR_OPEN)
+@pytest.mark.parametrize("folds_open", [False, True], ids=["folded", "open"])
+@pytest.mark.parametrize("page", ["index.html", *PAGES])
 def test_the_pages_are_used_by_keyboard_alone(report, browser, page, folds_open):  # noqa: F811
     browser.open(report[1] / page, 1280, "light")
     driver.fold(browser, folds_open)

@@ -152,7 +152,7 @@ def of_run(
     wanted = {name: _asked(name, given) for name, given in values.items()}
     if at_once == 1:
         wanted = {name: replace(one, beside=False) for name, one in wanted.items()}
-    return _told(wanted, slug(gpus[0]) if gpus else "", min(len(gpus), at_once or len(gpus)), cores)
+    return _shared(wanted, gpus, at_once, cores)
 
 
 def of_jobs(wanted: Sequence[jobs.Job], gpus: Sequence[str], at_once: int | None = None, cores: int = 0) -> Estimate:
@@ -162,7 +162,7 @@ def of_jobs(wanted: Sequence[jobs.Job], gpus: Sequence[str], at_once: int | None
     """
     left = [one for one in wanted if jobs.measures(one) and not jobs.is_done(one)]
     each = {one.name: replace(_asked(one.study, one.values), beside=False) for one in left}
-    return _told(each, slug(gpus[0]) if gpus else "", min(len(gpus), at_once or len(gpus)), cores)
+    return _shared(each, gpus, at_once, cores)
 
 
 def of_study(study: Study, parameters: Mapping[str, Any], processes: int, here: str) -> Estimate:
@@ -181,6 +181,11 @@ def _asked(name: str, given: Mapping[str, Any]) -> Wanted:
 def _counted(study: Study, parameters: Mapping[str, Any]) -> list[Key]:
     """The case of every kernel whose counters are read, as often as there are such kernels."""
     return [case.id for case, _ in study.counted(parameters)]
+
+
+def _shared(wanted: Mapping[str, Wanted], gpus: Sequence[str], at_once: int | None, cores: int) -> Estimate:
+    """On as many of these GPUs as are used at once."""
+    return _told(wanted, slug(gpus[0]) if gpus else "", min(len(gpus), at_once or len(gpus)), cores)
 
 
 def _told(wanted: Mapping[str, Wanted], here: str, gpus: int, cores: int) -> Estimate:
