@@ -22,7 +22,7 @@ from labkit.kernels.experts import choose, expert_layer, few_rows, routing
 from labkit.kernels.experts import wide as experts_wide
 from labkit.kernels.experts.inputs import LayerInputs
 from labkit.kernels.experts.tiles import GROUP, Int4
-from labkit.kernels.gated_delta import buffered, chunked, fused, recurrent, segmented
+from labkit.kernels.gated_delta import buffered, chunked, drafts, fused, recurrent, segmented
 from labkit.kernels.gguf import formats, integers, routed, routed_integers, wide
 from labkit.kernels.gguf import products as ffn_kernels
 from labkit.kernels.gguf.experts import pack as pack_experts
@@ -228,6 +228,13 @@ def drafts_launch(launch, size, gate, v_first, state, tree):
     return buffered.verify(x, ring).launches[launch]
 
 
+def at_once_launch(launch, size, v_first, state, tree):
+    """A verify of all drafts at once: what is prepared (0), the drafts (1)."""
+    x = step_launch("drafts", size, "GDN", v_first, state)
+    x = replace(x, parents=torch.zeros(x.a.shape[:2], dtype=torch.int32) if tree else None)
+    return drafts.verify(x, buffered.empty_ring(x, 16)).launches[launch]
+
+
 def rings():
     both = {"size": SIZES[::4], "gate": GATES}
     forms = {"v_first": [True, False], "state": ["fp32", "bf16"], "ahead": [True, False]}
@@ -236,6 +243,10 @@ def rings():
     found |= every("ring_launch", launch=[-1], **both, v_first=[True], state=["bf16"], matrix=[True])
     found |= every("drafts_launch", launch=[0, 1], **both, v_first=[True], state=["fp32"], tree=[True, False])
     found |= every("drafts_launch", launch=[2, "write"], **both, v_first=[True, False], state=["bf16"], tree=[False])
+    found |= every("at_once_launch", launch=[0], size=both["size"], v_first=[True], state=["fp32"], tree=[True, False])
+    found |= every(
+        "at_once_launch", launch=[1], size=both["size"], v_first=[True, False], state=["fp32", "bf16"], tree=[False]
+    )
     return found | every("drafts_launch", launch=["accept"], **both, v_first=[True], state=["fp32"], tree=[True])
 
 

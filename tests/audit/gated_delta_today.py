@@ -35,6 +35,7 @@ STORED, THEIRS_STORED, WITH_WRITES = (
     "sglang 0.5.23, states stored",
     "ours, ring, with its writes",
 )
+AT_ONCE = "ours, ring, drafts at once"
 FUSED, SEGMENTS, ONE = "ours, fused", "ours, segments", "ours, one segment"
 FLA, FLASHINFER = "fla", "flashinfer"
 LENGTHS, DRIFTS = (1, 2, 4, 8, 12, 16, 24, 32), (1, 8, 16, 32)
@@ -198,6 +199,7 @@ def verifies(rows: pd.DataFrame) -> pd.DataFrame:
     pairs = {
         "ours": (OURS, STORED),
         "SGLang's": (THEIRS, THEIRS_STORED),
+        "ours, at once": (AT_ONCE, STORED),
         "ours, with its writes": (WITH_WRITES, STORED),
     }
     found = []

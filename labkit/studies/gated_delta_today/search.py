@@ -20,6 +20,7 @@ REPLAYS = 5
 
 LENGTHS = (8, 12, 24, 32)  # beside the one that choices are compared with
 STEPS = [StepChoice(*one) for one in ((32, 4, 1), (32, 2, 1), (64, 4, 2), (16, 4, 1))]  # of a verify
+AT_ONCE = [StepChoice(*one) for one in ((64, 1, 4), (32, 1, 2), (64, 2, 4), (128, 1, 8), (128, 1, 4))]  # the same
 LAUNCHES = {  # of SGLang's decode; the first is its own choice
     "its own choice": {},
     **{f"BV={v}, {w} warps": {"block_v": v, "num_warps": w} for v, w in ((64, 2), (64, 4), (32, 1), (128, 4))},

@@ -156,6 +156,7 @@ def layouts(rows: pd.DataFrame) -> pd.DataFrame:
 def verifies(rows: pd.DataFrame) -> pd.DataFrame:
     """Time of a verify that stores states over that of one on the ring, ours and SGLang's; column whose."""
     pair = {"ours": (variants.OURS, variants.OURS_STORED), "SGLang's": (variants.SGLANG_RING, variants.SGLANG_STORED)}
+    pair |= {"ours, at once": (variants.AT_ONCE, variants.OURS_STORED)}
     pair |= {"ours, with its writes": (variants.WITH_WRITES, variants.OURS_STORED)}
     parts = [compared(rows, "ring_verify", *names).assign(whose=whose) for whose, names in pair.items()]
     table = pd.concat([part for part in parts if len(part)] or parts[:1], ignore_index=True)

@@ -12,9 +12,9 @@ import triton
 from torch import Tensor
 
 from labkit.bench.spec import Case, Trial
-from labkit.kernels.gated_delta import buffered, chunked, fused, recurrent, segmented
+from labkit.kernels.gated_delta import buffered, chunked, drafts, fused, recurrent, segmented
 from labkit.kernels.gated_delta.buffered import Decode, Ring
-from labkit.kernels.gated_delta.recurrent import StepInputs, VerifyInputs
+from labkit.kernels.gated_delta.recurrent import StepChoice, StepInputs, VerifyInputs
 from labkit.studies.gated_delta_today import exact, inputs, peers, search, sglang
 from labkit.studies.gated_delta_today.variants import DRIFT_LENGTHS, LENGTH, LENGTHS, VERIFY_LENGTH
 from labkit.studies.gated_delta_today.work import state_bytes
@@ -303,10 +303,24 @@ def verify(x: Case, device: Any, sets: int, seed: int, writes: bool = False) -> 
 
 def verify_searched(x: Case, device: Any, sets: int, seed: int) -> Trial:
     """The same with the fastest choice."""
-    held, device = _Drafts(x, device, sets, seed), torch.device(device)
-    ways = {str(step): lambda step=step: held.ours(step) for step in search.STEPS}
-    choice, calls = search.fastest(ways, device)
-    return held.trial(_joined(calls, device), {"choice": choice})
+    return _fastest_drafts(_Drafts(x, device, sets, seed), device, search.STEPS)
+
+
+def verify_at_once(x: Case, device: Any, sets: int, seed: int) -> Trial:
+    """Drafts on the ring, all of a sequence at once."""
+    held = _Drafts(x, device, sets, seed, drafts.verify)
+    return held.trial(held.ours(None))
+
+
+def verify_at_once_searched(x: Case, device: Any, sets: int, seed: int) -> Trial:
+    """The same with the fastest choice."""
+    return _fastest_drafts(_Drafts(x, device, sets, seed, drafts.verify), device, search.AT_ONCE)
+
+
+def _fastest_drafts(held: "_Drafts", device: Any, steps: Sequence[StepChoice]) -> Trial:
+    ways = {str(step): lambda step=step: held.ours(step) for step in steps}
+    choice, calls = search.fastest(ways, torch.device(device))
+    return held.trial(_joined(calls, torch.device(device)), {"choice": choice})
 
 
 def stored(x: Case, device: Any, sets: int, seed: int) -> Trial:
@@ -336,8 +350,8 @@ def sglang_verify(x: Case, device: Any, sets: int, seed: int) -> Trial:
 class _Drafts:
     """Drafts of a case, and rings in which each sequence has room for them: 0, T, 2 T … entries, equally often."""
 
-    def __init__(self, x: Case, device: Any, sets: int, seed: int):
-        self.x, self.items = x, inputs.drafts(x, device, sets, seed)
+    def __init__(self, x: Case, device: Any, sets: int, seed: int, verify: Callable[..., Decode] = buffered.verify):
+        self.x, self.items, self.verify = x, inputs.drafts(x, device, sets, seed), verify
         self.entries = inputs.entries(x, len(self.items[0].state), VERIFY_LENGTH, device, seed)
         T = x["T"]
         places = VERIFY_LENGTH // T
@@ -354,14 +368,14 @@ class _Drafts:
 
     def ours(self, step: Any) -> list[Decode]:
         """The calls of a set each."""
-        return [buffered.verify(item, one, step) for item, one in zip(self.items, self.rings, strict=True)]
+        return [self.verify(item, one, step) for item, one in zip(self.items, self.rings, strict=True)]
 
     def written(self) -> list[Call]:
         """The same, and before it the states of those whose ring was full, whose places are then empty."""
         found = []
         for item, one in zip(self.items, self.rings, strict=True):
             write = buffered.write(item, self._full(one), (one.counts == 0).int())
-            found.append(Decode((write, *buffered.verify(item, one).launches)))
+            found.append(Decode((write, *self.verify(item, one).launches)))
         return found
 
     def _full(self, one: Ring) -> Ring:

@@ -13,6 +13,7 @@ TRIALS, PEERS, CALLS = (f"{STUDY}.{name}" for name in ("trials", "peers", "sglan
 LIBRARY, SHARED = "labkit.kernels.gated_delta", "labkit.sweep.gated_delta"
 DECODE, STORED = f"{LIBRARY}.recurrent:decode", f"{LIBRARY}.recurrent:verify"
 RING, RING_VERIFY, RING_WRITE = (f"{LIBRARY}.buffered:{name}" for name in ("decode", "verify", "write"))
+RING_AT_ONCE = f"{LIBRARY}.drafts:verify"
 EXTEND, FUSED_EXTEND = f"{LIBRARY}.segmented:extend", f"{LIBRARY}.fused:extend"
 PLAIN_RELEASE, RING_RELEASE = "sglang-0.5.23", "sglang-ring-0.5.23"
 FLASHINFER_RELEASE = "flashinfer-python-0.7.2.post1"
@@ -41,6 +42,7 @@ SGLANG_PLAIN, SGLANG_RING = "sglang 0.5.23, state written", "sglang 0.5.23, ring
 SGLANG_SEARCHED = "sglang 0.5.23, ring, searched"
 OURS_STORED, SGLANG_STORED = "ours, states stored", "sglang 0.5.23, states stored"
 WITH_WRITES = "ours, ring, with its writes"
+AT_ONCE, AT_ONCE_SEARCHED = "ours, ring, drafts at once", "ours, ring, drafts at once, searched"
 FUSED, FUSED_SEARCHED = "ours, fused", "ours, fused, searched"
 SEGMENTS, ONE_SEGMENT = "ours, segments", "ours, one segment"
 FLA, FLASHINFER = "fla", "flashinfer"
@@ -95,6 +97,8 @@ VARIANTS = {  # of every operation
         _line(OURS, "ours", "verify", RING_VERIFY),
         _line(SEARCHED, "step", "verify_searched", RING_VERIFY),
         _line(WITH_WRITES, "step", "verify", (RING_VERIFY, RING_WRITE), writes=True),
+        _line(AT_ONCE, "step", "verify_at_once", RING_AT_ONCE),
+        _line(AT_ONCE_SEARCHED, "step", "verify_at_once_searched", RING_AT_ONCE),
         _line(OURS_STORED, "baseline", "stored", STORED),
         _released(SGLANG_RING, "sglang_verify", RING_RELEASE, "verify"),
         _released(SGLANG_STORED, "sglang_stored", PLAIN_RELEASE, "stored"),
@@ -121,8 +125,7 @@ def variants(x: Case) -> list[Variant]:
     """Those of its operation that a case has."""
     left_out = {
         "ring": lambda one: one.name in _no_ring(x),
-        # SGLang's verify on the ring is for chains of GDN alone.
-        "ring_verify": lambda one: x["draft"] == "tree" and one.name == SGLANG_RING,
+        "ring_verify": lambda one: one.name in _no_drafts(x),
         "prefill": lambda one: one.name == FLASHINFER and (x["activations"], x["K"], x["V"]) != ("bf16", 128, 128),
     }.get(x.op, lambda one: False)
     return [one for one in VARIANTS[x.op] if not left_out(one)]
@@ -134,6 +137,12 @@ def _no_ring(x: Case) -> set[str]:
     left_out = {SGLANG_PLAIN} if x["gate"] == "KDA" else set()
     left_out |= {SGLANG_PLAIN, SGLANG_RING, SGLANG_SEARCHED} if x["state"] in NARROW else set()
     return left_out | ({MULTIPLY} if x["state"] == "fp8" else set())  # torch multiplies no fp8
+
+
+def _no_drafts(x: Case) -> set[str]:
+    """The variants of `ring_verify` that a case does not have: SGLang's is for chains, and ours at once for GDN."""
+    left_out = {SGLANG_RING} if x["draft"] == "tree" else set()
+    return left_out | ({AT_ONCE, AT_ONCE_SEARCHED} if x["gate"] == "KDA" else set())
 
 
 def control(x: Case) -> str:
