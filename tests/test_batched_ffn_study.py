@@ -7,6 +7,7 @@ import json
 import math
 import re
 import sys
+from contextlib import suppress
 from types import ModuleType, SimpleNamespace
 
 import compiled_once
@@ -301,11 +302,17 @@ def test_gemlite_is_called_as_it_asks_and_judged_by_its_own_weights(monkeypatch,
     library = Gemlite(monkeypatch)
     monkeypatch.setattr(paths, "RUNS", tmp_path / "runs")
     apart = []
-    monkeypatch.setattr(trials.isolated, "call_many", lambda calls, workers: apart.extend(calls))
+    monkeypatch.setattr(trials.isolated, "call_many", apart.extend)
+    monkeypatch.setattr(trials.host, "cores", lambda: 9)
     trials._tune.cache_clear()
     x = product(4, 16, K, format)
     found = trials.gemlite(x, "cpu", 2, 0)
-    wanted = [[format, N] for format in variants.GEMLITE_BITS for N in variants.GEMLITE_TOKENS]
+    wanted = [
+        (format, N, share, 2)  # more cores than numbers of tokens: each in two shares
+        for share in range(2)
+        for format in variants.GEMLITE_BITS
+        for N in variants.GEMLITE_TOKENS
+    ]
     assert [one.args for one in apart] == wanted  # compiled before it is tuned
     assert {one.target for one in apart} == {f"{trials.__name__}:{trials.tune_apart.__name__}"}
     assert found.check()["y"] <= 1e-5
@@ -319,6 +326,26 @@ def test_gemlite_is_called_as_it_asks_and_judged_by_its_own_weights(monkeypatch,
     assert len(apart) == len(wanted)  # then nothing is left to compile
     library.seen.pop()
     assert library.seen == [(most, (16, K // 32))] * 2
+
+
+def test_what_is_tuned_is_compiled_in_shares_of_which_none_is_forgotten():
+    called = []
+    for share in range(3):
+        bench = trials._Share(share, 3)
+        times = [bench(lambda config=config: called.append(config), quantiles=(0.5, 0.2)) for config in range(10)]
+        assert {time for both in times for time in both} == {0.0, math.inf}
+        assert [n for n, both in enumerate(times) if both == [0.0, 0.0]] == list(range(share, 10, 3))
+    assert sorted(called) == list(range(10))
+
+
+def test_triton_tunes_by_another_bench_while_it_is_asked_to(monkeypatch):
+    driver = pytest.importorskip("triton.runtime").driver
+    active = SimpleNamespace(get_benchmarker=lambda: "its own")
+    monkeypatch.setattr(driver, "_active", active)
+    with suppress(RuntimeError), peers.timed_by("another"):
+        assert driver.active.get_benchmarker() == "another"
+        raise RuntimeError
+    assert driver.active.get_benchmarker() == "its own"
 
 
 def test_grouped_mm_is_right():

@@ -325,7 +325,7 @@ def test_padding_of_drafts_leaves_pool_and_ring_alone(verify):
 def test_any_number_of_drafts_at_once_leaves_the_ring_as_one_by_one(T):
     x = make(N, H, GROUP, 40, 24)  # channels that fill no piece
     ring = replace(empty_ring(x, 32), starts=torch.tensor([30, 0, 7], dtype=torch.int32, device=DEVICE))
-    ring, before = run(x, ring, 32, 3, CHOICES["ahead"])
+    ring, _ = run(x, ring, 32, 3, CHOICES["ahead"])
     ring = replace(ring, counts=torch.tensor([3, 0, 1], dtype=torch.int32, device=DEVICE))  # one whose ring is empty
     y, parts = drafted_by(x, T, 13), ("u", "k", "g")
     other = replace(ring, **{name: getattr(ring, name).clone() for name in parts})

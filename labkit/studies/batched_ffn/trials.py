@@ -5,8 +5,8 @@ in the function that times them. Routed experts: `routed_trials`, and through th
 """
 
 import math
-import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cache as once
 from functools import partial
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from labkit import isolated, paths
+from labkit import host, isolated, paths
 from labkit.bench.spec import Arguments, Case, Trial, lazy
 from labkit.kernels.gguf import formats, layers, reference
 from labkit.kernels.gguf.formats import Packed
@@ -313,7 +313,8 @@ def gemlite(x: Case, device: Any, sets: int, seed: int) -> Trial:
     made = [_gemlite_layer(x, device, generator) for _ in range(sets)]
     values = tokens(x, x["K"], device, seed)
     calls = [lambda layer=layer: layer(values) for layer, _ in made]  # it returns y: a copy would be held against it
-    calls[0]()
+    with _timed_briefly(values.device):
+        calls[0]()
     peers.keep_gemlite(_tuned())
     picks = _picks(len(values))
     expected = values[picks].double() @ made[0][1]().T
@@ -349,22 +350,52 @@ def _tuned() -> Path:
 def _tune() -> None:
     """Its longest tuning, which the first process makes and the others take over.
 
-    What it tries takes a minute to compile for a number of tokens: first, all of them at once in other processes.
+    What it tries for a number of tokens, some 400 kernels, takes minutes to compile: first, in as many processes as
+    there are cores, each a share of them.
     """
     peers.tune_gemlite()
     _tuned().parent.mkdir(parents=True, exist_ok=True)
     if _tuned().exists():
         peers.take_gemlite(_tuned())
         return
-    wanted = product(variants.GEMLITE_BITS, variants.GEMLITE_TOKENS)
-    calls = [isolated.Call(f"{__name__}:tune_apart", list(one)) for one in wanted]
-    isolated.call_many(calls, min(len(calls), os.cpu_count() or 1))
+    wanted = list(product(variants.GEMLITE_BITS, variants.GEMLITE_TOKENS))
+    shares = math.ceil(host.cores() / len(wanted))
+    isolated.call_many(
+        [isolated.Call(f"{__name__}:tune_apart", (*one, share, shares)) for share in range(shares) for one in wanted]
+    )
 
 
-def tune_apart(format: str, N: int) -> None:
-    """In a process of its own: have gemlite tune for N tokens, for what that leaves in Triton's cache alone."""
+def tune_apart(format: str, N: int, share: int, shares: int) -> None:
+    """In a process of its own: have gemlite try a share of what it tunes, for what that leaves in Triton's cache alone.
+
+    Nothing is timed: other processes use the GPU, too.
+    """
     peers.tune_gemlite()
     hidden, width = variants.DENSE[variants.MAIN]
     x = Case("product", {"rows": width, "K": hidden, "format": format, "activations": "bf16", "N": N})
     layer, _ = _gemlite_layer(x, "cuda", torch.Generator("cuda").manual_seed(0))
-    layer(tokens(x, hidden, "cuda", 0))
+    with peers.timed_by(_Share(share, shares)):
+        layer(tokens(x, hidden, "cuda", 0))
+
+
+class _Share:
+    """In the place of Triton's `do_bench`: calls what is of this share, which compiles it, and calls it fastest."""
+
+    def __init__(self, share: int, shares: int):
+        self.share, self.shares, self.seen = share, shares, 0
+
+    def __call__(self, call: Callable[[], Any], quantiles: Sequence[float]) -> list[float]:
+        mine = self.seen % self.shares == self.share
+        self.seen += 1
+        if mine:
+            call()
+        return [0.0 if mine else math.inf] * len(quantiles)
+
+
+def _timed_briefly(device: torch.device) -> AbstractContextManager[None]:
+    """While this is entered, Triton tunes by some hundred calls of a kernel, and not by five times as many."""
+    if device.type != "cuda":
+        return nullcontext()
+    from triton.testing import do_bench
+
+    return peers.timed_by(partial(do_bench, warmup=5, rep=20))
