@@ -25,11 +25,11 @@ class Company:
         self.told.append((name, gpu.id))
 
 
-def turns(gpus=GPUS[:1], company=None):
+def turns(gpus=GPUS[:1], company=None, order=()):
     said = io.StringIO()
     progress = Progress(said)
     progress.start([(name, name) for name in ("a", "b", "c")])
-    return Turns(gpus, threading.Event(), progress, company), said
+    return Turns(gpus, threading.Event(), progress, company, order=order), said
 
 
 def test_a_study_begins_when_its_notebook_says_that_it_has_a_gpu():
@@ -58,7 +58,7 @@ def test_a_notebook_is_not_started_before_the_first_study_has_a_gpu_or_has_faile
     held, started = Turns(GPUS[:1], threading.Event(), Progress(io.StringIO()), first="a"), threading.Event()
 
     def starts():
-        with held.awaited():
+        with held.awaited("b"):
             started.set()
 
     threading.Thread(target=starts, daemon=True).start()
@@ -67,10 +67,41 @@ def test_a_notebook_is_not_started_before_the_first_study_has_a_gpu_or_has_faile
     assert started.wait(30)
 
 
+@pytest.mark.parametrize(
+    "asks",
+    [
+        lambda held: held.hear("a", f"{lease.TAKEN}GPU-7"),
+        lambda held: held.hear("a", WAITS),
+        lambda held: held.end("a"),
+    ],
+)
+def test_notebooks_ask_for_a_gpu_in_the_order_of_the_run(asks):
+    """They start one after the other: whoever asked first would be measured first, the longest perhaps last."""
+    (held, _), started = turns(GPUS, order=["a", "b", "c"]), []
+
+    def starts(study):
+        with held.awaited(study):
+            started.append(study)
+
+    threads = {study: threading.Thread(target=starts, args=(study,), daemon=True) for study in "cba"}
+    for thread in threads.values():
+        thread.start()
+    threads["a"].join(30)
+    threads["b"].join(0.5)
+    assert started == ["a"]
+    asks(held)
+    threads["b"].join(30)
+    threads["c"].join(0.5)
+    assert started == ["a", "b"]
+    held.hear("b", WAITS)
+    threads["c"].join(30)
+    assert started == ["a", "b", "c"]
+
+
 def test_waiting_for_the_first_study_ends_with_the_run():
     stop = threading.Event()
     stop.set()
-    with Turns(GPUS[:1], stop, Progress(io.StringIO()), first="a").awaited():
+    with Turns(GPUS[:1], stop, Progress(io.StringIO()), first="a").awaited("b"):
         pass
 
 

@@ -362,12 +362,13 @@ def run(
     groups = [[*alone, *others]] if early else [alone, others]
     order = [name for group in groups for name in group if name in measuring]
     company = beside(order, values, stop) if beside and order else None
-    turns = Turns(leased, stop, progress, company, FIRST if early else "")
+    # A quick look's are few and short, and all of them wait for what is compiled before
+    turns = Turns(leased, stop, progress, company, FIRST if early else "", [] if quick else order)
 
     def one(name: str) -> Result:
         given, held, heard = values.get(name, {}), nullcontext(), None
         if name in itself or name in alone:
-            held = turns.alone(name) if name in alone else turns.awaited()
+            held = turns.alone(name) if name in alone else turns.awaited(name)
             heard = functools.partial(turns.hear, name)
         elif name in measuring:
             held = turns.leased(name)

@@ -16,7 +16,8 @@ _POLL_S = 0.2
 class Turns:
     """The GPUs of a run. company: what is told of each study that begins to be measured, as `ahead.Ahead`.
 
-    first: the study before which no notebook that leases its GPU itself is started; none if empty.
+    first: the study before which no notebook that leases its GPU itself is started; none if empty. order: of studies
+    whose notebooks do so; each is started once those before it have asked for one, or the shortest might come first.
     """
 
     def __init__(
@@ -26,10 +27,12 @@ class Turns:
         progress: Progress,
         company: Any = None,
         first: str = "",
+        order: Sequence[str] = (),
     ):
         self._gpus, self._stop, self._progress, self._company = gpus, stop, progress, company
         self._held: set[str] = set()  # studies that have one
         self._alone: dict[str, ExitStack] = {}  # what such a study holds
+        self._order, self._asked = list(order), set[str]()
         self._first, self._started = first, threading.Event()
         if not first:
             self._started.set()
@@ -37,6 +40,7 @@ class Turns:
     @contextmanager
     def leased(self, study: str) -> Iterator[lease.Gpu]:
         """Hold a GPU for a study, whose notebook is started then, until that has ended."""
+        self._asked.add(study)
         with lease.gpu_lease(self._gpus, stop=self._stop, say=functools.partial(self._waits, study)) as gpu:
             self._begin(study, gpu)
             yield gpu
@@ -52,14 +56,17 @@ class Turns:
             yield gpu
 
     @contextmanager
-    def awaited(self) -> Iterator[None]:
+    def awaited(self, study: str) -> Iterator[None]:
         """For a study whose notebook leases its GPU itself, and so can start before its turn."""
-        while not self._started.wait(_POLL_S) and not self._stop.is_set():
+        before = self._order[: self._order.index(study)] if study in self._order else []
+        while not (self._started.is_set() and self._asked.issuperset(before)) and not self._stop.wait(_POLL_S):
             pass
         yield
 
     def hear(self, study: str, line: str) -> None:
         """What a notebook prints that leases its GPU itself, or is measured alone."""
+        if line.startswith((lease.WAITING, lease.TAKEN)):
+            self._asked.add(study)
         if line.startswith(lease.WAITING):
             self._waits(study, line)
         elif line.startswith(lease.TAKEN) and study not in self._alone:
@@ -73,6 +80,7 @@ class Turns:
     def end(self, study: str) -> None:
         """A study has no GPU any longer, or will have none: its notebook has ended, however far it came."""
         self._held.discard(study)
+        self._asked.add(study)
         self._go_after(study)
 
     def _begin(self, study: str, gpu: lease.Gpu) -> None:
