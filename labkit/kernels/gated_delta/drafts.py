@@ -68,11 +68,11 @@ def _columns_of(
 
 @triton.jit
 def _go_on_from(parents, n, T, C: tl.constexpr, TREE: tl.constexpr):
-    """[C, C]: whether the draft of a column lies before that of a row, which sees what it added."""
+    """[C, C/2]: whether the draft of a column lies before that of a row, which sees what it added."""
     rows = tl.arange(0, C) % (C // 2)
-    columns = tl.arange(0, C)[None, :]
+    columns = tl.arange(0, C // 2)[None, :]
     if TREE:
-        before = rows[:, None] != rows[:, None] + 0 * columns
+        before = tl.zeros((C, C // 2), tl.int1)
         draft = tl.where(rows < T, rows, -1)
         for _ in range(T - 1):
             draft = tl.load(parents + n * T + draft, mask=draft >= 0, other=-1).to(tl.int32)
@@ -84,9 +84,9 @@ def _go_on_from(parents, n, T, C: tl.constexpr, TREE: tl.constexpr):
 
 @triton.jit
 def _inverse(E, T, C: tl.constexpr):
-    """(I + E)⁻¹ of E [C, C], whose columns from T on are 0 and which is strictly lower triangular."""
+    """The first C/2 columns of (I + E)⁻¹ of E [C, C/2], whose other columns are 0; strictly lower triangular."""
     rows = tl.arange(0, C)[:, None]
-    columns = tl.arange(0, C)[None, :]
+    columns = tl.arange(0, C // 2)[None, :]
     found = tl.where(rows == columns, 1.0, 0.0)
     for t in range(T):
         row = tl.sum(tl.where(rows == t, found, 0.0), 0)
@@ -121,6 +121,7 @@ def _prepare_kernel(
     draft = rows % HALF
     is_key = rows < HALF
     given = draft < T
+    columns = tl.arange(0, HALF)
     ring_k += (slot * (HV // GROUP) + h) * (R * K)
     js = tl.arange(0, BL)
     accepted = live & (js < count)
@@ -128,57 +129,53 @@ def _prepare_kernel(
     places = (start + count + draft) % R
     with_ring = tl.zeros((BL, C), tl.float32)
     with_own = tl.zeros((C, C), tl.float32)
+    with_keys = tl.zeros((C, HALF), tl.float32)
     for p in tl.static_range((K + BK - 1) // BK):
         ks = p * BK + tl.arange(0, BK)
         own = _columns_of(q, k, n, h, T, p, q_token, q_head, k_token, k_head, K, BK, C)
-        past = tl.load(
-            ring_k + entries[:, None] * K + ks[None, :], mask=accepted[:, None] & (ks < K)[None, :], other=0.0
-        )
+        inside = accepted[:, None] & (ks < K)[None, :]
+        past = tl.load(ring_k + entries[:, None] * K + ks[None, :], mask=inside, other=0.0)
+        inside = (columns < T)[:, None] & (ks < K)[None, :]
+        keys = tl.load(k + ((n * T + columns) * k_token + h * k_head)[:, None] + ks[None, :], mask=inside, other=0.0)
         with_ring = tl.dot(past, tl.trans(own), with_ring, input_precision=PRECISION)
         with_own = tl.dot(own, tl.trans(own), with_own, input_precision=PRECISION)
+        with_keys = tl.dot(own, tl.trans(keys), with_keys, input_precision=PRECISION)
         target = ring_k + places[:, None] * K + ks[None, :]
         tl.store(target, own, mask=(live & is_key & given)[:, None] & (ks < K)[None, :])
-    same = rows[:, None] == rows[None, :]
-    squares = tl.where(same, with_own, 0.0)
-    factor = inverse_norm(tl.sum(squares, 1)) * tl.where(is_key, 1.0, scale)  # of a row
-    of_key = inverse_norm(tl.sum(squares, 0))  # of a column
-    before = _go_on_from(parents, n, T, C, TREE) & is_key[None, :] & given[:, None]
-    itself = draft[:, None] == rows[None, :]
+    itself = draft[:, None] == columns[None, :]
+    squares = tl.sum(tl.where(rows[:, None] == rows[None, :], with_own, 0.0), 1)
+    factor = inverse_norm(squares) * tl.where(is_key, 1.0, scale)
+    of_key = inverse_norm(tl.sum(tl.where(itself & is_key[:, None], with_keys, 0.0), 0))
+    before = _go_on_from(parents, n, T, C, TREE) & given[:, None]
+    seen = before | itself
     for i in tl.static_range(GROUP):
         hv = h * GROUP + i
         log_rate = tl.load(A_log + hv).to(tl.float32)
         bias = tl.load(dt_bias + hv).to(tl.float32)
-        gates = tl.load(a + (n * T + rows) * a_token + hv, mask=rows < T, other=0.0).to(tl.float32)
+        gates = tl.load(a + (n * T + columns) * a_token + hv, mask=columns < T, other=0.0).to(tl.float32)
         own_log = tl.log(tl.maximum(decay(gates + bias, log_rate, lower_bound, BOUNDED), _LEAST))
-        beta = tl.sigmoid(tl.load(b + (n * T + rows) * b_token + hv, mask=rows < T, other=0.0).to(tl.float32))
+        own_log = tl.where(columns < T, own_log, 0.0)
+        beta = tl.sigmoid(tl.load(b + (n * T + draft) * b_token + hv, mask=given, other=0.0).to(tl.float32))
+        of_value = tl.sigmoid(tl.load(b + (n * T + columns) * b_token + hv, mask=columns < T, other=0.0).to(tl.float32))
         logs = ring_g + (slot * HV + hv) * R
         last = tl.load(logs + (start + count + R - 1) % R, mask=live & (count > 0), other=0.0)
-        since = tl.sum(tl.where((before | itself) & (rows < T)[None, :], own_log[None, :], 0.0), 1) + last
-        to_columns = tl.sum(tl.where(same, since[:, None], 0.0), 0)
+        since = tl.sum(tl.where(seen, own_log[None, :], 0.0), 1) + last
+        of_column = tl.sum(tl.where(itself & is_key[:, None], since[:, None], 0.0), 0)
         tl.store(logs + places, since, mask=live & is_key & given)
         # What a draft's row takes of the corrections of those before it; an output takes its own draft's, too.
-        apart = tl.exp(tl.where(before, since[:, None] - to_columns[None, :], 0.0))
-        taken = tl.where(before, with_own * apart, 0.0) + tl.where(itself & ~is_key[:, None], with_own, 0.0)
-        taken = taken * factor[:, None] * of_key[None, :]
-        E = tl.where(is_key[:, None], taken * _of_rows(beta, C), -taken)
-        inverse = _inverse(E, T, C)
-        # β belongs to a key's row; what the ring keeps is over the key's norm.
-        inverse = inverse * beta[None, :] * tl.where(is_key, factor, 1.0)[:, None]
+        apart = tl.exp(tl.where(before, since[:, None] - of_column[None, :], 0.0))
+        takes = before | (itself & ~is_key[:, None])
+        taken = tl.where(takes, with_keys * apart, 0.0) * factor[:, None] * of_key[None, :]
+        inverse = _inverse(taken * tl.where(is_key, beta, -1.0)[:, None], T, C)
+        # Of v - wk first β is to be taken; what the ring keeps is over the key's norm.
+        inverse = inverse * of_value[None, :] * tl.where(is_key, factor, 1.0)[:, None]
         system = systems + (n * HV + hv) * ((HALF + 1 + BL) * C)
-        tl.store(system + rows[None, :] * C + rows[:, None], inverse, mask=(rows < HALF)[None, :])
+        tl.store(system + columns[None, :] * C + rows[:, None], inverse)
         tl.store(system + HALF * C + rows, tl.exp(since) * factor)
         past_logs = tl.load(logs + entries, mask=accepted, other=0.0)
-        away = tl.exp(tl.where(accepted[:, None], to_columns[None, :] - past_logs[:, None], 0.0))
-        factors = tl.sum(tl.where(same, factor[:, None], 0.0), 0)
-        weights = tl.where(accepted[:, None], with_ring * away * factors[None, :], 0.0)
+        away = tl.exp(tl.where(accepted[:, None], since[None, :] - past_logs[:, None], 0.0))
+        weights = tl.where(accepted[:, None], with_ring * away * factor[None, :], 0.0)
         tl.store(system + (HALF + 1 + js)[:, None] * C + rows[None, :], weights)
-
-
-@triton.jit
-def _of_rows(columns, C: tl.constexpr):
-    """A vector of the columns as one of the rows, [C, 1]."""
-    rows = tl.arange(0, C)
-    return tl.sum(tl.where(rows[:, None] == rows[None, :], columns[None, :], 0.0), 1)[:, None]
 
 
 @triton.jit
