@@ -2,7 +2,7 @@
 
 import functools
 import re
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import product
 
 import pytest
@@ -11,13 +11,12 @@ import triton
 import triton.language as tl
 from test_recurrent import DEVICE, GATES, INTERPRETED, error, gates, make, make_verify, turned
 
-from labkit.kernels.gated_delta import buffered, drafts, recurrent, reference
+from labkit.kernels.gated_delta import apart, buffered, drafts, recurrent, reference
 from labkit.kernels.gated_delta.buffered import (
     BufferedChoice,
     DraftInputs,
     Ring,
     accept,
-    decode,
     empty_ring,
     moved,
     verify,
@@ -26,12 +25,29 @@ from labkit.kernels.gated_delta.buffered import (
 from labkit.kernels.gated_delta.recurrent import StepChoice
 
 N, H, GROUP, K, V = 3, 1, 2, 16, 24
+
+
+@dataclass(frozen=True)
+class Apart:
+    """A choice for the decode whose states are written by a kernel of their own."""
+
+    choice: BufferedChoice
+
+
 CHOICES = {
     "ahead": BufferedChoice(StepChoice(16, 1, 1), ahead=True),
     "in the step": BufferedChoice(StepChoice(16, 1, 1)),
     "chosen": None,
+    "apart": Apart(BufferedChoice(StepChoice(16, 2, 1), ahead=True)),
 }
 TOKENS = ("q", "k", "v", "a", "b")
+
+
+def decode(x, ring, length, flush=None, choice=None):
+    """A token, by the kernels of the choice."""
+    if isinstance(choice, Apart):
+        return apart.decode(x, ring, length, flush, choice.choice)
+    return buffered.decode(x, ring, length, flush, choice)
 
 
 def some(x, seed):
@@ -384,6 +400,29 @@ def test_drafts_at_once_are_two_launches_with_the_same_bits_every_time():
     assert not torch.equal(outs[0], y.out)  # sums in another order
 
 
+@pytest.mark.parametrize(("gate", "matrix"), list(product(GATES, (False, True))))
+def test_more_sequences_than_a_share_are_written_when_they_are_due(gate, matrix, monkeypatch):
+    # fp16, which the interpreter multiplies, in place of the bf16 that it does not
+    monkeypatch.setattr(recurrent, "STATE_DTYPES", (torch.float16,))
+    count = apart.SHARE + 2
+    x = make(count, H, GROUP, K, 32, torch.float16, gate=gate)
+    x = replace(x, q=x.q.half(), k=x.k.half())
+    ring = replace(empty_ring(x, 4, torch.float16), counts=torch.tensor([n % 4 for n in range(count)]).int().to(DEVICE))
+    other, z = replace(ring, **{n: getattr(ring, n).clone() for n in "ukg"}), replace(x, state=x.state.clone())
+    choice = BufferedChoice(StepChoice(16, 1, 1), ahead=True, matrix=matrix)
+    before = x.state.clone()
+    for step in range(2):
+        y = some(x, step)
+        apart.decode(y, ring, 4, None, choice)()
+        w = replace(some(z, step), out=torch.empty_like(z.out))
+        buffered.decode(w, other, 4, None, choice)()
+        assert error(y.out, w.out.double()) < 1e-3
+        ring, other = replace(ring, counts=moved(ring, 4)), replace(other, counts=moved(other, 4))
+    assert error(states(x), states(z)) < 1e-3
+    written = [not torch.equal(x.state[slot], before[slot]) for slot in x.indices.long()]
+    assert written == [n % 4 in (2, 3) for n in range(count)]
+
+
 def test_what_cannot_be_run_is_refused_before_the_launch():
     x = make(N, H, GROUP, K, V)
     ring = empty_ring(x, 4)
@@ -404,6 +443,7 @@ def test_what_cannot_be_run_is_refused_before_the_launch():
         (lambda: AT_ONCE(drafted_by(x, 2, 1, counts), ring), "parents is"),
         (lambda: AT_ONCE(drafted_by(kda, 2, 1), empty_ring(kda, 4)), "a has a gate of each channel (KDA); allowed"),
         (lambda: AT_ONCE(replace(y, q=y.q.half()), ring), "q is torch.float16 and k is torch.float32; allowed"),
+        (lambda: apart.decode(x, ring, 4, None, CHOICES["in the step"]), "choice.ahead is False; allowed"),
         (lambda: write(x, ring, counts), "which is torch.float32"),
         (lambda: accept(drafted_by(x, 2, 1), ring, ring.g[0], ring.counts), "path is"),
         (lambda: decode(x, ring, 4, None, BufferedChoice(StepChoice(16, 1, 1), matrix=True)), "one dtype of 16 bits"),
