@@ -22,7 +22,7 @@ from labkit.kernels.experts import choose, expert_layer, few_rows, routing
 from labkit.kernels.experts import wide as experts_wide
 from labkit.kernels.experts.inputs import LayerInputs
 from labkit.kernels.experts.tiles import GROUP, Int4
-from labkit.kernels.gated_delta import buffered, chunked, drafts, fused, recurrent, segmented
+from labkit.kernels.gated_delta import apart, buffered, chunked, drafts, fused, recurrent, segmented
 from labkit.kernels.gguf import formats, integers, routed, routed_integers, wide
 from labkit.kernels.gguf import products as ffn_kernels
 from labkit.kernels.gguf.experts import pack as pack_experts
@@ -228,6 +228,13 @@ def drafts_launch(launch, size, gate, v_first, state, tree):
     return buffered.verify(x, ring).launches[launch]
 
 
+def apart_launch(launch, size, gate, v_first, state, matrix=False):
+    """A decode whose states are written apart: the step (1), what writes them (2)."""
+    x = step_launch("ring", size, gate, v_first, state)
+    choice = buffered.BufferedChoice(recurrent.StepChoice(32, 2, 1), True, matrix)
+    return apart.decode(x, buffered.empty_ring(x, 16), 16, x.indices.int(), choice).launches[launch]
+
+
 def at_once_launch(launch, size, v_first, state, tree):
     """A verify of all drafts at once: what is prepared (0), the drafts (1)."""
     x = step_launch("drafts", size, "GDN", v_first, state)
@@ -243,6 +250,8 @@ def rings():
     found |= every("ring_launch", launch=[-1], **both, v_first=[True], state=["bf16"], matrix=[True])
     found |= every("drafts_launch", launch=[0, 1], **both, v_first=[True], state=["fp32"], tree=[True, False])
     found |= every("drafts_launch", launch=[2, "write"], **both, v_first=[True, False], state=["bf16"], tree=[False])
+    found |= every("apart_launch", launch=[1, 2], **both, v_first=[True, False], state=["fp32"])
+    found |= every("apart_launch", launch=[1, 2], **both, v_first=[True], state=["bf16"], matrix=[True])
     found |= every("at_once_launch", launch=[0], size=both["size"], v_first=[True], state=["fp32"], tree=[True, False])
     found |= every(
         "at_once_launch", launch=[1], size=both["size"], v_first=[True, False], state=["fp32", "bf16"], tree=[False]

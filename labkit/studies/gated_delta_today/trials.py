@@ -12,7 +12,7 @@ import triton
 from torch import Tensor
 
 from labkit.bench.spec import Case, Trial
-from labkit.kernels.gated_delta import buffered, chunked, drafts, fused, recurrent, segmented
+from labkit.kernels.gated_delta import apart, buffered, chunked, drafts, fused, recurrent, segmented
 from labkit.kernels.gated_delta.buffered import Decode, Ring
 from labkit.kernels.gated_delta.recurrent import StepChoice, StepInputs, VerifyInputs
 from labkit.studies.gated_delta_today import exact, inputs, peers, search, sglang
@@ -76,6 +76,20 @@ def ring_searched(x: Case, device: Any, sets: int, seed: int, v_first: bool = Tr
     return held.trial(length, _joined(calls, device), facts={"choice": choice, "L": length})
 
 
+def ring_apart(x: Case, device: Any, sets: int, seed: int) -> Trial:
+    """The decode on a ring whose states are written by a kernel of their own."""
+    held = _Held(x, device, sets, seed, True, apart.decode)
+    return held.trial(*held.ours(LENGTH, None))
+
+
+def ring_apart_searched(x: Case, device: Any, sets: int, seed: int) -> Trial:
+    """The same with the fastest choice."""
+    held, device = _Held(x, device, sets, seed, True, apart.decode), torch.device(device)
+    ways = {str(one): lambda one=one: held.ours(LENGTH, one)[1] for one in search.apart(_matrix(x))}
+    choice, calls = search.fastest(ways, device)
+    return held.trial(LENGTH, _joined(calls, device), facts={"choice": choice, "L": LENGTH})
+
+
 def plain(x: Case, device: Any, sets: int, seed: int, v_first: bool = True) -> Trial:
     """The decode that writes the state at every token."""
     items = inputs.steps(x, device, sets, seed, v_first)
@@ -115,8 +129,10 @@ def _matrix(x: Case) -> bool:
 class _Held:
     """Tokens of a case, and rings beside their states, one for each L that is asked for."""
 
-    def __init__(self, x: Case, device: Any, sets: int, seed: int, v_first: bool):
-        self.x, self.device, self.sets, self.seed = x, device, sets, seed
+    def __init__(
+        self, x: Case, device: Any, sets: int, seed: int, v_first: bool, decode: Callable[..., Decode] = buffered.decode
+    ):
+        self.x, self.device, self.sets, self.seed, self.decode = x, device, sets, seed, decode
         self.items = inputs.steps(x, device, sets, seed, v_first)
         self.rings: list[Ring] = []
 
@@ -125,7 +141,7 @@ class _Held:
         # A ring has a power of two entries, of which L - 1 are used: so one kernel serves many L.
         self.rings = self._rings(length, self._entries(max(LENGTH, triton.next_power_of_2(length))))
         pairs = zip(self.items, self.rings, strict=True)
-        return length, [buffered.decode(item, one, length, None, choice) for item, one in pairs]
+        return length, [self.decode(item, one, length, None, choice) for item, one in pairs]
 
     def theirs(self, length: int, **launch: int) -> tuple[int, list[Call]]:
         """The same of SGLang's."""
@@ -175,8 +191,10 @@ def _joined(calls: Sequence[Call], device: torch.device) -> list[Call]:
 
 
 def _last(call: Any) -> Any:
-    """The launch of a call that has the most to do: its last one; None of a library's."""
-    return call.launches[-1] if isinstance(call, Decode) else None
+    """The launch of a call that reads all states: its last one, but for what writes some; None of a library's."""
+    if not isinstance(call, Decode):
+        return None
+    return [one for one in call.launches if one.kernel is not apart._due_kernel][-1]
 
 
 def _stepped(

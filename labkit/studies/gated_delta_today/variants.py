@@ -13,7 +13,7 @@ TRIALS, PEERS, CALLS = (f"{STUDY}.{name}" for name in ("trials", "peers", "sglan
 LIBRARY, SHARED = "labkit.kernels.gated_delta", "labkit.sweep.gated_delta"
 DECODE, STORED = f"{LIBRARY}.recurrent:decode", f"{LIBRARY}.recurrent:verify"
 RING, RING_VERIFY, RING_WRITE = (f"{LIBRARY}.buffered:{name}" for name in ("decode", "verify", "write"))
-RING_AT_ONCE = f"{LIBRARY}.drafts:verify"
+RING_AT_ONCE, RING_APART = f"{LIBRARY}.drafts:verify", f"{LIBRARY}.apart:decode"
 EXTEND, FUSED_EXTEND = f"{LIBRARY}.segmented:extend", f"{LIBRARY}.fused:extend"
 PLAIN_RELEASE, RING_RELEASE = "sglang-0.5.23", "sglang-ring-0.5.23"
 FLASHINFER_RELEASE = "flashinfer-python-0.7.2.post1"
@@ -32,11 +32,13 @@ LENGTHS = PREFILLS | {TINY: (192,)}
 LENGTH = 16  # L: tokens between two writes of a state, as SGLang and vLLM have it by default
 RING_LENGTHS = (1, 2, 4, 8, 12, 16, 24, 32)
 DRIFT_LENGTHS = (1, 8, 16, 32)
+MANY = 64  # sequences from which on a kernel more can pay
 VERIFY_LENGTH = 16  # entries of the ring that drafts are placed in
 
 READ, MULTIPLY = "read of the states", "in-place multiply"
 PLAIN, PLAIN_KV = "ours, state written", "ours KV, state written"
 OURS, SEARCHED, OURS_KV = "ours, ring", "ours, ring, searched", "ours KV, ring"
+APART, APART_SEARCHED = "ours, ring, written apart", "ours, ring, written apart, searched"
 SGLANG = "sglang 0.5.23"
 SGLANG_PLAIN, SGLANG_RING = "sglang 0.5.23, state written", "sglang 0.5.23, ring"
 SGLANG_SEARCHED = "sglang 0.5.23, ring, searched"
@@ -69,6 +71,8 @@ CEILINGS = [
 RINGS = [
     _line(OURS, "ours", "ring", RING),
     _line(SEARCHED, "step", "ring_searched", RING),
+    _line(APART, "step", "ring_apart", RING_APART),
+    _line(APART_SEARCHED, "step", "ring_apart_searched", RING_APART),
     _line(PLAIN, "baseline", "plain", DECODE),
     _released(SGLANG_RING, "sglang_ring", RING_RELEASE, "ring"),
     _released(SGLANG_SEARCHED, "sglang_searched", RING_RELEASE, "ring"),
@@ -136,6 +140,7 @@ def _no_ring(x: Case) -> set[str]:
     # SGLang's packed decode of KDA compiles CUDA of its own; its ring is timed. It has no narrow states.
     left_out = {SGLANG_PLAIN} if x["gate"] == "KDA" else set()
     left_out |= {SGLANG_PLAIN, SGLANG_RING, SGLANG_SEARCHED} if x["state"] in NARROW else set()
+    left_out |= {APART, APART_SEARCHED} if x["batch"] < MANY and x["model"] != "tiny" else set()
     return left_out | ({MULTIPLY} if x["state"] == "fp8" else set())  # torch multiplies no fp8
 
 
