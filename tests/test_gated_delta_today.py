@@ -295,7 +295,12 @@ def test_the_answer_says_what_was_found(measured):
     mixed = answer.conclusion({"H100": {"ring fp32": 1.5, "ring bf16": 0.8}})
     assert "1.50× faster with fp32 states, 1.25× slower with bf16 states." in mixed
     both = answer.conclusion({"H100": found, "H200": found})
-    assert f"{prompts} (H100); 1.54× faster than fla's (H200). " in both
+    assert "FlashInfer's prefill of 8192 tokens is 1.54× (H100) and 1.54× (H200) faster than fla's. " in both
+    slower = answer.conclusion({"H100": found, "H200": found | {"prompt": 0.8, "prefill": 1.0}})
+    assert f"{prompts} (H100); 1.25× slower than fla's (H200). " in slower
+    assert "this lab's is 1.18× faster than the faster of the two (H100); as fast as the faster" in slower
+    level = found | {"prefill": 1.0}
+    assert "is as fast as the faster of the two (H100); as fast as" in answer.conclusion({"H100": level, "H200": level})
     assert answer.advice({"H100": found}) == (
         "Keep a ring of 16 tokens from batch 8 (fp32 states) or 8 (bf16 states) on; "
         f"other lengths are at most {found['length']:.2f}× faster. "

@@ -67,8 +67,16 @@ def conclusion(facts: Facts) -> str:
 
 
 def _each(facts: Facts, told: Mapping[str, str]) -> str:
-    """What is told of each GPU: "2.08× faster (H100); 1.98× faster (H200)"; without the name of the only one."""
-    return "; ".join(f"{one} ({gpu})" if len(facts) > 1 else one for gpu, one in told.items())
+    """What is told of each GPU: "2.08× (H100) and 1.98× (H200) faster than fla's"; without the name of the only one.
+
+    Where more than the number differs, one after the other.
+    """
+    if len(facts) == 1:
+        return next(iter(told.values()))
+    ratios, rests = zip(*(one.split(" ", 1) for one in told.values()), strict=True)
+    if len(set(rests)) == 1 and len(told) > 1 and all(ratio.endswith("×") for ratio in ratios):
+        return f"{' and '.join(f'{ratio} ({gpu})' for ratio, gpu in zip(ratios, told, strict=True))} {rests[0]}"
+    return "; ".join(f"{one} ({gpu})" for gpu, one in told.items())
 
 
 def _rings(facts: Facts) -> str:

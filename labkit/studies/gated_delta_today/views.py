@@ -45,9 +45,12 @@ def length_time(rows: pd.DataFrame) -> Drawing:
     floors = floors.assign(us=floors["floor us"]).dropna(subset=["us"])
     drawn = pd.concat([table, floors, marked.assign(whose=marked["whose"] + ", fastest")], ignore_index=True)
     drawn = kept(drawn).assign(whose=drawn["whose"].map(named), state=drawn["state"] + " state")
-    ends = filled(best.assign(whose=best["whose"].map(named)), "{whose} {gate} {state} {fastest L} ({predicted L:.0f})")
+    gate = "GDN" if "GDN" in set(drawn["gate"]) else drawn["gate"].iloc[0]
+    ends = filled(
+        where(best.assign(whose=best["whose"].map(named)), gate=gate), "{whose} {state} {fastest L} ({predicted L:.0f})"
+    )
     return drawing(
-        plots.lines, where(drawn, gate="GDN") if "GDN" in set(drawn["gate"]) else drawn, "L", "us", "whose",
+        plots.lines, where(drawn, gate=gate), "L", "us", "whose",
         panel="state", logx=True, ylabel="µs",
         xlabel="L, tokens between two writes of a state", title="How seldom a state should be written",
         alt="Lines of time against L, by whose kernel, with the least time by bytes.",
