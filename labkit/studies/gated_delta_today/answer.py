@@ -67,43 +67,24 @@ def conclusion(facts: Facts) -> str:
 
 
 def _each(facts: Facts, told: Mapping[str, str]) -> str:
-    """What is told of each GPU: "2.08× (H100) and 1.98× (H200) faster than fla's"; without the name of the only one.
-
-    Where more than the number differs, one after the other.
-    """
-    if len(facts) == 1:
-        return next(iter(told.values()))
-    ratios, rests = zip(*(one.split(" ", 1) for one in told.values()), strict=True)
-    if len(set(rests)) == 1 and len(told) > 1 and all(ratio.endswith("×") for ratio in ratios):
-        return f"{' and '.join(f'{ratio} ({gpu})' for ratio, gpu in zip(ratios, told, strict=True))} {rests[0]}"
-    return "; ".join(f"{one} ({gpu})" for gpu, one in told.items())
+    """What is told of each GPU: "2.08× faster (H100); 1.98× faster (H200)"; without the name of the only one."""
+    return "; ".join(f"{one} ({gpu})" if len(facts) > 1 else one for gpu, one in told.items())
 
 
 def _rings(facts: Facts) -> str:
-    known = {gpu: one for gpu, one in facts.items() if any(f"ring {state}" in one for state in STATES)}
-    if not known:
-        return ""
-    whole = {state for state in STATES if all(f"ring {state}" in one for one in known.values())}
-    sides = {faster(one[f"ring {state}"]).partition(" ")[2] for state in whole for one in known.values()}
-    alike = whole == set(STATES) and sides == {"faster"}
-    told = _by_gpu(facts, known) if alike else _each(facts, {gpu: _by_state(one) for gpu, one in known.items()})
-    return f"Writing the state once in {variants.LENGTH} tokens makes SGLang's decode of {BATCH} sequences {told}"
-
-
-def _by_gpu(facts: Facts, known: Facts) -> str:
-    """ "1.65× (H100) and 1.64× (H200) faster with fp32 states, 1.36× and 1.10× with bf16"."""
-    first, *others = STATES
-    told = [f"{_each(facts, {gpu: faster(one[f'ring {first}']) for gpu, one in known.items()})} with {first} states"]
-    for state in others:
-        ratios = [faster(one[f"ring {state}"]).partition(" ")[0] for one in known.values()]
-        told.append(f"{' and '.join(ratios)} with {state}")
-    return ", ".join(told)
+    told = {gpu: gains for gpu, one in facts.items() if (gains := _by_state(one))}
+    head = f"Writing the state once in {variants.LENGTH} tokens makes SGLang's decode of {BATCH} sequences"
+    return f"{head} {_each(facts, told)}" if told else ""
 
 
 def _by_state(one: Mapping[str, Any]) -> str:
-    """ "1.64× faster with fp32 states, 1.36× slower with bf16 states"."""
+    """ "1.64× faster with fp32 states, 1.36× with bf16"; of two sides each is said."""
     told = {state: faster(one[f"ring {state}"]) for state in STATES if f"ring {state}" in one}
-    return ", ".join(f"{said} with {state} states" for state, said in told.items())
+    same = len({said.partition(" ")[2] for said in told.values()}) == 1
+    parts = [f"{said} with {state} states" for state, said in told.items()]
+    if same:
+        parts[1:] = [f"{told[state].partition(' ')[0]} with {state}" for state in list(told)[1:]]
+    return ", ".join(parts)
 
 
 def _prompts(facts: Facts) -> str:
@@ -116,7 +97,7 @@ def _fused(facts: Facts) -> str:
     known = {gpu: one for gpu, one in facts.items() if "prefill" in one}
     told = {gpu: faster(one["prefill"], FASTER) for gpu, one in known.items()}
     cases = max((one["prompts"] for one in known.values()), default=0)
-    return f"Averaged over {cases} cases, this lab's is {_each(facts, told)}" if told else ""
+    return f"Averaged over {cases} prompts and head counts, this lab's is {_each(facts, told)}" if told else ""
 
 
 def advice(facts: Facts) -> str:
@@ -151,14 +132,13 @@ def _lengths(facts: Facts) -> str:
 
 
 def _alone(facts: Facts) -> str:
-    """What the ring costs one sequence: "at batch 1 this lab's ring is 1.25× (fp32) slower"; nothing if none."""
+    """What the ring costs one sequence: "at batch 1 a ring is 1.25× slower (fp32)"; nothing where it costs none."""
     least = {
         state: min((one[f"alone {state}"] for one in facts.values() if f"alone {state}" in one), default=1.0)
         for state in STATES
     }
-    told = {state: faster(ratio).split() for state, ratio in least.items()}
-    slow = [f"{said[0]} ({state})" for state, said in told.items() if said[-1] == "slower"]
-    return f"at batch 1 this lab's ring is {' and '.join(slow)} slower" if slow else ""
+    slow = [f"{said} ({state})" for state, ratio in least.items() if (said := faster(ratio)).endswith("slower")]
+    return f"at batch 1 this lab's ring is {', '.join(slow)}" if slow else ""
 
 
 def hero(rows: pd.DataFrame) -> Drawing:
