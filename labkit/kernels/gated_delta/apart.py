@@ -14,9 +14,6 @@ The sums of the ring are made ahead, as with `buffered.BufferedChoice.ahead`; wh
 last correction, which the state has as the ring keeps it. Source of the ring: see `buffered.py`.
 """
 
-from collections.abc import Mapping
-from typing import Any
-
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -33,7 +30,6 @@ from labkit.kernels.gated_delta.buffered import (
     _with_ring,
 )
 from labkit.kernels.gated_delta.recurrent import StepChoice, StepInputs, _load_tile, _load_token, _store_tile
-from labkit.kernels.launch import Launch
 
 SHARE = 16  # sequences that a program of `_due_kernel` looks through
 
@@ -113,9 +109,9 @@ def decode(
     ahead, whole = buffered.decode(x, ring, length, flush, choice).launches
     arguments = dict(whole.args) | {"N": len(x.indices), "SHARE": SHARE}
     tiles, heads, N = whole.grid
-    step = _launch(_step_kernel, whole.grid, arguments, whole.options)
+    step = buffered._launch(_step_kernel, whole.grid, arguments, whole.options)
     options = {"num_warps": choice.step.num_warps}
-    due = _launch(_due_kernel, (tiles, heads, triton.cdiv(N, SHARE)), arguments, options)
+    due = buffered._launch(_due_kernel, (tiles, heads, triton.cdiv(N, SHARE)), arguments, options)
     return Decode((ahead, step, due))
 
 
@@ -124,7 +120,3 @@ def choose(x: StepInputs, ring: Ring) -> BufferedChoice:
     if buffered._takes_matrix(x, ring):
         return BufferedChoice(buffered._fitting(StepChoice(64, 1, 4), x), ahead=True, matrix=True)
     return BufferedChoice(buffered._fitting(StepChoice(32, 4, 2), x), ahead=True)
-
-
-def _launch(kernel: Any, grid: tuple[int, ...], arguments: Mapping[str, Any], options: Mapping[str, int]) -> Launch:
-    return Launch(kernel, grid, {name: arguments[name] for name in kernel.arg_names}, options)

@@ -29,9 +29,6 @@ Sources: ReplaySSM in SGLang 0.5.23 has S0 [k | q] as matrix products; the inver
 form of DeltaNet (Yang et al., 2024), as in `chunked.py`.
 """
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -43,7 +40,6 @@ from labkit.kernels.gated_delta import buffered, recurrent
 from labkit.kernels.gated_delta.buffered import _LEAST, Decode, DraftInputs, Ring
 from labkit.kernels.gated_delta.gates import decay, inverse_norm
 from labkit.kernels.gated_delta.recurrent import StepChoice, _load_tile
-from labkit.kernels.launch import Launch
 from labkit.kernels.target import has_dependent_launch
 
 LEAST_COLUMNS = 16  # of a matrix product: eight drafts' keys and queries
@@ -284,8 +280,8 @@ def verify(x: DraftInputs, ring: Ring, choice: StepChoice | None = None) -> Deco
     whole = shared | {"BK": triton.next_power_of_2(K)}
     return Decode(
         (
-            _launch(_prepare_kernel, (H, N), whole, {"num_warps": 1}),
-            _launch(_drafts_kernel, (triton.cdiv(V, step.tile), HV, N), shared, options),
+            buffered._launch(_prepare_kernel, (H, N), whole, {"num_warps": 1}),
+            buffered._launch(_drafts_kernel, (triton.cdiv(V, step.tile), HV, N), shared, options),
         )
     )
 
@@ -308,7 +304,3 @@ def _systems(x: DraftInputs, entries: int, columns: int) -> Tensor:
     """Memory for what is prepared of each value head."""
     N, HV = len(x.indices), x.v.shape[-2]
     return x.state.new_empty((N, HV, columns // 2 + 1 + entries, columns), dtype=torch.float32)
-
-
-def _launch(kernel: Any, grid: tuple[int, ...], arguments: Mapping[str, Any], options: Mapping[str, int]) -> Launch:
-    return Launch(kernel, grid, {name: arguments[name] for name in kernel.arg_names}, options)
