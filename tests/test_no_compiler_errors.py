@@ -228,10 +228,10 @@ def drafts_launch(launch, size, gate, v_first, state, tree):
     return buffered.verify(x, ring).launches[launch]
 
 
-def apart_launch(launch, size, gate, v_first, state, matrix=False):
+def apart_launch(launch, size, gate, v_first, state):
     """A decode whose states are written apart: the step (1), what writes them (2)."""
     x = step_launch("ring", size, gate, v_first, state)
-    choice = buffered.BufferedChoice(recurrent.StepChoice(32, 2, 1), True, matrix)
+    choice = buffered.BufferedChoice(recurrent.StepChoice(32, 2, 1), ahead=True)
     return apart.decode(x, buffered.empty_ring(x, 16), 16, x.indices.int(), choice).launches[launch]
 
 
@@ -251,7 +251,6 @@ def rings():
     found |= every("drafts_launch", launch=[0, 1], **both, v_first=[True], state=["fp32"], tree=[True, False])
     found |= every("drafts_launch", launch=[2, "write"], **both, v_first=[True, False], state=["bf16"], tree=[False])
     found |= every("apart_launch", launch=[1, 2], **both, v_first=[True, False], state=["fp32"])
-    found |= every("apart_launch", launch=[1, 2], **both, v_first=[True], state=["bf16"], matrix=[True])
     found |= every("at_once_launch", launch=[0], size=both["size"], v_first=[True], state=["fp32"], tree=[True, False])
     found |= every(
         "at_once_launch", launch=[1], size=both["size"], v_first=[True, False], state=["fp32", "bf16"], tree=[False]

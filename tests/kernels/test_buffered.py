@@ -40,6 +40,7 @@ CHOICES = {
     "chosen": None,
     "apart": Apart(BufferedChoice(StepChoice(16, 2, 1), ahead=True)),
 }
+MATRIX = BufferedChoice(StepChoice(16, 1, 1), ahead=True, matrix=True)
 TOKENS = ("q", "k", "v", "a", "b")
 
 
@@ -400,16 +401,13 @@ def test_drafts_at_once_are_two_launches_with_the_same_bits_every_time():
     assert not torch.equal(outs[0], y.out)  # sums in another order
 
 
-@pytest.mark.parametrize(("gate", "matrix"), list(product(GATES, (False, True))))
-def test_more_sequences_than_a_share_are_written_when_they_are_due(gate, matrix, monkeypatch):
-    # fp16, which the interpreter multiplies, in place of the bf16 that it does not
-    monkeypatch.setattr(recurrent, "STATE_DTYPES", (torch.float16,))
+@pytest.mark.parametrize("gate", GATES)
+def test_more_sequences_than_a_share_are_written_when_they_are_due(gate):
     count = apart.SHARE + 2
-    x = make(count, H, GROUP, K, 32, torch.float16, gate=gate)
-    x = replace(x, q=x.q.half(), k=x.k.half())
-    ring = replace(empty_ring(x, 4, torch.float16), counts=torch.tensor([n % 4 for n in range(count)]).int().to(DEVICE))
+    x = make(count, H, GROUP, K, 32, gate=gate)
+    ring = replace(empty_ring(x, 4), counts=torch.tensor([n % 4 for n in range(count)]).int().to(DEVICE))
     other, z = replace(ring, **{n: getattr(ring, n).clone() for n in "ukg"}), replace(x, state=x.state.clone())
-    choice = BufferedChoice(StepChoice(16, 1, 1), ahead=True, matrix=matrix)
+    choice = BufferedChoice(StepChoice(16, 1, 1), ahead=True)
     before = x.state.clone()
     for step in range(2):
         y = some(x, step)
@@ -444,6 +442,7 @@ def test_what_cannot_be_run_is_refused_before_the_launch():
         (lambda: AT_ONCE(drafted_by(kda, 2, 1), empty_ring(kda, 4)), "a has a gate of each channel (KDA); allowed"),
         (lambda: AT_ONCE(replace(y, q=y.q.half()), ring), "q is torch.float16 and k is torch.float32; allowed"),
         (lambda: apart.decode(x, ring, 4, None, CHOICES["in the step"]), "choice.ahead is False; allowed"),
+        (lambda: apart.decode(x, ring, 4, None, MATRIX), "choice.matrix is True; allowed"),
         (lambda: write(x, ring, counts), "which is torch.float32"),
         (lambda: accept(drafted_by(x, 2, 1), ring, ring.g[0], ring.counts), "path is"),
         (lambda: decode(x, ring, 4, None, BufferedChoice(StepChoice(16, 1, 1), matrix=True)), "one dtype of 16 bits"),

@@ -102,10 +102,15 @@ def _due_kernel(
 def decode(
     x: StepInputs, ring: Ring, length: int, flush: Tensor | None = None, choice: BufferedChoice | None = None
 ) -> Decode:
-    """As `buffered.decode`, in three launches. ValueError for a choice without sums made ahead."""
+    """As `buffered.decode`, in three launches. ValueError for a choice without sums made ahead, or with matrices.
+
+    Those by matrix instructions: one of the choices that a search tries made an H200 read memory that is not there.
+    """
     choice = choice or choose(x, ring)
     if not choice.ahead:
         raise ValueError("choice.ahead is False; allowed with states written apart: True")
+    if choice.matrix:
+        raise ValueError("choice.matrix is True; allowed with states written apart: False")
     ahead, whole = buffered.decode(x, ring, length, flush, choice).launches
     arguments = dict(whole.args) | {"N": len(x.indices), "SHARE": SHARE}
     tiles, heads, N = whole.grid

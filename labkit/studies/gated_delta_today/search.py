@@ -41,10 +41,9 @@ def choices(wide: bool, v_first: bool) -> list[BufferedChoice]:
     return found + [BufferedChoice(StepChoice(tile, 1, warps), True, True, 128) for tile, warps in ((64, 4), (32, 2))]
 
 
-def apart(matrix: bool) -> list[BufferedChoice]:
-    """Of a decode whose states are written apart. matrix: whether states can go through matrix instructions."""
-    steps = ((64, 1, 4), (32, 1, 2), (64, 2, 4), (128, 1, 8)) if matrix else ((32, 4, 2), (64, 4, 4), (32, 2, 2))
-    return [BufferedChoice(StepChoice(*one), ahead=True, matrix=matrix) for one in steps]
+def apart() -> list[BufferedChoice]:
+    """Of a decode whose states are written apart."""
+    return [BufferedChoice(StepChoice(*one), ahead=True) for one in ((32, 4, 2), (64, 4, 4), (32, 2, 2))]
 
 
 def fastest(ways: Ways, device: torch.device) -> tuple[str, Sequence[Call]]:

@@ -85,7 +85,7 @@ def ring_apart(x: Case, device: Any, sets: int, seed: int) -> Trial:
 def ring_apart_searched(x: Case, device: Any, sets: int, seed: int) -> Trial:
     """The same with the fastest choice."""
     held, device = _Held(x, device, sets, seed, True, apart.decode), torch.device(device)
-    ways = {str(one): lambda one=one: held.ours(LENGTH, one)[1] for one in search.apart(_matrix(x))}
+    ways = {str(one): lambda one=one: held.ours(LENGTH, one)[1] for one in search.apart()}
     choice, calls = search.fastest(ways, device)
     return held.trial(LENGTH, _joined(calls, device), facts={"choice": choice, "L": LENGTH})
 

@@ -140,7 +140,9 @@ def _no_ring(x: Case) -> set[str]:
     # SGLang's packed decode of KDA compiles CUDA of its own; its ring is timed. It has no narrow states.
     left_out = {SGLANG_PLAIN} if x["gate"] == "KDA" else set()
     left_out |= {SGLANG_PLAIN, SGLANG_RING, SGLANG_SEARCHED} if x["state"] in NARROW else set()
-    left_out |= {APART, APART_SEARCHED} if x["batch"] < MANY and x["model"] != "tiny" else set()
+    # Where states can go through matrix instructions, what is written apart is refused: see `apart.decode`.
+    few = x["batch"] < MANY and x["model"] != "tiny"
+    left_out |= {APART, APART_SEARCHED} if few or x["state"] == x["activations"] == "bf16" else set()
     return left_out | ({MULTIPLY} if x["state"] == "fp8" else set())  # torch multiplies no fp8
 
 
