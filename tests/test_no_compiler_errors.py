@@ -22,7 +22,7 @@ from labkit.kernels.experts import choose, expert_layer, few_rows, routing
 from labkit.kernels.experts import wide as experts_wide
 from labkit.kernels.experts.inputs import LayerInputs
 from labkit.kernels.experts.tiles import GROUP, Int4
-from labkit.kernels.gated_delta import apart, buffered, chunked, drafts, fused, recurrent, segmented
+from labkit.kernels.gated_delta import apart, buffered, chunked, drafts, fused, in_turn, recurrent, segmented
 from labkit.kernels.gguf import formats, integers, routed, routed_integers, wide
 from labkit.kernels.gguf import products as ffn_kernels
 from labkit.kernels.gguf.experts import pack as pack_experts
@@ -235,6 +235,20 @@ def apart_launch(launch, size, gate, v_first, state):
     return apart.decode(x, buffered.empty_ring(x, 16), 16, x.indices.int(), choice).launches[launch]
 
 
+def in_turn_launch(size, gate, state, matrix=False):
+    """A decode that takes states in turn."""
+    x = step_launch("ring", size, gate, True, state)
+    choice = in_turn.TurnsChoice(buffered.BufferedChoice(recurrent.StepChoice(32, 1, 4), True, matrix), 2, 3)
+    return in_turn.decode(x, buffered.empty_ring(x, 16), 16, x.indices.int(), choice).launches[1]
+
+
+def drafts_in_turn_launch(size, state):
+    """A verify of all drafts at once that takes states in turn."""
+    x = step_launch("drafts", size, "GDN", True, state)
+    choice = in_turn.TurnsChoice(buffered.BufferedChoice(recurrent.StepChoice(32, 1, 4), True), 2, 3)
+    return in_turn.verify(x, buffered.empty_ring(x, 16), choice).launches[1]
+
+
 def at_once_launch(launch, size, v_first, state, tree):
     """A verify of all drafts at once: what is prepared (0), the drafts (1)."""
     x = step_launch("drafts", size, "GDN", v_first, state)
@@ -251,6 +265,9 @@ def rings():
     found |= every("drafts_launch", launch=[0, 1], **both, v_first=[True], state=["fp32"], tree=[True, False])
     found |= every("drafts_launch", launch=[2, "write"], **both, v_first=[True, False], state=["bf16"], tree=[False])
     found |= every("apart_launch", launch=[1, 2], **both, v_first=[True, False], state=["fp32"])
+    found |= every("in_turn_launch", size=[(128, 128)], gate=GATES, state=["fp32"])
+    found |= every("in_turn_launch", size=[(128, 128)], gate=["GDN"], state=["bf16"], matrix=[True])
+    found |= every("drafts_in_turn_launch", size=[(128, 128)], state=["fp32", "bf16"])
     found |= every("at_once_launch", launch=[0], size=both["size"], v_first=[True], state=["fp32"], tree=[True, False])
     found |= every(
         "at_once_launch", launch=[1], size=both["size"], v_first=[True, False], state=["fp32", "bf16"], tree=[False]

@@ -210,6 +210,16 @@ def verifies(rows: pd.DataFrame) -> pd.DataFrame:
     return table(found, ["whose", "state", "batch", "draft", "T", "us", "against us", *RATIO, "runs"])
 
 
+def at_once(rows: pd.DataFrame) -> pd.DataFrame:
+    """SGLang's on the ring over ours, all drafts at once."""
+    found = [
+        pick(x, CASE) | line
+        for x, group in cases(rows, "ring_verify")
+        if (line := compare(group, AT_ONCE, THEIRS))
+    ]
+    return table(found, ["state", "batch", "draft", "T", "us", "against us", *RATIO, "runs"])
+
+
 def _whole(rows: pd.DataFrame, op: str, variant: str, against: str, context: int) -> Iterator[dict[str, Any]]:
     """What a layer takes, both ways, and the rest of a step, at its fastest; fp32 states, GDN."""
     for x, group in cases(rows, op, gate="GDN", state="fp32"):
@@ -406,6 +416,7 @@ TABLES: Tables = {
     "tables.best_lengths": best_lengths,
     "tables.layouts": layouts,
     "tables.verifies": verifies,
+    "tables.at_once": at_once,
     "tables.whole_steps": whole_steps,
     "tables.prefills": prefills,
     "tables.prefill_times": prefill_times,

@@ -2,8 +2,10 @@
 
 import functools
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ import triton
 import triton.language as tl
 from test_recurrent import DEVICE, GATES, INTERPRETED, error, gates, make, make_verify, turned
 
-from labkit.kernels.gated_delta import apart, buffered, drafts, recurrent, reference
+from labkit.kernels.gated_delta import apart, buffered, drafts, in_turn, recurrent, reference
 from labkit.kernels.gated_delta.buffered import (
     BufferedChoice,
     DraftInputs,
@@ -22,23 +24,26 @@ from labkit.kernels.gated_delta.buffered import (
     verify,
     write,
 )
+from labkit.kernels.gated_delta.in_turn import TurnsChoice
 from labkit.kernels.gated_delta.recurrent import StepChoice
 
 N, H, GROUP, K, V = 3, 1, 2, 16, 24
 
 
 @dataclass(frozen=True)
-class Apart:
-    """A choice for the decode whose states are written by a kernel of their own."""
+class Other:
+    """Another decode, and a choice for it."""
 
-    choice: BufferedChoice
+    decode: Callable
+    choice: Any
 
 
 CHOICES = {
     "ahead": BufferedChoice(StepChoice(16, 1, 1), ahead=True),
     "in the step": BufferedChoice(StepChoice(16, 1, 1)),
     "chosen": None,
-    "apart": Apart(BufferedChoice(StepChoice(16, 2, 1), ahead=True)),
+    "apart": Other(apart.decode, BufferedChoice(StepChoice(16, 2, 1), ahead=True)),
+    "in turn": Other(in_turn.decode, TurnsChoice(BufferedChoice(StepChoice(16, 1, 1), ahead=True), 2, 3)),
 }
 MATRIX = BufferedChoice(StepChoice(16, 1, 1), ahead=True, matrix=True)
 TOKENS = ("q", "k", "v", "a", "b")
@@ -46,8 +51,8 @@ TOKENS = ("q", "k", "v", "a", "b")
 
 def decode(x, ring, length, flush=None, choice=None):
     """A token, by the kernels of the choice."""
-    if isinstance(choice, Apart):
-        return apart.decode(x, ring, length, flush, choice.choice)
+    if isinstance(choice, Other):
+        return choice.decode(x, ring, length, flush, choice.choice)
     return buffered.decode(x, ring, length, flush, choice)
 
 
@@ -104,7 +109,10 @@ def test_the_reference_is_the_recurrence():
         assert torch.equal(reference.with_ring(before, u[:, :0], k[:, :0], alpha[:, :0]), before)
 
 
-@pytest.mark.parametrize(("gate", "v_first", "choice"), list(product(GATES, (True, False), CHOICES)))
+@pytest.mark.parametrize(
+    ("gate", "v_first", "choice"),
+    [*product(GATES, (True,), CHOICES), *product(GATES, (False,), (name for name in CHOICES if name != "in turn"))],
+)
 def test_tokens_and_states_are_those_of_the_recurrence(gate, v_first, choice):
     x = make(N, H, GROUP, K, V, gate=gate, v_first=v_first)
     ring, after = run(x, empty_ring(x, 4), 4, 6, CHOICES[choice])
@@ -254,12 +262,22 @@ def drafted(y, before):
 
 
 STEP = StepChoice(16, 1, 1)
+TURNS = TurnsChoice(BufferedChoice(STEP, ahead=True), 2, 3)
 ONE_BY_ONE, AT_ONCE = verify, drafts.verify
+
+
+def IN_TURN(x, ring, step):
+    """All drafts at once, by programs that take two heads."""
+    return in_turn.verify(x, ring, replace(TURNS, step=BufferedChoice(step, ahead=True)))
 
 
 @pytest.mark.parametrize(
     ("verify", "gate", "v_first"),
-    [*product([ONE_BY_ONE], GATES, (True, False)), *product([AT_ONCE], ["GDN"], (True, False))],
+    [
+        *product([ONE_BY_ONE], GATES, (True, False)),
+        *product([AT_ONCE], ["GDN"], (True, False)),
+        (IN_TURN, "GDN", True),
+    ],
 )
 def test_drafts_of_a_chain_and_the_tokens_after_those_accepted(verify, gate, v_first):
     x = make(N, H, GROUP, K, V, gate=gate, v_first=v_first)
@@ -284,7 +302,9 @@ def test_drafts_of_a_chain_and_the_tokens_after_those_accepted(verify, gate, v_f
     assert torch.equal(x.state[x.indices[1]], pool[x.indices[1]])
 
 
-@pytest.mark.parametrize(("verify", "gate"), [(ONE_BY_ONE, "GDN"), (ONE_BY_ONE, "KDA"), (AT_ONCE, "GDN")])
+@pytest.mark.parametrize(
+    ("verify", "gate"), [(ONE_BY_ONE, "GDN"), (ONE_BY_ONE, "KDA"), (AT_ONCE, "GDN"), (IN_TURN, "GDN")]
+)
 def test_drafts_of_a_tree_and_its_accepted_path(verify, gate):
     x = make(N, H, GROUP, K, V, gate=gate)
     ring = replace(empty_ring(x, 8), starts=torch.tensor([5, 0, 7], dtype=torch.int32, device=DEVICE))
@@ -314,7 +334,7 @@ def test_a_path_of_other_drafts_is_found():
     assert error(states(x), each[:, 2]) > 1e-2
 
 
-@pytest.mark.parametrize("verify", [ONE_BY_ONE, AT_ONCE])
+@pytest.mark.parametrize("verify", [ONE_BY_ONE, AT_ONCE, IN_TURN])
 def test_drafts_on_the_ring_are_those_whose_states_are_stored(verify):
     z = make_verify(N, 3, H, GROUP, K, V)
     names = ("state", "indices", "q", "k", "v", "a", "b", "A_log", "dt_bias", "scale")
@@ -324,7 +344,7 @@ def test_drafts_on_the_ring_are_those_whose_states_are_stored(verify):
     assert error(y.out, z.out.double()) < 1e-6
 
 
-@pytest.mark.parametrize("verify", [ONE_BY_ONE, AT_ONCE])
+@pytest.mark.parametrize("verify", [ONE_BY_ONE, AT_ONCE, IN_TURN])
 def test_padding_of_drafts_leaves_pool_and_ring_alone(verify):
     x = make(N, H, GROUP, K, V, padding=(1,))
     ring, y, pool = empty_ring(x, 4), drafted_by(x, 2, 3), x.state.clone()
@@ -401,6 +421,41 @@ def test_drafts_at_once_are_two_launches_with_the_same_bits_every_time():
     assert not torch.equal(outs[0], y.out)  # sums in another order
 
 
+@pytest.mark.parametrize("T", [1, 3, 9])
+def test_drafts_in_turn_have_the_bits_of_those_at_once(T):
+    x = make(N, H, GROUP, K, 32)
+    ring, _ = run(x, empty_ring(x, 16), 16, 3, CHOICES["ahead"])
+    y = drafted_by(x, T, 13)
+    other = replace(ring, **{name: getattr(ring, name).clone() for name in "ukg"})
+    AT_ONCE(y, other, STEP)()
+    out = y.out.clone()
+    IN_TURN(y, ring, STEP)()
+    assert torch.equal(y.out, out)
+    assert all(torch.equal(getattr(ring, name), getattr(other, name)) for name in "ukg")
+    IN_TURN(y, replace(ring, counts=ring.counts - 1), STEP)()
+    assert not torch.equal(y.out, out)
+
+
+def test_states_in_turn_by_matrix_instructions(monkeypatch):
+    # fp16, which the interpreter multiplies, in place of the bf16 that it does not
+    monkeypatch.setattr(recurrent, "STATE_DTYPES", (torch.float16,))
+    x = make(N, H, GROUP, K, 32, torch.float16)
+    x = replace(x, q=x.q.half(), k=x.k.half(), v=x.v.half())
+    ring = replace(empty_ring(x, 4, torch.float16), counts=torch.tensor([0, 2, 3]).int().to(DEVICE))
+    ring = replace(ring, starts=torch.tensor([3, 0, 2]).int().to(DEVICE))
+    other, z = replace(ring, **{n: getattr(ring, n).clone() for n in "ukg"}), replace(x, state=x.state.clone())
+    before = x.state.clone()
+    for step in range(2):
+        y, w = some(x, step), some(z, step)
+        in_turn.decode(y, ring, 4, None, replace(TURNS, step=MATRIX))()
+        buffered.decode(w, other, 4, None, MATRIX)()
+        assert error(y.out, w.out.double()) < 1e-3
+        ring, other = replace(ring, counts=moved(ring, 4)), replace(other, counts=moved(other, 4))
+    assert error(states(x), states(z)) < 1e-3
+    written = [not torch.equal(x.state[slot], before[slot]) for slot in x.indices.long()]
+    assert written == [False, True, True]
+
+
 @pytest.mark.parametrize("gate", GATES)
 def test_more_sequences_than_a_share_are_written_when_they_are_due(gate):
     count = apart.SHARE + 2
@@ -426,6 +481,10 @@ def test_what_cannot_be_run_is_refused_before_the_launch():
     ring = empty_ring(x, 4)
     counts = torch.zeros(N, device=DEVICE)
     kda, y = make(N, H, GROUP, K, V, gate="KDA"), drafted_by(x, 2, 1)
+
+    def turns(x=x, choice=TURNS.step, heads=2, stages=3):
+        return in_turn.decode(x, empty_ring(x, 4), 4, None, TurnsChoice(choice, heads, stages))
+
     for bad, message in (
         (lambda: decode(x, ring, 5), "length is 5; allowed: an integer of 1 to the ring's 4 entries"),
         (lambda: decode(x, ring, 0), "length is 0"),
@@ -443,6 +502,12 @@ def test_what_cannot_be_run_is_refused_before_the_launch():
         (lambda: AT_ONCE(replace(y, q=y.q.half()), ring), "q is torch.float16 and k is torch.float32; allowed"),
         (lambda: apart.decode(x, ring, 4, None, CHOICES["in the step"]), "choice.ahead is False; allowed"),
         (lambda: apart.decode(x, ring, 4, None, MATRIX), "choice.matrix is True; allowed"),
+        (lambda: turns(choice=CHOICES["in the step"]), "choice.step.ahead is False; allowed"),
+        (lambda: turns(heads=3), "choice.heads is 3; allowed: a divisor of the 2 value heads"),
+        (lambda: turns(stages=9), "choice.stages is 9; allowed: 1 to 8"),
+        (lambda: turns(choice=BufferedChoice(StepChoice(16, 2, 1), ahead=True)), "pieces is 2, of 16 channels"),
+        (lambda: turns(kda, choice=MATRIX), "choice.step.matrix is True with a gate of each channel"),
+        (lambda: turns(make(N, H, GROUP, K, V, v_first=False)), "v_first is False; allowed with states in turn"),
         (lambda: write(x, ring, counts), "which is torch.float32"),
         (lambda: accept(drafted_by(x, 2, 1), ring, ring.g[0], ring.counts), "path is"),
         (lambda: decode(x, ring, 4, None, BufferedChoice(StepChoice(16, 1, 1), matrix=True)), "one dtype of 16 bits"),

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from labkit.kernels.gated_delta.buffered import BufferedChoice
+from labkit.kernels.gated_delta.in_turn import TurnsChoice
 from labkit.kernels.gated_delta.recurrent import StepChoice
 
 Call = Callable[[], Any]
@@ -44,6 +45,24 @@ def choices(wide: bool, v_first: bool) -> list[BufferedChoice]:
 def apart() -> list[BufferedChoice]:
     """Of a decode whose states are written apart."""
     return [BufferedChoice(StepChoice(*one), ahead=True) for one in ((32, 4, 2), (64, 4, 4), (32, 2, 2))]
+
+
+def in_turn(matrix: bool, heads: int) -> list[TurnsChoice]:
+    """Of a decode that takes states in turn. matrix: whether by matrix instructions; heads: value heads in all."""
+    narrow, wide, all_warps = ((32, 1, 4), 128), ((64, 1, 4), 168), ((128 if matrix else 64, 1, 8), 0)
+    first = wide if matrix else narrow
+    ways = [(first, 8, 3), (first, 8, 4), (first, 4, 3), (first, 2, 3), (narrow, 8, 4), (all_warps, 8, 3)]
+    return [
+        TurnsChoice(BufferedChoice(StepChoice(*step), True, matrix, registers), min(few, heads), stages)
+        for (step, registers), few, stages in dict.fromkeys(ways)
+    ]
+
+
+def drafts_in_turn(heads: int) -> list[TurnsChoice]:
+    """Of a verify of all drafts at once that takes states in turn."""
+    narrow, wide, all_warps = (32, 1, 4), (64, 1, 4), (128, 1, 8)
+    ways = [(wide, 8, 3), (wide, 8, 2), (wide, 8, 4), (wide, 4, 3), (wide, 2, 3), (narrow, 8, 4), (all_warps, 8, 2)]
+    return [TurnsChoice(BufferedChoice(StepChoice(*step), True), min(few, heads), stages) for step, few, stages in ways]
 
 
 def fastest(ways: Ways, device: torch.device) -> tuple[str, Sequence[Call]]:

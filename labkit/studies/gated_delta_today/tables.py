@@ -163,6 +163,11 @@ def verifies(rows: pd.DataFrame) -> pd.DataFrame:
     return table.reindex(columns=["whose", "state", "batch", "draft", "T", "us", "against us", *RATIO, "runs"])
 
 
+def at_once(rows: pd.DataFrame) -> pd.DataFrame:
+    """Time of SGLang's drafts on the ring over that of ours, all of a sequence at once."""
+    return compared(rows, "ring_verify", variants.AT_ONCE, variants.SGLANG_RING)
+
+
 def whole_steps(
     rows: pd.DataFrame, op: str, variant: str, against: str, context: int, model: GatedDeltaModel = QWEN35_4B
 ) -> pd.DataFrame:

@@ -12,9 +12,9 @@ import triton
 from torch import Tensor
 
 from labkit.bench.spec import Case, Trial
-from labkit.kernels.gated_delta import apart, buffered, chunked, drafts, fused, recurrent, segmented
+from labkit.kernels.gated_delta import apart, buffered, chunked, drafts, fused, in_turn, recurrent, segmented
 from labkit.kernels.gated_delta.buffered import Decode, Ring
-from labkit.kernels.gated_delta.recurrent import StepChoice, StepInputs, VerifyInputs
+from labkit.kernels.gated_delta.recurrent import StepInputs, VerifyInputs
 from labkit.studies.gated_delta_today import exact, inputs, peers, search, sglang
 from labkit.studies.gated_delta_today.variants import DRIFT_LENGTHS, LENGTH, LENGTHS, VERIFY_LENGTH
 from labkit.studies.gated_delta_today.work import state_bytes
@@ -86,6 +86,21 @@ def ring_apart_searched(x: Case, device: Any, sets: int, seed: int) -> Trial:
     """The same with the fastest choice."""
     held, device = _Held(x, device, sets, seed, True, apart.decode), torch.device(device)
     ways = {str(one): lambda one=one: held.ours(LENGTH, one)[1] for one in search.apart()}
+    choice, calls = search.fastest(ways, device)
+    return held.trial(LENGTH, _joined(calls, device), facts={"choice": choice, "L": LENGTH})
+
+
+def ring_in_turn(x: Case, device: Any, sets: int, seed: int) -> Trial:
+    """The decode on a ring whose programs take states in turn."""
+    held = _Held(x, device, sets, seed, True, in_turn.decode)
+    return held.trial(*held.ours(LENGTH, None))
+
+
+def ring_in_turn_searched(x: Case, device: Any, sets: int, seed: int) -> Trial:
+    """The same with the fastest choice."""
+    held, device = _Held(x, device, sets, seed, True, in_turn.decode), torch.device(device)
+    choices = search.in_turn(_matrix(x) and x["gate"] == "GDN", x["HV"])
+    ways = {str(one): lambda one=one: held.ours(LENGTH, one)[1] for one in choices}
     choice, calls = search.fastest(ways, device)
     return held.trial(LENGTH, _joined(calls, device), facts={"choice": choice, "L": LENGTH})
 
@@ -335,7 +350,18 @@ def verify_at_once_searched(x: Case, device: Any, sets: int, seed: int) -> Trial
     return _fastest_drafts(_Drafts(x, device, sets, seed, drafts.verify), device, search.AT_ONCE)
 
 
-def _fastest_drafts(held: "_Drafts", device: Any, steps: Sequence[StepChoice]) -> Trial:
+def verify_in_turn(x: Case, device: Any, sets: int, seed: int) -> Trial:
+    """Drafts on the ring, all of a sequence at once, by programs that take states in turn."""
+    held = _Drafts(x, device, sets, seed, in_turn.verify)
+    return held.trial(held.ours(None))
+
+
+def verify_in_turn_searched(x: Case, device: Any, sets: int, seed: int) -> Trial:
+    """The same with the fastest choice."""
+    return _fastest_drafts(_Drafts(x, device, sets, seed, in_turn.verify), device, search.drafts_in_turn(x["HV"]))
+
+
+def _fastest_drafts(held: "_Drafts", device: Any, steps: Sequence[Any]) -> Trial:
     ways = {str(step): lambda step=step: held.ours(step) for step in steps}
     choice, calls = search.fastest(ways, torch.device(device))
     return held.trial(_joined(calls, torch.device(device)), {"choice": choice})

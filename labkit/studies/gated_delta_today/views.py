@@ -169,10 +169,13 @@ def verifies(rows: pd.DataFrame) -> Drawing:
 
 
 def verified(rows: pd.DataFrame) -> dict[str, str]:
-    """How much faster a verify on the ring is than one that stores states, by whose and type of the state."""
-    table = tables.verifies(rows).dropna(subset=["ratio"])
+    """How much faster a verify on the ring is than one that stores states, by whose and type of the state; and
+    how much faster all drafts at once are than SGLang's."""
+    rivals = tables.at_once(rows).assign(whose="this lab, at once, against SGLang's on the ring")
+    parts = [tables.verifies(rows).dropna(subset=["ratio"]), rivals]
     return {
         f"{whose.replace('ours', 'this lab')}, {state} state": f"{span(part['ratio'])}×; {counted(part['verdict'])}"
+        for table in parts
         for (whose, state), part in (table.groupby(["whose", "state"], sort=False) if len(table) else ())
     }
 
