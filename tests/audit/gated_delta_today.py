@@ -213,9 +213,7 @@ def verifies(rows: pd.DataFrame) -> pd.DataFrame:
 def at_once(rows: pd.DataFrame) -> pd.DataFrame:
     """SGLang's on the ring over ours, all drafts at once."""
     found = [
-        pick(x, CASE) | line
-        for x, group in cases(rows, "ring_verify")
-        if (line := compare(group, AT_ONCE, THEIRS))
+        pick(x, CASE) | line for x, group in cases(rows, "ring_verify") if (line := compare(group, AT_ONCE, THEIRS))
     ]
     return table(found, ["state", "batch", "draft", "T", "us", "against us", *RATIO, "runs"])
 
