@@ -206,6 +206,35 @@ def test_what_is_left_out_is_not_measured_until_it_is_asked_for(lab: Lab):
     assert lab.measured == every()
 
 
+def test_outputs_are_checked_before_the_timing_in_the_first_process_and_after_it_in_all(lab: Lab, monkeypatch):
+    checked: list[int] = []
+
+    class Counted(Toy):
+        def trial(self, case: Case, name: str, device: Any, sets: int, seed: int) -> Trial:
+            made = super().trial(case, name, device, sets, seed)
+            assert made.check
+            return dataclasses.replace(made, check=lambda check=made.check: (checked.append(seed), check())[1])
+
+    lab.toy = Counted()
+    rows = lab.run(SIZES[:1], 2)
+    assert rows["ok"].all()
+    variants = rows["variant"].nunique()
+    first, second = (checked.count(seed) for seed in sorted(set(checked)))
+    assert (first, second) == (len(rows) + variants, len(rows))
+
+
+def test_what_is_wrong_in_a_later_process_is_said(lab: Lab):
+    class Wrong(Toy):
+        def trial(self, case: Case, name: str, device: Any, sets: int, seed: int) -> Trial:
+            made = super().trial(case, name, device, sets, seed)
+            return dataclasses.replace(made, check=lambda: {"y": 1.0}) if seed > 1000 and name == "add" else made
+
+    lab.toy = Wrong()
+    rows = lab.run(SIZES[:1], 2)
+    assert set(rows.loc[~rows["ok"], "variant"]) == {"add"}
+    assert lab.row(SIZES[0], "add")["reason"] == "wrong: error of y 1.0e+00 (allowed 1e-06)"
+
+
 def test_a_whole_run(lab: Lab):
     rows = lab.run()
     complete(rows)

@@ -461,9 +461,9 @@ def read(x: Case, device: Any, sets: int, seed: int) -> Trial:
 
 
 def _halves(part: Tensor) -> int:
-    """The sum of the 16-bit halves of some tensor's words."""
-    words = part.reshape(-1).view(torch.int32).long()
-    return int(((words & 0xFFFF) + (words >> 16 & 0xFFFF)).sum())
+    """The sum of the 16-bit halves of some tensor's words, without a sign."""
+    halves = part.reshape(-1).view(torch.int16)  # summed as they lie: in 64 bits they would take four times the memory
+    return int(halves.sum(dtype=torch.int64)) + 2**16 * int((halves < 0).sum())
 
 
 # One GEMM
