@@ -34,7 +34,7 @@ def error(found, expected):
 
 
 def test_every_package_with_a_function_has_a_snippet():
-    named = {re.search(r"import (\w+)\n\n", text)[1] for text in SNIPPETS}
+    named = {re.search(r"from labkit.kernels import (\w+)\n", text)[1] for text in SNIPPETS}
     assert named == {"gemv", "gated_delta", "experts", "gguf", "decoder"}
 
 
@@ -53,6 +53,23 @@ def test_the_snippet_of_a_decode(device):
     out, states = gated_delta_reference.decode_step(before[some], step.q, step.k, step.v, alpha, beta, step.scale)
     assert error(step.out, out) < 1e-5
     assert error(step.state[some], states) < 1e-5
+
+
+def test_the_snippet_of_a_ring(device):
+    made = run("gated_delta", device, 2)
+    torch.manual_seed(0)
+    step, drafted = made["step"], made["drafted"]
+    before = torch.randn(step.state.shape, device=device)
+    assert torch.equal(step.state, before)  # no ring is full yet
+    states = before[step.indices.long()]
+    gates = {id(x): gated_delta_reference.decay_and_beta(x.a, x.b, x.A_log, x.dt_bias) for x in (step, drafted)}
+    for _ in range(5):
+        out, states = gated_delta_reference.decode_step(states, step.q, step.k, step.v, *gates[id(step)], step.scale)
+    assert error(step.out, out) < 1e-5
+    tokens = drafted.q, drafted.k, drafted.v
+    out, _ = gated_delta_reference.verify(states, *tokens, *gates[id(drafted)], drafted.scale)
+    assert error(drafted.out, out) < 1e-5
+    assert made["ring"].counts.tolist() == [7, 5, 9]
 
 
 @pytest.mark.parametrize(("rule", "kernels"), [("GDN", fused), ("KDA", segmented)])
