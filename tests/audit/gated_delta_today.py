@@ -55,6 +55,7 @@ WAYS = [  # of `tables.whole_steps`: op, variant, against, context
     for context in (256, 2048, 8192)
 ] + [("ring", OURS, PLAIN, 2048), ("ring_verify", OURS, STORED, 2048)]
 PAIRS = [("ring", OURS, PLAIN), ("ring", THEIRS, THEIRS_PLAIN), ("ring", OURS, SEARCHED)]
+PAIRS += [("ring_verify", AT_ONCE, THEIRS)]
 
 
 # Bytes

@@ -35,7 +35,7 @@ OTHERS = {
             ("02_gemv_coalescing", "span", "ratio", ""),
             ("02_gemv_coalescing", "views._speeds", "percent", ""),
             *(("02_gemv_coalescing", "views.steps", end, "") for end in ("least", "most")),
-            *(("04_moe_persistent_grid", "views.uniform, gains", "ratio", how) for how in ("median", "1/x")),
+            *(("04_moe_persistent_grid", "views.uniform, gains", "ratio", how) for how in ("", "median", "1/x")),
             *(("04_moe_persistent_grid", "geometric mean of ratio", "ratio", how) for how in ("", "1/x")),
             ("04_moe_persistent_grid", "views.named", "TFLOP/s", ""),
             *(("05_batched_ffn", table, "cases", "") for table in ("slower", "none")),
