@@ -69,7 +69,13 @@ def test_a_slot_that_is_left_out_is_noticed(quantised, device, monkeypatch):
         return torch.where(slots == 4, item.ids.numel(), slots), owners, padded
 
     monkeypatch.setattr(vllm._module(), "moe_align_block_size", one_left_out)
-    assert not relative_rmse(vllm.layer(item)().cpu(), expected) < 2e-2
+    # New memory is NaN: it may hold the very row that an earlier test left there.
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        found = vllm.layer(item)().cpu()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert not relative_rmse(found, expected) < 2e-2
 
 
 @pytest.mark.parametrize("wrong", ["nibbles", "zero point"])
