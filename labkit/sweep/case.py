@@ -32,8 +32,8 @@ def measure(study: Study, case: Case, index: int, device: machine.CudaDevice, ce
         try:
             trial = variant.prepare(case, device.torch_device, sets, seed)
             # The other processes run the same compiled code, and check it after the timing, on inputs of their own.
-            look = {"evidence": index == 0, "check": index == 0 or variant.name.startswith(ADDED)}
-            base |= first_look(trial, **look)
+            first = index == 0
+            base |= first_look(trial, evidence=first, check=first or variant.name.startswith(ADDED))
             ready[variant.name] = (variant, trial, base)
         except Exception as problem:  # any failure of one variant is a row; the others go on
             rows += [base | _not_ok(cache, variant.mode, first_line(problem)) for cache in variant.caches]

@@ -35,6 +35,7 @@ from labkit.kernels.gated_delta.buffered import (
     DraftInputs,
     Inputs,
     Ring,
+    _ahead_of,
     _columns,
     _logs,
     _products,
@@ -52,8 +53,8 @@ LEAST_PROGRAMS = 512  # about four a multiprocessor
 class TurnsChoice:
     """How such a step is run.
 
-    step: tile, warps and instructions; its sums are made ahead. heads: value heads a program; a power of two. stages:
-    tiles that are under way or in use, of 2 to 8.
+    step: tile, warps and instructions; its sums are made ahead. heads: value heads a program, which divide all. stages:
+    tiles that are under way or in use, of 1 to 8.
     """
 
     step: BufferedChoice
@@ -154,14 +155,9 @@ def _turns_kernel(
             u = -with_key
         else:
             U = tl.load(us + entries[:, None] * V + vs[None, :], mask=valid[:, None] & inside[None, :], other=0.0)
-            of_key = tl.load(weights + head * (2 * BL) + js)
-            of_query = tl.load(weights + head * (2 * BL) + BL + js)
-            if KDA:
-                keys = _channels(vectors + head * (2 * K), K, BK)
-                queries = _channels(vectors + head * (2 * K) + K, K, BK)
-            else:
-                keys = _channels(key, K, BK)
-                queries = _channels(query, K, BK)
+            # Of what was made ahead the factors are loaded above, as a vector: those are copied ahead, too.
+            token = (_channels(query, K, BK), _channels(key, K, BK))
+            _, keys, queries, of_key, of_query = _ahead_of(factors, vectors, weights, token, head, K, BK, BL, KDA)
             Sk, Sq = _products(S, keys, queries, V_FIRST)
             past = U.to(tl.float32)
             value = tl.load(own_value + vs, mask=inside, other=0.0).to(tl.float32)

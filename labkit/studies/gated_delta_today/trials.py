@@ -84,10 +84,7 @@ def ring_apart(x: Case, device: Any, sets: int, seed: int) -> Trial:
 
 def ring_apart_searched(x: Case, device: Any, sets: int, seed: int) -> Trial:
     """The same with the fastest choice."""
-    held, device = _Held(x, device, sets, seed, True, apart.decode), torch.device(device)
-    ways = {str(one): lambda one=one: held.ours(LENGTH, one)[1] for one in search.apart()}
-    choice, calls = search.fastest(ways, device)
-    return held.trial(LENGTH, _joined(calls, device), facts={"choice": choice, "L": LENGTH})
+    return _fastest_step(_Held(x, device, sets, seed, True, apart.decode), search.apart())
 
 
 def ring_in_turn(x: Case, device: Any, sets: int, seed: int) -> Trial:
@@ -98,8 +95,13 @@ def ring_in_turn(x: Case, device: Any, sets: int, seed: int) -> Trial:
 
 def ring_in_turn_searched(x: Case, device: Any, sets: int, seed: int) -> Trial:
     """The same with the fastest choice."""
-    held, device = _Held(x, device, sets, seed, True, in_turn.decode), torch.device(device)
     choices = search.in_turn(_matrix(x) and x["gate"] == "GDN", x["HV"])
+    return _fastest_step(_Held(x, device, sets, seed, True, in_turn.decode), choices)
+
+
+def _fastest_step(held: "_Held", choices: Sequence[Any]) -> Trial:
+    """With the usual L."""
+    device = torch.device(held.device)
     ways = {str(one): lambda one=one: held.ours(LENGTH, one)[1] for one in choices}
     choice, calls = search.fastest(ways, device)
     return held.trial(LENGTH, _joined(calls, device), facts={"choice": choice, "L": LENGTH})
