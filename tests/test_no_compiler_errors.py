@@ -22,7 +22,7 @@ from labkit.kernels.experts import choose, expert_layer, few_rows, routing
 from labkit.kernels.experts import wide as experts_wide
 from labkit.kernels.experts.inputs import LayerInputs
 from labkit.kernels.experts.tiles import GROUP, Int4
-from labkit.kernels.gated_delta import apart, buffered, chunked, drafts, fused, in_turn, recurrent, segmented
+from labkit.kernels.gated_delta import apart, buffered, chunked, direct, drafts, fused, in_turn, recurrent, segmented
 from labkit.kernels.gguf import formats, integers, routed, routed_integers, wide
 from labkit.kernels.gguf import products as ffn_kernels
 from labkit.kernels.gguf.experts import pack as pack_experts
@@ -235,17 +235,16 @@ def apart_launch(launch, size, gate, v_first, state):
     return apart.decode(x, buffered.empty_ring(x, 16), 16, x.indices.int(), choice).launches[launch]
 
 
-def in_turn_launch(size, gate, state, matrix=False):
-    """A decode that takes states in turn."""
-    x = step_launch("ring", size, gate, True, state)
-    choice = in_turn.TurnsChoice(buffered.BufferedChoice(recurrent.StepChoice(32, 1, 4), True, matrix), 2, 3)
-    return in_turn.decode(x, buffered.empty_ring(x, 16), 16, x.indices.int(), choice).launches[1]
+def direct_launch(size, state):
+    """A decode with little between state and result."""
+    x = step_launch("ring", size, "GDN", True, state)
+    return direct.decode(x, buffered.empty_ring(x, 16), 16, x.indices.int()).launches[1]
 
 
-def drafts_in_turn_launch(size, state):
+def in_turn_launch(size, state):
     """A verify of all drafts at once that takes states in turn."""
     x = step_launch("drafts", size, "GDN", True, state)
-    choice = in_turn.TurnsChoice(buffered.BufferedChoice(recurrent.StepChoice(32, 1, 4), True), 2, 3)
+    choice = in_turn.TurnsChoice(recurrent.StepChoice(32, 1, 4), 2, 3)
     return in_turn.verify(x, buffered.empty_ring(x, 16), choice).launches[1]
 
 
@@ -265,9 +264,8 @@ def rings():
     found |= every("drafts_launch", launch=[0, 1], **both, v_first=[True], state=["fp32"], tree=[True, False])
     found |= every("drafts_launch", launch=[2, "write"], **both, v_first=[True, False], state=["bf16"], tree=[False])
     found |= every("apart_launch", launch=[1, 2], **both, v_first=[True, False], state=["fp32"])
-    found |= every("in_turn_launch", size=[(128, 128)], gate=GATES, state=["fp32"])
-    found |= every("in_turn_launch", size=[(128, 128)], gate=["GDN"], state=["bf16"], matrix=[True])
-    found |= every("drafts_in_turn_launch", size=[(128, 128)], state=["fp32", "bf16"])
+    found |= every("direct_launch", size=both["size"], state=["fp32", "bf16"])
+    found |= every("in_turn_launch", size=[(128, 128)], state=["fp32", "bf16"])
     found |= every("at_once_launch", launch=[0], size=both["size"], v_first=[True], state=["fp32"], tree=[True, False])
     found |= every(
         "at_once_launch", launch=[1], size=both["size"], v_first=[True, False], state=["fp32", "bf16"], tree=[False]
@@ -281,9 +279,9 @@ def segments():
     found |= every("segmented_launch", name=["scores", "walk"], **one, scores=[(64, 4, 2)])
     solves = [{"solve": solve} for solve in ((1, 2, 3), (2, 1, 2))]
     found |= every("fused_launch", name=["solve"], size=SIZES, ways=solves)
-    walks = [{"columns": 16, "num_stages": 2}, {"columns": 64, "num_stages": 4}]
+    walks = [{"direct": 16, "num_stages": 2}, {"direct": 64, "num_stages": 4}]
     found |= every("fused_launch", name=["maps", "walk"], size=SIZES, ways=walks)
-    return found | every("fused_launch", name=["maps", "walk"], size=SIZES[:1], ways=[{"columns": 128, "num_warps": 8}])
+    return found | every("fused_launch", name=["maps", "walk"], size=SIZES[:1], ways=[{"direct": 128, "num_warps": 8}])
 
 
 def steps():
@@ -315,8 +313,8 @@ def feed_forward():
     """0 tokens: by matrix instructions; of the formats whose tiles are dealt, which compile long, one has many."""
     plain = every("ffn_launch", weights=["F32", "BF16", "Q8_0"], tokens=[0, 1, 17], columns=[512, 1024])
     dealt = [("Q4_K", 1, 1024), ("Q4_K", 9, 512), ("Q5_K", 0, 1024), ("Q6_K", 1, 512)]
-    found = plain | named("ffn_launch", [{"weights": w, "tokens": n, "columns": c} for w, n, c in dealt])
-    found |= named("integers_launch", [{"columns": 1024, "tokens": 9}])
+    found = plain | named("ffn_launch", [{"weights": w, "tokens": n, "direct": c} for w, n, c in dealt])
+    found |= named("integers_launch", [{"direct": 1024, "tokens": 9}])
     found |= every("wide_launch", tokens=[16, 128], stored=[False, True])
     return found | named("router_launch", [{}]) | named("grouped_integers_launch", [{}])
 

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from test_recurrent import DEVICE, GATES, INTERPRETED, error, gates, make, make_verify, turned
 
-from labkit.kernels.gated_delta import apart, buffered, drafts, in_turn, recurrent, reference
+from labkit.kernels.gated_delta import apart, buffered, direct, drafts, in_turn, on_ring, recurrent, reference
 from labkit.kernels.gated_delta.buffered import (
     BufferedChoice,
     DraftInputs,
@@ -43,7 +43,8 @@ CHOICES = {
     "in the step": BufferedChoice(StepChoice(16, 1, 1)),
     "chosen": None,
     "apart": Other(apart.decode, BufferedChoice(StepChoice(16, 2, 1), ahead=True)),
-    "in turn": Other(in_turn.decode, TurnsChoice(BufferedChoice(StepChoice(16, 1, 1), ahead=True), 2, 3)),
+    "direct": Other(direct.decode, BufferedChoice(StepChoice(16, 1, 1), ahead=True, matrix=True)),
+    "direct, sums": Other(direct.decode, BufferedChoice(StepChoice(32, 1, 1), ahead=True)),
 }
 MATRIX = BufferedChoice(StepChoice(16, 1, 1), ahead=True, matrix=True)
 TOKENS = ("q", "k", "v", "a", "b")
@@ -111,7 +112,7 @@ def test_the_reference_is_the_recurrence():
 
 @pytest.mark.parametrize(
     ("gate", "v_first", "choice"),
-    [*product(GATES, (True,), CHOICES), *product(GATES, (False,), (name for name in CHOICES if name != "in turn"))],
+    [one for one in product(GATES, (True, False), CHOICES) if "direct" not in one[2] or one[:2] == ("GDN", True)],
 )
 def test_tokens_and_states_are_those_of_the_recurrence(gate, v_first, choice):
     x = make(N, H, GROUP, K, V, gate=gate, v_first=v_first)
@@ -213,7 +214,10 @@ def test_padding_leaves_pool_and_ring_alone(choice):
 
 def test_two_runs_give_the_same_bits_and_both_ways_nearly_so():
     found = []
-    for choice in (*CHOICES.values(), CHOICES["ahead"]):
+    for choice in (
+        *(one for name, one in CHOICES.items() if "direct" not in name),
+        CHOICES["ahead"],
+    ):  # which KDA has not
         x = make(N, H, GROUP, K, V, gate="KDA")
         ring, _ = run(x, empty_ring(x, 4), 4, 5, choice)
         found.append((x.state, ring.u))
@@ -262,13 +266,13 @@ def drafted(y, before):
 
 
 STEP = StepChoice(16, 1, 1)
-TURNS = TurnsChoice(BufferedChoice(STEP, ahead=True), 2, 3)
+TURNS = TurnsChoice(STEP, 2, 3)
 ONE_BY_ONE, AT_ONCE = verify, drafts.verify
 
 
 def IN_TURN(x, ring, step):
     """All drafts at once, by programs that take two heads."""
-    return in_turn.verify(x, ring, replace(TURNS, step=BufferedChoice(step, ahead=True)))
+    return in_turn.verify(x, ring, replace(TURNS, step=step))
 
 
 @pytest.mark.parametrize(
@@ -436,7 +440,7 @@ def test_drafts_in_turn_have_the_bits_of_those_at_once(T):
     assert not torch.equal(y.out, out)
 
 
-def test_states_in_turn_by_matrix_instructions(monkeypatch):
+def test_direct_by_products_of_16_bits(monkeypatch):
     # fp16, which the interpreter multiplies, in place of the bf16 that it does not
     monkeypatch.setattr(recurrent, "STATE_DTYPES", (torch.float16,))
     x = make(N, H, GROUP, K, 32, torch.float16)
@@ -447,7 +451,7 @@ def test_states_in_turn_by_matrix_instructions(monkeypatch):
     before = x.state.clone()
     for step in range(2):
         y, w = some(x, step), some(z, step)
-        in_turn.decode(y, ring, 4, None, replace(TURNS, step=MATRIX))()
+        direct.decode(y, ring, 4, None, MATRIX)()
         buffered.decode(w, other, 4, None, MATRIX)()
         assert error(y.out, w.out.double()) < 1e-3
         ring, other = replace(ring, counts=moved(ring, 4)), replace(other, counts=moved(other, 4))
@@ -482,8 +486,8 @@ def test_what_cannot_be_run_is_refused_before_the_launch():
     counts = torch.zeros(N, device=DEVICE)
     kda, y = make(N, H, GROUP, K, V, gate="KDA"), drafted_by(x, 2, 1)
 
-    def turns(x=x, choice=TURNS.step, heads=2, stages=3):
-        return in_turn.decode(x, empty_ring(x, 4), 4, None, TurnsChoice(choice, heads, stages))
+    def turns(x=y, step=STEP, heads=2, stages=3):
+        return in_turn.verify(x, empty_ring(x, 4), TurnsChoice(step, heads, stages))
 
     for bad, message in (
         (lambda: decode(x, ring, 5), "length is 5; allowed: an integer of 1 to the ring's 4 entries"),
@@ -502,12 +506,20 @@ def test_what_cannot_be_run_is_refused_before_the_launch():
         (lambda: AT_ONCE(replace(y, q=y.q.half()), ring), "q is torch.float16 and k is torch.float32; allowed"),
         (lambda: apart.decode(x, ring, 4, None, CHOICES["in the step"]), "choice.ahead is False; allowed"),
         (lambda: apart.decode(x, ring, 4, None, MATRIX), "choice.matrix is True; allowed"),
-        (lambda: turns(choice=CHOICES["in the step"]), "choice.step.ahead is False; allowed"),
+        (lambda: direct.decode(x, ring, 4, None, CHOICES["in the step"]), "choice.ahead is False; allowed directly"),
+        (
+            lambda: direct.decode(kda, empty_ring(kda, 4), 4),
+            "a has a gate of each channel (KDA); allowed directly",
+        ),
+        (lambda: direct.decode(make(N, H, GROUP, K, V, v_first=False), ring, 4), "v_first is False; allowed directly"),
+        (lambda: direct.decode(replace(x, q=x.q.half()), ring, 4), "q is torch.float16 and k is torch.float32"),
         (lambda: turns(heads=3), "choice.heads is 3; allowed: a divisor of the 2 value heads"),
         (lambda: turns(stages=9), "choice.stages is 9; allowed: 1 to 8"),
-        (lambda: turns(choice=BufferedChoice(StepChoice(16, 2, 1), ahead=True)), "pieces is 2, of 16 channels"),
-        (lambda: turns(kda, choice=MATRIX), "choice.step.matrix is True with a gate of each channel"),
-        (lambda: turns(make(N, H, GROUP, K, V, v_first=False)), "v_first is False; allowed with states in turn"),
+        (lambda: turns(step=StepChoice(16, 2, 1)), "pieces is 2, of 16 channels"),
+        (
+            lambda: turns(drafted_by(make(N, H, GROUP, K, V, v_first=False), 2, 1)),
+            "v_first is False; allowed with states in turn",
+        ),
         (lambda: write(x, ring, counts), "which is torch.float32"),
         (lambda: accept(drafted_by(x, 2, 1), ring, ring.g[0], ring.counts), "path is"),
         (lambda: decode(x, ring, 4, None, BufferedChoice(StepChoice(16, 1, 1), matrix=True)), "one dtype of 16 bits"),
@@ -551,3 +563,18 @@ def on_meta(N, dtype, gate, v_first):
         k=new(N, 16, 128), v=new(N, 32, 128), a=new(N, *inner), b=new(N, 32), A_log=new(32), dt_bias=new(*inner),
         out=new(N, 32, 128), scale=1.0, v_first=v_first,
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("capability", [None, (8, 0), (9, 0)])
+def test_the_rule_of_drafts(capability, monkeypatch):
+    monkeypatch.setattr(on_ring, "capability_of", lambda device: capability)
+    kda, turned = make(N, H, GROUP, K, V, gate="KDA"), make(N, H, GROUP, K, V, v_first=False)
+
+    def last(x):
+        return on_ring.verify(drafted_by(x, 2, 1), empty_ring(x, 4)).launches[-1].kernel.__name__
+
+    assert [last(x) for x in (kda, turned, make(N, H, GROUP, K, V))] == ["_drafts_kernel"] * 3
+    assert len(on_ring.verify(drafted_by(kda, 2, 1), empty_ring(kda, 4)).launches) == 3  # one draft after the other
+    monkeypatch.setattr(on_ring, "MANY", N)
+    many = "_drafts_turns_kernel" if capability == (9, 0) else "_drafts_kernel"
+    assert [last(x) for x in (turned, make(N, H, GROUP, K, V))] == ["_drafts_kernel", many]

@@ -20,8 +20,7 @@ MOST_SETS = 32
 REPLAYS = 5
 
 LENGTHS = (8, 12, 24, 32)  # beside the one that choices are compared with
-STEPS = [StepChoice(*one) for one in ((32, 4, 1), (32, 2, 1), (64, 4, 2), (16, 4, 1))]  # of a verify
-AT_ONCE = [StepChoice(*one) for one in ((64, 1, 4), (32, 1, 2), (64, 2, 4), (128, 1, 8), (128, 1, 4))]  # the same
+AT_ONCE = [StepChoice(*one) for one in ((64, 1, 4), (32, 1, 2), (64, 2, 4), (128, 1, 8), (128, 1, 4))]  # of a verify
 LAUNCHES = {  # of SGLang's decode; the first is its own choice
     "its own choice": {},
     **{f"BV={v}, {w} warps": {"block_v": v, "num_warps": w} for v, w in ((64, 2), (64, 4), (32, 1), (128, 4))},
@@ -47,22 +46,24 @@ def apart() -> list[BufferedChoice]:
     return [BufferedChoice(StepChoice(*one), ahead=True) for one in ((32, 4, 2), (64, 4, 4), (32, 2, 2))]
 
 
-def in_turn(matrix: bool, heads: int) -> list[TurnsChoice]:
-    """Of a decode that takes states in turn. matrix: whether by matrix instructions; heads: value heads in all."""
-    narrow, wide, all_warps = ((32, 1, 4), 128), ((64, 1, 4), 168), ((128 if matrix else 64, 1, 8), 0)
-    first = wide if matrix else narrow
-    ways = [(first, 8, 3), (first, 8, 4), (first, 4, 3), (first, 2, 3), (narrow, 8, 4), (all_warps, 8, 3)]
+def direct(wide: bool) -> list[BufferedChoice]:
+    """Of a decode with little between a state and its result. wide: whether states are fp32."""
+    matrix = [((64, 1, 4), 80), ((64, 1, 4), 64), ((128, 1, 8), 80), ((32, 1, 2), 80), ((16, 1, 1), 0)]
+    sums = [((32, 4, 4), 80), ((32, 4, 2), 128), ((32, 4, 4), 64), ((16, 4, 2), 80), ((16, 2, 1), 0), ((64, 4, 4), 0)]
+    products = [((32, 1, 2), 0), ((64, 1, 4), 0), ((16, 1, 1), 0)]
+    ways = [(False, sums), (True, products)] if wide else [(True, matrix), (False, sums[:3])]
     return [
-        TurnsChoice(BufferedChoice(StepChoice(*step), True, matrix, registers), min(few, heads), stages)
-        for (step, registers), few, stages in dict.fromkeys(ways)
+        BufferedChoice(StepChoice(*step), True, instructions, registers)
+        for instructions, known in ways
+        for step, registers in known
     ]
 
 
-def drafts_in_turn(heads: int) -> list[TurnsChoice]:
-    """Of a verify of all drafts at once that takes states in turn."""
-    narrow, wide, all_warps = (32, 1, 4), (64, 1, 4), (128, 1, 8)
-    ways = [(wide, 8, 3), (wide, 8, 2), (wide, 8, 4), (wide, 4, 3), (wide, 2, 3), (narrow, 8, 4), (all_warps, 8, 2)]
-    return [TurnsChoice(BufferedChoice(StepChoice(*step), True), min(few, heads), stages) for step, few, stages in ways]
+def in_turn(heads: int) -> list[TurnsChoice]:
+    """Of a verify that takes states in turn. heads: value heads in all."""
+    ways = [((64, 1, 4), 8, 3), ((64, 1, 4), 16, 3), ((64, 1, 4), 8, 2), ((64, 1, 4), 32, 3), ((64, 1, 4), 4, 3)]
+    ways += [((128, 1, 4), 8, 2), ((128, 1, 8), 1, 3)]
+    return [TurnsChoice(StepChoice(*step), min(few, heads), stages) for step, few, stages in ways]
 
 
 def fastest(ways: Ways, device: torch.device) -> tuple[str, Sequence[Call]]:

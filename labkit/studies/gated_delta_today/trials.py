@@ -12,7 +12,18 @@ import triton
 from torch import Tensor
 
 from labkit.bench.spec import Case, Trial
-from labkit.kernels.gated_delta import apart, buffered, chunked, drafts, fused, in_turn, recurrent, segmented
+from labkit.kernels.gated_delta import (
+    apart,
+    buffered,
+    chunked,
+    direct,
+    drafts,
+    fused,
+    in_turn,
+    on_ring,
+    recurrent,
+    segmented,
+)
 from labkit.kernels.gated_delta.buffered import Decode, Ring
 from labkit.kernels.gated_delta.recurrent import StepInputs, VerifyInputs
 from labkit.studies.gated_delta_today import exact, inputs, peers, search, sglang
@@ -87,16 +98,15 @@ def ring_apart_searched(x: Case, device: Any, sets: int, seed: int) -> Trial:
     return _fastest_step(_Held(x, device, sets, seed, True, apart.decode), search.apart())
 
 
-def ring_in_turn(x: Case, device: Any, sets: int, seed: int) -> Trial:
-    """The decode on a ring whose programs take states in turn."""
-    held = _Held(x, device, sets, seed, True, in_turn.decode)
+def ring_direct(x: Case, device: Any, sets: int, seed: int) -> Trial:
+    """The decode on a ring with little between the arrival of a state and its result."""
+    held = _Held(x, device, sets, seed, True, direct.decode)
     return held.trial(*held.ours(LENGTH, None))
 
 
-def ring_in_turn_searched(x: Case, device: Any, sets: int, seed: int) -> Trial:
+def ring_direct_searched(x: Case, device: Any, sets: int, seed: int) -> Trial:
     """The same with the fastest choice."""
-    choices = search.in_turn(_matrix(x) and x["gate"] == "GDN", x["HV"])
-    return _fastest_step(_Held(x, device, sets, seed, True, in_turn.decode), choices)
+    return _fastest_step(_Held(x, device, sets, seed, True, direct.decode), search.direct(x["state"] == "fp32"))
 
 
 def _fastest_step(held: "_Held", choices: Sequence[Any]) -> Trial:
@@ -337,12 +347,18 @@ def verify(x: Case, device: Any, sets: int, seed: int, writes: bool = False) -> 
 
 
 def verify_searched(x: Case, device: Any, sets: int, seed: int) -> Trial:
-    """The same with the fastest choice."""
-    return _fastest_drafts(_Drafts(x, device, sets, seed), device, search.STEPS)
+    """The same by programs that take states in turn, with the fastest choice."""
+    return _fastest_drafts(_Drafts(x, device, sets, seed, in_turn.verify), device, search.in_turn(x["HV"]))
+
+
+def verify_one_by_one(x: Case, device: Any, sets: int, seed: int) -> Trial:
+    """One draft of a sequence after the other."""
+    held = _Drafts(x, device, sets, seed, buffered.verify)
+    return held.trial(held.ours(None))
 
 
 def verify_at_once(x: Case, device: Any, sets: int, seed: int) -> Trial:
-    """Drafts on the ring, all of a sequence at once."""
+    """All drafts of a sequence at once."""
     held = _Drafts(x, device, sets, seed, drafts.verify)
     return held.trial(held.ours(None))
 
@@ -350,17 +366,6 @@ def verify_at_once(x: Case, device: Any, sets: int, seed: int) -> Trial:
 def verify_at_once_searched(x: Case, device: Any, sets: int, seed: int) -> Trial:
     """The same with the fastest choice."""
     return _fastest_drafts(_Drafts(x, device, sets, seed, drafts.verify), device, search.AT_ONCE)
-
-
-def verify_in_turn(x: Case, device: Any, sets: int, seed: int) -> Trial:
-    """Drafts on the ring, all of a sequence at once, by programs that take states in turn."""
-    held = _Drafts(x, device, sets, seed, in_turn.verify)
-    return held.trial(held.ours(None))
-
-
-def verify_in_turn_searched(x: Case, device: Any, sets: int, seed: int) -> Trial:
-    """The same with the fastest choice."""
-    return _fastest_drafts(_Drafts(x, device, sets, seed, in_turn.verify), device, search.drafts_in_turn(x["HV"]))
 
 
 def _fastest_drafts(held: "_Drafts", device: Any, steps: Sequence[Any]) -> Trial:
@@ -396,7 +401,7 @@ def sglang_verify(x: Case, device: Any, sets: int, seed: int) -> Trial:
 class _Drafts:
     """Drafts of a case, and rings in which each sequence has room for them: 0, T, 2 T … entries, equally often."""
 
-    def __init__(self, x: Case, device: Any, sets: int, seed: int, verify: Callable[..., Decode] = buffered.verify):
+    def __init__(self, x: Case, device: Any, sets: int, seed: int, verify: Callable[..., Decode] = on_ring.verify):
         self.x, self.items, self.verify = x, inputs.drafts(x, device, sets, seed), verify
         self.entries = inputs.entries(x, len(self.items[0].state), VERIFY_LENGTH, device, seed)
         T = x["T"]
@@ -414,7 +419,8 @@ class _Drafts:
 
     def ours(self, step: Any) -> list[Decode]:
         """The calls of a set each."""
-        return [self.verify(item, one, step) for item, one in zip(self.items, self.rings, strict=True)]
+        more = () if step is None else (step,)
+        return [self.verify(item, one, *more) for item, one in zip(self.items, self.rings, strict=True)]
 
     def written(self) -> list[Call]:
         """The same, and before it the states of those whose ring was full, whose places are then empty."""

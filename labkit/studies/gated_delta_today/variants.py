@@ -12,9 +12,10 @@ STUDY = "labkit.studies.gated_delta_today"
 TRIALS, PEERS, CALLS = (f"{STUDY}.{name}" for name in ("trials", "peers", "sglang"))
 LIBRARY, SHARED = "labkit.kernels.gated_delta", "labkit.sweep.gated_delta"
 DECODE, STORED = f"{LIBRARY}.recurrent:decode", f"{LIBRARY}.recurrent:verify"
-RING, RING_VERIFY, RING_WRITE = (f"{LIBRARY}.buffered:{name}" for name in ("decode", "verify", "write"))
+RING, ONE_BY_ONE, RING_WRITE = (f"{LIBRARY}.buffered:{name}" for name in ("decode", "verify", "write"))
+RING_VERIFY = f"{LIBRARY}.on_ring:verify"
 RING_AT_ONCE, RING_APART = f"{LIBRARY}.drafts:verify", f"{LIBRARY}.apart:decode"
-RING_IN_TURN, DRAFTS_IN_TURN = (f"{LIBRARY}.in_turn:{name}" for name in ("decode", "verify"))
+RING_DIRECT, DRAFTS_IN_TURN = f"{LIBRARY}.direct:decode", f"{LIBRARY}.in_turn:verify"
 EXTEND, FUSED_EXTEND = f"{LIBRARY}.segmented:extend", f"{LIBRARY}.fused:extend"
 PLAIN_RELEASE, RING_RELEASE = "sglang-0.5.23", "sglang-ring-0.5.23"
 FLASHINFER_RELEASE = "flashinfer-python-0.7.2.post1"
@@ -40,15 +41,14 @@ READ, MULTIPLY = "read of the states", "in-place multiply"
 PLAIN, PLAIN_KV = "ours, state written", "ours KV, state written"
 OURS, SEARCHED, OURS_KV = "ours, ring", "ours, ring, searched", "ours KV, ring"
 APART, APART_SEARCHED = "ours, ring, written apart", "ours, ring, written apart, searched"
-TURNS, TURNS_SEARCHED = "ours, ring, in turn", "ours, ring, in turn, searched"
+DIRECT, DIRECT_SEARCHED = "ours, ring, direct", "ours, ring, direct, searched"
 SGLANG = "sglang 0.5.23"
 SGLANG_PLAIN, SGLANG_RING = "sglang 0.5.23, state written", "sglang 0.5.23, ring"
 SGLANG_SEARCHED = "sglang 0.5.23, ring, searched"
 OURS_STORED, SGLANG_STORED = "ours, states stored", "sglang 0.5.23, states stored"
 WITH_WRITES = "ours, ring, with its writes"
 AT_ONCE, AT_ONCE_SEARCHED = "ours, ring, drafts at once", "ours, ring, drafts at once, searched"
-AT_ONCE_TURNS = "ours, ring, drafts at once, in turn"
-AT_ONCE_TURNS_SEARCHED = f"{AT_ONCE_TURNS}, searched"
+ONE_DRAFT = "ours, ring, one draft at a time"
 FUSED, FUSED_SEARCHED = "ours, fused", "ours, fused, searched"
 SEGMENTS, ONE_SEGMENT = "ours, segments", "ours, one segment"
 FLA, FLASHINFER = "fla", "flashinfer"
@@ -77,8 +77,8 @@ RINGS = [
     _line(SEARCHED, "step", "ring_searched", RING),
     _line(APART, "step", "ring_apart", RING_APART),
     _line(APART_SEARCHED, "step", "ring_apart_searched", RING_APART),
-    _line(TURNS, "step", "ring_in_turn", RING_IN_TURN),
-    _line(TURNS_SEARCHED, "step", "ring_in_turn_searched", RING_IN_TURN),
+    _line(DIRECT, "step", "ring_direct", RING_DIRECT),
+    _line(DIRECT_SEARCHED, "step", "ring_direct_searched", RING_DIRECT),
     _line(PLAIN, "baseline", "plain", DECODE),
     _released(SGLANG_RING, "sglang_ring", RING_RELEASE, "ring"),
     _released(SGLANG_SEARCHED, "sglang_searched", RING_RELEASE, "ring"),
@@ -105,12 +105,11 @@ VARIANTS = {  # of every operation
     "ring_verify": [
         CEILINGS[0],
         _line(OURS, "ours", "verify", RING_VERIFY),
-        _line(SEARCHED, "step", "verify_searched", RING_VERIFY),
+        _line(SEARCHED, "step", "verify_searched", DRAFTS_IN_TURN),
         _line(WITH_WRITES, "step", "verify", (RING_VERIFY, RING_WRITE), writes=True),
         _line(AT_ONCE, "step", "verify_at_once", RING_AT_ONCE),
         _line(AT_ONCE_SEARCHED, "step", "verify_at_once_searched", RING_AT_ONCE),
-        _line(AT_ONCE_TURNS, "step", "verify_in_turn", DRAFTS_IN_TURN),
-        _line(AT_ONCE_TURNS_SEARCHED, "step", "verify_in_turn_searched", DRAFTS_IN_TURN),
+        _line(ONE_DRAFT, "step", "verify_one_by_one", ONE_BY_ONE),
         _line(OURS_STORED, "baseline", "stored", STORED),
         _released(SGLANG_RING, "sglang_verify", RING_RELEASE, "verify"),
         _released(SGLANG_STORED, "sglang_stored", PLAIN_RELEASE, "stored"),
@@ -151,15 +150,13 @@ def _no_ring(x: Case) -> set[str]:
     # Where states can go through matrix instructions, what is written apart is refused: see `apart.decode`.
     few = x["batch"] < MANY and x["model"] != "tiny"
     left_out |= {APART, APART_SEARCHED} if few or x["state"] == x["activations"] == "bf16" else set()
-    left_out |= {TURNS, TURNS_SEARCHED} if few else set()
+    left_out |= {DIRECT, DIRECT_SEARCHED} if few or x["gate"] == "KDA" or x["state"] in NARROW else set()
     return left_out | ({MULTIPLY} if x["state"] == "fp8" else set())  # torch multiplies no fp8
 
 
 def _no_drafts(x: Case) -> set[str]:
-    """The variants of `ring_verify` that a case does not have: SGLang's is for chains, and ours at once for GDN."""
-    left_out = {SGLANG_RING} if x["draft"] == "tree" else set()
-    at_once = {AT_ONCE, AT_ONCE_SEARCHED, AT_ONCE_TURNS, AT_ONCE_TURNS_SEARCHED}
-    return left_out | (at_once if x["gate"] == "KDA" else set())
+    """The variants of `ring_verify` that a case does not have: SGLang's is for chains."""
+    return {SGLANG_RING} if x["draft"] == "tree" else set()
 
 
 def control(x: Case) -> str:
