@@ -575,6 +575,22 @@ def test_the_rule_of_drafts(capability, monkeypatch):
 
     assert [last(x) for x in (kda, turned, make(N, H, GROUP, K, V))] == ["_drafts_kernel"] * 3
     assert len(on_ring.verify(drafted_by(kda, 2, 1), empty_ring(kda, 4)).launches) == 3  # one draft after the other
-    monkeypatch.setattr(on_ring, "MANY", N)
+    monkeypatch.setattr(on_ring, "FEW", N)
     many = "_drafts_turns_kernel" if capability == (9, 0) else "_drafts_kernel"
     assert [last(x) for x in (turned, make(N, H, GROUP, K, V))] == ["_drafts_kernel", many]
+
+
+def test_the_rule_of_a_token(monkeypatch):
+    monkeypatch.setattr(recurrent, "STATE_DTYPES", (torch.float32, torch.float16))
+    monkeypatch.setattr(on_ring, "MANY", N * H * GROUP)
+
+    def last(x):
+        halves = replace(x, q=x.q.half(), k=x.k.half())
+        ring = empty_ring(halves, 4, torch.float16)
+        return on_ring.decode(halves, ring, 4).launches[-1].kernel.__name__
+
+    half, wide = make(N, H, GROUP, K, V, torch.float16), make(N, H, GROUP, K, V)
+    kda, turned = (make(N, H, GROUP, K, V, torch.float16, **one) for one in ({"gate": "KDA"}, {"v_first": False}))
+    assert [last(x) for x in (half, wide, kda, turned)] == ["_direct_kernel", *["_decode_kernel"] * 3]
+    monkeypatch.setattr(on_ring, "MANY", N * H * GROUP + 1)
+    assert last(half) == "_decode_kernel"

@@ -136,9 +136,9 @@ def decode(
 
 def choose(x: StepInputs) -> BufferedChoice:
     """The choice from dtypes alone."""
-    narrow = x.state.dtype.itemsize == 2
-    step = buffered._fitting(StepChoice(64, 1, 4) if narrow else StepChoice(32, 4, 4), x)
-    return BufferedChoice(step, ahead=True, matrix=narrow, registers=80)
+    if x.state.dtype.itemsize == 2:
+        return BufferedChoice(buffered._fitting(StepChoice(64, 1, 4), x), ahead=True, matrix=True, registers=96)
+    return BufferedChoice(buffered._fitting(StepChoice(16, 2, 1), x), ahead=True)
 
 
 def check_direct(x: StepInputs, choice: BufferedChoice) -> None:

@@ -1,17 +1,31 @@
-"""Drafts on a ring beside each state, by the kernels that are fastest there; see `buffered.py` for the ring.
+"""A token, or drafts, on a ring beside each state, by the kernels that are fastest there.
 
 | what       | where                                                                                                   |
 |------------|---------------------------------------------------------------------------------------------------------|
-| in turn    | drafts of GDN from MANY value heads a call on, of V-first states on Hopper or newer                     |
+| direct     | a token of GDN, of V-first states of 16 bits, from MANY value heads on                                  |
+| buffered   | any other token                                                                                         |
+| in turn    | drafts of GDN from FEW value heads on, of V-first states on Hopper or newer                             |
 | at once    | other drafts of GDN                                                                                     |
 | one by one | drafts of KDA                                                                                           |
+
+Value heads: of all sequences of a call. Each is a file beside this one; `buffered.py` says what a ring is.
 """
 
-from labkit.kernels.gated_delta import buffered, drafts, in_turn
+from torch import Tensor
+
+from labkit.kernels.gated_delta import buffered, direct, drafts, in_turn
 from labkit.kernels.gated_delta.buffered import Decode, DraftInputs, Ring
+from labkit.kernels.gated_delta.recurrent import Inputs, StepInputs
 from labkit.kernels.target import COPY_ENGINE, capability_of
 
-MANY = 512  # value heads of all sequences
+FEW, MANY = 512, 2048
+
+
+def decode(x: StepInputs, ring: Ring, length: int, flush: Tensor | None = None) -> Decode:
+    """One token a sequence, as launches that the caller makes by calling it; see `buffered.decode`, also for errors."""
+    if x.a.ndim == 2 and _value_heads(x) >= MANY and buffered._takes_matrix(x, ring):
+        return direct.decode(x, ring, length, flush)
+    return buffered.decode(x, ring, length, flush)
 
 
 def verify(x: DraftInputs, ring: Ring) -> Decode:
@@ -23,10 +37,14 @@ def verify(x: DraftInputs, ring: Ring) -> Decode:
 
 def _in_turn(x: DraftInputs) -> bool:
     capability = capability_of(x.state.device)
-    if capability is None or capability < COPY_ENGINE or len(x.indices) * x.v.shape[-2] < MANY:
+    if capability is None or capability < COPY_ENGINE or _value_heads(x) < FEW:
         return False
     try:
         in_turn.check_turns(x, in_turn.choose(x))
     except ValueError:
         return False
     return True
+
+
+def _value_heads(x: Inputs) -> int:
+    return len(x.indices) * x.v.shape[-2]

@@ -48,10 +48,9 @@ def apart() -> list[BufferedChoice]:
 
 def direct(wide: bool) -> list[BufferedChoice]:
     """Of a decode with little between a state and its result. wide: whether states are fp32."""
-    matrix = [((64, 1, 4), 80), ((64, 1, 4), 64), ((128, 1, 8), 80), ((32, 1, 2), 80), ((16, 1, 1), 0)]
-    sums = [((32, 4, 4), 80), ((32, 4, 2), 128), ((32, 4, 4), 64), ((16, 4, 2), 80), ((16, 2, 1), 0), ((64, 4, 4), 0)]
-    products = [((32, 1, 2), 0), ((64, 1, 4), 0), ((16, 1, 1), 0)]
-    ways = [(False, sums), (True, products)] if wide else [(True, matrix), (False, sums[:3])]
+    matrix = [((64, 1, 4), 96), ((64, 1, 4), 80), ((128, 1, 8), 64), ((32, 1, 2), 96), ((16, 1, 1), 0)]
+    sums = [((16, 2, 1), 0), ((16, 4, 1), 0), ((32, 4, 2), 96), ((16, 4, 2), 80)]
+    ways = [(False, sums)] if wide else [(True, matrix), (False, sums[:1])]
     return [
         BufferedChoice(StepChoice(*step), True, instructions, registers)
         for instructions, known in ways

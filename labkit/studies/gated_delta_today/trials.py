@@ -65,7 +65,7 @@ def _plain_states(x: Case, device: Any, sets: int) -> Tensor:
 
 def ring(x: Case, device: Any, sets: int, seed: int) -> Trial:
     """The decode on a ring, with the choice of its rule."""
-    held = _Held(x, device, sets, seed, True)
+    held = _Held(x, device, sets, seed, True, on_ring.decode)
     return held.trial(*held.ours(LENGTH, None))
 
 
@@ -98,14 +98,8 @@ def ring_apart_searched(x: Case, device: Any, sets: int, seed: int) -> Trial:
     return _fastest_step(_Held(x, device, sets, seed, True, apart.decode), search.apart())
 
 
-def ring_direct(x: Case, device: Any, sets: int, seed: int) -> Trial:
-    """The decode on a ring with little between the arrival of a state and its result."""
-    held = _Held(x, device, sets, seed, True, direct.decode)
-    return held.trial(*held.ours(LENGTH, None))
-
-
 def ring_direct_searched(x: Case, device: Any, sets: int, seed: int) -> Trial:
-    """The same with the fastest choice."""
+    """The decode with little between the arrival of a state and its result, with the fastest choice."""
     return _fastest_step(_Held(x, device, sets, seed, True, direct.decode), search.direct(x["state"] == "fp32"))
 
 
@@ -168,7 +162,8 @@ class _Held:
         # A ring has a power of two entries, of which L - 1 are used: so one kernel serves many L.
         self.rings = self._rings(length, self._entries(max(LENGTH, triton.next_power_of_2(length))))
         pairs = zip(self.items, self.rings, strict=True)
-        return length, [self.decode(item, one, length, None, choice) for item, one in pairs]
+        more = () if choice is None else (None, choice)
+        return length, [self.decode(item, one, length, *more) for item, one in pairs]
 
     def theirs(self, length: int, **launch: int) -> tuple[int, list[Call]]:
         """The same of SGLang's."""

@@ -13,7 +13,7 @@ TRIALS, PEERS, CALLS = (f"{STUDY}.{name}" for name in ("trials", "peers", "sglan
 LIBRARY, SHARED = "labkit.kernels.gated_delta", "labkit.sweep.gated_delta"
 DECODE, STORED = f"{LIBRARY}.recurrent:decode", f"{LIBRARY}.recurrent:verify"
 RING, ONE_BY_ONE, RING_WRITE = (f"{LIBRARY}.buffered:{name}" for name in ("decode", "verify", "write"))
-RING_VERIFY = f"{LIBRARY}.on_ring:verify"
+RING_STEP, RING_VERIFY = (f"{LIBRARY}.on_ring:{name}" for name in ("decode", "verify"))
 RING_AT_ONCE, RING_APART = f"{LIBRARY}.drafts:verify", f"{LIBRARY}.apart:decode"
 RING_DIRECT, DRAFTS_IN_TURN = f"{LIBRARY}.direct:decode", f"{LIBRARY}.in_turn:verify"
 EXTEND, FUSED_EXTEND = f"{LIBRARY}.segmented:extend", f"{LIBRARY}.fused:extend"
@@ -41,7 +41,7 @@ READ, MULTIPLY = "read of the states", "in-place multiply"
 PLAIN, PLAIN_KV = "ours, state written", "ours KV, state written"
 OURS, SEARCHED, OURS_KV = "ours, ring", "ours, ring, searched", "ours KV, ring"
 APART, APART_SEARCHED = "ours, ring, written apart", "ours, ring, written apart, searched"
-DIRECT, DIRECT_SEARCHED = "ours, ring, direct", "ours, ring, direct, searched"
+DIRECT_SEARCHED = "ours, ring, direct, searched"
 SGLANG = "sglang 0.5.23"
 SGLANG_PLAIN, SGLANG_RING = "sglang 0.5.23, state written", "sglang 0.5.23, ring"
 SGLANG_SEARCHED = "sglang 0.5.23, ring, searched"
@@ -73,11 +73,10 @@ CEILINGS = [
     _line(MULTIPLY, "ceiling", "in_place", f"{PEERS}:in_place"),
 ]
 RINGS = [
-    _line(OURS, "ours", "ring", RING),
+    _line(OURS, "ours", "ring", RING_STEP),
     _line(SEARCHED, "step", "ring_searched", RING),
     _line(APART, "step", "ring_apart", RING_APART),
     _line(APART_SEARCHED, "step", "ring_apart_searched", RING_APART),
-    _line(DIRECT, "step", "ring_direct", RING_DIRECT),
     _line(DIRECT_SEARCHED, "step", "ring_direct_searched", RING_DIRECT),
     _line(PLAIN, "baseline", "plain", DECODE),
     _released(SGLANG_RING, "sglang_ring", RING_RELEASE, "ring"),
@@ -150,7 +149,7 @@ def _no_ring(x: Case) -> set[str]:
     # Where states can go through matrix instructions, what is written apart is refused: see `apart.decode`.
     few = x["batch"] < MANY and x["model"] != "tiny"
     left_out |= {APART, APART_SEARCHED} if few or x["state"] == x["activations"] == "bf16" else set()
-    left_out |= {DIRECT, DIRECT_SEARCHED} if few or x["gate"] == "KDA" or x["state"] in NARROW else set()
+    left_out |= {DIRECT_SEARCHED} if few or x["gate"] == "KDA" or x["state"] in NARROW else set()
     return left_out | ({MULTIPLY} if x["state"] == "fp8" else set())  # torch multiplies no fp8
 
 
