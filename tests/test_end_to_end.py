@@ -278,7 +278,13 @@ def test_without_triton_everything_but_the_kernels_is_imported(without):
     assert len(kernels) >= 4
     kernels |= {
         f"labkit.kernels.{name}"
-        for name in ("experts.expert_layer", "experts.inputs", "decoder.decode", "gated_delta.prefill")
+        for name in (
+            "experts.expert_layer",
+            "experts.inputs",
+            "decoder.decode",
+            "gated_delta.prefill",
+            "gated_delta.on_ring",
+        )
     }
     # And what makes ready all that studies launch.
     kernels.add("labkit.sweep.gated_delta")

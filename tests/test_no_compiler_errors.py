@@ -279,9 +279,9 @@ def segments():
     found |= every("segmented_launch", name=["scores", "walk"], **one, scores=[(64, 4, 2)])
     solves = [{"solve": solve} for solve in ((1, 2, 3), (2, 1, 2))]
     found |= every("fused_launch", name=["solve"], size=SIZES, ways=solves)
-    walks = [{"direct": 16, "num_stages": 2}, {"direct": 64, "num_stages": 4}]
+    walks = [{"columns": 16, "num_stages": 2}, {"columns": 64, "num_stages": 4}]
     found |= every("fused_launch", name=["maps", "walk"], size=SIZES, ways=walks)
-    return found | every("fused_launch", name=["maps", "walk"], size=SIZES[:1], ways=[{"direct": 128, "num_warps": 8}])
+    return found | every("fused_launch", name=["maps", "walk"], size=SIZES[:1], ways=[{"columns": 128, "num_warps": 8}])
 
 
 def steps():
@@ -313,8 +313,8 @@ def feed_forward():
     """0 tokens: by matrix instructions; of the formats whose tiles are dealt, which compile long, one has many."""
     plain = every("ffn_launch", weights=["F32", "BF16", "Q8_0"], tokens=[0, 1, 17], columns=[512, 1024])
     dealt = [("Q4_K", 1, 1024), ("Q4_K", 9, 512), ("Q5_K", 0, 1024), ("Q6_K", 1, 512)]
-    found = plain | named("ffn_launch", [{"weights": w, "tokens": n, "direct": c} for w, n, c in dealt])
-    found |= named("integers_launch", [{"direct": 1024, "tokens": 9}])
+    found = plain | named("ffn_launch", [{"weights": w, "tokens": n, "columns": c} for w, n, c in dealt])
+    found |= named("integers_launch", [{"columns": 1024, "tokens": 9}])
     found |= every("wide_launch", tokens=[16, 128], stored=[False, True])
     return found | named("router_launch", [{}]) | named("grouped_integers_launch", [{}])
 
