@@ -214,10 +214,8 @@ def test_padding_leaves_pool_and_ring_alone(choice):
 
 def test_two_runs_give_the_same_bits_and_both_ways_nearly_so():
     found = []
-    for choice in (
-        *(one for name, one in CHOICES.items() if "direct" not in name),
-        CHOICES["ahead"],
-    ):  # which KDA has not
+    of_kda = [one for name, one in CHOICES.items() if "direct" not in name]
+    for choice in (*of_kda, CHOICES["ahead"]):
         x = make(N, H, GROUP, K, V, gate="KDA")
         ring, _ = run(x, empty_ring(x, 4), 4, 5, choice)
         found.append((x.state, ring.u))
@@ -594,3 +592,32 @@ def test_the_rule_of_a_token(monkeypatch):
     assert [last(x) for x in (half, wide, kda, turned)] == ["_direct_kernel", *["_decode_kernel"] * 3]
     monkeypatch.setattr(on_ring, "MANY", N * H * GROUP + 1)
     assert last(half) == "_decode_kernel"
+
+
+def after_a_draft(emptied, choice):
+    """Errors of a token and its states, of a ring that a draft has filled, or that is emptied before."""
+    x = make(N, H, GROUP, K, V)
+    ring, after = run(x, empty_ring(x, 4), 4, 3, CHOICES["ahead"])
+    y = drafted_by(x, 1, 5)
+    AT_ONCE(y, ring, STEP)()
+    tokens = {name: getattr(y, name)[:, 0].contiguous() for name in TOKENS}
+    _, after = expected(replace(some(x, 9), **tokens), after)
+    ring = replace(ring, counts=ring.counts + 1)
+    if emptied:
+        write(x, ring, torch.ones_like(ring.counts))()
+        ring = replace(ring, counts=torch.zeros_like(ring.counts))
+    z = some(x, 9)
+    o, after = expected(z, after)
+    decode(z, ring, 1, None, CHOICES[choice])()
+    return error(z.out, o), error(states(x), after)
+
+
+@pytest.mark.parametrize("choice", ["ahead", "in the step", "chosen"])
+def test_a_token_on_a_ring_that_drafts_have_filled(choice):
+    assert max(after_a_draft(False, choice)) < 1e-5
+
+
+@pytest.mark.parametrize("choice", ["direct", "direct, sums"])
+def test_direct_wants_room_for_the_token(choice):
+    assert max(after_a_draft(True, choice)) < 1e-5
+    assert after_a_draft(False, choice)[1] > 1e-2  # what the contract rules out

@@ -130,7 +130,11 @@ def _direct_kernel(
 def decode(
     x: StepInputs, ring: Ring, length: int, flush: Tensor | None = None, choice: BufferedChoice | None = None
 ) -> Decode:
-    """As `buffered.decode`, in two launches. Raises its errors, and ValueError for what `check_direct` refuses."""
+    """As `buffered.decode`, in two launches. Raises its errors, and ValueError for what `check_direct` refuses.
+
+    Every ring must have room for it: counts below R, which is not checked, since counts are on the device. Drafts
+    can fill a ring; then `buffered.write` comes first, or the token goes to `buffered.decode`, which takes a full one.
+    """
     choice = choice or choose(x)
     check_direct(x, choice)
     ahead, whole = buffered.decode(x, ring, length, flush, replace(choice, matrix=False)).launches

@@ -22,7 +22,10 @@ FEW, MANY = 512, 2048
 
 
 def decode(x: StepInputs, ring: Ring, length: int, flush: Tensor | None = None) -> Decode:
-    """One token a sequence, as launches that the caller makes by calling it; see `buffered.decode`, also for errors."""
+    """One token a sequence, as launches that the caller makes by calling it; see `buffered.decode`, also for errors.
+
+    Every ring must have room for it, counts below R: drafts can fill one, and then `buffered.write` comes first.
+    """
     if x.a.ndim == 2 and _value_heads(x) >= MANY and buffered._takes_matrix(x, ring):
         return direct.decode(x, ring, length, flush)
     return buffered.decode(x, ring, length, flush)
