@@ -235,10 +235,12 @@ def apart_launch(launch, size, gate, v_first, state):
     return apart.decode(x, buffered.empty_ring(x, 16), 16, x.indices.int(), choice).launches[launch]
 
 
-def direct_launch(size, state):
-    """A decode with little between state and result."""
+def direct_launch(launch, size, state):
+    """A decode with little between state and result: the sums (0), the step (1), both in one (None)."""
     x = step_launch("ring", size, "GDN", True, state)
-    return direct.decode(x, buffered.empty_ring(x, 16), 16, x.indices.int()).launches[1]
+    choice = direct.choose(x)
+    choice = replace(choice, ahead=launch is not None, matrix=choice.matrix or launch is None)
+    return direct.decode(x, buffered.empty_ring(x, 16), 16, x.indices.int(), choice).launches[launch or 0]
 
 
 def in_turn_launch(size, state):
@@ -264,7 +266,8 @@ def rings():
     found |= every("drafts_launch", launch=[0, 1], **both, v_first=[True], state=["fp32"], tree=[True, False])
     found |= every("drafts_launch", launch=[2, "write"], **both, v_first=[True, False], state=["bf16"], tree=[False])
     found |= every("apart_launch", launch=[1, 2], **both, v_first=[True, False], state=["fp32"])
-    found |= every("direct_launch", size=both["size"], state=["fp32", "bf16"])
+    found |= every("direct_launch", launch=[0], size=both["size"], state=["bf16"])
+    found |= every("direct_launch", launch=[1, None], size=both["size"], state=["fp32", "bf16"])
     found |= every("in_turn_launch", size=[(128, 128)], state=["fp32", "bf16"])
     found |= every("at_once_launch", launch=[0], size=both["size"], v_first=[True], state=["fp32"], tree=[True, False])
     found |= every(

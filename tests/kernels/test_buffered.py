@@ -45,6 +45,7 @@ CHOICES = {
     "apart": Other(apart.decode, BufferedChoice(StepChoice(16, 2, 1), ahead=True)),
     "direct": Other(direct.decode, BufferedChoice(StepChoice(16, 1, 1), ahead=True, matrix=True)),
     "direct, sums": Other(direct.decode, BufferedChoice(StepChoice(32, 1, 1), ahead=True)),
+    "direct, alone": Other(direct.decode, BufferedChoice(StepChoice(16, 1, 1), matrix=True)),
 }
 MATRIX = BufferedChoice(StepChoice(16, 1, 1), ahead=True, matrix=True)
 TOKENS = ("q", "k", "v", "a", "b")
@@ -438,7 +439,8 @@ def test_drafts_in_turn_have_the_bits_of_those_at_once(T):
     assert not torch.equal(y.out, out)
 
 
-def test_direct_by_products_of_16_bits(monkeypatch):
+@pytest.mark.parametrize("ahead", [True, False])
+def test_direct_by_products_of_16_bits(monkeypatch, ahead):
     # fp16, which the interpreter multiplies, in place of the bf16 that it does not
     monkeypatch.setattr(recurrent, "STATE_DTYPES", (torch.float16,))
     x = make(N, H, GROUP, K, 32, torch.float16)
@@ -449,7 +451,7 @@ def test_direct_by_products_of_16_bits(monkeypatch):
     before = x.state.clone()
     for step in range(2):
         y, w = some(x, step), some(z, step)
-        direct.decode(y, ring, 4, None, MATRIX)()
+        direct.decode(y, ring, 4, None, replace(MATRIX, ahead=ahead))()
         buffered.decode(w, other, 4, None, MATRIX)()
         assert error(y.out, w.out.double()) < 1e-3
         ring, other = replace(ring, counts=moved(ring, 4)), replace(other, counts=moved(other, 4))
@@ -504,7 +506,7 @@ def test_what_cannot_be_run_is_refused_before_the_launch():
         (lambda: AT_ONCE(replace(y, q=y.q.half()), ring), "q is torch.float16 and k is torch.float32; allowed"),
         (lambda: apart.decode(x, ring, 4, None, CHOICES["in the step"]), "choice.ahead is False; allowed"),
         (lambda: apart.decode(x, ring, 4, None, MATRIX), "choice.matrix is True; allowed"),
-        (lambda: direct.decode(x, ring, 4, None, CHOICES["in the step"]), "choice.ahead is False; allowed directly"),
+        (lambda: direct.decode(x, ring, 4, None, CHOICES["in the step"]), "choice.ahead and choice.matrix are False"),
         (
             lambda: direct.decode(kda, empty_ring(kda, 4), 4),
             "a has a gate of each channel (KDA); allowed directly",
@@ -580,7 +582,7 @@ def test_the_rule_of_drafts(capability, monkeypatch):
 
 def test_the_rule_of_a_token(monkeypatch):
     monkeypatch.setattr(recurrent, "STATE_DTYPES", (torch.float32, torch.float16))
-    monkeypatch.setattr(on_ring, "MANY", N * H * GROUP)
+    heads = N * H * GROUP
 
     def last(x):
         halves = replace(x, q=x.q.half(), k=x.k.half())
@@ -589,35 +591,22 @@ def test_the_rule_of_a_token(monkeypatch):
 
     half, wide = make(N, H, GROUP, K, V, torch.float16), make(N, H, GROUP, K, V)
     kda, turned = (make(N, H, GROUP, K, V, torch.float16, **one) for one in ({"gate": "KDA"}, {"v_first": False}))
-    assert [last(x) for x in (half, wide, kda, turned)] == ["_direct_kernel", *["_decode_kernel"] * 3]
-    monkeypatch.setattr(on_ring, "MANY", N * H * GROUP + 1)
-    assert last(half) == "_decode_kernel"
+    assert [last(x) for x in (half, wide, kda, turned)] == ["_alone_kernel", *["_decode_kernel"] * 3]
+    monkeypatch.setattr(direct, "ALONE", heads - 1)
+    monkeypatch.setattr(on_ring, "MANY", heads)
+    assert [last(x) for x in (half, wide, kda, turned)] == [*["_direct_kernel"] * 2, *["_decode_kernel"] * 2]
 
 
-def after_a_draft(emptied, choice):
-    """Errors of a token and its states, of a ring that a draft has filled, or that is emptied before."""
+@pytest.mark.parametrize("choice", ["ahead", "in the step", "chosen", "direct", "direct, sums", "direct, alone"])
+def test_a_token_on_a_ring_that_a_draft_has_filled(choice):
     x = make(N, H, GROUP, K, V)
     ring, after = run(x, empty_ring(x, 4), 4, 3, CHOICES["ahead"])
     y = drafted_by(x, 1, 5)
     AT_ONCE(y, ring, STEP)()
     tokens = {name: getattr(y, name)[:, 0].contiguous() for name in TOKENS}
     _, after = expected(replace(some(x, 9), **tokens), after)
-    ring = replace(ring, counts=ring.counts + 1)
-    if emptied:
-        write(x, ring, torch.ones_like(ring.counts))()
-        ring = replace(ring, counts=torch.zeros_like(ring.counts))
     z = some(x, 9)
     o, after = expected(z, after)
-    decode(z, ring, 1, None, CHOICES[choice])()
-    return error(z.out, o), error(states(x), after)
-
-
-@pytest.mark.parametrize("choice", ["ahead", "in the step", "chosen"])
-def test_a_token_on_a_ring_that_drafts_have_filled(choice):
-    assert max(after_a_draft(False, choice)) < 1e-5
-
-
-@pytest.mark.parametrize("choice", ["direct", "direct, sums"])
-def test_direct_wants_room_for_the_token(choice):
-    assert max(after_a_draft(True, choice)) < 1e-5
-    assert after_a_draft(False, choice)[1] > 1e-2  # what the contract rules out
+    decode(z, replace(ring, counts=ring.counts + 1), 1, None, CHOICES[choice])()
+    assert error(z.out, o) < 1e-5
+    assert error(states(x), after) < 1e-5

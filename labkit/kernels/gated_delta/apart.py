@@ -108,7 +108,7 @@ def decode(
     """As `buffered.decode`, in three launches. ValueError for a choice without sums made ahead, or with matrices.
 
     Those by matrix instructions: one of the choices that a search tries made an H200 read memory that is not there.
-    Every ring must have room for the token, as in `direct.decode`.
+    Every ring must have room for it, counts below R: drafts can fill one, and then `buffered.write` comes first.
     """
     choice = choice or choose(x, ring)
     if not choice.ahead:

@@ -2,7 +2,7 @@
 
 | what       | where                                                                                                   |
 |------------|---------------------------------------------------------------------------------------------------------|
-| direct     | a token of GDN, of V-first states of 16 bits, from MANY value heads on                                  |
+| direct     | a token of GDN, of V-first states: of 16 bits, and from MANY value heads on of fp32                     |
 | buffered   | any other token                                                                                         |
 | in turn    | drafts of GDN from FEW value heads on, of V-first states on Hopper or newer                             |
 | at once    | other drafts of GDN                                                                                     |
@@ -11,6 +11,7 @@
 Value heads: of all sequences of a call. Each is a file beside this one; `buffered.py` says what a ring is.
 """
 
+import torch
 from torch import Tensor
 
 from labkit.kernels.gated_delta import buffered, direct, drafts, in_turn
@@ -22,11 +23,8 @@ FEW, MANY = 512, 2048
 
 
 def decode(x: StepInputs, ring: Ring, length: int, flush: Tensor | None = None) -> Decode:
-    """One token a sequence, as launches that the caller makes by calling it; see `buffered.decode`, also for errors.
-
-    Every ring must have room for it, counts below R: drafts can fill one, and then `buffered.write` comes first.
-    """
-    if x.a.ndim == 2 and _value_heads(x) >= MANY and buffered._takes_matrix(x, ring):
+    """One token a sequence, as launches that the caller makes by calling it; see `buffered.decode`, also for errors."""
+    if _goes_direct(x, ring):
         return direct.decode(x, ring, length, flush)
     return buffered.decode(x, ring, length, flush)
 
@@ -36,6 +34,14 @@ def verify(x: DraftInputs, ring: Ring) -> Decode:
     if x.a.ndim == 4 or x.q.dtype != x.k.dtype:
         return buffered.verify(x, ring)
     return in_turn.verify(x, ring) if _in_turn(x) else drafts.verify(x, ring)
+
+
+def _goes_direct(x: StepInputs, ring: Ring) -> bool:
+    if x.a.ndim == 3 or not x.v_first or x.q.dtype != x.k.dtype:
+        return False
+    if x.state.dtype == torch.float32:
+        return _value_heads(x) >= MANY
+    return buffered._takes_matrix(x, ring)
 
 
 def _in_turn(x: DraftInputs) -> bool:

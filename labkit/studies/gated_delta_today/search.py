@@ -48,12 +48,12 @@ def apart() -> list[BufferedChoice]:
 
 def direct(wide: bool) -> list[BufferedChoice]:
     """Of a decode with little between a state and its result. wide: whether states are fp32."""
-    matrix = [((64, 1, 4), 96), ((64, 1, 4), 80), ((128, 1, 8), 64), ((32, 1, 2), 96), ((16, 1, 1), 0)]
-    sums = [((16, 2, 1), 0), ((16, 4, 1), 0), ((32, 4, 2), 96), ((16, 4, 2), 80)]
-    ways = [(False, sums)] if wide else [(True, matrix), (False, sums[:1])]
+    matrix = [((64, 1, 4), 80), ((64, 1, 4), 96), ((32, 1, 2), 96)]
+    sums = [((16, 2, 1), 128), ((32, 4, 2), 128), ((16, 4, 1), 128)]
+    ways = [(True, False, sums)] if wide else [(True, True, matrix), (False, True, matrix)]
     return [
-        BufferedChoice(StepChoice(*step), True, instructions, registers)
-        for instructions, known in ways
+        BufferedChoice(StepChoice(*step), ahead, instructions, registers)
+        for ahead, instructions, known in ways
         for step, registers in known
     ]
 
