@@ -135,9 +135,10 @@ def transfers(rows: Rows) -> pd.DataFrame:
     """
     found = []
     for old, new in permutations(rows, 2):
-        one, two = (predictions.beside(rows[name]).drop_duplicates(ROW).set_index(ROW) for name in (old, new))
+        here, there = _of_one_kernel(rows[old], rows[new])
+        one, two = (predictions.beside(some).drop_duplicates(ROW).set_index(ROW) for some in (here, there))
         both = one.index.intersection(two.index)
-        start = predictions.ours(rows[old]).set_index(ROW, drop=False).loc[both].reset_index(drop=True)
+        start = predictions.ours(here).set_index(ROW, drop=False).loc[both].reset_index(drop=True)
         if start.empty:
             continue
         truth = two.loc[both, "measured"].reset_index(drop=True)
@@ -146,6 +147,15 @@ def transfers(rows: Rows) -> pd.DataFrame:
         line = {"from": old, "to": new, "rows": len(both)} | _errors(moved, truth)
         found.append(line | _errors(shift, truth, SHIFT))
     return pd.DataFrame(found)
+
+
+def _of_one_kernel(*rows: pd.DataFrame) -> list[pd.DataFrame]:
+    """Of several GPUs the rows that all have of the same kernel: one that was changed since is another."""
+    keys = [pd.MultiIndex.from_frame(some[[*ROW, "kernel_sha"]]) for some in rows]
+    common = keys[0]
+    for one in keys[1:]:
+        common = common.intersection(one)
+    return [some[key.isin(common)] for some, key in zip(rows, keys, strict=True)]
 
 
 def _errors(found: pd.Series, truth: pd.Series, what: str = "") -> dict[str, float]:
@@ -159,8 +169,9 @@ def tested(study: Study, rows: Rows) -> pd.DataFrame:
     found = []
     for old, new in permutations(rows, 2):
         ends = recorded_gpu(old), recorded_gpu(new)
-        told = predicted(study, cases, rows[old], *ends)
-        truth = measured(study, cases, rows[new])
+        here, there = _of_one_kernel(rows[old], rows[new])
+        told = predicted(study, cases, here, *ends)
+        truth = measured(study, cases, there)
         both = told.merge(truth, on=["op", "case", "variant", "against"], suffixes=("", " measured"))
         if both.empty:
             continue
