@@ -158,6 +158,15 @@ def test_transfers_of_all_studies_stay_within_the_bars():
         assert (table["90 % are within %"] <= most).all()
 
 
+def test_only_times_of_one_kernel_are_compared():
+    rows = elsewhere.recorded_rows("gemv_coalescing")
+    whole = elsewhere.transfers(rows)
+    changed = rows[H100]["variant"] == rows[H100].loc[rows[H100]["role"] == "ours", "variant"].iloc[0]
+    assert changed.any()
+    rows[H100] = rows[H100].assign(kernel_sha=rows[H100]["kernel_sha"].mask(changed, "earlier"))
+    assert (elsewhere.transfers(rows)["rows"] < whole["rows"]).all()
+
+
 def test_products_and_the_rest_change_apart():
     """As products take a larger part of a time, their rate counts more, without a step at any part."""
     old = elsewhere.recorded_gpu(H100)

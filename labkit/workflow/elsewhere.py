@@ -149,13 +149,10 @@ def transfers(rows: Rows) -> pd.DataFrame:
     return pd.DataFrame(found)
 
 
-def _of_one_kernel(*rows: pd.DataFrame) -> list[pd.DataFrame]:
-    """Of several GPUs the rows that all have of the same kernel: one that was changed since is another."""
-    keys = [pd.MultiIndex.from_frame(some[[*ROW, "kernel_sha"]]) for some in rows]
-    common = keys[0]
-    for one in keys[1:]:
-        common = common.intersection(one)
-    return [some[key.isin(common)] for some, key in zip(rows, keys, strict=True)]
+def _of_one_kernel(one: pd.DataFrame, two: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """Of two GPUs the rows that the other has of the same kernel: one that was changed since is another."""
+    of_one, of_two = (pd.MultiIndex.from_frame(rows[[*ROW, "kernel_sha"]]) for rows in (one, two))
+    return one[of_one.isin(of_two)], two[of_two.isin(of_one)]
 
 
 def _errors(found: pd.Series, truth: pd.Series, what: str = "") -> dict[str, float]:

@@ -23,8 +23,8 @@ made ahead is asked for only when the state has come. So few bytes are under way
 Products of 16 bits are exact; a state in fp32 goes as two parts in tf32 (`drafts.py`). GDN alone, V-first. The token
 that writes the state needs no entry, so that a ring that drafts have filled is taken, too. Source: see `buffered.py`.
 
-Measured on an H200, bf16 states: alone is 1.35 times faster than `buffered.decode` with 8 sequences and 1.13 times with
-32, and 1.11 times slower than in two launches with 512. Of those 512 sequences' 185 µs (a read of the states takes 122)
+Measured on an H200, bf16 states: alone is 1.30 times faster than `buffered.decode` with 8 sequences and 1.17 times with
+32, and 1.08 times slower than in two launches with 512. Of those 512 sequences' 185 µs (a read of the states takes 122)
 the sums take 16, of which little is hidden. With 20 KB of shared memory a program instead of 10 they took as long, and
 both kernels together 223: loads under way wait in the first level cache, which has what shared memory leaves of it,
 and as long as the two kernels overlap, it leaves as much as the first one asked for.
