@@ -530,28 +530,50 @@ def test_what_cannot_be_run_is_refused_before_the_launch():
 
 
 @pytest.mark.parametrize(
-    ("sequences", "dtype", "gate", "v_first", "chosen", "pays"),
+    ("sequences", "dtype", "gate", "v_first", "chosen"),
     [
-        (1, torch.float32, "GDN", True, BufferedChoice(StepChoice(16, 4, 1)), False),
-        (2, torch.float32, "GDN", True, BufferedChoice(StepChoice(16, 4, 1)), False),
-        (2, torch.bfloat16, "GDN", True, BufferedChoice(StepChoice(16, 4, 1)), False),
-        (8, torch.float32, "GDN", True, BufferedChoice(StepChoice(32, 4, 2), registers=168), True),
-        (8, torch.bfloat16, "GDN", True, BufferedChoice(StepChoice(32, 4, 2), registers=168), False),
-        (8, torch.float32, "KDA", True, BufferedChoice(StepChoice(32, 4, 1)), False),
-        (64, torch.float32, "GDN", True, BufferedChoice(StepChoice(32, 4, 2), registers=168), True),
-        (256, torch.float32, "GDN", True, BufferedChoice(StepChoice(32, 4, 2), ahead=True, registers=128), True),
-        (256, torch.bfloat16, "GDN", True, BufferedChoice(StepChoice(64, 1, 4), True, True, 128), True),
-        (256, torch.bfloat16, "KDA", True, BufferedChoice(StepChoice(64, 1, 4), True, True, 128), True),
-        (256, torch.float32, "KDA", True, BufferedChoice(StepChoice(32, 4, 1)), True),
-        (256, torch.float8_e4m3fn, "GDN", True, BufferedChoice(StepChoice(32, 4, 2), ahead=True, registers=128), False),
-        (256, torch.float32, "GDN", False, BufferedChoice(StepChoice(64, 4, 2)), True),
+        (1, torch.float32, "GDN", True, BufferedChoice(StepChoice(16, 4, 1))),
+        (2, torch.float32, "GDN", True, BufferedChoice(StepChoice(16, 4, 1))),
+        (2, torch.bfloat16, "GDN", True, BufferedChoice(StepChoice(16, 4, 1))),
+        (8, torch.float32, "GDN", True, BufferedChoice(StepChoice(32, 4, 2), registers=168)),
+        (8, torch.bfloat16, "GDN", True, BufferedChoice(StepChoice(32, 4, 2), registers=168)),
+        (8, torch.float32, "KDA", True, BufferedChoice(StepChoice(32, 4, 1))),
+        (64, torch.float32, "GDN", True, BufferedChoice(StepChoice(32, 4, 2), registers=168)),
+        (256, torch.float32, "GDN", True, BufferedChoice(StepChoice(32, 4, 2), ahead=True, registers=128)),
+        (256, torch.bfloat16, "GDN", True, BufferedChoice(StepChoice(64, 1, 4), True, True, 128)),
+        (256, torch.bfloat16, "KDA", True, BufferedChoice(StepChoice(64, 1, 4), True, True, 128)),
+        (256, torch.float32, "KDA", True, BufferedChoice(StepChoice(32, 4, 1))),
+        (256, torch.float8_e4m3fn, "GDN", True, BufferedChoice(StepChoice(32, 4, 2), ahead=True, registers=128)),
+        (256, torch.float32, "GDN", False, BufferedChoice(StepChoice(64, 4, 2))),
     ],
 )
-def test_the_rule(sequences, dtype, gate, v_first, chosen, pays):
+def test_the_rule(sequences, dtype, gate, v_first, chosen):
     # 32 value heads a sequence on as many multiprocessors as an H100 has
     x = on_meta(sequences, dtype, gate, v_first)
     assert buffered.choose(x, empty_ring(x, 16)) == chosen
-    assert buffered.pays(x) == pays
+
+
+@pytest.mark.parametrize(
+    ("sequences", "dtype", "gate", "v_first", "pays"),
+    [
+        (2, torch.float32, "GDN", True, False),
+        (8, torch.float32, "GDN", True, True),
+        (8, torch.float32, "GDN", False, True),
+        (8, torch.float32, "KDA", True, False),
+        (64, torch.float32, "KDA", True, True),
+        (8, torch.bfloat16, "GDN", True, False),
+        (16, torch.bfloat16, "GDN", True, True),
+        (16, torch.bfloat16, "GDN", False, False),
+        (16, torch.bfloat16, "KDA", True, False),
+        (64, torch.bfloat16, "GDN", False, True),
+        (64, torch.bfloat16, "KDA", True, True),
+        (256, torch.float16, "GDN", True, False),  # its tokens are bf16
+        (256, torch.float8_e4m3fn, "GDN", True, False),
+    ],
+)
+def test_where_a_ring_pays(sequences, dtype, gate, v_first, pays):
+    # 32 value heads a sequence on as many multiprocessors as an H100 has
+    assert on_ring.pays(on_meta(sequences, dtype, gate, v_first)) == pays
 
 
 def on_meta(N, dtype, gate, v_first):

@@ -963,17 +963,6 @@ def choose(x: Inputs, ring: Ring) -> BufferedChoice:
     return BufferedChoice(step, ahead=not few, registers=168 if few else 128)
 
 
-def pays(x: Inputs) -> bool:
-    """Whether a step on a ring is faster than the plain one, or as fast: from 2 value heads a multiprocessor (H100).
-
-    Of states of 16 bits, and of KDA, from 4. With fewer states to read a step is as long as its longest chain of loads
-    and sums, and the ring's is longer. Never of fp8, whose conversion takes longer than writing it: there a ring is
-    worth its error alone, since what is seldom written is seldom rounded.
-    """
-    size = x.state.dtype.itemsize
-    return size > 1 and _heads(x) > (1.5 if size == 4 and not _is_kda(x) else 4)
-
-
 def _is_kda(x: Inputs) -> bool:
     """Whether each channel has a decay of its own."""
     return x.a.ndim > x.b.ndim
