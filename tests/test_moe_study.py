@@ -1275,7 +1275,8 @@ def test_fewer_multiprocessors_are_emptier_only_if_each_gpu_says_so(shares, said
 
 VIEWS = (
     "own_code", "rivals", "rates", "one_token", "by_words", "words_said", "reading", "int4_gain", "routings",
-    "skew_costs", "prediction", "narrow_blocks", "beside_released", "side_by_side", "fragments", "designs_said",
+    "skew_costs", "prediction", "narrow_blocks", "beside_released", "side_by_side", "fragments", "at_once",
+    "designs_said",
 )  # fmt: skip
 GRID_VIEWS = (
     "own_products", "worth", "source_point", "as_timed", "point", "grid", "fewer_ctas", "bits", "occupancy", "order",

@@ -117,7 +117,8 @@ def expert_launch(name, choice, number, int4):
 
 def routing_launch(name, tokens):
     ids = torch.zeros(tokens, 8, dtype=torch.int32)
-    return routing.route(ids, 128, 64).launches[name]
+    found = routing.route(ids, 128, 64)
+    return routing.at_once(found, ids, 128, False) if name == "at once" else found.launches[name]
 
 
 def gguf(weights, columns, rows=64):
@@ -309,6 +310,7 @@ def experts():
     found |= every("expert_launch", name=["gemm1", "gemm2"], int4=[False], choice=["wide"], number=[128, 512])
     found |= every("expert_launch", name=["gemm1", "gemm2"], int4=[True], choice=["few"], number=[1])
     found |= every("expert_launch", name=["sum"], int4=[False], choice=["rule"], number=[1])
+    found |= every("routing_launch", name=["at once"], tokens=[16, 256])
     return found | every("routing_launch", name=["count", "place"], tokens=[512, 4096])
 
 

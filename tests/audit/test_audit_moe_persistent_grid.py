@@ -71,7 +71,7 @@ def active_experts(rows):
 
 
 def designs(rows):
-    return pd.concat([tables.designs(rows, by) for by in (variants.SIDE, variants.FRAGMENTS)])
+    return pd.concat([tables.designs(rows, by) for by in (variants.SIDE, variants.FRAGMENTS, variants.AT_ONCE)])
 
 
 def waves_by_gpu(rows):

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pairwise import pairwise
 
-from labkit.kernels.experts import choose, reference, routing
+from labkit.kernels.experts import choose, expert_layer, reference, routing
 from labkit.kernels.experts import int4 as experts_int4
 from labkit.kernels.experts.blocks import most_blocks
 from labkit.kernels.experts.choose import Choice, RowChoice, TileChoice
@@ -52,16 +52,44 @@ def test_any_routing(tokens, experts, top_k, block_m, kind, empty, dtype, seed):
     top_k = min(top_k, experts)
     ids = synthetic(kind, tokens, experts, top_k, seed, DEVICE, min(empty, experts - top_k)).ids.to(dtype)
     found = route(ids, experts, block_m, check=True)
-    found()
-    assert_sorted(found, ids, experts)
+    for _ in both_ways(found, ids, experts):
+        assert_sorted(found, ids, experts)
+
+
+def both_ways(found, ids, experts):
+    """The tables of a routing as its launches make them, then as one launch does."""
+    for launch in (found, routing.at_once(found, ids, experts, False)):
+        for table in (found.slots, found.experts, found.padded):
+            table.fill_(-7)
+        launch()
+        yield launch
 
 
 @pytest.mark.parametrize(("tokens", "experts", "top_k"), [(1, 1, 1), (1, 512, 10), (3, 8, 8), (600, 100, 1)])
 def test_sizes_at_the_edges(tokens, experts, top_k, device):
     ids = synthetic("zipf 1", tokens, experts, top_k, device=device).ids
     found = route(ids, experts, 64, blocks=most_blocks(tokens, top_k, experts, 64) + 5)
-    found()
-    assert_sorted(found, ids, experts)
+    for _ in both_ways(found, ids, experts):
+        assert_sorted(found, ids, experts)
+
+
+def test_too_many_slots_at_once_are_named():
+    ids = torch.zeros(routing.AT_ONCE + 1, 1, dtype=torch.int32)
+    with pytest.raises(ValueError, match="ids has 2049 slots; allowed at once: up to 2048"):
+        routing.at_once(route(ids, 8, 16), ids, 8, False)
+
+
+def test_a_layer_with_tables_made_at_once_is_the_same(device):
+    x = inputs(9, 4, 2, 64, 32, device)
+    config, scratch = small(), workspace(x)
+    results = []
+    for make in (expert_layer.by_tiles, expert_layer.by_tiles_at_once):
+        x.out.fill_(float("nan"))
+        scratch.integers.fill_(-7)
+        make(x, config, scratch)()
+        results.append(x.out.clone())
+    assert torch.equal(*results)
+    assert results[0].any()
 
 
 def test_many_slots_are_sorted_in_larger_chunks(device, monkeypatch):
@@ -96,8 +124,8 @@ def test_an_id_out_of_range_drops_its_slot(tokens, device):
     ids[1:] = torch.where(torch.arange(tokens - 1, device=device)[:, None] % 3 == 0, -1, ids[1:])
     ids[0] = torch.tensor([6, 2**31 - 1])
     found = route(ids, 6, 16)
-    found()
-    assert_sorted(found, ids, 6)
+    for _ in both_ways(found, ids, 6):
+        assert_sorted(found, ids, 6)
     with pytest.raises(ValueError, match=r"ids has 6 \(\d+ values out of range\); allowed: 0 to 5"):
         route(ids, 6, 16, check=True)
 

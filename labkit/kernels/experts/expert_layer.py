@@ -12,6 +12,7 @@
 |--------|------------------|-----------------------------------------------------------------------------------|
 | many   | bf16, fp16, fp32 | wide.py: blocks of one expert as one tile, where a router sends many tokens there |
 | few    | INT4 (bf16 x)    | few_rows.py: words as fragments of matrix instructions, where an expert is large  |
+| few    | any              | tiles.py with the tables of the routing made at once: `by_tiles_at_once`          |
 """
 
 from collections.abc import Mapping
@@ -27,6 +28,8 @@ from labkit.kernels.experts.int4 import Int4
 from labkit.kernels.experts.tiles import SUM_TILE, _gemm_kernel, _sum_kernel, constants, options_of, words
 from labkit.kernels.launch import Launch
 from labkit.kernels.target import has_dependent_launch
+
+AFTER_TABLES = ("gemm1", "gemm2", "sum")  # launches of a layer by tiles that use the tables of its routing
 
 
 def layer(
@@ -69,6 +72,13 @@ def by_tiles(x: LayerInputs, config: Choice, scratch: Workspace, check_ids: bool
     total |= {"TOP_K": top_k, "BLOCK": SUM_TILE, "DEPENDENT": before["DEPENDENT"]}
     last = Launch(_sum_kernel, (T * tiles,), total, options_of(total, 4))
     return Layer(config, made.sorted, {**made.launches, "sum": last})
+
+
+def by_tiles_at_once(x: LayerInputs, config: Choice, scratch: Workspace) -> Layer:
+    """The same, the tables of the routing made in one launch: see `routing.at_once`, also for what it refuses."""
+    made = by_tiles(x, config, scratch)
+    place = routing.at_once(made.sorted, x.ids, x.shape[1], made.launches["gemm1"].args["DEPENDENT"])
+    return Layer(config, made.sorted, {"place": place} | {name: made.launches[name] for name in AFTER_TABLES})
 
 
 def products(x: LayerInputs, config: Choice, scratch: Workspace, check_ids: bool = False) -> Layer:

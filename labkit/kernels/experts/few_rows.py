@@ -11,6 +11,7 @@
 |                          | times the sum of x, is a product of x with constants, in which each sum of a group begins |
 | gate and up side by side | rows r and r + 8 of a fragment are a lane's: SiLU(gate) · up needs no other lane          |
 | depth                    | groups of 128 weights of a row asked for ahead: more hide the memory, and take registers  |
+| registers                | fewer a thread than the compiler would take: more warps at once hide what each waits for  |
 
 Which eight values of x meet a word is the same for all rows: columns of a matrix instruction may have any order, if
 both sides have it. Lane 4 r + t of a warp has columns 32 t to 32 t + 31 of each group of 128, of rows r and r + 8 of a
@@ -18,6 +19,10 @@ fragment and of token r; parts i of word j are columns 8 j + i and 8 j + i + 4.
 
 The products are exact and the sums in fp32, but tensor cores cut off what is below 2^-23 or so of the largest term,
 which may be 136 times the sum of a group's x: of the sum of its |x|, times the scale, less than 2^-15.
+
+Tried on an H200 and slower: programs that stay, whose warps take one fragment after the other and ask for the next
+one's weights before they have ended (gemm1 1.15 to 1.35 times, gemm2 1.0 to 1.1); blocks of 32 and 64 tokens (Mixtral's
+layer, 128 tokens: as long as with two blocks of 16, and 1.6 times; tiles take half of that).
 
 Sources: tiles.py, `gguf.integers` (the fragments).
 """
@@ -54,11 +59,15 @@ LESS = tl.constexpr(-1022835960)  # bits of two bf16 -136
 
 @dataclass(frozen=True)
 class FewChoice:
-    """How one product is run. fragments: of 16 rows of w a warp; depth: groups of 128 columns asked for ahead."""
+    """How one product is run. fragments: of 16 rows of w a warp; depth: groups of 128 columns asked for ahead.
+
+    registers: at most, of a thread; 0: as many as the compiler takes.
+    """
 
     fragments: int = 2
     num_warps: int = 4
-    depth: int = 2
+    depth: int = 1
+    registers: int = 128
 
 
 @triton.jit
@@ -255,11 +264,12 @@ def _few_rows_kernel(
     STRIPS: tl.constexpr = N // 16
     COLUMNS: tl.constexpr = (STRIPS + FRAGMENTS * WARPS - 1) // (FRAGMENTS * WARPS)
     block, column = tl.program_id(0) // COLUMNS, tl.program_id(0) % COLUMNS
+    expert = tl.load(experts + block).to(tl.int64)  # asked for with `padded`, not after it
+    is_full = tl.load(slots + block * 16 + 8) < slot_count
     if block * 16 >= tl.load(padded):
         return
     lanes = tl.arange(0, WARPS * 32)
     row, quad = lanes // 4 % 8, lanes % 4
-    expert = tl.load(experts + block).to(tl.int64)
     w += expert * (N * (K // 8))
     scales += expert * (N * (K // 128))
     OUT: tl.constexpr = N // 2 if GATHER else N
@@ -273,7 +283,7 @@ def _few_rows_kernel(
             n = first + half * (OUT if GATHER else 8)
             rows_of_w = rows_of_w + (w + n * (K // 8),)
             scales_of_w = scales_of_w + (scales + n * (K // 128),)
-    if tl.load(slots + block * 16 + 8) < slot_count:
+    if is_full:
         _tokens(
             a, c, rows_of_w, scales_of_w, slots, block, upper, row, quad, live, slot_count, base, nibbles,
             OUT, K, TOP_K, GATHER, 16, WARPS, DEPTH,
@@ -288,8 +298,8 @@ def _few_rows_kernel(
 def by_few_rows(
     x: LayerInputs,
     scratch: Workspace | None = None,
-    up: FewChoice = FewChoice(depth=1),
-    down: FewChoice = FewChoice(depth=3),
+    up: FewChoice = FewChoice(registers=168),
+    down: FewChoice = FewChoice(),
 ) -> Layer:
     """`expert_layer.layer` by these products: blocks of 16 tokens, SiLU · up fused.
 
@@ -323,4 +333,5 @@ def gemm(args: Mapping[str, Any], w: Int4, choice: FewChoice) -> Launch:
     given |= {"base": BASE, "nibbles": NIBBLES, "FRAGMENTS": choice.fragments, "WARPS": choice.num_warps}
     given |= {"DEPTH": choice.depth}
     columns = triton.cdiv(args["N"] // ROWS, choice.fragments * choice.num_warps)
-    return Launch(_few_rows_kernel, (args["blocks"] * columns,), given, options_of(args, choice.num_warps))
+    options = options_of(args, choice.num_warps) | ({"maxnreg": choice.registers} if choice.registers else {})
+    return Launch(_few_rows_kernel, (args["blocks"] * columns,), given, options)

@@ -11,6 +11,10 @@ Two kernels, or one where all slots fit one chunk, or none for one token (`one_t
 | place  | chunk    | every program sums the counts again, which costs less than a launch between them; then it places |
 |        |          | its chunk's slots, in their order, and fills its share of the blocks' experts and paddings       |
 
+`at_once` makes the same tables of few slots. Hypothesis: a single program that compares all slots, a part after the
+other, and then finds the blocks' experts, a part after the other, takes as long as a product of few tokens; many
+programs that each look at all slots, but place few of them, do each in one step, and need no counts before them.
+
 Nothing depends on the order in which programs run: the sort is stable, and two runs give the same bits.
 """
 
@@ -28,6 +32,7 @@ from labkit.kernels.experts.blocks import BLOCKS_M, most_blocks
 from labkit.kernels.launch import Launch
 
 ONE_CHUNK = 256  # slots, up to which one program does everything
+AT_ONCE = 2048  # slots, up to which every program may look at all of them
 MANY = 2**14  # slots, above which chunks are larger
 TILE_VALUES = 4096  # of a two-dimensional tile: 32 a thread
 
@@ -98,6 +103,37 @@ def _place_kernel(
         row = b[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
         padding = (row >= last[:, None]) & (b < blocks)[:, None]
         tl.store(sorted_slots + row, tl.zeros([TILE, BLOCK_M], tl.int32) + slots, mask=padding)
+
+
+@triton.jit(do_not_specialize=["slots", "blocks"])
+def _at_once_kernel(
+    ids, sorted_slots, experts, padded, slots, E, blocks,
+    BLOCK_M: tl.constexpr, ALL: tl.constexpr, PART: tl.constexpr, BINS: tl.constexpr, TILE: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """One program: PART slots to their places, and TILE blocks; each program looks at all slots."""
+    wait_for_inputs(DEPENDENT)
+    j = tl.arange(0, ALL)
+    of_all = _experts_of(ids, j, slots, E)
+    i = tl.program_id(0) * PART + tl.arange(0, PART)
+    e = _experts_of(ids, i, slots, E)
+    total = tl.histogram(of_all, BINS, mask=of_all < E)
+    own = (total + BLOCK_M - 1) // BLOCK_M
+    end = tl.cumsum(own, 0)
+    start = (end - own) * BLOCK_M
+    live = tl.sum(own, 0)
+    if tl.program_id(0) == 0:
+        tl.store(padded, live * BLOCK_M)
+    before = (e[:, None] == of_all[None, :]) & (j[None, :] < i[:, None])
+    position = tl.gather(start, tl.minimum(e, BINS - 1), 0) + tl.sum(before.to(tl.int32), 1)
+    tl.store(sorted_slots + position, i, mask=e < E)
+    b = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    owner = tl.sum((end[None, :] <= b[:, None]).to(tl.int32), 1)
+    last = tl.where(b < live, tl.gather(start + total, tl.minimum(owner, BINS - 1), 0), 0)
+    tl.store(experts + b, tl.where(b < live, owner, -1), mask=b < blocks)
+    row = b[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
+    padding = (row >= last[:, None]) & (b < blocks)[:, None]
+    tl.store(sorted_slots + row, tl.zeros([TILE, BLOCK_M], tl.int32) + slots, mask=padding)
 
 
 @dataclass(frozen=True)
@@ -188,6 +224,20 @@ def route(
     launches = {"count": Launch(_count_kernel, (chunks,), sizes, options)} if counted else {}
     launches["place"] = Launch(_place_kernel, (chunks,), sizes | place, options)
     return Routing(block_m, blocks, *made, launches)
+
+
+def at_once(made: Routing, ids: Tensor, experts: int, dependent: bool) -> Launch:
+    """What fills the tables of a routing of these ids in one launch of many programs. ValueError for too many slots."""
+    slots = ids.numel()
+    if slots > AT_ONCE:
+        raise ValueError(f"ids has {slots} slots; allowed at once: up to {AT_ONCE}")
+    whole, bins = max(16, triton.next_power_of_2(slots)), max(32, triton.next_power_of_2(experts))
+    part, tile = max(4, min(whole, TILE_VALUES // whole)), max(1, TILE_VALUES // bins)
+    args = {"ids": ids, "sorted_slots": made.slots, "experts": made.experts, "padded": made.padded, "slots": slots}
+    args |= {"E": experts, "blocks": made.blocks, "BLOCK_M": made.block_m, "ALL": whole, "PART": part, "BINS": bins}
+    args |= {"TILE": tile, "DEPENDENT": dependent}
+    programs = max(triton.cdiv(slots, part), triton.cdiv(made.blocks, tile))
+    return Launch(_at_once_kernel, (programs,), args, {"num_warps": 4} | ({"launch_pdl": True} if dependent else {}))
 
 
 def one_token(ids: Tensor, experts: int, block_m: int, check: bool = False) -> Routing:

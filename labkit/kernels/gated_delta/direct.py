@@ -83,15 +83,6 @@ def _columns(q, k, q_head, k_head, piece, HEADS: tl.constexpr, TWICE: tl.constex
 
 
 @triton.jit
-def _pieces(q, k, q_head, k_head, HEADS: tl.constexpr, TWICE: tl.constexpr, K: tl.constexpr, BK: tl.constexpr):
-    """`_columns` of all K channels, BK at a time."""
-    columns = ()
-    for p in tl.static_range((K + BK - 1) // BK):
-        columns = columns + (_columns(q, k, q_head, k_head, p, HEADS, TWICE, K, BK),)
-    return columns
-
-
-@triton.jit
 def _exact(x, y, sums):
     """sums + x y of one dtype: products of 16 bits are exact, those of fp32 go as three of tf32."""
     return tl.dot(x, y, sums, input_precision="tf32x3" if x.dtype == tl.float32 else None)
@@ -117,24 +108,6 @@ def _result(S, columns, U, weights, of_state):
         high = weights.to(U.dtype)
         sums = tl.dot(tl.trans(U), tl.where(at < 2, high, (weights - high.to(tl.float32)).to(U.dtype)), sums)
     return _where(sums, at % 2 == 0), _where(sums, at % 2 == 1)
-
-
-@triton.jit
-def _own(out, beta, value, with_key, with_query, of_u, k_factor, live, inside):
-    """The correction of the token as the ring keeps it; its output is stored."""
-    u = beta * value - with_key
-    o = tl.fma(of_u, u, with_query)
-    tl.store(out, tl.where(live, o, 0.0).to(out.dtype.element_ty), mask=inside)
-    return u * k_factor
-
-
-@triton.jit
-def _is_written(flush, n, count, length, live, FORCED: tl.constexpr):
-    """Whether the token writes the state instead of an entry."""
-    writes = count + 1 >= length
-    if FORCED:
-        writes = writes | (tl.load(flush + n) != 0)
-    return writes & live
 
 
 @triton.jit
@@ -278,7 +251,9 @@ def _direct_kernel(
     of_u = tl.load(factors + 3)
     k_factor = tl.load(factors + 4)
     if MATRIX:
-        columns = _pieces(query, key, 0, 0, 1, True, K, BK)
+        columns = ()
+        for p in tl.static_range(len(S)):
+            columns = columns + (_columns(query, key, 0, 0, p, 1, True, K, BK),)
         at = tl.arange(0, _ROWS)
         of_state = tl.load(factors + 1 + at, mask=at < 2, other=0.0)
         of_past = tl.load(weights + (at % 2)[None, :] * BL + js[:, None], mask=(at < 4)[None, :], other=0.0)
@@ -288,8 +263,14 @@ def _direct_kernel(
         past = U.to(tl.float32)
         with_key = tl.load(factors + 1) * Sk + tl.sum(past * tl.load(weights + js)[:, None], 0)
         with_query = tl.load(factors + 2) * Sq + tl.sum(past * tl.load(weights + BL + js)[:, None], 0)
-    u = _own(out + head * V + vs, beta, value, with_key, with_query, of_u, k_factor, live, inside)
-    if _is_written(flush, n, count, length, live, FORCED):
+    u = beta * value - with_key
+    o = tl.fma(of_u, u, with_query)
+    tl.store(out + head * V + vs, tl.where(live, o, 0.0).to(out.dtype.element_ty), mask=inside)
+    u = u * k_factor
+    writes = count + 1 >= length
+    if FORCED:
+        writes = writes | (tl.load(flush + n) != 0)
+    if writes & live:
         _rebuilt(base, vs, U, u, key, ks, gs, entries, valid, tl.load(factors + 5), K, V, PART)
     else:
         tl.store(us + (start + count) % R * V + vs, u.to(ring_u.dtype.element_ty), mask=live & inside)
@@ -314,7 +295,9 @@ def _alone_kernel(
     count = tl.load(counts + n)
     query = q + n * q_token + hv // GROUP * q_head
     key = k + n * k_token + hv // GROUP * k_head
-    columns = _pieces(query, key, 0, 0, 1, True, K, BK)  # asked for while the slot is
+    columns = ()
+    for p in tl.static_range((K + BK - 1) // BK):  # asked for while the slot is
+        columns = columns + (_columns(query, key, 0, 0, p, 1, True, K, BK),)
     gate = tl.load(a + n * a_token + hv).to(tl.float32) + tl.load(dt_bias + hv).to(tl.float32)
     beta = tl.sigmoid(tl.load(b + n * b_token + hv).to(tl.float32))
     log_rate = tl.load(A_log + hv).to(tl.float32)
@@ -348,8 +331,14 @@ def _alone_kernel(
     since = tl.where(valid, tl.exp(before[0] - logs) * decays[0], 0.0)
     weights = sums * since[:, None] * factors[None, :]
     with_key, with_query = _result(S, columns, U, weights, factors * (tl.exp(before[0]) * decays[0]))
-    u = _own(out + (n * HV + hv) * V + vs, beta, value, with_key, with_query, of_u, k_factor, live, inside)
-    if _is_written(flush, n, count, length, live, FORCED):
+    u = beta * value - with_key
+    o = tl.fma(of_u, u, with_query)
+    tl.store(out + (n * HV + hv) * V + vs, tl.where(live, o, 0.0).to(out.dtype.element_ty), mask=inside)
+    u = u * k_factor
+    writes = count + 1 >= length
+    if FORCED:
+        writes = writes | (tl.load(flush + n) != 0)
+    if writes & live:
         _rebuilt(base, vs, U, u, key, ks, gs, entries, valid, after[0], K, V, PART)
     else:
         entry = (start + count) % R
@@ -403,20 +392,13 @@ def choose(x: StepInputs) -> BufferedChoice:
     return BufferedChoice(buffered._fitting(StepChoice(16, 4, 1), x), ahead=True, registers=128)
 
 
-def objection(x: StepInputs) -> str:
-    """Which inputs the kernels cannot take, and which they can; empty if they take these."""
-    if x.a.ndim == 3:
-        return "a has a gate of each channel (KDA); allowed directly: a gate of each head (GDN)"
-    if not x.v_first:
-        return "v_first is False; allowed directly: True"
-    if x.q.dtype != x.k.dtype:
-        return f"q is {x.q.dtype} and k is {x.k.dtype}; allowed directly: one dtype"
-    return ""
-
-
 def check_direct(x: StepInputs, choice: BufferedChoice) -> None:
     """Raise ValueError for inputs or a choice that the kernels cannot take."""
-    if found := objection(x):
-        raise ValueError(found)
+    if x.a.ndim == 3:
+        raise ValueError("a has a gate of each channel (KDA); allowed directly: a gate of each head (GDN)")
+    if not x.v_first:
+        raise ValueError("v_first is False; allowed directly: True")
+    if x.q.dtype != x.k.dtype:
+        raise ValueError(f"q is {x.q.dtype} and k is {x.k.dtype}; allowed directly: one dtype")
     if not (choice.ahead or choice.matrix):
         raise ValueError("choice.ahead and choice.matrix are False; allowed in one launch: choice.matrix")

@@ -265,8 +265,8 @@ def designed(item: LayerInputs, config: Choice, scratch: Workspace, by: str) -> 
     """The launches of a design on one set of inputs."""
     if by == variants.FRAGMENTS:
         return few_rows.by_few_rows(item, scratch)
-    make = wide.by_wide_tiles if by == variants.SIDE else expert_layer.by_tiles
-    return make(item, config, scratch)
+    made_by = {variants.SIDE: wide.by_wide_tiles, variants.AT_ONCE: expert_layer.by_tiles_at_once}
+    return made_by.get(by, expert_layer.by_tiles)(item, config, scratch)
 
 
 def _code(launch: Launch) -> dict[str, Any]:

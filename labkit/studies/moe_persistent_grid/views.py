@@ -260,6 +260,13 @@ def words_said(rows: pd.DataFrame) -> str:
     return f"{said}; bytes are faster for {worse}." if worse else f"{said}."
 
 
+DESIGNS = {
+    variants.SIDE: "Blocks of one expert as one tile",
+    variants.FRAGMENTS: "INT4 as fragments",
+    variants.AT_ONCE: "Tables in one launch",
+}
+
+
 def side_by_side(rows: pd.DataFrame) -> pd.DataFrame:
     """Blocks of one expert as one tile, by routing."""
     shown = {"routing": "synthetic routing", "beside": "× faster than F.grouped_mm"}
@@ -272,10 +279,16 @@ def fragments(rows: pd.DataFrame) -> pd.DataFrame:
     return named(table, "weights", "beside", "same bits")
 
 
+def at_once(rows: pd.DataFrame) -> pd.DataFrame:
+    """The tables of the routing in one launch, by model."""
+    table = tables.designs(rows, variants.AT_ONCE).rename(columns={"reading %": "of reading, %"})
+    return named(table, "weights", "beside", "same bits")
+
+
 def designs_said(rows: pd.DataFrame) -> str:
     """How much faster each of the other designs is, at most, and in how many cases."""
     said = []
-    for by, words in ((variants.SIDE, "Blocks of one expert as one tile"), (variants.FRAGMENTS, "INT4 as fragments")):
+    for by, words in DESIGNS.items():
         table = tables.designs(rows, by)
         if len(table):
             best = table.loc[table["ratio"].idxmax()]
