@@ -593,7 +593,7 @@ def designs(rows: pd.DataFrame) -> pd.DataFrame:
                 line |= {"same bits": outputs[0] == outputs[1], "reading %": 100 * us(known[READ]) / us(known[design])}
                 line |= {"beside": us(known[GROUPED]) / us(known[design])} if GROUPED in known else {}
                 found.append(pick(params, CASE) | line)
-    return table(found, [*CASE, "us", "against us", "beside", "reading %", "same bits", *RATIO])
+    return table(found, [*CASE, "variant", "us", "against us", "beside", "reading %", "same bits", *RATIO])
 
 
 def predictions(rows: pd.DataFrame) -> pd.DataFrame:

@@ -71,7 +71,8 @@ def active_experts(rows):
 
 
 def designs(rows):
-    return pd.concat([tables.designs(rows, by) for by in (variants.SIDE, variants.FRAGMENTS, variants.AT_ONCE)])
+    found = (variants.SIDE, variants.FRAGMENTS, variants.AT_ONCE)
+    return pd.concat([tables.designs(rows, by).assign(variant=by) for by in found])
 
 
 def waves_by_gpu(rows):
@@ -111,7 +112,7 @@ LAB = {  # table -> the lab's, and the columns that say which line it is
     "tables.persistent_on_parts": (tables.persistent_on_parts, ["T", "SMs"]),
     "tables.on_other_gpus": (tables.on_other_gpus, [*CASE, "GEMM", "kernel", "GPU"]),
     "tables.routings": (tables.routings, CASE),
-    "tables.designs": (designs, CASE),
+    "tables.designs": (designs, [*CASE, "variant"]),
     "tables.predictions": (tables.predictions, CASE),
     "tables.fastest": (fastest, ["E", "top_k", "H", "I", "int4", "T"]),
     "tables.tuned_up_to": (one_line(tables.tuned_up_to, "tokens"), ["of"]),

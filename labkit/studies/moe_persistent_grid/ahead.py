@@ -66,7 +66,10 @@ def _designed(x: Case, shape: list[Any], by: str, capability: int) -> Iterator[t
     shared = {"op": x.op, "params": dict(x.params), "choice": config.as_dict(), "by": by}
     for key, wanted in _parts(x, shape, variants.GEMMS, config, False, capability):
         dissect = wanted[0] in variants.GEMMS
-        yield [by] * (dissect or by == variants.AT_ONCE) + [*key, dissect], (f"{__name__}:layer", shared | {"wanted": wanted, "dissect": dissect})
+        yield (
+            [by] * (dissect or by == variants.AT_ONCE) + [*key, dissect],
+            (f"{__name__}:layer", shared | {"wanted": wanted, "dissect": dissect}),
+        )
 
 
 def _foreign(x: Case, lines: Sequence[variants.Line], shape: list[Any], gpu: str) -> Iterator[tuple[Any, Source]]:
