@@ -49,6 +49,12 @@ def test_rows_that_a_verdict_does_not_rest_on_may_be_of_an_earlier_rule():
     assert not recorded.rule_changed(claim, some, claim.judge(some))
 
 
+@pytest.mark.parametrize(("old", "rests"), [("step", True), ("other", False), ("none", False)])
+def test_a_verdict_rests_on_the_rows_without_which_it_is_another(old, rests):
+    claim, some = replace(CLAIM, observe=of_steps), rows({}, {}, {}).assign(op=["step", "step", "other"])
+    assert recorded.rests_on(claim, some, some["op"] == old, claim.judge(some)) == rests
+
+
 def of_steps(rows):
     return observe(rows[rows["op"] == "step"])
 

@@ -25,7 +25,7 @@ RUN = {OWN: "the source's own code", OURS: "our version of it", ESTIMATE: "an es
 class Result:
     """A claim on one GPU: its judgement, or the error for which there is none.
 
-    earlier_kernel: some rows are of an earlier version of the kernels. rule_changed: it rests on rows that were
+    earlier_kernel: it rests on rows of an earlier version of the kernels. rule_changed: it rests on rows that were
     measured before its rule. figure: what was measured, without the claim's quantity; why: the judgement's; both with
     the origins of their numbers.
     """

@@ -131,8 +131,13 @@ def judge(claim: Claim, rows: pd.DataFrame) -> tuple[Judgement | None, str]:
         return None, f"{type(problem).__name__}: {problem}"
 
 
+def rests_on(claim: Claim, rows: pd.DataFrame, some: pd.Series, judgement: Judgement | None) -> bool:
+    """Whether a judgement rests on some of its rows: without them it is another."""
+    return judgement is not None and bool(some.any()) and judge(claim, rows[~some])[0] != judgement
+
+
 def rule_changed(claim: Claim, rows: pd.DataFrame, judgement: Judgement | None) -> bool:
-    """Whether a judgement rests on rows that were measured before its present rule: without them it is another."""
+    """Whether a judgement rests on rows that were measured before its present rule."""
     known = {text: json.loads(text).get(claim.id) == claim.sha() for text in rows["rules"].unique()}
     later = rows["rules"].map(known).astype(bool)
-    return judgement is not None and not later.all() and judge(claim, rows[later])[0] != judgement
+    return rests_on(claim, rows, ~later, judgement)

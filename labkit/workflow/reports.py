@@ -387,7 +387,7 @@ def judge_recorded() -> int:
 
 def claims_of(one: recorded.Rows) -> dict[str, Any]:
     """The GPU's name, and claim -> the fields of its `index.Result` on these rows, as JSON has them."""
-    old, claims = bool(recorded.stale(one.rows).any()), registry.load(one.study).claims
+    old, claims = recorded.stale(one.rows), registry.load(one.study).claims
     results = {claim.id: asdict(_result(claim, one, old)) for claim in claims} if len(one.rows) else {}
     return {"gpu": _gpu_name(one) if len(one.rows) else one.gpu, "results": results}
 
@@ -398,11 +398,12 @@ def _as_result(fields: Mapping[str, Any]) -> index.Result:
     return index.Result(**{**fields, **texts, "judgement": judgement})
 
 
-def _result(claim: Claim, one: recorded.Rows, earlier_kernel: bool) -> index.Result:
-    """A claim on one GPU, with the origins of the numbers that its judgement says."""
+def _result(claim: Claim, one: recorded.Rows, old: pd.Series) -> index.Result:
+    """A claim on one GPU, with the origins of the numbers that its judgement says. old: which rows are stale."""
     place = origins.Place(registry.NOTEBOOKS[one.study], _key(one.gpu, one.here), _gpu_name(one), [claim])
     found = judged.claim(claim, one.kept, place, one.path)
     figure = found.figure if found.judgement and found.judgement.code else ""
+    earlier_kernel = recorded.rests_on(claim, one.rows, old, found.judgement)
     return index.Result(found.judgement, earlier_kernel, found.changed, found.error, figure, found.why)
 
 
