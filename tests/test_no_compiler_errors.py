@@ -118,7 +118,7 @@ def expert_launch(name, choice, number, int4):
 def routing_launch(name, tokens):
     ids = torch.zeros(tokens, 8, dtype=torch.int32)
     found = routing.route(ids, 128, 64)
-    return routing.at_once(found, ids, 128, False) if name == "at once" else found.launches[name]
+    return routing.at_once(found, ids, 128).launches["place"] if name == "at once" else found.launches[name]
 
 
 def gguf(weights, columns, rows=64):

@@ -53,7 +53,7 @@ def step():
 def launches_of_a_layer():
     """The launches with the GPU that is compiled for, small inputs; both products and the sum."""
     case = registry.load("moe_persistent_grid").timelines.case
-    case = replace(case, params={**case.params, "E": 8, "T": 64})
+    case = replace(case, params={**case.params, "E": 8, "T": 512})
     [item] = trials.inputs(case, "cpu", 1, 0)
     return trials._built(case, item, workspace(item), "tiles").launches
 

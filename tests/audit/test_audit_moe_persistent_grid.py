@@ -24,7 +24,7 @@ from common import (
 from once import made_once
 
 from labkit.bench.spec import Case
-from labkit.studies.moe_persistent_grid import answer, claims, grid_views, tables, variants, views, waves, work
+from labkit.studies.moe_persistent_grid import answer, claims, grid_views, tables, views, waves, work
 from labkit.studies.moe_persistent_grid.models import MODELS
 
 CASE = audit.CASE
@@ -71,8 +71,7 @@ def active_experts(rows):
 
 
 def designs(rows):
-    found = (variants.SIDE, variants.FRAGMENTS, variants.AT_ONCE)
-    return pd.concat([tables.designs(rows, by).assign(variant=by) for by in found])
+    return pd.concat([tables.designs(rows, *pair).assign(variant=pair[0]) for pair in views.DESIGNS])
 
 
 def waves_by_gpu(rows):

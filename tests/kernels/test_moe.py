@@ -58,7 +58,7 @@ def test_any_routing(tokens, experts, top_k, block_m, kind, empty, dtype, seed):
 
 def both_ways(found, ids, experts):
     """The tables of a routing as its launches make them, then as one launch does."""
-    for launch in (found, routing.at_once(found, ids, experts, False)):
+    for launch in (found, routing.at_once(found, ids, experts)):
         for table in (found.slots, found.experts, found.padded):
             table.fill_(-7)
         launch()
@@ -73,23 +73,27 @@ def test_sizes_at_the_edges(tokens, experts, top_k, device):
         assert_sorted(found, ids, experts)
 
 
-def test_too_many_slots_at_once_are_named():
-    ids = torch.zeros(routing.AT_ONCE + 1, 1, dtype=torch.int32)
-    with pytest.raises(ValueError, match="ids has 2049 slots; allowed at once: up to 2048"):
-        routing.at_once(route(ids, 8, 16), ids, 8, False)
-
-
 def test_a_layer_with_tables_made_at_once_is_the_same(device):
     x = inputs(9, 4, 2, 64, 32, device)
     config, scratch = small(), workspace(x)
     results = []
-    for make in (expert_layer.by_tiles, expert_layer.by_tiles_at_once):
+    for at_once in (False, True):
         x.out.fill_(float("nan"))
         scratch.integers.fill_(-7)
-        make(x, config, scratch)()
+        expert_layer.by_tiles(x, config, scratch, at_once=at_once)()
         results.append(x.out.clone())
     assert torch.equal(*results)
     assert results[0].any()
+
+
+@pytest.mark.parametrize("most", [18, 17])
+def test_tables_of_few_slots_are_made_at_once(most, device, monkeypatch):
+    monkeypatch.setattr(routing, "AT_ONCE", most)
+    x = inputs(9, 4, 2, 64, 32, device)
+    found = expert_layer.by_tiles(x, small(), workspace(x))
+    kernel = routing._at_once_kernel if most == 18 else routing._place_kernel
+    assert found.launches["place"].kernel is kernel
+    assert found.sorted.launches["place"] is found.launches["place"]
 
 
 def test_many_slots_are_sorted_in_larger_chunks(device, monkeypatch):

@@ -12,7 +12,6 @@
 |--------|------------------|-----------------------------------------------------------------------------------|
 | many   | bf16, fp16, fp32 | wide.py: blocks of one expert as one tile, where a router sends many tokens there |
 | few    | INT4 (bf16 x)    | few_rows.py: words as fragments of matrix instructions, where an expert is large  |
-| few    | any              | tiles.py with the tables of the routing made at once: `by_tiles_at_once`          |
 """
 
 from collections.abc import Mapping
@@ -29,7 +28,7 @@ from labkit.kernels.experts.tiles import SUM_TILE, _gemm_kernel, _sum_kernel, co
 from labkit.kernels.launch import Launch
 from labkit.kernels.target import has_dependent_launch
 
-AFTER_TABLES = ("gemm1", "gemm2", "sum")  # launches of a layer by tiles that use the tables of its routing
+PRODUCTS = ("gemm1", "gemm2")  # launches of a layer by tiles
 
 
 def layer(
@@ -62,23 +61,23 @@ def layer(
     return Layer(config, routing.one_token(x.ids, E, config.block_m, check_ids), made)
 
 
-def by_tiles(x: LayerInputs, config: Choice, scratch: Workspace, check_ids: bool = False) -> Layer:
-    """The launches of `layer` with tiles, whatever config.rows says, for inputs that have been checked."""
+def by_tiles(
+    x: LayerInputs, config: Choice, scratch: Workspace, check_ids: bool = False, at_once: bool = True
+) -> Layer:
+    """The launches of `layer` with tiles, whatever config.rows says, for inputs that have been checked.
+
+    at_once: whether tables of few slots are made by `routing.at_once`.
+    """
     T, E, top_k, H, _ = x.shape
     made = products(x, config, scratch, check_ids)
-    before = made.launches["gemm2"].args
+    gemms = {name: made.launches[name] for name in PRODUCTS}
+    before = gemms["gemm2"].args
+    found = routing.at_once(made.sorted, x.ids, E, before["DEPENDENT"]) if at_once else made.sorted
     tiles = triton.cdiv(H, SUM_TILE)
     total = {"parts": before["c"], "ids": x.ids, "weights": x.weights, "out": x.out, "H": H, "TILES": tiles, "E": E}
     total |= {"TOP_K": top_k, "BLOCK": SUM_TILE, "DEPENDENT": before["DEPENDENT"]}
     last = Launch(_sum_kernel, (T * tiles,), total, options_of(total, 4))
-    return Layer(config, made.sorted, {**made.launches, "sum": last})
-
-
-def by_tiles_at_once(x: LayerInputs, config: Choice, scratch: Workspace) -> Layer:
-    """The same, the tables of the routing made in one launch: see `routing.at_once`, also for what it refuses."""
-    made = by_tiles(x, config, scratch)
-    place = routing.at_once(made.sorted, x.ids, x.shape[1], made.launches["gemm1"].args["DEPENDENT"])
-    return Layer(config, made.sorted, {"place": place} | {name: made.launches[name] for name in AFTER_TABLES})
+    return Layer(config, found, {**found.launches, **gemms, "sum": last})
 
 
 def products(x: LayerInputs, config: Choice, scratch: Workspace, check_ids: bool = False) -> Layer:

@@ -19,7 +19,7 @@ Nothing depends on the order in which programs run: the sort is stable, and two 
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -226,18 +226,19 @@ def route(
     return Routing(block_m, blocks, *made, launches)
 
 
-def at_once(made: Routing, ids: Tensor, experts: int, dependent: bool) -> Launch:
-    """What fills the tables of a routing of these ids in one launch of many programs. ValueError for too many slots."""
+def at_once(made: Routing, ids: Tensor, experts: int, dependent: bool = False) -> Routing:
+    """A routing of these ids whose tables, if of no more than AT_ONCE slots, many programs fill in one launch."""
     slots = ids.numel()
-    if slots > AT_ONCE:
-        raise ValueError(f"ids has {slots} slots; allowed at once: up to {AT_ONCE}")
+    if not made.launches or slots > AT_ONCE:
+        return made
     whole, bins = max(16, triton.next_power_of_2(slots)), max(32, triton.next_power_of_2(experts))
     part, tile = max(4, min(whole, TILE_VALUES // whole)), max(1, TILE_VALUES // bins)
     args = {"ids": ids, "sorted_slots": made.slots, "experts": made.experts, "padded": made.padded, "slots": slots}
     args |= {"E": experts, "blocks": made.blocks, "BLOCK_M": made.block_m, "ALL": whole, "PART": part, "BINS": bins}
     args |= {"TILE": tile, "DEPENDENT": dependent}
     programs = max(triton.cdiv(slots, part), triton.cdiv(made.blocks, tile))
-    return Launch(_at_once_kernel, (programs,), args, {"num_warps": 4} | ({"launch_pdl": True} if dependent else {}))
+    options = {"num_warps": 4} | ({"launch_pdl": True} if dependent else {})
+    return replace(made, launches={"place": Launch(_at_once_kernel, (programs,), args, options)})
 
 
 def one_token(ids: Tensor, experts: int, block_m: int, check: bool = False) -> Routing:

@@ -67,7 +67,7 @@ def _designed(x: Case, shape: list[Any], by: str, capability: int) -> Iterator[t
     for key, wanted in _parts(x, shape, variants.GEMMS, config, False, capability):
         dissect = wanted[0] in variants.GEMMS
         yield (
-            [by] * (dissect or by == variants.AT_ONCE) + [*key, dissect],
+            [by] * (dissect or by == variants.IN_TURN) + [*key, dissect],
             (f"{__name__}:layer", shared | {"wanted": wanted, "dissect": dissect}),
         )
 

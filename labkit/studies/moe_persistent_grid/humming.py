@@ -169,7 +169,7 @@ def tables(ids: Tensor, block_m: int, experts: int) -> tuple[list[Callable[[], A
         table[:, 0] = torch.arange(slots, device=ids.device)
         padded = torch.tensor([slots * block_m], dtype=torch.int32, device=ids.device)
         return [], {"sorted_ids": table.view(-1), "expert_ids": ids.view(-1), "num_tokens_padded": padded}
-    found = routing.route(ids, experts, SORTED_BY)
+    found = routing.at_once(routing.route(ids, experts, SORTED_BY), ids, experts)
     blocks = min(slots, (slots + experts * (block_m - 1)) // block_m)
     new = {"dtype": torch.int32, "device": ids.device}
     firsts, counts, padded = (torch.empty(size, **new) for size in (experts, experts, 1))

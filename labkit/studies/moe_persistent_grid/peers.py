@@ -95,7 +95,7 @@ def _total_kernel(parts, positions, weights, out, H, TILES, TOP_K: tl.constexpr,
 
 def grouped_mm(x: LayerInputs) -> Callable[[], Any]:
     """The layer by torch's grouped product; every id must be in range. May be captured in a CUDA graph."""
-    found = routing.route(x.ids, x.shape[1], PADDED_TO)
+    found = routing.at_once(routing.route(x.ids, x.shape[1], PADDED_TO), x.ids, x.shape[1])
     inputs, hidden, positions, ends = _memory(x, found)
     glue = around(x, found, inputs, positions, ends)
 
@@ -113,7 +113,7 @@ def grouped_mm(x: LayerInputs) -> Callable[[], Any]:
 
 def glue(x: LayerInputs) -> list[Launch]:
     """What `grouped_mm` launches beside torch's products, as something to compile."""
-    found = routing.route(x.ids, x.shape[1], PADDED_TO)
+    found = routing.at_once(routing.route(x.ids, x.shape[1], PADDED_TO), x.ids, x.shape[1])
     inputs, hidden, positions, ends = _memory(x, found)
     up, parts = inputs.new_empty((len(inputs), 2 * hidden.shape[1])), torch.empty_like(inputs)
     before = around(x, found, inputs, positions, ends)

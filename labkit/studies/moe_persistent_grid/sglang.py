@@ -109,6 +109,7 @@ def aligned(ids: Tensor, block_m: int, experts: int) -> tuple[Tensor, Tensor, Te
     slots = ids.numel()
     rows = slots * block_m if slots < experts + 1 else slots + (experts + 1) * (block_m - 1)
     found = routing.route(ids, experts, block_m, blocks=triton.cdiv(triton.cdiv(rows, 4) * 4, block_m))
+    found = routing.at_once(found, ids, experts)
     found()
     return found.slots, found.experts, found.padded
 

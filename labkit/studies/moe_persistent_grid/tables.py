@@ -446,8 +446,8 @@ def routings(rows: pd.DataFrame) -> pd.DataFrame:
 DESIGNED = [*CASE, "us", "against us", *RATIO, "beside", "reading %", "same bits"]
 
 
-def designs(rows: pd.DataFrame, by: str) -> pd.DataFrame:
-    """Time of our layer by tiles over that by another design, in every case that has both. by: a variant.
+def designs(rows: pd.DataFrame, by: str, instead_of: str = names.OURS) -> pd.DataFrame:
+    """Time of a layer over that by another design, in every case that has both. by, instead_of: variants.
 
     beside: time of torch's grouped product, with Triton around, over the design's; reading %: what reading the weights
     takes of its time; same bits: whether both leave the same output.
@@ -455,10 +455,10 @@ def designs(rows: pd.DataFrame, by: str) -> pd.DataFrame:
     found = []
     for params, group in cases(rows, "designs"):
         us, known = median_us(group), facts(group)
-        for line in pairs(group, [(by, names.OURS)]):
+        for line in pairs(group, [(by, instead_of)]):
             times = {name: us.get(name, math.nan) / us[by] for name in (names.GROUPED, names.READ)}
             line |= {"beside": times[names.GROUPED], "reading %": 100 * times[names.READ]}
-            bits = [known[name].get("bits") for name in (by, names.OURS)]
+            bits = [known[name].get("bits") for name in (by, instead_of)]
             found.append(picked(params, CASE) | line | {"same bits": None not in bits and len(set(bits)) == 1})
     return frame(found, DESIGNED).reindex(columns=DESIGNED)
 

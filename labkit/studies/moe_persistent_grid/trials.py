@@ -265,8 +265,9 @@ def designed(item: LayerInputs, config: Choice, scratch: Workspace, by: str) -> 
     """The launches of a design on one set of inputs."""
     if by == variants.FRAGMENTS:
         return few_rows.by_few_rows(item, scratch)
-    made_by = {variants.SIDE: wide.by_wide_tiles, variants.AT_ONCE: expert_layer.by_tiles_at_once}
-    return made_by.get(by, expert_layer.by_tiles)(item, config, scratch)
+    if by == variants.SIDE:
+        return wide.by_wide_tiles(item, config, scratch)
+    return expert_layer.by_tiles(item, config, scratch, at_once=by != variants.IN_TURN)
 
 
 def _code(launch: Launch) -> dict[str, Any]:

@@ -45,7 +45,7 @@ ENGINES_OF = {"bf16": (SGLANG, VLLM), "INT4": (VLLM, HUMMING)}  # kind of weight
 TUNED_FOR = SOURCE_T  # tokens that OTHER_TOKENS was tuned for
 SIDE = "ours, blocks of one expert as one tile"
 FRAGMENTS = "ours, INT4 as fragments"
-AT_ONCE = "ours, tables in one launch"
+IN_TURN = "ours, tables made in turn"
 DESIGNED_AT = {"bf16": (128,), "INT4": (16, 128)}  # tokens
 
 # Others' own code. ExecuTorch's: as released, and with the pull request's grid applied to it
@@ -202,7 +202,7 @@ LINES = {  # operation, of layers with the kind of weights -> its variants; the 
     "designs, INT4": [
         Line(OURS, "baseline", "design", {}),
         Line(FRAGMENTS, "step", "design", {"by": FRAGMENTS}),
-        Line(AT_ONCE, "step", "design", {"by": AT_ONCE}),
+        Line(IN_TURN, "step", "design", {"by": IN_TURN}),
         Line(READ, "ceiling", "read", {}),
     ],
     "waves": [
@@ -291,7 +291,6 @@ BY_TILES_SOURCE = _RULE, _TILES  # of our layer of more than one token
 _BY_DESIGN = {
     SIDE: (_RULE, f"{EXPERTS}.wide:by_wide_tiles"),
     FRAGMENTS: (f"{EXPERTS}.few_rows:by_few_rows",),
-    AT_ONCE: (_RULE, f"{EXPERTS}.expert_layer:by_tiles_at_once"),
 }
 _IN_BYTES, _IN_WORDS = f"{EXPERTS}.one_token:launches", f"{EXPERTS}.one_token_words:launches"
 _RUNS = {  # by the name of the function in `trials`, where that is enough

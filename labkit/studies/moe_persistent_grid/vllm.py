@@ -114,6 +114,7 @@ def aligned(
     rows = slots + experts * (block_m - 1)
     rows = min(slots * block_m, rows) if slots < experts else rows
     found = routing.route(ids, experts, block_m, blocks=triton.cdiv(rows, block_m))
+    found = routing.at_once(found, ids, experts)
     found()
     return found.slots, found.experts, found.padded
 
