@@ -373,15 +373,14 @@ def _fact(launch: Launch, kernel: Kernel, work: Work) -> dict[str, Any]:
 
 
 def rows_wanted(study: str, gpu: str) -> pd.DataFrame:
-    """The recorded rows, cold, of kernels that are as they were, whose launches are to be known."""
+    """The recorded rows, cold, whose launches are to be known."""
     rows = recorded.read(paths.DATA / gpu / f"{study}.parquet")
     roles = [WANTED.get(key, ()) for key in zip(rows["study"], rows["op"], strict=True)]
     wanted = pd.Series([role in some for role, some in zip(rows["role"], roles, strict=True)], rows.index, bool)
     other = rows["options"].str.contains('"int8": true')  # other launches than `_layer` makes
     # Of the steps to the GEMV, those that are kernels of their own: the rest is ours again, with other choices.
     other |= (rows["op"] == "gemv") & (rows["role"] == "step") & ~rows["variant"].str.match("[1-6] ")
-    rows = rows[wanted & rows["ok"] & (rows["cache"] == "cold") & ~other]
-    return rows[~recorded.stale(rows)]
+    return rows[wanted & rows["ok"] & (rows["cache"] == "cold") & ~other]
 
 
 def limit_of(row: Mapping[str, Any]) -> str:
@@ -393,7 +392,8 @@ def limit_of(row: Mapping[str, Any]) -> str:
 def table(known: pd.DataFrame | None = None) -> pd.DataFrame:
     """The facts of all recorded rows, a line for each launch: KEY, limit, place in the call, and what `facts` gives.
 
-    known: of rows that are taken over as they are; those that are not wanted any more are left out.
+    known: of rows that are taken over as they are; those that are not wanted any more are left out. Of an earlier
+    kernel nothing else is known: it cannot be made again.
     """
     kept = {} if known is None else {key: some for key, some in known.groupby(list(KEY), sort=False)}
     found: list[pd.DataFrame] = []
@@ -402,8 +402,11 @@ def table(known: pd.DataFrame | None = None) -> pd.DataFrame:
         for study in dict.fromkeys(study for study, _ in WANTED):
             if not (paths.DATA / gpu / f"{study}.parquet").exists():
                 continue
-            for row in rows_wanted(study, gpu).to_dict("records"):
+            rows = rows_wanted(study, gpu)
+            for row, stale in zip(rows.to_dict("records"), recorded.stale(rows), strict=True):
                 key = tuple({**row, "gpu": gpu}[name] for name in KEY)
+                if key not in kept and stale:
+                    continue
                 if key not in kept:
                     some = pd.DataFrame(facts(row, machine.capability, machine.l2_bytes) or [])
                     kept[key] = some.assign(
