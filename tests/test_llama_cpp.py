@@ -5,6 +5,7 @@ import dataclasses
 import errno
 import gc
 import hashlib
+import json
 import shutil
 import subprocess
 import sys
@@ -196,6 +197,7 @@ def test_what_was_aimed_at_is_judged_at_few_tokens(rows, monkeypatch):
         "up to 32 tokens, geometric mean (aim: 1.4×)",
         "1.15× faster: not reached",
     )
+    assert found["formats timed on this GPU"] == ", ".join(sorted({json.loads(case)["format"] for case in few["case"]}))
     worst = "at worst (aim: never slower)"
     assert found[worst].startswith("1.15× faster (")
     assert found[worst].endswith("): reached")

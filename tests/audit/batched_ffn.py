@@ -26,7 +26,6 @@ from common import (
     least,
     median,
     pick,
-    read,
     table,
     times,
     usable,
@@ -267,9 +266,10 @@ def beside_llama(rows: pd.DataFrame) -> pd.DataFrame:
             line |= {"ratio": us[LLAMA] / us[ours], "mixed ratio": us[LLAMA] / us[best]}
             line |= {"llama.cpp error": known[LLAMA]["error"], f"{ours} error": known[ours]["error"]}
             found.append(_told(params, op) | line)
+    timed = dict.fromkeys(name for line in found for name in line)
     of_ours = [f"{one} {what}" for one in (MATRIX, INDEXED_MATRIX) for what in ("µs", "error")]
     columns = ["llama.cpp µs", "fastest", "fastest µs", "ratio", "mixed ratio", "llama.cpp error", *of_ours]
-    return table(found, ["op", *SHAPE, *columns])
+    return table(found, ["op", *SHAPE, *(name for name in columns if name in timed)])
 
 
 # Bits
@@ -593,10 +593,3 @@ TABLES: Tables = {
     "claims.same_as_stored": same_as_stored,
     "claims.slots": slots,
 }
-
-
-def stand_ins(gpu: str) -> pd.DataFrame:
-    """Recorded rows in which a library's stand for llama.cpp's, which no GPU has recorded yet: of no library."""
-    names = {CUBLAS: LLAMA, GROUPED_MM: LLAMA}
-    rows = read(gpu, STUDY)
-    return rows.assign(variant=rows["variant"].replace(names))

@@ -275,6 +275,23 @@ def hero(rows: pd.DataFrame) -> list[str]:
     return found
 
 
+def llama_bars(rows: pd.DataFrame) -> list[str]:
+    """How far ahead of llama.cpp's products ours are at few tokens, and over all."""
+    lines = _lines(tables.beside_llama(rows), op="product")
+    few = [line for line in lines if line["N"] <= 32]
+    worst = min(few, key=lambda line: line["ratio"])
+    where = f"{worst['format']}, {worst['rows']:.0f} × {worst['K']:.0f}, N = {worst['N']}"
+    formats = sorted({str(line["format"]) for line in lines})
+    return [
+        f"(aim: 1.4×): {faster(_geometric(few))}: ",
+        f"{faster(worst['ratio'])} ({where})",
+        f"all tokens, geometric mean: {faster(_geometric(lines))}",
+        f"in each case, up to 32 tokens: {faster(_geometric(few, 'mixed ratio'))}",
+        f"the same, all tokens: {faster(_geometric(lines, 'mixed ratio'))}",
+        f"formats timed on this GPU: {', '.join(formats)}",
+    ]
+
+
 SENTENCES: Sentences = {
     "answer.said": answer,
     "answer.hero": hero,
@@ -299,22 +316,5 @@ SENTENCES: Sentences = {
     "views.cache_costs": cache_costs,
     "views.overlap": overlap,
     "views.summary": summary,
+    "llama_views.bars": llama_bars,
 }
-
-
-def llama_bars(rows: pd.DataFrame) -> list[str]:
-    """How far ahead of llama.cpp's products ours are at few tokens, and over all."""
-    lines = _lines(tables.beside_llama(rows), op="product")
-    few = [line for line in lines if line["N"] <= 32]
-    worst = min(few, key=lambda line: line["ratio"])
-    where = f"{worst['format']}, {worst['rows']:.0f} × {worst['K']:.0f}, N = {worst['N']}"
-    return [
-        f"(aim: 1.4×): {faster(_geometric(few))}: ",
-        f"{faster(worst['ratio'])} ({where})",
-        f"all tokens, geometric mean: {faster(_geometric(lines))}",
-        f"in each case, up to 32 tokens: {faster(_geometric(few, 'mixed ratio'))}",
-        f"the same, all tokens: {faster(_geometric(lines, 'mixed ratio'))}",
-    ]
-
-
-OF_STAND_INS: Sentences = {"llama_views.bars": llama_bars}

@@ -99,8 +99,6 @@ NOT_AUDITED = {
     "work.distinct": "in oracle",
     "work.weight_bytes": "what is recorded as floor_bytes",
 }
-WITHOUT_LLAMA = "nvidia-h200"
-UNRECORDED = {"tables.beside_llama"}  # on no GPU yet: audited on the stand-ins alone
 
 
 def said(rows):
@@ -126,19 +124,8 @@ ASKED_AGAIN = ("cases", "times", "compared", "beside", "cached", "bits", "gains"
 def test_tables_and_sentences_are_those_of_the_audit(gpu, monkeypatch, record_property):
     rows = read(gpu, audit.STUDY)
     made_once(monkeypatch, tables, ASKED_AGAIN)
-    without = {name for name in UNRECORDED if LAB[name][0](rows).empty}  # llama.cpp's, where it was not measured
-    assert without == (UNRECORDED if gpu == WITHOUT_LLAMA else set())
-    cells, wrong = compared({name: one for name, one in audit.TABLES.items() if name not in without}, rows, LAB)
+    cells, wrong = compared(audit.TABLES, rows, LAB)
     wrong += unsaid(batched_ffn_said.SENTENCES, VIEWS, rows)
-    assert not wrong, "\n".join(wrong[:20])
-    assert all(cells.values()), cells
-    record_property("cells", sum(cells.values()))
-
-
-def test_llama_cpp_is_that_of_the_audit_where_another_stands_in(record_property):
-    rows = audit.stand_ins(GPUS[0])
-    cells, wrong = compared({name: audit.TABLES[name] for name in UNRECORDED}, rows, LAB)
-    wrong += unsaid(batched_ffn_said.OF_STAND_INS, VIEWS, rows)
     assert not wrong, "\n".join(wrong[:20])
     assert all(cells.values()), cells
     record_property("cells", sum(cells.values()))

@@ -52,6 +52,7 @@ def bars(rows: pd.DataFrame) -> dict[str, str]:
         "all tokens, geometric mean": words.faster(geometric_mean(table["ratio"])),
         f"the fastest kernel of this lab in each case, up to {FEW} tokens": _mixed(few),
         "the same, all tokens": _mixed(table),
+        "formats timed on this GPU": ", ".join(sorted(set(table["format"]))),
     }
 
 
