@@ -950,6 +950,17 @@ def test_what_is_compiled_ahead_is_what_is_launched():
     assert len(found) < 70
 
 
+def test_what_compiles_longest_is_begun_first():
+    few = FEW | {"formats": ["F32", "Q6_K", "Q5_K"], "tokens": [1, 8], "models": FEW["models"][:1]}
+    found = [
+        source[1]["params"]["format"]
+        for source in ahead.sources(study.cases(few), 90, "")
+        if source[1]["op"] != "routed"
+    ]
+    assert found == sorted(found, key=["Q5_K", "Q4_K", "Q6_K", "F32"].index)
+    assert list(dict.fromkeys(found)) == ["Q5_K", "Q6_K", "F32"]
+
+
 def test_what_is_compiled_ahead_is_launched_by_trials_with_memory(monkeypatch):
     """On tensors without memory a trial launches what it launches on others, in the same order."""
     for x in study.STUDY.tiny:

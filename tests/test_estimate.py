@@ -1,5 +1,6 @@
 """How long a run will take: by made-up rows, and by the recorded ones as far as they tell."""
 
+import json
 import math
 from datetime import UTC, datetime, timedelta
 
@@ -255,6 +256,31 @@ def test_a_quick_look_at_everything_takes_as_long_as_the_one_that_was_timed():
     values, took = {name: {"quick": True} for name in registry.NOTEBOOKS}, 446
     told = estimate.of_run(values, ["NVIDIA H100 80GB HBM3"], 16).whole
     assert abs(math.log(told / took)) < math.log(1 + RIGHT)
+
+
+@pytest.mark.parametrize(
+    ("name", "ops", "formats", "took"),
+    [
+        ("moe_persistent_grid", ("layer", "designs"), ("bf16", "INT4"), 613),
+        ("batched_ffn", ("product", "ffn"), ("F32",), 151),
+    ],
+)
+def test_cases_of_a_study_alone_take_as_long_as_those_that_were_timed(name, ops, formats, took):
+    """On an H200, with 16 cores and nothing compiled before: from the first import to the last row."""
+    study, told = registry.load(name), estimate._known(name, "nvidia-h200")
+    cases = [Case(op, json.loads(case)) for op, case in told.first if op in ops]
+    cases = [x for x in cases if x.params.get("format", x.params.get("weights")) in formats]
+    found = estimate.of_cases(study, cases, 3, told, 16, alone=True)
+    assert abs(math.log(found / took)) < math.log(1 + RIGHT)
+
+
+def test_kernels_of_a_study_alone_are_waited_for():
+    """An H200 with 16 cores had not compiled those of all of 05 after 457 seconds, and llama.cpp's after 80 more."""
+    study, told = registry.load("batched_ffn"), estimate._known("batched_ffn", "nvidia-h200")
+    cases = [Case(op, json.loads(case)) for op, case in told.first]
+    alone, beside = (estimate._compiling(study, cases, told, 16, one) for one in (True, False))
+    assert alone > 457 + estimate.BUILT_S["batched_ffn"] > beside
+    assert estimate._compiling(study, cases, estimate.Known(), 16, True) == 0
 
 
 def test_of_one_notebook_at_a_time_each_page_is_made_before_the_next_study():

@@ -11,6 +11,8 @@ Rows do not tell how long a later process was, nor what was compiled ahead; of t
 - Kernels that are compiled ahead take `AHEAD_S` until the first begins, then `KERNEL_S` of one core each, and all cores
   share them; so do what others' calls compile before, `CALL_S` each, and `LONGEST_CALL_S` at least: once for all
   studies of a run that begins with the machine, as part of that (`ahead.Ahead`), else for each of them.
+- In such a run most kernels are compiled beside what is measured. A study alone waits for all of its own, of which rows
+  name few where a call has several: `ALONE_S` of one core a case, and `BUILT_S` for others' sources that nvcc builds.
 - A process takes `START_S` to start, a notebook `PAGE_S` beside its measuring; only the last one does, since the others
   are made beside the next measurement. A kernel whose hardware counters are read takes `COUNTED_S`, timelines
   `TIMELINES_S`.
@@ -44,6 +46,14 @@ LONGEST_CALL_S = 100.0
 COUNTED_S = 10.0
 TIMELINES_S = 14.0
 CALL_S = 11.0  # as 01 and 06 took, a full run on an H100: 17 to 27 for those that compile much, most compile little
+# One core's seconds for a case's kernels, by study and format: as 98 cases of 04 and 25 of F32 took with 16 cores on an
+# H200 host. The other formats by what Triton takes for them elsewhere, 2.4 times as long: all of 05 took over 457 s.
+# Of unpacked blocks of several parts a kernel is thousands of operations; Triton's layouts of loads take n³ of them.
+ALONE_S: Mapping[str, Mapping[str, float]] = {
+    "moe_persistent_grid": dict.fromkeys(("bf16", "fp32", "INT4"), 14.0),
+    "batched_ffn": {"F32": 9.4, "BF16": 10.5, "Q8_0": 17.0, "Q4_K": 44.0, "Q5_K": 153.0, "Q6_K": 43.0},
+}
+BUILT_S = {"batched_ffn": 80.0}
 SPREAD_S = 3.0  # as the second process of 04 took, a full run on an H100, without what it compiled
 UNKNOWN_S = 3.0  # a case of a study that nobody recorded
 
@@ -78,16 +88,33 @@ def known(rows: pd.DataFrame, *others: pd.DataFrame) -> Known:
     return Known(first, {key: frozenset(group) for key, group in some.groupby(["op", "case"])["evidence"]})
 
 
-def of_cases(study: Study, cases: Sequence[Case], processes: int, told: Known, cores: int) -> float:
-    """Seconds of measuring these cases in so many processes, without others' calls; 0 without any."""
+def of_cases(
+    study: Study, cases: Sequence[Case], processes: int, told: Known, cores: int, alone: bool = False
+) -> float:
+    """Seconds of measuring these cases in so many processes, without others' calls; 0 without any.
+
+    alone: nothing was measured before, beside which their kernels were compiled.
+    """
     if not cases:
         return 0.0
-    ahead = set().union(*(told.kernels.get(x.id, ()) for x in cases)) if study.kernels else ()
     again = [case for case in cases if not study.early(case)]
     each = START_S + (OTHERS_S if any(one.role == "peer" for case in cases for one in study.variants(case)) else 0.0)
     parts = each * (processes + (len(again) < len(cases)))
-    parts += AHEAD_S + KERNEL_S * len(ahead) / cores if ahead else 0.0
+    parts += _compiling(study, cases, told, cores, alone)
     return parts + sum(map(told.of_first, cases)) + (processes - 1) * sum(map(told.of_later, again))
+
+
+def _compiling(study: Study, cases: Sequence[Case], told: Known, cores: int, alone: bool) -> float:
+    """Seconds that are waited for kernels which are compiled ahead."""
+    kernels = set().union(*(told.kernels.get(x.id, ()) for x in cases))
+    if not study.kernels or not kernels:
+        return 0.0
+    of_one, built = KERNEL_S * len(kernels), 0.0
+    if alone and (by_format := ALONE_S.get(study.name)):
+        formats = [str(x.params.get("format") or x.params.get("weights")) for x in cases]
+        of_one = max(of_one, sum(by_format.get(one, 0.0) for one in formats))
+        built = BUILT_S.get(study.name, 0.0)
+    return AHEAD_S + built + of_one / cores
 
 
 def of_calls(count: int, cores: int) -> float:
@@ -203,21 +230,22 @@ def _seconds(wanted: Mapping[str, Wanted], like: str, here: str, cores: int) -> 
     """Seconds of each study by the rows of a GPU."""
     left = {name: _left(one, here) for name, one in wanted.items()}
     told = {study: _known(study, like) for study in {one.study.name for one in wanted.values()}}
-    found = {name: _of_study(one, left[name], told[one.study.name], cores) for name, one in wanted.items()}
+    alone = notebooks.FIRST not in wanted
+    found = {name: _of_study(one, left[name], told[one.study.name], cores, alone) for name, one in wanted.items()}
     calls = {name: len(run.calls_of(one.study, left[name])) for name, one in wanted.items()}
     if notebooks.FIRST in wanted:
         calls = {notebooks.FIRST: sum(calls.values())}
     return {name: seconds + of_calls(calls.get(name, 0), cores) for name, seconds in found.items()}
 
 
-def _of_study(one: Wanted, left: Sequence[Case], told: Known, cores: int) -> float:
+def _of_study(one: Wanted, left: Sequence[Case], told: Known, cores: int, alone: bool) -> float:
     """Seconds of the cases of a study that are left, and of its page where that is not made beside another study."""
     keys = {x.id for x in left}
     beside = (0.0 if one.beside else PAGE_S) + COUNTED_S * sum(key in keys for key in one.counted)
     lines = one.study.timelines
     if lines and lines.case.id in keys:
         beside += TIMELINES_S
-    return beside + of_cases(one.study, left, one.processes, told, cores)
+    return beside + of_cases(one.study, left, one.processes, told, cores, alone)
 
 
 def _known(name: str, like: str) -> Known:

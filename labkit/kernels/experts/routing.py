@@ -11,9 +11,10 @@ Two kernels, or one where all slots fit one chunk, or none for one token (`one_t
 | place  | chunk    | every program sums the counts again, which costs less than a launch between them; then it places |
 |        |          | its chunk's slots, in their order, and fills its share of the blocks' experts and paddings       |
 
-`at_once` makes the same tables of few slots. Hypothesis: a single program that compares all slots, a part after the
-other, and then finds the blocks' experts, a part after the other, takes as long as a product of few tokens; many
-programs that each look at all slots, but place few of them, do each in one step, and need no counts before them.
+`at_once` makes the same tables of few slots, and is what the layer and its rivals are sorted by. Hypothesis: a single
+program that compares all slots, a part after the other, and then finds the blocks' experts, a part after the other,
+takes as long as a product of few tokens; many programs that each look at all slots, but place few of them, do each in
+one step, and need no counts before them. On an H200 an INT4 layer of 16 tokens is 1.00 to 1.27 times faster by it.
 
 Nothing depends on the order in which programs run: the sort is stable, and two runs give the same bits.
 """

@@ -14,18 +14,24 @@ from labkit.sources.loading import NotFetched
 from labkit.studies.batched_ffn import llama_cpp, variants
 from labkit.sweep.variants import code_of
 
+LONGEST = ("Q5_K", "Q4_K", "Q6_K")  # formats whose kernels take a minute: begun last, they would keep one core busy
 LIBRARIES = (variants.CUBLAS, variants.GEMLITE, variants.GROUPED_MM, variants.LLAMA)  # have no kernel of the lab's
 
 
 def sources(some: Sequence[Case], capability: int, gpu: str) -> list[Source]:
-    """What `compiled.prebuild` takes; of launches with the same code the first."""
+    """What `compiled.prebuild` takes, what compiles longest first; of launches with the same code the first."""
     _build(some, capability)
     found: dict[str, Source] = {}
     with offline(capability):
         for arguments in _wanted(some):
             for place, launch in enumerate(launches(**arguments)):
                 found.setdefault(code_of(launch), (f"{__name__}:launches", arguments | {"places": [place]}))
-    return list(found.values())
+    return sorted(found.values(), key=_rank)
+
+
+def _rank(source: Source) -> int:
+    kind = source[1]["params"].get("format")
+    return LONGEST.index(kind) if kind in LONGEST else len(LONGEST)
 
 
 def _build(some: Sequence[Case], capability: int) -> None:
