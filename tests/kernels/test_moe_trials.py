@@ -101,7 +101,7 @@ def launched(call):
     return {f"{one.kernel.fn.__module__}:{one.kernel.fn.__name__}".rpartition(".")[2] for one in found}
 
 
-TILES = {"routing:_place_kernel", "tiles:_gemm_kernel", "tiles:_sum_kernel"}
+TILES = {"routing:_at_once_kernel", "tiles:_gemm_kernel", "tiles:_sum_kernel"}
 BYTES = {"one_token:_up_kernel", "one_token:_down_kernel"}
 WORDS = {"one_token_words:_up_kernel", "one_token_words:_down_kernel"}
 INT8 = {"w4a8:_quantise_kernel", "w4a8:_gemm_int8_kernel"}
@@ -111,8 +111,8 @@ RUN = [  # case, variant, kernels that run, and some that do not, of which its r
     (case(T=1), variants.OURS, BYTES, TILES | WORDS),
     (case(T=1), variants.RULE, BYTES, TILES | WORDS),
     (case(T=1), variants.ORDINARY, BYTES, TILES | WORDS),
-    (case(T=1), variants.BY_TILES, TILES - {"routing:_place_kernel"}, BYTES | WORDS),
-    (case(T=1), variants.OTHER_TOKENS, TILES - {"routing:_place_kernel"}, BYTES | WORDS),
+    (case(T=1), variants.BY_TILES, TILES - {"routing:_at_once_kernel"}, BYTES | WORDS),
+    (case(T=1), variants.OTHER_TOKENS, TILES - {"routing:_at_once_kernel"}, BYTES | WORDS),
     (case("layer", "INT4", T=1), variants.OURS, BYTES, TILES),
     (case("layer", "INT4", T=1), variants.OURS_BF16, BYTES, TILES | WORDS),
     (case("layer", "INT4", T=1), variants.BYTES, BYTES, TILES | WORDS),
