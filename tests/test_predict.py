@@ -363,6 +363,17 @@ def test_facts_hold_what_launches_do():
     assert math.isclose(table["rounds"].min(), 1.0)
 
 
+def test_facts_of_rows_of_an_earlier_kernel_are_kept_and_never_made(monkeypatch):
+    key = list(launches.KEY)
+    known = recorded.launches()
+    some = known[known["op"] == "layer"]
+    monkeypatch.setattr(launches.recorded, "stale", lambda rows: pd.Series(True, rows.index))
+    monkeypatch.setattr(launches, "facts", lambda *row: pytest.fail("a row of an earlier kernel was compiled"))
+    found = launches.table(some)
+    assert len(found) == len(some) < len(known)
+    assert set(map(tuple, found[key].to_numpy())) == set(map(tuple, some[key].to_numpy()))
+
+
 @pytest.mark.parametrize(("op", "variant"), [("step", "ours VK"), ("gemv", "9 dependent launch"), ("layer", "ours")])
 def test_stored_facts_are_what_is_found_now(op, variant):
     """Of one row of an operation; another Triton than that of the table may compile to a few instructions more."""

@@ -405,9 +405,9 @@ def table(known: pd.DataFrame | None = None) -> pd.DataFrame:
             rows = rows_wanted(study, gpu)
             for row, stale in zip(rows.to_dict("records"), recorded.stale(rows), strict=True):
                 key = tuple({**row, "gpu": gpu}[name] for name in KEY)
-                if key not in kept and stale:
-                    continue
                 if key not in kept:
+                    if stale:
+                        continue
                     some = pd.DataFrame(facts(row, machine.capability, machine.l2_bytes) or [])
                     kept[key] = some.assign(
                         **dict(zip(KEY, key, strict=True)), limit=limit_of(row), place=range(len(some))
