@@ -31,7 +31,10 @@ and as long as the two kernels overlap, it leaves as much as the first one asked
 
 Tried on an H200 and slower: programs that take the tiles of several heads in turn, as `in_turn.py` has them for drafts
 (1.06 times with bf16 states, 1.4 with fp32); states that programs to come will read, fetched to the second level cache
-by those before them (1.0 to 1.06 times, more the further ahead): what takes long is the chain of one tile.
+by those before them (1.0 to 1.06 times, more the further ahead); sums in the launch of the states, as programs of their
+own that set flags, 8 to 512 sequences ahead (1.03 to 1.07 times at 64 ahead, bf16 and fp32, 64 and 512 sequences; more
+with fewer, no less with all ahead). So the sums do not wait for a gap beside the states: both want the same issue
+slots, and they cost the same wherever they stand. What takes long besides is the chain of one tile.
 """
 
 import torch
@@ -83,6 +86,15 @@ def _columns(q, k, q_head, k_head, piece, HEADS: tl.constexpr, TWICE: tl.constex
 
 
 @triton.jit
+def _pieces(q, k, q_head, k_head, HEADS: tl.constexpr, TWICE: tl.constexpr, K: tl.constexpr, BK: tl.constexpr):
+    """`_columns` of all K channels, BK at a time."""
+    columns = ()
+    for p in tl.static_range((K + BK - 1) // BK):
+        columns = columns + (_columns(q, k, q_head, k_head, p, HEADS, TWICE, K, BK),)
+    return columns
+
+
+@triton.jit
 def _exact(x, y, sums):
     """sums + x y of one dtype: products of 16 bits are exact, those of fp32 go as three of tf32."""
     return tl.dot(x, y, sums, input_precision="tf32x3" if x.dtype == tl.float32 else None)
@@ -108,6 +120,24 @@ def _result(S, columns, U, weights, of_state):
         high = weights.to(U.dtype)
         sums = tl.dot(tl.trans(U), tl.where(at < 2, high, (weights - high.to(tl.float32)).to(U.dtype)), sums)
     return _where(sums, at % 2 == 0), _where(sums, at % 2 == 1)
+
+
+@triton.jit
+def _own(out, beta, value, with_key, with_query, of_u, k_factor, live, inside):
+    """The correction of the token as the ring keeps it; its output is stored."""
+    u = beta * value - with_key
+    o = tl.fma(of_u, u, with_query)
+    tl.store(out, tl.where(live, o, 0.0).to(out.dtype.element_ty), mask=inside)
+    return u * k_factor
+
+
+@triton.jit
+def _is_written(flush, n, count, length, live, FORCED: tl.constexpr):
+    """Whether the token writes the state instead of an entry."""
+    writes = count + 1 >= length
+    if FORCED:
+        writes = writes | (tl.load(flush + n) != 0)
+    return writes & live
 
 
 @triton.jit
@@ -251,9 +281,7 @@ def _direct_kernel(
     of_u = tl.load(factors + 3)
     k_factor = tl.load(factors + 4)
     if MATRIX:
-        columns = ()
-        for p in tl.static_range(len(S)):
-            columns = columns + (_columns(query, key, 0, 0, p, 1, True, K, BK),)
+        columns = _pieces(query, key, 0, 0, 1, True, K, BK)
         at = tl.arange(0, _ROWS)
         of_state = tl.load(factors + 1 + at, mask=at < 2, other=0.0)
         of_past = tl.load(weights + (at % 2)[None, :] * BL + js[:, None], mask=(at < 4)[None, :], other=0.0)
@@ -263,14 +291,8 @@ def _direct_kernel(
         past = U.to(tl.float32)
         with_key = tl.load(factors + 1) * Sk + tl.sum(past * tl.load(weights + js)[:, None], 0)
         with_query = tl.load(factors + 2) * Sq + tl.sum(past * tl.load(weights + BL + js)[:, None], 0)
-    u = beta * value - with_key
-    o = tl.fma(of_u, u, with_query)
-    tl.store(out + head * V + vs, tl.where(live, o, 0.0).to(out.dtype.element_ty), mask=inside)
-    u = u * k_factor
-    writes = count + 1 >= length
-    if FORCED:
-        writes = writes | (tl.load(flush + n) != 0)
-    if writes & live:
+    u = _own(out + head * V + vs, beta, value, with_key, with_query, of_u, k_factor, live, inside)
+    if _is_written(flush, n, count, length, live, FORCED):
         _rebuilt(base, vs, U, u, key, ks, gs, entries, valid, tl.load(factors + 5), K, V, PART)
     else:
         tl.store(us + (start + count) % R * V + vs, u.to(ring_u.dtype.element_ty), mask=live & inside)
@@ -295,9 +317,7 @@ def _alone_kernel(
     count = tl.load(counts + n)
     query = q + n * q_token + hv // GROUP * q_head
     key = k + n * k_token + hv // GROUP * k_head
-    columns = ()
-    for p in tl.static_range((K + BK - 1) // BK):  # asked for while the slot is
-        columns = columns + (_columns(query, key, 0, 0, p, 1, True, K, BK),)
+    columns = _pieces(query, key, 0, 0, 1, True, K, BK)  # asked for while the slot is
     gate = tl.load(a + n * a_token + hv).to(tl.float32) + tl.load(dt_bias + hv).to(tl.float32)
     beta = tl.sigmoid(tl.load(b + n * b_token + hv).to(tl.float32))
     log_rate = tl.load(A_log + hv).to(tl.float32)
@@ -331,14 +351,8 @@ def _alone_kernel(
     since = tl.where(valid, tl.exp(before[0] - logs) * decays[0], 0.0)
     weights = sums * since[:, None] * factors[None, :]
     with_key, with_query = _result(S, columns, U, weights, factors * (tl.exp(before[0]) * decays[0]))
-    u = beta * value - with_key
-    o = tl.fma(of_u, u, with_query)
-    tl.store(out + (n * HV + hv) * V + vs, tl.where(live, o, 0.0).to(out.dtype.element_ty), mask=inside)
-    u = u * k_factor
-    writes = count + 1 >= length
-    if FORCED:
-        writes = writes | (tl.load(flush + n) != 0)
-    if writes & live:
+    u = _own(out + (n * HV + hv) * V + vs, beta, value, with_key, with_query, of_u, k_factor, live, inside)
+    if _is_written(flush, n, count, length, live, FORCED):
         _rebuilt(base, vs, U, u, key, ks, gs, entries, valid, after[0], K, V, PART)
     else:
         entry = (start + count) % R
@@ -392,13 +406,20 @@ def choose(x: StepInputs) -> BufferedChoice:
     return BufferedChoice(buffered._fitting(StepChoice(16, 4, 1), x), ahead=True, registers=128)
 
 
+def objection(x: StepInputs) -> str:
+    """Which inputs the kernels cannot take, and which they can; empty if they take these."""
+    if x.a.ndim == 3:
+        return "a has a gate of each channel (KDA); allowed directly: a gate of each head (GDN)"
+    if not x.v_first:
+        return "v_first is False; allowed directly: True"
+    if x.q.dtype != x.k.dtype:
+        return f"q is {x.q.dtype} and k is {x.k.dtype}; allowed directly: one dtype"
+    return ""
+
+
 def check_direct(x: StepInputs, choice: BufferedChoice) -> None:
     """Raise ValueError for inputs or a choice that the kernels cannot take."""
-    if x.a.ndim == 3:
-        raise ValueError("a has a gate of each channel (KDA); allowed directly: a gate of each head (GDN)")
-    if not x.v_first:
-        raise ValueError("v_first is False; allowed directly: True")
-    if x.q.dtype != x.k.dtype:
-        raise ValueError(f"q is {x.q.dtype} and k is {x.k.dtype}; allowed directly: one dtype")
+    if found := objection(x):
+        raise ValueError(found)
     if not (choice.ahead or choice.matrix):
         raise ValueError("choice.ahead and choice.matrix are False; allowed in one launch: choice.matrix")

@@ -50,11 +50,11 @@ def pays(x: StepInputs) -> bool:
         return heads > (4 if x.a.ndim == 3 else 1.5)
     if x.state.dtype != x.q.dtype:
         return False
-    return heads > (4 if x.a.ndim == 3 or not x.v_first else 3)
+    return heads > (4 if direct.objection(x) else 3)
 
 
 def _goes_direct(x: StepInputs, ring: Ring) -> bool:
-    if x.a.ndim == 3 or not x.v_first or x.q.dtype != x.k.dtype:
+    if direct.objection(x):
         return False
     if x.state.dtype == torch.float32:
         return _value_heads(x) >= MANY
