@@ -199,6 +199,7 @@ def _trial(
 def way(x: Case, device: Any, sets: int, seed: int, name: str) -> Trial:
     """A way to keep the tables, the host at work for every token."""
     run = prepared(x, device, seed, name)
+    run.begin(x["start"])  # nothing writes another position of the cache, also where it is timed before it is checked
     begin = run.begin if name == variants.GRAPH else None  # what a way's beginning uploads is no token's
     calls = decodes.by_the_host(run.step, begin, x["start"], sequence(x, name))
     count, valid = CHECKED_BUILT if name in variants.BUILT else variants.CHECKED, name != variants.ONE_POSITION
