@@ -42,7 +42,10 @@ chunk goes through shared memory. v comes in by a product of its own (T β v), h
 
 Tried and left out, on an H100: the state as [K, values] (as fast at best; and with tiles below 64 and a last chunk
 that is not whole, Triton 3.6 makes code that faults); tiles by the copy engine (within 3 % both ways); solve and walk
-at once, part by part on two streams (slower, but for one segment of a long prompt).
+at once, part by part on two streams (slower, but for one segment of a long prompt). On an H200, one prompt of 65536
+tokens: more programs of the solve at once by fewer registers (168: 0.98 times as long a call with 16/32 heads, 1.01 and
+1.02 with 4/12 and 2/8; 128 longer for all); three segments instead of `choose`'s four with 16/32 heads (0.94 times as
+long, as long on an H100).
 
 One decay a value head (GDN) alone. Precision is that of `chunked`, but that there w and u are rounded to the inputs'
 dtype, here k h alone.
