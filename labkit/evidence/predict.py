@@ -72,7 +72,7 @@ HUBER = 0.1  # of |ln(predicted / measured)|: beyond, an error counts by its siz
 MOST_OVERLAP = 12.0
 SCHEDULERS = 4  # of an SM
 HERE = Path(__file__).parent
-LATEST = "1"
+LATEST = "2"
 
 # ---- GPUs
 

@@ -887,12 +887,12 @@ def said_conclusion(rows: pd.DataFrame) -> list[str]:
     """What rebuilding costs against the position on the GPU, and this against one position replayed, which is wrong."""
     python, arrays = (_pair(rows, GRAPH, way)["ratio"] for way in (REBUILT, VECTORISED))
     replayed = _pair(rows, ONE_POSITION, GRAPH)
-    doubt = " (unclear)" if replayed["verdict"] == "unclear" else ""
+    gain = f"{replayed['ratio']:.2f}× faster{' (unclear)' if replayed['verdict'] == 'unclear' else ''}"
     assert {line["right"] for line in _lines(tokens(rows), way=ONE_POSITION)} == {1}
     return [
         f"itself than when Python rebuilds the tables (GPU {python:.2f}× faster) or when array operations do (GPU "
         f"{arrays:.2f}× faster).",
-        f"position: GPU {replayed['ratio']:.2f}× faster{doubt} still, but its output is wrong from the second token on.",
+        f"position: GPU {gain} still, but its output is wrong from the second token on.",
     ]
 
 
