@@ -241,9 +241,8 @@ def test_a_gpu_that_a_source_names_has_a_sentence():
 
 def test_errors_of_predictions_are_shown_beside_the_floors():
     model, moved = predicted_words.errors("gemv_coalescing")
-    assert all(
-        words in model.html for words in ("model 1", "floor", "without the row's own kernel".replace("'", "&#39;"))
-    )
+    said = (f"model {predict.LATEST}", "floor", "without the row&#39;s own kernel")
+    assert all(words in model.html for words in said)
     assert "floor&#39;s shift" in moved.html
 
 

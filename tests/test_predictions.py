@@ -110,6 +110,7 @@ def test_an_unknown_version_is_named(toy):
 def test_errors_are_those_of_the_rows(toy, monkeypatch):
     both = predict.entry(NEXT, predict.parameters(), 2.5, {"date": "2000-01-01"})
     monkeypatch.setattr(predict, "models", lambda: both)
+    monkeypatch.setattr(predict, "LATEST", NEXT)
     predictions.append(NEXT)
     rows = recorded.read(paths.DATA / toy_lab.SLUG / "layers.parquet")
     table = predictions.errors(rows).set_index("prediction")

@@ -153,3 +153,17 @@ def test_seconds_from_one_tuning_to_the_next():
     )
     table["utc"] = [f"2025-01-01T00:00:{at:02d}+00:00" for at in table["at"]]
     assert list(tables.tuning_seconds(table)) == [30, 1]
+
+
+@pytest.mark.parametrize(
+    ("reason", "said"),
+    [
+        ("", "not measured on this GPU"),
+        ("NotFetched: vllm", "vllm"),
+        ("ModuleNotFoundError: No module named 'cutlass'", "not measured: cutlass is not installed"),
+        ("wrong: error of out 1.0e+00 (allowed 1e-02)", "wrong: error of out 1.0e+00 (allowed 1e-02)"),
+    ],
+)
+def test_why_a_variant_was_not_measured_is_said_plainly(reason, said):
+    rows = pd.DataFrame({"variant": ["theirs", "ours"], "reason": [reason, "something else"]})
+    assert tables.why_not(rows, ["theirs"]) == said

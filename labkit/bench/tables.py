@@ -70,7 +70,8 @@ def timed(group: pd.DataFrame) -> dict[str, dict[str, Any]]:
 def why_not(rows: pd.DataFrame, names: Iterable[str]) -> str:
     """What kept some variants from being measured: what the first of their rows says, or that there are none."""
     reasons = [reason for reason in rows[rows["variant"].isin(list(names))]["reason"].unique() if reason]
-    return re.sub("^Not(Fetched|Built): ", "", reasons[0]) if reasons else "not measured on this GPU"
+    reason = re.sub("^Not(Fetched|Built): ", "", reasons[0]) if reasons else "not measured on this GPU"
+    return re.sub("^ModuleNotFoundError: No module named '(.*)'", r"not measured: \1 is not installed", reason)
 
 
 def facts(group: pd.DataFrame, usable: bool = True, column: str = "evidence") -> dict[str, dict[str, Any]]:

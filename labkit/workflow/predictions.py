@@ -159,10 +159,11 @@ def beside(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def errors(rows: pd.DataFrame) -> pd.DataFrame:
-    """How wrong each version is of one GPU's rows: a line a version, and one of the floor; errors in percent."""
+    """How wrong the model's last version is of one GPU's rows, and the floor: a line each, errors in percent."""
     table = beside(rows)
-    by = [(f"model {version}", part, "predicted") for version, part in table.groupby("version")]
-    by += [("floor", table.drop_duplicates(list(ROW)).dropna(subset="floor"), "floor")] if len(table) else []
+    table = table[table["version"] == predict.LATEST]
+    by = [(f"model {predict.LATEST}", table, "predicted"), ("floor", table.dropna(subset="floor"), "floor")]
+    by = by if len(table) else []
     return pd.DataFrame([_error(name, part[column], part["measured"]) for name, part, column in by])
 
 

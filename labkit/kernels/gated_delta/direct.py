@@ -33,8 +33,8 @@ Tried on an H200 and slower: programs that take the tiles of several heads in tu
 (1.06 times with bf16 states, 1.4 with fp32); states that programs to come will read, fetched to the second level cache
 by those before them (1.0 to 1.06 times, more the further ahead); sums in the launch of the states, as programs of their
 own that set flags, 8 to 512 sequences ahead (1.03 to 1.07 times at 64 ahead, bf16 and fp32, 64 and 512 sequences; more
-with fewer, no less with all ahead). So the sums do not wait for a gap beside the states: both want the same issue
-slots, and they cost the same wherever they stand. What takes long besides is the chain of one tile.
+with fewer, no less with all ahead): they cost the same wherever they stand, so it is not a wait that states would fill.
+What takes long besides is the chain of one tile.
 """
 
 import torch
