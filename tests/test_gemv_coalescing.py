@@ -1028,6 +1028,13 @@ def test_best_peer_is_the_fastest_at_each_shape():
     assert said["tuned, ordinary launch, against the fastest library"] == f"1.10× slower; {at}"
 
 
+def test_an_engine_whose_kernels_were_not_there_is_named_beside_the_fastest():
+    rows = made.make("gemv_coalescing", {"models": [study.OTHER], "dtypes": ["bf16"]}, made.gemv_us(OVER))
+    said = views.best_peer(rows[~rows["variant"].isin(names.VLLM)])
+    assert all(one.endswith(" shapes, without vLLM") for one in said.values())
+    assert len(said) == 2
+
+
 def test_merging_and_questions_by_hand(rows):
     merged = chain_views.merging(rows)
     for kernel, ratio in (("cuBLAS", 1.8 / 1.43), ("the lab's GEMV", 1.25 / 1.1)):

@@ -676,12 +676,16 @@ OTHERS = (
 
 
 def said_best_peer(rows: pd.DataFrame) -> list[str]:
-    """The fastest of all libraries over ours, where the others ran."""
+    """The fastest of all libraries over ours, where the others ran; and which engines have no kernel among them."""
+    ran = {name for of in _bf16(rows).values() for name in of}
+    lacking = [engine for engine in ("SGLang", "vLLM") if not any(engine.lower() in name.lower() for name in ran)]
+    without = f", without {' and '.join(lacking)}" if lacking else ""
     us = [of for of in _bf16(rows).values() if set(OTHERS) & set(of)]
     best = [min(of[name] for name in (*CUBLAS, *OTHERS) if name in of) for of in us]
     means = {name: geometric_mean(x / of[name] for x, of in zip(best, us, strict=True)) for name in (OURS, TUNED)}
     return [
-        f"{SHOWN[name]}, against the fastest library: {faster(mean)}; {len(us)} shapes" for name, mean in means.items()
+        f"{SHOWN[name]}, against the fastest library: {faster(mean)}; {len(us)} shapes{without}"
+        for name, mean in means.items()
     ]
 
 

@@ -239,17 +239,19 @@ def rivals(rows: pd.DataFrame) -> Answers:
 
 
 def best_peer(rows: pd.DataFrame) -> Answers:
-    """The lab's kernels against the fastest of all libraries at each shape."""
+    """The lab's kernels against the fastest of all libraries at each shape; which engines' kernels were not there."""
     table = _peers(rows)
     libraries = [name for name in (*variants.LIBRARY, *variants.OTHERS) if name in table]
     if table.empty or variants.OURS not in table:
         return {}
     best, found = table[libraries].min(axis=1), {}
+    lacking = [engine for engine, names in variants.ENGINES.items() if not set(names) & set(table)]
+    without = f", without {' and '.join(lacking)}" if lacking else ""
     for name in (variants.OURS, variants.TUNED):
         if name in table and len(ratio := (best / table[name]).dropna()):
             ledger.note("best peer", ratio)
             question = f"{shown.name(name)}, against the fastest library"
-            found[question] = f"{faster(geometric_mean(ratio))}; {len(ratio)} shapes"
+            found[question] = f"{faster(geometric_mean(ratio))}; {len(ratio)} shapes{without}"
     return found
 
 
