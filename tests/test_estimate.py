@@ -263,13 +263,15 @@ def test_a_quick_look_at_everything_takes_as_long_as_the_one_that_was_timed():
     [
         ("moe_persistent_grid", ("layer", "designs"), ("bf16", "INT4"), 613),
         ("batched_ffn", ("product", "ffn"), ("F32",), 151),
+        ("persistent_tables", ("token", "host"), (), 170),
+        ("gated_delta_today", ("ring",), (), 256),
     ],
 )
 def test_cases_of_a_study_alone_take_as_long_as_those_that_were_timed(name, ops, formats, took):
     """On an H200, with 16 cores and nothing compiled before: from the first import to the last row."""
     study, told = registry.load(name), estimate._known(name, "nvidia-h200")
     cases = [Case(op, json.loads(case)) for op, case in told.first if op in ops]
-    cases = [x for x in cases if x.params.get("format", x.params.get("weights")) in formats]
+    cases = [x for x in cases if not formats or x.params.get("format", x.params.get("weights")) in formats]
     found = estimate.of_cases(study, cases, 3, told, 16, alone=True)
     assert abs(math.log(found / took)) < math.log(1 + RIGHT)
 
