@@ -136,7 +136,7 @@ def transfers(rows: Rows) -> pd.DataFrame:
     found = []
     for old, new in permutations(rows, 2):
         here, there = _of_one_kernel(rows[old], rows[new])
-        one, two = (predictions.beside(some).drop_duplicates(ROW).set_index(ROW) for some in (here, there))
+        one, two = (predictions.beside(some).set_index(ROW) for some in (here, there))
         both = one.index.intersection(two.index)
         start = predictions.ours(here).set_index(ROW, drop=False).loc[both].reset_index(drop=True)
         if start.empty:

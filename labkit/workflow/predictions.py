@@ -146,22 +146,24 @@ def _sha(text: str) -> str:
 
 
 def beside(rows: pd.DataFrame) -> pd.DataFrame:
-    """Rows of one GPU, role ours, cold, beside their predictions: a line for each version.
+    """Rows of one GPU, role ours, cold, beside the predictions of the model's last version.
 
-    Columns: `ROW`, version, measured, predicted (by a fit without this kernel, where the model was fitted to it) and
+    Columns: `ROW`, measured, predicted (by a fit without this kernel, where the model was fitted to it) and
     floor, µs.
     """
     some = ours(rows)
     times = {"gpu": some["gpu"].map(slug), "measured": times_us(some), "floor": some["predicted_us"]}
-    table = some.assign(**times)[[*ROW, "measured", "floor"]].merge(read(), on=list(ROW))
+    kept = read()
+    table = some.assign(**times)[[*ROW, "measured", "floor"]].merge(
+        kept[kept["version"] == predict.LATEST], on=list(ROW)
+    )
     predicted = table["left_out_us"].where(table["left_out_us"].notna(), table["us"]).astype(float)
-    return table.assign(predicted=predicted)[[*ROW, "version", "measured", "predicted", "floor"]]
+    return table.assign(predicted=predicted)[[*ROW, "measured", "predicted", "floor"]]
 
 
 def errors(rows: pd.DataFrame) -> pd.DataFrame:
     """How wrong the model's last version is of one GPU's rows, and the floor: a line each, errors in percent."""
     table = beside(rows)
-    table = table[table["version"] == predict.LATEST]
     by = [(f"model {predict.LATEST}", table, "predicted"), ("floor", table.dropna(subset="floor"), "floor")]
     by = by if len(table) else []
     return pd.DataFrame([_error(name, part[column], part["measured"]) for name, part, column in by])
