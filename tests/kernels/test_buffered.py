@@ -515,7 +515,7 @@ def test_what_cannot_be_run_is_refused_before_the_launch():
         (lambda: direct.decode(replace(x, q=x.q.half()), ring, 4), "q is torch.float16 and k is torch.float32"),
         (lambda: turns(heads=3), "choice.heads is 3; allowed: a divisor of the 2 value heads"),
         (lambda: turns(stages=9), "choice.stages is 9; allowed: 1 to 8"),
-        (lambda: turns(step=StepChoice(16, 2, 1)), "pieces is 2, of 16 channels"),
+        (lambda: turns(step=StepChoice(16, 2, 1)), "choice.step.pieces is 2; allowed with states in turn: 1"),
         (
             lambda: turns(drafted_by(make(N, H, GROUP, K, V, v_first=False), 2, 1)),
             "v_first is False; allowed with states in turn",
@@ -589,7 +589,8 @@ def on_meta(N, dtype, gate, v_first):
 
 @pytest.mark.parametrize("capability", [None, (8, 0), (9, 0)])
 def test_the_rule_of_drafts(capability, monkeypatch):
-    monkeypatch.setattr(on_ring, "capability_of", lambda device: capability)
+    for module in (on_ring, in_turn):
+        monkeypatch.setattr(module, "capability_of", lambda device: capability)
     kda, turned = make(N, H, GROUP, K, V, gate="KDA"), make(N, H, GROUP, K, V, v_first=False)
 
     def last(x):

@@ -100,12 +100,16 @@ def test_value_heads_of_one_program(heads, most):
     ("lengths", "HV", "counts"),
     [
         ([2048], 8, (8,)), ([8192], 8, (8,)), ([65536], 8, (16,)), ([65536], 12, (11,)), ([8192], 32, (2,)),
-        ([65536], 32, (4,)), ([200, 100], 8, (1, 1)), ([600, 40], 8, (2, 1)), ([1024] * 8, 8, (1,) * 8), ([0], 8, (1,)),
+        ([65536], 16, (8,)), ([65536], 24, (4,)), ([65536], 32, (3,)), ([200, 100], 8, (1, 1)),
+        ([600, 40], 8, (2, 1)), ([1024] * 8, 8, (1,) * 8), ([0], 8, (1,)),
         ([4096, 0, 8192], 8, (2, 1, 5)),
     ],
 )  # fmt: skip
 def test_segments_by_rule(lengths, HV, counts):
-    """One walk's program a multiprocessor (132, of two a value head), two where segments are long."""
+    """One walk's program a multiprocessor (132, of two a value head), two where segments are long.
+
+    But with 24 and 32 value heads as many as the maps take in one round of two programs a multiprocessor.
+    """
     assert choose(torch.tensor([0, *accumulate(lengths)]), HV, "cpu").counts == counts
 
 

@@ -29,8 +29,8 @@ from labkit.kernels.gated_delta.buffered import (
     _corrected,
     _logs,
     _ring_of,
+    _turn,
     _with_entries,
-    _with_ring,
 )
 from labkit.kernels.gated_delta.recurrent import StepChoice, StepInputs, _load_tile, _load_token, _store_tile
 
@@ -43,24 +43,21 @@ def _step_kernel(
     q_token, q_head, k_token, k_head, v_token, v_head, a_token, b_token,
     GROUP: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     V_FIRST: tl.constexpr, KDA: tl.constexpr, POLICY: tl.constexpr, R: tl.constexpr, BL: tl.constexpr,
-    MATRIX: tl.constexpr, DEPENDENT: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """One program: BV values of one value head of one sequence, all K channels; the token is an entry of the ring."""
     n = tl.program_id(2).to(tl.int64)
     hv = tl.program_id(1)
     head = n * HV + hv
     vs = tl.program_id(0) * BV + tl.arange(0, BV)
-    slot = tl.load(indices + n).to(tl.int64)
-    start = tl.load(starts + n)
-    count = tl.load(counts + n)
-    live = slot >= 0
+    slot, start, count, live = _turn(indices, starts, counts, n)
     token = _load_token(q, k, a, b, n, hv // GROUP, hv, q_token, q_head, k_token, k_head, a_token, b_token, K, BK, KDA)
     ring_u += (slot * HV + hv) * (R * V)
     js = tl.arange(0, BL)
     u, _, _ = _corrected(
         state + slot * slot_stride + hv * (K * V), vs, live, v + n * v_token + hv * v_head, out + head * V,
         ring_u, (start + js) % R, (js < count) & live, token, (0.0, 0.0), factors, vectors, weights, head,
-        K, V, BK, BL, V_FIRST, KDA, V % BV == 0, POLICY, True, MATRIX, DEPENDENT,
+        K, V, BK, BL, V_FIRST, KDA, V % BV == 0, POLICY, True, False, DEPENDENT,
     )  # fmt: skip
     tl.store(ring_u + ((start + count) % R) * V + vs, u.to(ring_u.dtype.element_ty), mask=live & (vs < V))
 
@@ -69,14 +66,13 @@ def _step_kernel(
 def _due_kernel(
     state, indices, ring_u, ring_k, ring_g, starts, counts, flush, length, N, slot_stride,
     GROUP: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    V_FIRST: tl.constexpr, KDA: tl.constexpr, POLICY: tl.constexpr, R: tl.constexpr, BL: tl.constexpr,
-    FORCED: tl.constexpr, MATRIX: tl.constexpr, SHARE: tl.constexpr,
+    V_FIRST: tl.constexpr, KDA: tl.constexpr, POLICY: tl.constexpr, R: tl.constexpr,
+    FORCED: tl.constexpr, SHARE: tl.constexpr,
 ):  # fmt: skip
     """One program: BV values of one value head of those of SHARE sequences whose state is due, one after the other."""
     EVEN_V: tl.constexpr = V % BV == 0
     hv = tl.program_id(1)
     vs = tl.program_id(0) * BV + tl.arange(0, BV)
-    js = tl.arange(0, BL)
     first = tl.program_id(2) * SHARE
     for n in range(first, tl.minimum(first + SHARE, N)):
         slot = tl.load(indices + n).to(tl.int64)
@@ -91,14 +87,7 @@ def _due_kernel(
             S = _load_tile(base, vs, live, K, V, BK, V_FIRST, EVEN_V, POLICY)
             us, ks, gs = _ring_of(ring_u, ring_k, ring_g, slot, hv, GROUP, HV, K, V, R, KDA)
             logs = _logs(gs, (start + count + R - 1) % R, live, K, BK, KDA)
-            if MATRIX:
-                valid = (js < count) & live
-                entries = (start + js) % R
-                inside = valid[:, None] & (vs < V)[None, :]
-                U = tl.load(us + entries[:, None] * V + vs[None, :], mask=inside, other=0.0)
-                whole = _with_ring(S, U, ks, gs, entries, valid, logs, K, BK, V_FIRST, KDA)
-            else:
-                whole = _with_entries(S, start, count, vs, live, us, ks, gs, logs, K, V, BK, V_FIRST, KDA, R)
+            whole = _with_entries(S, start, count, vs, live, us, ks, gs, logs, K, V, BK, V_FIRST, KDA, R)
             _store_tile(base, vs, live, whole, K, V, BK, V_FIRST, EVEN_V, POLICY)
 
 
@@ -110,7 +99,7 @@ def decode(
     Those by matrix instructions: one of the choices that a search tries made an H200 read memory that is not there.
     Every ring must have room for it, counts below R: drafts can fill one, and then `buffered.write` comes first.
     """
-    choice = choice or choose(x, ring)
+    choice = choice or choose(x)
     if not choice.ahead:
         raise ValueError("choice.ahead is False; allowed with states written apart: True")
     if choice.matrix:
@@ -124,8 +113,6 @@ def decode(
     return Decode((ahead, step, due))
 
 
-def choose(x: StepInputs, ring: Ring) -> BufferedChoice:
-    """The choice from dtypes alone: by counts of registers, not by times."""
-    if buffered._takes_matrix(x, ring):
-        return BufferedChoice(buffered._fitting(StepChoice(64, 1, 4), x), ahead=True, matrix=True)
+def choose(x: StepInputs) -> BufferedChoice:
+    """The choice, whatever the dtypes: by counts of registers, not by times."""
     return BufferedChoice(buffered._fitting(StepChoice(32, 4, 2), x), ahead=True)

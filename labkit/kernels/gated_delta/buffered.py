@@ -356,6 +356,16 @@ def _with_entries(
     return found
 
 
+@triton.jit
+def _turn(indices, starts, counts, n):
+    """Slot (64-bit) of a sequence, first entry of its ring, how many there are, and False if it is padding.
+
+    Of padding neither pool nor ring is touched, and the output is zero.
+    """
+    slot = tl.load(indices + n).to(tl.int64)
+    return slot, tl.load(starts + n), tl.load(counts + n), slot >= 0
+
+
 @triton.jit(do_not_specialize=["length"])
 def _ahead_kernel(
     indices, q, k, a, b, A_log, dt_bias, ring_k, ring_g, starts, counts, parents, factors, vectors, weights,
@@ -376,10 +386,7 @@ def _ahead_kernel(
     h = first // GROUP
     if DEPENDENT:
         cuda.gdc_launch_dependents()
-    slot = tl.load(indices + n).to(tl.int64)
-    start = tl.load(starts + n)
-    count = tl.load(counts + n)
-    live = slot >= 0
+    slot, start, count, live = _turn(indices, starts, counts, n)
     ring_k += (slot * (HV // GROUP) + h) * (R * K)
     js = tl.arange(0, BL)
     valid = js < count
@@ -496,10 +503,7 @@ def _decode_kernel(
     h = hv // GROUP
     head = n * HV + hv
     vs = tl.program_id(0) * BV + tl.arange(0, BV)
-    slot = tl.load(indices + n).to(tl.int64)
-    start = tl.load(starts + n)
-    count = tl.load(counts + n)
-    live = slot >= 0  # else padding: neither pool nor ring is touched, the output is zero
+    slot, start, count, live = _turn(indices, starts, counts, n)
     token = _load_token(q, k, a, b, n, h, hv, q_token, q_head, k_token, k_head, a_token, b_token, K, BK, KDA)
     log_rate = tl.load(A_log + hv).to(tl.float32)
     base = state + slot * slot_stride + hv * (K * V)
@@ -580,10 +584,7 @@ def _place_kernel(
     """One program: keys and decays of the T drafts of one value head of one sequence into the ring."""
     n = tl.program_id(1).to(tl.int64)
     hv = tl.program_id(0)
-    slot = tl.load(indices + n).to(tl.int64)
-    start = tl.load(starts + n)
-    count = tl.load(counts + n)
-    live = slot >= 0
+    slot, start, count, live = _turn(indices, starts, counts, n)
     bias = _gate_inputs(dt_bias, hv, K, BK, KDA)
     log_rate = tl.load(A_log + hv).to(tl.float32)
     ring_k += (slot * (HV // GROUP) + hv // GROUP) * (R * K)
@@ -619,10 +620,7 @@ def _drafts_kernel(
     hv = tl.program_id(1)
     h = hv // GROUP
     vs = tl.program_id(0) * BV + tl.arange(0, BV)
-    slot = tl.load(indices + n).to(tl.int64)
-    start = tl.load(starts + n)
-    count = tl.load(counts + n)
-    live = slot >= 0
+    slot, start, count, live = _turn(indices, starts, counts, n)
     S = _load_tile(state + slot * slot_stride + hv * (K * V), vs, live, K, V, BK, V_FIRST, EVEN_V, POLICY)
     ring_u += (slot * HV + hv) * (R * V)
     js = tl.arange(0, BL)

@@ -58,6 +58,7 @@ from labkit.kernels.gated_delta.buffered import (
     _products,
     _ring_of,
     _rows,
+    _turn,
     _wide,
 )
 from labkit.kernels.gated_delta.drafts import _times
@@ -86,11 +87,11 @@ def _columns(q, k, q_head, k_head, piece, HEADS: tl.constexpr, TWICE: tl.constex
 
 
 @triton.jit
-def _pieces(q, k, q_head, k_head, HEADS: tl.constexpr, TWICE: tl.constexpr, K: tl.constexpr, BK: tl.constexpr):
-    """`_columns` of all K channels, BK at a time."""
+def _pieces(q, k, K: tl.constexpr, BK: tl.constexpr):
+    """`_columns` of one head, twice, and of all K channels, BK at a time."""
     columns = ()
     for p in tl.static_range((K + BK - 1) // BK):
-        columns = columns + (_columns(q, k, q_head, k_head, p, HEADS, TWICE, K, BK),)
+        columns = columns + (_columns(q, k, 0, 0, p, 1, True, K, BK),)
     return columns
 
 
@@ -123,7 +124,7 @@ def _result(S, columns, U, weights, of_state):
 
 
 @triton.jit
-def _own(out, beta, value, with_key, with_query, of_u, k_factor, live, inside):
+def _correction(out, beta, value, with_key, with_query, of_u, k_factor, live, inside):
     """The correction of the token as the ring keeps it; its output is stored."""
     u = beta * value - with_key
     o = tl.fma(of_u, u, with_query)
@@ -186,10 +187,7 @@ def _sums_kernel(
     n = tl.program_id(1).to(tl.int64)
     if DEPENDENT:
         cuda.gdc_launch_dependents()
-    slot = tl.load(indices + n).to(tl.int64)
-    start = tl.load(starts + n)
-    count = tl.load(counts + n)
-    live = slot >= 0
+    slot, start, count, live = _turn(indices, starts, counts, n)
     room = live & (count < R)
     first = tl.program_id(0) * HEADS
     rows = tl.arange(0, HEADS * BL)
@@ -259,10 +257,7 @@ def _direct_kernel(
     head = n * HV + hv
     vs = tl.program_id(0) * BV + tl.arange(0, BV)
     inside = vs < V
-    slot = tl.load(indices + n).to(tl.int64)
-    start = tl.load(starts + n)
-    count = tl.load(counts + n)
-    live = slot >= 0
+    slot, start, count, live = _turn(indices, starts, counts, n)
     base = state + slot * slot_stride + hv * (K * V)
     us, ks, gs = _ring_of(ring_u, ring_k, ring_g, slot, hv, GROUP, HV, K, V, R, False)
     js = tl.arange(0, BL)
@@ -281,7 +276,7 @@ def _direct_kernel(
     of_u = tl.load(factors + 3)
     k_factor = tl.load(factors + 4)
     if MATRIX:
-        columns = _pieces(query, key, 0, 0, 1, True, K, BK)
+        columns = _pieces(query, key, K, BK)
         at = tl.arange(0, _ROWS)
         of_state = tl.load(factors + 1 + at, mask=at < 2, other=0.0)
         of_past = tl.load(weights + (at % 2)[None, :] * BL + js[:, None], mask=(at < 4)[None, :], other=0.0)
@@ -291,7 +286,7 @@ def _direct_kernel(
         past = U.to(tl.float32)
         with_key = tl.load(factors + 1) * Sk + tl.sum(past * tl.load(weights + js)[:, None], 0)
         with_query = tl.load(factors + 2) * Sq + tl.sum(past * tl.load(weights + BL + js)[:, None], 0)
-    u = _own(out + head * V + vs, beta, value, with_key, with_query, of_u, k_factor, live, inside)
+    u = _correction(out + head * V + vs, beta, value, with_key, with_query, of_u, k_factor, live, inside)
     if _is_written(flush, n, count, length, live, FORCED):
         _rebuilt(base, vs, U, u, key, ks, gs, entries, valid, tl.load(factors + 5), K, V, PART)
     else:
@@ -312,17 +307,14 @@ def _alone_kernel(
     hv = tl.program_id(1)
     vs = tl.program_id(0) * BV + tl.arange(0, BV)
     inside = vs < V
-    slot = tl.load(indices + n).to(tl.int64)
-    start = tl.load(starts + n)
-    count = tl.load(counts + n)
+    slot, start, count, live = _turn(indices, starts, counts, n)
     query = q + n * q_token + hv // GROUP * q_head
     key = k + n * k_token + hv // GROUP * k_head
-    columns = _pieces(query, key, 0, 0, 1, True, K, BK)  # asked for while the slot is
+    columns = _pieces(query, key, K, BK)  # asked for while the slot is
     gate = tl.load(a + n * a_token + hv).to(tl.float32) + tl.load(dt_bias + hv).to(tl.float32)
     beta = tl.sigmoid(tl.load(b + n * b_token + hv).to(tl.float32))
     log_rate = tl.load(A_log + hv).to(tl.float32)
     value = tl.load(v + n * v_token + hv * v_head + vs, mask=inside, other=0.0).to(tl.float32)
-    live = slot >= 0
     base = state + slot * slot_stride + hv * (K * V)
     us, ks, gs = _ring_of(ring_u, ring_k, ring_g, slot, hv, GROUP, HV, K, V, R, False)
     js = tl.arange(0, BL)
@@ -351,7 +343,7 @@ def _alone_kernel(
     since = tl.where(valid, tl.exp(before[0] - logs) * decays[0], 0.0)
     weights = sums * since[:, None] * factors[None, :]
     with_key, with_query = _result(S, columns, U, weights, factors * (tl.exp(before[0]) * decays[0]))
-    u = _own(out + (n * HV + hv) * V + vs, beta, value, with_key, with_query, of_u, k_factor, live, inside)
+    u = _correction(out + (n * HV + hv) * V + vs, beta, value, with_key, with_query, of_u, k_factor, live, inside)
     if _is_written(flush, n, count, length, live, FORCED):
         _rebuilt(base, vs, U, u, key, ks, gs, entries, valid, after[0], K, V, PART)
     else:

@@ -37,7 +37,7 @@ from triton.language.extra import cuda
 
 from labkit.kernels.checks import check_tensor
 from labkit.kernels.gated_delta import buffered, recurrent
-from labkit.kernels.gated_delta.buffered import _LEAST, Decode, DraftInputs, Ring
+from labkit.kernels.gated_delta.buffered import _LEAST, Decode, DraftInputs, Ring, _turn
 from labkit.kernels.gated_delta.gates import decay, inverse_norm
 from labkit.kernels.gated_delta.recurrent import StepChoice, _load_tile
 from labkit.kernels.target import has_dependent_launch
@@ -108,10 +108,7 @@ def _prepare_kernel(
     h = tl.program_id(0)
     if DEPENDENT:
         cuda.gdc_launch_dependents()
-    slot = tl.load(indices + n).to(tl.int64)
-    start = tl.load(starts + n)
-    count = tl.load(counts + n)
-    live = slot >= 0
+    slot, start, count, live = _turn(indices, starts, counts, n)
     HALF: tl.constexpr = C // 2
     rows = tl.arange(0, C)
     draft = rows % HALF
@@ -204,6 +201,22 @@ def _with_parts(x, y, sums):
         return tl.dot(x, (y - high.to(tl.float32)).to(x.dtype), sums)
 
 
+@triton.jit
+def _solved(sums, U, weights, value, solved, is_key, HALF: tl.constexpr, C: tl.constexpr, WIDE: tl.constexpr):
+    """What the ring keeps of every draft, and their outputs, [BV, C]; see `_prepare_kernel`."""
+    rows = tl.arange(0, C)[:, None]
+    columns = tl.arange(0, C)[None, :]
+    sums = _with_parts(U, weights, sums)
+    left = tl.where(is_key, value.to(tl.float32) - sums, sums)
+    solved = tl.where((rows >= HALF) & (rows == columns), 1.0, solved)
+    if WIDE:
+        return tl.dot(left, solved, input_precision="tf32x3")
+    else:
+        high = left.to(U.dtype)
+        found = _with_parts(high, solved, tl.zeros_like(left))
+        return tl.dot((left - high.to(tl.float32)).to(U.dtype), solved.to(U.dtype), found)
+
+
 @triton.jit(do_not_specialize=["T"])
 def _drafts_kernel(
     state, indices, q, k, v, out, ring_u, starts, counts, systems, slot_stride, T,
@@ -220,10 +233,7 @@ def _drafts_kernel(
     hv = tl.program_id(1)
     h = hv // GROUP
     vs = tl.program_id(0) * BV + tl.arange(0, BV)
-    slot = tl.load(indices + n).to(tl.int64)
-    start = tl.load(starts + n)
-    count = tl.load(counts + n)
-    live = slot >= 0
+    slot, start, count, live = _turn(indices, starts, counts, n)
     S = _load_tile(state + slot * slot_stride + hv * (K * V), vs, live, K, V, BK, V_FIRST, V % BV == 0, POLICY)
     ring_u += (slot * HV + hv) * (R * V)
     js = tl.arange(0, BL)
@@ -235,7 +245,7 @@ def _drafts_kernel(
     U = tl.load(ring_u + ((start + js) % R)[None, :] * V + vs[:, None], mask=inside, other=0.0)
     at = n * T + draft
     values = v + (at * v_token + hv * v_head)[None, :] + vs[:, None]
-    value = tl.load(values, mask=wanted & is_key, other=0.0).to(tl.float32)
+    value = tl.load(values, mask=wanted & is_key, other=0.0)
     sums = tl.zeros((BV, C), tl.float32)
     for p in tl.static_range(len(S)):
         tile = _columns_of(q, k, n, h, T, p, q_token, q_head, k_token, k_head, K, BK, C)
@@ -245,17 +255,9 @@ def _drafts_kernel(
     system = systems + (n * HV + hv) * ((HALF + 1 + BL) * C)
     of_state = tl.load(system + HALF * C + columns)
     weights = tl.load(system + (HALF + 1 + js)[:, None] * C + columns[None, :])
-    sums = _with_parts(U, weights, sums * of_state[None, :])
-    left = tl.where(is_key, value - sums, sums)
     rows = columns[:, None]
     solved = tl.load(system + rows * C + columns[None, :], mask=rows < HALF, other=0.0)
-    solved = tl.where((rows >= HALF) & (rows == columns[None, :]), 1.0, solved)
-    if WIDE:
-        found = tl.dot(left, solved, input_precision="tf32x3")
-    else:
-        high = left.to(DTYPE)
-        found = _with_parts(high, solved, tl.zeros_like(left))
-        found = tl.dot((left - high.to(tl.float32)).to(DTYPE), solved.to(DTYPE), found)
+    found = _solved(sums * of_state[None, :], U, weights, value, solved, is_key, HALF, C, WIDE)
     kept = ring_u + ((start + count + draft) % R)[None, :] * V + vs[:, None]
     tl.store(kept, found.to(DTYPE), mask=live & wanted & is_key)
     outputs = out + (at * HV + hv)[None, :] * V + vs[:, None]

@@ -44,8 +44,7 @@ Tried and left out, on an H100: the state as [K, values] (as fast at best; and w
 that is not whole, Triton 3.6 makes code that faults); tiles by the copy engine (within 3 % both ways); solve and walk
 at once, part by part on two streams (slower, but for one segment of a long prompt). On an H200, one prompt of 65536
 tokens: more programs of the solve at once by fewer registers (168: 0.98 times as long a call with 16/32 heads, 1.01 and
-1.02 with 4/12 and 2/8; 128 longer for all); three segments instead of `choose`'s four with 16/32 heads (0.94 times as
-long, as long on an H100).
+1.02 with 4/12 and 2/8; 128 longer for all).
 
 One decay a value head (GDN) alone. Precision is that of `chunked`, but that there w and u are rounded to the inputs'
 dtype, here k h alone.
@@ -383,13 +382,17 @@ def choose(cu_seqlens: Tensor, HV: int, device: torch.device | str | None = None
     """Sequences of these boundaries, [N + 1], in as many segments as pay, of HV value heads: by measurement on an H100.
 
     A segment's walk takes two programs a value head: as many as there are multiprocessors, or twice as many where
-    segments are LONG even so, shared out by length.
+    segments are LONG even so, shared out by length. But fewer of those where the maps, of four programs a value head,
+    take a second round for less than half of one: then as many as they take in one.
     """
     lengths = _chunks_of(cu_seqlens, CHUNK)
-    where = torch.device(cu_seqlens.device if device is None else device)
-    room = multiprocessors(where) // (2 * HV)
+    here = multiprocessors(torch.device(cu_seqlens.device if device is None else device))
+    room = here // (2 * HV)
     if max(lengths, default=0) >= LONG * 2 * room:
-        room = multiprocessors(where) // HV
+        room = here // HV
+        beyond = HV * (2 * room - 3) - here  # of maps, by pairs of programs: the first segment and the last have one
+        if 0 < beyond < here // 2:
+            room = (here // HV + 3) // 2
     shares = [min(length // SHORTEST, room * length // max(1, sum(lengths))) for length in lengths]
     return _cut(cu_seqlens, [max(1, share) for share in shares], CHUNK, device)
 

@@ -26,8 +26,8 @@ from triton.language.extra import cuda
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from labkit.kernels.gated_delta import buffered, drafts
-from labkit.kernels.gated_delta.buffered import Decode, DraftInputs, Ring
-from labkit.kernels.gated_delta.drafts import _columns_of, _times, _with_parts
+from labkit.kernels.gated_delta.buffered import Decode, DraftInputs, Ring, _turn
+from labkit.kernels.gated_delta.drafts import _columns_of, _solved, _times
 from labkit.kernels.gated_delta.recurrent import Inputs, StepChoice
 from labkit.kernels.target import COPY_ENGINE, capability_of
 
@@ -59,10 +59,7 @@ def _drafts_turns_kernel(
     HALF: tl.constexpr = C // 2
     WIDE: tl.constexpr = ring_u.dtype.element_ty == tl.float32 or out.dtype.element_ty == tl.float32
     n = tl.program_id(1).to(tl.int64)
-    slot = tl.load(indices + n).to(tl.int64)
-    start = tl.load(starts + n)
-    count = tl.load(counts + n)
-    live = slot >= 0
+    slot, start, count, live = _turn(indices, starts, counts, n)
     js = tl.arange(0, BL)
     entries = (start + js) % R
     columns = tl.arange(0, C)
@@ -97,22 +94,6 @@ def _drafts_turns_kernel(
         tl.store(outputs, tl.where(live, found, 0.0).to(out.dtype.element_ty), mask=wanted & ~is_key)
 
 
-@triton.jit
-def _solved(sums, U, weights, value, solved, is_key, HALF: tl.constexpr, C: tl.constexpr, WIDE: tl.constexpr):
-    """What the ring keeps of every draft, and their outputs, [BV, C]; see `drafts._prepare_kernel`."""
-    rows = tl.arange(0, C)[:, None]
-    columns = tl.arange(0, C)[None, :]
-    sums = _with_parts(U, weights, sums)
-    left = tl.where(is_key, value.to(tl.float32) - sums, sums)
-    solved = tl.where((rows >= HALF) & (rows == columns), 1.0, solved)
-    if WIDE:
-        return tl.dot(left, solved, input_precision="tf32x3")
-    else:
-        high = left.to(U.dtype)
-        found = _with_parts(high, solved, tl.zeros_like(left))
-        return tl.dot((left - high.to(tl.float32)).to(U.dtype), solved.to(U.dtype), found)
-
-
 def verify(x: DraftInputs, ring: Ring, choice: TurnsChoice | None = None) -> Decode:
     """As `drafts.verify`, in two launches. Raises its errors, and ValueError for what `check_turns` refuses."""
     choice = choice or choose(x)
@@ -143,20 +124,28 @@ def _heads(x: Inputs) -> int:
     return max(n for n in (1, 2, 4, 8) if n == 1 or (HV % n == 0 and n * LEAST_PROGRAMS <= N * HV))
 
 
-def check_turns(x: Inputs, choice: TurnsChoice) -> None:
-    """Raise ValueError for a pool or a choice that the kernel cannot take."""
-    HV, K = x.v.shape[-2], x.q.shape[-1]
-    found = capability_of(x.state.device)
+def objection(x: Inputs) -> str:
+    """Which GPU and pool the kernel cannot take, and which it can; empty if it takes these."""
+    K, found = x.q.shape[-1], capability_of(x.state.device)
     if found is not None and found < COPY_ENGINE:
-        raise ValueError(f"compute capability is {found[0]}.{found[1]}; allowed with states in turn: from 9.0 (Hopper)")
+        return f"compute capability is {found[0]}.{found[1]}; allowed with states in turn: from 9.0 (Hopper)"
     if not x.v_first:
-        raise ValueError("v_first is False; allowed with states in turn: True")
-    if choice.step.pieces != 1 or K & (K - 1):
-        found = f"choice.step.pieces is {choice.step.pieces}, of {K} channels"
-        raise ValueError(f"{found}; allowed with states in turn: 1, of a power of two channels")
+        return "v_first is False; allowed with states in turn: True"
+    if K & (K - 1):
+        return f"q has {K} channels; allowed with states in turn: a power of two"
     if K * x.state.element_size() % 16 or x.state.stride(0) % K or x.state.data_ptr() % 16:
         found = f"state has {K} channels of {x.state.dtype}, and a slot every {x.state.stride(0)}"
-        raise ValueError(f"{found}; allowed with states in turn: rows that begin at multiples of 16 bytes")
+        return f"{found}; allowed with states in turn: rows that begin at multiples of 16 bytes"
+    return ""
+
+
+def check_turns(x: Inputs, choice: TurnsChoice) -> None:
+    """Raise ValueError for a pool or a choice that the kernel cannot take."""
+    HV = x.v.shape[-2]
+    if refused := objection(x):
+        raise ValueError(refused)
+    if choice.step.pieces != 1:
+        raise ValueError(f"choice.step.pieces is {choice.step.pieces}; allowed with states in turn: 1")
     if choice.heads < 1 or HV % choice.heads:
         raise ValueError(f"choice.heads is {choice.heads}; allowed: a divisor of the {HV} value heads")
     if not 1 <= choice.stages <= 8:

@@ -17,7 +17,7 @@ from torch import Tensor
 from labkit.kernels.gated_delta import buffered, direct, drafts, in_turn
 from labkit.kernels.gated_delta.buffered import Decode, DraftInputs, Ring
 from labkit.kernels.gated_delta.recurrent import Inputs, StepInputs
-from labkit.kernels.target import COPY_ENGINE, capability_of, multiprocessors
+from labkit.kernels.target import capability_of, multiprocessors
 
 FEW, MANY = 512, 2048
 
@@ -62,14 +62,7 @@ def _goes_direct(x: StepInputs, ring: Ring) -> bool:
 
 
 def _in_turn(x: DraftInputs) -> bool:
-    capability = capability_of(x.state.device)
-    if capability is None or capability < COPY_ENGINE or _value_heads(x) < FEW:
-        return False
-    try:
-        in_turn.check_turns(x, in_turn.choose(x))
-    except ValueError:
-        return False
-    return True
+    return capability_of(x.state.device) is not None and _value_heads(x) >= FEW and not in_turn.objection(x)
 
 
 def _value_heads(x: Inputs) -> int:

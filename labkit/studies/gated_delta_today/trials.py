@@ -27,7 +27,7 @@ from labkit.kernels.gated_delta import (
 from labkit.kernels.gated_delta.buffered import Decode, Ring
 from labkit.kernels.gated_delta.recurrent import StepInputs, VerifyInputs
 from labkit.studies.gated_delta_today import exact, inputs, peers, search, sglang
-from labkit.studies.gated_delta_today.variants import DRIFT_LENGTHS, LENGTH, LENGTHS, VERIFY_LENGTH
+from labkit.studies.gated_delta_today.variants import DRIFT_LENGTHS, LENGTH, LENGTHS, NARROW, VERIFY_LENGTH
 from labkit.studies.gated_delta_today.work import state_bytes
 from labkit.sweep import gated_delta, tuning
 from labkit.sweep.trial import DTYPES, Call, Random, chosen, kept, relative_rmse, repeated, trial
@@ -65,23 +65,26 @@ def _plain_states(x: Case, device: Any, sets: int) -> Tensor:
 
 def ring(x: Case, device: Any, sets: int, seed: int) -> Trial:
     """The decode on a ring, with the choice of its rule."""
-    held = _Held(x, device, sets, seed, True, on_ring.decode)
-    return held.trial(*held.ours(LENGTH, None))
+    held = _Held(x, device, sets, seed, True)
+    return held.trial(*held.ours(LENGTH))
 
 
 def ring_searched(x: Case, device: Any, sets: int, seed: int, v_first: bool = True, length: int | None = None) -> Trial:
-    """The same with the fastest choice for this L; None: for the usual one, and then the fastest L, but see `layout`.
+    """The same with the fastest kernel and choice for this L; None: for the usual one, and then the fastest L.
 
-    There L stays, so that both layouts have the same.
+    But of `layout`: there L stays, and the kernel too, so that both layouts have the same.
     """
     held, free = _Held(x, device, sets, seed, v_first), length is None and x.op == "ring"
     length, device = length or LENGTH, torch.device(device)
-    known = {str(one): one for one in search.choices(x["state"] == "fp32" and not _matrix(x), v_first)}
-    choice, calls = search.fastest(
-        {name: lambda one=one: held.ours(length, one)[1] for name, one in known.items()}, device
-    )
+    wide = x["state"] == "fp32"
+    known = {str(one): (buffered.decode, one) for one in search.choices(wide, v_first)}
+    if x.op != "layout" and x["state"] not in NARROW and not direct.objection(held.items[0]):
+        known |= {f"directly, {one}": (direct.decode, one) for one in search.direct(wide)}
+    ways = {name: lambda way=way: held.ours(length, way[1], way[0])[1] for name, way in known.items()}
+    choice, calls = search.fastest(ways, device)
     if free:
-        ways = {str(n): lambda n=n: held.ours(n, known[choice])[1] for n in (length, *search.LENGTHS)}
+        decode, one = known[choice]
+        ways = {str(n): lambda n=n: held.ours(n, one, decode)[1] for n in (length, *search.LENGTHS)}
         found, others = search.fastest(ways, device)
         length, calls = int(found), ([*calls, *others] if device.type == "meta" else others)
     return held.trial(length, _joined(calls, device), facts={"choice": choice, "L": length})
@@ -89,24 +92,14 @@ def ring_searched(x: Case, device: Any, sets: int, seed: int, v_first: bool = Tr
 
 def ring_apart(x: Case, device: Any, sets: int, seed: int) -> Trial:
     """The decode on a ring whose states are written by a kernel of their own."""
-    held = _Held(x, device, sets, seed, True, apart.decode)
-    return held.trial(*held.ours(LENGTH, None))
+    held = _Held(x, device, sets, seed, True)
+    return held.trial(*held.ours(LENGTH, None, apart.decode))
 
 
 def ring_apart_searched(x: Case, device: Any, sets: int, seed: int) -> Trial:
     """The same with the fastest choice."""
-    return _fastest_step(_Held(x, device, sets, seed, True, apart.decode), search.apart())
-
-
-def ring_direct_searched(x: Case, device: Any, sets: int, seed: int) -> Trial:
-    """The decode with little between the arrival of a state and its result, with the fastest choice."""
-    return _fastest_step(_Held(x, device, sets, seed, True, direct.decode), search.direct(x["state"] == "fp32"))
-
-
-def _fastest_step(held: "_Held", choices: Sequence[Any]) -> Trial:
-    """With the usual L."""
-    device = torch.device(held.device)
-    ways = {str(one): lambda one=one: held.ours(LENGTH, one)[1] for one in choices}
+    held, device = _Held(x, device, sets, seed, True), torch.device(device)
+    ways = {str(one): lambda one=one: held.ours(LENGTH, one, apart.decode)[1] for one in search.apart()}
     choice, calls = search.fastest(ways, device)
     return held.trial(LENGTH, _joined(calls, device), facts={"choice": choice, "L": LENGTH})
 
@@ -142,28 +135,23 @@ def sglang_searched(x: Case, device: Any, sets: int, seed: int, length: int | No
     return held.trial(length, calls, facts={"choice": launch, "L": length})
 
 
-def _matrix(x: Case) -> bool:
-    """Whether states can go through matrix instructions: of the activations' dtype, 16 bits."""
-    return x["state"] == x["activations"] == "bf16"
-
-
 class _Held:
     """Tokens of a case, and rings beside their states, one for each L that is asked for."""
 
-    def __init__(
-        self, x: Case, device: Any, sets: int, seed: int, v_first: bool, decode: Callable[..., Decode] = buffered.decode
-    ):
-        self.x, self.device, self.sets, self.seed, self.decode = x, device, sets, seed, decode
+    def __init__(self, x: Case, device: Any, sets: int, seed: int, v_first: bool):
+        self.x, self.device, self.sets, self.seed = x, device, sets, seed
         self.items = inputs.steps(x, device, sets, seed, v_first)
         self.rings: list[Ring] = []
 
-    def ours(self, length: int, choice: Any) -> tuple[int, list[Decode]]:
+    def ours(
+        self, length: int, choice: Any = None, decode: Callable[..., Decode] = on_ring.decode
+    ) -> tuple[int, list[Decode]]:
         """L, and the calls of a set each."""
         # A ring has a power of two entries, of which L - 1 are used: so one kernel serves many L.
         self.rings = self._rings(length, self._entries(max(LENGTH, triton.next_power_of_2(length))))
         pairs = zip(self.items, self.rings, strict=True)
         more = () if choice is None else (None, choice)
-        return length, [self.decode(item, one, length, *more) for item, one in pairs]
+        return length, [decode(item, one, length, *more) for item, one in pairs]
 
     def theirs(self, length: int, **launch: int) -> tuple[int, list[Call]]:
         """The same of SGLang's."""
@@ -247,7 +235,7 @@ def _tolerance(x: Case) -> dict[str, float]:
 def drift(x: Case, device: Any, sets: int, seed: int, length: int) -> Trial:
     """A decode on a ring of L entries whose facts are its errors along many tokens, and that of a ring read short."""
     held, device = _Held(x, device, sets, seed, True), torch.device(device)
-    _, calls = held.ours(length, None)
+    _, calls = held.ours(length)
     if device.type == "meta":  # what a call launches is asked for: that of the facts, too
         calls = _joined([*calls, _Along(x, device, seed).launches[length]], device)
     made = held.trial(length, calls)
@@ -262,7 +250,7 @@ class _Along:
         [self.item] = inputs.steps(x, device, 1, seed)
         self.items = dict(zip(DRIFT_LENGTHS, [inputs.like([self.item])[0] for _ in DRIFT_LENGTHS], strict=True))
         self.rings = {length: buffered.empty_ring(self.item, length) for length in DRIFT_LENGTHS}
-        self.launches = {length: buffered.decode(one, self.rings[length], length) for length, one in self.items.items()}
+        self.launches = {length: on_ring.decode(one, self.rings[length], length) for length, one in self.items.items()}
 
     def decode(self) -> None:
         """One token with each."""
@@ -328,7 +316,7 @@ def _read_short(item: StepInputs, held: Ring, length: int, expected: Tensor) -> 
     alone = replace(item, state=item.state.clone(), out=torch.empty_like(item.out))
     parts = {name: getattr(held, name).clone() for name in ("u", "k", "g", "starts")}
     short = Ring(**parts, counts=(held.counts - 1).clamp(min=0))
-    buffered.decode(alone, short, length)()
+    on_ring.decode(alone, short, length)()
     return relative_rmse(alone.out, expected)
 
 

@@ -41,7 +41,6 @@ READ, MULTIPLY = "read of the states", "in-place multiply"
 PLAIN, PLAIN_KV = "ours, state written", "ours KV, state written"
 OURS, SEARCHED, OURS_KV = "ours, ring", "ours, ring, searched", "ours KV, ring"
 APART, APART_SEARCHED = "ours, ring, written apart", "ours, ring, written apart, searched"
-DIRECT_SEARCHED = "ours, ring, direct, searched"
 SGLANG = "sglang 0.5.23"
 SGLANG_PLAIN, SGLANG_RING = "sglang 0.5.23, state written", "sglang 0.5.23, ring"
 SGLANG_SEARCHED = "sglang 0.5.23, ring, searched"
@@ -74,10 +73,9 @@ CEILINGS = [
 ]
 RINGS = [
     _line(OURS, "ours", "ring", RING_STEP),
-    _line(SEARCHED, "step", "ring_searched", RING),
+    _line(SEARCHED, "step", "ring_searched", (RING, RING_DIRECT)),
     _line(APART, "step", "ring_apart", RING_APART),
     _line(APART_SEARCHED, "step", "ring_apart_searched", RING_APART),
-    _line(DIRECT_SEARCHED, "step", "ring_direct_searched", RING_DIRECT),
     _line(PLAIN, "baseline", "plain", DECODE),
     _released(SGLANG_RING, "sglang_ring", RING_RELEASE, "ring"),
     _released(SGLANG_SEARCHED, "sglang_searched", RING_RELEASE, "ring"),
@@ -89,7 +87,7 @@ VARIANTS = {  # of every operation
         *CEILINGS,
         _line(PLAIN, "baseline", "plain", DECODE),
         *(
-            _line(with_length(n), "ours" if n == LENGTH else "step", "ring_searched", RING, length=n)
+            _line(with_length(n), "ours" if n == LENGTH else "step", "ring_searched", (RING, RING_DIRECT), length=n)
             for n in RING_LENGTHS
         ),
         *(_released(with_length(n, SGLANG), "sglang_searched", RING_RELEASE, "ring", length=n) for n in RING_LENGTHS),
@@ -124,7 +122,7 @@ VARIANTS = {  # of every operation
     "drift": [
         CEILINGS[0],
         *(
-            _line(with_length(length), "ours" if length == LENGTH else "step", "drift", RING, length=length)
+            _line(with_length(length), "ours" if length == LENGTH else "step", "drift", RING_STEP, length=length)
             for length in DRIFT_LENGTHS
         ),
     ],
@@ -149,7 +147,6 @@ def _no_ring(x: Case) -> set[str]:
     # Where states can go through matrix instructions, what is written apart is refused: see `apart.decode`.
     few = x["batch"] < MANY and x["model"] != "tiny"
     left_out |= {APART, APART_SEARCHED} if few or x["state"] == x["activations"] == "bf16" else set()
-    left_out |= {DIRECT_SEARCHED} if few or x["gate"] == "KDA" or x["state"] in NARROW else set()
     return left_out | ({MULTIPLY} if x["state"] == "fp8" else set())  # torch multiplies no fp8
 
 
