@@ -748,11 +748,20 @@ def bundle(out: Path, python: str, platform: str, extras: Sequence[str], sweep: 
 @click.option("--figures", is_flag=True, help="Only draw the figures of what is recorded anew.")
 @click.option("--rehash", is_flag=True, help="Only restamp rows of an earlier schema that are of the present sources.")
 @click.option(
+    "--same-as", metavar="REVISION", help="Only restamp rows of a git revision's sources that launch the same today."
+)
+@click.option(
     "--predict", is_flag=True, help="Only predict recorded rows of which the model's last version has nothing."
 )
 @LIMIT
 def record(
-    archive: Path | None, pack: Path | None, figures: bool, rehash: bool, predict: bool, limit: int | None
+    archive: Path | None,
+    pack: Path | None,
+    figures: bool,
+    rehash: bool,
+    same_as: str | None,
+    predict: bool,
+    limit: int | None,
 ) -> None:
     """Check measurements and promote them into data/<gpu>/.
 
@@ -767,16 +776,17 @@ def record(
     labkit record runs.tar.gz
     labkit record --figures             after a change of how they are drawn
     labkit record --rehash              after a change of how sources are hashed
+    labkit record --same-as 1a2b3c4     after a change of a kernel's source that leaves its code as it was there
     labkit record --predict             after a new version of the model, or rows whose launches are not known yet
     """
     from labkit.bench.records import RecordError
     from labkit.workflow import archive as archives
-    from labkit.workflow import parts
+    from labkit.workflow import parts, same
 
     if limit and not pack:
         raise click.UsageError("--limit goes with --pack")
-    if sum(map(bool, (archive, pack, figures, rehash, predict))) > 1:
-        raise click.UsageError("ARCHIVE, --pack, --figures, --rehash and --predict exclude each other")
+    if sum(map(bool, (archive, pack, figures, rehash, same_as, predict))) > 1:
+        raise click.UsageError("ARCHIVE, --pack, --figures, --rehash, --same-as and --predict exclude each other")
     if predict:
         _predict(compiling=True)
         return
@@ -784,8 +794,8 @@ def record(
         _draw(list(registry.NOTEBOOKS))
         return
     try:
-        if rehash:
-            for path, (restamped, left) in archives.rehash().items():
+        if rehash or same_as:
+            for path, (restamped, left) in (same.restamp(same_as) if same_as else archives.rehash()).items():
                 note = f", {left} left: not of the present sources" if left else ""
                 click.echo(f"data/{path.parent.name}/{path.name}: {restamped} rows restamped{note}")
             return

@@ -510,4 +510,4 @@ def test_promoted_rows_are_predicted_and_the_others_named(toy, monkeypatch):
 def test_what_record_does_excludes_predicting(toy):
     done = toy.command("record", "--predict", "--figures")
     assert done.returncode == 2
-    assert "--rehash and --predict exclude each other" in " ".join(done.stderr.split())
+    assert "--rehash, --same-as and --predict exclude each other" in " ".join(done.stderr.split())

@@ -437,6 +437,21 @@ def test_a_variant_that_cannot_be_prepared_is_a_row_and_the_others_go_on(lab: La
     assert lab.measured == []  # it is recorded that it cannot run
 
 
+@pytest.mark.parametrize(
+    ("message", "reason"),
+    [
+        ("out of memory\nmore", "RuntimeError: out of memory"),
+        ("", "RuntimeError: "),
+        (
+            "\n\x1b[91m\x1b[1merror[MISSING]:\x1b[0m it is not installed\n  at line 3",
+            "RuntimeError: error[MISSING]: it is not installed",
+        ),
+    ],
+)
+def test_a_reason_is_the_first_line_that_says_something(message: str, reason: str):
+    assert case_runner.first_line(RuntimeError(message)) == reason
+
+
 def test_a_variant_that_cannot_be_captured_is_a_row_and_the_others_go_on(lab: Lab):
     prepare = simulated.HostDevice.prepare
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -16,6 +17,7 @@ from labkit.kernels.launch import Launch
 
 COLD_L2 = 4  # inputs rotate over at least this many L2 sizes
 ABOVE_CEILING = 1.02  # a cold rate above the same run's ceiling by more is measured again
+COLOUR = re.compile(r"\x1b\[[0-9;]*m")  # of a message for a terminal
 Ready = tuple[Variant, Trial, dict[str, Any]]  # with the row's columns that are known before the timing
 
 
@@ -237,5 +239,6 @@ def failed_case(study: Study, case: Case, index: int, reason: str) -> list[dict[
 
 
 def first_line(problem: BaseException) -> str:
-    """Type and first line of the message of an exception, as a row's reason."""
-    return f"{type(problem).__name__}: {(str(problem).splitlines() or [''])[0][:300]}"
+    """Type and first line of the message of an exception that says something, without its colours: a row's reason."""
+    lines = (line.strip() for line in COLOUR.sub("", str(problem)).splitlines())
+    return f"{type(problem).__name__}: {next(filter(None, lines), '')[:300]}"

@@ -1,0 +1,87 @@
+"""What variants launch, as hashes: run as a script, on the tree that PYTHONPATH names, which may be an older one.
+
+Of the lab it uses no more than what a tree of a year ago has, too: see `same.py`, which asks two trees.
+stdin: [[study, op, case, variant, hash of its sources or ""] …] in JSON; stdout: [[hash, digest] …] in its order.
+"""
+
+import hashlib
+import json
+import re
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+CAPABILITY = 90  # that kernels are compiled for
+_INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+([^;]+;)")  # as cuobjdump prints one
+
+
+def digest_of(launch: Any) -> str:
+    """Hash of a launch: the instructions of its kernel, its grid and options, and what it is given.
+
+    A tensor is its type, shape and strides.
+    """
+    from labkit.evidence.compiled import listing_of
+
+    kernel, compiled = launch.kernel, launch.compile()
+    kinds = kernel.fn.__annotations__
+    given = [_told(launch.args[name]) for name in kernel.arg_names if "constexpr" not in str(kinds.get(name))]
+    code = _INSTRUCTION.findall(listing_of(compiled.asm["cubin"]))
+    if not code:
+        raise ValueError(f"{kernel.fn.__name__}: no instructions in what cuobjdump prints")
+    parts = (code, compiled.metadata.shared, tuple(launch.grid), sorted(launch.options.items()), given)
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
+
+
+def _told(value: Any) -> Any:
+    if hasattr(value, "stride"):
+        return str(value.dtype), tuple(value.shape), value.stride()
+    return value
+
+
+def _variant_of(study: str, op: str, case: str, name: str) -> tuple[Any, Any]:
+    from labkit import registry
+    from labkit.bench.spec import Case
+    from labkit.sweep.case import with_control
+
+    one = Case(op, json.loads(case))
+    return one, next(found for found in with_control(registry.load(study), one) if found.name == name)
+
+
+def answer(study: str, op: str, case: str, name: str, sha: str, known: dict[str, str]) -> tuple[str, str]:
+    """Hash of a variant's sources, and the digest of what it launches; empty where the hash is not the one given.
+
+    Empty, too, if it launches nothing of the lab's, if the tree does not know it, or cannot prepare it without a GPU.
+    """
+    from labkit.bench.sha import kernel_sha
+    from labkit.kernels.launch import launched
+    from labkit.sweep.variants import code_of
+
+    try:
+        one, variant = _variant_of(study, op, case, name)
+        present = kernel_sha(variant.source)
+        if sha not in ("", present):
+            return present, ""
+        launches = launched(variant.prepare(one, "meta", 1, 0).calls[0])
+        parts = [known.setdefault(_key(launch, code_of), digest_of(launch)) for launch in launches]
+    except Exception as problem:
+        print(f"{study} {op} {case} {name}: {problem!r}", file=sys.stderr)
+        return "", ""
+    return present, hashlib.sha256("".join(parts).encode()).hexdigest()[:16] if parts else ""
+
+
+def _key(launch: Any, code_of: Any) -> str:
+    tensors: Mapping[str, Any] = launch.args
+    return repr((code_of(launch), launch.grid, [_told(tensors[name]) for name in launch.kernel.arg_names]))
+
+
+def main() -> None:
+    """Answer all that is asked for."""
+    from labkit.kernels.offline import offline
+
+    known: dict[str, str] = {}
+    with offline(CAPABILITY):
+        json.dump([answer(*asked, known) for asked in json.load(sys.stdin)], sys.stdout)
+
+
+if __name__ == "__main__":
+    main()
