@@ -147,17 +147,15 @@ def test_what_the_host_does_is_not_predicted():
 def test_transfers_of_all_studies_stay_within_the_bars():
     """Issue 31's: H100 to H200 and back, median at most 5 %, 90th percentile at most 12 %.
 
-    Two studies were measured anew after the model and are beyond it: expert layers, 5.1 % to the H200, and the gated
-    delta rule with a ring, 14.9 and 17.6 % there, whose drafts are bound by neither memory nor products. Of its tokens
-    an H100 has rows of an earlier kernel only, which are not compared: drafts and prompts are left.
+    Of the gated delta rule with a ring an H100 has tokens and drafts of an earlier kernel only, which are not compared.
     """
-    beyond = {"moe_persistent_grid": (5.5, 12), "gated_delta_today": (15.5, 18)}
-    for name in BOTH_WAYS:
+    none = "gated_delta_today"
+    assert elsewhere.transfers(elsewhere.recorded_rows(none)).empty
+    for name in sorted(set(BOTH_WAYS) - {none}):
         table = elsewhere.transfers(elsewhere.recorded_rows(name))
         assert len(table) == 2
-        median, most = beyond.get(name, (5, 12))
-        assert (table["median error %"] <= median).all()
-        assert (table["90 % are within %"] <= most).all()
+        assert (table["median error %"] <= 5).all()
+        assert (table["90 % are within %"] <= 12).all()
 
 
 def test_only_times_of_one_kernel_are_compared():

@@ -1,6 +1,7 @@
 """A kernel that is only written otherwise keeps its rows; one that launches something else does not."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import kernels_for_tests
 import pytest
@@ -61,10 +62,12 @@ def old(monkeypatch, tmp_path):
     """A file in data/ whose rows are of an older tree, which launches what its variant's name says."""
     monkeypatch.setattr(paths, "DATA", tmp_path)
     monkeypatch.setattr(same, "_check_out", lambda revision, folder: None)
+    monkeypatch.setattr(same, "version", lambda package: "3.6.0")
+    monkeypatch.setattr(same, "Machine", SimpleNamespace(load=lambda folder: SimpleNamespace(capability=90)))
     path = tmp_path / "nvidia-made-up-9" / "state_layout.parquet"
     few = made.LAYOUT | {"batches": [1], "states": ["fp32"]}
     frame = made.make("state_layout", few, made.layout_us())
-    records.write(path, frame.assign(kernel_sha=frame["variant"].str[::-1]))
+    records.write(path, frame.assign(kernel_sha=frame["variant"].str[::-1], triton="3.6.0"))
     return path
 
 
@@ -72,7 +75,8 @@ def answers(frame, now):
     """Both trees' answers: the older one's hash is the variant's name reversed; now: variant -> present digest."""
     present = dict(zip(frame["variant"], made_hashes(frame), strict=True))
 
-    def found(tree, wanted):
+    def found(tree, wanted, capability):
+        assert capability == 90
         if tree != paths.ROOT:
             return [(key[3][::-1], THEN if key[4] == key[3][::-1] else "") for key in wanted]
         return [(present[key[3]], now.get(key[3], THEN)) for key in wanted]
@@ -105,6 +109,16 @@ def test_rows_that_launch_another_kernel_stay_stale(old, monkeypatch):
     assert recorded.stale(records.read(old)).tolist() == (before["variant"] == changed).tolist()
 
 
+def test_rows_of_another_triton_stay_stale(old, monkeypatch):
+    before = records.read(old)
+    records.write(old, before.assign(triton=before["triton"].where(before.index != 2, "3.7.1")))
+    monkeypatch.setattr(same, "_answers", answers(before, {}))
+    assert same.restamp("1a2b3c4") == {old: (len(before) - 1, 1)}
+    monkeypatch.setattr(same, "version", lambda package: "3.5.0")
+    with pytest.raises(ValueError, match=r"Triton is 3\.5\.0; allowed: that of rows of an earlier kernel, 3\.7\.1"):
+        same.restamp("1a2b3c4")
+
+
 def test_rows_of_a_third_tree_stay_stale(old, monkeypatch):
     before = records.read(old)
     records.write(old, before.assign(kernel_sha=before["kernel_sha"].where(before.index != 2, "0" * 12)))
@@ -116,11 +130,11 @@ def test_rows_of_a_third_tree_stay_stale(old, monkeypatch):
 def test_both_trees_are_asked_by_scripts_of_their_own(tmp_path):
     """This tree twice: a variant's answers are the same, and of another hash there is none."""
     study = registry.load("gemv_coalescing")
-    [case, *_] = study.cases(made.GEMV)
+    case = next(one for one in study.cases(made.GEMV) if one.op == "gemv")
     name = next(one.name for one in study.variants(case) if one.role == "ours")
     key = (study.name, case.op, case.key, name)
     sha = recorded.present(*key)
-    first, second, third = same._answers(paths.ROOT, [(*key, ""), (*key, sha), (*key, "0" * 12)])
+    first, second, third = same._answers(paths.ROOT, [(*key, ""), (*key, sha), (*key, "0" * 12)], 90)
     assert first == second == (sha, first[1])
     assert first[1]
     assert third == (sha, "")

@@ -1,7 +1,8 @@
 """What variants launch, as hashes: run as a script, on the tree that PYTHONPATH names, which may be an older one.
 
 Of the lab it uses no more than what a tree of a year ago has, too: see `same.py`, which asks two trees.
-stdin: [[study, op, case, variant, hash of its sources or ""] …] in JSON; stdout: [[hash, digest] …] in its order.
+argv: the capability to compile for. stdin: [[study, op, case, variant, hash of its sources or ""] …] in JSON.
+stdout: [[hash, digest] …] in its order.
 """
 
 import hashlib
@@ -11,7 +12,6 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-CAPABILITY = 90  # that kernels are compiled for
 _INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+([^;]+;)")  # as cuobjdump prints one
 
 
@@ -79,7 +79,7 @@ def main() -> None:
     from labkit.kernels.offline import offline
 
     known: dict[str, str] = {}
-    with offline(CAPABILITY):
+    with offline(int(sys.argv[1])):
         json.dump([answer(*asked, known) for asked in json.load(sys.stdin)], sys.stdout)
 
 
