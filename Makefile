@@ -33,7 +33,7 @@ test: setup ## Check everything: style, notebooks, tests
 	@made=$$(mktemp -d) && trap 'rm -rf "$$made"' EXIT && \
 	    LABKIT_REPORTS="$$made" $(BIN)/pytest -n auto --maxprocesses=4 --nbmake --nbmake-timeout=300 \
 	    $$(ls -r notebooks/*.ipynb)
-	$(BIN)/pytest -n $$(($$(nproc) < 4 ? $$(nproc) + 1 : 4)) --dist=loadfile --no-loadscope-reorder
+	cores=$$(env -u OMP_NUM_THREADS nproc) && $(BIN)/pytest -n $$((cores < 4 ? cores + 1 : 4)) --dist=loadfile --no-loadscope-reorder
 
 fetch: setup ## Get other people's kernels, to be measured beside the lab's
 	@$(BIN)/labkit fetch
