@@ -84,6 +84,13 @@ def answers(frame, now):
     return found
 
 
+def a_gemv():
+    """What names rows of one of ours: study, operation, case and variant."""
+    study = registry.load("gemv_coalescing")
+    case = next(one for one in study.cases(made.GEMV) if one.op == "gemv")
+    return study.name, case.op, case.key, next(one.name for one in study.variants(case) if one.role == "ours")
+
+
 def made_hashes(frame):
     keys = frame[["study", "op", "case", "variant"]].itertuples(index=False, name=None)
     return [recorded.present(*key) for key in keys]
@@ -129,15 +136,26 @@ def test_rows_of_a_third_tree_stay_stale(old, monkeypatch):
 
 def test_both_trees_are_asked_by_scripts_of_their_own(tmp_path):
     """This tree twice: a variant's answers are the same, and of another hash there is none."""
-    study = registry.load("gemv_coalescing")
-    case = next(one for one in study.cases(made.GEMV) if one.op == "gemv")
-    name = next(one.name for one in study.variants(case) if one.role == "ours")
-    key = (study.name, case.op, case.key, name)
+    key = a_gemv()
     sha = recorded.present(*key)
     first, second, third = same._answers(paths.ROOT, [(*key, ""), (*key, sha), (*key, "0" * 12)], 90)
     assert first == second == (sha, first[1])
     assert first[1]
     assert third == (sha, "")
+
+
+def test_a_launch_is_taken_apart_once(monkeypatch):
+    taken, known = [], {}
+    monkeypatch.setattr(digests, "digest_of", lambda launch: taken.append(launch) or "0")
+    with offline(90):
+        first, again = (digests.answer(*a_gemv(), "", known) for _ in range(2))
+    assert first == again
+    assert len(taken) == len(known) == 1
+
+
+def test_a_tree_that_cannot_answer_is_named(tmp_path):
+    with pytest.raises(ValueError, match=r"cannot say what it launches: its process ended with 1"):
+        same._answers(tmp_path, [("no", "study", "{}", "at all", "")], 1)
 
 
 def test_an_unknown_revision_is_named(tmp_path):

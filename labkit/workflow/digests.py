@@ -1,6 +1,6 @@
 """What variants launch, as hashes: run as a script, on the tree that PYTHONPATH names, which may be an older one.
 
-Of the lab it uses no more than what a tree of a year ago has, too: see `same.py`, which asks two trees.
+Of the lab it uses no more than what older trees have, too: see `same.py`, which asks two.
 argv: the capability to compile for. stdin: [[study, op, case, variant, hash of its sources or ""] …] in JSON.
 stdout: [[hash, digest] …] in its order.
 """
@@ -9,7 +9,6 @@ import hashlib
 import json
 import re
 import sys
-from collections.abc import Mapping
 from typing import Any
 
 _INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+([^;]+;)")  # as cuobjdump prints one
@@ -50,6 +49,8 @@ def _variant_of(study: str, op: str, case: str, name: str) -> tuple[Any, Any]:
 def answer(study: str, op: str, case: str, name: str, sha: str, known: dict[str, str]) -> tuple[str, str]:
     """Hash of a variant's sources, and the digest of what it launches; empty where the hash is not the one given.
 
+    known: digests of launches that were asked for before, to which new ones are added.
+
     Empty, too, if it launches nothing of the lab's, if the tree does not know it, or cannot prepare it without a GPU.
     """
     from labkit.bench.sha import kernel_sha
@@ -62,16 +63,18 @@ def answer(study: str, op: str, case: str, name: str, sha: str, known: dict[str,
         if sha not in ("", present):
             return present, ""
         launches = launched(variant.prepare(one, "meta", 1, 0).calls[0])
-        parts = [known.setdefault(_key(launch, code_of), digest_of(launch)) for launch in launches]
+        keys = [_key(launch, code_of) for launch in launches]
+        for key, launch in zip(keys, launches, strict=True):
+            if key not in known:  # cuobjdump takes seconds
+                known[key] = digest_of(launch)
     except Exception as problem:
         print(f"{study} {op} {case} {name}: {problem!r}", file=sys.stderr)
         return "", ""
-    return present, hashlib.sha256("".join(parts).encode()).hexdigest()[:16] if parts else ""
+    return present, hashlib.sha256("".join(known[key] for key in keys).encode()).hexdigest()[:16] if keys else ""
 
 
 def _key(launch: Any, code_of: Any) -> str:
-    tensors: Mapping[str, Any] = launch.args
-    return repr((code_of(launch), launch.grid, [_told(tensors[name]) for name in launch.kernel.arg_names]))
+    return repr((code_of(launch), launch.grid, [_told(launch.args[name]) for name in launch.kernel.arg_names]))
 
 
 def main() -> None:

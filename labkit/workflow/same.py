@@ -32,8 +32,8 @@ Asked = tuple[str, ...]  # the values of KEY
 def restamp(revision: str) -> dict[Path, tuple[int, int]]:
     """Give rows of a git revision's sources the present hash where both launch the same; file -> restamped, left stale.
 
-    ValueError for a revision that git does not have, or if all stale rows are of other versions of Triton than the one
-    that is installed; RecordError for a file of data/ that cannot be used.
+    ValueError for a revision that git does not have or that cannot say what it launches, or if all stale rows are of
+    other versions of Triton than the one that is installed; RecordError for a file of data/ that cannot be used.
     """
     files = {path: records.read(path) for path in sorted(paths.DATA.glob("*/*.parquet"))}
     old = {path: recorded.stale(rows) for path, rows in files.items()}
@@ -101,7 +101,7 @@ def _asked(tree: Path, wanted: Sequence[Asked], capability: int) -> list[tuple[s
     command = [sys.executable, "-P", digests.__file__, str(capability)]
     places = os.pathsep.join(filter(None, (str(tree), os.environ.get("PYTHONPATH", ""))))
     environment = {**os.environ, "PYTHONPATH": places}
-    done = subprocess.run(
-        command, input=json.dumps(wanted), env=environment, stdout=subprocess.PIPE, text=True, check=True
-    )
+    done = subprocess.run(command, input=json.dumps(wanted), env=environment, stdout=subprocess.PIPE, text=True)
+    if done.returncode:
+        raise ValueError(f"the tree in {tree} cannot say what it launches: its process ended with {done.returncode}")
     return [(sha, digest) for sha, digest in json.loads(done.stdout)]
