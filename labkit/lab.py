@@ -85,7 +85,7 @@ class Shown:
     @cached_property
     def stale(self) -> str:
         """The operations of which some rows are of an earlier version of the kernels: "extend, step"."""
-        return ", ".join(sorted(set(self.rows["op"][recorded.stale(self.rows)])))
+        return ", ".join(sorted(set(self.rows["op"][recorded.stale(self.rows)].str.replace("_", " "))))
 
 
 def versions_of(rows: pd.DataFrame) -> dict[str, str]:
