@@ -32,6 +32,11 @@ def recorded_gpus() -> list[str]:
     return sorted({path.parent.name for path in DATA.glob("*/*.parquet")})
 
 
+def git(*words: str) -> list[str]:
+    """A command of git on the lab's tree, whoever owns the files: one that was copied here has commits, too."""
+    return ["git", "-c", f"safe.directory={ROOT}", "-C", str(ROOT), *words]
+
+
 def data_files(study: str, *, runs: bool = True) -> list[tuple[Path, bool]]:
     """Data file of a study, and whether it was measured here, for every GPU; the recorded ones first."""
     bases = ((DATA, False), (RUNS, True))[: 2 if runs else 1]

@@ -12,7 +12,7 @@ import triton.language as tl
 from labkit import paths, registry
 from labkit.bench import records
 from labkit.kernels.offline import offline
-from labkit.workflow import digests, recorded, same
+from labkit.workflow import archive, digests, recorded, same
 
 THEN, NOW = "then", "now"  # what a variant launches, as a digest
 
@@ -63,7 +63,7 @@ def old(monkeypatch, tmp_path):
     monkeypatch.setattr(paths, "DATA", tmp_path)
     monkeypatch.setattr(same, "_check_out", lambda revision, folder: None)
     monkeypatch.setattr(same, "version", lambda package: "3.6.0")
-    monkeypatch.setattr(same, "Machine", SimpleNamespace(load=lambda folder: SimpleNamespace(capability=90)))
+    monkeypatch.setattr(archive, "check_machine", lambda folder: SimpleNamespace(capability=90))
     path = tmp_path / "nvidia-made-up-9" / "state_layout.parquet"
     few = made.LAYOUT | {"batches": [1], "states": ["fp32"]}
     frame = made.make("state_layout", few, made.layout_us())

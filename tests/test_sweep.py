@@ -449,7 +449,7 @@ def test_a_variant_that_cannot_be_prepared_is_a_row_and_the_others_go_on(lab: La
     ],
 )
 def test_a_reason_is_the_first_line_that_says_something(message: str, reason: str):
-    assert case_runner.first_line(RuntimeError(message)) == reason
+    assert records.first_line(RuntimeError(message)) == reason
 
 
 def test_a_variant_that_cannot_be_captured_is_a_row_and_the_others_go_on(lab: Lab):

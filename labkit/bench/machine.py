@@ -144,9 +144,7 @@ def revision() -> str:
     """
 
     def git(*words: str) -> str:
-        # safe, whoever owns the files: a tree that was copied here has a commit too
-        command = ["git", "-c", f"safe.directory={paths.ROOT}", "-C", str(paths.ROOT), *words]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        return subprocess.run(paths.git(*words), capture_output=True, text=True, check=True).stdout
 
     try:
         changed = git("-c", "core.fileMode=false", "diff", "--name-only", "HEAD", "--", "labkit/*.py")

@@ -4,6 +4,7 @@ import fcntl
 import json
 import math
 import os
+import re
 import tempfile
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -79,10 +80,17 @@ COLUMNS: tuple[tuple[str, pa.DataType, str], ...] = (
     ("seed", pa.int64(), "seed of the inputs and of the order"),
 )
 SCHEMA = pa.schema([(name, kind) for name, kind, _ in COLUMNS], metadata={"labkit_schema": SCHEMA_VERSION})
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")  # of a message for a terminal
 
 
 class RecordError(ValueError):
     """A data file that cannot be used; the message names the file and the column."""
+
+
+def first_line(problem: BaseException) -> str:
+    """Type and first line of the message of an exception that says something, without its colours: a row's reason."""
+    lines = (line.strip() for line in _COLOUR.sub("", str(problem)).splitlines())
+    return f"{type(problem).__name__}: {next(filter(None, lines), '')[:300]}"
 
 
 def write_atomic(path: Path, data: bytes) -> None:

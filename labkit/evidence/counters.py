@@ -27,6 +27,7 @@ from typing import Any
 import pandas as pd
 
 from labkit import isolated
+from labkit.bench import records
 from labkit.evidence import coalescing, compiled
 from labkit.evidence.ttgir import Unsupported
 from labkit.kernels.launch import Launch
@@ -250,7 +251,7 @@ def _launch_once(source: compiled.Source) -> dict[str, Any]:
         torch.cuda.synchronize()
         predicted, why = predict(launch)
     except Exception as problem:  # the other kernels are counted all the same
-        return {"problem": f"{type(problem).__name__}: {(str(problem).splitlines() or [''])[0][:300]}"}
+        return {"problem": records.first_line(problem)}
     runtime = torch.cuda.cudart()
     runtime.cudaProfilerStart()
     launch()

@@ -299,7 +299,7 @@ def try_here(
             if timed:
                 gpu.time([gpu.prepare(trial.calls, mine.mode)], hot=True)
         except Exception as problem:  # a row
-            row |= {"ok": False, "reason": case_runner.first_line(problem)}
+            row |= {"ok": False, "reason": records.first_line(problem)}
             if gpu:
                 _recover(gpu, row["reason"])
         finally:
@@ -312,7 +312,7 @@ def _recover(gpu: machine.CudaDevice, reason: str) -> None:
     try:
         gpu.recover()
     except Exception as problem:
-        raise RuntimeError(f"{reason}; then {case_runner.first_line(problem)}") from problem
+        raise RuntimeError(f"{reason}; then {records.first_line(problem)}") from problem
 
 
 def _checked(trial: Trial) -> dict[str, Any]:

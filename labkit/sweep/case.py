@@ -2,7 +2,6 @@
 
 import json
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -10,14 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from labkit.bench import machine, timing
+from labkit.bench import machine, records, timing
 from labkit.bench.sha import kernel_sha
 from labkit.bench.spec import ADDED, CONTROL, Case, Floor, Study, Trial, Variant
 from labkit.kernels.launch import Launch
 
 COLD_L2 = 4  # inputs rotate over at least this many L2 sizes
 ABOVE_CEILING = 1.02  # a cold rate above the same run's ceiling by more is measured again
-COLOUR = re.compile(r"\x1b\[[0-9;]*m")  # of a message for a terminal
 Ready = tuple[Variant, Trial, dict[str, Any]]  # with the row's columns that are known before the timing
 
 
@@ -38,7 +36,7 @@ def measure(study: Study, case: Case, index: int, device: machine.CudaDevice, ce
             base |= first_look(trial, evidence=first, check=first or variant.name.startswith(ADDED))
             ready[variant.name] = (variant, trial, base)
         except Exception as problem:  # any failure of one variant is a row; the others go on
-            rows += [base | _not_ok(cache, variant.mode, first_line(problem)) for cache in variant.caches]
+            rows += [base | _not_ok(cache, variant.mode, records.first_line(problem)) for cache in variant.caches]
             device.recover()
     for cache in ("cold", "hot"):
         for mode in ("graph", "eager"):
@@ -123,7 +121,7 @@ def _time_own(
         try:
             timed[name] = device.prepare(trial.calls if cache == "cold" else trial.calls[:1], mode)
         except Exception as problem:  # it cannot be launched or captured; the others go on
-            rows.append(base | _not_ok(cache, mode, first_line(problem)))
+            rows.append(base | _not_ok(cache, mode, records.first_line(problem)))
             device.recover()
     if not timed:
         return rows
@@ -236,9 +234,3 @@ def failed_case(study: Study, case: Case, index: int, reason: str) -> list[dict[
         for variant in with_control(study, case)
         for cache in variant.caches
     ]
-
-
-def first_line(problem: BaseException) -> str:
-    """Type and first line of the message of an exception that says something, without its colours: a row's reason."""
-    lines = (line.strip() for line in COLOUR.sub("", str(problem)).splitlines())
-    return f"{type(problem).__name__}: {next(filter(None, lines), '')[:300]}"

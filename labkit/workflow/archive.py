@@ -115,7 +115,7 @@ def gather(source: Path) -> None:
     """
     with _folders(source) as found:
         for folder in found:
-            here, runs = _check_machine(folder), paths.RUNS / folder.name
+            here, runs = check_machine(folder), paths.RUNS / folder.name
             for path in sorted(folder.glob("*.parquet")):
                 if path.stem not in registry.NOTEBOOKS:
                     raise RecordError(f"{path}: no study {path.stem!r} in this tree")
@@ -243,7 +243,7 @@ def _members(source: Path) -> Iterator[tuple[str, int, IO[bytes] | None]]:
 
 def _check_folder(folder: Path, report: Report) -> list[tuple[Path, Any]]:
     """What is to be written into data/ for one GPU. RecordError if anything is wrong."""
-    here = _check_machine(folder)
+    here = check_machine(folder)
     ready: list[tuple[Path, Any]] = []
     for path in sorted(folder.glob("*.parquet")):
         new = records.read(path)
@@ -324,7 +324,8 @@ def _check_timelines(path: Path, here: Machine) -> pd.DataFrame:
     return rows
 
 
-def _check_machine(folder: Path) -> Machine:
+def check_machine(folder: Path) -> Machine:
+    """The machine that a folder of rows describes. RecordError if there is none, or it is another folder's."""
     path, here = folder / "machine.json", Machine.load(folder)
     if here is None:
         raise RecordError(f"{path}: missing, or not the description of a machine that labkit writes")

@@ -82,8 +82,8 @@ def _needs(extras: Sequence[str]) -> list[str]:
 def _copy_project(target: Path) -> None:
     """The tracked files as they are now; outside a checkout all that a run needs."""
     try:
-        command = ["git", "-c", f"safe.directory={paths.ROOT}", "-C", str(paths.ROOT), "ls-files", "-z"]
-        names = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split("\0")
+        listed = subprocess.run(paths.git("ls-files", "-z"), capture_output=True, text=True, check=True)
+        names = listed.stdout.split("\0")
     except (OSError, subprocess.CalledProcessError):
         names = [str(path.relative_to(paths.ROOT)) for name in _FILES for path in _files(paths.ROOT / name)]
     for name in filter(None, names):

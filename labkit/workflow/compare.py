@@ -131,7 +131,7 @@ def _commit(text: str) -> list[pd.DataFrame]:
     """The rows of data/ as a commit has it; empty if there is no such commit, or nothing recorded in it."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "data.tar"
-        command = ["git", "-C", str(paths.ROOT), "archive", "--format=tar", "-o", str(file), f"{text}:data"]
+        command = paths.git("archive", "--format=tar", "-o", str(file), f"{text}:data")
         try:
             done = subprocess.run(command, capture_output=True)
         except OSError:

@@ -49,9 +49,8 @@ def _variant_of(study: str, op: str, case: str, name: str) -> tuple[Any, Any]:
 def answer(study: str, op: str, case: str, name: str, sha: str, known: dict[str, str]) -> tuple[str, str]:
     """Hash of a variant's sources, and the digest of what it launches; empty where the hash is not the one given.
 
-    known: digests of launches that were asked for before, to which new ones are added.
-
     Empty, too, if it launches nothing of the lab's, if the tree does not know it, or cannot prepare it without a GPU.
+    known: digests of launches that were asked for before, to which new ones are added.
     """
     from labkit.bench.sha import kernel_sha
     from labkit.kernels.launch import launched

@@ -20,9 +20,8 @@ from pathlib import Path
 
 import pandas as pd
 
-from labkit import paths
+from labkit import host, paths
 from labkit.bench import records
-from labkit.bench.machine import Machine
 from labkit.workflow import archive, digests, recorded
 
 KEY = ["study", "op", "case", "variant", "kernel_sha"]
@@ -42,34 +41,32 @@ def restamp(revision: str) -> dict[Path, tuple[int, int]]:
         allowed = f"that of rows of an earlier kernel, {', '.join(sorted(known))}"
         raise ValueError(f"Triton is {version('triton')}; allowed: {allowed}")
     done = {}
-    for path, rows in files.items():
-        mine = old[path] & (rows["triton"] == version("triton"))
-        present = _same(revision, sorted(set(_keys(rows[mine]))), _capability(path.parent)) if mine.any() else {}
-        found = [present.get(key, key[-1]) for key in _keys(rows[mine])]
-        changed = int((rows.loc[mine, "kernel_sha"] != found).sum())
-        if changed:
-            rows.loc[mine, "kernel_sha"] = found
-            records.write(path, rows)
-        done[path] = changed, int(old[path].sum()) - changed
+    with tempfile.TemporaryDirectory() as folder:
+        _check_out(revision, Path(folder))
+        for path, rows in files.items():
+            mine = old[path] & (rows["triton"] == version("triton"))
+            present = _same(Path(folder), rows[mine], path.parent) if mine.any() else {}
+            found = [present.get(key, key[-1]) for key in _keys(rows[mine])]
+            changed = int((rows.loc[mine, "kernel_sha"] != found).sum())
+            if changed:
+                rows.loc[mine, "kernel_sha"] = found
+                records.write(path, rows)
+            done[path] = changed, int(old[path].sum()) - changed
     archive.write_readme()
     return done
-
-
-def _capability(folder: Path) -> int:
-    if machine := Machine.load(folder):
-        return machine.capability
-    raise records.RecordError(f"{folder / 'machine.json'}: missing or damaged")
 
 
 def _keys(rows: pd.DataFrame) -> list[Asked]:
     return list(rows[KEY].itertuples(index=False, name=None))
 
 
-def _same(revision: str, wanted: Sequence[Asked], capability: int) -> dict[Asked, str]:
-    """The present hash of those that the revision's tree has with their hash, and launches as the present one does."""
-    with tempfile.TemporaryDirectory() as folder:
-        _check_out(revision, Path(folder))
-        then = dict(zip(wanted, _answers(Path(folder), wanted, capability), strict=True))
+def _same(tree: Path, rows: pd.DataFrame, machine: Path) -> dict[Asked, str]:
+    """The present hash of those rows that the tree has with their hash, and launches as the present one does.
+
+    machine: the folder of their machine's description.
+    """
+    wanted, capability = sorted(set(_keys(rows))), archive.check_machine(machine).capability
+    then = dict(zip(wanted, _answers(tree, wanted, capability), strict=True))
     both = [key for key in wanted if then[key][1]]
     now = _answers(paths.ROOT, [(*key[:-1], "") for key in both], capability)
     return {key: sha for key, (sha, digest) in zip(both, now, strict=True) if digest == then[key][1]}
@@ -78,8 +75,8 @@ def _same(revision: str, wanted: Sequence[Asked], capability: int) -> dict[Asked
 def _check_out(revision: str, folder: Path) -> None:
     """The package as a revision has it."""
     file = folder / "labkit.tar"
-    command = ["git", "-C", str(paths.ROOT), "archive", "--format=tar", "-o", str(file), f"{revision}^{{commit}}"]
-    done = subprocess.run([*command, "labkit"], capture_output=True, text=True)
+    command = paths.git("archive", "--format=tar", "-o", str(file), f"{revision}^{{commit}}", "labkit")
+    done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise ValueError(f"revision is {revision!r}; allowed: a commit that git has ({done.stderr.strip()})")
     with tarfile.open(file) as archived:
@@ -88,7 +85,7 @@ def _check_out(revision: str, folder: Path) -> None:
 
 def _answers(tree: Path, wanted: Sequence[Asked], capability: int) -> list[tuple[str, str]]:
     """`digests.answer` of a tree, by as many processes as there are cores."""
-    count = os.cpu_count() or 1
+    count = host.cores()
     parts = [wanted[first::count] for first in range(count)]
     found: dict[Asked, tuple[str, str]] = {}
     with ThreadPoolExecutor(count) as pool:
