@@ -111,8 +111,7 @@ else:
     request, answer = command[-2:]
     sources = json.load(open(request))["sources"]
     kernels = [f"_kernel_{{number}}" for number in range(len(sources))]
-    given = {{"predicted": {{"load": {{"requests": 10, "sectors": 40}}}}, "why": {{"store": "so"}}}}
-    json.dump([given | {{"kernel": name}} for name in kernels], open(answer, "w"))
+    json.dump([{{"kernel": name}} for name in kernels], open(answer, "w"))
     metrics = option["--metrics"].split(",")
 
     def value(metric, number):
@@ -143,7 +142,9 @@ def ncu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return found
 
 
-def test_counters_of_several_launches_in_their_order(ncu):
+def test_counters_of_several_launches_in_their_order(ncu, monkeypatch):
+    told = {"predicted": {"load": {"requests": 10, "sectors": 40}}, "why": {"store": "so"}}
+    monkeypatch.setattr(counters, "predict_many", lambda sources, env: [told] * len(sources))
     first, second = counters.count(SOURCES, {"FAKE": "counts"})
     assert first["counted"]["load"] == {"requests": 10, "sectors": 40}
     assert second["counted"]["load"] == {"requests": 10, "sectors": 41}
@@ -206,6 +207,33 @@ def test_the_script_says_of_each_kernel_why_it_could_not_be_launched(ncu):
     first, second = counters.count([*SOURCES[:1], ("kernels_for_tests:none", {})], {"FAKE": "script"})
     assert first["problem"]
     assert second["problem"].startswith("AttributeError: module 'kernels_for_tests' has no attribute 'none'")
+
+
+def test_a_kernel_without_a_prediction_leaves_the_others_their_counters(ncu, monkeypatch):
+    told = [{"problem": "ValueError: no tile"}, {"predicted": {}, "why": {}}]
+    monkeypatch.setattr(counters, "predict_many", lambda sources, env: told)
+    first, second = counters.count(SOURCES, {"FAKE": "counts"})
+    assert first == {"problem": "ValueError: no tile"}
+    assert second["counted"]["load"] == {"requests": 10, "sectors": 41}  # of the second launch, not of the first
+
+
+def test_predictions_of_many_are_those_of_each_in_order():
+    sources = [(f"kernels_for_tests:{make}", kwargs) for make, kwargs, _ in KERNELS.values()]
+    sources.insert(1, ("kernels_for_tests:none", {}))
+    found = counters.predict_many(sources, workers.COMPILING, 90)
+    assert found.pop(1)["problem"].startswith("AttributeError: module 'kernels_for_tests' has no attribute 'none'")
+    figures = [{kind: tuple(one.values()) for kind, one in told["predicted"].items()} for told in found]
+    for (name, (_, _, expected)), one in zip(KERNELS.items(), figures, strict=True):
+        assert one.keys() == expected.keys(), name
+        for kind, (requests, sectors) in expected.items():
+            assert one[kind][1] == sectors, name
+            assert requests in (None, one[kind][0]), name
+
+
+def test_a_prediction_that_kills_its_process_is_said_in_one_line():
+    with pytest.raises(counters.NotTaken, match="predictions: crash: the process ended") as caught:
+        counters.predict_many([("os:_exit", {"status": 3})], workers.COMPILING, 90)
+    assert "\n" not in str(caught.value)
 
 
 def test_doctor_says_what_ncu_there_is_and_what_that_means(ncu, monkeypatch):

@@ -2,8 +2,9 @@
 
 One `ncu` process runs this module as a script, which prepares every kernel on the GPU, warms it up and launches it once
 more between the profiler's start and stop. ncu writes back and invalidates the caches before each of its passes: what
-is counted is a cold launch. The prediction is `coalescing.totals` over the whole grid. A request is a warp's
-instruction in which at least one lane is active. Local memory (spills) and atomics are in neither.
+is counted is a cold launch. The prediction is `coalescing.totals` over the whole grid, which takes a core seconds: all
+cores make predictions once ncu has ended. A request is a warp's instruction in which at least one lane is active. Local
+memory (spills) and atomics are in neither.
 """
 
 import csv
@@ -26,9 +27,9 @@ from typing import Any
 
 import pandas as pd
 
-from labkit import isolated
+from labkit import host, isolated
 from labkit.bench import records
-from labkit.evidence import coalescing, compiled
+from labkit.evidence import coalescing, compiled, workers
 from labkit.evidence.ttgir import Unsupported
 from labkit.kernels.launch import Launch
 
@@ -151,13 +152,15 @@ def count(sources: Sequence[compiled.Source], env: Mapping[str, str | None]) -> 
         raise NotTaken(f"ncu lists no metrics of this GPU{_last(listing.splitlines())}")
     chosen = choose(known)
     answers, log = _profile(ncu, chosen, sources, merged)
-    launched = [answer for answer in answers if "problem" not in answer]
-    rows = iter(_matched(parse(log), [answer["kernel"] for answer in launched]) if launched else [])
+    launched = {place: answer["kernel"] for place, answer in enumerate(answers) if "problem" not in answer}
+    if not launched:
+        return answers
+    rows = _matched(parse(log), list(launched.values()))
+    told_of = predict_many([sources[place] for place in launched], env)
     absent = [" ".join(figure) for figure in METRICS if figure not in chosen]
-    return [
-        answer if "problem" in answer else _figures(next(rows), answer, chosen) | {"absent": absent, "ncu": found}
-        for answer in answers
-    ]
+    for place, row, told in zip(launched, rows, told_of, strict=True):
+        answers[place] = told if "problem" in told else _figures(row, chosen) | told | {"absent": absent, "ncu": found}
+    return answers
 
 
 def _profile(
@@ -227,7 +230,7 @@ def _matched(rows: Sequence[tuple[str, dict]], kernels: Sequence[str]) -> list[d
     return [metrics for _, metrics in rows]
 
 
-def _figures(metrics: Mapping[str, float | None], answer: Mapping[str, Any], chosen: Mapping) -> dict[str, Any]:
+def _figures(metrics: Mapping[str, float | None], chosen: Mapping) -> dict[str, Any]:
     def total(kind: str, figure: str) -> int | None:
         values = [metrics.get(name) for name in chosen.get((kind, figure), ())]
         return None if not values or None in values else round(sum(values))
@@ -237,11 +240,11 @@ def _figures(metrics: Mapping[str, float | None], answer: Mapping[str, Any], cho
         if copies and counted["load"][figure] is not None:
             counted["load"][figure] = max(0, counted["load"][figure] - copies)
     memory = {name: total("memory", name) for name in ("dram_read_bytes", "l2_read_sectors")}
-    return {"counted": counted, "predicted": answer["predicted"], "why": answer["why"]} | memory
+    return {"counted": counted} | memory
 
 
 def _launch_once(source: compiled.Source) -> dict[str, Any]:
-    """In the process that ncu watches: the kernel's name and prediction; the one launch that is counted."""
+    """In the process that ncu watches: the kernel's name; the one launch that is counted."""
     import torch
 
     try:
@@ -249,7 +252,6 @@ def _launch_once(source: compiled.Source) -> dict[str, Any]:
         name = compiled.build(launch).metadata.name
         launch()
         torch.cuda.synchronize()
-        predicted, why = predict(launch)
     except Exception as problem:  # the other kernels are counted all the same
         return {"problem": records.first_line(problem)}
     runtime = torch.cuda.cudart()
@@ -257,12 +259,46 @@ def _launch_once(source: compiled.Source) -> dict[str, Any]:
     launch()
     torch.cuda.synchronize()
     runtime.cudaProfilerStop()
-    return {"kernel": name, "predicted": predicted, "why": why}
+    return {"kernel": name}
 
 
 # ---- the prediction
 
 Totals = dict[str, dict[str, float]]
+
+
+def predict_many(
+    sources: Sequence[compiled.Source], env: Mapping[str, str | None], capability: int | None = None
+) -> list[dict[str, Any]]:
+    """`predict` of the launches of some sources, in order, on all cores: each is predicted and why, or problem.
+
+    env: as in `count`. capability: as in `coalescing.totals`. NotTaken if a process dies.
+    """
+    count = min(host.cores(), len(sources))
+    with tempfile.TemporaryDirectory() as taken:
+        arguments = ([list(one) for one in sources], taken, capability)
+        call = isolated.Call(f"{__name__}:predict_free", arguments, env={**env, "TRITON_INTERPRET": None})
+        try:
+            parts = isolated.call_many([call] * count, count)
+        except isolated.IsolatedError as problem:
+            raise NotTaken(f"predictions: {problem.kind}: {problem.message}") from None
+    found = {place: told for part in parts for place, told in part}
+    return [found[place] for place in range(len(sources))]
+
+
+def predict_free(
+    sources: Sequence[compiled.Source], taken: str, capability: int | None
+) -> list[tuple[int, dict[str, Any]]]:
+    """In a worker: place and prediction of those sources that no other worker has taken, as `workers.free` has it."""
+    return [(place, _told(source, capability)) for place, source in workers.free(list(enumerate(sources)), taken)]
+
+
+def _told(source: compiled.Source, capability: int | None) -> dict[str, Any]:
+    try:
+        predicted, why = predict(compiled.launch_of(source, capability), capability)
+    except Exception as problem:  # the other kernels are counted all the same
+        return {"problem": records.first_line(problem)}
+    return {"predicted": predicted, "why": why}
 
 
 def predict(launch: Launch, capability: int | None = None) -> tuple[dict[str, dict[str, int]], dict[str, str]]:
@@ -282,8 +318,12 @@ def _over_grid(launch: Launch, capability: int | None) -> tuple[dict[str, dict[s
     grid = (*launch.grid, 1, 1)[:3]
 
     @cache
+    def accesses(program: tuple[int, ...]) -> list[coalescing.Total]:
+        return coalescing.totals(launch, capability, program)
+
+    @cache
     def totals(program: tuple[int, ...]) -> Totals:
-        return _summed(coalescing.totals(launch, capability, program))
+        return _summed(accesses(program))
 
     first, middle, last = (totals(one) for one in ((0, 0, 0), _at(grid, 0.5), _at(grid, 1)))
     alike = first == middle
@@ -298,7 +338,7 @@ def _over_grid(launch: Launch, capability: int | None) -> tuple[dict[str, dict[s
         part, weight = totals(tuple(index for index, _ in corner)), math.prod(count for _, count in corner)
         for kind, figure in product(DERIVED, FIGURES):
             summed[kind][figure] += weight * part[kind][figure]
-    why = _why(coalescing.totals(launch, capability), alike)
+    why = _why(accesses((0, 0, 0)), alike)
     known = {kind: figures for kind, figures in summed.items() if figures["requests"] > 0}  # neither none nor NaN
     return {kind: {name: round(value) for name, value in figures.items()} for kind, figures in known.items()}, why
 
