@@ -221,7 +221,9 @@ def test_what_is_compiled_apart_leaves_cores_free(monkeypatch):
     monkeypatch.setattr(sweep.os, "sched_getaffinity", lambda process: set(range(8)))
     monkeypatch.setattr(sweep.os, "sched_setaffinity", lambda process, cores: taken.append(cores))
     monkeypatch.setattr(sweep.os, "nice", lambda by: 0)
-    monkeypatch.setattr("labkit.evidence.compiled.prebuild", lambda sources, capability: taken.append(len(sources)))
+    monkeypatch.setattr(
+        "labkit.evidence.compiled.prebuild", lambda sources, capability, marks: taken.append(len(sources))
+    )
     monkeypatch.setattr(isolated, "call_many", lambda calls, count: [sweep.kernels_of(*call.args) for call in calls])
     count = sweep.compile_apart([("state_layout", [[case.op, case.key]]), ("machine", [])], 90, GPU.name, 2)
     assert taken == [[2, 3, 4, 5, 6, 7], count]

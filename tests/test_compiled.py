@@ -196,7 +196,7 @@ def test_what_is_built_ahead_is_disassembled_already(monkeypatch, tmp_path):
     monkeypatch.setattr(paths, "CACHE", tmp_path)
     sources = [SOURCES["copy"], ("kernels_for_tests:of_a_library", {})]
     (tmp_path / "taken").mkdir()
-    compiled.build_free(sources, 90, str(tmp_path / "taken"))
+    compiled.build_free([(source, "") for source in sources], 90, str(tmp_path / "taken"))
     monkeypatch.setattr(compiled, "listing_of", lambda cubin: pytest.fail("disassembled again"))
     launch = compiled.launch_of(SOURCES["copy"], 90)
     assert compiled.evidence(launch, 90)["loads"] == {"128": 1}
@@ -219,24 +219,67 @@ def test_what_launches_a_kernel_is_built_ahead_where_triton_compiles_it(compiles
     monkeypatch.delattr(driver, "make_launcher", raising=False)
     if compiles:
         monkeypatch.setattr(driver, "make_launcher", None, raising=False)
-    compiled.build_free([SOURCES["copy"]], 90, str(tmp_path))
+    compiled.build_free([(SOURCES["copy"], "")], 90, str(tmp_path))
     assert made == [("_copy_kernel", 1)] * compiles
+
+
+THREE = [("first", ""), ("second", ""), ("third", "")]
 
 
 def test_a_source_that_another_worker_took_is_left_to_it(monkeypatch, tmp_path):
     built = []
-    monkeypatch.setattr(compiled, "launch_of", lambda source, capability: source)
-    monkeypatch.setattr(compiled, "build", lambda launch, capability: built.append(launch))
+    monkeypatch.setattr(compiled, "_build_ahead", lambda source, capability: built.append(source))
     (tmp_path / "1").touch()
-    compiled.build_free(["first", "second", "third"], 90, str(tmp_path))
+    compiled.build_free(THREE, 90, str(tmp_path))
     assert built == ["first", "third"]
-    compiled.build_free(["first", "second", "third"], 90, str(tmp_path))
+    compiled.build_free(THREE, 90, str(tmp_path))
     assert built == ["first", "third"]
+
+
+def test_what_does_not_compile_is_said_and_leaves_the_others(monkeypatch, tmp_path):
+    built = []
+
+    def build(source, capability):
+        if source == "second":
+            raise ValueError("descriptor is True\nand more")
+        built.append(source)
+
+    monkeypatch.setattr(compiled, "_build_ahead", build)
+    assert compiled.build_free(THREE, 90, str(tmp_path)) == ["ValueError: descriptor is True"]
+    assert built == ["first", "third"]
+
+
+def test_what_is_marked_is_not_made_again(monkeypatch, tmp_path):
+    made, broken = SOURCES["copy"], ("kernels_for_tests:copy", {"no_such_argument": 1})
+    assert len(compiled.prebuild([made, broken], 90, tmp_path)) == 1
+    asked = []
+    monkeypatch.setattr(isolated, "call_many", lambda calls, workers: asked.extend(calls[0].args[0]) or [])
+    compiled.prebuild([made, broken, SOURCES["tile"]], 90, tmp_path)
+    assert [source for source, _ in asked] == [list(broken), list(SOURCES["tile"])]  # what failed is tried again
+    asked.clear()
+    compiled.prebuild([made], 100, tmp_path)  # for another GPU it is another kernel
+    compiled.prebuild([made], 90)
+    assert [source for source, _ in asked] == [list(made)] * 2
+
+
+@pytest.mark.parametrize("dissect", [True, False])
+def test_of_what_nobody_asks_for_no_evidence_is_made(dissect, monkeypatch):
+    described = []
+    monkeypatch.setattr(compiled, "describe", lambda kernel: described.append(kernel.metadata.name))
+    function, arguments = SOURCES["copy"]
+    compiled._build_ahead((function, {**arguments, compiled.DISSECT: dissect}), 90)
+    assert described == ["_copy_kernel"] * dissect
+
+
+def test_what_could_not_be_compiled_is_handed_on():
+    sources = [SOURCES["copy"], ("kernels_for_tests:copy", {"no_such_argument": 1})]
+    [problem] = compiled.prebuild(sources, 90)
+    assert "no_such_argument" in problem
 
 
 def test_nothing_is_built_where_there_is_nothing_to_build(monkeypatch):
     monkeypatch.setattr(isolated, "call_many", lambda calls, workers: pytest.fail("a process was started"))
-    compiled.prebuild([], 90)
+    assert compiled.prebuild([], 90) == []
 
 
 def test_a_failing_source_is_an_error():

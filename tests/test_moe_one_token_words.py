@@ -12,7 +12,7 @@ from labkit.kernels import offline
 from labkit.kernels.experts import choose, one_token_words
 from labkit.kernels.experts.inputs import LayerInputs
 from labkit.kernels.experts.int4 import GROUP, Int4
-from labkit.studies.moe_persistent_grid import ahead, models, study, variants
+from labkit.studies.moe_persistent_grid import models, study, variants
 
 BY_WORDS = (models.QWEN3_30B, models.QWEN3_NEXT, models.MIXTRAL)  # models whose layers take words
 
@@ -75,8 +75,7 @@ def test_both_launches_are_compiled_ahead():
     assert [launch.grid for launch in found] == [(192, 8), (256,)]
     assert all(launch.options["launch_pdl"] for launch in found)
     assert all(launch.args["DEPENDENT"] for launch in found)
-    with offline.offline(80):
-        assert not any(launch.options.get("launch_pdl") for made in sources for launch in ahead.layer(**made[1]))
+    assert not any(launch.options.get("launch_pdl") for made in sources for launch in compiled.launch_of(made, 80))
 
 
 def test_a_layer_takes_words_where_a_tokens_experts_have_many_weights():

@@ -1,5 +1,6 @@
 """The study of expert layers: cases, floors and choices by hand; tables, claims and views on made-up times."""
 
+import dataclasses
 import inspect
 import json
 import math
@@ -491,6 +492,29 @@ def code_of(launch):
 
 
 @pytest.mark.skipif(sources_missing(), reason=NO_SOURCES)
+@pytest.mark.parametrize("weights", ["bf16", "INT4"])
+def test_designs_can_be_made_of_any_tuned_tile(weights, monkeypatch):
+    """As of a table that a run has just tuned: on an H200 that named the copy engine, which wide tiles refuse."""
+    config_of = trials.config_of
+
+    def by_the_copy_engine(*arguments, **how):
+        found = config_of(*arguments, **how)
+        tiles = {
+            name: dataclasses.replace(getattr(found, name), descriptor=True, unpack="join") for name in variants.GEMMS
+        }
+        return dataclasses.replace(found, **tiles)
+
+    monkeypatch.setattr(trials, "config_of", by_the_copy_engine)
+    x = next(x for x in study.cases(ALL) if x.op == "designs" and (x["weights"], x["T"]) == (weights, 128))
+    found = [one for _, one in study.STUDY.kernels([x], 90, "") if "by" in one]
+    with offline.offline(90):
+        for one in found:
+            assert ahead.layer(**{name: value for name, value in one.items() if name != compiled.DISSECT}), one["by"]
+    named = {line.options["by"] for line in variants.lines(x) if "by" in line.options}
+    assert {one["by"] for one in found if one["by"]} == named
+    assert (variants.SIDE in named) is (weights == "bf16")
+
+
 def test_what_others_try_while_they_tune_is_compiled_ahead_in_parts(monkeypatch):
     """Each configuration once for all numbers of tokens of a kind; no source that compiles nothing."""
     some = [case(model=QWEN35_35B, T=tokens, weights="INT4") for tokens in (1, 16, 32, 1642)]

@@ -708,4 +708,4 @@ def test_what_is_run_is_compiled_ahead():
     assert ops == {"decode", "step", "drift", "verify", "extend", "long"}
     kernels = {compiled.launch_of(source, 90).kernel.fn.__name__ for source in sources}
     assert {"_decode_kernel", "_verify_kernel", "_chunk_state_kernel"} < kernels
-    compiled.prebuild(sources[:1], 90)
+    assert compiled.prebuild(sources[:1], 90) == []

@@ -18,14 +18,16 @@ from typing import Any
 import pandas as pd
 
 from labkit import host, isolated, paths
-from labkit.bench.records import write_atomic
+from labkit.bench.records import first_line, write_atomic
 from labkit.evidence import roofline, workers
 from labkit.kernels.launch import Launch
 from labkit.kernels.offline import CAPABILITIES, offline
 
 # Where a worker gets a Launch with CPU tensors from: "module:function" and its keyword arguments, JSON. To compile
-# ahead, the function may also return several.
+# ahead, the function may also return several; with DISSECT among the arguments, which is not handed on, nobody asks for
+# their evidence if it is false.
 Source = tuple[str, Mapping[str, Any]]
+DISSECT = "dissect"
 
 
 def build(launch: Launch, capability: int | None = None) -> Any:
@@ -44,32 +46,58 @@ def build(launch: Launch, capability: int | None = None) -> Any:
         return launch.compile()
 
 
-def prebuild(sources: Sequence[Source], capability: int) -> None:
+def prebuild(sources: Sequence[Source], capability: int, marks: Path | None = None) -> list[str]:
     """Compile many kernels on all cores into Triton's cache, where a process that runs them finds them.
 
-    They are disassembled too, which is slow as well: `evidence` then finds the counts on disk.
-    IsolatedError if one does not compile. ValueError for a capability that is not in `CAPABILITIES`.
+    They are disassembled too, which is slow as well: `evidence` then finds the counts on disk. Returns why some could
+    not be compiled, a line each: the others are all the same, and what runs them will say of which kernel it is true.
+    marks: a folder in which each that was is marked; what is marked there is left out, since to make and look up a
+    launch takes seconds too. IsolatedError if a process dies.
     """
-    if not sources:
-        return
-    count = min(host.cores(), len(sources))
+    wanted = [(list(source), str(mark) if mark else "") for source, mark in _unmarked(sources, capability, marks)]
+    if not wanted:
+        return []
+    count = min(host.cores(), len(wanted))
     with tempfile.TemporaryDirectory() as taken:
-        arguments = [[list(source) for source in sources], capability, taken]
-        call = isolated.Call("labkit.evidence.compiled:build_free", arguments, env=workers.COMPILING)
-        isolated.call_many([call] * count, count)
+        call = isolated.Call("labkit.evidence.compiled:build_free", (wanted, capability, taken), env=workers.COMPILING)
+        parts = isolated.call_many([call] * count, count)
+    return [problem for part in parts for problem in part]
 
 
-def build_free(sources: Sequence[Source], capability: int, taken: str) -> None:
+def _unmarked(sources: Sequence[Source], capability: int, marks: Path | None) -> list[tuple[Source, Path | None]]:
+    """The sources that are not marked in a folder, each with its mark; all of them without a folder."""
+    if marks is None:
+        return [(source, None) for source in sources]
+    texts = [json.dumps([*source, capability], sort_keys=True) for source in sources]
+    named = [marks / f"{hashlib.sha256(text.encode()).hexdigest()[:40]}.built" for text in texts]
+    return [(source, mark) for source, mark in zip(sources, named, strict=True) if not mark.exists()]
+
+
+def build_free(wanted: Sequence[tuple[Source, str]], capability: int, taken: str) -> list[str]:
     """In a worker: compile the Launch, or the list of them, of sources, and disassemble it for its evidence.
 
-    taken: as `workers.free` takes it.
+    wanted: each source with the file that marks it, or "". taken: as `workers.free` takes it. Returns what went wrong,
+    one line for each source of which something did.
     """
-    for source in workers.free(sources, taken):
-        found = launch_of(source, capability)
-        for launch in found if isinstance(found, list) else [found]:
-            if kernel := build(launch, capability):  # a library's own launch gives none
+    problems = []
+    for source, mark in workers.free(wanted, taken):
+        try:
+            _build_ahead(source, capability)
+        except Exception as problem:  # a variant that cannot be made is a row with its reason, once it is measured
+            problems.append(first_line(problem))
+        else:
+            if mark:
+                Path(mark).touch()
+    return problems
+
+
+def _build_ahead(source: Source, capability: int) -> None:
+    found = launch_of(source, capability)
+    for launch in found if isinstance(found, list) else [found]:
+        if kernel := build(launch, capability):  # a library's own launch gives none
+            if dissected(source):
                 describe(kernel)
-                _build_launcher(kernel)
+            _build_launcher(kernel)
 
 
 def _build_launcher(kernel: Any) -> None:
@@ -201,8 +229,14 @@ def evidence_of(source: Source, capability: int) -> dict[str, Any]:
 def launch_of(source: Source, capability: int | None = None) -> Launch:
     """The Launch that a source returns; a kernel's choices that depend on the GPU are those for `capability`."""
     function, arguments = source
+    given = {name: value for name, value in arguments.items() if name != DISSECT}
     with offline(capability) if capability else nullcontext():
-        return workers.resolve(function)(**arguments)
+        return workers.resolve(function)(**given)
+
+
+def dissected(source: Source) -> bool:
+    """Whether somebody asks for the evidence of what a source returns."""
+    return source[1].get(DISSECT, True)
 
 
 def modules_of(sources: Mapping[str, Source]) -> list[str]:

@@ -38,6 +38,11 @@ def is_prepared(study: str, what: str) -> bool:
     return in_run() and (Path(os.environ[FOLDER]) / f"{study}.{what}").exists()
 
 
+def folder() -> Path | None:
+    """The folder of the marks; None outside a run."""
+    return Path(os.environ[FOLDER]) if in_run() else None
+
+
 def in_run() -> bool:
     """Whether this process belongs to a run that marks what it has prepared."""
     return bool(os.environ.get(FOLDER))

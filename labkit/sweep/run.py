@@ -174,7 +174,9 @@ def compile_ahead(study: Study, cases: Sequence[Case], say: Progress) -> None:
     here = machine.this_machine()
     sources = study.kernels(cases, here.capability, here.name)
     say(f"{study.name}: compiling {len(sources)} kernels")
-    compiled.prebuild(sources, here.capability)
+    problems = compiled.prebuild(sources, here.capability, prepared.folder())
+    for problem in dict.fromkeys(problems):
+        say(f"{study.name}: {problems.count(problem)} of them not compiled: {problem}")
 
 
 def compile_apart(wanted: Sequence[tuple[str, Sequence[Sequence[str]]]], capability: int, gpu: str, spared: int) -> int:
@@ -189,7 +191,7 @@ def compile_apart(wanted: Sequence[tuple[str, Sequence[Sequence[str]]]], capabil
     os.nice(10)
     calls = [isolated.Call("labkit.sweep.run:kernels_of", (name, keys, capability, gpu)) for name, keys in wanted]
     sources = [source for named in isolated.call_many(calls, len(calls)) for source in named]
-    compiled.prebuild(sources, capability)
+    compiled.prebuild(sources, capability, prepared.folder())
     return len(sources)
 
 

@@ -66,7 +66,7 @@ def _prepared(study: str, op: str, params: Mapping[str, Any], variant: str, devi
     return found.prepare(case, device, 1, 0)
 
 
-def ahead(study_name: str, wanted: Iterable[tuple[Case, Variant]], capability: int) -> list[Source]:
+def ahead(study_name: str, calls: Iterable[tuple[Case, Variant]], capability: int) -> list[Source]:
     """Sources, for `compiled.prebuild`, of all that calls of (case, variant) launch; of the same code the first.
 
     Calls of others are left out. All are prepared on the device `meta`, whose tensors have no memory, here and where
@@ -74,11 +74,20 @@ def ahead(study_name: str, wanted: Iterable[tuple[Case, Variant]], capability: i
     """
     found: dict[str, Source] = {}
     with offline(capability):
-        for case, variant in (pair for pair in wanted if pair[1].role != "peer"):
+        for case, variant in (pair for pair in calls if pair[1].role != "peer"):
             _, arguments = variant_source(study_name, case, variant.name)
-            for place, launch in enumerate(launched(variant.prepare(case, "meta", 1, 0).calls[0])):
-                found.setdefault(code_of(launch), (f"{__name__}:launch_of_call", {**arguments, "place": place}))
+            trial = variant.prepare(case, "meta", 1, 0)
+            for place, launch in enumerate(launched(trial.calls[0])):
+                dissect = trial.dissect and trial.launch is not None and code_of(launch) == code_of(trial.launch)
+                wanted = {**arguments, "place": place, compiled.DISSECT: dissect}
+                once(found, code_of(launch), (f"{__name__}:launch_of_call", wanted))
     return list(found.values())
+
+
+def once(found: dict[str, Source], code: str, source: Source) -> None:
+    """Keep a source of some code: the first, or the first whose evidence is asked for."""
+    if code not in found or (compiled.dissected(source) and not compiled.dissected(found[code])):
+        found[code] = source
 
 
 def launch_of_call(study: str, op: str, params: Mapping[str, Any], variant: str, place: int) -> Launch:

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+import torch
 from expert_layers import inputs, small
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -77,6 +78,17 @@ def test_only_products_with_enough_tiles_are_replaced():
     launches = wide.by_wide_tiles(x, small(16, block_n=64)).launches
     assert launches["gemm1"].kernel is wide._wide_kernel
     assert launches["gemm2"].kernel is by_tiles(x, small(16), workspace(x)).launches["gemm2"].kernel
+
+
+@pytest.mark.parametrize("tuned", [{"descriptor": True}, {"programs": 4, "flatten": True}, {"counted": False}])
+def test_of_a_tuned_choice_wide_tiles_leave_what_they_do_not_have(tuned, monkeypatch):
+    x = inputs(20, 3, 2, 64, 32, "cpu", kind="zipf 1")
+    expected = run(x)
+    monkeypatch.setattr(wide, "choose", lambda *shape: replace(small(16, **tuned), fused=False))
+    x.out.fill_(float("nan"))
+    wide.by_wide_tiles(x, None, None, TWO, TWO)()
+    assert torch.equal(x.out, expected)
+    assert not torch.equal(run(x, WideChoice(2, block_k=16)), expected)  # another order of sums
 
 
 def test_what_cannot_run_is_named():

@@ -127,8 +127,8 @@ def by_wide_tiles(
 ) -> Layer:
     """`expert_layer.layer` by tiles, in which blocks of one expert that lie side by side are one tile.
 
-    config: None: `choose.choose`. scratch: as there. up, down: of the first and second product; None: `of_shape`. With
-    blocks of 128 rows there is nothing to join: the layer is then the one by tiles.
+    config: None: `for_wide_tiles` of `choose.choose`. scratch: as there. up, down: of the first and second product;
+    None: `of_shape`. With blocks of 128 rows there is nothing to join: the layer is then the one by tiles.
     ValueError for INT4 weights, for one token, whose slots are not sorted, for a configuration that is not fused, and
     for a product with wide tiles that is persistent, has descriptors or works on every block.
     """
@@ -137,7 +137,7 @@ def by_wide_tiles(
         raise ValueError("the weights are INT4; allowed: bf16, fp16 or fp32")
     if len(x.x) == 1:
         raise ValueError("x has 1 token; allowed: at least 2 (`expert_layer.layer` takes one)")
-    config = replace(choose(*x.shape, False, x.x.device) if config is None else config, rows=None)
+    config = for_wide_tiles(choose(*x.shape, False, x.x.device)) if config is None else replace(config, rows=None)
     check_choice(config, x.int4)
     check_one_of("fused", config.fused, (True,))
     made = by_tiles(x, config, workspace(x) if scratch is None else scratch)
@@ -148,6 +148,13 @@ def by_wide_tiles(
         if found := choice or of_shape(x.shape[2], w.shape[1], config.block_m, tile, sms):
             launches[name] = gemm(launches[name].args, w, tile, found)
     return Layer(made.config, made.sorted, launches)
+
+
+def for_wide_tiles(config: Choice) -> Choice:
+    """A configuration as wide tiles can take it: fused, not persistent, without descriptors, blocks counted."""
+    plain = {"programs": 0, "flatten": False, "counted": True, "descriptor": False}
+    gemm1, gemm2 = replace(config.gemm1, **plain), replace(config.gemm2, **plain)
+    return replace(config, gemm1=gemm1, gemm2=gemm2, fused=True, rows=None)
 
 
 def of_shape(top_k: int, N: int, block_m: int, tile: TileChoice, sms: int) -> WideChoice | None:

@@ -5,14 +5,14 @@ from contextlib import suppress
 from itertools import product
 from typing import Any
 
-from labkit.bench.spec import Case
-from labkit.evidence.compiled import Source
+from labkit.bench.spec import Case, Trial
+from labkit.evidence.compiled import DISSECT, Source
 from labkit.kernels.launch import Launch, launched
 from labkit.kernels.offline import offline
 from labkit.sources.building import NotBuilt
 from labkit.sources.loading import NotFetched
 from labkit.studies.batched_ffn import llama_cpp, variants
-from labkit.sweep.variants import code_of
+from labkit.sweep.variants import code_of, once
 
 LONGEST = ("Q5_K", "Q4_K", "Q6_K")  # formats whose kernels take a minute: begun last, they would keep one core busy
 LIBRARIES = (variants.CUBLAS, variants.GEMLITE, variants.GROUPED_MM, variants.LLAMA)  # have no kernel of the lab's
@@ -24,8 +24,10 @@ def sources(some: Sequence[Case], capability: int, gpu: str) -> list[Source]:
     found: dict[str, Source] = {}
     with offline(capability):
         for arguments in _wanted(some):
-            for place, launch in enumerate(launches(**arguments)):
-                found.setdefault(code_of(launch), (f"{__name__}:launches", arguments | {"places": [place]}))
+            trial = _prepared(**arguments)
+            for place, launch in enumerate(launched(trial.calls[0])):
+                wanted = arguments | {"places": [place], DISSECT: trial.dissect}
+                once(found, code_of(launch), (f"{__name__}:launches", wanted))
     return sorted(found.values(), key=_rank)
 
 
@@ -54,8 +56,12 @@ def _wanted(some: Sequence[Case]) -> Iterator[dict[str, Any]]:
             yield {"op": op, "params": params | {"N": N}, "variant": name}
 
 
+def _prepared(op: str, params: Mapping[str, Any], variant: str) -> Trial:
+    [one] = [one for one in variants.VARIANTS[op] if one.name == variant]
+    return one.prepare(Case(op, params), "meta", 1, 0)
+
+
 def launches(op: str, params: Mapping[str, Any], variant: str, places: Sequence[int] | None = None) -> list[Launch]:
     """What a call of a variant launches; places: those of its launches alone."""
-    [one] = [one for one in variants.VARIANTS[op] if one.name == variant]
-    found = launched(one.prepare(Case(op, params), "meta", 1, 0).calls[0])
+    found = launched(_prepared(op, params, variant).calls[0])
     return found if places is None else [found[place] for place in places]

@@ -13,13 +13,13 @@ from torch import Tensor
 
 from labkit import sources
 from labkit.bench.spec import Case
-from labkit.evidence import compiled
-from labkit.evidence.compiled import Source
-from labkit.kernels import offline, tuned
+from labkit.evidence.compiled import DISSECT, Source
+from labkit.kernels import tuned
 from labkit.kernels.experts import blocks, choose, expert_layer, inputs
 from labkit.kernels.experts.choose import Choice, WordChoice
 from labkit.kernels.launch import Launch
 from labkit.studies.moe_persistent_grid import executorch, humming, peers, sglang, trials, variants, vllm, w4a8
+from labkit.sweep.variants import once
 
 EXECUTORCHS = ("per_pair", "released", "released_gemm", "narrow")
 ENGINES = {"sglang_layer": variants.SGLANG_RELEASE, "vllm_layer": variants.VLLM_RELEASE}
@@ -33,7 +33,7 @@ def launches(some: Sequence[Case], capability: int, gpu: str) -> list[Source]:
     with tuned.chosen_for(gpu, choose):
         for x in some:
             for key, source in _of(x, capability, gpu):
-                found.setdefault(json.dumps(key), source)
+                once(found, json.dumps(key), source)
     return list(found.values())
 
 
@@ -56,7 +56,7 @@ def _of(x: Case, capability: int, gpu: str) -> Iterator[tuple[Any, Source]]:
         for key, wanted in _parts(x, shape, _gemms(x, how), config, int8, capability):
             # A layer's own evidence is of its products; what is tuned is not looked at.
             dissect = wanted[0] in variants.GEMMS and x.op != "tune" and not config.rows
-            yield [*key, dissect], (f"{__name__}:layer", shared | {"wanted": wanted, "dissect": dissect})
+            yield key, (f"{__name__}:layer", shared | {"wanted": wanted, DISSECT: dissect})
     yield from _foreign(x, lines, shape, gpu)
 
 
@@ -67,8 +67,8 @@ def _designed(x: Case, shape: list[Any], by: str, capability: int) -> Iterator[t
     for key, wanted in _parts(x, shape, variants.GEMMS, config, False, capability):
         dissect = wanted[0] in variants.GEMMS
         yield (
-            [by] * (dissect or by == variants.IN_TURN) + [*key, dissect],
-            (f"{__name__}:layer", shared | {"wanted": wanted, "dissect": dissect}),
+            [by] * (dissect or by == variants.IN_TURN) + key,
+            (f"{__name__}:layer", shared | {"wanted": wanted, DISSECT: dissect}),
         )
 
 
@@ -141,13 +141,9 @@ def layer(
     wanted: Sequence[str],
     choice: Mapping[str, Any],
     int8: bool = False,
-    dissect: bool = False,
     by: str = "",
 ) -> list[Launch]:
-    """Those of the wanted launches that the layer of a case and a configuration has, by a design if one is named.
-
-    dissect: also take their code apart now, for the evidence of the rows; what is found is kept on disk.
-    """
+    """Those of the wanted launches that the layer of a case and a configuration has, by a design if one is named."""
     x = Case(op, params)
     [item] = trials.inputs(x, "cpu", 1, 0)
     rows, parts, integers = inputs.sizes(item)
@@ -156,10 +152,7 @@ def layer(
     config = config_from(choice)
     make = w4a8.layer if int8 else partial(trials.designed, by=by) if by else expert_layer.layer
     launches = make(item, config, scratch).launches
-    found = [launches[name] for name in wanted if name in launches]
-    if dissect:
-        compiled.evidence(found[0], offline.offline_capability())
-    return found
+    return [launches[name] for name in wanted if name in launches]
 
 
 def config_from(choice: Mapping[str, Any]) -> Choice:

@@ -258,7 +258,10 @@ def design(x: Case, device: Any, sets: int, seed: int, by: str = "") -> Trial:
 
 def designed_for(x: Case, device: Any, by: str) -> Choice:
     """The configuration of a case by a design."""
-    return few_rows.BLOCKS if by == variants.FRAGMENTS else config_of(x, device, base="ours")
+    if by == variants.FRAGMENTS:
+        return few_rows.BLOCKS
+    config = config_of(x, device, base="ours")
+    return wide.for_wide_tiles(config) if by == variants.SIDE else config
 
 
 def designed(item: LayerInputs, config: Choice, scratch: Workspace, by: str) -> Layer:
