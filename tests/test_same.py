@@ -6,14 +6,18 @@ from types import SimpleNamespace
 import kernels_for_tests
 import pytest
 import rows as made
+import torch
 import triton
 import triton.language as tl
 
 from labkit import paths, registry
 from labkit.bench import records
+from labkit.kernels.experts import choose as experts_choose
+from labkit.kernels.gemv import choose as gemv_choose
 from labkit.kernels.offline import offline
 from labkit.workflow import archive, digests, recorded, same
 
+GPU = SimpleNamespace(capability=90, name="NVIDIA made up 9")
 THEN, NOW = "then", "now"  # what a variant launches, as a digest
 
 
@@ -57,13 +61,21 @@ def test_what_is_launched_counts(other):
     assert digest(kernels_for_tests.copy()) != digest(other)
 
 
+@pytest.mark.parametrize("chooser", [experts_choose, gemv_choose], ids=["experts", "gemv"])
+def test_tables_are_those_of_the_gpu_that_measured(chooser):
+    name, device = "NVIDIA H200", torch.device("cpu")
+    with digests.chosen_as_on(name):
+        assert chooser._table(device) == chooser.choices_of(name)
+    assert chooser._table(device) != chooser.choices_of(name)
+
+
 @pytest.fixture
 def old(monkeypatch, tmp_path):
     """A file in data/ whose rows are of an older tree, which launches what its variant's name says."""
     monkeypatch.setattr(paths, "DATA", tmp_path)
     monkeypatch.setattr(same, "_check_out", lambda revision, folder: None)
     monkeypatch.setattr(same, "version", lambda package: "3.6.0")
-    monkeypatch.setattr(archive, "check_machine", lambda folder: SimpleNamespace(capability=90))
+    monkeypatch.setattr(archive, "check_machine", lambda folder: GPU)
     path = tmp_path / "nvidia-made-up-9" / "state_layout.parquet"
     few = made.LAYOUT | {"batches": [1], "states": ["fp32"]}
     frame = made.make("state_layout", few, made.layout_us())
@@ -75,8 +87,8 @@ def answers(frame, now):
     """Both trees' answers: the older one's hash is the variant's name reversed; now: variant -> present digest."""
     present = dict(zip(frame["variant"], made_hashes(frame), strict=True))
 
-    def found(tree, wanted, capability):
-        assert capability == 90
+    def found(tree, wanted, gpu):
+        assert gpu is GPU
         if tree != paths.ROOT:
             return [(key[3][::-1], THEN if key[4] == key[3][::-1] else "") for key in wanted]
         return [(present[key[3]], now.get(key[3], THEN)) for key in wanted]
@@ -138,7 +150,7 @@ def test_both_trees_are_asked_by_scripts_of_their_own(tmp_path):
     """This tree twice: a variant's answers are the same, and of another hash there is none."""
     key = a_gemv()
     sha = recorded.present(*key)
-    first, second, third = same._answers(paths.ROOT, [(*key, ""), (*key, sha), (*key, "0" * 12)], 90)
+    first, second, third = same._answers(paths.ROOT, [(*key, ""), (*key, sha), (*key, "0" * 12)], GPU)
     assert first == second == (sha, first[1])
     assert first[1]
     assert third == (sha, "")
@@ -155,7 +167,7 @@ def test_a_launch_is_taken_apart_once(monkeypatch):
 
 def test_a_tree_that_cannot_answer_is_named(tmp_path):
     with pytest.raises(ValueError, match=r"cannot say what it launches: its process ended with 1"):
-        same._answers(tmp_path, [("no", "study", "{}", "at all", "")], 1)
+        same._answers(tmp_path, [("no", "study", "{}", "at all", "")], GPU)
 
 
 def test_an_unknown_revision_is_named(tmp_path):

@@ -1,16 +1,20 @@
 """What variants launch, as hashes: run as a script, on the tree that PYTHONPATH names, which may be an older one.
 
 Of the lab it uses no more than what older trees have, too: see `same.py`, which asks two.
-argv: the capability to compile for. stdin: [[study, op, case, variant, hash of its sources or ""] …] in JSON.
-stdout: [[hash, digest] …] in its order.
+argv: the capability to compile for, and the name of the GPU whose tuned tables are chosen by.
+stdin: [[study, op, case, variant, hash of its sources or ""] …] in JSON. stdout: [[hash, digest] …] in its order.
 """
 
 import hashlib
 import json
 import re
 import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from importlib import import_module
 from typing import Any
 
+TABLED = ("labkit.kernels.experts.choose", "labkit.kernels.gemv.choose")
 _INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+([^;]+;)")  # as cuobjdump prints one
 
 
@@ -46,6 +50,14 @@ def _variant_of(study: str, op: str, case: str, name: str) -> tuple[Any, Any]:
     return one, next(found for found in with_control(registry.load(study), one) if found.name == name)
 
 
+def _prepared(case: Any, variant: Any) -> Any:
+    """Without memory where that can be done: what looks at values, as a router's, is prepared on the CPU."""
+    try:
+        return variant.prepare(case, "meta", 1, 0)
+    except (NotImplementedError, RuntimeError):  # of torch, where there are no values
+        return variant.prepare(case, "cpu", 1, 0)
+
+
 def answer(study: str, op: str, case: str, name: str, sha: str, known: dict[str, str]) -> tuple[str, str]:
     """Hash of a variant's sources, and the digest of what it launches; empty where the hash is not the one given.
 
@@ -61,7 +73,7 @@ def answer(study: str, op: str, case: str, name: str, sha: str, known: dict[str,
         present = kernel_sha(variant.source)
         if sha not in ("", present):
             return present, ""
-        launches = launched(variant.prepare(one, "meta", 1, 0).calls[0])
+        launches = launched(_prepared(one, variant).calls[0])
         keys = [_key(launch, code_of) for launch in launches]
         for key, launch in zip(keys, launches, strict=True):
             if key not in known:  # cuobjdump takes seconds
@@ -76,14 +88,25 @@ def _key(launch: Any, code_of: Any) -> str:
     return repr((code_of(launch), launch.grid, [_told(launch.args[name]) for name in launch.kernel.arg_names]))
 
 
-def main() -> None:
+@contextmanager
+def chosen_as_on(gpu: str) -> Iterator[None]:
+    """While this lasts, kernels with tuned tables choose as on the GPU of this name, whose rows are asked for."""
+    from labkit.kernels import tuned
+
+    with ExitStack() as stack:
+        for name in TABLED:
+            stack.enter_context(tuned.chosen_for(gpu, import_module(name)))
+        yield
+
+
+def main(capability: int, gpu: str) -> None:
     """Answer all that is asked for."""
     from labkit.kernels.offline import offline
 
     known: dict[str, str] = {}
-    with offline(int(sys.argv[1])):
+    with offline(capability), chosen_as_on(gpu):
         json.dump([answer(*asked, known) for asked in json.load(sys.stdin)], sys.stdout)
 
 
 if __name__ == "__main__":
-    main()
+    main(int(sys.argv[1]), sys.argv[2])

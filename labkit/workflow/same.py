@@ -22,6 +22,7 @@ import pandas as pd
 
 from labkit import host, paths
 from labkit.bench import records
+from labkit.bench.machine import Machine
 from labkit.workflow import archive, digests, recorded
 
 KEY = ["study", "op", "case", "variant", "kernel_sha"]
@@ -65,10 +66,10 @@ def _same(tree: Path, rows: pd.DataFrame, machine: Path) -> dict[Asked, str]:
 
     machine: the folder of their machine's description.
     """
-    wanted, capability = sorted(set(_keys(rows))), archive.check_machine(machine).capability
-    then = dict(zip(wanted, _answers(tree, wanted, capability), strict=True))
+    wanted, gpu = sorted(set(_keys(rows))), archive.check_machine(machine)
+    then = dict(zip(wanted, _answers(tree, wanted, gpu), strict=True))
     both = [key for key in wanted if then[key][1]]
-    now = _answers(paths.ROOT, [(*key[:-1], "") for key in both], capability)
+    now = _answers(paths.ROOT, [(*key[:-1], "") for key in both], gpu)
     return {key: sha for key, (sha, digest) in zip(both, now, strict=True) if digest == then[key][1]}
 
 
@@ -83,19 +84,19 @@ def _check_out(revision: str, folder: Path) -> None:
         archived.extractall(folder, filter="data")
 
 
-def _answers(tree: Path, wanted: Sequence[Asked], capability: int) -> list[tuple[str, str]]:
+def _answers(tree: Path, wanted: Sequence[Asked], gpu: Machine) -> list[tuple[str, str]]:
     """`digests.answer` of a tree, by as many processes as there are cores."""
     count = host.cores()
     parts = [wanted[first::count] for first in range(count)]
     found: dict[Asked, tuple[str, str]] = {}
     with ThreadPoolExecutor(count) as pool:
-        for part, answers in zip(parts, pool.map(lambda part: _asked(tree, part, capability), parts), strict=True):
+        for part, answers in zip(parts, pool.map(lambda part: _asked(tree, part, gpu), parts), strict=True):
             found |= zip(part, answers, strict=True)
     return [found[key] for key in wanted]
 
 
-def _asked(tree: Path, wanted: Sequence[Asked], capability: int) -> list[tuple[str, str]]:
-    command = [sys.executable, "-P", digests.__file__, str(capability)]
+def _asked(tree: Path, wanted: Sequence[Asked], gpu: Machine) -> list[tuple[str, str]]:
+    command = [sys.executable, "-P", digests.__file__, str(gpu.capability), gpu.name]
     places = os.pathsep.join(filter(None, (str(tree), os.environ.get("PYTHONPATH", ""))))
     environment = {**os.environ, "PYTHONPATH": places}
     done = subprocess.run(command, input=json.dumps(wanted), env=environment, stdout=subprocess.PIPE, text=True)
