@@ -167,7 +167,7 @@ def test_a_launch_is_taken_apart_once(monkeypatch):
 
 def test_a_tree_that_cannot_answer_is_named(tmp_path):
     with pytest.raises(ValueError, match=r"cannot say what it launches: its process ended with 1"):
-        same._answers(tmp_path, [("no", "study", "{}", "at all", "")], GPU)
+        same._answers(tmp_path, [("no", "study", "{}", "at all", "")], SimpleNamespace(capability=1, name=GPU.name))
 
 
 def test_an_unknown_revision_is_named(tmp_path):
