@@ -44,8 +44,19 @@ def test_what_is_slower_fails_and_what_is_faster_does_not(seed, times, us):
     assert [one.variant for one in found.failing()] == ["b"]
     assert [one.variant for one in found.failing(0.02)] == ["b"]
     assert not found.failing(times)  # more is allowed
-    (line,) = (one for one in found.lines if one.variant == "b")
-    assert line.low < 1 / times < line.high
+
+
+def test_nineteen_of_twenty_intervals_hold_the_true_ratio():
+    """And are narrow: one that always held it would say little."""
+    held, widths, seeds = 0, [], range(100)
+    for seed in seeds:
+        times = 1.06 + 0.44 * (seed % 10) / 9
+        found = compared(rows(2 * seed, a=20.0, b=20.0), rows(2 * seed + 1, a=20.0, b=20.0 * times))
+        (line,) = (one for one in found.lines if one.variant == "b")
+        held += line.low < 1 / times < line.high
+        widths.append(times * (line.high - line.low))
+    assert held >= 0.95 * len(seeds)
+    assert np.median(widths) < 0.012
 
 
 @settings(max_examples=30, deadline=None)
