@@ -543,7 +543,9 @@ def test_what_cannot_be_run_is_refused_before_the_launch():
         (256, torch.bfloat16, "GDN", True, BufferedChoice(StepChoice(64, 1, 4), True, True, 128)),
         (256, torch.bfloat16, "KDA", True, BufferedChoice(StepChoice(64, 1, 4), True, True, 128)),
         (256, torch.float32, "KDA", True, BufferedChoice(StepChoice(32, 4, 1))),
-        (256, torch.float8_e4m3fn, "GDN", True, BufferedChoice(StepChoice(32, 4, 2), ahead=True, registers=128)),
+        (256, torch.float8_e4m3fn, "GDN", True, BufferedChoice(StepChoice(32, 4, 1))),
+        (256, torch.float16, "GDN", True, BufferedChoice(StepChoice(64, 4, 2))),
+        (2, torch.float8_e4m3fn, "GDN", True, BufferedChoice(StepChoice(16, 4, 1))),
         (256, torch.float32, "GDN", False, BufferedChoice(StepChoice(64, 4, 2))),
     ],
 )
