@@ -820,10 +820,12 @@ def test_a_process_that_dies_before_anything_is_timed_stops_nothing(lab, warmed,
 def test_calls_of_one_kind_are_made_far_apart():
     """Side by side they would compile the same."""
     cases = [("0", "small"), ("1", "small"), ("2", "large")]
-    wanted = [sweep.Call("study", "op", case, variant, alike) for case, alike in cases for variant in ("a", "b")]
+    names = ("fla KV", "fla VK", "vllm 1")  # two of one project
+    wanted = [sweep.Call("study", "op", case, variant, alike) for case, alike in cases for variant in names]
     assert [(one.case, one.variant) for one in sweep.apart(wanted)] == [
-        *(("0", "a"), ("0", "b"), ("2", "a"), ("2", "b")),
-        *(("1", "a"), ("1", "b")),
+        *(("0", "fla KV"), ("0", "vllm 1"), ("2", "fla KV"), ("2", "vllm 1")),
+        *(("0", "fla VK"), ("1", "vllm 1"), ("2", "fla VK")),
+        *(("1", "fla KV"), ("1", "fla VK")),
     ]
 
 

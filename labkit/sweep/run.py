@@ -244,11 +244,14 @@ def call_all(wanted: Sequence[Call], env: Mapping[str, str | None], stop: thread
 
 
 def apart(wanted: Sequence[Call]) -> list[Call]:
-    """In such an order that those which compile the same are far apart: later ones then find it on disk."""
+    """In such an order that those which compile the same are far apart: later ones then find it on disk.
+
+    Variants of one project share kernels, too: fla's layouts, or two releases of vLLM.
+    """
     seen = Counter[tuple[str, ...]]()
     rounds = []
     for one in wanted:
-        kind = (one.study, one.op, one.variant, one.alike)
+        kind = (one.study, one.op, one.variant.partition(" ")[0], one.alike)
         rounds.append(seen[kind])
         seen[kind] += 1
     return [wanted[place] for place in sorted(range(len(wanted)), key=rounds.__getitem__)]

@@ -947,8 +947,8 @@ def choose(x: Inputs, ring: Ring) -> BufferedChoice:
     States of 16 bits have twice the values a byte, so that instructions count: matrix instructions from FEW_HEADS on.
     KDA's decays of each channel take the registers that more warps would need. K-first, a row of a tile is BV values
     of one channel, and wide ones are read faster. States of few bits that are no tokens' are converted, which takes
-    more registers than a limit leaves: with 128 a thread, sums ahead of 256 sequences took 1.85 times as long with fp8 and
-    1.09 times with fp16 on an H200 (2.07 and 1.08 on an H100) as what is chosen here.
+    more registers than a limit leaves: with 128 a thread and sums ahead 256 sequences took 1.85 times as long with fp8
+    and 1.09 times with fp16 on an H200 (2.07 and 1.08 on an H100) as with what is chosen here.
     """
     heads = _heads(x)
     if heads <= HARDLY_ANY_HEADS:
