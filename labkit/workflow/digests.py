@@ -10,11 +10,9 @@ import json
 import re
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from importlib import import_module
+from contextlib import contextmanager
 from typing import Any
 
-TABLED = ("labkit.kernels.experts.choose", "labkit.kernels.gemv.choose")
 _INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+([^;]+;)")  # as cuobjdump prints one
 
 
@@ -92,10 +90,10 @@ def _key(launch: Any, code_of: Any) -> str:
 def chosen_as_on(gpu: str) -> Iterator[None]:
     """While this lasts, kernels with tuned tables choose as on the GPU of this name, whose rows are asked for."""
     from labkit.kernels import tuned
+    from labkit.kernels.experts import choose as experts
+    from labkit.kernels.gemv import choose as gemv
 
-    with ExitStack() as stack:
-        for name in TABLED:
-            stack.enter_context(tuned.chosen_for(gpu, import_module(name)))
+    with tuned.chosen_for(gpu, experts), tuned.chosen_for(gpu, gemv):
         yield
 
 
