@@ -17,7 +17,7 @@ from typing import Any
 
 import pandas as pd
 
-from labkit import host, isolated, paths
+from labkit import host, paths
 from labkit.bench.records import first_line, write_atomic
 from labkit.evidence import roofline, workers
 from labkit.kernels.launch import Launch
@@ -51,26 +51,23 @@ def prebuild(sources: Sequence[Source], capability: int, marks: Path | None = No
 
     They are disassembled too, which is slow as well: `evidence` then finds the counts on disk. Returns why some could
     not be compiled, a line each: the others are all the same, and what runs them will say of which kernel it is true.
-    marks: a folder in which each that was is marked; what is marked there is left out, since to make and look up a
-    launch takes seconds too. IsolatedError if a process dies.
+    marks: a folder in which each that is compiled is marked; what is marked there is left out, since to make and look
+    up a launch takes seconds too. IsolatedError if a process dies.
     """
-    wanted = [(list(source), str(mark) if mark else "") for source, mark in _unmarked(sources, capability, marks)]
-    if not wanted:
+    if not (wanted := _unmarked(sources, capability, marks)):
         return []
     count = min(host.cores(), len(wanted))
-    with tempfile.TemporaryDirectory() as taken:
-        call = isolated.Call("labkit.evidence.compiled:build_free", (wanted, capability, taken), env=workers.COMPILING)
-        parts = isolated.call_many([call] * count, count)
+    parts = workers.share(f"{__name__}:build_free", wanted, capability, count=count, env=workers.COMPILING)
     return [problem for part in parts for problem in part]
 
 
-def _unmarked(sources: Sequence[Source], capability: int, marks: Path | None) -> list[tuple[Source, Path | None]]:
-    """The sources that are not marked in a folder, each with its mark; all of them without a folder."""
+def _unmarked(sources: Sequence[Source], capability: int, marks: Path | None) -> list[tuple[list[Any], str]]:
+    """The sources that are not marked in a folder, each with the file that marks it; without a folder all, with ""."""
     if marks is None:
-        return [(source, None) for source in sources]
+        return [(list(source), "") for source in sources]
     texts = [json.dumps([*source, capability], sort_keys=True) for source in sources]
     named = [marks / f"{hashlib.sha256(text.encode()).hexdigest()[:40]}.built" for text in texts]
-    return [(source, mark) for source, mark in zip(sources, named, strict=True) if not mark.exists()]
+    return [(list(source), str(mark)) for source, mark in zip(sources, named, strict=True) if not mark.exists()]
 
 
 def build_free(wanted: Sequence[tuple[Source, str]], capability: int, taken: str) -> list[str]:

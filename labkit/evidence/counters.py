@@ -274,20 +274,17 @@ def predict_many(
 
     env: as in `count`. capability: as in `coalescing.totals`. NotTaken if a process dies.
     """
-    count = min(host.cores(), len(sources))
-    with tempfile.TemporaryDirectory() as taken:
-        arguments = ([list(one) for one in sources], taken, capability)
-        call = isolated.Call(f"{__name__}:predict_free", arguments, env={**env, "TRITON_INTERPRET": None})
-        try:
-            parts = isolated.call_many([call] * count, count)
-        except isolated.IsolatedError as problem:
-            raise NotTaken(f"predictions: {problem.kind}: {problem.message}") from None
+    count, env = min(host.cores(), len(sources)), {**env, "TRITON_INTERPRET": None}
+    try:
+        parts = workers.share(f"{__name__}:predict_free", sources, capability, count=count, env=env)
+    except isolated.IsolatedError as problem:
+        raise NotTaken(f"predictions: {problem.kind}: {problem.message}") from None
     found = {place: told for part in parts for place, told in part}
     return [found[place] for place in range(len(sources))]
 
 
 def predict_free(
-    sources: Sequence[compiled.Source], taken: str, capability: int | None
+    sources: Sequence[compiled.Source], capability: int | None, taken: str
 ) -> list[tuple[int, dict[str, Any]]]:
     """In a worker: place and prediction of those sources that no other worker has taken, as `workers.free` has it."""
     return [(place, _told(source, capability)) for place, source in workers.free(list(enumerate(sources)), taken)]

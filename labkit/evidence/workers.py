@@ -54,9 +54,7 @@ def ask(
     missing = [(str(f), dict(r)) for f, r in dict(zip(files, requests, strict=True)).items() if not f.exists()]
     count = min(_cores(), math.ceil(len(missing) / _AT_LEAST))
     if count:
-        with tempfile.TemporaryDirectory() as taken:
-            call = isolated.Call(f"{__name__}:answer", [function, missing, taken], env=env)
-            isolated.call_many([call] * count, count)
+        share(f"{__name__}:answer", function, missing, count=count, env=env)
     return [json.loads(file.read_text()) for file in files]
 
 
@@ -110,6 +108,15 @@ def answer(function: str, wanted: Sequence[tuple[str, Mapping[str, Any]]], taken
     isolated.collect_seldom()
     for file, request in free(wanted, taken):
         write_atomic(Path(file), json.dumps(resolve(function)(**request)).encode())
+
+
+def share(target: str, *arguments: Any, count: int, env: Mapping[str, str | None]) -> list[Any]:
+    """What each of so many processes returns that share some work: they call "module:function" with the arguments.
+
+    The function's last argument is a folder, as `free` takes it. env: of the processes. IsolatedError if one fails.
+    """
+    with tempfile.TemporaryDirectory() as taken:
+        return isolated.call_many([isolated.Call(target, (*arguments, taken), env=env)] * count, count)
 
 
 def free(items: Sequence[T], taken: str) -> Iterator[T]:

@@ -77,10 +77,11 @@ def ahead(study_name: str, calls: Iterable[tuple[Case, Variant]], capability: in
         for case, variant in (pair for pair in calls if pair[1].role != "peer"):
             _, arguments = variant_source(study_name, case, variant.name)
             trial = variant.prepare(case, "meta", 1, 0)
+            dissected = code_of(trial.launch) if trial.dissect and trial.launch else ""
             for place, launch in enumerate(launched(trial.calls[0])):
-                dissect = trial.dissect and trial.launch is not None and code_of(launch) == code_of(trial.launch)
-                wanted = {**arguments, "place": place, compiled.DISSECT: dissect}
-                once(found, code_of(launch), (f"{__name__}:launch_of_call", wanted))
+                code = code_of(launch)
+                wanted = {**arguments, "place": place, compiled.DISSECT: code == dissected}
+                once(found, code, (f"{__name__}:launch_of_call", wanted))
     return list(found.values())
 
 
