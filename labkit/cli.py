@@ -180,6 +180,8 @@ def run(
     """
     from labkit.workflow import notebooks
 
+    if missing := notebooks.not_installed():
+        raise click.ClickException(f"not installed: {', '.join(missing)}; no notebook runs without: `make setup`")
     if job:
         _run_job(job)
         return
@@ -201,6 +203,7 @@ def run(
         told = _how_long(measured, jobs)
         _say(str(told))
     how = {"can_measure": can_measure, "beside": ahead.Ahead, "seconds": told.seconds if measured else {}}
+    how["last"] = {name for name, given in measured.items() if ahead.times_host(name, given)}
     results = _until_stopped(lambda: notebooks.run(names, values, jobs, **how))
     failed = {result.study: result.error for result in results if not result.ok}
     problems = reports.write(failed, _say)

@@ -5,6 +5,7 @@
 """
 
 import os
+from importlib.util import find_spec
 from pathlib import Path
 
 ROOT = Path(os.environ.get("LABKIT_ROOT") or Path(__file__).resolve().parents[1])
@@ -21,10 +22,15 @@ CACHE = ROOT / ".cache"  # may be deleted at any time
 # What was tuned on this machine counts more than what is shipped: here, and in the processes that this one starts.
 os.environ.setdefault("LABKIT_TABLES", str(RUNS))
 
-# Where Triton keeps what it compiles, as it is by default. Said, because torch.compile otherwise changes it for the
-# rest of a process that uses it, which then compiles anew what had been compiled ahead.
+# Where Triton keeps what it compiles, and which assembler it uses, as they are by default. Said, because torch.compile
+# otherwise changes both for the rest of a process that uses it, which then compiles anew what had been compiled ahead,
+# and by another version's assembler than the kernels that it is timed against.
 _HOME = os.environ.get("TRITON_HOME") or Path.home()
 os.environ.setdefault("TRITON_CACHE_DIR", str(Path(_HOME, ".triton", "cache")))
+if (_TRITON := find_spec("triton")) and _TRITON.origin:
+    _PTXAS = Path(_TRITON.origin).parent / "backends" / "nvidia" / "bin" / "ptxas"
+    if _PTXAS.exists():
+        os.environ.setdefault("TRITON_PTXAS_PATH", str(_PTXAS))
 
 
 def recorded_gpus() -> list[str]:

@@ -100,6 +100,15 @@ def test_calls_of_others_are_made_before_anything_is_timed(calls, monkeypatch):
     del company
 
 
+def test_beside_calls_of_others_only_the_next_study_is_compiled(calls):
+    """Calls need the cores; what the others need is compiled beside what is measured then."""
+    company = begun("machine")
+    named = lambda: [[name for name, _ in one[0][1]] for one in calls if not isinstance(one, list)]  # noqa: E731
+    assert named() == [["state_layout"]]
+    company.begin("state_layout", GPU).join()
+    assert named() == [["state_layout"], ["gemv_coalescing"], ["moe_persistent_grid"], ["persistent_tables"]]
+
+
 def test_calls_are_not_made_for_rows_that_are_there(calls, monkeypatch):
     study, asked = quick.asked("state_layout", {"quick": True})
     keys = {(case.op, case.key) for case in study.cases(asked)}

@@ -6,6 +6,7 @@ The device is simulated; another stream is a worker thread there, and a real one
 import contextlib
 import dataclasses
 import json
+import re
 import time
 from itertools import pairwise
 from types import SimpleNamespace
@@ -285,6 +286,41 @@ def test_outputs_are_looked_at_right_before_and_after_what_is_timed():
     assert gpu.time([mine, own], hot=True) == [1_000_000, 1_000_000]
     timed = ["mine", "poison", "record", "mine", "record", "take", "own", "record", "own", "record"]
     assert done == ["sleep", *timed, "end"]
+
+
+@pytest.mark.parametrize(
+    ("messages", "captures"),
+    [
+        ([], 1),
+        (["CUDA error: operation failed due to a previous error during capture"], 2),
+        (["CUDA error: operation failed due to a previous error during capture"] * 2, None),
+        (["CUDA error: operation not permitted when stream is capturing"], None),
+    ],
+)
+def test_a_capture_that_was_broken_off_is_made_once_more(messages, captures):
+    """And one that cannot be made is an error."""
+    left, made = list(messages), []
+
+    class Graph:
+        def __init__(self):
+            made.append(self)
+            self.replay = lambda: self
+
+    @contextlib.contextmanager
+    def graph(one, stream):
+        yield
+        if left:
+            raise RuntimeError(left.pop(0))
+
+    cuda = SimpleNamespace(CUDAGraph=Graph, graph=graph, empty_cache=lambda: None, synchronize=lambda: None)
+    gpu = object.__new__(machine.CudaDevice)
+    gpu.torch, gpu.stream = SimpleNamespace(cuda=cuda), None
+    if captures is None:
+        with pytest.raises(RuntimeError, match=re.escape(messages[-1])):
+            gpu._capture([lambda: None], 3)
+    else:
+        assert gpu._capture([lambda: None], 3)() is made[-1]
+        assert len(made) == captures
 
 
 # how it is done

@@ -52,6 +52,13 @@ def test_each_case_and_each_kernel_has_its_own(file):
     assert len(json.loads(file.read_text())) == 2
 
 
+def test_another_kernel_of_the_same_case_takes_no_choice_away(file):
+    """A library's layer calls one kernel or another, of the same module, by what is asked of it."""
+    chosen()
+    chosen(name="another", best="a")
+    assert chosen(best="c").cache == {"k": "b"}
+
+
 def test_what_is_no_longer_on_offer_is_chosen_anew(file):
     chosen()
     assert chosen(configs=("a", "c"), best="c").cache == {"k": "c"}

@@ -13,11 +13,12 @@ from pathlib import Path
 import nbformat
 import papermill
 import pytest
+from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 from toy_lab import GPU, NOTEBOOKS, SLUG, Toy
 
-from labkit import host, isolated, paths, registry
+from labkit import cli, host, isolated, paths, registry
 from labkit.workflow import lease, notebooks, reports
 from labkit.workflow.notebooks import Parameter, UsageError, parse
 from labkit.workflow.progress import Progress
@@ -295,6 +296,25 @@ def test_the_study_that_will_take_longest_begins_first(toy, calls):
     toy.write(f"data/{SLUG}/layers.parquet", "many more")
     run(jobs=1, seconds={"ground": 90.0, "layers": 20.0})
     assert list(calls.span) == ["ground", "layers"]
+
+
+def test_without_a_package_that_notebooks_need_nothing_is_begun(toy, monkeypatch):
+    """Measuring would begin, and each page fail when its turn comes."""
+    monkeypatch.setattr(notebooks, "NEEDED", ("papermill", "no-such-package"))
+    monkeypatch.setattr(notebooks, "run", lambda *words, **options: pytest.fail("it runs"))
+    done = CliRunner().invoke(cli.main, ["run"])
+    assert done.exit_code == 1
+    assert done.output == "Error: not installed: no-such-package; no notebook runs without: `make setup`\n"
+
+
+def test_studies_that_are_to_come_last_do(toy, calls):
+    """Beside them nothing is compiled; what they need is compiled beside the others, however short these are."""
+    seconds = {"ground": 20.0, "layers": 90.0}
+    run(jobs=1, seconds=seconds, last={"layers"})
+    assert list(calls.span) == ["ground", "layers"]
+    calls.span.clear()
+    run(jobs=1, seconds=seconds, last={"ground", "layers"})
+    assert list(calls.span) == ["layers", "ground"]
 
 
 # Measuring

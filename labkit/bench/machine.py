@@ -18,6 +18,7 @@ from labkit.kernels.tuned import slug
 SAMPLE_US = 600.0  # a sample lasts at least this long, so that the events' resolution does not matter
 DELAY_CYCLES = 400_000  # keeps the GPU busy (about 0.2 ms) while the first replays of a block are enqueued
 MAX_CALLS = 4096
+BROKEN_OFF = "due to a previous error during capture"  # in the message of a capture that something else broke off
 
 # nvmlClocksThrottleReason… bits that say why a clock is lower than asked for; idle and user settings do not count.
 _REASONS = {
@@ -201,10 +202,17 @@ class CudaDevice:
                 return timed
             rounds = min(max(rounds + 1, math.ceil(1.05 * rounds * SAMPLE_US / us)), MAX_CALLS // sets)
 
-    def _capture(self, calls: Sequence[Callable[[], Any]], count: int) -> Callable[[], Any]:
+    def _capture(self, calls: Sequence[Callable[[], Any]], count: int, again: bool = True) -> Callable[[], Any]:
+        """Replay of a graph of so many calls. again: once more if something else broke the capture off."""
         graph = self.torch.cuda.CUDAGraph()
-        with self.torch.cuda.graph(graph, stream=self.stream):
-            _loop(calls, count)
+        try:
+            with self.torch.cuda.graph(graph, stream=self.stream):
+                _loop(calls, count)
+        except RuntimeError as problem:
+            if not again or BROKEN_OFF not in str(problem):
+                raise
+            self.recover()
+            return self._capture(calls, count, again=False)
         return graph.replay
 
     def time(self, timed: Sequence[Timed], hot: bool) -> list[int]:

@@ -25,14 +25,17 @@ def keep_in(file: Path | None) -> None:
 def choose(tuners: Sequence[Any], case: str, call: Callable[[], Any]) -> None:
     """Call once, by which Triton's autotuners choose: what was chosen before in this case, if that is still on offer.
 
-    case: what tells this choice from others: the case, and who is called.
+    case: what tells this choice from others: the case, and who is called. Of the same one, kernels that were called
+    before keep their choice.
     """
     known = _read()
-    with _only(tuners, known.get(_name(case), {})):
+    before = known.get(_name(case), {})
+    with _only(tuners, before):
         call()
     if _file is not None:
         chosen = {_kernel(one): str(next(iter(one.cache.values()))) for one in tuners if len(one.cache) == 1}
-        records.write_atomic(_file, json.dumps({**known, _name(case): chosen}, indent=1, sort_keys=True).encode())
+        known[_name(case)] = before | chosen
+        records.write_atomic(_file, json.dumps(known, indent=1, sort_keys=True).encode())
 
 
 def _read() -> dict[str, dict[str, str]]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pandas as pd
 import torch
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from labkit import registry
 from labkit.bench import records
@@ -98,16 +99,21 @@ def launch_of_call(study: str, op: str, params: Mapping[str, Any], variant: str,
 
 def code_of(launch: Launch) -> str:
     """What a launch is compiled for: its kernel, constants and options, and what Triton asks of the other arguments."""
-    kinds = launch.kernel.fn.__annotations__
-    args = {name: value if "constexpr" in str(kinds.get(name)) else _kind(value) for name, value in launch.args.items()}
+    asked = {one.name: (one.is_constexpr, not one.do_not_specialize) for one in launch.kernel.params}
+    args = {name: _kind(value, *asked[name]) for name, value in launch.args.items()}
     return repr((launch.kernel.fn.__name__, sorted(args.items()), sorted(launch.options.items())))
 
 
-def _kind(value: Any) -> Any:
+def _kind(value: Any, is_constant: bool, is_specialised: bool) -> Any:
+    """What Triton asks of an argument that it compiles for."""
+    if is_constant:
+        return value
     if isinstance(value, torch.Tensor):
-        return value.dtype, value.data_ptr() % 16 == 0
+        return value.dtype, is_specialised and value.data_ptr() % 16 == 0
+    if isinstance(value, TensorDescriptor):
+        return value.base.dtype, tuple(value.block_shape), value.padding
     if type(value) is int:
-        return value == 1, value % 16 == 0, value.bit_length() > 31
+        return value.bit_length() > 31, is_specialised and (value == 1, value % 16 == 0)
     return type(value) if isinstance(value, float) else value
 
 

@@ -2,8 +2,9 @@
 
 Not beside a study that times what the host does: there the cores are part of what is timed.
 
-Before anything is timed, what others' calls compile is compiled for all studies at once: those need the GPU. So is all
-that a quick look needs; and what the index says of the recorded rows is made.
+Before anything is timed, what others' calls compile is compiled for all studies at once: those need the GPU, and all
+cores. So is all that a quick look needs, else what the first study does; what the index says of the recorded rows is
+made then, too.
 """
 
 import os
@@ -60,7 +61,7 @@ class Ahead:
 
     def _warm_up(self, calls: Mapping[str, Sequence[run.Call]], gpu: lease.Gpu, host: bool) -> threading.Thread:
         """Make once the calls of others that any study of the run will time, and compile kernels beside them."""
-        compiling, held = self._go_on(gpu), threading.Event()
+        compiling, held = self._go_on(gpu, one=not self._quick), threading.Event()
         thread = threading.Thread(target=self._make, args=(calls, gpu, compiling, host, held), daemon=True)
         thread.start()
         held.wait()
@@ -119,21 +120,23 @@ class Ahead:
         left = [case for case in cases if case.id not in have]
         return study, left, len(left) == len(cases)
 
-    def _go_on(self, gpu: lease.Gpu) -> threading.Thread | None:
-        """Compile what is left, unless that is being done, or there are too few cores."""
+    def _go_on(self, gpu: lease.Gpu, one: bool = False) -> threading.Thread | None:
+        """Compile what is left, or only the next study, unless that is being done, or there are too few cores."""
         with self._lock:
             if self._busy or host.cores() <= SPARED:
                 return None
             self._busy, self._halt = True, _Halt(self._stop)
-        thread = threading.Thread(target=self._compile_all, args=(gpu, self._halt), daemon=True)
+        thread = threading.Thread(target=self._compile_all, args=(gpu, self._halt, one), daemon=True)
         thread.start()
         return thread
 
-    def _compile_all(self, gpu: lease.Gpu, halt: "_Halt") -> None:
+    def _compile_all(self, gpu: lease.Gpu, halt: "_Halt", one: bool) -> None:
         while names := self._next(halt):
             self._compile(names, gpu, halt)
             if halt.is_set():
                 self._compiled.difference_update(names)
+            if one:
+                halt.set()
 
     def _next(self, halt: "_Halt") -> list[str]:
         """The first that has neither begun nor been compiled, of a quick look all; none once that is to end."""

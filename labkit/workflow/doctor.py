@@ -4,15 +4,12 @@ import platform
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib import metadata
 from typing import Any
 
 from labkit import __version__, isolated, paths, registry
 from labkit.bench import records
 from labkit.evidence import counters
 from labkit.workflow import lease, notebooks, recorded
-
-_NEEDED = ("ipykernel", "jinja2", "matplotlib", "nbconvert", "numpy", "pandas", "papermill", "pyarrow", "torch")
 
 NO_TRITON = "not installed: kernels are neither interpreted nor compiled here, recorded evidence is shown"
 
@@ -61,11 +58,8 @@ def versions() -> dict[str, Any]:
 
 
 def _installation() -> Iterator[Finding]:
-    for name in _NEEDED:
-        try:
-            metadata.version(name)
-        except metadata.PackageNotFoundError:
-            yield Finding("install", f"{name} is not installed: repeat `make setup`", broken=True)
+    for name in notebooks.not_installed():
+        yield Finding("install", f"{name} is not installed: repeat `make setup`", broken=True)
     for name in registry.NOTEBOOKS:
         if not notebooks.source_path(name).is_file():
             yield Finding("install", f"{notebooks.source_path(name)} is missing", broken=True)

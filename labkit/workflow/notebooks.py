@@ -10,10 +10,11 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
+from importlib import metadata
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -30,6 +31,7 @@ FIRST = "machine"  # the study whose ceilings the others use: it measures first,
 BESIDE = 2  # notebooks a GPU: one is measured while another starts
 BESIDE_QUICK = 3  # of a quick look one more makes its page
 MAX_PROCESSES = 100
+NEEDED = ("ipykernel", "jinja2", "matplotlib", "nbconvert", "numpy", "pandas", "papermill", "pyarrow", "torch")
 _RETRY = re.compile("Address already in use|Kernel died before replying|Kernel didn't respond")
 _CELL = re.compile(r"Executing Cell (\d+)-")
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|[\x00-\x1f\x7f]")
@@ -337,13 +339,15 @@ def run(
     progress: Progress | None = None,
     beside: Callable[..., Any] | None = None,
     seconds: Mapping[str, float] = MappingProxyType({}),
+    last: Set[str] = frozenset(),
 ) -> list[Result]:
     """Run the notebooks of `chosen` studies and return how each ended, in the same order; one failure stops no other.
 
     values: parameters of each study. jobs: how many at once, at most (default: two per GPU if anything is measured, one
     of which waits for it, or makes its page, and a third in a quick look; else one per core). On an exception
     (Ctrl-C) every process is ended first. beside: makes what is told of each study that begins to be measured
-    (`ahead.Ahead`). seconds: what each study will take, where that is known.
+    (`ahead.Ahead`). seconds: what each study will take, where that is known. last: those beside which nothing may be
+    compiled; they are measured after the others, beside which what they need is.
     """
     progress = progress or Progress()
     measuring = {name for name in chosen if can_measure and source_of(name, values.get(name, {})) in spec.MEASURING}
@@ -356,7 +360,7 @@ def run(
     stop = threading.Event()
     results: dict[str, Result] = {}
     alone = [name for name in chosen if name == FIRST and name in measuring]
-    others = _longest_first([name for name in chosen if name not in alone], seconds)
+    others = sorted(_longest_first([name for name in chosen if name not in alone], seconds), key=last.__contains__)
     # They can start beside the first, and wait for its end; with a GPU of their own they would compile beside it
     early = bool(alone) and itself == set(others) and (quick or len(leased) == 1)
     groups = [[*alone, *others]] if early else [alone, others]
@@ -393,6 +397,18 @@ def run(
         pool.shutdown(cancel_futures=True)
         progress.close()
     return [results[name] for name in chosen]
+
+
+def not_installed() -> list[str]:
+    """Packages without which no notebook runs and that are missing."""
+
+    def is_there(name: str) -> bool:
+        try:
+            return bool(metadata.version(name))
+        except metadata.PackageNotFoundError:
+            return False
+
+    return [name for name in NEEDED if not is_there(name)]
 
 
 def share(limit: int) -> dict[str, str]:

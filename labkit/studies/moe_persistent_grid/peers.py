@@ -210,6 +210,14 @@ def liger(x: LayerInputs, tune: bool = True) -> Callable[[], Any]:
     return call
 
 
+def liger_tuners() -> list[Any]:
+    """The kernels of liger-kernel's layer, which tune themselves."""
+    from liger_kernel.ops import fused_moe
+
+    names = ("_fused_up_proj_swiglu_kernel", "_fused_down_proj_kernel", "_token_gather_weighted_sum_kernel")
+    return [getattr(fused_moe, name) for name in names]
+
+
 def _tune_anew(kernel: Any, tries: Mapping[str, tuple[int, ...]]) -> None:
     """Let an autotuned kernel choose again, quickly, among its configurations that have these values."""
     from triton import testing

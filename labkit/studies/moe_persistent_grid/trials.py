@@ -333,8 +333,9 @@ def loop(x: Case, device: Any, sets: int, seed: int) -> Trial:
 
 def liger(x: Case, device: Any, sets: int, seed: int) -> Trial:
     """liger-kernel's fused layer, which returns its output."""
-    items = inputs(x, device, sets, seed)
-    calls = [peers.liger(item, tune=place == 0) for place, item in enumerate(items)]
+    items, calls = inputs(x, device, sets, seed), []
+    tuning.choose(peers.liger_tuners(), f"liger-kernel {x.key}", lambda: calls.append(peers.liger(items[0])))
+    calls += [peers.liger(item, tune=False) for item in items[1:]]
     return trial(calls, (), lambda: _errors(calls[0]()[_some(x)], _expected(x, items[0])), EXACT)
 
 
@@ -602,8 +603,7 @@ def released_gemm(
     filled: as many programs as fit a multiprocessor, of the code that was chosen with one.
     """
     items = inputs(x, device, sets, seed)
-    kernel = executorch.tuner(x.op, int8, grid)
-    _shared(x, device, ("tuned", grid, int8), lambda: tune_anew([SimpleNamespace(kernel=kernel)]))  # once for them all
+    _shared(x, device, ("tuned", grid, int8), lambda: _tuned(x, items[0], int8, grid))  # once for them all
     made = [executorch.product(item, x.op, int8, grid) for item in items]
     how = {"live": live, "sms": multiprocessors(torch.device(device)) if torch.device(device).type == "cuda" else 3}
     code = _described(executorch.launcher(made[0], grid, **how)())
@@ -632,6 +632,13 @@ def released_gemm(
         return not bool(found().isnan().any())
 
     return Trial(calls, poison, written, check, ROUNDED, facts=facts)
+
+
+def _tuned(x: Case, item: LayerInputs, int8: bool, grid: str) -> None:
+    """Have the kernel of such a product choose for a case; in the interpreter its first call does."""
+    tuners = tune_anew([SimpleNamespace(kernel=executorch.tuner(x.op, int8, grid))])
+    if item.x.device.type == "cuda":
+        tuning.choose(tuners, f"{x.op} {x.key}", executorch.batched(item, int8, grid))
 
 
 def _described(kernel: Any) -> dict[str, Any]:
