@@ -33,7 +33,8 @@ from labkit.kernels.launch import Launch
 FILE = Path(__file__).with_suffix(".json")
 FOLDER = "LABKIT_COMPILED"  # in the environment: where to write what was asked for
 EVERY = 16
-TOOLS = ("TRITON_PTXAS_PATH", "TRITON_LIBDEVICE_PATH")  # instead of Triton's own
+OWN = Path(triton.__file__).parent
+TOOLS = ("TRITON_PTXAS_PATH", "TRITON_LIBDEVICE_PATH")  # in the environment: what may not be Triton's own
 
 
 class _Asked(offline._Offline):
@@ -92,8 +93,8 @@ def key_of(launch: Launch, capability: int) -> str:
     source = ASTSource(given["fn"].jit_function, told["signature"], told["constants"], attrs).hash()
     options = [told[name] for name in ("num_warps", "num_ctas", "num_stages", "launch_cooperative_grid")]
     parts = [triton.__version__, capability, source, options, given["key"].rpartition("]")[2]]
-    others = [get_cache_invalidating_env_vars(), knobs.nvidia.ptxas_options, *map(os.environ.get, TOOLS)]
-    parts += [value for value in others if value]
+    tools = [path for path in map(os.environ.get, TOOLS) if path and not Path(path).is_relative_to(OWN)]
+    parts += [value for value in (get_cache_invalidating_env_vars(), knobs.nvidia.ptxas_options, *tools) if value]
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
 
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import pandas as pd
 import torch
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from labkit import registry
 from labkit.bench import records
@@ -99,13 +98,16 @@ def launch_of_call(study: str, op: str, params: Mapping[str, Any], variant: str,
 
 def code_of(launch: Launch) -> str:
     """What a launch is compiled for: its kernel, constants and options, and what Triton asks of the other arguments."""
-    asked = {one.name: (one.is_constexpr, not one.do_not_specialize) for one in launch.kernel.params}
-    args = {name: _kind(value, *asked[name]) for name, value in launch.args.items()}
+    kinds, params = launch.kernel.fn.__annotations__, getattr(launch.kernel, "params", ())  # the interpreter has none
+    plain = {one.name for one in params if one.do_not_specialize}
+    args = {n: _kind(value, "constexpr" in str(kinds.get(n)), n not in plain) for n, value in launch.args.items()}
     return repr((launch.kernel.fn.__name__, sorted(args.items()), sorted(launch.options.items())))
 
 
 def _kind(value: Any, is_constant: bool, is_specialised: bool) -> Any:
     """What Triton asks of an argument that it compiles for."""
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
     if is_constant:
         return value
     if isinstance(value, torch.Tensor):
