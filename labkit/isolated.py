@@ -19,6 +19,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -73,20 +74,22 @@ def call(
     timeout: float | None = None,
     stop: threading.Event | None = None,
     on_line: Callable[[str], None] | None = None,
+    started: "Started | None" = None,
     **kwargs: Any,
 ) -> Any:
     """Call "module:function" in a fresh Python process and return its result.
 
     args, kwargs and the result are JSON values. env: changes to the environment; None removes a variable.
     timeout: seconds. stop: an event that ends the process. on_line: gets each line that the process prints (to either
-    stream), as it comes; by default they go to this process's standard error. The process dies with this one.
+    stream), as it comes; by default they go to this process's standard error. started: the process, if it was started
+    before; then with that one's environment. The process dies with this one.
     IsolatedError if the function raises, or its process dies, takes too long or is stopped.
     """
     request = {"target": target, "args": args, "kwargs": kwargs, "parent": os.getpid(), "path": sys.path}
-    with tempfile.TemporaryFile() as question, tempfile.TemporaryFile() as answer:
+    with tempfile.NamedTemporaryFile() as question, tempfile.TemporaryFile() as own:
         question.write(json.dumps(request).encode())
         question.seek(0)
-        child = _start(question, answer, env)
+        child, answer = started.ask(question.name) if started else (_start(question, own, env), own)
         log: deque[str] = deque(maxlen=_LOG_LINES)
         try:
             ended = _follow(child, log, on_line or _to_stderr, timeout, stop)
@@ -96,6 +99,38 @@ def call(
             raise IsolatedError(target, *ended, "".join(log))
         answer.seek(0)
         return _unpack(target, child.returncode, answer.read(), "".join(log))
+
+
+class Started:
+    """A process that is started before it is called, and meanwhile imports what takes it long.
+
+    first: "module:function", called there with `args`, JSON values; what it returns or raises is of no account.
+    env: as in `call`. One that nobody calls ends with `close`, or with this process.
+    """
+
+    def __init__(self, first: str, *args: Any, env: Mapping[str, str | None] = _NOTHING):
+        with ExitStack() as held:
+            self._answer = held.enter_context(tempfile.TemporaryFile())
+            self._child = _start(subprocess.PIPE, self._answer, env)
+            self._held = held.pop_all()
+        self._tell({"first": first, "args": args, "parent": os.getpid(), "path": sys.path})
+
+    def ask(self, question: str) -> tuple[subprocess.Popen, Any]:
+        """Have it answer the question in a file; the process, and where its answer will be."""
+        self._tell({"question": question})
+        return self._child, self._answer
+
+    def close(self) -> None:
+        """End it if it has not ended."""
+        _end(self._child)
+        with suppress(BrokenPipeError):  # what it did not read
+            self._child.stdin.close()
+        self._held.close()
+
+    def _tell(self, line: Mapping[str, Any]) -> None:
+        with suppress(BrokenPipeError):  # it has died, which whoever waits for an answer sees
+            self._child.stdin.write(json.dumps(line) + "\n")
+            self._child.stdin.flush()
 
 
 def call_many(calls: Sequence[Call], workers: int = 0, stop: threading.Event | None = None) -> list[Any]:
@@ -240,17 +275,26 @@ def die_with_parent(parent: int) -> None:
         os._exit(1)
 
 
+def _named(target: str) -> Callable[..., Any]:
+    module, _, name = target.partition(":")
+    return getattr(import_module(module), name)
+
+
 def _main() -> None:
-    request = json.load(sys.stdin.buffer)
+    request = json.loads(sys.stdin.buffer.readline())
     answer = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever the function prints, or a library below Python, is progress and not the answer
     die_with_parent(request["parent"])
     spare_imports()
     sys.path.extend(folder for folder in request["path"] if folder not in sys.path)
+    if "first" in request:
+        with suppress(Exception):
+            _named(request["first"])(*request["args"])
+        if not (line := sys.stdin.buffer.readline()):
+            return  # nobody called
+        request = json.loads(Path(json.loads(line)["question"]).read_text())
     try:
-        module, _, name = request["target"].partition(":")
-        function = getattr(import_module(module), name)
-        reply = json.dumps({"result": function(*request["args"], **request["kwargs"])})
+        reply = json.dumps({"result": _named(request["target"])(*request["args"], **request["kwargs"])})
     except BaseException as problem:
         trace = "".join(traceback.format_exc().splitlines(keepends=True)[-_TRACE_LINES:])
         reply = json.dumps({"error": [type(problem).__name__, str(problem), trace]})

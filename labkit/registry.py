@@ -26,6 +26,12 @@ def load(name: str) -> "Study":
     return import_module(f"labkit.studies.{name}.study").STUDY
 
 
+def trials(name: str) -> ModuleType | None:
+    """The module `trials` of a study: its variants made ready for timing; None where a study has none."""
+    module = f"labkit.studies.{name}.trials"
+    return import_module(module) if find_spec(module) else None
+
+
 def answer(name: str) -> ModuleType | None:
     """The module `answer` of a study: what its claims come to in sentences; None where a study has none."""
     module = f"labkit.studies.{name}.answer"

@@ -149,6 +149,39 @@ def test_the_first_failure_of_many_stops_the_others():
     assert time.monotonic() - start < 30
 
 
+def test_a_process_that_was_started_before_has_done_what_comes_first():
+    started = isolated.Started(f"{HERE}:remember", 5, env={"LABKIT_NEW": "x"})
+    try:
+        assert call(f"{HERE}:remembered", ["LABKIT_NEW"], started=started) == [5, ["x"]]
+    finally:
+        started.close()
+
+
+@pytest.mark.parametrize("first", [f"{HERE}:divide", "no_such_module:f"])
+def test_what_fails_first_is_of_no_account(first):
+    started = isolated.Started(first, 1, 0)
+    try:
+        assert call(f"{HERE}:echo", 1, started=started) == [[1], {}]
+    finally:
+        started.close()
+
+
+def test_one_that_is_not_called_is_ended():
+    started = isolated.Started(f"{HERE}:remember", 5)
+    started.close()
+    assert started._child.poll() is not None
+
+
+def test_one_that_has_died_is_a_crash():
+    started = isolated.Started("os:_exit", 3)
+    try:
+        started._child.wait(60)
+        with pytest.raises(IsolatedError, match="ended without an answer: exit status 3"):
+            call(f"{HERE}:echo", started=started)
+    finally:
+        started.close()
+
+
 def test_a_process_that_reads_notebooks_is_not_held_up_by_a_grammar():
     """`rfc3987_syntax`, which takes longer than everything else together; this process need not have been spared it."""
     assert call(f"{HERE}:reads_notebooks") == {"nbformat": True, "rfc3987_syntax": False}
@@ -186,6 +219,15 @@ def two_lines(seconds):
     print("one")
     time.sleep(seconds)
     print("two")
+
+
+def remember(value):
+    global kept
+    kept = value
+
+
+def remembered(names):
+    return [kept, variables(names)]
 
 
 def divide(a, b):

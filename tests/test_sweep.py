@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pandas as pd
@@ -122,6 +123,8 @@ class Lab:
         monkeypatch.setattr(machine, "this_machine", lambda: self.machine)
         monkeypatch.setattr(machine, "CudaDevice", self.device)
         monkeypatch.setattr(isolated, "call", self.call)
+        monkeypatch.setattr(isolated, "Started", self.started)
+        self.began: list[tuple[str, ...]] = []  # what was started before its turn, and closed
         monkeypatch.setattr(case_runner, "measure", self.measure)
         self.real_measure: Callable[..., Any] = _MEASURE
 
@@ -130,8 +133,24 @@ class Lab:
         device.machine = self.machine
         return device
 
-    def call(self, target: str, *args: Any, env: Mapping[str, str | None], on_line: Callable[[str], None]) -> Any:
+    def started(self, target: str, *args: Any, env: Mapping[str, str | None]) -> Any:
+        assert (target, args) == ("labkit.sweep.run:imports", ("toy",))
+        assert env == {"CUDA_VISIBLE_DEVICES": "GPU-7", "TRITON_INTERPRET": None}
+        number = len(self.began)
+        self.began.append(("started", str(number)))
+        return SimpleNamespace(number=number, close=lambda: self.began.append(("closed", str(number))))
+
+    def call(
+        self,
+        target: str,
+        *args: Any,
+        env: Mapping[str, str | None],
+        on_line: Callable[[str], None],
+        started: Any = None,
+    ) -> Any:
         assert target == "labkit.sweep.run:measure_process"
+        if started:
+            self.began.append(("called", str(started.number)))
         assert env == {"CUDA_VISIBLE_DEVICES": "GPU-7", "TRITON_INTERPRET": None}
         args = json.loads(json.dumps(args))  # as they would travel
         with contextlib.redirect_stdout(_Lines(on_line)):
@@ -503,6 +522,26 @@ def test_a_process_that_dies_in_a_case_costs_that_case(lab: Lab):
     complete(rows[rows["case"] != '{"n": 2}'], [1, 3])
     lab.run([1, 2, 3])
     assert lab.measured == []
+
+
+def test_each_next_process_is_started_beside_the_one_before(lab: Lab):
+    """And called in its turn; what nothing is left for is started too, and ended."""
+    lab.run(processes=3)
+    turns = [("started", "0"), ("started", "1"), ("called", "0"), ("called", "1"), ("closed", "1"), ("closed", "0")]
+    assert lab.began == turns
+    lab.began.clear()
+    lab.run(processes=3)
+    assert lab.began == []
+
+
+def test_a_process_that_was_started_is_ended_when_the_one_before_fails(lab: Lab):
+    def call(*_: Any, **__: Any) -> None:
+        raise isolated.IsolatedError("t", "RuntimeError", "CUDA driver is too old")
+
+    lab.patch.setattr(isolated, "call", call)
+    with pytest.raises(isolated.IsolatedError, match="too old"):
+        lab.run()
+    assert lab.began == [("started", "0"), ("closed", "0")]
 
 
 def test_a_process_that_dies_in_every_case_ends(lab: Lab):

@@ -12,6 +12,7 @@ import tempfile
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -85,24 +86,42 @@ class _Sweep:
         if not prepared.is_prepared(self.study.name, prepared.kernels(self.path.parent.name)):
             compile_ahead(self.study, wanted, self.say)
         warm_up(self.study, wanted, self.env, self.say)
-        for index in range(processes):
-            self._one_process(wanted, index, refused)
+        self._in_turn(wanted, processes, refused)
         self._compact(cases, wanted, processes)
 
-    def _one_process(self, wanted: Sequence[Case], index: int, refused: added.Refused) -> None:
+    def _in_turn(self, wanted: Sequence[Case], processes: int, refused: added.Refused) -> None:
+        """The processes, one after the other. Each next one imports what it needs while the one before does so too."""
+        env = dict(self.env) | {"TRITON_INTERPRET": None}
+        with ExitStack() as held:
+            started: list[isolated.Started | None] = [None] * processes
+            for index in range(processes):
+                if wanted and index + 1 < processes:
+                    started[index + 1] = isolated.Started("labkit.sweep.run:imports", self.study.name, env=env)
+                    held.callback(started[index + 1].close)
+                self._one_process(wanted, index, refused, env, started[index])
+
+    def _one_process(
+        self,
+        wanted: Sequence[Case],
+        index: int,
+        refused: added.Refused,
+        env: Mapping[str, str | None],
+        started: isolated.Started | None,
+    ) -> None:
         """Run process `index` until it has every case; a case that kills it is recorded as failed and passed over.
 
-        With functions of the reader's own, it is first measured again without them.
+        With functions of the reader's own, it is first measured again without them. started: the process, if there is
+        one already.
         """
-        study, env = self.study, dict(self.env) | {"TRITON_INTERPRET": None}
+        study = self.study
         while missing := self._missing(wanted, index):
             self.say(f"{study.name}: process {index + 1}, {len(missing)} of {len(wanted)} cases to measure")
             keys = [list(case.id) for case in missing]
             arguments = (study.name, keys, dict(self.parameters), index, str(self.journal.path))
             arguments = (*arguments, study.add, refused, study.left_out)
-            before = len(self.journal.entries())
+            before, (this, started) = len(self.journal.entries()), (started, None)
             try:
-                isolated.call("labkit.sweep.run:measure_process", *arguments, env=env, on_line=self.say)
+                isolated.call("labkit.sweep.run:measure_process", *arguments, env=env, on_line=self.say, started=this)
             except isolated.IsolatedError as failure:
                 last = self.journal.entries()[before:][-1:]  # an older one may be of a case at which a run was stopped
                 if not last or "rows" in last[0]:
@@ -290,6 +309,15 @@ def call_once(study_name: str, op: str, key: str, name: str, device: str = "cuda
     except Exception:  # whatever it is, the row will name it
         return False
     return True
+
+
+def imports(study_name: str) -> None:
+    """What a measuring process does first; the GPU is not touched, since another process may be timing on it."""
+    import torch  # noqa: F401
+    import triton  # noqa: F401
+
+    registry.load(study_name)
+    registry.trials(study_name)
 
 
 def measure_process(
