@@ -524,13 +524,24 @@ def test_a_process_that_dies_in_a_case_costs_that_case(lab: Lab):
     assert lab.measured == []
 
 
-def test_each_next_process_is_started_beside_the_one_before(lab: Lab):
-    """And called in its turn; what nothing is left for is started too, and ended."""
-    lab.run(processes=3)
-    turns = [("started", "0"), ("started", "1"), ("called", "0"), ("called", "1"), ("closed", "1"), ("closed", "0")]
-    assert lab.began == turns
+@pytest.mark.parametrize("processes", [1, 2, 3, 5])
+def test_later_processes_are_started_before_anything_is_timed_and_called_in_their_turn(lab: Lab, processes: int):
+    """As many as may wait; where nothing is left to measure none is."""
+    begun: list[int] = []
+    real = lab.real_measure
+
+    def measure(*words: Any) -> Any:
+        begun.append(sum(what == "started" for what, _ in lab.began))
+        return real(*words)
+
+    lab.real_measure = measure
+    lab.run(processes=processes)
+    waiting = [str(number) for number in range(min(processes - 1, sweep.WAITING))]
+    assert set(begun) == {len(waiting)}
+    turns = {what: [number for one, number in lab.began if one == what] for what in ("started", "called", "closed")}
+    assert turns == {"started": waiting, "called": waiting, "closed": waiting[::-1]}
     lab.began.clear()
-    lab.run(processes=3)
+    lab.run(processes=processes)
     assert lab.began == []
 
 
@@ -541,7 +552,7 @@ def test_a_process_that_was_started_is_ended_when_the_one_before_fails(lab: Lab)
     lab.patch.setattr(isolated, "call", call)
     with pytest.raises(isolated.IsolatedError, match="too old"):
         lab.run()
-    assert lab.began == [("started", "0"), ("closed", "0")]
+    assert lab.began == [("started", "0"), ("started", "1"), ("closed", "1"), ("closed", "0")]
 
 
 def test_a_process_that_dies_in_every_case_ends(lab: Lab):

@@ -30,6 +30,7 @@ from labkit.sweep import case as case_runner
 from labkit.sweep.case import with_control
 
 Progress = Callable[[str], None]
+WAITING = 2  # processes that wait for their turn: a few, since each has its own copy of torch in memory
 
 
 class Call(NamedTuple):
@@ -90,15 +91,18 @@ class _Sweep:
         self._compact(cases, wanted, processes)
 
     def _in_turn(self, wanted: Sequence[Case], processes: int, refused: added.Refused) -> None:
-        """The processes, one after the other. Each next one imports what it needs while the one before does so too."""
+        """The processes, one after the other. Some of the later ones import what they need while the first does so."""
         env = dict(self.env) | {"TRITON_INTERPRET": None}
         with ExitStack() as held:
-            started: list[isolated.Started | None] = [None] * processes
+            waiting = [
+                isolated.Started("labkit.sweep.run:imports", self.study.name, env=env)
+                for _ in range(min(processes - 1, WAITING) if wanted else 0)
+            ]
+            for one in waiting:
+                held.callback(one.close)
             for index in range(processes):
-                if wanted and index + 1 < processes:
-                    started[index + 1] = isolated.Started("labkit.sweep.run:imports", self.study.name, env=env)
-                    held.callback(started[index + 1].close)
-                self._one_process(wanted, index, refused, env, started[index])
+                started = waiting[index - 1] if 0 < index <= len(waiting) else None
+                self._one_process(wanted, index, refused, env, started)
 
     def _one_process(
         self,
