@@ -524,6 +524,11 @@ def test_a_process_that_dies_in_a_case_costs_that_case(lab: Lab):
     assert lab.measured == []
 
 
+def too_old(*_: Any, **__: Any) -> None:
+    """A measuring process that dies outside any case."""
+    raise isolated.IsolatedError("t", "RuntimeError", "CUDA driver is too old")
+
+
 @pytest.mark.parametrize("processes", [1, 2, 3, 5])
 def test_later_processes_are_started_before_anything_is_timed_and_called_in_their_turn(lab: Lab, processes: int):
     """As many as may wait; where nothing is left to measure none is."""
@@ -546,10 +551,7 @@ def test_later_processes_are_started_before_anything_is_timed_and_called_in_thei
 
 
 def test_a_process_that_was_started_is_ended_when_the_one_before_fails(lab: Lab):
-    def call(*_: Any, **__: Any) -> None:
-        raise isolated.IsolatedError("t", "RuntimeError", "CUDA driver is too old")
-
-    lab.patch.setattr(isolated, "call", call)
+    lab.patch.setattr(isolated, "call", too_old)
     with pytest.raises(isolated.IsolatedError, match="too old"):
         lab.run()
     assert lab.began == [("started", "0"), ("started", "1"), ("closed", "1"), ("closed", "0")]
@@ -563,10 +565,7 @@ def test_a_process_that_dies_in_every_case_ends(lab: Lab):
 
 
 def test_death_outside_any_case_is_raised(lab: Lab):
-    def call(*_: Any, **__: Any) -> None:
-        raise isolated.IsolatedError("t", "RuntimeError", "CUDA driver is too old")
-
-    lab.patch.setattr(isolated, "call", call)
+    lab.patch.setattr(isolated, "call", too_old)
     with pytest.raises(isolated.IsolatedError, match="too old"):
         lab.run()
     assert lab.journal.entries() == []
@@ -581,10 +580,7 @@ def test_death_before_the_first_case_is_not_blamed_on_the_case_at_which_the_last
         lab.run()
     assert [entry.get("rows") for entry in lab.journal.entries()] == [None]  # a case was started, and is not done
 
-    def call(*_: Any, **__: Any) -> None:
-        raise isolated.IsolatedError("t", "RuntimeError", "CUDA driver is too old")
-
-    lab.patch.setattr(isolated, "call", call)
+    lab.patch.setattr(isolated, "call", too_old)
     with pytest.raises(isolated.IsolatedError, match="too old"):
         lab.run()
     lab.patch.setattr(isolated, "call", lab.call)

@@ -61,7 +61,7 @@ class Ahead:
 
     def _warm_up(self, calls: Mapping[str, Sequence[run.Call]], gpu: lease.Gpu, host: bool) -> threading.Thread:
         """Make once the calls of others that any study of the run will time, and compile kernels beside them."""
-        compiling, held = self._go_on(gpu, one=not self._quick), threading.Event()
+        compiling, held = self._go_on(gpu, one=True), threading.Event()
         thread = threading.Thread(target=self._make, args=(calls, gpu, compiling, host, held), daemon=True)
         thread.start()
         held.wait()
@@ -121,7 +121,7 @@ class Ahead:
         return study, left, len(left) == len(cases)
 
     def _go_on(self, gpu: lease.Gpu, one: bool = False) -> threading.Thread | None:
-        """Compile what is left, or only the next study, unless that is being done, or there are too few cores."""
+        """Compile what is left, or only what is next, unless that is being done, or there are too few cores."""
         with self._lock:
             if self._busy or host.cores() <= SPARED:
                 return None
