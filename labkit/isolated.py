@@ -9,6 +9,7 @@ import gc
 import json
 import os
 import queue
+import select
 import signal
 import subprocess
 import sys
@@ -90,9 +91,10 @@ def call(
         question.write(json.dumps(request).encode())
         question.seek(0)
         child, answer = started.ask(question.name) if started else (_start(question, own, env), own)
+        lines = started.lines if started else _pumped(child)
         log: deque[str] = deque(maxlen=_LOG_LINES)
         try:
-            ended = _follow(child, log, on_line or _to_stderr, timeout, stop)
+            ended = _follow(child, lines, log, on_line or _to_stderr, timeout, stop)
         finally:
             _end(child)
         if ended:
@@ -102,18 +104,29 @@ def call(
 
 
 class Started:
-    """A process that is started before it is called, and meanwhile imports what takes it long.
+    """A process that is started before it is called, and meanwhile does what takes it long.
 
     first: "module:function", called there with `args`, JSON values; what it returns or raises is of no account.
-    env: as in `call`. One that nobody calls ends with `close`, or with this process.
+    env: as in `call`. lines: what it prints. One that nobody calls ends with `close`, or with this process.
     """
 
     def __init__(self, first: str, *args: Any, env: Mapping[str, str | None] = _NOTHING):
         with ExitStack() as held:
             self._answer = held.enter_context(tempfile.TemporaryFile())
-            self._child = _start(subprocess.PIPE, self._answer, env)
+            done, says = os.pipe()
+            self._done = held.enter_context(open(done, "rb", buffering=0))
+            with open(says, "wb", buffering=0):
+                self._child = _start(subprocess.PIPE, self._answer, env, says)
             self._held = held.pop_all()
-        self._tell({"first": first, "args": args, "parent": os.getpid(), "path": sys.path})
+        self.lines = _pumped(self._child)
+        self._tell({"first": first, "args": args, "done": says, "parent": os.getpid(), "path": sys.path})
+
+    def ready(self) -> bool:
+        """Wait, once, until its first call has ended; False if the process has."""
+        while not select.select([self._done], [], [], _POLL_S)[0]:
+            if self._child.poll() is not None:
+                return False
+        return bool(self._done.read(1))
 
     def ask(self, question: str) -> tuple[subprocess.Popen, Any]:
         """Have it answer the question in a file; the process, and where its answer will be."""
@@ -179,7 +192,7 @@ def environment(env: Mapping[str, str | None]) -> dict[str, str]:
     return {name: value for name, value in merged.items() if value is not None}
 
 
-def _start(question: Any, answer: Any, env: Mapping[str, str | None]) -> subprocess.Popen:
+def _start(question: Any, answer: Any, env: Mapping[str, str | None], *inherited: int) -> subprocess.Popen:
     return subprocess.Popen(
         [sys.executable, "-P", "-u", "-m", "labkit.isolated"],
         stdin=question,
@@ -188,20 +201,20 @@ def _start(question: Any, answer: Any, env: Mapping[str, str | None]) -> subproc
         text=True,
         errors="replace",
         env=environment(env),
+        pass_fds=inherited,
         start_new_session=True,  # Ctrl-C reaches this process only, which then ends the child
     )
 
 
 def _follow(
     child: subprocess.Popen,
+    lines: "queue.Queue[str | None]",
     log: deque[str],
     on_line: Callable[[str], None],
     timeout: float | None,
     stop: threading.Event | None,
 ) -> tuple[str, str] | None:
     """Pass the child's lines on until it has ended; kind and message if it was ended from here."""
-    lines: queue.Queue[str | None] = queue.Queue()
-    threading.Thread(target=_pump, args=(child.stderr, lines), daemon=True).start()
     deadline = time.monotonic() + (timeout if timeout is not None else float("inf"))
     while (line := _next(child, lines)) is not None:
         if line:
@@ -228,6 +241,13 @@ def _next(child: subprocess.Popen, lines: "queue.Queue[str | None]") -> str | No
     except subprocess.TimeoutExpired:
         return ""
     return None
+
+
+def _pumped(child: subprocess.Popen) -> "queue.Queue[str | None]":
+    """The lines that a child prints, as they come, and then None: nobody need read them for it to go on."""
+    lines: queue.Queue[str | None] = queue.Queue()
+    threading.Thread(target=_pump, args=(child.stderr, lines), daemon=True).start()
+    return lines
 
 
 def _pump(stream: Any, lines: "queue.Queue[str | None]") -> None:
@@ -288,8 +308,11 @@ def _main() -> None:
     spare_imports()
     sys.path.extend(folder for folder in request["path"] if folder not in sys.path)
     if "first" in request:
-        with suppress(Exception):
-            _named(request["first"])(*request["args"])
+        with open(request["done"], "wb", buffering=0) as done:
+            os.set_inheritable(request["done"], False)
+            with suppress(Exception):
+                _named(request["first"])(*request["args"])
+            done.write(b"1")
         if not (line := sys.stdin.buffer.readline()):
             return  # nobody called
         request = json.loads(Path(json.loads(line)["question"]).read_text())

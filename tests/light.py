@@ -85,7 +85,7 @@ def measure(name: str, parameters: Mapping[str, Any], processes: int = 2, sample
     versions = {key: row("", "", "", "", "", "", [1])[key] for key in ("gpu", "driver", "torch", "triton")}
     machine.provenance = lambda seed: versions
     isolated.call = lambda target, *args, env, on_line, started: sweep.measure_process(*args)
-    isolated.Started = lambda *args, env: SimpleNamespace(close=lambda: None)
+    isolated.Started = lambda *args, env: SimpleNamespace(ready=lambda: True, close=lambda: None)
     machine.CudaDevice = sweep.ceilings = lambda: None
 
     def timed(study: Any, case: Any, index: int, *rest: Any) -> list[dict[str, Any]]:

@@ -30,7 +30,7 @@ def made(seconds, op="op", evidence="{}"):
     return pd.DataFrame(lines)
 
 
-def study(count, early=lambda case: False, kernels=None, roles=(), warmed=lambda case: ""):
+def study(count, early=lambda case: False, kernels=None, roles=(), warmed=lambda case, variant: ""):
     def cases(parameters):
         return [Case("op", {"n": n}) for n in range(count)]
 
@@ -111,7 +111,7 @@ def told(monkeypatch, *, first, calls=(6, 5), beside=False):
     names = ["state_layout", "gemv_coalescing"]
     wanted = {
         name: estimate.Wanted(
-            study(1, roles=["peer"] * count, warmed=lambda case: "all"), study(1).cases({}), 1, [], beside
+            study(1, roles=["peer"] * count, warmed=lambda case, variant: "all"), study(1).cases({}), 1, [], beside
         )
         for name, count in zip(names, calls, strict=True)
     }
@@ -207,12 +207,12 @@ def _firsts(name):
 def test_what_one_gpu_took_tells_what_the_other_took():
     """All first processes together; a study alone may be off by more, since seconds are whole and caches differ.
 
-    06 was measured alone on the H200, where its first cases waited for kernels that were compiled beside them.
+    On the H100 the first cases of 01 and 06 waited for kernels, which are compiled ahead now.
     """
     pairs = {name: _firsts(name) for name in registry.NOTEBOOKS if len(paths.data_files(name, runs=False)) > 1}
     one, other = (sum(values) for values in zip(*pairs.values(), strict=True))
     assert abs(math.log(one / other)) < math.log(1 + RIGHT)
-    most = {"gated_delta_today": 2.2}
+    most = {"gated_delta_today": 2.2, "state_layout": 2.6}
     assert all(abs(math.log(a / b)) < math.log(most.get(name, 1.5)) for name, (a, b) in pairs.items())
 
 

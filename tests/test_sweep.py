@@ -124,7 +124,9 @@ class Lab:
         monkeypatch.setattr(machine, "CudaDevice", self.device)
         monkeypatch.setattr(isolated, "call", self.call)
         monkeypatch.setattr(isolated, "Started", self.started)
-        self.began: list[tuple[str, ...]] = []  # what was started before its turn, and closed
+        self.began: list[tuple[str, ...]] = []  # what was started before its turn, awaited, called and closed
+        self.dead: set[int] = set()  # those that do not get ready
+        self.anew: list[Any] = []  # the calls that each is given to get ready
         monkeypatch.setattr(case_runner, "measure", self.measure)
         self.real_measure: Callable[..., Any] = _MEASURE
 
@@ -134,11 +136,17 @@ class Lab:
         return device
 
     def started(self, target: str, *args: Any, env: Mapping[str, str | None]) -> Any:
-        assert (target, args) == ("labkit.sweep.run:imports", ("toy",))
+        assert (target, args) == ("labkit.sweep.run:get_ready", ("toy", self.anew))
         assert env == {"CUDA_VISIBLE_DEVICES": "GPU-7", "TRITON_INTERPRET": None}
         number = len(self.began)
         self.began.append(("started", str(number)))
-        return SimpleNamespace(number=number, close=lambda: self.began.append(("closed", str(number))))
+
+        def noted(what: str, answer: Any = None) -> Any:
+            self.began.append((what, str(number)))
+            return answer
+
+        alive = number not in self.dead
+        return SimpleNamespace(number=number, ready=lambda: noted("awaited", alive), close=lambda: noted("closed"))
 
     def call(
         self,
@@ -530,21 +538,24 @@ def too_old(*_: Any, **__: Any) -> None:
 
 
 @pytest.mark.parametrize("processes", [1, 2, 3, 5])
-def test_later_processes_are_started_before_anything_is_timed_and_called_in_their_turn(lab: Lab, processes: int):
-    """As many as may wait; where nothing is left to measure none is."""
+def test_processes_get_ready_before_anything_is_timed_and_are_called_in_their_turn(lab: Lab, processes: int):
+    """As many as may; where nothing is left to measure none does."""
     begun: list[int] = []
     real = lab.real_measure
 
     def measure(*words: Any) -> Any:
-        begun.append(sum(what == "started" for what, _ in lab.began))
+        begun.append(sum(what == "awaited" for what, _ in lab.began))
         return real(*words)
 
     lab.real_measure = measure
     lab.run(processes=processes)
-    waiting = [str(number) for number in range(min(processes - 1, sweep.WAITING))]
+    waiting = [str(number) for number in range(min(processes, sweep.WAITING))]
     assert set(begun) == {len(waiting)}
-    turns = {what: [number for one, number in lab.began if one == what] for what in ("started", "called", "closed")}
-    assert turns == {"started": waiting, "called": waiting, "closed": waiting[::-1]}
+    assert [one for one in lab.began if one[0] != "called"] == [
+        *((what, number) for what in ("started", "awaited") for number in waiting),
+        *(("closed", number) for number in waiting[::-1]),
+    ]
+    assert [number for what, number in lab.began if what == "called"] == waiting
     lab.began.clear()
     lab.run(processes=processes)
     assert lab.began == []
@@ -554,7 +565,53 @@ def test_a_process_that_was_started_is_ended_when_the_one_before_fails(lab: Lab)
     lab.patch.setattr(isolated, "call", too_old)
     with pytest.raises(isolated.IsolatedError, match="too old"):
         lab.run()
-    assert lab.began == [("started", "0"), ("started", "1"), ("closed", "1"), ("closed", "0")]
+    told = [(what, number) for what in ("started", "awaited") for number in "012"]
+    assert lab.began == [*told, ("closed", "2"), ("closed", "1"), ("closed", "0")]
+
+
+def test_one_that_does_not_get_ready_is_replaced(lab: Lab):
+    lab.dead = {1}
+    complete(lab.run())
+    assert [number for what, number in lab.began if what == "called"] == ["0", "2"]
+
+
+def test_only_processes_that_have_something_left_get_ready(lab: Lab):
+    stopped = lambda n, index: index == 1  # noqa: E731
+    real = lab.real_measure
+
+    def measure(study: Study, case: Case, index: int, *rest: Any) -> Any:
+        if stopped(case["n"], index):
+            raise KeyboardInterrupt
+        return real(study, case, index, *rest)
+
+    lab.real_measure = measure
+    with pytest.raises(KeyboardInterrupt):
+        lab.run()
+    lab.began.clear()
+    lab.real_measure = real
+    complete(lab.run())
+    assert [number for what, number in lab.began if what == "started"] == ["0", "1"]
+
+
+def test_each_is_given_the_calls_whose_compilers_keep_nothing(lab: Lab):
+    study = lab.toy.study()
+    case = study.cases({"sizes": SIZES})[0]
+    [variant, *_] = study.variants(case)
+    lab.anew = [("toy", case.op, case.key, variant.name, "")]
+    with_calls = dataclasses.replace(study, anew=lambda cases: [(cases[0], variant)])
+    lab.patch.setattr(registry, "load", lambda name: with_calls)
+    sweep.run(with_calls, {"sizes": SIZES}, 2, {"CUDA_VISIBLE_DEVICES": "GPU-7"}, lab.lines.append)
+    assert [what for what, _ in lab.began].count("started") == 2
+
+
+def test_getting_ready_passes_over_what_is_not_there_and_makes_the_calls(lab: Lab):
+    made: list[str] = []
+    study = dataclasses.replace(lab.toy.study(), imports=("no_such_module", "json"))
+    lab.patch.setattr(registry, "load", lambda name: study)
+    lab.patch.setattr(registry, "trials", lambda name: None)
+    lab.patch.setattr(sweep, "call_once", lambda *words: made.append(words[3]))
+    sweep.get_ready("toy", [["toy", "double", "{}", "theirs", ""], ["toy", "double", "{}", "another", ""]], "cpu")
+    assert made == ["theirs", "another"]
 
 
 def test_a_process_that_dies_in_every_case_ends(lab: Lab):
@@ -827,7 +884,7 @@ def warmed(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
 
     study = lab.toy.study
     monkeypatch.setattr(
-        lab.toy, "study", lambda: dataclasses.replace(study(), warmed=lambda case: "two" * (case["n"] == 2))
+        lab.toy, "study", lambda: dataclasses.replace(study(), warmed=lambda case, variant: "two" * (case["n"] == 2))
     )
     monkeypatch.setattr(isolated, "call_many", call_many)
     return made

@@ -253,9 +253,12 @@ class Study:
     kernels:    (cases, compute capability, name of the GPU) -> sources of Launches, as in evidence/compiled.py, which
                 are compiled on all cores before the cases are measured, in processes that may see no GPU; None: each
                 kernel is compiled when it is first run.
-    warmed:     whether the libraries' and releases' calls of a case are made once in processes side by side, before any
-                is timed: their own compilers then run on all cores, and leave what they make in Triton's cache. Empty
-                if not; else what their code depends on: of the cases with the same, one is called well before others.
+    warmed:     whether a library's or release's variant of a case is called once in processes side by side, before any
+                is timed: their own compilers then run on all cores, and leave what they make on disk. Empty if not;
+                else what its code depends on: of the cases with the same, one is called well before others.
+    anew:       cases -> those libraries' and releases' variants of them whose compilers leave nothing on disk: every
+                process calls these before anything is timed, at the same time as the others.
+    imports:    modules of libraries that every process imports then, if they are there: those that take seconds.
     settle:     called with the study's Parquet file of a GPU and a folder, once the early cases are in the file and
                 whenever they change there: writes into the folder what the other cases read (a tuned table).
     counted:    the notebook's parameters -> cases and names of variants, kernels of the lab, whose hardware counters
@@ -278,7 +281,9 @@ class Study:
     parameters: Mapping[str, Rule] = field(default_factory=dict)
     tiny: tuple[Case, ...] = ()
     early: Callable[[Case], bool] = lambda case: False
-    warmed: Callable[[Case], str] = lambda case: ""
+    warmed: Callable[[Case, Variant], str] = lambda case, variant: ""
+    anew: Callable[[Sequence[Case]], list[tuple[Case, Variant]]] = lambda cases: []
+    imports: tuple[str, ...] = ()
     settle: Callable[[Path, Path], None] | None = None
     kernels: Callable[[Sequence["Case"], int, str], list[tuple[str, Mapping[str, Any]]]] | None = None
     counted: Callable[[Mapping[str, Any]], list[tuple[Case, str]]] = lambda parameters: []

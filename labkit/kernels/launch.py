@@ -4,6 +4,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from labkit.kernels import keys
+
 
 @dataclass(frozen=True)
 class Launch:
@@ -19,6 +21,9 @@ class Launch:
     grid: tuple[int, ...]
     args: Mapping[str, Any]
     options: Mapping[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        keys.settle(self.kernel)
 
     def __call__(self) -> Any:
         """Enqueue the kernel on the current stream (or interpret it, under `TRITON_INTERPRET=1`)."""

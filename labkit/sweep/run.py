@@ -12,8 +12,9 @@ import tempfile
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,7 +31,9 @@ from labkit.sweep import case as case_runner
 from labkit.sweep.case import with_control
 
 Progress = Callable[[str], None]
-WAITING = 2  # processes that wait for their turn: a few, since each has its own copy of torch in memory
+WAITING = 3  # processes that get ready at once: a few, since each has its own copy of torch in memory
+
+_INDUCTOR = "TORCHINDUCTOR_COMPILE_THREADS"  # torch.compile's own processes: the calls share the cores already
 
 
 class Call(NamedTuple):
@@ -40,7 +43,7 @@ class Call(NamedTuple):
     op: str
     case: str
     variant: str
-    alike: str
+    alike: str = ""
 
 
 def run(
@@ -91,18 +94,18 @@ class _Sweep:
         self._compact(cases, wanted, processes)
 
     def _in_turn(self, wanted: Sequence[Case], processes: int, refused: added.Refused) -> None:
-        """The processes, one after the other. Some of the later ones import what they need while the first does so."""
+        """The processes, one after the other. Some get ready at the same time, before the first of them measures."""
         env = dict(self.env) | {"TRITON_INTERPRET": None}
+        left = [index for index in range(processes) if self._missing(wanted, index)]
+        calls = [Call(self.study.name, case.op, case.key, variant.name) for case, variant in self.study.anew(wanted)]
         with ExitStack() as held:
-            waiting = [
-                isolated.Started("labkit.sweep.run:imports", self.study.name, env=env)
-                for _ in range(min(processes - 1, WAITING) if wanted else 0)
-            ]
-            for one in waiting:
-                held.callback(one.close)
-            for index in range(processes):
-                started = waiting[index - 1] if 0 < index <= len(waiting) else None
-                self._one_process(wanted, index, refused, env, started)
+            waiting: dict[int, isolated.Started] = {}
+            for index in left[:WAITING]:
+                waiting[index] = isolated.Started("labkit.sweep.run:get_ready", self.study.name, calls, env=env)
+                held.callback(waiting[index].close)
+            ready = {index: one for index, one in waiting.items() if one.ready()}
+            for index in left:
+                self._one_process(wanted, index, refused, env, ready.get(index))
 
     def _one_process(
         self,
@@ -227,7 +230,7 @@ def kernels_of(
 
 
 def warm_up(study: Study, cases: Sequence[Case], env: Mapping[str, str | None], say: Progress) -> None:
-    """Call once what libraries and releases offer in the study's `warmed` cases.
+    """Call once what libraries and releases offer that the study wants `warmed`.
 
     What cannot be called is passed over: its row will say why. say: gets one line of progress, or two.
     Nothing where that was done for the whole run.
@@ -245,13 +248,12 @@ def warm_up(study: Study, cases: Sequence[Case], env: Mapping[str, str | None], 
 
 
 def calls_of(study: Study, cases: Iterable[Case]) -> list[Call]:
-    """What others offer in the study's `warmed` cases."""
+    """What others offer that the study wants `warmed`."""
     return [
         Call(study.name, case.op, case.key, variant.name, alike)
         for case in cases
-        if (alike := study.warmed(case))
         for variant in study.variants(case)
-        if variant.role == "peer"
+        if variant.role == "peer" and (alike := study.warmed(case, variant))
     ]
 
 
@@ -261,8 +263,8 @@ def call_all(wanted: Sequence[Call], env: Mapping[str, str | None], stop: thread
     IsolatedError if one of them dies or is stopped; the others end then.
     """
     with tempfile.TemporaryDirectory() as taken:
-        arguments = (apart(wanted), taken)
-        call = isolated.Call("labkit.sweep.run:call_free", arguments, env={**env, "TRITON_INTERPRET": None})
+        arguments, changes = (apart(wanted), taken), {**env, "TRITON_INTERPRET": None, _INDUCTOR: "1"}
+        call = isolated.Call("labkit.sweep.run:call_free", arguments, env=changes)
         isolated.call_many([call] * min(host.cores(), len(wanted)), stop=stop)
 
 
@@ -315,13 +317,23 @@ def call_once(study_name: str, op: str, key: str, name: str, device: str = "cuda
     return True
 
 
-def imports(study_name: str) -> None:
-    """What a measuring process does first; the GPU is not touched, since another process may be timing on it."""
-    import torch  # noqa: F401
-    import triton  # noqa: F401
+def get_ready(study_name: str, calls: Sequence[Sequence[str]], device: str = "cuda") -> None:
+    """What a measuring process does first, while nothing is timed: all that takes it seconds, and is only for itself.
 
-    registry.load(study_name)
+    It begins to use the GPU, imports libraries, and makes the `calls` (`Study.anew`), each the fields of a Call. A
+    process that one of them leaves without the GPU ends.
+    """
+    study = registry.load(study_name)
     registry.trials(study_name)
+    for module in study.imports:
+        with suppress(Exception):  # whatever it is, the row will name it
+            import_module(module)
+    if device == "cuda":
+        machine.this_machine()
+    for _, op, key, variant, _ in calls:
+        call_once(study_name, op, key, variant, device)
+    if device == "cuda" and not _is_usable():
+        os._exit(1)
 
 
 def measure_process(

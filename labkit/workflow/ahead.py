@@ -40,7 +40,7 @@ class Ahead:
     def __init__(self, order: Sequence[str], values: Mapping[str, Mapping[str, Any]], stop: threading.Event):
         self._left, self._values, self._stop = list(order), values, stop
         self._lock = threading.Lock()
-        self._busy, self._compiled, self._halt = False, set[str](), _Halt(stop)
+        self._busy, self._compiled, self._halt, self._begun = False, set[str](), _Halt(stop), ""
         self._quick = all(map(notebooks.is_quick, (values.get(name, {}) for name in order if name != notebooks.FIRST)))
         self._marks = tempfile.TemporaryDirectory(prefix="labkit-")  # removed with this
         os.environ[prepared.FOLDER] = self._marks.name  # the processes of the run inherit it
@@ -53,7 +53,7 @@ class Ahead:
         """
         host = times_host(name, self._values.get(name, {}))
         with self._lock:
-            self._left = [one for one in self._left if one != name]
+            self._left, self._begun = [one for one in self._left if one != name], name
         calls = {one: self._calls(one, gpu) for one in self._left} if name == notebooks.FIRST else {}
         if any(calls.values()) or (calls and self._quick):
             return self._warm_up(calls, gpu, host)
@@ -139,9 +139,10 @@ class Ahead:
                 halt.set()
 
     def _next(self, halt: "_Halt") -> list[str]:
-        """The first that has neither begun nor been compiled, of a quick look all; none once that is to end."""
+        """The first that has neither been measured nor compiled, of a quick look all; none once that is to end."""
         with self._lock:
-            left = [] if halt.is_set() else [one for one in self._left if one not in {*self._compiled, notebooks.FIRST}]
+            some = [] if halt.is_set() or not self._begun else [self._begun, *self._left]
+            left = [one for one in some if one not in {*self._compiled, notebooks.FIRST}]
             names = left if self._quick else left[:1]
             self._busy = bool(names)
             self._compiled.update(names)
@@ -151,20 +152,23 @@ class Ahead:
         if not (capability := lease.capability(gpu)):
             return
         left = {name: self._left_of(name, gpu) for name in names}
-        some = {name: cases for name, (study, cases, _) in left.items() if study.kernels and cases}
-        if not some:
-            return
-        tiny = {name: self._tiny(name) for name in some}
+        left = {name: found for name, found in left.items() if found[0].kernels and found[1]}
+        tiny = {name: self._tiny(name) for name in left}
+        # A study that has begun compiles what it times itself; its tiny cases are run at its end.
+        some = {name: [] if name == self._begun else cases for name, (_, cases, _) in left.items()}
         wanted = [(name, [one.id for one in (*cases, *tiny[name])]) for name, cases in some.items()]
+        wanted = [(name, keys) for name, keys in wanted if keys]
+        if not wanted:
+            return
         env = {lease.VISIBLE: "", "TRITON_INTERPRET": None}
         arguments = ("labkit.sweep.run:compile_apart", wanted, capability, gpu.name, SPARED)
         with suppress(isolated.IsolatedError):  # what is wrong is said when the study is measured, and compiles it
             isolated.call(*arguments, env=env, stop=halt, on_line=lambda line: None)
             for name, (study, cases, whole) in left.items():
-                if tiny.get(name):
+                if tiny[name]:
                     prepared.mark(name, prepared.tiny(slug(gpu.name)))
                 # Rows of earlier sources are measured again; and early cases say which kernels the others need.
-                if whole and not (study.settle and any(map(study.early, cases))):
+                if some[name] and whole and not (study.settle and any(map(study.early, cases))):
                     prepared.mark(name, prepared.kernels(slug(gpu.name)))
 
     def _tiny(self, name: str) -> Sequence[Case]:

@@ -14,8 +14,8 @@ Rows do not tell how long a later process was, nor what was compiled ahead; of t
 - In such a run most kernels are compiled beside what is measured. A study alone waits for all of its own, of which rows
   name few where a call has several: `ALONE_S` of one core a case, and `BUILT_S` for others' sources that nvcc builds.
 - A process takes `START_S` to start, a notebook `PAGE_S` beside its measuring; only the last one does, since the others
-  are made beside the next measurement. A kernel whose hardware counters are read takes `COUNTED_S`, timelines
-  `TIMELINES_S`.
+  are made beside the next measurement. To read hardware counters takes `COUNTING_S`, and `COUNTED_S` a kernel;
+  timelines take `TIMELINES_S`.
 
 A case that no GPU has recorded takes the mean of its operation, and one of an operation that none has the mean of all.
 """
@@ -43,9 +43,9 @@ PAGE_S = 16.0
 AHEAD_S = 15.0
 KERNEL_S = 0.7
 LONGEST_CALL_S = 100.0
-COUNTED_S = 10.0
+COUNTING_S, COUNTED_S = 12.0, 1.1  # as of 8, 12 and 21 kernels on an H200 host of 16 cores
 TIMELINES_S = 14.0
-CALL_S = 11.0  # as 01 and 06 took, a full run on an H100: 17 to 27 for those that compile much, most compile little
+CALL_S = 7.0  # as those of 01 and 06 took, a full run on an H200 host of 16 cores: most compile little
 # One core's seconds for a case's kernels, by study and format: as 98 cases of 04 and 25 of F32 took with 16 cores on an
 # H200 host. The other formats by what Triton takes for them elsewhere, 2.4 times as long: all of 05 took over 457 s.
 # Of unpacked blocks of several parts a kernel is thousands of operations; Triton's layouts of loads take n³ of them.
@@ -241,7 +241,9 @@ def _seconds(wanted: Mapping[str, Wanted], like: str, here: str, cores: int) -> 
 def _of_study(one: Wanted, left: Sequence[Case], told: Known, cores: int, alone: bool) -> float:
     """Seconds of the cases of a study that are left, and of its page where that is not made beside another study."""
     keys = {x.id for x in left}
-    beside = (0.0 if one.beside else PAGE_S) + COUNTED_S * sum(key in keys for key in one.counted)
+    beside = 0.0 if one.beside else PAGE_S
+    if counted := sum(key in keys for key in one.counted):
+        beside += COUNTING_S + COUNTED_S * counted
     lines = one.study.timelines
     if lines and lines.case.id in keys:
         beside += TIMELINES_S

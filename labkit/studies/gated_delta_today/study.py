@@ -3,10 +3,11 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from labkit.bench.spec import Case, Floor, Study, integer, list_of, one_of
+from labkit.bench.spec import Case, Floor, Study, Variant, integer, list_of, one_of
 from labkit.shapes import KIMI_LINEAR, QWEN35_4B
 from labkit.studies.gated_delta_today import claims
 from labkit.studies.gated_delta_today.variants import (
+    FLASHINFER,
     LENGTHS,
     NARROW,
     PREFILLS,
@@ -35,11 +36,20 @@ def kernels(some: Sequence[Case], capability: int, gpu: str) -> list[tuple[str, 
     return ahead("gated_delta_today", [(x, one) for x in some for one in variants(x)], capability)
 
 
-def _warmed(case: Case) -> str:
-    """What others' kernels of a case depend on, where they compile many; else empty."""
-    if case.op not in WARMED:
+def _warmed(case: Case, variant: Variant) -> str:
+    """What others' kernels of a case depend on, where they compile many that are kept; else empty."""
+    if case.op not in WARMED or variant.name == FLASHINFER:
         return ""
     return ", ".join([case.op, *(str(case.params.get(name)) for name in ("gate", "HV", "state", "draft", "T"))])
+
+
+def _anew(some: Sequence[Case]) -> list[tuple[Case, Variant]]:
+    """Of FlashInfer's kernels, whose compiler keeps nothing on disk, one call of each kind."""
+    found: dict[tuple[Any, ...], tuple[Case, Variant]] = {}
+    for x in (x for x in some if x.op == "prefill"):
+        for one in (one for one in variants(x) if one.name == FLASHINFER):
+            found.setdefault((x["HV"], len(LENGTHS[x["prefill"]])), (x, one))
+    return list(found.values())
 
 
 def cases(parameters: Mapping[str, Any]) -> list[Case]:
@@ -139,6 +149,8 @@ STUDY = Study(
     counted=counted,
     early=lambda case: case.op == "drift",  # the same in every process
     warmed=_warmed,
+    anew=_anew,
+    imports=("fla.ops.gated_delta_rule",),
     kernels=kernels,
     tiny=tuple(_tiny()),
 )

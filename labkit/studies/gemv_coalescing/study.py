@@ -84,6 +84,16 @@ def _build(some: Sequence[Case]) -> None:
         isolated.call("labkit.studies.gemv_coalescing.sglang:build_ahead", wanted)
 
 
+def _anew(some: Sequence[Case]) -> list[tuple[Case, Variant]]:
+    """vLLM's kernels, of which one is written in the CuTe DSL, which keeps nothing on disk, at one shape."""
+    first: dict[str, tuple[Case, Variant]] = {}
+    for x in some:
+        for one in variants(x):
+            if one.name in names.VLLM:
+                first.setdefault(one.name, (x, one))
+    return list(first.values())
+
+
 def counted(parameters: Mapping[str, Any]) -> list[tuple[Case, str]]:
     """The ladder at the bf16 shape that is nearest to 16 MB of weights."""
     some = [case for case in cases(parameters) if case.op == "gemv" and case["dtype"] == "bf16"]
@@ -120,6 +130,8 @@ STUDY = Study(
     ),
     early=lambda case: case.op == "tune",
     settle=settle,
+    anew=_anew,
+    imports=("torch._inductor.compile_fx", "flag_gems"),
     counted=counted,
     added=Added(
         ("W", "x", "y"),

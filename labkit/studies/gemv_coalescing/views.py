@@ -196,10 +196,12 @@ def beyond_limit(rows: pd.DataFrame) -> Answers:
     if inside.all():
         return found
     beyond = table[~inside]
-    longer = beyond["ours µs"] / beyond["allowed µs"]
-    most, slow = beyond.loc[longer.idxmax()], (beyond["read µs"] > beyond["allowed µs"]).sum()
-    found["furthest beyond it"] = f"{longer.max() - 1:.1%} longer, {most['N']} × {most['K']}"
-    found["beyond it, and a plain read of W is too"] = f"{slow} of {len(beyond)}"
+    most = beyond.loc[(beyond["ours µs"] / beyond["allowed µs"]).idxmax()]
+    took, limit = (number(most[name], "{:.1f}") for name in ("ours µs", "allowed µs"))
+    found["furthest beyond it"] = f"{most['N']} × {most['K']}: {took} µs, limit {limit} µs"
+    found["beyond it, and a plain read of W is too"] = (
+        f"{(beyond['read µs'] > beyond['allowed µs']).sum()} of {len(beyond)}"
+    )
     return found | {"speed there, of a plain read": span(beyond["read µs"] / beyond["ours µs"], "{:.0%}")}
 
 

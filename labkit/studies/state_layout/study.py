@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from labkit.bench.spec import Added, Case, Floor, Study, integer, lazy, list_of, one_of
+from labkit.bench.spec import Added, Case, Floor, Study, Variant, integer, lazy, list_of, one_of
 from labkit.shapes import GATED_DELTA, KIMI_LINEAR, QWEN3_NEXT
 from labkit.studies.state_layout import claims
 from labkit.studies.state_layout.variants import (
@@ -18,6 +18,7 @@ from labkit.studies.state_layout.variants import (
     TOKENS,
     TRIALS,
     control,
+    in_dsl,
     variant_name,
     variants,
 )
@@ -33,7 +34,8 @@ STATE_KERNEL_AT = ("1 x 8192", "8 x 1024", "64 x 128")  # where the chunk-state 
 CHUNK = 64  # tokens, of extend
 AHEAD = ("decode", "step", "drift", "verify", "extend", "long")  # whose kernels are compiled before they are timed
 WARMED = ("step", "verify", "extend", "long")  # in which others compile many kernels
-WARMED_BATCHES = (1, 256)  # of a step: the others compile what these do; a quick look has both
+WARMED_BATCHES = (1, 256)  # of a step: the others compile what these do; a quick look has both. SGLang's compile anew
+LARGE = 32  # sequences from which others' kernels in the CuTe DSL are the same
 COUNTED = 16  # smallest batch whose hardware counters are taken, if a larger one is asked for at all
 
 
@@ -131,11 +133,24 @@ def kernels(some: Sequence[Case], capability: int, gpu: str) -> list[tuple[str, 
     return ahead("state_layout", wanted, capability)
 
 
-def _warmed(case: Case) -> str:
-    """What others' kernels of a case depend on, where they compile many; else empty."""
-    if case.op not in WARMED or (case.op == "step" and case["batch"] not in WARMED_BATCHES):
+def _warmed(case: Case, variant: Variant) -> str:
+    """What others' kernels of a case depend on, where they compile many that are kept; else empty."""
+    if case.op not in WARMED or in_dsl(variant):
+        return ""
+    if case.op == "step" and case["batch"] not in WARMED_BATCHES and not variant.name.startswith("sglang"):
         return ""
     return ", ".join([case.op, *(str(case.params.get(name)) for name in ("gate", "HV", "state"))])
+
+
+def _anew(some: Sequence[Case]) -> list[tuple[Case, Variant]]:
+    """Of what is written in the CuTe DSL, which keeps nothing on disk, one call of each kind."""
+    found: dict[tuple[Any, ...], tuple[Case, Variant]] = {}
+    for x in some:
+        size = min(x["batch"], LARGE) if "batch" in x.params else len(LENGTHS.get(x.params.get("prefill"), ()))
+        kind = (x.op, size, *(x.params.get(name) for name in ("HV", "state", "draft", "T")))
+        for one in filter(in_dsl, variants(x)):
+            found.setdefault((one.name, *kind), (x, one))
+    return list(found.values())
 
 
 def _tiny() -> list[Case]:
@@ -183,5 +198,7 @@ STUDY = Study(
     ),
     early=lambda case: case.op == "drift",  # the same in every process
     warmed=_warmed,
+    anew=_anew,
+    imports=("fla.ops.gated_delta_rule", "fla.ops.kda"),
     tiny=tuple(_tiny()),
 )

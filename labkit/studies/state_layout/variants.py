@@ -214,9 +214,14 @@ def variants(x: Case) -> list[Variant]:
     return [one for one in VARIANTS[x.op] if not left_out(one)]
 
 
+def in_dsl(one: Variant) -> bool:
+    """Whether a variant is written in the CuTe DSL."""
+    return "CuTe" in one.name or one.name.startswith("flashinfer")
+
+
 def _no_dsl(x: Case, one: Variant) -> bool:
     """Whether a variant is written in the CuTe DSL and not for such a case: GDN of bf16 inputs, K = V = 128."""
-    if not ("CuTe" in one.name or one.name.startswith("flashinfer")):
+    if not in_dsl(one):
         return False
     if (x["gate"], x["activations"], x["K"], x["V"]) != ("GDN", "bf16", 128, 128):
         return True
