@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from labkit.kernels import keys
+from labkit.kernels.keys import settle
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Launch:
     options: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        keys.settle(self.kernel)
+        settle(self.kernel)
 
     def __call__(self) -> Any:
         """Enqueue the kernel on the current stream (or interpret it, under `TRITON_INTERPRET=1`)."""
