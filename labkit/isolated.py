@@ -295,7 +295,8 @@ def die_with_parent(parent: int) -> None:
         os._exit(1)
 
 
-def _named(target: str) -> Callable[..., Any]:
+def named(target: str) -> Callable[..., Any]:
+    """The function that "module:function" names."""
     module, _, name = target.partition(":")
     return getattr(import_module(module), name)
 
@@ -311,13 +312,13 @@ def _main() -> None:
         with open(request["done"], "wb", buffering=0) as done:
             os.set_inheritable(request["done"], False)
             with suppress(Exception):
-                _named(request["first"])(*request["args"])
+                named(request["first"])(*request["args"])
             done.write(b"1")
         if not (line := sys.stdin.buffer.readline()):
             return  # nobody called
         request = json.loads(Path(json.loads(line)["question"]).read_text())
     try:
-        reply = json.dumps({"result": _named(request["target"])(*request["args"], **request["kwargs"])})
+        reply = json.dumps({"result": named(request["target"])(*request["args"], **request["kwargs"])})
     except BaseException as problem:
         trace = "".join(traceback.format_exc().splitlines(keepends=True)[-_TRACE_LINES:])
         reply = json.dumps({"error": [type(problem).__name__, str(problem), trace]})

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from labkit import isolated
-from labkit.evidence import workers
 
 
 @contextmanager
@@ -15,7 +14,7 @@ def answered_here() -> Iterator[None]:
     """What is asked of worker processes is answered in this one, which compiles as they do and has started already."""
 
     def call_many(calls: Sequence[isolated.Call], _: int) -> list[Any]:
-        return [workers.resolve(one.target)(*one.args, **one.kwargs) for one in calls]
+        return [isolated.named(one.target)(*one.args, **one.kwargs) for one in calls]
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(isolated, "call_many", call_many)

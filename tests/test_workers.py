@@ -178,7 +178,7 @@ def test_no_module_is_imported_in_a_way_that_is_not_seen():
     # package that only stubs of releases need; and of libraries that a measuring process imports before it measures.
     asked = {"labkit.isolated", "labkit.evidence.workers", "labkit.registry"}
     releases = {"labkit.sources.loading", "labkit.sources.stubs"}
-    assert found == asked | releases | {"labkit.bench.spec", "labkit.kernels.lazy", "labkit.sweep.run"}
+    assert found == asked | releases | {"labkit.kernels.lazy", "labkit.sweep.run"}
 
 
 def test_nothing_in_the_lab_takes_a_name_from_a_package_of_the_library():

@@ -4,9 +4,10 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from labkit import isolated
 
 if TYPE_CHECKING:
     from labkit.bench.claim import Claim
@@ -131,7 +132,7 @@ def lazy(target: str) -> Callable[..., Any]:
         raise ValueError(f"target is {target!r}; allowed: module:function")
 
     def call(*args: Any, **options: Any) -> Any:
-        return getattr(import_module(module), name)(*args, **options)
+        return isolated.named(target)(*args, **options)
 
     return call
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import pandas as pd
 
-from labkit import host, paths
+from labkit import host, isolated, paths
 from labkit.bench.records import first_line, write_atomic
 from labkit.evidence import roofline, workers
 from labkit.kernels.launch import Launch
@@ -228,7 +228,7 @@ def launch_of(source: Source, capability: int | None = None) -> Launch:
     function, arguments = source
     given = {name: value for name, value in arguments.items() if name != DISSECT}
     with offline(capability) if capability else nullcontext():
-        return workers.resolve(function)(**given)
+        return isolated.named(function)(**given)
 
 
 def dissected(source: Source) -> bool:

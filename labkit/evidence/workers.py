@@ -95,11 +95,6 @@ def files_of(function: str, requests: Sequence[Mapping[str, Any]], modules: Sequ
     return [kept_in() / f"{code}.json" for code in hashes]
 
 
-def resolve(function: str) -> Any:
-    """The object that "module:name" names."""
-    return getattr(import_module(_module(function)), function.partition(":")[2])
-
-
 def answer(function: str, wanted: Sequence[tuple[str, Mapping[str, Any]]], taken: str) -> None:
     """In a worker: call the function for (file, keyword arguments) and write what it returns, as JSON.
 
@@ -107,7 +102,7 @@ def answer(function: str, wanted: Sequence[tuple[str, Mapping[str, Any]]], taken
     """
     isolated.collect_seldom()
     for file, request in free(wanted, taken):
-        write_atomic(Path(file), json.dumps(resolve(function)(**request)).encode())
+        write_atomic(Path(file), json.dumps(isolated.named(function)(**request)).encode())
 
 
 def share(target: str, *arguments: Any, count: int, env: Mapping[str, str | None]) -> list[Any]:
