@@ -20,6 +20,7 @@ from labkit.bench.spec import Case
 from labkit.sources import building
 from labkit.studies.gemv_coalescing import sglang, study, trials, vllm
 from labkit.studies.gemv_coalescing import variants as names
+from labkit.sweep import run as sweep
 from labkit.sweep.trial import Shared
 
 SGLANG, HEADERS, VLLM = map(sources.source, (sglang.SOURCE, sglang.HEADERS, vllm.SOURCE))
@@ -153,29 +154,12 @@ print(ctypes.c_int.in_dll(other, "asked").value)
         assert int(said) == asked
 
 
-def test_it_is_built_ahead_only_where_it_will_run(monkeypatch):
-    asked = []
-    monkeypatch.setattr(isolated, "call", lambda target, *args: asked.append((target, *args)))
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    study._build([gemv_case(64, 2560), gemv_case(152064, 2560), gemv_case(8, 8)])
-    assert asked == [("labkit.studies.gemv_coalescing.sglang:build_ahead", [(64, 2560)])]
-    study._build([gemv_case(8, 8)])
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    study._build([gemv_case(64, 2560)])
-    assert len(asked) == 1
-
-
-def test_one_shape_that_cannot_be_built_does_not_keep_the_others(monkeypatch):
-    built = []
-
-    def library(N, K, capability):
-        if N == 1:
-            raise building.NotBuilt("not built: needs nvcc")
-        built.append((N, K, capability))
-
-    monkeypatch.setattr(sglang, "library", library)
-    sglang.build_ahead([(1, 2), (3, 4)])
-    assert built == [(3, 4, torch.cuda.get_device_capability())]
+def test_it_is_built_before_anything_is_timed():
+    """Of vLLM's nothing would be kept, and torch.compile and FlagGems would choose by times beside other calls."""
+    calls = sweep.calls_of(study.STUDY, [gemv_case(64, 2560), gemv_case(152064, 2560), gemv_case(8, 8)])
+    assert [(call.variant, call.case) for call in calls] == [(names.SGLANG, gemv_case(64, 2560).key)]
+    anew = study.STUDY.anew([gemv_case(64, 2560), gemv_case(4096, 4096)])
+    assert [variant.name for _, variant in anew] == list(names.VLLM)
 
 
 # vLLM

@@ -6,9 +6,7 @@ The headers of its tensors are those of apache-tvm-ffi. Without these files `gem
 """
 
 import ctypes
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
@@ -72,18 +70,6 @@ def takes(N: int, K: int) -> bool:
 def opened(N: int, K: int, device: torch.device) -> ctypes.CDLL:
     """The library of a shape, for a GPU."""
     return ctypes.CDLL(str(library(N, K, torch.cuda.get_device_capability(device))))
-
-
-def build_ahead(shapes: Sequence[tuple[int, int]]) -> None:
-    """Build the libraries of several (N, K) at once, for the GPU at hand. If one cannot be had, its row says why."""
-    capability = torch.cuda.get_device_capability()
-
-    def build(shape: tuple[int, int]) -> None:
-        with suppress(sources.NotFetched, building.NotBuilt, ImportError):
-            library(*shape, capability)
-
-    with ThreadPoolExecutor() as pool:
-        list(pool.map(build, shapes))
 
 
 def library(N: int, K: int, capability: tuple[int, int]) -> Path:

@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from labkit import isolated
 from labkit.bench.spec import Added, Case, Floor, Study, Variant, lazy, list_of, one_of
 from labkit.shapes import LINEAR, OTHER_LINEAR
 from labkit.studies.gemv_coalescing import claims
@@ -65,23 +64,19 @@ def _candidates(x: Case) -> list[Any]:
 
 
 def kernels(some: Sequence[Case], capability: int, gpu: str) -> list[tuple[str, Mapping[str, Any]]]:
-    """The lab's own kernels, which are compiled for each shape; not those of a chain.
-
-    On a machine with a GPU SGLang's GEMV of each shape is built at once, which takes seconds a shape.
-    """
+    """The lab's own kernels, which are compiled for each shape; not those of a chain."""
     from labkit.sweep.variants import ahead
 
-    _build(some)
     wanted = [(x, one) for x in some if x.op != "chain" for one in variants(x)]
     return ahead("gemv_coalescing", wanted, capability)
 
 
-def _build(some: Sequence[Case]) -> None:
-    import torch
+def _warmed(case: Case, variant: Variant) -> str:
+    """The shape of SGLang's GEMV, which is built for each, and takes seconds; else empty.
 
-    wanted = [(x["N"], x["K"]) for x in some if x.op == "gemv" and names.SGLANG in {one.name for one in variants(x)}]
-    if wanted and torch.cuda.is_available():  # in a process of its own: this one leaves the GPU alone
-        isolated.call("labkit.studies.gemv_coalescing.sglang:build_ahead", wanted)
+    What torch.compile and FlagGems choose by timing they keep on disk: they do it when nothing runs beside them.
+    """
+    return case.key if variant.name == names.SGLANG else ""
 
 
 def _anew(some: Sequence[Case]) -> list[tuple[Case, Variant]]:
@@ -130,6 +125,7 @@ STUDY = Study(
     ),
     early=lambda case: case.op == "tune",
     settle=settle,
+    warmed=_warmed,
     anew=_anew,
     imports=("torch._inductor.compile_fx", "flag_gems"),
     counted=counted,
