@@ -249,6 +249,22 @@ def test_what_is_compiled_ahead_is_every_kernel_once(capability):
     assert {one.device.type for one in tensors} == {"meta"}
 
 
+def test_what_is_compiled_ahead_is_what_the_table_of_the_gpu_has(tmp_path, monkeypatch):
+    """Not the rule's choice; and once the table has another, that is a source of its own."""
+    monkeypatch.setenv(tuned.VARIABLE, str(tmp_path))
+    gpu, sources = "NVIDIA Made-Up 9", []
+    for warps in (2, 4):
+        choice = choose.Choice(2, warps, 1024)
+        choose.write(tmp_path / tuned.slug(gpu), {(512, 2048, 2): {"cold": choice, "hot": choice}})
+        found = study.kernels([gemv_case(512, 2048)], 90, gpu)
+        [ours] = [one for one in found if one[1]["variant"] == names.TUNED]
+        launch = compiled.launch_of(ours, 90)
+        assert (launch.args["ROWS"], launch.options["num_warps"]) == (2, warps)
+        sources.append(ours)
+    assert sources[0] != sources[1]
+    assert not [one for one in study.kernels([gemv_case(512, 2048)], 90, "") if one in sources]
+
+
 # chains
 
 SMALL_CASE = Case("chain", {"model": "small", "dtype": "bf16"})

@@ -1,5 +1,6 @@
 """Evidence of a study's variants: compiled code, accesses and hardware counters of its launches."""
 
+import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -80,7 +81,8 @@ def ahead(study_name: str, calls: Iterable[tuple[Case, Variant]], capability: in
             dissected = code_of(trial.launch) if trial.dissect and trial.launch else ""
             for place, launch in enumerate(launched(trial.calls[0])):
                 code = code_of(launch)
-                wanted = {**arguments, "place": place, compiled.DISSECT: code == dissected}
+                named = hashlib.sha256(code.encode()).hexdigest()[:16]  # with another choice it is to be compiled, too
+                wanted = {**arguments, "place": place, "code": named, compiled.DISSECT: code == dissected}
                 once(found, code, (f"{__name__}:launch_of_call", wanted))
     return list(found.values())
 
@@ -91,8 +93,8 @@ def once(found: dict[str, Source], code: str, source: Source) -> None:
         found[code] = source
 
 
-def launch_of_call(study: str, op: str, params: Mapping[str, Any], variant: str, place: int) -> Launch:
-    """The launch at a place in the order of a variant's call, on `meta`."""
+def launch_of_call(study: str, op: str, params: Mapping[str, Any], variant: str, place: int, code: str = "") -> Launch:
+    """The launch at a place in the order of a variant's call, on `meta`. code: a name of what it is compiled for."""
     return launched(_prepared(study, op, params, variant, "meta").calls[0])[place]
 
 

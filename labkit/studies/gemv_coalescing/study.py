@@ -64,11 +64,15 @@ def _candidates(x: Case) -> list[Any]:
 
 
 def kernels(some: Sequence[Case], capability: int, gpu: str) -> list[tuple[str, Mapping[str, Any]]]:
-    """The lab's own kernels, which are compiled for each shape; not those of a chain."""
+    """The lab's own kernels, which are compiled for each shape, by the table of the GPU; not those of a chain."""
+    from labkit.kernels import tuned
+    from labkit.kernels.gemv import choose
     from labkit.sweep.variants import ahead
 
     wanted = [(x, one) for x in some if x.op != "chain" for one in variants(x)]
-    return ahead("gemv_coalescing", wanted, capability)
+    with tuned.chosen_for(gpu, choose):
+        found = ahead("gemv_coalescing", wanted, capability)
+    return [("labkit.studies.gemv_coalescing.trials:chosen_launch", {**asked, "gpu": gpu}) for _, asked in found]
 
 
 def _warmed(case: Case, variant: Variant) -> str:

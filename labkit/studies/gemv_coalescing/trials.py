@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from labkit.bench.spec import Arguments, Case, Trial
-from labkit.kernels import ceilings, target
+from labkit.kernels import ceilings, target, tuned
 from labkit.kernels.gemv import choose, reference
 from labkit.kernels.gemv.choose import Choice
 from labkit.kernels.gemv.gemv import gemv, linear
@@ -40,6 +40,14 @@ from labkit.sweep.trial import (
 TOLERANCE = {torch.bfloat16: 4e-3, torch.float16: 5e-4, torch.float32: 1e-5}
 
 shared = Shared()  # between the variants of a case
+
+
+def chosen_launch(gpu: str, **asked: Any) -> Launch:
+    """`launch_of_call` with the table's choices of the GPU of this name."""
+    from labkit.sweep.variants import launch_of_call
+
+    with tuned.chosen_for(gpu, choose):
+        return launch_of_call(**asked)
 
 
 # One GEMV
