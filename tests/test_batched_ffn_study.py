@@ -1,7 +1,6 @@
 """Study 05: cases, variants and floors by hand; libraries by stand-ins; tables, claims and views from made-up rows."""
 
 import dataclasses
-import importlib
 import inspect
 import json
 import math
@@ -16,7 +15,7 @@ import pytest
 import rows as made
 import torch
 
-from labkit import paths
+from labkit import isolated, paths
 from labkit.bench import spec, verdict
 from labkit.bench.claim import OURS
 from labkit.bench.records import read
@@ -110,8 +109,7 @@ def test_every_variant_of_every_case_has_a_function_that_takes_its_options():
         assert [one.role for one in found].count("ours") == 1
         for one in found:
             used.add((x.op, one.name))
-            made = inspect.getclosurevars(one.prepare.func).nonlocals
-            function = getattr(importlib.import_module(made["module"]), made["name"])
+            function = isolated.named(inspect.getclosurevars(one.prepare.func).nonlocals["target"])
             inspect.signature(function).bind(x, "cpu", 1, 0, **one.options)
             assert one.role in spec.ROLES
             assert one.mode == ("eager" if x.op == "cache" else "graph")
