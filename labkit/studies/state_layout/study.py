@@ -34,7 +34,7 @@ STATE_KERNEL_AT = ("1 x 8192", "8 x 1024", "64 x 128")  # where the chunk-state 
 CHUNK = 64  # tokens, of extend
 AHEAD = ("decode", "step", "drift", "verify", "extend", "long")  # whose kernels are compiled before they are timed
 WARMED = ("step", "verify", "extend", "long")  # in which others compile many kernels
-WARMED_BATCHES = (1, 256)  # of a step: the others compile what these do; a quick look has both. SGLang's compile anew
+WARMED_BATCHES = (1, 256)  # of a step: others compile the same for every batch, but for SGLang; a quick look has both
 LARGE = 32  # sequences from which others' kernels in the CuTe DSL are the same
 COUNTED = 16  # smallest batch whose hardware counters are taken, if a larger one is asked for at all
 
