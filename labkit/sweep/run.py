@@ -37,13 +37,13 @@ _INDUCTOR = "TORCHINDUCTOR_COMPILE_THREADS"  # torch.compile's own processes: th
 
 
 class Call(NamedTuple):
-    """A call of others. alike: calls of a variant that have the same compile the same (`Study.warmed`)."""
+    """A call of others. alike: calls of a variant that have the same compile the same (`Study.warmed`, `anew`)."""
 
     study: str
     op: str
     case: str
     variant: str
-    alike: str = ""
+    alike: str
 
 
 def run(
@@ -97,7 +97,7 @@ class _Sweep:
         """The processes, one after the other. Some get ready at the same time, before the first of them measures."""
         env = dict(self.env) | {"TRITON_INTERPRET": None}
         left = [index for index in range(processes) if self._missing(wanted, index)]
-        calls = [Call(self.study.name, case.op, case.key, variant.name) for case, variant in self.study.anew(wanted)]
+        calls = first_calls(self.study, wanted)
         with ExitStack() as held:
             waiting: dict[int, isolated.Started] = {}
             for index in left[:WAITING]:
@@ -249,11 +249,23 @@ def warm_up(study: Study, cases: Sequence[Case], env: Mapping[str, str | None], 
 
 def calls_of(study: Study, cases: Iterable[Case]) -> list[Call]:
     """What others offer that the study wants `warmed`."""
+    return _calls(study, cases, study.warmed)
+
+
+def first_calls(study: Study, cases: Iterable[Case]) -> list[Call]:
+    """What others offer that every process is to call `anew`: of those that compile the same the first."""
+    found: dict[tuple[str, ...], Call] = {}
+    for one in _calls(study, cases, study.anew):
+        found.setdefault((one.op, one.variant, one.alike), one)
+    return list(found.values())
+
+
+def _calls(study: Study, cases: Iterable[Case], alike_of: Callable[[Case, spec.Variant], str]) -> list[Call]:
     return [
         Call(study.name, case.op, case.key, variant.name, alike)
         for case in cases
         for variant in study.variants(case)
-        if variant.role == "peer" and (alike := study.warmed(case, variant))
+        if variant.role == "peer" and (alike := alike_of(case, variant))
     ]
 
 
