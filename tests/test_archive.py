@@ -15,6 +15,7 @@ from toy_lab import GPU, MACHINE, SLUG, Toy
 from labkit import paths, registry
 from labkit.bench import records, spec
 from labkit.bench.records import RecordError
+from labkit.sweep import tuning
 from labkit.workflow import archive, quick, recorded
 
 
@@ -217,6 +218,34 @@ def test_packed_there_and_promoted_here(toy, name):
     folder.rmdir()
     assert archive.promote(out).promoted == {(SLUG, "layers"): (2, 6)}
     assert len(data(toy)) == 6
+
+
+def test_choices_of_others_come_along_and_are_merged_case_by_case(toy):
+    name = f"layers{tuning.ENDING}"
+    folder, data_folder, out = toy.measured(toy.rows()), paths.DATA / SLUG, toy.root / "out.tar"
+    (folder / name).write_text(json.dumps({"new": {"a": 1}, "both": {"b": "new"}}))
+    (folder / "a-1.0-b-2.tuning.json").write_text("{}")
+    data_folder.mkdir(parents=True, exist_ok=True)
+    (data_folder / name).write_text(json.dumps({"old": {"c": 1}, "both": {"b": "old", "d": 2}}))
+    merged = {"new": {"a": 1}, "old": {"c": 1}, "both": {"b": "new", "d": 2}}
+    assert archive.pack(out) == 4
+    archive.promote(out)
+    assert json.loads((data_folder / name).read_text()) == merged
+    assert json.loads((data_folder / "a-1.0-b-2.tuning.json").read_text()) == {}
+    (folder / name).write_text(json.dumps({"old": {"c": 2}}))
+    archive.gather(out)
+    assert json.loads((folder / name).read_text()) == {"new": {"a": 1}, "both": {"b": "new"}, "old": {"c": 2}}
+
+
+@pytest.mark.parametrize("text", ["[", "[]", '{"case": "choice"}'])
+def test_what_are_no_choices_of_others_is_refused(toy, text):
+    folder = toy.measured(toy.rows())
+    (folder / f"layers{tuning.ENDING}").write_text(text)
+    with pytest.raises(
+        RecordError, match=r"layers\.tuning\.json: not (JSON|choices of autotuners; allowed: an object)"
+    ):
+        archive.promote()
+    assert not (toy.root / "data" / SLUG / "layers.parquet").exists()
 
 
 def test_a_folder_from_elsewhere_in_each_of_its_forms(toy):

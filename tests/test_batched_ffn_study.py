@@ -299,6 +299,8 @@ class Gemlite:
 def test_gemlite_is_called_as_it_asks_and_judged_by_its_own_weights(monkeypatch, tmp_path, format, most, K):
     library = Gemlite(monkeypatch)
     monkeypatch.setattr(paths, "RUNS", tmp_path / "runs")
+    monkeypatch.setattr(paths, "DATA", tmp_path / "data")
+    monkeypatch.setattr(peers.metadata, "version", {"gemlite": "9", "triton": "8"}.__getitem__)
     apart = []
     monkeypatch.setattr(trials.isolated, "call_many", apart.extend)
     monkeypatch.setattr(trials.host, "cores", lambda: 9)
@@ -315,15 +317,17 @@ def test_gemlite_is_called_as_it_asks_and_judged_by_its_own_weights(monkeypatch,
     assert {one.target for one in apart} == {f"{trials.__name__}:{trials.tune_apart.__name__}"}
     assert found.check()["y"] <= 1e-5
     assert library.tuned == ["max"]
-    file = str(tmp_path / "runs" / "gemlite.json")
-    assert (library.kept, library.taken) == ([file], [])
-    (tmp_path / "runs" / "gemlite.json").write_text("{}")  # the next process takes over what was tuned
-    trials._tune.cache_clear()
-    trials.gemlite(x, "cpu", 1, 0)
-    assert library.taken == [file]
+    file = tmp_path / "runs" / "none" / "gemlite-9-triton-8.tuning.json"
+    assert (library.kept, library.taken) == ([str(file)], [])
+    recorded = tmp_path / "data" / "none" / file.name
+    for known in (recorded, file):  # another run takes over what is recorded, the next process what this one tuned
+        known.parent.mkdir(parents=True, exist_ok=True)
+        known.write_text("{}")
+        trials._tune.cache_clear()
+        trials.gemlite(x, "cpu", 1, 0)
+    assert library.taken == [str(recorded), str(file)]
     assert len(apart) == len(wanted)  # then nothing is left to compile
-    library.seen.pop()
-    assert library.seen == [(most, (16, K // 32))] * 2
+    assert library.seen == [(most, (16, K // 32))] * 4
 
 
 def test_what_is_tuned_is_compiled_in_shares_of_which_none_is_forgotten():

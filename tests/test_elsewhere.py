@@ -125,7 +125,7 @@ def test_every_study_has_pairs_that_are_recorded_and_tested_both_ways(name):
     assert list(zip(tested["from"], tested["to"], strict=True)) == list(WAYS)
     assert (tested["pairs"] >= 10).all()
     # `weight_stationary` over `per_token` is 39 % off with F32 weights (median), with the other formats 16 %.
-    most = 1.45 if name == "batched_ffn" else 1.35
+    most = 1.47 if name == "batched_ffn" else 1.35
     assert 1 < elsewhere.bound(tested, "ratios") < most
     assert 1 < elsewhere.bound(tested, "times") < most
 

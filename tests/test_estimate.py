@@ -63,13 +63,13 @@ def test_a_case_takes_what_it_took_the_quickest_of_the_recorded_gpus():
     assert list(found.first.values()) == [3.0, 8.0, 2.0]
 
 
-def test_what_others_do_when_first_called_is_counted_once_a_process():
+def test_what_others_do_when_first_called_is_counted_once_for_all_processes():
     with_others = study(2, roles=["ours", "peer", "peer"])
     for processes in (1, 3):
         more = seconds(with_others, made([2, 2]), processes) - seconds(
             study(2, roles=["ours"]), made([2, 2]), processes
         )
-        assert more == pytest.approx(processes * estimate.OTHERS_S)
+        assert more == pytest.approx(estimate.OTHERS_S)
 
 
 def test_what_was_never_recorded_takes_what_is_usual():
@@ -82,13 +82,13 @@ def test_later_processes_do_not_compile_what_the_first_one_did():
     """Of eight cases one compiles for a minute."""
     rows = made([60, *[2] * 7])
     one, three = seconds(study(8), rows), seconds(study(8), rows, 3)
-    assert three - one == 2 * (estimate.START_S + 7 * 2 + 2 + estimate.SPREAD_S)
+    assert three - one == 2 * (7 * 2 + 2 + estimate.SPREAD_S)
 
 
 def test_cases_that_are_measured_early_are_measured_once():
     once = seconds(study(3, early=lambda case: case["n"] == 0), made([9, 2, 2]), 3)
     usual = (2 + estimate.SPREAD_S + 2 + 2) / 3  # of nine seconds those that count
-    assert once == pytest.approx(4 * estimate.START_S + 9 + 2 + 2 + 2 * (2 * usual))
+    assert once == pytest.approx(2 * estimate.START_S + 9 + 2 + 2 + 2 * (2 * usual))
 
 
 def test_what_is_compiled_ahead_is_shared_by_the_cores():
@@ -205,15 +205,14 @@ def _firsts(name):
 
 
 def test_what_one_gpu_took_tells_what_the_other_took():
-    """All first processes together; a study alone may be off by more, since seconds are whole and caches differ.
+    """All first processes together; a study alone may be off by more.
 
-    On the H100 the first cases of 01 and 06 waited for kernels, which are compiled ahead now.
+    On the H100 first processes still waited for kernels, which are compiled ahead now: an estimate takes the quicker.
     """
     pairs = {name: _firsts(name) for name in registry.NOTEBOOKS if len(paths.data_files(name, runs=False)) > 1}
     one, other = (sum(values) for values in zip(*pairs.values(), strict=True))
-    assert abs(math.log(one / other)) < math.log(1 + RIGHT)
-    most = {"gated_delta_today": 2.2, "state_layout": 2.6}
-    assert all(abs(math.log(a / b)) < math.log(most.get(name, 1.5)) for name, (a, b) in pairs.items())
+    assert abs(math.log(one / other)) < math.log(1.7)
+    assert all(abs(math.log(a / b)) < math.log(2.6) for a, b in pairs.values())
 
 
 @pytest.mark.parametrize("gpu", paths.recorded_gpus())
@@ -266,7 +265,8 @@ def test_a_quick_look_at_everything_takes_as_long_as_the_one_that_was_timed():
 @pytest.mark.parametrize(
     ("name", "ops", "formats", "took"),
     [
-        ("moe_persistent_grid", ("layer", "designs"), ("bf16", "INT4"), 613),
+        ("moe_persistent_grid", ("tune", "layer", "gemm1", "gemm2", "waves", "designs"), (), 780),
+        ("batched_ffn", ("product", "ffn", "routed", "cache"), (), 792),
         ("batched_ffn", ("product", "ffn"), ("F32",), 151),
         ("persistent_tables", ("token", "host"), (), 170),
         ("gated_delta_today", ("drift", "layout", "length", "prefill", "ring", "ring_verify"), (), 431),

@@ -921,6 +921,17 @@ def test_the_table_is_the_fastest_candidate_cold_and_hot(toy, gpu):
     assert choose.read(gpu[1]) == {}
 
 
+@pytest.mark.parametrize(("us", "stays"), [(0.995, True), (0.98, False)])
+def test_a_choice_stays_until_another_is_faster_beyond_what_runs_differ_by(toy, gpu, us, stays):
+    first, other = (candidates[i] for candidates in [choose.candidates(8192, 2048, 2)] for i in (3, 7))
+    file, shape = gpu[1] / "gemv_coalescing.parquet", (8192, 2048, 2)
+    for times in ({str(first): 1.0}, {str(first): 1.0, str(other): us}):
+        records.write(file, frame(of=lambda x, name, times=times: times.get(name) if x.op == "tune" else None))
+        study.settle(file, gpu[1])
+        assert choose.read(gpu[1])[shape] == (first if len(times) == 1 or stays else other)
+    assert tables.fastest(file)[shape]["cold"] == other
+
+
 # views
 
 

@@ -744,6 +744,25 @@ def test_blocks_are_chosen_by_both_gemms_together():
     assert tables._best_config(group[group["gemm"] == "gemm1"]) is None
 
 
+def test_blocks_that_were_chosen_before_stay_while_they_are_about_as_fast():
+    def line(gemm, block_m, us, number):
+        return {"gemm": gemm, "block_m": block_m, "us": us, "tile": TileChoice(group_m=number).as_dict()}
+
+    def before(block_m, up, down):
+        return choose.Choice(block_m, gemm1=TileChoice(group_m=up), gemm2=TileChoice(group_m=down))
+
+    group = pd.DataFrame([
+        line("gemm1", 64, 50.0, 1), line("gemm1", 64, 50.3, 2), line("gemm1", 64, 52.0, 3), line("gemm2", 64, 30.0, 1),
+        line("gemm2", 64, 30.3, 2), line("gemm1", 128, 50.0, 1), line("gemm2", 128, 30.4, 1),
+    ])  # fmt: skip
+    fastest = before(64, 1, 1)
+    assert tables._best_config(group) == fastest
+    for one in (before(64, 2, 2), before(128, 1, 1)):
+        assert tables._best_config(group, one) == one
+    for one in (before(64, 3, 1), before(32, 1, 1), before(64, 9, 1)):  # slower, and no longer among them
+        assert tables._best_config(group, one) == fastest
+
+
 def test_rates_stand_beside_both_ceilings(rows):
     table = tables.times(rows)
     assert tables.ceilings(rows) == (3.0, 800.0)

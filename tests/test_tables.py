@@ -90,6 +90,15 @@ def test_the_fastest_of_some():
     assert tables.fastest(us, ("missing",)) is None
 
 
+def test_a_choice_stays_until_another_is_faster_beyond_what_runs_differ_by():
+    us = {"a": 100.0, "b": 99.5, "c": 98.0}
+    assert tables.chosen(us) == "c"
+    assert tables.chosen(us, "a") == "c"
+    assert tables.chosen({"a": 100.0, "b": 99.5}, "a") == "a"
+    assert tables.chosen(us, "none") == "c"
+    assert tables.chosen({}, "a") is None
+
+
 def test_pairs_are_those_that_a_case_has():
     found = tables.pairs(rows(*case(1, ours=10, other=20)), [("ours", "other"), ("ours", "missing"), ("other", "ours")])
     assert [(line["variant"], line["against"], line["verdict"]) for line in found] == [

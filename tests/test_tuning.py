@@ -5,6 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from labkit import paths
+from labkit.bench import records
 from labkit.sweep import tuning
 
 
@@ -25,8 +27,9 @@ class Tuner:
 
 
 @pytest.fixture
-def file(tmp_path):
-    path = tmp_path / "study.tuning.json"
+def file(tmp_path, monkeypatch):
+    monkeypatch.setattr(paths, "DATA", tmp_path / "data")
+    path = tmp_path / "runs" / "gpu" / "study.tuning.json"
     tuning.keep_in(path)
     yield path
     tuning.keep_in(None)
@@ -76,6 +79,43 @@ def test_a_kernel_that_chose_for_several_keys_is_not_kept(file):
     assert list(json.loads(file.read_text()).values()) == [{}]
 
 
+def test_another_run_takes_what_is_recorded_of_this_gpu_and_its_own_choices_before_that(file, tmp_path):
+    chosen()
+    recorded = tuning.recorded(file)
+    recorded.parent.mkdir(parents=True)
+    file.rename(recorded)
+    before = recorded.read_bytes()
+    assert chosen(best="c").tried == ["b"]
+    assert chosen(case="other", best="c").cache == {"k": "c"}
+    assert recorded.read_bytes() == before
+    assert json.loads(file.read_text()).keys() != json.loads(before).keys()  # with what is new
+    file.write_text(file.read_text().replace('"b"', '"a"'))
+    assert chosen(best="c").cache == {"k": "a"}
+    tuning.keep_in(tmp_path / "runs" / "another" / file.name)
+    assert chosen(best="c").cache == {"k": "c"}
+
+
+def test_a_process_that_only_compiles_takes_choices_and_keeps_none(file):
+    chosen()
+    before = file.read_bytes()
+    tuning.take_from(file)
+    assert chosen(best="c").cache == {"k": "b"}
+    assert chosen(case="other", best="c").cache == {"k": "c"}
+    assert file.read_bytes() == before
+
+
+def test_another_version_of_a_library_chooses_anew(file, monkeypatch):
+    monkeypatch.setattr(tuning.metadata, "packages_distributions", lambda: {"library": ["the-library", "the-library"]})
+    for version, best in (("1", "b"), ("2", "c"), ("1", "b")):
+        monkeypatch.setattr(tuning.metadata, "version", lambda name, version=version: version)
+        tuning._version.cache_clear()
+        assert chosen(best="c" if version == "2" else "b").cache == {"k": best}
+    tuning._version.cache_clear()
+    assert {name for case in json.loads(file.read_text()).values() for name in case} == {
+        "library.kernel 1", "library.kernel 2",
+    }  # fmt: skip
+
+
 def test_outside_a_measuring_process_nothing_is_kept_or_taken(file):
     chosen()
     before = file.read_bytes()
@@ -85,7 +125,7 @@ def test_outside_a_measuring_process_nothing_is_kept_or_taken(file):
 
 
 def test_a_damaged_file_is_as_none(file):
-    file.write_text("[")
+    records.write_atomic(file, b"[")
     assert chosen(best="c").cache == {"k": "c"}
     assert json.loads(file.read_text())
 

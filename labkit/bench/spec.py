@@ -257,8 +257,9 @@ class Study:
     warmed:     whether a library's or release's variant of a case is called once in processes side by side, before any
                 is timed: their own compilers then run on all cores, and leave what they make on disk. Empty if not;
                 else what its code depends on: of the cases with the same, one is called well before others.
-    anew:       the same of a variant whose compiler leaves nothing on disk: of those that depend on the same, every
-                process calls the first before anything is timed, at the same time as the others.
+    anew:       the same of a variant that takes every process seconds, whose compiler leaves nothing on disk or whose
+                modules load slowly: of those that depend on the same, every process calls the first before anything
+                is timed, at the same time as the others.
     imports:    modules of libraries that every process imports then, if they are there: those that take seconds.
     settle:     called with the study's Parquet file of a GPU and a folder, once the early cases are in the file and
                 whenever they change there: writes into the folder what the other cases read (a tuned table).

@@ -3,13 +3,15 @@
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import pandas as pd
 
 from labkit.bench import ledger
 from labkit.bench.verdict import compare_many, median_us
 
+Choice = TypeVar("Choice")
+STAYS = 1.01  # how many times faster another choice must be than the one that was made before
 RATIO = ["ratio", "low", "high", "noise", "verdict"]
 COMPARED = ["us", "against us", *RATIO, "no slower", "runs"]
 
@@ -83,6 +85,15 @@ def facts(group: pd.DataFrame, usable: bool = True, column: str = "evidence") ->
 def fastest(us: Mapping[str, float], names: Iterable[str]) -> str | None:
     """The fastest of some variants; None if none of them was timed."""
     return min((name for name in names if name in us), key=us.__getitem__, default=None)
+
+
+def chosen(us: Mapping[Choice, float], before: Choice | None = None) -> Choice | None:
+    """The fastest choice, or the one made before while no other is `STAYS` times faster; None if none was timed.
+
+    Nearer ones change places from run to run, and each change is a kernel to compile and rows to measure anew.
+    """
+    best = min(us, key=us.__getitem__, default=None)
+    return before if before in us and us[before] <= STAYS * us[best] else best
 
 
 def pairs(group: pd.DataFrame, wanted: Iterable[tuple[str, str]]) -> list[dict[str, Any]]:

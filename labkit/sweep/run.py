@@ -300,6 +300,8 @@ def call_free(wanted: Sequence[Sequence[str]], taken: str, device: str = "cuda")
     taken: as `workers.free` takes it.
     """
     for study, op, key, variant, _ in workers.free(wanted, taken):
+        if device == "cuda":
+            tuning.take_from(paths.RUNS / machine.this_machine().slug / f"{study}{tuning.ENDING}")
         call_once(study, op, key, variant, device)
         if device == "cuda" and not _is_usable():
             return
@@ -364,7 +366,7 @@ def measure_process(
     device = machine.CudaDevice()
     prepared.await_others(study_name)  # among them what measures the ceilings
     limits = ceilings()
-    tuning.keep_in(Path(journal_path).with_name(f"{study_name}.tuning.json"))
+    tuning.keep_in(Path(journal_path).with_name(f"{study_name}{tuning.ENDING}"))
     wanted = set(map(tuple, keys))
     cases = [case for case in study.cases(parameters) if case.id in wanted]
     for count, case in enumerate(cases, 1):

@@ -23,14 +23,15 @@ from labkit.bench import records, spec, timelines
 from labkit.bench.machine import Machine, revision
 from labkit.bench.records import RecordError
 from labkit.kernels.tuned import slug
-from labkit.sweep import added, run
+from labkit.sweep import added, run, tuning
 from labkit.workflow import library, predictions, quick, recorded
 
 MAX_MEMBERS = 10_000
 MAX_BYTES = 1 << 30  # unpacked, all members together
 _MEMBER = re.compile(
     r"[a-z0-9]+(-[a-z0-9]+)*/"
-    rf"(machine\.json|[a-z][a-z0-9_]*(\.parquet|\.journal\.jsonl)|{timelines.FOLDER}/[a-z][a-z0-9_]*\.parquet)"
+    rf"(machine\.json|[a-z][a-z0-9_]*(\.parquet|\.journal\.jsonl)|{timelines.FOLDER}/[a-z][a-z0-9_]*\.parquet"
+    rf"|[a-z][a-z0-9_.-]*{re.escape(tuning.ENDING)})"
 )
 _FORMATS = {".tar": "w", ".tar.gz": "w:gz", ".tgz": "w:gz", ".zip": "zip"}
 _ONE_RUN = ("driver", "cuda", "torch", "triton", "labkit")  # equal in all rows of a case, since one run made them
@@ -120,6 +121,8 @@ def gather(source: Path) -> None:
                 if path.stem not in registry.NOTEBOOKS:
                     raise RecordError(f"{path}: no study {path.stem!r} in this tree")
                 _merge_into(runs / path.name, records.read(path))
+            for path in sorted(folder.glob(f"*{tuning.ENDING}")):
+                records.write_atomic(runs / path.name, _with_choices(runs / path.name, path))
             for path in sorted(folder.glob(f"{timelines.FOLDER}/*.parquet")):
                 timelines.write(timelines.path_of(paths.RUNS, folder.name, path.stem), timelines.read(path))
             records.write_atomic(runs / "machine.json", here.to_json())
@@ -276,6 +279,8 @@ def _check_folder(folder: Path, report: Report) -> list[tuple[Path, Any]]:
         rows = _check_timelines(path, here)
         ready.append((timelines.path_of(paths.DATA, folder.name, path.stem), rows))
         report.timelines.append(f"{folder.name}/{timelines.FOLDER}/{path.stem}")
+    for path in sorted(folder.glob(f"*{tuning.ENDING}")) if ready else ():
+        ready.append((tuning.recorded(path), _with_choices(tuning.recorded(path), path)))
     for path in sorted(folder.glob("*.journal.jsonl")):
         if cases := {str(entry.get("case")) for entry in records.Journal(path).entries()}:
             study = path.name.removesuffix(".journal.jsonl")
@@ -284,6 +289,23 @@ def _check_folder(folder: Path, report: Report) -> list[tuple[Path, Any]]:
     if ready:
         ready.append((paths.DATA / folder.name / "machine.json", here.to_json()))
     return ready
+
+
+def _with_choices(target: Path, path: Path) -> bytes:
+    """The choices of others that `target` has, if it is there, with those of a run. RecordError if they are none."""
+    old, new = (_choices(file) if file.exists() else {} for file in (target, path))
+    both = {name: {**old.get(name, {}), **new.get(name, {})} for name in sorted({*old, *new})}
+    return json.dumps(both, indent=1, sort_keys=True).encode() + b"\n"
+
+
+def _choices(path: Path) -> dict[str, dict[str, Any]]:
+    try:
+        found = json.loads(path.read_text())
+    except ValueError as problem:
+        raise RecordError(f"{path}: not JSON: {problem}") from None
+    if not isinstance(found, dict) or not all(isinstance(one, dict) for one in found.values()):
+        raise RecordError(f"{path}: not choices of autotuners; allowed: an object of objects, by case or by kernel")
+    return found
 
 
 def _of_quick_looks(study: str, rows: pd.DataFrame) -> set[tuple[str, str]]:
@@ -391,6 +413,9 @@ def readme() -> str:
         "| column | type | meaning |",
         "|---|---|---|",
         *(f"| `{name}` | {kind} | {text} |" for name, kind, text in timelines.COLUMNS),
+        "",
+        f"`<gpu>/*{tuning.ENDING}`: what the autotuners of others chose, by case and versions; later runs on a GPU of",
+        "this name take it, in place of tuning anew.",
         "",
         "`headlines.json`: the cases of a quick look, by study, and of which rows and rules they were found.",
         "",

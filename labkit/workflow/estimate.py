@@ -7,15 +7,14 @@ Rows do not tell how long a later process was, nor what was compiled ahead; of t
 
 - A later process compiles nothing that the first one compiled. It takes what is usual of the operation: the mean of its
   cases, where none counts for more than `SPREAD_S` above the median, since half of them or more compile little.
-- What others' code does when a process calls it first (it is loaded, and tunes itself) takes `OTHERS_S`.
+- Processes get ready at the same time, in `START_S`, and `OTHERS_S` more where they load others' code.
 - Kernels that are compiled ahead take `AHEAD_S` until the first begins, then `KERNEL_S` of one core each, and all cores
   share them; so do what others' calls compile before, `CALL_S` each, and `LONGEST_CALL_S` at least: once for all
   studies of a run that begins with the machine, as part of that (`ahead.Ahead`), else for each of them.
 - In such a run most kernels are compiled beside what is measured. A study alone waits for all of its own, of which rows
   name few where a call has several: `ALONE_S` of one core a case, and `BUILT_S` for others' sources that nvcc builds.
-- A process takes `START_S` to start, a notebook `PAGE_S` beside its measuring; only the last one does, since the others
-  are made beside the next measurement. To read hardware counters takes `COUNTING_S`, and `COUNTED_S` a kernel;
-  timelines take `TIMELINES_S`.
+- A notebook takes `PAGE_S` beside its measuring; only the last one does, since the others are made beside the next
+  measurement. To read hardware counters takes `COUNTING_S`, and `COUNTED_S` a kernel; timelines take `TIMELINES_S`.
 
 A case that no GPU has recorded takes the mean of its operation, and one of an operation that none has the mean of all.
 """
@@ -99,7 +98,7 @@ def of_cases(
         return 0.0
     again = [case for case in cases if not study.early(case)]
     each = START_S + (OTHERS_S if any(one.role == "peer" for case in cases for one in study.variants(case)) else 0.0)
-    parts = each * (processes + (len(again) < len(cases)))
+    parts = each * (bool(again) + (len(again) < len(cases)))  # all processes get ready at once
     parts += _compiling(study, cases, told, cores, alone)
     return parts + sum(map(told.of_first, cases)) + (processes - 1) * sum(map(told.of_later, again))
 

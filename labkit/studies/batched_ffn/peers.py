@@ -13,6 +13,7 @@ gemlite, and what needs Triton, are imported in the function that calls them.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,11 @@ def timed_by(bench: Callable[..., Sequence[float]]) -> Iterator[None]:
         yield
     finally:
         driver.active.get_benchmarker = before
+
+
+def gemlite_versions() -> str:
+    """What its tuning depends on, as the name of a file: "gemlite-0.5.1-triton-3.6.0"."""
+    return "-".join(part for name in ("gemlite", "triton") for part in (name, metadata.version(name)))
 
 
 def keep_gemlite(file: Path) -> None:

@@ -93,6 +93,7 @@ STUDY = Study(
         ("activations", ("bf16", "fp32")),
     ),
     kernels=lazy(f"{names.STUDY}.ahead:sources"),
+    imports=("gemlite",),
     parameters={
         "models": list_of(one_of(*names.DENSE)),
         "formats": list_of(one_of(*names.FORMATS), empty=True),  # without: no product, no dense layer

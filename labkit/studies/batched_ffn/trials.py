@@ -25,6 +25,7 @@ from labkit.kernels.target import multiprocessors
 from labkit.kernels.tuned import slug
 from labkit.studies.batched_ffn import peers, variants
 from labkit.studies.batched_ffn.work import weight_bytes
+from labkit.sweep import tuning
 from labkit.sweep.trial import (
     DTYPES,
     SAME_BITS,
@@ -49,7 +50,6 @@ TOLERANCE = {"bf16": 6e-3, "fp32": 1e-5}
 LLAMA_TOLERANCE = 2e-2
 GEMLITE_TOLERANCE = 3e-2  # parts of K are added in bf16, as many as its tuning likes
 CHECKED = 8  # tokens that are compared with the reference, and three that are computed again alone
-TUNED = "gemlite.json"
 WEIGHTS = ("rows", "K", "E", "hidden", "width", "format")  # parameters: cases that have the same share weights
 SHARED = Shared()
 
@@ -342,21 +342,22 @@ def _gemlite_layer(x: Case, device: Any, generator: torch.Generator) -> tuple[An
 
 
 def _tuned() -> Path:
-    """Where gemlite's tuning is kept: with the rows of this GPU."""
-    return paths.RUNS / (slug(torch.cuda.get_device_name()) if torch.cuda.is_available() else "") / TUNED
+    """Where gemlite's tuning is kept: with the rows of this GPU, by the versions that it is of."""
+    folder = slug(torch.cuda.get_device_name()) if torch.cuda.is_available() else "none"
+    return paths.RUNS / folder / f"{peers.gemlite_versions()}{tuning.ENDING}"
 
 
 @once
 def _tune() -> None:
-    """Its longest tuning, which the first process makes and the others take over.
+    """Its longest tuning, which the first process makes and the others take over; or the one that is recorded.
 
     What it tries for a number of tokens, some 400 kernels, takes minutes to compile: first, in as many processes as
     there are cores, each a share of them.
     """
     peers.tune_gemlite()
     _tuned().parent.mkdir(parents=True, exist_ok=True)
-    if _tuned().exists():
-        peers.take_gemlite(_tuned())
+    if known := next((file for file in (_tuned(), tuning.recorded(_tuned())) if file.exists()), None):
+        peers.take_gemlite(known)
         return
     wanted = list(product(variants.GEMLITE_BITS, variants.GEMLITE_TOKENS))
     shares = math.ceil(host.cores() / len(wanted))

@@ -98,11 +98,12 @@ def counted(parameters: Mapping[str, Any]) -> list[tuple[Case, str]]:
 
 
 def settle(rows: Path, folder: Path) -> None:
-    """Write the tuned table of a GPU from the rows that its folder holds: the fastest candidate, cold and hot."""
+    """Write the tuned table of a GPU from the rows that its folder, which has its name, holds, for cold and hot L2."""
     from labkit.kernels.gemv import choose
     from labkit.studies.gemv_coalescing import tables
 
-    choose.write(folder, tables.fastest(rows))
+    before = {cache: choose.choices_of(folder.name, cache) for cache in ("cold", "hot")}
+    choose.write(folder, tables.fastest(rows, before))
 
 
 STUDY = Study(

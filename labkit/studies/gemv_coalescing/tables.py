@@ -2,8 +2,9 @@
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 import pandas as pd
@@ -11,7 +12,20 @@ import pandas as pd
 from labkit.bench import ledger
 from labkit.bench.records import expanded, read
 from labkit.bench.spec import CONTROL
-from labkit.bench.tables import COMPARED, RATIO, Params, best_pair, cases, compared, facts, frame, pairs, picked, timed
+from labkit.bench.tables import (
+    COMPARED,
+    RATIO,
+    Params,
+    best_pair,
+    cases,
+    chosen,
+    compared,
+    facts,
+    frame,
+    pairs,
+    picked,
+    timed,
+)
 from labkit.bench.tables import fastest as fastest_of
 from labkit.bench.verdict import WORDS, Samples, geometric_mean, median_us, ratio
 from labkit.kernels.gemv import choose
@@ -35,14 +49,20 @@ STREAMS = {names.CHAIN_OURS: "GEMVs alone", names.BETWEEN_OURS: "with small kern
 RULE_ROWS = 4096  # the pull request's rule: one row a group up to so many rows of W, else four
 
 
-def fastest(path: Path) -> dict[tuple[int, int, int], dict[str, Choice]]:
-    """(N, K, bytes of a value) -> the candidate that was fastest with cold and, where it was timed, with hot L2."""
+def fastest(
+    path: Path, before: Mapping[str, Mapping[tuple[int, int, int], Choice]] = MappingProxyType({})
+) -> dict[tuple[int, int, int], dict[str, Choice]]:
+    """(N, K, bytes of a value) -> the candidate that was fastest with cold and, where it was timed, with hot L2.
+
+    before: those of earlier, cold and hot, which stay if they are about as fast (`tables.chosen`).
+    """
     rows = read(path)
     table = expanded(rows[(rows["op"] == "tune") & rows["ok"] & (rows["role"] != "control")])
     found: dict[tuple[int, int, int], dict[str, Choice]] = {}
     for (n, k, dtype, cache), group in table.groupby(["N", "K", "dtype", "cache"]) if len(table) else ():
-        best = json.loads(group.loc[group["us"].idxmin(), "options"])
-        found.setdefault((int(n), int(k), names.SIZES[dtype]), {})[cache] = Choice(**best)
+        us = {Choice(**json.loads(made)): taken for made, taken in zip(group["options"], group["us"], strict=True)}
+        key = (int(n), int(k), names.SIZES[dtype])
+        found.setdefault(key, {})[cache] = chosen(us, before.get(cache, {}).get(key))
     return found
 
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from labkit.bench.spec import Added, Case, Study, Timelines, integer, lazy, list_of, one_of
+from labkit.bench.spec import Added, Case, Study, Timelines, Variant, integer, lazy, list_of, one_of
 from labkit.studies.moe_persistent_grid import claims
 from labkit.studies.moe_persistent_grid import variants as names
 from labkit.studies.moe_persistent_grid.models import MIXTRAL, MODELS, QWEN3_30B, QWEN35_35B
@@ -73,11 +73,16 @@ def _case(op: str, model: str, tokens: int, weights: str, routing: str = UNIFORM
 
 
 def settle(rows: Path, folder: Path) -> None:
-    """Write the tuned table of a GPU from the rows that its folder holds."""
+    """Write the tuned table of a GPU from the rows that its folder, which has its name, holds."""
     from labkit.kernels.experts import choose
     from labkit.studies.moe_persistent_grid import tables
 
-    choose.write(folder, tables.fastest(rows))
+    choose.write(folder, tables.fastest(rows, choose.choices_of(folder.name)))
+
+
+def _anew(case: Case, variant: Variant) -> str:
+    """Layers of engines, whose modules every process takes seconds to load; else empty."""
+    return "any layer" if case.op == "layer" and variant.name in names.ENGINES else ""
 
 
 def _tiny(op: str, weights: str) -> Case:
@@ -108,6 +113,8 @@ STUDY = Study(
     tiny=(_tiny("layer", "fp32"), _tiny("layer", "INT4"), _tiny("gemm1", "INT4"), _tiny("designs", "fp32")),
     early=lambda case: case.op == "tune",
     settle=settle,
+    anew=_anew,
+    imports=("liger_kernel.ops.fused_moe",),
     kernels=lazy(f"{names.STUDY}.ahead:launches"),
     timelines=Timelines(
         _case("layer", QWEN35_35B.name, 128, "bf16"), lazy(f"{names.STUDY}.timelines:take"), names.BY_TILES_SOURCE

@@ -5,6 +5,7 @@ import math
 from collections.abc import Iterator, Sequence
 from itertools import product
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ import pandas as pd
 from labkit.bench import ledger
 from labkit.bench.records import expanded, read
 from labkit.bench.spec import Case
-from labkit.bench.tables import RATIO, facts, frame, pairs, picked, timed, where
+from labkit.bench.tables import RATIO, chosen, facts, frame, pairs, picked, timed, where
 from labkit.bench.tables import against_best as best_against_best
 from labkit.bench.tables import cases as cases_by
 from labkit.bench.tables import compared as compared_in
@@ -30,27 +31,39 @@ from labkit.studies.moe_persistent_grid.variants import GEMMS, KINDS, SOURCE_T, 
 CASE = ["model", "weights", "T", "routing"]
 
 
-def fastest(path: Path) -> choose.Table:
-    """The tuned table from the rows of a file: for each case the blocks whose two fastest GEMMs take the least."""
+def fastest(path: Path, before: choose.Table = MappingProxyType({})) -> choose.Table:
+    """The tuned table from the rows of a file: for each case the blocks whose two fastest GEMMs take the least.
+
+    before: an earlier table, whose choices stay if they are about as fast (`tables.chosen`).
+    """
     rows = read(path)
     table = expanded(rows[(rows["op"] == "tune") & rows["ok"] & (rows["role"] != "control")])
     found: choose.Table = {}
     shape = ["E", "top_k", "H", "I", "weights", "T"]
     for (*dims, weights, tokens), group in table.groupby(shape) if len(table) else ():
-        if config := _best_config(group):
-            found.setdefault((*map(int, dims), weights == "INT4"), {})[int(tokens)] = config
+        key = (*map(int, dims), weights == "INT4")
+        if config := _best_config(group, before.get(key, {}).get(int(tokens))):
+            found.setdefault(key, {})[int(tokens)] = config
     return found
 
 
-def _best_config(group: pd.DataFrame) -> Choice | None:
+def _best_config(group: pd.DataFrame, before: Choice | None = None) -> Choice | None:
     """Of the candidates of one case; None if no size of blocks has both GEMMs."""
-    found: dict[float, Choice] = {}
+    us: dict[Choice, float] = {}
     for block_m, part in group.groupby("block_m"):
-        best = part.loc[part.groupby("gemm")["us"].idxmin()].set_index("gemm")
-        if {"gemm1", "gemm2"} <= set(best.index):
-            tiles = {name: TileChoice(**best.loc[name, "tile"]) for name in ("gemm1", "gemm2")}
-            found.setdefault(float(best["us"].sum()), Choice(int(block_m), **tiles))
-    return found[min(found)] if found else None
+        one, two = (_taken(part[part["gemm"] == gemm]) for gemm in ("gemm1", "gemm2"))
+        if not one or not two:
+            continue
+        wanted = {(min(one, key=one.__getitem__), min(two, key=two.__getitem__))}
+        if before and before.block_m == block_m and before.gemm1 in one and before.gemm2 in two:
+            wanted.add((before.gemm1, before.gemm2))
+        us |= {Choice(int(block_m), gemm1=up, gemm2=down): one[up] + two[down] for up, down in wanted}
+    return chosen(us, before)
+
+
+def _taken(part: pd.DataFrame) -> dict[TileChoice, float]:
+    """The tiles that were tried -> µs."""
+    return {TileChoice(**tile): float(us) for tile, us in zip(part["tile"], part["us"], strict=True)}
 
 
 def cases(rows: pd.DataFrame, op: str) -> list[tuple[dict[str, Any], pd.DataFrame]]:
