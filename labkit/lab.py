@@ -206,7 +206,10 @@ class Lab:
     def _provenance(self, entry: Shown) -> dict[str, Any]:
         rows = entry.rows
         absent = len(self.cases) - rows.groupby(["op", "case"]).ngroups
-        row = {"GPU": entry.machine.name, "figures": "measured here" if entry.here else "recorded"} | versions_of(rows)
+        figures_are = "measured here" if entry.here else "recorded"
+        if entry.here and (taken := recorded.taken(self.study, entry.machine.slug, rows)):
+            figures_are += f", {taken} cases of choices recorded"
+        row = {"GPU": entry.machine.name, "figures": figures_are} | versions_of(rows)
         row |= {"processes": records.processes(rows["run"]), "rows": len(rows)}
         row |= {"unusable": int((~rows["ok"]).sum()), "missing": absent}
         return row | {"stale": int(recorded.stale(rows).sum())}

@@ -14,6 +14,7 @@ from labkit.workflow import ahead, lease, notebooks, quick, reports
 GPU = lease.Gpu(0, "GPU-7", "NVIDIA H100 80GB HBM3")
 KERNELS = prepared.kernels("nvidia-h100-80gb-hbm3")
 ORDER = ["machine", "state_layout", "gemv_coalescing", "moe_persistent_grid", "persistent_tables"]
+TAKE_OVER = ahead.Ahead._take_over
 FEW = {"gemv_coalescing": {"models": ["Llama-3.2-1B"], "dtypes": ["bf16"]}}
 
 
@@ -25,6 +26,7 @@ def calls(monkeypatch, tmp_path):
     monkeypatch.setattr(lease, "capability", lambda gpu: 90)
     monkeypatch.setattr(host, "cores", lambda: 16)
     monkeypatch.setattr(ahead.Ahead, "_judge", lambda self, halt: None)
+    monkeypatch.setattr(ahead.Ahead, "_take_over", lambda self, gpu: None)
     monkeypatch.setenv(prepared.FOLDER, "")
     monkeypatch.setattr(ahead.paths, "RUNS", tmp_path)
     return found
@@ -46,6 +48,41 @@ def test_the_next_study_is_compiled_without_a_gpu(calls):
     cases = [*study.cases(notebooks.defaults("gemv_coalescing") | FEW["gemv_coalescing"]), *study.tiny]
     assert words[1:] == ([("gemv_coalescing", [(case.op, case.key) for case in cases])], 90, GPU.name, ahead.SPARED)
     assert options["env"]["CUDA_VISIBLE_DEVICES"] == ""
+
+
+def test_choices_are_taken_from_what_is_recorded_before_anything_is_compiled(calls, monkeypatch):
+    """Once; of studies that choose by their first cases, and not of a quick look, which has none of these."""
+    monkeypatch.setattr(ahead.Ahead, "_take_over", TAKE_OVER)
+    values = {"gemv_coalescing": {"quick": True}}
+    begun("machine", "state_layout", order=ORDER, values=values)
+    words, options = calls[0]
+    study = registry.load("moe_persistent_grid")
+    early = [case.id for case in study.cases(notebooks.defaults("moe_persistent_grid")) if study.early(case)]
+    assert words == ("labkit.sweep.run:take_over", [("moe_persistent_grid", early)])
+    assert options["env"]["CUDA_VISIBLE_DEVICES"] == "GPU-7"
+    assert [one for one in calls if not isinstance(one, list) and one[0][0] == words[0]] == [calls[0]]
+    monkeypatch.setattr(ahead.paths, "DATA", ahead.paths.RUNS)
+    calls.clear()
+    begun("machine", order=ORDER)  # where nothing is recorded
+    assert calls[0][0][0] != words[0]
+
+
+def test_once_choices_are_known_all_kernels_of_a_study_are_compiled_ahead(calls, monkeypatch):
+    study = registry.load("moe_persistent_grid")
+    cases = study.cases(notebooks.defaults("moe_persistent_grid"))
+    have = {case.id for case in cases if study.early(case)}
+    monkeypatch.setattr(ahead.filters, "keys_of", lambda file: have)
+    file = ahead.paths.RUNS / "nvidia-h100-80gb-hbm3" / "moe_persistent_grid.parquet"
+    file.parent.mkdir()
+    file.touch()
+    for more, marked in ((set(), True), ({cases[-1].id}, False)):
+        have |= more
+        company = begun("state_layout", order=["state_layout", "moe_persistent_grid"])
+        assert prepared.is_prepared("moe_persistent_grid", KERNELS) == marked
+        [_, (words, _)] = calls
+        assert not have & set(words[1][0][1])
+        calls.clear()
+        del company
 
 
 def test_a_quick_look_compiles_its_own_cases_alone(calls):

@@ -5,6 +5,7 @@ import dataclasses
 import io
 import json
 import math
+import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +22,7 @@ from labkit.bench import machine, records, timing
 from labkit.bench.spec import CONTROL, Case, Floor, Study, Trial, Variant, leaving_out
 from labkit.sweep import case as case_runner
 from labkit.sweep import run as sweep
+from labkit.workflow import recorded
 
 SIZES = [1, 2]
 PROCESSES = 3
@@ -410,6 +412,43 @@ def test_early_cases_are_measured_once_and_settled_before_the_others_begin(lab: 
     complete(rows[rows["case"] != json.dumps({"n": 2})], [1, 3], 2)
     assert lab.run([1, 2, 3], 2).equals(rows)
     assert lab.measured == []
+
+
+def test_early_cases_that_are_recorded_are_taken_with_their_date_and_settled(lab: Lab):
+    lab.toy.early = 2
+    recorded_at = lab.run([1, 2, 3], 2)
+    data = paths.DATA / lab.machine.slug / lab.path.name
+    records.write(data, recorded_at.assign(utc="2026-01-02T03:04:05+00:00"))
+    shutil.rmtree(paths.RUNS)
+    lab.toy.settled.clear()
+    rows = lab.run([1, 2, 3], 2)
+    assert lab.measured == every([1, 3], 2)
+    assert lab.toy.settled[0] == [2]
+    assert "toy: 1 cases by which it chooses are taken from data/" in lab.lines
+    assert set(rows[rows["case"] == json.dumps({"n": 2})]["utc"]) == {"2026-01-02T03:04:05+00:00"}
+    assert recorded.taken(lab.toy.study(), lab.machine.slug, rows) == 1
+    assert recorded.taken(lab.toy.study(), lab.machine.slug, rows.assign(utc="2026-01-02T03:04:06+00:00")) == 0
+    assert sweep.take_over([("toy", [("double", '{"n": 2}')])]) == 0  # they are there
+
+
+@pytest.mark.parametrize("column", ["gpu", "driver", "torch", "triton", "kernel_sha"])
+def test_early_cases_of_another_machine_or_source_are_measured(lab: Lab, column):
+    lab.toy.early = 2
+    rows = lab.run([1, 2, 3], 2)
+    records.write(paths.DATA / lab.machine.slug / lab.path.name, rows.assign(**{column: "another"}))
+    shutil.rmtree(paths.RUNS)
+    lab.run([1, 2, 3], 2)
+    assert lab.measured == [(2, 0), *every([1, 3], 2)]
+
+
+def test_only_cases_that_a_study_chooses_by_are_taken(lab: Lab):
+    """Early ones that settle nothing are measured, as all others are."""
+    lab.toy.early, study = 2, lab.toy.study
+    lab.patch.setattr(lab.toy, "study", lambda: dataclasses.replace(study(), settle=None))
+    records.write(paths.DATA / lab.machine.slug / lab.path.name, lab.run([1, 2, 3], 2))
+    shutil.rmtree(paths.RUNS)
+    lab.run([1, 2, 3], 2)
+    assert lab.measured == [(2, 0), *every([1, 3], 2)]
 
 
 def test_facts_are_kept_in_the_evidence_of_the_first_process(lab: Lab):
@@ -936,8 +975,13 @@ def test_a_process_whose_gpu_a_call_has_broken_makes_no_more_of_them(monkeypatch
     made = []
     monkeypatch.setattr(sweep, "call_once", lambda *words: made.append(words[3]))
     monkeypatch.setattr(sweep, "_is_usable", lambda: made[-1] != "breaks")
+    monkeypatch.setattr(machine, "this_machine", lambda: simulated.MACHINE)
+    monkeypatch.setattr(paths, "RUNS", tmp_path / "runs")
+    taken = []
+    monkeypatch.setattr(sweep.tuning, "take_from", taken.append)
     wanted = [("study", "op", "{}", name, "alike") for name in ("works", "breaks", "left")]
     sweep.call_free(wanted, str(tmp_path))
     assert made == ["works", "breaks"]
     sweep.call_free(wanted, str(tmp_path))  # another process
     assert made == ["works", "breaks", "left"]
+    assert set(taken) == {tmp_path / "runs" / simulated.MACHINE.slug / "study.tuning.json"}  # and none is kept

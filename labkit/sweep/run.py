@@ -62,6 +62,8 @@ def run(
     sweep = _Sweep(study, parameters, env, say, path, records.Journal(path.with_suffix(".journal.jsonl")))
     cases = study.cases(parameters)
     if early := [case for case in cases if study.early(case)]:
+        if taken := take_over([(study.name, [case.id for case in early])]):
+            say(f"{study.name}: {taken} cases by which it chooses are taken from data/")
         sweep.measure(early, 1)
         if study.settle:
             study.settle(path, path.parent)
@@ -69,6 +71,39 @@ def run(
     variants.complete(study, parameters, path, env, say)
     timelines.complete(study, cases, paths.RUNS, env, say)
     return records.of_cases(records.read(path), {case.id for case in cases})
+
+
+def take_over(wanted: Sequence[tuple[str, Sequence[Sequence[str]]]]) -> int:
+    """Take the early cases by which studies choose from data/, and settle them; returns how many.
+
+    wanted: names of studies, each with the [op, case] of its early cases. Only what this machine has no rows of is
+    taken, and only rows of such a GPU, of the present sources, and of the same driver and versions: others are
+    measured. They keep their date. Raises RuntimeError without a GPU.
+    """
+    here, count = machine.this_machine(), 0
+    for name, keys in wanted:
+        study, path = registry.load(name), paths.RUNS / here.slug / f"{name}.parquet"
+        if study.settle and (taken := _taken(study, [Case(op, json.loads(key)) for op, key in keys], path)):
+            records.write_atomic(path.with_name("machine.json"), here.to_json())
+            study.settle(path, path.parent)
+            count += taken
+    return count
+
+
+def _taken(study: Study, cases: Sequence[Case], path: Path) -> int:
+    """How many of these cases a file of runs/ has taken from that of data/."""
+    source = paths.DATA / path.parent.name / path.name
+    if not source.exists():
+        return 0
+    with records.changing(path):
+        old = records.read(path) if path.exists() else None
+        have = set() if old is None else set(zip(old["op"], old["case"], strict=True))
+        known = dict(list(records.read(source).groupby(["op", "case"])))
+        left = [case for case in cases if case.id in known and case.id not in have]
+        rows = [known[case.id] for case in left if _is_current(study, case, known[case.id].to_dict("records"))]
+        if rows:
+            records.write(path, records.merge(old, pd.concat(rows)))
+    return len(rows)
 
 
 @dataclass(frozen=True)

@@ -52,12 +52,27 @@ class Ahead:
         measured first, and alone, others' calls are made; what measures waits for their end (`prepared.alone`).
         """
         host = times_host(name, self._values.get(name, {}))
+        if not self._begun:
+            self._take_over(gpu)
         with self._lock:
             self._left, self._begun = [one for one in self._left if one != name], name
         calls = {one: self._calls(one, gpu) for one in self._left} if name == notebooks.FIRST else {}
         if any(calls.values()) or (calls and self._quick):
             return self._warm_up(calls, gpu, host)
         return self._stop_compiling() if host else self._go_on(gpu)
+
+    def _take_over(self, gpu: lease.Gpu) -> None:
+        """What studies would choose by is in data/: the kernels of what they choose are compiled then, no others."""
+        early = {}
+        for name in self._left:
+            recorded = (paths.DATA / slug(gpu.name) / f"{name}.parquet").exists()
+            if name != notebooks.FIRST and recorded and registry.load(name).settle:
+                study, cases = self._cases(name)
+                early[name] = [case.id for case in cases if study.early(case)]
+        if wanted := [(name, keys) for name, keys in early.items() if keys]:
+            with suppress(isolated.IsolatedError):  # each study tries again
+                arguments = ("labkit.sweep.run:take_over", wanted)
+                isolated.call(*arguments, env=lease.environment(gpu), stop=self._stop, on_line=lambda line: None)
 
     def _warm_up(self, calls: Mapping[str, Sequence[run.Call]], gpu: lease.Gpu, host: bool) -> threading.Thread:
         """Make once the calls of others that any study of the run will time, and compile kernels beside them."""
@@ -112,13 +127,17 @@ class Ahead:
         study, cases, _ = self._left_of(name, gpu)
         return run.calls_of(study, cases)
 
-    def _left_of(self, name: str, gpu: lease.Gpu) -> tuple[Study, list[Case], bool]:
-        """A study, those of its cases of which no row is there, and whether these are all."""
+    def _cases(self, name: str) -> tuple[Study, list[Case]]:
         study, asked = quick.asked(name, self._values.get(name, {}))
+        return study, study.cases(asked)
+
+    def _left_of(self, name: str, gpu: lease.Gpu) -> tuple[Study, list[Case], bool]:
+        """A study, those of its cases of which no row is there, and whether these are all but early ones."""
+        study, cases = self._cases(name)
         file = paths.RUNS / slug(gpu.name) / f"{name}.parquet"
-        have, cases = filters.keys_of(file) if file.exists() else set(), study.cases(asked)
+        have = filters.keys_of(file) if file.exists() else set()
         left = [case for case in cases if case.id not in have]
-        return study, left, len(left) == len(cases)
+        return study, left, all(map(study.early, (case for case in cases if case.id in have)))
 
     def _go_on(self, gpu: lease.Gpu, one: bool = False) -> threading.Thread | None:
         """Compile what is left, or only what is next, unless that is being done, or there are too few cores."""

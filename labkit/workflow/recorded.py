@@ -48,6 +48,17 @@ def read(path: Path) -> pd.DataFrame:
     return rows[~added.is_added(rows)].reset_index(drop=True)
 
 
+def taken(study: spec.Study, gpu: str, rows: pd.DataFrame) -> int:
+    """Of how many cases that choose the rows measured here are those of data/, as `sweep.run.take_over` takes them."""
+    file, named = paths.DATA / gpu / f"{study.name}.parquet", ["op", "case", "utc"]
+    if not study.settle or not file.exists():
+        return 0
+    both = rows[named].drop_duplicates().merge(records.read(file)[named].drop_duplicates())
+    return sum(
+        study.early(spec.Case(op, json.loads(case))) for op, case in {*zip(both["op"], both["case"], strict=True)}
+    )
+
+
 def launches() -> pd.DataFrame:
     """What the launches of recorded rows do (`evidence.predict.FACTS`), by the columns that name a row, and its GPU.
 
