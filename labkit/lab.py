@@ -16,8 +16,10 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import cache as once
 from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
@@ -685,10 +687,11 @@ def _measure(
             return None, problem
         if not prepared.in_run():  # which has said it
             _progress()(str(estimate.of_study(study, parameters, processes, machine.this_machine().slug)))
-        rows = run.run(study, parameters, processes, env, _progress())
-        tiny = None
-        with suppress(isolated.IsolatedError):  # the page asks again, and says it
-            tiny = check_here(study.name, False) if checks else None
+        with ThreadPoolExecutor(1) as pool:
+            begin = once(lambda: pool.submit(check_here, study.name, False) if checks else None)
+            rows, tiny = run.run(study, parameters, processes, env, _progress(), begin), None
+            with suppress(isolated.IsolatedError):  # the page asks again, and says it
+                tiny = checking.result() if (checking := begin()) else None
     if prepared.in_run():  # what the page compiles leaves the next study, which it is made beside, the other cores
         os.environ.setdefault("OMP_NUM_THREADS", "2")
     asked = {one.variant for one in added.functions(study, study.add)}

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pandas as pd
@@ -550,6 +551,36 @@ def test_the_page_of_a_measuring_machine(toy, write, monkeypatch):
         assert (row["µs"] == "—") == (row["function"] == "odd")
     assert "Measured on this machine" in html(page)
     assert "nan" not in html(page)
+
+
+@pytest.mark.parametrize("checks", [True, False])
+def test_tiny_cases_are_checked_once_nothing_is_timed_any_more(toy, monkeypatch, checks):
+    """While others' cores still predict; the page gets what they gave."""
+    rows, steps, begun = toy.run(), [], threading.Event()
+
+    def measured(*words):
+        steps.append("timed")
+        words[-1]()
+        assert begun.wait(30) or not checks
+        words[-1]()  # the end of all
+        steps.append("predicted")
+        return rows
+
+    def checked(study, interpreted):
+        steps.append("checked")
+        begun.set()
+        return pd.DataFrame({"study": [study], "interpreted": [interpreted]})
+
+    monkeypatch.setattr(lab.lease, "visible", lambda: ["a GPU"])
+    monkeypatch.setattr(lab, "_leased", lambda: contextlib.nullcontext({}))
+    monkeypatch.setattr(machine, "why_no_gpu", lambda: "")
+    monkeypatch.setattr(sweep, "run", measured)
+    monkeypatch.setattr(lab, "check_here", checked)
+    shown, _ = lab._measure(toy.plain(), {"sizes": [1, 2]}, 2, checks)
+    assert steps == ["timed", *["checked"] * checks, "predicted"]
+    assert (None if shown.tiny is None else shown.tiny.to_dict("records")) == (
+        [{"study": toy.plain().name, "interpreted": False}] if checks else None
+    )
 
 
 # what is kept

@@ -21,6 +21,7 @@ from labkit import lab as lab_module
 from labkit import registry
 from labkit.bench.spec import Case
 from labkit.evidence import coalescing, compiled, counters, workers
+from labkit.sweep import run as sweep
 from labkit.sweep import variants
 from labkit.workflow import doctor
 
@@ -144,8 +145,11 @@ def ncu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_counters_of_several_launches_in_their_order(ncu, monkeypatch):
     told = {"predicted": {"load": {"requests": 10, "sectors": 40}}, "why": {"store": "so"}}
-    monkeypatch.setattr(counters, "predict_many", lambda sources, env: [told] * len(sources))
-    first, second = counters.count(SOURCES, {"FAKE": "counts"})
+    steps, profile = [], counters._profile
+    monkeypatch.setattr(counters, "_profile", lambda *words: steps.append("ncu") or profile(*words))
+    monkeypatch.setattr(counters, "predict_many", lambda sources, env: steps.append("told") or [told] * len(sources))
+    first, second = counters.count(SOURCES, {"FAKE": "counts"}, lambda: steps.append("idle"))
+    assert steps == ["ncu", "idle", "told"]
     assert first["counted"]["load"] == {"requests": 10, "sectors": 40}
     assert second["counted"]["load"] == {"requests": 10, "sectors": 41}
     assert first["counted"]["async copy"] == {"requests": 20, "sectors": 80}  # cache access and bypass
@@ -376,11 +380,12 @@ class Counting:
         self.problem: BaseException | None = None
         self.refused: set[str] = set()
 
-    def __call__(self, sources, env):
+    def __call__(self, sources, env, idle):
         assert env == {"CUDA_VISIBLE_DEVICES": "GPU-7"}
         self.asked.append(list(sources))
         if self.problem:
             raise self.problem
+        idle()
         answer = {"counted": figures(100, 404), "predicted": figures(100, 400), "why": {}, "absent": []}
         return [{"problem": "no"} if s[1]["variant"] in self.refused else answer for s in sources]
 
@@ -426,6 +431,16 @@ def test_a_sweep_counts_what_it_is_asked_for_once(lab, counting):
     assert lab.run().equals(rows)
     lab.run([2, 3])
     assert [sorted(names) for names in counting.names()[1:]] == [[(3, "add"), (3, "double")]]
+
+
+def test_the_gpu_is_said_to_be_idle_once_all_is_counted(lab, counting):
+    """Also where nothing is, by a study that was measured before."""
+    said = []
+    for _ in range(2):
+        idle = lambda: said.append((len(lab.measured), len(counting.asked)))  # noqa: E731
+        sweep.run(lab.toy.study(), {"sizes": [1]}, 1, {"CUDA_VISIBLE_DEVICES": "GPU-7"}, lab.lines.append, idle)
+    assert {*said[:2]} == {(1, 1)}
+    assert said[2:] == [(1, 1)]
 
 
 def test_without_counters_the_sweep_is_as_good_and_the_next_one_counts_without_measuring(lab, counting):

@@ -19,7 +19,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -133,10 +133,13 @@ def _last(lines: Sequence[str]) -> str:
 # ---- counting
 
 
-def count(sources: Sequence[compiled.Source], env: Mapping[str, str | None]) -> list[dict[str, Any]]:
+def count(
+    sources: Sequence[compiled.Source], env: Mapping[str, str | None], idle: Callable[[], Any] = lambda: None
+) -> list[dict[str, Any]]:
     """Counters and prediction of the kernels of some sources, each of which returns a Launch on the GPU; in order.
 
-    env: changes to the environment (the leased GPU); None removes a variable.
+    env: changes to the environment (the leased GPU); None removes a variable. idle: is called once ncu has ended, and
+    before anything is predicted: others may use the GPU then.
     Each is {"counted": {kind: {"requests", "sectors"}}, "predicted": the same, "why": {kind: what the prediction leaves
     out}, "dram_read_bytes", "l2_read_sectors", "absent": figures without a counter here, "ncu": version}; a figure that
     ncu did not get is None; or {"problem": why} of a kernel that could not be launched.
@@ -152,6 +155,7 @@ def count(sources: Sequence[compiled.Source], env: Mapping[str, str | None]) -> 
         raise NotTaken(f"ncu lists no metrics of this GPU{_last(listing.splitlines())}")
     chosen = choose(known)
     answers, log = _profile(ncu, chosen, sources, merged)
+    idle()
     launched = {place: answer["kernel"] for place, answer in enumerate(answers) if "problem" not in answer}
     if not launched:
         return answers

@@ -47,11 +47,17 @@ class Call(NamedTuple):
 
 
 def run(
-    study: Study, parameters: Mapping[str, Any], processes: int, env: Mapping[str, str | None], say: Progress = print
+    study: Study,
+    parameters: Mapping[str, Any],
+    processes: int,
+    env: Mapping[str, str | None],
+    say: Progress = print,
+    idle: Callable[[], Any] = lambda: None,
 ) -> pd.DataFrame:
     """Measure what is missing of a study on this GPU and return all its rows of these cases.
 
-    env: environment of the measuring processes (the leased GPU). say: gets each line of progress.
+    env: environment of the measuring processes (the leased GPU). say: gets each line of progress. idle: is called, once
+    or twice, as soon as nothing more is timed or counted; what is left to do takes some seconds of all cores.
     Raises RuntimeError without a GPU. A case that cannot run is a row with its reason; one that kills its process too.
     """
     from labkit.sweep import timelines, variants
@@ -68,8 +74,9 @@ def run(
         if study.settle:
             study.settle(path, path.parent)
     sweep.measure([case for case in cases if not study.early(case)], processes)
-    variants.complete(study, parameters, path, env, say)
     timelines.complete(study, cases, paths.RUNS, env, say)
+    variants.complete(study, parameters, path, env, say, idle)
+    idle()
     return records.of_cases(records.read(path), {case.id for case in cases})
 
 

@@ -129,12 +129,17 @@ def accesses_for(
 
 
 def complete(
-    study: Study, parameters: Mapping[str, Any], path: Path, env: Mapping[str, str | None], say: Callable[[str], None]
+    study: Study,
+    parameters: Mapping[str, Any],
+    path: Path,
+    env: Mapping[str, str | None],
+    say: Callable[[str], None],
+    idle: Callable[[], Any] = lambda: None,
 ) -> None:
     """Count what the study asks for (`Study.counted`) and its Parquet file does not have yet, and rewrite the file.
 
     Counters are kept with the cold graph row of a variant that may be used. Where they cannot be taken one line says
-    why, and the rows stay as they are: the next run tries again.
+    why, and the rows stay as they are: the next run tries again. idle: as in `counters.count`.
     """
     wanted = {(case.op, case.key, name): (case, name) for case, name in study.counted(parameters)}
     if not wanted:
@@ -148,7 +153,7 @@ def complete(
     say(f"{study.name}: counters of {len(missing)} kernels to take with ncu")
     try:
         sources = [variant_source(study.name, *wanted[key]) for key in missing]
-        found = count([(function, {**arguments, "device": "cuda"}) for function, arguments in sources], env)
+        found = count([(function, {**arguments, "device": "cuda"}) for function, arguments in sources], env, idle)
     except NotTaken as problem:
         say(f"{study.name}: counters: not taken: {problem}")
         return
