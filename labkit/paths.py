@@ -33,6 +33,11 @@ if (_TRITON := find_spec("triton")) and _TRITON.origin:
         os.environ.setdefault("TRITON_PTXAS_PATH", str(_PTXAS))
 
 
+def recorded(file: Path) -> Path:
+    """Where data/ has what runs/<gpu>/<name>, or such a folder of another run, has in this file."""
+    return DATA / file.parent.name / file.name
+
+
 def recorded_gpus() -> list[str]:
     """The GPUs, as folder names, that data/ holds measurements of."""
     return sorted({path.parent.name for path in DATA.glob("*/*.parquet")})

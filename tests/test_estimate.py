@@ -212,7 +212,8 @@ def test_what_one_gpu_took_tells_what_the_other_took():
     pairs = {name: _firsts(name) for name in registry.NOTEBOOKS if len(paths.data_files(name, runs=False)) > 1}
     one, other = (sum(values) for values in zip(*pairs.values(), strict=True))
     assert abs(math.log(one / other)) < math.log(1.7)
-    assert all(abs(math.log(a / b)) < math.log(2.6) for a, b in pairs.values())
+    most = {"state_layout": 2.6, "moe_persistent_grid": 2.2, "gated_delta_today": 2.2, "batched_ffn": 1.7}
+    assert all(abs(math.log(a / b)) < math.log(most.get(name, 1.5)) for name, (a, b) in pairs.items())
 
 
 @pytest.mark.parametrize("gpu", paths.recorded_gpus())

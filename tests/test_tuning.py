@@ -81,7 +81,7 @@ def test_a_kernel_that_chose_for_several_keys_is_not_kept(file):
 
 def test_another_run_takes_what_is_recorded_of_this_gpu_and_its_own_choices_before_that(file, tmp_path):
     chosen()
-    recorded = tuning.recorded(file)
+    recorded = paths.recorded(file)
     recorded.parent.mkdir(parents=True)
     file.rename(recorded)
     before = recorded.read_bytes()

@@ -99,7 +99,7 @@ def take_over(wanted: Sequence[tuple[str, Sequence[Sequence[str]]]]) -> int:
 
 def _taken(study: Study, cases: Sequence[Case], path: Path) -> int:
     """How many of these cases a file of runs/ has taken from that of data/."""
-    source = paths.DATA / path.parent.name / path.name
+    source = paths.recorded(path)
     if not source.exists():
         return 0
     with records.changing(path):

@@ -36,11 +36,6 @@ def take_from(file: Path) -> None:
     _file, _keeps = file, False
 
 
-def recorded(file: Path) -> Path:
-    """Where data/ has what a file runs/<gpu>/<name> of another run had."""
-    return paths.DATA / file.parent.name / file.name
-
-
 def choose(tuners: Sequence[Any], case: str, call: Callable[[], Any]) -> None:
     """Call once, by which Triton's autotuners choose: what was chosen before in this case, if that is still on offer.
 
@@ -49,7 +44,7 @@ def choose(tuners: Sequence[Any], case: str, call: Callable[[], Any]) -> None:
     """
     name, kept = _name(case), _read(_file)
     before = kept.get(name, {})
-    known = _read(recorded(_file)).get(name, {}) if _file else {}
+    known = _read(paths.recorded(_file)).get(name, {}) if _file else {}
     with _only(tuners, known | before):
         call()
     if _file is not None and _keeps:

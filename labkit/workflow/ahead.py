@@ -2,8 +2,7 @@
 
 Not beside a study that times what the host does: there the cores are part of what is timed.
 
-Before that, choices that data/ has of such a GPU are taken, so that the kernels they name are those that are compiled.
-
+First of all, choices that data/ has of such a GPU are taken, so that the kernels which these name are compiled alone.
 Before anything is timed, what others' calls compile is compiled for all studies at once: those need the GPU, and all
 cores. So is all that a quick look needs, else what the first study does; what the index says of the recorded rows is
 made then, too.

@@ -266,7 +266,7 @@ def _check_folder(folder: Path, report: Report) -> list[tuple[Path, Any]]:
         _check_rows(path, new, folder.name, here)
         # Measured where there was no checkout: the sources are those of this commit, as their hashes have just shown.
         new["revision"] = new["revision"].where(new["revision"] != "", revision())
-        target = paths.DATA / folder.name / path.name
+        target = paths.recorded(path)
         old = records.read(target) if target.exists() else None
         if old is not None and (fewer := _of_fewer_processes(old, new)):
             report.left.append(f"{folder.name}/{path.name}: {len(fewer)} cases that data/ has of more processes")
@@ -280,7 +280,8 @@ def _check_folder(folder: Path, report: Report) -> list[tuple[Path, Any]]:
         ready.append((timelines.path_of(paths.DATA, folder.name, path.stem), rows))
         report.timelines.append(f"{folder.name}/{timelines.FOLDER}/{path.stem}")
     for path in sorted(folder.glob(f"*{tuning.ENDING}")) if ready else ():
-        ready.append((tuning.recorded(path), _with_choices(tuning.recorded(path), path)))
+        target = paths.recorded(path)
+        ready.append((target, _with_choices(target, path)))
     for path in sorted(folder.glob("*.journal.jsonl")):
         if cases := {str(entry.get("case")) for entry in records.Journal(path).entries()}:
             study = path.name.removesuffix(".journal.jsonl")

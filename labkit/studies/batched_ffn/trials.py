@@ -356,7 +356,7 @@ def _tune() -> None:
     """
     peers.tune_gemlite()
     _tuned().parent.mkdir(parents=True, exist_ok=True)
-    if known := next((file for file in (_tuned(), tuning.recorded(_tuned())) if file.exists()), None):
+    if known := next((file for file in (_tuned(), paths.recorded(_tuned())) if file.exists()), None):
         peers.take_gemlite(known)
         return
     wanted = list(product(variants.GEMLITE_BITS, variants.GEMLITE_TOKENS))

@@ -468,9 +468,8 @@ def read(x: Case, device: Any, sets: int, seed: int) -> Trial:
 
 def _halves(part: Tensor, some: Tensor) -> int:
     """The sum of the 16-bit halves of the words of some experts, without a sign. some: their numbers, int64."""
-    halves = (
-        part[some].reshape(-1).view(torch.int16)
-    )  # summed as they lie: in 64 bits they would take four times the memory
+    # Summed as they lie: in 64 bits they would take four times the memory
+    halves = part[some].reshape(-1).view(torch.int16)
     return int(halves.sum(dtype=torch.int64)) + 2**16 * int((halves < 0).sum())
 
 
