@@ -104,7 +104,7 @@ def measure(name: str, parameters: Mapping[str, Any], processes: int = 2, sample
     journal = records.Journal(path.with_suffix(".journal.jsonl"))
     with lease.gpu_lease(stop=lease.Orphaned()) as gpu:  # as a page does whose run has not leased it
         print(f"{lease.TAKEN}{gpu.id}")
-        sweep._Sweep(study, parameters, {}, print, path, journal).measure(study.cases(parameters), processes)
+        sweep._Sweep(study, parameters, processes, {}, print, path, journal).measure(study.cases(parameters))
     print(lease.FREED)
 
 

@@ -108,13 +108,13 @@ class HostDevice:
         self.machine, self.torch_device, self.ns = MACHINE, torch.device("cpu"), ns
         self.rng = np.random.default_rng(0)
 
-    def prepare(self, calls, mode: str) -> Timed:
+    def prepare(self, calls, mode: str, whole: bool = False) -> Timed:
         def replay():
             for call in calls:
                 call()
 
         replay.ns = getattr(calls[0], "ns", self.ns)
-        return Timed(replay, len(calls), mode == "eager")
+        return Timed(replay, len(calls), len(calls), mode == "eager")
 
     def time(self, timed: Sequence[Timed], hot: bool) -> list[int]:
         for item in timed:
@@ -137,8 +137,8 @@ class HostDevice:
 class GraphDevice(HostDevice):
     """One whose replays of a reader's function do what its calls put on `TIMED`, and nothing else, as a CUDA graph."""
 
-    def prepare(self, calls, mode: str) -> Timed:
-        made = super().prepare(calls, mode)
+    def prepare(self, calls, mode: str, whole: bool = False) -> Timed:
+        made = super().prepare(calls, mode, whole)
         if not hasattr(calls[0], "function"):
             return made
         TIMED.captured = []
@@ -150,4 +150,4 @@ class GraphDevice(HostDevice):
                 work()
 
         replay.ns = made.replay.ns
-        return Timed(replay, made.calls)
+        return Timed(replay, made.calls, made.sets)

@@ -324,7 +324,7 @@ def test_what_is_compiled_ahead_is_not_looked_up_again(calls, monkeypatch):
     monkeypatch.setattr(sweep, "compile_ahead", lambda study, cases, say: asked.append(study.name))
     for name in ("gated_delta_today", "state_layout"):
         study = registry.load(name)
-        sweep._Sweep(study, {}, {}, print, file, records.Journal(file)).measure([], 0)
+        sweep._Sweep(study, {}, 0, {}, print, file, records.Journal(file)).measure([])
     assert asked == ["state_layout"]
     del company
 
@@ -363,6 +363,6 @@ def test_what_is_compiled_for_one_gpu_is_not_for_another(calls, monkeypatch, gpu
     company, found = begun("state_layout", order=["state_layout", "persistent_tables"]), []
     monkeypatch.setattr(sweep, "compile_ahead", lambda study, cases, say: found.append(study.name))
     study, file = registry.load("persistent_tables"), ahead.paths.RUNS / gpu / "none.parquet"
-    sweep._Sweep(study, {}, {}, print, file, records.Journal(file)).measure([], 0)
+    sweep._Sweep(study, {}, 0, {}, print, file, records.Journal(file)).measure([])
     assert len(found) == asked
     del company

@@ -281,11 +281,43 @@ def test_outputs_are_looked_at_right_before_and_after_what_is_timed():
     cuda = SimpleNamespace(Event=Event, _sleep=step("sleep"), stream=lambda one: contextlib.nullcontext())
     gpu = object.__new__(machine.CudaDevice)
     gpu.torch, gpu.stream = SimpleNamespace(cuda=cuda), SimpleNamespace(synchronize=step("end"))
-    own = machine.Timed(step("own"), 1)
-    mine = machine.Timed(step("mine"), 1, before=step("poison"), after=step("take"))
+    own = machine.Timed(step("own"), 1, 1)
+    mine = machine.Timed(step("mine"), 1, 1, before=step("poison"), after=step("take"))
     assert gpu.time([mine, own], hot=True) == [1_000_000, 1_000_000]
     timed = ["mine", "poison", "record", "mine", "record", "take", "own", "record", "own", "record"]
     assert done == ["sleep", *timed, "end"]
+
+
+@pytest.mark.parametrize(
+    ("us", "mode", "whole", "sets", "calls"),
+    [
+        (0.2, "graph", False, 1000, 4000),  # a short sample is of more rounds
+        (10.0, "graph", False, 1000, 1000),
+        (30.0, "graph", False, 666, 666),
+        (3e4, "graph", False, 1, 1),
+        (30.0, "graph", True, 1000, 1000),
+        (30.0, "eager", False, 1000, 1000),
+    ],
+)
+def test_of_calls_that_take_long_fewer_sets_are_timed(us, mode, whole, sets, calls, monkeypatch):
+    """The first ones, once what is in L2 has made room for a read of more than L2 holds."""
+    done, captured = [], []
+    monkeypatch.setattr(machine.CudaDevice, "_capture", lambda self, all_calls, n: captured.append(n) or done.append)
+    gpu = object.__new__(machine.CudaDevice)
+    cuda = SimpleNamespace(synchronize=lambda: None, stream=lambda one: contextlib.nullcontext())
+    read = SimpleNamespace(sum=lambda: done.append("read"))
+    gpu.torch = SimpleNamespace(cuda=cuda, zeros=lambda size, device: done.append(4 * size) or read)
+    gpu.stream, gpu.torch_device = SimpleNamespace(synchronize=lambda: None), "cuda"
+    gpu.machine = SimpleNamespace(l2_bytes=50)
+    gpu.time = lambda timed, hot: [1e3 * us]
+    found = gpu.prepare([lambda: None] * 1000, mode, whole)
+    assert (found.sets, found.calls) == (sets, calls)
+    assert not captured if mode == "eager" else captured[-1] == calls
+    if sets == 1000:
+        assert found.before is None
+    else:
+        found.before()
+        assert done == [200, "read"]
 
 
 @pytest.mark.parametrize(

@@ -120,6 +120,18 @@ def test_kinds(text, kind):
     assert one(text).kind == kind
 
 
+def test_a_limit_of_a_claim_is_no_measured_value_that_reads_alike():
+    """Unless it was said that it is one."""
+    claim = Claim("one", "Somebody", "", "No change", "", "", ruled="2026-01-01", note="from 0.952 to 1.051")
+    place, table = origins.Place("01_toy", "h200", "H200", [claim]), TABLE.assign(ratio=0.95237)
+    noted = ledger.Noted("tables.ratios", "", table)
+    for said, kind in (([], "published"), ([ledger.Said(0.95237)], "measured")):
+        ((_, limit),) = origins.Pool(ROWS, [noted, *said], place).origins("from 0.952 on")
+        assert limit.kind == kind
+    ((_, rough),) = origins.Pool(ROWS, [noted], place).origins("×0.95 at batch 64")[:1]
+    assert rough.kind == "measured"
+
+
 def test_a_number_that_was_made_up_has_no_origin():
     html = origins.marked("batch 64, fp32: ×1.29, and ×7.77 at that", pool()).html
     assert [entry["text"] for entry in origins.check(html)] == ["7.77"]

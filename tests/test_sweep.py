@@ -442,13 +442,13 @@ def test_early_cases_of_another_machine_or_source_are_measured(lab: Lab, column)
 
 
 def test_only_cases_that_a_study_chooses_by_are_taken(lab: Lab):
-    """Early ones that settle nothing are measured, as all others are."""
+    """Early ones that settle nothing are measured, by the first process of all."""
     lab.toy.early, study = 2, lab.toy.study
     lab.patch.setattr(lab.toy, "study", lambda: dataclasses.replace(study(), settle=None))
     records.write(paths.DATA / lab.machine.slug / lab.path.name, lab.run([1, 2, 3], 2))
     shutil.rmtree(paths.RUNS)
     lab.run([1, 2, 3], 2)
-    assert lab.measured == [(2, 0), *every([1, 3], 2)]
+    assert lab.measured == [*every([1, 2, 3], 1), (1, 1), (3, 1)]
 
 
 def test_facts_are_kept_in_the_evidence_of_the_first_process(lab: Lab):
@@ -521,10 +521,10 @@ def test_a_reason_is_the_first_line_that_says_something(message: str, reason: st
 def test_a_variant_that_cannot_be_captured_is_a_row_and_the_others_go_on(lab: Lab):
     prepare = simulated.HostDevice.prepare
 
-    def fails(self: simulated.HostDevice, calls: Any, mode: str) -> Any:
+    def fails(self: simulated.HostDevice, calls: Any, mode: str, whole: bool) -> Any:
         if calls[0].ns == lab.toy.ns["add"]:
             raise RuntimeError("operation not permitted when stream is capturing")
-        return prepare(self, calls, mode)
+        return prepare(self, calls, mode, whole)
 
     lab.patch.setattr(simulated.HostDevice, "prepare", fails)
     rows = lab.run([1])

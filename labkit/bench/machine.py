@@ -6,7 +6,7 @@ import os
 import subprocess
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,8 @@ from labkit.kernels.tuned import slug
 
 SAMPLE_US = 600.0  # a sample lasts at least this long, so that the events' resolution does not matter
 DELAY_CYCLES = 400_000  # keeps the GPU busy (about 0.2 ms) while the first replays of a block are enqueued
+LONG_US = 20_000.0  # of a round over all buffer sets that lasts longer, a part is timed
+EMPTIED_L2 = 4  # L2 sizes that are read before such a part, so that L2 holds none of it
 MAX_CALLS = 4096
 BROKEN_OFF = "due to a previous error during capture"  # in the message of a capture that something else broke off
 
@@ -158,11 +160,13 @@ def revision() -> str:
 class Timed:
     """Calls made ready for timing: `replay` enqueues `calls` of them. eager: the host's pace is what is timed.
 
-    before, after: enqueued right before and after what is timed, and not timed themselves.
+    sets: how many buffer sets they go through, the first ones. before, after: enqueued right before and after what is
+    timed, and not timed themselves.
     """
 
     replay: Callable[[], Any]
     calls: int
+    sets: int
     eager: bool = False
     before: Callable[[], Any] | None = None
     after: Callable[[], Any] | None = None
@@ -179,28 +183,43 @@ class CudaDevice:
         self.torch_device = torch.device("cuda")
         self.stream = torch.cuda.Stream()
 
-    def prepare(self, calls: Sequence[Callable[[], Any]], mode: str) -> Timed:
-        """Warm up and make one sample's worth of calls: all buffer sets in turn, as often as a sample needs."""
+    def prepare(self, calls: Sequence[Callable[[], Any]], mode: str, whole: bool = False) -> Timed:
+        """Warm up and make one sample's worth of calls: all buffer sets in turn, as often as a sample needs.
+
+        Of calls in a graph that take longer than LONG_US for one round, fewer sets, and L2 is emptied before each
+        sample: a slow kernel on small inputs has a thousand of them. whole: even then all.
+        """
+
+        def make(sets: int, rounds: int) -> Timed:
+            count = sets * rounds
+            if mode == "eager":
+                return Timed(lambda: _loop(calls, count), count, sets, eager=True)
+            return Timed(self._capture(calls, count), count, sets)
+
         self.torch.cuda.synchronize()  # the buffers are filled on another stream
         with self.torch.cuda.stream(self.stream):
             for call in calls[:2]:
                 call()
             self.stream.synchronize()
-            if mode == "eager":
-                return self._enough(lambda n: Timed(lambda: _loop(calls, n), n, eager=True), len(calls))
-            return self._enough(lambda n: Timed(self._capture(calls, n), n), len(calls))
+            return self._enough(make, len(calls), whole or mode == "eager")
 
-    def _enough(self, make: Callable[[int], Timed], sets: int) -> Timed:
-        """Grow the sample, in whole rounds over the buffer sets, until it lasts SAMPLE_US."""
+    def _enough(self, make: Callable[[int, int], Timed], sets: int, whole: bool) -> Timed:
+        """Grow the sample, in whole rounds over the buffer sets, until it lasts SAMPLE_US; or cut a long round."""
         rounds = 1
         while True:
-            timed = make(sets * rounds)
+            timed = make(sets, rounds)
             self.time([timed], hot=False)  # loads the graph
             us = self.time([timed], hot=False)[0] * timed.calls / 1e3
+            if us > LONG_US and rounds == 1 < sets and not whole:
+                return replace(make(max(1, int(sets * LONG_US / us)), 1), before=self._empty_l2())
             # A short graph overstates its calls by its own start, so the grown one is looked at again.
             if us >= SAMPLE_US or sets * rounds * 2 > MAX_CALLS:
                 return timed
             rounds = min(max(rounds + 1, math.ceil(1.05 * rounds * SAMPLE_US / us)), MAX_CALLS // sets)
+
+    def _empty_l2(self) -> Callable[[], Any]:
+        """A read of more than L2 holds."""
+        return self.torch.zeros(EMPTIED_L2 * self.machine.l2_bytes // 4, device=self.torch_device).sum
 
     def _capture(self, calls: Sequence[Callable[[], Any]], count: int, again: bool = True) -> Callable[[], Any]:
         """Replay of a graph of so many calls. again: once more if something else broke the capture off."""

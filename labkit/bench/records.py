@@ -30,7 +30,7 @@ COLUMNS: tuple[tuple[str, pa.DataType, str], ...] = (
     ("variant", TEXT, "name of the variant, unique in its case"),
     ("options", TEXT, "JSON object: what distinguishes the variant (layout, tile, warps)"),
     ("role", TEXT, "`ours`, `step`, `baseline`, `peer`, `ceiling` or `control`"),
-    ("cache", TEXT, "`cold`: inputs rotate over at least 4 × L2; `hot`: the same buffers every call"),
+    ("cache", TEXT, "`cold`: inputs rotate over 4 × L2, or it is emptied before; `hot`: the same buffers every call"),
     ("mode", TEXT, "`graph`: replay of a CUDA graph; `eager`: launches from Python"),
     ("run", INTEGERS, "process that took each sample, from 0"),
     ("block", INTEGERS, "block of that process that each sample is from, from 0; ratios pair by (run, block)"),

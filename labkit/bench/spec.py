@@ -249,8 +249,8 @@ class Study:
                 that nobody measured.
     parameters: rules for the notebook's parameters beside `source`, `gpu` and `processes`.
     tiny:       cases small enough for Triton's interpreter; every variant is checked on each.
-    early:      whether a case is measured before the others, by one process only: its rows decide what those run, or
-                no process can differ from another.
+    early:      whether a case is measured by one process only, since none can differ from another; or, in a study with
+                `settle`, before the others, since its rows decide what those run.
     kernels:    (cases, compute capability, name of the GPU) -> sources of Launches, as in evidence/compiled.py, which
                 are compiled on all cores before the cases are measured, in processes that may see no GPU; None: each
                 kernel is compiled when it is first run.

@@ -44,6 +44,7 @@ KINDS = ("measured", "case", "published", "rule", "none")
 NUMBER = re.compile(
     r"(?<![\w.])(?<![\w.][-/])(?:(?<![\w)])[+−-])?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?:e[+-]?\d+)?(?!\w|\.\d|[-/]\w)"
 )
+PRECISE = 3  # digits behind the point, from which on a claim's figure is hardly another one's
 _RANGE = re.compile(f" (?:to|→) {NUMBER.pattern}")
 # Constants of the lab's own, by the words that they stand in.
 RULES = re.compile(
@@ -270,6 +271,8 @@ class Pool:
             found += table.counts(number, clause)
             found += table.aggregates(number, clause)
         exact = self._exact(number)
+        if exact is None and number.decimals >= PRECISE and number.value in self.published:
+            return None  # a limit of a claim, as its text has it: what is measured reads so by chance
 
         def cost(match: Match) -> tuple:
             return exact is not None and not _is(match.origin.value, exact), match.cost

@@ -119,7 +119,8 @@ def _time_own(
     timed, rows = {}, []
     for name, (_, trial, base) in group.items():
         try:
-            timed[name] = device.prepare(trial.calls if cache == "cold" else trial.calls[:1], mode)
+            calls = trial.calls if cache == "cold" else trial.calls[:1]
+            timed[name] = device.prepare(calls, mode, whole=bool(trial.guard))
         except Exception as problem:  # it cannot be launched or captured; the others go on
             rows.append(base | _not_ok(cache, mode, records.first_line(problem)))
             device.recover()
@@ -149,6 +150,8 @@ def _time_own(
         row |= {"block": result.block, "samples_ns": result.ns[name]}
         row |= {"throttled": result.throttled, "sm_mhz": result.sm_mhz}
         remark = "above the ceiling timed in the same run, twice" if name in above else ""
+        for call in trial.calls[timed[name].sets :]:  # these buffer sets are as they were poisoned
+            call()
         rows.append(_after(row, trial, remark, device.machine.datasheet_tbs))
     return rows
 
@@ -172,9 +175,6 @@ def _above_ceiling(group: Mapping[str, Ready], result: timing.Timing) -> set[str
 
 def _after(row: dict[str, Any], trial: Trial, remark: str, datasheet_tbs: float) -> dict[str, Any]:
     """Check outputs again after the timing, and refuse what memory cannot do."""
-    if row["cache"] == "hot":
-        for call in trial.calls[1:]:  # hot timing leaves the other buffer sets as they were poisoned
-            call()
     reasons = [row["reason"], remark]
     if trial.written and not trial.written():
         row["ok"], reasons = False, [*reasons, "an output was not written while it was timed"]

@@ -65,15 +65,15 @@ def run(
     here = machine.this_machine()
     path = paths.RUNS / here.slug / f"{study.name}.parquet"
     records.write_atomic(path.with_name("machine.json"), here.to_json())
-    sweep = _Sweep(study, parameters, env, say, path, records.Journal(path.with_suffix(".journal.jsonl")))
+    journal = records.Journal(path.with_suffix(".journal.jsonl"))
+    sweep = _Sweep(study, parameters, processes, env, say, path, journal)
     cases = study.cases(parameters)
-    if early := [case for case in cases if study.early(case)]:
+    if study.settle and (early := list(filter(study.early, cases))):
         if taken := take_over([(study.name, [case.id for case in early])]):
             say(f"{study.name}: {taken} cases by which it chooses are taken from data/")
-        sweep.measure(early, 1)
-        if study.settle:
-            study.settle(path, path.parent)
-    sweep.measure([case for case in cases if not study.early(case)], processes)
+        sweep.measure(early)
+        study.settle(path, path.parent)
+    sweep.measure(cases)
     timelines.complete(study, cases, paths.RUNS, env, say)
     variants.complete(study, parameters, path, env, say, idle)
     idle()
@@ -119,26 +119,31 @@ class _Sweep:
 
     study: Study
     parameters: Mapping[str, Any]
+    processes: int
     env: Mapping[str, str | None]
     say: Progress
     path: Path
     journal: records.Journal
 
-    def measure(self, cases: Sequence[Case], processes: int) -> None:
+    def measure(self, cases: Sequence[Case]) -> None:
         """Bring the Parquet file up to date for these cases."""
-        have = self._recorded(cases, processes)
+        have = self._recorded(cases)
         wanted = [case for case in cases if case.id not in have]
         refused = added.refusals(self.study, wanted, self.env, self.say)
         if not prepared.is_prepared(self.study.name, prepared.kernels(self.path.parent.name)):
             compile_ahead(self.study, wanted, self.say)
         warm_up(self.study, wanted, self.env, self.say)
-        self._in_turn(wanted, processes, refused)
-        self._compact(cases, wanted, processes)
+        self._in_turn(wanted, refused)
+        self._compact(cases, wanted)
 
-    def _in_turn(self, wanted: Sequence[Case], processes: int, refused: added.Refused) -> None:
+    def _processes(self, case: Case) -> int:
+        """How many processes measure a case."""
+        return 1 if self.study.early(case) else self.processes
+
+    def _in_turn(self, wanted: Sequence[Case], refused: added.Refused) -> None:
         """The processes, one after the other. Some get ready at the same time, before the first of them measures."""
         env = dict(self.env) | {"TRITON_INTERPRET": None}
-        left = [index for index in range(processes) if self._missing(wanted, index)]
+        left = [index for index in range(self.processes) if self._missing(wanted, index)]
         calls = first_calls(self.study, wanted)
         with ExitStack() as held:
             waiting: dict[int, isolated.Started] = {}
@@ -164,7 +169,8 @@ class _Sweep:
         """
         study = self.study
         while missing := self._missing(wanted, index):
-            self.say(f"{study.name}: process {index + 1}, {len(missing)} of {len(wanted)} cases to measure")
+            count = sum(index < self._processes(case) for case in wanted)
+            self.say(f"{study.name}: process {index + 1}, {len(missing)} of {count} cases to measure")
             keys = [list(case.id) for case in missing]
             arguments = (study.name, keys, dict(self.parameters), index, str(self.journal.path))
             arguments = (*arguments, study.add, refused, study.left_out)
@@ -185,7 +191,7 @@ class _Sweep:
 
     def _missing(self, wanted: Sequence[Case], index: int) -> list[Case]:
         done = self._finished(wanted)
-        return [case for case in wanted if (*case.id, index) not in done]
+        return [case for case in wanted if index < self._processes(case) and (*case.id, index) not in done]
 
     def _finished(self, wanted: Sequence[Case]) -> dict[tuple[str, str, int], list[dict[str, Any]]]:
         """(op, case, process) -> the rows in the journal that may still be used."""
@@ -194,7 +200,7 @@ class _Sweep:
         known = {key: cases[key[:2]] for key in found if key[:2] in cases}
         return {key: found[key] for key, case in known.items() if _is_current(self.study, case, found[key])}
 
-    def _recorded(self, cases: Sequence[Case], processes: int) -> set[tuple[str, str]]:
+    def _recorded(self, cases: Sequence[Case]) -> set[tuple[str, str]]:
         """The cases that the Parquet file holds as the present sources, in as many processes, measure them here.
 
         Functions of the reader's own that were timed beside them, and are not asked for now, do no harm.
@@ -206,11 +212,13 @@ class _Sweep:
         for case in cases:
             rows = groups.get(case.id, [])
             measured = records.processes(row["run"] for row in rows)  # 0: nothing could run
-            if _is_current(self.study, case, added.wanted(rows, self.study)) and not 0 < measured < processes:
+            if _is_current(self.study, case, added.wanted(rows, self.study)) and not 0 < measured < self._processes(
+                case
+            ):
                 found.add(case.id)
         return found
 
-    def _compact(self, cases: Sequence[Case], wanted: Sequence[Case], processes: int) -> None:
+    def _compact(self, cases: Sequence[Case], wanted: Sequence[Case]) -> None:
         """Move finished cases from the journal into the Parquet file; they leave the journal once the file is safe.
 
         So do `cases` that the file held already: a run that ended between the two steps leaves them behind.
@@ -218,7 +226,7 @@ class _Sweep:
         done = self._finished(wanted)
         rows: list[dict[str, Any]] = []
         for case in wanted:
-            rows += _joined([done[*case.id, index] for index in range(processes)])
+            rows += _joined([done[*case.id, index] for index in range(self._processes(case))])
         if rows:
             with records.changing(self.path):
                 old = records.read(self.path) if self.path.exists() else None

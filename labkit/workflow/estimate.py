@@ -98,7 +98,7 @@ def of_cases(
         return 0.0
     again = [case for case in cases if not study.early(case)]
     each = START_S + (OTHERS_S if any(one.role == "peer" for case in cases for one in study.variants(case)) else 0.0)
-    parts = each * (bool(again) + (len(again) < len(cases)))  # all processes get ready at once
+    parts = each * (1 + bool(study.settle and 0 < len(again) < len(cases)))  # all processes get ready at once
     parts += _compiling(study, cases, told, cores, alone)
     return parts + sum(map(told.of_first, cases)) + (processes - 1) * sum(map(told.of_later, again))
 
@@ -265,10 +265,13 @@ def _rows(path: Path) -> pd.DataFrame | None:
 
 
 def _left(one: Wanted, here: str) -> list[Case]:
-    """The cases that the rows in runs/ have not in as many processes."""
-    mine = _rows(paths.RUNS / here / f"{one.study.name}.parquet") if here else None
+    """The cases that runs/ has no rows of, of as many processes; nor data/, of those that a study chooses by."""
+    file = paths.RUNS / here / f"{one.study.name}.parquet"
+    mine = _rows(file) if here else None
     done = {} if mine is None else _done(mine)
-    return [x for x in one.cases if done.get(x.id, 0) < (1 if one.study.early(x) else one.processes)]
+    taken = filters.keys_of(paths.recorded(file)) if here and one.study.settle else set()
+    count = {x.id: (x.id not in taken if one.study.early(x) else one.processes) for x in one.cases}
+    return [x for x in one.cases if done.get(x.id, 0) < count[x.id]]
 
 
 def _done(rows: pd.DataFrame) -> dict[Key, int]:
