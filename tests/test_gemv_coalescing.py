@@ -4,9 +4,11 @@ import dataclasses
 import json
 import math
 import re
+import sys
 import time
 from collections import Counter
 from dataclasses import replace
+from types import SimpleNamespace
 
 import compiled_once
 import pandas as pd
@@ -15,7 +17,9 @@ import rows as made
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from triton.runtime.autotuner import Autotuner
 
+from labkit import paths
 from labkit.bench import records, spec, verdict
 from labkit.bench.sha import covered, kernel_sha
 from labkit.bench.spec import CONTROL, Case
@@ -41,7 +45,7 @@ from labkit.studies.gemv_coalescing import (
     views,
 )
 from labkit.studies.gemv_coalescing import variants as names
-from labkit.sweep import run
+from labkit.sweep import run, tuning
 from labkit.sweep import variants as sweep_variants
 from labkit.sweep.trial import DTYPES, Shared
 
@@ -482,6 +486,37 @@ def test_a_table_that_cannot_be_read_is_named(gpu, text):
 
 
 # functions of the reader's own
+
+
+def test_flag_gems_takes_what_its_tuner_chose_before(tmp_path, monkeypatch):
+    """Of each case anew, whatever its own file has; a recorded choice is not tried against others."""
+    tried = []
+
+    class Tuner(Autotuner):
+        def __init__(self):
+            self.configs, self.cache, self.best_config = ["a", "b"], pytest, "of the case before"
+            self.fn = self.base_fn = SimpleNamespace(__module__="flag_gems.ops.mv", __qualname__="mv_kernel")
+
+        def prune_configs(self, kwargs):
+            return self.configs
+
+        def __call__(self, W, x):
+            assert not self.cache
+            assert "best_config" not in vars(self)
+            tried.append(self.prune_configs({}))
+            self.cache[W.shape] = tried[-1][-1]
+            return W @ x
+
+    kernel = SimpleNamespace(fn=Tuner())
+    monkeypatch.setitem(sys.modules, "flag_gems", SimpleNamespace(mv=kernel.fn))
+    monkeypatch.setitem(sys.modules, trials.FLAG_GEMS, SimpleNamespace(mv_kernel=kernel))
+    monkeypatch.setattr(paths, "DATA", tmp_path / "data")
+    monkeypatch.setattr(tuning, "_file", None)
+    monkeypatch.setattr(tuning, "_keeps", False)
+    tuning.keep_in(tmp_path / "runs" / "gpu" / "gemv_coalescing.tuning.json")
+    for _ in range(2):
+        assert trials.flag_gems_mv(gemv_case(4, 8), "cpu", 1, 0).calls
+    assert tried == [["a", "b"], ["b"]]
 
 
 def test_what_a_function_of_ones_own_is_given_is_said():

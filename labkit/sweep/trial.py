@@ -171,7 +171,7 @@ def tune_anew(modules: Iterable[ModuleType]) -> list[Any]:
 
     found = {id(one): one for module in modules for value in vars(module).values() for one in _chain(value, Autotuner)}
     for one in found.values():
-        one.cache.clear()
+        one.cache = {}  # FlagGems' own is a file, which would be read
         vars(one).pop("best_config", None)
         one.cache_results = False
         one.do_bench = partial(do_bench, warmup=TUNING_MS[0], rep=TUNING_MS[1])

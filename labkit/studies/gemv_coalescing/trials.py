@@ -4,6 +4,7 @@ W and x of a case are the same tensors for all its variants, so that no address 
 outputs of its own. The A/A control is a second set of outputs.
 """
 
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -21,6 +22,7 @@ from labkit.kernels.launch import Launch
 from labkit.shapes import LINEAR
 from labkit.studies.gemv_coalescing import chains, ladder, peers, sglang, vllm
 from labkit.studies.gemv_coalescing.chains import Between, Make
+from labkit.sweep import tuning
 from labkit.sweep.trial import (
     DTYPES,
     SAME_BITS,
@@ -32,9 +34,12 @@ from labkit.sweep.trial import (
     hash_of,
     relative_rmse,
     trial,
+    tune_anew,
     watched,
     worst,
 )
+
+FLAG_GEMS = "flag_gems.ops.mv"  # where its kernel is
 
 # relative RMSE: rounding of y (2^-9, 2^-12), order of the sums
 TOLERANCE = {torch.bfloat16: 4e-3, torch.float16: 5e-4, torch.float32: 1e-5}
@@ -197,8 +202,10 @@ def compiled(x: Case, device: Any, sets: int, seed: int) -> Trial:
 
 
 def flag_gems_mv(x: Case, device: Any, sets: int, seed: int) -> Trial:
-    """FlagGems."""
-    return _returning(_inputs(x, device, sets, seed), peers.flag_gems_mv())
+    """FlagGems, by what its tuner chooses of this case."""
+    found = _returning(_inputs(x, device, sets, seed), peers.flag_gems_mv())
+    tuning.choose(tune_anew([sys.modules[FLAG_GEMS]]), f"FlagGems {x.key}", found.calls[0])
+    return found
 
 
 def sglang_gemv(x: Case, device: Any, sets: int, seed: int) -> Trial:
