@@ -27,13 +27,37 @@ def run(x, up=TWO, down=TWO, **changes):
 @settings(max_examples=8, deadline=None)
 @given(
     st.integers(2, 50), st.sampled_from([(3, 2), (4, 1), (9, 4)]), st.sampled_from([64, 96]),
-    st.sampled_from([32, 80]), st.sampled_from(KINDS), st.sampled_from([(2, 2, 32), (4, 3, 64), (8, 2, 32)]),
+    st.sampled_from([32, 80]), st.sampled_from(KINDS),
+    st.sampled_from([(2, 2, 32), (4, 3, 64), (8, 2, 32), (2, 1, 16, 2), (4, 2, 16, 4)]),
     st.booleans(), st.integers(0, 99),
 )  # fmt: skip
 def test_the_layer_is_right_at_every_routing(T, experts, H, width, kind, choice, swap, seed):
     x = inputs(T, *experts, H, width, "cpu", kind=kind, seed=seed)
     found = run(x, WideChoice(*choice), WideChoice(*choice), swap=swap)
     assert reference.errors(found, reference.layer(x.x, x.ids, x.weights, x.w1, x.w2, None)).ok
+
+
+def test_sums_that_programs_share_are_added_in_order_and_again_at_the_next_call():
+    """Twice as many programs add in another order, and one of a tile's parts left out is noticed."""
+    x = inputs(40, 4, 2, 96, 64, "cpu", kind="one expert")
+    expected = reference.layer(x.x, x.ids, x.weights, x.w1, x.w2, None)
+    made = {
+        splits: wide.by_wide_tiles(x, small(16), None, *[WideChoice(2, block_k=16, splits=splits)] * 2)
+        for splits in (1, 2, 4)
+    }
+    bits = {}
+    for splits, layer in (*made.items(), *reversed(made.items())):
+        x.out.fill_(float("nan"))
+        layer()
+        assert reference.errors(x.out, expected).ok
+        assert torch.equal(bits.setdefault(splits, x.out.clone()), x.out)
+    assert not torch.equal(bits[1], bits[2])
+    arrived = [layer.launches[name].args["arrived"] for layer in (made[2], made[4]) for name in ("gemm1", "gemm2")]
+    assert not any(one.any() for one in arrived)
+    arrived[-1].fill_(1)  # as if a part had been stored that was not
+    made[4].launches["gemm2"].args["partial"].fill_(0)
+    made[4]()
+    assert not reference.errors(x.out, expected).ok
 
 
 def test_slots_without_an_expert_add_nothing():
@@ -64,20 +88,24 @@ def test_only_blocks_of_one_expert_are_joined(kind, joined, monkeypatch):
     assert bool(called) == joined
 
 
-def test_a_wide_tile_has_128_rows_and_is_not_made_for_few():
+def test_a_wide_tile_has_128_rows_and_is_shared_where_there_are_few():
     tile = TileChoice(block_n=128)
-    assert wide.of_shape(8, 4096, 128, tile, 132) is None
-    assert wide.of_shape(8, 4096, 16, tile, 132) == WideChoice(8)
-    assert wide.of_shape(8, 4096, 64, tile, 132) == WideChoice(2)
-    assert wide.of_shape(2, 4096, 64, tile, 132) is None  # 64 programs, where all tokens go to two experts
-    assert wide.of_shape(2, 4096, 64, tile, 128) == WideChoice(2)
+    assert wide.of_shape(128, 8, 4096, 128, tile, 132) is None
+    assert wide.of_shape(128, 8, 4096, 16, tile, 132) == WideChoice(8)
+    assert wide.of_shape(128, 8, 4096, 64, tile, 132) == WideChoice(2)
+    assert wide.of_shape(128, 2, 4096, 64, tile, 132) == WideChoice(2, splits=4)  # 64 tiles, of all tokens' two experts
+    assert wide.of_shape(129, 2, 4096, 64, tile, 132) == WideChoice(2)  # 128 tiles
+    assert wide.of_shape(2, 1, 64, 16, tile, 132) == WideChoice(8, splits=8)
 
 
-def test_only_products_with_enough_tiles_are_replaced():
-    x = inputs(20, 8, 2, 128, 8192, "cpu", kind="zipf 1")
-    launches = wide.by_wide_tiles(x, small(16, block_n=64)).launches
-    assert launches["gemm1"].kernel is wide._wide_kernel
-    assert launches["gemm2"].kernel is by_tiles(x, small(16), workspace(x)).launches["gemm2"].kernel
+@pytest.mark.parametrize("block_m", [16, 128])
+def test_products_are_replaced_unless_blocks_are_as_large(block_m):
+    x = inputs(20, 8, 2, 128, 256, "cpu", kind="zipf 1")
+    launches = wide.by_wide_tiles(x, small(block_m, block_n=64)).launches
+    plain = by_tiles(x, small(block_m), workspace(x)).launches
+    for name in ("gemm1", "gemm2"):
+        assert (launches[name].kernel is wide._wide_kernel) == (block_m == 16)
+        assert (launches[name].kernel is plain[name].kernel) == (block_m == 128)
 
 
 @pytest.mark.parametrize("tuned", [{"descriptor": True}, {"programs": 4, "flatten": True}, {"counted": False}])
@@ -101,6 +129,7 @@ def test_what_cannot_run_is_named():
         (WideChoice(3), "wide is 3; allowed: 2, 4, 8"),
         (WideChoice(2, block_k=48), "block_k is 48; allowed: 16, 32"),
         (WideChoice(2, least=0), "least is 0; allowed: at least 1"),
+        (WideChoice(2, splits=3), "splits is 3; allowed: 1, 2, 4, 8"),
     ):
         with pytest.raises(ValueError, match=said):
             run(x, choice)

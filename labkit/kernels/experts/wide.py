@@ -6,8 +6,8 @@
 |                  | loaded and multiplied once for every block. Blocks side by side that belong to one expert become  |
 |                  | one tile, in the same launch: a program sees it by the experts of the blocks around its own       |
 | the others leave | programs of the blocks that such a tile has taken over end at once                                |
-| not where few    | if even all tokens at one choice of experts leave most multiprocessors without a wide tile, a     |
-|                  | product is faster in many small ones                                                              |
+| split K          | if all tokens at one choice of experts leave most multiprocessors without a wide tile, several    |
+|                  | share its sums over K; the last of them adds the parts, always in the same order                  |
 
 So the host knows nothing of the routing, and a captured graph is right for every one.
 
@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -33,46 +34,75 @@ from labkit.kernels.launch import Launch
 from labkit.kernels.target import multiprocessors
 
 WIDE = (2, 4, 8)
+SPLITS = (1, 2, 4, 8)
 ROWS = 128  # of a wide tile
 
 
 @dataclass(frozen=True)
 class WideChoice:
-    """wide: blocks of a wide tile; least: so many of one expert are one; block_k: its values along K at once."""
+    """wide: blocks of a wide tile; least: so many of one expert are one; block_k: its values along K at once.
+
+    splits: programs that share a wide tile's sums over K.
+    """
 
     wide: int = 8
     least: int = 2
     block_k: int = 64
+    splits: int = 1
 
 
 @triton.jit
 def _wide_tile(
-    first, count, column, expert, a, w, c, slots, slot_count,
+    first, count, column, expert, a, w, c, partial, arrived, slots, slot_count,
     N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr, GATHER: tl.constexpr, SWAP: tl.constexpr,
-    BLOCK_M: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_M: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, LEAST: tl.constexpr,
+    SPLITS: tl.constexpr,
 ):  # fmt: skip
     """One tile: `count` blocks of one expert from `first` on, of ROWS rows together at most, BLOCK_N rows of its w."""
     EVEN_K: tl.constexpr = K % BLOCK_K == 0
-    OUT: tl.constexpr = N // 2 if GATHER else N
-    WIDTH: tl.constexpr = BLOCK_N // 2 if GATHER else BLOCK_N
-    dtype: tl.constexpr = a.dtype.element_ty
+    SHARE: tl.constexpr = (K + SPLITS * BLOCK_K - 1) // (SPLITS * BLOCK_K) * BLOCK_K
     m = first * BLOCK_M + tl.arange(0, ROWS)
     slot = tl.load(slots + m, mask=m < (first + count) * BLOCK_M, other=slot_count)
     valid = slot < slot_count
     n = column * BLOCK_N + tl.arange(0, BLOCK_N)
     if GATHER:
-        n = n // 2 + n % 2 * OUT  # gate and up of an output side by side
+        n = n // 2 + n % 2 * (N // 2)  # gate and up of an output side by side
     if N % BLOCK_N != 0:
         n = tl.minimum(n, N - 1)
     w += expert.to(tl.int64) * (N * K)
     ks = tl.arange(0, BLOCK_K)
     rows = a + (slot // TOP_K if GATHER else m).to(tl.int64) * K
     sums = tl.zeros([BLOCK_N, ROWS] if SWAP else [ROWS, BLOCK_N], tl.float32)
-    for k in range(0, K, BLOCK_K):
+    part = tl.program_id(1) if SPLITS > 1 else 0
+    for k in range(part * SHARE, tl.minimum(part * SHARE + SHARE, K) if SPLITS > 1 else K, BLOCK_K):
         inside = k + ks < K
         x = _load(rows[:, None] + (k + ks)[None, :], valid[:, None] & inside[None, :], True)
         b = _load(w + k + ((n * K)[:, None] + ks[None, :]), inside[None, :], not EVEN_K)
         sums = _product(x, b, sums, SWAP)
+    if SPLITS == 1:
+        _store_wide(sums, c, m, slot, valid, column, N, GATHER, SWAP, ROWS, BLOCK_N)
+    else:
+        tile = first // LEAST * ((N + BLOCK_N - 1) // BLOCK_N) + column  # a wide tile has LEAST blocks: no two the same
+        inside = tl.arange(0, sums.shape[0])[:, None] * sums.shape[1] + tl.arange(0, sums.shape[1])[None, :]
+        parts = partial + tile.to(tl.int64) * (SPLITS * ROWS * BLOCK_N) + inside
+        tl.store(parts + part * (ROWS * BLOCK_N), sums)
+        tl.debug_barrier()  # all warps have stored their part before one thread says so
+        if tl.atomic_add(arrived + tile, 1, sem="acq_rel") == SPLITS - 1:
+            tl.store(arrived + tile, 0)  # ready for the next call
+            total = tl.zeros_like(sums)
+            for p in range(SPLITS):  # always in this order, whichever program came last
+                total += tl.load(parts + p * (ROWS * BLOCK_N), cache_modifier=".cg")
+            _store_wide(total, c, m, slot, valid, column, N, GATHER, SWAP, ROWS, BLOCK_N)
+
+
+@triton.jit
+def _store_wide(
+    sums, c, m, slot, valid, column,
+    N: tl.constexpr, GATHER: tl.constexpr, SWAP: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """The sums of a wide tile to their rows of c."""
+    OUT: tl.constexpr = N // 2 if GATHER else N
+    WIDTH: tl.constexpr = BLOCK_N // 2 if GATHER else BLOCK_N
     if SWAP:
         sums = tl.trans(sums)
     if GATHER:
@@ -80,17 +110,18 @@ def _wide_tile(
         sums = _silu_up(gate, up)
     out = column * WIDTH + tl.arange(0, WIDTH)
     to = (m if GATHER else slot).to(tl.int64)
-    tl.store(c + to[:, None] * OUT + out[None, :], sums.to(dtype), mask=(out < OUT)[None, :] & valid[:, None])
+    mask = (out < OUT)[None, :] & valid[:, None]
+    tl.store(c + to[:, None] * OUT + out[None, :], sums.to(c.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["slot_count"])
 def _wide_kernel(
-    a, w, c, slots, experts, padded, slot_count,
+    a, w, c, partial, arrived, slots, experts, padded, slot_count,
     N: tl.constexpr, K: tl.constexpr, E: tl.constexpr, TOP_K: tl.constexpr, GATHER: tl.constexpr, ACT: tl.constexpr,
     SWAP: tl.constexpr, GROUP_M: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    WIDE: tl.constexpr, LEAST: tl.constexpr, WIDE_K: tl.constexpr, DEPENDENT: tl.constexpr,
+    WIDE: tl.constexpr, LEAST: tl.constexpr, WIDE_K: tl.constexpr, SPLITS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """One program: one tile of one block, or of up to WIDE blocks of one expert; or nothing.
+    """One program: one tile of one block, or of up to WIDE blocks of one expert, or a part of its sums; or nothing.
 
     GATHER: a is x [T, K], c is sorted, SiLU(gate) · up; if not, a is sorted, and c is [T · TOP_K, N], by slots.
     """
@@ -105,16 +136,17 @@ def _wide_kernel(
     expert = tl.load(experts + block)
     count = tl.sum((owners == expert).to(tl.int32), 0)
     if count < LEAST:
-        _tile(
-            tl.program_id(0), blocks, a, w, w, c, slots, experts, slot_count, N, K, E, TOP_K, GATHER, ACT, False, "",
-            False, SWAP, True, GROUP_M, BLOCK_M, BLOCK_N, BLOCK_K, 128,
-        )  # fmt: skip
+        if tl.program_id(1) == 0:
+            _tile(
+                tl.program_id(0), blocks, a, w, w, c, slots, experts, slot_count, N, K, E, TOP_K, GATHER, ACT, False,
+                "", False, SWAP, True, GROUP_M, BLOCK_M, BLOCK_N, BLOCK_K, 128,
+            )  # fmt: skip
     else:
         first = tl.min(tl.where(owners == expert, around, blocks), 0)
         if block == first:
             _wide_tile(
-                first, count, column, expert, a, w, c, slots, slot_count, N, K, TOP_K, GATHER, SWAP, BLOCK_M,
-                WIDE * BLOCK_M, BLOCK_N, WIDE_K,
+                first, count, column, expert, a, w, c, partial, arrived, slots, slot_count, N, K, TOP_K, GATHER, SWAP,
+                BLOCK_M, WIDE * BLOCK_M, BLOCK_N, WIDE_K, LEAST, SPLITS,
             )  # fmt: skip
 
 
@@ -145,7 +177,7 @@ def by_wide_tiles(
     parts = {"gemm1": (x.w1, config.gemm1, up), "gemm2": (x.w2, config.gemm2, down)}
     launches = dict(made.launches)
     for name, (w, tile, choice) in parts.items():
-        if found := choice or of_shape(x.shape[2], w.shape[1], config.block_m, tile, sms):
+        if found := choice or of_shape(len(x.x), x.shape[2], w.shape[1], config.block_m, tile, sms):
             launches[name] = gemm(launches[name].args, w, tile, found)
     return Layer(made.config, made.sorted, launches)
 
@@ -157,19 +189,24 @@ def for_wide_tiles(config: Choice) -> Choice:
     return replace(config, gemm1=gemm1, gemm2=gemm2, fused=True, rows=None)
 
 
-def of_shape(top_k: int, N: int, block_m: int, tile: TileChoice, sms: int) -> WideChoice | None:
-    """A product's wide tiles; None where there are none: blocks as large as they are, or fewer of them than sms / 2.
+def of_shape(T: int, top_k: int, N: int, block_m: int, tile: TileChoice, sms: int) -> WideChoice | None:
+    """A product's wide tiles; None where blocks are as large as they are.
 
-    Fewest are they where all tokens take the same top_k experts. N: rows of an expert's weights.
+    Their sums are split where they are fewer than sms / 2 if all tokens take the same top_k experts: for as many
+    programs as two a multiprocessor. N: rows of an expert's weights.
     """
-    few = 2 * top_k * triton.cdiv(N, tile.block_n) < sms
-    return None if few or block_m >= ROWS else WideChoice(ROWS // block_m)
+    if block_m >= ROWS:
+        return None
+    fewest = top_k * triton.cdiv(T, ROWS) * triton.cdiv(N, tile.block_n)
+    splits = max(s for s in SPLITS if s == 1 or s * fewest <= 2 * sms) if 2 * fewest < sms else 1
+    return WideChoice(ROWS // block_m, splits=splits)
 
 
 def check_wide(choice: WideChoice, block_m: int) -> None:
     """Raise ValueError for wide tiles that the kernel cannot make of blocks with so many rows."""
     check_one_of("wide", choice.wide, [wide for wide in WIDE if wide * block_m <= ROWS])
     check_one_of("block_k", choice.block_k, BLOCKS)
+    check_one_of("splits", choice.splits, SPLITS)
     if choice.least < 1:
         raise ValueError(f"least is {choice.least}; allowed: at least 1")
 
@@ -182,7 +219,12 @@ def gemm(args: Mapping[str, Any], w: Tensor, tile: TileChoice, choice: WideChoic
     kept = ("a", "c", "slots", "experts", "padded", "slot_count", "N", "K", "E", "TOP_K", "GATHER", "ACT", "BLOCK_M")
     given = {name: args[name] for name in (*kept, "DEPENDENT")}
     given |= {"w": w, "SWAP": tile.swap, "GROUP_M": tile.group_m, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k}
-    given |= {"WIDE": choice.wide, "LEAST": choice.least, "WIDE_K": choice.block_k}
+    given |= {"WIDE": choice.wide, "LEAST": choice.least, "WIDE_K": choice.block_k, "SPLITS": choice.splits}
+    wide = experts_blocks.tiles(triton.cdiv(args["blocks"], choice.least), args["N"], tile.block_n)
+    shared, size = choice.splits > 1, choice.wide * args["BLOCK_M"] * tile.block_n
+    parts = torch.empty(wide * choice.splits * size, dtype=torch.float32, device=w.device) if shared else args["c"]
+    arrived = torch.zeros(wide, dtype=torch.int32, device=w.device) if shared else args["padded"]
+    given |= {"partial": parts, "arrived": arrived}
     tiles = experts_blocks.tiles(args["blocks"], args["N"], tile.block_n)
     options = options_of(args, tile.num_warps) | {"num_stages": tile.num_stages}
-    return Launch(_wide_kernel, (tiles,), given, options)
+    return Launch(_wide_kernel, (tiles, choice.splits), given, options)
