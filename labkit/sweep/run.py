@@ -212,9 +212,8 @@ class _Sweep:
         for case in cases:
             rows = groups.get(case.id, [])
             measured = records.processes(row["run"] for row in rows)  # 0: nothing could run
-            if _is_current(self.study, case, added.wanted(rows, self.study)) and not 0 < measured < self._processes(
-                case
-            ):
+            whole = not 0 < measured < self._processes(case)
+            if whole and _is_current(self.study, case, added.wanted(rows, self.study)):
                 found.add(case.id)
         return found
 

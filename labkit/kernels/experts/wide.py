@@ -160,7 +160,8 @@ def by_wide_tiles(
     """`expert_layer.layer` by tiles, in which blocks of one expert that lie side by side are one tile.
 
     config: None: `for_wide_tiles` of `choose.choose`. scratch: as there. up, down: of the first and second product;
-    None: `of_shape`. With blocks of 128 rows there is nothing to join: the layer is then the one by tiles.
+    None: `of_shape`. With blocks of 128 rows there is nothing to join: the layer is then the one by tiles. Where sums
+    are split, a layer has memory of its own for the parts.
     ValueError for INT4 weights, for one token, whose slots are not sorted, for a configuration that is not fused, and
     for a product with wide tiles that is persistent, has descriptors or works on every block.
     """
