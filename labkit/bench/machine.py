@@ -18,7 +18,7 @@ from labkit.kernels.tuned import slug
 SAMPLE_US = 600.0  # a sample lasts at least this long, so that the events' resolution does not matter
 DELAY_CYCLES = 400_000  # keeps the GPU busy (about 0.2 ms) while the first replays of a block are enqueued
 LONG_US = 20_000.0  # of a round over all buffer sets that lasts longer, a part is timed
-EMPTIED_L2 = 4  # L2 sizes that are read before such a part, so that L2 holds none of it
+COLD_L2 = 4  # inputs rotate over at least this many L2 sizes; so many are read before such a part
 MAX_CALLS = 4096
 BROKEN_OFF = "due to a previous error during capture"  # in the message of a capture that something else broke off
 
@@ -219,7 +219,7 @@ class CudaDevice:
 
     def _empty_l2(self) -> Callable[[], Any]:
         """A read of more than L2 holds."""
-        return self.torch.zeros(EMPTIED_L2 * self.machine.l2_bytes // 4, device=self.torch_device).sum
+        return self.torch.zeros(COLD_L2 * self.machine.l2_bytes // 4, device=self.torch_device).sum
 
     def _capture(self, calls: Sequence[Callable[[], Any]], count: int, again: bool = True) -> Callable[[], Any]:
         """Replay of a graph of so many calls. again: once more if something else broke the capture off."""

@@ -294,6 +294,10 @@ class Study:
     add: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()
 
+    def in_processes(self, case: Case, asked: int) -> int:
+        """How many processes measure a case, of so many."""
+        return 1 if self.early(case) else asked
+
     def check(self, parameters: Mapping[str, Any]) -> None:
         """Raise ValueError for a parameter that this study does not have or a value that it does not allow."""
         for name, value in parameters.items():

@@ -265,14 +265,14 @@ class Pool:
 
     def _match(self, number: Number, clause: "Clause", before: Any) -> "Match | None":
         """The best of all tables."""
+        exact = self._exact(number)
+        if exact is None and number.decimals >= PRECISE and number.value in self.published:
+            return None  # a limit of a claim, as its text has it: what is measured reads so by chance
         found: list[Match] = []
         for table in self.tables:
             found += table.lines(number, clause, before)
             found += table.counts(number, clause)
             found += table.aggregates(number, clause)
-        exact = self._exact(number)
-        if exact is None and number.decimals >= PRECISE and number.value in self.published:
-            return None  # a limit of a claim, as its text has it: what is measured reads so by chance
 
         def cost(match: Match) -> tuple:
             return exact is not None and not _is(match.origin.value, exact), match.cost

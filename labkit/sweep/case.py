@@ -14,7 +14,6 @@ from labkit.bench.sha import kernel_sha
 from labkit.bench.spec import ADDED, CONTROL, Case, Floor, Study, Trial, Variant
 from labkit.kernels.launch import Launch
 
-COLD_L2 = 4  # inputs rotate over at least this many L2 sizes
 ABOVE_CEILING = 1.02  # a cold rate above the same run's ceiling by more is measured again
 Ready = tuple[Variant, Trial, dict[str, Any]]  # with the row's columns that are known before the timing
 
@@ -24,7 +23,7 @@ def measure(study: Study, case: Case, index: int, device: machine.CudaDevice, ce
     seed = 1000 + index
     floor = study.floor(case)
     set_bytes = floor.set_bytes or floor.bytes
-    sets = max(1, math.ceil(COLD_L2 * device.machine.l2_bytes / set_bytes))
+    sets = max(1, math.ceil(machine.COLD_L2 * device.machine.l2_bytes / set_bytes))
     rows: list[dict[str, Any]] = []
     ready: dict[str, Ready] = {}
     for variant in with_control(study, case):

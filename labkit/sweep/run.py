@@ -68,12 +68,12 @@ def run(
     journal = records.Journal(path.with_suffix(".journal.jsonl"))
     sweep = _Sweep(study, parameters, processes, env, say, path, journal)
     cases = study.cases(parameters)
-    if study.settle and (early := list(filter(study.early, cases))):
+    if early := list(filter(study.early, cases)) if study.settle else []:
         if taken := take_over([(study.name, [case.id for case in early])]):
             say(f"{study.name}: {taken} cases by which it chooses are taken from data/")
         sweep.measure(early)
         study.settle(path, path.parent)
-    sweep.measure(cases)
+    sweep.measure([case for case in cases if case not in early])
     timelines.complete(study, cases, paths.RUNS, env, say)
     variants.complete(study, parameters, path, env, say, idle)
     idle()
@@ -138,7 +138,7 @@ class _Sweep:
 
     def _processes(self, case: Case) -> int:
         """How many processes measure a case."""
-        return 1 if self.study.early(case) else self.processes
+        return self.study.in_processes(case, self.processes)
 
     def _in_turn(self, wanted: Sequence[Case], refused: added.Refused) -> None:
         """The processes, one after the other. Some get ready at the same time, before the first of them measures."""

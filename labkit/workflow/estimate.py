@@ -270,8 +270,8 @@ def _left(one: Wanted, here: str) -> list[Case]:
     mine = _rows(file) if here else None
     done = {} if mine is None else _done(mine)
     taken = filters.keys_of(paths.recorded(file)) if here and one.study.settle else set()
-    count = {x.id: (x.id not in taken if one.study.early(x) else one.processes) for x in one.cases}
-    return [x for x in one.cases if done.get(x.id, 0) < count[x.id]]
+    wanted = [x for x in one.cases if not (one.study.early(x) and x.id in taken)]
+    return [x for x in wanted if done.get(x.id, 0) < one.study.in_processes(x, one.processes)]
 
 
 def _done(rows: pd.DataFrame) -> dict[Key, int]:

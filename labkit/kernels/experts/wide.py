@@ -198,7 +198,7 @@ def of_shape(T: int, top_k: int, N: int, block_m: int, tile: TileChoice, sms: in
     """
     if block_m >= ROWS:
         return None
-    fewest = top_k * triton.cdiv(T, ROWS) * triton.cdiv(N, tile.block_n)
+    fewest = experts_blocks.tiles(top_k * triton.cdiv(T, ROWS), N, tile.block_n)
     splits = max(s for s in SPLITS if s == 1 or s * fewest <= 2 * sms) if 2 * fewest < sms else 1
     return WideChoice(ROWS // block_m, splits=splits)
 
