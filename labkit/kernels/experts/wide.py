@@ -200,7 +200,8 @@ def of_shape(T: int, top_k: int, N: int, block_m: int, tile: TileChoice, sms: in
         return None
     fewest = experts_blocks.tiles(top_k * triton.cdiv(T, ROWS), N, tile.block_n)
     splits = max(s for s in SPLITS if s == 1 or s * fewest <= 2 * sms) if 2 * fewest < sms else 1
-    return WideChoice(ROWS // block_m, splits=splits)
+    wide = ROWS // block_m
+    return WideChoice(wide, least=wide // 2 if wide > 2 else 2, splits=splits)
 
 
 def check_wide(choice: WideChoice, block_m: int) -> None:
