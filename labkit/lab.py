@@ -16,8 +16,8 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cache as once
 from functools import cached_property
@@ -678,18 +678,28 @@ def _tiny_here(name: str, known: pd.DataFrame | None) -> pd.DataFrame:
 def _measure(
     study: Study, parameters: Mapping[str, Any], processes: int, checks: bool = False
 ) -> tuple[Shown | None, str]:
-    """The study measured here and "", or None and why not. checks: run its tiny cases too, while it has the GPU."""
+    """The study measured here and "", or None and why not. checks: run its tiny cases too, while it has the GPU.
+
+    It has it until nothing more is timed or counted: what the counters are held against is figured after that.
+    """
     if not lease.visible():
         return None, lease.why_none()
     machine.load_libraries()
-    with _leased() as env:
+    with ExitStack() as held:
+        env = held.enter_context(_leased())
         if problem := machine.why_no_gpu():
             return None, problem
         if not prepared.in_run():  # which has said it
             _progress()(str(estimate.of_study(study, parameters, processes, machine.this_machine().slug)))
         with ThreadPoolExecutor(1) as pool:
             begin = once(lambda: pool.submit(check_here, study.name, False) if checks else None)
-            rows, tiny = run.run(study, parameters, processes, env, _progress(), begin), None
+
+            def done() -> None:
+                if checking := begin():  # where nothing was left to measure they begin now
+                    wait([checking])
+                held.close()
+
+            rows, tiny = run.run(study, parameters, processes, env, _progress(), begin, done), None
             with suppress(isolated.IsolatedError):  # the page asks again, and says it
                 tiny = checking.result() if (checking := begin()) else None
     if prepared.in_run():  # what the page compiles leaves the next study, which it is made beside, the other cores

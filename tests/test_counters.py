@@ -438,7 +438,7 @@ def test_the_gpu_is_said_to_be_idle_once_all_is_counted(lab, counting):
     said = []
     for _ in range(2):
         idle = lambda: said.append((len(lab.measured), len(counting.asked)))  # noqa: E731
-        sweep.run(lab.toy.study(), {"sizes": [1]}, 1, {"CUDA_VISIBLE_DEVICES": "GPU-7"}, lab.lines.append, idle)
+        sweep.run(lab.toy.study(), {"sizes": [1]}, 1, {"CUDA_VISIBLE_DEVICES": "GPU-7"}, lab.lines.append, idle=idle)
     assert {*said[:2]} == {(1, 1)}
     assert said[2:] == [(1, 1)]
 

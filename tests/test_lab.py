@@ -4,7 +4,7 @@ import ast
 import json
 import math
 import re
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from html import escape, unescape
 from importlib.util import find_spec
@@ -628,6 +628,40 @@ def test_what_launches_do_is_told_of_recorded_gpus_alone(folders, layout, monkey
     assert {int(row["rows"].replace(",", "")) for row in found} == {len(layout)}
     monkeypatch.setattr(x, "shown", [replace(entry, here=True) for entry in x.shown])
     assert "known of recorded rows alone" in html(x.launched(lambda rows, facts: facts, caption))
+
+
+@pytest.mark.parametrize("measured", [True, False])
+def test_the_gpu_is_freed_once_nothing_more_is_timed_and_the_tiny_cases_have_ended(
+    folders, layout, monkeypatch, measured
+):
+    """They are run beside processes that get ready; where nothing is left to measure, before the GPU is freed."""
+    steps = []
+
+    @contextmanager
+    def leased():
+        yield {}
+        steps.append("freed")
+
+    def run(study, parameters, processes, env, say, beside, idle):
+        for _ in range(measured):
+            beside().result()
+        steps.append("timed")
+        for _ in range(2):  # as it may be called
+            idle()
+        steps.append("figured")
+        return layout
+
+    monkeypatch.setattr(lab, "check_here", lambda study, interpreted: steps.append("tiny"))
+    monkeypatch.setattr(lease, "visible", lambda: ["a GPU"])
+    monkeypatch.setattr(lab, "_leased", leased)
+    monkeypatch.setattr(machine, "why_no_gpu", lambda: "")
+    monkeypatch.setattr(machine, "this_machine", lambda: machine.Machine(**MACHINE))
+    monkeypatch.setattr(lab.run, "run", run)
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    monkeypatch.setenv(lab.prepared.FOLDER, str(paths.RUNS))
+    lab.open("state_layout", source="measure", **made.LAYOUT)
+    first = ["tiny", "timed"] if measured else ["timed", "tiny"]
+    assert steps == [*first, "freed", "figured"]
 
 
 def test_tiny_cases_that_end_their_process_leave_the_page(folders, layout, monkeypatch):

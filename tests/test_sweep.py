@@ -6,7 +6,9 @@ import io
 import json
 import math
 import shutil
+import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -598,6 +600,34 @@ def test_processes_get_ready_before_anything_is_timed_and_are_called_in_their_tu
     lab.began.clear()
     lab.run(processes=processes)
     assert lab.began == []
+
+
+def test_nothing_is_timed_before_what_is_done_beside_has_ended(lab: Lab):
+    """It begins once processes get ready; where nothing is left to measure it is not asked for."""
+    steps: list[str] = []
+    real = lab.real_measure
+
+    def measure(*words: Any) -> Any:
+        steps.append("timed")
+        return real(*words)
+
+    def other() -> None:
+        time.sleep(0.3)
+        steps.append("ended")
+
+    lab.real_measure = measure
+    for _ in range(2):
+        with ThreadPoolExecutor(1) as pool:
+
+            def beside() -> Any:
+                steps.append("begun")
+                assert [what for what, _ in lab.began] == ["started"]
+                return pool.submit(other)
+
+            sweep.run(
+                lab.toy.study(), {"sizes": [1, 2]}, 1, {"CUDA_VISIBLE_DEVICES": "GPU-7"}, lab.lines.append, beside
+            )
+        assert steps == ["begun", "ended", "timed", "timed"]
 
 
 def test_a_process_that_was_started_is_ended_when_the_one_before_fails(lab: Lab):

@@ -17,7 +17,7 @@ from labkit.kernels.tuned import slug
 
 SAMPLE_US = 600.0  # a sample lasts at least this long, so that the events' resolution does not matter
 DELAY_CYCLES = 400_000  # keeps the GPU busy (about 0.2 ms) while the first replays of a block are enqueued
-LONG_US = 20_000.0  # of a round over all buffer sets that lasts longer, a part is timed
+LONG_US = 5_000.0  # of a round over all buffer sets that lasts longer, a part is timed
 COLD_L2 = 4  # inputs rotate over at least this many L2 sizes; so many are read before such a part
 MAX_CALLS = 4096
 BROKEN_OFF = "due to a previous error during capture"  # in the message of a capture that something else broke off

@@ -12,6 +12,7 @@ import tempfile
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, wait
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from importlib import import_module
@@ -31,6 +32,7 @@ from labkit.sweep import case as case_runner
 from labkit.sweep.case import with_control
 
 Progress = Callable[[str], None]
+Beside = Callable[[], Future[Any] | None]
 WAITING = 3  # processes that get ready at once: a few, since each has its own copy of torch in memory
 
 _INDUCTOR = "TORCHINDUCTOR_COMPILE_THREADS"  # torch.compile's own processes: the calls share the cores already
@@ -52,11 +54,13 @@ def run(
     processes: int,
     env: Mapping[str, str | None],
     say: Progress = print,
+    beside: Beside = lambda: None,
     idle: Callable[[], Any] = lambda: None,
 ) -> pd.DataFrame:
     """Measure what is missing of a study on this GPU and return all its rows of these cases.
 
-    env: environment of the measuring processes (the leased GPU). say: gets each line of progress. idle: is called, once
+    env: environment of the measuring processes (the leased GPU). say: gets each line of progress. beside: is called
+    while the processes that measure get ready; nothing is timed before what it begins has ended. idle: is called, once
     or twice, as soon as nothing more is timed or counted; what is left to do takes some seconds of all cores.
     Raises RuntimeError without a GPU. A case that cannot run is a row with its reason; one that kills its process too.
     """
@@ -66,7 +70,7 @@ def run(
     path = paths.RUNS / here.slug / f"{study.name}.parquet"
     records.write_atomic(path.with_name("machine.json"), here.to_json())
     journal = records.Journal(path.with_suffix(".journal.jsonl"))
-    sweep = _Sweep(study, parameters, processes, env, say, path, journal)
+    sweep = _Sweep(study, parameters, processes, env, say, path, journal, beside)
     cases = study.cases(parameters)
     if early := list(filter(study.early, cases)) if study.settle else []:
         if taken := take_over([(study.name, [case.id for case in early])]):
@@ -124,6 +128,7 @@ class _Sweep:
     say: Progress
     path: Path
     journal: records.Journal
+    beside: Beside
 
     def measure(self, cases: Sequence[Case]) -> None:
         """Bring the Parquet file up to date for these cases."""
@@ -150,7 +155,10 @@ class _Sweep:
             for index in left[:WAITING]:
                 waiting[index] = isolated.Started("labkit.sweep.run:get_ready", self.study.name, calls, env=env)
                 held.callback(waiting[index].close)
+            other = self.beside() if left else None
             ready = {index: one for index, one in waiting.items() if one.ready()}
+            if other:
+                wait([other])
             for index in left:
                 self._one_process(wanted, index, refused, env, ready.get(index))
 

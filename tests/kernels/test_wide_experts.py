@@ -91,11 +91,12 @@ def test_only_blocks_of_one_expert_are_joined(kind, joined, monkeypatch):
 def test_a_wide_tile_has_128_rows_and_is_shared_where_there_are_few():
     tile = TileChoice(block_n=128)
     assert wide.of_shape(128, 8, 4096, 128, tile, 132) is None
-    assert wide.of_shape(128, 8, 4096, 16, tile, 132) == WideChoice(8)
+    assert wide.of_shape(128, 8, 4096, 16, tile, 132) == WideChoice(8, least=4)
+    assert wide.of_shape(128, 8, 4096, 32, tile, 132) == WideChoice(4)
     assert wide.of_shape(128, 8, 4096, 64, tile, 132) == WideChoice(2)
     assert wide.of_shape(128, 2, 4096, 64, tile, 132) == WideChoice(2, splits=4)  # 64 tiles, of all tokens' two experts
     assert wide.of_shape(129, 2, 4096, 64, tile, 132) == WideChoice(2)  # 128 tiles
-    assert wide.of_shape(2, 1, 64, 16, tile, 132) == WideChoice(8, splits=8)
+    assert wide.of_shape(2, 1, 64, 16, tile, 132) == WideChoice(8, least=4, splits=8)
 
 
 @pytest.mark.parametrize("block_m", [16, 128])

@@ -193,6 +193,7 @@ def for_wide_tiles(config: Choice) -> Choice:
 def of_shape(T: int, top_k: int, N: int, block_m: int, tile: TileChoice, sms: int) -> WideChoice | None:
     """A product's wide tiles; None where blocks are as large as they are.
 
+    Half of the blocks that fit into one make it: of fewer rows, more are computed in vain than weights are read less.
     Their sums are split where they are fewer than sms / 2 if all tokens take the same top_k experts: for as many
     programs as two a multiprocessor. N: rows of an expert's weights.
     """
@@ -201,7 +202,7 @@ def of_shape(T: int, top_k: int, N: int, block_m: int, tile: TileChoice, sms: in
     fewest = experts_blocks.tiles(top_k * triton.cdiv(T, ROWS), N, tile.block_n)
     splits = max(s for s in SPLITS if s == 1 or s * fewest <= 2 * sms) if 2 * fewest < sms else 1
     wide = ROWS // block_m
-    return WideChoice(wide, least=wide // 2 if wide > 2 else 2, splits=splits)
+    return WideChoice(wide, least=max(2, wide // 2), splits=splits)
 
 
 def check_wide(choice: WideChoice, block_m: int) -> None:
