@@ -186,7 +186,8 @@ def hero(rows: pd.DataFrame) -> Drawing:
         alt="How many times faster a token is than with tables rebuilt in Python, by way of keeping the tables.",
         caption="Time per token, host included, of our kernel, not of the published one. The decoder is "
         f"{variants.H1024}, of width 1024, in about {variants.PUBLISHED_RECORDS} records (pieces of work), as "
-        "published. Bars: 95 % intervals, wide where Python took longer in one process than in another.",
+        "published. How long Python takes depends on the host's processor, not on the GPU. Bars: 95 % intervals, wide "
+        "where Python took longer in one process than in another.",
         said=sentences([_saved(every), _near(every), _why_best(rows)], "").removesuffix("."),
         table=["way", "us", *tables.RATIO, "runs"],
         units=UNITS | {"ratio": "× faster than rebuilt in Python", "verdict": "the way is"},
