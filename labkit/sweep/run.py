@@ -128,7 +128,7 @@ class _Sweep:
     say: Progress
     path: Path
     journal: records.Journal
-    beside: Beside
+    beside: Beside = lambda: None
 
     def measure(self, cases: Sequence[Case]) -> None:
         """Bring the Parquet file up to date for these cases."""
