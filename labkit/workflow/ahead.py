@@ -174,7 +174,7 @@ class Ahead:
         left = {name: self._left_of(name, gpu) for name in names}
         left = {name: found for name, found in left.items() if found[0].kernels and found[1]}
         tiny = {name: self._tiny(name) for name in left}
-        # A study that has begun compiles what it times itself; its tiny cases are run at its end.
+        # A study that has begun compiles what it times itself, and runs its tiny cases after that.
         some = {name: [] if name == self._begun else cases for name, (_, cases, _) in left.items()}
         wanted = [(name, [one.id for one in (*cases, *tiny[name])]) for name, cases in some.items()]
         wanted = [(name, keys) for name, keys in wanted if keys]
@@ -192,7 +192,7 @@ class Ahead:
                     prepared.mark(name, prepared.kernels(slug(gpu.name)))
 
     def _tiny(self, name: str) -> Sequence[Case]:
-        """The tiny cases that are run once a study is measured; a quick look runs none."""
+        """The tiny cases that a study runs before it is measured; a quick look runs none."""
         return () if notebooks.is_quick(self._values.get(name, {})) else registry.load(name).tiny
 
 
