@@ -402,7 +402,7 @@ def test_a_table_is_written_read_and_the_nearest_tokens_chosen(tmp_path, monkeyp
     cpu = torch.device("cpu")
     assert choose.choose(16, *shape, cpu) == choose.choose(31, *shape, cpu) == few
     assert choose.choose(3000, *shape, cpu) == many
-    assert choose.choose(200, *shape, cpu) == choose.rule(200, *shape, 132)
+    assert choose.choose(200, *shape, cpu) == dataclasses.replace(choose.rule(200, *shape, 132), joined=True)
     assert choose.choose(16, *shape[:4], True, cpu) == choose.rule(16, *shape[:4], True, 132)
     assert choose.nearest(24, (16, 32)) == 32
     assert choose.nearest(33, (16,)) is None
@@ -418,6 +418,30 @@ def test_a_table_that_is_none_is_named(tmp_path, text):
     (tmp_path / choose.TABLE).write_text(text)
     with pytest.raises(ValueError, match=r"experts.json: not a table of choices .*; `labkit record` writes"):
         choose.read(tmp_path)
+
+
+def test_blocks_of_one_expert_are_joined_where_wide_tiles_can_be_made_and_gain():
+    """Of the numbers of tokens for which they were timed; every part that they do not have is named."""
+    shape, cpu = (128, 8, 2048, 768), torch.device("cpu")
+    joined = {T: choose.choose(T, *shape, False, cpu).joined for T in (1, 16, 63, 64, 128, 256, 257, 4096)}
+    assert [T for T, is_so in joined.items() if is_so] == [64, 128, 256]
+    assert not choose.choose(128, *shape, True, cpu).joined
+    plain = dataclasses.replace(choose.rule(128, *shape), joined=True)
+    choose.check_choice(plain, False)
+    for words, changes in {
+        "rows": {"rows": choose.RowChoice()},
+        "blocks of 128": {"block_m": 128},
+        "SiLU in the second product": {"fused": False},
+        "a persistent grid": {"gemm2": dataclasses.replace(plain.gemm2, programs=132)},
+        "every block": {"gemm1": dataclasses.replace(plain.gemm1, counted=False)},
+        "a descriptor": {"gemm1": dataclasses.replace(plain.gemm1, descriptor=True)},
+    }.items():
+        changed = dataclasses.replace(plain, **changes)
+        assert not choose.join(changed, 128, False).joined
+        with pytest.raises(ValueError, match=f"config.joined is True with {words}; allowed: bf16, fp16 or fp32 wei"):
+            choose.check_choice(changed, False)
+    with pytest.raises(ValueError, match=r"config.joined is True with INT4 weights"):
+        choose.check_choice(plain, True)
 
 
 def test_configurations_survive_json():
@@ -502,7 +526,7 @@ def test_designs_can_be_made_of_any_tuned_tile(weights, monkeypatch):
         tiles = {
             name: dataclasses.replace(getattr(found, name), descriptor=True, unpack="join") for name in variants.GEMMS
         }
-        return dataclasses.replace(found, **tiles)
+        return choose.join(dataclasses.replace(found, **tiles), 128, weights == "INT4")
 
     monkeypatch.setattr(trials, "config_of", by_the_copy_engine)
     x = next(x for x in study.cases(ALL) if x.op == "designs" and (x["weights"], x["T"]) == (weights, 128))
@@ -512,7 +536,7 @@ def test_designs_can_be_made_of_any_tuned_tile(weights, monkeypatch):
             assert ahead.layer(**{name: value for name, value in one.items() if name != compiled.DISSECT}), one["by"]
     named = {line.options["by"] for line in variants.lines(x) if "by" in line.options}
     assert {one["by"] for one in found if one["by"]} == named
-    assert (variants.SIDE in named) is (weights == "bf16")
+    assert (variants.APART in named) is (weights == "bf16")
 
 
 def test_what_others_try_while_they_tune_is_compiled_ahead_in_parts(monkeypatch):

@@ -110,7 +110,7 @@ def expert_launch(name, choice, number, int4):
     if choice == "few":
         return few_rows.by_few_rows(given).launches[name]
     if choice == "wide":
-        tiles = experts_wide.WideChoice(experts_wide.ROWS // config.block_m)
+        tiles = experts_wide.WideChoice(choose.WIDE_ROWS // config.block_m)
         return experts_wide.by_wide_tiles(given, config, None, tiles, tiles).launches[name]
     return expert_layer.layer(given, config).launches[name]
 

@@ -85,7 +85,7 @@ def test_a_kernel_that_waits_later_is_not_made_to_wait_at_once():
 
 
 def test_clocks_leave_the_hash_of_a_kernel_as_it_is():
-    source = "labkit.kernels.experts.expert_layer:by_tiles"
+    source = "labkit.kernels.experts.tiled:by_tiles"
     before, launch = kernel_sha(source), copy()
     key = launch.kernel.cache_key
     clocked, clock = timeline.clocked(launch)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pairwise import pairwise
 
-from labkit.kernels.experts import choose, expert_layer, reference, routing
+from labkit.kernels.experts import choose, reference, routing, tiled
 from labkit.kernels.experts import int4 as experts_int4
 from labkit.kernels.experts.blocks import most_blocks
 from labkit.kernels.experts.choose import Choice, RowChoice, TileChoice
@@ -80,7 +80,7 @@ def test_a_layer_with_tables_made_at_once_is_the_same(device):
     for at_once in (False, True):
         x.out.fill_(float("nan"))
         scratch.integers.fill_(-7)
-        expert_layer.by_tiles(x, config, scratch, at_once=at_once)()
+        tiled.by_tiles(x, config, scratch, at_once=at_once)()
         results.append(x.out.clone())
     assert torch.equal(*results)
     assert results[0].any()
@@ -90,7 +90,7 @@ def test_a_layer_with_tables_made_at_once_is_the_same(device):
 def test_tables_of_few_slots_are_made_at_once(most, device, monkeypatch):
     monkeypatch.setattr(routing, "AT_ONCE", most)
     x = inputs(9, 4, 2, 64, 32, device)
-    found = expert_layer.by_tiles(x, small(), workspace(x))
+    found = tiled.by_tiles(x, small(), workspace(x))
     kernel = routing._at_once_kernel if most == 18 else routing._place_kernel
     assert found.launches["place"].kernel is kernel
     assert found.sorted.launches["place"] is found.launches["place"]

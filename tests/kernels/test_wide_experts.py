@@ -10,8 +10,10 @@ from hypothesis import strategies as st
 
 from labkit.kernels.experts import reference, wide
 from labkit.kernels.experts.choose import TileChoice
-from labkit.kernels.experts.expert_layer import by_tiles
+from labkit.kernels.experts.expert_layer import layer
 from labkit.kernels.experts.inputs import workspace
+from labkit.kernels.experts.tiled import by_tiles
+from labkit.kernels.experts.tiles import _gemm_kernel
 from labkit.kernels.experts.wide import WideChoice
 
 KINDS = ["uniform", "zipf 1", "hot set", "one expert"]
@@ -46,13 +48,13 @@ def test_sums_that_programs_share_are_added_in_order_and_again_at_the_next_call(
         for splits in (1, 2, 4)
     }
     bits = {}
-    for splits, layer in (*made.items(), *reversed(made.items())):
+    for splits, one in (*made.items(), *reversed(made.items())):
         x.out.fill_(float("nan"))
-        layer()
+        one()
         assert reference.errors(x.out, expected).ok
         assert torch.equal(bits.setdefault(splits, x.out.clone()), x.out)
     assert not torch.equal(bits[1], bits[2])
-    arrived = [layer.launches[name].args["arrived"] for layer in (made[2], made[4]) for name in ("gemm1", "gemm2")]
+    arrived = [one.launches[name].args["arrived"] for one in (made[2], made[4]) for name in ("gemm1", "gemm2")]
     assert not any(one.any() for one in arrived)
     arrived[-1].fill_(1)  # as if a part had been stored that was not
     made[4].launches["gemm2"].args["partial"].fill_(0)
@@ -141,3 +143,18 @@ def test_what_cannot_run_is_named():
     one = small(16)
     with pytest.raises(ValueError, match="programs is 4; allowed: 0"):
         wide.by_wide_tiles(x, replace(one, gemm1=replace(one.gemm1, programs=4)), None, WideChoice(2))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_layer_is_joined_where_its_configuration_says_so(kind):
+    """By the kernel of wide tiles, else by that of tiles; both are right."""
+    x = inputs(40, 4, 2, 96, 64, "cpu", kind=kind)
+    config = small(16)
+    made = {joined: layer(x, replace(config, joined=joined)) for joined in (True, False)}
+    kernels = {joined: {one.launches[name].kernel for name in ("gemm1", "gemm2")} for joined, one in made.items()}
+    assert kernels == {True: {wide._wide_kernel}, False: {_gemm_kernel}}
+    expected = reference.layer(x.x, x.ids, x.weights, x.w1, x.w2, None)
+    for one in made.values():
+        x.out.fill_(float("nan"))
+        one()
+        assert reference.errors(x.out, expected).ok

@@ -30,6 +30,8 @@ WORDS_K = (*ROWS_K, 8192)
 WORDS_FROM = 28 << 20  # weights of one token's experts, from which INT4 is loaded as words: see `by_words`
 FILL = 3  # CTAs an SM, below which each one needs more loads in flight
 TABLE = "experts.json"
+WIDE_ROWS = 128  # of a wide tile
+JOINED = range(64, 257)  # numbers of tokens for which blocks of one expert are joined
 NEAR = 2.0  # a number of tokens this factor off those that were tuned, or less, runs as they do
 INT8_GROUP = 32  # values of a row, along K, that share one scale where the source has 8-bit activations
 
@@ -98,7 +100,8 @@ class Choice:
     """How an expert layer is run. fused: SiLU(gate) · up at the end of GEMM1; if not, in the K loop of GEMM2.
 
     dependent: each launch may start before the one before has ended, on GPUs that have that (from Hopper on).
-    rows: only for one token, by matrix-vector products; the tiles are not used then. None: by tiles.
+    rows: only for one token, by matrix-vector products; the tiles are not used then. None: by tiles. joined: blocks of
+    one expert side by side are one tile (wide.py), which tiles of the plainest kind can be.
     """
 
     block_m: int
@@ -107,6 +110,7 @@ class Choice:
     fused: bool = True
     dependent: bool = True
     rows: RowChoice | None = None
+    joined: bool = False
 
     def as_dict(self) -> dict[str, Any]:
         """The configuration as JSON."""
@@ -143,6 +147,8 @@ def check_choice(config: Choice, int4: bool) -> None:
             raise ValueError(f"{name}.block_k is {tile.block_k} with unpack split; allowed: 64 and more")
     if config.fused and config.gemm1.block_n < 32:
         raise ValueError(f"gemm1.block_n is {config.gemm1.block_n}; allowed: at least 32 where SiLU · up is fused")
+    if config.joined and (why := _not_joined(config, int4)):
+        raise ValueError(f"config.joined is True with {why}; allowed: bf16, fp16 or fp32 weights by plain, fused tiles")
     if isinstance(config.rows, WordChoice) and not int4:
         raise ValueError(f"config.rows is {config.rows}; allowed: WordChoice only with INT4 weights")
     allowed = {"up": ROWS, "down": ROWS, "block_k": ROWS_K, "num_warps": WARPS} if config.rows else {}
@@ -273,6 +279,26 @@ def _tiles(table: tuple, block_m: int, int4: bool, sms: int) -> list[TileChoice]
     return [replace(tile, programs=tile.programs * sms) for tile in found]
 
 
+def join(config: Choice, tokens: int, int4: bool) -> Choice:
+    """The configuration, joined where that gains: of few blocks an expert, none of which is as large as a wide tile."""
+    return replace(config, joined=tokens in JOINED and not _not_joined(config, int4))
+
+
+def _not_joined(config: Choice, int4: bool) -> str:
+    """What of a configuration wide tiles do not have; empty if nothing."""
+    tiles = config.gemm1, config.gemm2
+    found = {
+        "INT4 weights": int4,
+        "rows": config.rows is not None,
+        f"blocks of {config.block_m}": config.block_m >= WIDE_ROWS,
+        "SiLU in the second product": not config.fused,
+        "a persistent grid": any(tile.programs for tile in tiles),
+        "every block": not all(tile.counted for tile in tiles),
+        "a descriptor": any(tile.descriptor for tile in tiles),
+    }
+    return next((name for name, has in found.items() if has), "")
+
+
 Shape = tuple[int, int, int, int, bool]  # experts, top_k, hidden, width, whether the weights are INT4
 Table = dict[Shape, dict[int, Choice]]  # -> tokens -> configuration
 
@@ -282,8 +308,8 @@ def choose(tokens: int, experts: int, top_k: int, hidden: int, width: int, int4:
     known = _table(device).get((experts, top_k, hidden, width, int4), {})
     tuned_tokens = nearest(tokens, tuple(known))
     if tuned_tokens is not None:
-        return replace(known[tuned_tokens], rows=_rows(tokens, top_k, int4))
-    return rule(tokens, experts, top_k, hidden, width, int4, multiprocessors(device))
+        return join(replace(known[tuned_tokens], rows=_rows(tokens, top_k, int4)), tokens, int4)
+    return join(rule(tokens, experts, top_k, hidden, width, int4, multiprocessors(device)), tokens, int4)
 
 
 def choose_any(

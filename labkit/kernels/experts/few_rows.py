@@ -39,9 +39,9 @@ from torch import Tensor
 from labkit.kernels.checks import check_one_of
 from labkit.kernels.dependent import wait_for_inputs
 from labkit.kernels.experts.choose import Choice, TileChoice
-from labkit.kernels.experts.expert_layer import by_tiles
 from labkit.kernels.experts.inputs import Layer, LayerInputs, Workspace, check_layer, workspace
 from labkit.kernels.experts.int4 import GROUP, Int4
+from labkit.kernels.experts.tiled import by_tiles
 from labkit.kernels.experts.tiles import _silu_up, options_of
 from labkit.kernels.gguf.integers import _MULTIPLY
 from labkit.kernels.gguf.shares import _without_first

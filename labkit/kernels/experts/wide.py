@@ -26,16 +26,15 @@ from torch import Tensor
 from labkit.kernels.checks import check_one_of
 from labkit.kernels.dependent import wait_for_inputs
 from labkit.kernels.experts import blocks as experts_blocks
-from labkit.kernels.experts.choose import BLOCKS, Choice, TileChoice, check_choice, choose
-from labkit.kernels.experts.expert_layer import by_tiles
+from labkit.kernels.experts.choose import BLOCKS, WIDE_ROWS, Choice, TileChoice, check_choice, choose
 from labkit.kernels.experts.inputs import Layer, LayerInputs, Workspace, check_layer, workspace
+from labkit.kernels.experts.tiled import by_tiles
 from labkit.kernels.experts.tiles import _load, _place_of, _product, _silu_up, _tile, options_of
 from labkit.kernels.launch import Launch
 from labkit.kernels.target import multiprocessors
 
 WIDE = (2, 4, 8)
 SPLITS = (1, 2, 4, 8)
-ROWS = 128  # of a wide tile
 
 
 @dataclass(frozen=True)
@@ -173,7 +172,19 @@ def by_wide_tiles(
     config = for_wide_tiles(choose(*x.shape, False, x.x.device)) if config is None else replace(config, rows=None)
     check_choice(config, x.int4)
     check_one_of("fused", config.fused, (True,))
-    made = by_tiles(x, config, workspace(x) if scratch is None else scratch)
+    return joined(x, config, workspace(x) if scratch is None else scratch, False, up, down)
+
+
+def joined(
+    x: LayerInputs,
+    config: Choice,
+    scratch: Workspace,
+    check_ids: bool = False,
+    up: WideChoice | None = None,
+    down: WideChoice | None = None,
+) -> Layer:
+    """The launches of `by_wide_tiles`, for inputs and a configuration that have been checked."""
+    made = by_tiles(x, config, scratch, check_ids)
     sms = multiprocessors(x.x.device)
     parts = {"gemm1": (x.w1, config.gemm1, up), "gemm2": (x.w2, config.gemm2, down)}
     launches = dict(made.launches)
@@ -197,17 +208,17 @@ def of_shape(T: int, top_k: int, N: int, block_m: int, tile: TileChoice, sms: in
     Their sums are split where they are fewer than sms / 2 if all tokens take the same top_k experts: for as many
     programs as two a multiprocessor. N: rows of an expert's weights.
     """
-    if block_m >= ROWS:
+    if block_m >= WIDE_ROWS:
         return None
-    fewest = experts_blocks.tiles(top_k * triton.cdiv(T, ROWS), N, tile.block_n)
+    fewest = experts_blocks.tiles(top_k * triton.cdiv(T, WIDE_ROWS), N, tile.block_n)
     splits = max(s for s in SPLITS if s == 1 or s * fewest <= 2 * sms) if 2 * fewest < sms else 1
-    wide = ROWS // block_m
+    wide = WIDE_ROWS // block_m
     return WideChoice(wide, least=max(2, wide // 2), splits=splits)
 
 
 def check_wide(choice: WideChoice, block_m: int) -> None:
     """Raise ValueError for wide tiles that the kernel cannot make of blocks with so many rows."""
-    check_one_of("wide", choice.wide, [wide for wide in WIDE if wide * block_m <= ROWS])
+    check_one_of("wide", choice.wide, [wide for wide in WIDE if wide * block_m <= WIDE_ROWS])
     check_one_of("block_k", choice.block_k, BLOCKS)
     check_one_of("splits", choice.splits, SPLITS)
     if choice.least < 1:

@@ -19,7 +19,7 @@ from labkit import sources
 from labkit.bench.spec import Arguments, Case, Trial
 from labkit.evidence import compiled, roofline
 from labkit.kernels import offline
-from labkit.kernels.experts import choose, expert_layer, few_rows, reference, wide
+from labkit.kernels.experts import choose, expert_layer, few_rows, reference, tiled
 from labkit.kernels.experts import int4 as experts_int4
 from labkit.kernels.experts.choose import Candidate, Choice
 from labkit.kernels.experts.inputs import Layer, LayerInputs, Workspace, workspace
@@ -183,7 +183,7 @@ def config_of(
         largest = choose.SOURCE_BLOCKS_M[-1]  # with 128 rows its tile does not fit the registers
         found = found if block_m else replace(found, block_m=min(ruled.block_m, largest))
     elif base == "rule":
-        found = ruled
+        found = choose.join(ruled, shape[0], int4)
     else:
         found = (choose.choose_any if words is None else choose.choose)(*shape, device)
     if words:
@@ -197,6 +197,8 @@ def config_of(
         changes |= {"num_stages": 2}
     if x.op != "layer" or x["T"] > 1 or grid or changes or not rows:  # what is about tiles
         found = replace(found, rows=None)
+    if x.op not in ("layer", "designs") or grid or changes:
+        found = replace(found, joined=False)
     return replace(found, gemm1=replace(found.gemm1, **changes), gemm2=replace(found.gemm2, **changes))
 
 
@@ -244,7 +246,7 @@ def layer(x: Case, device: Any, sets: int, seed: int, **how: Any) -> Trial:
 
 
 def design(x: Case, device: Any, sets: int, seed: int, by: str = "") -> Trial:
-    """The lab's layer by another design, or by tiles; by: the variant whose design it is."""
+    """The lab's layer, or by another design; by: the variant whose design it is."""
     items = _with_outputs(inputs(x, device, sets, seed))
     scratch = _shared(x, device, "scratch", lambda: workspace(items[0]))
     config = designed_for(x, device, by)
@@ -262,16 +264,16 @@ def designed_for(x: Case, device: Any, by: str) -> Choice:
     if by == variants.FRAGMENTS:
         return few_rows.BLOCKS
     config = config_of(x, device, base="ours")
-    return wide.for_wide_tiles(config) if by == variants.SIDE else config
+    return replace(config, joined=False) if by == variants.APART else config
 
 
 def designed(item: LayerInputs, config: Choice, scratch: Workspace, by: str) -> Layer:
     """The launches of a design on one set of inputs."""
     if by == variants.FRAGMENTS:
         return few_rows.by_few_rows(item, scratch)
-    if by == variants.SIDE:
-        return wide.by_wide_tiles(item, config, scratch)
-    return expert_layer.by_tiles(item, config, scratch, at_once=by != variants.IN_TURN)
+    if by == variants.IN_TURN:
+        return tiled.by_tiles(item, config, scratch, at_once=False)
+    return expert_layer.layer(item, config, scratch)
 
 
 def _code(launch: Launch) -> dict[str, Any]:

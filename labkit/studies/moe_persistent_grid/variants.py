@@ -4,6 +4,7 @@ Operations: `layer`, a whole layer; `gemm1` and `gemm2`, one of its products; `w
 `tune`, candidates for the tuned table, of either product; `designs`, a whole layer by another design of its products.
 """
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from labkit.bench.spec import Case, Variant, variant
@@ -43,7 +44,7 @@ RIVALS = (GROUPED, LIGER, LOOP, SGLANG, VLLM)
 ENGINES = {SGLANG: "SGLang", VLLM: "vLLM", HUMMING: "Humming"}  # layers, or what they are made of, of engines
 ENGINES_OF = {"bf16": (SGLANG, VLLM), "INT4": (VLLM, HUMMING)}  # kind of weights -> those that have it
 TUNED_FOR = SOURCE_T  # tokens that OTHER_TOKENS was tuned for
-SIDE = "ours, blocks of one expert as one tile"
+APART = "ours, each block a tile"
 FRAGMENTS = "ours, INT4 as fragments"
 IN_TURN = "ours, tables made in turn"
 DESIGNED_AT = {"bf16": (128,), "INT4": (16, 128)}  # tokens
@@ -195,7 +196,7 @@ LINES = {  # operation, of layers with the kind of weights -> its variants; the 
     ],
     "designs": [
         Line(OURS, "baseline", "design", {}),
-        Line(SIDE, "step", "design", {"by": SIDE}),
+        Line(APART, "step", "design", {"by": APART}),
         Line(GROUPED, "peer", "grouped_mm", {}),
         Line(READ, "ceiling", "read", {}),
     ],
@@ -286,10 +287,10 @@ def _variant(x: Case, line: Line) -> Variant:
 # What runs, as "module:function": launchers, and before them the rules of their configuration; a table is no code
 
 _RULE, _BY_WORDS = f"{EXPERTS}.choose:rule", f"{EXPERTS}.choose:by_words"
-_PRODUCTS, _TILES = f"{EXPERTS}.expert_layer:products", f"{EXPERTS}.expert_layer:by_tiles"
+_PRODUCTS, _TILES = f"{EXPERTS}.tiled:products", f"{EXPERTS}.tiled:by_tiles"
+_JOINED = f"{EXPERTS}.wide:joined"
 BY_TILES_SOURCE = _RULE, _TILES  # of our layer of more than one token
 _BY_DESIGN = {
-    SIDE: (_RULE, f"{EXPERTS}.wide:by_wide_tiles"),
     FRAGMENTS: (f"{EXPERTS}.few_rows:by_few_rows",),
 }
 _IN_BYTES, _IN_WORDS = f"{EXPERTS}.one_token:launches", f"{EXPERTS}.one_token_words:launches"
@@ -316,8 +317,12 @@ def _runs(x: Case, line: Line) -> str | tuple[str, ...]:
         return _PRODUCTS
     if line.make in _RUNS:
         return _RUNS[line.make]
+    if line.make == "design" and "by" in options:
+        return _BY_DESIGN.get(options["by"], BY_TILES_SOURCE)
+    if line.make in ("layer", "design") and _joins(x, options):
+        return _RULE, _JOINED
     if line.make == "design":
-        return _BY_DESIGN.get(options.get("by", ""), BY_TILES_SOURCE)
+        return BY_TILES_SOURCE
     if x.op == "layer" and x["T"] == 1 and not options.keys() & {"grid", "tokens", "rows"}:  # these are about tiles
         if x["weights"] != "INT4" or "plain" in options:
             return _RULE, _IN_BYTES
@@ -328,3 +333,12 @@ def _runs(x: Case, line: Line) -> str | tuple[str, ...]:
     found += (_RULE,) if options.get("block_m") == 0 else ()  # by the tokens
     found += (_TILES if x.op == "layer" else _PRODUCTS,)
     return (*found, f"{STUDY}.w4a8:_quantise", f"{STUDY}.w4a8:_gemm") if options.get("int8") else found
+
+
+def _joins(x: Case, options: Mapping[str, Any]) -> bool:
+    """Whether a layer of ours may have blocks of one expert as one tile, if the configuration for its GPU can."""
+    from labkit.kernels.experts import choose
+
+    int4 = x["weights"] == "INT4" and "plain" not in options
+    ours = options.get("base", "ours") in ("ours", "rule") and not options.keys() & {"grid", "int8"}
+    return ours and not int4 and options.get("tokens", x["T"]) in choose.JOINED
