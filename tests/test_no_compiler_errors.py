@@ -95,7 +95,7 @@ def expert_launch(name, choice, number, int4):
     """Of an expert layer as wide as Qwen3-30B-A3B's.
 
     choice: the rule's tiles for `number` tokens, the source's blocks, what it has for one token alone (rows, words), or
-    another design (wide, few).
+    another design (wide, split, few).
     """
     experts, hidden, width, tokens = 8, 2048, 768, 1 if choice in ("rows", "words") else 8
     shapes = ((experts, 2 * width, hidden), (experts, hidden, width))
@@ -109,8 +109,8 @@ def expert_launch(name, choice, number, int4):
     config, given = replace(config, rows=rows), LayerInputs(x, ids, torch.ones(tokens, 8), w1, w2, torch.empty_like(x))
     if choice == "few":
         return few_rows.by_few_rows(given).launches[name]
-    if choice == "wide":
-        tiles = experts_wide.WideChoice(choose.WIDE_ROWS // config.block_m)
+    if choice in ("wide", "split"):
+        tiles = experts_wide.WideChoice(choose.WIDE_ROWS // config.block_m, splits=4 if choice == "split" else 1)
         return experts_wide.by_wide_tiles(given, config, None, tiles, tiles).launches[name]
     return expert_layer.layer(given, config).launches[name]
 
@@ -307,7 +307,7 @@ def experts():
     found |= every("expert_launch", **gemms, choice=["rows"], number=[1])
     found |= every("expert_launch", name=["gemm1", "gemm2"], int4=[True], choice=["words"], number=[1])
     found |= every("expert_launch", **gemms, choice=["source"], number=[16, 64])
-    found |= every("expert_launch", name=["gemm1", "gemm2"], int4=[False], choice=["wide"], number=[128, 512])
+    found |= every("expert_launch", name=["gemm1", "gemm2"], int4=[False], choice=["wide", "split"], number=[128, 512])
     found |= every("expert_launch", name=["gemm1", "gemm2"], int4=[True], choice=["few"], number=[1])
     found |= every("expert_launch", name=["sum"], int4=[False], choice=["rule"], number=[1])
     found |= every("routing_launch", name=["at once"], tokens=[16, 256])

@@ -41,7 +41,7 @@ def test_the_layer_is_right_at_every_routing(T, experts, H, width, kind, choice,
 
 def test_sums_that_programs_share_are_added_in_order_and_again_at_the_next_call():
     """Twice as many programs add in another order, and one of a tile's parts left out is noticed."""
-    x = inputs(40, 4, 2, 96, 64, "cpu", kind="one expert")
+    x = inputs(40, 16, 2, 96, 64, "cpu", kind="one expert")
     expected = reference.layer(x.x, x.ids, x.weights, x.w1, x.w2, None)
     made = {
         splits: wide.by_wide_tiles(x, small(16), None, *[WideChoice(2, block_k=16, splits=splits)] * 2)
@@ -54,12 +54,24 @@ def test_sums_that_programs_share_are_added_in_order_and_again_at_the_next_call(
         assert reference.errors(x.out, expected).ok
         assert torch.equal(bits.setdefault(splits, x.out.clone()), x.out)
     assert not torch.equal(bits[1], bits[2])
+    assert not torch.equal(bits[2], bits[4])
     arrived = [one.launches[name].args["arrived"] for one in (made[2], made[4]) for name in ("gemm1", "gemm2")]
     assert not any(one.any() for one in arrived)
     arrived[-1].fill_(1)  # as if a part had been stored that was not
     made[4].launches["gemm2"].args["partial"].fill_(0)
     made[4]()
     assert not reference.errors(x.out, expected).ok
+
+
+@pytest.mark.parametrize(("others", "shared"), [(15, False), (1, True)])
+def test_sums_are_shared_only_where_enough_programs_have_no_block(others, shared):
+    """Of 40 tokens 17 take one expert, two blocks of 16; the rest take 15 others, a block each, or one of them."""
+    x = inputs(40, 16, 1, 96, 64, "cpu")
+    x.ids[:17, 0], x.ids[17:, 0] = 0, 1 + torch.arange(23) % others
+    once, twice = (run(x, *[WideChoice(2, block_k=16, splits=splits)] * 2) for splits in (1, 2))
+    for found in (once, twice):
+        assert reference.errors(found, reference.layer(x.x, x.ids, x.weights, x.w1, x.w2, None)).ok
+    assert torch.equal(once, twice) != shared
 
 
 def test_slots_without_an_expert_add_nothing():
@@ -92,13 +104,15 @@ def test_only_blocks_of_one_expert_are_joined(kind, joined, monkeypatch):
 
 def test_a_wide_tile_has_128_rows_and_is_shared_where_there_are_few():
     tile = TileChoice(block_n=128)
-    assert wide.of_shape(128, 8, 4096, 128, tile, 132) is None
-    assert wide.of_shape(128, 8, 4096, 16, tile, 132) == WideChoice(8, least=4)
-    assert wide.of_shape(128, 8, 4096, 32, tile, 132) == WideChoice(4)
-    assert wide.of_shape(128, 8, 4096, 64, tile, 132) == WideChoice(2)
-    assert wide.of_shape(128, 2, 4096, 64, tile, 132) == WideChoice(2, splits=4)  # 64 tiles, of all tokens' two experts
-    assert wide.of_shape(129, 2, 4096, 64, tile, 132) == WideChoice(2)  # 128 tiles
-    assert wide.of_shape(2, 1, 64, 16, tile, 132) == WideChoice(8, least=4, splits=8)
+    assert wide.of_shape(128, 8, 4096, 14336, 128, tile, 132) is None
+    assert wide.of_shape(128, 8, 4096, 14336, 16, tile, 132) == WideChoice(8, least=4)
+    assert wide.of_shape(128, 8, 4096, 14336, 32, tile, 132) == WideChoice(4)
+    assert wide.of_shape(128, 8, 4096, 14336, 64, tile, 132) == WideChoice(2)
+    assert wide.of_shape(128, 2, 4096, 14336, 64, tile, 132) == WideChoice(2, splits=4)  # 64 tiles, of two experts
+    assert wide.of_shape(129, 2, 4096, 14336, 64, tile, 132) == WideChoice(2, splits=2)  # 128 tiles
+    assert wide.of_shape(257, 2, 4096, 14336, 64, tile, 132) == WideChoice(2)
+    assert wide.of_shape(2, 1, 64, 8 * 2048, 16, tile, 132) == WideChoice(8, least=4, splits=8)
+    assert wide.of_shape(2, 1, 64, 8 * 2048 - 1, 16, tile, 132) == WideChoice(8, least=4, splits=4)
 
 
 @pytest.mark.parametrize("block_m", [16, 128])

@@ -7,7 +7,9 @@
 |                  | one tile, in the same launch: a program sees it by the experts of the blocks around its own       |
 | the others leave | programs of the blocks that such a tile has taken over end at once                                |
 | split K          | if all tokens at one choice of experts leave most multiprocessors without a wide tile, several    |
-|                  | share its sums over K; the last of them adds the parts, always in the same order                  |
+|                  | programs share its sums over K; the last adds the parts, always in the same order. The launch has |
+|                  | a program for every block that any routing needs: those that this one does not need take a part,  |
+|                  | where there are enough of them; so routings that need no split K have no more programs            |
 
 So the host knows nothing of the routing, and a captured graph is right for every one.
 
@@ -35,29 +37,34 @@ from labkit.kernels.target import multiprocessors
 
 WIDE = (2, 4, 8)
 SPLITS = (1, 2, 4, 8)
+LONG = 2048  # values of K, below which a part is sooner done than stored and added
 
 
 @dataclass(frozen=True)
 class WideChoice:
     """wide: blocks of a wide tile; least: so many of one expert are one; block_k: its values along K at once.
 
-    splits: programs that share a wide tile's sums over K.
+    splits: programs that share a wide tile's sums over K, where enough of them have no block. stages: of its loop.
     """
 
     wide: int = 8
     least: int = 2
     block_k: int = 64
     splits: int = 1
+    stages: int = 3
 
 
 @triton.jit
 def _wide_tile(
-    first, count, column, expert, a, w, c, partial, arrived, slots, slot_count,
+    first, count, column, expert, part, shared, a, w, c, partial, arrived, slots, slot_count,
     N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr, GATHER: tl.constexpr, SWAP: tl.constexpr,
     BLOCK_M: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, LEAST: tl.constexpr,
-    SPLITS: tl.constexpr,
+    SPLITS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One tile: `count` blocks of one expert from `first` on, of ROWS rows together at most, BLOCK_N rows of its w."""
+    """One tile: `count` blocks of one expert from `first` on, of ROWS rows together at most, BLOCK_N rows of its w.
+
+    shared: its sums over K are of SPLITS programs, of which this one has `part`.
+    """
     EVEN_K: tl.constexpr = K % BLOCK_K == 0
     SHARE: tl.constexpr = (K + SPLITS * BLOCK_K - 1) // (SPLITS * BLOCK_K) * BLOCK_K
     m = first * BLOCK_M + tl.arange(0, ROWS)
@@ -72,13 +79,18 @@ def _wide_tile(
     ks = tl.arange(0, BLOCK_K)
     rows = a + (slot // TOP_K if GATHER else m).to(tl.int64) * K
     sums = tl.zeros([BLOCK_N, ROWS] if SWAP else [ROWS, BLOCK_N], tl.float32)
-    part = tl.program_id(1) if SPLITS > 1 else 0
-    for k in range(part * SHARE, tl.minimum(part * SHARE + SHARE, K) if SPLITS > 1 else K, BLOCK_K):
+    start, end = 0, K
+    if SPLITS > 1:
+        start = part * SHARE
+        end = tl.where(shared, tl.minimum(start + SHARE, K), K)
+    for k in tl.range(start, end, BLOCK_K, num_stages=STAGES):
         inside = k + ks < K
         x = _load(rows[:, None] + (k + ks)[None, :], valid[:, None] & inside[None, :], True)
         b = _load(w + k + ((n * K)[:, None] + ks[None, :]), inside[None, :], not EVEN_K)
         sums = _product(x, b, sums, SWAP)
-    if SPLITS == 1:
+    if SPLITS == 1:  # noqa: SIM114, since the compiler knows this one and leaves out the rest
+        _store_wide(sums, c, m, slot, valid, column, N, GATHER, SWAP, ROWS, BLOCK_N)
+    elif shared == 0:
         _store_wide(sums, c, m, slot, valid, column, N, GATHER, SWAP, ROWS, BLOCK_N)
     else:
         tile = first // LEAST * ((N + BLOCK_N - 1) // BLOCK_N) + column  # a wide tile has LEAST blocks: no two the same
@@ -118,7 +130,8 @@ def _wide_kernel(
     a, w, c, partial, arrived, slots, experts, padded, slot_count,
     N: tl.constexpr, K: tl.constexpr, E: tl.constexpr, TOP_K: tl.constexpr, GATHER: tl.constexpr, ACT: tl.constexpr,
     SWAP: tl.constexpr, GROUP_M: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    WIDE: tl.constexpr, LEAST: tl.constexpr, WIDE_K: tl.constexpr, SPLITS: tl.constexpr, DEPENDENT: tl.constexpr,
+    WIDE: tl.constexpr, LEAST: tl.constexpr, WIDE_K: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """One program: one tile of one block, or of up to WIDE blocks of one expert, or a part of its sums; or nothing.
 
@@ -127,25 +140,39 @@ def _wide_kernel(
     wait_for_inputs(DEPENDENT)
     COLUMNS: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     blocks = tl.load(padded) // BLOCK_M
-    if tl.program_id(0) >= blocks * COLUMNS:
+    program, part, shared = tl.program_id(0), 0, 0
+    spare = program - blocks * COLUMNS  # from 0 on: this program has no block of its own
+    places = (blocks + LEAST - 1) // LEAST  # where a wide tile may begin: each has its own
+    idle = spare >= 0
+    if SPLITS > 1:
+        parts = (SPLITS - 1) * places * COLUMNS
+        shared = tl.num_programs(0) - blocks * COLUMNS >= parts
+        idle = idle & ((shared == 0) | (spare >= parts))
+    if idle:
         return
-    block, column = _place_of(tl.program_id(0), blocks, COLUMNS, GROUP_M)
+    block, column = _place_of(tl.minimum(program, blocks * COLUMNS - 1), blocks, COLUMNS, GROUP_M)
+    place = block // LEAST
+    if SPLITS > 1:  # noqa: SIM102, as above
+        if spare >= 0:
+            part = 1 + spare // (places * COLUMNS)
+            place, column = spare // COLUMNS % places, spare % COLUMNS
+            block = place * LEAST + LEAST - 1  # which is the tile's that begins there, if one does
     around = block // WIDE * WIDE + tl.arange(0, WIDE)
     owners = tl.load(experts + around, mask=around < blocks, other=-1)
-    expert = tl.load(experts + block)
+    expert = tl.load(experts + block, mask=block < blocks, other=-2)
     count = tl.sum((owners == expert).to(tl.int32), 0)
     if count < LEAST:
-        if tl.program_id(1) == 0:
+        if part == 0:
             _tile(
-                tl.program_id(0), blocks, a, w, w, c, slots, experts, slot_count, N, K, E, TOP_K, GATHER, ACT, False,
-                "", False, SWAP, True, GROUP_M, BLOCK_M, BLOCK_N, BLOCK_K, 128,
+                program, blocks, a, w, w, c, slots, experts, slot_count, N, K, E, TOP_K, GATHER, ACT, False, "", False,
+                SWAP, True, GROUP_M, BLOCK_M, BLOCK_N, BLOCK_K, 128,
             )  # fmt: skip
     else:
         first = tl.min(tl.where(owners == expert, around, blocks), 0)
-        if block == first:
+        if (block == first) | ((part > 0) & (first // LEAST == place)):
             _wide_tile(
-                first, count, column, expert, a, w, c, partial, arrived, slots, slot_count, N, K, TOP_K, GATHER, SWAP,
-                BLOCK_M, WIDE * BLOCK_M, BLOCK_N, WIDE_K, LEAST, SPLITS,
+                first, count, column, expert, part, shared, a, w, c, partial, arrived, slots, slot_count, N, K, TOP_K,
+                GATHER, SWAP, BLOCK_M, WIDE * BLOCK_M, BLOCK_N, WIDE_K, LEAST, SPLITS, STAGES,
             )  # fmt: skip
 
 
@@ -189,7 +216,7 @@ def joined(
     parts = {"gemm1": (x.w1, config.gemm1, up), "gemm2": (x.w2, config.gemm2, down)}
     launches = dict(made.launches)
     for name, (w, tile, choice) in parts.items():
-        if found := choice or of_shape(len(x.x), x.shape[2], w.shape[1], config.block_m, tile, sms):
+        if found := choice or of_shape(len(x.x), x.shape[2], *w.shape[1:], config.block_m, tile, sms):
             launches[name] = gemm(launches[name].args, w, tile, found)
     return Layer(made.config, made.sorted, launches)
 
@@ -201,19 +228,19 @@ def for_wide_tiles(config: Choice) -> Choice:
     return replace(config, gemm1=gemm1, gemm2=gemm2, fused=True, rows=None)
 
 
-def of_shape(T: int, top_k: int, N: int, block_m: int, tile: TileChoice, sms: int) -> WideChoice | None:
+def of_shape(T: int, top_k: int, N: int, K: int, block_m: int, tile: TileChoice, sms: int) -> WideChoice | None:
     """A product's wide tiles; None where blocks are as large as they are.
 
     Half of the blocks that fit into one make it: of fewer rows, more are computed in vain than weights are read less.
-    Their sums are split where they are fewer than sms / 2 if all tokens take the same top_k experts: for as many
-    programs as two a multiprocessor. N: rows of an expert's weights.
+    Their sums are split where they are fewer than sms if all tokens take the same top_k experts: for as many programs
+    as two a multiprocessor, if each has LONG values of K. N, K: of an expert's weights [N, K].
     """
     if block_m >= WIDE_ROWS:
         return None
     fewest = experts_blocks.tiles(top_k * triton.cdiv(T, WIDE_ROWS), N, tile.block_n)
-    splits = max(s for s in SPLITS if s == 1 or s * fewest <= 2 * sms) if 2 * fewest < sms else 1
+    allowed = [s for s in SPLITS if s == 1 or (s * fewest <= 2 * sms and s * LONG <= K)]
     wide = WIDE_ROWS // block_m
-    return WideChoice(wide, least=max(2, wide // 2), splits=splits)
+    return WideChoice(wide, least=max(2, wide // 2), splits=max(allowed))
 
 
 def check_wide(choice: WideChoice, block_m: int) -> None:
@@ -234,11 +261,21 @@ def gemm(args: Mapping[str, Any], w: Tensor, tile: TileChoice, choice: WideChoic
     given = {name: args[name] for name in (*kept, "DEPENDENT")}
     given |= {"w": w, "SWAP": tile.swap, "GROUP_M": tile.group_m, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k}
     given |= {"WIDE": choice.wide, "LEAST": choice.least, "WIDE_K": choice.block_k, "SPLITS": choice.splits}
-    wide = experts_blocks.tiles(triton.cdiv(args["blocks"], choice.least), args["N"], tile.block_n)
-    shared, size = choice.splits > 1, choice.wide * args["BLOCK_M"] * tile.block_n
-    parts = torch.empty(wide * choice.splits * size, dtype=torch.float32, device=w.device) if shared else args["c"]
-    arrived = torch.zeros(wide, dtype=torch.int32, device=w.device) if shared else args["padded"]
+    given["STAGES"] = choice.stages
+    columns = experts_blocks.tiles(1, args["N"], tile.block_n)
+    tiles = _shared(args["blocks"], choice) * columns
+    size = choice.splits * choice.wide * args["BLOCK_M"] * tile.block_n
+    parts = torch.empty(tiles * size, dtype=torch.float32, device=w.device) if tiles else args["c"]
+    arrived = torch.zeros(tiles, dtype=torch.int32, device=w.device) if tiles else args["padded"]
     given |= {"partial": parts, "arrived": arrived}
-    tiles = experts_blocks.tiles(args["blocks"], args["N"], tile.block_n)
     options = options_of(args, tile.num_warps) | {"num_stages": tile.num_stages}
-    return Launch(_wide_kernel, (tiles, choice.splits), given, options)
+    return Launch(_wide_kernel, (args["blocks"] * columns,), given, options)
+
+
+def _shared(most: int, choice: WideChoice) -> int:
+    """The most wide tiles whose sums are shared by programs without a block, with a program for `most` blocks.
+
+    Their blocks and the other parts are no more than that; the last tile's place may have one block alone.
+    """
+    others = choice.splits - 1
+    return (most + choice.least - 1) // (choice.least + others) if others else 0
