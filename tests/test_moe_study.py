@@ -402,7 +402,7 @@ def test_a_table_is_written_read_and_the_nearest_tokens_chosen(tmp_path, monkeyp
     cpu = torch.device("cpu")
     assert choose.choose(16, *shape, cpu) == choose.choose(31, *shape, cpu) == few
     assert choose.choose(3000, *shape, cpu) == many
-    assert choose.choose(200, *shape, cpu) == dataclasses.replace(choose.rule(200, *shape, 132), joined=True)
+    assert choose.choose(200, *shape, cpu) == choose.Joined(**vars(choose.rule(200, *shape, 132)))
     assert choose.choose(16, *shape[:4], True, cpu) == choose.rule(16, *shape[:4], True, 132)
     assert choose.nearest(24, (16, 32)) == 32
     assert choose.nearest(33, (16,)) is None
@@ -423,10 +423,11 @@ def test_a_table_that_is_none_is_named(tmp_path, text):
 def test_blocks_of_one_expert_are_joined_where_wide_tiles_can_be_made_and_gain():
     """Of the numbers of tokens for which they were timed; every part that they do not have is named."""
     shape, cpu = (128, 8, 2048, 768), torch.device("cpu")
-    joined = {T: choose.choose(T, *shape, False, cpu).joined for T in (1, 16, 63, 64, 128, 256, 257, 4096)}
-    assert [T for T, is_so in joined.items() if is_so] == [64, 128, 256]
-    assert not choose.choose(128, *shape, True, cpu).joined
-    plain = dataclasses.replace(choose.rule(128, *shape), joined=True)
+    made = {T: choose.choose(T, *shape, False, cpu) for T in (1, 16, 63, 64, 128, 256, 257, 4096)}
+    assert [T for T, one in made.items() if isinstance(one, choose.Joined)] == [64, 128, 256]
+    assert not isinstance(choose.choose(128, *shape, True, cpu), choose.Joined)
+    plain = choose.Joined(**vars(choose.rule(128, *shape)))
+    assert choose.apart(plain) == choose.rule(128, *shape)
     choose.check_choice(plain, False)
     for words, changes in {
         "rows": {"rows": choose.RowChoice()},
@@ -437,10 +438,10 @@ def test_blocks_of_one_expert_are_joined_where_wide_tiles_can_be_made_and_gain()
         "a descriptor": {"gemm1": dataclasses.replace(plain.gemm1, descriptor=True)},
     }.items():
         changed = dataclasses.replace(plain, **changes)
-        assert not choose.join(changed, 128, False).joined
-        with pytest.raises(ValueError, match=f"config.joined is True with {words}; allowed: bf16, fp16 or fp32 wei"):
+        assert not isinstance(choose.join(choose.apart(changed), 128, False), choose.Joined)
+        with pytest.raises(ValueError, match=f"config is Joined with {words}; allowed: bf16, fp16 or fp32 wei"):
             choose.check_choice(changed, False)
-    with pytest.raises(ValueError, match=r"config.joined is True with INT4 weights"):
+    with pytest.raises(ValueError, match="config is Joined with INT4 weights"):
         choose.check_choice(plain, True)
 
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from labkit.kernels.experts import reference, wide
-from labkit.kernels.experts.choose import TileChoice
+from labkit.kernels.experts.choose import Joined, TileChoice
 from labkit.kernels.experts.expert_layer import layer
 from labkit.kernels.experts.inputs import workspace
 from labkit.kernels.experts.tiled import by_tiles
@@ -164,7 +164,7 @@ def test_a_layer_is_joined_where_its_configuration_says_so(kind):
     """By the kernel of wide tiles, else by that of tiles; both are right."""
     x = inputs(40, 4, 2, 96, 64, "cpu", kind=kind)
     config = small(16)
-    made = {joined: layer(x, replace(config, joined=joined)) for joined in (True, False)}
+    made = {joined: layer(x, Joined(**vars(config)) if joined else config) for joined in (True, False)}
     kernels = {joined: {one.launches[name].kernel for name in ("gemm1", "gemm2")} for joined, one in made.items()}
     assert kernels == {True: {wide._wide_kernel}, False: {_gemm_kernel}}
     expected = reference.layer(x.x, x.ids, x.weights, x.w1, x.w2, None)

@@ -100,8 +100,7 @@ class Choice:
     """How an expert layer is run. fused: SiLU(gate) · up at the end of GEMM1; if not, in the K loop of GEMM2.
 
     dependent: each launch may start before the one before has ended, on GPUs that have that (from Hopper on).
-    rows: only for one token, by matrix-vector products; the tiles are not used then. None: by tiles. joined: blocks of
-    one expert side by side are one tile (wide.py), which tiles of the plainest kind can be.
+    rows: only for one token, by matrix-vector products; the tiles are not used then. None: by tiles.
     """
 
     block_m: int
@@ -110,7 +109,6 @@ class Choice:
     fused: bool = True
     dependent: bool = True
     rows: RowChoice | None = None
-    joined: bool = False
 
     def as_dict(self) -> dict[str, Any]:
         """The configuration as JSON."""
@@ -126,6 +124,18 @@ class Choice:
             "rows": rows and RowChoice(**rows),
         }
         return cls(**{**made, **parts})
+
+
+@dataclass(frozen=True)
+class Joined(Choice):
+    """A configuration of the plainest tiles, by which blocks of one expert side by side are one tile (wide.py).
+
+    A class of its own: layers by tiles do not depend on it, so their recorded rows stay those of today's kernel.
+    """
+
+    def as_dict(self) -> dict[str, Any]:
+        """The configuration as JSON; with `joined`, which no table has."""
+        return super().as_dict() | {"joined": True}
 
 
 def check_choice(config: Choice, int4: bool) -> None:
@@ -147,8 +157,8 @@ def check_choice(config: Choice, int4: bool) -> None:
             raise ValueError(f"{name}.block_k is {tile.block_k} with unpack split; allowed: 64 and more")
     if config.fused and config.gemm1.block_n < 32:
         raise ValueError(f"gemm1.block_n is {config.gemm1.block_n}; allowed: at least 32 where SiLU · up is fused")
-    if config.joined and (why := _not_joined(config, int4)):
-        raise ValueError(f"config.joined is True with {why}; allowed: bf16, fp16 or fp32 weights by plain, fused tiles")
+    if isinstance(config, Joined) and (why := _not_joined(config, int4)):
+        raise ValueError(f"config is Joined with {why}; allowed: bf16, fp16 or fp32 weights by plain, fused tiles")
     if isinstance(config.rows, WordChoice) and not int4:
         raise ValueError(f"config.rows is {config.rows}; allowed: WordChoice only with INT4 weights")
     allowed = {"up": ROWS, "down": ROWS, "block_k": ROWS_K, "num_warps": WARPS} if config.rows else {}
@@ -280,8 +290,14 @@ def _tiles(table: tuple, block_m: int, int4: bool, sms: int) -> list[TileChoice]
 
 
 def join(config: Choice, tokens: int, int4: bool) -> Choice:
-    """The configuration, joined where that gains: of few blocks an expert, none of which is as large as a wide tile."""
-    return replace(config, joined=tokens in JOINED and not _not_joined(config, int4))
+    """The configuration, `Joined` where that gains: of few blocks an expert, all of which are less than a wide tile."""
+    gains = tokens in JOINED and not _not_joined(config, int4)
+    return (Joined if gains else Choice)(**vars(config))
+
+
+def apart(config: Choice) -> Choice:
+    """The configuration by which each block is a tile."""
+    return Choice(**vars(config))
 
 
 def _not_joined(config: Choice, int4: bool) -> str:

@@ -15,7 +15,7 @@
 """
 
 from labkit.kernels.experts import one_token, one_token_words, routing, wide
-from labkit.kernels.experts.choose import Choice, WordChoice, check_choice, choose_any
+from labkit.kernels.experts.choose import Choice, Joined, WordChoice, check_choice, choose_any
 from labkit.kernels.experts.inputs import Layer, LayerInputs, Workspace, _part, check_layer, workspace
 from labkit.kernels.experts.tiled import by_tiles
 from labkit.kernels.target import has_dependent_launch
@@ -39,7 +39,7 @@ def layer(
     scratch = workspace(x) if scratch is None else scratch
     if scratch.tokens < T:
         raise ValueError(f"x has {T} tokens; allowed: up to {scratch.tokens}, for which the scratch was made")
-    if config.joined:
+    if isinstance(config, Joined):
         return wide.joined(x, config, scratch, check_ids)
     if not config.rows:
         return by_tiles(x, config, scratch, check_ids)

@@ -123,7 +123,16 @@ def _parts(
             yield [gemm, *shape, config.as_dict()["rows"], config.dependent], [gemm]
         elif not tile.descriptor or capability >= 90:
             how = tile.as_dict() | {"programs": tile.programs > 0}
-            key = [gemm, *shape, config.block_m, config.fused, config.dependent, config.joined, how, int8]
+            key = [
+                gemm,
+                *shape,
+                config.block_m,
+                config.fused,
+                config.dependent,
+                isinstance(config, choose.Joined),
+                how,
+                int8,
+            ]
             yield key, [gemm, BEFORE[gemm]] if int8 else [gemm]
     if not config.rows:
         counted = config.gemm1.counted and config.gemm2.counted
@@ -156,7 +165,9 @@ def layer(
 
 
 def config_from(choice: Mapping[str, Any]) -> Choice:
-    """The configuration that `as_dict` has made JSON of, also with words."""
+    """The configuration that `as_dict` has made JSON of, also with words, or joined."""
+    if "joined" in choice:
+        return choose.Joined.of({name: value for name, value in choice.items() if name != "joined"})
     rows = choice["rows"] or {}
     found = Choice.of({**choice, "rows": None} if "down_k" in rows else choice)
     return replace(found, rows=WordChoice(**rows)) if "down_k" in rows else found

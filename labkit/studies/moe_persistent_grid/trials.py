@@ -198,7 +198,7 @@ def config_of(
     if x.op != "layer" or x["T"] > 1 or grid or changes or not rows:  # what is about tiles
         found = replace(found, rows=None)
     if x.op not in ("layer", "designs") or grid or changes:
-        found = replace(found, joined=False)
+        found = choose.apart(found)
     return replace(found, gemm1=replace(found.gemm1, **changes), gemm2=replace(found.gemm2, **changes))
 
 
@@ -264,7 +264,7 @@ def designed_for(x: Case, device: Any, by: str) -> Choice:
     if by == variants.FRAGMENTS:
         return few_rows.BLOCKS
     config = config_of(x, device, base="ours")
-    return replace(config, joined=False) if by == variants.APART else config
+    return choose.apart(config) if by == variants.APART else config
 
 
 def designed(item: LayerInputs, config: Choice, scratch: Workspace, by: str) -> Layer:
