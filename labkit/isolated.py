@@ -106,7 +106,8 @@ def call(
 class Started:
     """A process that is started before it is called, and meanwhile does what takes it long.
 
-    first: "module:function", called there with `args`, JSON values; what it returns or raises is of no account.
+    first: "module:function", called there with `args`, JSON values; what it returns or raises is of no account. So are
+    those that it is told of later (`also`).
     env: as in `call`. lines: what it prints. One that nobody calls ends with `close`, or with this process.
     """
 
@@ -119,14 +120,25 @@ class Started:
                 self._child = _start(subprocess.PIPE, self._answer, env, says)
             self._held = held.pop_all()
         self.lines = _pumped(self._child)
+        self._left = 1  # calls of which it has not said that they have ended
         self._tell({"first": first, "args": args, "done": says, "parent": os.getpid(), "path": sys.path})
 
+    def also(self, then: str, *args: Any) -> None:
+        """Have it call another function after those that it was told of."""
+        self._left += 1
+        self._tell({"first": then, "args": args})
+
     def ready(self) -> bool:
-        """Wait, once, until its first call has ended; False if the process has."""
-        while not select.select([self._done], [], [], _POLL_S)[0]:
-            if self._child.poll() is not None:
+        """Wait until what it was to do first has ended; False if the process has."""
+        while self._left:
+            if not select.select([self._done], [], [], _POLL_S)[0]:
+                if self._child.poll() is not None:
+                    return False
+            elif not self._done.read(1):
                 return False
-        return bool(self._done.read(1))
+            else:
+                self._left -= 1
+        return True
 
     def ask(self, question: str) -> tuple[subprocess.Popen, Any]:
         """Have it answer the question in a file; the process, and where its answer will be."""
@@ -311,12 +323,14 @@ def _main() -> None:
     if "first" in request:
         with open(request["done"], "wb", buffering=0) as done:
             os.set_inheritable(request["done"], False)
-            with suppress(Exception):
-                named(request["first"])(*request["args"])
-            done.write(b"1")
-        if not (line := sys.stdin.buffer.readline()):
-            return  # nobody called
-        request = json.loads(Path(json.loads(line)["question"]).read_text())
+            while "first" in request:
+                with suppress(Exception):
+                    named(request["first"])(*request["args"])
+                done.write(b"1")
+                if not (line := sys.stdin.buffer.readline()):
+                    return  # nobody called
+                request = json.loads(line)
+        request = json.loads(Path(request["question"]).read_text())
     try:
         reply = json.dumps({"result": named(request["target"])(*request["args"], **request["kwargs"])})
     except BaseException as problem:

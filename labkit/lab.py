@@ -17,7 +17,7 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import cache as once
 from functools import cached_property
@@ -686,6 +686,7 @@ def _measure(
         return None, lease.why_none()
     machine.load_libraries()
     with ExitStack() as held:
+        early = held.enter_context(_imported(study, processes))
         env = held.enter_context(_leased())
         if problem := machine.why_no_gpu():
             return None, problem
@@ -699,7 +700,7 @@ def _measure(
                     wait([checking])
                 held.close()
 
-            rows, tiny = run.run(study, parameters, processes, env, _progress(), begin, done), None
+            rows, tiny = run.run(study, parameters, processes, env, _progress(), begin, done, early), None
             with suppress(isolated.IsolatedError):  # the page asks again, and says it
                 tiny = checking.result() if (checking := begin()) else None
     if prepared.in_run():  # what the page compiles leaves the next study, which it is made beside, the other cores
@@ -708,6 +709,14 @@ def _measure(
     own = rows[rows["variant"].isin(asked)].reset_index(drop=True)
     rows = rows[~added.is_added(rows)].reset_index(drop=True)
     return Shown(machine.this_machine(), rows, here=True, own=own, tiny=tiny), ""
+
+
+def _imported(study: Study, processes: int) -> AbstractContextManager[Sequence[isolated.Started]]:
+    """Processes that measure, started before their turn, where it is known on which GPU, and there is something to."""
+    gpus, done = lease.visible(), any(paths.RUNS.glob(f"*/{study.name}.parquet"))
+    if not prepared.in_run() or len(gpus) != 1 or done:
+        return nullcontext(())
+    return run.imported(study.name, processes, lease.environment(gpus[0]))
 
 
 @contextmanager

@@ -157,6 +157,28 @@ def test_a_process_that_was_started_before_has_done_what_comes_first():
         started.close()
 
 
+def test_what_it_is_told_of_later_is_done_in_order_before_it_is_ready():
+    started = isolated.Started(f"{HERE}:remember", 5)
+    try:
+        assert started.ready()
+        started.also(f"{HERE}:divide", 1, 0)
+        started.also(f"{HERE}:remember", 7)
+        assert started.ready()
+        assert started.ready()  # nothing is left to wait for
+        assert call(f"{HERE}:remembered", [], started=started) == [7, []]
+    finally:
+        started.close()
+
+
+def test_one_that_dies_of_what_it_is_told_later_is_not_ready():
+    started = isolated.Started(f"{HERE}:remember", 5)
+    try:
+        started.also("os:_exit", 3)
+        assert not started.ready()
+    finally:
+        started.close()
+
+
 @pytest.mark.parametrize("first", [f"{HERE}:divide", "no_such_module:f"])
 def test_what_fails_first_is_of_no_account(first):
     started = isolated.Started(first, 1, 0)

@@ -642,7 +642,8 @@ def test_the_gpu_is_freed_once_nothing_more_is_timed_and_the_tiny_cases_have_end
         yield {}
         steps.append("freed")
 
-    def run(study, parameters, processes, env, say, beside, idle):
+    def run(study, parameters, processes, env, say, beside, idle, early):
+        assert early == ()  # two GPUs: which one they will use is not known
         for _ in range(measured):
             beside().result()
         steps.append("timed")
@@ -652,7 +653,7 @@ def test_the_gpu_is_freed_once_nothing_more_is_timed_and_the_tiny_cases_have_end
         return layout
 
     monkeypatch.setattr(lab, "check_here", lambda study, interpreted: steps.append("tiny"))
-    monkeypatch.setattr(lease, "visible", lambda: ["a GPU"])
+    monkeypatch.setattr(lease, "visible", lambda: ["a GPU", "another"])
     monkeypatch.setattr(lab, "_leased", leased)
     monkeypatch.setattr(machine, "why_no_gpu", lambda: "")
     monkeypatch.setattr(machine, "this_machine", lambda: machine.Machine(**MACHINE))
@@ -664,6 +665,51 @@ def test_the_gpu_is_freed_once_nothing_more_is_timed_and_the_tiny_cases_have_end
     assert steps == [*first, "freed", "figured"]
 
 
+@pytest.mark.parametrize(
+    ("in_run", "gpus", "rows", "imported"),
+    [(True, 1, False, True), (False, 1, False, False), (True, 2, False, False), (True, 1, True, False)],
+)
+def test_processes_import_before_there_is_a_gpu_in_a_run_on_one(
+    folders, layout, monkeypatch, in_run, gpus, rows, imported
+):
+    """Not where all may be measured already; they are ended once the GPU is freed."""
+    steps = []
+
+    @contextmanager
+    def begun(study, count, env):
+        assert (study, env[lease.VISIBLE]) == ("state_layout", "GPU-0")
+        steps.append(f"{count} import")
+        yield ["a process"]
+        steps.append("ended")
+
+    @contextmanager
+    def leased():
+        steps.append("leased")
+        yield {}
+        steps.append("freed")
+
+    def run(*words):
+        *_, idle, early = words
+        assert list(early) == ["a process"] * imported
+        idle()
+        return layout
+
+    if rows:
+        made.store(paths.RUNS / GPU, layout)
+    monkeypatch.setattr(lease, "visible", lambda: [lease.Gpu(n, f"GPU-{n}", "one") for n in range(gpus)])
+    monkeypatch.setattr(lab.run, "imported", begun)
+    monkeypatch.setattr(lab, "_leased", leased)
+    monkeypatch.setattr(machine, "why_no_gpu", lambda: "")
+    monkeypatch.setattr(machine, "this_machine", lambda: machine.Machine(**MACHINE))
+    monkeypatch.setattr(lab.run, "run", run)
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    monkeypatch.setenv(lab.prepared.FOLDER, str(paths.RUNS) if in_run else "")
+    study = lab.registry.load("state_layout")
+    lab._measure(study, notebooks.defaults("state_layout") | made.LAYOUT, 3)
+    around = ["3 import"] * imported, ["ended"] * imported
+    assert steps == [*around[0], "leased", "freed", *around[1]]
+
+
 def test_tiny_cases_that_end_their_process_leave_the_page(folders, layout, monkeypatch):
     """What is wrong is said where they are shown, by the same check."""
 
@@ -671,7 +717,7 @@ def test_tiny_cases_that_end_their_process_leave_the_page(folders, layout, monke
         raise isolated.IsolatedError("check_tiny", "crash", "signal 11")
 
     monkeypatch.setattr(lab, "check_here", dies)
-    monkeypatch.setattr(lease, "visible", lambda: ["a GPU"])
+    monkeypatch.setattr(lease, "visible", lambda: ["a GPU", "another"])
     monkeypatch.setattr(lab, "_leased", lambda: nullcontext({}))
     monkeypatch.setattr(lease, "gpu_lease", lambda stop, say: nullcontext())
     monkeypatch.setattr(machine, "why_no_gpu", lambda: "")

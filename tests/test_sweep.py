@@ -140,7 +140,10 @@ class Lab:
         return device
 
     def started(self, target: str, *args: Any, env: Mapping[str, str | None]) -> Any:
-        assert (target, args) == ("labkit.sweep.run:get_ready", ("toy", self.anew))
+        if target == "labkit.sweep.run:import_all":
+            assert args == ("toy",)
+        else:
+            assert (target, args) == ("labkit.sweep.run:get_ready", ("toy", self.anew))
         assert env == {"CUDA_VISIBLE_DEVICES": "GPU-7", "TRITON_INTERPRET": None}
         number = len(self.began)
         self.began.append(("started", str(number)))
@@ -149,8 +152,13 @@ class Lab:
             self.began.append((what, str(number)))
             return answer
 
+        def also(then: str, *args: Any) -> None:
+            assert (then, args) == ("labkit.sweep.run:get_ready", ("toy", self.anew))
+            noted("told")
+
         alive = number not in self.dead
-        return SimpleNamespace(number=number, ready=lambda: noted("awaited", alive), close=lambda: noted("closed"))
+        ready, close = (lambda: noted("awaited", alive)), (lambda: noted("closed"))
+        return SimpleNamespace(number=number, ready=ready, close=close, also=also)
 
     def call(
         self,
@@ -172,11 +180,11 @@ class Lab:
         self.measured.append((case["n"], index))
         return self.real_measure(study, case, index, *rest)
 
-    def run(self, sizes: list[int] = SIZES, processes: int = PROCESSES) -> pd.DataFrame:
+    def run(self, sizes: list[int] = SIZES, processes: int = PROCESSES, **more: Any) -> pd.DataFrame:
         """Run the sweep; `measured` then holds what this run measured."""
         self.measured.clear()
         env = {"CUDA_VISIBLE_DEVICES": "GPU-7"}
-        return sweep.run(self.toy.study(), {"sizes": sizes}, processes, env, self.lines.append)
+        return sweep.run(self.toy.study(), {"sizes": sizes}, processes, env, self.lines.append, **more)
 
     def run_without(self, *names: str) -> pd.DataFrame:
         """Run one process of the sweep without some variants."""
@@ -600,6 +608,24 @@ def test_processes_get_ready_before_anything_is_timed_and_are_called_in_their_tu
     lab.began.clear()
     lab.run(processes=processes)
     assert lab.began == []
+
+
+def test_processes_that_have_imported_before_there_is_a_gpu_are_told_to_get_ready(lab: Lab):
+    """One that is left over is closed; where more measure than have begun, the others are started."""
+    env = {"CUDA_VISIBLE_DEVICES": "GPU-7"}
+    with sweep.imported("toy", 2, env) as early:
+        assert lab.began == [("started", "0"), ("started", "1")]
+        lab.run(processes=3, early=early)
+    first, second, third = (number for what, number in lab.began if what == "started")
+    assert [number for what, number in lab.began if what == "told"] == [first, second]
+    assert [number for what, number in lab.began if what == "called"] == [first, second, third]
+    assert {number for what, number in lab.began if what == "closed"} == {first, second, third}
+    lab.began.clear()
+    with sweep.imported("toy", 9, env) as early:
+        assert len(lab.began) == sweep.WAITING
+        lab.run(sizes=[77], processes=1, early=early)
+    assert [what for what, _ in lab.began].count("called") == 1
+    assert {number for what, number in lab.began if what == "closed"} == {*map(str, range(sweep.WAITING))}
 
 
 def test_nothing_is_timed_before_what_is_done_beside_has_ended(lab: Lab):

@@ -11,10 +11,10 @@ import os
 import tempfile
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
-from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -56,12 +56,14 @@ def run(
     say: Progress = print,
     beside: Beside = lambda: None,
     idle: Callable[[], Any] = lambda: None,
+    early: Sequence[isolated.Started] = (),
 ) -> pd.DataFrame:
     """Measure what is missing of a study on this GPU and return all its rows of these cases.
 
     env: environment of the measuring processes (the leased GPU). say: gets each line of progress. beside: is called
     while the processes that measure get ready; nothing is timed before what it begins has ended. idle: is called, once
-    or twice, as soon as nothing more is timed or counted; what is left to do takes some seconds of all cores.
+    or twice, as soon as nothing more is timed or counted; what is left to do takes some seconds of all cores. early:
+    processes that measure, of `imported`.
     Raises RuntimeError without a GPU. A case that cannot run is a row with its reason; one that kills its process too.
     """
     from labkit.sweep import timelines, variants
@@ -70,14 +72,14 @@ def run(
     path = paths.RUNS / here.slug / f"{study.name}.parquet"
     records.write_atomic(path.with_name("machine.json"), here.to_json())
     journal = records.Journal(path.with_suffix(".journal.jsonl"))
-    sweep = _Sweep(study, parameters, processes, env, say, path, journal, beside)
+    sweep = _Sweep(study, parameters, processes, env, say, path, journal, beside, list(early))
     cases = study.cases(parameters)
-    if early := list(filter(study.early, cases)) if study.settle else []:
-        if taken := take_over([(study.name, [case.id for case in early])]):
+    if deciding := list(filter(study.early, cases)) if study.settle else []:
+        if taken := take_over([(study.name, [case.id for case in deciding])]):
             say(f"{study.name}: {taken} cases by which it chooses are taken from data/")
-        sweep.measure(early)
+        sweep.measure(deciding)
         study.settle(path, path.parent)
-    sweep.measure([case for case in cases if case not in early])
+    sweep.measure([case for case in cases if case not in deciding])
     timelines.complete(study, cases, paths.RUNS, env, say)
     variants.complete(study, parameters, path, env, say, idle)
     idle()
@@ -129,6 +131,7 @@ class _Sweep:
     path: Path
     journal: records.Journal
     beside: Beside = lambda: None
+    early: list[isolated.Started] = field(default_factory=list)  # those that are left
 
     def measure(self, cases: Sequence[Case]) -> None:
         """Bring the Parquet file up to date for these cases."""
@@ -153,7 +156,7 @@ class _Sweep:
         with ExitStack() as held:
             waiting: dict[int, isolated.Started] = {}
             for index in left[:WAITING]:
-                waiting[index] = isolated.Started("labkit.sweep.run:get_ready", self.study.name, calls, env=env)
+                waiting[index] = self._getting_ready(calls, env)
                 held.callback(waiting[index].close)
             other = self.beside() if left else None
             ready = {index: one for index, one in waiting.items() if one.ready()}
@@ -161,6 +164,15 @@ class _Sweep:
                 wait([other])
             for index in left:
                 self._one_process(wanted, index, refused, env, ready.get(index))
+
+    def _getting_ready(self, calls: Sequence[Call], env: Mapping[str, str | None]) -> isolated.Started:
+        """A process that gets ready, which may have begun with its imports before there was a GPU."""
+        first = "labkit.sweep.run:get_ready", self.study.name, calls
+        if not self.early:
+            return isolated.Started(*first, env=env)
+        started = self.early.pop(0)
+        started.also(*first)
+        return started
 
     def _one_process(
         self,
@@ -388,17 +400,37 @@ def call_once(study_name: str, op: str, key: str, name: str, device: str = "cuda
     return True
 
 
-def get_ready(study_name: str, calls: Sequence[Sequence[str]], device: str = "cuda") -> None:
-    """What a measuring process does first, while nothing is timed: all that takes it seconds, and is only for itself.
+@contextmanager
+def imported(study_name: str, count: int, env: Mapping[str, str | None]) -> Iterator[list[isolated.Started]]:
+    """Processes that will measure a study: as many as get ready at once, and at most `count`.
 
-    It begins to use the GPU, imports libraries, and makes the `calls` (`Study.anew`), each the fields of a Call. A
-    process that one of them leaves without the GPU ends.
+    They import what they will need, for which no GPU must be free. env: of these processes.
     """
+    with ExitStack() as held:
+        found = []
+        for _ in range(min(count, WAITING)):
+            first = "labkit.sweep.run:import_all", study_name
+            found.append(isolated.Started(*first, env=dict(env) | {"TRITON_INTERPRET": None}))
+            held.callback(found[-1].close)
+        yield found
+
+
+def import_all(study_name: str) -> None:
+    """In a measuring process: import the study, and what it uses of others."""
     study = registry.load(study_name)
     registry.trials(study_name)
     for module in study.imports:
         with suppress(Exception):  # whatever it is, the row will name it
             import_module(module)
+
+
+def get_ready(study_name: str, calls: Sequence[Sequence[str]], device: str = "cuda") -> None:
+    """What a measuring process does first, while nothing is timed: all that takes it seconds, and is only for itself.
+
+    It imports libraries, begins to use the GPU, and makes the `calls` (`Study.anew`), each the fields of a Call. A
+    process that one of them leaves without the GPU ends.
+    """
+    import_all(study_name)
     if device == "cuda":
         machine.this_machine()
     for _, op, key, variant, _ in calls:
