@@ -229,8 +229,9 @@ def test_what_one_gpu_took_tells_what_the_other_took():
     """
     pairs = {name: _firsts(name) for name in registry.NOTEBOOKS if len(paths.data_files(name, runs=False)) > 1}
     one, other = (sum(values) for values in zip(*pairs.values(), strict=True))
-    assert abs(math.log(one / other)) < math.log(2.4)
-    most = {"state_layout": 3.7, "gated_delta_today": 3.6, "gemv_coalescing": 2.6}  # for which others tuned on the H100
+    assert abs(math.log(one / other)) < math.log(2.6)
+    # for which others tuned on the H100, or whose kernels the first process compiled there
+    most = {"state_layout": 3.7, "gated_delta_today": 3.6, "gemv_coalescing": 2.6, "moe_persistent_grid": 2.6}
     assert all(abs(math.log(a / b)) < math.log(most.get(name, 2)) for name, (a, b) in pairs.items())
 
 
@@ -249,11 +250,15 @@ def test_operations_tell_what_cases_took_that_are_left_out(gpu):
 
 
 def test_studies_of_a_whole_run_take_as_long_as_those_that_were_timed():
-    """On an H200, with 16 cores and nothing compiled before: from one's beginning to the next one's."""
-    took = {"machine": 182, "gemv_coalescing": 363, "state_layout": 370, "gated_delta_today": 297}
+    """On an H200, with 16 cores and nothing compiled before: from one's beginning to the next one's.
+
+    In three sittings; where a study was timed alone, since its first case.
+    """
+    took = {"machine": 182, "gemv_coalescing": 245, "state_layout": 370, "gated_delta_today": 297}
+    took |= {"moe_persistent_grid": 470, "batched_ffn": 336, "persistent_tables": 237}
     told = estimate.of_run({name: {} for name in registry.NOTEBOOKS}, ["NVIDIA H200"], 16).seconds
     assert abs(math.log(sum(told[name] for name in took) / sum(took.values()))) < math.log(1 + RIGHT)
-    assert all(abs(math.log(told[name] / s)) < math.log(1.4) for name, s in took.items())
+    assert all(abs(math.log(told[name] / s)) < math.log(1.5) for name, s in took.items())  # 03's host was disturbed
 
 
 @pytest.mark.parametrize(("gpu", "minutes"), [("NVIDIA H100 80GB HBM3", 13), ("NVIDIA H200", 11)])

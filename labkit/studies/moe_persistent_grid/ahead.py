@@ -166,8 +166,9 @@ def layer(
 
 def config_from(choice: Mapping[str, Any]) -> Choice:
     """The configuration that `as_dict` has made JSON of, also with words, or joined."""
-    if "joined" in choice:
-        return choose.Joined.of({name: value for name, value in choice.items() if name != "joined"})
+    choice = dict(choice)
+    if choice.pop("joined", False):  # rows of its first measurement on an H200 also say that they are not
+        return choose.Joined.of(choice)
     rows = choice["rows"] or {}
     found = Choice.of({**choice, "rows": None} if "down_k" in rows else choice)
     return replace(found, rows=WordChoice(**rows)) if "down_k" in rows else found
