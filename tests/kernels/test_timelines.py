@@ -11,7 +11,9 @@ from labkit.bench.sha import kernel_sha
 from labkit.evidence import timeline
 from labkit.kernels.decoder import step
 from labkit.kernels.decoder.tables import OPS
+from labkit.studies.moe_persistent_grid.variants import APART
 from labkit.sweep.timelines import rows_of
+from labkit.workflow.notebooks import defaults
 
 
 @pytest.fixture(autouse=True)
@@ -77,5 +79,6 @@ def test_rows_say_of_which_sources_they_are(device):
     rows = rows_of(study, taken("moe_persistent_grid", device), 132, same)
     assert set(rows["kernel_sha"]) == {kernel_sha(study.timelines.source)}
     assert set(rows["what"]) == {"one CTA a tile", "persistent"}
-    ours = next(one for one in study.variants(study.timelines.case) if one.name == "ours")
-    assert study.timelines.source == ours.source
+    every = (one for case in study.cases(defaults(study.name)) for one in study.variants(case))
+    by_tiles = next(one for one in every if one.name == APART)
+    assert study.timelines.source == by_tiles.source

@@ -45,6 +45,7 @@ ENGINES = {SGLANG: "SGLang", VLLM: "vLLM", HUMMING: "Humming"}  # layers, or wha
 ENGINES_OF = {"bf16": (SGLANG, VLLM), "INT4": (VLLM, HUMMING)}  # kind of weights -> those that have it
 TUNED_FOR = SOURCE_T  # tokens that OTHER_TOKENS was tuned for
 APART = "ours, each block a tile"
+SIDE = "ours, blocks of one expert as one tile"  # in rows of when layers were not made so
 FRAGMENTS = "ours, INT4 as fragments"
 IN_TURN = "ours, tables made in turn"
 DESIGNED_AT = {"bf16": (128,), "INT4": (16, 128)}  # tokens
