@@ -106,9 +106,9 @@ def call(
 class Started:
     """A process that is started before it is called, and meanwhile does what takes it long.
 
-    first: "module:function", called there with `args`, JSON values; what it returns or raises is of no account. So are
-    those that it is told of later (`also`).
-    env: as in `call`. lines: what it prints. One that nobody calls ends with `close`, or with this process.
+    first: "module:function", called there with `args`, JSON values; after it what it is told of later (`also`). What
+    these return or raise is of no account. env: as in `call`. lines: what it prints. One that nobody calls ends with
+    `close`, or with this process.
     """
 
     def __init__(self, first: str, *args: Any, env: Mapping[str, str | None] = _NOTHING):

@@ -713,8 +713,8 @@ def _measure(
 
 def _imported(study: Study, processes: int) -> AbstractContextManager[Sequence[isolated.Started]]:
     """Processes that measure, started before their turn, where it is known on which GPU, and there is something to."""
-    gpus, done = lease.visible(), any(paths.RUNS.glob(f"*/{study.name}.parquet"))
-    if not prepared.in_run() or len(gpus) != 1 or done:
+    gpus = lease.visible() if prepared.in_run() else []
+    if len(gpus) != 1 or any(paths.RUNS.glob(f"*/{study.name}.parquet")):
         return nullcontext(())
     return run.imported(study.name, processes, lease.environment(gpus[0]))
 

@@ -123,16 +123,8 @@ def _parts(
             yield [gemm, *shape, config.as_dict()["rows"], config.dependent], [gemm]
         elif not tile.descriptor or capability >= 90:
             how = tile.as_dict() | {"programs": tile.programs > 0}
-            key = [
-                gemm,
-                *shape,
-                config.block_m,
-                config.fused,
-                config.dependent,
-                isinstance(config, choose.Joined),
-                how,
-                int8,
-            ]
+            joined = isinstance(config, choose.Joined)
+            key = [gemm, *shape, config.block_m, config.fused, config.dependent, joined, how, int8]
             yield key, [gemm, BEFORE[gemm]] if int8 else [gemm]
     if not config.rows:
         counted = config.gemm1.counted and config.gemm2.counted
