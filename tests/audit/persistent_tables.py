@@ -213,18 +213,22 @@ def _of_mode(group: Iterable[dict[str, Any]], mode: str) -> list[dict[str, Any]]
     return [row for row in group if row["mode"] == mode]
 
 
-def _bytes(params: Mapping[str, Any], group: Iterable[Mapping[str, Any]]) -> int:
-    """Least bytes of a token: all weights, one row of the embedding, the mean context's keys and values and its own."""
+def _bytes(params: Mapping[str, Any]) -> int:
+    """Least bytes of a token: all weights, one row of the embedding, the mean context's keys and values and its own.
+
+    The mean of a sequence of 8 tokens, of 32 of the small model, though a sample may be of its first tokens alone.
+    """
     hidden, layers, _, kv_heads, width, _, _ = SHAPES[params["model"]]
     weights = sum(_projections(params["model"]).values()) + (2 * layers + 1) * hidden + hidden
-    context = params["start"] + (usable(group)[OURS]["calls_per_sample"] + 1) / 2
+    tokens = 32 if params["model"] == H1024 and params["start"] == 16 and not params["parts"] else 8
+    context = params["start"] + (tokens + 1) / 2
     cache = 2 * layers * kv_heads * width * (context + 1)
     return {"bf16": 2, "fp32": 4}[params["dtype"]] * round(weights + cache)
 
 
 def _alone(params: Mapping[str, Any], group: Sequence[Mapping[str, Any]], names: Iterable[str]) -> list[dict[str, Any]]:
     """µs, TB/s and, but of the tables themselves, time over that of the tables."""
-    found, known, size = [], usable(group), _bytes(params, group)
+    found, known, size = [], usable(group), _bytes(params)
     for name in names:
         if name in known:
             line = {} if name == OURS else compare(group, OURS, name)
@@ -685,7 +689,7 @@ def said_measured(rows: pd.DataFrame) -> list[str]:
 
 def said_cold(rows: pd.DataFrame) -> list[str]:
     """Bytes of a token, and over the L2."""
-    sizes = {params["model"]: _bytes(params, group) for params, group in cases(rows, "token", **MAIN)}
+    sizes = {params["model"]: _bytes(params) for params, _ in cases(rows, "token", **MAIN)}
     l2 = L2[rows["gpu"].iloc[0]]
     return [f"{model}: {size / 1e6:.0f} MB, {size / l2:.1f} times the L2" for model, size in sizes.items()]
 

@@ -703,9 +703,9 @@ def said_facts(rows: pd.DataFrame) -> list[str]:
         some = [one["ratio"] for one in lines if (one["state"], one["batch"]) == ("fp32", FULL)]
         found += [f"{name} {end}; {most:.8f}"[:-2] for end, most in (("from", min(some)), ("to", max(some)))]
     for line in _records(gdn_layouts(rows), op="step", batch=FULL):
-        found.append(f"tuned {line['state']}; {line['ratio']:.8f}"[:-2])
+        found.append(f"tuned {line['state']}; {line['ratio']:.12f}"[:-6])
     for line in _records(tile_or_layout(rows), cache="cold", model=NEXT, state="fp32", batch=FULL):
-        found.append(f"wide; {line['ratio']:.8f}"[:-2])
+        found.append(f"wide; {line['ratio']:.12f}"[:-6])
     return found
 
 

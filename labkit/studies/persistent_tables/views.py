@@ -176,8 +176,8 @@ def step(rows: pd.DataFrame) -> Drawing:
         xlabel="model", ylabel="% of the read ceiling", reference=[(BAR_PERCENT, "aimed at")],
         title="Larger models come nearer to the speed of reading",
         alt="Bars of percent of the read ceiling by model, of tables and separate kernels.",
-        caption="A token without the host: streamed bytes over the read ceiling. CUDA graphs of whole sequences of "
-        "tokens, batch 1.",
+        caption="A token without the host: streamed bytes over the read ceiling. CUDA graphs of tokens in "
+        "sequence, batch 1.",
         said=_ceiling(derived.graphs(rows)), table=table.drop(columns="runs"), units=UNITS,
     )  # fmt: skip
 
