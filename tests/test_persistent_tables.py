@@ -277,6 +277,7 @@ LOWERINGS = st.builds(
     rows=st.sampled_from((2, 4, 8)),
     parts=st.none() | st.integers(1, 12),
     itemsize=st.sampled_from((2, 4)),
+    batch=st.integers(1, 3),
 )  # fmt: skip
 
 
@@ -340,6 +341,21 @@ def test_spans_of_the_cache_are_records_of_their_own():
     assert lower(Lowering(model, 1, cache=10, span=64)).spans == 1
 
 
+def test_a_batch_is_more_attention_and_rows_of_its_own():
+    """What reads weights has one record for all sequences; attention one a head of each."""
+    model = Decoder("m", 8, 2, 2, 1, 4, 6, 10)
+    one, three = (Lowering(model, 1, cache=10, span=4, batch=batch) for batch in (1, 3))
+    ops, those = (lower(how).records[:, tables.OP].tolist() for how in (one, three))
+    assert {op: those.count(op) - ops.count(op) for op in set(ops)} == {
+        op: 2 * 2 * 2 * 3 if op == tables.ATTENTION else 0 for op in set(ops)
+    }  # layers, heads, sequences more, spans
+    more = {name for name, shape in buffer_shapes(three).items() if shape != buffer_shapes(one)[name]}
+    assert more == {*step.RESULTS, *(f"{kind}_cache.{layer}" for kind in "kv" for layer in (0, 1))}
+    assert all(buffer_shapes(three)[name][0] == 3 * buffer_shapes(one)[name][0] for name in more)
+    found = lower(three)
+    assert (found.batch, found.spans, found.counters) == (3, 3, 2 + 2 * (5 + 6))
+
+
 def in_order(found):
     """Records by the programs that run them."""
     return [found.records[a:b] for a, b in zip(found.queue, found.queue[1:], strict=False)]
@@ -387,7 +403,7 @@ def test_other_words_of_the_position_are_another_position(how, position):
     words = tables.position_words(found)
     found.records.reshape(-1)[words] = position
     assert same(found, other)
-    expected = how.model.heads * how.spans * how.model.layers + 1
+    expected = how.batch * how.model.heads * how.spans * how.model.layers + 1
     assert len(words) == expected
     assert tables.counts(found)["changed_words"] == expected
 
@@ -414,6 +430,7 @@ def test_what_is_counted():
         ({"programs": 0}, "programs is 0; allowed: at least 1"),
         ({"parts": 0}, "parts is 0; allowed: at least 1"),
         ({"span": 0}, "span is 0; allowed: at least 1"),
+        ({"batch": 0}, "batch is 0; allowed: at least 1"),
         ({"schedule": "random"}, "schedule is 'random'; allowed: round-robin, longest-first"),
         ({"rows": 3}, "rows is 3; allowed: a power of two"),
         ({"itemsize": 8}, "itemsize is 8; allowed: 2, 4"),
@@ -754,6 +771,16 @@ def test_compiled_for_hopper(choice):
     assert found["atomics"] == 1  # the signal; waiting is loads
 
 
+def test_four_sequences_compiled_for_hopper():
+    """Three programs fit on a multiprocessor; each tile of weights is loaded once for all sequences."""
+    choice = {"rows": 2, "registers": 168}
+    one, four = (compiled_once.evidence(step_of(batch=batch, **choice), 90) for batch in (1, 4))
+    assert four["spill_bytes"] == 0
+    assert four["ctas_per_sm"] >= 3, four["registers"]
+    x = 2 * 2  # of a sequence: two loads of eight values a thread, of the tile ahead and in the loop
+    assert four["loads"]["128"] == one["loads"]["128"] + 3 * x
+
+
 @pytest.mark.parametrize(
     ("choice", "prefetches", "clocks"), [({}, 0, 0), ({"prefetch": 16384}, 1, 0), ({"marks": True}, 0, 5)], ids=str
 )
@@ -773,16 +800,20 @@ def test_a_lost_alignment_shows_in_the_loads():
 @pytest.mark.gpu
 @pytest.mark.parametrize("schedule", tables.SCHEDULES)
 @pytest.mark.parametrize("programs", [2, 7, 64])
-@pytest.mark.parametrize("changed", [{}, {"ahead": 0}, {"prefetch": 256}, {"marks": True}, {"registers": 64}], ids=str)
+@pytest.mark.parametrize(
+    "changed", [{}, {"ahead": 0}, {"prefetch": 256}, {"marks": True}, {"registers": 64}, {"batch": 4}], ids=str
+)
 def test_many_programs(programs, schedule, changed):
-    how = Lowering(TINY, programs, schedule, 80, None, itemsize=4)
+    changed = dict(changed)
+    how = Lowering(TINY, programs, schedule, 80, None, itemsize=4, batch=changed.pop("batch", 1))
     weights = random_weights(TINY, 0)
     memory = step.allocate(how, weights, "cuda")
     found = lower(how, memory.addresses())
     validate(found, memory.extents())
     choice, on = step.Choice(**{"block_k": 64, "num_warps": 1} | changed), step.upload(found, "cuda")
-    tokens = step.generate(memory, lambda p: step.step(memory, on, p, choice=choice), [5, 2], 64)
-    assert tokens == reference.generate(TINY, weights, [5, 2], 64).tokens
+    prompts = [[5 + i, 2] for i in range(how.batch)]
+    tokens = step.generate_each(memory, lambda p: step.step(memory, on, p, choice=choice), prompts, 64)
+    assert tokens == [reference.generate(TINY, weights, prompt, 64).tokens for prompt in prompts]
     if choice.marks:
         marks = memory.marks.cpu().numpy()
         assert (np.diff(marks[marks[:, 1] > 0]) >= 0).all()  # begun, released, done

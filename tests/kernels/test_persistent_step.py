@@ -9,7 +9,7 @@ import torch
 
 from labkit.kernels.decoder import reference, tables
 from labkit.kernels.decoder.model import Decoder, random_weights
-from labkit.kernels.decoder.step import Choice, allocate, generate, step, upload
+from labkit.kernels.decoder.step import Choice, allocate, generate, generate_each, step, upload
 from labkit.kernels.decoder.tables import Lowering, lower, lower_slowly, position_words
 from labkit.kernels.decoder.validate import validate
 
@@ -176,6 +176,38 @@ def test_attention_over_spans_of_the_cache(span, block_t, whole):
     for name in ("k_cache.0", "v_cache.0"):
         torch.testing.assert_close(memory.buffers[name], buffers[name], rtol=1e-5, atol=1e-6)
     assert not memory.counters.any()
+
+
+@pytest.mark.parametrize(("model", "batch", "span", "choice"), [(SMALL, 4, 2, CHOICE), (TINY, 2, None, SEVERAL)])
+def test_each_sequence_of_a_batch_is_that_of_the_reference(model, batch, span, choice, device):
+    weights, memory, found = machine(model, batch=batch, span=span, parts=2, rows=16, cache=80, device=device)
+    prompts, count = [[7 + i, 50 - i] for i in range(batch)], 64 if device == "cuda" else 3
+    expected = [expected_of(model, weights, prompt, count) for prompt in prompts]
+    tokens = generate_each(memory, launched(memory, found, choice), prompts, count)
+    assert tokens == [one.tokens for one in expected]
+    assert tokens[0] != tokens[1]
+    logits = torch.stack([one.logits[-1] for one in expected])
+    torch.testing.assert_close(memory.buffers["logits"].double().cpu(), logits, rtol=1e-5, atol=1e-5)
+    assert memory.buffers["tokens"][:, 2 : 2 + count].tolist() == tokens
+    assert not memory.counters.any()
+
+
+def test_the_bits_of_a_sequence_do_not_depend_on_the_others(device):
+    found = []
+    for prompts in ([[3], [9]], [[3], [5]], [[4], [9]]):
+        _, memory, found_tables = machine(SMALL, batch=2, rows=16, device=device)
+        generate_each(memory, launched(memory, found_tables), prompts, 2)
+        found.append(memory.buffers["logits"].clone())
+    assert torch.equal(found[0][0], found[1][0])
+    assert torch.equal(found[0][1], found[2][1])
+    assert not torch.equal(found[0][0], found[2][0])  # of another token they do
+
+
+@pytest.mark.parametrize("prompts", [[[1]], [[1], [2], [3]], [[1], [2, 3]]])
+def test_prompts_of_another_batch_are_named(prompts, device):
+    _, memory, found = machine(SMALL, batch=2, device=device)
+    with pytest.raises(ValueError, match=rf"prompts are {len(prompts)} of \[.*\] tokens; allowed: 2 of one length"):
+        generate_each(memory, launched(memory, found), prompts, 1)
 
 
 def test_the_bits_do_not_depend_on_how_stages_are_split(device):

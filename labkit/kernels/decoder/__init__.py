@@ -1,6 +1,7 @@
 """A whole token of a Llama model in one launch: a persistent kernel that works through tables in device memory.
 
     prepare(model, load_weights(model, folder)).generate(prompt, 64)
+    prepare(model, load_weights(model, folder), batch=4).generate_each(prompts, 64)  # of one length
 
 It needs the GPU for itself: all its programs must be resident at once.
 """

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from labkit.kernels.decoder.model import Decoder, Weights
-from labkit.kernels.decoder.step import Choice, Memory, Uploaded, allocate, generate, step, upload
+from labkit.kernels.decoder.step import Choice, Memory, Uploaded, allocate, generate_each, step, upload
 from labkit.kernels.decoder.tables import Lowering, buffer_shapes, lower
 from labkit.kernels.decoder.validate import validate
 from labkit.kernels.launch import Launch
@@ -18,26 +18,33 @@ CHOICE = Choice(block_k=1024, ahead=2, block_t=32, registers=128)  # the fastest
 
 @dataclass(frozen=True)
 class Decode:
-    """A model's decode on a GPU. memory.buffers: "token" [1], "tokens", "logits", the caches "k_cache.0" …"""
+    """A model's decode on a GPU. memory.buffers: "token" [batch, 1], "tokens", "logits", the caches "k_cache.0" …"""
 
     memory: Memory
     tables: Uploaded
     choice: Choice
 
     def at(self, position: int) -> Launch:
-        """The launch of a token: its successor takes the place of `token`. ValueError for a position past the cache."""
+        """The launch of a token: its successor takes the place of `token`, of every sequence.
+
+        ValueError for a position past the cache.
+        """
         return step(self.memory, self.tables, position, choice=self.choice)
 
     def generate(self, prompt: Sequence[int], count: int, start: int = 0) -> list[int]:
         """The `count` tokens after a prompt, greedily. RuntimeError if a program gave up waiting."""
-        return generate(self.memory, self.at, prompt, count, start)
+        return self.generate_each([prompt], count, start)[0]
+
+    def generate_each(self, prompts: Sequence[Sequence[int]], count: int, start: int = 0) -> list[list[int]]:
+        """`generate` for each of `batch` prompts of one length. ValueError for other prompts."""
+        return generate_each(self.memory, self.at, prompts, count, start)
 
 
 def prepare(
     model: Decoder, weights: Weights, device: str | torch.device = "cuda", cache: int = 2048, rows: int = 4,
-    span: int | None = 128, choice: Choice = CHOICE,
+    span: int | None = 128, choice: Choice = CHOICE, batch: int = 1,
 ) -> Decode:  # fmt: skip
-    """A Llama model's decode, one token at a time, as one launch a token.
+    """A Llama model's decode, one token at a time of each of `batch` sequences, as one launch a token.
 
     weights: by checkpoint name, of one dtype, bf16, fp16 or fp32 (`load_weights`); cache: positions; rows: of a tile;
     span: positions that one record of attention reads, None: all. All programs must be resident at once, so that
@@ -48,7 +55,7 @@ def prepare(
         decode.generate(prompt, 64)
     """
     device, dtype = torch.device(device), next(iter(weights.values())).dtype
-    how = Lowering(model, 1, cache=cache, position=None, rows=rows, itemsize=dtype.itemsize, span=span)
+    how = Lowering(model, 1, cache=cache, position=None, rows=rows, itemsize=dtype.itemsize, span=span, batch=batch)
     if device.type == "cuda":
         buffers = {name: torch.empty(1, dtype=dtype, device=device) for name in buffer_shapes(how)}
         how = replace(how, programs=resident(step(Memory(how, buffers), upload(lower(how), device), 0, choice=choice)))

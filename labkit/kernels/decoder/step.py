@@ -21,6 +21,8 @@ be one more wait in every layer. Activations are float32, sums too.
 |           | waits for nobody                                                                                        |
 | registers | a bound, so that as many programs fit on an SM as can load at once                                      |
 | rows, block_k, num_warps, programs | bytes in flight on an SM, against the registers of the largest op              |
+| batch     | sequences that share a step: weights are read once for all of them, so that a token of each costs what  |
+|           | their attention adds, as long as multiplying hides behind reading                                       |
 
 What a program's next projection reads is looked up while the one before is at work (`_rows_of`): its first tiles are
 asked for as soon as the one before has signalled. Not before that: the signal would wait for them.
@@ -59,7 +61,7 @@ _STOP, _SLOT, _POSITION, _WAIT = (tl.constexpr(word) for word in (t.STOP, t.SLOT
 _TARGET, _SIGNAL, _ARRIVALS = (tl.constexpr(word) for word in (t.TARGET, t.SIGNAL, t.ARRIVALS))
 _OUTPUT, _GATE_UP, _DOWN, _HEAD = (tl.constexpr(op) for op in (t.OUTPUT, t.GATE_UP, t.DOWN, t.HEAD))
 _EMBED, _ATTENTION = tl.constexpr(t.EMBED), tl.constexpr(t.ATTENTION)
-_PADDING = tl.constexpr(t.SPAN_PADDING)
+_PADDING, _COLUMNS = tl.constexpr(t.SPAN_PADDING), tl.constexpr(t.COLUMNS)
 _MOMENTS: tl.constexpr = tl.constexpr(len(t.MOMENTS))
 
 
@@ -68,6 +70,12 @@ def _buffer(buffers, record, WORD: tl.constexpr, DTYPE: tl.constexpr):
     """Pointer to the buffer that a word of the record names; to the first buffer if it names none."""
     number = tl.maximum(tl.load(record + WORD), 0)
     return tl.multiple_of(tl.load(buffers + number * 4).to(tl.pointer_type(DTYPE)), 16)
+
+
+@triton.jit
+def _columns(buffers, record, WORD: tl.constexpr):
+    """Values of a row of the buffer that a word of the record names; of the first buffer if it names none."""
+    return tl.load(buffers + tl.maximum(tl.load(record + WORD), 0) * 4 + _COLUMNS).to(tl.int32)
 
 
 @triton.jit
@@ -152,30 +160,45 @@ def _first_tiles(W, rows, ks, K, live, BLOCK_K: tl.constexpr, AHEAD: tl.constexp
 
 
 @triton.jit
+def _tuple(value, COUNT: tl.constexpr):
+    """A value so many times."""
+    values = ()
+    for _ in tl.static_range(COUNT):
+        values = values + (value,)
+    return values
+
+
+@triton.jit
 def _add_products(
     sums, squares, tile, x, gain, normed, ks, K,
-    ROWS: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, V: tl.constexpr,
+    BATCH: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, V: tl.constexpr,
 ):  # fmt: skip
-    """The sums of products, and of the squares of x, with one tile's added.
+    """The sums of products, and of the squares of x, with one tile's added; of each sequence.
 
     sums: [ROWS, BLOCK_K / V], squares: [BLOCK_K / V]: V neighbours lie in one thread, which keeps one sum of them.
     """
     inside = (ks < K) | EVEN_K
-    x_tile = tl.load(x + ks, mask=inside, other=0.0)
+    x_tiles = ()
+    for i in tl.static_range(BATCH):
+        x_tiles = x_tiles + (tl.load(x + i * K + ks, mask=inside, other=0.0),)
     gain_tile = tl.load(gain + ks, mask=inside & normed, other=1.0).to(tl.float32)
-    products = tile.to(tl.float32) * (x_tile * gain_tile)[None, :]
-    sums += tl.sum(tl.reshape(products, (ROWS, BLOCK_K // V, V)), 2)
-    squares += tl.sum(tl.reshape(x_tile * x_tile, (BLOCK_K // V, V)), 1)
-    return sums, squares
+    new_sums, new_squares = (), ()
+    for i in tl.static_range(BATCH):
+        products = tile.to(tl.float32) * (x_tiles[i] * gain_tile)[None, :]
+        new_sums = new_sums + (sums[i] + tl.sum(tl.reshape(products, (ROWS, BLOCK_K // V, V)), 2),)
+        squared = tl.reshape(x_tiles[i] * x_tiles[i], (BLOCK_K // V, V))
+        new_squares = new_squares + (squares[i] + tl.sum(squared, 1),)
+    return new_sums, new_squares
 
 
 @triton.jit
 def _project(
     records, number, end, W, K, start, stop, buffers, counters, error, limit, marks,
-    DTYPE: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr, AHEAD: tl.constexpr, EVEN_K: tl.constexpr,
-    DIVISOR: tl.constexpr, EPS: tl.constexpr, V: tl.constexpr, PREFETCH: tl.constexpr, MARKS: tl.constexpr,
+    DTYPE: tl.constexpr, BATCH: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr, AHEAD: tl.constexpr,
+    EVEN_K: tl.constexpr, DIVISOR: tl.constexpr, EPS: tl.constexpr, V: tl.constexpr, PREFETCH: tl.constexpr,
+    MARKS: tl.constexpr,
 ):  # fmt: skip
-    """Rows of a matrix times x, then what the op does with them.
+    """Rows of a matrix times x of each sequence, then what the op does with them.
 
     W, K, start, stop: of `_rows_of`, read while the record before was at work: the first tiles are asked for at once.
     Returns limit, and number, W, K, start, stop of the program's next projection.
@@ -196,49 +219,63 @@ def _project(
     next_W, next_K, next_start, next_stop = _rows_of(records, after, end, buffers, DTYPE, DIVISOR)
     limit = _wait(record, number, counters, error, limit, marks, MARKS)
 
-    best, best_row = float("-inf"), 0
+    width, parts = 0, 0  # values of a row of y, and of the best logits
+    if BATCH > 1:
+        width, parts = _columns(buffers, record, _OUT), _columns(buffers, record, _FIRST)
+    best, best_row = _tuple(tl.full((), float("-inf"), tl.float32), BATCH), _tuple(tl.full((), 0, tl.int32), BATCH)
     for row in range(start, stop, ROWS):
         rows = row + some
-        before = tl.load(y + rows, mask=(rows < stop) & residual, other=0.0)
-        sums, squares = tl.zeros((ROWS, BLOCK_K // V), tl.float32), tl.zeros((BLOCK_K // V,), tl.float32)
+        before = ()
+        for i in tl.static_range(BATCH):
+            before = before + (tl.load(y + i * width + rows, mask=(rows < stop) & residual, other=0.0),)
+        sums = _tuple(tl.zeros((ROWS, BLOCK_K // V), tl.float32), BATCH)
+        squares = _tuple(tl.zeros((BLOCK_K // V,), tl.float32), BATCH)
         for i in tl.static_range(AHEAD):
             sums, squares = _add_products(
-                sums, squares, ahead[i], x, gain, normed, i * BLOCK_K + ks, K, ROWS, BLOCK_K, EVEN_K, V
+                sums, squares, ahead[i], x, gain, normed, i * BLOCK_K + ks, K, BATCH, ROWS, BLOCK_K, EVEN_K, V
             )
         for k in range(AHEAD * BLOCK_K, K, BLOCK_K):
             tile = _tile(W, read, k + ks, K, True, EVEN_K)
-            sums, squares = _add_products(sums, squares, tile, x, gain, normed, k + ks, K, ROWS, BLOCK_K, EVEN_K, V)
+            sums, squares = _add_products(
+                sums, squares, tile, x, gain, normed, k + ks, K, BATCH, ROWS, BLOCK_K, EVEN_K, V
+            )
         read = tl.minimum(rows + ROWS, stop - 1)
         ahead = _first_tiles(W, read, ks, K, row + ROWS < stop, BLOCK_K, AHEAD, EVEN_K)
 
-        total = tl.sum(sums, 1) * tl.where(normed, tl.rsqrt(tl.sum(squares, 0) / K + EPS), 1.0)
-        if op == _GATE_UP:
-            gate, up = tl.split(tl.reshape(total, (ROWS // 2, 2)))
-            pair = row // 2 + tl.arange(0, ROWS // 2)
-            tl.store(y + pair, gate / (1 + tl.exp(-gate)) * up, mask=pair < stop // 2)
-        else:
-            total += before
-            tl.store(y + rows, total, mask=rows < stop)
-        if op == _HEAD:
-            total = tl.where(rows < stop, total, float("-inf"))
-            top = tl.max(total, 0)
-            best_row = tl.where(top > best, row + tl.argmax(total, 0), best_row)
-            best = tl.maximum(top, best)
+        new_best, new_best_row = (), ()
+        for i in tl.static_range(BATCH):
+            total = tl.sum(sums[i], 1) * tl.where(normed, tl.rsqrt(tl.sum(squares[i], 0) / K + EPS), 1.0)
+            if op == _GATE_UP:
+                gate, up = tl.split(tl.reshape(total, (ROWS // 2, 2)))
+                pair = row // 2 + tl.arange(0, ROWS // 2)
+                tl.store(y + i * width + pair, gate / (1 + tl.exp(-gate)) * up, mask=pair < stop // 2)
+            else:
+                total += before[i]
+                tl.store(y + i * width + rows, total, mask=rows < stop)
+            top, top_row = best[i], best_row[i]
+            if op == _HEAD:
+                total = tl.where(rows < stop, total, float("-inf"))
+                here = tl.max(total, 0)
+                top_row = tl.where(here > top, row + tl.argmax(total, 0), top_row)
+                top = tl.maximum(here, top)
+            new_best, new_best_row = new_best + (top,), new_best_row + (top_row,)
+        best, best_row = new_best, new_best_row
     if op == _HEAD:
         slot = tl.load(record + _SLOT)
-        tl.store(_buffer(buffers, record, _FIRST, tl.float32) + slot, best)
-        tl.store(_buffer(buffers, record, _SECOND, tl.int32) + slot, best_row)
+        for i in tl.static_range(BATCH):
+            tl.store(_buffer(buffers, record, _FIRST, tl.float32) + i * parts + slot, best[i])
+            tl.store(_buffer(buffers, record, _SECOND, tl.int32) + i * parts + slot, best_row[i])
     return limit, after, next_W, next_K, next_start, next_stop
 
 
 @triton.jit
-def _embed(record, buffers, DTYPE: tl.constexpr, BLOCK_K: tl.constexpr, VOCAB: tl.constexpr):
-    """hidden = the token's row of the embedding."""
+def _embed(record, buffers, sequence, DTYPE: tl.constexpr, BLOCK_K: tl.constexpr, VOCAB: tl.constexpr):
+    """hidden = the token's row of the embedding; of one sequence."""
     K = tl.load(record + _K)
-    token = tl.load(_buffer(buffers, record, _INPUT, tl.int32))
+    token = tl.load(_buffer(buffers, record, _INPUT, tl.int32) + sequence)
     token = tl.minimum(tl.maximum(token, 0), VOCAB - 1)  # after a failure it may be anything
     W = _buffer(buffers, record, _WEIGHT, DTYPE) + token.to(tl.int64) * K
-    y = _buffer(buffers, record, _OUT, tl.float32)
+    y = _buffer(buffers, record, _OUT, tl.float32) + sequence * K
     for k in range(0, K, BLOCK_K):
         ks = k + tl.arange(0, BLOCK_K)
         tl.store(y + ks, tl.load(W + ks, mask=ks < K).to(tl.float32), mask=ks < K)
@@ -274,10 +311,12 @@ def _cached(keys, values, ts, before, half, ds, HEAD_DIM: tl.constexpr):
 @triton.jit
 def _attention(
     record, number, buffers, counters, error, limit, position, marks,
-    DTYPE: tl.constexpr, HEAD_DIM: tl.constexpr, GROUP: tl.constexpr, KV_HEADS: tl.constexpr, CACHE: tl.constexpr,
-    BLOCK_T: tl.constexpr, SPAN: tl.constexpr, SPANS: tl.constexpr, MARKS: tl.constexpr,
+    DTYPE: tl.constexpr, BATCH: tl.constexpr, HEAD_DIM: tl.constexpr, GROUP: tl.constexpr, KV_HEADS: tl.constexpr,
+    CACHE: tl.constexpr, BLOCK_T: tl.constexpr, SPAN: tl.constexpr, SPANS: tl.constexpr, MARKS: tl.constexpr,
 ):  # fmt: skip
     """One query head over one span of the cache. What several heads read of it comes from the L2 but once.
+
+    Heads are numbered through all sequences, one sequence's after the other's.
 
     Query and new key get their rotary embedding here, the key in every head that reads it; of these the first one, in
     the span that has the position, appends key and value. The last span of a head puts the results of all together.
@@ -297,8 +336,12 @@ def _attention(
         k_a, k_b, v = _cached(keys, values, first + some, old, half, ds, HEAD_DIM)
         limit = _wait(record, number, counters, error, limit, marks, MARKS)
         qkv = _buffer(buffers, record, _INPUT, tl.float32)
+        if BATCH > 1:  # keys and values lie between the queries of two sequences
+            qkv += kv_head // KV_HEADS * (2 * KV_HEADS * HEAD_DIM)
         q_a, q_b = _turned(qkv + head * HEAD_DIM, half, cos, sin, HALF)
         own = qkv + (KV_HEADS * GROUP + kv_head) * HEAD_DIM
+        if BATCH > 1:
+            own += kv_head // KV_HEADS * (KV_HEADS * (GROUP - 1) * HEAD_DIM)
         new_a, new_b = _turned(own, half, cos, sin, HALF)
         new_a, new_b = new_a.to(DTYPE), new_b.to(DTYPE)  # as later tokens will read them
         new_v = tl.load(own + KV_HEADS * HEAD_DIM + ds).to(DTYPE)
@@ -348,11 +391,11 @@ def _together(parts, spans, ds, HEAD_DIM: tl.constexpr, SPANS: tl.constexpr):
 
 
 @triton.jit
-def _argmax(record, buffers, counters, count, position, BLOCK_K: tl.constexpr):
-    """The token with the largest logit, of equals the first, as the next input; all counters back to zero."""
+def _argmax(record, buffers, sequence, position, BLOCK_K: tl.constexpr, CACHE: tl.constexpr):
+    """The token with the largest logit, of equals the first, as the next input of one sequence."""
     parts = tl.load(record + _K)
-    best = _buffer(buffers, record, _INPUT, tl.float32)
-    best_token = _buffer(buffers, record, _WEIGHT, tl.int32)
+    best = _buffer(buffers, record, _INPUT, tl.float32) + sequence * parts
+    best_token = _buffer(buffers, record, _WEIGHT, tl.int32) + sequence * parts
     top, token = float("-inf"), 0
     for first in range(0, parts, BLOCK_K):
         ks = first + tl.arange(0, BLOCK_K)
@@ -362,9 +405,14 @@ def _argmax(record, buffers, counters, count, position, BLOCK_K: tl.constexpr):
         found = tl.min(tl.where(values == here, tokens, 2147483647), 0)
         token = tl.where(here > top, found, token)
         top = tl.maximum(here, top)
-    tl.store(_buffer(buffers, record, _OUT, tl.int32), token)
-    tl.store(_buffer(buffers, record, _FIRST, tl.int32) + position + 1, token)
-    for first in range(0, count, BLOCK_K):  # nobody waits any more: this record has waited for all others
+    tl.store(_buffer(buffers, record, _OUT, tl.int32) + sequence, token)
+    tl.store(_buffer(buffers, record, _FIRST, tl.int32) + sequence * (CACHE + 1) + position + 1, token)
+
+
+@triton.jit
+def _reset(counters, count, BLOCK_K: tl.constexpr):
+    """All counters back to zero, by the last record: it has waited for all others, so that nobody waits any more."""
+    for first in range(0, count, BLOCK_K):
         ks = first + tl.arange(0, BLOCK_K)
         tl.store(counters + ks, tl.zeros((BLOCK_K,), tl.int32), mask=ks < count)
 
@@ -372,9 +420,9 @@ def _argmax(record, buffers, counters, count, position, BLOCK_K: tl.constexpr):
 @triton.jit
 def _other(
     record, number, buffers, counters, error, limit, position, position_at, count, marks,
-    DTYPE: tl.constexpr, BLOCK_K: tl.constexpr, HEAD_DIM: tl.constexpr, GROUP: tl.constexpr, KV_HEADS: tl.constexpr,
-    CACHE: tl.constexpr, BLOCK_T: tl.constexpr, SPAN: tl.constexpr, SPANS: tl.constexpr, VOCAB: tl.constexpr,
-    POSITION_FROM: tl.constexpr, MARKS: tl.constexpr,
+    DTYPE: tl.constexpr, BATCH: tl.constexpr, BLOCK_K: tl.constexpr, HEAD_DIM: tl.constexpr, GROUP: tl.constexpr,
+    KV_HEADS: tl.constexpr, CACHE: tl.constexpr, BLOCK_T: tl.constexpr, SPAN: tl.constexpr, SPANS: tl.constexpr,
+    VOCAB: tl.constexpr, POSITION_FROM: tl.constexpr, MARKS: tl.constexpr,
 ):  # fmt: skip
     """A record that is no projection."""
     op = tl.load(record)
@@ -383,14 +431,17 @@ def _other(
     if op == _ATTENTION:
         limit = _attention(
             record, number, buffers, counters, error, limit, position, marks,
-            DTYPE, HEAD_DIM, GROUP, KV_HEADS, CACHE, BLOCK_T, SPAN, SPANS, MARKS,
+            DTYPE, BATCH, HEAD_DIM, GROUP, KV_HEADS, CACHE, BLOCK_T, SPAN, SPANS, MARKS,
         )  # fmt: skip
     else:
         limit = _wait(record, number, counters, error, limit, marks, MARKS)
         if op == _EMBED:
-            _embed(record, buffers, DTYPE, BLOCK_K, VOCAB)
+            for i in tl.static_range(BATCH):
+                _embed(record, buffers, i, DTYPE, BLOCK_K, VOCAB)
         else:
-            _argmax(record, buffers, counters, count, position, BLOCK_K)
+            for i in tl.static_range(BATCH):
+                _argmax(record, buffers, i, position, BLOCK_K, CACHE)
+            _reset(counters, count, BLOCK_K)
             if POSITION_FROM == "device":
                 tl.store(position_at, position + 1)
     return limit
@@ -399,10 +450,10 @@ def _other(
 @triton.jit(do_not_specialize=["position", "limit"])
 def _step_kernel(
     records, queue, buffers, counters, error, marks, position, position_at, count, limit,
-    DTYPE: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_T: tl.constexpr, AHEAD: tl.constexpr,
-    EVEN_K: tl.constexpr, DIVISOR: tl.constexpr, EPS: tl.constexpr, HEAD_DIM: tl.constexpr, GROUP: tl.constexpr,
-    KV_HEADS: tl.constexpr, CACHE: tl.constexpr, SPAN: tl.constexpr, SPANS: tl.constexpr, VOCAB: tl.constexpr,
-    POSITION_FROM: tl.constexpr, V: tl.constexpr, PREFETCH: tl.constexpr, MARKS: tl.constexpr,
+    DTYPE: tl.constexpr, BATCH: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_T: tl.constexpr,
+    AHEAD: tl.constexpr, EVEN_K: tl.constexpr, DIVISOR: tl.constexpr, EPS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    GROUP: tl.constexpr, KV_HEADS: tl.constexpr, CACHE: tl.constexpr, SPAN: tl.constexpr, SPANS: tl.constexpr,
+    VOCAB: tl.constexpr, POSITION_FROM: tl.constexpr, V: tl.constexpr, PREFETCH: tl.constexpr, MARKS: tl.constexpr,
 ):  # fmt: skip
     """One program: its queue, from the first record to the last."""
     program = tl.program_id(0)
@@ -418,12 +469,13 @@ def _step_kernel(
         if number == projection:
             limit, projection, W, K, start, stop = _project(
                 records, number, end, W, K, start, stop, buffers, counters, error, limit, marks,
-                DTYPE, ROWS, BLOCK_K, AHEAD, EVEN_K, DIVISOR, EPS, V, PREFETCH, MARKS,
+                DTYPE, BATCH, ROWS, BLOCK_K, AHEAD, EVEN_K, DIVISOR, EPS, V, PREFETCH, MARKS,
             )  # fmt: skip
         else:
             limit = _other(
                 record, number, buffers, counters, error, limit, position, position_at, count, marks,
-                DTYPE, BLOCK_K, HEAD_DIM, GROUP, KV_HEADS, CACHE, BLOCK_T, SPAN, SPANS, VOCAB, POSITION_FROM, MARKS,
+                DTYPE, BATCH, BLOCK_K, HEAD_DIM, GROUP, KV_HEADS, CACHE, BLOCK_T, SPAN, SPANS, VOCAB, POSITION_FROM,
+                MARKS,
             )  # fmt: skip
         signal = tl.load(record + _SIGNAL)
         _mark(marks, number, 2, MARKS)
@@ -465,7 +517,7 @@ class Memory:
 
     def __post_init__(self) -> None:
         device = self.buffers["token"].device
-        self.counters = torch.zeros(t.counters(self.how.model), dtype=torch.int32, device=device)
+        self.counters = torch.zeros(t.counters(self.how), dtype=torch.int32, device=device)
         self.error, self.position = (torch.zeros(1, dtype=torch.int32, device=device) for _ in range(2))
 
     def addresses(self) -> np.ndarray:
@@ -586,6 +638,7 @@ def step(
     sizes = {"position": position or 0, "count": len(memory.counters), "limit": limit}
     constants = {
         "DTYPE": DTYPES[dtype],
+        "BATCH": how.batch,
         "ROWS": how.rows,
         "BLOCK_K": choice.block_k,
         "BLOCK_T": choice.block_t,
@@ -611,14 +664,14 @@ def step(
 
 def compilable(
     model: str, programs: int = 132, rows: int = 4, cache: int = 2048, position_from: str = "launch",
-    dtype: str = "bfloat16", span: int | None = None, **choice: int,
+    dtype: str = "bfloat16", span: int | None = None, batch: int = 1, **choice: int,
 ) -> Launch:  # fmt: skip
     """A step of one of `model.MODELS` that can be compiled but not run: its buffers hold one value each.
 
     dtype: of the weights, a name in torch; choice: fields of `Choice`. For `labkit.evidence.compiled`.
     """
     kind = getattr(torch, dtype)
-    how = Lowering(decoder(model), programs, cache=cache, rows=rows, itemsize=kind.itemsize, span=span)
+    how = Lowering(decoder(model), programs, cache=cache, rows=rows, itemsize=kind.itemsize, span=span, batch=batch)
     buffers = {name: torch.empty(1, dtype=kind) for name in buffer_shapes(how)}
     position = 0 if position_from == "launch" else None
     return step(Memory(how, buffers), upload(lower(how)), position, position_from, Choice(**choice))
@@ -649,12 +702,26 @@ def generate(
     launch_at: the launch for a position; a way that keeps its tables changes or copies them there. RuntimeError if a
     record gave up waiting.
     """
-    token, found = memory.buffers["token"], []
-    for i in range(len(prompt) + count - 1):
-        if i < len(prompt):
-            token.fill_(prompt[i])
+    return generate_each(memory, launch_at, [prompt], count, start)[0]
+
+
+def generate_each(
+    memory: Memory, launch_at: Callable[[int], Launch], prompts: Sequence[Sequence[int]], count: int, start: int = 0
+) -> list[list[int]]:
+    """`generate` for each sequence of a batch; prompts: as long as one another, a sequence each.
+
+    ValueError for another number of prompts, or for prompts of several lengths.
+    """
+    token, lengths = memory.buffers["token"], {len(prompt) for prompt in prompts}
+    if len(prompts) != len(token) or len(lengths) != 1:
+        raise ValueError(f"prompts are {len(prompts)} of {sorted(lengths)} tokens; allowed: {len(token)} of one length")
+    length, found = lengths.pop(), []
+    given = torch.tensor(prompts, dtype=token.dtype, device=token.device)
+    for i in range(length + count - 1):
+        if i < length:
+            token.copy_(given[:, i : i + 1])
         launch_at(start + i)()
-        if i >= len(prompt) - 1:
+        if i >= length - 1:
             found.append(token.clone())  # stays on the device: nothing waits for it here
     memory.check()
-    return [int(one) for one in found]
+    return torch.cat(found, 1).tolist()

@@ -33,8 +33,8 @@ POSITIONED = (ATTENTION, ARGMAX)  # ops whose work depends on the position
 # Words of a record. Buffers by number, -1: none. first, second: of attention the caches of keys and values, of head the
 # best logit and its token of each part, of argmax (first) the tokens by position. gain: of attention the results of
 # spans. K: values of a row of the weight, of attention the head dimension, of argmax the parts. start, stop: rows of
-# the weight (gate and up interleaved), or heads. slot: which part of the head, or which span of the cache, this is.
-# arrivals: of attention the counter of this head's spans, which the last one to arrive puts together.
+# the weight (gate and up interleaved), or heads, of all sequences. slot: which part of the head, or which span of the
+# cache, this is. arrivals: of attention the counter of this head's spans, which the last one to arrive puts together.
 WORDS = (
     "op", "weight", "input", "output", "gain", "first", "second", "K",
     "start", "stop", "slot", "position", "wait", "target", "signal", "arrivals",
@@ -73,9 +73,14 @@ class Tables:
         return int(self.buffers[_ID["best"], COLUMNS])
 
     @property
+    def batch(self) -> int:
+        """Sequences that a step takes on by a token each."""
+        return int(self.buffers[_ID["token"], ROWS])
+
+    @property
     def spans(self) -> int:
         """Records that the attention of a head is split into."""
-        return int(self.buffers[_ID["spans"], ROWS]) // self.model.heads
+        return int(self.buffers[_ID["spans"], ROWS]) // (self.model.heads * self.batch)
 
     @property
     def nbytes(self) -> int:
@@ -91,7 +96,8 @@ class Lowering:
     the program that has the least so far). cache: positions. position: of the token; None: the launch says it. rows:
     of a tile, of which no record has a part. parts: records of a projection at most; None: as many as programs.
     itemsize: bytes of a weight. span: positions of the cache that one record of attention
-    reads; None: all. ValueError for what is not allowed.
+    reads; None: all. batch: sequences that a step takes on by a token each, all of them at one position.
+    ValueError for what is not allowed.
     """
 
     model: Decoder
@@ -103,9 +109,10 @@ class Lowering:
     parts: int | None = None
     itemsize: int = 2
     span: int | None = None
+    batch: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("programs", "cache", "parts", "span"):
+        for name in ("programs", "cache", "parts", "span", "batch"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ValueError(f"{name} is {value}; allowed: at least 1")
         check_one_of("schedule", self.schedule, SCHEDULES)
@@ -128,6 +135,11 @@ class Lowering:
     def spans(self) -> int:
         """Records that the attention of a head is split into."""
         return -(-self.cache // self.positions)
+
+    @property
+    def heads(self) -> int:
+        """Query heads of all sequences."""
+        return self.model.heads * self.batch
 
     def projections(self) -> dict[int, tuple[int, int]]:
         """Op -> rows and values of a row of the matrix that it multiplies; gate and up are one, interleaved."""
@@ -157,15 +169,16 @@ def check_position(position: int, cache: int) -> None:
 def buffer_shapes(how: Lowering) -> dict[str, tuple[int, int, int]]:
     """Name -> rows, columns, bytes of a value, in the table's order; a layer's names end in its number ("gain_1.0").
 
-    Activations and the rotary table (cosines, then sines of a position) are float32; tokens int32. spans: for each
-    head and span of the cache the attention over it, then the logarithm of its sum of weights, and padding.
+    Activations and the rotary table (cosines, then sines of a position) are float32; tokens int32. What a sequence has
+    of its own is a row, or as many rows as it has for one sequence. spans: for each head and span of the cache the
+    attention over it, then the logarithm of its sum of weights, and padding.
     """
-    m, parts, size = how.model, how.split(how.model.vocab), how.itemsize
+    m, parts, size, batch = how.model, how.split(how.model.vocab), how.itemsize, how.batch
     shared = (
-        (1, 1, 4), (1, how.cache + 1, 4), (1, m.hidden, 4), (1, m.qkv_width, 4),
-        (m.heads * how.spans, m.head_dim + SPAN_PADDING, 4), (1, m.q_width, 4), (1, m.ffn, 4),
-        (1, m.vocab, 4), (1, parts, 4), (1, parts, 4), (how.cache, m.head_dim, 4), (m.vocab, m.hidden, size),
-        (1, m.hidden, size), (m.vocab, m.hidden, size),
+        (batch, 1, 4), (batch, how.cache + 1, 4), (batch, m.hidden, 4), (batch, m.qkv_width, 4),
+        (how.heads * how.spans, m.head_dim + SPAN_PADDING, 4), (batch, m.q_width, 4), (batch, m.ffn, 4),
+        (batch, m.vocab, 4), (batch, parts, 4), (batch, parts, 4), (how.cache, m.head_dim, 4),
+        (m.vocab, m.hidden, size), (1, m.hidden, size), (m.vocab, m.hidden, size),
     )  # fmt: skip
     found = dict(zip(SHARED, shared, strict=True))
     for i in range(m.layers):
@@ -180,7 +193,7 @@ def buffer_number(name: str, layer: int = 0) -> int:
 
 def _layer_shapes(how: Lowering) -> list[tuple[int, int, int]]:
     m, gain = how.model, (1, how.model.hidden)
-    cache, of = (m.kv_heads * how.cache, m.head_dim), how.projections()
+    cache, of = (how.batch * m.kv_heads * how.cache, m.head_dim), how.projections()
     return [(*shape, how.itemsize) for shape in (gain, of[QKV], cache, cache, of[OUTPUT], gain, of[GATE_UP], of[DOWN])]
 
 
@@ -193,7 +206,7 @@ def lower(how: Lowering, addresses: np.ndarray | None = None) -> Tables:
     addresses: int64 [buffers], in the order of `buffer_shapes`; None: zeros, to be filled in. ValueError for another
     number of them.
     """
-    layer, per_layer = _layer_records(how), _counters_of_a_layer(how.model)
+    layer, per_layer = _layer_records(how), _counters_of_a_layer(how)
     layers = how.model.layers
     many = np.tile(layer, (layers, 1, 1))  # [layers, records of a layer, words]
     number = np.arange(layers, dtype=np.int32)[:, None, None]
@@ -224,21 +237,21 @@ def lower(how: Lowering, addresses: np.ndarray | None = None) -> Tables:
     return Tables(how.model, how.cache, _buffers(how, addresses), records, queue, last + 1)
 
 
-def counters(model: Decoder) -> int:
+def counters(how: Lowering) -> int:
     """Counters that a step needs: the embedding's, those of the layers, the head's."""
-    return 2 + model.layers * _counters_of_a_layer(model)
+    return 2 + how.model.layers * _counters_of_a_layer(how)
 
 
-def _counters_of_a_layer(model: Decoder) -> int:
-    return 5 + model.heads  # qkv, arrivals of each head, attention, output, gate_up, down
+def _counters_of_a_layer(how: Lowering) -> int:
+    return 5 + how.heads  # qkv, arrivals of each head, attention, output, gate_up, down
 
 
 def _layer_records(how: Lowering) -> np.ndarray:
     """Records of layer 0, in the order of execution. Counter 0 is the embedding's, a layer's own begin at 1."""
-    m, done = how.model, 2 + how.model.heads
+    m, done = how.model, 2 + how.heads
     qkv = _projection(how, QKV, "qkv_weight", "hidden", "qkv", "gain_1", wait=0, signal=1)
     attention = _block(
-        ATTENTION, m.heads * how.spans, weight="rope", input="qkv", output="attention", gain="spans",
+        ATTENTION, how.heads * how.spans, weight="rope", input="qkv", output="attention", gain="spans",
         first="k_cache", second="v_cache", K=m.head_dim, wait=1, target=len(qkv), signal=done,
     )  # fmt: skip
     head, span = np.divmod(np.arange(len(attention), dtype=np.int32), how.spans)
@@ -350,7 +363,7 @@ def lower_slowly(how: Lowering, addresses: np.ndarray | None = None) -> Tables:
     queues = queues_slowly(how, records)
     packed = pack_slowly(records, [number for numbers in queues for number in numbers])
     buffers = buffers_slowly(how, addresses)
-    return Tables(how.model, how.cache, buffers, packed, queue_slowly(queues), counters(how.model))
+    return Tables(how.model, how.cache, buffers, packed, queue_slowly(queues), counters(how))
 
 
 def buffers_slowly(how: Lowering, addresses: np.ndarray | None = None) -> np.ndarray:
@@ -401,15 +414,15 @@ def _records(how: Lowering) -> Iterator[Record]:
             count += 1
             yield record
         caches = {"first": at["k_cache"], "second": at["v_cache"], "K": m.head_dim, "position": position}
-        done = counter + 1 + m.heads
-        for head in range(m.heads):
+        done = counter + 1 + how.heads
+        for head in range(how.heads):
             own = {"start": head, "stop": head + 1, "wait": counter, "target": count, "arrivals": counter + 1 + head}
             for span in range(how.spans):
                 yield Record(
                     ATTENTION, ids["rope"], ids["qkv"], ids["attention"], ids["spans"], **caches, **own,
                     slot=span, signal=done,
                 )  # fmt: skip
-        before, target = done, m.heads * how.spans
+        before, target = done, how.heads * how.spans
         for op, weight, source, to, gain in (
             (OUTPUT, "output_weight", "attention", "hidden", -1),
             (GATE_UP, "gate_up_weight", "hidden", "ffn", at["gain_2"]),

@@ -141,7 +141,7 @@ def _bounds(
 
     words: int64 [words, records]; sizes: rows and columns of the buffers that they all name, by word.
     """
-    m, start, stop = tables.model, words[t.START], words[t.STOP]
+    m, batch, start, stop = tables.model, tables.batch, words[t.START], words[t.STOP]
     values = {word: rows * columns for word, (rows, columns) in sizes.items()}
     least: dict[int, int] = {}  # values of a buffer that must be no fewer; of those in `exact` no more either
     if op in _PROJECTIONS:
@@ -149,22 +149,22 @@ def _bounds(
         yield "stop", stop, start + 1, rows
         yield "start", start, 0, rows - 1
         yield "start modulo 2", start % pair, 0, 0
-        exact = {t.INPUT: k, t.OUT: rows // pair, t.GAIN: k}
+        exact = {t.INPUT: batch * k, t.OUT: batch * rows // pair, t.GAIN: k}
         if op == t.HEAD:
-            yield "slot", words[t.SLOT], 0, min(values[t.FIRST], values[t.SECOND]) - 1
+            yield "slot", words[t.SLOT], 0, min(values[t.FIRST], values[t.SECOND]) // batch - 1
     elif op == t.ATTENTION:
         k = m.head_dim
-        yield "start", start, 0, m.heads - 1
+        yield "start", start, 0, batch * m.heads - 1
         yield "stop", stop, start + 1, start + 1
         yield "slot", words[t.SLOT], 0, tables.spans - 1
-        exact = {t.INPUT: m.qkv_width, t.OUT: m.q_width}
-        least = {t.WEIGHT: tables.cache * k} | dict.fromkeys((t.FIRST, t.SECOND), tables.cache * m.kv_width)
+        exact = {t.INPUT: batch * m.qkv_width, t.OUT: batch * m.q_width}
+        least = {t.WEIGHT: tables.cache * k} | dict.fromkeys((t.FIRST, t.SECOND), batch * tables.cache * m.kv_width)
     else:
-        k = sizes[t.WEIGHT][1] if op == t.EMBED else values[t.INPUT]
+        k = sizes[t.WEIGHT][1] if op == t.EMBED else values[t.INPUT] // batch
         yield "start", start, 0, 0
         yield "stop", stop, 1, 1
-        exact = {t.INPUT: 1, t.OUT: k} if op == t.EMBED else {t.WEIGHT: k, t.OUT: 1}
-        least = {t.WEIGHT: m.vocab * k} if op == t.EMBED else {t.FIRST: tables.cache + 1}
+        exact = {t.INPUT: batch, t.OUT: batch * k} if op == t.EMBED else {t.WEIGHT: batch * k, t.OUT: batch}
+        least = {t.WEIGHT: m.vocab * k} if op == t.EMBED else {t.FIRST: batch * (tables.cache + 1)}
     yield "K", words[t.K], k, k
     for word, count in (exact | least).items():
         if word in values:
@@ -193,7 +193,7 @@ def _check_coverage(tables: Tables) -> None:
         op, buffer = tables.records[mine[0], [t.OP, t.WEIGHT]].tolist()
         first, last = tables.records[mine][:, [t.START, t.STOP]].T
         if op == t.ATTENTION:  # a span of a head counts as a row
-            rows = tables.model.heads * tables.spans
+            rows = tables.batch * tables.model.heads * tables.spans
             first = first * tables.spans + tables.records[mine, t.SLOT]
             last = first + 1
         else:
