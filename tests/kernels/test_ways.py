@@ -117,6 +117,33 @@ def test_tokens_of_the_baseline(project, model, start, splits, count, device):
     assert not found.arrived.any()
 
 
+@pytest.mark.parametrize(("model", "batch", "splits"), [(SMALL, 4, 2), (TINY, 2, 4)])
+def test_a_batch_of_the_baseline(model, batch, splits, device):
+    """Each sequence is that of the reference; the tables' batch fills the same cache."""
+    weights, prompts = random_weights(model, 0), [[7 + i, 50 - i] for i in range(batch)]
+    expected = [reference.generate(model, weights, prompt, COUNT) for prompt in prompts]
+    assert min(margin for one in expected for margin in one.margins) > MARGIN
+    caches = []
+    for make in (
+        lambda m: Baseline(m, cublas, splits=splits, block_t=4),
+        lambda m: ways.prepare(VALID[-1], m, choice=CHOICE),
+    ):
+        how = Lowering(model, 1, cache=32, rows=64, itemsize=4, batch=batch)
+        way = make(allocate(how, weights, device))
+        way.begin(0)
+        tokens = step.generate_each(way.memory, lambda p, way=way: functools.partial(way.step, p), prompts, COUNT)
+        assert tokens == [one.tokens for one in expected]
+        assert way.memory.buffers["tokens"][:, 2 : 2 + COUNT].tolist() == tokens
+        caches.append([way.memory.buffers[f"{x}_cache.{i}"] for x in "kv" for i in range(model.layers)])
+        if isinstance(way, Baseline):
+            logits = torch.stack([one.logits[-1] for one in expected])
+            torch.testing.assert_close(way.logits.double().cpu(), logits, rtol=1e-5, atol=1e-5)
+            assert not way.arrived.any()
+    assert tokens[0] != tokens[1]
+    for one, other in zip(*caches, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=4e-6)
+
+
 def test_the_baseline_and_the_tables_fill_the_same_cache(device):
     caches = []
     for make in (lambda m: Baseline(m, cublas), lambda m: ways.prepare(VALID[-1], m, choice=CHOICE)):

@@ -51,10 +51,16 @@ _NONE: tl.constexpr = tl.constexpr(2147483647)  # above every token
 @triton.jit
 def _norm_kernel(
     source, token, hidden, gain, x, K, VOCAB,
-    EPS: tl.constexpr, BLOCK: tl.constexpr, EMBED: tl.constexpr, DEPENDENT: tl.constexpr,
+    EPS: tl.constexpr, BLOCK: tl.constexpr, EMBED: tl.constexpr, BATCH: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
+    """One program a sequence."""
     if DEPENDENT:
         cuda.gdc_launch_dependents()
+    if BATCH > 1:
+        sequence = tl.program_id(0)
+        token, hidden, x = token + sequence, hidden + sequence * K, x + sequence * K
+        if not EMBED:
+            source += sequence * K
     ks = tl.arange(0, BLOCK)
     inside = ks < K
     gains = tl.load(gain + ks, mask=inside, other=0.0).to(tl.float32)
@@ -74,12 +80,18 @@ def _norm_kernel(
 @triton.jit
 def _rotary_kernel(
     qkv, rope, q, keys, values, position_at,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, CACHE: tl.constexpr, DEPENDENT: tl.constexpr,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, CACHE: tl.constexpr, BATCH: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """One program a head: of the queries, then of the keys, then of the values."""
+    """One program a head and sequence: of the queries, then of the keys, then of the values."""
     if DEPENDENT:
         cuda.gdc_launch_dependents()
         cuda.gdc_wait()
+    if BATCH > 1:
+        sequence = tl.program_id(1)
+        cache = sequence.to(tl.int64) * (KV_HEADS * CACHE * D)
+        qkv, q = qkv + sequence * ((HEADS + 2 * KV_HEADS) * D), q + sequence * (HEADS * D)
+        keys, values = keys + cache, values + cache
     head, ds = tl.program_id(0), tl.arange(0, D // 2)
     position = tl.load(position_at)
     a = tl.load(qkv + head * D + ds).to(tl.float32)
@@ -114,7 +126,10 @@ def _attention_kernel(
     GROUP: tl.constexpr, D: tl.constexpr, CACHE: tl.constexpr, BLOCK_T: tl.constexpr, SPLITS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """One program a kv head and part of the context; each block of it is read once for all of the head's queries."""
+    """One program a kv head and part of the context; each block of it is read once for all of the head's queries.
+
+    Heads are numbered through all sequences, one sequence's after the other's.
+    """
     if DEPENDENT:
         cuda.gdc_launch_dependents()
         cuda.gdc_wait()
@@ -168,27 +183,33 @@ def _silu_kernel(gate_up, x, N, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr):
 @triton.jit
 def _argmax_kernel(
     logits, best, best_token, arrived, token, tokens, position_at, N,
-    BLOCK: tl.constexpr, PARTS: tl.constexpr, P: tl.constexpr, DEPENDENT: tl.constexpr,
+    BLOCK: tl.constexpr, PARTS: tl.constexpr, P: tl.constexpr, CACHE: tl.constexpr, BATCH: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
+    """One program a part of the vocabulary and sequence; the last of all decides for each sequence."""
     if DEPENDENT:
         cuda.gdc_launch_dependents()
         cuda.gdc_wait()
-    part = tl.program_id(0)
+    part, first_part, first_token = tl.program_id(0), best, best_token
+    if BATCH > 1:
+        sequence = tl.program_id(1)
+        logits, best, best_token = logits + sequence * N, best + sequence * PARTS, best_token + sequence * PARTS
     rows = part * BLOCK + tl.arange(0, BLOCK)
     value = tl.load(logits + rows, mask=rows < N, other=float("-inf")).to(tl.float32)
     top = tl.max(value, 0)
     tl.store(best + part, top)
     tl.store(best_token + part, tl.min(tl.where(value == top, rows, _NONE), 0))
     tl.debug_barrier()
-    if tl.atomic_add(arrived, 1, sem="acq_rel") == PARTS - 1:
+    if tl.atomic_add(arrived, 1, sem="acq_rel") == PARTS * BATCH - 1:
         tl.store(arrived, 0)
-        parts = tl.arange(0, P)
-        tops = tl.load(best + parts, mask=parts < PARTS, other=float("-inf"))
-        found = tl.load(best_token + parts, mask=parts < PARTS, other=_NONE)
-        found = tl.min(tl.where(tops == tl.max(tops, 0), found, _NONE), 0)
-        position = tl.load(position_at)
-        tl.store(token, found)
-        tl.store(tokens + position + 1, found)
+        for i in tl.static_range(BATCH):
+            parts = tl.arange(0, P)
+            tops = tl.load(first_part + i * PARTS + parts, mask=parts < PARTS, other=float("-inf"))
+            found = tl.load(first_token + i * PARTS + parts, mask=parts < PARTS, other=_NONE)
+            found = tl.min(tl.where(tops == tl.max(tops, 0), found, _NONE), 0)
+            position = tl.load(position_at)
+            tl.store(token + i, found)
+            tl.store(tokens + i * (CACHE + 1) + position + 1, found)
         tl.store(position_at, position + 1)
 
 
@@ -202,7 +223,8 @@ class Baseline:
     dependent: programmatic dependent launch of all other kernels, where the GPU has it (compute capability 9.0).
     splits: parts of the context, block_t: positions at once, powers of two; None: `default_splits` and
     `default_block_t`. graph: replay one CUDA graph instead of launching kernel by kernel. ValueError for what is not
-    allowed. `calls`: name and call of every kernel of a token, in order. `logits`: [vocab].
+    allowed. `calls`: name and call of every kernel of a token, in order. `logits`: [vocab], of a batch [batch, vocab];
+    x and y of a projection likewise.
     """
 
     def __init__(
@@ -215,6 +237,7 @@ class Baseline:
         check_baseline(memory, dependent, splits, block_t)
         self.memory, self.project, self.dependent = memory, project, dependent
         self.splits, self.block_t = splits, block_t
+        self.sequences = (memory.how.batch,) if memory.how.batch > 1 else ()  # an axis of its own, where there are more
         self._scratch()
         self.calls = self._calls()
         every = [call for _, call in self.calls]
@@ -235,18 +258,23 @@ class Baseline:
 
     def _scratch(self) -> None:
         """What goes from kernel to kernel; counters of programs that have arrived are zero between launches."""
-        m, b = self.memory.how.model, self.memory.buffers
+        how, m, b = self.memory.how, self.memory.how.model, self.memory.buffers
         device, dtype = b["embedding"].device, b["embedding"].dtype
         widths = (m.hidden, m.hidden, m.qkv_width, m.q_width, 2 * m.ffn, m.ffn, m.vocab)
         self.x, self.y, self.qkv, self.attended, self.gate_up, self.ffn, self.logits = (
-            torch.full((width,), float("nan"), dtype=dtype, device=device) for width in widths
+            torch.full((*self.sequences, width), float("nan"), dtype=dtype, device=device) for width in widths
         )
-        parts = triton.cdiv(m.vocab, ARGMAX_BLOCK)
-        self.hidden, self.q, self.best = (torch.empty(n, device=device) for n in (m.hidden, m.q_width, parts))
-        self.tops, self.totals = (torch.empty((m.heads, self.splits), device=device) for _ in range(2))
-        self.sums = torch.empty((m.heads, self.splits, m.head_dim), device=device)
-        self.best_token = torch.empty(parts, dtype=torch.int32, device=device)
-        self.arrived = torch.zeros(m.kv_heads + 1, dtype=torch.int32, device=device)  # the last one is argmax's
+        sizes = (how.batch * n for n in (m.hidden, m.q_width, self._parts()))
+        self.hidden, self.q, self.best = (torch.empty(n, device=device) for n in sizes)
+        self.tops, self.totals = (torch.empty((how.heads, self.splits), device=device) for _ in range(2))
+        self.sums = torch.empty((how.heads, self.splits, m.head_dim), device=device)
+        self.best_token = torch.empty(len(self.best), dtype=torch.int32, device=device)
+        kv_heads = how.batch * m.kv_heads
+        self.arrived = torch.zeros(kv_heads + 1, dtype=torch.int32, device=device)  # the last one is argmax's
+
+    def _parts(self) -> int:
+        """Programs of argmax for a sequence."""
+        return triton.cdiv(self.memory.how.model.vocab, ARGMAX_BLOCK)
 
     def _calls(self) -> list[tuple[str, Callable[[], Any]]]:
         m, b = self.memory.how.model, self.memory.buffers
@@ -273,17 +301,19 @@ class Baseline:
 
     def _norm(self, gain: Tensor, embedding: Tensor | None = None) -> Launch:
         """The sum of the residual and y, or the token's embedding, to the residual; normed, to x."""
-        m = self.memory.how.model
+        m, batch = self.memory.how.model, self.memory.how.batch
         source = self.y if embedding is None else embedding
         tensors = {"token": self.memory.buffers["token"], "hidden": self.hidden, "gain": gain, "x": self.x}
         sizes = {"K": m.hidden, "VOCAB": m.vocab, "EPS": m.eps, "BLOCK": triton.next_power_of_2(m.hidden)}
-        return self._launch(_norm_kernel, (1,), 8, source=source, EMBED=embedding is not None, **tensors, **sizes)
+        sizes |= {"EMBED": embedding is not None, "BATCH": batch}
+        return self._launch(_norm_kernel, (batch,), 8, source=source, **tensors, **sizes)
 
     def _rotary(self, keys: Tensor, values: Tensor) -> Launch:
         m, memory = self.memory.how.model, self.memory
         tensors = {"qkv": self.qkv, "rope": memory.buffers["rope"], "q": self.q, "keys": keys, "values": values}
         sizes = {"HEADS": m.heads, "KV_HEADS": m.kv_heads, "D": m.head_dim, "CACHE": memory.how.cache}
-        grid = (m.heads + 2 * m.kv_heads,)
+        sizes["BATCH"] = memory.how.batch
+        grid = (m.heads + 2 * m.kv_heads, *self.sequences)
         return self._launch(_rotary_kernel, grid, 1, position_at=memory.position, **tensors, **sizes)
 
     def _attention(self, keys: Tensor, values: Tensor) -> Launch:
@@ -292,19 +322,21 @@ class Baseline:
         tensors |= {"tops": self.tops, "totals": self.totals, "sums": self.sums, "arrived": self.arrived}
         sizes = {"GROUP": m.group, "D": m.head_dim, "CACHE": memory.how.cache}
         sizes |= {"BLOCK_T": self.block_t, "SPLITS": self.splits}
-        return self._launch(_attention_kernel, (m.kv_heads, self.splits), 8, **tensors, **sizes)
+        grid = (memory.how.batch * m.kv_heads, self.splits)
+        return self._launch(_attention_kernel, grid, 8, **tensors, **sizes)
 
     def _silu(self) -> Launch:
-        n = self.memory.how.model.ffn
+        n = self.memory.how.batch * self.memory.how.model.ffn
         grid = (triton.cdiv(n, SILU_BLOCK),)
         return self._launch(_silu_kernel, grid, 4, gate_up=self.gate_up, x=self.ffn, N=n, BLOCK=SILU_BLOCK)
 
     def _argmax(self) -> Launch:
-        b, parts = self.memory.buffers, len(self.best)
+        b, parts, how = self.memory.buffers, self._parts(), self.memory.how
         tensors = {"logits": self.logits, "best": self.best, "best_token": self.best_token, "token": b["token"]}
         tensors |= {"tokens": b["tokens"], "position_at": self.memory.position, "arrived": self.arrived[-1:]}
-        sizes = {"N": len(self.logits), "BLOCK": ARGMAX_BLOCK, "PARTS": parts, "P": triton.next_power_of_2(parts)}
-        return self._launch(_argmax_kernel, (parts,), 4, **tensors, **sizes)
+        sizes = {"N": how.model.vocab, "BLOCK": ARGMAX_BLOCK, "PARTS": parts, "P": triton.next_power_of_2(parts)}
+        sizes |= {"CACHE": how.cache, "BATCH": how.batch}
+        return self._launch(_argmax_kernel, (parts, *self.sequences), 4, **tensors, **sizes)
 
 
 def default_block_t(how: Lowering) -> int:
@@ -314,7 +346,8 @@ def default_block_t(how: Lowering) -> int:
 
 def default_splits(how: Lowering, device: torch.device) -> int:
     """Parts of the context: a power of two, a program for each multiprocessor, no more than the cache has blocks."""
-    most = min(multiprocessors(device) // how.model.kv_heads, -(-how.cache // default_block_t(how)))
+    each = multiprocessors(device) // (how.batch * how.model.kv_heads)
+    most = min(each, -(-how.cache // default_block_t(how)))
     return 1 << max(0, most.bit_length() - 1)
 
 

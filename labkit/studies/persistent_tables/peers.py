@@ -8,9 +8,9 @@ from torch import Tensor
 
 
 def linear(W: Tensor, x: Tensor, y: Tensor) -> Callable[[], Any]:
-    """F.linear of one token, [1, K]. W: [N, K], x: [K], y: [N]."""
-    row, out = x[None], y[None]
-    return lambda: torch.ops.aten.linear.out(row, W, None, out=out)
+    """F.linear of one token, or of one of each sequence. W: [N, K], x: [K] or [batch, K], y: [N] or [batch, N]."""
+    rows, out = x.view(-1, x.shape[-1]), y.view(-1, y.shape[-1])
+    return lambda: torch.ops.aten.linear.out(rows, W, None, out=out)
 
 
 def read(values: Tensor, out: Tensor) -> Callable[[], Any]:
