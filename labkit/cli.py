@@ -227,12 +227,15 @@ def _how_long(values: dict[str, dict[str, Any]], at_once: int | None) -> "Estima
     return estimate.of_run(values, [one.name for one in lease.visible()], at_once=at_once)
 
 
-def _how_long_jobs(wanted: Sequence["Job"], at_once: int | None) -> list[str]:
-    """A line that says what these jobs will take to measure here; none if none of them is left to."""
+def _how_long_jobs(wanted: Sequence["Job"], at_once: int | None, on: str | None) -> list[str]:
+    """A line that says what these jobs will take to measure here, or by a cluster; none if none of them is left to."""
     from labkit.workflow import estimate, lease
 
-    told = estimate.of_jobs(wanted, [one.name for one in lease.visible()], at_once)
-    return [str(told)] if told.seconds else []
+    if not on:
+        told = estimate.of_jobs(wanted, [one.name for one in lease.visible()], at_once)
+        return [str(told)] if told.seconds else []
+    told = estimate.of_jobs(wanted, [], None, estimate.CLUSTER_CORES)
+    return [f"one after the other, each with {estimate.CLUSTER_CORES} cores, {told}"] if told.seconds else []
 
 
 def _run_jobs(
@@ -264,7 +267,7 @@ def _run_jobs(
         can_measure = False if on else notebooks.can_measure([(one.study, one.values) for one in wanted])
     except notebooks.UsageError as wrong:
         raise click.UsageError(str(wrong)) from None
-    told = _how_long_jobs(wanted, at_once) if can_measure else []
+    told = _how_long_jobs(wanted, at_once, on) if can_measure or on else []
     if dry_run:
         for line in [*jobs.plan(wanted, can_measure or bool(on)), *told]:
             click.echo(line)

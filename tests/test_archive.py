@@ -4,11 +4,14 @@ import dataclasses
 import io
 import json
 import os
+import re
 import shutil
 import tarfile
 import zipfile
 
 import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from toy_lab import GPU, MACHINE, SLUG, Toy
 
@@ -274,7 +277,7 @@ def test_the_archive_may_hold_other_things_and_other_prefixes(toy):
 
 def evil(kind):
     """A tar member that leads out of the folder it is unpacked to."""
-    names = {"up": f"../../{SLUG}/layers.parquet", "absolute": f"/tmp/runs/../{SLUG}/../x.parquet"}
+    names = {"up": f"../../{SLUG}/layers.parquet", "absolute": f"/tmp/runs/{SLUG}/x.parquet"}
     member = tarfile.TarInfo(names.get(kind, f"runs/{SLUG}/layers.parquet"))
     if kind in ("symlink", "hardlink"):
         member.type = tarfile.SYMTYPE if kind == "symlink" else tarfile.LNKTYPE
@@ -285,11 +288,13 @@ def evil(kind):
 
 
 @pytest.mark.parametrize("kind", ["up", "absolute", "symlink", "hardlink", "fifo"])
-def test_members_that_lead_elsewhere_are_not_taken(toy, kind):
-    out = toy.root / "evil.tar"
+def test_members_that_lead_elsewhere_are_refused_by_name(toy, kind):
+    out, member, folder = toy.root / "evil.tar", evil(kind), toy.measured(toy.rows())
     with tarfile.open(out, "w") as file:
-        file.addfile(evil(kind), io.BytesIO())
-    with pytest.raises(RecordError, match="holds no measurements"):
+        file.add(folder / "machine.json", f"runs/{SLUG}/machine.json")  # beside what may be taken
+        file.addfile(member, io.BytesIO())
+    why = "leads out of the archive" if kind in ("up", "absolute") else "is no file and no folder"
+    with pytest.raises(RecordError, match=f"{re.escape(member.name)} {why}; not unpacked"):
         archive.promote(out)
     assert not paths.DATA.exists()
 
@@ -304,6 +309,21 @@ def test_an_archive_that_is_too_large_is_not_unpacked(toy, monkeypatch):
     monkeypatch.setattr(archive, "MAX_MEMBERS", 1)
     with pytest.raises(RecordError, match="more than 1 members"):
         archive.promote(toy.root / "out.tar.gz")
+
+
+def test_a_file_of_rows_that_would_fill_the_memory_is_not_read(toy):
+    """A few bytes a group of equal rows, as many as memory has room for."""
+    folder = toy.measured(toy.rows())
+    file = folder / "layers.parquet"
+    table = pq.read_table(file)
+    many = pa.concat_tables([table] * (records.MAX_ROWS // len(table) + 1))
+    pq.write_table(many.replace_schema_metadata(table.schema.metadata), file)
+    assert file.stat().st_size < 5 << 20
+    with tarfile.open(toy.root / "bomb.tar.gz", "w:gz") as out:
+        out.add(folder, f"runs/{SLUG}")
+    with pytest.raises(RecordError, match=rf"layers.parquet: {len(many)} rows; at most {records.MAX_ROWS}"):
+        archive.promote(toy.root / "bomb.tar.gz")
+    assert not paths.DATA.exists()
 
 
 def test_a_member_that_is_there_twice_is_refused(toy):

@@ -13,7 +13,7 @@ import light
 import pytest
 from pandas.testing import assert_frame_equal
 from test_workflow import family
-from toy_lab import SLUG, Toy
+from toy_lab import CODE, SLUG, Toy
 
 from labkit import paths
 from labkit.bench import records
@@ -61,6 +61,15 @@ def measured(toy, base="runs"):
 
 
 # What a file may say
+
+
+def test_the_example_of_contributing_is_one(tmp_path):
+    text = (CODE / "CONTRIBUTING.md").read_text()
+    file = tmp_path / "sweep.yaml"
+    file.write_text(text.partition("```yaml\n# sweep.yaml\n")[2].partition("```")[0])
+    found = sweeps.read(file)
+    assert [job.study for job in found] == ["machine", "state_layout", "gemv_coalescing", "gemv_coalescing"]
+    assert found[-1].values["processes"] == 5
 
 
 def test_a_sweep_is_notebooks_times_sets(toy):
@@ -252,22 +261,36 @@ def undisturbed(tmp_path_factory):
     return measured(toy)
 
 
-GROUPS = batches(range(1, 20), range(20, 40), [40], range(41, 60))
+GROUPS = batches(range(1, 30), range(30, 59), [59], range(60, 65))
 
 
 def test_killed_at_ten_moments_it_ends_with_the_same_rows(toy, undisturbed):
-    """kill -9 of the run, or of a job's process alone; then the same command again, until it has ended."""
-    chance = random.Random(20251126)
+    """kill -9 of the run, or of a job's process alone; then the same command again, until it has ended.
+
+    Each at a random number of cases more. The run goes on with other jobs when one of them is killed, so that the last
+    kills may come too late.
+    """
+    chance, log, killed = random.Random(20251126), toy.root / "log", []
     command = ("run", "--sweep", str(sweep_of(toy, *GROUPS)))
+
+    def cases():
+        return log.read_text().count("\n") if log.exists() else 0
+
     for number in range(10):
+        wanted = cases() + chance.randint(1, 8)
         process = toy.start(*command, **options(toy))
-        time.sleep(chance.uniform(0.5, 4))
+        while process.poll() is None and cases() < wanted:
+            time.sleep(0.002)
         jobs_now = [pid for pid in sorted(family(process.pid)) if pid != process.pid]
-        victim = chance.choice(jobs_now) if number % 2 and jobs_now else process.pid
-        with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
-            os.kill(victim, signal.SIGKILL)
+        victim = chance.choice(jobs_now) if number >= 5 and jobs_now else process.pid
+        if process.poll() is None:
+            killed.append(cases())
+            with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
+                os.kill(victim, signal.SIGKILL)
         _, err = process.communicate(timeout=120)
         assert "Traceback" not in err
+    assert len(killed) >= 7
+    assert 0 < killed[0] < killed[5] < 2 * len(undisturbed["case"].unique())  # of two processes each
     done = toy.labkit(*command, **options(toy))
     assert done.returncode == 0, done.stderr
     assert_frame_equal(measured(toy), undisturbed)

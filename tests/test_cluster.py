@@ -118,6 +118,11 @@ def test_without_snakemake_it_says_what_to_install_before_anything_runs(toy, mon
     assert not (toy.root / "runs").exists()
 
 
+def test_it_says_how_long_it_takes_before_it_is_sent(toy):
+    done = toy.command("run", "layers", "--on", "slurm", "--dry-run")
+    assert "one after the other, each with 16 cores, measuring takes about" in done.stdout
+
+
 def test_what_measures_nothing_is_not_sent_to_a_cluster(toy):
     done = toy.command("run", "layers", "--source", "recorded", "--on", "slurm")
     assert done.returncode == 2

@@ -153,11 +153,18 @@ def test_sides_are_folders_archives_gpus_and_versions(toy):
     assert compare.side("made-up").text == "made-up"  # the beginning of a GPU, without its maker
 
 
+def test_two_versions_on_one_gpu_are_compared_though_one_was_measured_later(toy):
+    old = records.read(toy.root / "data" / SLUG / "layers.parquet")["triton"].iloc[0]
+    done = toy.command("compare", f"triton=={old}", "triton==9.9")
+    assert done.returncode == 1, done.stderr
+    assert f"triton==9.9 against triton=={old}: 4 slower" in done.stdout
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("nothing", rf"'nothing' is no folder, archive or commit, no recorded GPU \({SLUG}\), and no NAME==VERSION"),
-        ("triton==1.0", "triton==1.0: no rows of this triton; there are: 9.9"),
+        ("triton==1.0", r"triton==1.0: no rows of this triton; there are: 3\..*, 9.9"),
         (
             "sglang==0.1",
             "sglang==0.1: no such version; allowed: triton, torch, cuda, driver, or a release: .*sglang==0.5.9",

@@ -44,12 +44,15 @@ def test_its_own_test_passes_and_so_do_those_of_its_notebook(copy):
     assert done.returncode == 0, done.stdout
     done = run(root, "-m", "pytest", "-q", "tests/test_notebooks.py", "-k", "block_sizes or every_study")
     assert done.returncode == 0, done.stdout
+    done = run(root, "-m", "pytest", "-q", "tests/test_ruled.py")
+    assert done.returncode == 0, done.stdout
 
 
 def test_it_has_the_style_of_the_tree(copy):
     root, files = copy
+    sources = [name for name in files if not name.endswith(".json")]
     for words in (("check",), ("format", "--check")):
-        done = run(root, "-m", "ruff", *words, *files)
+        done = run(root, "-m", "ruff", *words, *sources)
         assert done.returncode == 0, done.stdout
 
 
@@ -69,6 +72,16 @@ def test_a_name_that_cannot_be_a_folder_is_refused(name):
 def test_a_study_that_exists_is_not_written_over():
     with pytest.raises(ValueError, match="there is a study 'machine'; the studies: machine, state_layout"):
         creating.check("machine")
+
+
+def test_no_file_is_written_over(copy):
+    root, _ = copy
+    before = (root / "tests" / "test_compare.py").read_bytes()
+    done = run(root, "-m", "labkit", "new", "compare")
+    assert done.returncode == 2
+    assert "tests/test_compare.py is there already; give the study another name" in done.stderr
+    assert (root / "tests" / "test_compare.py").read_bytes() == before
+    assert not (root / "labkit" / "studies" / "compare").exists()
 
 
 def test_the_registry_gets_one_line_more():

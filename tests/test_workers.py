@@ -127,7 +127,7 @@ def test_what_is_recorded_is_what_is_made_anew(locked, monkeypatch, tmp_path):
 def test_of_every_study_the_checks_are_recorded(locked):
     requests = [{"name": name, "device": "cpu"} for name in registry.NOTEBOOKS if registry.load(name).claims]
     files = workers.files_of("labkit.sweep.correctness:check_tiny", requests)
-    assert len(files) == 6
+    assert len(files) == len(requests) > 0
     missing = [one["name"] for one, file in zip(requests, files, strict=True) if file.stem not in workers.recorded()]
     assert not missing, "sources or versions have changed: labkit record --figures"
 

@@ -237,6 +237,14 @@ def test_a_failing_cell_or_a_dying_kernel_stops_no_other_notebook_and_is_shown(t
     assert toy.printed("layers") == ["before"]
 
 
+def test_a_notebook_that_never_ends_is_stopped(toy, monkeypatch):
+    monkeypatch.setattr(notebooks, "MINUTES", 0.1)
+    toy.notebook("ground", "import time; time.sleep(600)")
+    ground, layers = run(jobs=1)
+    assert ground.error == "timeout: no answer within 6 s"
+    assert not layers.error
+
+
 class Calls:
     """Stands in for the processes that execute notebooks: what each was given, and when it ran."""
 

@@ -17,6 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 SCHEMA_VERSION = "3"
+MAX_ROWS, MAX_VALUES, MAX_BYTES = 200_000, 20_000_000, 1 << 30  # of a file: a hundred times what a study has
 # Schemas that are read too. 1: hashes of another rule, which begin with "1:" once they are read. 2: without rules.
 EARLIER = ("1", "2")
 LATER = {"rules": "{}"}  # columns that earlier schemas do not have, and what they then hold
@@ -133,9 +134,24 @@ def write(path: Path, rows: pd.DataFrame | list[Mapping[str, Any]]) -> None:
     write_atomic(path, sink.getvalue().to_pybytes())
 
 
+def _check_size(path: Path, metadata: pq.FileMetaData) -> None:
+    """RecordError for a file that would take more memory than any measurements: a few bytes can stand for billions."""
+    groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
+    values = max((group.column(i).num_values for group in groups for i in range(group.num_columns)), default=0)
+    sizes = {
+        "rows": (metadata.num_rows, MAX_ROWS),
+        "values of a column": (values, MAX_VALUES),
+        "bytes": (sum(group.total_byte_size for group in groups), MAX_BYTES),
+    }
+    for what, (found, most) in sizes.items():
+        if found > most:
+            raise RecordError(f"{path}: {found} {what}; at most {most}")
+
+
 def read(path: Path) -> pd.DataFrame:
     """Read a Parquet file of measurements. RecordError naming file and column if it is not one, or an older one."""
     try:
+        _check_size(path, pq.read_metadata(path))
         table = pq.read_table(path, page_checksum_verification=True)
         table.validate(full=True)  # that text is UTF-8, which nothing else checks before it is used
         names = table.column_names

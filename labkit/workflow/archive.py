@@ -213,6 +213,8 @@ def _unpack(source: Path, target: Path) -> None:
             total += size
             if count > MAX_MEMBERS or total > MAX_BYTES:
                 raise RecordError(f"{source}: more than {MAX_MEMBERS} members or {MAX_BYTES >> 20} MiB; not unpacked")
+            if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
+                raise RecordError(f"{source}: {name} leads out of the archive; not unpacked")
             if file is None or not (found := _member(name)):
                 continue
             path = target / found
@@ -236,6 +238,8 @@ def _members(source: Path) -> Iterator[tuple[str, int, IO[bytes] | None]]:
         return
     with tarfile.open(source) as archive:
         for member in archive:
+            if not (member.isreg() or member.isdir()):
+                raise RecordError(f"{source}: {member.name} is no file and no folder; not unpacked")
             yield member.name, member.size, archive.extractfile(member) if member.isreg() else None
         while rest := archive.fileobj.read(1 << 20):  # to the end, where the compressed file's checksum is
             yield "", len(rest), None

@@ -114,17 +114,18 @@ def _path(text: str) -> Path | None:
 
 
 def _version(text: str, name: str, version: str) -> Side:
-    every = _latest([archive.rows_of(base) for base in (paths.DATA, paths.RUNS) if base.is_dir()])
-    if name in VERSIONS:
-        rows = every[every[name].str.split("+").str[0] == version]
+    parts = [archive.rows_of(base) for base in (paths.DATA, paths.RUNS) if base.is_dir()]
+    if name in VERSIONS:  # before the latest rows are taken: those of an older version would not be among them
+        rows = _latest([part[part[name].str.split("+").str[0] == version] for part in parts])
         if rows.empty:
-            raise ValueError(f"{text}: no rows of this {name}; there are: {', '.join(sorted(set(every[name])))}")
+            known = sorted({one for part in parts for one in part[name]})
+            raise ValueError(f"{text}: no rows of this {name}; there are: {', '.join(known)}")
         return Side(text, rows)
     releases = {(made.package, made.version) for made in sources.manifest().values()}
     if (name, version) not in releases:
         known = ", ".join(f"{one}=={other}" for one, other in sorted(releases))
         raise ValueError(f"{text}: no such version; allowed: {', '.join(VERSIONS)}, or a release: {known}")
-    return Side(text, every, f"{name}-{version}")
+    return Side(text, _latest(parts), f"{name}-{version}")
 
 
 def _commit(text: str) -> list[pd.DataFrame]:

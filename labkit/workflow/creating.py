@@ -1,5 +1,6 @@
 """`labkit new NAME`: a study that runs and passes from the start, to be filled with another kernel and claim."""
 
+import importlib
 import json
 import keyword
 import re
@@ -7,6 +8,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from labkit import paths, registry
+from labkit.bench.claim import Claim
 from labkit.bench.records import write_atomic
 
 TEMPLATE = Path(__file__).with_name("new_study")
@@ -43,7 +45,10 @@ def check(name: str) -> None:
 
 
 def create(name: str) -> list[Path]:
-    """Write folder, notebook, test and the line in the registry; returns the files. ValueError as in `check`."""
+    """Write folder, notebook, test, the line in the registry and the rule's hash; returns the files.
+
+    ValueError as in `check`, and for a file that is there already.
+    """
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     check(name)
@@ -57,10 +62,22 @@ def create(name: str) -> list[Path]:
         target = paths.ROOT / "tests" / f"test_{name}.py" if path.name == "test.py.j2" else folder / path.stem
         files[target] = found.get_template(path.name).render(known)
     files[paths.NOTEBOOKS / f"{notebook}.ipynb"] = _notebook(name, title)
+    if there := [path for path in files if path.exists()]:
+        raise ValueError(f"{there[0].relative_to(paths.ROOT)} is there already; give the study another name")
     files[_registry()] = _with_line(_registry().read_text("utf-8"), name, notebook)
     for path, text in files.items():
         write_atomic(path, text.encode())
-    return list(files)
+    return [*files, _lock_rules(name)]
+
+
+def _lock_rules(name: str) -> Path:
+    """Add the hashes of a new study's rules to those that only grow; returns the file."""
+    file = paths.ROOT / "tests" / "ruled.json"
+    claims: list[Claim] = importlib.import_module(f"labkit.studies.{name}.claims").CLAIMS
+    locked = json.loads(file.read_text("utf-8"))
+    locked |= {f"{name}/{claim.id}": {claim.ruled: claim.sha()} for claim in claims}
+    write_atomic(file, (json.dumps(locked, indent=1, sort_keys=True) + "\n").encode())
+    return file
 
 
 def _package() -> Path:

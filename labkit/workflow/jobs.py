@@ -27,7 +27,6 @@ from labkit.workflow.progress import Progress
 FOLDER = "jobs"  # in runs/
 FAILED = "failed: "  # begins the line that says what a job failed of
 _POLL_S = 1.0
-MINUTES = 240.0  # that a job may take where nothing else is said
 
 
 class Taken(RuntimeError):
@@ -43,7 +42,7 @@ class Job:
 
     study: str
     values: Mapping[str, Any]
-    minutes: float = MINUTES
+    minutes: float = notebooks.MINUTES
     place: Path | None = None
 
     @property

@@ -27,6 +27,7 @@ from labkit.workflow.nearest import meant
 from labkit.workflow.progress import Progress
 from labkit.workflow.turns import Turns
 
+MINUTES = 240.0  # that a notebook may take where nothing else is said
 FIRST = "machine"  # the study whose ceilings the others use: it measures first, and alone
 BESIDE = 2  # notebooks a GPU: one is measured while another starts
 BESIDE_QUICK = 3  # of a quick look one more makes its page
@@ -453,7 +454,8 @@ def _run_one(
             leased = lease.environment(gpu) if gpu else {}
             suffix = out.stem.removeprefix(registry.NOTEBOOKS[name])
             drawn = {"LABKIT_SUFFIX": suffix} if suffix else {}
-            error = attempt(name, values, partial, {**env, **leased, **drawn}, stop, progress, heard=heard)
+            every = {**env, **leased, **drawn}
+            error = attempt(name, values, partial, every, stop, progress, timeout=60 * MINUTES, heard=heard)
             if stop.is_set():
                 partial.unlink(missing_ok=True)
             elif partial.exists():

@@ -59,7 +59,7 @@ def _check_keys(where: str, found: Any, allowed: Mapping[str, Any]) -> None:
 
 def _group(place: str, group: Any, file: Mapping[str, Any]) -> Iterator[jobs.Job]:
     _check_keys(place, group, {"notebooks": list, "sets": list, "minutes": (int, float)})
-    minutes = group.get("minutes", file.get("minutes", jobs.MINUTES))
+    minutes = group.get("minutes", file.get("minutes", notebooks.MINUTES))
     if not (minutes > 0 and math.isfinite(minutes)):
         raise notebooks.UsageError(f"{place}: minutes is {minutes!r}; allowed: a number above 0")
     if not group.get("notebooks"):
