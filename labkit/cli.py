@@ -607,7 +607,8 @@ def compare(first: str, second: str, fail_on: str, form: str, every: bool) -> No
 
     Each is data/, runs/, another folder or an archive of `labkit record --pack`; a recorded GPU; a commit, of which
     data/ is taken; or NAME==VERSION of triton, torch, cuda, driver or of a release of somebody's package. Exit code 1
-    if something is slower, or wrong in the second alone.
+    if something is slower, or wrong in the second alone; not if its code, driver, torch and Triton are the same in
+    both: then it is the machine that differs.
 
     \b
     labkit compare data/ runs/
@@ -616,9 +617,14 @@ def compare(first: str, second: str, fail_on: str, form: str, every: bool) -> No
     labkit compare sglang==0.5.9 sglang==0.5.23
 
     \b
-    A job of a CI, on a runner with a GPU, that fails where a change made a kernel slower:
-      - run: labkit run --quick --source measure      # this commit; main has recorded its own in data/
-      - run: labkit compare data/ runs/ --fail-on slower=3% --format markdown >> "$GITHUB_STEP_SUMMARY"
+    A job of a CI, on a runner with a GPU, that fails where a change made a kernel slower (data/ has main's rows):
+      kernels:
+        runs-on: [self-hosted, gpu]
+        steps:
+          - uses: actions/checkout@v4
+          - run: make setup
+          - run: .venv/bin/labkit run --quick --source measure
+          - run: .venv/bin/labkit compare data/ runs/ --fail-on slower=3% --format markdown >> "$GITHUB_STEP_SUMMARY"
     """
     from labkit.bench.records import RecordError
     from labkit.workflow import compare as comparing

@@ -27,6 +27,16 @@ sys.exit(int(os.environ.get("STATUS", 0)) if sys.argv[1] == "run" else 0)
 """
 
 
+def wheel_in(folder, name, version):
+    """A wheel of one empty module."""
+    about = f"{name}-{version}.dist-info"
+    with zipfile.ZipFile(folder / f"{name}-{version}-py3-none-any.whl", "w") as wheel:
+        wheel.writestr(f"{name}.py", "")
+        wheel.writestr(f"{about}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+        wheel.writestr(f"{about}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr(f"{about}/RECORD", "")
+
+
 @pytest.fixture
 def toy(tmp_path, monkeypatch):
     found = Toy(tmp_path / "lab")
@@ -38,11 +48,7 @@ def toy(tmp_path, monkeypatch):
     )
     found.write("requirements.lock", "needed==1.0\n")
     found.write("left/over.py", "")
-    with zipfile.ZipFile(found.root / "needed-1.0-py3-none-any.whl", "w") as wheel:
-        wheel.writestr("needed.py", "")
-        wheel.writestr("needed-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: needed\nVersion: 1.0\n")
-        wheel.writestr("needed-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
-        wheel.writestr("needed-1.0.dist-info/RECORD", "")
+    wheel_in(found.root, "needed", "1.0")
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(found.root))
     monkeypatch.setattr(machine, "revision", lambda: "0123456789ab")
@@ -57,6 +63,17 @@ def without_network(command, **options):
     """Run a command where no network is, if this system lets us."""
     cut = ["unshare", "--net"] if shutil.which("unshare") and os.geteuid() == 0 else []
     return subprocess.run([*cut, *command], capture_output=True, text=True, **options)
+
+
+@pytest.mark.parametrize(("version", "warned"), [("2.0+cpu", True), ("2.0", False)])
+def test_a_torch_without_cuda_is_said(toy, tmp_path, version, warned):
+    toy.write("pyproject.toml", '[project]\ndependencies = ["torch"]\n[project.optional-dependencies]\npeers = []\n')
+    toy.write("requirements.lock", "")
+    wheel_in(toy.root, "torch", version)
+    done = toy.command("bundle", str(tmp_path / "lab.tar"), "--python", PYTHON)
+    assert done.returncode == 0, done.stderr
+    said = f"warning: torch-{version}-py3-none-any.whl, which pip's index gave, cannot use a GPU"
+    assert (said in done.stderr + done.stdout) == warned
 
 
 def test_a_bundle_measures_without_network_and_its_archive_is_recorded(toy, tmp_path):

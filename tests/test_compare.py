@@ -91,6 +91,23 @@ def test_what_is_wrong_in_the_second_alone_fails():
     assert words(compared(after, after))["b"] == "unclear"
 
 
+def test_what_is_slower_with_the_same_code_is_shown_and_fails_nothing():
+    code = {"kernel_sha": "1", "triton": "3", "torch": "2", "cuda": "13", "driver": "5"}
+    before, after = rows(1, a=20.0, b=20.0).assign(**code), rows(2, a=20.0, b=24.0).assign(**code)
+    found = compared(before, after)
+    assert words(found)["b"] == "slower"
+    assert not found.failing()
+    told = compare.shown(found, "text")
+    assert "slower, same code" in told
+    assert "Of the slower ones 1 of 1 have the same code on both sides" in told
+    for name in code:
+        changed = compared(before, after.assign(**{name: "another"}))
+        assert [one.variant for one in changed.failing()] == ["b"]
+        assert "same code" not in compare.shown(changed, "text")
+    other = compared(before, after.assign(gpu="Other"))  # there the GPU is what is compared
+    assert [one.variant for one in other.failing()] == ["b"]
+
+
 def test_of_rows_of_several_gpus_each_is_compared_with_its_own_and_of_one_each_across():
     one = pd.concat([rows(1, a=20.0), rows(2, a=30.0).assign(gpu="Other")])
     assert {(line.gpu, line.verdict) for line in compared(one, one).lines} == {(GPU, "same"), ("Other", "same")}

@@ -57,6 +57,8 @@ def write(
         script.chmod(0o755)
         say(f"fetching wheels for Python {python} on {platform}")
         _download(root, python, platform)
+        if blind := [wheel.name for wheel in (root / "wheels").glob("torch-*+cpu-*.whl")]:
+            say(f"warning: {blind[0]}, which pip's index gave, cannot use a GPU: with it the lab measures nothing")
         say("fetching sources")
         _copy_sources(root / "sources")
         whole = Path(scratch) / out.name
