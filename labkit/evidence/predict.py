@@ -305,16 +305,16 @@ def _square(squares: np.ndarray) -> np.ndarray:
 # ---- how wrong it is
 
 
-FOLDS = 5
 LEFT_OUT = ("code", "op", "study")
 
 
-def left_out(data: Sequence[Measured], by: str = "code", folds: int = FOLDS) -> list[np.ndarray]:
+def left_out(data: Sequence[Measured], by: str = "code", folds: int = 0) -> list[np.ndarray]:
     """µs of every row as predicted by a fit that saw none of its kernel ("code"), its operation or its study.
 
-    by "code": compiled kernels, in so many folds; a kernel of several rows, or of several GPUs, is in one.
+    A compiled kernel of several rows, or of several GPUs, is left out as one. folds: kernels are left out in so many
+    groups, which are by chance; 0: one at a time.
     """
-    groups = [_groups(one.rows[by], folds if by == "code" else 0) for one in data]
+    groups = [_groups(one.rows[by], folds) for one in data]
     found = [np.full(len(one.us), math.nan) for one in data]
     for group in sorted(set().union(*groups)):
         k = fit(data, [(some != group).astype(float) for some in groups])

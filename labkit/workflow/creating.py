@@ -1,6 +1,5 @@
 """`labkit new NAME`: a study that runs and passes from the start, to be filled with another kernel and claim."""
 
-import importlib
 import json
 import keyword
 import re
@@ -8,7 +7,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from labkit import paths, registry
-from labkit.bench.claim import Claim
 from labkit.bench.records import write_atomic
 
 TEMPLATE = Path(__file__).with_name("new_study")
@@ -67,15 +65,15 @@ def create(name: str) -> list[Path]:
     files[_registry()] = _with_line(_registry().read_text("utf-8"), name, notebook)
     for path, text in files.items():
         write_atomic(path, text.encode())
+    registry.NOTEBOOKS[name] = notebook  # as its file has it now
     return [*files, _lock_rules(name)]
 
 
 def _lock_rules(name: str) -> Path:
     """Add the hashes of a new study's rules to those that only grow; returns the file."""
     file = paths.ROOT / "tests" / "ruled.json"
-    claims: list[Claim] = importlib.import_module(f"labkit.studies.{name}.claims").CLAIMS
     locked = json.loads(file.read_text("utf-8"))
-    locked |= {f"{name}/{claim.id}": {claim.ruled: claim.sha()} for claim in claims}
+    locked |= {f"{name}/{claim.id}": {claim.ruled: claim.sha()} for claim in registry.load(name).claims}
     write_atomic(file, (json.dumps(locked, indent=1, sort_keys=True) + "\n").encode())
     return file
 
