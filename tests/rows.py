@@ -154,12 +154,12 @@ def decode_facts(case: Case, variant: Variant) -> dict[str, Any]:
     """What is recorded beside a decode: its tables, and 64 right tokens, or 1 where a position is replayed."""
     name = variant.options.get("repeats", variant.name)
     found: dict[str, Any] = {}
-    if case.op == "token" and variant.role != "ceiling" and "nobody waits" not in name:
+    if case.op in ("token", "batch") and variant.role != "ceiling" and "nobody waits" not in name:
         right = 1 if name.startswith("5") else 64
         found = {"checked": 64, "right": right, "margin": 0.01, "errors": [1e-3, 1e-3 if right == 64 else 0.3]}
         found |= {} if right == 64 else {"margin there": 0.2}
     if name[0].isdigit() or name.startswith("tables"):
-        counts = _counts(case["model"], case["parts"])
+        counts = _counts(case["model"], case.params.get("parts", 0))
         whole = sum(counts[f"{table}_bytes"] for table in ("buffer", "record", "queue"))
         sent = 4 * counts["changed_words"] if name.startswith("6") else whole if name[0] in "1234" else 0
         found |= counts | {"sent": {"bytes": sent, "copies": int(sent > 0), "kernels": 1}}

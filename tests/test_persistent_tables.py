@@ -266,9 +266,9 @@ LOWERINGS = st.builds(
     Lowering,
     st.builds(
         lambda kv, group, layers, hidden, ffn, vocab: Decoder(
-            "m", hidden, layers, kv * group, kv, 4, ffn, vocab
+            "m", hidden, layers, kv * group, kv, 32, ffn, vocab
         ),
-        *(st.integers(1, 3) for _ in range(3)), *(st.integers(1, 40) for _ in range(3)),
+        *(st.integers(1, 4) for _ in range(3)), *(st.integers(1, 40) for _ in range(3)),
     ),
     programs=st.integers(1, 9),
     schedule=st.sampled_from(tables.SCHEDULES),
@@ -278,6 +278,10 @@ LOWERINGS = st.builds(
     parts=st.none() | st.integers(1, 12),
     itemsize=st.sampled_from((2, 4)),
     batch=st.integers(1, 3),
+).flatmap(
+    lambda how: st.sampled_from(tables.groups(how.model, how.itemsize)).map(
+        lambda n: dataclasses.replace(how, group=n)
+    )
 )  # fmt: skip
 
 
@@ -339,6 +343,34 @@ def test_spans_of_the_cache_are_records_of_their_own():
     assert (found.records[output, tables.TARGET] == 6).all()
     assert found.spans == 3
     assert lower(Lowering(model, 1, cache=10, span=64)).spans == 1
+
+
+def test_heads_of_a_group_are_one_record():
+    model = Decoder("m", 8, 1, 4, 2, 32, 6, 10)
+    found = lower(Lowering(model, 1, cache=10, span=5, batch=2, group=2))
+    attention = found.records[found.records[:, tables.OP] == tables.ATTENTION]
+    words = [tables.START, tables.STOP, tables.SLOT, tables.ARRIVALS]
+    assert attention[:, words].tolist() == [[2 * i, 2 * i + 2, span, 2 + i] for i in range(4) for span in (0, 1)]
+    assert (tables.values_read(Lowering(model, 1, cache=10, span=5, batch=2, group=2), attention) == 2 * 5 * 32).all()
+
+
+@pytest.mark.parametrize(
+    ("model", "itemsize", "allowed"),
+    [
+        (Decoder("m", 8, 1, 8, 2, 32, 6, 10), 2, "1, 2, 4"), (Decoder("m", 8, 1, 6, 1, 32, 6, 10), 2, "1, 2"),
+        (Decoder("m", 8, 1, 8, 2, 32, 6, 10), 4, "1"), (Decoder("m", 8, 1, 8, 2, 16, 6, 10), 2, "1"),
+    ],
+)  # fmt: skip
+def test_what_groups_can_be(model, itemsize, allowed):
+    with pytest.raises(ValueError, match=f"group is 3; allowed: one of {allowed}$|group is 3; allowed: {allowed}$"):
+        Lowering(model, 1, itemsize=itemsize, group=3)
+
+
+def test_a_group_needs_positions_for_a_matrix_instruction():
+    how = Lowering(MODELS["Llama-3.2-1B"], 1, position=None, group=4)
+    with pytest.raises(ValueError, match="block_t is 8; allowed: at least 16 with a group of 4 heads"):
+        step.check_step(how, 0, "launch", step.Choice(block_t=8))
+    step.check_step(dataclasses.replace(how, group=1), 0, "launch", step.Choice(block_t=8))
 
 
 def test_a_batch_is_more_attention_and_rows_of_its_own():
@@ -403,7 +435,7 @@ def test_other_words_of_the_position_are_another_position(how, position):
     words = tables.position_words(found)
     found.records.reshape(-1)[words] = position
     assert same(found, other)
-    expected = how.batch * how.model.heads * how.spans * how.model.layers + 1
+    expected = how.groups * how.spans * how.model.layers + 1
     assert len(words) == expected
     assert tables.counts(found)["changed_words"] == expected
 

@@ -56,7 +56,9 @@ OURS, LONGEST, UNORDERED, READ = "tables", "tables, longest first", "tables, nob
 GEMV, GEMV_DEPENDENT = "kernels, our GEMV", "kernels, our GEMV, dependent launch"
 SEPARATE = ("kernels, cuBLAS", GEMV)
 DEPENDENT = ("kernels, cuBLAS, dependent launch", GEMV_DEPENDENT)
+CUBLAS = ("kernels, cuBLAS", "kernels, cuBLAS, dependent launch")
 MARKED = "tables, moments written down"
+SPANNED = "tables, attention in spans"
 CHANGED = ("tables, nothing loaded before a wait", "tables, more asked for in the L2 before a wait", MARKED)
 REBUILT, VECTORISED = "1 rebuilt in Python, pageable", "2 rebuilt vectorised, pageable"
 PREBUILT = "3 prebuilt, pageable"
@@ -220,10 +222,11 @@ def _bytes(params: Mapping[str, Any]) -> int:
     """
     hidden, layers, _, kv_heads, width, _, _ = SHAPES[params["model"]]
     weights = sum(_projections(params["model"]).values()) + (2 * layers + 1) * hidden + hidden
-    tokens = 32 if params["model"] == H1024 and params["start"] == 16 and not params["parts"] else 8
+    alone = params["model"] == H1024 and params["start"] == 16 and not params.get("parts")
+    tokens, batch = 32 if alone else 8, params.get("batch", 1)
     context = params["start"] + (tokens + 1) / 2
     cache = 2 * layers * kv_heads * width * (context + 1)
-    return {"bf16": 2, "fp32": 4}[params["dtype"]] * round(weights + cache)
+    return {"bf16": 2, "fp32": 4}[params["dtype"]] * round(weights + batch * cache + (batch - 1) * hidden)
 
 
 def _alone(params: Mapping[str, Any], group: Sequence[Mapping[str, Any]], names: Iterable[str]) -> list[dict[str, Any]]:
@@ -309,11 +312,24 @@ def contexts(rows: pd.DataFrame) -> pd.DataFrame:
     found = [
         params | line
         for params, group in cases(rows, "token", dtype="bf16", parts=0)
-        for line in _alone(params, group, (OURS, GEMV, GEMV_DEPENDENT))
+        for line in _alone(params, group, (OURS, SPANNED, GEMV, GEMV_DEPENDENT))
     ]
     several = {line["model"] for line in found if line["start"] != 16}
     kept = [line for line in found if line["model"] in several]
     return table(kept, ["model", "start", "variant", "us", "tbs", "ratio", "low", "high", "verdict"])
+
+
+def batches(rows: pd.DataFrame) -> pd.DataFrame:
+    """Steps of several sequences, a token of one of them, and the tables' beside their step of one sequence."""
+    alone = {(line["model"], line["start"]): line["us"] for line in _lines(contexts(rows), variant=OURS)}
+    found = []
+    for params, group in cases(rows, "batch"):
+        for line in _alone(params, group, (OURS, *CUBLAS)):
+            of_one = alone.get((params["model"], params["start"]), math.nan) if line["variant"] == OURS else math.nan
+            each = {"us a token": line["us"] / params["batch"], "times one": line["us"] / of_one}
+            found.append(params | line | each)
+    names = ["model", "batch", "start", "variant", "us", "us a token", "times one", "tbs"]
+    return table(found, [*names, "ratio", "low", "high", "verdict"])
 
 
 def tokens(rows: pd.DataFrame) -> pd.DataFrame:
@@ -613,6 +629,7 @@ TABLES: Tables = {
     "tables.hosts": hosts,
     "tables.tokens": tokens,
     "tables.contexts": contexts,
+    "tables.batches": batches,
     "tables.ratio": ratio,
     "tables.gains": gains,
     "tables.rebuilding": rebuilding,
@@ -735,6 +752,19 @@ def said_contexts(rows: pd.DataFrame) -> list[str]:
     last = max(_lines(contexts(rows), model=LLAMA, variant=GEMV_DEPENDENT), key=lambda line: line["start"])
     word = {"same": "as fast", "unclear": "not clearly faster or slower"}.get(last["verdict"])
     return [f"{LLAMA} from position {last['start']}: the tables are {word or _faster(last['ratio'], last['verdict'])}"]
+
+
+def said_batches(rows: pd.DataFrame) -> list[str]:
+    """The tables of several sequences against cuBLAS with dependent launch, at the first and the last position."""
+    found = sorted(_lines(batches(rows), variant=CUBLAS[1]), key=lambda line: line["start"])
+    if not found:
+        return ["was measured"]
+    words = {"same": "as fast", "unclear": "not clearly faster or slower"}
+    said = [words.get(line["verdict"]) or _faster(line["ratio"], line["verdict"]) for line in found]
+    return [
+        f"{found[0]['batch']} sequences from position {found[0]['start']}: the tables are {said[0]}",
+        f"from position {found[-1]['start']}: {said[-1]}",
+    ]
 
 
 def _faster(ratio: float, word: str) -> str:
@@ -953,6 +983,7 @@ SENTENCES: Sentences = {
     "views.stages": said_stages,
     "views.finer": said_finer,
     "views.contexts": said_contexts,
+    "views.batches": said_batches,
     "views.questions": said_questions,
     "host_views.host": said_host,
     "host_views.bar_host": said_bar_host,

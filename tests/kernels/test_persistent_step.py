@@ -178,6 +178,30 @@ def test_attention_over_spans_of_the_cache(span, block_t, whole):
     assert not memory.counters.any()
 
 
+GROUPED = Decoder("grouped", hidden=16, layers=1, heads=4, kv_heads=1, head_dim=32, ffn=24, vocab=61)
+
+
+def attended(group, device, batch=1, dtype=torch.float16, span=4, cache=6):
+    """Attention's results of the last of five tokens of each sequence, and the caches that it leaves."""
+    _, memory, found = machine(GROUPED, dtype=dtype, batch=batch, group=group, span=span, cache=cache, device=device)
+    assert (found.records[:, tables.OP] == tables.ATTENTION).sum() == batch * found.spans * 4 // group
+    generate_each(memory, launched(memory, found), [[7 + i, 50, 3, 9] for i in range(batch)], 1)
+    assert not memory.counters.any()
+    return memory.buffers["attention"].clone(), memory.buffers["k_cache.0"].clone()
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_heads_that_share_a_record_are_those_that_have_one_each(batch, device):
+    """Three 16-bit values are a whole float32 value: results differ by its rounding alone, over one span and two."""
+    for span in (4, 8):
+        (alone, keys), (together, same_keys), (pairs, _) = (attended(n, device, batch, span=span) for n in (1, 4, 2))
+        assert torch.equal(keys, same_keys)
+        for found in (together, pairs):
+            torch.testing.assert_close(found, alone, rtol=2e-5, atol=2e-6)
+    heads = together.view(batch, 4, 32)
+    assert not torch.allclose(heads[:, :1], heads[:, 1:], rtol=1e-2)  # other heads, other results
+
+
 @pytest.mark.parametrize(("model", "batch", "span", "choice"), [(SMALL, 4, 2, CHOICE), (TINY, 2, None, SEVERAL)])
 def test_each_sequence_of_a_batch_is_that_of_the_reference(model, batch, span, choice, device):
     weights, memory, found = machine(model, batch=batch, span=span, parts=2, rows=16, cache=80, device=device)

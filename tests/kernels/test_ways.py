@@ -219,7 +219,7 @@ def test_generation_by_a_way_is_that_by_launches(device):
 
 # What study 03 times, beyond what `check_tiny` runs: a sequence ends and begins anew, what is not right is noticed
 
-(CASE,) = study.STUDY.tiny
+CASE, BATCH = study.STUDY.tiny
 
 
 @pytest.fixture
@@ -229,9 +229,9 @@ def sequences(monkeypatch):
     monkeypatch.setattr(trials, "sequence", lambda x, way="": 2)
 
 
-def trial(name, device):
-    (variant,) = (variant for variant in study.variants(CASE) if variant.name == name)
-    return variant.prepare(CASE, device, 1, 0)
+def trial(name, device, x=CASE):
+    (variant,) = (variant for variant in study.variants(x) if variant.name == name)
+    return variant.prepare(x, device, 1, 0)
 
 
 def check_trial(found):
@@ -261,6 +261,15 @@ def test_sequences_of_separate_kernels_are_right(sequences, device):
     found = trials.separate(CASE, device, 1, 0, projections="F.linear", dependent=True)
     check_trial(found)
     assert found.facts()["kernels"] == 9 + 3  # of a layer; norm, head and argmax
+
+
+@pytest.mark.parametrize("name", [variants.OURS, variants.CUBLAS])
+def test_several_sequences_are_timed_and_right(name, sequences, device):
+    found = trial(name, device, BATCH)
+    assert len(found.calls) == 2
+    check_trial(found)
+    facts = found.facts()
+    assert facts["right"] == facts["checked"] == BATCH["batch"] * trials.CHECKED_TINY
 
 
 def test_replayed_kernels_are_right(device):

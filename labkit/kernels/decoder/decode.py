@@ -7,13 +7,15 @@ import torch
 
 from labkit.kernels.decoder.model import Decoder, Weights
 from labkit.kernels.decoder.step import Choice, Memory, Uploaded, allocate, generate_each, step, upload
-from labkit.kernels.decoder.tables import Lowering, buffer_shapes, lower
+from labkit.kernels.decoder.tables import Lowering, buffer_shapes, groups, lower
 from labkit.kernels.decoder.validate import validate
 from labkit.kernels.launch import Launch
 from labkit.kernels.target import multiprocessors
 
 REGISTERS, SHARED = 65536, 227 << 10  # of a multiprocessor, from compute capability 9.0 on
-CHOICE = Choice(block_k=1024, ahead=2, block_t=32, registers=128)  # the fastest for Llama-3.2-1B on an H100
+# Rows of a tile, and the rest: the fastest for Llama-3.2-1B, of one sequence (on an H100), and of four (on an H200)
+ALONE = 4, Choice(block_k=1024, ahead=2, block_t=32, registers=128)
+BATCHED = 16, Choice(block_k=512, ahead=2, block_t=32)
 
 
 @dataclass(frozen=True)
@@ -41,21 +43,26 @@ class Decode:
 
 
 def prepare(
-    model: Decoder, weights: Weights, device: str | torch.device = "cuda", cache: int = 2048, rows: int = 4,
-    span: int | None = 128, choice: Choice = CHOICE, batch: int = 1,
+    model: Decoder, weights: Weights, device: str | torch.device = "cuda", cache: int = 2048, rows: int | None = None,
+    span: int | None = 128, choice: Choice | None = None, batch: int = 1, group: int | None = None,
 ) -> Decode:  # fmt: skip
     """A Llama model's decode, one token at a time of each of `batch` sequences, as one launch a token.
 
     weights: by checkpoint name, of one dtype, bf16, fp16 or fp32 (`load_weights`); cache: positions; rows: of a tile;
-    span: positions that one record of attention reads, None: all. All programs must be resident at once, so that
-    nothing else may run on the GPU meanwhile. ValueError naming the argument, its value and what is allowed. Source:
-    AutoMegaKernel and Stanford MegaKernels, by tables in device memory; page 03.
+    span: positions that one record of attention reads, None: all; group: query heads that it takes on, None: as many as
+    it can; rows, choice: None: what suits Llama-3.2-1B. All programs must be resident at once, so that nothing else may
+    run on the GPU meanwhile. ValueError naming the argument, its value and what is allowed. Source: AutoMegaKernel and
+    Stanford MegaKernels, by tables in device memory; page 03.
 
         decode = prepare(decoder("Llama-3.2-1B"), load_weights(decoder("Llama-3.2-1B"), folder))
         decode.generate(prompt, 64)
     """
     device, dtype = torch.device(device), next(iter(weights.values())).dtype
-    how = Lowering(model, 1, cache=cache, position=None, rows=rows, itemsize=dtype.itemsize, span=span, batch=batch)
+    usual_rows, usual = ALONE if batch == 1 else BATCHED
+    rows, choice = usual_rows if rows is None else rows, usual if choice is None else choice
+    sizes = {"itemsize": dtype.itemsize, "span": span, "batch": batch}
+    sizes["group"] = max(groups(model, dtype.itemsize)) if group is None else group
+    how = Lowering(model, 1, cache=cache, position=None, rows=rows, **sizes)
     if device.type == "cuda":
         buffers = {name: torch.empty(1, dtype=dtype, device=device) for name in buffer_shapes(how)}
         how = replace(how, programs=resident(step(Memory(how, buffers), upload(lower(how), device), 0, choice=choice)))

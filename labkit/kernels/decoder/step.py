@@ -19,6 +19,8 @@ be one more wait in every layer. Activations are float32, sums too.
 | span      | attention over the cache by so many positions a record (flash decoding): with one record a head most    |
 |           | of the GPU waits for a few programs that walk through the context; a span that has no position yet      |
 |           | waits for nobody                                                                                        |
+| group     | query heads of one kv head as one record: their keys and values are read once, and all of them are      |
+|           | multiplied by one matrix instruction, queries and weights as three 16-bit values each: no bits are lost |
 | registers | a bound, so that as many programs fit on an SM as can load at once                                      |
 | rows, block_k, num_warps, programs | bytes in flight on an SM, against the registers of the largest op              |
 | batch     | sequences that share a step: weights are read once for all of them, so that a token of each costs what  |
@@ -309,19 +311,52 @@ def _cached(keys, values, ts, before, half, ds, HEAD_DIM: tl.constexpr):
 
 
 @triton.jit
+def _third(x, part, DTYPE: tl.constexpr):
+    """One of the three 16-bit values whose sum a float32 value is, by its number from 0 on; 0 for any further one."""
+    high = x.to(DTYPE).to(tl.float32)
+    middle = (x - high).to(DTYPE).to(tl.float32)
+    rest = tl.where(part == 0, high, tl.where(part == 1, middle, tl.where(part == 2, x - high - middle, 0.0)))
+    return rest.to(DTYPE)
+
+
+@triton.jit
+def _attend_group(
+    top, total, sums, q_a, q_b, k_a, k_b, values, live,
+    DTYPE: tl.constexpr, HEADS: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """`_attend` of several heads. q_a, q_b: [PARTS * HEADS, HEAD_DIM / 2], parts by `_third`, one after the other.
+
+    top, total: [HEADS]; sums: [HEADS, HEAD_DIM].
+    """
+    BLOCK_T: tl.constexpr = values.shape[0]
+    HEAD_DIM: tl.constexpr = values.shape[1]
+    scores = tl.dot(q_b, tl.trans(k_b), tl.dot(q_a, tl.trans(k_a)))
+    scores = tl.sum(tl.reshape(scores, (PARTS, HEADS, BLOCK_T)), 0)
+    scores = tl.where(live[None, :], scores, float("-inf"))
+    new = tl.maximum(top, tl.max(scores, 1))
+    weights, scale = tl.exp(scores - new[:, None]), tl.exp(top - new)
+    part = tl.arange(0, PARTS)[:, None, None]
+    each = tl.reshape(_third(weights[None], part, DTYPE), (PARTS * HEADS, BLOCK_T))
+    added = tl.sum(tl.reshape(tl.dot(each, values), (PARTS, HEADS, HEAD_DIM)), 0)
+    return new, total * scale + tl.sum(weights, 1), sums * scale[:, None] + added
+
+
+@triton.jit
 def _attention(
     record, number, buffers, counters, error, limit, position, marks,
-    DTYPE: tl.constexpr, BATCH: tl.constexpr, HEAD_DIM: tl.constexpr, GROUP: tl.constexpr, KV_HEADS: tl.constexpr,
-    CACHE: tl.constexpr, BLOCK_T: tl.constexpr, SPAN: tl.constexpr, SPANS: tl.constexpr, MARKS: tl.constexpr,
+    DTYPE: tl.constexpr, BATCH: tl.constexpr, HEAD_DIM: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr, CACHE: tl.constexpr, BLOCK_T: tl.constexpr, SPAN: tl.constexpr, SPANS: tl.constexpr,
+    MARKS: tl.constexpr,
 ):  # fmt: skip
-    """One query head over one span of the cache. What several heads read of it comes from the L2 but once.
+    """HEADS query heads over one span of the cache. What several records read of it comes from the L2 but once.
 
     Heads are numbered through all sequences, one sequence's after the other's.
 
-    Query and new key get their rotary embedding here, the key in every head that reads it; of these the first one, in
+    Query and new key get their rotary embedding here, the key in every record that reads it; of these the first one, in
     the span that has the position, appends key and value. The last span of a head puts the results of all together.
     """
     HALF: tl.constexpr = HEAD_DIM // 2
+    PARTS: tl.constexpr = max(16 // HEADS, 4)  # of which three are not zero: a matrix instruction has 16 rows
     head, span = tl.load(record + _START), tl.load(record + _SLOT)
     kv_head = head // GROUP
     half, ds, some = tl.arange(0, HALF), tl.arange(0, HEAD_DIM), tl.arange(0, BLOCK_T)
@@ -338,7 +373,12 @@ def _attention(
         qkv = _buffer(buffers, record, _INPUT, tl.float32)
         if BATCH > 1:  # keys and values lie between the queries of two sequences
             qkv += kv_head // KV_HEADS * (2 * KV_HEADS * HEAD_DIM)
-        q_a, q_b = _turned(qkv + head * HEAD_DIM, half, cos, sin, HALF)
+        if HEADS == 1:
+            q_a, q_b = _turned(qkv + head * HEAD_DIM, half, cos, sin, HALF)
+        else:
+            rows = tl.arange(0, PARTS * HEADS)[:, None]
+            at = qkv + (head + rows % HEADS) * HEAD_DIM
+            q_a, q_b = _turned(at, half[None, :], cos[None, :], sin[None, :], HALF)
         own = qkv + (KV_HEADS * GROUP + kv_head) * HEAD_DIM
         if BATCH > 1:
             own += kv_head // KV_HEADS * (KV_HEADS * (GROUP - 1) * HEAD_DIM)
@@ -350,31 +390,55 @@ def _attention(
             tl.store(keys + position * HEAD_DIM + HALF + half, new_b)
             tl.store(values + position * HEAD_DIM + ds, new_v)
         q_a, q_b = q_a * (HEAD_DIM**-0.5), q_b * (HEAD_DIM**-0.5)
-        top, total, sums = float("-inf"), 0.0, tl.zeros((HEAD_DIM,), tl.float32)
+        if HEADS == 1:
+            top, total, sums = float("-inf"), 0.0, tl.zeros((HEAD_DIM,), tl.float32)
+        else:
+            q_a, q_b = _third(q_a, rows // HEADS, DTYPE), _third(q_b, rows // HEADS, DTYPE)
+            top, total = tl.full((HEADS,), float("-inf"), tl.float32), tl.zeros((HEADS,), tl.float32)
+            sums = tl.zeros((HEADS, HEAD_DIM), tl.float32)
         for start in range(first, end, BLOCK_T):
             ts = start + some
             new = (ts == position)[:, None]
             now_a, now_b = tl.where(new, new_a[None, :], k_a), tl.where(new, new_b[None, :], k_b)
             now_v = tl.where(new, new_v[None, :], v)
-            k_a, k_b, v = _cached(keys, values, ts + BLOCK_T, old, half, ds, HEAD_DIM)
-            top, total, sums = _attend(top, total, sums, q_a, q_b, now_a, now_b, now_v, ts < end)
+            if SPAN > BLOCK_T:
+                k_a, k_b, v = _cached(keys, values, ts + BLOCK_T, old, half, ds, HEAD_DIM)
+            if HEADS == 1:
+                top, total, sums = _attend(top, total, sums, q_a, q_b, now_a, now_b, now_v, ts < end)
+            else:
+                top, total, sums = _attend_group(
+                    top, total, sums, q_a, q_b, now_a, now_b, now_v, ts < end, DTYPE, HEADS, PARTS
+                )
 
-        y = _buffer(buffers, record, _OUT, tl.float32) + head * HEAD_DIM + ds
+        y = _buffer(buffers, record, _OUT, tl.float32) + head * HEAD_DIM
+        each, weight = 0, total
+        if HEADS == 1:
+            y += ds
+        else:
+            each, weight = tl.arange(0, HEADS), total[:, None]
+            y += each[:, None] * HEAD_DIM + ds[None, :]
         spans = position // SPAN + 1  # that have a position
         if SPANS == 1:  # noqa: SIM114 (known when compiled: the rest is left out)
-            tl.store(y, sums / total)
+            tl.store(y, sums / weight)
         elif spans == 1:
-            tl.store(y, sums / total)
+            tl.store(y, sums / weight)
         else:
             parts = _buffer(buffers, record, _GAIN, tl.float32) + head * (SPANS * (HEAD_DIM + _PADDING))
             part = parts + span * (HEAD_DIM + _PADDING)
-            tl.store(part + ds, sums / total)
+            if HEADS == 1:
+                tl.store(part + ds, sums / weight)
+            else:
+                part += each * (SPANS * (HEAD_DIM + _PADDING))
+                tl.store(part[:, None] + ds[None, :], sums / weight)
             tl.store(part + HEAD_DIM, top + tl.log(total))
             tl.debug_barrier()  # all warps have stored before one thread says so
             arrivals = counters + tl.load(record + _ARRIVALS)
             if tl.atomic_add(arrivals, 1, sem="acq_rel") == spans - 1:
                 tl.debug_barrier()
-                tl.store(y, _together(parts, spans, ds, HEAD_DIM, SPANS))
+                if HEADS == 1:
+                    tl.store(y, _together(parts, spans, ds, HEAD_DIM, SPANS))
+                else:
+                    tl.store(y, _together_group(parts, spans, ds, HEAD_DIM, SPANS, HEADS))
     return limit
 
 
@@ -388,6 +452,19 @@ def _together(parts, spans, ds, HEAD_DIM: tl.constexpr, SPANS: tl.constexpr):
     weights = tl.exp(weights - tl.max(weights, 0))
     each = tl.load(at[:, None] + ds[None, :], mask=live[:, None], other=0.0)
     return tl.sum(weights[:, None] * each, 0) / tl.sum(weights, 0)
+
+
+@triton.jit
+def _together_group(parts, spans, ds, HEAD_DIM: tl.constexpr, SPANS: tl.constexpr, HEADS: tl.constexpr):
+    """`_together` of HEADS query heads."""
+    some = tl.arange(0, triton.next_power_of_2(SPANS))[None, :]
+    hs = tl.arange(0, HEADS)[:, None]
+    live = (some < spans) & (hs >= 0)
+    at = parts + (hs * SPANS + some) * (HEAD_DIM + _PADDING)
+    weights = tl.load(at + HEAD_DIM, mask=live, other=float("-inf"))
+    weights = tl.exp(weights - tl.max(weights, 1)[:, None])
+    each = tl.load(at[:, :, None] + ds[None, None, :], mask=live[:, :, None], other=0.0)
+    return tl.sum(weights[:, :, None] * each, 1) / tl.sum(weights, 1)[:, None]
 
 
 @triton.jit
@@ -421,8 +498,8 @@ def _reset(counters, count, BLOCK_K: tl.constexpr):
 def _other(
     record, number, buffers, counters, error, limit, position, position_at, count, marks,
     DTYPE: tl.constexpr, BATCH: tl.constexpr, BLOCK_K: tl.constexpr, HEAD_DIM: tl.constexpr, GROUP: tl.constexpr,
-    KV_HEADS: tl.constexpr, CACHE: tl.constexpr, BLOCK_T: tl.constexpr, SPAN: tl.constexpr, SPANS: tl.constexpr,
-    VOCAB: tl.constexpr, POSITION_FROM: tl.constexpr, MARKS: tl.constexpr,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, CACHE: tl.constexpr, BLOCK_T: tl.constexpr, SPAN: tl.constexpr,
+    SPANS: tl.constexpr, VOCAB: tl.constexpr, POSITION_FROM: tl.constexpr, MARKS: tl.constexpr,
 ):  # fmt: skip
     """A record that is no projection."""
     op = tl.load(record)
@@ -431,7 +508,7 @@ def _other(
     if op == _ATTENTION:
         limit = _attention(
             record, number, buffers, counters, error, limit, position, marks,
-            DTYPE, BATCH, HEAD_DIM, GROUP, KV_HEADS, CACHE, BLOCK_T, SPAN, SPANS, MARKS,
+            DTYPE, BATCH, HEAD_DIM, GROUP, HEADS, KV_HEADS, CACHE, BLOCK_T, SPAN, SPANS, MARKS,
         )  # fmt: skip
     else:
         limit = _wait(record, number, counters, error, limit, marks, MARKS)
@@ -452,8 +529,9 @@ def _step_kernel(
     records, queue, buffers, counters, error, marks, position, position_at, count, limit,
     DTYPE: tl.constexpr, BATCH: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_T: tl.constexpr,
     AHEAD: tl.constexpr, EVEN_K: tl.constexpr, DIVISOR: tl.constexpr, EPS: tl.constexpr, HEAD_DIM: tl.constexpr,
-    GROUP: tl.constexpr, KV_HEADS: tl.constexpr, CACHE: tl.constexpr, SPAN: tl.constexpr, SPANS: tl.constexpr,
-    VOCAB: tl.constexpr, POSITION_FROM: tl.constexpr, V: tl.constexpr, PREFETCH: tl.constexpr, MARKS: tl.constexpr,
+    GROUP: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, CACHE: tl.constexpr, SPAN: tl.constexpr,
+    SPANS: tl.constexpr, VOCAB: tl.constexpr, POSITION_FROM: tl.constexpr, V: tl.constexpr, PREFETCH: tl.constexpr,
+    MARKS: tl.constexpr,
 ):  # fmt: skip
     """One program: its queue, from the first record to the last."""
     program = tl.program_id(0)
@@ -474,8 +552,8 @@ def _step_kernel(
         else:
             limit = _other(
                 record, number, buffers, counters, error, limit, position, position_at, count, marks,
-                DTYPE, BATCH, BLOCK_K, HEAD_DIM, GROUP, KV_HEADS, CACHE, BLOCK_T, SPAN, SPANS, VOCAB, POSITION_FROM,
-                MARKS,
+                DTYPE, BATCH, BLOCK_K, HEAD_DIM, GROUP, HEADS, KV_HEADS, CACHE, BLOCK_T, SPAN, SPANS, VOCAB,
+                POSITION_FROM, MARKS,
             )  # fmt: skip
         signal = tl.load(record + _SIGNAL)
         _mark(marks, number, 2, MARKS)
@@ -648,6 +726,7 @@ def step(
         "EPS": model.eps,
         "HEAD_DIM": model.head_dim,
         "GROUP": model.group,
+        "HEADS": how.group,
         "KV_HEADS": model.kv_heads,
         "CACHE": how.cache,
         "SPAN": how.positions,
@@ -664,14 +743,15 @@ def step(
 
 def compilable(
     model: str, programs: int = 132, rows: int = 4, cache: int = 2048, position_from: str = "launch",
-    dtype: str = "bfloat16", span: int | None = None, batch: int = 1, **choice: int,
+    dtype: str = "bfloat16", span: int | None = None, batch: int = 1, group: int = 1, **choice: int,
 ) -> Launch:  # fmt: skip
     """A step of one of `model.MODELS` that can be compiled but not run: its buffers hold one value each.
 
     dtype: of the weights, a name in torch; choice: fields of `Choice`. For `labkit.evidence.compiled`.
     """
     kind = getattr(torch, dtype)
-    how = Lowering(decoder(model), programs, cache=cache, rows=rows, itemsize=kind.itemsize, span=span, batch=batch)
+    sizes = {"itemsize": kind.itemsize, "span": span, "batch": batch, "group": group}
+    how = Lowering(decoder(model), programs, cache=cache, rows=rows, **sizes)
     buffers = {name: torch.empty(1, dtype=kind) for name in buffer_shapes(how)}
     position = 0 if position_from == "launch" else None
     return step(Memory(how, buffers), upload(lower(how)), position, position_from, Choice(**choice))
@@ -690,6 +770,8 @@ def check_step(how: Lowering, position: int | None, position_from: str, choice: 
             raise ValueError(f"{name} is {value}; allowed: a power of two")
     if choice.prefetch and (choice.prefetch < 128 or choice.prefetch & (choice.prefetch - 1)):
         raise ValueError(f"prefetch is {choice.prefetch}; allowed: 0 or a power of two from 128 on")
+    if how.group > 1 and choice.block_t < 16:
+        raise ValueError(f"block_t is {choice.block_t}; allowed: at least 16 with a group of {how.group} heads")
     if choice.ahead < 0:
         raise ValueError(f"ahead is {choice.ahead}; allowed: at least 0")
 

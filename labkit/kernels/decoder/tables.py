@@ -34,7 +34,7 @@ POSITIONED = (ATTENTION, ARGMAX)  # ops whose work depends on the position
 # best logit and its token of each part, of argmax (first) the tokens by position. gain: of attention the results of
 # spans. K: values of a row of the weight, of attention the head dimension, of argmax the parts. start, stop: rows of
 # the weight (gate and up interleaved), or heads, of all sequences. slot: which part of the head, or which span of the
-# cache, this is. arrivals: of attention the counter of this head's spans, which the last one to arrive puts together.
+# cache, this is. arrivals: of attention the counter of these heads' spans, which the last one to arrive puts together.
 WORDS = (
     "op", "weight", "input", "output", "gain", "first", "second", "K",
     "start", "stop", "slot", "position", "wait", "target", "signal", "arrivals",
@@ -58,7 +58,8 @@ POSITION_FROM = ("record", "launch", "device")  # where the step reads the posit
 
 @dataclass(frozen=True)
 class Tables:
-    """The three tables of a decoder step and how many counters they use. cache: positions that fit."""
+    """The three tables of a decoder step and how many counters they use. cache: positions that fit; group: query heads
+    of a record of attention."""
 
     model: Decoder
     cache: int
@@ -66,6 +67,7 @@ class Tables:
     records: np.ndarray
     queue: np.ndarray
     counters: int
+    group: int = 1
 
     @property
     def parts(self) -> int:
@@ -96,7 +98,8 @@ class Lowering:
     the program that has the least so far). cache: positions. position: of the token; None: the launch says it. rows:
     of a tile, of which no record has a part. parts: records of a projection at most; None: as many as programs.
     itemsize: bytes of a weight. span: positions of the cache that one record of attention
-    reads; None: all. batch: sequences that a step takes on by a token each, all of them at one position.
+    reads; None: all. batch: sequences that a step takes on by a token each, all of them at one position. group: query
+    heads of one kv head that a record of attention takes on, one of `groups`.
     ValueError for what is not allowed.
     """
 
@@ -110,6 +113,7 @@ class Lowering:
     itemsize: int = 2
     span: int | None = None
     batch: int = 1
+    group: int = 1
 
     def __post_init__(self) -> None:
         for name in ("programs", "cache", "parts", "span", "batch"):
@@ -119,6 +123,7 @@ class Lowering:
         if self.rows not in (2, 4, 8, 16, 32, 64):
             raise ValueError(f"rows is {self.rows}; allowed: a power of two from 2 to 64")
         check_one_of("itemsize", self.itemsize, (2, 4))
+        check_one_of("group", self.group, groups(self.model, self.itemsize))
         if self.position is not None:
             check_position(self.position, self.cache)
 
@@ -133,13 +138,18 @@ class Lowering:
 
     @property
     def spans(self) -> int:
-        """Records that the attention of a head is split into."""
+        """Records that the attention of a group is split into."""
         return -(-self.cache // self.positions)
 
     @property
     def heads(self) -> int:
         """Query heads of all sequences."""
         return self.model.heads * self.batch
+
+    @property
+    def groups(self) -> int:
+        """Groups of query heads of all sequences, each of which has records of its own."""
+        return self.heads // self.group
 
     def projections(self) -> dict[int, tuple[int, int]]:
         """Op -> rows and values of a row of the matrix that it multiplies; gate and up are one, interleaved."""
@@ -157,7 +167,13 @@ class Lowering:
 
         Attention is taken with full spans, so that the schedule does not change with the position.
         """
-        return {ATTENTION: 2 * self.positions, ARGMAX: 2}.get(op, 1)
+        return {ATTENTION: 2 * self.positions // self.group, ARGMAX: 2}.get(op, 1)
+
+
+def groups(model: Decoder, itemsize: int) -> list[int]:
+    """How many query heads one record of attention can take on, ascending: what matrix instructions can multiply."""
+    most = model.group if itemsize == 2 and model.head_dim >= 32 else 1
+    return [n for n in range(1, most + 1) if most % n == 0 and not n & (n - 1)]
 
 
 def check_position(position: int, cache: int) -> None:
@@ -234,7 +250,7 @@ def lower(how: Lowering, addresses: np.ndarray | None = None) -> Tables:
     queue = np.zeros(how.programs + 1, np.int32)
     queue[1:] = np.bincount(program, minlength=how.programs).cumsum()
     records = np.ascontiguousarray(records[np.argsort(program, kind="stable")])
-    return Tables(how.model, how.cache, _buffers(how, addresses), records, queue, last + 1)
+    return Tables(how.model, how.cache, _buffers(how, addresses), records, queue, last + 1, how.group)
 
 
 def counters(how: Lowering) -> int:
@@ -243,20 +259,20 @@ def counters(how: Lowering) -> int:
 
 
 def _counters_of_a_layer(how: Lowering) -> int:
-    return 5 + how.heads  # qkv, arrivals of each head, attention, output, gate_up, down
+    return 5 + how.groups  # qkv, arrivals of each group, attention, output, gate_up, down
 
 
 def _layer_records(how: Lowering) -> np.ndarray:
     """Records of layer 0, in the order of execution. Counter 0 is the embedding's, a layer's own begin at 1."""
-    m, done = how.model, 2 + how.heads
+    m, done = how.model, 2 + how.groups
     qkv = _projection(how, QKV, "qkv_weight", "hidden", "qkv", "gain_1", wait=0, signal=1)
     attention = _block(
-        ATTENTION, how.heads * how.spans, weight="rope", input="qkv", output="attention", gain="spans",
+        ATTENTION, how.groups * how.spans, weight="rope", input="qkv", output="attention", gain="spans",
         first="k_cache", second="v_cache", K=m.head_dim, wait=1, target=len(qkv), signal=done,
     )  # fmt: skip
-    head, span = np.divmod(np.arange(len(attention), dtype=np.int32), how.spans)
-    attention[:, START], attention[:, STOP] = head, head + 1
-    attention[:, SLOT], attention[:, ARRIVALS] = span, 2 + head
+    group, span = np.divmod(np.arange(len(attention), dtype=np.int32), how.spans)
+    attention[:, START], attention[:, STOP] = group * how.group, (group + 1) * how.group
+    attention[:, SLOT], attention[:, ARRIVALS] = span, 2 + group
     output = _projection(how, OUTPUT, "output_weight", "attention", "hidden", None, wait=done, signal=done + 1)
     gate_up = _projection(how, GATE_UP, "gate_up_weight", "hidden", "ffn", "gain_2", wait=done + 1, signal=done + 2)
     down = _projection(how, DOWN, "down_weight", "ffn", "hidden", None, wait=done + 2, signal=done + 3)
@@ -363,7 +379,7 @@ def lower_slowly(how: Lowering, addresses: np.ndarray | None = None) -> Tables:
     queues = queues_slowly(how, records)
     packed = pack_slowly(records, [number for numbers in queues for number in numbers])
     buffers = buffers_slowly(how, addresses)
-    return Tables(how.model, how.cache, buffers, packed, queue_slowly(queues), counters(how))
+    return Tables(how.model, how.cache, buffers, packed, queue_slowly(queues), counters(how), how.group)
 
 
 def buffers_slowly(how: Lowering, addresses: np.ndarray | None = None) -> np.ndarray:
@@ -414,15 +430,16 @@ def _records(how: Lowering) -> Iterator[Record]:
             count += 1
             yield record
         caches = {"first": at["k_cache"], "second": at["v_cache"], "K": m.head_dim, "position": position}
-        done = counter + 1 + how.heads
-        for head in range(how.heads):
-            own = {"start": head, "stop": head + 1, "wait": counter, "target": count, "arrivals": counter + 1 + head}
+        done = counter + 1 + how.groups
+        for group in range(how.groups):
+            own = {"start": group * how.group, "stop": (group + 1) * how.group, "arrivals": counter + 1 + group}
+            own |= {"wait": counter, "target": count}
             for span in range(how.spans):
                 yield Record(
                     ATTENTION, ids["rope"], ids["qkv"], ids["attention"], ids["spans"], **caches, **own,
                     slot=span, signal=done,
                 )  # fmt: skip
-        before, target = done, how.heads * how.spans
+        before, target = done, how.groups * how.spans
         for op, weight, source, to, gain in (
             (OUTPUT, "output_weight", "attention", "hidden", -1),
             (GATE_UP, "gate_up_weight", "hidden", "ffn", at["gain_2"]),

@@ -155,7 +155,7 @@ def _bounds(
     elif op == t.ATTENTION:
         k = m.head_dim
         yield "start", start, 0, batch * m.heads - 1
-        yield "stop", stop, start + 1, start + 1
+        yield "stop", stop, start + tables.group, start + tables.group
         yield "slot", words[t.SLOT], 0, tables.spans - 1
         exact = {t.INPUT: batch * m.qkv_width, t.OUT: batch * m.q_width}
         least = {t.WEIGHT: tables.cache * k} | dict.fromkeys((t.FIRST, t.SECOND), batch * tables.cache * m.kv_width)
@@ -194,8 +194,8 @@ def _check_coverage(tables: Tables) -> None:
         first, last = tables.records[mine][:, [t.START, t.STOP]].T
         if op == t.ATTENTION:  # a span of a head counts as a row
             rows = tables.batch * tables.model.heads * tables.spans
-            first = first * tables.spans + tables.records[mine, t.SLOT]
-            last = first + 1
+            first = first * tables.spans + tables.records[mine, t.SLOT] * tables.group
+            last = first + tables.group
         else:
             rows = _size(tables, buffer)[0] if op in _PROJECTIONS else 1
         order = np.argsort(first, kind="stable")

@@ -361,24 +361,29 @@ def check_baseline(memory: Memory, dependent: bool, splits: int, block_t: int) -
         raise ValueError("dependent is True; allowed: False, or a GPU of compute capability 9.0 or later")
 
 
-def launches(model: str, dependent: bool = False, choices: Mapping[str, Mapping[str, int]] = {}) -> list[Launch]:
+def launches(
+    model: str, dependent: bool = False, choices: Mapping[str, Mapping[str, int]] = {}, batch: int = 1
+) -> list[Launch]:
     """Every kernel of a token in bf16, on memory that is never touched. For `labkit.evidence.compiled`.
 
-    model: of `model.MODELS`. choices: the GEMV's, by "N x K"; of others its rule's. Dependent inside `compiled.offline`
-    only.
+    model: of `model.MODELS`. choices: the GEMV's, by "N x K"; of others its rule's. batch: sequences; of more than one
+    without the projections, which are the library's. Dependent inside `compiled.offline` only.
     """
-    how = Lowering(decoder(model), 1, cache=variants.CACHE)
+    how = Lowering(decoder(model), 1, cache=variants.CACHE, batch=batch)
     dtypes = {2: torch.bfloat16, 4: torch.float32}
     buffers = {
         name: torch.empty((rows, columns), dtype=torch.int32 if name in INTEGERS else dtypes[size])
         for name, (rows, columns, size) in buffer_shapes(how).items()
     }
 
-    def project(W: Tensor, x: Tensor, y: Tensor) -> Launch:
+    def project(W: Tensor, x: Tensor, y: Tensor) -> Any:
+        if batch > 1:
+            return None
         choice = choices.get("{} x {}".format(*W.shape))
         return gemv.gemv(W, x, y, Choice(**choice) if choice else rule(*W.shape, W.itemsize), dependent=dependent)
 
-    return [call for _, call in Baseline(Memory(how, buffers), project, dependent, graph=False).calls]
+    found = Baseline(Memory(how, buffers), project, dependent, graph=False).calls
+    return [call for _, call in found if call is not None]
 
 
 def compilable(model: str, kernel: str, dependent: bool = False) -> Launch:

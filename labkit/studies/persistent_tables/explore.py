@@ -3,7 +3,6 @@
 from typing import Any
 
 from labkit.kernels.decoder import tables
-from labkit.kernels.decoder.model import MODELS
 from labkit.report import figures, widgets
 from labkit.studies.persistent_tables import tables as derived
 from labkit.studies.persistent_tables import variants
@@ -16,8 +15,7 @@ def widget(x: Any) -> Any:
     """
 
     def show(model: str, programs: int, schedule: str, rows: int, position: int, program: int) -> list[figures.Html]:
-        span = variants.SPANS.get(model)
-        how = tables.Lowering(MODELS[model], programs, schedule, variants.CACHE, position, rows, span=span)
+        how = derived.lowering(model, programs, schedule=schedule, position=position, rows=rows)
         found = tables.lower(how)
         chosen = min(program, programs - 1)
         shown = derived.queue(how, found, chosen)

@@ -234,10 +234,26 @@ def contexts(rows: pd.DataFrame) -> pd.DataFrame:
     found = [
         {"model": params["model"], "start": params["start"]} | line
         for params, group in cases(rows, "token", dtype="bf16", parts=0)
-        for line in _alone(group, (variants.OURS, variants.GEMV, variants.GEMV_DEPENDENT))
+        for line in _alone(group, (variants.OURS, variants.SPANNED, variants.GEMV, variants.GEMV_DEPENDENT))
     ]
     table = _lines(found, ("model", "start", "variant", "us", "tbs", *RATIO))
     return table[table.groupby("model")["start"].transform("nunique") > 1].reset_index(drop=True)
+
+
+def batches(rows: pd.DataFrame) -> pd.DataFrame:
+    """A step of several sequences without the host: µs of the tables and of separate kernels, by first position.
+
+    us a token: of one sequence; times one: of the tables, over their step of one sequence. ratio, low, high, verdict:
+    time of a variant over that of the tables.
+    """
+    alone = where(contexts(rows), variant=variants.OURS).set_index(["model", "start"])["us"].to_dict()
+    found = []
+    for params, group in cases(rows, "batch"):
+        at = {name: params[name] for name in ("model", "batch", "start")}
+        for line in _alone(group, (variants.OURS, variants.CUBLAS, variants.CUBLAS_DEPENDENT)):
+            one = alone.get((at["model"], at["start"]), math.nan) if line["variant"] == variants.OURS else math.nan
+            found.append(at | line | {"us a token": line["us"] / at["batch"], "times one": line["us"] / one})
+    return _lines(found, ("model", "batch", "start", "variant", "us", "us a token", "times one", "tbs", *RATIO))
 
 
 def ratio(rows: pd.DataFrame, slow: str, fast: str, **wanted: Any) -> dict[str, Any]:

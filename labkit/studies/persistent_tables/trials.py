@@ -52,27 +52,38 @@ Baseline, linear = lazy(f"{variants.PACKAGE}.baseline:Baseline"), lazy("labkit.k
 def compiled_ahead(some: Sequence[Case], capability: int, gpu: str) -> list[tuple[str, Mapping[str, Any]]]:
     """Sources of the step of every model and dtype, and of the separate kernels of every model."""
     found: list[tuple[str, Mapping[str, Any]]] = []
-    for model, dtype in dict.fromkeys((x["model"], x["dtype"]) for x in some):
-        found += [(f"{__name__}:compilable", one) for one in steps(model, dtype)]
+    for model, dtype, batch in dict.fromkeys((x["model"], x["dtype"], _batch(x)) for x in some):
+        found += [(f"{__name__}:compilable", one) for one in steps(model, dtype, batch)]
         if dtype == "bf16":
-            chain = {"model": model, "choices": _choices(model, gpu)}
+            chain = {"model": model, "choices": _choices(model, gpu)} | ({"batch": batch} if batch > 1 else {})
             for kind in (False, True) if capability >= 90 else (False,):
                 found.append((f"{variants.PACKAGE}.baseline:launches", chain | {"dependent": kind}))
     return found
 
 
-def steps(model: str, dtype: str) -> list[dict[str, Any]]:
+def steps(model: str, dtype: str, batch: int = 1) -> list[dict[str, Any]]:
     """Arguments of `compilable` for every launch of the step that a case makes."""
+    if batch > 1:
+        return [{"model": model, "dtype": dtype, "position_from": "device", "batch": batch}]
     found = [{"model": model, "dtype": dtype, "position_from": position_from} for position_from in tables.POSITION_FROM]
-    changed = variants.ABLATIONS.values() if dtype == "bf16" and model != TINY.name else ()
+    changed = [*variants.ABLATIONS.values()] if dtype == "bf16" and model != TINY.name else []
+    changed += [variants.SPANS] if dtype == "bf16" and model == variants.H1024 else []
     return found + [{**found[-1], "changed": change} for change in changed]
 
 
-def compilable(model: str, dtype: str, position_from: str, changed: Mapping[str, Any] | None = None) -> Launch:
-    """A launch of the step that can be compiled but not run. changed: fields of its choice."""
-    plan, full = plans.plan_of(model, dtype, changed), str(DTYPES[dtype]).removeprefix("torch.")
-    span = variants.SPANS.get(model)
-    return compilable_step(model, 1, plan.rows, variants.CACHE, position_from, full, span, **plan.choice)
+def compilable(
+    model: str, dtype: str, position_from: str, changed: Mapping[str, Any] | None = None, batch: int = 1
+) -> Launch:
+    """A launch of the step that can be compiled but not run. changed, batch: as of `plans.plan_of`."""
+    plan, full = plans.plan_of(model, dtype, changed, batch), str(DTYPES[dtype]).removeprefix("torch.")
+    return compilable_step(
+        model, 1, plan.rows, variants.CACHE, position_from, full, plan.span, batch, plan.group, **plan.choice
+    )
+
+
+def _batch(x: Case) -> int:
+    """Sequences that share a step."""
+    return x.params.get("batch", 1)
 
 
 def _choices(model: str, gpu: str) -> dict[str, dict[str, int]]:
@@ -97,20 +108,21 @@ def _weights(x: Case, device: Any, seed: int) -> Weights:
     return _once(x, device, seed, "weights", lambda: random_weights(model, seed, dtype, device))
 
 
-def lowering(x: Case, device: Any, schedule: str = "round-robin") -> Lowering:
+def lowering(x: Case, device: Any, schedule: str = "round-robin", changed: Mapping[str, Any] | None = None) -> Lowering:
     """What is lowered for a case on a device: as many programs as are resident at once."""
-    dtype, found = x["dtype"], programs(x["model"], x["dtype"], torch.device(device))
-    return plans.lowering(decoder(x["model"]), dtype, DTYPES[dtype].itemsize, found, schedule, x["parts"] or None)
+    model, dtype, batch = x["model"], x["dtype"], _batch(x)
+    found, parts = programs(model, dtype, torch.device(device), batch), x.params.get("parts") or None
+    return plans.lowering(decoder(model), dtype, DTYPES[dtype].itemsize, found, schedule, parts, batch, changed)
 
 
 @cache
-def programs(model: str, dtype: str, device: torch.device) -> int:
+def programs(model: str, dtype: str, device: torch.device, batch: int = 1) -> int:
     """Programs that are all resident, whichever way runs; one where there is no GPU."""
     if device.type != "cuda":
         return 1
     properties = torch.cuda.get_device_properties(device)
-    capability, fitting = 10 * properties.major + properties.minor, [plans.plan_of(model, dtype).per_sm]
-    for one in steps(model, dtype):
+    capability, fitting = 10 * properties.major + properties.minor, [plans.plan_of(model, dtype, batch=batch).per_sm]
+    for one in steps(model, dtype, batch):
         compiled = compilable(**one).compile()
         compiled._init_handles()
         shared_bytes, warps = compiled.metadata.shared, compiled.metadata.num_warps
@@ -122,67 +134,91 @@ def memory_of(x: Case, device: Any, seed: int, how: Lowering) -> Any:
     """Memory of a decode that shares weights with the others of its case; what it writes is its own."""
     weights = _weights(x, device, seed)
     own = fresh(_once(x, device, seed, "packed", lambda: allocate(how, weights, device)), how)
-    for i, (k, v) in enumerate(_context(x, device, seed)):
-        for name, values in ((f"k_cache.{i}", k), (f"v_cache.{i}", v)):
-            own.buffers[name].view(how.model.kv_heads, how.cache, -1)[:, : x["start"]] = values
+    for sequence_number in range(how.batch):
+        for i, (k, v) in enumerate(_context(x, device, seed, sequence_number)):
+            for name, values in ((f"k_cache.{i}", k), (f"v_cache.{i}", v)):
+                of_each = own.buffers[name].view(how.batch, how.model.kv_heads, how.cache, -1)
+                of_each[sequence_number, :, : x["start"]] = values
     return own
 
 
-def _context(x: Case, device: Any, seed: int) -> list[Tensor]:
-    """Keys and values before the first position, a layer each: [2, kv_heads, start, head_dim]."""
-    model, random = decoder(x["model"]), Random(device, seed + 1, DTYPES[x["dtype"]])
+def _context(x: Case, device: Any, seed: int, number: int) -> list[Tensor]:
+    """Keys and values before the first position of one sequence, a layer each: [2, kv_heads, start, head_dim]."""
+    model, random = decoder(x["model"]), Random(device, seed + 1 + number, DTYPES[x["dtype"]])
     return [random(2, model.kv_heads, x["start"], model.head_dim) for _ in range(model.layers)]
 
 
-def expected(x: Case, device: Any, seed: int) -> reference.Generated:
-    """The float64 reference's tokens after the context and the first token."""
+def expected(x: Case, device: Any, seed: int) -> list[reference.Generated]:
+    """The float64 reference's tokens after the context and the first token, of each sequence."""
+    return [_expected(x, device, seed, number) for number in range(_batch(x))]
+
+
+def _expected(x: Case, device: Any, seed: int, number: int) -> reference.Generated:
     model, start = decoder(x["model"]), x["start"]
     count = CHECKED_TINY if model is TINY else variants.CHECKED
 
     def make() -> reference.Generated:
         cache = reference.new_cache(model, start + count, device=device)
-        for i, (k, v) in enumerate(_context(x, device, seed)):
+        for i, (k, v) in enumerate(_context(x, device, seed, number)):
             cache.k[i, :, :start], cache.v[i, :, :start] = k, v
-        return reference.generate(model, _weights(x, device, seed), [FIRST_TOKEN], count, cache, start)
+        return reference.generate(model, _weights(x, device, seed), [FIRST_TOKEN + number], count, cache, start)
 
-    return _once(x, device, seed, ("expected", start), make)
+    return _once(x, device, seed, ("expected", start, number), make)
 
 
 # Trials
 
 
 class Checked:
-    """Generates tokens and compares them with the reference's. right: how many are equal before the first that is not.
+    """Generates tokens and compares them with the reference's.
 
-    run: a way or baseline; valid: whether its tokens should be right. A token other than the reference's counts as
-    wrong unless the reference's margin is a tie; what follows it is not compared.
+    right: of each sequence, how many are equal before the first that is not. run: a way or baseline; wanted: of each
+    sequence; valid: whether its tokens should be right. A token other than the reference's counts as wrong unless the
+    reference's margin is a tie; what follows it is not compared.
     """
 
-    def __init__(self, x: Case, run: Any, logits: Tensor, wanted: reference.Generated, count: int, valid: bool = True):
+    def __init__(
+        self, x: Case, run: Any, logits: Tensor, wanted: list[reference.Generated], count: int, valid: bool = True
+    ):
         self.x, self.run, self.logits, self.wanted, self.valid = x, run, logits, wanted, valid
-        self.count = min(count, len(wanted.tokens))
-        self.right, self.errors = 0, []
+        self.count = min(count, len(wanted[0].tokens))
+        self.right, self.errors = [0] * len(wanted), []
 
     def __call__(self) -> dict[str, float]:
-        start, buffers, found, first = self.x["start"], self.run.memory.buffers, [], []
+        start, token, found, first = self.x["start"], self.run.memory.buffers["token"], [], []
         self.run.begin(start)
-        buffers["token"].fill_(FIRST_TOKEN)
+        token.copy_(FIRST_TOKEN + torch.arange(len(self.wanted)).view_as(token))
         for i in range(self.count):
             self.run.step(start + i)
-            found.append(buffers["token"].clone())
-            first += [self.logits.clone()] * (i < 2)
+            found.append(token.flatten().clone())
+            first += [self.logits.clone().view(len(self.wanted), -1)] * (i < 2)
         self.run.memory.check()
-        pairs = zip(map(int, found), self.wanted.tokens, strict=False)
-        self.right = next((i for i, (a, b) in enumerate(pairs) if a != b), self.count)
-        self.errors = [relative_rmse(*pair) for pair in zip(first, self.wanted.logits, strict=False)]
-        tie = self.right == self.count or self.wanted.margins[self.right] < TIE[self.x["dtype"]]
+        each = zip(torch.stack(found, 1).tolist(), self.wanted, strict=True)
+        self.right = [_equal(tokens, wanted.tokens) for tokens, wanted in each]
+        self.errors = [
+            max(relative_rmse(mine, wanted.logits[i]) for mine, wanted in zip(logits, self.wanted, strict=True))
+            for i, logits in enumerate(first)
+        ]
+        tie = all(margin < TIE[self.x["dtype"]] for margin in self._margins_there())
         return {"logits": self.errors[0]} | ({"tokens": 0.0 if tie else 1.0} if self.valid else {})
 
+    def _margins_there(self) -> list[float]:
+        """The reference's margins where the two part, of the sequences that do."""
+        each = zip(self.right, self.wanted, strict=True)
+        return [wanted.margins[right] for right, wanted in each if right < self.count]
+
     def facts(self) -> dict[str, Any]:
-        """checked, right: tokens; margin: the reference's least, and that where the two part; errors: of logits."""
-        margins = self.wanted.margins[: self.count]
-        found = {"checked": self.count, "right": self.right, "margin": min(margins), "errors": self.errors}
-        return found | ({"margin there": margins[self.right]} if self.right < self.count else {})
+        """checked, right: tokens of all sequences; margin: the reference's least, and the largest where the two part;
+        errors: of the first logits."""
+        margin = min(min(wanted.margins[: self.count]) for wanted in self.wanted)
+        checked, there = self.count * len(self.wanted), self._margins_there()
+        found = {"checked": checked, "right": sum(self.right), "margin": margin, "errors": self.errors}
+        return found | ({"margin there": max(there)} if there else {})
+
+
+def _equal(tokens: Sequence[int], wanted: Sequence[int]) -> int:
+    """How many tokens are those wanted before the first that is not."""
+    return next((i for i, (a, b) in enumerate(zip(tokens, wanted, strict=False)) if a != b), len(tokens))
 
 
 def _trial(
@@ -190,7 +226,7 @@ def _trial(
     count: int = variants.CHECKED, valid: bool = True, tolerance: Mapping[str, float] = TOLERANCE, **fields: Any,
 ) -> Trial:  # fmt: skip
     """Of a way or baseline. more: facts beside those of the check. tolerance: of the first logits, by dtype."""
-    logits = run.logits if hasattr(run, "logits") else run.memory.buffers["logits"][0]
+    logits = run.logits if hasattr(run, "logits") else run.memory.buffers["logits"]
     checked = Checked(x, run, logits, expected(x, device, seed), count, valid)
     allowed = {"logits": tolerance[x["dtype"]], "tokens": 0.0}
     return trial(calls, [logits], checked, allowed, facts=lambda: checked.facts() | more(), **fields)
@@ -210,8 +246,8 @@ def prepared(
     x: Case, device: Any, seed: int, name: str, schedule: str = "round-robin", changed: Mapping[str, Any] | None = None
 ) -> Any:
     """A way on memory of its own. changed: fields of the kernel's choice."""
-    choice = Choice(**plans.plan_of(x["model"], x["dtype"], changed).choice)
-    return prepare(name, memory_of(x, device, seed, lowering(x, device, schedule)), choice=choice)
+    choice = Choice(**plans.plan_of(x["model"], x["dtype"], changed, _batch(x)).choice)
+    return prepare(name, memory_of(x, device, seed, lowering(x, device, schedule, changed)), choice=choice)
 
 
 def _traffic(run: Any, name: str) -> dict[str, Any]:
@@ -242,6 +278,12 @@ def ablated(x: Case, device: Any, sets: int, seed: int, name: str) -> Trial:
         return {"stages": stages.by_op(run.tables.records, moments), "finer": bound.finer(run.tables, moments)}
 
     return _trial(x, device, seed, _captured(x, run, run.launched), run, more)
+
+
+def spanned(x: Case, device: Any, sets: int, seed: int) -> Trial:
+    """The same with attention in spans of the cache, several heads a record."""
+    run = prepared(x, device, seed, variants.GRAPH, changed=variants.SPANS)
+    return _trial(x, device, seed, _captured(x, run, run.launched), run, lambda: _traffic(run, variants.GRAPH))
 
 
 def unordered(x: Case, device: Any, sets: int, seed: int) -> Trial:

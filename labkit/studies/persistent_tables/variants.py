@@ -43,6 +43,8 @@ UNORDERED = "tables, nobody waits"  # wrong results: the same work and bytes wit
 NOT_AHEAD = "tables, nothing loaded before a wait"
 FETCHED = "tables, more asked for in the L2 before a wait"
 MARKED = "tables, moments written down"
+SPANNED = "tables, attention in spans"
+SPANS = {"span": 64, "group": 4}  # of a model whose attention walks through all positions, as was published
 ABLATIONS = {NOT_AHEAD: {"ahead": 0}, FETCHED: {"prefetch": 16384}, MARKED: {"marks": True}}  # changes of the choice
 CUBLAS, GEMV = "kernels, cuBLAS", "kernels, our GEMV"
 CUBLAS_DEPENDENT, GEMV_DEPENDENT = f"{CUBLAS}, dependent launch", f"{GEMV}, dependent launch"
@@ -57,7 +59,7 @@ MODELS = (H1024, "AutoMegaKernel h2048", LLAMA)
 TINY, TINY_CACHE = "tiny", 32  # for the interpreter; positions
 START = 16  # position of the first token, as in the published comparison
 CACHE = 2048  # positions
-SPANS = {LLAMA: 128}  # model: positions that one record of attention reads; of the others all, as was published
+BATCH = 4  # sequences that share a step
 PUBLISHED_PARTS = 20  # records a projection at most: as many records of h1024 as were published, within 2 %
 PUBLISHED_RECORDS = 402
 QUEUED_US = 1000  # of other work on the stream
@@ -81,6 +83,7 @@ def _by_name(*found: Variant) -> dict[str, Variant]:
     return {one.name: one for one in found}
 
 
+IN_SPANS = variant(SPANNED, "step", f"{TRIALS}:spanned", source=_STEPS)
 CAPTURED = _by_name(
     variant(OURS, "ours", f"{TRIALS}:in_graph", {"schedule": "round-robin"}, source=_STEPS),
     variant(LONGEST, "step", f"{TRIALS}:in_graph", {"schedule": "longest-first"}, source=_STEPS),

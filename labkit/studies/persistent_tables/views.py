@@ -273,16 +273,40 @@ def contexts(rows: pd.DataFrame) -> Drawing:
     lost = not (kit.where(table, start=table["start"].max())["verdict"] == "faster").any()
     mine = kit.where(table, model=variants.LLAMA)
     last = (mine if len(mine) else table).iloc[-1]
-    word = {"same": "as fast", "unclear": "not clearly faster or slower"}.get(last["verdict"], faster(last["ratio"]))
     return drawing(
         plots.ratios, table.assign(at=table["start"].map("from position {}".format)), "at", "ratio", "low", "high",
         group="model", verdict="verdict", xlabel="× faster with tables",
         title="Longer contexts: the tables lose their lead" if lost else "Tables against separate kernels, by position",
         alt="How many times faster tables are than separate kernels, by model and position.",
         caption="Against separate kernels with the lab's GEMV and dependent launch; below 1 the tables are slower.",
-        said=f"{last['model']} from position {last['start']}: the tables are {word}",
+        said=f"{last['model']} from position {last['start']}: the tables are {_speed(last)}",
         table=named(every, "variant"), units=UNITS,
     )  # fmt: skip
+
+
+def batches(rows: pd.DataFrame) -> Drawing:
+    """A step of several sequences from tables against separate kernels with cuBLAS and dependent launch."""
+    every = derived.batches(rows)
+    table = kit.where(every, variant=variants.CUBLAS_DEPENDENT)
+    if table.empty:
+        return "no step of several sequences was measured."
+    first, last = table.iloc[0], table.iloc[-1]
+    return drawing(
+        plots.ratios, table.assign(at=table["start"].map("from position {}".format)), "at", "ratio", "low", "high",
+        group="model", verdict="verdict", xlabel="× faster with tables",
+        title=f"{first['batch']} sequences a step: the tables against separate kernels",
+        alt="How many times faster tables are than separate kernels with several sequences, by position.",
+        caption="Against separate kernels with cuBLAS and dependent launch; below 1 the tables are slower.",
+        said=f"{first['batch']} sequences from position {first['start']}: the tables are {_speed(first)}; from "
+        f"position {last['start']}: {_speed(last)}",
+        table=named(every, "variant"), units=UNITS | {"us a token": "µs a token", "times one": "× one sequence's"},
+    )  # fmt: skip
+
+
+def _speed(line: pd.Series) -> str:
+    """What the tables are beside another variant: "1.29× faster"."""
+    word = {"same": "as fast", "unclear": "not clearly faster or slower"}
+    return word.get(line["verdict"]) or faster(line["ratio"])
 
 
 # Questions
