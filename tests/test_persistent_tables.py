@@ -354,6 +354,16 @@ def test_heads_of_a_group_are_one_record():
     assert (tables.values_read(Lowering(model, 1, cache=10, span=5, batch=2, group=2), attention) == 2 * 5 * 32).all()
 
 
+def test_a_group_that_begins_with_another_head_is_refused():
+    found = lower(Lowering(Decoder("m", 8, 1, 4, 2, 32, 6, 10), 1, cache=10, span=5, group=2))
+    validate(found)
+    for word, message in ((tables.START, "start|stop|computed"), (tables.STOP, "stop of attention is 3; allowed: 2")):
+        records = found.records.copy()
+        records[first(found, tables.ATTENTION), word] += 1
+        with pytest.raises(TableError, match=message):
+            validate(dataclasses.replace(found, records=records))
+
+
 @pytest.mark.parametrize(
     ("model", "itemsize", "allowed"),
     [

@@ -308,7 +308,7 @@ _STAGE_ROUNDS = 3  # that wait for each other in every stage of a token: its rec
 def _tokens(x: Case, row: Mapping[str, Any], launches: Sequence[Launch], *_: Any) -> list[Work]:
     """Stages of a token, of which each program has some tiles, one after the other, and attention over the context."""
     from labkit.kernels.decoder.model import decoder
-    from labkit.studies.persistent_tables import plans
+    from labkit.studies.persistent_tables import plans, variants
 
     model, plan = decoder(x["model"]), plans.plan_of(x["model"], x["dtype"])
     programs = json.loads(row["evidence"])["programs"]
@@ -316,8 +316,9 @@ def _tokens(x: Case, row: Mapping[str, Any], launches: Sequence[Launch], *_: Any
     tiles = row["floor_bytes"] / (plan.rows * block_k * {"bf16": 2, "fp32": 4}[x["dtype"]])
     most = tiles / min(x["parts"] or programs, programs)
     stages = 5 * model.layers + 2  # of a layer: qkv, attention, output, gate and up, down; then the head and the choice
-    context = min(x["start"], plan.span or x["start"])
-    rounds = _STAGE_ROUNDS * stages + most / ahead + model.layers * math.ceil(context / block_t)
+    spans = math.ceil(variants.CACHE / plan.span) if plan.span else 1
+    blocks = math.ceil(math.ceil(x["start"] / block_t) / spans)  # of the cache, that a record of attention reads
+    rounds = _STAGE_ROUNDS * stages + most / ahead + model.layers * blocks
     size = row["floor_bytes"]
     return [Work(programs, size, size, load_bytes=size, rounds=rounds) for _ in launches]
 

@@ -49,10 +49,10 @@ def prepare(
     """A Llama model's decode, one token at a time of each of `batch` sequences, as one launch a token.
 
     weights: by checkpoint name, of one dtype, bf16, fp16 or fp32 (`load_weights`); cache: positions; rows: of a tile;
-    span: positions that one record of attention reads, None: all; group: query heads that it takes on, None: as many as
-    it can; rows, choice: None: what suits Llama-3.2-1B. All programs must be resident at once, so that nothing else may
-    run on the GPU meanwhile. ValueError naming the argument, its value and what is allowed. Source: AutoMegaKernel and
-    Stanford MegaKernels, by tables in device memory; page 03.
+    span: positions that one record of attention reads at most, None: all; group: query heads that it takes on, None: as
+    many as it can; rows, choice: None: what suits Llama-3.2-1B. All programs must be resident at once, so that nothing
+    else may run on the GPU meanwhile. ValueError naming the argument, its value and what is allowed. Source:
+    AutoMegaKernel and Stanford MegaKernels, by tables in device memory; page 03.
 
         decode = prepare(decoder("Llama-3.2-1B"), load_weights(decoder("Llama-3.2-1B"), folder))
         decode.generate(prompt, 64)

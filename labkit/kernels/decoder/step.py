@@ -16,11 +16,11 @@ be one more wait in every layer. Activations are float32, sums too.
 |           | before the wait: the memory works while programs wait, as far as registers go                           |
 | prefetch  | so many bytes of the record's weights are asked for in the L2 before the wait: no registers, so it can  |
 |           | be as much as a wait lasts                                                                              |
-| span      | attention over the cache by so many positions a record (flash decoding): with one record a head most    |
-|           | of the GPU waits for a few programs that walk through the context; a span that has no position yet      |
-|           | waits for nobody                                                                                        |
+| span      | attention over the cache by at most so many positions a record (flash decoding): with one record a head |
+|           | most of the GPU waits for a few programs that walk through the context. Positions are shared evenly     |
+|           | among the records, a block each at first; one that has none yet waits for nobody                        |
 | group     | query heads of one kv head as one record: their keys and values are read once, and all of them are      |
-|           | multiplied by one matrix instruction, queries and weights as three 16-bit values each: no bits are lost |
+|           | multiplied by one matrix instruction, queries and weights as sums of three 16-bit values each           |
 | registers | a bound, so that as many programs fit on an SM as can load at once                                      |
 | rows, block_k, num_warps, programs | bytes in flight on an SM, against the registers of the largest op              |
 | batch     | sequences that share a step: weights are read once for all of them, so that a token of each costs what  |
@@ -362,8 +362,11 @@ def _attention(
     half, ds, some = tl.arange(0, HALF), tl.arange(0, HEAD_DIM), tl.arange(0, BLOCK_T)
     cache = kv_head.to(tl.int64) * CACHE * HEAD_DIM
     keys, values = _buffer(buffers, record, _FIRST, DTYPE) + cache, _buffer(buffers, record, _SECOND, DTYPE) + cache
-    first = span * SPAN
-    end = tl.minimum(first + SPAN, position + 1)
+    share = SPAN  # of the positions that there are; none is shorter than a block
+    if SPANS > 1:
+        share = tl.cdiv(position + 1, BLOCK_T * SPANS) * BLOCK_T
+    first = span * share
+    end = tl.minimum(first + share, position + 1)
     if first <= position:  # else there is nothing to do, and nothing to wait for
         rope = _buffer(buffers, record, _WEIGHT, tl.float32) + position * HEAD_DIM
         cos, sin = tl.load(rope + half), tl.load(rope + HALF + half)
@@ -417,7 +420,7 @@ def _attention(
         else:
             each, weight = tl.arange(0, HEADS), total[:, None]
             y += each[:, None] * HEAD_DIM + ds[None, :]
-        spans = position // SPAN + 1  # that have a position
+        spans = position // share + 1  # that have a position
         if SPANS == 1:  # noqa: SIM114 (known when compiled: the rest is left out)
             tl.store(y, sums / weight)
         elif spans == 1:

@@ -97,9 +97,9 @@ class Lowering:
     programs: queues. schedule: "round-robin" (records dealt in order), "longest-first" (the longest record first, to
     the program that has the least so far). cache: positions. position: of the token; None: the launch says it. rows:
     of a tile, of which no record has a part. parts: records of a projection at most; None: as many as programs.
-    itemsize: bytes of a weight. span: positions of the cache that one record of attention
-    reads; None: all. batch: sequences that a step takes on by a token each, all of them at one position. group: query
-    heads of one kv head that a record of attention takes on, one of `groups`.
+    itemsize: bytes of a weight. span: positions of the cache that one record of attention reads at most; None: all.
+    batch: sequences that a step takes on by a token each, all of them at one position. group: query heads of one kv
+    head that a record of attention takes on, one of `groups`.
     ValueError for what is not allowed.
     """
 
@@ -133,7 +133,7 @@ class Lowering:
 
     @property
     def positions(self) -> int:
-        """Positions of the cache that one record of attention reads."""
+        """Positions of the cache that one record of attention reads at most."""
         return min(self.span or self.cache, self.cache)
 
     @property
