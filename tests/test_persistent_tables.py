@@ -250,6 +250,18 @@ def test_token_by_token_is_the_whole_sequence_at_once(tied):
     torch.testing.assert_close(single.logits.double(), expected, rtol=1e-4, atol=1e-5)
 
 
+def test_sequences_at_once_are_each_by_itself():
+    weights, prompts = random_weights(TINY, 3, torch.float64), [[5, 1], [60, 2], [7, 7]]
+    caches = [reference.new_cache(TINY, 8) for _ in prompts]
+    together = reference.generate_each(TINY, weights, prompts, 4, caches)
+    alone = [reference.generate(TINY, weights, prompt, 4) for prompt in prompts]
+    assert [one.tokens for one in together] == [one.tokens for one in alone]
+    for a, b in zip(together, alone, strict=True):
+        torch.testing.assert_close(a.logits, b.logits)
+        assert a.margins == pytest.approx(b.margins)
+    assert together[0].tokens != together[1].tokens
+
+
 def test_what_the_reference_cannot_take_is_named():
     weights, cache = random_weights(TINY), reference.new_cache(TINY, 4)
     with pytest.raises(ValueError, match="token is 61; allowed: 0 to 60"):

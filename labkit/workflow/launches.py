@@ -47,6 +47,7 @@ WANTED = {
     ("batched_ffn", "ffn"): ("ours",),
     ("batched_ffn", "routed"): ("ours",),
     ("persistent_tables", "token"): ("ours",),
+    ("persistent_tables", "batch"): ("ours",),
     ("gated_delta_today", "ring"): ("ours", "baseline"),
     ("gated_delta_today", "ring_verify"): ("ours", "baseline"),
 }
@@ -153,10 +154,13 @@ def _token(x: Case, _: Mapping[str, Any], __: Mapping[str, Any]) -> list[Launch]
     from labkit.kernels.decoder.tables import POSITION_FROM
     from labkit.studies.persistent_tables import trials
 
-    return [trials.compilable(x["model"], x["dtype"], POSITION_FROM[-1])]
+    return [trials.compilable(x["model"], x["dtype"], POSITION_FROM[-1], batch=x.params.get("batch", 1))]
 
 
-_LAUNCHES = {"product": _ffn, "ffn": _ffn, "routed": _ffn, "layer": _layer, "gemv": _gemv, "token": _token}
+_LAUNCHES = {
+    **dict.fromkeys(("product", "ffn", "routed"), _ffn), **dict.fromkeys(("token", "batch"), _token),
+    "layer": _layer, "gemv": _gemv,
+}  # fmt: skip
 
 
 # ---- the work of a row's launches
@@ -310,17 +314,19 @@ def _tokens(x: Case, row: Mapping[str, Any], launches: Sequence[Launch], *_: Any
     from labkit.kernels.decoder.model import decoder
     from labkit.studies.persistent_tables import plans, variants
 
-    model, plan = decoder(x["model"]), plans.plan_of(x["model"], x["dtype"])
+    batch = x.params.get("batch", 1)
+    model, plan = decoder(x["model"]), plans.plan_of(x["model"], x["dtype"], batch=batch)
     programs = json.loads(row["evidence"])["programs"]
     block_k, block_t, ahead = (plan.choice.get(name, other) for name, other in _TOKEN_CHOICE.items())
     tiles = row["floor_bytes"] / (plan.rows * block_k * {"bf16": 2, "fp32": 4}[x["dtype"]])
-    most = tiles / min(x["parts"] or programs, programs)
+    most = tiles / min(x.params.get("parts") or programs, programs)
     stages = 5 * model.layers + 2  # of a layer: qkv, attention, output, gate and up, down; then the head and the choice
     spans = math.ceil(variants.CACHE / plan.span) if plan.span else 1
     blocks = math.ceil(math.ceil(x["start"] / block_t) / spans)  # of the cache, that a record of attention reads
     rounds = _STAGE_ROUNDS * stages + most / ahead + model.layers * blocks
     size = row["floor_bytes"]
-    return [Work(programs, size, size, load_bytes=size, rounds=rounds) for _ in launches]
+    inputs = tiles * block_k * 4 * batch if batch > 1 else 0  # float32, again for each tile
+    return [Work(programs, size, size, load_bytes=size + inputs, rounds=rounds) for _ in launches]
 
 
 _TOKEN_CHOICE = {"block_k": 1024, "block_t": 16, "ahead": 1}
@@ -333,7 +339,7 @@ _WORK: dict[str, Callable[..., list[Work] | None]] = {
     **dict.fromkeys(("extend", "long"), _extend),
     "routed": _routed,
     "layer": _layers,
-    "token": _tokens,
+    **dict.fromkeys(("token", "batch"), _tokens),
 }
 
 

@@ -25,6 +25,7 @@ OTHERS = {
     ("01_state_layout", "geometric mean of ratio", "ratio", "geometric mean"): "of lines that the view chose",
     ("02_gemv_coalescing", "views._ends", "ratio", ""): "of a pair of forms that is in no table of the audit",
     ("02_gemv_coalescing", "geometric mean of ratio", "ratio", ""): "of the same",
+    ("03_persistent_tables", "figure", "low", ""): "the bar of 20 µs, which an interval's end reads alike",
     ("04_moe_persistent_grid", "grid_views._change(", "dead %", ""): "rounded by the view",
     ("04_moe_persistent_grid", "views._int4, span", "ratio", ""): "of another column of the view's",
     ("04_moe_persistent_grid", "interval", "ratio", "geometric mean"): "no mean, but a ratio that reads alike",

@@ -65,29 +65,45 @@ def step(model: Decoder, weights: Weights, cache: Cache, token: int, position: i
 
     All values in the cache's dtype, float64 or float32. ValueError for a token or position out of range.
     """
-    if not 0 <= token < model.vocab:
-        raise ValueError(f"token is {token}; allowed: 0 to {model.vocab - 1}")
-    if not 0 <= position < cache.k.shape[2]:
-        raise ValueError(f"position is {position}; allowed: 0 to {cache.k.shape[2] - 1}, the cache's last")
-    dtype = cache.k.dtype
-    x = weights["model.embed_tokens.weight"][token].to(dtype)
+    return step_each(model, weights, [cache], [token], position)[0]
+
+
+def step_each(
+    model: Decoder, weights: Weights, caches: Sequence[Cache], tokens: Sequence[int], position: int
+) -> Tensor:
+    """`step` of a token of each sequence, all at one position: logits [sequences, vocab]; weights are read once."""
+    for token in tokens:
+        if not 0 <= token < model.vocab:
+            raise ValueError(f"token is {token}; allowed: 0 to {model.vocab - 1}")
+    room = min(cache.k.shape[2] for cache in caches)
+    if not 0 <= position < room:
+        raise ValueError(f"position is {position}; allowed: 0 to {room - 1}, the cache's last")
+    dtype = caches[0].k.dtype
+    x = weights["model.embed_tokens.weight"][list(tokens)].to(dtype)
     for i in range(model.layers):
         w = {name: tensor.to(dtype) for name, tensor in layer_of(model, weights, i).items()}
-        x = x + _attend(model, w, cache.k[i], cache.v[i], rms_norm(x, w["input_layernorm"], model.eps), position)
+        each = [(cache.k[i], cache.v[i]) for cache in caches]
+        x = x + _attend(model, w, each, rms_norm(x, w["input_layernorm"], model.eps), position)
         x = x + _feed_forward(w, rms_norm(x, w["post_attention_layernorm"], model.eps))
-    return head_of(model, weights).to(dtype) @ rms_norm(x, weights["model.norm.weight"].to(dtype), model.eps)
+    x = rms_norm(x, weights["model.norm.weight"].to(dtype), model.eps)
+    return x @ head_of(model, weights).to(dtype).T
 
 
-def _attend(model: Decoder, w: Weights, k: Tensor, v: Tensor, x: Tensor, position: int) -> Tensor:
-    q = rotate((w["self_attn.q_proj"] @ x).view(model.heads, model.head_dim), position, model)
-    k[:, position] = rotate((w["self_attn.k_proj"] @ x).view(model.kv_heads, model.head_dim), position, model)
-    v[:, position] = (w["self_attn.v_proj"] @ x).view(model.kv_heads, model.head_dim)
-    seen = slice(0, position + 1)
-    return w["self_attn.o_proj"] @ attention(q, k[:, seen], v[:, seen]).flatten()
+def _attend(model: Decoder, w: Weights, caches: Sequence[tuple[Tensor, Tensor]], x: Tensor, position: int) -> Tensor:
+    """x: [sequences, hidden]; caches: keys and values of each sequence in this layer."""
+    size, found = model.head_dim, []
+    q = rotate((x @ w["self_attn.q_proj"].T).unflatten(1, (model.heads, size)), position, model)
+    new_k = rotate((x @ w["self_attn.k_proj"].T).unflatten(1, (model.kv_heads, size)), position, model)
+    new_v = (x @ w["self_attn.v_proj"].T).unflatten(1, (model.kv_heads, size))
+    for i, (k, v) in enumerate(caches):
+        k[:, position], v[:, position] = new_k[i], new_v[i]
+        found.append(attention(q[i], k[:, : position + 1], v[:, : position + 1]).flatten())
+    return torch.stack(found) @ w["self_attn.o_proj"].T
 
 
 def _feed_forward(w: Weights, x: Tensor) -> Tensor:
-    return w["mlp.down_proj"] @ (torch.nn.functional.silu(w["mlp.gate_proj"] @ x) * (w["mlp.up_proj"] @ x))
+    gate, up = x @ w["mlp.gate_proj"].T, x @ w["mlp.up_proj"].T
+    return (torch.nn.functional.silu(gate) * up) @ w["mlp.down_proj"].T
 
 
 def generate(
@@ -103,12 +119,23 @@ def generate(
     if cache is None:
         device = weights["model.embed_tokens.weight"].device
         cache = new_cache(model, start + len(prompt) + count, device=device)
-    found = Generated([], [], cache.k.new_empty((count, model.vocab)))
-    for i in range(len(prompt) + count - 1):
-        logits = step(model, weights, cache, (*prompt, *found.tokens)[i], start + i)
-        if (after := i - len(prompt) + 1) >= 0:
-            best = logits.topk(min(2, model.vocab)).values
-            found.logits[after] = logits
-            found.tokens.append(int(logits.argmax()))
-            found.margins.append(float(best[0] - best[-1]))
+    return generate_each(model, weights, [prompt], count, [cache], start)[0]
+
+
+def generate_each(
+    model: Decoder, weights: Weights, prompts: Sequence[Sequence[int]], count: int, caches: Sequence[Cache],
+    start: int = 0,
+) -> list[Generated]:  # fmt: skip
+    """`generate` after each of several prompts of one length, with a cache of its own each."""
+    found = [Generated([], [], cache.k.new_empty((count, model.vocab))) for cache in caches]
+    length = len(prompts[0])
+    for i in range(length + count - 1):
+        tokens = [(*prompt, *one.tokens)[i] for prompt, one in zip(prompts, found, strict=True)]
+        each = step_each(model, weights, caches, tokens, start + i)
+        if (after := i - length + 1) >= 0:
+            for one, logits in zip(found, each, strict=True):
+                best = logits.topk(min(2, model.vocab)).values
+                one.logits[after] = logits
+                one.tokens.append(int(logits.argmax()))
+                one.margins.append(float(best[0] - best[-1]))
     return found

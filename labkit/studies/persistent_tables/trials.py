@@ -134,11 +134,11 @@ def memory_of(x: Case, device: Any, seed: int, how: Lowering) -> Any:
     """Memory of a decode that shares weights with the others of its case; what it writes is its own."""
     weights = _weights(x, device, seed)
     own = fresh(_once(x, device, seed, "packed", lambda: allocate(how, weights, device)), how)
-    for sequence_number in range(how.batch):
-        for i, (k, v) in enumerate(_context(x, device, seed, sequence_number)):
+    for number in range(how.batch):
+        for i, (k, v) in enumerate(_context(x, device, seed, number)):
             for name, values in ((f"k_cache.{i}", k), (f"v_cache.{i}", v)):
                 of_each = own.buffers[name].view(how.batch, how.model.kv_heads, how.cache, -1)
-                of_each[sequence_number, :, : x["start"]] = values
+                of_each[number, :, : x["start"]] = values
     return own
 
 
@@ -150,20 +150,18 @@ def _context(x: Case, device: Any, seed: int, number: int) -> list[Tensor]:
 
 def expected(x: Case, device: Any, seed: int) -> list[reference.Generated]:
     """The float64 reference's tokens after the context and the first token, of each sequence."""
-    return [_expected(x, device, seed, number) for number in range(_batch(x))]
-
-
-def _expected(x: Case, device: Any, seed: int, number: int) -> reference.Generated:
     model, start = decoder(x["model"]), x["start"]
     count = CHECKED_TINY if model is TINY else variants.CHECKED
 
-    def make() -> reference.Generated:
-        cache = reference.new_cache(model, start + count, device=device)
-        for i, (k, v) in enumerate(_context(x, device, seed, number)):
-            cache.k[i, :, :start], cache.v[i, :, :start] = k, v
-        return reference.generate(model, _weights(x, device, seed), [FIRST_TOKEN + number], count, cache, start)
+    def make() -> list[reference.Generated]:
+        caches = [reference.new_cache(model, start + count, device=device) for _ in range(_batch(x))]
+        for number, own in enumerate(caches):
+            for i, (k, v) in enumerate(_context(x, device, seed, number)):
+                own.k[i, :, :start], own.v[i, :, :start] = k, v
+        prompts = [[FIRST_TOKEN + number] for number in range(len(caches))]
+        return reference.generate_each(model, _weights(x, device, seed), prompts, count, caches, start)
 
-    return _once(x, device, seed, ("expected", start, number), make)
+    return _once(x, device, seed, ("expected", start, _batch(x)), make)
 
 
 # Trials
