@@ -71,7 +71,7 @@ def test_cases_are_distinct_and_survive_json():
         assert Case(x.op, json.loads(x.key)).key == x.key
     assert len(of("token")) == 3 + 3 + 2 * 2 + 1  # models, parts, starts, fp32
     assert len(of("host")) == 3 + 3 + 1  # models, parts, behind other work
-    assert [x["start"] for x in of("batch")] == [variants.START, 512, 1984]
+    assert [x["start"] for x in of("batch")] == [variants.START, 1984]
     assert not of("batch", ALL | {"models": [variants.H1024]})
     assert [x["model"] for x in found] == sorted((x["model"] for x in found), key=variants.MODELS.index)
     assert not [x for x in study.cases(ALL | {"models": [variants.LLAMA]}) if x.params.get("parts")]
