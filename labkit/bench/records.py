@@ -151,8 +151,9 @@ def _check_size(path: Path, metadata: pq.FileMetaData) -> None:
 def read(path: Path) -> pd.DataFrame:
     """Read a Parquet file of measurements. RecordError naming file and column if it is not one, or an older one."""
     try:
-        _check_size(path, pq.read_metadata(path))
-        table = pq.read_table(path, page_checksum_verification=True)
+        with pq.ParquetFile(path, page_checksum_verification=True) as file:
+            _check_size(path, file.metadata)
+            table = file.read()
         table.validate(full=True)  # that text is UTF-8, which nothing else checks before it is used
         names = table.column_names
     except FileNotFoundError:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from labkit.kernels.decoder.model import Decoder, Weights
-from labkit.kernels.decoder.step import Choice, Memory, Uploaded, allocate, generate_each, step, upload
+from labkit.kernels.decoder.step import LEAST_BLOCK_T, Choice, Memory, Uploaded, allocate, generate_each, step, upload
 from labkit.kernels.decoder.tables import Lowering, buffer_shapes, groups, lower
 from labkit.kernels.decoder.validate import validate
 from labkit.kernels.launch import Launch
@@ -61,7 +61,8 @@ def prepare(
     usual_rows, usual = ALONE if batch == 1 else BATCHED
     rows, choice = usual_rows if rows is None else rows, usual if choice is None else choice
     sizes = {"itemsize": dtype.itemsize, "span": span, "batch": batch}
-    sizes["group"] = max(groups(model, dtype.itemsize)) if group is None else group
+    largest = max(groups(model, dtype.itemsize)) if choice.block_t >= LEAST_BLOCK_T else 1
+    sizes["group"] = largest if group is None else group
     how = Lowering(model, 1, cache=cache, position=None, rows=rows, **sizes)
     if device.type == "cuda":
         buffers = {name: torch.empty(1, dtype=dtype, device=device) for name in buffer_shapes(how)}

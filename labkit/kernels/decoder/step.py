@@ -54,6 +54,7 @@ from labkit.kernels.launch import Launch
 
 DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 INTEGERS = ("token", "tokens", "best_token")
+LEAST_BLOCK_T = 16  # positions at once, of several heads: what a matrix instruction sums over
 RESULTS = (*INTEGERS, "hidden", "qkv", "spans", "attention", "ffn", "logits", "best")
 
 _WORDS: tl.constexpr = tl.constexpr(len(t.WORDS))
@@ -773,8 +774,9 @@ def check_step(how: Lowering, position: int | None, position_from: str, choice: 
             raise ValueError(f"{name} is {value}; allowed: a power of two")
     if choice.prefetch and (choice.prefetch < 128 or choice.prefetch & (choice.prefetch - 1)):
         raise ValueError(f"prefetch is {choice.prefetch}; allowed: 0 or a power of two from 128 on")
-    if how.group > 1 and choice.block_t < 16:
-        raise ValueError(f"block_t is {choice.block_t}; allowed: at least 16 with a group of {how.group} heads")
+    if how.group > 1 and choice.block_t < LEAST_BLOCK_T:
+        allowed = f"at least {LEAST_BLOCK_T} with a group of {how.group} heads"
+        raise ValueError(f"block_t is {choice.block_t}; allowed: {allowed}")
     if choice.ahead < 0:
         raise ValueError(f"ahead is {choice.ahead}; allowed: at least 0")
 
