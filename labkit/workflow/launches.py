@@ -152,9 +152,9 @@ def _gemv(x: Case, row: Mapping[str, Any], evidence: Mapping[str, Any]) -> list[
 
 def _token(x: Case, _: Mapping[str, Any], __: Mapping[str, Any]) -> list[Launch]:
     from labkit.kernels.decoder.tables import POSITION_FROM
-    from labkit.studies.persistent_tables import trials
+    from labkit.studies.persistent_tables import study, trials
 
-    return [trials.compilable(x["model"], x["dtype"], POSITION_FROM[-1], batch=x.params.get("batch", 1))]
+    return [trials.compilable(x["model"], x["dtype"], POSITION_FROM[-1], batch=study.batch_of(x))]
 
 
 _LAUNCHES = {
@@ -312,9 +312,9 @@ _STAGE_ROUNDS = 3  # that wait for each other in every stage of a token: its rec
 def _tokens(x: Case, row: Mapping[str, Any], launches: Sequence[Launch], *_: Any) -> list[Work]:
     """Stages of a token, of which each program has some tiles, one after the other, and attention over the context."""
     from labkit.kernels.decoder.model import decoder
-    from labkit.studies.persistent_tables import plans, variants
+    from labkit.studies.persistent_tables import plans, study, variants
 
-    batch = x.params.get("batch", 1)
+    batch = study.batch_of(x)
     model, plan = decoder(x["model"]), plans.plan_of(x["model"], x["dtype"], batch=batch)
     programs = json.loads(row["evidence"])["programs"]
     block_k, block_t, ahead = (plan.choice.get(name, other) for name, other in _TOKEN_CHOICE.items())

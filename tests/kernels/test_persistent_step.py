@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from labkit.kernels.decoder import reference, tables
+from labkit.kernels.decoder.decode import prepare
 from labkit.kernels.decoder.model import Decoder, random_weights
 from labkit.kernels.decoder.step import Choice, allocate, generate, generate_each, step, upload
 from labkit.kernels.decoder.tables import Lowering, lower, lower_slowly, position_words
@@ -200,6 +201,15 @@ def test_heads_that_share_a_record_are_those_that_have_one_each(batch, device):
             torch.testing.assert_close(found, alone, rtol=2e-5, atol=2e-6)
     heads = together.view(batch, 4, 32)
     assert not torch.allclose(heads[:, :1], heads[:, 1:], rtol=1e-2)  # other heads, other results
+
+
+@pytest.mark.parametrize(("block_t", "group"), [(16, 4), (8, 1)])
+def test_a_decode_takes_several_heads_a_record_where_its_blocks_are_long_enough(block_t, group, device):
+    weights = random_weights(GROUPED, 0, torch.float16)
+    choice = dataclasses.replace(CHOICE, block_t=block_t)
+    made = prepare(GROUPED, weights, device, cache=8, rows=64, span=4, choice=choice)
+    assert made.memory.how.group == group
+    assert made.generate([5], 1) == reference.generate(GROUPED, weights, [5], 1).tokens
 
 
 @pytest.mark.parametrize(("model", "batch", "span", "choice"), [(SMALL, 4, 2, CHOICE), (TINY, 2, None, SEVERAL)])

@@ -46,6 +46,11 @@ def sequence(x: Case, way: str = "") -> int:
     return LONG if small else SHORT
 
 
+def batch_of(x: Case) -> int:
+    """Sequences that share a step."""
+    return x.params.get("batch", 1)
+
+
 def floor(x: Case) -> Floor:
     """All weights once; the keys and values of the context read, those of the token written. None of the host's work.
 
@@ -58,7 +63,7 @@ def floor(x: Case) -> Floor:
     model, size = decoder(x["model"]), names.BYTES[x["dtype"]]
     context = x["start"] + (sequence(x) + 1) / 2
     cache = round(2 * model.layers * model.kv_width * (context + 1))
-    weights, batch = model.streamed_weights(), x.params.get("batch", 1)
+    weights, batch = model.streamed_weights(), batch_of(x)
     attention = round(4 * model.layers * model.q_width * context)
     read = weights + batch * cache + (batch - 1) * model.hidden  # of the embedding a row each
     return Floor(read * size, batch * (2 * weights + attention), "read", set_bytes=ONE_SET)

@@ -246,8 +246,9 @@ def batches(rows: pd.DataFrame) -> pd.DataFrame:
     us a token: of one sequence; times one: of the tables, over their step of one sequence. ratio, low, high, verdict:
     time of a variant over that of the tables.
     """
-    alone = where(contexts(rows), variant=variants.OURS).set_index(["model", "start"])["us"].to_dict()
-    found = []
+    found, alone = [], {}
+    for params, group in cases(rows, "token", dtype="bf16", parts=0):
+        alone[params["model"], params["start"]] = median_us(group).get(variants.OURS, math.nan)
     for params, group in cases(rows, "batch"):
         at = {name: params[name] for name in ("model", "batch", "start")}
         for line in _alone(group, (variants.OURS, variants.CUBLAS, variants.CUBLAS_DEPENDENT)):

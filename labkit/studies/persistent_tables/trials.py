@@ -28,7 +28,7 @@ from labkit.kernels.gemv import choose
 from labkit.kernels.launch import Launch
 from labkit.kernels.target import has_dependent_launch
 from labkit.studies.persistent_tables import bound, decodes, peers, plans, stages, variants
-from labkit.studies.persistent_tables.study import SHORT, sequence
+from labkit.studies.persistent_tables.study import SHORT, batch_of, sequence
 from labkit.sweep.trial import DTYPES, Random, Shared, relative_rmse, trial
 
 FIRST_TOKEN = 1
@@ -52,12 +52,12 @@ Baseline, linear = lazy(f"{variants.PACKAGE}.baseline:Baseline"), lazy("labkit.k
 def compiled_ahead(some: Sequence[Case], capability: int, gpu: str) -> list[tuple[str, Mapping[str, Any]]]:
     """Sources of the step of every model and dtype, and of the separate kernels of every model."""
     found: list[tuple[str, Mapping[str, Any]]] = []
-    for model, dtype, batch in dict.fromkeys((x["model"], x["dtype"], _batch(x)) for x in some):
+    for model, dtype, batch in dict.fromkeys((x["model"], x["dtype"], batch_of(x)) for x in some):
         found += [(f"{__name__}:compilable", one) for one in steps(model, dtype, batch)]
         if dtype == "bf16":
-            chain = {"model": model, "choices": _choices(model, gpu)} | ({"batch": batch} if batch > 1 else {})
+            chain = {"batch": batch} if batch > 1 else {"choices": _choices(model, gpu)}
             for kind in (False, True) if capability >= 90 else (False,):
-                found.append((f"{variants.PACKAGE}.baseline:launches", chain | {"dependent": kind}))
+                found.append((f"{variants.PACKAGE}.baseline:launches", {"model": model, "dependent": kind} | chain))
     return found
 
 
@@ -79,11 +79,6 @@ def compilable(
     return compilable_step(
         model, 1, plan.rows, variants.CACHE, position_from, full, plan.span, batch, plan.group, **plan.choice
     )
-
-
-def _batch(x: Case) -> int:
-    """Sequences that share a step."""
-    return x.params.get("batch", 1)
 
 
 def _choices(model: str, gpu: str) -> dict[str, dict[str, int]]:
@@ -110,7 +105,7 @@ def _weights(x: Case, device: Any, seed: int) -> Weights:
 
 def lowering(x: Case, device: Any, schedule: str = "round-robin", changed: Mapping[str, Any] | None = None) -> Lowering:
     """What is lowered for a case on a device: as many programs as are resident at once."""
-    model, dtype, batch = x["model"], x["dtype"], _batch(x)
+    model, dtype, batch = x["model"], x["dtype"], batch_of(x)
     found, parts = programs(model, dtype, torch.device(device), batch), x.params.get("parts") or None
     return plans.lowering(decoder(model), dtype, DTYPES[dtype].itemsize, found, schedule, parts, batch, changed)
 
@@ -154,14 +149,14 @@ def expected(x: Case, device: Any, seed: int) -> list[reference.Generated]:
     count = CHECKED_TINY if model is TINY else variants.CHECKED
 
     def make() -> list[reference.Generated]:
-        caches = [reference.new_cache(model, start + count, device=device) for _ in range(_batch(x))]
+        caches = [reference.new_cache(model, start + count, device=device) for _ in range(batch_of(x))]
         for number, own in enumerate(caches):
             for i, (k, v) in enumerate(_context(x, device, seed, number)):
                 own.k[i, :, :start], own.v[i, :, :start] = k, v
         prompts = [[FIRST_TOKEN + number] for number in range(len(caches))]
         return reference.generate_each(model, _weights(x, device, seed), prompts, count, caches, start)
 
-    return _once(x, device, seed, ("expected", start, _batch(x)), make)
+    return _once(x, device, seed, ("expected", start, batch_of(x)), make)
 
 
 # Trials
@@ -244,7 +239,7 @@ def prepared(
     x: Case, device: Any, seed: int, name: str, schedule: str = "round-robin", changed: Mapping[str, Any] | None = None
 ) -> Any:
     """A way on memory of its own. changed: fields of the kernel's choice."""
-    choice = Choice(**plans.plan_of(x["model"], x["dtype"], changed, _batch(x)).choice)
+    choice = Choice(**plans.plan_of(x["model"], x["dtype"], changed, batch_of(x)).choice)
     return prepare(name, memory_of(x, device, seed, lowering(x, device, schedule, changed)), choice=choice)
 
 
