@@ -152,8 +152,11 @@ def test_calls_of_others_are_made_before_anything_is_timed(calls, monkeypatch):
     del company
 
 
-def test_beside_calls_of_others_only_the_next_study_is_compiled(calls):
-    """Calls need the cores; what the others need is compiled beside what is measured then."""
+def test_beside_calls_of_others_only_the_next_study_is_compiled(calls, monkeypatch):
+    """Calls need the cores; what the others need is compiled beside what is measured then. They take longer here."""
+    compiled = threading.Event()
+    monkeypatch.setattr(isolated, "call", lambda *words, **options: calls.append((words, options)) or compiled.set())
+    monkeypatch.setattr(isolated, "call_many", lambda made, stop: compiled.wait(60) and calls.append(made))
     company = begun("machine")
     named = lambda: [[name for name, _ in one[0][1]] for one in calls if not isinstance(one, list)]  # noqa: E731
     assert named() == [["state_layout"]]

@@ -18,7 +18,7 @@ from test_workers import modules as lab_modules
 from labkit import registry
 from labkit.bench.spec import Case
 from labkit.evidence import compiled
-from labkit.kernels.experts import choose, expert_layer, few_rows, routing
+from labkit.kernels.experts import choose, expert_layer, few_rows, routing, specialised
 from labkit.kernels.experts import wide as experts_wide
 from labkit.kernels.experts.inputs import LayerInputs
 from labkit.kernels.experts.tiles import GROUP, Int4
@@ -95,7 +95,7 @@ def expert_launch(name, choice, number, int4):
     """Of an expert layer as wide as Qwen3-30B-A3B's.
 
     choice: the rule's tiles for `number` tokens, the source's blocks, what it has for one token alone (rows, words), or
-    another design (wide, split, few).
+    another design (wide, split, few, specialised: of blocks of `number` tokens).
     """
     experts, hidden, width, tokens = 8, 2048, 768, 1 if choice in ("rows", "words") else 8
     shapes = ((experts, 2 * width, hidden), (experts, hidden, width))
@@ -109,6 +109,8 @@ def expert_launch(name, choice, number, int4):
     config, given = replace(config, rows=rows), LayerInputs(x, ids, torch.ones(tokens, 8), w1, w2, torch.empty_like(x))
     if choice == "few":
         return few_rows.by_few_rows(given).launches[name]
+    if choice == "specialised":
+        return specialised.by_specialised_warps(given, None, number).launches[name]
     if choice in ("wide", "split"):
         tiles = experts_wide.WideChoice(choose.WIDE_ROWS // config.block_m, splits=4 if choice == "split" else 1)
         return experts_wide.by_wide_tiles(given, config, None, tiles, tiles).launches[name]
@@ -309,6 +311,8 @@ def experts():
     found |= every("expert_launch", **gemms, choice=["source"], number=[16, 64])
     found |= every("expert_launch", name=["gemm1", "gemm2"], int4=[False], choice=["wide", "split"], number=[128, 512])
     found |= every("expert_launch", name=["gemm1", "gemm2"], int4=[True], choice=["few"], number=[1])
+    found |= every("expert_launch", name=["gemm1", "gemm2"], int4=[True], choice=["specialised"], number=[16, 64])
+    found |= every("expert_launch", name=["gather"], int4=[True], choice=["specialised"], number=[16])
     found |= every("expert_launch", name=["sum"], int4=[False], choice=["rule"], number=[1])
     found |= every("routing_launch", name=["at once"], tokens=[16, 256])
     return found | every("routing_launch", name=["count", "place"], tokens=[512, 4096])

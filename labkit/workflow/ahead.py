@@ -152,9 +152,8 @@ class Ahead:
 
     def _compile_all(self, gpu: lease.Gpu, halt: "_Halt", one: bool) -> None:
         while names := self._next(halt):
-            self._compile(names, gpu, halt)
-            if halt.is_set():
-                self._compiled.difference_update(names)
+            if not self._compile(names, gpu, halt) and halt.is_set():
+                self._compiled.difference_update(names)  # stopped, not ended: they come again
             if one:
                 halt.set()
 
@@ -168,9 +167,10 @@ class Ahead:
             self._compiled.update(names)
             return names
 
-    def _compile(self, names: Sequence[str], gpu: lease.Gpu, halt: "_Halt") -> None:
+    def _compile(self, names: Sequence[str], gpu: lease.Gpu, halt: "_Halt") -> bool:
+        """Compile what these studies need; whether that has come to its end."""
         if not (capability := lease.capability(gpu)):
-            return
+            return True
         left = {name: self._left_of(name, gpu) for name in names}
         left = {name: found for name, found in left.items() if found[0].kernels and found[1]}
         tiny = {name: self._tiny(name) for name in left}
@@ -179,7 +179,7 @@ class Ahead:
         wanted = [(name, [one.id for one in (*cases, *tiny[name])]) for name, cases in some.items()]
         wanted = [(name, keys) for name, keys in wanted if keys]
         if not wanted:
-            return
+            return True
         env = {lease.VISIBLE: "", "TRITON_INTERPRET": None}
         arguments = ("labkit.sweep.run:compile_apart", wanted, capability, gpu.name, SPARED)
         with suppress(isolated.IsolatedError):  # what is wrong is said when the study is measured, and compiles it
@@ -190,6 +190,8 @@ class Ahead:
                 # Rows of earlier sources are measured again; and early cases say which kernels the others need.
                 if some[name] and whole and not (study.settle and any(map(study.early, cases))):
                     prepared.mark(name, prepared.kernels(slug(gpu.name)))
+            return True
+        return False
 
     def _tiny(self, name: str) -> Sequence[Case]:
         """The tiny cases that a study runs before it is measured; a quick look runs none."""

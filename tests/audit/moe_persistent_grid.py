@@ -53,6 +53,7 @@ DESIGNS = (  # a design, and what it is timed against
     (OURS, "ours, each block a tile"),
     ("ours, blocks of one expert as one tile", OURS),  # what it was in earlier rows
     ("ours, INT4 as fragments", OURS),
+    ("ours, INT4, specialised warps", OURS),
     (OURS, "ours, tables made in turn"),
 )
 GROUPED, LIGER = "F.grouped_mm with Triton around", "liger-kernel, its host sync left out"

@@ -2,8 +2,9 @@
 
     layer(LayerInputs(x, ids, weights, w1, w2, out))()
 
-One token takes kernels of its own. `quantise` makes INT4 weights. Two other designs are called by name: `by_wide_tiles`
-where a router may send many tokens to few experts, `by_few_rows` for large experts with INT4 weights and few tokens.
+One token takes kernels of its own. `quantise` makes INT4 weights. Three other designs are called by name:
+`by_wide_tiles` where a router may send many tokens to few experts, `by_few_rows` and, on Hopper, `by_specialised_warps`
+for large experts with INT4 weights and few tokens.
 """
 
 from labkit.kernels.lazy import exported
@@ -17,5 +18,6 @@ __getattr__, __all__ = exported(
         "choose": "Choice TileChoice choose",
         "wide": "by_wide_tiles WideChoice",
         "few_rows": "by_few_rows FewChoice",
+        "specialised": "by_specialised_warps WarpChoice",
     },
 )

@@ -9,9 +9,10 @@
 
 `choose.choose_any` chooses; page 04 shows what each choice is worth. Not chosen, but called by name:
 
-| tokens | weights       | kernels                                                                          |
-|--------|---------------|----------------------------------------------------------------------------------|
-| few    | INT4 (bf16 x) | few_rows.py: words as fragments of matrix instructions, where an expert is large |
+| tokens | weights       | kernels                                                                             |
+|--------|---------------|-------------------------------------------------------------------------------------|
+| few    | INT4 (bf16 x) | few_rows.py: words as fragments of matrix instructions, where an expert is large    |
+| few    | INT4 (bf16 x) | specialised.py: on Hopper, the same by warps that copy and warps that multiply      |
 """
 
 from labkit.kernels.experts import one_token, one_token_words, routing, wide

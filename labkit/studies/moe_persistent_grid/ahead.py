@@ -70,6 +70,11 @@ def _designed(x: Case, shape: list[Any], by: str, capability: int) -> Iterator[t
             [by] * (dissect or by == variants.IN_TURN) + key,
             (f"{__name__}:layer", shared | {"wanted": wanted, DISSECT: dissect}),
         )
+    if by == variants.SPECIALISED:
+        yield (
+            [by, "gather", x["H"], x["top_k"], config.dependent],
+            (f"{__name__}:layer", shared | {"wanted": ["gather"]}),
+        )
 
 
 def _foreign(x: Case, lines: Sequence[variants.Line], shape: list[Any], gpu: str) -> Iterator[tuple[Any, Source]]:

@@ -54,7 +54,7 @@ def _gemms(model: str, weights: str, parameters: Mapping[str, Any]) -> list[Case
 
 
 def _designs(parameters: Mapping[str, Any]) -> list[Case]:
-    """Blocks of one expert as one tile, by routing; INT4 as fragments, by model, at the tokens of the single GEMMs."""
+    """Blocks of one expert as one tile, by routing; INT4 by designs of its own, at the single GEMMs' tokens."""
     tokens = {kind: [t for t in parameters["gemm_tokens"] if t in some] for kind, some in names.DESIGNED_AT.items()}
     skewed = [model for model in SKEWED if model in parameters["gemms"] and "bf16" in parameters["weights"]]
     found = [

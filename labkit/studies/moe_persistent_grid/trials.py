@@ -19,7 +19,7 @@ from labkit import sources
 from labkit.bench.spec import Arguments, Case, Trial
 from labkit.evidence import compiled, roofline
 from labkit.kernels import offline
-from labkit.kernels.experts import choose, expert_layer, few_rows, reference, tiled
+from labkit.kernels.experts import choose, expert_layer, few_rows, reference, specialised, tiled
 from labkit.kernels.experts import int4 as experts_int4
 from labkit.kernels.experts.choose import Candidate, Choice
 from labkit.kernels.experts.inputs import Layer, LayerInputs, Workspace, workspace
@@ -263,6 +263,8 @@ def designed_for(x: Case, device: Any, by: str) -> Choice:
     """The configuration of a case by a design."""
     if by == variants.FRAGMENTS:
         return few_rows.BLOCKS
+    if by == variants.SPECIALISED:
+        return specialised.blocks_of(x["T"], x["top_k"], x["E"])
     config = config_of(x, device, base="ours")
     return choose.apart(config) if by == variants.APART else config
 
@@ -271,6 +273,8 @@ def designed(item: LayerInputs, config: Choice, scratch: Workspace, by: str) -> 
     """The launches of a design on one set of inputs."""
     if by == variants.FRAGMENTS:
         return few_rows.by_few_rows(item, scratch)
+    if by == variants.SPECIALISED:
+        return specialised.by_specialised_warps(item, scratch, config.block_m)
     if by == variants.IN_TURN:
         return tiled.by_tiles(item, config, scratch, at_once=False)
     return expert_layer.layer(item, config, scratch)

@@ -46,7 +46,7 @@ ENGINES_OF = {"bf16": (SGLANG, VLLM), "INT4": (VLLM, HUMMING)}  # kind of weight
 TUNED_FOR = SOURCE_T  # tokens that OTHER_TOKENS was tuned for
 APART = "ours, each block a tile"
 SIDE = "ours, blocks of one expert as one tile"  # in rows of when layers were not made so
-FRAGMENTS = "ours, INT4 as fragments"
+FRAGMENTS, SPECIALISED = "ours, INT4 as fragments", "ours, INT4, specialised warps"
 IN_TURN = "ours, tables made in turn"
 DESIGNED_AT = {"bf16": (128,), "INT4": (16, 128)}  # tokens
 
@@ -204,6 +204,7 @@ LINES = {  # operation, of layers with the kind of weights -> its variants; the 
     "designs, INT4": [
         Line(OURS, "baseline", "design", {}),
         Line(FRAGMENTS, "step", "design", {"by": FRAGMENTS}),
+        Line(SPECIALISED, "step", "design", {"by": SPECIALISED}),
         Line(IN_TURN, "step", "design", {"by": IN_TURN}),
         Line(READ, "ceiling", "read", {}),
     ],
@@ -293,6 +294,7 @@ _JOINED = f"{EXPERTS}.wide:joined"
 BY_TILES_SOURCE = _RULE, _TILES  # of our layer of more than one token
 _BY_DESIGN = {
     FRAGMENTS: (f"{EXPERTS}.few_rows:by_few_rows",),
+    SPECIALISED: (f"{EXPERTS}.specialised:by_specialised_warps",),
 }
 _IN_BYTES, _IN_WORDS = f"{EXPERTS}.one_token:launches", f"{EXPERTS}.one_token_words:launches"
 _RUNS = {  # by the name of the function in `trials`, where that is enough

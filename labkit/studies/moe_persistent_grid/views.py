@@ -263,6 +263,7 @@ def words_said(rows: pd.DataFrame) -> str:
 JOINED = (variants.OURS, variants.APART), (variants.SIDE, variants.OURS)
 DESIGNS = dict.fromkeys(JOINED, "Blocks of one expert as one tile") | {
     (variants.FRAGMENTS, variants.OURS): "INT4 as fragments",
+    (variants.SPECIALISED, variants.OURS): "INT4 by specialised warps",
     (variants.OURS, variants.IN_TURN): "Tables in one launch",
 }
 
@@ -277,14 +278,23 @@ def side_by_side(rows: pd.DataFrame) -> pd.DataFrame:
 
 def fragments(rows: pd.DataFrame) -> pd.DataFrame:
     """INT4 weights as fragments, by model."""
-    table = tables.designs(rows, variants.FRAGMENTS).rename(columns={"reading %": "of reading, %"})
+    return _by_model(rows, variants.FRAGMENTS)
+
+
+def specialised(rows: pd.DataFrame) -> pd.DataFrame:
+    """INT4 weights by specialised warps, by model."""
+    return _by_model(rows, variants.SPECIALISED)
+
+
+def _by_model(rows: pd.DataFrame, *pair: str) -> pd.DataFrame:
+    """A design of INT4 weights against another, or ours, by model."""
+    table = tables.designs(rows, *pair).rename(columns={"reading %": "of reading, %"})
     return named(table, "weights", "beside", "same bits")
 
 
 def at_once(rows: pd.DataFrame) -> pd.DataFrame:
     """The tables of the routing in one launch, by model."""
-    table = tables.designs(rows, variants.OURS, variants.IN_TURN).rename(columns={"reading %": "of reading, %"})
-    return named(table, "weights", "beside", "same bits")
+    return _by_model(rows, variants.OURS, variants.IN_TURN)
 
 
 def designs_said(rows: pd.DataFrame) -> str:
