@@ -23,10 +23,11 @@ of the word, i the nibble of the half. As the left side of instruction 2 j + i /
 The sums of a group are exact products summed by tensor cores in fp32, and groups are added one after the other: a
 token's bits depend neither on the choice, nor on how many tokens there are.
 
-Tried on an H200 and slower (Mixtral's layer, 16 and 64 tokens; this one takes 225 and 268 µs): all warps of a program
-in one group (245, 286), with weights of the next stage unpacked while this one's are multiplied (262, and wrong, since
-what an instruction still writes may not pass from one turn of a loop to the next); 64 columns a lane at once with the
-instructions of the generation before (`mma.sync`: 243, 345).
+Tried on an H200 and slower (µs of Mixtral's layer, 16 and 64 tokens; this one takes 219 and 259): all warps of a
+program in one group (245, 286); in it, the next stage's weights unpacked while this one's are multiplied (262, 311, and
+wrong: what an instruction still writes may not pass from one turn of a loop to the next); warpgroups on their own with
+the instructions of the generation before (`mma.sync`: 243, 344). Blocks of 64 tokens by four warpgroups instead of two:
+sums leave the registers (128 tokens: 484 instead of 323).
 
 Sources: few_rows.py, tiles.py. For Hopper, whose matrix instructions they are; Gluon has no interpreter.
 """
