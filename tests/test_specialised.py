@@ -1,10 +1,11 @@
-"""What INT4 products by specialised warps are compiled to for Hopper, and what they are not compiled for."""
+"""INT4 products by specialised warps: what they are compiled to for Hopper; on a GPU, the layer against float64."""
 
 import pytest
 import torch
+from expert_layers import inputs
 
 from labkit.evidence import compiled
-from labkit.kernels.experts import specialised
+from labkit.kernels.experts import few_rows, reference, specialised
 from labkit.kernels.experts.inputs import LayerInputs
 from labkit.kernels.experts.int4 import GROUP, Int4
 from labkit.kernels.offline import offline
@@ -51,3 +52,25 @@ def test_what_cannot_be_compiled_is_named():
             specialised.by_specialised_warps(layer(1024, 384)[0])
     with offline(80), pytest.raises(ValueError, match=r"on compute capability 8.0; allowed: .* 9.0 \(Hopper\)"):
         specialised.by_specialised_warps(given)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["uniform", "zipf 1", "one expert"])
+@pytest.mark.parametrize("T", [2, 40, 200])
+def test_the_layer_is_right_and_its_bits_are_the_same_for_every_choice(T, kind):
+    """And those of a token do not depend on the others; other products leave other bits."""
+    x = inputs(T, 5, 2, 512, 768, "cuda", True, kind, torch.bfloat16)
+    expected = reference.layer(x.x, x.ids, x.weights, x.w1, x.w2, None)
+    found = []
+    for block_m, rows, together in ((16, 256, 1), (16, 64, 3), (32, 128, 2), (64, 128, 1), (64, 64, 2)):
+        choice = specialised.WarpChoice(rows, 2, together)
+        x.out.fill_(float("nan"))
+        specialised.by_specialised_warps(x, None, block_m, choice, choice)()
+        assert reference.errors(x.out, expected).ok
+        found.append(x.out.clone())
+    assert all(torch.equal(found[0], other) for other in found[1:])
+    x.ids[T // 2 :] = -1
+    specialised.by_specialised_warps(x)()
+    assert torch.equal(x.out[: T // 2], found[0][: T // 2])
+    few_rows.by_few_rows(x)()
+    assert T == 2 or not torch.equal(x.out[: T // 2], found[0][: T // 2])
