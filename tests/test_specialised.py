@@ -11,7 +11,7 @@ from labkit.kernels.experts.int4 import GROUP, Int4
 from labkit.kernels.offline import offline
 
 
-def layer(H=1024, width=512, **choice):
+def layer(H=1024, width=512):
     """An empty layer of eight experts."""
     shapes = ((8, 2 * width, H), (8, H, width))
     w1, w2 = (
@@ -19,16 +19,13 @@ def layer(H=1024, width=512, **choice):
         for e, n, k in shapes
     )
     x = torch.zeros(4, H, dtype=torch.bfloat16)
-    given = LayerInputs(x, torch.zeros(4, 2, dtype=torch.int32), torch.ones(4, 2), w1, w2, torch.empty_like(x))
-    choice = specialised.WarpChoice(**choice) if choice else None
-    return given, choice
+    return LayerInputs(x, torch.zeros(4, 2, dtype=torch.int32), torch.ones(4, 2), w1, w2, torch.empty_like(x))
 
 
 @pytest.mark.parametrize("block_m", specialised.BLOCKS_M)
 def test_weights_stay_in_their_lane_and_in_registers(block_m):
-    given, _ = layer()
     with offline(90):
-        made = specialised.by_specialised_warps(given, None, block_m)
+        made = specialised.by_specialised_warps(layer(), None, block_m)
         found = [compiled.evidence(made.launches[name]) for name in ("gemm1", "gemm2")]
     for one in found:
         assert one["shuffles"] == 0
@@ -40,7 +37,7 @@ def test_weights_stay_in_their_lane_and_in_registers(block_m):
 
 
 def test_what_cannot_be_compiled_is_named():
-    given, choice = layer(rows=96)
+    given, choice = layer(), specialised.WarpChoice(rows=96)
     with offline(90):
         with pytest.raises(ValueError, match="rows is 96; allowed: 64, 128, 256"):
             specialised.by_specialised_warps(given, None, 16, choice)
@@ -49,7 +46,7 @@ def test_what_cannot_be_compiled_is_named():
         with pytest.raises(
             ValueError, match=r"weights are \[1024, 384\]; allowed: multiples of 256 \(rows\) and of 256"
         ):
-            specialised.by_specialised_warps(layer(1024, 384)[0])
+            specialised.by_specialised_warps(layer(1024, 384))
     with offline(80), pytest.raises(ValueError, match=r"on compute capability 8.0; allowed: .* 9.0 \(Hopper\)"):
         specialised.by_specialised_warps(given)
 

@@ -39,7 +39,15 @@ from torch import Tensor
 from labkit.kernels.checks import check_one_of
 from labkit.kernels.dependent import wait_for_inputs
 from labkit.kernels.experts.choose import Choice, TileChoice
-from labkit.kernels.experts.inputs import Layer, LayerInputs, Workspace, check_layer, workspace
+from labkit.kernels.experts.inputs import (
+    Layer,
+    LayerInputs,
+    Workspace,
+    check_int4,
+    check_layer,
+    check_several,
+    workspace,
+)
 from labkit.kernels.experts.int4 import GROUP, Int4
 from labkit.kernels.experts.tiled import by_tiles
 from labkit.kernels.experts.tiles import _silu_up, options_of
@@ -308,10 +316,8 @@ def by_few_rows(
     multiple of 16 bytes.
     """
     check_layer(x)
-    if not x.int4:
-        raise ValueError("the weights are not INT4; allowed: INT4")
-    if len(x.x) == 1:
-        raise ValueError("x has 1 token; allowed: at least 2 (`expert_layer.layer` takes one)")
+    check_int4(x)
+    check_several(x)
     made = by_tiles(x, BLOCKS, workspace(x) if scratch is None else scratch)
     gemms = {"gemm1": (x.w1, up), "gemm2": (x.w2, down)}
     launches = {n: gemm(one.args, *gemms[n]) if n in gemms else one for n, one in made.launches.items()}

@@ -115,6 +115,18 @@ def _part(name: str, memory: Tensor, size: int, x: LayerInputs) -> Tensor:
     return memory[:size]
 
 
+def check_several(x: LayerInputs) -> None:
+    """Raise ValueError for one token, whose slots are not sorted."""
+    if len(x.x) == 1:
+        raise ValueError("x has 1 token; allowed: at least 2 (`expert_layer.layer` takes one)")
+
+
+def check_int4(x: LayerInputs) -> None:
+    """Raise ValueError for weights that are not INT4."""
+    if not x.int4:
+        raise ValueError("the weights are not INT4; allowed: INT4")
+
+
 def check_layer(x: LayerInputs) -> None:
     """Raise ValueError for shapes, dtypes, strides, alignment or devices that the kernels cannot take."""
     if x.x.ndim != 2 or 0 in x.x.shape:

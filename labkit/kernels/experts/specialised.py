@@ -54,7 +54,15 @@ from labkit.kernels.checks import check_one_of
 from labkit.kernels.dependent import wait_for_inputs
 from labkit.kernels.experts.choose import Choice, TileChoice
 from labkit.kernels.experts.descriptors import check_descriptor
-from labkit.kernels.experts.inputs import Layer, LayerInputs, Workspace, check_layer, workspace
+from labkit.kernels.experts.inputs import (
+    Layer,
+    LayerInputs,
+    Workspace,
+    check_int4,
+    check_layer,
+    check_several,
+    workspace,
+)
 from labkit.kernels.experts.int4 import Int4
 from labkit.kernels.experts.tiled import by_tiles
 from labkit.kernels.experts.tiles import options_of
@@ -351,11 +359,9 @@ def by_specialised_warps(
     tiles and for what is not a Hopper GPU.
     """
     check_layer(x)
-    if not x.int4:
-        raise ValueError("the weights are not INT4; allowed: INT4")
+    check_int4(x)
+    check_several(x)
     T, E, top_k, H, width = x.shape
-    if T == 1:
-        raise ValueError("x has 1 token; allowed: at least 2 (`expert_layer.layer` takes one)")
     check_one_of("x", x.x.dtype, (torch.bfloat16,))
     check_hopper(x.x.device)
     config = Choice(block_m, _TILE, _TILE) if block_m else blocks_of(T, top_k, E)

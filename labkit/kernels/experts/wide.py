@@ -29,7 +29,7 @@ from labkit.kernels.checks import check_one_of
 from labkit.kernels.dependent import wait_for_inputs
 from labkit.kernels.experts import blocks as experts_blocks
 from labkit.kernels.experts.choose import BLOCKS, WIDE_ROWS, Choice, TileChoice, check_choice, choose
-from labkit.kernels.experts.inputs import Layer, LayerInputs, Workspace, check_layer, workspace
+from labkit.kernels.experts.inputs import Layer, LayerInputs, Workspace, check_layer, check_several, workspace
 from labkit.kernels.experts.tiled import by_tiles
 from labkit.kernels.experts.tiles import _load, _place_of, _product, _silu_up, _tile, options_of
 from labkit.kernels.launch import Launch
@@ -194,8 +194,7 @@ def by_wide_tiles(
     check_layer(x)
     if x.int4:
         raise ValueError("the weights are INT4; allowed: bf16, fp16 or fp32")
-    if len(x.x) == 1:
-        raise ValueError("x has 1 token; allowed: at least 2 (`expert_layer.layer` takes one)")
+    check_several(x)
     config = for_wide_tiles(choose(*x.shape, False, x.x.device)) if config is None else replace(config, rows=None)
     check_choice(config, x.int4)
     check_one_of("fused", config.fused, (True,))

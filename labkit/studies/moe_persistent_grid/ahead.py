@@ -73,7 +73,7 @@ def _designed(x: Case, shape: list[Any], by: str, capability: int) -> Iterator[t
     if by == variants.SPECIALISED:
         yield (
             [by, "gather", x["H"], x["top_k"], config.dependent],
-            (f"{__name__}:layer", shared | {"wanted": ["gather"]}),
+            (f"{__name__}:layer", shared | {"wanted": ["gather"], DISSECT: False}),
         )
 
 

@@ -54,7 +54,10 @@ def _gemms(model: str, weights: str, parameters: Mapping[str, Any]) -> list[Case
 
 
 def _designs(parameters: Mapping[str, Any]) -> list[Case]:
-    """Blocks of one expert as one tile, by routing; INT4 by designs of its own, at the single GEMMs' tokens."""
+    """Blocks of one expert as one tile, by routing; INT4 by designs of its own, at the single GEMMs' tokens.
+
+    The latter once for experts of one size: for the last model, which has the most of them.
+    """
     tokens = {kind: [t for t in parameters["gemm_tokens"] if t in some] for kind, some in names.DESIGNED_AT.items()}
     skewed = [model for model in SKEWED if model in parameters["gemms"] and "bf16" in parameters["weights"]]
     found = [
@@ -63,8 +66,9 @@ def _designs(parameters: Mapping[str, Any]) -> list[Case]:
         for t in tokens["bf16"]
         for kind in parameters["routings"]
     ]
-    models = parameters["gemms"] if "INT4" in parameters["weights"] else []
-    return found + [_case("designs", model, t, "INT4") for model in models for t in tokens["INT4"]]
+    gemms = [MODELS[name] for name in parameters["gemms"] if "INT4" in parameters["weights"]]
+    models = {(one.hidden, one.width): one.name for one in gemms}
+    return found + [_case("designs", model, t, "INT4") for model in models.values() for t in tokens["INT4"]]
 
 
 def _case(op: str, model: str, tokens: int, weights: str, routing: str = UNIFORM) -> Case:
