@@ -15,6 +15,8 @@ SKEWED_AT = (128, 4096)  # tokens at which other routings than the uniform one a
 SKEWED = (QWEN3_30B.name, MIXTRAL.name)  # and models
 TUNED_UP_TO = 4096  # tokens, up to which candidates are timed: beyond, all models fill the widest tile, the rule's
 INT4_UP_TO = 512  # tokens, up to which INT4 GEMMs of models that are not `ablated` are timed: the weights bound them
+# Of models with experts of one size the last, which has the most: designs of INT4 weights are timed for it alone
+DESIGNED = {(one.hidden, one.width): one.name for one in MODELS.values()}.values()
 
 
 def cases(parameters: Mapping[str, Any]) -> list[Case]:
@@ -54,10 +56,7 @@ def _gemms(model: str, weights: str, parameters: Mapping[str, Any]) -> list[Case
 
 
 def _designs(parameters: Mapping[str, Any]) -> list[Case]:
-    """Blocks of one expert as one tile, by routing; INT4 by designs of its own, at the single GEMMs' tokens.
-
-    The latter once for experts of one size: for the last model, which has the most of them.
-    """
+    """Blocks of one expert as one tile, by routing; INT4 by designs of its own, at the single GEMMs' tokens."""
     tokens = {kind: [t for t in parameters["gemm_tokens"] if t in some] for kind, some in names.DESIGNED_AT.items()}
     skewed = [model for model in SKEWED if model in parameters["gemms"] and "bf16" in parameters["weights"]]
     found = [
@@ -66,9 +65,8 @@ def _designs(parameters: Mapping[str, Any]) -> list[Case]:
         for t in tokens["bf16"]
         for kind in parameters["routings"]
     ]
-    gemms = [MODELS[name] for name in parameters["gemms"] if "INT4" in parameters["weights"]]
-    models = {(one.hidden, one.width): one.name for one in gemms}
-    return found + [_case("designs", model, t, "INT4") for model in models.values() for t in tokens["INT4"]]
+    models = [name for name in parameters["gemms"] if name in DESIGNED] if "INT4" in parameters["weights"] else []
+    return found + [_case("designs", model, t, "INT4") for model in models for t in tokens["INT4"]]
 
 
 def _case(op: str, model: str, tokens: int, weights: str, routing: str = UNIFORM) -> Case:
