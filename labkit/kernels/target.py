@@ -32,3 +32,11 @@ def capability_of(device: torch.device) -> tuple[int, int] | None:
         return torch.cuda.get_device_capability(device)
     known = offline_capability()
     return (known // 10, known % 10) if known else None
+
+
+def check_hopper(device: torch.device) -> None:
+    """Raise ValueError for a device whose matrix instructions are not those of a warpgroup."""
+    found = capability_of(device)
+    if found is None or found[0] != 9:
+        name = f"on compute capability {found[0]}.{found[1]}" if found else f"on {device}"
+        raise ValueError(f"x is {name}; allowed: a GPU of compute capability 9.0 (Hopper)")

@@ -68,7 +68,7 @@ from labkit.kernels.experts.tiled import by_tiles
 from labkit.kernels.experts.tiles import options_of
 from labkit.kernels.experts.unpack import _FROM_HALVES
 from labkit.kernels.launch import Launch
-from labkit.kernels.target import capability_of, multiprocessors
+from labkit.kernels.target import check_hopper, multiprocessors
 
 BLOCKS_M = (16, 32, 64)
 ROWS, STAGES, TOGETHER = (64, 128, 256), (2, 3, 4), (1, 2, 3, 4)
@@ -386,14 +386,6 @@ def blocks_of(T: int, top_k: int, experts: int) -> Choice:
     """Tokens a block: as many as an expert has by uniform routing, and a fourth of that more, or the largest."""
     block_m = next((m for m in BLOCKS_M if 4 * m * experts >= 5 * T * top_k), BLOCKS_M[-1])
     return Choice(block_m, _TILE, _TILE)
-
-
-def check_hopper(device: torch.device) -> None:
-    """Raise ValueError for a device whose matrix instructions are not those of a warpgroup."""
-    found = capability_of(device)
-    if found is None or found[0] != 9:
-        name = f"on compute capability {found[0]}.{found[1]}" if found else f"on {device}"
-        raise ValueError(f"x is {name}; allowed: a GPU of compute capability 9.0 (Hopper)")
 
 
 def for_block(block_m: int) -> WarpChoice:
