@@ -1,5 +1,7 @@
 """Products of K formats by specialised warps: how x is made before, which choice is made, and what cannot run."""
 
+import math
+
 import pytest
 import torch
 
@@ -40,7 +42,8 @@ def test_x_is_made_in_the_order_of_the_words_with_sums_of_groups(N, K, tokens, d
     sums = totals[:N].view(N, K // 256, 2, 8).double().sum(2) * factors[..., None]
     exact = wanted.view(N, K // 256, 8, 32).sum(-1)
     assert ((sums - exact).abs() <= 2.0**-20 * wanted.abs().sum(-1, keepdim=True)).all()
-    assert (values[N:] == 0).all() and (totals[N:] == 0).all()
+    assert (values[N:] == 0).all()
+    assert (totals[N:] == 0).all()
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("nan"), 2.0**127, 2.0**-120])
@@ -50,12 +53,12 @@ def test_values_at_the_ends_of_their_range(value):
     x[0, 7] = value
     values, _, factors = prepared(x, 8)
     back = values[0].double().sum() * factors[0, 0].double()
-    assert torch.equal(back, torch.tensor(value, dtype=torch.float64, device=DEVICE)) or not (back == back)
-    assert (back == back) == (value == value)
+    assert torch.isfinite(back) == math.isfinite(value)
+    assert back == value or not math.isfinite(value)
 
 
 def test_programs_hold_the_tokens_and_three_warpgroups_while_registers_are_enough():
-    chosen = [specialised.warp_rule(n, "Q4_K") for n in (1, 8, 9, 16, 17, 64, 512)]
+    chosen = [specialised.warp_rule(n) for n in (1, 8, 9, 16, 17, 64, 512)]
     assert [one.tokens for one in chosen] == [8, 8, 16, 16, 32, 64, 64]
     assert [one.ways for one in chosen] == [3, 3, 2, 2, 2, 2, 2]
 
@@ -68,7 +71,7 @@ def test_what_cannot_run_is_named():
 
     with pytest.raises(ValueError, match=r"x is on cpu; allowed: a GPU of compute capability 9.0 \(Hopper\)"):
         run()
-    with pytest.raises(ValueError, match="x is torch.float32; allowed: torch.bfloat16, torch.float16"):
+    with pytest.raises(ValueError, match=r"x is torch.float32; allowed: torch.bfloat16, torch.float16"):
         run(dtype=torch.float32)
     with pytest.raises(ValueError, match="format is 'Q8_0'; allowed: Q4_K, Q5_K, Q6_K"):
         run("Q8_0")

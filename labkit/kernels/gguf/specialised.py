@@ -2,8 +2,8 @@
 
 | what                     | hypothesis                                                                                |
 |--------------------------|-------------------------------------------------------------------------------------------|
-| a warp that copies       | the copy engine (TMA) brings the arrays of `formats.Packed` as they are, stages ahead; it |
-|                          | begins before the launch before has ended, since weights do not depend on it              |
+| a warp that copies       | the copy engine (TMA) brings the arrays of `formats.Packed` as they are, stages ahead; of |
+|                          | weights, while the launch before still runs: they do not depend on it                     |
 | scales in the weights    | scale · q has at most 11 bits, exact in fp16: sums of 256 columns, not of 32, have one    |
 |                          | factor, so that nearly all of the work on sums goes                                       |
 | minima as a product      | Σ min · (Σ x of 32) is one matrix instruction for 256 columns, sums of x in two parts     |
@@ -17,9 +17,9 @@
 
 The choices (`WarpChoice`): ways: warpgroups that multiply; stages: of 256 columns, on their way; tokens: a program.
 
-A lane has two groups of 32 columns of 256, of two rows: its scales are unpacked once for 32 weights. Column 32 (2 t + c)
-+ 16 b + 8 h + 4 i + j, t the lane's number in its quad, j the word, is part 4 b + 2 h + i of the word; of instruction
-8 c + 2 j + h it is column 8 i + 2 t + b.
+A lane has two groups of 32 columns of 256, of two rows: its scales are unpacked once for 32 weights. With t the lane's
+number in its quad and j the word, column 32 (2 t + c) + 16 b + 8 h + 4 i + j is part 4 b + 2 h + i of the word, and of
+instruction 8 c + 2 j + h column 8 i + 2 t + b.
 
 Integers are put beside 1024 in fp16, two at a time; one fma takes 1024 (1056 of Q6_K) away and scales, exactly: scale
 times q is at most 63 · 31. Of Q6_K, 127 · 31, it is rounded to 11 bits. x is multiplied by the power of two that brings
@@ -27,11 +27,11 @@ the largest of a token's 256 columns to 512 … 1023: of bf16, nothing is rounde
 Sums of 256 columns are fp32, and are added in the order of K. Where K is cut, a token's bits depend on the shape, the
 choice and the number of multiprocessors, never on other tokens of the same choice.
 
-Tried on an H200 (Q4_K [5120, 17408], 8 tokens, µs a call in a graph of six, without recording; this one takes 19; the
-read alone 13): x made by a launch before: 22, of which that is 3. Parts of sums behind a counter and a fence: 22 and 25,
-3 of which are the waiting. 128 columns a turn, for less code: 1 slower. One warpgroup a program, three or four programs
-a multiprocessor: 21 to 23, since x is made for each. Half of the registers, for the next launch to begin beside: slower
-by up to 5, since programs of one launch come to lie on fewer multiprocessors. Without sums and unpacking: 13.5.
+Tried on an H200 and slower (Q4_K [5120, 17408], 8 tokens, µs a call in a graph of six; this one takes 19, without sums
+and unpacking 14): x made by a launch before (22, of which that is 3); parts of sums behind a counter and a fence (22);
+128 columns a turn, for less code (1 more); one warpgroup a program, three or four programs a multiprocessor (21 to 24,
+since x is made for each); half of the registers, for the next launch to begin beside (up to 5 more, since programs of
+one launch come to lie on fewer multiprocessors).
 
 Sources: experts/specialised.py, products.py. For Hopper, whose instructions they are; Gluon has no interpreter.
 """
@@ -178,7 +178,7 @@ def _copy(
 ):  # fmt: skip
     """The warp that copies: weights of every step as soon as a stage is free, and x, if it was made before (MADE)."""
     empty = room[8]
-    begin, middle, end, steps, token_tiles = share
+    begin, middle, end, token_tiles = share
     early = gl.minimum(STAGES, end - begin)
     for i in range(early):
         step = _step_of(i, begin, middle, end)
@@ -203,7 +203,7 @@ def _copy_weights(
     MADE: gl.constexpr,
 ):  # fmt: skip
     words, high, scales, d = W
-    words_room, high_room, scales_room, d_room, values, totals, factors, full, empty = room
+    words_room, high_room, scales_room, d_room, full = room[0], room[1], room[2], room[3], room[7]
     ABOVE: gl.constexpr = 0 if FORMAT == "Q4_K" else 32 if FORMAT == "Q5_K" else 64
     BYTES: gl.constexpr = 128 + ABOVE + 16 + (2 if FORMAT == "Q6_K" else 4)  # of a row
     s, k, tile = i % STAGES, step % KS, step // KS // token_tiles
@@ -253,7 +253,7 @@ def _make(
         [TOKENS, 256],
     )  # fmt: skip
     values, totals, factors, full, empty = room[4], room[5], room[6], room[7], room[8]
-    begin, middle, end, steps, token_tiles = share
+    begin, middle, end, token_tiles = share
     if DEPENDENT:
         cuda.gdc_wait()
     raw = _columns_of(x, _step_of(0, begin, middle, end), token_tiles, KS, TOKENS, LAYOUT)
@@ -362,7 +362,7 @@ def _minima(scales, LEFT: gl.constexpr):
 @gluon.jit
 def _add_step(sums, room, s, WAYS: gl.constexpr, WAY: gl.constexpr, TOKENS: gl.constexpr, FORMAT: gl.constexpr):
     """Sums [64, TOKENS] with the products of a stage's 256 columns added; the stage is free then."""
-    words, high, scales, d, values, totals, factors, full, empty = room
+    words, high, scales, d, values, totals, factors, _, empty = room
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TOKENS, 16])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, LAYOUT, 2)
     WORDS: gl.constexpr = gl.DistributedLinearLayout(
@@ -477,8 +477,8 @@ def _multiply(
     """
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TOKENS, 16])
     EACH: gl.constexpr = WAYS * 64 * TOKENS
-    y, partials, N, rows, y_stride = out
-    begin, middle, end, steps, token_tiles = share
+    y, partials, N, rows, y_stride, steps = out
+    begin, middle, end, token_tiles = share
     r = gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
     n = gl.arange(0, TOKENS, gl.SliceLayout(0, LAYOUT))
     parts = partials + WAY * (64 * TOKENS) + r[:, None] * TOKENS + n[None, :]
@@ -537,7 +537,7 @@ def _specialised_kernel(
     begin = (gl.program_id(0).to(gl.int64) * steps // P).to(gl.int32)
     end = ((gl.program_id(0) + 1).to(gl.int64) * steps // P).to(gl.int32)
     middle = gl.minimum(end, (begin // KS + 1) * KS)  # where its first rows end
-    x, out, share = (x, x_stride, N), (y, partials, N, rows, y_stride), (begin, middle, end, steps, token_tiles)
+    x, out, share = (x, x_stride, N), (y, partials, N, rows, y_stride, steps), (begin, middle, end, token_tiles)
     if MADE:  # constants cannot be part of a tuple that has a name
         gl.warp_specialize([
             (_multiply, (out, room, share, KS, FORMAT, WAYS, 0, TOKENS, STAGES)),
@@ -573,7 +573,7 @@ def by_specialised_warps(W: Packed, x: Tensor, y: Tensor, choice: WarpChoice | N
     check_one_of("format", W.format.name, K_FORMATS)
     check_one_of("x", x.dtype, DTYPES)
     check_hopper(x.device)
-    choice = choice or warp_rule(len(x), W.format.name)
+    choice = choice or warp_rule(len(x))
     check_warps(choice)
     before, made = _prepared(x, choice.tokens) if choice.tokens > MAKES else ([], _unprepared(x, choice.tokens))
     token_tiles, blocks = triton.cdiv(len(x), choice.tokens), W.words.shape[0]
@@ -589,11 +589,10 @@ def by_specialised_warps(W: Packed, x: Tensor, y: Tensor, choice: WarpChoice | N
     return [*before, Launch(_specialised_kernel, (programs,), args, options)]
 
 
-def warp_rule(tokens: int, format: str) -> WarpChoice:
+def warp_rule(tokens: int) -> WarpChoice:
     """A choice for so many tokens, without spills to speak of on sm_90.
 
-    Three warpgroups hide each other's waits, while registers are enough for them: up to 8 tokens. Of the formats with
-    bits above, stages are larger.
+    Three warpgroups hide each other's waits, while registers are enough for them: up to 8 tokens.
     """
     tokens = next((n for n in TOKENS if tokens <= n), TOKENS[-1])
     return WarpChoice(tokens, 3 if tokens == 8 else 2, 3 if tokens != 16 else 4)
@@ -613,7 +612,8 @@ def _shared_layout(swizzle: int, bits: int, rank: int) -> Any:
 def _descriptors(W: Packed) -> dict[str, TensorDescriptor]:
     """Of the arrays of a `Packed`: boxes of 64 rows and 256 columns. Of rows that there are not, zeros."""
     blocks, columns = W.words.shape[0], W.columns
-    assert W.scales is not None and W.d is not None
+    assert W.scales is not None
+    assert W.d is not None
     words = W.words.view(torch.int16).view(blocks, columns // 32, 64)
     scales = W.scales.view(blocks, columns // 4)
     d, size = W.d.view(blocks, columns // 32), W.d.element_size()

@@ -19,6 +19,8 @@ def cases(parameters: Mapping[str, Any]) -> list[Case]:
         for rows, K in ((width, hidden), (hidden, width)):
             shape, tokens = {"rows": rows, "K": K} | of, parameters["tokens"] if main else few
             found += [Case("product", shape | {"N": n}) for n in tokens]
+        if main and format in names.K_FORMATS:
+            found += [Case("designs", shape | {"N": n}) for n in parameters["tokens"] if n in names.DESIGNED_AT]
         shape = {"model": model, "hidden": hidden, "width": width} | of
         found += [Case("ffn", shape | {"N": n}) for n in few if main]
     return found + _routed_cases(parameters)
@@ -33,18 +35,19 @@ def _routed_cases(parameters: Mapping[str, Any]) -> list[Case]:
         found += [
             Case("cache", shape | {"N": n, "layers": names.LAYERS, "trace": t, "policy": policy, "capacity": c})
             for n in parameters["cache_tokens"]
-            for t, policy in _cached(n, parameters["traces"])
             for c in parameters["capacities"]
             if _worth_a_cache(n, c, shape["E"])
+            for t, policy in _cached(n, c, shape["E"], parameters["traces"])
         ]
     return found
 
 
-def _cached(tokens: int, traces: Sequence[str]) -> list[tuple[str, str]]:
-    """Traces and policies; where a step needs every expert, one trace is like any other."""
+def _cached(tokens: int, capacity: int, experts: int, traces: Sequence[str]) -> list[tuple[str, str]]:
+    """Traces and policies; where a step needs every expert, or all of them stay, one trace is like any other."""
     if tokens >= names.EVERY_EXPERT:
         return [(trace, names.PINNED) for trace in traces[:1]]
-    return [(trace, names.POLICY) for trace in traces]
+    alike = tokens > names.FEW_CACHED and capacity >= experts
+    return [(trace, names.POLICY) for trace in (traces[:1] if alike else traces)]
 
 
 def _worth_a_cache(tokens: int, capacity: int, experts: int) -> bool:
@@ -58,8 +61,9 @@ def floor(x: Case) -> Floor:
     """The weights that any token needs, once; x read and y written. Nothing is predicted of the cache's copies."""
     size = {"bf16": 2, "fp32": 4}[x["activations"]]
     layers, weights = x.params.get("layers", 1), weight_bytes(x)
-    values = x["rows"] + x["K"] if x.op == "product" else 2 * x["hidden"] * layers
-    matrix = x["rows"] * x["K"] if x.op == "product" else 3 * x["hidden"] * x["width"]
+    single = x.op in names.ONE_MATRIX
+    values = x["rows"] + x["K"] if single else 2 * x["hidden"] * layers
+    matrix = x["rows"] * x["K"] if single else 3 * x["hidden"] * x["width"]
     flops = 2 * x["N"] * x.params.get("top_k", 1) * layers * matrix
     if x.op == "cache":  # the experts of all layers are one buffer set, far larger than the L2
         return Floor(weights + x["N"] * values * size, flops, "", set_bytes=weight_bytes(x, whole=True))

@@ -82,6 +82,20 @@ def passes(variant: str, params: dict) -> float:
     return -(-N // tokens[variant]) if variant in tokens else math.nan
 
 
+DESIGNED = ["rows", "K", "format", "N", "against", "us", "against us", *kit.RATIO, "% of reading"]
+
+
+def designs(rows: pd.DataFrame) -> pd.DataFrame:
+    """Specialised warps over the fastest other kernel of a case, and what a plain read takes of their time."""
+    found = []
+    for params, group in cases(rows, "designs"):
+        us = median_us(group)
+        before = fastest(us, [name for name in (variants.INTEGERS, variants.WIDE) if name in us])
+        for line in pairs(group, [(variants.SPECIALISED, before)] if before else []):
+            found.append(picked(params, SHAPE) | line | {"% of reading": 100 * us[variants.READ] / line["us"]})
+    return frame(found, DESIGNED).reindex(columns=DESIGNED)
+
+
 def arithmetic(rows: pd.DataFrame) -> pd.DataFrame:
     """The multiply-add family's least instructions a weight, and what they allow of the plain read's speed at most.
 

@@ -76,7 +76,7 @@ def blocks(rows: int, columns: int, format: str, device: Any, seed: int) -> Tens
 
 def shapes(x: Case) -> list[tuple[int, int]]:
     """Of a case's matrix; of a layer gate, up and down."""
-    if x.op == "product":
+    if x.op in variants.ONE_MATRIX:
         return [(x["rows"], x["K"])]
     return [(x["width"], x["hidden"]), (x["width"], x["hidden"]), (x["hidden"], x["width"])]
 
@@ -155,7 +155,7 @@ def _multiplied(
     x: Case, device: Any, sets: int, seed: int, make: Make, ours: bool = False, dtype: torch.dtype | None = None
 ) -> Trial:
     """A trial of what `make` gives. dtype: of y, that of the activations by default."""
-    single = x.op == "product"
+    single = x.op in variants.ONE_MATRIX
     columns, rows = (x["K"], x["rows"]) if single else (x["hidden"], x["hidden"])
     values = tokens(x, columns, device, seed)
     y = [values.new_empty((x["N"], rows), dtype=dtype) for _ in range(sets)]
@@ -180,7 +180,7 @@ def ours(x: Case, device: Any, sets: int, seed: int, variant: str) -> Trial:
     W = [[formats.matrix(raw, "BF16") if stored else packed for raw, packed in matrices] for matrices in weights]
 
     def make(i: int, values: Tensor, out: Tensor) -> Call:
-        single = x.op == "product"
+        single = x.op in variants.ONE_MATRIX
         return in_order(launcher(*W[i], values, out) if single else layer(launcher, W[i], values, out))
 
     return _multiplied(x, device, sets, seed, make, ours=True)
@@ -192,6 +192,18 @@ def integers(x: Case, device: Any, sets: int, seed: int) -> Trial:
 
     W = shared(x, ("tiled", str(device), sets, seed), lambda: list(map(kernels.tiled, _packed(x, device, sets, seed))))
     return _multiplied(x, device, sets, seed, lambda i, v, out: kernels.integers(W[i], v, out), ours=True)
+
+
+def specialised(x: Case, device: Any, sets: int, seed: int) -> Trial:
+    """Products of a K format by specialised warps, one token too by the choice for all."""
+    from labkit.kernels.gguf import specialised as kernels
+
+    W, choice = _packed(x, device, sets, seed), kernels.warp_rule(x["N"])
+
+    def make(i: int, values: Tensor, out: Tensor) -> Call:
+        return in_order(kernels.by_specialised_warps(W[i], values, out, choice))
+
+    return _multiplied(x, device, sets, seed, make, ours=True)
 
 
 def cublas(x: Case, device: Any, sets: int, seed: int) -> Trial:

@@ -1,7 +1,7 @@
 """What is timed: shapes and traces, which variants a case has, and one table of them for each operation.
 
-Operations: `product`, one matrix; `ffn`, a whole dense layer; `routed`, a layer of routed experts, all on the GPU;
-`cache`, steps through several such layers, whose experts come from the host.
+Operations: `product`, one matrix; `designs`, one by another design; `ffn`, a whole dense layer; `routed`, a layer of
+routed experts, all on the GPU; `cache`, steps through several such layers, whose experts come from the host.
 """
 
 from labkit.bench.spec import Case, Variant, lazy, variant
@@ -27,6 +27,9 @@ PINNED = "pinned"
 PER_TOKEN, GEMM_N, STATIONARY, MATRIX = "per_token", "gemm_n", "weight_stationary", "tensor_core"
 WIDE = "tensor_core, wide tiles"
 INTEGERS = "tensor_core, integers"
+SPECIALISED = "tensor_core, specialised warps"
+DESIGNED_AT = (8, 16, 64)  # tokens, of those asked for
+ONE_MATRIX = ("product", "designs")  # operations
 STORED = "per_token, blocks as stored"
 SPLIT_K = "split-K, atomic sum"  # the negative control of bits
 READ = "read the stored bytes"
@@ -94,6 +97,12 @@ VARIANTS = {  # operation -> its variants; the first one is repeated by the A/A 
         _product(STORED, "step", "stored", f"{ABLATIONS}:stored"),
         _product(GEMLITE, "peer", "gemlite", f"{PEERS}:tune_gemlite", f"{PEERS}:gemlite"),
         _llama_cpp(TRIALS, "product"),
+    ),
+    "designs": (
+        _product(SPECIALISED, "ours", "specialised", f"{GGUF}.specialised:by_specialised_warps"),
+        _product(INTEGERS, "step", "integers", f"{GGUF}.integers:integers"),
+        _ours(WIDE),
+        READING,
     ),
     "ffn": (
         *(_ours(name, f"{GGUF}.layers:{'apart' if name == WIDE else 'layer'}") for name in PRODUCTS),

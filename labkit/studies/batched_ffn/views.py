@@ -129,6 +129,24 @@ def integers(table: pd.DataFrame) -> Drawing:
     )  # fmt: skip
 
 
+def specialised(rows: pd.DataFrame) -> pd.DataFrame:
+    """Specialised warps against the fastest other kernel, by format and tokens."""
+    headings = {"us": "µs", "against us": "its µs", "N": "tokens"}
+    return tables.designs(rows).drop(columns=["rows", "K"]).rename(columns=headings)
+
+
+def specialised_said(rows: pd.DataFrame) -> str:
+    """How much faster specialised warps are, and how near they come to a plain read."""
+    table = tables.designs(rows)
+    if table.empty:
+        return "Specialised warps were not timed on this GPU."
+    said = [f"Specialised warps are {counted(table['verdict'])} of {len(table)} cases."]
+    for n, some in table.groupby("N"):
+        gain, reached = words.faster(geometric_mean(some["ratio"])), words.span(some["% of reading"], "{:.0f}")
+        said.append(f"At {words.tokens(n)}: {gain}, at {reached} % of a plain read's speed.")
+    return " ".join(said)
+
+
 def floor_cases(some: Sequence[Case]) -> list[Case]:
     """The products of the first shape and format."""
     products = [x for x in some if x.op == "product"]

@@ -45,7 +45,7 @@ def weight_bytes(x: Case, whole: bool = False) -> int:
     from labkit.kernels.gguf.formats import FORMATS
 
     each = FORMATS[x["format"]].bytes_per_weight()
-    if x.op == "product":
+    if x.op in variants.ONE_MATRIX:
         return round(x["rows"] * x["K"] * each)
     expert = 3 * x["hidden"] * x["width"] * each
     if x.op == "ffn":
