@@ -68,7 +68,7 @@ def of(op, parameters=ALL):
 
 def test_cases_are_distinct_and_survive_json():
     found = study.cases(ALL)
-    assert {x.op for x in found} == {"product", "ffn", "routed", "cache"}
+    assert {x.op for x in found} == {"product", "designs", "ffn", "routed", "cache"}
     assert len({(x.op, x.key) for x in found}) == len(found)
     for x in found:
         assert Case(x.op, json.loads(x.key)).key == x.key
@@ -77,7 +77,10 @@ def test_cases_are_distinct_and_survive_json():
     assert {x["N"] for x in of("product") if x["rows"] == 9216} == {1, 8, 64}
     assert {(x["E"], x["top_k"], x["hidden"], x["width"]) for x in of("routed")} == {(256, 8, 2048, 512)}
     assert {(x["N"], x["capacity"]) for x in of("cache")} == {(1, 16), (1, 256), (64, 256)}
-    assert len(of("cache")) == 3 * 3
+    assert len(of("cache")) == 3 * 3 - 2  # of 64 tokens and all experts kept, one trace is like any other
+    assert {(x["rows"], x["format"], x["N"]) for x in of("designs")} == {
+        (5120, format, n) for format in variants.K_FORMATS for n in (8, 16, 64)
+    }
     assert {x["policy"] for x in of("cache")} == {"slru"}
     many = of("cache", ALL | {"cache_tokens": [512], "capacities": [16, 240, 256]})  # every expert in every step
     assert [(x["trace"], x["policy"], x["capacity"]) for x in many] == [("uniform", "pinned", 240)]
@@ -91,8 +94,8 @@ def test_cases_that_share_weights_follow_each_other():
 
 def test_an_empty_list_leaves_operations_out():
     for name, gone in (
-        ("formats", {"product", "ffn"}), ("routed_formats", {"routed", "cache"}), ("routed_tokens", {"routed"}),
-        ("cache_tokens", {"cache"}),
+        ("formats", {"product", "designs", "ffn"}), ("routed_formats", {"routed", "cache"}),
+        ("routed_tokens", {"routed"}), ("cache_tokens", {"cache"}),
     ):  # fmt: skip
         study.STUDY.check(ALL | {name: []})
         assert {x.op for x in study.cases(ALL)} - {x.op for x in study.cases(ALL | {name: []})} == gone
@@ -137,12 +140,14 @@ def test_slow_variants_are_left_out_where_many_tokens_are():
 
 def test_variants_have_the_same_hash_where_the_same_functions_launch():
     hashes = {(op, one.name): kernel_sha(one.source) for op, one in EVERY}
-    reads = {("product", variants.READ), ("routed", variants.READ)}
+    reads = {(op, variants.READ) for op in ("product", "designs", "routed")}
+    twice = [{(op, name) for op in ("product", "designs")} for name in (variants.INTEGERS, variants.WIDE)]
     indexed = {("routed", variants.INDEXED), ("routed", variants.INDEXED_MATRIX)}  # one argument apart
     cached = {key for key in hashes if key[0] == "cache"}
-    for same in (reads, indexed, cached):
+    alike = (reads, indexed, cached, *twice)
+    for same in alike:
         assert len({hashes[key] for key in same}) == 1
-    assert len(set(hashes.values())) == len(hashes) - len(reads) - len(indexed) - len(cached) + 3
+    assert len(set(hashes.values())) == len(hashes) - sum(len(same) - 1 for same in alike)
 
 
 def test_a_hash_covers_what_runs_and_nothing_that_prepares_or_checks_it():
@@ -722,7 +727,7 @@ def test_f32_may_be_recorded_or_not(rows):
 DRAWINGS = (views.time_per_token, views.other_formats, views.read_percent, views.multiply_add_percent, views.gains)
 DRAWINGS += (views.dequantised, views.layers, views.routed, views.grouped_mm, views.stall, views.against_cublas)
 DRAWINGS += (views.integers, views.integers_percent, answer.hero)
-TABLES = (views.launches, views.arithmetic, tables.crossovers, tables.bits, views.bits_by_variant)
+TABLES = (views.launches, views.arithmetic, views.specialised, tables.crossovers, tables.bits, views.bits_by_variant)
 ANSWERS = (views.bars, views.bits, views.price, views.gemlite, views.failures, views.losses, views.overlap)
 ANSWERS += (views.summary, views.routed_integers, views.cache_costs)
 
@@ -747,6 +752,15 @@ def test_every_view_says_what_the_rows_say(rows):
     shown = views.launches(rows).set_index("N")
     assert shown.loc[64, variants.STATIONARY] == "4, 8"  # launches as recorded, eight tokens at a time
     assert shown.loc[64, variants.PER_TOKEN] == ""
+
+
+def test_specialised_warps_are_set_against_the_fastest_other_kernel(rows):
+    table = views.specialised(rows)
+    assert set(table["against"]) == {variants.INTEGERS, variants.WIDE}
+    assert set(table["tokens"]) == {8, 64}
+    said = views.specialised_said(rows)
+    assert said.startswith(f"Specialised warps are {verdict.counted(table['verdict'])} of {len(table)} cases.")
+    assert views.specialised_said(rows.iloc[:0]) == "Specialised warps were not timed on this GPU."
 
 
 def test_every_view_is_a_sentence_or_nothing_without_rows(rows):
@@ -942,7 +956,7 @@ def test_what_is_compiled_ahead_is_what_is_launched():
     few = FEW | {"formats": ["Q4_K"], "tokens": [1, 8, 64]}
     found = ahead.sources(study.cases(few), 90, "")
     made_ = [one for source in found for one in compiled.launch_of(source, 90)]
-    assert len({launch.kernel.fn.__name__ for launch in made_}) == 13
+    assert len({launch.kernel.fn.__name__ for launch in made_}) == 15
     assert len(found) == len(made_) == len({json.dumps(source) for source in found})
     W = formats.pack(torch.zeros((8, 5120 // 256 * 144), dtype=torch.uint8), "Q4_K")
     x, y = (torch.zeros((8, size), dtype=torch.bfloat16) for size in (5120, 17408))

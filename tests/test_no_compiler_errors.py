@@ -25,6 +25,7 @@ from labkit.kernels.experts.tiles import GROUP, Int4
 from labkit.kernels.gated_delta import apart, buffered, chunked, direct, drafts, fused, in_turn, recurrent, segmented
 from labkit.kernels.gguf import formats, integers, routed, routed_integers, wide
 from labkit.kernels.gguf import products as ffn_kernels
+from labkit.kernels.gguf import specialised as gguf_specialised
 from labkit.kernels.gguf.experts import pack as pack_experts
 from labkit.kernels.launch import launched
 from labkit.shapes import QWEN3_NEXT
@@ -141,6 +142,12 @@ def ffn_launch(weights, tokens, columns):
 
 def integers_launch(columns, tokens):
     return integers.integers(integers.tiled(gguf("Q4_K", columns)), *activations(tokens, columns))
+
+
+def warps_launch(weights, tokens):
+    """Of so many tokens the products; of -tokens the launch that makes x before them."""
+    x, y = activations(abs(tokens), 1024)
+    return gguf_specialised.by_specialised_warps(gguf(weights, 1024), x, y)[0 if tokens < 0 else -1]
 
 
 def wide_launch(tokens, stored):
@@ -324,6 +331,8 @@ def feed_forward():
     dealt = [("Q4_K", 1, 1024), ("Q4_K", 9, 512), ("Q5_K", 0, 1024), ("Q6_K", 1, 512)]
     found = plain | named("ffn_launch", [{"weights": w, "tokens": n, "columns": c} for w, n, c in dealt])
     found |= named("integers_launch", [{"columns": 1024, "tokens": 9}])
+    found |= every("warps_launch", weights=["Q4_K", "Q6_K"], tokens=[8, 64])
+    found |= named("warps_launch", [{"weights": "Q5_K", "tokens": n} for n in (-32, 16)])
     found |= every("wide_launch", tokens=[16, 128], stored=[False, True])
     return found | named("router_launch", [{}]) | named("grouped_integers_launch", [{}])
 

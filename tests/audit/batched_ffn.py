@@ -34,6 +34,7 @@ from common import (
 STUDY = "batched_ffn"
 SHAPE = ["model", "rows", "K", "format", "N", "trace", "policy", "capacity"]
 OPS = ("product", "ffn", "routed", "cache")
+SPECIALISED = "tensor_core, specialised warps"
 LOOP, ONE_LAUNCH, ONCE = "per_token", "gemm_n", "weight_stationary"  # a launch a token; one; weights read once
 MATRIX, WIDE, INTEGERS = "tensor_core", "tensor_core, wide tiles", "tensor_core, integers"
 INDEXED, INDEXED_MATRIX, INDEXED_INTEGERS = (
@@ -113,6 +114,19 @@ def _wide(together: int, params: Mapping[str, Any]) -> int:
         return min(128, together)
     split = params["rows"] / TILE_ROWS < SMS
     return 64 if together == 128 and split else together
+
+
+def designs(rows: pd.DataFrame) -> pd.DataFrame:
+    """Another kernel over specialised warps, the faster of two where both were timed; a read over them."""
+    found = []
+    for params, group in cases(rows, "designs"):
+        us = times(group)
+        other = least(us, (INTEGERS, WIDE))
+        if other and (line := compare(group, SPECIALISED, other)):
+            line |= {"% of reading": us[READ] / us[SPECIALISED] * 100}
+            found.append(pick(params, ["rows", "K", "format", "N"]) | line)
+    columns = ["rows", "K", "format", "N", "against", "us", "against us", *RATIO, "% of reading"]
+    return table(found, columns)
 
 
 def arithmetic(rows: pd.DataFrame) -> pd.DataFrame:
@@ -569,6 +583,7 @@ def slots(rows: pd.DataFrame) -> pd.DataFrame:
 TABLES: Tables = {
     "tables.times": times_of,
     "tables.passes": passes,
+    "tables.designs": designs,
     "tables.arithmetic": arithmetic,
     "tables.issued": issued,
     "tables.compared": compared,

@@ -292,6 +292,16 @@ def llama_bars(rows: pd.DataFrame) -> list[str]:
     ]
 
 
+def specialised(rows: pd.DataFrame) -> list[str]:
+    """How much faster specialised warps are by tokens, and what they reach of a plain read."""
+    lines = tables.designs(rows).to_dict("records")
+    said = [f"Specialised warps are {_words(lines)} of {len(lines)} cases."] if lines else ["were not timed"]
+    for n, some in _by(lines, "N").items():
+        reached = span((line["% of reading"] for line in some), ".0f")
+        said.append(f"At {_tokens(n)}: {faster(geometric_mean(line['ratio'] for line in some))}, at {reached} % of")
+    return said
+
+
 SENTENCES: Sentences = {
     "answer.said": answer,
     "answer.hero": hero,
@@ -302,6 +312,7 @@ SENTENCES: Sentences = {
     "views.failures": failures,
     "views.time_per_token": time_per_token,
     "views.integers": integers,
+    "views.specialised_said": specialised,
     "views.bars": bars,
     "views.against_cublas": _beside("product", tables.CUBLAS),
     "views.dequantised": _beside("product", tables.DEQUANTISED),

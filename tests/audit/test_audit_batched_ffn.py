@@ -69,6 +69,7 @@ def observed(claim):
 LAB = {  # table -> the lab's, and the columns that say which line it is
     "tables.times": (lambda rows: over(tables.times, rows, op=audit.OPS), ["op", *SHAPE, "variant"]),
     "tables.passes": (passes, [*SHAPE, "variant"]),
+    "tables.designs": (tables.designs, ["rows", "K", "format", "N"]),
     "tables.arithmetic": (tables.arithmetic, SHAPE),
     "tables.issued": (lambda rows: tables.issued(rows, audit.launches_of(rows)), SHAPE),
     "tables.compared": (pairs, ["op", *SHAPE, "variant", "against"]),
@@ -127,7 +128,8 @@ def test_tables_and_sentences_are_those_of_the_audit(gpu, monkeypatch, record_pr
     cells, wrong = compared(audit.TABLES, rows, LAB)
     wrong += unsaid(batched_ffn_said.SENTENCES, VIEWS, rows)
     assert not wrong, "\n".join(wrong[:20])
-    assert all(cells.values()), cells
+    not_timed = set() if "designs" in set(rows["op"]) else {"tables.designs"}
+    assert all(count for name, count in cells.items() if name not in not_timed), cells
     record_property("cells", sum(cells.values()))
 
 

@@ -3,7 +3,7 @@
     multiply(pack(blocks, "Q4_K"), x, y)()
 
 `read` takes a tensor's blocks out of a .gguf file. Routed experts: `grouped_indexed`. Other families of bits, faster
-for some numbers of tokens, are in the modules `products`, `integers` and `wide`.
+for some numbers of tokens, are in the modules `products`, `integers` and `wide`, and on Hopper `by_specialised_warps`.
 """
 
 from labkit.kernels.lazy import exported
@@ -16,5 +16,6 @@ __getattr__, __all__ = exported(
         "files": "read tensor_names",
         "routed": "Work grouped_indexed weighted_sum",
         "experts": "Experts",
+        "specialised": "by_specialised_warps WarpChoice",
     },
 )

@@ -66,6 +66,7 @@ TOKENS, WAYS, STAGES = (8, 16, 32, 64), (2, 3), (2, 3, 4, 5)
 DTYPES = (torch.bfloat16, torch.float16)
 MAKES = 16  # tokens at most, that a warpgroup of the same program makes
 STEP = 256  # columns of a stage
+LEAST_COLUMNS = 512  # Triton 3.6 fails to compile one step a row, where conditions are constants
 REGISTERS = 65536  # of a multiprocessor
 COPYING, MAKING = 24, {8: 64, 16: 96}  # registers of a thread that copies, or makes x of so many tokens
 PREPARED = 1024  # columns a program of `_prepare_kernel`
@@ -573,6 +574,8 @@ def by_specialised_warps(W: Packed, x: Tensor, y: Tensor, choice: WarpChoice | N
     check_one_of("format", W.format.name, K_FORMATS)
     check_one_of("x", x.dtype, DTYPES)
     check_hopper(x.device)
+    if W.columns < LEAST_COLUMNS:
+        raise ValueError(f"columns is {W.columns}; allowed: at least {LEAST_COLUMNS}")
     choice = choice or warp_rule(len(x))
     check_warps(choice)
     before, made = _prepared(x, choice.tokens) if choice.tokens > MAKES else ([], _unprepared(x, choice.tokens))
