@@ -28,10 +28,10 @@ Sums of 256 columns are fp32, and are added in the order of K. Where K is cut, a
 choice and the number of multiprocessors, never on other tokens of the same choice.
 
 Tried on an H200 and slower (Q4_K [5120, 17408], 8 tokens, µs a call in a graph of six; this one takes 19, without sums
-and unpacking 14): x made by a launch before (22, of which that is 3); parts of sums behind a counter and a fence (22);
-128 columns a turn, for less code (1 more); one warpgroup a program, three or four programs a multiprocessor (21 to 24,
-since x is made for each); half of the registers, for the next launch to begin beside (up to 5 more, since programs of
-one launch come to lie on fewer multiprocessors).
+and unpacking 14): x made by a launch before, and parts of sums behind a counter and a fence (22, of which each is 3);
+128 columns a turn, for less code (1 more); one warpgroup a program, two or three programs a multiprocessor (20 to 24,
+since x is made for each); half of the registers, for the next launch to begin beside (25 to 32, since programs of one
+launch come to lie on fewer multiprocessors).
 
 What bounds it (H200, 1980 MHz, [5120, 17408]): a warp issues 303, 380 and 407 instructions for 256 columns of 16 rows
 (Q4_K, Q5_K, Q6_K), 2.4 to 3.2 a weight of a lane: at full rate 6.3, 7.9 and 8.5 µs of 18, 22 and 24. Matrix
