@@ -42,6 +42,10 @@ def test_what_cannot_be_compiled_is_named():
             product(24, tokens=24)
         with pytest.raises(ValueError, match="stages is 9; allowed: 2, 3, 4, 5"):
             product(8, stages=9)
+        with pytest.raises(ValueError, match=r"stages is 5, of 54016 bytes each; allowed for Q4_K .*: at most 4"):
+            product(64, tokens=64, ways=2, stages=5)
+        [largest] = product(8, "Q6_K", tokens=8, ways=3, stages=5)
+        assert 226 << 10 >= compiled_once.evidence(largest, 90)["shared_bytes"] > 215 << 10
         with pytest.raises(ValueError, match="columns is 256; allowed: at least 512"):
             product(8, columns=256)
     with offline(80), pytest.raises(ValueError, match=r"on compute capability 8.0; allowed: .* 9.0 \(Hopper\)"):

@@ -75,6 +75,7 @@ MAKES = 16  # tokens at most, that a warpgroup of the same program makes
 STEP = 256  # columns of a stage
 LEAST_COLUMNS = 512  # Triton 3.6 fails to compile one step a row, where conditions are constants
 REGISTERS = 65536  # of a multiprocessor
+ROOM = 226 << 10  # bytes of its shared memory for stages
 COPYING, MAKING = 24, {8: 64, 16: 96}  # registers of a thread that copies, or makes x of so many tokens
 PREPARED = 1024  # columns a program of `_prepare_kernel`
 BLANK = tl.constexpr(-1)  # bits of a NaN that arithmetic does not give: where no part of a sum has been stored
@@ -585,6 +586,7 @@ def by_specialised_warps(W: Packed, x: Tensor, y: Tensor, choice: WarpChoice | N
         raise ValueError(f"columns is {W.columns}; allowed: at least {LEAST_COLUMNS}")
     choice = choice or warp_rule(len(x))
     check_warps(choice)
+    check_room(W, choice)
     before, made = _prepared(x, choice.tokens) if choice.tokens > MAKES else ([], _unprepared(x, choice.tokens))
     token_tiles, blocks = triton.cdiv(len(x), choice.tokens), W.words.shape[0]
     steps = triton.cdiv(blocks, 8 * choice.ways) * token_tiles * (W.columns // STEP)
@@ -613,6 +615,15 @@ def check_warps(choice: WarpChoice) -> None:
     ways = WAYS if choice.tokens <= MAKES else WAYS[:1]
     for name, allowed in (("tokens", TOKENS), ("ways", ways), ("stages", STAGES)):
         check_one_of(name, getattr(choice, name), allowed)
+
+
+def check_room(W: Packed, choice: WarpChoice) -> None:
+    """Raise ValueError for more stages than shared memory holds: of weights as packed, and of x (`_made_of`)."""
+    weights = W.nbytes * STEP * 64 * choice.ways // (len(W.words) * 8 * W.columns)
+    stage = weights + choice.tokens * (2 * STEP + 2 * 16 + 4)
+    if choice.stages * stage > ROOM:
+        found = f"stages is {choice.stages}, of {stage} bytes each"
+        raise ValueError(f"{found}; allowed for {W.format.name} and {choice}: at most {ROOM // stage}")
 
 
 def _shared_layout(swizzle: int, bits: int, rank: int) -> Any:

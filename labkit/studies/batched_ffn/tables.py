@@ -90,7 +90,7 @@ def designs(rows: pd.DataFrame) -> pd.DataFrame:
     found = []
     for params, group in cases(rows, "designs"):
         us = median_us(group)
-        before = fastest(us, [name for name in (variants.INTEGERS, variants.WIDE) if name in us])
+        before = fastest(us, (variants.INTEGERS, variants.WIDE))
         for line in pairs(group, [(variants.SPECIALISED, before)] if before else []):
             found.append(picked(params, SHAPE) | line | {"% of reading": 100 * us[variants.READ] / line["us"]})
     return frame(found, DESIGNED).reindex(columns=DESIGNED)
