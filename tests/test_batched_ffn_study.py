@@ -77,9 +77,12 @@ def test_cases_are_distinct_and_survive_json():
     assert {x["N"] for x in of("product") if x["rows"] == 9216} == {1, 8, 64}
     assert {(x["E"], x["top_k"], x["hidden"], x["width"]) for x in of("routed")} == {(256, 8, 2048, 512)}
     assert {(x["N"], x["capacity"]) for x in of("cache")} == {(1, 16), (1, 256), (64, 256)}
-    assert len(of("cache")) == 3 * 3 - 2  # of 64 tokens and all experts kept, one trace is like any other
+    assert len(of("cache")) == 3 + 1 + 1  # where all experts are kept, one trace is like any other
     assert {(x["rows"], x["format"], x["N"]) for x in of("designs")} == {
-        (5120, format, n) for format in variants.K_FORMATS for n in (8, 16, 64)
+        (rows, format, n)
+        for rows in (5120, 17408)
+        for format, designed_at in {**dict.fromkeys(variants.K_FORMATS, (8, 16, 64)), "BF16": (512,)}.items()
+        for n in designed_at
     }
     assert {x["policy"] for x in of("cache")} == {"slru"}
     many = of("cache", ALL | {"cache_tokens": [512], "capacities": [16, 240, 256]})  # every expert in every step
@@ -754,13 +757,24 @@ def test_every_view_says_what_the_rows_say(rows):
     assert shown.loc[64, variants.PER_TOKEN] == ""
 
 
-def test_specialised_warps_are_set_against_the_fastest_other_kernel(rows):
+def test_specialised_warps_are_set_against_the_fastest_other_kernel_and_cublas(rows):
     table = views.specialised(rows)
-    assert set(table["against"]) == {variants.INTEGERS, variants.WIDE}
+    assert set(table["against"]) == {variants.INTEGERS, variants.WIDE, variants.CUBLAS}
     assert set(table["tokens"]) == {8, 64}
+    assert set(table["format"]) <= set(variants.K_FORMATS)
+    own, library = table[table["against"] != variants.CUBLAS], table[table["against"] == variants.CUBLAS]
     said = views.specialised_said(rows)
-    assert said.startswith(f"Specialised warps are {verdict.counted(table['verdict'])} of {len(table)} cases.")
+    assert said.startswith(f"Specialised warps are {verdict.counted(own['verdict'])} of {len(own)} cases.")
+    assert f"Than cuBLAS in bf16 they are {verdict.counted(library['verdict'])} of {len(library)} cases." in said
     assert views.specialised_said(rows.iloc[:0]) == "Specialised warps were not timed on this GPU."
+
+
+def test_continued_sums_are_set_against_wide_tiles_and_cublas(rows):
+    table = views.continued(rows)
+    assert list(table["against"]) == [variants.WIDE, variants.CUBLAS] * 2
+    assert set(table["format"]) == {"BF16"}
+    assert views.continued_said(rows).startswith("Continued sums are ")
+    assert views.continued_said(rows.iloc[:0]) == "Continued sums were not timed on this GPU."
 
 
 def test_every_view_is_a_sentence_or_nothing_without_rows(rows):

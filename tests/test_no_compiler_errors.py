@@ -23,7 +23,7 @@ from labkit.kernels.experts import wide as experts_wide
 from labkit.kernels.experts.inputs import LayerInputs
 from labkit.kernels.experts.tiles import GROUP, Int4
 from labkit.kernels.gated_delta import apart, buffered, chunked, direct, drafts, fused, in_turn, recurrent, segmented
-from labkit.kernels.gguf import formats, integers, routed, routed_integers, wide
+from labkit.kernels.gguf import continued, formats, integers, routed, routed_integers, wide
 from labkit.kernels.gguf import products as ffn_kernels
 from labkit.kernels.gguf import specialised as gguf_specialised
 from labkit.kernels.gguf.experts import pack as pack_experts
@@ -148,6 +148,11 @@ def warps_launch(weights, tokens):
     """Of so many tokens the products; of -tokens the launch that makes x before them."""
     x, y = activations(abs(tokens), 1024)
     return gguf_specialised.by_specialised_warps(gguf(weights, 1024), x, y)[0 if tokens < 0 else -1]
+
+
+def continued_launch(rows):
+    """A product of so many rows by continued sums, 512 tokens."""
+    return continued.by_continued_sums(empty(rows, 1024), *activations(512, 1024, rows))
 
 
 def wide_launch(tokens, stored):
@@ -332,6 +337,7 @@ def feed_forward():
     found = plain | named("ffn_launch", [{"weights": w, "tokens": n, "columns": c} for w, n, c in dealt])
     found |= named("integers_launch", [{"columns": 1024, "tokens": 9}])
     found |= every("warps_launch", weights=["Q4_K", "Q6_K"], tokens=[8, 64])
+    found |= every("continued_launch", rows=[5120, 17408])
     found |= named("warps_launch", [{"weights": "Q5_K", "tokens": n} for n in (-32, 16)])
     found |= every("wide_launch", tokens=[16, 128], stored=[False, True])
     return found | named("router_launch", [{}]) | named("grouped_integers_launch", [{}])

@@ -3,7 +3,8 @@
     multiply(pack(blocks, "Q4_K"), x, y)()
 
 `read` takes a tensor's blocks out of a .gguf file. Routed experts: `grouped_indexed`. Other families of bits, faster
-for some numbers of tokens, are in the modules `products`, `integers` and `wide`, and on Hopper `by_specialised_warps`.
+for some numbers of tokens, are in the modules `products`, `integers` and `wide`, and on Hopper `by_specialised_warps`
+and `by_continued_sums`.
 """
 
 from labkit.kernels.lazy import exported
@@ -17,5 +18,6 @@ __getattr__, __all__ = exported(
         "routed": "Work grouped_indexed weighted_sum",
         "experts": "Experts",
         "specialised": "by_specialised_warps WarpChoice",
+        "continued": "by_continued_sums ContinuedChoice",
     },
 )

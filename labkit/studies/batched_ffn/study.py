@@ -16,11 +16,12 @@ def cases(parameters: Mapping[str, Any]) -> list[Case]:
     few = [n for n in parameters["tokens"] if n in names.FEW_TOKENS]
     for format, model in product(parameters["formats"], parameters["models"]):
         (hidden, width), main, of = names.DENSE[model], model == names.MAIN, {"format": format, "activations": "bf16"}
+        _, designed_at = names.DESIGNED.get(format, ("", ()))
         for rows, K in ((width, hidden), (hidden, width)):
             shape, tokens = {"rows": rows, "K": K} | of, parameters["tokens"] if main else few
             found += [Case("product", shape | {"N": n}) for n in tokens]
-        if main and format in names.K_FORMATS:
-            found += [Case("designs", shape | {"N": n}) for n in parameters["tokens"] if n in names.DESIGNED_AT]
+            if main:
+                found += [Case("designs", shape | {"N": n}) for n in tokens if n in designed_at]
         shape = {"model": model, "hidden": hidden, "width": width} | of
         found += [Case("ffn", shape | {"N": n}) for n in few if main]
     return found + _routed_cases(parameters)
@@ -46,8 +47,7 @@ def _cached(tokens: int, capacity: int, experts: int, traces: Sequence[str]) -> 
     """Traces and policies; where a step needs every expert, or all of them stay, one trace is like any other."""
     if tokens >= names.EVERY_EXPERT:
         return [(trace, names.PINNED) for trace in traces[:1]]
-    alike = tokens > names.FEW_CACHED and capacity >= experts
-    return [(trace, names.POLICY) for trace in (traces[:1] if alike else traces)]
+    return [(trace, names.POLICY) for trace in (traces[:1] if capacity >= experts else traces)]
 
 
 def _worth_a_cache(tokens: int, capacity: int, experts: int) -> bool:
@@ -83,7 +83,7 @@ STUDY = Study(
     summary="What does batching a feed-forward layer save, launches or bytes, without changing a bit of its results?",
     cases=cases,
     variants=names.of,
-    control=lambda x: names.VARIANTS[x.op][0].name,  # ours
+    control=lambda x: names.of(x)[0].name,  # ours
     floor=floor,
     claims=claims.CLAIMS,
     pairs=claims.pairs,

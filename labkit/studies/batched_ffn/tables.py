@@ -86,12 +86,15 @@ DESIGNED = ["rows", "K", "format", "N", "against", "us", "against us", *kit.RATI
 
 
 def designs(rows: pd.DataFrame) -> pd.DataFrame:
-    """Specialised warps over the fastest other kernel of a case, and what a plain read takes of their time."""
+    """A format's other design over the fastest other kernel of a case, and over cuBLAS in bf16.
+
+    % of reading: what a plain read of the weights takes of the design's time.
+    """
     found = []
     for params, group in cases(rows, "designs"):
-        us = median_us(group)
-        before = fastest(us, (variants.INTEGERS, variants.WIDE))
-        for line in pairs(group, [(variants.SPECIALISED, before)] if before else []):
+        us, (design, _) = median_us(group), variants.DESIGNED[params["format"]]
+        others = fastest(us, (variants.INTEGERS, variants.WIDE)), variants.CUBLAS
+        for line in pairs(group, [(design, one) for one in others if one in us]):
             found.append(picked(params, SHAPE) | line | {"% of reading": 100 * us[variants.READ] / line["us"]})
     return frame(found, DESIGNED).reindex(columns=DESIGNED)
 

@@ -206,6 +206,14 @@ def specialised(x: Case, device: Any, sets: int, seed: int) -> Trial:
     return _multiplied(x, device, sets, seed, make, ours=True)
 
 
+def continued(x: Case, device: Any, sets: int, seed: int) -> Trial:
+    """Products of BF16 as it is stored by specialised warps that continue each other's sums."""
+    from labkit.kernels.gguf import continued as kernels
+
+    W = [formats.matrix(raw, x["format"]) for [(raw, _)] in _weights(x, device, sets, seed)]
+    return _multiplied(x, device, sets, seed, lambda i, v, out: kernels.by_continued_sums(W[i], v, out), ours=True)
+
+
 def cublas(x: Case, device: Any, sets: int, seed: int) -> Trial:
     """F.linear on weights that were dequantised before; of a layer, gate and up as one matrix."""
 
@@ -215,7 +223,7 @@ def cublas(x: Case, device: Any, sets: int, seed: int) -> Trial:
 
     name = ("dense", x["activations"], str(device), sets, seed)
     dense = shared(x, name, lambda: list(map(matrices, _weights(x, device, sets, seed))))
-    call = peers.linear if x.op == "product" else peers.linear_layer
+    call = peers.linear if x.op in variants.ONE_MATRIX else peers.linear_layer
     made = _multiplied(x, device, sets, seed, lambda i, v, out: in_order(call(*dense[i], v, out)))
     return replace(made, moves=sum(one.nbytes for one in dense[0]))  # of F32 half of what is stored
 

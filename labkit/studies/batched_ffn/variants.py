@@ -27,8 +27,9 @@ PINNED = "pinned"
 PER_TOKEN, GEMM_N, STATIONARY, MATRIX = "per_token", "gemm_n", "weight_stationary", "tensor_core"
 WIDE = "tensor_core, wide tiles"
 INTEGERS = "tensor_core, integers"
-SPECIALISED = "tensor_core, specialised warps"
-DESIGNED_AT = (8, 16, 64)  # tokens, of those asked for
+SPECIALISED, CONTINUED = "tensor_core, specialised warps", "tensor_core, sums continued"
+# format -> what it has another design for, and the tokens, of those asked for, at which that is timed
+DESIGNED = dict.fromkeys(K_FORMATS, (SPECIALISED, (8, 16, 64))) | {"BF16": (CONTINUED, (512,))}
 ONE_MATRIX = ("product", "designs")  # operations
 STORED = "per_token, blocks as stored"
 SPLIT_K = "split-K, atomic sum"  # the negative control of bits
@@ -100,8 +101,10 @@ VARIANTS = {  # operation -> its variants; the first one is repeated by the A/A 
     ),
     "designs": (
         _product(SPECIALISED, "ours", "specialised", f"{GGUF}.specialised:by_specialised_warps"),
+        _product(CONTINUED, "ours", "continued", f"{GGUF}.continued:by_continued_sums"),
         _product(INTEGERS, "step", "integers", f"{GGUF}.integers:integers"),
         _ours(WIDE),
+        _product(CUBLAS, "peer", "cublas", f"{PEERS}:linear"),
         READING,
     ),
     "ffn": (
@@ -135,6 +138,8 @@ def of(x: Case) -> list[Variant]:
 def _takes(x: Case, name: str) -> bool:
     """Whether a variant is timed in a case: libraries take some formats (BF16 as it is), what is slow few tokens."""
     N, format = x["N"], x["format"]
+    if name in (SPECIALISED, CONTINUED):
+        return name == DESIGNED[format][0]
     if name in (INTEGERS, INDEXED_INTEGERS) and (format not in K_FORMATS or x["activations"] != "bf16"):
         return False
     if name == GEMLITE and (x["rows"] != GEMLITE_ROWS or format not in GEMLITE_BITS or N not in GEMLITE_TOKENS):

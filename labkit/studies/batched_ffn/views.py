@@ -129,22 +129,59 @@ def integers(table: pd.DataFrame) -> Drawing:
     )  # fmt: skip
 
 
+def _designs(rows: pd.DataFrame, design: str) -> pd.DataFrame:
+    """The lines of `tables.designs` of one design."""
+    table = tables.designs(rows)
+    return table[[variants.DESIGNED[format][0] == design for format in table["format"]]]
+
+
+def _shown(table: pd.DataFrame) -> pd.DataFrame:
+    return table.rename(columns={"us": "µs", "against us": "its µs", "N": "tokens"})
+
+
+def _of_library(table: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """Lines of the lab's other kernels, and of cuBLAS."""
+    library = table["against"] == variants.CUBLAS
+    return table[~library], table[library]
+
+
 def specialised(rows: pd.DataFrame) -> pd.DataFrame:
-    """Specialised warps against the fastest other kernel, by format and tokens."""
-    headings = {"us": "µs", "against us": "its µs", "N": "tokens"}
-    return tables.designs(rows).drop(columns=["rows", "K"]).rename(columns=headings)
+    """Specialised warps against the fastest other kernel and cuBLAS, by format, shape and tokens."""
+    return _shown(_designs(rows, variants.SPECIALISED))
 
 
 def specialised_said(rows: pd.DataFrame) -> str:
     """How much faster specialised warps are, and how near they come to a plain read."""
-    table = tables.designs(rows)
-    if table.empty:
+    own, library = _of_library(_designs(rows, variants.SPECIALISED))
+    if own.empty:
         return "Specialised warps were not timed on this GPU."
-    said = [f"Specialised warps are {counted(table['verdict'])} of {len(table)} cases."]
-    for n, some in table.groupby("N"):
+    said = [f"Specialised warps are {counted(own['verdict'])} of {len(own)} cases."]
+    for n, some in own.groupby("N"):
         gain, reached = words.faster(geometric_mean(some["ratio"])), words.span(some["% of reading"], "{:.0f}")
         said.append(f"At {words.tokens(n)}: {gain}, at {reached} % of a plain read's speed.")
+    if len(library):
+        mean = library.groupby("N")["ratio"].agg(geometric_mean)
+        gains = ", ".join(f"{words.faster(gain)} at {words.tokens(n)}" for n, gain in mean.items())
+        said.append(f"Than cuBLAS in bf16 they are {counted(library['verdict'])} of {len(library)} cases.")
+        said.append(f"On average: {gains}.")
     return " ".join(said)
+
+
+def continued(rows: pd.DataFrame) -> pd.DataFrame:
+    """Continued sums of BF16 against wide tiles and cuBLAS."""
+    return _shown(_designs(rows, variants.CONTINUED)).drop(columns="% of reading")
+
+
+def continued_said(rows: pd.DataFrame) -> str:
+    """How much faster continued sums are than wide tiles and than cuBLAS, in each shape."""
+    own, library = _of_library(_designs(rows, variants.CONTINUED))
+    if own.empty:
+        return "Continued sums were not timed on this GPU."
+    said = []
+    for name, table in {"wide tiles": own, "cuBLAS": library}.items():
+        shapes = zip(table["ratio"], _shapes(table), strict=True)
+        said.append(f"than {name} " + ", ".join(f"{words.faster(ratio)} ({shape})" for ratio, shape in shapes))
+    return f"Continued sums are {'; '.join(said)}."
 
 
 def floor_cases(some: Sequence[Case]) -> list[Case]:
