@@ -144,7 +144,8 @@ def test_slow_variants_are_left_out_where_many_tokens_are():
 def test_variants_have_the_same_hash_where_the_same_functions_launch():
     hashes = {(op, one.name): kernel_sha(one.source) for op, one in EVERY}
     reads = {(op, variants.READ) for op in ("product", "designs", "routed")}
-    twice = [{(op, name) for op in ("product", "designs")} for name in (variants.INTEGERS, variants.WIDE)]
+    again = (variants.INTEGERS, variants.WIDE, variants.CUBLAS)
+    twice = [{(op, name) for op in ("product", "designs")} for name in again]
     indexed = {("routed", variants.INDEXED), ("routed", variants.INDEXED_MATRIX)}  # one argument apart
     cached = {key for key in hashes if key[0] == "cache"}
     alike = (reads, indexed, cached, *twice)
@@ -769,11 +770,12 @@ def test_specialised_warps_are_set_against_the_fastest_other_kernel_and_cublas(r
     assert views.specialised_said(rows.iloc[:0]) == "Specialised warps were not timed on this GPU."
 
 
-def test_continued_sums_are_set_against_wide_tiles_and_cublas(rows):
+def test_continued_sums_are_set_against_wide_tiles_and_cublas():
+    rows = made.batched_ffn(FEW | {"formats": ["BF16"], "tokens": [512], "routed_formats": []})
     table = views.continued(rows)
     assert list(table["against"]) == [variants.WIDE, variants.CUBLAS] * 2
     assert set(table["format"]) == {"BF16"}
-    assert views.continued_said(rows).startswith("Continued sums are ")
+    assert views.continued_said(rows).startswith("Continued sums against wide tiles: ")
     assert views.continued_said(rows.iloc[:0]) == "Continued sums were not timed on this GPU."
 
 
@@ -807,8 +809,8 @@ def test_the_answer_says_what_batching_saves_and_up_to_where(rows):
         "1.50× faster."
     )
     assert advice == (
-        "Up to 64 tokens, unpack quantised weights in a tensor-core kernel (tensor_core, bit-identical). At 64 "
-        "tokens it is on average 1.54× (H100) and 1.54× faster (H200) than cuBLAS in bf16."
+        "Up to 64 tokens, unpack weights in a tensor-core kernel (tensor_core, bit-identical). At 64 "
+        "tokens it is 1.54× (H100) and 1.54× faster (H200) than cuBLAS in bf16."
     )
     assert {claim.id for claim in claims.CLAIMS} > set(answer.HEADLINE)
 
@@ -828,13 +830,14 @@ def test_the_answer_changes_with_the_rows(rows):
     many = at_tokens(rows, 0.5, variants.CUBLAS, 64)
     assert told(H100=many)[1].startswith("Up to 8 tokens, ")
     assert told(H100=many)[1].endswith(
-        " At 64 tokens it is 1.30× slower (H100): from there on dequantise and use cuBLAS, if bf16 weights fit; "
-        "bits may change."
+        " At 64 tokens it is 1.30× slower (H100): then dequantise and use cuBLAS, if bf16 fits; bits may change."
     )
+    ahead = at_tokens(many, 0.1, variants.SPECIALISED, 64)
+    assert " bits may change. There specialised warps (K formats) are 6.67× faster (H100)." in (told(H100=ahead)[1])
     kept = at_tokens(recorded(**{variants.CUBLAS: {"alone": 0.0}}), 0.5, variants.CUBLAS, 64)
-    assert told(H100=kept)[1].endswith("use cuBLAS, if bf16 weights fit.")
+    assert told(H100=kept)[1].endswith("use cuBLAS, if bf16 fits.")
     assert (
-        "tensor-core kernel (tensor_core). At 64 tokens it is on average"
+        "tensor-core kernel (tensor_core). At 64 tokens it is"
         in told(H100=recorded(**{variants.MATRIX: {"alone": 1e-9}}))[1]
     )
     more = at_tokens(many, 0.5, variants.CUBLAS, 8)
@@ -842,7 +845,7 @@ def test_the_answer_changes_with_the_rows(rows):
     assert "At 64 tokens (H100) or 8 tokens (H200) it is " in told(H100=many, H200=more)[1]
     slow = told(H100=scaled(rows, 0.1, variants.CUBLAS))[1]
     assert slow.startswith("At 1 token tensor_core is ")
-    assert "slower (H100) than cuBLAS in bf16: from there on dequantise and use cuBLAS" in slow
+    assert "slower (H100) than cuBLAS in bf16: then dequantise and use cuBLAS" in slow
     assert told(H100=rows[rows["variant"] != variants.CUBLAS])[1] == ""
 
 

@@ -34,7 +34,7 @@ from common import (
 STUDY = "batched_ffn"
 SHAPE = ["model", "rows", "K", "format", "N", "trace", "policy", "capacity"]
 OPS = ("product", "ffn", "routed", "cache")
-SPECIALISED = "tensor_core, specialised warps"
+SPECIALISED, CONTINUED = "tensor_core, specialised warps", "tensor_core, sums continued"
 LOOP, ONE_LAUNCH, ONCE = "per_token", "gemm_n", "weight_stationary"  # a launch a token; one; weights read once
 MATRIX, WIDE, INTEGERS = "tensor_core", "tensor_core, wide tiles", "tensor_core, integers"
 INDEXED, INDEXED_MATRIX, INDEXED_INTEGERS = (
@@ -117,14 +117,15 @@ def _wide(together: int, params: Mapping[str, Any]) -> int:
 
 
 def designs(rows: pd.DataFrame) -> pd.DataFrame:
-    """Another kernel over specialised warps, the faster of two where both were timed; a read over them."""
+    """Over a format's other design: the faster of two kernels where both were timed, cuBLAS, and a read."""
     found = []
     for params, group in cases(rows, "designs"):
         us = times(group)
-        other = least(us, (INTEGERS, WIDE))
-        if other and (line := compare(group, SPECIALISED, other)):
-            line |= {"% of reading": us[READ] / us[SPECIALISED] * 100}
-            found.append(pick(params, ["rows", "K", "format", "N"]) | line)
+        ours = CONTINUED if params["format"] == "BF16" else SPECIALISED
+        for other in (least(us, (INTEGERS, WIDE)), CUBLAS):
+            if other and (line := compare(group, ours, other)):
+                line |= {"% of reading": us[READ] / us[ours] * 100}
+                found.append(pick(params, ["rows", "K", "format", "N"]) | line)
     columns = ["rows", "K", "format", "N", "against", "us", "against us", *RATIO, "% of reading"]
     return table(found, columns)
 

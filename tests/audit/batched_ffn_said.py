@@ -257,8 +257,9 @@ def answer(rows: pd.DataFrame) -> list[str]:
         f"one launch instead of a loop is {faster(launch)} on average",
         f"makes that {faster(reads)}: {faster(both)} in all.",
         f"Up to {kept} tokens, ",
-        f"At {kept} tokens it is on average {faster(means[kept])} (GPU) than cuBLAS in bf16",
+        f"At {kept} tokens it is {faster(means[kept])} (GPU) than cuBLAS in bf16",
         f"At {above} tokens it is {faster(means[above])} (GPU)",
+        *warps(rows, above),
     ]
 
 
@@ -292,14 +293,44 @@ def llama_bars(rows: pd.DataFrame) -> list[str]:
     ]
 
 
+def _designs(rows: pd.DataFrame, plain: bool) -> tuple[list[Line], list[Line]]:
+    """Of K formats, or of BF16 (plain): lines of the lab's other kernels, and of cuBLAS."""
+    lines = [line for line in tables.designs(rows).to_dict("records") if (line["format"] == "BF16") == plain]
+    library = [line for line in lines if line["against"] == tables.CUBLAS]
+    return [line for line in lines if line not in library], library
+
+
 def specialised(rows: pd.DataFrame) -> list[str]:
-    """How much faster specialised warps are by tokens, and what they reach of a plain read."""
-    lines = tables.designs(rows).to_dict("records")
-    said = [f"Specialised warps are {_words(lines)} of {len(lines)} cases."] if lines else ["were not timed"]
-    for n, some in _by(lines, "N").items():
+    """How much faster specialised warps are by tokens, what they reach of a plain read, and cuBLAS."""
+    own, library = _designs(rows, False)
+    if not own:
+        return ["were not timed"]
+    said = [f"Specialised warps are {_words(own)} of {len(own)} cases."]
+    for n, some in _by(own, "N").items():
         reached = span((line["% of reading"] for line in some), ".0f")
         said.append(f"At {_tokens(n)}: {faster(geometric_mean(line['ratio'] for line in some))}, at {reached} % of")
-    return said
+    said.append(f"Than cuBLAS in bf16 they are {_words(library)} of {len(library)} cases.")
+    return said + [f"{faster(_geometric(some))} at {_tokens(n)}" for n, some in _by(library, "N").items()]
+
+
+def continued(rows: pd.DataFrame) -> list[str]:
+    """How much faster continued sums are than wide tiles and cuBLAS, by shape."""
+    own, library = _designs(rows, True)
+    if not own:
+        return ["were not timed"]
+    found = []
+    for name, lines in (("wide tiles", own), ("cuBLAS", library)):
+        shapes = [f"{faster(line['ratio'])} ({line['rows']:.0f} × {line['K']:.0f})" for line in lines]
+        found.append(f"against {name}: {', '.join(sorted(shapes, key=lambda shape: shape.partition('(')[2]))}")
+    return found
+
+
+def warps(rows: pd.DataFrame, tokens: int) -> list[str]:
+    """What the advice says of specialised warps at so many tokens."""
+    lines = [line for line in _designs(rows, False)[1] if line["N"] == tokens]
+    if not lines or _geometric(lines) < 1:
+        return []
+    return [f"There specialised warps (K formats) are {faster(_geometric(lines))} (GPU)."]
 
 
 SENTENCES: Sentences = {
@@ -313,6 +344,7 @@ SENTENCES: Sentences = {
     "views.time_per_token": time_per_token,
     "views.integers": integers,
     "views.specialised_said": specialised,
+    "views.continued_said": continued,
     "views.bars": bars,
     "views.against_cublas": _beside("product", tables.CUBLAS),
     "views.dequantised": _beside("product", tables.DEQUANTISED),

@@ -69,7 +69,7 @@ def observed(claim):
 LAB = {  # table -> the lab's, and the columns that say which line it is
     "tables.times": (lambda rows: over(tables.times, rows, op=audit.OPS), ["op", *SHAPE, "variant"]),
     "tables.passes": (passes, [*SHAPE, "variant"]),
-    "tables.designs": (tables.designs, ["rows", "K", "format", "N"]),
+    "tables.designs": (tables.designs, ["rows", "K", "format", "N", "against"]),
     "tables.arithmetic": (tables.arithmetic, SHAPE),
     "tables.issued": (lambda rows: tables.issued(rows, audit.launches_of(rows)), SHAPE),
     "tables.compared": (pairs, ["op", *SHAPE, "variant", "against"]),

@@ -33,6 +33,10 @@ and unpacking 14): x made by a launch before, and parts of sums behind a counter
 since x is made for each); half of the registers, for the next launch to begin beside (25 to 32, since programs of one
 launch come to lie on fewer multiprocessors).
 
+Making x is what is slow with two warpgroups and the gate's shape (the same, [17408, 5120]): of 16 tokens 29.0, and 19.7
+if nothing is made, which is wrong; of 8 tokens 23.5 and 18.7. x asked for two steps ahead instead of one: 28.4 and
+24.5; made by a launch before, 16 tokens by the choice for 32: 26.2.
+
 What bounds it (H200, 1980 MHz, [5120, 17408]): a warp issues 303, 380 and 407 instructions for 256 columns of 16 rows
 (Q4_K, Q5_K, Q6_K), 2.4 to 3.2 a weight of a lane: at full rate 6.3, 7.9 and 8.5 µs of 18, 22 and 24. Matrix
 instructions take 4.6 µs, at 13 cycles each (experts/specialised.py). A plain read of the same bytes takes 13, 15 and

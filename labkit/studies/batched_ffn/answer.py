@@ -31,7 +31,7 @@ def facts(rows: pd.DataFrame) -> dict[str, Any]:
     mean of cases; same, cases: in how many cases of batched variants a token has its bits; kernel: whether `KERNEL`
     always keeps them in a product; library: whether bf16 cuBLAS was seen not to. up to: most tokens at which `KERNEL`
     is no slower than bf16 cuBLAS, quantised, geometric mean; above: the tokens at which it first is; with `ratio`, how
-    much faster it is there. Either may be missing.
+    much faster it is there; warps: these tokens, and how much faster specialised warps are. Each may be missing.
     """
     means = _means(where(tables.gains(rows), N=TOKENS, format=QUANTISED))
     if set(means) != set(STEPS):
@@ -48,6 +48,7 @@ def facts(rows: pd.DataFrame) -> dict[str, Any]:
     found["kernel"] = len(kernel) > 0 and bool((kernel["same"] == kernel["cases"]).all())
     found["library"] = bool((library["same"] < library["cases"]).any())
     found |= _limit(_beside(rows))
+    found |= _warps(rows, found.get("above"))
     words.note_sizes(value for value in found.values() if isinstance(value, float))
     return found
 
@@ -71,6 +72,13 @@ def _limit(mean: pd.Series) -> dict[str, Any]:
     ends = ({"up to": max(kept)} if kept else {}) | ({} if first is None else {"above": first})
     found: dict[str, Any] = {name: int(n) for name, n in ends.items()}
     return found | {f"{name} ratio": float(mean[n]) for name, n in ends.items()}
+
+
+def _warps(rows: pd.DataFrame, tokens: int | None) -> dict[str, Any]:
+    """The tokens, if specialised warps keep up with the library there, and how much faster they are."""
+    table = where(tables.designs(rows), format=variants.K_FORMATS, against=variants.CUBLAS, N=tokens)
+    ratio = geometric_mean(table["ratio"]) if len(table) else 0.0
+    return {"warps": tokens, "warps ratio": ratio} if ratio >= 1 else {}
 
 
 def conclusion(facts: Mapping[str, Facts]) -> str:
@@ -98,14 +106,16 @@ def _changes(one: Facts) -> str:
 def advice(facts: Mapping[str, Facts]) -> str:
     """Which kernel to take, and up to how many tokens, by means of the cases; what each does to bits."""
     kept, lost = _tokens(facts, "up to"), _tokens(facts, "above")
-    library = "dequantise and use cuBLAS, if bf16 weights fit"
+    library = "dequantise and use cuBLAS, if bf16 fits"
     library += "; bits may change" if any(one["library"] for one in facts.values()) else ""
     whose, than = ("it", "") if kept else (KERNEL, LIBRARY)
-    end = f"At {lost} {whose} is {_ratios(facts, 'above', than)}: from there on {library}." if lost else ""
+    end = f"At {lost} {whose} is {_ratios(facts, 'above', than)}: then {library}." if lost else ""
     if not kept:
         return end
     how = f"{KERNEL}{', bit-identical' if all(one['kernel'] for one in facts.values()) else ''}"
-    said = f"Up to {kept}, unpack quantised weights in a tensor-core kernel ({how}). At {kept} it is on average"
+    said = f"Up to {kept}, unpack weights in a tensor-core kernel ({how}). At {kept} it is"
+    warps = f" There specialised warps (K formats) are {_ratios(facts, 'warps')}."
+    end += warps if lost and _ratios(facts, "warps") else ""
     return f"{said} {_ratios(facts, 'up to', LIBRARY)}. {end}".strip()
 
 

@@ -131,8 +131,8 @@ def integers(table: pd.DataFrame) -> Drawing:
 
 def _designs(rows: pd.DataFrame, design: str) -> pd.DataFrame:
     """The lines of `tables.designs` of one design."""
-    table = tables.designs(rows)
-    return table[[variants.DESIGNED[format][0] == design for format in table["format"]]]
+    formats = [format for format, (name, _) in variants.DESIGNED.items() if name == design]
+    return where(tables.designs(rows), format=formats)
 
 
 def _shown(table: pd.DataFrame) -> pd.DataFrame:
@@ -180,8 +180,8 @@ def continued_said(rows: pd.DataFrame) -> str:
     said = []
     for name, table in {"wide tiles": own, "cuBLAS": library}.items():
         shapes = zip(table["ratio"], _shapes(table), strict=True)
-        said.append(f"than {name} " + ", ".join(f"{words.faster(ratio)} ({shape})" for ratio, shape in shapes))
-    return f"Continued sums are {'; '.join(said)}."
+        said.append(f"against {name}: {', '.join(f'{words.faster(ratio)} ({shape})' for ratio, shape in shapes)}")
+    return f"Continued sums {'; '.join(said)}."
 
 
 def floor_cases(some: Sequence[Case]) -> list[Case]:
