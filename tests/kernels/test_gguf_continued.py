@@ -43,6 +43,7 @@ def empty(*shape, dtype=torch.bfloat16):
         (empty(8, 64), empty(2, 64), empty(2, 8, dtype=torch.float32), "y is torch.float32; allowed: torch.bfloat16"),
         (empty(8, 64), empty(2, 128)[:, ::2], empty(2, 8), r"x has strides \(128, 2\); allowed: values of a token"),
         (empty(8, 128)[:, :64], empty(2, 64), empty(2, 8), r"W has strides \(128, 1\); allowed: contiguous"),
+        (empty(64), empty(2, 64), empty(2, 8), r"W is \(64,\); allowed: \[rows, K\], both at least 1"),
         (empty(8, 64), empty(2, 32), empty(2, 8), r"x is \(2, 32\); allowed: \[N, 64\], N at least 1"),
         (empty(9, 64), empty(2, 64), empty(2, 9), r"y is \(2, 9\); allowed: rows that begin at multiples of 16 bytes"),
         (empty(8, 60), empty(2, 60), empty(2, 8), r"W is \(8, 60\); allowed: rows that begin at multiples of 16 bytes"),

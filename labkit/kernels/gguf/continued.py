@@ -60,6 +60,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from labkit.kernels.checks import check_contiguous, check_one_of
 from labkit.kernels.gguf.products import check_tokens
+from labkit.kernels.gguf.wide import check_matrix
 from labkit.kernels.launch import Launch
 from labkit.kernels.target import check_hopper, multiprocessors
 
@@ -247,7 +248,7 @@ def by_continued_sums(W: Tensor, x: Tensor, y: Tensor, choice: ContinuedChoice |
     ValueError for anything else, and for what is not a Hopper GPU. A launch must not run twice at once: it has memory
     for one set of sums.
     """
-    check_matrix(W, x, y)
+    check_operands(W, x, y)
     check_hopper(x.device)
     rows, K = W.shape
     choice = choice or continued_rule(len(x), rows, multiprocessors(x.device))
@@ -286,9 +287,9 @@ def check_continued(choice: ContinuedChoice) -> None:
     check_one_of("stages", choice.stages, [n for n in STAGES if n <= most])
 
 
-def check_matrix(W: Tensor, x: Tensor, y: Tensor) -> None:
+def check_operands(W: Tensor, x: Tensor, y: Tensor) -> None:
     """Raise ValueError for what `by_continued_sums` cannot take, but for the GPU."""
-    check_one_of("W", W.dtype, (torch.bfloat16,))
+    check_matrix(W)
     check_tokens(x, y, *W.shape, W.device)
     for name, values in (("W", W), ("x", x), ("y", y)):
         check_one_of(name, values.dtype, (torch.bfloat16,))
