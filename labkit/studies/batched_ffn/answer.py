@@ -114,8 +114,8 @@ def advice(facts: Mapping[str, Facts]) -> str:
         return end
     how = f"{KERNEL}{', bit-identical' if all(one['kernel'] for one in facts.values()) else ''}"
     said = f"Up to {kept}, unpack weights in a tensor-core kernel ({how}). At {kept} it is"
-    warps = f" There specialised warps (K formats) are {_ratios(facts, 'warps')}."
-    end += warps if lost and _ratios(facts, "warps") else ""
+    if warps := _ratios(facts, "warps"):
+        end += f" There specialised warps (K formats) are {warps}."
     return f"{said} {_ratios(facts, 'up to', LIBRARY)}. {end}".strip()
 
 

@@ -45,9 +45,9 @@ def _routed_cases(parameters: Mapping[str, Any]) -> list[Case]:
 
 def _cached(tokens: int, capacity: int, experts: int, traces: Sequence[str]) -> list[tuple[str, str]]:
     """Traces and policies; where a step needs every expert, or all of them stay, one trace is like any other."""
-    if tokens >= names.EVERY_EXPERT:
-        return [(trace, names.PINNED) for trace in traces[:1]]
-    return [(trace, names.POLICY) for trace in (traces[:1] if capacity >= experts else traces)]
+    every = tokens >= names.EVERY_EXPERT
+    policy = names.PINNED if every else names.POLICY
+    return [(trace, policy) for trace in (traces[:1] if every or capacity >= experts else traces)]
 
 
 def _worth_a_cache(tokens: int, capacity: int, experts: int) -> bool:
