@@ -837,7 +837,7 @@ def test_the_answer_changes_with_the_rows(rows):
     kept = at_tokens(recorded(**{variants.CUBLAS: {"alone": 0.0}}), 0.5, variants.CUBLAS, 64)
     assert told(H100=kept)[1].endswith("use cuBLAS, if bf16 fits.")
     assert (
-        "tensor-core kernel (tensor_core). At 64 tokens it is"
+        "tensor-core kernel (tensor_core). At 64 tokens it is 1.54× faster (H100) than cuBLAS in bf16."
         in told(H100=recorded(**{variants.MATRIX: {"alone": 1e-9}}))[1]
     )
     more = at_tokens(many, 0.5, variants.CUBLAS, 8)
