@@ -34,9 +34,9 @@ def capability_of(device: torch.device) -> tuple[int, int] | None:
     return (known // 10, known % 10) if known else None
 
 
-def check_hopper(device: torch.device) -> None:
+def check_hopper(device: torch.device, what: str = "x") -> None:
     """Raise ValueError for a device whose matrix instructions are not those of a warpgroup."""
     found = capability_of(device)
     if found is None or found[0] != 9:
         name = f"on compute capability {found[0]}.{found[1]}" if found else f"on {device}"
-        raise ValueError(f"x is {name}; allowed: a GPU of compute capability 9.0 (Hopper)")
+        raise ValueError(f"{what} is {name}; allowed: a GPU of compute capability 9.0 (Hopper)")

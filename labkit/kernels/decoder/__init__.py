@@ -16,5 +16,6 @@ __getattr__, __all__ = exported(
         "tables": "Lowering lower",
         "validate": "validate TableError",
         "step": "allocate upload generate Choice Memory",
+        "streamed": "StreamChoice StreamedMemory",
     },
 )

@@ -5,17 +5,20 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from labkit.kernels.decoder import streamed
 from labkit.kernels.decoder.model import Decoder, Weights
 from labkit.kernels.decoder.step import LEAST_BLOCK_T, Choice, Memory, Uploaded, allocate, generate_each, step, upload
+from labkit.kernels.decoder.streamed import StreamChoice, StreamedMemory
 from labkit.kernels.decoder.tables import Lowering, buffer_shapes, groups, lower
 from labkit.kernels.decoder.validate import validate
 from labkit.kernels.launch import Launch
-from labkit.kernels.target import multiprocessors
+from labkit.kernels.target import check_hopper, multiprocessors
 
 REGISTERS, SHARED = 65536, 227 << 10  # of a multiprocessor, from compute capability 9.0 on
 # Rows of a tile, and the rest: the fastest for Llama-3.2-1B, of one sequence (on an H100), and of four (on an H200)
 ALONE = 4, Choice(block_k=1024, ahead=2, block_t=32, registers=128)
 BATCHED = 16, Choice(block_k=512, ahead=2, block_t=32)
+SPAN = 128  # positions of a record of attention
 
 
 @dataclass(frozen=True)
@@ -24,13 +27,16 @@ class Decode:
 
     memory: Memory
     tables: Uploaded
-    choice: Choice
+    choice: Choice | StreamChoice
 
     def at(self, position: int) -> Launch:
         """The launch of a token: its successor takes the place of `token`, of every sequence.
 
         ValueError for a position past the cache.
         """
+        if isinstance(self.choice, StreamChoice):
+            assert isinstance(self.memory, StreamedMemory)
+            return streamed.step(self.memory, self.tables, position, choice=self.choice)
         return step(self.memory, self.tables, position, choice=self.choice)
 
     def generate(self, prompt: Sequence[int], count: int, start: int = 0) -> list[int]:
@@ -44,20 +50,25 @@ class Decode:
 
 def prepare(
     model: Decoder, weights: Weights, device: str | torch.device = "cuda", cache: int = 2048, rows: int | None = None,
-    span: int | None = 128, choice: Choice | None = None, batch: int = 1, group: int | None = None,
+    span: int | None = SPAN, choice: Choice | StreamChoice | None = None, batch: int = 1, group: int | None = None,
 ) -> Decode:  # fmt: skip
     """A Llama model's decode, one token at a time of each of `batch` sequences, as one launch a token.
 
     weights: by checkpoint name, of one dtype, bf16, fp16 or fp32 (`load_weights`); cache: positions; rows: of a tile;
     span: positions that one record of attention reads at most, None: all; group: query heads that it takes on, None: as
-    many as it can; rows, choice: None: what suits Llama-3.2-1B. All programs must be resident at once, so that nothing
-    else may run on the GPU meanwhile. ValueError naming the argument, its value and what is allowed. Source:
-    AutoMegaKernel and Stanford MegaKernels, by tables in device memory; page 03.
+    many as it can; rows, choice: None: what suits Llama-3.2-1B. Where rows, span, group and choice are left as they are
+    and the model's shape allows it, a Hopper GPU runs `streamed.step`; a `StreamChoice` asks for it. All programs must
+    be resident at once, so that nothing else may run on the GPU meanwhile. ValueError naming the argument, its value
+    and what is allowed. Source: AutoMegaKernel and Stanford MegaKernels, by tables in device memory; page 03.
 
         decode = prepare(decoder("Llama-3.2-1B"), load_weights(decoder("Llama-3.2-1B"), folder))
         decode.generate(prompt, 64)
     """
     device, dtype = torch.device(device), next(iter(weights.values())).dtype
+    if choice is None and (rows, span, batch, group) == (None, SPAN, 1, None) and _streams(model, dtype, device, cache):
+        choice = StreamChoice()
+    if isinstance(choice, StreamChoice):
+        return _streamed(model, weights, device, cache, choice)
     usual_rows, usual = ALONE if batch == 1 else BATCHED
     rows, choice = usual_rows if rows is None else rows, usual if choice is None else choice
     sizes = {"itemsize": dtype.itemsize, "span": span, "batch": batch}
@@ -67,10 +78,33 @@ def prepare(
     if device.type == "cuda":
         buffers = {name: torch.empty(1, dtype=dtype, device=device) for name in buffer_shapes(how)}
         how = replace(how, programs=resident(step(Memory(how, buffers), upload(lower(how), device), 0, choice=choice)))
-    memory = allocate(how, weights, device)
-    tables = lower(how, memory.addresses())
+    return _ready(allocate(how, weights, device), choice)
+
+
+def _streams(model: Decoder, dtype: torch.dtype, device: torch.device, cache: int) -> bool:
+    """Whether `streamed.step` takes the model on this device."""
+    try:
+        check_hopper(device)
+        how = streamed.lowering(model, multiprocessors(device), cache, dtype.itemsize)
+        streamed.check_streamed(how, dtype, StreamChoice())
+    except ValueError:
+        return False
+    return True
+
+
+def _streamed(model: Decoder, weights: Weights, device: torch.device, cache: int, choice: StreamChoice) -> Decode:
+    """A decode by `streamed.step`, one program a multiprocessor."""
+    check_hopper(device, "device")
+    dtype = next(iter(weights.values())).dtype
+    how = streamed.lowering(model, multiprocessors(device), cache, dtype.itemsize)
+    streamed.check_streamed(how, dtype, choice)
+    return _ready(streamed.together(allocate(how, weights, device)), choice)
+
+
+def _ready(memory: Memory, choice: Choice | StreamChoice) -> Decode:
+    tables = lower(memory.how, memory.addresses())
     validate(tables, memory.extents(), position=0)
-    return Decode(memory, upload(tables, device), choice)
+    return Decode(memory, upload(tables, memory.counters.device), choice)
 
 
 def resident(launch: Launch) -> int:

@@ -763,11 +763,7 @@ def compilable(
 
 def check_step(how: Lowering, position: int | None, position_from: str, choice: Choice) -> None:
     """Raise ValueError for what the kernel cannot take."""
-    check_one_of("position_from", position_from, t.POSITION_FROM)
-    if (position is None) == (position_from == "launch"):
-        raise ValueError(f"position is {position} with position_from {position_from!r}; allowed: one for 'launch' only")
-    if position is not None:
-        check_position(position, how.cache)
+    check_position_from(how, position, position_from)
     powers = {"head_dim": how.model.head_dim, "block_k": choice.block_k, "block_t": choice.block_t}
     for name, value in powers.items():
         if value < 1 or value & (value - 1):
@@ -779,6 +775,15 @@ def check_step(how: Lowering, position: int | None, position_from: str, choice: 
         raise ValueError(f"block_t is {choice.block_t}; allowed: {allowed}")
     if choice.ahead < 0:
         raise ValueError(f"ahead is {choice.ahead}; allowed: at least 0")
+
+
+def check_position_from(how: Lowering, position: int | None, position_from: str) -> None:
+    """Raise ValueError for an unknown position_from, a position that it does not go with, or one past the cache."""
+    check_one_of("position_from", position_from, t.POSITION_FROM)
+    if (position is None) == (position_from == "launch"):
+        raise ValueError(f"position is {position} with position_from {position_from!r}; allowed: one for 'launch' only")
+    if position is not None:
+        check_position(position, how.cache)
 
 
 def generate(

@@ -19,6 +19,7 @@ SHOWN = {
     variants.LONGEST: "tables, longest record first",
     variants.UNORDERED: "tables without waits (wrong results)",
     variants.SPANNED: "tables, attention in spans",
+    variants.STREAMED: "tables, a warp copies weights",
     variants.NOT_AHEAD: "tables, nothing loaded before a wait",
     variants.FETCHED: "tables, more loaded into L2 before a wait",
     variants.MARKED: "tables, time stamps written",

@@ -83,6 +83,8 @@ def variants(x: Case) -> list[Variant]:
     captured = [one for name, one in names.CAPTURED.items() if whole or name in some]
     if x["start"] != names.START and x["model"] == names.H1024:
         captured.append(names.IN_SPANS)
+    if x["model"] == names.LLAMA:
+        captured.append(names.IN_STREAM)
     eager = (*waiting(x), names.REPLAYED) if whole else waiting(x)
     return captured + [names.EAGER[name] for name in eager]
 

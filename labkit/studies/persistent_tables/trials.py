@@ -26,7 +26,7 @@ from labkit.kernels.decoder.model import TINY, Weights, decoder, random_weights
 from labkit.kernels.decoder.tables import Lowering
 from labkit.kernels.gemv import choose
 from labkit.kernels.launch import Launch
-from labkit.kernels.target import has_dependent_launch
+from labkit.kernels.target import has_dependent_launch, multiprocessors
 from labkit.studies.persistent_tables import bound, decodes, peers, plans, stages, variants
 from labkit.studies.persistent_tables.study import SHORT, batch_of, sequence
 from labkit.sweep.trial import DTYPES, Random, Shared, relative_rmse, trial
@@ -43,7 +43,10 @@ HOST_TOKENS, HOST_LEAST, HOST_SECONDS = 30, 5, 0.15  # of the host's clock: toke
 compilable_step, allocate, fresh, Choice = (
     lazy(f"labkit.kernels.decoder.step:{name}") for name in ("compilable", "allocate", "fresh", "Choice")
 )
-prepare, traffic = (lazy(f"{variants.PACKAGE}.ways:{name}") for name in ("prepare", "traffic"))
+prepare, traffic, Graph = (lazy(f"{variants.PACKAGE}.ways:{name}") for name in ("prepare", "traffic", "Graph"))
+streamed_lowering, streamed_step, together = (
+    lazy(f"labkit.kernels.decoder.streamed:{name}") for name in ("lowering", "step", "together")
+)
 Baseline, linear = lazy(f"{variants.PACKAGE}.baseline:Baseline"), lazy("labkit.kernels.gemv.gemv:linear")
 
 # What is compiled before the cases are timed
@@ -54,6 +57,8 @@ def compiled_ahead(some: Sequence[Case], capability: int, gpu: str) -> list[tupl
     found: list[tuple[str, Mapping[str, Any]]] = []
     for model, dtype, batch in dict.fromkeys((x["model"], x["dtype"], batch_of(x)) for x in some):
         found += [(f"{__name__}:compilable", one) for one in steps(model, dtype, batch)]
+        if model == variants.LLAMA and batch == 1 and capability == 90:
+            found.append(("labkit.kernels.decoder.streamed:compilable", {"model": model}))
         if dtype == "bf16":
             chain = {"batch": batch} if batch > 1 else {"choices": _choices(model, gpu)}
             for kind in (False, True) if capability >= 90 else (False,):
@@ -125,10 +130,15 @@ def programs(model: str, dtype: str, device: torch.device, batch: int = 1) -> in
     return properties.multi_processor_count * min(fitting)
 
 
-def memory_of(x: Case, device: Any, seed: int, how: Lowering) -> Any:
-    """Memory of a decode that shares weights with the others of its case; what it writes is its own."""
+def memory_of(x: Case, device: Any, seed: int, how: Lowering, one: bool = False) -> Any:
+    """Memory of a decode that shares weights with the others of its case; what it writes is its own.
+
+    one: with all matrices in one allocation, for the streamed step.
+    """
     weights = _weights(x, device, seed)
-    own = fresh(_once(x, device, seed, "packed", lambda: allocate(how, weights, device)), how)
+    packed = _once(x, device, seed, "packed", lambda: allocate(how, weights, device))
+    own = fresh(_once(x, device, seed, "together", lambda: together(packed)) if one else packed, how)
+    own = together(own) if one else own
     for number in range(how.batch):
         for i, (k, v) in enumerate(_context(x, device, seed, number)):
             for name, values in ((f"k_cache.{i}", k), (f"v_cache.{i}", v)):
@@ -277,6 +287,15 @@ def spanned(x: Case, device: Any, sets: int, seed: int) -> Trial:
     """The same with attention in spans of the cache, several heads a record."""
     run = prepared(x, device, seed, variants.GRAPH, changed=variants.SPANS)
     return _trial(x, device, seed, _captured(x, run, run.launched), run, lambda: _traffic(run, variants.GRAPH))
+
+
+def streamed(x: Case, device: Any, sets: int, seed: int) -> Trial:
+    """The same with weights that one warp of each program copies ahead of every wait, and results without counters."""
+    dtype = DTYPES[x["dtype"]]
+    how = streamed_lowering(decoder(x["model"]), multiprocessors(torch.device(device)), variants.CACHE, dtype.itemsize)
+    run = Graph(memory_of(x, device, seed, how, one=True), streamed_step)
+    calls = _captured(x, run, run.launched)
+    return _trial(x, device, seed, calls, run, lambda: _traffic(run, variants.GRAPH), launch=run.launched)
 
 
 def unordered(x: Case, device: Any, sets: int, seed: int) -> Trial:

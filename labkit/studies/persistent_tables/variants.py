@@ -44,6 +44,7 @@ NOT_AHEAD = "tables, nothing loaded before a wait"
 FETCHED = "tables, more asked for in the L2 before a wait"
 MARKED = "tables, moments written down"
 SPANNED = "tables, attention in spans"
+STREAMED = "tables, weights by a warp of their own"  # of Llama, on Hopper
 SPANS = {"span": 128, "group": 4}  # of a model whose attention walks through all positions, as was published
 ABLATIONS = {NOT_AHEAD: {"ahead": 0}, FETCHED: {"prefetch": 16384}, MARKED: {"marks": True}}  # changes of the choice
 CUBLAS, GEMV = "kernels, cuBLAS", "kernels, our GEMV"
@@ -83,6 +84,13 @@ def _by_name(*found: Variant) -> dict[str, Variant]:
     return {one.name: one for one in found}
 
 
+IN_STREAM = variant(
+    STREAMED, "ours", f"{TRIALS}:streamed",
+    source=(
+        "labkit.kernels.decoder.streamed:lowering", "labkit.kernels.decoder.tables:lower",
+        "labkit.kernels.decoder.streamed:step", _CAPTURED,
+    ),
+)  # fmt: skip
 IN_SPANS = variant(SPANNED, "step", f"{TRIALS}:spanned", source=_STEPS)
 CAPTURED = _by_name(
     variant(OURS, "ours", f"{TRIALS}:in_graph", {"schedule": "round-robin"}, source=_STEPS),
