@@ -97,7 +97,10 @@ def _copy(
 
 @gluon.jit
 def _missing(values):
-    """1 if one of some values has not been stored yet, else 0."""
+    """1 if one of some values has not been stored yet, else 0, for all threads.
+
+    No element may lie in two threads, that each have read it: what one of them has seen, the other may have missed.
+    """
     found = gl.where(values.to(gl.int32, bitcast=True) == BLANK, 1, 0)
     for _ in gl.static_range(len(values.shape)):
         found = gl.max(found, len(found.shape) - 1)
@@ -135,7 +138,7 @@ def _project(
     """Rows of a matrix as wide as the model times x, then what the op does; returns limit, and stages so far."""
     room, full, empty = ring
     ROWS: gl.constexpr = gl.BlockedLayout([STAGE // 4, 8], [1, 32], [4, 1], [1, 0])
-    EACH: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
+    EACH: gl.constexpr = gl.BlockedLayout([min(WIDTH // 128, 4)], [32], [4], [0])
     ks, each = gl.arange(0, WIDTH, EACH), gl.arange(0, STAGE, gl.SliceLayout(1, ROWS))
     op = gl.load(record)
     start, stop, signal = gl.load(record + t.START), gl.load(record + t.STOP), gl.load(record + t.SIGNAL)
@@ -211,11 +214,40 @@ def _project_wide(
 
 
 @gluon.jit
-def _new(at, own, dims, ds, HALF: gl.constexpr, KV_WIDTH: gl.constexpr):
-    """Queries and keys as they are and with halves exchanged, and values, of the new position."""
-    q, q_half = gl.load(at + dims[None, :], volatile=True), gl.load(at + (dims ^ HALF)[None, :], volatile=True)
-    k, k_half = gl.load(own + ds, volatile=True), gl.load(own + (ds ^ HALF), volatile=True)
-    return q, q_half, k, k_half, gl.load(own + KV_WIDTH + ds, volatile=True)
+def _new(heads, ds, HALF: gl.constexpr):
+    """Some heads of the new position, as they are and with halves exchanged."""
+    return gl.load(heads + ds, volatile=True), gl.load(heads + (ds ^ HALF), volatile=True)
+
+
+@gluon.jit
+def _rotated(
+    qkv, rope, head, kv_head, error, number, limit,
+    HEAD_DIM: gl.constexpr, GROUP: gl.constexpr, KV_HEADS: gl.constexpr,
+):  # fmt: skip
+    """Two queries [2, HEAD_DIM], key and value of the new position, rotated, as soon as they have been stored."""
+    ONE_EACH: gl.constexpr = gl.BlockedLayout([1, HEAD_DIM // 32], [1, 32], [4, 1], [1, 0])
+    HALF: gl.constexpr = HEAD_DIM // 2
+    row = gl.arange(0, 4, gl.SliceLayout(1, ONE_EACH))  # two queries, key, value
+    ds = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, ONE_EACH))
+    at = gl.where(row < 2, head + row, KV_HEADS * (GROUP + row - 2) + kv_head)
+    heads = (qkv + at * HEAD_DIM)[:, None]
+    cos, sin = gl.load(rope + ds % HALF), gl.load(rope + HALF + ds % HALF)
+    sin = gl.where(ds < HALF, -sin, sin)
+    turned = (row < 3)[:, None]
+    cos, sin = gl.where(turned, cos[None, :], 1.0), gl.where(turned, sin[None, :], 0.0)
+    values, exchanged = _new(heads, ds[None, :], HALF)
+    missing, polls = _missing(values) + _missing(exchanged), 0
+    while (missing > 0) & (polls < limit):
+        values, exchanged = _new(heads, ds[None, :], HALF)
+        missing = _missing(values) + _missing(exchanged)
+        polls += 1
+    if missing > 0:
+        gl.store(error, number + 1)
+    rotated = gl.where(turned, values * cos + exchanged * sin, values)
+    rotated = gl.convert_layout(rotated, gl.BlockedLayout([4, 1], [1, 32], [1, 4], [1, 0]))
+    queries, others = gl.split(rotated.reshape([2, 2, HEAD_DIM]).permute((1, 2, 0)))
+    key, value = gl.split(others.permute((1, 0)))
+    return queries, key, value, gl.where(missing > 0, 0, limit)
 
 
 @gluon.jit
@@ -240,7 +272,6 @@ def _attention(
     ALL: gl.constexpr = gl.BlockedLayout([1, 1, 8], [1, 256 // HEAD_DIM, HEAD_DIM // 8], [1, 4, 1], [2, 1, 0])
     PLACES: gl.constexpr = gl.SliceLayout(0, ALL)  # [BLOCK_T, HEAD_DIM]
     QUERIES: gl.constexpr = gl.SliceLayout(1, ALL)  # [HEADS, HEAD_DIM]
-    HALF: gl.constexpr = HEAD_DIM // 2
     EACH: gl.constexpr = HEAD_DIM + t.SPAN_PADDING
     BLOCKS: gl.constexpr = SPAN // BLOCK_T
     head, span = gl.load(record + t.START), gl.load(record + t.SLOT)
@@ -263,30 +294,17 @@ def _attention(
         blank = gl.full([HEADS], BLANK, gl.int32, gl.SliceLayout(1, QUERIES)).to(gl.float32, bitcast=True)
         gl.store(parts + other + row + HEAD_DIM, blank)
     if first <= position:  # else there is nothing to do, and nothing to wait for
-        rope = _buffer(buffers, record, t.WEIGHT, gl.float32) + position * HEAD_DIM
-        cos, sin = gl.load(rope + ds % HALF), gl.load(rope + HALF + ds % HALF)
-        sin = gl.where(ds < HALF, -sin, sin)
-        q_cos, q_sin = gl.convert_layout(cos, dims.type.layout), gl.convert_layout(sin, dims.type.layout)
         old = gl.minimum(end, position)  # the cache has what is before
         kept = ()
         for b in gl.static_range(min(BLOCKS, KEPT)):
             k, v = _cached(keys, values, first + b * BLOCK_T + some, old, ds, HEAD_DIM)
             kept = kept + (k, v)
+        rope = _buffer(buffers, record, t.WEIGHT, gl.float32) + position * HEAD_DIM
         qkv = results + gl.load(record + t.WAIT) * SLOT
-        at = qkv + (head + each)[:, None] * HEAD_DIM
-        own = qkv + (KV_HEADS * GROUP + kv_head) * HEAD_DIM
-        q, q_half, new_k, k_half, new_v = _new(at, own, dims, ds, HALF, KV_HEADS * HEAD_DIM)
-        missing, polls = _missing(q) + _missing(new_k) + _missing(new_v) + _missing(q_half) + _missing(k_half), 0
-        while (missing > 0) & (polls < limit):
-            q, q_half, new_k, k_half, new_v = _new(at, own, dims, ds, HALF, KV_HEADS * HEAD_DIM)
-            missing = _missing(q) + _missing(new_k) + _missing(new_v) + _missing(q_half) + _missing(k_half)
-            polls += 1
-        if missing > 0:
-            gl.store(error, number + 1)
-        limit = gl.where(missing > 0, 0, limit)
-        q = (q * q_cos[None, :] + q_half * q_sin[None, :]) * (HEAD_DIM**-0.5)
-        new_k = (new_k * cos + k_half * sin).to(DTYPE)  # as later tokens will read them
-        new_v = new_v.to(DTYPE)
+        q, new_k, new_v, limit = _rotated(qkv, rope, head, kv_head, error, number, limit, HEAD_DIM, GROUP, KV_HEADS)
+        q = gl.convert_layout(q, QUERIES) * (HEAD_DIM**-0.5)
+        new_k = gl.convert_layout(new_k, ds.type.layout).to(DTYPE)  # as later tokens will read them
+        new_v = gl.convert_layout(new_v, ds.type.layout).to(DTYPE)
         if (end > position) & (head % GROUP == 0):
             gl.store(keys + position * HEAD_DIM + ds, new_k)
             gl.store(values + position * HEAD_DIM + ds, new_v)
@@ -329,35 +347,39 @@ def _attention(
             logarithm = gl.convert_layout(best + gl.log(total), gl.SliceLayout(1, QUERIES))
             gl.store(parts + row + HEAD_DIM, logarithm)
             for h in range(span, HEADS, spans):
-                whole, limit = _together(
-                    parts + h * (SPANS * EACH), spans, error, number, limit, SPANS, HEAD_DIM, PLACES
+                limit = _together(
+                    parts + h * (SPANS * EACH), y + h * HEAD_DIM, other, spans, error, number, limit, SPANS, HEAD_DIM
                 )
-                _leave(y + h * HEAD_DIM + ds, other, whole, ds >= 0)
     return limit
 
 
 @gluon.jit
+def _spans(at, ds, HEAD_DIM: gl.constexpr):
+    """Results of spans, and beside each of their values the logarithm of the sum of weights."""
+    return gl.load(at + ds, volatile=True), gl.load(at + HEAD_DIM + ds * 0, volatile=True)
+
+
+@gluon.jit
 def _together(
-    parts, spans, error, number, limit,
-    SPANS: gl.constexpr, HEAD_DIM: gl.constexpr, PLACES: gl.constexpr,
+    parts, y, other, spans, error, number, limit, SPANS: gl.constexpr, HEAD_DIM: gl.constexpr
 ):  # fmt: skip
-    """Attention of a query head over all spans, in their order, from its results over each of them."""
-    EACH: gl.constexpr = HEAD_DIM + t.SPAN_PADDING
-    some = gl.arange(0, SPANS, gl.SliceLayout(1, PLACES))
-    ds = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, PLACES))
-    at = parts + gl.minimum(some, spans - 1) * EACH
-    values, weights = gl.load(at[:, None] + ds[None, :], volatile=True), gl.load(at + HEAD_DIM, volatile=True)
+    """Store attention of a query head over all spans, put together in their order from its results over each."""
+    ONE_EACH: gl.constexpr = gl.BlockedLayout([1, HEAD_DIM // 32], [1, 32], [4, 1], [1, 0])
+    some = gl.arange(0, max(SPANS, 4), gl.SliceLayout(1, ONE_EACH))
+    ds = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, ONE_EACH))
+    at = (parts + gl.minimum(some, spans - 1) * (HEAD_DIM + t.SPAN_PADDING))[:, None]
+    values, weights = _spans(at, ds[None, :], HEAD_DIM)
     missing, polls = _missing(values) + _missing(weights), 0
     while (missing > 0) & (polls < limit):
-        values, weights = gl.load(at[:, None] + ds[None, :], volatile=True), gl.load(at + HEAD_DIM, volatile=True)
+        values, weights = _spans(at, ds[None, :], HEAD_DIM)
         missing = _missing(values) + _missing(weights)
         polls += 1
     if missing > 0:
         gl.store(error, number + 1)
-    weights = gl.where(some < spans, weights, float("-inf"))
-    weights = gl.exp(weights - gl.max(weights, 0))
-    result = gl.sum(weights[:, None] * values, 0) / gl.sum(weights, 0)
-    return result, gl.where(missing > 0, 0, limit)
+    weights = gl.where((some < spans)[:, None], weights, float("-inf"))
+    weights = gl.exp(weights - gl.max(weights, 0)[None, :])
+    _leave(y + ds, other, gl.sum(weights * values, 0) / gl.sum(weights, 0), ds >= 0)
+    return gl.where(missing > 0, 0, limit)
 
 
 @gluon.jit
@@ -590,6 +612,7 @@ def check_streamed(how: Lowering, dtype: torch.dtype, choice: StreamChoice) -> N
         ("values of all query heads", m.q_width, m.hidden),
         ("ffn", m.ffn, SLICES * m.hidden),
         ("batch", how.batch, 1),
+        ("group", how.group, 2),
         ("rows", how.rows, STAGE),
         ("schedule", how.schedule, "round-robin"),
         ("span", how.positions % choice.block_t, 0),
