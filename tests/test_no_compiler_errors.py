@@ -356,6 +356,7 @@ def persistent():
     choices = [{"rows": 4, "position_from": "device"}, {"rows": 8, "block_k": 512, "block_t": 8}]
     source = "labkit.kernels.decoder.step:compilable"
     found = {f"persistent {some}": (source, {"model": "Llama-3.2-1B", **some}) for some in choices}
+    found["streamed"] = ("labkit.kernels.decoder.streamed:compilable", {"model": "Llama-3.2-1B"})
     source = "labkit.studies.persistent_tables.baseline:compilable"
     found |= {f"baseline {name}": (source, {"model": "Llama-3.2-1B", "kernel": name}) for name in baseline.KERNELS}
     return found | {"patch": ("labkit.studies.persistent_tables.ways:compilable", {})}

@@ -293,6 +293,28 @@ def test_what_finer_waits_save_by_hand(rows):
     assert "not simulated" in views.finer(rows[rows["variant"] != variants.MARKED])
 
 
+def test_a_warp_that_copies_weights_by_hand():
+    """At both positions 1.25 times as fast as the tables, which take as long as they read and 20 µs; said so."""
+    rows = made.make("persistent_tables", made.DECODE, made.decode_us({variants.STREAMED: 0.8}))
+    table = derived.streamed(rows).set_index(["start", "variant"])
+    assert {start for start, _ in table.index} == {variants.START, 512}
+    for start in (variants.START, 512):
+        assert table.loc[(start, variants.OURS), "ratio"] == pytest.approx(1.25, rel=2e-3)
+        assert math.isnan(table.loc[(start, variants.STREAMED), "ratio"])
+    share = table["% of ceiling"]
+    assert share[variants.START, variants.STREAMED] == pytest.approx(
+        1.25 * share[variants.START, variants.OURS], rel=2e-3
+    )
+    assert (answer.facts(rows)["warp"], answer.facts(rows)["warp verdict"]) == (pytest.approx(1.25, rel=2e-3), "faster")
+    found = answer.advice({"H200": answer.facts(rows)})
+    assert ". Let one warp of each program copy weights ahead of all waits (Llama-3.2-1B: H200 1.25× faster)." in found
+    as_fast = made.make("persistent_tables", made.DECODE, made.decode_us({variants.STREAMED: 1.0}))
+    assert "warp" not in answer.advice({"H200": answer.facts(as_fast)})
+    less = made.without(rows, variant=variants.STREAMED)
+    assert derived.streamed(less).empty
+    assert "warp" not in answer.facts(less)
+
+
 def test_contexts_need_more_than_one_start(rows):
     table = derived.contexts(rows)
     assert set(zip(table["model"], table["start"], strict=True)) == {
@@ -601,7 +623,7 @@ def test_published_sizes_by_hand():
 # views
 
 DRAWINGS = (
-    answer.hero, views.step, views.against, views.stages, views.finer, views.contexts, host_views.host,
+    answer.hero, views.step, views.against, views.stages, views.finer, views.streamed, views.contexts, host_views.host,
     host_views.walls, host_views.idle, host_views.over_records, host_views.host_over_records, host_views.hiding,
 )  # fmt: skip
 SENTENCES = (views.one_position,)
@@ -677,7 +699,7 @@ def test_traffic_needs_no_measurement():
 
 
 def test_every_variant_has_a_name_of_its_own():
-    names = [*variants.CAPTURED, *variants.EAGER]
+    names = [*variants.CAPTURED, *variants.EAGER, variants.STREAMED]
     assert set(names) - set(shown.SHOWN) == {variants.OURS}
     assert len(set(shown.SHOWN.values())) == len(shown.SHOWN)
     assert not [name for name in shown.SHOWN.values() if re.match(r"\d ", name)]  # as recorded: "6 words …"
@@ -813,7 +835,8 @@ def test_kernels_are_compiled_for_each_model_and_target():
         assert len({str(one) for one in found}) == len(found)
         steps = [arguments for source, arguments in found if source.endswith(":compilable")]
         ablated = 3 * len(variants.MODELS)
-        assert len(steps) == 3 * (len(variants.MODELS) + 1) + ablated + 2  # and fp32; in spans, and of a batch
+        streamed = int(capability == 90)
+        assert len(steps) == 3 * (len(variants.MODELS) + 1) + ablated + 2 + streamed  # and fp32; in spans, of a batch
         chains = [arguments for source, arguments in found if source.endswith(":launches")]
         alone = [one for one in chains if "batch" not in one]
         assert [(one["model"], one["dependent"]) for one in alone] == list(itertools.product(variants.MODELS, kinds))

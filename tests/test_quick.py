@@ -99,8 +99,6 @@ def test_of_the_samples_those_of_the_first_process_are_left():
 # Claims whose direction three processes leave open where one does not: they differ by more than each within itself.
 LEFT_OPEN = {
     ("moe_persistent_grid", "nvidia-h200", "fewer-sms"): "fails",
-    ("persistent_tables", "nvidia-h200", "packed"): "holds",
-    ("persistent_tables", "nvidia-h200", "pinned"): "fails",
 }
 JUDGED = [name for name in registry.NOTEBOOKS if registry.load(name).claims and paths.data_files(name, runs=False)]
 

@@ -59,6 +59,7 @@ DEPENDENT = ("kernels, cuBLAS, dependent launch", GEMV_DEPENDENT)
 CUBLAS = ("kernels, cuBLAS", "kernels, cuBLAS, dependent launch")
 MARKED = "tables, moments written down"
 SPANNED = "tables, attention in spans"
+STREAMED = "tables, weights by a warp of their own"
 CHANGED = ("tables, nothing loaded before a wait", "tables, more asked for in the L2 before a wait", MARKED)
 REBUILT, VECTORISED = "1 rebuilt in Python, pageable", "2 rebuilt vectorised, pageable"
 PREBUILT = "3 prebuilt, pageable"
@@ -76,6 +77,7 @@ SHOWN = SHORT | {
     **{f"{way}: {table} alone": f"{SHORT[way]}: {table} alone" for way in (REBUILT, PREBUILT) for table in
        ("buffers", "records", "queue")},
     LONGEST: "tables, longest record first", MARKED: "tables, time stamps written",
+    STREAMED: "tables, a warp copies weights",
     CHANGED[0]: CHANGED[0], CHANGED[1]: "tables, more loaded into L2 before a wait",
     SEPARATE[0]: "separate kernels, cuBLAS", GEMV: "separate kernels, GEMV",
     DEPENDENT[0]: "separate kernels, cuBLAS, dependent launch",
@@ -244,7 +246,7 @@ def graphs(rows: pd.DataFrame) -> pd.DataFrame:
     """Every step that is not one with a choice changed, in the case of each model that has all of them."""
     found = []
     for params, group in cases(rows, "token", **MAIN):
-        captured = [row for row in _of_mode(group, "graph") if row["variant"] not in (AA, *CHANGED)]
+        captured = [row for row in _of_mode(group, "graph") if row["variant"] not in (AA, STREAMED, *CHANGED)]
         reading = us(usable(group)[READ])
         for line in _alone(params, group, [row["variant"] for row in captured]):
             line["% of ceiling"] = 100 * line["tbs"] / captured[0]["ceiling"]
@@ -317,6 +319,19 @@ def contexts(rows: pd.DataFrame) -> pd.DataFrame:
     several = {line["model"] for line in found if line["start"] != 16}
     kept = [line for line in found if line["model"] in several]
     return table(kept, ["model", "start", "variant", "us", "tbs", "ratio", "low", "high", "verdict"])
+
+
+def streamed(rows: pd.DataFrame) -> pd.DataFrame:
+    """The step whose weights a warp copies, and how much longer the others take."""
+    found = []
+    for params, group in cases(rows, "token", dtype="bf16", parts=0):
+        known = usable(group)
+        for name in (STREAMED, OURS, GEMV_DEPENDENT) if STREAMED in known else ():
+            tbs = _bytes(params) / us(known[name]) / 1e6
+            line = {"verdict": ""} if name == STREAMED else compare(group, STREAMED, name)
+            line |= {"variant": name, "us": us(known[name]), "tbs": tbs}
+            found.append(params | line | {"% of ceiling": 100 * tbs / known[name]["ceiling"]})
+    return table(found, ["model", "start", "variant", "us", "tbs", "% of ceiling", "ratio", "low", "high", "verdict"])
 
 
 def batches(rows: pd.DataFrame) -> pd.DataFrame:
@@ -629,6 +644,7 @@ TABLES: Tables = {
     "tables.hosts": hosts,
     "tables.tokens": tokens,
     "tables.contexts": contexts,
+    "tables.streamed": streamed,
     "tables.batches": batches,
     "tables.ratio": ratio,
     "tables.gains": gains,
@@ -752,6 +768,19 @@ def said_contexts(rows: pd.DataFrame) -> list[str]:
     last = max(_lines(contexts(rows), model=LLAMA, variant=GEMV_DEPENDENT), key=lambda line: line["start"])
     word = {"same": "as fast", "unclear": "not clearly faster or slower"}.get(last["verdict"])
     return [f"{LLAMA} from position {last['start']}: the tables are {word or _faster(last['ratio'], last['verdict'])}"]
+
+
+def said_streamed(rows: pd.DataFrame) -> list[str]:
+    """What the step takes at the first position, and the verdicts of all comparisons."""
+    found = _lines(streamed(rows))
+    if not found:
+        return ["weights a warp copies was not measured"]
+    first = min((line for line in found if line["variant"] == STREAMED), key=lambda line: line["start"])
+    verdicts = [line["verdict"] for line in found if line["variant"] != STREAMED]
+    return [
+        f"from position {first['start']} takes {first['us']:.0f} µs, {first['% of ceiling']:.0f} % of the",
+        f"It is {counted(verdicts)} of {len(verdicts)} comparisons",
+    ]
 
 
 def said_batches(rows: pd.DataFrame) -> list[str]:
@@ -931,11 +960,14 @@ def said_conclusion(rows: pd.DataFrame) -> list[str]:
 
 
 def said_advice(rows: pd.DataFrame) -> list[str]:
-    """The fastest way with the published model, and from where on separate kernels are faster, with each model."""
+    """The fastest way with the published model, the warp's gain, and from where on separate kernels are faster."""
     assert _best(rows)["way"] == GRAPH
     said = ["Keep the position on the GPU"]
+    warp = _lines(streamed(rows), model=LLAMA, start=16, variant=OURS)
+    said += [f"({LLAMA}: GPU {_faster(line['ratio'], 'faster')})" for line in warp if line["verdict"] == "faster"]
     for model in (LLAMA, H1024):
-        lines = sorted(_lines(contexts(rows), model=model, variant=GEMV_DEPENDENT), key=lambda line: line["start"])
+        best = streamed(rows) if warp and model == LLAMA else contexts(rows)
+        lines = sorted(_lines(best, model=model, variant=GEMV_DEPENDENT), key=lambda line: line["start"])
         leads = [line["start"] for line in lines if "faster" in line["verdict"] or "unclear" in line["verdict"]]
         later = [line for line in lines if line["start"] > max(leads, default=-1) and line["verdict"] == "slower"]
         if later:
@@ -983,6 +1015,7 @@ SENTENCES: Sentences = {
     "views.stages": said_stages,
     "views.finer": said_finer,
     "views.contexts": said_contexts,
+    "views.streamed": said_streamed,
     "views.batches": said_batches,
     "views.questions": said_questions,
     "host_views.host": said_host,

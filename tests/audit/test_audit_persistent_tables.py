@@ -70,6 +70,7 @@ LAB = {  # table -> the lab's, and the columns that say which line it is
     "tables.hosts": (tables.hosts, ["model", "parts", "queued_us", "way"]),
     "tables.tokens": (tables.tokens, [*CASE, "way"]),
     "tables.contexts": (tables.contexts, ["model", "start", "variant"]),
+    "tables.streamed": (tables.streamed, ["model", "start", "variant"]),
     "tables.batches": (tables.batches, ["model", "start", "variant"]),
     "tables.gains": (tables.gains, ["way"]),
     "tables.ratio": (ratio, ["variant", "against"]),
@@ -89,7 +90,7 @@ LAB = {  # table -> the lab's, and the columns that say which line it is
         )
     },
 }  # fmt: skip
-UNRECORDED = {("tables.batches", "nvidia-h100-80gb-hbm3")}  # of no recorded row yet
+UNRECORDED = {(f"tables.{name}", "nvidia-h100-80gb-hbm3") for name in ("batches", "streamed")}  # of no row yet
 NOT_AUDITED = {
     "claims.pairs": "names",
     "tables.clocks": "samples; in hosts",

@@ -36,9 +36,9 @@ def facts(rows: pd.DataFrame) -> dict[str, Any]:
 
     Each at the published size, a ratio and its verdict. python, vectorised: time per token with tables rebuilt so ÷
     with the position on the GPU. replay: time with that ÷ with one position replayed. right, checked: tokens of this
-    replay. best: the way of `_best`. later MODEL: the position from which on tables are slower than separate kernels
-    with dependent launch, and not faster anywhere after it. separate MODEL: time of the tables ÷ that of these kernels
-    there.
+    replay. best: the way of `_best`. warp: time of Llama's step ÷ that with a warp that copies weights. later MODEL:
+    the position from which on tables are slower than separate kernels with dependent launch, and not faster anywhere
+    after it; with that warp where it was measured. separate MODEL: time of the tables ÷ that of these kernels there.
     """
     found: dict[str, Any] = {}
     compared = {
@@ -52,9 +52,13 @@ def facts(rows: pd.DataFrame) -> dict[str, Any]:
     found |= _checked(rows)
     if best := _best(rows):
         found["best"] = best["way"]
-    against = where(tables.contexts(rows), variant=variants.GEMV_DEPENDENT)
-    for model in MODELS if len(against) else ():
-        found |= {f"{name} {model}": value for name, value in _from(where(against, model=model)).items()}
+    streamed = tables.streamed(rows)
+    for line in where(streamed, model=variants.LLAMA, start=variants.START, variant=variants.OURS).to_dict("records"):
+        found |= {"warp": line["ratio"], "warp verdict": line["verdict"]}
+    for model in MODELS:
+        best = streamed if model in set(streamed["model"]) else tables.contexts(rows)
+        against = where(best, variant=variants.GEMV_DEPENDENT, model=model)
+        found |= {f"{name} {model}": value for name, value in _from(against).items()}
     return found
 
 
@@ -146,11 +150,20 @@ def advice(facts: Mapping[str, Mapping[str, Any]]) -> str:
     if not best:
         return ""
     do = _listed(f"{DO[way]}{_of(gpus, facts)}" for way, gpus in best.items())
-    do = f"{do[:1].upper()}{do[1:]}"
+    do = f"{do[:1].upper()}{do[1:]}{_warp(facts)}"
     later = [said for model in MODELS if (said := _later(facts, model))]
     if not later:
         return f"{do}."
     return f"{do}. Not at later positions: there separate kernels with dependent launch are faster, {', '.join(later)}."
+
+
+def _warp(facts: Mapping[str, Mapping[str, Any]]) -> str:
+    """What a warp that copies weights is worth, where it is faster."""
+    known = {gpu: one for gpu, one in facts.items() if one.get("warp verdict") == "faster"}
+    if not known:
+        return ""
+    gains, _ = _gains(known, "warp")
+    return f". Let one warp of each program copy weights ahead of all waits ({variants.LLAMA}: {gains})"
 
 
 def _later(facts: Mapping[str, Mapping[str, Any]], model: str) -> str:

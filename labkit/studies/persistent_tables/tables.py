@@ -59,16 +59,16 @@ def _lines(found: list[dict[str, Any]], columns: Iterable[str]) -> pd.DataFrame:
     return pd.DataFrame(found).reindex(columns=list(columns))
 
 
-def _alone(group: pd.DataFrame, names: Iterable[str]) -> list[dict[str, Any]]:
-    """A token of a case without the host, by variant: µs, streamed TB/s, and `RATIO`.
+def _alone(group: pd.DataFrame, names: Iterable[str], base: str = variants.OURS) -> list[dict[str, Any]]:
+    """A token of a case without the host, by variant: µs, streamed TB/s, and `RATIO`, over the time of `base`.
 
     The group is that of all modes: the A/A control of some cases is a way.
     """
     us, size = median_us(group), group["floor_bytes"].iloc[0]
     found = [{"variant": name, "us": us[name], "tbs": size / us[name] / 1e6} for name in names if name in us]
-    others = [(variants.OURS, line["variant"]) for line in found if line["variant"] != variants.OURS]
+    others = [(base, line["variant"]) for line in found if line["variant"] != base]
     against = {line["against"]: line for line in pairs(group, others)}
-    unknown = dict.fromkeys((*RATIO, "runs"), math.nan) | {"verdict": ""}  # of the tables themselves
+    unknown = dict.fromkeys((*RATIO, "runs"), math.nan) | {"verdict": ""}  # of the base itself
     return [line | {key: against.get(line["variant"], unknown)[key] for key in unknown} for line in found]
 
 
@@ -238,6 +238,22 @@ def contexts(rows: pd.DataFrame) -> pd.DataFrame:
     ]
     table = _lines(found, ("model", "start", "variant", "us", "tbs", *RATIO))
     return table[table.groupby("model")["start"].transform("nunique") > 1].reset_index(drop=True)
+
+
+def streamed(rows: pd.DataFrame) -> pd.DataFrame:
+    """A token without the host where a warp copies weights, by model and first position, beside the others.
+
+    % of ceiling: streamed bytes a second over the read ceiling. ratio, low, high, verdict: time of a variant over that
+    with the warp.
+    """
+    found = []
+    for params, group in cases(rows, "token", dtype="bf16", parts=0):
+        lines = _alone(group, (variants.STREAMED, variants.OURS, variants.GEMV_DEPENDENT), variants.STREAMED)
+        if lines and lines[0]["variant"] == variants.STREAMED:
+            ceiling = where(group, mode="graph")["ceiling"].max()
+            at = {"model": params["model"], "start": params["start"]}
+            found += [at | line | {"% of ceiling": 100 * line["tbs"] / ceiling} for line in lines]
+    return _lines(found, ("model", "start", "variant", "us", "tbs", "% of ceiling", *RATIO))
 
 
 def batches(rows: pd.DataFrame) -> pd.DataFrame:

@@ -264,6 +264,27 @@ def finer(rows: pd.DataFrame) -> Drawing:
     )  # fmt: skip
 
 
+def streamed(rows: pd.DataFrame) -> Drawing:
+    """A step whose weights a warp copies against the tables as they are and separate kernels, by first position."""
+    every = derived.streamed(rows)
+    table = every.dropna(subset="ratio")
+    if table.empty:
+        return "a step whose weights a warp copies was not measured."
+    drawn = {variants.OURS: "than the tables above", variants.GEMV_DEPENDENT: "than separate kernels"}
+    first = kit.where(every, variant=variants.STREAMED).iloc[0]
+    return drawing(
+        plots.ratios, table.assign(at=table["start"].map("from position {}".format), than=table["variant"].map(drawn)),
+        "at", "ratio", "low", "high", group="than", verdict="verdict", xlabel="× faster where a warp copies weights",
+        title=f"Weights that wait for nobody ({first['model']})",
+        alt="How many times faster a step is whose weights a warp copies, by position and what it is compared with.",
+        caption="A token without the host. Separate kernels: with the lab's GEMV and dependent launch.",
+        said=f"A token from position {first['start']} takes {first['us']:.0f} µs, {first['% of ceiling']:.0f} % of the "
+        f"read ceiling. It is {counted(table['verdict'])} of {len(table)} comparisons",
+        table=named(every, "variant"),
+        units=UNITS | {"ratio": "× faster with the warp", "verdict": "with the warp it is"},
+    )  # fmt: skip
+
+
 def contexts(rows: pd.DataFrame) -> Drawing:
     """The tables against separate kernels with dependent launch, by model and first position."""
     every = derived.contexts(rows)
