@@ -17,6 +17,7 @@ from labkit.evidence.roofline import Ceilings
 from labkit.workflow import launches, predictions, recorded
 
 H100, H200 = "nvidia-h100-80gb-hbm3", "nvidia-h200"
+STREAMED = "tables, weights by a warp of their own"
 RING = "gated_delta_today"
 STUDIES = ("state_layout", "gemv_coalescing", "persistent_tables", "moe_persistent_grid", "batched_ffn", RING)
 
@@ -198,6 +199,7 @@ def test_nearly_every_row_of_ours_is_predicted():
         missing = ours(name)[found.isna()]
         missing = missing[missing["study"] != RING]  # of which launches of tokens, drafts and prompts are known alone
         # experts that come from the host, and warps that wait for each other: neither copies nor waits are modelled
+        missing = missing[missing["variant"] != STREAMED]
         assert set(missing["op"]) <= {"cache", "designs"}
         assert (found.dropna() > 0).all()
 
@@ -230,7 +232,7 @@ def test_stored_parameters_are_near_what_a_fit_of_today_s_rows_gives():
 
 def test_kernels_left_out_of_the_fit():
     """Issue 31's bar: median at most 10 %, 90th percentile at most 25 %. Reached: 7 and 19, 9 and 23."""
-    reached = {H100: (7, 20), H200: (10, 24)}
+    reached = {H100: (7, 19), H200: (9, 24)}
     for (name, most), predicted in zip(reached.items(), left_out("code"), strict=True):
         found = errors(data(name), predicted)
         assert found[0] < most[0]

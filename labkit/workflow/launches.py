@@ -150,10 +150,13 @@ def _gemv(x: Case, row: Mapping[str, Any], evidence: Mapping[str, Any]) -> list[
     return launched(trials.candidate(x, "meta", 1, 0, **evidence["choice"]).calls[0])
 
 
-def _token(x: Case, _: Mapping[str, Any], __: Mapping[str, Any]) -> list[Launch]:
+def _token(x: Case, row: Mapping[str, Any], _: Mapping[str, Any]) -> list[Launch]:
+    from labkit.kernels.decoder import streamed
     from labkit.kernels.decoder.tables import POSITION_FROM
-    from labkit.studies.persistent_tables import study, trials
+    from labkit.studies.persistent_tables import study, trials, variants
 
+    if row["variant"] == variants.STREAMED:
+        return [streamed.compilable(x["model"], position_from=POSITION_FROM[-1])]
     return [trials.compilable(x["model"], x["dtype"], POSITION_FROM[-1], batch=study.batch_of(x))]
 
 
@@ -309,11 +312,16 @@ def _layers(x: Case, row: Mapping[str, Any], launches: Sequence[Launch], names: 
 _STAGE_ROUNDS = 3  # that wait for each other in every stage of a token: its record, its counter, its input
 
 
-def _tokens(x: Case, row: Mapping[str, Any], launches: Sequence[Launch], *_: Any) -> list[Work]:
-    """Stages of a token, of which each program has some tiles, one after the other, and attention over the context."""
+def _tokens(x: Case, row: Mapping[str, Any], launches: Sequence[Launch], *_: Any) -> list[Work] | None:
+    """Stages of a token, of which each program has some tiles, one after the other, and attention over the context.
+
+    Of a step whose weights a warp copies nothing: warps that wait for each other are not modelled.
+    """
     from labkit.kernels.decoder.model import decoder
     from labkit.studies.persistent_tables import plans, study, variants
 
+    if row["variant"] == variants.STREAMED:
+        return None
     batch = study.batch_of(x)
     model, plan = decoder(x["model"]), plans.plan_of(x["model"], x["dtype"], batch=batch)
     programs = json.loads(row["evidence"])["programs"]

@@ -740,7 +740,9 @@ def said_one_position(rows: pd.DataFrame) -> list[str]:
 def said_step(rows: pd.DataFrame) -> list[str]:
     """Llama's share of the ceiling."""
     share = _us(_lines(graphs(rows), model=LLAMA), OURS, "% of ceiling")
-    return [f"{LLAMA} reaches {share:.0f} %, {'not below' if share >= 85 else 'below'} the 85 % aimed at"]
+    warp = [line["% of ceiling"] for line in _lines(streamed(rows), variant=STREAMED, start=16)]
+    said = [f"{LLAMA} reaches {share:.0f} %, {'not below' if share >= 85 else 'below'} the 85 % aimed at"]
+    return said + [f"; {one:.0f} % where a warp copies weights" for one in warp]
 
 
 def said_against(rows: pd.DataFrame) -> list[str]:

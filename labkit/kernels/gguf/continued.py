@@ -38,6 +38,18 @@ What bounds it: without copies, a step of 128 tokens, 256 rows and 64 columns ta
 instructions take 1024. But under this load an H200's clock falls from 1980 to between 1500 and 1600 MHz. Without copies
 all steps take 108 µs, with zeros as values 103. What is left is sums passed on: of 256 rows 128 KiB a program.
 
+What one family of bits costs (the same way; medians of 9, one process). [5120, 17408] has 40 tiles of 128 rows, so that
+most of 132 multiprocessors read nothing; what slows few tokens of the other shape was not looked into:
+
+| tokens                         | 1   | 2   | 4   | 8   | 16  | 32 | 64  | 128 | 256 | 512 |
+|--------------------------------|-----|-----|-----|-----|-----|----|-----|-----|-----|-----|
+| [5120, 17408], sums continued  | 113 | 100 | 104 | 106 | 102 | 96 | 85  | 85  | 88  | 124 |
+| cuBLAS                         | 51  | 50  | 51  | 52  | 53  | 51 | 54  | 57  | 70  | 123 |
+| `products.multiply`            | 47  | 47  | 47  | 47  | 51  | 61 | 116 |     |     |     |
+| [17408, 5120], sums continued  | 75  | 67  | 76  | 61  | 68  | 66 | 58  | 53  | 70  | 123 |
+| cuBLAS                         | 47  | 48  | 48  | 47  | 48  | 48 | 51  | 50  | 67  | 120 |
+| `products.multiply`            | 47  | 47  | 47  | 47  | 50  | 61 | 113 |     |     |     |
+
 Sources: specialised.py; Stream-K (Osama et al., 2023) for shares of K. For Hopper; Gluon has no interpreter.
 """
 

@@ -178,17 +178,18 @@ def step(rows: pd.DataFrame) -> Drawing:
         alt="Bars of percent of the read ceiling by model, of tables and separate kernels.",
         caption="A token without the host: streamed bytes over the read ceiling. CUDA graphs of tokens in "
         "sequence, batch 1.",
-        said=_ceiling(derived.graphs(rows)), table=table.drop(columns="runs"), units=UNITS,
+        said=_ceiling(derived.graphs(rows), derived.streamed(rows)), table=table.drop(columns="runs"), units=UNITS,
     )  # fmt: skip
 
 
-def _ceiling(table: pd.DataFrame) -> str:
-    """The share of the read ceiling that Llama's step reaches, beside what was aimed at."""
+def _ceiling(table: pd.DataFrame, streamed: pd.DataFrame) -> str:
+    """The share of the read ceiling that Llama's step reaches, beside what was aimed at; and where a warp copies."""
+    warp = kit.where(streamed, variant=variants.STREAMED, start=variants.START)["% of ceiling"]
     mine = kit.where(table, model=variants.LLAMA, variant=variants.OURS)["% of ceiling"]
     said = [
         f"{variants.LLAMA} reaches {percent:.0f} %, {_beside(percent)} the {BAR_PERCENT} % aimed at" for percent in mine
     ]
-    return "".join(said)
+    return "; ".join([*said, *(f"{percent:.0f} % where a warp copies weights" for percent in warp)])
 
 
 def _beside(percent: float) -> str:
