@@ -41,7 +41,9 @@ def test_hardly_anything_is_spilled_and_a_program_has_a_multiprocessor(position_
         ({"rows": 4}, "rows is 4; allowed: 8"),
         ({"schedule": "longest-first"}, "schedule is 'longest-first'; allowed: 'round-robin'"),
         ({"span": 24}, "span is 24; allowed: 0"),
-        ({"span": 704}, "spans are 3, of 704 positions; allowed: a power of two"),
+        ({"span": 480}, "spans are 5, of 480 positions; allowed: a power of two"),
+        ({"span": 544}, "span is 544; allowed: at most 512"),
+        ({"group": 4}, "group is 4; allowed: 2"),
     ],
 )
 def test_tables_that_it_cannot_take_are_named(changed, message):
@@ -67,6 +69,10 @@ def test_choices_and_devices_that_it_cannot_take_are_named():
     weights = random_weights(SMALL, 0, torch.bfloat16)
     with pytest.raises(ValueError, match="device is on cpu; allowed"):
         prepare(SMALL, weights, "cpu", choice=StreamChoice())
+    for given in ({"rows": 8}, {"span": 64}, {"group": 2}):
+        [(name, value)] = given.items()
+        with pytest.raises(ValueError, match=f"{name} is {value}; allowed with a StreamChoice: "):
+            prepare(SMALL, weights, "cpu", choice=StreamChoice(), **given)
 
 
 def test_matrices_lie_together_once_and_every_place_is_blank():

@@ -68,7 +68,10 @@ def prepare(
     if choice is None and (rows, span, batch, group) == (None, SPAN, 1, None) and _streams(model, dtype, device, cache):
         choice = StreamChoice()
     if isinstance(choice, StreamChoice):
-        return _streamed(model, weights, device, cache, choice)
+        for name, value, left in (("rows", rows, None), ("span", span, SPAN), ("group", group, None)):
+            if value != left:
+                raise ValueError(f"{name} is {value}; allowed with a StreamChoice: {left}")
+        return _streamed(model, weights, device, cache, choice, batch)
     usual_rows, usual = ALONE if batch == 1 else BATCHED
     rows, choice = usual_rows if rows is None else rows, usual if choice is None else choice
     sizes = {"itemsize": dtype.itemsize, "span": span, "batch": batch}
@@ -92,11 +95,13 @@ def _streams(model: Decoder, dtype: torch.dtype, device: torch.device, cache: in
     return True
 
 
-def _streamed(model: Decoder, weights: Weights, device: torch.device, cache: int, choice: StreamChoice) -> Decode:
+def _streamed(
+    model: Decoder, weights: Weights, device: torch.device, cache: int, choice: StreamChoice, batch: int
+) -> Decode:
     """A decode by `streamed.step`, one program a multiprocessor."""
     check_hopper(device, "device")
     dtype = next(iter(weights.values())).dtype
-    how = streamed.lowering(model, multiprocessors(device), cache, dtype.itemsize)
+    how = replace(streamed.lowering(model, multiprocessors(device), cache, dtype.itemsize), batch=batch)
     streamed.check_streamed(how, dtype, choice)
     return _ready(streamed.together(allocate(how, weights, device)), choice)
 

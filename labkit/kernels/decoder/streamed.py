@@ -65,6 +65,7 @@ SLICES = 4  # rows of the width that a row of the widest matrix is
 STAGE = 8  # rows of the width
 ROOM = 224 << 10  # bytes of shared memory that the ring may take
 WIDTHS = (256, 512, 1024, 2048)  # of which x fits into the registers of a warp
+MOST_BLOCKS = 16  # of positions in a span: the code of each stands by itself
 KEPT = gl.constexpr(4)  # blocks of positions on their way
 LOWEST = gl.constexpr(-1e30)  # of a place without a position yet, so that no difference is NaN
 BLANK = gl.constexpr(-1)
@@ -624,6 +625,8 @@ def check_streamed(how: Lowering, dtype: torch.dtype, choice: StreamChoice) -> N
     ):
         if value != allowed:
             raise ValueError(f"{name} is {value!r}; allowed: {allowed!r}")
+    if how.positions > MOST_BLOCKS * choice.block_t:
+        raise ValueError(f"span is {how.positions}; allowed: at most {MOST_BLOCKS * choice.block_t}")
     if how.spans & (how.spans - 1):
         raise ValueError(f"spans are {how.spans}, of {how.positions} positions; allowed: a power of two")
     if fewest := next((n for n, _ in how.projections().values() if how.split(n) < how.programs), None):
