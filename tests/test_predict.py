@@ -14,10 +14,10 @@ from labkit import paths
 from labkit.evidence import executed, predict
 from labkit.evidence.predict import FACTS, Gpu, Measured
 from labkit.evidence.roofline import Ceilings
+from labkit.studies.persistent_tables import variants
 from labkit.workflow import launches, predictions, recorded
 
 H100, H200 = "nvidia-h100-80gb-hbm3", "nvidia-h200"
-STREAMED = "tables, weights by a warp of their own"
 RING = "gated_delta_today"
 STUDIES = ("state_layout", "gemv_coalescing", "persistent_tables", "moe_persistent_grid", "batched_ffn", RING)
 
@@ -199,7 +199,7 @@ def test_nearly_every_row_of_ours_is_predicted():
         missing = ours(name)[found.isna()]
         missing = missing[missing["study"] != RING]  # of which launches of tokens, drafts and prompts are known alone
         # experts that come from the host, and warps that wait for each other: neither copies nor waits are modelled
-        missing = missing[missing["variant"] != STREAMED]
+        missing = missing[missing["variant"] != variants.STREAMED]
         assert set(missing["op"]) <= {"cache", "designs"}
         assert (found.dropna() > 0).all()
 

@@ -40,9 +40,9 @@ def test_hardly_anything_is_spilled_and_a_program_has_a_multiprocessor(position_
         ({"batch": 4}, "batch is 4; allowed: 1"),
         ({"rows": 4}, "rows is 4; allowed: 8"),
         ({"schedule": "longest-first"}, "schedule is 'longest-first'; allowed: 'round-robin'"),
-        ({"span": 24}, "span is 24; allowed: 0"),
+        ({"span": 24}, "span is 24; allowed: a multiple of 32 up to 512"),
         ({"span": 480}, "spans are 5, of 480 positions; allowed: a power of two"),
-        ({"span": 544}, "span is 544; allowed: at most 512"),
+        ({"span": 544}, "span is 544; allowed: a multiple of 32 up to 512"),
         ({"group": 4}, "group is 4; allowed: 2"),
     ],
 )
@@ -59,6 +59,7 @@ def test_choices_and_devices_that_it_cannot_take_are_named():
         (StreamChoice(stages=8), "stages is 8; allowed: 2 to 7"),
         (StreamChoice(flight=7), "flight is 7; allowed: 1 to 6"),
         (StreamChoice(block_t=64), "block_t is 64; allowed: 16, 32"),
+        (StreamChoice(block_t=0), "block_t is 0; allowed: 16, 32"),
     ):
         with pytest.raises(ValueError, match=message):
             check_streamed(how, torch.bfloat16, choice)

@@ -8,6 +8,7 @@ import pandas as pd
 
 from labkit import paths
 from labkit.bench import records, tables
+from labkit.studies.persistent_tables import variants as decodes
 
 README = "labkit/kernels/README.md"
 BEGIN, END = "<!-- figures: written by `labkit record` -->", "<!-- end of figures -->"
@@ -41,7 +42,7 @@ SHOWN = (
     ),
     Shown(
         "decoder, a token, bf16", "persistent_tables", "token", ("model", "start"), {"parts": 0, "dtype": "bf16"},
-        runs="tables, weights by a warp of their own",
+        runs=decodes.STREAMED,
     ),
 )  # fmt: skip
 SHAPES = {(4096, 4096), (14336, 4096), (4096, 14336), (28672, 4096), (128256, 4096)}  # of the GEMV

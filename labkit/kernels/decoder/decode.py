@@ -71,7 +71,8 @@ def prepare(
         for name, value, left in (("rows", rows, None), ("span", span, SPAN), ("group", group, None)):
             if value != left:
                 raise ValueError(f"{name} is {value}; allowed with a StreamChoice: {left}")
-        return _streamed(model, weights, device, cache, choice, batch)
+        how = _streamed(model, dtype, device, cache, choice, batch)
+        return _ready(streamed.together(allocate(how, weights, device)), choice)
     usual_rows, usual = ALONE if batch == 1 else BATCHED
     rows, choice = usual_rows if rows is None else rows, usual if choice is None else choice
     sizes = {"itemsize": dtype.itemsize, "span": span, "batch": batch}
@@ -87,23 +88,20 @@ def prepare(
 def _streams(model: Decoder, dtype: torch.dtype, device: torch.device, cache: int) -> bool:
     """Whether `streamed.step` takes the model on this device."""
     try:
-        check_hopper(device)
-        how = streamed.lowering(model, multiprocessors(device), cache, dtype.itemsize)
-        streamed.check_streamed(how, dtype, StreamChoice())
+        _streamed(model, dtype, device, cache, StreamChoice(), 1)
     except ValueError:
         return False
     return True
 
 
 def _streamed(
-    model: Decoder, weights: Weights, device: torch.device, cache: int, choice: StreamChoice, batch: int
-) -> Decode:
-    """A decode by `streamed.step`, one program a multiprocessor."""
+    model: Decoder, dtype: torch.dtype, device: torch.device, cache: int, choice: StreamChoice, batch: int
+) -> Lowering:
+    """What is lowered for `streamed.step`, one program a multiprocessor. ValueError for what it cannot take."""
     check_hopper(device, "device")
-    dtype = next(iter(weights.values())).dtype
     how = replace(streamed.lowering(model, multiprocessors(device), cache, dtype.itemsize), batch=batch)
     streamed.check_streamed(how, dtype, choice)
-    return _ready(streamed.together(allocate(how, weights, device)), choice)
+    return how
 
 
 def _ready(memory: Memory, choice: Choice | StreamChoice) -> Decode:

@@ -611,6 +611,7 @@ def step(
 def check_streamed(how: Lowering, dtype: torch.dtype, choice: StreamChoice) -> None:
     """Raise ValueError for tables or a choice that the kernel cannot take."""
     m, most = how.model, ROOM // (STAGE * how.model.hidden * dtype.itemsize)
+    check_one_of("block_t", choice.block_t, (16, 32))
     check_one_of("dtype", dtype, (torch.bfloat16, torch.float16))
     check_one_of("hidden", m.hidden, WIDTHS)
     check_one_of("head_dim", m.head_dim, (32, 64, 128))
@@ -621,12 +622,12 @@ def check_streamed(how: Lowering, dtype: torch.dtype, choice: StreamChoice) -> N
         ("group", how.group, 2),
         ("rows", how.rows, STAGE),
         ("schedule", how.schedule, "round-robin"),
-        ("span", how.positions % choice.block_t, 0),
     ):
         if value != allowed:
             raise ValueError(f"{name} is {value!r}; allowed: {allowed!r}")
-    if how.positions > MOST_BLOCKS * choice.block_t:
-        raise ValueError(f"span is {how.positions}; allowed: at most {MOST_BLOCKS * choice.block_t}")
+    if how.positions % choice.block_t or how.positions > MOST_BLOCKS * choice.block_t:
+        allowed = f"a multiple of {choice.block_t} up to {MOST_BLOCKS * choice.block_t}"
+        raise ValueError(f"span is {how.positions}; allowed: {allowed}")
     if how.spans & (how.spans - 1):
         raise ValueError(f"spans are {how.spans}, of {how.positions} positions; allowed: a power of two")
     if fewest := next((n for n, _ in how.projections().values() if how.split(n) < how.programs), None):
@@ -636,7 +637,6 @@ def check_streamed(how: Lowering, dtype: torch.dtype, choice: StreamChoice) -> N
         raise ValueError(f"stages is {choice.stages}; allowed: 2 to {most}")
     if not 1 <= choice.flight < choice.stages:
         raise ValueError(f"flight is {choice.flight}; allowed: 1 to {choice.stages - 1}")
-    check_one_of("block_t", choice.block_t, (16, 32))
 
 
 def compilable(model: str, cache: int = 2048, position_from: str = "device", dtype: str = "bfloat16") -> Launch:

@@ -52,11 +52,11 @@ def facts(rows: pd.DataFrame) -> dict[str, Any]:
     found |= _checked(rows)
     if best := _best(rows):
         found["best"] = best["way"]
-    streamed = tables.streamed(rows)
+    streamed, contexts = tables.streamed(rows), tables.contexts(rows)
     for line in where(streamed, model=variants.LLAMA, start=variants.START, variant=variants.OURS).to_dict("records"):
         found |= {"warp": line["ratio"], "warp verdict": line["verdict"]}
     for model in MODELS:
-        best = streamed if model in set(streamed["model"]) else tables.contexts(rows)
+        best = streamed if model in set(streamed["model"]) else contexts
         against = where(best, variant=variants.GEMV_DEPENDENT, model=model)
         found |= {f"{name} {model}": value for name, value in _from(against).items()}
     return found
