@@ -156,7 +156,7 @@ def _token(x: Case, row: Mapping[str, Any], _: Mapping[str, Any]) -> list[Launch
     from labkit.studies.persistent_tables import study, trials, variants
 
     if row["variant"] == variants.STREAMED:
-        return [streamed.compilable(x["model"], position_from=POSITION_FROM[-1])]
+        return [streamed.compilable(x["model"], position_from=POSITION_FROM[-1], batch=study.batch_of(x))]
     return [trials.compilable(x["model"], x["dtype"], POSITION_FROM[-1], batch=study.batch_of(x))]
 
 

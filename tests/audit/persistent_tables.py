@@ -231,12 +231,14 @@ def _bytes(params: Mapping[str, Any]) -> int:
     return {"bf16": 2, "fp32": 4}[params["dtype"]] * round(weights + batch * cache + (batch - 1) * hidden)
 
 
-def _alone(params: Mapping[str, Any], group: Sequence[Mapping[str, Any]], names: Iterable[str]) -> list[dict[str, Any]]:
-    """µs, TB/s and, but of the tables themselves, time over that of the tables."""
+def _alone(
+    params: Mapping[str, Any], group: Sequence[Mapping[str, Any]], names: Iterable[str], base: str = OURS
+) -> list[dict[str, Any]]:
+    """µs, TB/s and, but of the base itself, time over that of the base."""
     found, known, size = [], usable(group), _bytes(params)
     for name in names:
         if name in known:
-            line = {} if name == OURS else compare(group, OURS, name)
+            line = {} if name == base else compare(group, base, name)
             tbs = size / us(known[name]) / 1e6
             found.append({"verdict": ""} | line | {"variant": name, "us": us(known[name]), "tbs": tbs})
     return found
@@ -336,11 +338,13 @@ def streamed(rows: pd.DataFrame) -> pd.DataFrame:
 
 def batches(rows: pd.DataFrame) -> pd.DataFrame:
     """Steps of several sequences, a token of one of them, and the tables' beside their step of one sequence."""
-    alone = {(line["model"], line["start"]): line["us"] for line in _lines(contexts(rows), variant=OURS)}
+    alone = {(line["model"], line["start"], OURS): line["us"] for line in _lines(contexts(rows), variant=OURS)}
+    alone |= {(line["model"], line["start"], STREAMED): line["us"] for line in _lines(streamed(rows), variant=STREAMED)}
     found = []
     for params, group in cases(rows, "batch"):
-        for line in _alone(params, group, (OURS, *CUBLAS)):
-            of_one = alone.get((params["model"], params["start"]), math.nan) if line["variant"] == OURS else math.nan
+        base = STREAMED if STREAMED in usable(group) else OURS
+        for line in _alone(params, group, dict.fromkeys((base, OURS, *CUBLAS)), base):
+            of_one = alone.get((params["model"], params["start"], line["variant"]), math.nan)
             each = {"us a token": line["us"] / params["batch"], "times one": line["us"] / of_one}
             found.append(params | line | each)
     names = ["model", "batch", "start", "variant", "us", "us a token", "times one", "tbs"]

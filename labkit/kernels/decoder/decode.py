@@ -65,8 +65,8 @@ def prepare(
         decode.generate(prompt, 64)
     """
     device, dtype = torch.device(device), next(iter(weights.values())).dtype
-    if choice is None and (rows, span, batch, group) == (None, SPAN, 1, None) and _streams(model, dtype, device, cache):
-        choice = StreamChoice()
+    if choice is None and (rows, span, group) == (None, SPAN, None) and _streams(model, dtype, device, cache, batch):
+        choice = streamed.usual(batch)
     if isinstance(choice, StreamChoice):
         for name, value, left in (("rows", rows, None), ("span", span, SPAN), ("group", group, None)):
             if value != left:
@@ -85,10 +85,10 @@ def prepare(
     return _ready(allocate(how, weights, device), choice)
 
 
-def _streams(model: Decoder, dtype: torch.dtype, device: torch.device, cache: int) -> bool:
+def _streams(model: Decoder, dtype: torch.dtype, device: torch.device, cache: int, batch: int) -> bool:
     """Whether `streamed.step` takes the model on this device."""
     try:
-        _streamed(model, dtype, device, cache, StreamChoice(), 1)
+        _streamed(model, dtype, device, cache, streamed.usual(batch), batch)
     except ValueError:
         return False
     return True
@@ -99,7 +99,7 @@ def _streamed(
 ) -> Lowering:
     """What is lowered for `streamed.step`, one program a multiprocessor. ValueError for what it cannot take."""
     check_hopper(device, "device")
-    how = replace(streamed.lowering(model, multiprocessors(device), cache, dtype.itemsize), batch=batch)
+    how = streamed.lowering(model, multiprocessors(device), cache, dtype.itemsize, batch)
     streamed.check_streamed(how, dtype, choice)
     return how
 

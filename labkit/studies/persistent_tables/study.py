@@ -77,7 +77,8 @@ def variants(x: Case) -> list[Variant]:
     if x.op == "host":
         return [names.HOST[names.part(name, which)] for name in hosted(x) for which in names.PARTS]
     if x.op == "batch":
-        return [names.CAPTURED[name] for name in (names.OURS, names.CUBLAS, names.CUBLAS_DEPENDENT)]
+        found = [names.CAPTURED[name] for name in (names.OURS, names.CUBLAS, names.CUBLAS_DEPENDENT)]
+        return found + [names.IN_STREAM] if x["model"] == names.LLAMA else found
     whole = names.MAIN.items() <= x.params.items()
     some = (names.OURS, names.GEMV, names.GEMV_DEPENDENT) if x["start"] != names.START else (names.OURS,)
     captured = [one for name, one in names.CAPTURED.items() if whole or name in some]

@@ -259,16 +259,19 @@ def streamed(rows: pd.DataFrame) -> pd.DataFrame:
 def batches(rows: pd.DataFrame) -> pd.DataFrame:
     """A step of several sequences without the host: µs of the tables and of separate kernels, by first position.
 
-    us a token: of one sequence; times one: of the tables, over their step of one sequence. ratio, low, high, verdict:
-    time of a variant over that of the tables.
+    us a token: of one sequence; times one: of tables, over their step of one sequence. ratio, low, high, verdict: time
+    of a variant over that of the tables, where it was measured of those whose weights a warp copies.
     """
     found, alone = [], {}
     for params, group in cases(rows, "token", dtype="bf16", parts=0):
-        alone[params["model"], params["start"]] = median_us(group).get(variants.OURS, math.nan)
+        for name, us in median_us(group).items():
+            alone[params["model"], params["start"], name] = us
     for params, group in cases(rows, "batch"):
         at = {name: params[name] for name in ("model", "batch", "start")}
-        for line in _alone(group, (variants.OURS, variants.CUBLAS, variants.CUBLAS_DEPENDENT)):
-            one = alone.get((at["model"], at["start"]), math.nan) if line["variant"] == variants.OURS else math.nan
+        names = [name for name in (variants.STREAMED, variants.OURS) if (group["variant"] == name).any()]
+        for line in _alone(group, (*names, variants.CUBLAS, variants.CUBLAS_DEPENDENT), names[0]):
+            mine = line["variant"] in names
+            one = alone.get((at["model"], at["start"], line["variant"]), math.nan) if mine else math.nan
             found.append(at | line | {"us a token": line["us"] / at["batch"], "times one": line["us"] / one})
     return _lines(found, ("model", "batch", "start", "variant", "us", "us a token", "times one", "tbs", *RATIO))
 

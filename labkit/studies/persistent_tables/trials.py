@@ -57,8 +57,8 @@ def compiled_ahead(some: Sequence[Case], capability: int, gpu: str) -> list[tupl
     found: list[tuple[str, Mapping[str, Any]]] = []
     for model, dtype, batch in dict.fromkeys((x["model"], x["dtype"], batch_of(x)) for x in some):
         found += [(f"{__name__}:compilable", one) for one in steps(model, dtype, batch)]
-        if model == variants.LLAMA and batch == 1 and capability == 90:
-            found.append(("labkit.kernels.decoder.streamed:compilable", {"model": model}))
+        if model == variants.LLAMA and capability == 90:
+            found.append(("labkit.kernels.decoder.streamed:compilable", {"model": model, "batch": batch}))
         if dtype == "bf16":
             chain = {"batch": batch} if batch > 1 else {"choices": _choices(model, gpu)}
             for kind in (False, True) if capability >= 90 else (False,):
@@ -292,7 +292,8 @@ def spanned(x: Case, device: Any, sets: int, seed: int) -> Trial:
 def streamed(x: Case, device: Any, sets: int, seed: int) -> Trial:
     """The same with weights that one warp of each program copies ahead of every wait, and results without counters."""
     dtype = DTYPES[x["dtype"]]
-    how = streamed_lowering(decoder(x["model"]), multiprocessors(torch.device(device)), variants.CACHE, dtype.itemsize)
+    model, programs = decoder(x["model"]), multiprocessors(torch.device(device))
+    how = streamed_lowering(model, programs, variants.CACHE, dtype.itemsize, batch_of(x))
     run = Graph(memory_of(x, device, seed, how, one=True), streamed_step)
     calls = _captured(x, run, run.launched)
     return _trial(x, device, seed, calls, run, lambda: _traffic(run, variants.GRAPH), launch=run.launched)

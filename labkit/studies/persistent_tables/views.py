@@ -307,20 +307,28 @@ def contexts(rows: pd.DataFrame) -> Drawing:
 
 
 def batches(rows: pd.DataFrame) -> Drawing:
-    """A step of several sequences from tables against separate kernels with cuBLAS and dependent launch."""
+    """A step of several sequences from tables against separate kernels with cuBLAS and dependent launch.
+
+    From those whose weights a warp copies where they were measured: against the tables as they are, too.
+    """
     every = derived.batches(rows)
-    table = kit.where(every, variant=variants.CUBLAS_DEPENDENT)
+    warp = variants.STREAMED in set(every["variant"])
+    drawn = {variants.CUBLAS_DEPENDENT: "than separate kernels"}
+    drawn |= {variants.OURS: "than the tables above"} if warp else {}
+    table = kit.where(every, variant=tuple(drawn))
     if table.empty:
         return "no step of several sequences was measured."
-    first, last = table.iloc[0], table.iloc[-1]
+    mine = "where a warp copies weights" if warp else "with tables"
+    separate = kit.where(every, variant=variants.CUBLAS_DEPENDENT)
+    first, last = separate.iloc[0], separate.iloc[-1]
     return drawing(
-        plots.ratios, table.assign(at=table["start"].map("from position {}".format)), "at", "ratio", "low", "high",
-        group="model", verdict="verdict", xlabel="× faster with tables",
-        title=f"{first['batch']} sequences a step: the tables against separate kernels",
-        alt="How many times faster tables are than separate kernels with several sequences, by position.",
-        caption="Against separate kernels with cuBLAS and dependent launch; below 1 the tables are slower.",
-        said=f"{first['batch']} sequences from position {first['start']}: the tables are {_speed(first)}; from "
-        f"position {last['start']}: {_speed(last)}",
+        plots.ratios, table.assign(at=table["start"].map("from position {}".format), than=table["variant"].map(drawn)),
+        "at", "ratio", "low", "high", group="than", verdict="verdict", xlabel=f"× faster {mine}",
+        title=f"{first['batch']} sequences a step ({first['model']})",
+        alt=f"How many times faster a step of several sequences is {mine}, by position and what it is compared with.",
+        caption="Separate kernels: with cuBLAS and dependent launch. Below 1 the step from tables is slower.",
+        said=f"{first['batch']} sequences against separate kernels: from position {first['start']} a step {mine} is "
+        f"{_speed(first)}, from position {last['start']} {_speed(last)}",
         table=named(every, "variant"), units=UNITS | {"us a token": "µs a token", "times one": "× one sequence's"},
     )  # fmt: skip
 
