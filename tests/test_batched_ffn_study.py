@@ -81,7 +81,7 @@ def test_cases_are_distinct_and_survive_json():
     assert {(x["rows"], x["format"], x["N"]) for x in of("designs")} == {
         (rows, format, n)
         for rows in (5120, 17408)
-        for format, designed_at in {**dict.fromkeys(variants.K_FORMATS, (8, 16, 64)), "BF16": (512,)}.items()
+        for format, designed_at in {**dict.fromkeys(variants.K_FORMATS, (8, 16, 64)), "BF16": (1, 8, 64, 512)}.items()
         for n in designed_at
     }
     assert {x["policy"] for x in of("cache")} == {"slru"}
@@ -144,7 +144,7 @@ def test_slow_variants_are_left_out_where_many_tokens_are():
 def test_variants_have_the_same_hash_where_the_same_functions_launch():
     hashes = {(op, one.name): kernel_sha(one.source) for op, one in EVERY}
     reads = {(op, variants.READ) for op in ("product", "designs", "routed")}
-    again = (variants.INTEGERS, variants.WIDE, variants.CUBLAS)
+    again = (variants.INTEGERS, variants.WIDE, variants.MATRIX, variants.CUBLAS)
     twice = [{(op, name) for op in ("product", "designs")} for name in again]
     indexed = {("routed", variants.INDEXED), ("routed", variants.INDEXED_MATRIX)}  # one argument apart
     cached = {key for key in hashes if key[0] == "cache"}
@@ -771,11 +771,15 @@ def test_specialised_warps_are_set_against_the_fastest_other_kernel_and_cublas(r
 
 
 def test_continued_sums_are_set_against_wide_tiles_and_cublas():
-    rows = made.batched_ffn(FEW | {"formats": ["BF16"], "tokens": [512], "routed_formats": []})
+    rows = made.batched_ffn(FEW | {"formats": ["BF16"], "tokens": [1, 512], "routed_formats": []})
     table = views.continued(rows)
-    assert list(table["against"]) == [variants.WIDE, variants.CUBLAS] * 2
+    assert set(table["tokens"]) == {1, 512}
+    many = table[table["tokens"] == 512]
+    assert list(many["against"]) == [variants.WIDE, variants.CUBLAS] * 2
     assert set(table["format"]) == {"BF16"}
-    assert views.continued_said(rows).startswith("Continued sums against wide tiles: ")
+    said = views.continued_said(rows)
+    assert said.startswith("Continued sums against the fastest other kernel of the lab: ")
+    assert said.count(" at 1 token") == said.count(" at 512 tokens") == 2
     assert views.continued_said(rows.iloc[:0]) == "Continued sums were not timed on this GPU."
 
 

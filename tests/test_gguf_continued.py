@@ -5,10 +5,16 @@ import pytest
 import torch
 
 from labkit.kernels.gguf import continued
-from labkit.kernels.gguf.continued import ContinuedChoice, by_continued_sums
+from labkit.kernels.gguf.continued import ContinuedChoice, by_continued_sums, continued_rule
 from labkit.kernels.offline import offline
 
-CHOICES = (ContinuedChoice(128, 6), ContinuedChoice(256, 4))
+CHOICES = (
+    ContinuedChoice(128, 6),
+    ContinuedChoice(256, 4),
+    ContinuedChoice(128, 8, 64),
+    ContinuedChoice(64, 12, 64),
+    ContinuedChoice(32, 16, 64),
+)
 
 
 def empty(*shape):
@@ -20,8 +26,8 @@ def test_sums_stay_in_registers_and_instructions_are_as_wide_as_a_program(choice
     with offline(90):
         launch = by_continued_sums(empty(1024, 512), empty(256, 512), empty(256, 1024), choice)
         found = compiled_once.evidence(launch, 90)
-    # of each of two warpgroups four, of 16 columns each
-    assert found["matrix"] == {f"HGMMA.64x{choice.rows}x16.F32.BF16": 8}
+    # of each warpgroup four, of 16 columns each
+    assert found["matrix"] == {f"HGMMA.64x{choice.rows}x16.F32.BF16": choice.tokens // 16}
     assert found["spill_bytes"] == 0
     assert found["shared_bytes"] <= 227 << 10
 
@@ -31,12 +37,31 @@ def test_what_cannot_be_compiled_is_named():
         by_continued_sums(empty(64, 64), empty(2, 64), empty(2, 64), choice)
 
     with offline(90):
-        with pytest.raises(ValueError, match="rows is 64; allowed: 128, 256"):
-            run(ContinuedChoice(64))
+        with pytest.raises(ValueError, match="rows is 16; allowed: 32, 64, 128, 256"):
+            run(ContinuedChoice(16))
+        with pytest.raises(ValueError, match="tokens is 32; allowed: 64, 128"):
+            run(ContinuedChoice(tokens=32))
         with pytest.raises(ValueError, match=r"stages is 6; allowed: 2, 3, 4$"):
             run(ContinuedChoice(256, 6))
     with offline(80), pytest.raises(ValueError, match=r"on compute capability 8.0; allowed: .* 9.0 \(Hopper\)"):
         run(None)
+
+
+@pytest.mark.parametrize(
+    ("rows", "tokens", "expected"),
+    [
+        (5120, 1, (64, 12, 64)),
+        (17408, 1, (128, 8, 64)),
+        (2560, 64, (32, 16, 64)),  # else there were programs for a third of the multiprocessors
+        (5120, 128, (128, 8, 64)),
+        (5120, 256, (128, 8, 64)),  # of 128 tokens a program there were too few
+        (5120, 512, (128, 6, 128)),
+        (17408, 192, (128, 8, 64)),  # of 128 tokens a program the last ones had half as many
+        (17408, 512, (256, 4, 128)),
+    ],
+)
+def test_the_rule_gives_most_multiprocessors_a_tile(rows, tokens, expected):
+    assert continued_rule(tokens, rows) == ContinuedChoice(*expected)
 
 
 def values(*shape):
@@ -62,11 +87,12 @@ def test_a_token_has_the_same_bits_in_every_batch_by_every_choice_on_any_number_
 ):
     """Twenty times each; where halves of K change places, sums are added in another order and have other bits."""
     W, x = values(rows, K), values(512, K)
+    run(W, torch.full_like(x, float("nan")))  # what it leaves in shared memory must not matter
     first = run(W, x, CHOICES[0], 20)
     expected = x.double() @ W.double().T
     assert ((first.double() - expected).norm(dim=1) / expected.norm(dim=1)).max() < 6e-3
-    for choice in (*CHOICES, ContinuedChoice(256, 2)):
-        for N in (512, 300, 128, 1):
+    for choice in (*CHOICES, ContinuedChoice(256, 2), None):
+        for N in (512, 300, 128, 65, 5, 1):
             assert torch.equal(run(W, x[:N], choice, 20), first[:N])
     for processors in (1, 7, 30):
         monkeypatch.setattr(continued, "multiprocessors", lambda device, count=processors: count)

@@ -150,9 +150,9 @@ def warps_launch(weights, tokens):
     return gguf_specialised.by_specialised_warps(gguf(weights, 1024), x, y)[0 if tokens < 0 else -1]
 
 
-def continued_launch(rows):
-    """A product of so many rows by continued sums, 512 tokens."""
-    return continued.by_continued_sums(empty(rows, 1024), *activations(512, 1024, rows))
+def continued_launch(rows, tokens):
+    """A product of so many rows by continued sums."""
+    return continued.by_continued_sums(empty(rows, 1024), *activations(tokens, 1024, rows))
 
 
 def wide_launch(tokens, stored):
@@ -337,7 +337,7 @@ def feed_forward():
     found = plain | named("ffn_launch", [{"weights": w, "tokens": n, "columns": c} for w, n, c in dealt])
     found |= named("integers_launch", [{"columns": 1024, "tokens": 9}])
     found |= every("warps_launch", weights=["Q4_K", "Q6_K"], tokens=[8, 64])
-    found |= every("continued_launch", rows=[5120, 17408])
+    found |= every("continued_launch", rows=[5120, 17408], tokens=[1, 200, 512])
     found |= named("warps_launch", [{"weights": "Q5_K", "tokens": n} for n in (-32, 16)])
     found |= every("wide_launch", tokens=[16, 128], stored=[False, True])
     return found | named("router_launch", [{}]) | named("grouped_integers_launch", [{}])

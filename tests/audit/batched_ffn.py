@@ -117,12 +117,12 @@ def _wide(together: int, params: Mapping[str, Any]) -> int:
 
 
 def designs(rows: pd.DataFrame) -> pd.DataFrame:
-    """Over a format's other design: the faster of two kernels where both were timed, cuBLAS, and a read."""
+    """Over a format's other design: the fastest of the others that were timed, cuBLAS, and a read."""
     found = []
     for params, group in cases(rows, "designs"):
         us = times(group)
         ours = CONTINUED if params["format"] == "BF16" else SPECIALISED
-        for other in (least(us, (INTEGERS, WIDE)), CUBLAS):
+        for other in (least(us, (INTEGERS, WIDE, MATRIX)), CUBLAS):
             if other and (line := compare(group, ours, other)):
                 line |= {"% of reading": us[READ] / us[ours] * 100}
                 found.append(pick(params, ["rows", "K", "format", "N"]) | line)

@@ -314,14 +314,14 @@ def specialised(rows: pd.DataFrame) -> list[str]:
 
 
 def continued(rows: pd.DataFrame) -> list[str]:
-    """How much faster continued sums are than wide tiles and cuBLAS, by shape."""
+    """How much faster continued sums are than the lab's other kernels and cuBLAS, by tokens."""
     own, library = _designs(rows, True)
     if not own:
         return ["were not timed"]
     found = []
-    for name, lines in (("wide tiles", own), ("cuBLAS", library)):
-        shapes = [f"{faster(line['ratio'])} ({line['rows']:.0f} × {line['K']:.0f})" for line in lines]
-        found.append(f"against {name}: {', '.join(sorted(shapes, key=lambda shape: shape.partition('(')[2]))}")
+    for name, lines in (("the fastest other kernel of the lab", own), ("cuBLAS", library)):
+        found.append(f"against {name}: ")
+        found += [f"{faster(_geometric(some))} at {_tokens(n)}" for n, some in _by(lines, "N").items()]
     return found
 
 

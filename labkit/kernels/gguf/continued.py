@@ -76,8 +76,8 @@ from labkit.kernels.gguf.wide import check_matrix
 from labkit.kernels.launch import Launch
 from labkit.kernels.target import check_hopper, multiprocessors
 
-ROWS, STAGES = (128, 256), (2, 3, 4, 5, 6)
-TOKENS = 128  # a program: 64 a warpgroup
+ROWS, STAGES = (32, 64, 128, 256), tuple(range(2, 17))
+TOKENS = (64, 128)  # a program: 64 a warpgroup
 STEP = 64  # columns of a stage
 MOST_TOKENS = 4096  # in one product: 32 programs of the same rows
 ROOM = 194 << 10  # bytes of shared memory for stages, beside y on its way out
@@ -87,17 +87,28 @@ barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # its name since Tr
 
 @dataclass(frozen=True)
 class ContinuedChoice:
-    """How a product is run. rows: a program."""
+    """How a product is run. rows, tokens: a program; stages: of 64 columns, on their way."""
 
     rows: int = 128
     stages: int = 6
+    tokens: int = 128
 
 
 @gluon.jit
-def _copy(x, W, room, share, KS: gl.constexpr, HALVES: gl.constexpr, STAGES: gl.constexpr):
-    """The warp that copies: x and weights of every step as soon as a stage is free."""
+def _copy(
+    x, W, tokens, room, share,
+    KS: gl.constexpr, WAYS: gl.constexpr, BOX: gl.constexpr, BOXES: gl.constexpr, ROWS: gl.constexpr,
+    STAGES: gl.constexpr,
+):  # fmt: skip
+    """The warp that copies: x and weights of every step as soon as a stage is free.
+
+    Of x so many boxes of BOX tokens as there are, since boxes past the last token take long; what else lies there is
+    multiplied, and not stored.
+    """
     x_room, W_room, full, empty = room
     begin, end, token_tile = share
+    first_token = token_tile * (WAYS * 64)
+    boxes = gl.minimum(gl.cdiv(tokens - first_token, BOX), BOXES)
     i, upto = 0, end
     while upto > begin:
         tile = (upto - 1) // KS
@@ -105,11 +116,13 @@ def _copy(x, W, room, share, KS: gl.constexpr, HALVES: gl.constexpr, STAGES: gl.
         for step in range(first, upto):
             s, k = i % STAGES, (step - tile * KS) * 64
             mbarrier.wait(empty.index(s), (i // STAGES & 1) ^ 1)
-            mbarrier.expect(full.index(s), (128 + 128 * HALVES) * 64 * 2)
-            for way in gl.static_range(2):
-                token = token_tile * 128 + way * 64
-                tma.async_copy_global_to_shared(x, [token, k], full.index(s), x_room.index(s * 2 + way))
-            tma.async_copy_global_to_shared(W, [tile * (128 * HALVES), k], full.index(s), W_room.index(s))
+            for count in gl.static_range(1, BOXES + 1):
+                if boxes == count:
+                    mbarrier.expect(full.index(s), (count * BOX + ROWS) * 64 * 2)
+                    for box in gl.static_range(count):
+                        to = x_room.index(s * WAYS + box * BOX // 64).slice(box * BOX % 64, BOX)
+                        tma.async_copy_global_to_shared(x, [first_token + box * BOX, k], full.index(s), to)
+            tma.async_copy_global_to_shared(W, [tile * ROWS, k], full.index(s), W_room.index(s))
             i += 1
         upto = first
 
@@ -131,13 +144,13 @@ def _pass_on(flags, stored, there, share, KS: gl.constexpr, TOKEN_TILES: gl.cons
 
 
 @gluon.jit
-def _add_steps(sums, room, i, count, WAY: gl.constexpr, STAGES: gl.constexpr):
+def _add_steps(sums, room, i, count, WAY: gl.constexpr, WAYS: gl.constexpr, STAGES: gl.constexpr):
     """Sums [64, rows] with `count` steps from the program's i-th on added."""
     x_room, W_room, full, empty = room
     for j in range(i, i + count):
         s = j % STAGES
         mbarrier.wait(full.index(s), j // STAGES & 1)
-        sums = warpgroup_mma(x_room.index(s * 2 + WAY), W_room.index(s).permute((1, 0)), sums, is_async=True)
+        sums = warpgroup_mma(x_room.index(s * WAYS + WAY), W_room.index(s).permute((1, 0)), sums, is_async=True)
         sums = warpgroup_mma_wait(1, deps=(sums,))  # the instructions of the step before are over
         mbarrier.arrive(empty.index((j + STAGES - 1) % STAGES), pred=j > i)
     sums = warpgroup_mma_wait(0, deps=(sums,))
@@ -162,7 +175,7 @@ def _apart(sums):
 
 @gluon.jit
 def _write(y, room, sums, token, row):
-    """Sums [64, 128] as y, by the copy engine, once it has read what it was given before."""
+    """Sums as y, by the copy engine, once it has read what it was given before."""
     tma.store_wait(0)
     barrier()
     room.store(sums.to(gl.bfloat16))
@@ -174,20 +187,22 @@ def _write(y, room, sums, token, row):
 @gluon.jit
 def _multiply(
     y, out, parts, stored, there, room, share,
-    KS: gl.constexpr, WAY: gl.constexpr, HALVES: gl.constexpr, STAGES: gl.constexpr, TOKEN_TILES: gl.constexpr,
+    KS: gl.constexpr, WAY: gl.constexpr, WAYS: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr,
+    TOKEN_TILES: gl.constexpr,
 ):  # fmt: skip
     """A warpgroup that multiplies: 64 of the tokens of every tile that the program has a share of.
 
     parts: sums that are passed on, as a warp's lanes have them: of 16 tokens and 8 rows, the values of a row of them.
     """
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
-    EACH: gl.constexpr = 2 * HALVES * 64 * 128  # values of a program
+    PART: gl.constexpr = min(ROWS, 128)  # rows of sums that are stored at once
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART, 16])
+    EACH: gl.constexpr = WAYS * 64 * ROWS  # values of a program
     begin, end, token_tile = share
     t = gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
-    r = gl.arange(0, 128, gl.SliceLayout(0, LAYOUT))
-    own = parts + gl.program_id(0) * EACH + WAY * (HALVES * 64 * 128)
-    own = own + (t // 16 * 2048 + t % 16 * 8)[:, None] + (r // 8 * 128 + r % 8)[None, :]
-    token = token_tile * 128 + WAY * 64
+    r = gl.arange(0, PART, gl.SliceLayout(0, LAYOUT))
+    own = parts + gl.program_id(0) * EACH + WAY * (64 * ROWS)
+    own = own + (t // 16 * (16 * PART) + t % 16 * 8)[:, None] + (r // 8 * 128 + r % 8)[None, :]
+    token = (token_tile * WAYS + WAY) * 64
     i, upto = 0, end
     while upto > begin:
         tile = (upto - 1) // KS
@@ -195,61 +210,69 @@ def _multiply(
         continued = first > tile * KS
         if continued:
             mbarrier.wait(there, 0)
-        before, some = own - TOKEN_TILES * EACH, gl.full([64, 128], True, gl.int1, LAYOUT) & continued
+        before, some = own - TOKEN_TILES * EACH, gl.full([64, PART], True, gl.int1, LAYOUT) & continued
         a = gl.load(before, mask=some, other=0.0, cache_modifier=".cg")
-        if HALVES == 2:
+        if ROWS == 256:
             b = gl.load(before + 64 * 128, mask=some, other=0.0, cache_modifier=".cg")
-            a, b = _apart(_add_steps(_beside(a, b), room, i, upto - first, WAY, STAGES))
+            a, b = _apart(_add_steps(_beside(a, b), room, i, upto - first, WAY, WAYS, STAGES))
         else:
-            a = _add_steps(a, room, i, upto - first, WAY, STAGES)
+            a = _add_steps(a, room, i, upto - first, WAY, WAYS, STAGES)
         i += upto - first
-        passed_on, row = upto < (tile + 1) * KS, tile * (128 * HALVES)
+        passed_on, row = upto < (tile + 1) * KS, tile * ROWS
         if passed_on:
             gl.store(own, a)
-            if HALVES == 2:
+            if ROWS == 256:
                 gl.store(own + 64 * 128, b)
             mbarrier.arrive(stored)
         else:
             _write(y, out.index(WAY), a, token, row)
-            if HALVES == 2:
+            if ROWS == 256:
                 _write(y, out.index(WAY), b, token, row + 128)
         upto = first
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["steps"])
+@gluon.jit(do_not_specialize=["steps", "tokens"])
 def _continued_kernel(
-    W, x, y, parts, flags, steps,
-    KS: gl.constexpr, HALVES: gl.constexpr, STAGES: gl.constexpr, TOKEN_TILES: gl.constexpr, REGISTERS: gl.constexpr,
+    W, x, y, parts, flags, steps, tokens,
+    KS: gl.constexpr, WAYS: gl.constexpr, BOX: gl.constexpr, BOXES: gl.constexpr, ROWS: gl.constexpr,
+    STAGES: gl.constexpr, TOKEN_TILES: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """One program: an equal share of the steps of 64 columns of all tiles of 128 · HALVES rows, for 128 tokens.
+    """One program: an equal share of the steps of 64 columns of all tiles of ROWS rows, for 64 WAYS tokens.
 
-    W, x, y: descriptors with boxes [128 · HALVES, 64], [64, 64] and [64, 128]. parts: room for the sums of every
-    program, fp32; flags: a zero for each. TOKEN_TILES programs have the same share.
+    W, x, y: descriptors with boxes [ROWS, 64], [BOX, 64] and [64, ROWS], of 256 rows [64, 128]. parts: room for the
+    sums of every program, fp32; flags: a zero for each. TOKEN_TILES programs have the same share.
     """
-    x_room = gl.allocate_shared_memory(gl.bfloat16, [STAGES * 2, 64, 64], x.layout)
-    W_room = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 128 * HALVES, 64], W.layout)
-    out = gl.allocate_shared_memory(gl.bfloat16, [2, 64, 128], y.layout)
+    x_room = gl.allocate_shared_memory(gl.bfloat16, [STAGES * WAYS, 64, 64], x.layout)
+    W_room = gl.allocate_shared_memory(gl.bfloat16, [STAGES, ROWS, 64], W.layout)
+    out = gl.allocate_shared_memory(gl.bfloat16, [WAYS, 64, min(ROWS, 128)], y.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     stored = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     there = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     for s in gl.static_range(STAGES):
         mbarrier.init(full.index(s), count=1)
-        mbarrier.init(empty.index(s), count=2)
-    mbarrier.init(stored, count=2)
+        mbarrier.init(empty.index(s), count=WAYS)
+    mbarrier.init(stored, count=WAYS)
     mbarrier.init(there, count=1)
     groups = gl.num_programs(0) // TOKEN_TILES
     group = (gl.program_id(0) // TOKEN_TILES).to(gl.int64)
     begin, end = (group * steps // groups).to(gl.int32), ((group + 1) * steps // groups).to(gl.int32)
     share = begin, end, gl.program_id(0) % TOKEN_TILES
     room = x_room, W_room, full, empty
-    gl.warp_specialize([
-        (_multiply, (y, out, parts, stored, there, room, share, KS, 0, HALVES, STAGES, TOKEN_TILES)),
-        (_multiply, (y, out, parts, stored, there, room, share, KS, 1, HALVES, STAGES, TOKEN_TILES)),
-        (_copy, (x, W, room, share, KS, HALVES, STAGES)),
-        (_pass_on, (flags, stored, there, share, KS, TOKEN_TILES)),
-    ], [4, 1, 1], [REGISTERS, 24, 24])  # fmt: skip
+    if WAYS == 2:
+        gl.warp_specialize([
+            (_multiply, (y, out, parts, stored, there, room, share, KS, 0, WAYS, ROWS, STAGES, TOKEN_TILES)),
+            (_multiply, (y, out, parts, stored, there, room, share, KS, 1, WAYS, ROWS, STAGES, TOKEN_TILES)),
+            (_copy, (x, W, tokens, room, share, KS, WAYS, BOX, BOXES, ROWS, STAGES)),
+            (_pass_on, (flags, stored, there, share, KS, TOKEN_TILES)),
+        ], [4, 1, 1], [REGISTERS, 24, 24])  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (_multiply, (y, out, parts, stored, there, room, share, KS, 0, WAYS, ROWS, STAGES, TOKEN_TILES)),
+            (_copy, (x, W, tokens, room, share, KS, WAYS, BOX, BOXES, ROWS, STAGES)),
+            (_pass_on, (flags, stored, there, share, KS, TOKEN_TILES)),
+        ], [1, 1], [24, 24])  # fmt: skip
 
 
 def by_continued_sums(W: Tensor, x: Tensor, y: Tensor, choice: ContinuedChoice | None = None) -> Launch:
@@ -265,15 +288,25 @@ def by_continued_sums(W: Tensor, x: Tensor, y: Tensor, choice: ContinuedChoice |
     rows, K = W.shape
     choice = choice or continued_rule(len(x), rows, multiprocessors(x.device))
     check_continued(choice)
-    halves, token_tiles, KS = choice.rows // 128, triton.cdiv(len(x), TOKENS), triton.cdiv(K, STEP)
+    ways, box = choice.tokens // 64, _box(len(x))
+    token_tiles, KS = triton.cdiv(len(x), choice.tokens), triton.cdiv(K, STEP)
     row_tiles = triton.cdiv(rows, choice.rows)
     programs = token_tiles * _groups(token_tiles, row_tiles, multiprocessors(x.device))
-    args: dict[str, Any] = {"W": _boxes(W, choice.rows, STEP), "x": _boxes(x, 64, STEP), "y": _boxes(y, 64, 128)}
-    args["parts"] = x.new_empty(programs * TOKENS * choice.rows, dtype=torch.float32)
+    args: dict[str, Any] = {"W": _boxes(W, choice.rows, STEP), "x": _boxes(x, box, STEP)}
+    args |= {"y": _boxes(y, 64, min(choice.rows, 128)), "tokens": len(x)}
+    args["parts"] = x.new_empty(programs * choice.tokens * choice.rows, dtype=torch.float32)
     args["flags"] = torch.zeros(programs, dtype=torch.int32, device=x.device)
-    args |= {"steps": row_tiles * KS, "KS": KS, "HALVES": halves, "STAGES": choice.stages, "TOKEN_TILES": token_tiles}
-    options = {"num_warps": 4, "maxnreg": 65536 // THREADS // 8 * 8}
-    return Launch(_continued_kernel, (programs,), args | {"REGISTERS": 240}, options)
+    args |= {"steps": row_tiles * KS, "KS": KS, "WAYS": ways, "BOX": box, "ROWS": choice.rows, "STAGES": choice.stages}
+    args |= {"BOXES": triton.cdiv(min(len(x), choice.tokens), box), "TOKEN_TILES": token_tiles, "REGISTERS": 240}
+    options = {"num_warps": 4} | ({"maxnreg": 65536 // THREADS // 8 * 8} if ways == 2 else {})
+    return Launch(_continued_kernel, (programs,), args, options)
+
+
+def _box(tokens: int) -> int:
+    """Tokens of a copy of x."""
+    if tokens <= 64:
+        return max(8, triton.next_power_of_2(tokens))
+    return 64 if tokens % 64 == 0 else 32
 
 
 def _groups(token_tiles: int, row_tiles: int, processors: int) -> int:
@@ -282,20 +315,34 @@ def _groups(token_tiles: int, row_tiles: int, processors: int) -> int:
 
 
 def _boxes(values: Tensor, first: int, second: int) -> TensorDescriptor:
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=min(128, 2 * second), element_bitwidth=16, rank=2)
     return TensorDescriptor.from_tensor(values, [first, second], layout)
 
 
 def continued_rule(tokens: int, rows: int, processors: int = 132) -> ContinuedChoice:
-    """A choice for so many tokens and rows: 256 rows a program, where all programs have a tile of them."""
-    groups = processors // triton.cdiv(tokens, TOKENS)
-    return ContinuedChoice(256, 4) if triton.cdiv(rows, 256) >= max(1, groups) else ContinuedChoice()
+    """A choice for so many tokens and rows: tiles so large that about as many programs have one as run at once."""
+    wide = triton.cdiv(rows, 128) * triton.cdiv(tokens, 128)  # tiles
+    if tokens > 192 and wide >= processors * 3 // 4:
+        groups = processors // triton.cdiv(tokens, 128)
+        return _deep(256 if triton.cdiv(rows, 256) >= max(1, groups) else 128, 128)
+    tiles = triton.cdiv(tokens, 64)
+    return _deep(next((n for n in (128, 64) if triton.cdiv(rows, n) * tiles >= processors // 2), 32), 64)
+
+
+def _deep(rows: int, tokens: int) -> ContinuedChoice:
+    """With as many stages as fit."""
+    return ContinuedChoice(rows, min(STAGES[-1], _most(rows, tokens)), tokens)
+
+
+def _most(rows: int, tokens: int) -> int:
+    return ROOM // (2 * STEP * (tokens + rows))
 
 
 def check_continued(choice: ContinuedChoice) -> None:
     """Raise ValueError for a choice that the kernel cannot take."""
+    check_one_of("tokens", choice.tokens, TOKENS)
     check_one_of("rows", choice.rows, ROWS)
-    most = ROOM // (2 * STEP * (TOKENS + choice.rows))
+    most = _most(choice.rows, choice.tokens)
     check_one_of("stages", choice.stages, [n for n in STAGES if n <= most])
 
 

@@ -93,7 +93,7 @@ def designs(rows: pd.DataFrame) -> pd.DataFrame:
     found = []
     for params, group in cases(rows, "designs"):
         us, (design, _) = median_us(group), variants.DESIGNED[params["format"]]
-        others = fastest(us, (variants.INTEGERS, variants.WIDE)), variants.CUBLAS
+        others = fastest(us, (variants.INTEGERS, variants.WIDE, variants.MATRIX)), variants.CUBLAS
         for line in pairs(group, [(design, one) for one in others if one in us]):
             found.append(picked(params, SHAPE) | line | {"% of reading": 100 * us[variants.READ] / line["us"]})
     return frame(found, DESIGNED).reindex(columns=DESIGNED)

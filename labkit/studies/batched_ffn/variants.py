@@ -29,7 +29,7 @@ WIDE = "tensor_core, wide tiles"
 INTEGERS = "tensor_core, integers"
 SPECIALISED, CONTINUED = "tensor_core, specialised warps", "tensor_core, sums continued"
 # format -> what it has another design for, and the tokens, of those asked for, at which that is timed
-DESIGNED = dict.fromkeys(K_FORMATS, (SPECIALISED, (8, 16, 64))) | {"BF16": (CONTINUED, (512,))}
+DESIGNED = dict.fromkeys(K_FORMATS, (SPECIALISED, (8, 16, 64))) | {"BF16": (CONTINUED, (1, 8, 64, 512))}
 ONE_MATRIX = ("product", "designs")  # operations
 STORED = "per_token, blocks as stored"
 SPLIT_K = "split-K, atomic sum"  # the negative control of bits
@@ -104,6 +104,7 @@ VARIANTS = {  # operation -> its variants; the first one is repeated by the A/A 
         _product(CONTINUED, "ours", "continued", f"{GGUF}.continued:by_continued_sums"),
         _product(INTEGERS, "step", "integers", f"{GGUF}.integers:integers"),
         _ours(WIDE),
+        variant(MATRIX, "step", f"{TRIALS}:ours", {"variant": MATRIX}, source=(PRODUCTS[MATRIX],)),
         _product(CUBLAS, "peer", "cublas", f"{PEERS}:linear"),
         READING,
     ),
@@ -140,6 +141,8 @@ def _takes(x: Case, name: str) -> bool:
     N, format = x["N"], x["format"]
     if name in (SPECIALISED, CONTINUED):
         return name == DESIGNED[format][0]
+    if x.op == "designs" and name == MATRIX and (format in K_FORMATS or LEAST[WIDE] < N):  # others are ahead there
+        return False
     if name in (INTEGERS, INDEXED_INTEGERS) and (format not in K_FORMATS or x["activations"] != "bf16"):
         return False
     if name == GEMLITE and (x["rows"] != GEMLITE_ROWS or format not in GEMLITE_BITS or N not in GEMLITE_TOKENS):

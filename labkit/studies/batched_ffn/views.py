@@ -168,20 +168,21 @@ def specialised_said(rows: pd.DataFrame) -> str:
 
 
 def continued(rows: pd.DataFrame) -> pd.DataFrame:
-    """Continued sums of BF16 against wide tiles and cuBLAS."""
+    """Continued sums of BF16 against the fastest other kernel and cuBLAS, by shape and tokens."""
     return _shown(_designs(rows, variants.CONTINUED)).drop(columns="% of reading")
 
 
 def continued_said(rows: pd.DataFrame) -> str:
-    """How much faster continued sums are than wide tiles and than cuBLAS, in each shape."""
+    """How much faster continued sums are than the lab's other kernels and than cuBLAS, by tokens."""
     own, library = _of_library(_designs(rows, variants.CONTINUED))
     if own.empty:
         return "Continued sums were not timed on this GPU."
     said = []
-    for name, table in {"wide tiles": own, "cuBLAS": library}.items():
-        shapes = zip(table["ratio"], _shapes(table), strict=True)
-        said.append(f"against {name}: {', '.join(f'{words.faster(ratio)} ({shape})' for ratio, shape in shapes)}")
-    return f"Continued sums {'; '.join(said)}."
+    for name, table in {"the fastest other kernel of the lab": own, "cuBLAS": library}.items():
+        mean = table.groupby("N")["ratio"].agg(geometric_mean)
+        gains = ", ".join(f"{words.faster(gain)} at {words.tokens(n)}" for n, gain in mean.items())
+        said.append(f"against {name}: {gains}")
+    return f"Continued sums {'; '.join(said)} (averages of both shapes)."
 
 
 def floor_cases(some: Sequence[Case]) -> list[Case]:
