@@ -151,12 +151,11 @@ def _gemv(x: Case, row: Mapping[str, Any], evidence: Mapping[str, Any]) -> list[
 
 
 def _token(x: Case, row: Mapping[str, Any], _: Mapping[str, Any]) -> list[Launch]:
-    from labkit.kernels.decoder import streamed
     from labkit.kernels.decoder.tables import POSITION_FROM
     from labkit.studies.persistent_tables import study, trials, variants
 
-    if row["variant"] == variants.STREAMED:
-        return [streamed.compilable(x["model"], position_from=POSITION_FROM[-1], batch=study.batch_of(x))]
+    if row["variant"] == variants.STREAMED:  # of which `_tokens` predicts nothing
+        return []
     return [trials.compilable(x["model"], x["dtype"], POSITION_FROM[-1], batch=study.batch_of(x))]
 
 

@@ -340,9 +340,9 @@ def batches(rows: pd.DataFrame) -> pd.DataFrame:
     """Steps of several sequences, a token of one of them, and the tables' beside their step of one sequence."""
     alone = {(line["model"], line["start"], OURS): line["us"] for line in _lines(contexts(rows), variant=OURS)}
     alone |= {(line["model"], line["start"], STREAMED): line["us"] for line in _lines(streamed(rows), variant=STREAMED)}
-    found = []
-    for params, group in cases(rows, "batch"):
-        base = STREAMED if STREAMED in usable(group) else OURS
+    found, groups = [], list(cases(rows, "batch"))
+    base = STREAMED if any(STREAMED in usable(group) for _, group in groups) else OURS
+    for params, group in [(params, group) for params, group in groups if base in usable(group)]:
         for line in _alone(params, group, dict.fromkeys((base, OURS, *CUBLAS)), base):
             of_one = alone.get((params["model"], params["start"], line["variant"]), math.nan)
             each = {"us a token": line["us"] / params["batch"], "times one": line["us"] / of_one}

@@ -1,4 +1,4 @@
-"""Products of BF16 matrices with many tokens by specialised warps, y[n] = W x[n], in Gluon: `by_continued_sums`.
+"""Products of BF16 matrices by specialised warps, y[n] = W x[n], with the same bits in any batch: `by_continued_sums`.
 
 | what                      | hypothesis                                                                               |
 |---------------------------|------------------------------------------------------------------------------------------|
@@ -14,8 +14,16 @@
 |                           | once                                                                                     |
 | y by the copy engine      | lanes' own stores would touch eight rows each, which takes thousands of cycles a tile    |
 
-The choice (`ContinuedChoice`): rows: a program, 128 or 256; stages: of 64 columns, on their way. With 256 rows fewer
-bytes of shared memory are read an operation; with 128, half as many sums are passed on.
+The choice (`ContinuedChoice`): rows, tokens: of a program; stages: of 64 columns, on their way.
+
+| choice                 | hypothesis                                                                                 |
+|------------------------|--------------------------------------------------------------------------------------------|
+| 256 rows, 128 tokens   | fewer bytes of shared memory are read an operation; with 128 rows half as many sums are    |
+|                        | passed on                                                                                  |
+| 64 tokens              | one warpgroup: twice as many programs, where there are fewer tiles than multiprocessors    |
+| 64 or 32 rows          | few tokens: each program has a tile of its own, and its stages are many                    |
+| boxes of x with tokens | what a box has past the last token takes longer than tokens: 72 of them for [17408, 5120]  |
+|                        | took 65 µs in boxes of 64, 53 in boxes of 32                                               |
 
 A matrix instruction adds 16 columns after the others, so a token's bits depend on the number of columns alone: not on
 other tokens, the shape, the choice or the number of multiprocessors.
@@ -38,17 +46,26 @@ What bounds it: without copies, a step of 128 tokens, 256 rows and 64 columns ta
 instructions take 1024. But under this load an H200's clock falls from 1980 to between 1500 and 1600 MHz. Without copies
 all steps take 108 µs, with zeros as values 103. What is left is sums passed on: of 256 rows 128 KiB a program.
 
-What one family of bits costs (the same way; medians of 9, one process). [5120, 17408] has 40 tiles of 128 rows, so that
-most of 132 multiprocessors read nothing; what slows few tokens of the other shape was not looked into:
+What one family of bits costs (the same way, graphs of 4 or of 14 products, one process, medians of 7; every token has
+the bits that it has among 512). Of the two large matrices it takes 0.78 to 1.12 times as long as cuBLAS, of the small
+ones, where launches are a part, 0.90 to 1.24, but up to 1.54 between 65 and 127 tokens of the one with 2560 rows:
 
-| tokens                         | 1   | 2   | 4   | 8   | 16  | 32 | 64  | 128 | 256 | 512 |
-|--------------------------------|-----|-----|-----|-----|-----|----|-----|-----|-----|-----|
-| [5120, 17408], sums continued  | 113 | 100 | 104 | 106 | 102 | 96 | 85  | 85  | 88  | 124 |
-| cuBLAS                         | 51  | 50  | 51  | 52  | 53  | 51 | 54  | 57  | 70  | 123 |
-| `products.multiply`            | 47  | 47  | 47  | 47  | 51  | 61 | 116 |     |     |     |
-| [17408, 5120], sums continued  | 75  | 67  | 76  | 61  | 68  | 66 | 58  | 53  | 70  | 123 |
-| cuBLAS                         | 47  | 48  | 48  | 47  | 48  | 48 | 51  | 50  | 67  | 120 |
-| `products.multiply`            | 47  | 47  | 47  | 47  | 50  | 61 | 113 |     |     |     |
+| tokens        | 1  | 4  | 16 | 32 | 64 | 65 | 96 | 128 | 160 | 192 | 256 | 384 | 512 |
+|---------------|----|----|----|----|----|----|----|-----|-----|-----|-----|-----|-----|
+| [5120, 17408] | 45 | 45 | 46 | 46 | 48 | 57 | 56 | 57  | 58  | 59  | 73  | 94  | 119 |
+| cuBLAS        | 48 | 49 | 51 | 49 | 52 | 52 | 54 | 55  | 57  | 61  | 72  | 93  | 119 |
+| [17408, 5120] | 48 | 48 | 48 | 48 | 49 | 52 | 52 | 52  | 62  | 62  | 67  | 94  | 119 |
+| cuBLAS        | 47 | 47 | 47 | 47 | 50 | 47 | 47 | 50  | 55  | 79  | 64  | 96  | 115 |
+| [2560, 9216]  | 21 | 21 | 21 | 21 | 21 | 28 | 25 | 22  | 26  | 22  | 28  | 30  | 38  |
+| cuBLAS        | 17 | 17 | 17 | 17 | 18 | 18 | 19 | 20  | 22  | 25  | 26  | 29  | 34  |
+| [9216, 2560]  | 15 | 15 | 15 | 15 | 16 | 18 | 18 | 18  | 21  | 21  | 24  | 30  | 38  |
+| cuBLAS        | 14 | 14 | 14 | 15 | 15 | 16 | 16 | 16  | 18  | 19  | 19  | 26  | 33  |
+
+Tried for fewer tokens, [5120, 17408] and [17408, 5120], where cuBLAS takes 51 and 46 at 16 tokens, 55 and 49 at 128 and
+73 and 67 at 256: tiles of 128 rows and 128 tokens 99 and 72, 85 and 52, 88 and 72; of 32 rows and 128 tokens 153 and
+188, 78 and 89; of 64 and 128 113 and 107, 65 and 60, 90 and 98; of 32 rows and 64 tokens with 8 stages 57 and 58 at 16,
+with 16 stages 49 and 50; of 64 and 64 with 8 50 and 49, with 12 46 and 48. Of 72 tokens, boxes of 64, 32, 16 and 8 that
+are waited for each by itself: 70 and 65, 64 and 53, 91 and 62, 152 and 100.
 
 Sources: specialised.py; Stream-K (Osama et al., 2023) for shares of K. For Hopper; Gluon has no interpreter.
 """

@@ -260,15 +260,20 @@ def batches(rows: pd.DataFrame) -> pd.DataFrame:
     """A step of several sequences without the host: µs of the tables and of separate kernels, by first position.
 
     us a token: of one sequence; times one: of tables, over their step of one sequence. ratio, low, high, verdict: time
-    of a variant over that of the tables, where it was measured of those whose weights a warp copies.
+    of a variant over that of the tables, where it was measured of those whose weights a warp copies: cases without it,
+    older ones, are left out then.
     """
     found, alone = [], {}
     for params, group in cases(rows, "token", dtype="bf16", parts=0):
         for name, us in median_us(group).items():
             alone[params["model"], params["start"], name] = us
-    for params, group in cases(rows, "batch"):
+    groups = list(cases(rows, "batch"))
+    warp = [group for _, group in groups if (group["variant"] == variants.STREAMED).any()]
+    names = (variants.STREAMED, variants.OURS) if warp else (variants.OURS,)
+    for params, group in groups:
+        if warp and not (group["variant"] == variants.STREAMED).any():
+            continue
         at = {name: params[name] for name in ("model", "batch", "start")}
-        names = [name for name in (variants.STREAMED, variants.OURS) if (group["variant"] == name).any()]
         for line in _alone(group, (*names, variants.CUBLAS, variants.CUBLAS_DEPENDENT), names[0]):
             mine = line["variant"] in names
             one = alone.get((at["model"], at["start"], line["variant"]), math.nan) if mine else math.nan
