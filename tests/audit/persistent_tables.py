@@ -791,14 +791,16 @@ def said_streamed(rows: pd.DataFrame) -> list[str]:
 
 def said_batches(rows: pd.DataFrame) -> list[str]:
     """The tables of several sequences against cuBLAS with dependent launch, at the first and the last position."""
-    found = sorted(_lines(batches(rows), variant=CUBLAS[1]), key=lambda line: line["start"])
+    every = batches(rows)
+    found = sorted(_lines(every, variant=CUBLAS[1]), key=lambda line: line["start"])
     if not found:
         return ["was measured"]
+    mine = "where a warp copies weights" if STREAMED in set(every["variant"]) else "with tables"
     words = {"same": "as fast", "unclear": "not clearly faster or slower"}
     said = [words.get(line["verdict"]) or _faster(line["ratio"], line["verdict"]) for line in found]
     return [
-        f"{found[0]['batch']} sequences from position {found[0]['start']}: the tables are {said[0]}",
-        f"from position {found[-1]['start']}: {said[-1]}",
+        f"{found[0]['batch']} sequences against separate kernels: from position {found[0]['start']} a step {mine} is",
+        f"is {said[0]}, from position {found[-1]['start']} {said[-1]}",
     ]
 
 

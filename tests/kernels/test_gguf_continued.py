@@ -10,7 +10,8 @@ from labkit.kernels.gguf.continued import STEP, ContinuedChoice, by_continued_su
 
 
 @pytest.mark.parametrize(
-    ("tokens", "rows", "rows_a_program"), [(512, 5120, 128), (512, 17408, 256), (128, 17408, 128), (4096, 5120, 256)]
+    ("tokens", "rows", "rows_a_program"),
+    [(512, 5120, 128), (512, 17408, 256), (128, 17408, 128), (4096, 5120, 256), (1, 5120, 64), (1, 2560, 32)],
 )
 def test_programs_have_as_many_rows_as_leave_none_without_a_tile(tokens, rows, rows_a_program):
     assert continued_rule(tokens, rows).rows == rows_a_program
@@ -23,7 +24,7 @@ def test_programs_have_as_many_rows_as_leave_none_without_a_tile(tokens, rows, r
 def test_a_share_is_a_tile_or_more_so_that_a_tile_has_two_programs_at_most(tokens, rows, K, processors):
     choice = continued_rule(tokens, rows, processors)
     tiles, steps = -(-rows // choice.rows), -(-K // STEP)
-    token_tiles = -(-tokens // continued.TOKENS)
+    token_tiles = -(-tokens // choice.tokens)
     groups = continued._groups(token_tiles, tiles, processors)
     assert groups * token_tiles <= max(processors, token_tiles)
     bounds = [group * tiles * steps // groups for group in range(groups + 1)]
