@@ -520,9 +520,11 @@ def _list_stale() -> bool:
         for found in recorded.all_rows(name, runs=False):
             old = found.rows[recorded.stale(found.rows)]
             total += len(old)
-            for row in old.itertuples():
-                what = f"{row.op} {row.case} {row.variant}, {row.cache}, {row.mode}"
-                click.echo(f"{found.gpu}/{name}: {what} (kernel {row.kernel_sha}, {row.utc[:10]})")
+            for (op, variant, sha), some in old.groupby(["op", "variant", "kernel_sha"], sort=False):
+                days = sorted(set(some["utc"].str[:10]))
+                when = " to ".join(dict.fromkeys((days[0], days[-1])))
+                counts = f"rows: {len(some)}, cases: {some['case'].nunique()}"
+                click.echo(f"{found.gpu}/{name}: {op}, {variant}; {counts} (kernel {sha}, {when})")
     click.echo(f"{total} rows recorded with an earlier kernel", err=True)
     return total > 0
 
@@ -573,12 +575,13 @@ def check(function: str, study: str | None, wanted: str | None, as_json: bool) -
     labkit check my_kernels.py:my_gemv
     labkit check my_kernels.py:my_gemv --case N=4096,K=2560,dtype=bf16 --json
     """
+    from labkit.sweep import added
     from labkit.workflow import checking
 
     try:
         found = checking.check(function, study, wanted or "", _say)
-    except ValueError as problem:
-        raise click.UsageError(str(problem)) from None
+    except ValueError as problem:  # which begins with the notebooks' parameter, that this command does not have
+        raise click.UsageError(str(problem).removeprefix(f"{added.PARAMETER}: ")) from None
     click.echo(json.dumps(found, indent=1) if as_json else checking.text(found))
     sys.exit(OK if checking.fine(found) else FAILED)
 

@@ -83,6 +83,7 @@ def test_what_does_not_exist_is_refused_before_anything_runs(file, words, messag
     done = command(*(word.format(file) for word in words))
     assert done.exit_code == 2
     assert message in " ".join(done.stderr.split())
+    assert "Error: add" not in done.stderr  # the notebooks' parameter
 
 
 def test_every_study_that_takes_functions_has_tiny_cases_in_bf16():
