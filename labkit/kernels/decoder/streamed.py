@@ -497,7 +497,7 @@ def _embed(
     DTYPE: gl.constexpr, BATCH: gl.constexpr, WIDTH: gl.constexpr, VOCAB: gl.constexpr, SLOT: gl.constexpr,
     WARPS: gl.constexpr,
 ):  # fmt: skip
-    """hidden = the token's row of the embedding, of every sequence; no counter but it has slot 0."""
+    """hidden = the token's row of the embedding, of every sequence, in slot 0."""
     ks = gl.arange(0, WIDTH, gl.BlockedLayout([8], [32], [WARPS], [0]))
     for b in gl.static_range(BATCH):
         token = gl.load(_buffer(buffers, record, t.INPUT, gl.int32) + b)
