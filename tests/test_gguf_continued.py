@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from labkit.kernels.gguf import continued
-from labkit.kernels.gguf.continued import ContinuedChoice, by_continued_sums, continued_rule
+from labkit.kernels.gguf.continued import ContinuedChoice, by_continued_sums
 from labkit.kernels.offline import offline
 
 CHOICES = (
@@ -45,23 +45,6 @@ def test_what_cannot_be_compiled_is_named():
             run(ContinuedChoice(256, 6))
     with offline(80), pytest.raises(ValueError, match=r"on compute capability 8.0; allowed: .* 9.0 \(Hopper\)"):
         run(None)
-
-
-@pytest.mark.parametrize(
-    ("rows", "tokens", "expected"),
-    [
-        (5120, 1, (64, 12, 64)),
-        (17408, 1, (128, 8, 64)),
-        (2560, 64, (32, 16, 64)),  # else there were programs for a third of the multiprocessors
-        (5120, 128, (128, 8, 64)),
-        (5120, 256, (128, 8, 64)),  # of 128 tokens a program there were too few
-        (5120, 512, (128, 6, 128)),
-        (17408, 192, (128, 8, 64)),  # of 128 tokens a program the last ones had half as many
-        (17408, 512, (256, 4, 128)),
-    ],
-)
-def test_the_rule_gives_most_multiprocessors_a_tile(rows, tokens, expected):
-    assert continued_rule(tokens, rows) == ContinuedChoice(*expected)
 
 
 def values(*shape):

@@ -154,7 +154,7 @@ def _token(x: Case, row: Mapping[str, Any], _: Mapping[str, Any]) -> list[Launch
     from labkit.kernels.decoder.tables import POSITION_FROM
     from labkit.studies.persistent_tables import study, trials, variants
 
-    if row["variant"] == variants.STREAMED:  # of which `_tokens` predicts nothing
+    if row["variant"] == variants.STREAMED:  # warps that wait for each other are not modelled
         return []
     return [trials.compilable(x["model"], x["dtype"], POSITION_FROM[-1], batch=study.batch_of(x))]
 
@@ -311,16 +311,11 @@ def _layers(x: Case, row: Mapping[str, Any], launches: Sequence[Launch], names: 
 _STAGE_ROUNDS = 3  # that wait for each other in every stage of a token: its record, its counter, its input
 
 
-def _tokens(x: Case, row: Mapping[str, Any], launches: Sequence[Launch], *_: Any) -> list[Work] | None:
-    """Stages of a token, of which each program has some tiles, one after the other, and attention over the context.
-
-    Of a step whose weights a warp copies nothing: warps that wait for each other are not modelled.
-    """
+def _tokens(x: Case, row: Mapping[str, Any], launches: Sequence[Launch], *_: Any) -> list[Work]:
+    """Stages of a token, of which each program has some tiles, one after the other, and attention over the context."""
     from labkit.kernels.decoder.model import decoder
     from labkit.studies.persistent_tables import plans, study, variants
 
-    if row["variant"] == variants.STREAMED:
-        return None
     batch = study.batch_of(x)
     model, plan = decoder(x["model"]), plans.plan_of(x["model"], x["dtype"], batch=batch)
     programs = json.loads(row["evidence"])["programs"]
@@ -360,6 +355,8 @@ def facts(row: Mapping[str, Any], capability: int, l2: int) -> list[dict[str, An
     """
     with offline(capability):
         launches = launches_of(row)
+    if not launches:
+        return None
     kernels = [kernel_of(launch, capability) for launch in launches]
     work = work_of(row, launches, [kernel.name for kernel in kernels], l2)
     return work and [_fact(*each) for each in zip(launches, kernels, work, strict=True)]

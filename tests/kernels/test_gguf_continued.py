@@ -10,11 +10,27 @@ from labkit.kernels.gguf.continued import STEP, ContinuedChoice, by_continued_su
 
 
 @pytest.mark.parametrize(
-    ("tokens", "rows", "rows_a_program"),
-    [(512, 5120, 128), (512, 17408, 256), (128, 17408, 128), (4096, 5120, 256), (1, 5120, 64), (1, 2560, 32)],
+    ("tokens", "rows", "rows_a_program"), [(512, 5120, 128), (512, 17408, 256), (128, 17408, 128), (4096, 5120, 256)]
 )
 def test_programs_have_as_many_rows_as_leave_none_without_a_tile(tokens, rows, rows_a_program):
     assert continued_rule(tokens, rows).rows == rows_a_program
+
+
+@pytest.mark.parametrize(
+    ("rows", "tokens", "expected"),
+    [
+        (5120, 1, (64, 12, 64)),
+        (17408, 1, (128, 8, 64)),
+        (2560, 64, (32, 16, 64)),  # else there were programs for a third of the multiprocessors
+        (5120, 128, (128, 8, 64)),
+        (5120, 256, (128, 8, 64)),  # of 128 tokens a program there were too few
+        (5120, 512, (128, 6, 128)),
+        (17408, 192, (128, 8, 64)),  # of 128 tokens a program the last ones had half as many
+        (17408, 512, (256, 4, 128)),
+    ],
+)
+def test_the_rule_gives_most_multiprocessors_a_tile(rows, tokens, expected):
+    assert continued_rule(tokens, rows) == ContinuedChoice(*expected)
 
 
 @pytest.mark.parametrize("processors", [1, 7, 132])

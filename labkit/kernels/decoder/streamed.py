@@ -459,17 +459,9 @@ def _attention(
             gl.store(parts + row + HEAD_DIM, logarithm)
             for h in range(span, HEADS, spans):
                 limit = _together(
-                    parts + h * (SPANS * EACH),
-                    y + h * HEAD_DIM,
-                    other,
-                    spans,
-                    error,
-                    number,
-                    limit,
-                    SPANS,
-                    HEAD_DIM,
-                    WARPS,
-                )
+                    parts + h * (SPANS * EACH), y + h * HEAD_DIM, other, spans, error, number, limit,
+                    SPANS, HEAD_DIM, WARPS,
+                )  # fmt: skip
     return limit
 
 

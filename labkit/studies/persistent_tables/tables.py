@@ -268,11 +268,9 @@ def batches(rows: pd.DataFrame) -> pd.DataFrame:
         for name, us in median_us(group).items():
             alone[params["model"], params["start"], name] = us
     groups = list(cases(rows, "batch"))
-    warp = [group for _, group in groups if (group["variant"] == variants.STREAMED).any()]
+    warp = [(params, group) for params, group in groups if (group["variant"] == variants.STREAMED).any()]
     names = (variants.STREAMED, variants.OURS) if warp else (variants.OURS,)
-    for params, group in groups:
-        if warp and not (group["variant"] == variants.STREAMED).any():
-            continue
+    for params, group in warp or groups:
         at = {name: params[name] for name in ("model", "batch", "start")}
         for line in _alone(group, (*names, variants.CUBLAS, variants.CUBLAS_DEPENDENT), names[0]):
             mine = line["variant"] in names

@@ -26,6 +26,7 @@ UNITS = {
     "ratio": "× faster with tables", "verdict": "tables are", "waiting": "waiting µs",
     "barrier": "waiting µs a barrier", "slower": "slower reading µs",
 }  # fmt: skip
+WARP_UNITS = UNITS | {"ratio": "× faster with the warp", "verdict": "with the warp it is"}
 
 
 def measured(rows: pd.DataFrame) -> Mapping[str, str]:
@@ -282,7 +283,7 @@ def streamed(rows: pd.DataFrame) -> Drawing:
         said=f"A token from position {first['start']} takes {first['us']:.0f} µs, {first['% of ceiling']:.0f} % of the "
         f"read ceiling. It is {counted(table['verdict'])} of {len(table)} comparisons",
         table=named(every, "variant"),
-        units=UNITS | {"ratio": "× faster with the warp", "verdict": "with the warp it is"},
+        units=WARP_UNITS,
     )  # fmt: skip
 
 
@@ -319,7 +320,6 @@ def batches(rows: pd.DataFrame) -> Drawing:
     if table.empty:
         return "no step of several sequences was measured."
     mine = "where a warp copies weights" if warp else "with tables"
-    with_warp = {"ratio": "× faster with the warp", "verdict": "with the warp it is"} if warp else {}
     separate = kit.where(every, variant=variants.CUBLAS_DEPENDENT)
     first, last = separate.iloc[0], separate.iloc[-1]
     return drawing(
@@ -331,7 +331,7 @@ def batches(rows: pd.DataFrame) -> Drawing:
         said=f"{first['batch']} sequences against separate kernels: from position {first['start']} a step {mine} is "
         f"{_speed(first)}, from position {last['start']} {_speed(last)}",
         table=named(every, "variant"),
-        units=UNITS | with_warp | {"us a token": "µs a token", "times one": "× one sequence's"},
+        units=(WARP_UNITS if warp else UNITS) | {"us a token": "µs a token", "times one": "× one sequence's"},
     )  # fmt: skip
 
 
